@@ -1,0 +1,37 @@
+"""
+ParallelError
+  Refused            the request cannot be honoured; says what was found and the way out (also a ValueError)
+  WorkerStartError   the group did not come up
+  WorkerDied         the group went away, or stopped answering, in the middle of a request
+  WorkerFailed       a rank raised; names rank and exception, carries the traceback
+  ProtocolError      bytes that are no message or bundle of ours
+"""
+
+from __future__ import annotations
+
+
+class ParallelError(Exception):
+    """Everything the runtime raises on purpose."""
+
+
+class Refused(ParallelError, ValueError):
+    """Bad input, found before any worker was asked."""
+
+
+class WorkerStartError(ParallelError):
+    pass
+
+
+class WorkerDied(ParallelError):
+    pass
+
+
+class ProtocolError(ParallelError):
+    pass
+
+
+class WorkerFailed(ParallelError):
+    def __init__(self, rank: int, error: str, where: str, traceback: str) -> None:
+        super().__init__(f"worker rank {rank} failed: {error} ({where})")
+        self.rank = rank
+        self.traceback = traceback

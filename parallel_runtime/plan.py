@@ -1,0 +1,52 @@
+"""The words in which a transformer's context-parallel plan is written. Knows no model and no torch.
+
+diffusers' `_cp_plan` says which tensors are cut and gathered; it does not say which cut streams an attention runs
+over, which is what exactness at any size needs. A Plan says both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Local = Literal["local"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Cut one tensor of a module into contiguous chunks along `dim`, one a rank.
+
+    `stream` names the token stream that the tensor belongs to: everything cut under one name has one global length.
+    `ndim`: cut only if the tensor has this many dims (None: always). None values are left alone.
+    """
+
+    dim: int
+    stream: str
+    ndim: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gather:
+    """Put the chunks of a module's output back together along `dim`."""
+
+    dim: int
+    stream: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Where a transformer's streams are cut, gathered and attended.
+
+    Module names are as in `named_modules()`, "" is the transformer itself and `*` stands for one number
+    (`transformer_blocks.*`). `inputs` maps a module to {argument name: Split}; `outputs_split` maps a module to
+    {index of its output: Split}; `outputs` maps a module to the Gather of its output, or one per output index.
+    `attention` maps attention modules to the streams of their query in the order in which they are concatenated, or
+    to "local" where keys and values are whole on every rank; modules that it does not name attend over `joint`.
+    """
+
+    inputs: Mapping[str, Mapping[str, Split]] = field(default_factory=dict)
+    outputs_split: Mapping[str, Mapping[int, Split]] = field(default_factory=dict)
+    outputs: Mapping[str, Gather | Mapping[int, Gather]] = field(default_factory=dict)
+    joint: tuple[str, ...] = ("image",)
+    attention: Mapping[str, tuple[str, ...] | Local] = field(default_factory=dict)

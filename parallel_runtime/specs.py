@@ -1,0 +1,150 @@
+"""What the user asked for. Nodes build these, the wire ships them, workers obey them; nobody mutates them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+RotateMethod = Literal["alltoall", "allgather"]
+AttentionBackend = Literal["auto", "native", "_native_flash", "_native_cudnn", "flash", "_flash_3", "sage"]
+DtypeName = Literal["bfloat16", "float16", "float32"]
+DtypeChoice = Literal["auto", "bfloat16", "float16", "float32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """How one sampling job is divided over the ranks of a group.
+
+    The world is cfg_degree x ring_degree x ulysses_degree; the ranks of one Ulysses group are neighbours.
+    `rotate_method` is diffusers' word for how a ring moves keys and values: `alltoall` rotates the blocks point to
+    point, `allgather` collects them all at once. Degrees are resolved numbers here: "auto" is gone by now.
+    """
+
+    ring_degree: int = 1
+    ulysses_degree: int = 1
+    cfg_degree: int = 1
+    rotate_method: RotateMethod = "alltoall"
+    convert_to_fp32: bool = True
+    attention_backend: AttentionBackend = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("ring_degree", "ulysses_degree", "cfg_degree"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} starts at 1, got {getattr(self, name)}")
+        if self.cfg_degree > 2:
+            raise ValueError(f"cfg_degree is 1 or 2 (positive and negative prompt), got {self.cfg_degree}")
+
+    @property
+    def context_parallel_size(self) -> int:
+        """Ranks that share one sequence."""
+        return self.ring_degree * self.ulysses_degree
+
+    @property
+    def world_size(self) -> int:
+        return self.context_parallel_size * self.cfg_degree
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelRequest:
+    """What a CP Parallel Config node says. 0 and "auto" are decided when the model is known; `devices` is a list such
+    as "0,1", "cuda:0,cuda:1" or "cpu,cpu", and empty for all."""
+
+    ring_degree: int = 0
+    ulysses_degree: int = 0
+    rotate_method: RotateMethod = "alltoall"
+    convert_to_fp32: bool = True
+    attention_backend: AttentionBackend = "auto"
+    dtype: DtypeChoice = "auto"
+    devices: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComfyModel:
+    """What ComfyUI's MODEL says of itself: enough to build the same model without weights.
+
+    `config_class` is a class of comfy.supported_models, `unet_config` its configuration as canonical JSON.
+    """
+
+    config_class: str
+    unet_config: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model by description; loading happens in the workers, when the first job needs it.
+
+    `size` (bytes) and `mtime_ns` pin the file as it was when it was described. Weights are rounded to `weight_dtype`,
+    then computed with in `compute_dtype`: with both, a file comes out as ComfyUI would load it.
+    """
+
+    path: str
+    size: int
+    mtime_ns: int
+    weight_dtype: str
+    compute_dtype: DtypeName
+    comfy: ComfyModel | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComfySetup:
+    """The host's ComfyUI: its checkout and the command-line flags that it runs with."""
+
+    root: str
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where the ranks of a group live: one torch device a rank, in rank order. A device may be named twice."""
+
+    devices: tuple[str, ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.devices)
+
+    @property
+    def shared(self) -> bool:
+        return len(set(self.devices)) < len(self.devices)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SamplingJob:
+    """One call of a ComfyUI guider's `sample`: what runs, on what, with which noise levels.
+
+    Code is named, never sent: `guider` and `sampler` are `module:name` inside ComfyUI. `conds` maps the guider's
+    condition names to ComfyUI's condition dicts. Latents are full-size [B, C, (T,) H, W] float32; `sigmas` is 1-D.
+    `random_state` is the host's global CPU generator at that moment: samplers may draw from it.
+    """
+
+    guider: str
+    guider_attributes: dict[str, Any]
+    conds: dict[str, list[dict[str, Any]]]
+    sampler: str
+    sampler_options: dict[str, Any]
+    inpaint_options: dict[str, Any]
+    noise: Tensor
+    latent: Tensor
+    mask: Tensor | None
+    sigmas: Tensor
+    seed: int | None
+    random_seed: int
+    random_state: Tensor
+    model_sampling: dict[str, Any]
+    model_options: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DemoJob:
+    """Flow-matching Euler steps on `noise` [B, C, H, W] (model space), with classifier-free guidance at cfg != 1."""
+
+    noise: Tensor
+    sigmas: Tensor
+    cfg: float
+    positive: dict[str, Any]
+    negative: dict[str, Any]
+
+
+Job = SamplingJob | DemoJob

@@ -1,0 +1,142 @@
+"""Values with tensors in them, between processes: safetensors bytes in anonymous shared memory.
+
+The format already holds names, shapes and dtypes, the kernel already shares the pages, and a file without a name
+cannot be left behind. What is not a tensor rides in the header's metadata as JSON. Knows nothing of who reads it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import tempfile
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import ProtocolError, Refused
+
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+LIMIT = 16 << 30
+SEALS = 0x1 | 0x2 | 0x4 | 0x8  # F_SEAL_SEAL, SHRINK, GROW, WRITE: a reader's pages can neither vanish nor change
+
+
+def write_bundle(value: Any, *, limit: int = LIMIT) -> int:
+    """Copy `value` (dicts, lists, tuples, plain values and tensors on any device) once, into a new memory file.
+
+    Returns its file descriptor, which the caller closes. Raises Refused, naming the place, for any other object and
+    for more than `limit` bytes; OSError (ENOSPC) where the memory is not there.
+    """
+    tensors: dict[str, Tensor] = {}
+    tree = _fold(value, "value", tensors, {})
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # keeps every view aligned
+    header, offsets, total = _layout(tree, tensors)
+    if total > limit:
+        raise Refused(f"a payload of {total / 2**30:.1f} GiB is over the limit of {limit / 2**30:.1f} GiB")
+    fd = _anonymous_file()
+    try:
+        os.posix_fallocate(fd, 0, total)
+        with mmap.mmap(fd, total) as memory:
+            memory[: len(header)] = header
+            for name, tensor in tensors.items():
+                _copy(tensor, memory, offsets[name])
+        if hasattr(fcntl, "F_ADD_SEALS"):
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_bundle(fd: int) -> Any:
+    """The value that was written. CPU tensors are private views of the shared pages: no copy until written to.
+
+    Closes `fd`. Raises ProtocolError if the bytes are no bundle.
+    """
+    try:
+        with safe_open(f"/proc/self/fd/{fd}" if os.path.isdir("/proc/self/fd") else f"/dev/fd/{fd}", "pt") as bundle:
+            tensors = {name: bundle.get_tensor(name) for name in bundle.keys()}  # noqa: SIM118 - not a dict
+            tree = json.loads((bundle.metadata() or {})["tree"])
+        return _unfold(tree, tensors)
+    except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
+        raise ProtocolError(f"not a bundle: {error!r}") from error
+    finally:
+        os.close(fd)
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("cp-bundle", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _layout(tree: Any, tensors: dict[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
+    entries: dict[str, Any] = {"__metadata__": {"tree": json.dumps(tree)}}
+    position = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + size],
+        }
+        position += size
+    body = json.dumps(entries).encode()
+    body += b" " * (-(len(body) + 8) % 64)
+    start = 8 + len(body)
+    offsets = {name: start + entries[name]["data_offsets"][0] for name in tensors}
+    return len(body).to_bytes(8, "little") + body, offsets, start + position
+
+
+def _copy(tensor: Tensor, memory: mmap.mmap, offset: int) -> None:
+    if not tensor.numel():
+        return
+    bytes_ = torch.frombuffer(memory, dtype=torch.uint8, count=tensor.numel() * tensor.element_size(), offset=offset)
+    bytes_.copy_(tensor.detach().contiguous().flatten().view(torch.uint8))
+
+
+def _fold(value: Any, where: str, tensors: dict[str, Tensor], seen: dict[int, str]) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        if value.dtype not in DTYPES or value.layout is not torch.strided or value.is_nested:
+            raise Refused(f"{where} is a tensor of {value.dtype} ({value.layout}), which cannot be sent to the workers")
+        name = seen.setdefault(id(value), str(len(seen)))
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, list | tuple):
+        items = [_fold(item, f"{where}[{index}]", tensors, seen) for index, item in enumerate(value)]
+        return {"tuple" if isinstance(value, tuple) else "list": items}
+    if isinstance(value, dict):
+        return {"dict": [[_key(k, where), _fold(v, f"{where}.{k}", tensors, seen)] for k, v in value.items()]}
+    raise Refused(f"{where} is a {type(value).__module__}.{type(value).__name__}, which cannot be sent to the workers")
+
+
+def _key(key: Any, where: str) -> Any:
+    if not isinstance(key, str | int | float):
+        raise Refused(f"{where} has a key of type {type(key).__name__}, which cannot be sent to the workers")
+    return key
+
+
+def _unfold(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, content),) = tree.items()
+    match kind:
+        case "tensor":
+            return tensors[content]
+        case "list":
+            return [_unfold(item, tensors) for item in content]
+        case "tuple":
+            return tuple(_unfold(item, tensors) for item in content)
+        case "dict":
+            return {key: _unfold(item, tensors) for key, item in content}
+    raise ValueError(f"unknown node {kind!r}")

@@ -1,0 +1,97 @@
+"""One socket between the host and one rank. When either end goes away the other sees EOF: that is the leash.
+
+A message is one packet of JSON; a bundle goes along as a file descriptor (SCM_RIGHTS). Knows no message by name.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import select
+import socket
+from typing import Any
+
+from ..errors import ProtocolError
+from .messages import Message, decode, encode
+
+PACKET_BYTES = 64 << 10
+
+
+class Channel:
+    """Not thread safe for sending; one thread may wait for the hang-up while another sends and receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    @classmethod
+    def connect(cls, path: str) -> Channel:
+        """Raises OSError where nobody listens."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.connect(path)
+        return cls(sock)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Message, bundle: int | None = None) -> None:
+        """Send, waiting for room. Closes `bundle`. Raises OSError if the other side is gone."""
+        self._send(message, bundle, 0)
+
+    def offer(self, message: Message, bundle: int | None = None) -> bool:
+        """Send if there is room, else drop: for what the next message makes old. Closes `bundle`."""
+        try:
+            self._send(message, bundle, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _send(self, message: Message, bundle: int | None, flags: int) -> None:
+        data = encode(message)
+        assert len(data) <= PACKET_BYTES, f"{type(message).__name__} of {len(data)} bytes"
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [bundle]))] if bundle is not None else []
+        try:
+            self._socket.sendmsg([data], rights, flags | socket.MSG_NOSIGNAL)
+        finally:
+            if bundle is not None:
+                os.close(bundle)
+
+    def receive(self) -> tuple[Any, int | None]:
+        """The next message, and its bundle, which the caller must read or close. Blocks.
+
+        Raises EOFError when the other side is gone, ProtocolError for what is no message.
+        """
+        try:
+            data, rights, flags, _ = self._socket.recvmsg(PACKET_BYTES, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+        except ConnectionResetError:
+            raise EOFError from None
+        bundles = array.array("i")
+        for level, kind, content in rights:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                bundles.frombytes(content[: len(content) - len(content) % bundles.itemsize])
+        if not data and not bundles:
+            raise EOFError
+        try:
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(bundles) > 1:
+                raise ProtocolError(f"a message over {PACKET_BYTES} bytes, or with several bundles")
+            return decode(data), bundles[0] if bundles else None
+        except ProtocolError:
+            for bundle in bundles:
+                os.close(bundle)
+            raise
+
+    def waiting(self) -> bool:
+        """There is something to receive: a message or EOF."""
+        return bool(select.select([self._socket], [], [], 0)[0])
+
+    def wait_for_hangup(self) -> None:
+        """Block until the other side is gone, leaving messages where they are."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP if hasattr(select, "POLLRDHUP") else select.POLLHUP)
+        while not poll.poll():
+            pass
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()

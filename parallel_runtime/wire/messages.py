@@ -1,0 +1,137 @@
+"""Every message there is. They travel as JSON: readable in a log, and free of class identity.
+
+host -> each rank       Welcome  Sample (with a bundle)  Cancel  Unload  Stop
+rank -> host            Ready  Beat  Step (with a bundle)  Done (rank 0: with a bundle)  Failed
+"""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any
+
+from ..errors import ProtocolError
+from ..specs import ComfySetup, ModelSpec, Parallelism
+
+PROTOCOL = 1
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """The host has accepted this rank. `store` is the file where the ranks meet, `shared` says that
+    ranks share a device; no `comfy`: there is no ComfyUI."""
+
+    device: str
+    store: str
+    shared: bool
+    comfy: ComfySetup | None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Run one job. It names its model, and a worker runs it with that model or fails."""
+
+    job: int
+    model: ModelSpec
+    parallelism: Parallelism
+
+
+@dataclass(frozen=True)
+class Cancel:
+    job: int
+
+
+@dataclass(frozen=True)
+class Unload:
+    """Drop every model and give the memory back to the device."""
+
+    job: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    pass
+
+
+@dataclass(frozen=True)
+class Ready:
+    rank: int
+    pid: int
+    token: str
+    versions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Beat:
+    """Still at work. `loaded` is None while sampling, else the share of the model that is loaded."""
+
+    job: int
+    loaded: float | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """A sampler's callback: `step` counts from 0, as ComfyUI's does; the bundle holds x0 and x."""
+
+    job: int
+    step: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Done:
+    job: int
+    cancelled: bool = False
+    load_seconds: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Failed:
+    rank: int
+    error: str
+    where: str
+    traceback: str
+
+
+Message = Welcome | Sample | Cancel | Unload | Stop | Ready | Beat | Step | Done | Failed
+
+_TYPES = {cls.__name__: cls for cls in typing.get_args(Message)}
+
+
+def encode(message: Message) -> bytes:
+    return json.dumps({"type": type(message).__name__, **asdict(message)}).encode()
+
+
+def decode(data: bytes) -> Any:
+    """The message in `data`. Raises ProtocolError for anything that is not exactly one of ours."""
+    try:
+        fields = json.loads(data)
+        return _build(_TYPES[fields.pop("type")], fields)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ProtocolError(f"not a message: {error!r}") from error
+
+
+def _build(hint: Any, value: Any) -> Any:
+    """JSON value -> what the type hint asks for: a dataclass, a tuple, one of a union, a plain value."""
+    origin = typing.get_origin(hint)
+    if isinstance(hint, type) and is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        return hint(**{name: _build(hints[name], item) for name, item in value.items()})
+    if origin is tuple:
+        return tuple(_build(typing.get_args(hint)[0], item) for item in value)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in typing.get_args(hint):
+            return None
+        return _build(next(arg for arg in typing.get_args(hint) if arg is not type(None)), value)
+    if origin is typing.Literal:
+        if value not in typing.get_args(hint):
+            raise ValueError(f"{value!r} is none of {typing.get_args(hint)}")
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not hint:
+        raise TypeError(f"{value!r} is no {hint}")
+    return value

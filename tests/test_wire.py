@@ -1,0 +1,185 @@
+"""What crosses between processes arrives as it was sent, or is refused."""
+
+import json
+import os
+import random
+import socket
+
+import pytest
+import torch
+
+from parallel_runtime.errors import ProtocolError, Refused
+from parallel_runtime.specs import ComfyModel, ComfySetup, ModelSpec, Parallelism
+from parallel_runtime.wire.bundles import read_bundle, write_bundle
+from parallel_runtime.wire.channel import PACKET_BYTES, Channel
+from parallel_runtime.wire.messages import Beat, Cancel, Done, Failed, Ready, Sample, Step, Welcome, decode, encode
+
+MODEL = ModelSpec(
+    path="/models/é wan.safetensors", size=1, mtime_ns=2, weight_dtype="bfloat16", compute_dtype="float32",
+    comfy=ComfyModel(config_class="WAN21_T2V", unet_config="{}"),
+)  # fmt: skip
+MESSAGES = [
+    Welcome("cuda:0", "/tmp/store", False, ComfySetup(root="/comfy", flags=("--cpu", "--port", "1"))),
+    Welcome("cpu", "/tmp/store", True, None),
+    Sample(3, MODEL, Parallelism(ring_degree=2, ulysses_degree=4, rotate_method="allgather")),
+    Cancel(3),
+    Ready(1, 99, "token", ("1", "2.13")),
+    Beat(1),
+    Beat(1, 0.5),
+    Step(1, 0, 20),
+    Done(1, cancelled=True, seconds=2),
+    Failed(0, "ValueError: x", "file.py:3", "Traceback"),
+]
+
+
+@pytest.fixture
+def channels():
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pair = Channel(left), Channel(right)
+    yield pair
+    for channel in pair:
+        channel.close()
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_survives_the_wire(message):
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"{", b"null", b"[]", b'"x"', b"{}", b'{"type": "Evil"}', b'{"type": "Cancel"}', b"\xff\xfe",
+        b'{"type": "Cancel", "job": "1"}', b'{"type": "Cancel", "job": 1, "more": 2}', b'{"type": ["Cancel"], "job": 1}',
+        encode(MESSAGES[2]).replace(b'"ring_degree": 2', b'"ring_degree": 0'),
+        encode(MESSAGES[2]).replace(b'"allgather"', b'"carrier pigeon"'),
+    ],
+)  # fmt: skip
+def test_what_is_no_message_is_refused(data):
+    with pytest.raises(ProtocolError):
+        decode(data)
+
+
+def test_damaged_messages_are_messages_or_protocol_errors():
+    generator = random.Random(0)
+    for _ in range(2000):
+        data = bytearray(encode(generator.choice(MESSAGES)))
+        for _ in range(generator.randint(1, 4)):
+            data[generator.randrange(len(data))] = generator.randrange(256)
+        try:
+            assert type(decode(bytes(data))) in {type(message) for message in MESSAGES}
+        except ProtocolError:
+            continue
+
+
+def test_a_bundle_brings_back_every_kind_of_value():
+    shared = torch.arange(6.0)
+    value = {
+        "plain": [None, True, 3, 2.5, "text", (1, (2, "x"))],
+        "views": [shared, shared[1:4], shared.view(2, 3).t()],
+        "dtypes": [torch.tensor([1, 0, 1], dtype=dtype) for dtype in (torch.bool, torch.int8, torch.int64)],
+        "halves": [torch.tensor([1.5, -2.0], dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.float64)],
+        "empty": torch.zeros(2, 0, 3),
+        "scalar": torch.tensor(4.0),
+        7: {"nested": {}},
+    }
+
+    back = read_bundle(write_bundle(value))
+
+    assert json.dumps(value["plain"]) == json.dumps(back["plain"])
+    assert back["plain"][5] == (1, (2, "x"))
+    assert back[7] == {"nested": {}}
+    for name in ("views", "dtypes", "halves"):
+        for sent, got in zip(value[name], back[name], strict=True):
+            assert sent.dtype == got.dtype
+            assert torch.equal(sent, got)
+    assert back["empty"].shape == (2, 0, 3)
+    assert back["scalar"].item() == 4.0
+
+
+def test_a_reader_may_write_without_touching_anybody_else():
+    fd = write_bundle({"x": torch.zeros(3)})
+    first, second = read_bundle(os.dup(fd)), read_bundle(fd)
+    first["x"][0] = 1
+    assert second["x"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({"positive": [{"control": object()}]}, "value.positive[0].control is a builtins.object"),
+        ({"x": torch.zeros(2, dtype=torch.complex64)}, "value.x is a tensor of torch.complex64"),
+        ({"x": {None: 1}}, "value.x has a key of type NoneType"),
+    ],
+)
+def test_what_cannot_travel_is_refused_by_name(value, named):
+    with pytest.raises(Refused, match=named.replace("[", r"\[").replace("]", r"\]")):
+        write_bundle(value)
+
+
+def test_too_large_a_bundle_is_refused_before_it_is_allocated():
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(Refused, match="over the limit"):
+        write_bundle({"x": torch.zeros(1000)}, limit=1000)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_damaged_bundles_are_values_or_protocol_errors():
+    generator = random.Random(0)
+    fd = write_bundle({"x": torch.ones(4), "y": [1, "two"]})
+    good = os.pread(fd, 1 << 20, 0)
+    os.close(fd)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(500):
+        data = bytearray(good[: generator.choice([len(good), generator.randrange(len(good))])])
+        for _ in range(generator.randint(0, 4)):
+            if data:
+                data[generator.randrange(min(len(data), 200))] = generator.randrange(256)
+        damaged = os.memfd_create("damaged")
+        os.write(damaged, data)
+        try:
+            read_bundle(damaged)
+        except ProtocolError:
+            continue
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_bundle_goes_along_with_a_message(channels):
+    left, right = channels
+    left.send(Step(1, 2, 3), write_bundle({"x0": torch.ones(2)}))
+    message, bundle = right.receive()
+    assert message == Step(1, 2, 3)
+    assert read_bundle(bundle)["x0"].tolist() == [1, 1]
+
+
+def test_the_other_side_hanging_up_is_the_end_of_file(channels):
+    left, right = channels
+    left.send(Cancel(1))
+    left.close()
+    assert right.receive() == (Cancel(1), None)
+    right.wait_for_hangup()
+    with pytest.raises(EOFError):
+        right.receive()
+
+
+def test_an_offer_to_a_reader_that_is_behind_is_dropped_and_leaks_nothing(channels):
+    left, right = channels
+    before = len(os.listdir("/proc/self/fd"))
+    offers = [left.offer(Step(1, step, 9), write_bundle({"x": torch.ones(2)})) for step in range(2000)]
+    assert offers[0]
+    assert not offers[-1]
+    for _ in range(sum(offers)):
+        _, bundle = right.receive()
+        os.close(bundle)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_packet_that_is_too_long_is_refused():
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    left.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * PACKET_BYTES)
+    left.send(b"x" * (PACKET_BYTES + 1))
+    channel = Channel(right)
+    with pytest.raises(ProtocolError):
+        channel.receive()
+    channel.close()
+    left.close()
