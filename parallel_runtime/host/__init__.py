@@ -1,0 +1,1 @@
+"""The ComfyUI side of a worker group."""

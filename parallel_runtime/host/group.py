@@ -1,0 +1,205 @@
+"""A running worker group: one request at a time, every rank asked, rank 0's answer returned. Crash-only."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import wait
+from typing import Any
+
+from ..errors import ParallelError, Refused, WorkerDied, WorkerFailed
+from ..specs import ComfySetup, Job, ModelSpec, Parallelism, Placement
+from ..wire.bundles import read_bundle, write_bundle
+from ..wire.messages import Beat, Cancel, Done, Failed, Sample, Step, Stop, Unload
+from .launch import POLL_SECONDS, Processes
+
+START_SECONDS = float(os.environ.get("CP_START_SECONDS", 180))
+STALL_SECONDS = float(os.environ.get("CP_STALL_SECONDS", 120))
+LOAD_SECONDS = float(os.environ.get("CP_LOAD_SECONDS", 600))
+FAILURE_SECONDS = 0.3
+
+OnStep = Callable[[int, Any, Any, int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """`value` is what the workers' loop returned; the times are rank 0's, in seconds."""
+
+    value: dict[str, Any]
+    load_seconds: float
+    seconds: float
+
+
+class WorkerGroup:
+    """Use as a context manager. After a ParallelError the group is dead: start another. An exception that `watch` or
+    `on_step` raises cancels the job on every rank, and the group stays warm."""
+
+    def __init__(
+        self, placement: Placement, comfy: ComfySetup | None = None, watch: Callable[[], None] = lambda: None
+    ) -> None:
+        self.placement = placement
+        self.comfy = comfy
+        self._jobs = itertools.count(1)
+        self._processes = Processes(placement)
+        try:
+            self._processes.meet(comfy, START_SECONDS, watch)
+        except BaseException:
+            self.close(gently=False)
+            raise
+
+    @property
+    def alive(self) -> bool:
+        return self._processes.running()
+
+    def sample(
+        self,
+        model: ModelSpec,
+        parallelism: Parallelism,
+        job: Job,
+        *,
+        on_step: OnStep = lambda *_: None,
+        watch: Callable[[], None] = lambda: None,
+    ) -> Result:
+        """Run `job` on every rank and return rank 0's result.
+
+        `on_step(step, x0, x, total)` follows the sampler's callback; `watch` is called about every POLL_SECONDS.
+        """
+        assert parallelism.world_size == self.placement.world_size
+        number = next(self._jobs)
+        bundle = write_bundle({"kind": type(job).__name__, **vars(job)})
+        try:
+            self._ask(Sample(number, model, parallelism), bundle)
+            answers = self._answers(number, on_step, watch)
+        except Refused:
+            raise
+        except ParallelError:
+            self.close(gently=False)
+            raise
+        finally:
+            os.close(bundle)
+        done, result = answers[0]
+        return Result(result, done.load_seconds, done.seconds)
+
+    def unload(self) -> None:
+        """Have every rank drop its models."""
+        number = next(self._jobs)
+        try:
+            self._ask(Unload(number))
+            self._answers(number, lambda *_: None, lambda: None)
+        except ParallelError:
+            self.close(gently=False)
+            raise
+
+    def close(self, *, gently: bool = True) -> None:
+        if gently:
+            with contextlib.suppress(OSError):
+                for channel in self._processes.channels:
+                    channel.send(Stop())
+        self._processes.close(gently=gently)
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _ask(self, message: Any, bundle: int | None = None) -> None:
+        for rank, channel in enumerate(self._processes.channels):
+            try:
+                channel.send(message, None if bundle is None else os.dup(bundle))
+            except OSError:
+                raise WorkerDied(f"worker rank {rank} {self._processes.cause_of_death(rank)}") from None
+
+    def _answers(self, job: int, on_step: OnStep, watch: Callable[[], None]) -> dict[int, tuple[Done, Any]]:
+        waiting = _Waiting(self._processes, job)
+        try:
+            while not waiting.over:
+                watch()
+                for step, x0, x, total in waiting.listen():
+                    on_step(step, x0, x, total)
+        except ParallelError:
+            raise
+        except BaseException:
+            self._cancel(waiting, job)
+            raise
+        return waiting.answers
+
+    def _cancel(self, waiting: _Waiting, job: int) -> None:
+        """Stop the job on every rank. What goes wrong here ends the group; the caller's exception is the news."""
+        try:
+            self._ask(Cancel(job))
+            while not waiting.over:
+                for _ in waiting.listen():
+                    pass
+        except ParallelError:
+            self.close(gently=False)
+
+
+class _Waiting:
+    """The answers to one request, as they come in."""
+
+    def __init__(self, processes: Processes, job: int) -> None:
+        self.answers: dict[int, tuple[Done, Any]] = {}
+        self._processes = processes
+        self._channels = processes.channels
+        self._job = job
+        self._limits = [LOAD_SECONDS] * len(self._channels)
+        self._heard = [time.monotonic()] * len(self._channels)
+
+    @property
+    def over(self) -> bool:
+        return len(self.answers) == len(self._channels)
+
+    def listen(self) -> list[tuple[int, Any, Any, int]]:
+        """Wait up to POLL_SECONDS for what the ranks say; the steps that rank 0 reported, oldest first."""
+        steps = []
+        for rank in self._ready(POLL_SECONDS):
+            message, bundle = self._receive(rank)
+            value = read_bundle(bundle) if bundle is not None else None
+            if getattr(message, "job", self._job) != self._job:
+                continue
+            self._heard[rank] = time.monotonic()
+            match message:
+                case Failed():
+                    raise self._root_cause(message)
+                case Step(step=step, total=total):
+                    steps.append((step, value["x0"], value["x"], total))
+                case Done():
+                    self.answers[rank] = (message, value)
+                case Beat(loaded=None):
+                    self._limits[rank] = STALL_SECONDS
+        self._check_stall()
+        return steps
+
+    def _ready(self, timeout: float) -> Iterable[int]:
+        ready = wait([channel.fileno() for channel in self._channels], timeout)
+        return [rank for rank, channel in enumerate(self._channels) if channel.fileno() in ready]
+
+    def _receive(self, rank: int) -> tuple[Any, int | None]:
+        try:
+            return self._channels[rank].receive()
+        except (EOFError, OSError):
+            raise WorkerDied(f"worker rank {rank} {self._processes.cause_of_death(rank)}") from None
+
+    def _root_cause(self, failed: Failed) -> ParallelError:
+        """A rank that lost a peer fails too; if some rank is gone without a word, that is the news."""
+        time.sleep(FAILURE_SECONDS)
+        for rank in self._ready(0):
+            if rank != failed.rank:
+                try:
+                    _, bundle = self._receive(rank)
+                except WorkerDied as died:
+                    return died
+                if bundle is not None:
+                    os.close(bundle)
+        return WorkerFailed(failed.rank, failed.error, failed.where, failed.traceback)
+
+    def _check_stall(self) -> None:
+        now = time.monotonic()
+        for rank, heard in enumerate(self._heard):
+            if rank not in self.answers and now - heard > self._limits[rank]:
+                raise WorkerDied(f"worker rank {rank} has not been heard of for {self._limits[rank]:.0f} s")

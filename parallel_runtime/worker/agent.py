@@ -1,0 +1,18 @@
+"""torchrun on a leash: `python -m parallel_runtime.worker.agent <torchrun arguments>`, the host holding our stdin.
+
+torchrun's agent survives its parent and, killed, leaves its workers running; the leash is what ends both.
+"""
+
+import os
+import runpy
+import sys
+
+from .leash import die_when
+
+AGENT_PID = "CP_AGENT_PID"
+
+if __name__ == "__main__":
+    die_when(lambda: os.read(sys.stdin.fileno(), 1))
+    os.environ[AGENT_PID] = str(os.getpid())
+    sys.argv[0] = "torchrun"
+    runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)

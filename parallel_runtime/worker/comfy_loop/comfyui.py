@@ -1,0 +1,37 @@
+"""Make `import comfy` mean the host's ComfyUI, with the host's flags, on this rank's device."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import torch
+
+from ...errors import Refused
+from ...specs import ComfySetup
+
+PACKAGES = ("comfy", "comfy_extras")
+
+
+def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
+    """Raises ImportError where `setup.root` is no ComfyUI. Dynamic VRAM stays off: only main.py turns it on."""
+    sys.path.append(setup.root)
+    import comfy.options
+
+    flags = [flag for flag in setup.flags if flag != "--cpu"] + (["--cpu"] if device.type == "cpu" else [])
+    sys.argv = ["main.py", *flags]
+    comfy.options.enable_args_parsing()
+    import comfy.cli_args
+    import comfy.model_management
+
+    found = comfy.model_management.get_torch_device()
+    assert found.type == device.type, f"ComfyUI runs on {found}, this rank on {device}"
+
+
+def named(reference: str) -> Any:
+    """What `module:name` means in ComfyUI. Raises Refused for anything outside ComfyUI's own packages."""
+    module, _, name = reference.partition(":")
+    if module.split(".")[0] not in PACKAGES:
+        raise Refused(f"{reference} is not part of ComfyUI")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,67 @@
+"""A SamplingJob becomes one call of a ComfyUI guider's `sample` on this rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.model_patcher
+import comfy.sampler_helpers
+import comfy.samplers
+import torch
+from torch import Tensor
+
+from ...errors import Refused
+from ...specs import SamplingJob
+from ..models import Model
+from ..pulse import Pulse
+from .comfyui import named
+from .weightless import weightless
+
+
+def run(model: Model, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
+    """Returns {"samples": what the guider returned, "last": the last step's (step, x0, x, total), or None}."""
+
+    def evaluate(x: Tensor, timestep: Tensor, conds: dict[str, Any]) -> Tensor:
+        pulse.evaluation()
+        if refused := sorted(k for k, v in conds.items() if v is not None and k not in model.family.conditions):
+            raise Refused(f"{model.family.name} has no use for {', '.join(refused)} in a worker")
+        return model(x, timestep, conds)
+
+    last: tuple[int, Tensor, Tensor, int] | None = None
+
+    def on_step(step: int, x0: Tensor, x: Tensor, total: int) -> None:
+        nonlocal last
+        last = (step, x0, x, total)
+        pulse.step(step, total, x0, x)
+
+    assert model.spec.comfy is not None
+    dtype = getattr(torch, model.spec.compute_dtype)
+    patcher = weightless(model.spec.comfy, dtype, job.model_sampling, evaluate)
+    patcher.model_options.update(job.model_options)
+    torch.manual_seed(job.random_seed)
+    torch.set_rng_state(job.random_state)
+    samples = _guider(job, patcher).sample(
+        job.noise.clone(),
+        job.latent.clone(),
+        _sampler(job),
+        job.sigmas.clone(),
+        denoise_mask=job.mask,
+        callback=on_step,
+        disable_pbar=True,
+        seed=job.seed,
+    )
+    return {"samples": samples, "last": last}
+
+
+def _guider(job: SamplingJob, patcher: comfy.model_patcher.ModelPatcher) -> comfy.samplers.CFGGuider:
+    guider = named(job.guider)(patcher)
+    for name, value in job.guider_attributes.items():
+        setattr(guider, name, value)
+    guider.inner_set_conds({name: [[None, cond] for cond in conds] for name, conds in job.conds.items()})
+    return guider
+
+
+def _sampler(job: SamplingJob) -> comfy.samplers.KSAMPLER:
+    if job.sampler.startswith("ksampler:"):
+        return comfy.samplers.ksampler(job.sampler.removeprefix("ksampler:"), job.sampler_options, job.inpaint_options)
+    return comfy.samplers.KSAMPLER(named(job.sampler), job.sampler_options, job.inpaint_options)

@@ -1,0 +1,42 @@
+"""The denoising loop where there is no ComfyUI: diffusers' flow-matching Euler around the same bridge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from torch import Tensor
+
+from ..specs import DemoJob
+from .models import Model
+from .pulse import Pulse
+
+
+def run(model: Model, job: DemoJob, pulse: Pulse) -> dict[str, Any]:
+    """Returns {"samples": [B, C, H, W] in model space}."""
+    device = next(model.transformer.parameters()).device
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(sigmas=job.sigmas[:-1].tolist(), device=device)
+    x = job.noise.to(device)
+    total = len(job.sigmas) - 1
+    for step, timestep in enumerate(scheduler.timesteps):
+        sigma = scheduler.sigmas[step]
+        velocity = _velocity(model, job, x, sigma.expand(x.shape[0]), pulse)
+        x0 = x - sigma * velocity
+        x = scheduler.step(velocity, timestep, x, return_dict=False)[0]
+        pulse.step(step, total, x0, x)
+    return {"samples": x}
+
+
+def _velocity(model: Model, job: DemoJob, x: Tensor, sigma: Tensor, pulse: Pulse) -> Tensor:
+    def evaluate(cond: dict[str, Any]) -> Tensor:
+        pulse.evaluation()
+        on_device = {name: value.to(x.device) if torch.is_tensor(value) else value for name, value in cond.items()}
+        return model(x, sigma, on_device)
+
+    positive = evaluate(job.positive)
+    if job.cfg == 1.0:
+        return positive
+    negative = evaluate(job.negative)
+    return negative + job.cfg * (positive - negative)

@@ -1,0 +1,87 @@
+"""The model of this rank: loaded when a job names it, made parallel as the job asks, kept for the next."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import Refused
+from ..families.base import Family
+from ..specs import ModelSpec, Parallelism
+from .engine.attach import attach, detach
+from .engine.mesh import build_mesh
+from .loading import load
+
+
+@dataclass(eq=False)
+class Model:
+    """A transformer with its family's bridge. Calling it is one evaluation of ComfyUI's `diffusion_model`."""
+
+    spec: ModelSpec
+    family: Family
+    transformer: Any
+    parallelism: Parallelism | None = None
+
+    def __call__(self, x: Tensor, timestep: Tensor, cond: dict[str, Any]) -> Tensor:
+        return self.family.call(self.transformer, x, timestep, cond)
+
+
+class Models:
+    """Holds one model: the one that the last job named. Meshes are kept, so that groups are built once a shape."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._model: Model | None = None
+        self._meshes: dict[tuple[int, int, int], Any] = {}
+
+    def get(self, spec: ModelSpec, parallelism: Parallelism, on_share: Callable[[float], None]) -> Model:
+        """The model that `spec` names, cut as `parallelism` says. Loads and re-attaches only what differs."""
+        if self._model is None or self._model.spec != spec:
+            self.unload()
+            self._model = self._load(spec, on_share)
+        model = self._model
+        if model.parallelism != parallelism:
+            if model.parallelism is not None:
+                detach(model.transformer)
+            model.parallelism = None
+            attach(model.transformer, self._mesh(parallelism), parallelism, plan=model.family.plan)
+            model.parallelism = parallelism
+        return model
+
+    def unload(self) -> None:
+        """Give the memory back to the device."""
+        self._model = None
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _load(self, spec: ModelSpec, on_share: Callable[[float], None]) -> Model:
+        _check_unchanged(spec)
+        loaded = load(
+            spec.path,
+            weight_dtype=getattr(torch, spec.weight_dtype),
+            compute_dtype=getattr(torch, spec.compute_dtype),
+            device=self._device,
+            hints=json.loads(spec.comfy.unet_config) if spec.comfy else {},
+            on_share=on_share,
+        )
+        return Model(spec, loaded.family, loaded.transformer)
+
+    def _mesh(self, parallelism: Parallelism) -> Any:
+        shape = (parallelism.cfg_degree, parallelism.ring_degree, parallelism.ulysses_degree)
+        if shape not in self._meshes:
+            self._meshes[shape] = build_mesh(parallelism, self._device)
+        return self._meshes[shape]
+
+
+def _check_unchanged(spec: ModelSpec) -> None:
+    stat = os.stat(spec.path)
+    if (stat.st_size, stat.st_mtime_ns) != (spec.size, spec.mtime_ns):
+        raise Refused(f"{spec.path} changed on disk after it was loaded in the graph; run the loader node again")

@@ -1,0 +1,53 @@
+"""This rank, its device, and the one rule that keeps ranks together."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# The host watches for stalls and ends the whole group; a collective that timed out alone would only blur the cause.
+COLLECTIVE_TIMEOUT = timedelta(hours=24)
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def world_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def join(device: torch.device, store: str, *, shared: bool) -> None:
+    """Make this rank part of the group: NCCL on CUDA, gloo elsewhere and where ranks share a GPU.
+
+    `store` is a private file: meeting there opens no port.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world_size() == 1:
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "cpu:gloo"
+    dist.init_process_group(
+        backend,
+        store=dist.FileStore(store, world_size()),
+        rank=rank(),
+        world_size=world_size(),
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device if "nccl" in backend else None,
+    )
+
+
+def agree(flag: bool) -> bool:
+    """True on every rank when it is true on any.
+
+    A rank that leaves the loop, or skips blocks, alone leaves the others waiting in a collective for ever. So no
+    rank may act on what only it has seen (a message, a threshold) before it has asked here.
+    """
+    if world_size() == 1:
+        return flag
+    votes = torch.tensor(int(flag))
+    dist.all_reduce(votes, dist.ReduceOp.MAX)
+    return bool(votes)

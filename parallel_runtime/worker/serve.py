@@ -1,0 +1,104 @@
+"""One rank's life: meet the host, join the group, run jobs until the host goes away."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import torch
+
+from ..specs import ComfySetup, DemoJob, Job, SamplingJob
+from ..wire.bundles import read_bundle, write_bundle
+from ..wire.channel import Channel
+from ..wire.messages import PROTOCOL, Cancel, Done, Failed, Ready, Sample, Stop, Unload, Welcome
+from . import demo_loop
+from .leash import die_when
+from .models import Model, Models
+from .pulse import Cancelled, Pulse
+from .ranks import join, rank
+
+TOKEN = "CP_TOKEN"
+TRACEBACK_CHARACTERS = 8000
+
+Loop = Callable[[Model, Any, Pulse], dict[str, Any]]
+
+
+class Worker:
+    def __init__(self, channel: Channel, device: torch.device, loops: dict[type[Job], Loop]) -> None:
+        self._channel = channel
+        self._models = Models(device)
+        self._loops = loops
+
+    def serve(self) -> None:
+        while True:
+            message, bundle = self._channel.receive()
+            match message:
+                case Stop():
+                    return
+                case Unload(job=job):
+                    self._models.unload()
+                    self._channel.send(Done(job))
+                case Sample():
+                    assert bundle is not None
+                    self._channel.send(*self._sample(message, bundle))
+                case Cancel():
+                    pass  # it lost the race with the answer
+
+    @torch.inference_mode()
+    def _sample(self, request: Sample, bundle: int) -> tuple[Done, int | None]:
+        job = read_job(read_bundle(bundle))
+        pulse = Pulse(self._channel, request.job)
+        started = time.monotonic()
+        model = self._models.get(request.model, request.parallelism, pulse.loading)
+        loaded = time.monotonic()
+        try:
+            result = self._loops[type(job)](model, job, pulse)
+        except Cancelled:
+            return Done(request.job, cancelled=True), None
+        done = Done(request.job, load_seconds=loaded - started, seconds=time.monotonic() - loaded)
+        return done, write_bundle(result) if rank() == 0 else None
+
+
+def read_job(fields: dict[str, Any]) -> Job:
+    return {"SamplingJob": SamplingJob, "DemoJob": DemoJob}[fields.pop("kind")](**fields)
+
+
+def main(address: str) -> None:
+    logging.basicConfig(level=logging.WARNING, format=f"[CP rank {rank()}] %(message)s")
+    channel = Channel.connect(address)
+    die_when(channel.wait_for_hangup)
+    versions = (str(PROTOCOL), torch.__version__, diffusers.__version__)
+    channel.send(Ready(rank(), os.getpid(), os.environ.pop(TOKEN), versions))
+    try:
+        welcome, _ = channel.receive()
+        assert isinstance(welcome, Welcome)
+        device = torch.device(welcome.device)
+        join(device, welcome.store, shared=welcome.shared)
+        channel.send(Done(0))
+        Worker(channel, device, {DemoJob: demo_loop.run, **_comfy_loop(welcome.comfy, device)}).serve()
+    except EOFError:
+        pass  # the host is gone, so are we
+    except Exception as error:  # the one place where a rank reports its death
+        channel.send(failure(error))
+    # Not a clean exit: destroying the process group waits for peers that may never come.
+    os._exit(0)
+
+
+def failure(error: Exception) -> Failed:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    text = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]
+    message = f"{type(error).__name__}: {error}"[:TRACEBACK_CHARACTERS]
+    return Failed(rank(), message, f"{os.path.basename(last.filename)}:{last.lineno} {last.line}"[:500], text)
+
+
+def _comfy_loop(comfy: ComfySetup | None, device: torch.device) -> dict[type[Job], Loop]:
+    if comfy is None:
+        return {}
+    from .comfy_loop import start  # ComfyUI exists only once its root is known
+
+    return {SamplingJob: start(comfy, device)}

@@ -1,0 +1,80 @@
+"""Worker groups for tests: tiny models, small jobs, and a look at the processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from parallel_runtime.specs import DemoJob, ModelSpec, Parallelism, Placement
+
+TEXT, POOLED = 128, 64
+
+
+def spec_of(path: Path | str, dtype: str = "float32") -> ModelSpec:
+    stat = os.stat(path)
+    return ModelSpec(
+        path=str(path),
+        size=stat.st_size,
+        mtime_ns=stat.st_mtime_ns,
+        weight_dtype=dtype,
+        compute_dtype=dtype,  # type: ignore[arg-type]
+    )
+
+
+def flux_job(*, seed: int = 0, steps: int = 4, size: tuple[int, int] = (8, 10), tokens: int = 7) -> DemoJob:
+    generator = torch.Generator().manual_seed(seed)
+
+    def cond() -> dict[str, torch.Tensor]:
+        return {
+            "c_crossattn": torch.randn(1, tokens, TEXT, generator=generator),
+            "y": torch.randn(1, POOLED, generator=generator),
+        }
+
+    return DemoJob(
+        noise=torch.randn(1, 16, *size, generator=generator),
+        sigmas=torch.linspace(1, 0, steps + 1),
+        cfg=2.0,
+        positive=cond(),
+        negative=cond(),
+    )
+
+
+def on_cpu(parallelism: Parallelism) -> Placement:
+    return Placement(devices=("cpu",) * parallelism.world_size)
+
+
+def our_processes() -> dict[int, str]:
+    """pid to command line of every live process of a worker group on this machine."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if "parallel_runtime.worker" in command and state != "Z":
+                found[int(entry.name)] = command
+    return found
+
+
+def workers_of(group: object) -> list[int]:
+    """The pids of a group's ranks, in rank order."""
+    return list(group._processes._pids)  # type: ignore[attr-defined]  # the test reaches where no user should
+
+
+def listening_addresses(pids: list[int]) -> list[str]:
+    """The IPv4 and IPv6 addresses on which these processes listen, as /proc/net writes them."""
+    inodes = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = os.readlink(fd)
+            except OSError:
+                continue
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [row[1] for row in rows if row[3] == "0A" and row[9] in inodes]

@@ -1,0 +1,67 @@
+"""Who may import whom. The layers are the design; this test is what keeps them."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNTIME = ROOT / "parallel_runtime"
+COMFY = {"comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "server", "execution"}
+HEAVY = {"diffusers", "transformers"}
+FORBIDDEN = {
+    "wire": COMFY | HEAVY | {"host", "worker", "families"},
+    "host": COMFY | HEAVY | {"worker"},
+    "families": COMFY | HEAVY | {"host", "worker", "wire"},
+    "worker": COMFY | {"host"},
+    "worker/comfy_loop": HEAVY | {"host", "families", "engine"},
+    "demo": COMFY | {"worker"},
+}
+ALLOWED = {"worker/comfy_loop": COMFY, "demo/train.py": HEAVY}
+SOURCES = sorted(path for folder in (RUNTIME, ROOT / "nodes") for path in folder.rglob("*.py"))
+
+
+@pytest.mark.parametrize("layer", FORBIDDEN)
+def test_layer_imports_only_what_it_may(layer):
+    for path in (RUNTIME / layer).rglob("*.py"):
+        place = str(path.relative_to(RUNTIME))
+        allowed = {name for prefix, names in ALLOWED.items() if place.startswith(prefix) for name in names}
+        reached = imported(path) & (FORBIDDEN[layer] - allowed)
+        assert not reached, f"{place} imports {reached}"
+
+
+def test_nodes_know_only_the_host_side():
+    for path in (ROOT / "nodes").rglob("*.py"):
+        assert not imported(path) & (HEAVY | {"worker", "wire"}), path.name
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_file_has_one_noun(path):
+    assert len(path.read_text().splitlines()) <= 250
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name not in ("define_schema",):
+            assert (node.end_lineno or 0) - node.lineno < 60, f"{node.name} is long"
+
+
+def test_nothing_pickles_evaluates_or_swallows():
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in ("eval", "exec"), path
+            if isinstance(node, ast.ExceptHandler) and path.name != "serve.py":
+                assert node.type is not None, path
+                assert not (isinstance(node.type, ast.Name) and node.type.id == "Exception"), path
+        assert not imported(path) & {"pickle", "cloudpickle", "dill", "shared_memory"}, path
+
+
+def imported(path: Path) -> set[str]:
+    """Every name that occurs in the dotted paths this file imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(part for alias in node.names for part in alias.name.split("."))
+        elif isinstance(node, ast.ImportFrom):
+            names.update((node.module or "").split("."))
+            if not node.module:
+                names.update(alias.name for alias in node.names)
+    return names

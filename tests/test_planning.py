@@ -1,0 +1,86 @@
+"""What the user asks for becomes degrees and devices, or one sentence with the numbers and the way out."""
+
+import pytest
+
+from parallel_runtime.errors import Refused
+from parallel_runtime.host.planning import MAX_CPU_WORKERS, parse_devices, plan
+from parallel_runtime.specs import Parallelism, ParallelRequest
+
+
+def planned(*, heads=24, gpus=0, **request):
+    parallelism, placement = plan(ParallelRequest(**request), heads=heads, gpus=gpus)
+    return parallelism.ring_degree, parallelism.ulysses_degree, placement.devices
+
+
+def test_without_gpus_and_without_wishes_there_is_one_worker_on_the_cpu():
+    assert planned() == (1, 1, ("cpu",))
+
+
+def test_every_gpu_is_used_with_ulysses_first():
+    assert planned(gpus=4) == (1, 4, ("cuda:0", "cuda:1", "cuda:2", "cuda:3"))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "heads", "degrees"), [(8, 12, (2, 4)), (3, 40, (3, 1)), (5, 24, (5, 1)), (6, 30, (1, 6)), (4, 2, (2, 2))]
+)
+def test_what_the_heads_do_not_divide_goes_to_the_ring(gpus, heads, degrees):
+    assert planned(gpus=gpus, heads=heads)[:2] == degrees
+
+
+def test_the_degree_that_is_given_decides_the_other():
+    assert planned(gpus=4, ring_degree=2)[:2] == (2, 2)
+    assert planned(gpus=4, ulysses_degree=2)[:2] == (2, 2)
+    assert planned(ring_degree=2) == (2, 1, ("cpu", "cpu"))
+    assert planned(ulysses_degree=2, ring_degree=2)[2] == ("cpu",) * 4
+
+
+def test_only_the_devices_that_are_needed_are_taken():
+    assert planned(gpus=8, ring_degree=1, ulysses_degree=2)[2] == ("cuda:0", "cuda:1")
+    assert planned(gpus=8, devices="3, cuda:5")[2] == ("cuda:3", "cuda:5")
+    assert planned(gpus=1, devices="0,0")[2] == ("cuda:0", "cuda:0")
+
+
+def test_heads_need_not_divide():
+    assert planned(gpus=5, heads=24, ulysses_degree=5, ring_degree=1)[:2] == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("request_", "heads", "gpus", "sentence"),
+    [
+        ({"ring_degree": 3, "ulysses_degree": 3}, 24, 2,
+         r"ring_degree 3 x ulysses_degree 3 needs 9 workers, but there is 2 device\(s\): cuda:0, cuda:1. "
+         r"The nearest that works is ring_degree 2 x ulysses_degree 1"),
+        ({"ring_degree": 2, "devices": "cpu"}, 24, 0, r"needs 2 workers, but there is 1 device\(s\): cpu"),
+        ({"ulysses_degree": 4, "ring_degree": 1}, 2, 8, r"splits 2 attention heads over 4 workers.*ring_degree 2 x uly"),
+        ({"ring_degree": MAX_CPU_WORKERS + 1}, 24, 0, "room for .* CPU workers"),
+        ({"devices": "cuda:0"}, 24, 0, "there is no GPU 0 here"),
+        ({"devices": "0,7"}, 24, 2, "there is no GPU 7 here .GPUs 0 to 1."),
+        ({"devices": "tpu"}, 24, 2, "'tpu' is no device"),
+        ({"attention_backend": "sage"}, 24, 0, "attention_backend sage needs CUDA GPUs"),
+        ({"attention_backend": "sage"}, 24, 1, "needs the package sageattention"),
+        ({"ring_degree": -1}, 24, 1, "degrees are 0 .auto. or more"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_in_one_sentence(request_, heads, gpus, sentence):
+    with pytest.raises(Refused, match=sentence):
+        planned(heads=heads, gpus=gpus, **request_)
+
+
+def test_every_plan_uses_exactly_its_devices():
+    for gpus in range(9):
+        for heads in (1, 2, 3, 12, 24, 30):
+            ring, ulysses, devices = planned(gpus=gpus, heads=heads)
+            assert ring * ulysses == len(devices)
+            assert ulysses <= heads
+            assert len(devices) == max(1, gpus)
+
+
+def test_devices_are_read_as_people_write_them():
+    assert parse_devices(" 0 , CUDA:1,", 2) == ("cuda:0", "cuda:1")
+    assert parse_devices("cpu,cpu", 0) == ("cpu", "cpu")
+    assert parse_devices("", 0) == ()
+
+
+def test_degrees_check_themselves():
+    with pytest.raises(ValueError, match="ring_degree starts at 1"):
+        Parallelism(ring_degree=0)
