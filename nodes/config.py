@@ -1,0 +1,80 @@
+"""CP Parallel Config: how the work is cut. Describes only; nothing starts here."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from comfy_api.latest import io
+
+from ..parallel_runtime.specs import AttentionBackend, DtypeChoice, ParallelRequest, RotateMethod
+
+CATEGORY = "model/sampling/context parallel"
+CPConfig = io.Custom("CP_CONFIG")
+
+
+class CPParallelConfig(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPParallelConfig",
+            display_name="CP Parallel Config",
+            category=CATEGORY,
+            description="How CP Sampler divides one image or video over GPUs. Optional: without it every GPU is used.",
+            search_aliases=["multi gpu", "ring attention", "ulysses", "context parallel", "sequence parallel"],
+            inputs=[
+                io.Int.Input(
+                    "ring_degree", default=0, min=0, max=64,
+                    tooltip="Workers in the ring: each holds a part of the tokens, keys and values go round. 0 = auto.",
+                ),
+                io.Int.Input(
+                    "ulysses_degree", default=0, min=0, max=64,
+                    tooltip="Workers that swap tokens for attention heads. Fastest on NVLink; at most one worker a "
+                    "head. 0 = auto. Workers in all: ring_degree x ulysses_degree.",
+                ),
+                io.Combo.Input(
+                    "rotate_method", options=list(get_args(RotateMethod)), default="alltoall", advanced=True,
+                    tooltip="How a ring moves keys and values: alltoall passes blocks on while computing, allgather "
+                    "collects them all first (more memory).",
+                ),
+                io.Boolean.Input(
+                    "convert_to_fp32", default=True, advanced=True,
+                    tooltip="Merge the ring's partial results in float32.",
+                ),
+                io.Combo.Input(
+                    "attention_backend", options=list(get_args(AttentionBackend)), default="auto", advanced=True,
+                    tooltip="The attention kernel of each worker, by diffusers' name. auto = PyTorch's best.",
+                ),
+                io.Combo.Input(
+                    "dtype", options=list(get_args(DtypeChoice)), default="auto", advanced=True,
+                    tooltip="What the workers compute in. auto = what ComfyUI would use for this model.",
+                ),
+                io.String.Input(
+                    "devices", default="", advanced=True,
+                    tooltip="GPUs to use, such as 0,1. Empty = all. cpu,cpu starts two workers on the CPU.",
+                ),
+            ],
+            outputs=[CPConfig.Output(display_name="cp_config")],
+        )  # fmt: skip
+
+    @classmethod
+    def execute(
+        cls,
+        ring_degree: int,
+        ulysses_degree: int,
+        rotate_method: RotateMethod,
+        convert_to_fp32: bool,
+        attention_backend: AttentionBackend,
+        dtype: DtypeChoice,
+        devices: str,
+    ) -> io.NodeOutput:
+        return io.NodeOutput(
+            ParallelRequest(
+                ring_degree=ring_degree,
+                ulysses_degree=ulysses_degree,
+                rotate_method=rotate_method,
+                convert_to_fp32=convert_to_fp32,
+                attention_backend=attention_backend,
+                dtype=dtype,
+                devices=devices,
+            )
+        )

@@ -1,0 +1,45 @@
+"""Two small nodes for the embedded model: words to CONDITIONING, LATENT to IMAGE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..parallel_runtime.demo import codec, words
+from .config import CATEGORY
+
+
+class CPDemoConditioning(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPDemoConditioning",
+            display_name="CP Demo Conditioning",
+            category=f"{CATEGORY}/demo",
+            description="Words that the embedded demo model knows, such as: a red circle on a white background.",
+            inputs=[io.String.Input("text", default="a red circle", multiline=True)],
+            outputs=[io.Conditioning.Output()],
+        )
+
+    @classmethod
+    def execute(cls, text: str) -> io.NodeOutput:
+        cross_attn, pooled = words.encode(text)
+        return io.NodeOutput([[cross_attn, {"pooled_output": pooled}]])
+
+
+class CPDemoDecode(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPDemoDecode",
+            display_name="CP Demo Decode",
+            category=f"{CATEGORY}/demo",
+            description="Turns the embedded demo model's LATENT into an IMAGE.",
+            inputs=[io.Latent.Input("samples")],
+            outputs=[io.Image.Output()],
+        )
+
+    @classmethod
+    def execute(cls, samples: dict[str, Any]) -> io.NodeOutput:
+        return io.NodeOutput(codec.decode(samples["samples"]))

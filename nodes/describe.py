@@ -1,0 +1,142 @@
+"""ComfyUI's MODEL, guider and sampler in words that a worker understands; what has no words is refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import comfy.samplers
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+from ..parallel_runtime.errors import Refused
+from ..parallel_runtime.families import recognise
+from ..parallel_runtime.families.base import Family
+from ..parallel_runtime.families.header import header
+from ..parallel_runtime.specs import ComfyModel, DtypeChoice, ModelSpec, SamplingJob
+from .refusals import check_conds, check_guider, check_model
+
+LOADERS = ("load_diffusion_model", "load_checkpoint_guess_config")
+HONOURED_LOADER_OPTIONS = {"dtype"}
+COMFYUI = ("comfy.", "comfy_extras.")
+
+
+def describe_model(model: ModelPatcher, dtype: DtypeChoice) -> tuple[ModelSpec, Family]:
+    """The file behind MODEL, what to compute in, and the family that can run it. Raises Refused."""
+    check_model(model)
+    path = _file(model)
+    config = model.model.model_config
+    if config.quant_config is not None:
+        raise Refused(f"{os.path.basename(path)} is a quantised checkpoint, which the workers cannot read; "
+                      "use a bf16, fp16 or fp32 file")  # fmt: skip
+    unet_config = {key: value for key, value in config.unet_config.items() if _is_plain(value)}
+    family = recognise(header(path).shapes, unet_config)
+    stat = os.stat(path)
+    spec = ModelSpec(
+        path=os.path.realpath(path),
+        size=stat.st_size,
+        mtime_ns=stat.st_mtime_ns,
+        weight_dtype=_name(model.model.get_dtype()),
+        compute_dtype=_name(model.model.get_dtype_inference()) if dtype == "auto" else dtype,  # type: ignore[arg-type]
+        comfy=ComfyModel(config_class=type(config).__name__, unet_config=json.dumps(unet_config, sort_keys=True)),
+    )
+    return spec, family
+
+
+def describe_job(
+    guider: comfy.samplers.CFGGuider,
+    family: Family,
+    noise: Tensor,
+    latent: Tensor,
+    sampler: comfy.samplers.Sampler,
+    sigmas: Tensor,
+    mask: Tensor | None,
+    seed: int | None,
+    latent_shapes: list | None,
+) -> SamplingJob:
+    """One call of `guider.outer_sample`, ready to be sent. Raises Refused."""
+    if latent_shapes is not None and len(latent_shapes) > 1:
+        raise Refused("a latent of several streams (audio and video) cannot be sampled by CP Sampler yet")
+    attributes = check_guider(guider)
+    check_conds(guider, family, noise, latent, mask, seed)
+    function, sampler_options, inpaint_options = _sampler(sampler)
+    return SamplingJob(
+        guider=_reference(type(guider), "GUIDER"),
+        guider_attributes=attributes,
+        conds={name: [_sendable(cond) for cond in conds] for name, conds in guider.conds.items()},
+        sampler=function,
+        sampler_options=sampler_options,
+        inpaint_options=inpaint_options,
+        noise=noise,
+        latent=latent,
+        mask=mask,
+        sigmas=sigmas,
+        seed=seed,
+        random_seed=torch.initial_seed(),
+        random_state=torch.get_rng_state(),
+        model_sampling=_sampling(guider.model_patcher.get_model_object("model_sampling")),
+        model_options={key: value for key, value in guider.model_options.items() if _is_plain(value)},
+    )
+
+
+def _file(model: ModelPatcher) -> str:
+    init = getattr(model, "cached_patcher_init", None)
+    if init is None or init[0].__name__ not in LOADERS:
+        raise Refused("this MODEL does not say which file it came from; CP Sampler needs one from Load Diffusion "
+                      "Model or Load Checkpoint")  # fmt: skip
+    path = init[1][0]
+    options = next((part for part in init[1][1:] if isinstance(part, dict)), {})
+    for name, value in options.items():
+        if value and name not in HONOURED_LOADER_OPTIONS:
+            raise Refused(f"the loader option {name}={value} is not honoured by the workers; load without it")
+    return path
+
+
+def _sampling(sampling: torch.nn.Module) -> dict[str, Any]:
+    bases = [_reference(base, "model sampling") for base in type(sampling).__bases__]
+    attributes = {k: v for k, v in vars(sampling).items() if not k.startswith("_") and k != "training"}
+    for name, value in attributes.items():
+        if not _is_plain(value):
+            raise Refused(f"the model's sampling has {name} = {value!r}, which cannot be sent to the workers")
+    return {"bases": bases, "attributes": attributes, "buffers": dict(sampling.named_buffers())}
+
+
+def _sampler(sampler: comfy.samplers.Sampler) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    if type(sampler) is not comfy.samplers.KSAMPLER:
+        raise Refused(f"the SAMPLER {_title(type(sampler))} is not one of ComfyUI's own and cannot run in the workers")
+    function = sampler.sampler_function
+    by_factory = {"dpm_fast_function": "ksampler:dpm_fast", "dpm_adaptive_function": "ksampler:dpm_adaptive"}
+    name = by_factory.get(getattr(function, "__name__", "")) or _reference(function, "SAMPLER")
+    for option, value in sampler.extra_options.items():
+        if callable(value):
+            raise Refused(f"the SAMPLER's option {option} is code, which cannot be sent to the workers")
+    return name, dict(sampler.extra_options), dict(sampler.inpaint_options)
+
+
+def _reference(thing: Any, what: str) -> str:
+    """`module:name` of a class or function at the top level of ComfyUI's own code."""
+    module, name = getattr(thing, "__module__", ""), getattr(thing, "__qualname__", "")
+    if not module.startswith(COMFYUI) or "." in name or not name:
+        raise Refused(f"the {what} {_title(thing)} is not part of ComfyUI itself and cannot run in the workers")
+    return f"{module}:{name}"
+
+
+def _title(thing: Any) -> str:
+    return f"{getattr(thing, '__module__', '?')}.{getattr(thing, '__qualname__', repr(thing))}"
+
+
+def _sendable(cond: dict[str, Any]) -> dict[str, Any]:
+    """A converted condition without what ComfyUI makes anew from the rest."""
+    return {key: value for key, value in cond.items() if key not in ("uuid", "model_conds")}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,127 @@
+"""What the workers cannot honour, found before any of them is asked, and named. Nothing is ignored silently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import comfy.samplers
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+from ..parallel_runtime.errors import Refused
+from ..parallel_runtime.families.base import Family
+
+WAY_OUT = "remove it, or sample this MODEL with KSampler"
+HONOURED_OBJECTS = {"model_sampling"}
+HONOURED_OPTIONS = {"disable_cfg1_optimization"}
+# What ComfyUI leaves in transformer_options by itself.
+BOOKKEEPING = {"sample_sigmas", "cond_or_uncond", "sigmas", "uuids"}
+OPTION_TITLES = {
+    "sampler_cfg_function": "a custom CFG function (RescaleCFG and the like)",
+    "sampler_post_cfg_function": "a post-CFG function (CFGNorm, PerpNeg, SAG and the like)",
+    "sampler_pre_cfg_function": "a pre-CFG function (CFG-Zero*, skip-layer guidance and the like)",
+    "model_function_wrapper": "a model function wrapper",
+    "denoise_mask_function": "a denoise mask function (Differential Diffusion)",
+    "sampler_calc_cond_batch_function": "a replaced evaluation of the conditions",
+}
+CONDITION_TITLES = {"control": "ControlNet", "hooks": "hooks (scheduled LoRA or masks)", "gligen": "GLIGEN boxes"}
+GUIDER_STATE = {"model_patcher", "model_options", "original_conds", "conds", "inner_model", "loaded_models"}
+
+
+def check_model(model: ModelPatcher) -> None:
+    """Raises Refused, naming everything on MODEL that workers would have to ignore."""
+    if found := sorted(set(_on_model(model)) | set(_in_options(model.model_options))):
+        raise Refused(f"CP Sampler cannot honour what is on this MODEL: {'; '.join(found)}. Please {WAY_OUT}")
+
+
+def check_guider(guider: comfy.samplers.CFGGuider) -> dict[str, Any]:
+    """The guider's plain attributes. Raises Refused for any other that it carries."""
+    attributes = {name: value for name, value in vars(guider).items() if name not in GUIDER_STATE}
+    for name, value in attributes.items():
+        if not isinstance(value, bool | int | float | str | None):
+            kind = f"{type(value).__module__}.{type(value).__name__}"
+            raise Refused(f"the GUIDER {type(guider).__name__} carries {name} ({kind}), which workers cannot have")
+    return attributes
+
+
+def check_conds(
+    guider: comfy.samplers.CFGGuider,
+    family: Family,
+    noise: Tensor,
+    latent: Tensor,
+    mask: Tensor | None,
+    seed: int | None,
+) -> None:
+    """Raises Refused for conditioning that the family's bridge has no use for, by ComfyUI's own reading of it."""
+    for name, conds in guider.conds.items():
+        for cond in conds:
+            for key, title in CONDITION_TITLES.items():
+                if cond.get(key) is not None:
+                    raise Refused(f"{name}: {title} in the CONDITIONING cannot run in the workers; {WAY_OUT}")
+        encoded = comfy.samplers.encode_model_conds(
+            guider.model_patcher.model.extra_conds,
+            [dict(cond) for cond in conds],
+            noise,
+            noise.device,
+            name,
+            latent_image=latent,
+            denoise_mask=mask,
+            seed=seed,
+        )
+        unused = {key for cond in encoded for key in cond["model_conds"]} - family.conditions
+        if unused:
+            raise Refused(
+                f"{name}: CP Sampler cannot honour {', '.join(sorted(unused))} in the CONDITIONING of a {family.name} "
+                f"model; {WAY_OUT}"
+            )
+
+
+def _on_model(model: ModelPatcher) -> Iterator[str]:
+    if model.patches:
+        yield f"weight patches on {len(model.patches)} weights (LoRA or model merging)"
+    for name in set(model.object_patches) - HONOURED_OBJECTS:
+        yield f"a replaced {name}"
+    if model.weight_wrapper_patches:
+        yield "weight wrappers"
+    for name, injections in model.injections.items():
+        if injections:
+            yield f"the injection {name}"
+    if model.hook_patches or model.forced_hooks or model.current_hooks:
+        yield "hooks (scheduled weights)"
+    for name, models in model.additional_models.items():
+        if models:
+            yield f"additional models ({name})"
+    yield from _code("wrapper", model.wrappers)
+    yield from _code("callback", model.callbacks)
+
+
+def _in_options(options: dict[str, Any]) -> Iterator[str]:
+    for key, value in options.items():
+        if key == "transformer_options":
+            yield from _in_transformer_options(value)
+        elif key not in HONOURED_OPTIONS and not _empty(value):
+            yield OPTION_TITLES.get(key, f"the model option {key}")
+
+
+def _in_transformer_options(options: dict[str, Any]) -> Iterator[str]:
+    for key, value in options.items():
+        if key in BOOKKEEPING or _empty(value):
+            continue
+        if key in ("patches", "patches_replace"):
+            yield from (f"the attention or block patch {name}" for name, patches in value.items() if patches)
+        elif key in ("wrappers", "callbacks"):
+            yield from _code(key[:-1], value)
+        else:
+            yield f"the transformer option {key}"
+
+
+def _code(what: str, by_type: dict[str, dict[str | None, list]]) -> Iterator[str]:
+    for kind, by_key in by_type.items():
+        for key, functions in by_key.items():
+            if functions:
+                yield f"the {kind} {what} {key or getattr(functions[0], '__qualname__', functions[0])}"
+
+
+def _empty(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, dict | list | tuple | set) and not value)

@@ -1,0 +1,132 @@
+"""Where a sampling run leaves ComfyUI's process: in place of a guider's `outer_sample`.
+
+Everything around it (noise, noise levels, masks, previews, outputs) stays ComfyUI's own code in the host; everything
+inside it (conditioning, guidance, the sampler) is ComfyUI's own code in the workers.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import comfy.model_management
+import comfy.options
+import comfy.patcher_extension
+import comfy.samplers
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+from ..parallel_runtime.errors import Refused
+from ..parallel_runtime.families.base import Family
+from ..parallel_runtime.host.planning import plan
+from ..parallel_runtime.host.runtime import current_group
+from ..parallel_runtime.specs import ComfySetup, ModelSpec, Parallelism, ParallelRequest, Placement
+from .describe import describe_job, describe_model
+from .requirements import check_requirements
+
+log = logging.getLogger(__name__)
+
+KEY = "context_parallel"
+
+Callback = Callable[[int, Any, Any, int], None]
+
+
+def model_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatcher:
+    """A clone of `model` whose sampling runs in the worker group. Raises Refused for what workers cannot honour."""
+    check_requirements()
+    spec, family = describe_model(model, request.dtype)
+    gpus = torch.cuda.device_count() if comfy.model_management.get_torch_device().type == "cuda" else 0
+    parallelism, placement = plan(request, heads=family.heads, gpus=gpus)
+    remote = model.clone()
+    remote.add_wrapper_with_key(
+        comfy.patcher_extension.WrappersMP.OUTER_SAMPLE, KEY, RemoteSampling(spec, family, parallelism, placement)
+    )
+    return remote
+
+
+def guider_on_workers(guider: comfy.samplers.CFGGuider, request: ParallelRequest) -> comfy.samplers.CFGGuider:
+    """A copy of `guider` whose sampling runs in the worker group. Raises Refused for what workers cannot honour."""
+    if not isinstance(guider, comfy.samplers.CFGGuider):
+        raise Refused(f"the GUIDER {type(guider).__name__} is none of ComfyUI's; sample with SamplerCustomAdvanced")
+    remote = copy.copy(guider)
+    remote.model_patcher = model_on_workers(guider.model_patcher, request)
+    remote.model_options = remote.model_patcher.model_options
+    return remote
+
+
+@dataclass(frozen=True)
+class RemoteSampling:
+    """ComfyUI's OUTER_SAMPLE wrapper: sends the run to the workers instead of going on to the sampler."""
+
+    spec: ModelSpec
+    family: Family
+    parallelism: Parallelism
+    placement: Placement
+
+    def __call__(
+        self,
+        executor: Any,
+        noise: Tensor,
+        latent_image: Tensor,
+        sampler: comfy.samplers.Sampler,
+        sigmas: Tensor,
+        denoise_mask: Tensor | None = None,
+        callback: Callback | None = None,
+        disable_pbar: bool = False,
+        seed: int | None = None,
+        latent_shapes: list | None = None,
+    ) -> Tensor:
+        """Samples [B, C, (T,) H, W], as `CFGGuider.outer_sample` returns them."""
+        guider = executor.class_obj
+        job = describe_job(guider, self.family, noise, latent_image, sampler, sigmas, denoise_mask, seed, latent_shapes)
+        free_devices(self.placement)
+        check = comfy.model_management.throw_exception_if_processing_interrupted
+        group = current_group(self.placement, comfy_setup(), check)
+        watcher = Watcher(callback, guider.model_patcher.load_device)
+        result = group.sample(self.spec, self.parallelism, job, on_step=watcher.on_step, watch=check)
+        watcher.finish(result.value["last"])
+        log.info(
+            "[CP] %s on %d worker(s): sampled in %.2f s, loaded in %.2f s",
+            self.family.name,
+            self.placement.world_size,
+            result.seconds,
+            result.load_seconds,
+        )
+        return result.value["samples"]
+
+
+class Watcher:
+    """Passes the workers' steps on to ComfyUI's callback. Some are dropped where the host is behind; never the last."""
+
+    def __init__(self, callback: Callback | None, device: torch.device) -> None:
+        self._callback = callback
+        self._device = device
+        self._shown: int | None = None
+
+    def on_step(self, step: int, x0: Tensor, x: Tensor, total: int) -> None:
+        self._shown = step
+        if self._callback is not None:
+            self._callback(step, x0.to(self._device), x.to(self._device), total)
+
+    def finish(self, last: tuple[int, Tensor, Tensor, int] | None) -> None:
+        if last is not None and last[0] != self._shown:
+            self.on_step(*last)
+
+
+def comfy_setup() -> ComfySetup:
+    flags = tuple(sys.argv[1:]) if comfy.options.args_parsing else ()
+    return ComfySetup(root=os.path.dirname(os.path.dirname(comfy.samplers.__file__)), flags=flags)
+
+
+def free_devices(placement: Placement) -> None:
+    """Take ComfyUI's models off the GPUs that the workers are about to use, and off no others."""
+    for device in {torch.device(name) for name in placement.devices}:
+        if device.type == "cuda":
+            comfy.model_management.free_memory(sys.maxsize, device)
+    comfy.model_management.soft_empty_cache()

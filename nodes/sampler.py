@@ -1,0 +1,141 @@
+"""The CP samplers: ComfyUI's own sampler nodes, called with a MODEL or GUIDER whose sampling runs in the workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.samplers
+import nodes
+from comfy_api.latest import io
+from comfy_extras.nodes_custom_sampler import SamplerCustomAdvanced
+
+from ..parallel_runtime.specs import ParallelRequest
+from .config import CATEGORY, CPConfig
+from .remote import guider_on_workers, model_on_workers
+
+SEARCH = ["ksampler", "multi gpu", "parallel sampler", "context parallel"]
+CP_CONFIG_INPUT = CPConfig.Input(
+    "cp_config", optional=True, tooltip="How to divide the work. Unconnected: every GPU, degrees chosen for the model."
+)
+SEED = {"default": 0, "min": 0, "max": 0xFFFFFFFFFFFFFFFF, "control_after_generate": True}
+
+
+def ksampler_inputs(seed_name: str) -> list[io.Input]:
+    """What KSampler and KSampler (Advanced) have in common, in their order."""
+    return [
+        io.Int.Input(seed_name, tooltip="The random seed used for creating the noise.", **SEED),
+        io.Int.Input(
+            "steps", default=20, min=1, max=10000, tooltip="The number of steps used in the denoising process."
+        ),
+        io.Float.Input(
+            "cfg",
+            default=8.0,
+            min=0.0,
+            max=100.0,
+            step=0.1,
+            round=0.01,
+            tooltip="The Classifier-Free Guidance scale: how closely the result follows the prompt.",
+        ),
+        io.Combo.Input("sampler_name", options=comfy.samplers.KSampler.SAMPLERS, tooltip="The sampling algorithm."),
+        io.Combo.Input(
+            "scheduler",
+            options=comfy.samplers.KSampler.SCHEDULERS,
+            tooltip="How noise is gradually removed to form the image.",
+        ),
+        io.Conditioning.Input("positive", tooltip="What you want to include in the image."),
+        io.Conditioning.Input("negative", tooltip="What you want to exclude from the image."),
+        io.Latent.Input("latent_image", tooltip="The latent image to denoise."),
+    ]
+
+
+class CPSampler(io.ComfyNode):
+    """KSampler's sockets and widgets in KSampler's order, and one optional socket."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPSampler",
+            display_name="CP Sampler",
+            category=CATEGORY,
+            description="KSampler on several GPUs: one image or video, divided over workers, with the same result.",
+            search_aliases=SEARCH,
+            inputs=[
+                io.Model.Input("model", tooltip="The model used for denoising the input latent."),
+                *ksampler_inputs("seed"),
+                io.Float.Input(
+                    "denoise",
+                    default=1.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.01,
+                    tooltip="The amount of denoising; lower values keep the structure of the initial image.",
+                ),
+                CP_CONFIG_INPUT,
+            ],
+            outputs=[io.Latent.Output(tooltip="The denoised latent.")],
+        )
+
+    @classmethod
+    def execute(cls, model: Any, cp_config: ParallelRequest | None = None, **widgets: Any) -> io.NodeOutput:
+        remote = model_on_workers(model, cp_config or ParallelRequest())
+        return io.NodeOutput(*nodes.KSampler().sample(remote, **widgets))
+
+
+class CPSamplerAdvanced(io.ComfyNode):
+    """KSampler (Advanced)'s sockets and widgets in its order, and one optional socket."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPSamplerAdvanced",
+            display_name="CP Sampler (Advanced)",
+            category=CATEGORY,
+            description="KSampler (Advanced) on several GPUs, with the same result.",
+            search_aliases=SEARCH,
+            inputs=[
+                io.Model.Input("model"),
+                io.Combo.Input("add_noise", options=["enable", "disable"], advanced=True),
+                *ksampler_inputs("noise_seed"),
+                io.Int.Input("start_at_step", default=0, min=0, max=10000, advanced=True),
+                io.Int.Input("end_at_step", default=10000, min=0, max=10000, advanced=True),
+                io.Combo.Input("return_with_leftover_noise", options=["disable", "enable"], advanced=True),
+                CP_CONFIG_INPUT,
+            ],
+            outputs=[io.Latent.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model: Any, cp_config: ParallelRequest | None = None, **widgets: Any) -> io.NodeOutput:
+        remote = model_on_workers(model, cp_config or ParallelRequest())
+        return io.NodeOutput(*nodes.KSamplerAdvanced().sample(remote, **widgets))
+
+
+class CPSamplerCustom(io.ComfyNode):
+    """SamplerCustomAdvanced's sockets in its order, and one optional socket."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPSamplerCustom",
+            display_name="CP Sampler Custom (Advanced)",
+            category=CATEGORY,
+            description="SamplerCustomAdvanced on several GPUs, with the same result.",
+            search_aliases=SEARCH,
+            inputs=[
+                io.Noise.Input("noise"),
+                io.Guider.Input("guider"),
+                io.Sampler.Input("sampler"),
+                io.Sigmas.Input("sigmas"),
+                io.Latent.Input("latent_image"),
+                CP_CONFIG_INPUT,
+            ],
+            outputs=[
+                io.Latent.Output(display_name="output"),
+                io.Latent.Output(display_name="denoised_output"),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, guider: Any, cp_config: ParallelRequest | None = None, **sockets: Any) -> io.NodeOutput:
+        remote = guider_on_workers(guider, cp_config or ParallelRequest())
+        return SamplerCustomAdvanced.execute(guider=remote, **sockets)
