@@ -1,0 +1,32 @@
+"""What differs between models. A new model is one file here and one line in FAMILIES.
+
+Imports torch, never diffusers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .base import Family, Shapes
+from .flux import Flux
+from .qwen_image import QwenImage
+from .wan import Wan
+
+__all__ = ["FAMILIES", "Family", "Shapes", "recognise"]
+
+FAMILIES: tuple[type[Family], ...] = (Flux, QwenImage, Wan)  # the specific before the general
+
+
+def recognise(shapes: Shapes, hints: Mapping[str, Any] | None = None) -> Family:
+    """The family of a checkpoint, configured for it.
+
+    `shapes` as in `header.Header.shapes`, `hints` as ComfyUI's unet_config. Raises ValueError naming what was found
+    when no family knows these parameters.
+    """
+    for family in FAMILIES:
+        if family.matches(shapes):
+            return family(shapes, hints or {})
+    names = ", ".join(family.name for family in FAMILIES)
+    found = ", ".join(sorted(shapes)[:3]) or "no parameters at all"
+    raise ValueError(f"no family knows this checkpoint (it has {found}); the families are {names}")

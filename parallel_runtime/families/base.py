@@ -1,0 +1,94 @@
+"""The shape of a family: what a checkpoint's shapes tell, where its weights go, and the bridge of one evaluation.
+
+Families import torch only: the host plans with them where diffusers may be missing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from ..plan import Plan
+from .precision import set_eps
+from .table import Table
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Family(ABC):
+    """One architecture, read off one checkpoint.
+
+    `conditions` names ComfyUI's model conditions (what `extra_conds` returns) that the bridge honours; a caller
+    refuses any other that is not None. `plan` None: the `_cp_plan` of diffusers' class is right. Modules named in
+    `float32` keep float32 weights whatever the model computes in. `eps` maps patterns of norm names to ComfyUI's
+    epsilon. `patch` is the side of a token in latent pixels.
+    """
+
+    name: ClassVar[str]
+    transformer: ClassVar[str]  # a class of diffusers
+    conditions: ClassVar[frozenset[str]]
+    table: Table
+    patch: ClassVar[int] = 2
+    plan: ClassVar[Plan | None] = None
+    float32: ClassVar[frozenset[str]] = frozenset()
+    eps: ClassVar[Mapping[str, float]] = {}
+    heads: int
+    layers: int
+
+    @staticmethod
+    @abstractmethod
+    def matches(shapes: Shapes) -> bool:
+        """Is this one of ours? `shapes` as in `Header.shapes`."""
+
+    @abstractmethod
+    def __init__(self, shapes: Shapes, hints: Mapping[str, Any]) -> None:
+        """`hints` is ComfyUI's unet_config for what shapes cannot tell; {} means the family's defaults."""
+
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """Constructor arguments of diffusers' class."""
+
+    def convert(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """One checkpoint tensor under diffusers' names, as views where possible; an unknown name is kept as it is."""
+        return self.table(name, tensor)
+
+    def in_float32(self, parameter: str) -> bool:
+        """Does this parameter of the transformer keep float32, whatever the model computes in?"""
+        return parameter.rpartition(".")[0] in self.float32
+
+    def prepare(self, transformer: nn.Module) -> None:
+        """Bring a loaded transformer's arithmetic in line with ComfyUI's. Once, after the weights are in."""
+        set_eps(transformer, self.eps)
+
+    @abstractmethod
+    def tokens(self, latent_shape: tuple[int, ...], text_tokens: int) -> dict[str, int]:
+        """Stream name to global token count, for a latent [B, C, (T,) H, W]."""
+
+    @abstractmethod
+    def call(self, transformer: nn.Module, x: Tensor, timestep: Tensor, cond: Mapping[str, Any]) -> Tensor:
+        """One evaluation of ComfyUI's `diffusion_model(x, timestep, **cond)`.
+
+        x: noisy latent in model space and dtype, [B, C, (T,) H, W], c_concat's channels included.
+        timestep: float32 [B] ([B, T] where ComfyUI gives each frame its own), exactly as ComfyUI passes it.
+        cond: the call's keyword arguments, `context` under "c_crossattn". Tensors have batch B or 1.
+        Returns ComfyUI's model output, [B, C_out, (T,) H, W]. Raises ValueError for conditions that cannot be honoured.
+        """
+
+
+def count(shapes: Shapes, blocks: str) -> int:
+    """How many blocks a checkpoint has under `blocks`."""
+    numbers = {int(name[len(blocks) + 1 :].split(".", 1)[0]) for name in shapes if name.startswith(f"{blocks}.")}
+    return max(numbers, default=-1) + 1
+
+
+def rows(tensor: Tensor, batch: int) -> Tensor:
+    """A condition with batch 1 or B as one of batch B, without copying."""
+    return tensor if tensor.shape[0] == batch else tensor.expand(batch, *tensor.shape[1:])
+
+
+def axes_of(head_dim: int) -> tuple[int, int, int]:
+    """How FLUX-like models share a head among frame, row and column: 16, 56, 56 of 128."""
+    return head_dim // 8, head_dim * 7 // 16, head_dim * 7 // 16

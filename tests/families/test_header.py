@@ -1,0 +1,135 @@
+"""A header is believed only where it adds up with the file."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from parallel_runtime.families.formats import refuse_quantised
+from parallel_runtime.families.header import header
+
+ROOT = Path(__file__).parents[2]
+
+
+def _file(path: Path, entries: Any, data: bytes = b"") -> Path:
+    text = json.dumps(entries).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def _entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def test_shapes_formats_and_metadata_are_read(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}, tmp_path / "f", {"say": "so"})
+    read = header(tmp_path / "f")
+    assert dict(read.shapes) == {"a": (2, 3), "b": (4,)}
+    assert dict(read.dtypes) == {"a": "F32", "b": "BF16"}
+    assert read.metadata == {"say": "so"}
+    assert read.bytes == 32
+
+
+def test_only_the_transformer_of_a_full_checkpoint_counts(tmp_path: Path) -> None:
+    names = ("model.diffusion_model.a", "first_stage_model.b", "text_encoders.c")
+    save_file({name: torch.zeros(1) for name in names}, tmp_path / "f")
+    read = header(tmp_path / "f")
+    assert list(read.shapes) == ["a"]
+    assert read.prefix == "model.diffusion_model."
+
+
+def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(100)}, tmp_path / "f")
+    whole = (tmp_path / "f").read_bytes()
+    for kept in (len(whole) - 1, 20, 8):
+        (tmp_path / "f").write_bytes(whole[:kept])
+        with pytest.raises(ValueError, match="cut short"):
+            header(tmp_path / "f")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"short", b"\xff" * 64, b"<!DOCTYPE html><html>", b"PK\x03\x04\0\0\x08\x08" + b"\0" * 60]
+)
+def test_what_is_not_safetensors_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "f").write_bytes(content)
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        header(tmp_path / "f")
+
+
+def test_gguf_is_named(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"GGUF" + b"\0" * 60)
+    with pytest.raises(ValueError, match="GGUF"):
+        header(tmp_path / "f")
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"a": _entry([3], 0, 8)},
+        {"a": _entry([2], 0, 8), "b": _entry([2], 4, 12)},
+        {"a": _entry([2], 4, 12)},
+        {"a": _entry([1], 0, 4)},
+    ],
+    ids=["size", "overlap", "gap", "unexplained"],
+)
+def test_a_header_that_does_not_add_up_is_refused(tmp_path: Path, entries: Any) -> None:
+    with pytest.raises(ValueError, match=r"lies about|does not explain"):
+        header(_file(tmp_path / "f", entries, bytes(12)))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{}, [], {"dtype": "F32"}, _entry([-1], 0, 4), _entry([1], 0, 4, "F7"), {**_entry([1], 0, 4), "shape": ["1"]}],
+)
+def test_a_senseless_entry_is_refused(tmp_path: Path, entry: Any) -> None:
+    with pytest.raises(ValueError, match="makes no sense"):
+        header(_file(tmp_path / "f", {"a": entry}, bytes(4)))
+
+
+def test_a_header_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    for entries in ([1], "text", 3):
+        with pytest.raises(ValueError, match="no JSON object"):
+            header(_file(tmp_path / "f", entries))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("img_in.comfy_quant", "comfy_quant"),
+        ("scaled_fp8", "scaled fp8"),
+        ("img_in.scale_weight", "scaled fp8"),
+        ("transformer_blocks.0.qkv_proj.wscales", "Nunchaku"),
+        ("img_in.weight.quant_state.bitsandbytes__nf4", "bitsandbytes"),
+        ("img_in.qweight", "GPTQ"),
+    ],
+)
+def test_quantised_weights_are_refused_by_name(tmp_path: Path, name: str, kind: str) -> None:
+    save_file({name: torch.ones(1), "img_in.weight": torch.ones(2, 2)}, tmp_path / "f")
+    with pytest.raises(ValueError, match=f"{kind}.*{name}"):
+        refuse_quantised(header(tmp_path / "f"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_weights_in_eight_bits_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_file({"img_in.weight": torch.zeros(2, 2).to(dtype)}, tmp_path / "f")
+    with pytest.raises(ValueError, match=r"stores img_in\.weight as"):
+        refuse_quantised(header(tmp_path / "f"))
+
+
+def test_families_need_no_diffusers_and_the_header_needs_nothing() -> None:
+    code = (
+        "import sys, parallel_runtime.families; assert not {'diffusers', 'comfy', 'safetensors'} & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    alone = (
+        "import runpy, sys; runpy.run_path('parallel_runtime/families/header.py'); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", alone], check=True, cwd=ROOT)
