@@ -1,0 +1,44 @@
+"""Where ComfyUI is and which python runs it. Imports nothing of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+OUR_ROOT = Path(__file__).absolute().parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComfyInstall:
+    root: Path
+    python: Path
+
+
+def find_comfy() -> ComfyInstall | None:
+    root = next(filter(_is_comfy, _candidates()), None)
+    return ComfyInstall(root=root, python=_python_of(root)) if root else None
+
+
+def why_there_is_none() -> str:
+    looked = ", ".join(str(path) for path in _candidates())
+    return f"NO COMFYUI: looked at {looked}; set COMFYUI_PATH to a checkout (and COMFYUI_PYTHON to its python)"
+
+
+def _candidates() -> list[Path]:
+    if told := os.environ.get("COMFYUI_PATH"):
+        return [Path(told).expanduser().absolute()]
+    around_us = [OUR_ROOT.parent.parent] if OUR_ROOT.parent.name == "custom_nodes" else []
+    return [*around_us, Path("~/comfy/ComfyUI").expanduser()]
+
+
+def _is_comfy(path: Path) -> bool:
+    return (path / "main.py").is_file() and (path / "comfy" / "cli_args.py").is_file()
+
+
+def _python_of(root: Path) -> Path:
+    if told := os.environ.get("COMFYUI_PYTHON"):
+        return Path(told).expanduser().absolute()
+    usual = (root / venv / "bin" / "python" for venv in (".venv", "venv"))
+    return next((path for path in usual if path.exists()), Path(sys.executable))

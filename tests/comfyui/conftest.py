@@ -1,0 +1,40 @@
+"""One ComfyUI server for the session; where there is no ComfyUI these tests skip, loudly, and the others run."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+
+import pytest
+
+from .comfy import ComfyInstall, find_comfy, why_there_is_none
+from .server import Server, running_server
+
+
+@pytest.fixture(scope="session")
+def comfy() -> ComfyInstall:
+    if (found := find_comfy()) is None:
+        pytest.skip(why_there_is_none())
+    return found
+
+
+@pytest.fixture(scope="session")
+def shared_server(comfy: ComfyInstall) -> Iterator[Server]:
+    with running_server(comfy) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: Server, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """The session's server; what it logs during a test that fails is shown with the failure."""
+    since = shared_server.log_size()
+    request.node.server_log = lambda: shared_server.log(since)
+    yield shared_server
+    shared_server.client.settle()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and hasattr(item, "server_log"):
+        report.sections.append(("ComfyUI's log during this test", item.server_log()[-8000:]))
+    return report

@@ -1,0 +1,22 @@
+"""The latents that a run left behind, and how far two of them are apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from .client import Run
+
+
+def latent_of(run: Run) -> torch.Tensor:
+    return load_file(Path(run.outputs["save"]["cp_test"][0]["path"]))["samples"]
+
+
+def apart(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest difference, in units of the standard deviation of what is wanted."""
+    assert got.shape == want.shape, f"shape {tuple(got.shape)}, KSampler gives {tuple(want.shape)}"
+    assert got.dtype == want.dtype, f"{got.dtype}, KSampler gives {want.dtype}"
+    assert torch.isfinite(got).all(), "not finite"
+    return ((got - want).abs().max() / want.std()).item()

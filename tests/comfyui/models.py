@@ -1,0 +1,30 @@
+"""The models folder of a test server: one tiny checkpoint a family, one full checkpoint, one LoRA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from .. import tiny
+from .graphs import TEXTS
+
+
+def write_models(models: Path) -> None:
+    for family in TEXTS:
+        written = tiny.write(models / "diffusion_models", family)
+        written.rename(written.with_name(f"{family}.safetensors"))
+    full = tiny.write(models / "checkpoints", "flux_dev", prefix="model.diffusion_model.", seed=77)
+    full.rename(full.with_name("flux_dev_full.safetensors"))
+    (models / "loras").mkdir()
+    save_file(_lora_for_flux(), models / "loras" / "flux_dev.safetensors")
+
+
+def _lora_for_flux() -> dict[str, torch.Tensor]:
+    dice = torch.Generator().manual_seed(5)
+    key = "diffusion_model.double_blocks.0.img_attn.proj"
+    return {
+        f"{key}.lora_down.weight": torch.randn(4, 256, generator=dice) * 0.1,
+        f"{key}.lora_up.weight": torch.randn(256, 4, generator=dice) * 0.1,
+    }

@@ -1,0 +1,56 @@
+"""What a CP Sampler must refuse by name: real ComfyUI objects that change the model where no worker sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.controlnet
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy_api.latest import io
+
+CATEGORY = "cp test"
+
+
+class AttentionPatch(io.ComfyNode):
+    """MODEL with an attn1 patch, as IP-Adapter and its like leave it."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPTestAttentionPatch",
+            category=CATEGORY,
+            is_dev_only=True,
+            inputs=[io.Model.Input("model")],
+            outputs=[io.Model.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model: ModelPatcher) -> io.NodeOutput:
+        patched = model.clone()
+        patched.set_model_attn1_patch(_leave_alone)
+        return io.NodeOutput(patched)
+
+
+class Control(io.ComfyNode):
+    """CONDITIONING with a control net in it, as Apply ControlNet leaves it."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPTestControl",
+            category=CATEGORY,
+            is_dev_only=True,
+            inputs=[io.Conditioning.Input("conditioning")],
+            outputs=[io.Conditioning.Output()],
+        )
+
+    @classmethod
+    def execute(cls, conditioning: list[list[Any]]) -> io.NodeOutput:
+        control = comfy.controlnet.ControlBase()
+        added = {"control": control, "control_apply_to_uncond": True}
+        return io.NodeOutput([[text, {**options, **added}] for text, options in conditioning])
+
+
+def _leave_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> dict[str, torch.Tensor]:
+    return {"q": q, "k": k, "v": v}

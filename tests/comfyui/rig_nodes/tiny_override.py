@@ -1,0 +1,36 @@
+"""Lets ComfyUI's model detection accept widths that it hard-codes, for files whose metadata has `cp_tiny`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import comfy.model_detection as detection
+
+
+def install_tiny_override() -> None:
+    detect, choose = detection.detect_unet_config, detection.model_config_from_unet
+
+    def detect_unet_config(state_dict: dict[str, Any], key_prefix: str, metadata: dict[str, str] | None = None) -> Any:
+        config = detect(state_dict, key_prefix, metadata=metadata)
+        if config is not None and (tiny := _tiny(metadata)):
+            config.update(tiny.get("final", {}))
+            config.update(tiny.get("match", {}))  # what the matching of model classes looks at
+        return config
+
+    def model_config_from_unet(
+        state_dict: dict[str, Any],
+        unet_key_prefix: str,
+        use_base_if_no_match: bool = False,
+        metadata: dict[str, str] | None = None,
+    ) -> Any:
+        model_config = choose(state_dict, unet_key_prefix, use_base_if_no_match, metadata=metadata)
+        if model_config is not None and (tiny := _tiny(metadata)):
+            model_config.unet_config.update(tiny.get("final", {}))
+        return model_config
+
+    detection.detect_unet_config, detection.model_config_from_unet = detect_unet_config, model_config_from_unet
+
+
+def _tiny(metadata: dict[str, str] | None) -> dict[str, Any]:
+    return json.loads(metadata["cp_tiny"]) if metadata and "cp_tiny" in metadata else {}

@@ -1,0 +1,142 @@
+"""One real ComfyUI server in a throw-away base directory, with our pack and the test nodes as its custom nodes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from .client import Client
+from .comfy import OUR_ROOT, ComfyInstall
+from .models import write_models
+from .processes import MARK, Process, die_with_parent, marked_processes, wait_until_none
+
+FLAGS = (
+    "--cpu",
+    "--force-fp32",
+    "--use-pytorch-cross-attention",
+    "--disable-auto-launch",
+    "--disable-api-nodes",
+    "--dont-print-server",
+    "--database-url=sqlite:///:memory:",
+)
+_QUIET = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # tiny models, busy machines
+START_SECONDS = 120
+STOP_SECONDS = 10
+LEASH_SECONDS = 3  # a dead ComfyUI takes its workers with it within this
+
+
+class Server:
+    """`client` speaks to it; `base` holds everything that it writes, `scratch` is its TMPDIR."""
+
+    def __init__(self, comfy: ComfyInstall, base: Path, *, flags: tuple[str, ...], env: Mapping[str, str]) -> None:
+        self.base, self.scratch, self.log_path = base, base / "tmp", base / "server.log"
+        self.mark, self.port = uuid.uuid4().hex, _free_port()
+        self.scratch.mkdir()
+        command = [comfy.python, comfy.root / "main.py", "--base-directory", base, "--port", str(self.port)]
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*map(str, command), *FLAGS, *flags],
+                cwd=comfy.root,
+                env={**os.environ, **_QUIET, MARK: self.mark, "TMPDIR": str(self.scratch), **env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_parent,  # a killed pytest runs no fixture's end
+            )
+
+    def wait_until_up(self) -> None:
+        started = time.monotonic()
+        while not self._answers():
+            if self.process.poll() is not None or time.monotonic() - started > START_SECONDS:
+                raise RuntimeError(f"ComfyUI did not come up (exit code {self.process.poll()}):\n{self.log()[-6000:]}")
+            time.sleep(0.1)
+        self.start_seconds = time.monotonic() - started
+        self.client = Client(self.port)
+
+    def log(self, since: int = 0) -> str:
+        return self.log_path.read_bytes()[since:].decode(errors="replace")
+
+    def log_size(self) -> int:
+        return self.log_path.stat().st_size
+
+    def children(self) -> list[Process]:
+        """Every process of ours except the server itself."""
+        return [process for process in marked_processes(self.mark) if process.pid != self.process.pid]
+
+    def workers(self) -> dict[int, Process]:
+        """The rank processes, by rank."""
+        return {process.rank: process for process in self.children() if process.rank is not None}
+
+    def kill(self) -> None:
+        """As the kernel would when memory runs out: no handler runs."""
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        """Ctrl-C, as a user would; then look who has stayed behind, end them and say so."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        left = wait_until_none(self.mark, LEASH_SECONDS)
+        for process in left:
+            process.kill()
+        if hasattr(self, "client"):
+            self.client.close()
+        assert not left, f"outlived their ComfyUI by {LEASH_SECONDS} s: {left}"
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/queue", timeout=5):
+                return True
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+
+
+@contextmanager
+def running_server(
+    comfy: ComfyInstall, *, flags: tuple[str, ...] = (), env: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    base = Path(tempfile.mkdtemp(prefix="cpc-"))  # short: unix sockets below it have 108 characters
+    try:
+        _furnish(base)
+        server = Server(comfy, base, flags=flags, env=env or {})
+        try:
+            server.wait_until_up()
+            yield server
+        except Exception as failure:
+            failure.add_note(f"ComfyUI's log:\n{server.log()[-8000:]}")
+            raise
+        finally:
+            server.stop()
+    finally:
+        shutil.rmtree(base)
+
+
+def _furnish(base: Path) -> None:
+    nodes, output = base / "custom_nodes", base / "output"
+    nodes.mkdir()
+    output.mkdir()  # ComfyUI makes input, user and temp, but not this one
+    (nodes / "context-parallel-sampler").symlink_to(OUR_ROOT)
+    (nodes / "cp_test_nodes").symlink_to(Path(__file__).absolute().parent / "rig_nodes")
+    write_models(base / "models")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,98 @@
+"""How CP Sampler behaves beside its numbers: it keeps its model and its workers, and follows cancel and progress."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from .cases import DEGREES
+from .client import Interrupted
+from .graphs import Job, longer, sampling_graph
+from .latents import apart, latent_of
+from .opened import OpenWatch
+from .server import Server
+
+RING_2 = DEGREES["ring_2"]
+FLUX = Job(family="flux_dev", cfg=2.0)
+LONG = longer(FLUX, steps=2000)
+
+
+def test_another_seed_samples_again_without_loading_again(server: Server) -> None:
+    first = server.client.run(sampling_graph(FLUX, "CPSampler", RING_2))
+    workers = server.workers()
+    watch = OpenWatch(server.base / "models" / "diffusion_models" / "flux_dev.safetensors")
+    second = server.client.run(sampling_graph(replace(FLUX, seed=8), "CPSampler", RING_2))
+    opened = watch.count()
+    watch.close()
+    assert apart(latent_of(second), latent_of(first)) > 0.1, "another seed is another picture"
+    assert opened == 0, "nobody reads the model a second time"
+    assert server.workers() == workers
+
+
+def test_two_models_in_turn_each_give_their_own_latent(server: Server) -> None:
+    jobs = [FLUX, Job(family="wan_t2v", cfg=2.0), FLUX, Job(family="wan_t2v", cfg=2.0)]
+    for asked in jobs:
+        want = latent_of(server.client.run(sampling_graph(asked, "KSampler")))
+        got = latent_of(server.client.run(sampling_graph(asked, "CPSampler", RING_2)))
+        assert apart(got, want) <= 1e-4, asked.family
+
+
+def test_one_prompt_may_sample_with_two_models(server: Server) -> None:
+    """The second sampler of a graph refines the first one's latent with another model of the same shape."""
+    schnell = replace(FLUX, family="flux_schnell", denoise=0.5)
+    latents = []
+    for sampler in ("KSampler", "CPSampler"):
+        parallel = RING_2 if sampler == "CPSampler" else None
+        graph = sampling_graph(FLUX, sampler, parallel)
+        for name, node in sampling_graph(schnell, sampler, parallel).items():
+            graph[f"then_{name}"] = node
+            for socket, value in node["inputs"].items():
+                if isinstance(value, list):
+                    node["inputs"][socket] = [f"then_{value[0]}", value[1]]
+        graph["then_sampler"]["inputs"]["latent_image"] = ["sampler", 0]
+        graph["save"]["inputs"]["samples"] = ["then_sampler", 0]
+        del graph["then_save"]
+        latents.append(latent_of(server.client.run(graph)))
+    assert apart(latents[1], latents[0]) <= 1e-4
+
+
+def test_after_free_the_next_run_gives_the_same_bits(server: Server) -> None:
+    want = latent_of(server.client.run(sampling_graph(FLUX, "CPSampler", RING_2)))
+    server.client.free()
+    got = latent_of(server.client.run(sampling_graph(FLUX, "CPSampler", RING_2)))
+    assert torch.equal(got, want)
+
+
+def test_cancel_ends_the_run_at_once_and_keeps_the_workers_warm(server: Server) -> None:
+    fresh = latent_of(server.client.run(sampling_graph(FLUX, "CPSampler", RING_2)))
+    workers = server.workers()
+    since = server.client.now()
+    prompt = server.client.queue(sampling_graph(LONG, "CPSampler", RING_2))
+    server.client.wait_for_step(3, since=since)
+    asked_at = time.monotonic()
+    server.client.interrupt(prompt)
+    with pytest.raises(Interrupted):
+        server.client.finish(prompt, since=since, timeout=10)
+    assert time.monotonic() - asked_at < 2
+    again = latent_of(server.client.run(sampling_graph(FLUX, "CPSampler", RING_2)))
+    assert torch.equal(again, fresh), "bit for bit"
+    assert server.workers() == workers
+
+
+def test_progress_and_previews_move_with_every_step(server: Server) -> None:
+    asked = replace(FLUX, steps=6)
+    native = server.client.run(sampling_graph(asked, "KSampler"), preview_method="latent2rgb")
+    ours = server.client.run(sampling_graph(asked, "CPSampler", RING_2), preview_method="latent2rgb")
+    assert ours.progress == native.progress == [1, 2, 3, 4, 5, 6]
+    assert len(ours.previews) == len(native.previews) == 6
+    assert all(image.startswith(b"\xff\xd8") for image in ours.previews), "JPEG, as KSampler sends"
+
+
+def test_without_previews_progress_still_moves_while_sampling(server: Server) -> None:
+    run = server.client.run(sampling_graph(longer(FLUX, steps=30), "CPSampler", RING_2))
+    assert run.progress == sorted(run.progress)
+    assert len(run.progress) >= 5, "ComfyUI itself sends at most ten a second"
+    assert run.progress[-1] == 30

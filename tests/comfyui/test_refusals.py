@@ -1,0 +1,44 @@
+"""What a worker cannot honour is refused by name, before any worker is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from .cases import DEGREES
+from .client import Graph, NodeError
+from .graphs import Job, Parallel, sampling_graph, with_attention_patch, with_control_net, with_lora
+from .server import Server
+
+FLUX = Job(family="flux_dev", cfg=2.0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [(with_lora, "LoRA"), (with_attention_patch, "attn1_patch"), (with_control_net, "ControlNet")],
+    ids=["lora", "attention_patch", "control_net"],
+)
+def test_what_changes_the_model_unseen_is_refused_by_name(
+    server: Server, changed: Callable[[Graph], Graph], name: str
+) -> None:
+    before = server.children()
+    with pytest.raises(NodeError, match=f"(?i){name}"):
+        server.client.run(changed(sampling_graph(FLUX, "CPSampler", DEGREES["ring_2"])))
+    assert server.children() == before
+
+
+def test_more_ranks_than_devices_are_refused_before_a_process_starts(server: Server) -> None:
+    before = server.children()
+    nine = Parallel(ring_degree=3, ulysses_degree=3, devices="cuda:0")
+    with pytest.raises(NodeError, match="cuda:0|GPU 0"):
+        server.client.run(sampling_graph(FLUX, "CPSampler", nine))
+    assert server.children() == before
+
+
+@pytest.mark.parametrize("devices", ["cuda:banana", "tpu:0"])
+def test_a_device_list_that_is_none_is_refused_with_the_value_found(server: Server, devices: str) -> None:
+    before = server.children()
+    with pytest.raises(NodeError, match=devices):
+        server.client.run(sampling_graph(FLUX, "CPSampler", Parallel(devices=devices)))
+    assert server.children() == before
