@@ -29,7 +29,7 @@ class CPParallelConfig(io.ComfyNode):
                 io.Int.Input(
                     "ulysses_degree", default=0, min=0, max=64,
                     tooltip="Workers that swap tokens for attention heads. Fastest on NVLink; at most one worker a "
-                    "head. 0 = auto. Workers in all: ring_degree x ulysses_degree.",
+                    "head. 0 = auto. Workers in all: the product of the degrees.",
                 ),
                 io.Combo.Input(
                     "rotate_method", options=list(get_args(RotateMethod)), default="alltoall", advanced=True,
@@ -52,6 +52,15 @@ class CPParallelConfig(io.ComfyNode):
                     "devices", default="", advanced=True,
                     tooltip="GPUs to use, such as 0,1. Empty = all. cpu,cpu starts two workers on the CPU.",
                 ),
+                io.Int.Input(
+                    "cfg_degree", default=0, min=0, max=2, advanced=True, optional=True,
+                    tooltip="2: positive and negative prompt run side by side on two halves of the workers; at cfg 1 "
+                    "both halves work on the one prompt. 0 = auto: where that is fastest.",
+                ),
+                io.Int.Input(
+                    "data_degree", default=1, min=1, max=64, advanced=True, optional=True,
+                    tooltip="Groups of workers that share the images of a batch.",
+                ),
             ],
             outputs=[CPConfig.Output(display_name="cp_config")],
         )  # fmt: skip
@@ -66,6 +75,8 @@ class CPParallelConfig(io.ComfyNode):
         attention_backend: AttentionBackend,
         dtype: DtypeChoice,
         devices: str,
+        cfg_degree: int = 0,
+        data_degree: int = 1,
     ) -> io.NodeOutput:
         return io.NodeOutput(
             ParallelRequest(
@@ -76,5 +87,7 @@ class CPParallelConfig(io.ComfyNode):
                 attention_backend=attention_backend,
                 dtype=dtype,
                 devices=devices,
+                cfg_degree=cfg_degree,
+                data_degree=data_degree,
             )
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -41,12 +42,10 @@ def model_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatc
     """A clone of `model` whose sampling runs in the worker group. Raises Refused for what workers cannot honour."""
     check_requirements()
     spec, family = describe_model(model, request.dtype)
-    gpus = torch.cuda.device_count() if comfy.model_management.get_torch_device().type == "cuda" else 0
-    parallelism, placement = plan(request, heads=family.heads, gpus=gpus)
+    sampling = RemoteSampling(spec, family, request)
+    sampling.plan(guided=False)
     remote = model.clone()
-    remote.add_wrapper_with_key(
-        comfy.patcher_extension.WrappersMP.OUTER_SAMPLE, KEY, RemoteSampling(spec, family, parallelism, placement)
-    )
+    remote.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.OUTER_SAMPLE, KEY, sampling)
     return remote
 
 
@@ -66,8 +65,12 @@ class RemoteSampling:
 
     spec: ModelSpec
     family: Family
-    parallelism: Parallelism
-    placement: Placement
+    request: ParallelRequest
+
+    def plan(self, *, guided: bool) -> tuple[Parallelism, Placement]:
+        """Degrees and devices. Raises Refused for what cannot work."""
+        gpus = torch.cuda.device_count() if comfy.model_management.get_torch_device().type == "cuda" else 0
+        return plan(self.request, heads=self.family.heads, gpus=gpus, guided=guided)
 
     def __call__(
         self,
@@ -85,16 +88,17 @@ class RemoteSampling:
         """Samples [B, C, (T,) H, W], as `CFGGuider.outer_sample` returns them."""
         guider = executor.class_obj
         job = describe_job(guider, self.family, noise, latent_image, sampler, sigmas, denoise_mask, seed, latent_shapes)
-        free_devices(self.placement)
+        parallelism, placement = self.plan(guided=is_guided(guider))
+        free_devices(placement)
         check = comfy.model_management.throw_exception_if_processing_interrupted
-        group = current_group(self.placement, comfy_setup(), check)
+        group = current_group(placement, comfy_setup(), check)
         watcher = Watcher(callback, guider.model_patcher.load_device)
-        result = group.sample(self.spec, self.parallelism, job, on_step=watcher.on_step, watch=check)
+        result = group.sample(self.spec, parallelism, job, on_step=watcher.on_step, watch=check)
         watcher.finish(result.value["last"])
         log.info(
             "[CP] %s on %d worker(s): sampled in %.2f s, loaded in %.2f s",
             self.family.name,
-            self.placement.world_size,
+            placement.world_size,
             result.seconds,
             result.load_seconds,
         )
@@ -117,6 +121,14 @@ class Watcher:
     def finish(self, last: tuple[int, Tensor, Tensor, int] | None) -> None:
         if last is not None and last[0] != self._shown:
             self.on_step(*last)
+
+
+def is_guided(guider: comfy.samplers.CFGGuider) -> bool:
+    """Whether several prompts are evaluated a step: ComfyUI leaves the negative one out at cfg 1."""
+    if len(guider.conds) < 2:
+        return False
+    unneeded = not guider.model_options.get("disable_cfg1_optimization", False)
+    return not (unneeded and len(guider.conds) == 2 and math.isclose(guider.cfg, 1.0))
 
 
 def comfy_setup() -> ComfySetup:

@@ -17,7 +17,8 @@ DtypeChoice = Literal["auto", "bfloat16", "float16", "float32"]
 class Parallelism:
     """How one sampling job is divided over the ranks of a group.
 
-    The world is cfg_degree x ring_degree x ulysses_degree; the ranks of one Ulysses group are neighbours.
+    The world is data_degree x cfg_degree x ring_degree x ulysses_degree; the ranks of one Ulysses group are
+    neighbours. Data groups share the rows of a batch, cfg groups the branches of guidance.
     `rotate_method` is diffusers' word for how a ring moves keys and values: `alltoall` rotates the blocks point to
     point, `allgather` collects them all at once. Degrees are resolved numbers here: "auto" is gone by now.
     """
@@ -25,12 +26,13 @@ class Parallelism:
     ring_degree: int = 1
     ulysses_degree: int = 1
     cfg_degree: int = 1
+    data_degree: int = 1
     rotate_method: RotateMethod = "alltoall"
     convert_to_fp32: bool = True
     attention_backend: AttentionBackend = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("ring_degree", "ulysses_degree", "cfg_degree"):
+        for name in ("ring_degree", "ulysses_degree", "cfg_degree", "data_degree"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} starts at 1, got {getattr(self, name)}")
         if self.cfg_degree > 2:
@@ -42,8 +44,13 @@ class Parallelism:
         return self.ring_degree * self.ulysses_degree
 
     @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Sizes of the mesh's dims: data, cfg, ring, ulysses."""
+        return (self.data_degree, self.cfg_degree, self.ring_degree, self.ulysses_degree)
+
+    @property
     def world_size(self) -> int:
-        return self.context_parallel_size * self.cfg_degree
+        return self.data_degree * self.cfg_degree * self.context_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +65,8 @@ class ParallelRequest:
     attention_backend: AttentionBackend = "auto"
     dtype: DtypeChoice = "auto"
     devices: str = ""
+    cfg_degree: int = 0
+    data_degree: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

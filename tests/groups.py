@@ -23,21 +23,30 @@ def spec_of(path: Path | str, dtype: str = "float32") -> ModelSpec:
     )
 
 
-def flux_job(*, seed: int = 0, steps: int = 4, size: tuple[int, int] = (8, 10), tokens: int = 7) -> DemoJob:
+def flux_job(
+    *,
+    seed: int = 0,
+    steps: int = 4,
+    size: tuple[int, int] = (8, 10),
+    tokens: int = 7,
+    negative_tokens: int = 7,
+    batch: int = 1,
+) -> DemoJob:
+    """Guided Euler steps of a tiny FLUX.1, with prompts of random values."""
     generator = torch.Generator().manual_seed(seed)
 
-    def cond() -> dict[str, torch.Tensor]:
+    def cond(tokens: int) -> dict[str, torch.Tensor]:
         return {
             "c_crossattn": torch.randn(1, tokens, TEXT, generator=generator),
             "y": torch.randn(1, POOLED, generator=generator),
         }
 
     return DemoJob(
-        noise=torch.randn(1, 16, *size, generator=generator),
+        noise=torch.randn(batch, 16, *size, generator=generator),
         sigmas=torch.linspace(1, 0, steps + 1),
         cfg=2.0,
-        positive=cond(),
-        negative=cond(),
+        positive=cond(tokens),
+        negative=cond(negative_tokens),
     )
 
 

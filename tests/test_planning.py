@@ -51,14 +51,16 @@ def test_heads_need_not_divide():
          r"ring_degree 3 x ulysses_degree 3 needs 9 workers, but there is 2 device\(s\): cuda:0, cuda:1. "
          r"The nearest that works is ring_degree 2 x ulysses_degree 1"),
         ({"ring_degree": 2, "devices": "cpu"}, 24, 0, r"needs 2 workers, but there is 1 device\(s\): cpu"),
-        ({"ulysses_degree": 4, "ring_degree": 1}, 2, 8, r"splits 2 attention heads over 4 workers.*ring_degree 2 x uly"),
+        ({"ulysses_degree": 4, "ring_degree": 1}, 2, 8, "splits 2 attention heads over 4 workers.*ring_degree 2 x ul"),
         ({"ring_degree": MAX_CPU_WORKERS + 1}, 24, 0, "room for .* CPU workers"),
         ({"devices": "cuda:0"}, 24, 0, "there is no GPU 0 here"),
         ({"devices": "0,7"}, 24, 2, "there is no GPU 7 here .GPUs 0 to 1."),
         ({"devices": "tpu"}, 24, 2, "'tpu' is no device"),
         ({"attention_backend": "sage"}, 24, 0, "attention_backend sage needs CUDA GPUs"),
         ({"attention_backend": "sage"}, 24, 1, "needs the package sageattention"),
-        ({"ring_degree": -1}, 24, 1, "degrees are 0 .auto. or more"),
+        ({"ring_degree": 1, "ulysses_degree": 1, "cfg_degree": 2, "data_degree": 3}, 24, 2, "x data_degree 3 needs 6"),
+        ({"cfg_degree": 3}, 24, 2, "cfg_degree at most 2"),
+        ({"ring_degree": -1}, 24, 1, "degrees are 0 .auto. or more.*got ring_degree -1"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_in_one_sentence(request_, heads, gpus, sentence):
@@ -79,6 +81,23 @@ def test_devices_are_read_as_people_write_them():
     assert parse_devices(" 0 , CUDA:1,", 2) == ("cuda:0", "cuda:1")
     assert parse_devices("cpu,cpu", 0) == ("cpu", "cpu")
     assert parse_devices("", 0) == ()
+
+
+def test_guidance_takes_two_halves_of_the_gpus_and_gives_them_back_at_cfg_1():
+    def shape(guided, gpus=4, heads=24, **request):
+        return plan(ParallelRequest(**request), heads=heads, gpus=gpus, guided=guided)[0].shape
+
+    assert shape(True) == (1, 2, 1, 2)
+    assert shape(False) == (1, 1, 1, 4)
+    assert shape(True, gpus=3) == (1, 1, 1, 3)
+    assert shape(True, gpus=1) == (1, 1, 1, 1)
+    assert shape(True, cfg_degree=1) == (1, 1, 1, 4)
+    assert shape(True, ulysses_degree=4, ring_degree=1) == (1, 1, 1, 4)
+    assert shape(True, ring_degree=2, ulysses_degree=1, cfg_degree=2) == (1, 2, 2, 1)
+    assert shape(False, ring_degree=2, ulysses_degree=1, cfg_degree=2) == (1, 1, 2, 2)
+    assert shape(False, ring_degree=1, ulysses_degree=2, cfg_degree=2, heads=2) == (1, 1, 2, 2)
+    assert shape(True, data_degree=2) == (2, 2, 1, 1)
+    assert shape(False, data_degree=2, gpus=0, ring_degree=1, ulysses_degree=1) == (2, 1, 1, 1)
 
 
 def test_degrees_check_themselves():

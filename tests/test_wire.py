@@ -50,7 +50,7 @@ def test_a_message_survives_the_wire(message):
     "data",
     [
         b"", b"{", b"null", b"[]", b'"x"', b"{}", b'{"type": "Evil"}', b'{"type": "Cancel"}', b"\xff\xfe",
-        b'{"type": "Cancel", "job": "1"}', b'{"type": "Cancel", "job": 1, "more": 2}', b'{"type": ["Cancel"], "job": 1}',
+        b'{"type": "Cancel", "job": "1"}', b'{"type": "Cancel", "job": 1, "more": 2}', b'{"type": [], "job": 1}',
         encode(MESSAGES[2]).replace(b'"ring_degree": 2', b'"ring_degree": 0'),
         encode(MESSAGES[2]).replace(b'"allgather"', b'"carrier pigeon"'),
     ],

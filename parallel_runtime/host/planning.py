@@ -16,26 +16,20 @@ BACKEND_PACKAGES: dict[AttentionBackend, str] = {
 }
 
 
-def plan(request: ParallelRequest, *, heads: int, gpus: int) -> tuple[Parallelism, Placement]:
+def plan(request: ParallelRequest, *, heads: int, gpus: int, guided: bool = False) -> tuple[Parallelism, Placement]:
     """Degrees and devices for a model with `heads` attention heads on a host with `gpus` visible GPUs.
 
-    Raises Refused where the request cannot work.
+    `guided`: positive and negative prompt are both evaluated. Without that, what cfg_degree would have used joins the
+    sequence: the workers stay the same and none is idle. Raises Refused where the request cannot work.
     """
     devices = parse_devices(request.devices, gpus)
-    ring, ulysses = _degrees(request, len(devices), heads)
+    degrees = _degrees(request, len(devices), heads, guided)
     limit = len(devices) if devices else MAX_CPU_WORKERS
-    if ring * ulysses > limit or ulysses > heads:
-        raise Refused(_too_much(ring, ulysses, devices, limit, heads))
-    parallelism = Parallelism(
-        ring_degree=ring,
-        ulysses_degree=ulysses,
-        rotate_method=request.rotate_method,
-        convert_to_fp32=request.convert_to_fp32,
-        attention_backend=request.attention_backend,
-    )
-    placement = Placement(devices=devices[: ring * ulysses] or ("cpu",) * (ring * ulysses))
+    if degrees.world_size > limit or degrees.ulysses_degree > heads:
+        raise Refused(_too_much(degrees, devices, limit, heads))
+    placement = Placement(devices=devices[: degrees.world_size] or ("cpu",) * degrees.world_size)
     _check_backend(request.attention_backend, placement)
-    return parallelism, placement
+    return degrees, placement
 
 
 def parse_devices(text: str, gpus: int) -> tuple[str, ...]:
@@ -58,29 +52,61 @@ def _device(name: str, gpus: int) -> str:
     return f"cuda:{int(index)}"
 
 
-def _degrees(request: ParallelRequest, world: int, heads: int) -> tuple[int, int]:
-    """Fill in what is 0: Ulysses first, as far as the heads divide evenly, then the ring."""
-    ring, ulysses = request.ring_degree, request.ulysses_degree
-    if ring < 0 or ulysses < 0:
-        raise Refused(f"degrees are 0 (auto) or more, got ring_degree {ring}, ulysses_degree {ulysses}")
-    world = max(world, ring, ulysses, 1)
-    if ring and not ulysses:
-        ulysses = max((d for d in range(1, world // ring + 1) if heads % d == 0), default=1)
-    elif not ulysses:
-        ulysses = max(d for d in range(1, world + 1) if world % d == 0 and heads % d == 0)
-    return ring or max(1, world // ulysses), ulysses
+def _degrees(request: ParallelRequest, world: int, heads: int, guided: bool) -> Parallelism:
+    """Fill in what is 0: the two branches of guidance first, then Ulysses as far as heads divide, then the ring."""
+    ring, ulysses, cfg, data = request.ring_degree, request.ulysses_degree, request.cfg_degree, request.data_degree
+    if min(ring, ulysses, cfg) < 0 or data < 1 or cfg > 2:
+        raise Refused(
+            f"degrees are 0 (auto) or more, cfg_degree at most 2, data_degree at least 1; got ring_degree {ring}, "
+            f"ulysses_degree {ulysses}, cfg_degree {cfg}, data_degree {data}"
+        )
+    free = not ring and not ulysses
+    rest = max(1, world // data)
+    if cfg == 0:
+        cfg = 2 if guided and free and rest % 2 == 0 else 1
+    ring, ulysses = _cut(ring, ulysses, max(1, rest // cfg), heads)
+    if cfg == 2 and not guided:
+        cfg, ring, ulysses = 1, *((ring, 2 * ulysses) if heads % (2 * ulysses) == 0 else (2 * ring, ulysses))
+    return Parallelism(
+        ring_degree=ring,
+        ulysses_degree=ulysses,
+        cfg_degree=cfg,
+        data_degree=data,
+        rotate_method=request.rotate_method,
+        convert_to_fp32=request.convert_to_fp32,
+        attention_backend=request.attention_backend,
+    )
 
 
-def _too_much(ring: int, ulysses: int, devices: tuple[str, ...], limit: int, heads: int) -> str:
-    possible = [(r, u) for u in range(1, min(heads, limit) + 1) for r in range(1, limit // u + 1)]
-    r, u = min(possible, key=lambda p: (abs(p[0] * p[1] - min(ring * ulysses, limit)), abs(p[0] - ring), p))
+def _cut(ring: int, ulysses: int, world: int, heads: int) -> tuple[int, int]:
+    """Ring and Ulysses degree for `world` workers on one sequence; a degree that is not 0 is kept."""
+    if ring and ulysses:
+        return ring, ulysses
+    if ulysses:
+        return max(1, world // ulysses), ulysses
+    if ring:
+        return ring, max(d for d in range(1, max(1, world // ring) + 1) if heads % d == 0)
+    ulysses = max(d for d in range(1, world + 1) if world % d == 0 and heads % d == 0)
+    return world // ulysses, ulysses
+
+
+def _too_much(degrees: Parallelism, devices: tuple[str, ...], limit: int, heads: int) -> str:
+    ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
+    others = degrees.cfg_degree * degrees.data_degree
+    room = max(1, limit // others)
+    possible = [(r, u) for u in range(1, min(heads, room) + 1) for r in range(1, room // u + 1)]
+    r, u = min(possible, key=lambda p: (abs(p[0] * p[1] - min(ring * ulysses, room)), abs(p[0] - ring), p))
     wanted = f"ring_degree {ring} x ulysses_degree {ulysses}"
-    if ring * ulysses > limit:
+    for name in ("cfg_degree", "data_degree"):
+        if getattr(degrees, name) > 1:
+            wanted += f" x {name} {getattr(degrees, name)}"
+    if degrees.world_size > limit:
         where = f"{len(devices)} device(s): {', '.join(devices)}" if devices else f"room for {limit} CPU workers"
-        reason = f"{wanted} needs {ring * ulysses} workers, but there is {where}"
+        reason = f"{wanted} needs {degrees.world_size} workers, but there is {where}"
     else:
         reason = f"{wanted} splits {heads} attention heads over {ulysses} workers, more than there are heads"
-    return f"{reason}. The nearest that works is ring_degree {r} x ulysses_degree {u}"
+    fewer = "" if others <= limit else " with cfg_degree 1 and data_degree 1"
+    return f"{reason}. The nearest that works is ring_degree {r} x ulysses_degree {u}{fewer}"
 
 
 def _check_backend(backend: AttentionBackend, placement: Placement) -> None:

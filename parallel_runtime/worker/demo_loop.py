@@ -30,13 +30,13 @@ def run(model: Model, job: DemoJob, pulse: Pulse) -> dict[str, Any]:
 
 
 def _velocity(model: Model, job: DemoJob, x: Tensor, sigma: Tensor, pulse: Pulse) -> Tensor:
-    def evaluate(cond: dict[str, Any]) -> Tensor:
-        pulse.evaluation()
-        on_device = {name: value.to(x.device) if torch.is_tensor(value) else value for name, value in cond.items()}
-        return model(x, sigma, on_device)
+    prompts = [job.positive] if job.cfg == 1.0 else [job.positive, job.negative]
+    pulse.vote()
+    mine = [model(x, sigma, _on(x.device, prompts[index])) for index in model.branches.mine(len(prompts))]
+    done = torch.stack(mine) if mine else x.new_empty((0, *x.shape))
+    positive, *negative = model.branches.collect(done, len(prompts))
+    return negative[0] + job.cfg * (positive - negative[0]) if negative else positive
 
-    positive = evaluate(job.positive)
-    if job.cfg == 1.0:
-        return positive
-    negative = evaluate(job.negative)
-    return negative + job.cfg * (positive - negative)
+
+def _on(device: torch.device, cond: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to(device) if torch.is_tensor(value) else value for name, value in cond.items()}

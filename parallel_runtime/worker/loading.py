@@ -41,8 +41,9 @@ def load(
 
     Weights are rounded to `weight_dtype`, then stored in `compute_dtype` on `device`; on the CPU in the file's own
     dtype they stay views of the mapped file. `hints` is ComfyUI's unet_config. `on_share` hears the share of bytes
-    that has been read, 0 to 1. `patch(name, tensor)` may return other values for a checkpoint tensor, named as in
-    the file without prefix. Raises ValueError for a file that no family knows, or that does not fill its family.
+    that has been read, 0 to 1. `patch(name, tensor)` may return other values for a checkpoint tensor, under the name
+    that ComfyUI's diffusion model has for it. Raises ValueError for a file that no family knows, or that does not
+    fill its family.
     """
     weights = Weights(path)
     family = recognise(weights.header.shapes, hints)
@@ -53,7 +54,7 @@ def load(
     read = 0
     for name, tensor in weights:
         read += tensor.nbytes
-        for target, piece in family.convert(name, patch(name, tensor) if patch else tensor):
+        for target, piece in family.convert(name, patch(family.comfy_name(name), tensor) if patch else tensor):
             _check(target, piece, wanted, name)
             if family.in_float32(target):
                 state[target] = piece.to(device, torch.float32)
@@ -76,12 +77,12 @@ def parameters_on_meta() -> Iterator[None]:
     """
     register, thread = nn.Module.register_parameter, threading.get_ident()
 
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and threading.get_ident() == thread:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
-        register(module, name, parameter)
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and threading.get_ident() == thread:
+            param = nn.Parameter(param.to("meta"), requires_grad=False)
+        register(module, name, param)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ import gc
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from ..errors import Refused
 from ..families.base import Family
 from ..specs import ModelSpec, Parallelism
 from .engine.attach import attach, detach
-from .engine.mesh import build_mesh
+from .engine.mesh import ContextMesh, build_mesh
+from .lanes import Lanes, spread_rows
 from .loading import load
 
 
@@ -28,9 +29,18 @@ class Model:
     family: Family
     transformer: Any
     parallelism: Parallelism | None = None
+    mesh: ContextMesh = field(default_factory=ContextMesh)
+
+    @property
+    def branches(self) -> Lanes:
+        """The groups of ranks that share the branches of guidance."""
+        return Lanes(self.mesh.cfg)
 
     def __call__(self, x: Tensor, timestep: Tensor, cond: dict[str, Any]) -> Tensor:
-        return self.family.call(self.transformer, x, timestep, cond)
+        def evaluate(x: Tensor, timestep: Tensor, cond: dict[str, Any]) -> Tensor:
+            return self.family.call(self.transformer, x, timestep, cond)
+
+        return spread_rows(Lanes(self.mesh.data), evaluate, x, timestep, cond)
 
 
 class Models:
@@ -39,7 +49,7 @@ class Models:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._model: Model | None = None
-        self._meshes: dict[tuple[int, int, int], Any] = {}
+        self._meshes: dict[tuple[int, ...], ContextMesh] = {}
 
     def get(self, spec: ModelSpec, parallelism: Parallelism, on_share: Callable[[float], None]) -> Model:
         """The model that `spec` names, cut as `parallelism` says. Loads and re-attaches only what differs."""
@@ -51,7 +61,8 @@ class Models:
             if model.parallelism is not None:
                 detach(model.transformer)
             model.parallelism = None
-            attach(model.transformer, self._mesh(parallelism), parallelism, plan=model.family.plan)
+            model.mesh = self._mesh(parallelism)
+            attach(model.transformer, model.mesh, parallelism, plan=model.family.plan)
             model.parallelism = parallelism
         return model
 
@@ -74,8 +85,8 @@ class Models:
         )
         return Model(spec, loaded.family, loaded.transformer)
 
-    def _mesh(self, parallelism: Parallelism) -> Any:
-        shape = (parallelism.cfg_degree, parallelism.ring_degree, parallelism.ulysses_degree)
+    def _mesh(self, parallelism: Parallelism) -> ContextMesh:
+        shape = parallelism.shape
         if shape not in self._meshes:
             self._meshes[shape] = build_mesh(parallelism, self._device)
         return self._meshes[shape]

@@ -26,11 +26,15 @@ class Pulse:
         self._cancelled = False
         self._last_beat = 0.0
 
-    def evaluation(self) -> None:
-        """Call before each evaluation of the model, on every rank. Raises Cancelled on all of them or on none."""
-        self._beat(None)
+    def vote(self) -> None:
+        """Call on every rank at the same places. Raises Cancelled on all of them or on none."""
+        self.beat()
         if agree(self._heard_cancel()):
             raise Cancelled
+
+    def beat(self) -> None:
+        """Call before each evaluation of the model."""
+        self._beat(None)
 
     def loading(self, share: float) -> None:
         """Call while the model loads; acts on nothing, since ranks load at their own pace."""

@@ -79,8 +79,9 @@ def main(address: str) -> None:
         assert isinstance(welcome, Welcome)
         device = torch.device(welcome.device)
         join(device, welcome.store, shared=welcome.shared)
+        worker = Worker(channel, device, {DemoJob: demo_loop.run, **_comfy_loop(welcome.comfy, device)})
         channel.send(Done(0))
-        Worker(channel, device, {DemoJob: demo_loop.run, **_comfy_loop(welcome.comfy, device)}).serve()
+        worker.serve()
     except EOFError:
         pass  # the host is gone, so are we
     except Exception as error:  # the one place where a rank reports its death

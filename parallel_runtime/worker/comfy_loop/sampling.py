@@ -8,12 +8,14 @@ import comfy.model_patcher
 import comfy.sampler_helpers
 import comfy.samplers
 import torch
+from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ...errors import Refused
 from ...specs import SamplingJob
 from ..models import Model
 from ..pulse import Pulse
+from .branches import Branches
 from .comfyui import named
 from .weightless import weightless
 
@@ -22,7 +24,7 @@ def run(model: Model, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
     """Returns {"samples": what the guider returned, "last": the last step's (step, x0, x, total), or None}."""
 
     def evaluate(x: Tensor, timestep: Tensor, conds: dict[str, Any]) -> Tensor:
-        pulse.evaluation()
+        pulse.beat()
         if refused := sorted(k for k, v in conds.items() if v is not None and k not in model.family.conditions):
             raise Refused(f"{model.family.name} has no use for {', '.join(refused)} in a worker")
         return model(x, timestep, conds)
@@ -38,6 +40,7 @@ def run(model: Model, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
     dtype = getattr(torch, model.spec.compute_dtype)
     patcher = weightless(model.spec.comfy, dtype, job.model_sampling, evaluate)
     patcher.model_options.update(job.model_options)
+    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "context_parallel", Branches(model.branches, pulse))
     torch.manual_seed(job.random_seed)
     torch.set_rng_state(job.random_state)
     samples = _guider(job, patcher).sample(

@@ -1,0 +1,121 @@
+"""ComfyUI's own functions, classes and objects in words: by name, with the values that they hold on to.
+
+Only names and values travel, never code. The other side is worker/comfy_loop/code.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import uuid
+from collections.abc import Callable
+from enum import Enum
+from functools import reduce
+from types import FunctionType, MethodType
+from typing import Any
+
+import comfy.samplers
+import torch
+from comfy.model_patcher import ModelPatcher
+
+from ..parallel_runtime.errors import Refused
+
+ROOT = os.path.dirname(os.path.dirname(os.path.realpath(comfy.samplers.__file__)))
+PACKAGES = ("comfy", "comfy_extras")
+LOCAL = ".<locals>."
+PLAIN = (bool, int, float, str)
+UNSENDABLE = (ModelPatcher, torch.nn.Module, Enum)
+
+
+def title(thing: Any) -> str:
+    """`module.name` of a class or function, or of an object's class."""
+    named = thing if hasattr(thing, "__qualname__") else type(thing)
+    return f"{_module(named)}.{named.__qualname__}"
+
+
+def reference(thing: Any, what: str) -> str:
+    """`module:name` of a class or function that ComfyUI's own code has under that name. Raises Refused."""
+    for found in inspect.getmro(thing) if isinstance(thing, type) else (thing,):
+        name = getattr(found, "__qualname__", "")
+        if _is_comfyui(found) and "<" not in name and _found(found.__module__, name) is found:
+            return f"{_module(found)}:{name}"
+    raise Refused(f"{what} {title(thing)} is not part of ComfyUI itself, so the workers cannot have it")
+
+
+def describe(value: Any, what: str) -> Any:
+    """`value` for a bundle: plain values and tensors as they are, in lists and tuples; all else as {"kind": ...}.
+
+    Raises Refused, naming `what`, for anything that is not ComfyUI's own.
+    """
+    return _describe(value, what, ())
+
+
+def _describe(value: Any, what: str, within: tuple[int, ...]) -> Any:
+    if value is None or (isinstance(value, PLAIN) and not isinstance(value, Enum)):
+        return value
+    if id(value) in within:
+        raise Refused(f"{what} holds a {title(value)} that holds itself, which cannot be sent to the workers")
+
+    def inner(part: Any) -> Any:
+        return _describe(part, what, (*within, id(value)))
+
+    match value:
+        case torch.Tensor():
+            return _tensor(value, what)
+        case list() | tuple() if type(value) in (list, tuple):
+            return type(value)([inner(part) for part in value])
+        case dict():
+            return {"kind": "dict", "items": [[inner(key), inner(part)] for key, part in value.items()]}
+        case set() | frozenset():
+            return {"kind": "set", "items": [inner(part) for part in value]}
+        case uuid.UUID():
+            return {"kind": "uuid", "text": str(value)}
+        case type():
+            return {"kind": "name", "name": reference(value, what)}
+        case MethodType():
+            return {"kind": "method", "of": inner(value.__self__), "name": value.__name__}
+        case FunctionType():
+            return _function(value, what, inner)
+    return _object(value, what, inner)
+
+
+def _function(function: FunctionType, what: str, inner: Callable[[Any], Any]) -> dict[str, Any]:
+    if LOCAL not in function.__qualname__:
+        return {"kind": "name", "name": reference(function, what)}
+    if not _is_comfyui(function):
+        raise Refused(f"{what} {title(function)} is not part of ComfyUI itself, so the workers cannot have it")
+    return {
+        "kind": "function",
+        "name": f"{_module(function)}:{function.__qualname__}",
+        "line": function.__code__.co_firstlineno,
+        "cells": [inner(cell.cell_contents) for cell in function.__closure__ or ()],
+        "defaults": inner(function.__defaults__),
+        "keyword_defaults": inner(function.__kwdefaults__),
+    }
+
+
+def _object(value: Any, what: str, inner: Callable[[Any], Any]) -> dict[str, Any]:
+    if isinstance(value, UNSENDABLE) or not hasattr(value, "__dict__") or not _is_comfyui(type(value)):
+        raise Refused(f"{what} holds a {title(type(value))}, which cannot be sent to the workers")
+    return {"kind": "object", "class": reference(type(value), what), "attributes": inner(vars(value))}
+
+
+def _tensor(value: torch.Tensor, what: str) -> torch.Tensor:
+    if value.is_meta:
+        raise Refused(f"{what} holds a weight that is not in ComfyUI's memory, so it cannot be sent to the workers")
+    return value
+
+
+def _module(thing: Any) -> str:
+    """ComfyUI imports its extra nodes, like custom nodes, under the path of their file."""
+    name = getattr(thing, "__module__", None) or "?"
+    return os.path.relpath(name, ROOT).replace(os.sep, ".") if name.startswith(ROOT + os.sep) else name
+
+
+def _is_comfyui(thing: Any) -> bool:
+    return _module(thing).split(".")[0] in PACKAGES
+
+
+def _found(module: str, name: str) -> Any:
+    return reduce(lambda owner, part: getattr(owner, part, None), name.split("."), sys.modules.get(module))

@@ -1,0 +1,216 @@
+"""Making a transformer context parallel, and plain again: `attach`, `detach`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
+
+from ...plan import Plan
+from ...specs import Parallelism
+from .attention import ContextAttention
+from .backend import backend_name
+from .kernels import check_backend
+from .mesh import ContextMesh, adopt_mesh, build_mesh
+from .sharding import hooks, named
+from .streams import Streams
+from .translate import plan_of
+
+_ATTRIBUTE = "_context_parallel_attachment"
+_ABSENT = object()
+
+
+@dataclass(frozen=True, eq=False)
+class _Route:
+    """What one attention module's processor is given while attached. `attention` is None where it stays local."""
+
+    module_name: str
+    module: nn.Module
+    processor: Any
+    attention: ContextAttention | None
+    backend: AttentionBackendName | None
+
+    def holds(self) -> bool:
+        return self.module.processor is self.processor and self._settings() == (self.attention, self.backend)
+
+    def _settings(self) -> tuple[Any, Any]:
+        processor = self.processor
+        return getattr(processor, "_parallel_config", None), getattr(processor, "_attention_backend", None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Attachment:
+    handles: list[RemovableHandle]
+    before: list[tuple[Any, str, Any]]
+
+
+def attach(
+    transformer: nn.Module,
+    mesh: ContextMesh | DeviceMesh | None,
+    parallelism: Parallelism,
+    plan: Plan | None = None,
+) -> None:
+    """Run every later forward of `transformer` over the ranks of `mesh`; all of them must call it, then forward.
+
+    Each rank passes whole inputs and gets the whole output, equal to what one rank computes. `mesh` None: built here,
+    for a group that is all of the world. `plan` None: from the transformer's own `_cp_plan`. Where one rank holds the
+    whole sequence, only the attention backend is set. Raises ValueError, and changes nothing, when it is attached
+    already, when plan, mesh and transformer do not fit, or when an attention processor cannot be made parallel.
+    """
+    if hasattr(transformer, _ATTRIBUTE):
+        raise ValueError(f"this {type(transformer).__name__} is attached already; detach it first")
+    if getattr(transformer, "_parallel_config", None) is not None:
+        raise ValueError("diffusers' enable_parallelism was called on this transformer; load it anew and attach it")
+    device = next(transformer.parameters()).device
+    check_backend(parallelism.attention_backend, device)
+    context_mesh = _resolve(mesh, parallelism, device)
+    if context_mesh.context.size == 1:
+        setattr(transformer, _ATTRIBUTE, _attach_alone(transformer, parallelism))
+        return
+    plan = plan or plan_of(transformer)
+    streams = Streams(context_mesh.context.size)
+    routes = list(_routes(transformer, plan, context_mesh, parallelism, streams))
+    cuts = hooks(transformer, plan, streams, context_mesh.context)
+    handles = [transformer.register_forward_pre_hook(_begin(routes, streams)), *(register() for register in cuts)]
+    handles.append(transformer.register_forward_hook(_end(streams), always_call=True))
+    setattr(transformer, _ATTRIBUTE, _Attachment(handles, _apply(routes)))
+
+
+def detach(transformer: nn.Module) -> None:
+    """Make `transformer` plain again, exactly as it was before `attach`; ValueError if it is not attached."""
+    attachment = getattr(transformer, _ATTRIBUTE, None)
+    if attachment is None:
+        raise ValueError(f"this {type(transformer).__name__} is not attached")
+    for handle in attachment.handles:
+        handle.remove()
+    for owner, name, value in attachment.before:
+        if value is _ABSENT:
+            vars(owner).pop(name, None)
+        else:
+            setattr(owner, name, value)
+    delattr(transformer, _ATTRIBUTE)
+
+
+def from_context_parallel_config(config: Any) -> Parallelism:
+    """The Parallelism that a diffusers ContextParallelConfig (or a ParallelConfig around one) asks for.
+
+    `ulysses_anything` and `ring_anything` are always on here. A mesh in it goes to `attach`.
+    """
+    config = getattr(config, "context_parallel_config", config)
+    return Parallelism(
+        ring_degree=config.ring_degree or 1,
+        ulysses_degree=config.ulysses_degree or 1,
+        cfg_degree=_cfg_degree(getattr(config, "mesh", None)),
+        rotate_method=config.rotate_method,
+        convert_to_fp32=config.convert_to_fp32,
+    )
+
+
+def _cfg_degree(mesh: DeviceMesh | None) -> int:
+    names = mesh.mesh_dim_names if mesh is not None else None
+    return mesh.size(names.index("cfg")) if mesh is not None and names and "cfg" in names else 1
+
+
+def _resolve(mesh: ContextMesh | DeviceMesh | None, parallelism: Parallelism, device: torch.device) -> ContextMesh:
+    if mesh is None:
+        return build_mesh(parallelism, device)
+    if isinstance(mesh, DeviceMesh):
+        return adopt_mesh(mesh, parallelism, device)
+    for name in ("ring", "ulysses"):
+        size, degree = getattr(mesh, name).size, getattr(parallelism, f"{name}_degree")
+        if size != degree:
+            raise ValueError(f"{name}_degree is {degree}, but the mesh has {size} ranks along {name!r}")
+    return mesh
+
+
+def _routes(
+    transformer: nn.Module, plan: Plan, mesh: ContextMesh, parallelism: Parallelism, streams: Streams
+) -> Iterator[_Route]:
+    """One route per attention module; ValueError for a processor that would silently stay local."""
+    chosen = {name: value for pattern, value in plan.attention.items() for name, _ in named(transformer, pattern)}
+    attentions: dict[tuple[str, ...], ContextAttention] = {}
+    taken: dict[int, tuple[str, ...] | str] = {}
+    for name, module in _attention_modules(transformer):
+        over = chosen.get(name, plan.joint)
+        processor = module.processor
+        if taken.setdefault(id(processor), over) != over:
+            raise ValueError(f"{name} shares its processor with attention over other streams; give each its own")
+        if over == "local":
+            yield _Route(name, module, processor, None, _local_backend(processor, parallelism))
+            continue
+        _check_aware(name, processor)
+        assert isinstance(over, tuple)
+        attention = attentions.setdefault(over, ContextAttention(mesh, parallelism, streams, over))
+        yield _Route(name, module, processor, attention, backend_name(parallelism.attention_backend))
+
+
+def _attention_modules(transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in transformer.named_modules():
+        if getattr(module, "processor", None) is not None and callable(module.processor):
+            yield name, module
+
+
+def _check_aware(name: str, processor: Any) -> None:
+    kind = type(processor).__name__
+    if not hasattr(processor, "_parallel_config") or not hasattr(processor, "_attention_backend"):
+        raise ValueError(
+            f"{kind} ({name}) is not context-parallel aware and would attend over this rank's tokens only; set another "
+            "processor, or mark the module local in the plan if its tokens are whole on every rank"
+        )
+    if "IPAdapter" in kind:
+        raise ValueError(f"{kind} ({name}) also attends to tokens that are not cut; remove the IP-Adapter")
+
+
+def _local_backend(processor: Any, parallelism: Parallelism) -> AttentionBackendName | None:
+    """The backend that diffusers itself shall use: what was chosen, or what the processor has."""
+    if parallelism.attention_backend == "auto" or not hasattr(processor, "_attention_backend"):
+        return getattr(processor, "_attention_backend", None)
+    return AttentionBackendName(parallelism.attention_backend)
+
+
+def _attach_alone(transformer: nn.Module, parallelism: Parallelism) -> _Attachment:
+    modules = [(name, module) for name, module in _attention_modules(transformer)]
+    routes = [
+        _Route(name, module, module.processor, None, _local_backend(module.processor, parallelism))
+        for name, module in modules
+    ]
+    return _Attachment([], _apply(routes))
+
+
+def _apply(routes: list[_Route]) -> list[tuple[Any, str, Any]]:
+    """Set what the routes say; returns what was there before, as (owner, attribute, value)."""
+    before = []
+    for route in routes:
+        for attribute, value in (("_parallel_config", route.attention), ("_attention_backend", route.backend)):
+            if getattr(route.processor, attribute, None) is not value:
+                before.append((route.processor, attribute, vars(route.processor).get(attribute, _ABSENT)))
+                setattr(route.processor, attribute, value)
+    return before
+
+
+def _begin(routes: list[_Route], streams: Streams) -> Callable[[nn.Module, Any], None]:
+    """Each forward starts with no stream seen, and with the processors that attach left."""
+
+    def begin(_: nn.Module, __: Any) -> None:
+        streams.clear()
+        for route in routes:
+            if not route.holds():
+                raise ValueError(
+                    f"the attention processor of {route.module_name}, or its backend, was changed after attach; "
+                    "detach, change it, then attach again"
+                )
+
+    return begin
+
+
+def _end(streams: Streams) -> Callable[[nn.Module, Any, Any], None]:
+    def end(_: nn.Module, __: Any, ___: Any) -> None:
+        streams.clear()
+
+    return end

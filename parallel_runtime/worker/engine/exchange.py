@@ -1,0 +1,84 @@
+"""The collectives of the engine: flat exchange, gather and ring hop, all for chunks of unequal size.
+
+Every size is known to every rank beforehand. Works on NCCL and on gloo, which has no uneven all-gather and moves only
+CPU tensors: where tensors live on a GPU and the group is gloo's (`Axis.wire`), they are staged through the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .mesh import Axis
+
+empty = torch.empty  # tests put a function here that fills with NaN
+
+
+def allocate(shape: Sequence[int], like: Tensor, device: torch.device | None = None) -> Tensor:
+    """Memory to receive into, of the dtype and device of `like`. All buffers of the engine come from here."""
+    return empty(tuple(shape), dtype=like.dtype, device=device or like.device)
+
+
+class Pending:
+    """A transfer under way. Its buffers may not be touched before `wait`, which returns what was received."""
+
+    def __init__(self, works: Sequence[dist.Work], received: list[Tensor], target: torch.device) -> None:
+        self._works = works
+        self._received = received
+        self._target = target
+
+    def wait(self) -> list[Tensor]:
+        for work in self._works:
+            work.wait()
+        return [tensor.to(self._target) for tensor in self._received]
+
+
+def exchange(send: Tensor, counts_out: list[int], counts_in: list[int], axis: Axis) -> Pending:
+    """All-to-all of a flat tensor: `counts_out[i]` elements go to rank i, `counts_in[i]` come from it."""
+    wired = _to_wire(send, axis)
+    received = allocate((sum(counts_in),), wired)
+    work = dist.all_to_all_single(received, wired, counts_in, counts_out, group=axis.group, async_op=True)
+    return Pending([work], [received], send.device)
+
+
+def gather(chunk: Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
+    """All-gather along dim 0: `chunk` [sizes[index], ...] of every rank makes [sum(sizes), ...], in rank order.
+
+    Point to point, straight into place: nothing is padded, and on gloo it is faster than its all-gather.
+    """
+    wired = _to_wire(chunk.contiguous(), axis)
+    whole = allocate((sum(sizes), *chunk.shape[1:]), wired)
+    places = whole.split(list(sizes))
+    places[axis.index].copy_(wired)
+    # Each rank starts with another peer, so that no link carries everybody's first message.
+    others = [(axis.index + step) % axis.size for step in range(1, axis.size)]
+    operations = [_p2p(dist.isend, wired, peer, axis) for peer in others]
+    operations += [_p2p(dist.irecv, places[peer], peer, axis) for peer in reversed(others)]
+    return Pending(_start(operations), [whole], chunk.device)
+
+
+def hop(block: Sequence[Tensor], spare: Sequence[Tensor], axis: Axis) -> Pending:
+    """Send `block` to the next rank of a ring while the previous one's arrives in `spare`."""
+    after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
+    operations = [_p2p(dist.isend, _to_wire(tensor, axis), after, axis) for tensor in block]
+    arriving = [tensor if axis.wire is None else allocate(tensor.shape, tensor, axis.wire) for tensor in spare]
+    operations += [_p2p(dist.irecv, tensor, before, axis) for tensor in arriving]
+    return Pending(_start(operations), arriving, block[0].device)
+
+
+def _to_wire(tensor: Tensor, axis: Axis) -> Tensor:
+    return tensor if axis.wire is None else tensor.to(axis.wire)
+
+
+def _p2p(operation: Callable[..., Any], tensor: Tensor, peer: int, axis: Axis) -> dist.P2POp:
+    return dist.P2POp(operation, tensor, axis.ranks[peer], axis.group)
+
+
+def _start(operations: list[dist.P2POp]) -> list[dist.Work]:
+    """Both ends know which tensors are empty, so neither waits for them."""
+    operations = [operation for operation in operations if operation.tensor.numel()]
+    return dist.batch_isend_irecv(operations) if operations else []

@@ -1,0 +1,126 @@
+"""Attention on one device: `attend` for whole keys, `attend_block` with the log-sum-exp that merging blocks needs.
+
+Tensors are [batch, tokens, heads, head_dim], of any strides with a contiguous last dim. Knows no ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from diffusers.models import attention_dispatch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from torch import Tensor
+
+from ...specs import AttentionBackend
+from .masks import additive
+
+_NATIVE_BACKENDS = ("auto", "native")
+_BACKENDS_OF_DIFFUSERS = {member.value: member for member in AttentionBackendName}
+_BIAS_ALIGNMENT = 16  # the efficient kernel wants bias rows to start at a multiple of this many elements
+
+
+def check_backend(backend: AttentionBackend, device: torch.device) -> None:
+    """ValueError or RuntimeError if `backend` cannot run on `device` here, before anything is changed."""
+    if backend in _NATIVE_BACKENDS:
+        return
+    if device.type == "cpu":
+        raise ValueError(f'attention_backend {backend!r} needs a GPU; on the CPU use "auto" or "native"')
+    attention_dispatch._check_attention_backend_requirements(_BACKENDS_OF_DIFFUSERS[backend])
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, backend: AttentionBackend
+) -> Tensor:
+    """Plain attention through diffusers' own backends. `mask`: [B, 1 or H, 1 or Sq, Sk], bool or additive.
+
+    Backends that take no mask leave masked calls to scaled_dot_product_attention.
+    """
+    native = backend in _NATIVE_BACKENDS or (mask is not None and backend != "_native_cudnn")
+    function = _AttentionBackendRegistry._backends[_BACKENDS_OF_DIFFUSERS["native" if native else backend]]
+    if backend == "sage":  # reads other memory than it should through views (huggingface/diffusers#13506)
+        query, key, value = (tensor.contiguous() for tensor in (query, key, value))
+    return function(query=query, key=key, value=value, attn_mask=mask, scale=scale)
+
+
+def attend_block(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, backend: AttentionBackend
+) -> tuple[Tensor, Tensor]:
+    """Attention over one block of keys: output [B, Sq, H, D] and its log-sum-exp [B, Sq, H, 1], float32.
+
+    `mask` is [B, 1 or H, 1, Sk]. Where it hides the whole block the output is finite and its log-sum-exp hugely
+    negative.
+    """
+    bias = None if mask is None else additive(mask, query.dtype)
+    if query.device.type == "cpu":
+        return _cpu(query, key, value, bias, scale)
+    if bias is not None:
+        return _efficient(query, key, value, bias, scale)
+    if backend in _NATIVE_BACKENDS:
+        fits_flash = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] in (64, 128, 256)
+        return (_native_flash if fits_flash else _efficient)(query, key, value, None, scale)
+    return _BLOCK_KERNELS[backend](query, key, value, None, scale)
+
+
+def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(*_heads_first(q, k, v), 0.0, False, attn_mask=bias, scale=scale)
+    return out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
+
+
+def _native_flash(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    out, lse, *_rest = flash(*_heads_first(q, k, v), 0.0, False, return_debug_mask=False, scale=scale)
+    return out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    if bias is not None:
+        bias = _aligned(bias).expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    out, lse, *_rest = efficient(*_heads_first(q, k, v), bias, True, 0.0, False, scale=scale)
+    return out.transpose(1, 2), lse[..., : q.shape[1]].transpose(1, 2).unsqueeze(-1)
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    return _of_diffusers(attention_dispatch._cudnn_attention_forward_op, q, k, v, scale)
+
+
+def _flash_2(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    return _of_diffusers(attention_dispatch._flash_attention_forward_op, q, k, v, scale)
+
+
+def _flash_3(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    out, lse = attention_dispatch._wrapped_flash_attn_3(q=q, k=k, v=v, softmax_scale=scale, causal=False)
+    return out, lse.transpose(1, 2).unsqueeze(-1)
+
+
+def _sage(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    q, k, v = (tensor.contiguous() for tensor in (q, k, v))
+    return _of_diffusers(attention_dispatch._sage_attention_forward_op, q, k, v, scale)
+
+
+def _of_diffusers(
+    forward_op: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """diffusers' forward ops give the log-sum-exp as [B, S, H], some with a trailing 1."""
+    out, lse = forward_op(None, q, k, v, scale=scale, return_lse=True, _save_ctx=False)
+    return out, lse if lse.ndim == 4 else lse.unsqueeze(-1)
+
+
+def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(tensor.transpose(1, 2) for tensor in tensors)
+
+
+def _aligned(bias: Tensor) -> Tensor:
+    keys = bias.shape[-1]
+    return torch.nn.functional.pad(bias, (0, -keys % _BIAS_ALIGNMENT))[..., :keys]
+
+
+_BLOCK_KERNELS = {
+    "_native_flash": _native_flash,
+    "_native_cudnn": _cudnn,
+    "flash": _flash_2,
+    "_flash_3": _flash_3,
+    "sage": _sage,
+}

@@ -1,0 +1,118 @@
+"""This rank's place among data x cfg x ring x ulysses ranks, with the groups to talk to. Built once, then frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ...specs import Parallelism
+
+LANES = ("data", "cfg")  # axes along which whole evaluations are shared out
+AXES = (*LANES, "ring", "ulysses")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Axis:
+    """The ranks along one axis: how many, which one this is, their global ranks and group (None: this rank alone).
+
+    `wire` is where collectives want their tensors when they cannot take this rank's own (None: they can).
+    """
+
+    size: int = 1
+    index: int = 0
+    ranks: tuple[int, ...] = (0,)
+    group: dist.ProcessGroup | None = None
+    wire: torch.device | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ContextMesh:
+    """`context` is ring and ulysses together, ring-major: the ranks that share one sequence."""
+
+    data: Axis = Axis()
+    cfg: Axis = Axis()
+    ring: Axis = Axis()
+    ulysses: Axis = Axis()
+    context: Axis = Axis()
+    device_mesh: DeviceMesh | None = None
+
+
+def build_mesh(parallelism: Parallelism, device: torch.device | None = None) -> ContextMesh:
+    """The mesh of a group of `parallelism.world_size` ranks that compute on `device`.
+
+    Every rank of the group must call it together, once per shape: groups are made here. A world of one rank needs
+    no process group. Raises ValueError when the degrees and the group disagree.
+    """
+    if parallelism.world_size == 1:
+        return ContextMesh()
+    degrees = _degrees(parallelism)
+    if not dist.is_initialized():
+        raise ValueError(
+            f"{degrees} needs {parallelism.world_size} ranks, but there is no process group; launch with torchrun and "
+            "call torch.distributed.init_process_group first"
+        )
+    if dist.get_world_size() != parallelism.world_size:
+        raise ValueError(
+            f"{degrees} makes {parallelism.world_size} ranks, but the group has {dist.get_world_size()}; change the "
+            "degrees, or pass a DeviceMesh with one more dim for the other ranks"
+        )
+    wire = _wire(device or torch.device("cpu"))
+    mesh = init_device_mesh(wire.type, parallelism.shape, mesh_dim_names=AXES)
+    return adopt_mesh(mesh, parallelism, device)
+
+
+def adopt_mesh(mesh: DeviceMesh, parallelism: Parallelism, device: torch.device | None = None) -> ContextMesh:
+    """The same from a DeviceMesh of the caller's, which may have dims of its own (fsdp, data).
+
+    It must have "ring" and "ulysses", ring first, with the sizes that `parallelism` says, and "data" and "cfg" where
+    those are parallel too; ValueError otherwise. Collective over the mesh, as `build_mesh`.
+    """
+    _check_dims(mesh, parallelism)
+    wire = _wire(device or torch.device(mesh.device_type))
+    staged = wire if device is not None and wire.type != device.type else None
+    axes = {name: _axis(mesh[name], staged) for name in ("ring", "ulysses")}
+    for name in LANES:
+        if getattr(parallelism, f"{name}_degree") > 1:
+            axes[name] = _axis(mesh[name], staged)
+    both = mesh["ring", "ulysses"]
+    context = _axis(both._flatten(), staged)
+    expected = axes["ring"].index * axes["ulysses"].size + axes["ulysses"].index
+    if context.index != expected or _row(both, axes["ring"].index) != axes["ulysses"].ranks:
+        raise ValueError(f"the mesh must hold its ranks in ascending order along ring and ulysses, got {both}")
+    return ContextMesh(**axes, context=context, device_mesh=mesh)
+
+
+def _axis(mesh: DeviceMesh, wire: torch.device | None) -> Axis:
+    group = mesh.get_group()
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Axis(size=len(ranks), index=dist.get_rank(group), ranks=ranks, group=group, wire=wire)
+
+
+def _row(mesh: DeviceMesh, index: int) -> tuple[int, ...]:
+    return tuple(mesh.mesh[index].tolist())
+
+
+def _check_dims(mesh: DeviceMesh, parallelism: Parallelism) -> None:
+    names = mesh.mesh_dim_names or ()
+    if not {"ring", "ulysses"} <= set(names) or names.index("ring") > names.index("ulysses"):
+        raise ValueError(f'the mesh needs a "ring" dim and a "ulysses" dim after it (size 1 if unused), got {names}')
+    for name in AXES:
+        degree = getattr(parallelism, f"{name}_degree")
+        size = mesh.size(names.index(name)) if name in names else 1
+        if size != degree and not (name in LANES and degree == 1):
+            raise ValueError(f"{name}_degree is {degree}, but the mesh has {size} ranks along {name!r}: {mesh}")
+
+
+def _wire(device: torch.device) -> torch.device:
+    """Where collectives take tensors: gloo moves CPU tensors only, also for ranks that share one GPU."""
+    if device.type == "cpu" or not dist.is_initialized():
+        return device
+    backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
+    return torch.device("cpu") if backends.get(device.type, "gloo") == "gloo" else device
+
+
+def _degrees(parallelism: Parallelism) -> str:
+    return " x ".join(f"{name} {getattr(parallelism, f'{name}_degree')}" for name in AXES)

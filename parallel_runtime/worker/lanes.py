@@ -1,0 +1,62 @@
+"""Work that needs no exchange inside the model: the branches of guidance and the rows of a batch, over groups of ranks.
+
+Every lane holds all inputs, does its share, and ends with all results, so that whoever called need not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .engine.exchange import gather
+from .engine.mesh import Axis
+from .engine.sizes import chunk_range, chunk_sizes
+
+
+class Lanes:
+    """The ranks along one axis of the mesh that are not cut by sequence."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+
+    @property
+    def count(self) -> int:
+        return self._axis.size
+
+    def mine(self, total: int) -> range:
+        """Which of `total` items this lane does: contiguous, sizes differ by at most one, maybe none."""
+        start, size = chunk_range(total, self._axis.size, self._axis.index)
+        return range(start, start + size)
+
+    def collect(self, done: Tensor, total: int) -> Tensor:
+        """[items of this lane, ...] of every lane to [total, ...], in order."""
+        if self._axis.size == 1:
+            return done
+        (whole,) = gather(done, chunk_sizes(total, self._axis.size), self._axis).wait()
+        return whole
+
+
+def spread_rows(
+    lanes: Lanes,
+    evaluate: Callable[[Tensor, Tensor, dict[str, Any]], Tensor],
+    x: Tensor,
+    timestep: Tensor,
+    conds: Mapping[str, Any],
+) -> Tensor:
+    """`evaluate(x, timestep, conds)` with the rows of the batch [B, ...] spread over the lanes."""
+    batch = x.shape[0]
+    if lanes.count == 1 or batch == 1:
+        return evaluate(x, timestep, dict(conds))
+    mine = lanes.mine(batch)
+    rows = slice(mine.start, mine.stop) if mine else slice(0, 1)  # an idle lane learns the output's shape from row 0
+
+    def cut(value: Any) -> Any:
+        if torch.is_tensor(value) and value.ndim and value.shape[0] == batch:
+            return value[rows]
+        return [cut(item) for item in value] if isinstance(value, list) else value
+
+    out = evaluate(cut(x), cut(timestep), {name: cut(value) for name, value in conds.items()})
+    return lanes.collect(out[: len(mine)], batch)

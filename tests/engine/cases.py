@@ -1,0 +1,162 @@
+"""Cases that ranks run on the attention itself. Errors are max |difference| over the reference's standard deviation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel_runtime.worker.engine import exchange
+from parallel_runtime.worker.engine.attention import ContextAttention
+from parallel_runtime.worker.engine.kernels import attend
+from parallel_runtime.worker.engine.masks import exchange_mask
+from parallel_runtime.worker.engine.mesh import ContextMesh
+from parallel_runtime.worker.engine.sizes import chunk_range
+from parallel_runtime.worker.engine.streams import Streams
+
+from .meshes import mesh, parallelism, staged_mesh
+from .reference import Problem, attention, random_problem
+
+MASK_FORMS = ("2d bool", "2d int", "4d bool", "4d -inf", "4d -1e4", "4d heads", "whole 2d bool")
+
+
+def random_errors(rank: int, world: int, degrees: list[int], seeds: list[int], options: dict[str, Any]) -> list[float]:
+    """Errors of this rank's rows on random problems, every spare buffer full of NaN."""
+    exchange.empty = _nan_filled
+    try:
+        return [_error(mesh(*degrees), random_problem(seed), seed, degrees, options) for seed in seeds]
+    finally:
+        exchange.empty = torch.empty
+
+
+def staged_errors(rank: int, world: int, degrees: list[int], seeds: list[int]) -> list[float]:
+    """Errors where tensors are staged on their way to a collective."""
+    return [_error(staged_mesh(*degrees), random_problem(seed), seed, degrees, {}) for seed in seeds]
+
+
+def local_errors(rank: int, world: int, degrees: list[int], seeds: list[int]) -> list[float]:
+    """The same problems with attention over this rank's tokens only: what the tests must not take for exact."""
+    errors = []
+    for seed in seeds:
+        problem = random_problem(seed, masked=False)
+        q, k, v = (own(tensor, problem, mesh(*degrees)) for tensor in (problem.query, problem.key, problem.value))
+        errors.append(_compare(attend(q, k, v, None, None, "native"), problem, mesh(*degrees)))
+    return errors
+
+
+def low_precision_errors(rank: int, world: int, degrees: list[int], dtype: str, in_fp32: bool) -> list[float]:
+    """[mean error of these ranks, of one process] in `dtype`, both against float64 on the rounded inputs."""
+    problem = random_problem(5, masked=False)
+    q, k, v = (tensor.to(getattr(torch, dtype)) for tensor in (problem.query, problem.key, problem.value))
+    problem = Problem(problem.text, problem.image, q, k, v, None)
+    reference = attention(problem)
+    got = run(problem, degrees, None, {"convert_to_fp32": in_fp32})
+    assert got.dtype == q.dtype
+    alone = attend(q, k, v, None, None, "native")
+    expected = [own(tensor, problem, mesh(*degrees)).double() for tensor in (reference, alone)]
+    return [float((tensor - expected[0]).abs().mean()) for tensor in (got.double(), expected[1])]
+
+
+def rows_without_keys(rank: int, world: int, degrees: list[int]) -> float:
+    """One item of the batch has no key at all: its rows are zero, the other's exact."""
+    problem = random_problem(3, masked=True)
+    q, k, v = (torch.cat([t, t])[:2] for t in (problem.query, problem.key, problem.value))
+    mask = torch.stack([problem.mask[0], torch.zeros_like(problem.mask[0])])  # type: ignore[index]
+    problem = Problem(problem.text, problem.image, q, k, v, mask)
+    return _compare(run(problem, degrees, own(mask, problem, mesh(*degrees)), {}), problem, mesh(*degrees))
+
+
+def masks_follow_their_owner(rank: int, world: int, degrees: list[int]) -> None:
+    """A mask that says which rank holds which key, of lengths that cut unevenly, arrives in the order of the keys."""
+    place = mesh(*degrees).context
+    lengths = [5, 11]
+    whole = torch.arange(16.0)[None]
+    ranges = [chunk_range(length, place.size, index) for index in range(place.size) for length in lengths]
+    expected = [start + offset + place for (start, size), offset in zip(ranges, [0, 5] * place.size, strict=True)
+                for place in range(size)]  # fmt: skip
+    for given in (whole, torch.tensor([_own_values(lengths, place.size, place.index)])):
+        keys = exchange_mask(given, 1, 1, lengths, place).keys
+        assert keys.flatten().tolist() == expected, (given, keys.flatten().tolist())
+
+
+def run(
+    problem: Problem, degrees: list[int], mask: Tensor | None, options: dict[str, Any], place: ContextMesh | None = None
+) -> Tensor:
+    """This rank's rows of the parallel attention; those of stand-ins are zero."""
+    place = place or mesh(*degrees)
+    streams = Streams(place.context.size)
+    for name, length in problem.lengths.items():
+        streams.see(name, length, name)
+    attend_together = ContextAttention(place, parallelism(*degrees, **options), streams, tuple(problem.lengths))
+    q, k, v = (own(tensor, problem, place) for tensor in (problem.query, problem.key, problem.value))
+    out = attend_together(q, k, v, mask)
+    assert not out[:, ~rows(problem, place)].any()
+    return out
+
+
+def own(whole: Tensor, problem: Problem, place: ContextMesh) -> Tensor:
+    """This rank's chunk of [B, text + image, ...], as a model has it: its text, then its image, or stand-ins."""
+    return torch.cat([_chunk(stream, place, 1) for stream in whole.split([problem.text, problem.image], dim=1)], dim=1)
+
+
+def rows(problem: Problem, place: ContextMesh) -> Tensor:
+    """Which rows of `own` are no stand-ins."""
+    everything = torch.ones(1, problem.text + problem.image, dtype=torch.bool)
+    return torch.cat(
+        [
+            torch.ones(size, dtype=torch.bool) if size else torch.zeros(1, dtype=torch.bool)
+            for size in (_chunk(s, place, 0).shape[1] for s in everything.split([problem.text, problem.image], dim=1))
+        ]
+    )
+
+
+def _compare(got: Tensor, problem: Problem, place: ContextMesh) -> float:
+    whole = attention(problem)
+    expected = own(whole, problem, place)
+    assert got.shape == expected.shape
+    assert not got.isnan().any(), "NaN"
+    difference = (got.double() - expected)[:, rows(problem, place)].abs()
+    return float(difference.max() / whole.std()) if difference.numel() else 0.0
+
+
+def _error(place: ContextMesh, problem: Problem, seed: int, degrees: list[int], options: dict[str, Any]) -> float:
+    mask = None if problem.mask is None else _form(problem, MASK_FORMS[seed % len(MASK_FORMS)], place)
+    inputs = [tensor.clone() for tensor in (problem.query, problem.key, problem.value)]
+    got = _compare(run(problem, degrees, mask, options, place), problem, place)
+    assert all(map(torch.equal, inputs, (problem.query, problem.key, problem.value))), "inputs were changed"
+    return got
+
+
+def _form(problem: Problem, form: str, place: ContextMesh) -> Tensor:
+    assert problem.mask is not None
+    mask = problem.mask if form.startswith("whole") else own(problem.mask, problem, place)
+    if form == "2d int":
+        return mask.int()
+    if "2d" in form:
+        return mask
+    mask = mask[:, None, None, :]
+    if form == "4d heads":
+        return mask.expand(-1, problem.query.shape[2], -1, -1)
+    if form == "4d bool":
+        return mask
+    return torch.zeros(mask.shape).masked_fill(~mask, -torch.inf if form == "4d -inf" else -1e4)
+
+
+def _chunk(whole: Tensor, place: ContextMesh, at_least: int) -> Tensor:
+    start, size = chunk_range(whole.shape[1], place.context.size, place.context.index)
+    return whole[:, start : start + size] if size else whole[:, :at_least]
+
+
+def _own_values(lengths: list[int], parts: int, index: int) -> list[float]:
+    values, offset = [], 0
+    for length in lengths:
+        start, size = chunk_range(length, parts, index)
+        values += [float(offset + start + step) for step in range(size)]
+        offset += length
+    return values
+
+
+def _nan_filled(*args: Any, **kwargs: Any) -> Tensor:
+    buffer = torch.empty(*args, **kwargs)
+    return buffer.fill_(torch.nan) if buffer.is_floating_point() else buffer.fill_(255)

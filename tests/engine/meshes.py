@@ -1,0 +1,28 @@
+"""Meshes of the rank this runs on: one per shape and process, as in a worker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from parallel_runtime.specs import Parallelism
+from parallel_runtime.worker.engine.mesh import ContextMesh, build_mesh
+
+
+def parallelism(ring: int, ulysses: int, cfg: int = 1, **options: Any) -> Parallelism:
+    return Parallelism(ring_degree=ring, ulysses_degree=ulysses, cfg_degree=cfg, **options)
+
+
+@cache
+def mesh(ring: int, ulysses: int, cfg: int = 1) -> ContextMesh:
+    return build_mesh(parallelism(ring, ulysses, cfg))
+
+
+@cache
+def staged_mesh(ring: int, ulysses: int) -> ContextMesh:
+    """A mesh whose collectives take their tensors through another device, as gloo's do for ranks on a GPU."""
+    axes = {name: getattr(mesh(ring, ulysses), name) for name in ("ring", "ulysses", "context")}
+    return ContextMesh(**{name: replace(axis, wire=torch.device("cpu")) for name, axis in axes.items()})

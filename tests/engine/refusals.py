@@ -1,0 +1,142 @@
+"""Cases in which ranks must refuse, clearly and all alike. Each returns the message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from diffusers import SD3Transformer2DModel
+from diffusers.models.attention_dispatch import AttentionBackendName
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from parallel_runtime.plan import Split
+from parallel_runtime.worker.engine.attach import attach, detach
+from parallel_runtime.worker.engine.mesh import build_mesh
+from parallel_runtime.worker.engine.translate import plan_of
+
+from .cases import run
+from .meshes import mesh, parallelism
+from .model_cases import output
+from .reference import random_problem
+from .tiny import build, inputs
+
+RING = (2, 1)
+
+
+def message(action: Callable[[], Any]) -> str:
+    try:
+        with torch.no_grad():
+            action()
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+
+def attaching_twice(rank: int, world: int) -> str:
+    transformer = _attached()
+    return message(lambda: attach(transformer, mesh(*RING), parallelism(*RING)))
+
+
+def detaching_what_is_not_attached(rank: int, world: int) -> str:
+    return message(lambda: detach(build("flux")))
+
+
+def unequal_lengths_of_a_stream(rank: int, world: int) -> str:
+    made = inputs("flux")
+    made["img_ids"] = made["img_ids"][:60]
+    return message(lambda: output(_attached(), made))
+
+
+def processors_set_after_attach(rank: int, world: int) -> str:
+    transformer = _attached()
+    transformer.transformer_blocks[1].attn.set_processor(type(transformer.transformer_blocks[1].attn.processor)())
+    return message(lambda: output(transformer, inputs("flux")))
+
+
+def backend_set_after_attach(rank: int, world: int) -> str:
+    transformer = _attached()
+    transformer.transformer_blocks[0].attn.processor._attention_backend = AttentionBackendName.NATIVE
+    return message(lambda: output(transformer, inputs("flux")))
+
+
+def processors_that_are_not_aware(rank: int, world: int) -> str:
+    transformer: Any = SD3Transformer2DModel(
+        sample_size=8, patch_size=1, in_channels=4, num_layers=1, attention_head_dim=8, num_attention_heads=2,
+        joint_attention_dim=16, caption_projection_dim=16, pooled_projection_dim=16, out_channels=4,
+    )  # fmt: skip
+    plan = replace(plan_of(build("flux")), inputs={}, outputs={})
+    said = message(lambda: attach(transformer, mesh(*RING), parallelism(*RING), plan))
+    assert not any(module._forward_pre_hooks for module in transformer.modules()), "something was changed"
+    return said
+
+
+def a_class_without_a_plan(rank: int, world: int) -> str:
+    return message(lambda: attach(_Unknown(), mesh(*RING), parallelism(*RING)))
+
+
+def a_plan_for_modules_that_are_not_there(rank: int, world: int) -> str:
+    transformer = build("flux")
+    plan = replace(plan_of(transformer), inputs={"blocks.0": {"x": Split(dim=1, stream="image")}})
+    return message(lambda: attach(transformer, mesh(*RING), parallelism(*RING), plan))
+
+
+def a_plan_for_arguments_that_are_not_there(rank: int, world: int) -> str:
+    transformer = build("flux")
+    plan = replace(plan_of(transformer), inputs={"": {"latents": Split(dim=1, stream="image")}})
+    return message(lambda: attach(transformer, mesh(*RING), parallelism(*RING), plan))
+
+
+def masks_that_differ_between_queries(rank: int, world: int) -> str:
+    problem = random_problem(1, masked=False)
+    tokens = problem.text + problem.image
+    return message(lambda: run(problem, list(RING), torch.ones(1, 1, tokens, tokens, dtype=torch.bool), {}))
+
+
+def masks_of_another_length(rank: int, world: int) -> str:
+    return message(lambda: run(random_problem(1, masked=False), list(RING), torch.ones(1, 3, dtype=torch.bool), {}))
+
+
+def degrees_that_are_not_the_groups(rank: int, world: int) -> str:
+    return message(lambda: build_mesh(parallelism(2, 2)))
+
+
+def degrees_that_are_not_the_meshs(rank: int, world: int) -> str:
+    theirs = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
+    return message(lambda: attach(build("flux"), theirs, parallelism(2, 1)))
+
+
+def degrees_that_are_not_our_meshs(rank: int, world: int) -> str:
+    return message(lambda: attach(build("flux"), mesh(1, 2), parallelism(2, 1)))
+
+
+def meshes_without_a_ring(rank: int, world: int) -> str:
+    theirs = init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",))
+    return message(lambda: attach(build("flux"), theirs, parallelism(1, 2)))
+
+
+def backends_that_need_a_gpu(rank: int, world: int) -> str:
+    return message(lambda: attach(build("flux"), mesh(*RING), parallelism(*RING, attention_backend="_native_flash")))
+
+
+def training(rank: int, world: int) -> str:
+    def forward() -> None:
+        with torch.enable_grad():
+            output(transformer, inputs("flux"))
+
+    transformer = _attached()
+    return message(forward)
+
+
+def _attached() -> Any:
+    transformer = build("flux")
+    attach(transformer, mesh(*RING), parallelism(*RING))
+    return transformer
+
+
+class _Unknown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)

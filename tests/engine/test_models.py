@@ -1,0 +1,81 @@
+"""Whole transformers through attach, at sizes that divide by nothing, against the same transformer alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .conftest import Groups
+
+BAR = 1e-5
+CASES = "tests.engine.model_cases"
+DEGREES = [(2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (1, 4), (2, 2)]
+CALLS: dict[str, dict[str, Any]] = {
+    "flux": {"kind": "flux"},
+    "flux, fewer text tokens than ranks, batch 2": {"kind": "flux", "call": {"text": 1, "batch": 2}},
+    "flux, ids with a batch dim": {"kind": "flux", "call": {"ids_batched": True}},
+    "flux2": {"kind": "flux2", "call": {"text": 5, "batch": 2}},
+    "qwen, mask": {"kind": "qwen", "call": {"masked": 3}},
+    "qwen, fewer text tokens than ranks": {"kind": "qwen", "call": {"text": 1, "batch": 2, "masked": 1}},
+    "qwen, unequal masks, batch 2": {"kind": "qwen", "call": {"masked": 5, "batch": 2}},
+    "qwen, no mask, two timesteps": {"kind": "qwen", "call": {"image": 65}, "model": {"zero_cond_t": True}},
+    "wan": {"kind": "wan", "call": {"frames": 2, "batch": 2}},
+    "wan, a timestep per token": {"kind": "wan", "call": {"timestep_per_token": True}},
+    "wan, image to video": {"kind": "wan", "model": {"image_to_video": True}, "call": {"image_to_video": True}},
+    "wan, fewer tokens than ranks": {"kind": "wan", "call": {"height": 1, "width": 2, "timestep_per_token": True}},
+    "chronoedit": {"kind": "chrono"},
+    "ltx, mask": {"kind": "ltx", "call": {"masked": 3, "batch": 2}},
+    "ltx, no mask": {"kind": "ltx"},
+}
+
+
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_attached_transformer_equals_itself_alone(
+    groups: Groups, call: dict[str, Any], degrees: tuple[int, int]
+) -> None:
+    errors = groups(degrees[0] * degrees[1]).run(f"{CASES}:forward_error", degrees=degrees, **call)
+    assert max(errors) <= BAR
+
+
+@pytest.mark.parametrize("kind", ["flux", "qwen", "wan"])
+@pytest.mark.parametrize("degrees", [(2, 1, 2), (1, 2, 2)], ids=str)
+def test_each_half_of_a_cfg_mesh_is_exact(groups: Groups, kind: str, degrees: tuple[int, int, int]) -> None:
+    assert max(groups(4).run(f"{CASES}:forward_error", degrees=degrees, kind=kind)) <= BAR
+
+
+def test_allgather_is_exact_in_a_model(groups: Groups) -> None:
+    options = {"rotate_method": "allgather"}
+    call = {"masked": 4, "batch": 2}
+    errors = groups(4).run(f"{CASES}:forward_error", degrees=(2, 2), kind="qwen", call=call, options=options)
+    assert max(errors) <= BAR
+
+
+@pytest.mark.parametrize("kind", ["flux", "qwen", "wan"])
+def test_attaching_again_with_other_degrees_is_exact(groups: Groups, kind: str) -> None:
+    all_degrees = [(4, 1), (1, 4), (2, 2), (4, 1)]
+    answers = groups(4).run(f"{CASES}:errors_after_attaching_again", kind=kind, all_degrees=all_degrees)
+    assert max(error for errors in answers for error in errors) <= BAR
+
+
+def test_a_mesh_of_the_callers_with_dims_of_its_own_is_taken(groups: Groups) -> None:
+    for names in (("fsdp", "ring", "ulysses"), ("ring", "cfg", "ulysses"), ("ring", "ulysses", "data")):
+        assert max(groups(4).run(f"{CASES}:error_on_a_mesh_of_the_callers", names=names)) <= BAR
+
+
+def test_attention_kept_local_in_a_model_is_noticed(groups: Groups) -> None:
+    assert min(groups(2).run(f"{CASES}:error_of_local_attention")) > 1e-2
+
+
+def test_sizes_may_change_from_one_forward_to_the_next(groups: Groups) -> None:
+    answers = groups(3).run(f"{CASES}:errors_of_changing_sizes")
+    assert max(error for errors in answers for error in errors) <= BAR
+
+
+def test_a_forward_that_raises_leaves_nothing_behind(groups: Groups) -> None:
+    assert max(groups(2).run(f"{CASES}:error_after_a_forward_that_raised")) <= BAR
+
+
+def test_another_transformer_is_none_of_our_business(groups: Groups) -> None:
+    groups(2).run(f"{CASES}:others_are_untouched")
