@@ -1,4 +1,4 @@
-"""Tiny checkpoints with random weights under ComfyUI's parameter names, one function a family.
+"""Tiny checkpoints with random weights in ComfyUI's format, and an input for each.
 
 Files whose width ComfyUI hard-codes carry metadata `cp_tiny`, which the tests' ComfyUI honours.
 """
@@ -6,7 +6,6 @@ Files whose width ComfyUI hard-codes carry metadata `cp_tiny`, which the tests' 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,126 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-
-class Weights:
-    """A seeded state dict under construction."""
-
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        self.tensors: dict[str, Tensor] = {}
-
-    def normal(self, name: str, *shape: int, std: float = 1.0, mean: float = 0.0) -> None:
-        assert name not in self.tensors, name
-        self.tensors[name] = torch.randn(*shape, generator=self.generator) * std + mean
-
-    def linear(self, name: str, out: int, inner: int, bias: bool = True, gain: float = 1.0) -> None:
-        self.normal(f"{name}.weight", out, inner, std=gain / math.sqrt(inner))
-        if bias:
-            self.normal(f"{name}.bias", out, std=0.05)
-
-    def conv(self, name: str, out: int, inner: int, *kernel: int) -> None:
-        self.normal(f"{name}.weight", out, inner, *kernel, std=1 / math.sqrt(inner * math.prod(kernel)))
-        self.normal(f"{name}.bias", out, std=0.05)
-
-    def rms(self, name: str, dim: int) -> None:
-        self.normal(name, dim, std=0.1, mean=1.0)
-
-    def layer_norm(self, name: str, dim: int) -> None:
-        self.rms(f"{name}.weight", dim)
-        self.normal(f"{name}.bias", dim, std=0.05)
-
-
-Overrides = dict[str, Any] | None
-
-
-def flux(w: Weights, *, heads: int = 2, double: int = 2, single: int = 2, guided: bool = True) -> Overrides:
-    dim, text, pooled = heads * 128, 128, 64
-    w.linear("img_in", dim, 64)
-    for name, inner in (("time_in", 256), ("vector_in", pooled), *((("guidance_in", 256),) if guided else ())):
-        w.linear(f"{name}.in_layer", dim, inner)
-        w.linear(f"{name}.out_layer", dim, dim)
-    w.linear("txt_in", dim, text)
-    for stream in (f"double_blocks.{i}.{m}_" for i in range(double) for m in ("img", "txt")):
-        w.linear(f"{stream}mod.lin", 6 * dim, dim, gain=0.5)
-        _flux_attention(w, stream, dim, 128)
-        w.linear(f"{stream}mlp.0", 4 * dim, dim)
-        w.linear(f"{stream}mlp.2", dim, 4 * dim)
-    for i in range(single):
-        _flux_single(w, f"single_blocks.{i}.", dim, 128)
-        w.linear(f"single_blocks.{i}.modulation.lin", 3 * dim, dim, gain=0.5)
-    w.linear("final_layer.linear", 64, dim)
-    w.linear("final_layer.adaLN_modulation.1", 2 * dim, dim, gain=0.5)
-    return None
-
-
-def _flux_attention(w: Weights, stream: str, dim: int, head: int, bias: bool = True) -> None:
-    w.linear(f"{stream}attn.qkv", 3 * dim, dim, bias=bias)
-    w.rms(f"{stream}attn.norm.query_norm.scale", head)
-    w.rms(f"{stream}attn.norm.key_norm.scale", head)
-    w.linear(f"{stream}attn.proj", dim, dim, bias=bias)
-
-
-def _flux_single(w: Weights, block: str, dim: int, head: int) -> None:
-    w.linear(f"{block}linear1", 7 * dim, dim)
-    w.linear(f"{block}linear2", dim, 5 * dim)
-    w.rms(f"{block}norm.query_norm.scale", head)
-    w.rms(f"{block}norm.key_norm.scale", head)
-
-
-def qwen_image(w: Weights, *, heads: int = 4, head: int = 32, layers: int = 2, text: int = 96) -> Overrides:
-    dim = heads * head
-    w.linear("time_text_embed.timestep_embedder.linear_1", dim, 256)
-    w.linear("time_text_embed.timestep_embedder.linear_2", dim, dim)
-    w.rms("txt_norm.weight", text)
-    w.linear("img_in", dim, 64)
-    w.linear("txt_in", dim, text)
-    for block in (f"transformer_blocks.{i}." for i in range(layers)):
-        w.linear(f"{block}img_mod.1", 6 * dim, dim, gain=0.5)
-        w.linear(f"{block}txt_mod.1", 6 * dim, dim, gain=0.5)
-        for name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_out.0", "to_add_out"):
-            w.linear(f"{block}attn.{name}", dim, dim)
-        for name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
-            w.rms(f"{block}attn.{name}.weight", head)
-        for stream in ("img_mlp", "txt_mlp"):
-            w.linear(f"{block}{stream}.net.0.proj", 4 * dim, dim)
-            w.linear(f"{block}{stream}.net.2", dim, 4 * dim)
-    w.linear("norm_out.linear", 2 * dim, dim, gain=0.5)
-    w.linear("proj_out", 64, dim)
-    axes = [head // 4, head * 3 // 8, head * 3 // 8]
-    width = {"num_attention_heads": heads, "attention_head_dim": head, "joint_attention_dim": text}
-    return {"final": {**width, "axes_dims_rope": axes}}
-
-
-def wan(w: Weights, *, heads: int = 2, layers: int = 2, channels: int = 16, image: bool = False) -> Overrides:
-    dim, hidden = heads * 128, 256
-    w.conv("patch_embedding", dim, channels, 1, 2, 2)
-    w.linear("text_embedding.0", dim, 4096)
-    w.linear("text_embedding.2", dim, dim)
-    w.linear("time_embedding.0", dim, 256)
-    w.linear("time_embedding.2", dim, dim)
-    w.linear("time_projection.1", 6 * dim, dim, gain=0.5)
-    for block in (f"blocks.{i}." for i in range(layers)):
-        for attention in ("self_attn", "cross_attn"):
-            for name in "qkvo":
-                w.linear(f"{block}{attention}.{name}", dim, dim)
-            w.rms(f"{block}{attention}.norm_q.weight", dim)
-            w.rms(f"{block}{attention}.norm_k.weight", dim)
-        if image:
-            w.linear(f"{block}cross_attn.k_img", dim, dim)
-            w.linear(f"{block}cross_attn.v_img", dim, dim)
-            w.rms(f"{block}cross_attn.norm_k_img.weight", dim)
-        w.layer_norm(f"{block}norm3", dim)
-        w.linear(f"{block}ffn.0", hidden, dim)
-        w.linear(f"{block}ffn.2", dim, hidden)
-        w.normal(f"{block}modulation", 1, 6, dim, std=1 / math.sqrt(dim))
-    w.linear("head.head", 64, dim)
-    w.normal("head.modulation", 1, 2, dim, std=1 / math.sqrt(dim))
-    if image:
-        w.layer_norm("img_emb.proj.0", 1280)
-        w.linear("img_emb.proj.1", 1280, 1280)
-        w.linear("img_emb.proj.3", dim, 1280)
-        w.layer_norm("img_emb.proj.4", dim)
-    return None
+from .tiny_images import chroma, flux, flux2, lumina2, qwen_image, sd3, z_image
+from .tiny_videos import hunyuan_video, ltxv, wan
+from .tiny_weights import Overrides, Weights
 
 
 class Tiny(NamedTuple):
@@ -155,9 +37,18 @@ IMAGE, VIDEO = (1, 16, 16, 24), (1, 16, 3, 8, 12)
 TINY: dict[str, Tiny] = {
     "flux_dev": Tiny(flux, {}, IMAGE, (32, 128), pooled=64, guidance=3.5),
     "flux_schnell": Tiny(flux, {"guided": False}, IMAGE, (32, 128), pooled=64),
+    "flux2": Tiny(flux2, {}, (1, 128, 8, 12), (24, 96), guidance=4.0),
+    "chroma": Tiny(chroma, {}, IMAGE, (32, 96)),
     "qwen_image": Tiny(qwen_image, {}, (1, 16, 1, 16, 24), (20, 96)),
+    "z_image": Tiny(z_image, {}, IMAGE, (20, 96)),
+    "lumina2": Tiny(lumina2, {}, IMAGE, (20, 96)),
+    "sd35_large": Tiny(sd3, {}, IMAGE, (30, 96), pooled=64),
+    "sd35_medium": Tiny(sd3, {"dual": 2}, IMAGE, (30, 96), pooled=64),
     "wan_t2v": Tiny(wan, {}, VIDEO, (512, 4096)),
     "wan_i2v": Tiny(wan, {"channels": 36, "image": True}, VIDEO, (512, 4096), clip_vision=True),
+    "wan_5b": Tiny(wan, {"channels": 48, "out": 48}, (1, 48, 3, 8, 12), (512, 4096)),
+    "ltxv": Tiny(ltxv, {}, (1, 128, 3, 4, 6), (32, 4096), mask=20, frame_rate=25),
+    "hunyuan_video": Tiny(hunyuan_video, {}, VIDEO, (24, 96), pooled=768, guidance=6.0),
 }
 
 

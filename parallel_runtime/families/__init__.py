@@ -9,13 +9,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from .base import Family, Shapes
+from .chroma import Chroma
 from .flux import Flux
+from .flux2 import Flux2
+from .hunyuan_video import HunyuanVideo
+from .ltxv import LTXV
+from .lumina2 import Lumina2
 from .qwen_image import QwenImage
+from .sd3 import SD3
 from .wan import Wan
+from .z_image import ZImage
 
 __all__ = ["FAMILIES", "Family", "Shapes", "recognise"]
 
-FAMILIES: tuple[type[Family], ...] = (Flux, QwenImage, Wan)  # the specific before the general
+FAMILIES: tuple[type[Family], ...] = (
+    Chroma, Flux, Flux2, HunyuanVideo, Lumina2, LTXV, QwenImage, SD3, Wan, ZImage,
+)  # fmt: skip
 
 
 def recognise(shapes: Shapes, hints: Mapping[str, Any] | None = None) -> Family:

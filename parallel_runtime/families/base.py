@@ -24,7 +24,7 @@ class Family(ABC):
     `conditions` names ComfyUI's model conditions (what `extra_conds` returns) that the bridge honours; a caller
     refuses any other that is not None. `plan` None: the `_cp_plan` of diffusers' class is right. Modules named in
     `float32` keep float32 weights whatever the model computes in. `eps` maps patterns of norm names to ComfyUI's
-    epsilon. `patch` is the side of a token in latent pixels.
+    epsilon. `patch` is the side of a token in latent pixels, `table` is written on ComfyUI's names.
     """
 
     name: ClassVar[str]
@@ -32,7 +32,7 @@ class Family(ABC):
     conditions: ClassVar[frozenset[str]]
     table: Table
     patch: ClassVar[int] = 2
-    plan: ClassVar[Plan | None] = None
+    plan: Plan | None = None
     float32: ClassVar[frozenset[str]] = frozenset()
     eps: ClassVar[Mapping[str, float]] = {}
     heads: int
@@ -51,9 +51,14 @@ class Family(ABC):
     def config(self) -> dict[str, Any]:
         """Constructor arguments of diffusers' class."""
 
+    @staticmethod
+    def comfy_name(name: str) -> str:
+        """A checkpoint's name for a parameter as ComfyUI's model calls it, which is how weight patches name it."""
+        return f"{name.removesuffix('.scale')}.weight" if name.endswith(".scale") else name
+
     def convert(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
         """One checkpoint tensor under diffusers' names, as views where possible; an unknown name is kept as it is."""
-        return self.table(name, tensor)
+        return self.table(self.comfy_name(name), tensor)
 
     def in_float32(self, parameter: str) -> bool:
         """Does this parameter of the transformer keep float32, whatever the model computes in?"""
@@ -84,9 +89,21 @@ def count(shapes: Shapes, blocks: str) -> int:
     return max(numbers, default=-1) + 1
 
 
+def norm_width(shapes: Shapes, norm: str) -> int:
+    """The size of a norm whose weight is called `.scale` or `.weight`, 0 where there is none."""
+    return next((shapes[name][0] for name in (f"{norm}.scale", f"{norm}.weight") if name in shapes), 0)
+
+
 def rows(tensor: Tensor, batch: int) -> Tensor:
     """A condition with batch 1 or B as one of batch B, without copying."""
     return tensor if tensor.shape[0] == batch else tensor.expand(batch, *tensor.shape[1:])
+
+
+def given(guidance: Tensor | None, x: Tensor) -> Tensor:
+    """Guidance [B] in the dtype of x; NaN where there is none, which `precision.absent_as_zero` turns into nothing."""
+    if guidance is None:
+        return x.new_full((x.shape[0],), float("nan"))
+    return rows(guidance, x.shape[0])
 
 
 def axes_of(head_dim: int) -> tuple[int, int, int]:

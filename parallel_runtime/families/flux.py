@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .base import Family, Shapes, axes_of, count, rows
+from .base import Family, Shapes, axes_of, count, given, norm_width, rows
 from .layout import grid, pad_to_patch, patchify, tokens_in, unpatchify
-from .precision import TORCH_EPS, guidance_may_be_absent, keep_timestep
+from .precision import TORCH_EPS, absent_as_zero, keep_timestep
 from .table import Table, move, split, swap
 
 DOUBLE, SINGLE, EMBED = "transformer_blocks.#", "single_transformer_blocks.#", "time_text_embed"
@@ -22,10 +22,10 @@ LINEAR1 = tuple(f"{SINGLE}.{name}.@" for name in ("attn.to_q", "attn.to_k", "att
 BLOCKS = (
     split("double_blocks.#.img_attn.qkv.@", *QKV),
     split("double_blocks.#.txt_attn.qkv.@", *ADDED_QKV),
-    move("double_blocks.#.img_attn.norm.query_norm.%", f"{DOUBLE}.attn.norm_q.weight"),
-    move("double_blocks.#.img_attn.norm.key_norm.%", f"{DOUBLE}.attn.norm_k.weight"),
-    move("double_blocks.#.txt_attn.norm.query_norm.%", f"{DOUBLE}.attn.norm_added_q.weight"),
-    move("double_blocks.#.txt_attn.norm.key_norm.%", f"{DOUBLE}.attn.norm_added_k.weight"),
+    move("double_blocks.#.img_attn.norm.query_norm.weight", f"{DOUBLE}.attn.norm_q.weight"),
+    move("double_blocks.#.img_attn.norm.key_norm.weight", f"{DOUBLE}.attn.norm_k.weight"),
+    move("double_blocks.#.txt_attn.norm.query_norm.weight", f"{DOUBLE}.attn.norm_added_q.weight"),
+    move("double_blocks.#.txt_attn.norm.key_norm.weight", f"{DOUBLE}.attn.norm_added_k.weight"),
     move("double_blocks.#.img_attn.proj.@", f"{DOUBLE}.attn.to_out.0.@"),
     move("double_blocks.#.txt_attn.proj.@", f"{DOUBLE}.attn.to_add_out.@"),
     move("double_blocks.#.img_mlp.0.@", f"{DOUBLE}.ff.net.0.proj.@"),
@@ -34,9 +34,10 @@ BLOCKS = (
     move("double_blocks.#.txt_mlp.2.@", f"{DOUBLE}.ff_context.net.2.@"),
     split("single_blocks.#.linear1.@", *LINEAR1, parts=(1, 1, 1, 4)),
     move("single_blocks.#.linear2.@", f"{SINGLE}.proj_out.@"),
-    move("single_blocks.#.norm.query_norm.%", f"{SINGLE}.attn.norm_q.weight"),
-    move("single_blocks.#.norm.key_norm.%", f"{SINGLE}.attn.norm_k.weight"),
+    move("single_blocks.#.norm.query_norm.weight", f"{SINGLE}.attn.norm_q.weight"),
+    move("single_blocks.#.norm.key_norm.weight", f"{SINGLE}.attn.norm_k.weight"),
 )
+KEY_NORM = "double_blocks.0.img_attn.norm.key_norm"
 QK_NORMS = {"*.attn.norm_q": TORCH_EPS, "*.attn.norm_k": TORCH_EPS, "*.attn.norm_added_?": TORCH_EPS}
 
 
@@ -65,10 +66,10 @@ class Flux(Family):
     @staticmethod
     def matches(shapes: Shapes) -> bool:
         needed = ("img_in.weight", "vector_in.in_layer.weight", "double_blocks.0.img_mod.lin.weight")
-        return all(name in shapes for name in needed) and _head_dim(shapes) > 0
+        return all(name in shapes for name in needed) and norm_width(shapes, KEY_NORM) > 0
 
     def __init__(self, shapes: Shapes, hints: Mapping[str, Any]) -> None:
-        head_dim = _head_dim(shapes)
+        head_dim = norm_width(shapes, KEY_NORM)
         self.double, self.single = count(shapes, "double_blocks"), count(shapes, "single_blocks")
         self.layers = self.double + self.single
         self.heads = shapes["img_in.weight"][0] // head_dim
@@ -96,7 +97,7 @@ class Flux(Family):
         embed: Any = transformer.time_text_embed
         keep_timestep(transformer, embed.time_proj, scale=1000)
         if self._guided:
-            guidance_may_be_absent(embed, embed.guidance_embedder)
+            absent_as_zero(embed.guidance_embedder)
 
     def tokens(self, latent_shape: tuple[int, ...], text_tokens: int) -> dict[str, int]:
         return {"image": tokens_in(latent_shape, self.patch), "text": text_tokens}
@@ -111,7 +112,7 @@ class Flux(Family):
             encoder_hidden_states=rows(text, batch),
             pooled_projections=x.new_zeros(batch, self._pooled) if pooled is None else self._vector(pooled, batch),
             timestep=rows(timestep, batch),
-            guidance=rows(guidance, batch) if self._guided and guidance is not None else None,
+            guidance=given(guidance, x) if self._guided else None,
             img_ids=grid(full_height // self.patch, full_width // self.patch, 3, x.device),
             txt_ids=grid(1, text.shape[1], 3, x.device) * 0,
             return_dict=False,
@@ -120,8 +121,3 @@ class Flux(Family):
 
     def _vector(self, pooled: Tensor, batch: int) -> Tensor:
         return rows(pooled[:, : self._pooled], batch)
-
-
-def _head_dim(shapes: Shapes) -> int:
-    name = "double_blocks.0.img_attn.norm.key_norm"
-    return next((shapes[f"{name}.{end}"][0] for end in ("scale", "weight") if f"{name}.{end}" in shapes), 0)

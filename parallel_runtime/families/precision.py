@@ -48,17 +48,10 @@ def compute_in_float32(module: nn.Module) -> None:
     module.forward = in_float32  # type: ignore[method-assign]
 
 
-def guidance_may_be_absent(embedder: nn.Module, guidance_embedder: nn.Module) -> None:
-    """Let guidance None mean that nothing is added, as in ComfyUI; diffusers has no word for it.
-
-    `embedder` takes (timestep, guidance, pooled): a missing guidance travels as NaN and leaves as zero.
-    """
-
-    def fill(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return args if len(args) == 3 else (args[0], torch.full_like(args[0], torch.nan), args[1])
+def absent_as_zero(embedder: nn.Module) -> None:
+    """Let an embedding of NaN be zero: how guidance None travels, for which diffusers has no word."""
 
     def erase(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         return torch.where(output.isnan(), 0.0, output)
 
-    embedder.register_forward_pre_hook(fill)
-    guidance_embedder.register_forward_hook(erase)
+    embedder.register_forward_hook(erase)

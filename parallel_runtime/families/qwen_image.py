@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from .base import Family, Shapes, axes_of, count, rows
 from .layout import pad_to_patch, patchify, tokens_in, unpatchify
 from .precision import keep_timestep
+from .rope import rotations
 from .table import Table, drop
+from .text import without_padding
 
 LAYER_INDEX = "time_text_embed.addition_t_embedding.weight"
 
@@ -34,7 +36,7 @@ class QwenImage(Family):
         self.heads = shapes["img_in.weight"][0] // head_dim
         self.layers = count(shapes, "transformer_blocks")
         self._layered = LAYER_INDEX in shapes
-        self._config = {
+        self._config: dict[str, Any] = {
             "patch_size": self.patch,
             "in_channels": shapes["img_in.weight"][1],
             "out_channels": shapes["proj_out.weight"][0] // self.patch**2,
@@ -102,24 +104,4 @@ class CentredRope(nn.Module):
         image = torch.cartesian_prod(*places)
         first = max(size[1] // 2, size[2] // 2)
         text = torch.arange(first, first + max_txt_seq_len, device=device)[:, None].expand(-1, 3)
-        return self._rotations(image), self._rotations(text)
-
-    def _rotations(self, positions: Tensor) -> Tensor:
-        exponents = [torch.arange(0, dim, 2, device=positions.device, dtype=torch.float64) / dim for dim in self.axes]
-        angles = torch.cat([positions[:, i, None] / self.theta ** exponents[i] for i in range(len(self.axes))], dim=1)
-        return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
-
-
-def without_padding(text: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Text [B, S, D] and mask [B or 1, S] without the columns at the end that no row uses.
-
-    Exact: a masked key weighs nothing, and positions count from the front. Returns a bool mask, None where all is used.
-    """
-    if mask is None:
-        return text, None
-    if mask.is_floating_point():
-        raise ValueError("a floating point attention_mask is a bias in ComfyUI; only masks of 0 and 1 are honoured")
-    used = rows(mask.bool(), text.shape[0])
-    length = int(used.any(dim=0).nonzero().max()) + 1 if used.any() else text.shape[1]
-    used = used[:, :length]
-    return text[:, :length], None if used.all() else used
+        return rotations(image, self.axes, self.theta), rotations(text, self.axes, self.theta)

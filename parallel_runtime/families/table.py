@@ -1,6 +1,6 @@
 """How a checkpoint's parameter names become diffusers': a table of moves, splits and swaps. Knows no model.
 
-In a row `#` stands for a block's number, `@` for weight or bias, `%` for weight or scale (a norm's weight either way).
+In a row `#` stands for a block's number and `@` for weight or bias.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 Cut = Callable[[Tensor], Sequence[Tensor]]
-HOLES = {"#": r"(\d+)", "@": "(weight|bias)", "%": "(?:weight|scale)"}
+HOLES = {"#": r"(\d+)", "@": "(weight|bias)"}
 
 
 class Row(NamedTuple):
@@ -74,4 +74,4 @@ def _row(source: str, targets: tuple[str, ...], cut: Cut) -> Row:
 def _fill(target: str, found: tuple[str, ...]) -> str:
     """Numbers go to the `#` of a target, weight or bias to its `@`, each in order of appearance."""
     rest = list(found)
-    return re.sub("[#@]", lambda _: rest.pop(0), target).replace("%", "weight")
+    return re.sub("[#@]", lambda _: rest.pop(0), target)

@@ -6,7 +6,7 @@ Ranks of one host share the pages of the file, so N workers do not hold N copies
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from safetensors import safe_open
 from torch import Tensor
@@ -25,6 +25,10 @@ class Weights:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """(name without prefix, tensor) in the order of the file. The tensors are views of the mapped file."""
+        return self.some(self.header.shapes)
+
+    def some(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Those of them with these names."""
         with safe_open(self.path, framework="pt", device="cpu") as file:
-            for name in self.header.shapes:
+            for name in names:
                 yield name, file.get_tensor(self.header.prefix + name)

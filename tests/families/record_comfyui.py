@@ -65,8 +65,12 @@ def model_conds(model: Any, case: dict[str, Any], x: Tensor) -> dict[str, Any]:
     import comfy.samplers
 
     conds = comfy.sampler_helpers.convert_cond(conditioning(case["cond"], seed=11))
+    image, keep = torch.zeros_like(x), None
+    if case["keep_frames"]:  # as SetLatentNoiseMask and the image to video nodes do
+        keep = torch.ones_like(x)
+        keep[:, :, : case["keep_frames"]] = 0.25
     encoded = comfy.samplers.encode_model_conds(
-        model.extra_conds, conds, x, x.device, "positive", latent_image=torch.zeros_like(x), denoise_mask=None, seed=0
+        model.extra_conds, conds, x, x.device, "positive", latent_image=image, denoise_mask=keep, seed=0
     )
     return {k: v.process_cond(batch_size=x.shape[0], area=None).cond for k, v in encoded[0]["model_conds"].items()}
 

@@ -41,12 +41,19 @@ def cases(name: str) -> list[str]:
 
 EXTRA: dict[str, dict[str, dict[str, Any]]] = {  # what only some families can do
     "flux_dev": {"unguided": {"options": {"guidance": None}}, "poolless": {"pooled": 0}},
+    "flux2": {"unguided": {"options": {"guidance": None}}},
+    "chroma": {"guided": {"options": {"guidance": 2.5}}},
     "qwen_image": {
         "masked": {"mask": 13},
         "tall": {"latent": (1, 16, 1, 26, 6)},
         "frames": {"latent": (1, 16, 3, 8, 8)},
     },
+    "z_image": {"masked": {"mask": 13}},
+    "lumina2": {"masked": {"mask": 13}},
     "wan_i2v": {"imageless": {"clip_vision": None}},
+    "wan_5b": {"kept": {"keep_frames": 1}},
+    "ltxv": {"slow": {"options": {"frame_rate": 12}}, "unpadded": {"mask": 32}, "kept": {"keep_frames": 1}},
+    "hunyuan_video": {"masked": {"mask": 13}, "unguided": {"options": {"guidance": None}}},
 }
 
 
@@ -118,7 +125,8 @@ def _case(name: str, tiny: Tiny, case: str) -> dict[str, Any]:
         "mask": tiny.mask,
         "clip_vision": (257, 1280) if tiny.clip_vision else None,
         "concat": tiny.latent[1:] if tiny.clip_vision else None,
-        **{key: value for key, value in changes.items() if key not in ("latent", "options")},
+        **{key: value for key, value in changes.items() if key not in ("latent", "options", "keep_frames")},
         "options": {**options, **changes.get("options", {})},
     }
-    return {"name": case, "latent": latent, "sigma": 0.31 if case == "late" else 0.87, "cond": cond}
+    sigma, keep = 0.31 if case == "late" else 0.87, changes.get("keep_frames", 0)
+    return {"name": case, "latent": latent, "sigma": sigma, "cond": cond, "keep_frames": keep}

@@ -40,7 +40,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _output(loaded: Loaded, name: str, height: int = 0) -> torch.Tensor:
     told = tiny.TINY[name]
-    channels = loaded.family.config()["in_channels"] if name.startswith("wan") else told.latent[1]
+    channels = loaded.family.config()["in_channels"] if told.clip_vision else told.latent[1]
     shape = (1, channels, *told.latent[2:-2], height or told.latent[-2], told.latent[-1])
     generator = torch.Generator().manual_seed(5)
     cond = {
