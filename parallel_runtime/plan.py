@@ -15,10 +15,12 @@ Local = Literal["local"]
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Cut one tensor of a module into contiguous chunks along `dim`, one a rank.
+    """Cut one tensor of a module (or each of a list of them) into contiguous chunks along `dim`, one a rank.
 
-    `stream` names the token stream that the tensor belongs to: everything cut under one name has one global length.
-    `ndim`: cut only if the tensor has this many dims (None: always). None values are left alone.
+    Chunk sizes differ by at most one. `stream` names the token stream that the tensor belongs to: everything cut under
+    one name has one global length in a forward. A rank whose chunk is empty holds one stand-in token, which attention
+    and gathering leave out. `dim` may count from the end. `ndim`: cut only if the tensor has this many dims (None:
+    always). None values are left alone.
     """
 
     dim: int
@@ -41,8 +43,9 @@ class Plan:
     Module names are as in `named_modules()`, "" is the transformer itself and `*` stands for one number
     (`transformer_blocks.*`). `inputs` maps a module to {argument name: Split}; `outputs_split` maps a module to
     {index of its output: Split}; `outputs` maps a module to the Gather of its output, or one per output index.
-    `attention` maps attention modules to the streams of their query in the order in which they are concatenated, or
-    to "local" where keys and values are whole on every rank; modules that it does not name attend over `joint`.
+    `attention` maps attention modules to the streams of their queries and keys, in the order in which they are
+    concatenated, or to "local" where keys and values are whole on every rank; modules that it does not name attend
+    over `joint`. Key-padding masks are cut like the keys, or left whole.
     """
 
     inputs: Mapping[str, Mapping[str, Split]] = field(default_factory=dict)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parallel_runtime.worker.engine import exchange
@@ -18,7 +20,7 @@ from parallel_runtime.worker.engine.streams import Streams
 from .meshes import mesh, parallelism, staged_mesh
 from .reference import Problem, attention, random_problem
 
-MASK_FORMS = ("2d bool", "2d int", "4d bool", "4d -inf", "4d -1e4", "4d heads", "whole 2d bool")
+MASK_FORMS = ("2d bool", "2d int", "4d bool", "4d -inf", "4d -1e4", "whole 2d bool", "whole 4d bool")
 
 
 def random_errors(rank: int, world: int, degrees: list[int], seeds: list[int], options: dict[str, Any]) -> list[float]:
@@ -64,7 +66,28 @@ def rows_without_keys(rank: int, world: int, degrees: list[int]) -> float:
     q, k, v = (torch.cat([t, t])[:2] for t in (problem.query, problem.key, problem.value))
     mask = torch.stack([problem.mask[0], torch.zeros_like(problem.mask[0])])  # type: ignore[index]
     problem = Problem(problem.text, problem.image, q, k, v, mask)
-    return _compare(run(problem, degrees, own(mask, problem, mesh(*degrees)), {}), problem, mesh(*degrees))
+    own_mask = _form(problem, "4d bool", mesh(*degrees))
+    return _compare(run(problem, degrees, own_mask, {}), problem, mesh(*degrees))
+
+
+def collectives(rank: int, world: int, degrees: list[int], method: str) -> list[int]:
+    """[all-to-alls, batches of messages] that one attention without a mask starts."""
+    counts = [0, 0]
+    all_to_all, batch = dist.all_to_all_single, dist.batch_isend_irecv
+
+    def counted(index: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            counts[index] += 1
+            return function(*args, **kwargs)
+
+        return count
+
+    dist.all_to_all_single, dist.batch_isend_irecv = counted(0, all_to_all), counted(1, batch)
+    try:
+        run(random_problem(2, masked=False), degrees, None, {"rotate_method": method})
+    finally:
+        dist.all_to_all_single, dist.batch_isend_irecv = all_to_all, batch
+    return counts
 
 
 def masks_follow_their_owner(rank: int, world: int, degrees: list[int]) -> None:
@@ -131,14 +154,10 @@ def _error(place: ContextMesh, problem: Problem, seed: int, degrees: list[int], 
 def _form(problem: Problem, form: str, place: ContextMesh) -> Tensor:
     assert problem.mask is not None
     mask = problem.mask if form.startswith("whole") else own(problem.mask, problem, place)
-    if form == "2d int":
-        return mask.int()
-    if "2d" in form:
-        return mask
-    mask = mask[:, None, None, :]
-    if form == "4d heads":
-        return mask.expand(-1, problem.query.shape[2], -1, -1)
-    if form == "4d bool":
+    if mask.ndim == 2 and "2d" in form:
+        return mask.int() if form == "2d int" else mask
+    mask = mask.reshape(*mask.shape[:2], -1).permute(0, 2, 1)[:, :, None, :]
+    if "bool" in form:
         return mask
     return torch.zeros(mask.shape).masked_fill(~mask, -torch.inf if form == "4d -inf" else -1e4)
 

@@ -9,6 +9,7 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from parallel_runtime.plan import Local
 from parallel_runtime.worker.engine.attach import attach, detach
@@ -70,6 +71,34 @@ def error_on_a_mesh_of_the_callers(rank: int, world: int, names: list[str]) -> f
     made = inputs("flux")
     reference = output(transformer, made)
     attach(transformer, theirs, parallelism(1, 2))
+    return error(output(transformer, made), reference)
+
+
+@torch.inference_mode()
+def errors_with_sharded_weights(rank: int, world: int) -> list[float]:
+    """FSDP2 over the ranks that share the sequence, before and after attach."""
+    errors = []
+    for attach_first in (True, False):
+        transformer, made = build("flux"), inputs("flux")
+        reference = output(transformer, made)
+        if attach_first:
+            attach(transformer, mesh(2, 1), parallelism(2, 1))
+        for block in [*transformer.transformer_blocks, *transformer.single_transformer_blocks, transformer]:  # type: ignore[misc, list-item]
+            fully_shard(block, mesh=mesh(2, 1).flat)
+        if not attach_first:
+            attach(transformer, mesh(2, 1), parallelism(2, 1))
+        errors.append(error(output(transformer, made), reference))
+    return errors
+
+
+@torch.no_grad()
+def error_when_compiled(rank: int, world: int) -> float:
+    """Repeated blocks through dynamo, which breaks its graph at the collectives."""
+    transformer, made = build("wan"), inputs("wan")
+    reference = output(transformer, made)
+    attach(transformer, mesh(1, 2), parallelism(1, 2))
+    transformer.compile_repeated_blocks(backend="eager")  # type: ignore[operator]
+    output(transformer, made)
     return error(output(transformer, made), reference)
 
 

@@ -13,7 +13,10 @@ HEADS = (1, 3, 5, 12, 24)
 
 @dataclass(frozen=True)
 class Problem:
-    """Queries, keys, values [B, text + image, H, D] and a key-padding mask [B, text + image], True: attend."""
+    """Queries, keys, values [B, text + image, H, D] and a key-padding mask, True: attend.
+
+    The mask is [B, text + image], or [B, text + image, H] where heads see different keys.
+    """
 
     text: int
     image: int
@@ -28,14 +31,14 @@ class Problem:
 
 
 def random_problem(seed: int, *, masked: bool | None = None) -> Problem:
-    """A third of the masks hide random keys, a third hide unequal tails of the text, a third all text and a run."""
+    """Masks hide random keys, random keys per head, unequal tails of the text, or all text and a run of the image."""
     choose = random.Random(seed)
     text, image = choose.randint(1, 70), choose.choice([choose.randint(1, 6), choose.randint(7, 300)])
     shape = (choose.choice((1, 2)), text + image, choose.choice(HEADS), choose.choice((8, 16)))
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(shape, generator=generator) for _ in range(3))
     use_mask = choose.random() < 0.6 if masked is None else masked
-    mask = _random_mask(choose, generator, shape[0], text, image) if use_mask else None
+    mask = _random_mask(choose, generator, shape[:3], text, image) if use_mask else None
     return Problem(text, image, 3 * query, key, value, mask)
 
 
@@ -44,13 +47,20 @@ def attention(problem: Problem) -> Tensor:
     q, k, v = (tensor.double().transpose(1, 2) for tensor in (problem.query, problem.key, problem.value))
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     if problem.mask is not None:
-        scores = scores.masked_fill(~problem.mask[:, None, None, :], -torch.inf)
+        by_head = problem.mask.reshape(*problem.mask.shape[:2], -1).permute(0, 2, 1)
+        scores = scores.masked_fill(~by_head[:, :, None, :], -torch.inf)
     return (scores.softmax(-1).nan_to_num(0.0) @ v).transpose(1, 2)
 
 
-def _random_mask(choose: random.Random, generator: torch.Generator, batch: int, text: int, image: int) -> Tensor:
-    mask = torch.ones(batch, text + image, dtype=torch.bool)
-    kind = choose.choice(("random", "tails", "runs"))
+def _random_mask(
+    choose: random.Random, generator: torch.Generator, shape: tuple[int, ...], text: int, image: int
+) -> Tensor:
+    kind = choose.choice(("random", "heads", "tails", "runs"))
+    mask = torch.ones(shape[:2], dtype=torch.bool)
+    if kind == "heads":
+        mask = torch.rand(shape, generator=generator) < 0.4
+        mask[:, choose.randint(0, text + image - 1)] = True
+        return mask
     for row in mask:
         if kind == "random":
             row.copy_(torch.rand(text + image, generator=generator) < 0.4)

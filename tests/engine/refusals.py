@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from diffusers import SD3Transformer2DModel
 from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -71,6 +72,13 @@ def processors_that_are_not_aware(rank: int, world: int) -> str:
     said = message(lambda: attach(transformer, mesh(*RING), parallelism(*RING), plan))
     assert not any(module._forward_pre_hooks for module in transformer.modules()), "something was changed"
     return said
+
+
+def processors_that_are_half_aware(rank: int, world: int) -> str:
+    transformer = build("flux")
+    processor = FluxIPAdapterAttnProcessor(hidden_size=48, cross_attention_dim=32)
+    transformer.transformer_blocks[0].attn.set_processor(processor)  # type: ignore[union-attr, index, operator]
+    return message(lambda: attach(transformer, mesh(*RING), parallelism(*RING)))
 
 
 def a_class_without_a_plan(rank: int, world: int) -> str:

@@ -46,6 +46,14 @@ def test_masks_arrive_in_the_order_of_the_keys(groups: Groups, degrees: tuple[in
     groups(_world(degrees)).run(f"{CASES}:masks_follow_their_owner", degrees=degrees)
 
 
+def test_nothing_is_sent_but_heads_and_blocks(groups: Groups) -> None:
+    expected = {(4, 1, "alltoall"): [0, 3], (4, 1, "allgather"): [0, 2], (1, 4, "alltoall"): [4, 0],
+                (2, 2, "alltoall"): [4, 1]}  # fmt: skip
+    for (ring, ulysses, method), counts in expected.items():
+        answers = groups(4).run(f"{CASES}:collectives", degrees=(ring, ulysses), method=method)
+        assert answers == [counts] * 4
+
+
 @pytest.mark.parametrize("in_fp32", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("degrees", [(3, 1), (1, 4), (2, 2)], ids=str)

@@ -64,6 +64,15 @@ def test_a_mesh_of_the_callers_with_dims_of_its_own_is_taken(groups: Groups) -> 
         assert max(groups(4).run(f"{CASES}:error_on_a_mesh_of_the_callers", names=names)) <= BAR
 
 
+def test_sharded_weights_change_nothing(groups: Groups) -> None:
+    answers = groups(2).run(f"{CASES}:errors_with_sharded_weights")
+    assert max(error for errors in answers for error in errors) <= BAR
+
+
+def test_compiled_blocks_are_exact(groups: Groups) -> None:
+    assert max(groups(2).run(f"{CASES}:error_when_compiled")) <= BAR
+
+
 def test_attention_kept_local_in_a_model_is_noticed(groups: Groups) -> None:
     assert min(groups(2).run(f"{CASES}:error_of_local_attention")) > 1e-2
 

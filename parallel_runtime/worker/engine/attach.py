@@ -24,6 +24,12 @@ from .translate import plan_of
 
 _ATTRIBUTE = "_context_parallel_attachment"
 _ABSENT = object()
+# Say that they are aware, but make calls that would stay local, or be cut and must not be; with what to use instead.
+_PARTLY_AWARE = {
+    "FluxIPAdapterAttnProcessor": "FluxAttnProcessor (no IP-Adapter)",
+    "Flux2KVAttnProcessor": "Flux2AttnProcessor (no key-value cache)",
+    "Flux2KVParallelSelfAttnProcessor": "Flux2ParallelSelfAttnProcessor (no key-value cache)",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,8 +169,8 @@ def _check_aware(name: str, processor: Any) -> None:
             f"{kind} ({name}) is not context-parallel aware and would attend over this rank's tokens only; set another "
             "processor, or mark the module local in the plan if its tokens are whole on every rank"
         )
-    if "IPAdapter" in kind:
-        raise ValueError(f"{kind} ({name}) also attends to tokens that are not cut; remove the IP-Adapter")
+    if kind in _PARTLY_AWARE:
+        raise ValueError(f"{kind} ({name}) also attends to tokens that are not cut; set {_PARTLY_AWARE[kind]} instead")
 
 
 def _local_backend(processor: Any, parallelism: Parallelism) -> AttentionBackendName | None:

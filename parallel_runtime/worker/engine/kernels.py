@@ -57,9 +57,14 @@ def attend_block(
     if bias is not None:
         return _efficient(query, key, value, bias, scale)
     if backend in _NATIVE_BACKENDS:
-        fits_flash = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] in (64, 128, 256)
-        return (_native_flash if fits_flash else _efficient)(query, key, value, None, scale)
+        return (_native_flash if _fits_flash(query) else _efficient)(query, key, value, None, scale)
     return _BLOCK_KERNELS[backend](query, key, value, None, scale)
+
+
+def _fits_flash(query: Tensor) -> bool:
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    ampere = query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return half and ampere and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:

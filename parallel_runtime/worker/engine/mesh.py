@@ -30,7 +30,10 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ContextMesh:
-    """`context` is ring and ulysses together, ring-major: the ranks that share one sequence."""
+    """`context` is ring and ulysses together, ring-major: the ranks that share one sequence.
+
+    `flat` is the one-dim DeviceMesh of those ranks (None: alone), for sharding weights over them.
+    """
 
     data: Axis = Axis()
     cfg: Axis = Axis()
@@ -38,6 +41,7 @@ class ContextMesh:
     ulysses: Axis = Axis()
     context: Axis = Axis()
     device_mesh: DeviceMesh | None = None
+    flat: DeviceMesh | None = None
 
 
 def build_mesh(parallelism: Parallelism, device: torch.device | None = None) -> ContextMesh:
@@ -78,11 +82,12 @@ def adopt_mesh(mesh: DeviceMesh, parallelism: Parallelism, device: torch.device 
         if getattr(parallelism, f"{name}_degree") > 1:
             axes[name] = _axis(mesh[name], staged)
     both = mesh["ring", "ulysses"]
-    context = _axis(both._flatten(), staged)
+    flat = both._flatten()
+    context = _axis(flat, staged)
     expected = axes["ring"].index * axes["ulysses"].size + axes["ulysses"].index
     if context.index != expected or _row(both, axes["ring"].index) != axes["ulysses"].ranks:
         raise ValueError(f"the mesh must hold its ranks in ascending order along ring and ulysses, got {both}")
-    return ContextMesh(**axes, context=context, device_mesh=mesh)
+    return ContextMesh(**axes, context=context, device_mesh=mesh, flat=flat)
 
 
 def _axis(mesh: DeviceMesh, wire: torch.device | None) -> Axis:

@@ -57,12 +57,13 @@ _READINGS = {
 
 def plan_of(transformer: nn.Module) -> Plan:
     """The Plan of a transformer from its class's `_cp_plan`; ValueError if we do not know the class."""
-    name = type(transformer).__name__
-    if name not in _READINGS:
-        raise ValueError(
-            f"no context-parallel plan is known for {name} (known: {', '.join(_READINGS)}); pass plan=Plan(...)"
-        )
-    return _read(type(transformer)._cp_plan, _READINGS[name])  # type: ignore[attr-defined]
+    for kind in type(transformer).__mro__:  # FSDP makes a subclass of each module's class
+        if kind.__name__ in _READINGS:
+            return _read(vars(kind)["_cp_plan"], _READINGS[kind.__name__])
+    raise ValueError(
+        f"no context-parallel plan is known for {type(transformer).__name__} (known: {', '.join(_READINGS)}); pass "
+        "plan=Plan(...)"
+    )
 
 
 def _read(cp_plan: Mapping[str, Any], reading: _Reading) -> Plan:

@@ -1,0 +1,154 @@
+"""What one attention layer sends and holds: collectives, bytes and peak extra memory of ring, allgather and Ulysses.
+
+    python -m tests.bench.collectives [--tokens 4096] [--heads 8] [--batch 1] [--dtype float32] [--json out.json]
+
+Bytes are those that rank 0 sends; memory is what is live at once inside the call beyond its inputs, output included,
+in units of the rank's own queries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from parallel_runtime.specs import Parallelism
+from parallel_runtime.worker.engine.attention import ContextAttention
+from parallel_runtime.worker.engine.mesh import build_mesh
+from parallel_runtime.worker.engine.streams import Streams
+
+from .launch import is_rank, join, launch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Traffic:
+    """What this rank started."""
+
+    all_to_alls: int = 0
+    batches: int = 0
+    messages: int = 0
+    bytes_sent: int = 0
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    options = _options()
+    if not is_rank():
+        return launch("tests.bench.collectives", options.world, sys.argv[1:])
+    rank, world = join()
+    rows = [_measure(name, parallelism, options) for name, parallelism in _degrees(world).items()]
+    if rank == 0:
+        _report(rows, options.json)
+    dist.destroy_process_group()
+    return 0
+
+
+def _degrees(world: int) -> dict[str, Parallelism]:
+    degrees = {
+        "ulysses": Parallelism(ulysses_degree=world),
+        "ring": Parallelism(ring_degree=world),
+        "allgather": Parallelism(ring_degree=world, rotate_method="allgather"),
+    }
+    if world % 2 == 0 and world > 2:
+        degrees[f"ring {world // 2} x ulysses 2"] = Parallelism(ring_degree=world // 2, ulysses_degree=2)
+    return degrees
+
+
+@torch.no_grad()
+def _measure(name: str, parallelism: Parallelism, options: argparse.Namespace) -> dict[str, Any]:
+    mesh = build_mesh(parallelism)
+    streams = Streams(mesh.context.size)
+    streams.see("image", options.tokens, "bench")
+    attend = ContextAttention(mesh, parallelism, streams, ("image",))
+    (own,) = streams.own(("image",), mesh.context.index)
+    shape = (options.batch, own, options.heads, options.head_dim)
+    query, key, value = (torch.randn(shape).to(getattr(torch, options.dtype)) for _ in range(3))
+    attend(query, key, value)
+    with _counted() as traffic:
+        attend(query, key, value)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        attend(query, key, value)
+    return {
+        "mode": name,
+        **vars(traffic),
+        "sent_in_queries": traffic.bytes_sent / _bytes(query),
+        "peak_extra_in_queries": _peak(profiled) / _bytes(query),
+    }
+
+
+@contextmanager
+def _counted() -> Iterator[Traffic]:
+    traffic = Traffic()
+    all_to_all, batch = dist.all_to_all_single, dist.batch_isend_irecv
+
+    def counted_all_to_all(output: Tensor, given: Tensor, counts_in: Any, counts_out: Any, **options: Any) -> Any:
+        traffic.all_to_alls += 1
+        own = counts_out[dist.get_rank(options["group"])]
+        traffic.bytes_sent += (sum(counts_out) - own) * given.element_size()
+        return all_to_all(output, given, counts_in, counts_out, **options)
+
+    def counted_batch(operations: list[dist.P2POp]) -> Any:
+        sent = [operation.tensor for operation in operations if operation.op is dist.isend]
+        traffic.batches += 1
+        traffic.messages += len(sent)
+        traffic.bytes_sent += sum(_bytes(tensor) for tensor in sent)
+        return batch(operations)
+
+    dist.all_to_all_single, dist.batch_isend_irecv = counted_all_to_all, counted_batch  # type: ignore[assignment]
+    try:
+        yield traffic
+    finally:
+        dist.all_to_all_single, dist.batch_isend_irecv = all_to_all, batch
+
+
+def _peak(profiled: Any) -> int:
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _report(rows: list[dict[str, Any]], path: Path | None) -> None:
+    log.info(
+        "%-18s %12s %8s %9s %14s %14s", "mode", "all-to-alls", "batches", "messages", "sent / query", "peak / query"
+    )
+    for row in rows:
+        log.info("%(mode)-18s %(all_to_alls)12d %(batches)8d %(messages)9d %(sent_in_queries)14.2f "
+                 "%(peak_extra_in_queries)14.2f", row)  # fmt: skip
+    if path:
+        path.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--world", type=int, default=4)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""One device's part: blocks that merge to the whole, and kernels that this machine cannot run called as they want."""
+
+from __future__ import annotations
+
+from itertools import pairwise, permutations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from parallel_runtime.specs import AttentionBackend
+from parallel_runtime.worker.engine.kernels import attend, attend_block
+from parallel_runtime.worker.engine.merge import Merge
+
+from .reference import attention, random_problem
+
+
+def test_blocks_merge_to_the_whole_in_any_order() -> None:
+    problem = random_problem(11, masked=False)
+    tokens = problem.key.shape[1]
+    cuts = [0, 1, tokens // 3, tokens]
+    hidden = torch.zeros(1, 1, 1, tokens, dtype=torch.bool)
+    blocks = [
+        attend_block(problem.query, problem.key[:, start:end], problem.value[:, start:end], None, None, "auto")
+        for start, end in pairwise(cuts)
+    ]
+    blocks.append(attend_block(problem.query, problem.key, problem.value, hidden, None, "auto"))
+    whole = attention(problem)
+    for order in permutations(blocks):
+        merge = Merge(in_float32=True)
+        for out, lse in order:
+            merge.add(out.clone(), lse.clone())
+        assert ((merge.result(problem.query, None) - whole).abs().max() / whole.std()) <= 1e-5
+
+
+def test_the_log_sum_exp_of_a_block_is_that_of_its_scores() -> None:
+    problem = random_problem(12, masked=False)
+    q, k = problem.query.double().transpose(1, 2), problem.key.double().transpose(1, 2)
+    expected = (q @ k.transpose(-1, -2) * 0.3).logsumexp(-1).transpose(1, 2).unsqueeze(-1)
+    _, lse = attend_block(problem.query, problem.key, problem.value, None, 0.3, "auto")
+    assert (lse - expected).abs().max() <= 1e-4
+
+
+def test_plain_attention_is_that_of_torch() -> None:
+    problem = random_problem(13, masked=False)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (problem.query, problem.key, problem.value))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    assert torch.equal(attend(problem.query, problem.key, problem.value, None, None, "auto"), expected)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("backend", ["auto", "_native_flash", "_native_cudnn"])
+def test_cuda_kernels_are_called_with_arguments_that_they_take(
+    backend: AttentionBackend, dtype: torch.dtype, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if dtype == torch.float32 and backend != "auto":
+        pytest.skip("half precision only")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    with FakeTensorMode():
+        query = torch.empty(70, 2, 12, 64, device="cuda", dtype=dtype).transpose(0, 1)
+        key = torch.empty(37, 2, 12, 64, device="cuda", dtype=dtype).transpose(0, 1)
+        mask = torch.ones(2, 1, 1, 37, device="cuda", dtype=torch.bool) if masked else None
+        out, lse = attend_block(query, key, key, mask, None, backend)
+        assert out.shape == query.shape
+        assert lse.shape == (2, 70, 12, 1)
+        assert lse.dtype == torch.float32
