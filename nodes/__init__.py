@@ -5,6 +5,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from .config import CPParallelConfig
 from .demo import MODELS, CPDemoConditioning, CPDemoDecode
+from .plan import CPPlan
 from .sampler import CPSampler, CPSamplerAdvanced, CPSamplerCustom
 
 
@@ -19,6 +20,7 @@ class ContextParallelExtension(ComfyExtension):
             CPSamplerAdvanced,
             CPSamplerCustom,
             CPParallelConfig,
+            CPPlan,
             CPDemoConditioning,
             CPDemoDecode,
         ]

@@ -60,15 +60,11 @@ def _describe(value: Any, what: str, within: tuple[int, ...]) -> Any:
     def inner(part: Any) -> Any:
         return _describe(part, what, (*within, id(value)))
 
+    if isinstance(value, list | tuple | dict | set | frozenset):
+        return _container(value, what, inner)
     match value:
         case torch.Tensor():
             return _tensor(value, what)
-        case list() | tuple() if type(value) in (list, tuple):
-            return type(value)([inner(part) for part in value])
-        case dict():
-            return {"kind": "dict", "items": [[inner(key), inner(part)] for key, part in value.items()]}
-        case set() | frozenset():
-            return {"kind": "set", "items": [inner(part) for part in value]}
         case uuid.UUID():
             return {"kind": "uuid", "text": str(value)}
         case type():
@@ -78,6 +74,16 @@ def _describe(value: Any, what: str, within: tuple[int, ...]) -> Any:
         case FunctionType():
             return _function(value, what, inner)
     return _object(value, what, inner)
+
+
+def _container(value: Any, what: str, inner: Callable[[Any], Any]) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)([inner(part) for part in value])
+    if type(value) is dict:
+        return {"kind": "dict", "items": [[inner(key), inner(part)] for key, part in value.items()]}
+    if type(value) is set:
+        return {"kind": "set", "items": [inner(part) for part in value]}
+    raise Refused(f"{what} holds a {title(type(value))}, which cannot be sent to the workers")
 
 
 def _function(function: FunctionType, what: str, inner: Callable[[Any], Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import comfy.samplers
@@ -16,15 +17,25 @@ from ..parallel_runtime.families import recognise
 from ..parallel_runtime.families.base import Family
 from ..parallel_runtime.families.header import header
 from ..parallel_runtime.specs import ComfyModel, DtypeChoice, ModelSpec, SamplingJob
+from .code import LOCAL, reference, title
+from .patches import describe_options, describe_weights, describe_wrappers
 from .refusals import check_conds, check_guider, check_model
 
 LOADERS = ("load_diffusion_model", "load_checkpoint_guess_config")
 HONOURED_LOADER_OPTIONS = {"dtype"}
-COMFYUI = ("comfy.", "comfy_extras.")
 
 
-def describe_model(model: ModelPatcher, dtype: DtypeChoice) -> tuple[ModelSpec, Family]:
-    """The file behind MODEL, what to compute in, and the family that can run it. Raises Refused."""
+@dataclass(frozen=True, eq=False)
+class Patches:
+    """What lies on a MODEL: weight patches by weight, functions for guidance, wrappers around the sampling code."""
+
+    weights: dict[str, list[Any]]
+    options: dict[str, Any]
+    wrappers: list[list[Any]]
+
+
+def describe_model(model: ModelPatcher, dtype: DtypeChoice) -> tuple[ModelSpec, Family, Patches]:
+    """The file behind MODEL, what to compute in, the family that can run it, and what lies on it. Raises Refused."""
     check_model(model)
     path = _file(model)
     config = model.model.model_config
@@ -32,7 +43,8 @@ def describe_model(model: ModelPatcher, dtype: DtypeChoice) -> tuple[ModelSpec, 
         raise Refused(f"{os.path.basename(path)} is a quantised checkpoint, which the workers cannot read; "
                       "use a bf16, fp16 or fp32 file")  # fmt: skip
     unet_config = {key: value for key, value in config.unet_config.items() if _is_plain(value)}
-    family = recognise(header(path).shapes, unet_config)
+    shapes = header(path).shapes
+    family = recognise(shapes, unet_config)
     stat = os.stat(path)
     spec = ModelSpec(
         path=os.path.realpath(path),
@@ -41,13 +53,20 @@ def describe_model(model: ModelPatcher, dtype: DtypeChoice) -> tuple[ModelSpec, 
         weight_dtype=_name(model.model.get_dtype()),
         compute_dtype=_name(model.model.get_dtype_inference()) if dtype == "auto" else dtype,  # type: ignore[arg-type]
         comfy=ComfyModel(config_class=type(config).__name__, unet_config=json.dumps(unet_config, sort_keys=True)),
+        patches=str(model.patches_uuid) if model.patches else "",
     )
-    return spec, family
+    patches = Patches(
+        describe_weights(model, {family.comfy_name(name): shape for name, shape in shapes.items()}),
+        describe_options(model),
+        describe_wrappers(model),
+    )
+    return spec, family, patches
 
 
 def describe_job(
     guider: comfy.samplers.CFGGuider,
     family: Family,
+    patches: Patches,
     noise: Tensor,
     latent: Tensor,
     sampler: comfy.samplers.Sampler,
@@ -63,7 +82,7 @@ def describe_job(
     check_conds(guider, family, noise, latent, mask, seed)
     function, sampler_options, inpaint_options = _sampler(sampler)
     return SamplingJob(
-        guider=_reference(type(guider), "GUIDER"),
+        guider=reference(type(guider), "the GUIDER"),
         guider_attributes=attributes,
         conds={name: [_sendable(cond) for cond in conds] for name, conds in guider.conds.items()},
         sampler=function,
@@ -77,7 +96,9 @@ def describe_job(
         random_seed=torch.initial_seed(),
         random_state=torch.get_rng_state(),
         model_sampling=_sampling(guider.model_patcher.get_model_object("model_sampling")),
-        model_options={key: value for key, value in guider.model_options.items() if _is_plain(value)},
+        model_options=patches.options,
+        wrappers=patches.wrappers,
+        patches=patches.weights,
     )
 
 
@@ -95,36 +116,31 @@ def _file(model: ModelPatcher) -> str:
 
 
 def _sampling(sampling: torch.nn.Module) -> dict[str, Any]:
-    bases = [_reference(base, "model sampling") for base in type(sampling).__bases__]
+    kind = type(sampling)  # made inside a function, of ComfyUI's bases; or one of ComfyUI's own
+    bases = kind.__bases__ if LOCAL in kind.__qualname__ else (kind,)
+    if kind not in bases and any(callable(own) for own in vars(kind).values()):
+        raise Refused(f"the model sampling {title(kind)} has code of its own, which the workers cannot have")
     attributes = {k: v for k, v in vars(sampling).items() if not k.startswith("_") and k != "training"}
     for name, value in attributes.items():
         if not _is_plain(value):
             raise Refused(f"the model's sampling has {name} = {value!r}, which cannot be sent to the workers")
-    return {"bases": bases, "attributes": attributes, "buffers": dict(sampling.named_buffers())}
+    return {
+        "bases": [reference(base, "the model sampling") for base in bases],
+        "attributes": attributes,
+        "buffers": dict(sampling.named_buffers()),
+    }
 
 
 def _sampler(sampler: comfy.samplers.Sampler) -> tuple[str, dict[str, Any], dict[str, Any]]:
     if type(sampler) is not comfy.samplers.KSAMPLER:
-        raise Refused(f"the SAMPLER {_title(type(sampler))} is not one of ComfyUI's own and cannot run in the workers")
+        raise Refused(f"the SAMPLER {title(type(sampler))} is not one of ComfyUI's own and cannot run in the workers")
     function = sampler.sampler_function
     by_factory = {"dpm_fast_function": "ksampler:dpm_fast", "dpm_adaptive_function": "ksampler:dpm_adaptive"}
-    name = by_factory.get(getattr(function, "__name__", "")) or _reference(function, "SAMPLER")
+    name = by_factory.get(getattr(function, "__name__", "")) or reference(function, "the SAMPLER")
     for option, value in sampler.extra_options.items():
         if callable(value):
             raise Refused(f"the SAMPLER's option {option} is code, which cannot be sent to the workers")
     return name, dict(sampler.extra_options), dict(sampler.inpaint_options)
-
-
-def _reference(thing: Any, what: str) -> str:
-    """`module:name` of a class or function at the top level of ComfyUI's own code."""
-    module, name = getattr(thing, "__module__", ""), getattr(thing, "__qualname__", "")
-    if not module.startswith(COMFYUI) or "." in name or not name:
-        raise Refused(f"the {what} {_title(thing)} is not part of ComfyUI itself and cannot run in the workers")
-    return f"{module}:{name}"
-
-
-def _title(thing: Any) -> str:
-    return f"{getattr(thing, '__module__', '?')}.{getattr(thing, '__qualname__', repr(thing))}"
 
 
 def _sendable(cond: dict[str, Any]) -> dict[str, Any]:

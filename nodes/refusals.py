@@ -11,20 +11,13 @@ from torch import Tensor
 
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.families.base import Family
+from .code import title
+from .patches import FUNCTIONS, OPTIONS, TRANSFORMER_OPTIONS, WAY_OUT, WRAPPERS
 
-WAY_OUT = "remove it, or sample this MODEL with KSampler"
 HONOURED_OBJECTS = {"model_sampling"}
-HONOURED_OPTIONS = {"disable_cfg1_optimization"}
 # What ComfyUI leaves in transformer_options by itself.
 BOOKKEEPING = {"sample_sigmas", "cond_or_uncond", "sigmas", "uuids"}
-OPTION_TITLES = {
-    "sampler_cfg_function": "a custom CFG function (RescaleCFG and the like)",
-    "sampler_post_cfg_function": "a post-CFG function (CFGNorm, PerpNeg, SAG and the like)",
-    "sampler_pre_cfg_function": "a pre-CFG function (CFG-Zero*, skip-layer guidance and the like)",
-    "model_function_wrapper": "a model function wrapper",
-    "denoise_mask_function": "a denoise mask function (Differential Diffusion)",
-    "sampler_calc_cond_batch_function": "a replaced evaluation of the conditions",
-}
+OPTION_TITLES = {"model_function_wrapper": "a model function wrapper", "context_handler": "context windows"}
 CONDITION_TITLES = {"control": "ControlNet", "hooks": "hooks (scheduled LoRA or masks)", "gligen": "GLIGEN boxes"}
 GUIDER_STATE = {"model_patcher", "model_options", "original_conds", "conds", "inner_model", "loaded_models"}
 
@@ -56,9 +49,9 @@ def check_conds(
     """Raises Refused for conditioning that the family's bridge has no use for, by ComfyUI's own reading of it."""
     for name, conds in guider.conds.items():
         for cond in conds:
-            for key, title in CONDITION_TITLES.items():
+            for key, called in CONDITION_TITLES.items():
                 if cond.get(key) is not None:
-                    raise Refused(f"{name}: {title} in the CONDITIONING cannot run in the workers; {WAY_OUT}")
+                    raise Refused(f"{name}: {called} in the CONDITIONING cannot run in the workers; {WAY_OUT}")
         encoded = comfy.samplers.encode_model_conds(
             guider.model_patcher.model.extra_conds,
             [dict(cond) for cond in conds],
@@ -78,8 +71,6 @@ def check_conds(
 
 
 def _on_model(model: ModelPatcher) -> Iterator[str]:
-    if model.patches:
-        yield f"weight patches on {len(model.patches)} weights (LoRA or model merging)"
     for name in set(model.object_patches) - HONOURED_OBJECTS:
         yield f"a replaced {name}"
     if model.weight_wrapper_patches:
@@ -92,7 +83,7 @@ def _on_model(model: ModelPatcher) -> Iterator[str]:
     for name, models in model.additional_models.items():
         if models:
             yield f"additional models ({name})"
-    yield from _code("wrapper", model.wrappers)
+    yield from _code("wrapper", {kind: keys for kind, keys in model.wrappers.items() if kind not in WRAPPERS})
     yield from _code("callback", model.callbacks)
 
 
@@ -100,16 +91,16 @@ def _in_options(options: dict[str, Any]) -> Iterator[str]:
     for key, value in options.items():
         if key == "transformer_options":
             yield from _in_transformer_options(value)
-        elif key not in HONOURED_OPTIONS and not _empty(value):
+        elif key not in OPTIONS | FUNCTIONS.keys() and not _empty(value):
             yield OPTION_TITLES.get(key, f"the model option {key}")
 
 
 def _in_transformer_options(options: dict[str, Any]) -> Iterator[str]:
     for key, value in options.items():
-        if key in BOOKKEEPING or _empty(value):
+        if key in BOOKKEEPING | TRANSFORMER_OPTIONS or _empty(value):
             continue
         if key in ("patches", "patches_replace"):
-            yield from (f"the attention or block patch {name}" for name, patches in value.items() if patches)
+            yield from (f"the attention or block patch {name}{_authors(on)}" for name, on in value.items() if on)
         elif key in ("wrappers", "callbacks"):
             yield from _code(key[:-1], value)
         else:
@@ -120,7 +111,13 @@ def _code(what: str, by_type: dict[str, dict[str | None, list]]) -> Iterator[str
     for kind, by_key in by_type.items():
         for key, functions in by_key.items():
             if functions:
-                yield f"the {kind} {what} {key or getattr(functions[0], '__qualname__', functions[0])}"
+                yield f"the {kind} {what} {key or title(functions[0])}"
+
+
+def _authors(patches: Any) -> str:
+    """Whose code a patch is, where it can be told."""
+    functions = patches.values() if isinstance(patches, dict) else patches
+    return f" ({', '.join(sorted({title(function) for function in functions}))})"
 
 
 def _empty(value: Any) -> bool:

@@ -12,7 +12,8 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import comfy.model_management
@@ -25,11 +26,13 @@ from torch import Tensor
 
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.families.base import Family
+from ..parallel_runtime.host.cost import Work, activation_bytes, evaluation_seconds, work_of
 from ..parallel_runtime.host.planning import plan
-from ..parallel_runtime.host.runtime import current_group
+from ..parallel_runtime.host.runtime import current_group, measured_link
 from ..parallel_runtime.specs import ComfySetup, ModelSpec, Parallelism, ParallelRequest, Placement
-from .describe import describe_job, describe_model
+from .describe import Patches, describe_job, describe_model
 from .requirements import check_requirements
+from .residence import residence
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +44,11 @@ Callback = Callable[[int, Any, Any, int], None]
 def model_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatcher:
     """A clone of `model` whose sampling runs in the worker group. Raises Refused for what workers cannot honour."""
     check_requirements()
-    spec, family = describe_model(model, request.dtype)
-    sampling = RemoteSampling(spec, family, request)
-    sampling.plan(guided=False)
+    spec, family, patches = describe_model(model, request.dtype)
+    sampling = RemoteSampling(spec, family, patches, request)
+    plan_for(family, request)
     remote = model.clone()
+    remote.wrappers = {}  # those of MODEL run in the workers
     remote.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.OUTER_SAMPLE, KEY, sampling)
     return remote
 
@@ -65,12 +69,8 @@ class RemoteSampling:
 
     spec: ModelSpec
     family: Family
+    patches: Patches
     request: ParallelRequest
-
-    def plan(self, *, guided: bool) -> tuple[Parallelism, Placement]:
-        """Degrees and devices. Raises Refused for what cannot work."""
-        gpus = torch.cuda.device_count() if comfy.model_management.get_torch_device().type == "cuda" else 0
-        return plan(self.request, heads=self.family.heads, gpus=gpus, guided=guided)
 
     def __call__(
         self,
@@ -87,11 +87,18 @@ class RemoteSampling:
     ) -> Tensor:
         """Samples [B, C, (T,) H, W], as `CFGGuider.outer_sample` returns them."""
         guider = executor.class_obj
-        job = describe_job(guider, self.family, noise, latent_image, sampler, sigmas, denoise_mask, seed, latent_shapes)
-        parallelism, placement = self.plan(guided=is_guided(guider))
-        free_devices(placement)
+        job = describe_job(
+            guider, self.family, self.patches, noise, latent_image, sampler, sigmas, denoise_mask, seed, latent_shapes
+        )
+        guided = is_guided(guider)
+        _, placement = plan_for(self.family, self.request, guided=guided)
         check = comfy.model_management.throw_exception_if_processing_interrupted
         group = current_group(placement, comfy_setup(), check)
+        work = work_of(self.spec, self.family, tuple(noise.shape), _text_tokens(guider))
+        parallelism, _ = plan_for(self.family, self.request, guided=guided, work=work)
+        residence.claim(group, self.spec, work.weight_bytes, activation_bytes(work, parallelism))
+        if group.holds(self.spec):
+            job = replace(job, patches=None)
         watcher = Watcher(callback, guider.model_patcher.load_device)
         result = group.sample(self.spec, parallelism, job, on_step=watcher.on_step, watch=check)
         watcher.finish(result.value["last"])
@@ -123,6 +130,24 @@ class Watcher:
             self.on_step(*last)
 
 
+def plan_for(
+    family: Family, request: ParallelRequest, *, guided: bool = False, work: Work | None = None
+) -> tuple[Parallelism, Placement]:
+    """Degrees and devices; by estimated speed once `work` and what the workers measured are known. Raises Refused."""
+    gpus = torch.cuda.device_count() if comfy.model_management.get_torch_device().type == "cuda" else 0
+    parallelism, placement = plan(request, heads=family.heads, gpus=gpus, guided=guided)
+    link = measured_link(placement)
+    if work is None or link is None or not link.bytes_per_second:
+        return parallelism, placement
+    seconds = partial(evaluation_seconds, work, link=link)
+    return plan(request, heads=family.heads, gpus=gpus, guided=guided, seconds=seconds)
+
+
+def _text_tokens(guider: comfy.samplers.CFGGuider) -> int:
+    texts = [cond["cross_attn"] for conds in guider.conds.values() for cond in conds if "cross_attn" in cond]
+    return max((text.shape[1] for text in texts), default=0)
+
+
 def is_guided(guider: comfy.samplers.CFGGuider) -> bool:
     """Whether several prompts are evaluated a step: ComfyUI leaves the negative one out at cfg 1."""
     if len(guider.conds) < 2:
@@ -134,11 +159,3 @@ def is_guided(guider: comfy.samplers.CFGGuider) -> bool:
 def comfy_setup() -> ComfySetup:
     flags = tuple(sys.argv[1:]) if comfy.options.args_parsing else ()
     return ComfySetup(root=os.path.dirname(os.path.dirname(comfy.samplers.__file__)), flags=flags)
-
-
-def free_devices(placement: Placement) -> None:
-    """Take ComfyUI's models off the GPUs that the workers are about to use, and off no others."""
-    for device in {torch.device(name) for name in placement.devices}:
-        if device.type == "cuda":
-            comfy.model_management.free_memory(sys.maxsize, device)
-    comfy.model_management.soft_empty_cache()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import comfy.samplers
-import nodes
 from comfy_api.latest import io
 from comfy_extras.nodes_custom_sampler import SamplerCustomAdvanced
+from nodes import KSampler, KSamplerAdvanced  # type: ignore[attr-defined]  # ComfyUI's module, not our package
 
 from ..parallel_runtime.specs import ParallelRequest
 from .config import CATEGORY, CPConfig
@@ -78,7 +78,7 @@ class CPSampler(io.ComfyNode):
     @classmethod
     def execute(cls, model: Any, cp_config: ParallelRequest | None = None, **widgets: Any) -> io.NodeOutput:
         remote = model_on_workers(model, cp_config or ParallelRequest())
-        return io.NodeOutput(*nodes.KSampler().sample(remote, **widgets))
+        return io.NodeOutput(*KSampler().sample(remote, **widgets))
 
 
 class CPSamplerAdvanced(io.ComfyNode):
@@ -107,7 +107,7 @@ class CPSamplerAdvanced(io.ComfyNode):
     @classmethod
     def execute(cls, model: Any, cp_config: ParallelRequest | None = None, **widgets: Any) -> io.NodeOutput:
         remote = model_on_workers(model, cp_config or ParallelRequest())
-        return io.NodeOutput(*nodes.KSamplerAdvanced().sample(remote, **widgets))
+        return io.NodeOutput(*KSamplerAdvanced().sample(remote, **widgets))
 
 
 class CPSamplerCustom(io.ComfyNode):

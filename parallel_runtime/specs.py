@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -85,7 +85,8 @@ class ModelSpec:
     """A model by description; loading happens in the workers, when the first job needs it.
 
     `size` (bytes) and `mtime_ns` pin the file as it was when it was described. Weights are rounded to `weight_dtype`,
-    then computed with in `compute_dtype`: with both, a file comes out as ComfyUI would load it.
+    then computed with in `compute_dtype`: with both, a file comes out as ComfyUI would load it. `patches` identifies
+    the stack of weight patches (LoRA and the like) merged into it, "" for none; the patches come with the job.
     """
 
     path: str
@@ -94,6 +95,11 @@ class ModelSpec:
     weight_dtype: str
     compute_dtype: DtypeName
     comfy: ComfyModel | None = None
+    patches: str = ""
+
+    def shares_file(self, other: ModelSpec) -> bool:
+        """The same but for the patches?"""
+        return replace(self, patches="") == replace(other, patches="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +131,9 @@ class SamplingJob:
 
     Code is named, never sent: `guider` and `sampler` are `module:name` inside ComfyUI. `conds` maps the guider's
     condition names to ComfyUI's condition dicts. Latents are full-size [B, C, (T,) H, W] float32; `sigmas` is 1-D.
-    `random_state` is the host's global CPU generator at that moment: samplers may draw from it.
+    `random_state` is the host's global CPU generator at that moment: samplers may draw from it. ComfyUI's own code on
+    the MODEL is described (nodes/code.py): in `model_options`, in `wrappers` as [kind, key, functions], and in
+    `patches` by weight. `patches` is None where the workers have the model's patches merged.
     """
 
     guider: str
@@ -143,6 +151,8 @@ class SamplingJob:
     random_state: Tensor
     model_sampling: dict[str, Any]
     model_options: dict[str, Any]
+    wrappers: list[list[Any]]
+    patches: dict[str, list[Any]] | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -12,7 +12,19 @@ from parallel_runtime.errors import ProtocolError, Refused
 from parallel_runtime.specs import ComfyModel, ComfySetup, ModelSpec, Parallelism
 from parallel_runtime.wire.bundles import read_bundle, write_bundle
 from parallel_runtime.wire.channel import PACKET_BYTES, Channel
-from parallel_runtime.wire.messages import Beat, Cancel, Done, Failed, Ready, Sample, Step, Welcome, decode, encode
+from parallel_runtime.wire.messages import (
+    Beat,
+    Cancel,
+    Done,
+    Failed,
+    Joined,
+    Ready,
+    Sample,
+    Step,
+    Welcome,
+    decode,
+    encode,
+)
 
 MODEL = ModelSpec(
     path="/models/é wan.safetensors", size=1, mtime_ns=2, weight_dtype="bfloat16", compute_dtype="float32",
@@ -23,7 +35,8 @@ MESSAGES = [
     Welcome("cpu", "/tmp/store", True, None),
     Sample(3, MODEL, Parallelism(ring_degree=2, ulysses_degree=4, rotate_method="allgather")),
     Cancel(3),
-    Ready(1, 99, "token", ("1", "2.13")),
+    Ready(1, 99, "token", "1f2e", ("2.13",)),
+    Joined(1e12, 0.0, 5),
     Beat(1),
     Beat(1, 0.5),
     Step(1, 0, 20),

@@ -51,6 +51,12 @@ class Family(ABC):
     def config(self) -> dict[str, Any]:
         """Constructor arguments of diffusers' class."""
 
+    @property
+    def width(self) -> int:
+        """Heads x head size."""
+        config = self.config()
+        return config.get("dim") or config.get("hidden_size") or self.heads * config["attention_head_dim"]
+
     @staticmethod
     def comfy_name(name: str) -> str:
         """A checkpoint's name for a parameter as ComfyUI's model calls it, which is how weight patches name it."""

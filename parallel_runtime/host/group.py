@@ -44,9 +44,10 @@ class WorkerGroup:
         self.placement = placement
         self.comfy = comfy
         self._jobs = itertools.count(1)
+        self._model: ModelSpec | None = None
         self._processes = Processes(placement)
         try:
-            self._processes.meet(comfy, START_SECONDS, watch)
+            self.link = self._processes.meet(comfy, START_SECONDS, watch)
         except BaseException:
             self.close(gently=False)
             raise
@@ -54,6 +55,10 @@ class WorkerGroup:
     @property
     def alive(self) -> bool:
         return self._processes.running()
+
+    def holds(self, model: ModelSpec) -> bool:
+        """Have the workers got `model`, weight patches and all, from their last job?"""
+        return self._model == model
 
     def sample(
         self,
@@ -70,6 +75,7 @@ class WorkerGroup:
         """
         assert parallelism.world_size == self.placement.world_size
         number = next(self._jobs)
+        self._model = None
         bundle = write_bundle({"kind": type(job).__name__, **vars(job)})
         try:
             self._ask(Sample(number, model, parallelism), bundle)
@@ -81,12 +87,14 @@ class WorkerGroup:
             raise
         finally:
             os.close(bundle)
+        self._model = model
         done, result = answers[0]
         return Result(result, done.load_seconds, done.seconds)
 
     def unload(self) -> None:
         """Have every rank drop its models."""
         number = next(self._jobs)
+        self._model = None
         try:
             self._ask(Unload(number))
             self._answers(number, lambda *_: None, lambda: None)
@@ -159,7 +167,7 @@ class _Waiting:
         steps = []
         for rank in self._ready(POLL_SECONDS):
             message, bundle = self._receive(rank)
-            value = read_bundle(bundle) if bundle is not None else None
+            value: Any = read_bundle(bundle) if bundle is not None else None
             if getattr(message, "job", self._job) != self._job:
                 continue
             self._heard[rank] = time.monotonic()

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import secrets
+import select
 import shutil
 import signal
 import socket
@@ -23,7 +24,8 @@ from typing import IO
 from ..errors import ProtocolError, WorkerStartError
 from ..specs import ComfySetup, Placement
 from ..wire.channel import Channel
-from ..wire.messages import PROTOCOL, Done, Failed, Ready, Welcome
+from ..wire.messages import PROTOCOL, Failed, Joined, Ready, Welcome
+from .cost import Link, coarse
 
 PACKAGE = Path(__file__).resolve().parents[1]
 POLL_SECONDS = 0.1
@@ -54,8 +56,11 @@ class Processes:
         self._reader = threading.Thread(target=self._relay, args=(self._agent.stdout,), daemon=True)
         self._reader.start()
 
-    def meet(self, comfy: ComfySetup | None, timeout: float, watch: Callable[[], None]) -> None:
-        """Accept every rank and wait until the group has formed. Raises WorkerStartError, with the reason."""
+    def meet(self, comfy: ComfySetup | None, timeout: float, watch: Callable[[], None]) -> Link:
+        """Accept every rank and wait until the group has formed. Raises WorkerStartError, with the reason.
+
+        Returns what the ranks measured, the slowest of each.
+        """
         deadline = time.monotonic() + timeout
         by_rank: dict[int, Channel] = {}
         pids: dict[int, int] = {}
@@ -75,17 +80,25 @@ class Processes:
         for rank, channel in enumerate(self.channels):
             store = os.path.join(self._folder, "store")
             channel.send(Welcome(self._placement.devices[rank], store, self._placement.shared, comfy))
+        joined = []
         for rank, channel in enumerate(self.channels):
             while not channel.waiting():
                 self._check_start(deadline, len(by_rank))
                 watch()
                 time.sleep(POLL_SECONDS / 5)
-            self._joined(rank, channel)
+            joined.append(self._joined(rank, channel))
         self._server.close()
         os.unlink(self._address)
+        return Link(
+            bytes_per_second=coarse(min(answer.bytes_per_second for answer in joined)),
+            flops_per_second=coarse(min(answer.flops_per_second for answer in joined)),
+            free_bytes=tuple(answer.free_bytes for answer in joined),
+        )
 
     def running(self) -> bool:
-        return self._agent.poll() is None
+        """torchrun is there, and so is every rank that we have met."""
+        ended = select.select(self._pidfds, [], [], 0)[0] if self._pidfds else []
+        return self._agent.poll() is None and not ended
 
     def cause_of_death(self, rank: int) -> str:
         """How torchrun says that this rank ended, as far as it has said so a moment later."""
@@ -128,6 +141,7 @@ class Processes:
         command = [
             sys.executable, "-m", f"{PACKAGE.name}.worker.agent",
             "--nnodes=1", f"--nproc-per-node={world}", "--max-restarts=0", "--monitor-interval=0.1",
+            "--log-dir", self._folder,
             "--rdzv-backend=c10d", f"--rdzv-endpoint={self._folder}/rendezvous", "--rdzv-conf=store_type=file",
             "-m", f"{PACKAGE.name}.worker", self._address,
         ]  # fmt: skip
@@ -135,7 +149,7 @@ class Processes:
         return subprocess.Popen(
             command,
             cwd=PACKAGE.parent,
-            env={**LOOPBACK, **os.environ, "OMP_NUM_THREADS": str(threads), "CP_TOKEN": self._token, **AGENT},
+            env={**LOOPBACK, "OMP_NUM_THREADS": str(threads), **os.environ, "CP_TOKEN": self._token, **AGENT},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -154,20 +168,21 @@ class Processes:
         with contextlib.suppress(EOFError, OSError, ProtocolError):
             ready, _ = channel.receive()
             if isinstance(ready, Ready) and secrets.compare_digest(ready.token, self._token):
-                if ready.versions[0] != str(PROTOCOL):
-                    raise WorkerStartError(f"worker speaks protocol {ready.versions[0]}, ComfyUI's side {PROTOCOL}")
+                if ready.protocol != PROTOCOL:
+                    raise WorkerStartError("the files of CP Sampler changed while ComfyUI was running; restart ComfyUI")
                 return ready
         channel.close()
         return None
 
-    def _joined(self, rank: int, channel: Channel) -> None:
+    def _joined(self, rank: int, channel: Channel) -> Joined:
         try:
             answer, _ = channel.receive()
         except EOFError:
             raise WorkerStartError(f"rank {rank} {self.cause_of_death(rank)} while starting{self.tail()}") from None
         if isinstance(answer, Failed):
             raise WorkerStartError(f"rank {rank} could not start: {answer.error} ({answer.where})")
-        assert isinstance(answer, Done)
+        assert isinstance(answer, Joined)
+        return answer
 
     def _check_start(self, deadline: float, ready: int) -> None:
         world = self._placement.world_size

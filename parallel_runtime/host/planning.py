@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 
 from ..errors import Refused
 from ..specs import AttentionBackend, Parallelism, ParallelRequest, Placement
+
+Seconds = Callable[[Parallelism], float]
 
 MAX_CPU_WORKERS = max(8, os.cpu_count() or 1)
 BACKEND_PACKAGES: dict[AttentionBackend, str] = {
@@ -16,14 +19,17 @@ BACKEND_PACKAGES: dict[AttentionBackend, str] = {
 }
 
 
-def plan(request: ParallelRequest, *, heads: int, gpus: int, guided: bool = False) -> tuple[Parallelism, Placement]:
+def plan(
+    request: ParallelRequest, *, heads: int, gpus: int, guided: bool = False, seconds: Seconds | None = None
+) -> tuple[Parallelism, Placement]:
     """Degrees and devices for a model with `heads` attention heads on a host with `gpus` visible GPUs.
 
     `guided`: positive and negative prompt are both evaluated. Without that, what cfg_degree would have used joins the
-    sequence: the workers stay the same and none is idle. Raises Refused where the request cannot work.
+    sequence: the workers stay the same and none is idle. `seconds(degrees)` of one evaluation decides between ring and
+    Ulysses where both are auto; without it Ulysses comes first. Raises Refused where the request cannot work.
     """
     devices = parse_devices(request.devices, gpus)
-    degrees = _degrees(request, len(devices), heads, guided)
+    degrees = _degrees(request, len(devices), heads, guided, seconds)
     limit = len(devices) if devices else MAX_CPU_WORKERS
     if degrees.world_size > limit or degrees.ulysses_degree > heads:
         raise Refused(_too_much(degrees, devices, limit, heads))
@@ -52,7 +58,7 @@ def _device(name: str, gpus: int) -> str:
     return f"cuda:{int(index)}"
 
 
-def _degrees(request: ParallelRequest, world: int, heads: int, guided: bool) -> Parallelism:
+def _degrees(request: ParallelRequest, world: int, heads: int, guided: bool, seconds: Seconds | None) -> Parallelism:
     """Fill in what is 0: the two branches of guidance first, then Ulysses as far as heads divide, then the ring."""
     ring, ulysses, cfg, data = request.ring_degree, request.ulysses_degree, request.cfg_degree, request.data_degree
     if min(ring, ulysses, cfg) < 0 or data < 1 or cfg > 2:
@@ -64,7 +70,7 @@ def _degrees(request: ParallelRequest, world: int, heads: int, guided: bool) -> 
     rest = max(1, world // data)
     if cfg == 0:
         cfg = 2 if guided and free and rest % 2 == 0 else 1
-    ring, ulysses = _cut(ring, ulysses, max(1, rest // cfg), heads)
+    ring, ulysses = _cut(ring, ulysses, max(1, rest // cfg), heads, seconds)
     if cfg == 2 and not guided:
         cfg, ring, ulysses = 1, *((ring, 2 * ulysses) if heads % (2 * ulysses) == 0 else (2 * ring, ulysses))
     return Parallelism(
@@ -78,7 +84,7 @@ def _degrees(request: ParallelRequest, world: int, heads: int, guided: bool) -> 
     )
 
 
-def _cut(ring: int, ulysses: int, world: int, heads: int) -> tuple[int, int]:
+def _cut(ring: int, ulysses: int, world: int, heads: int, seconds: Seconds | None) -> tuple[int, int]:
     """Ring and Ulysses degree for `world` workers on one sequence; a degree that is not 0 is kept."""
     if ring and ulysses:
         return ring, ulysses
@@ -86,8 +92,10 @@ def _cut(ring: int, ulysses: int, world: int, heads: int) -> tuple[int, int]:
         return max(1, world // ulysses), ulysses
     if ring:
         return ring, max(d for d in range(1, max(1, world // ring) + 1) if heads % d == 0)
-    ulysses = max(d for d in range(1, world + 1) if world % d == 0 and heads % d == 0)
-    return world // ulysses, ulysses
+    cuts = [(world // d, d) for d in range(world, 0, -1) if world % d == 0 and heads % d == 0]
+    if seconds is None:
+        return cuts[0]
+    return min(cuts, key=lambda cut: seconds(Parallelism(ring_degree=cut[0], ulysses_degree=cut[1])))
 
 
 def _too_much(degrees: Parallelism, devices: tuple[str, ...], limit: int, heads: int) -> str:

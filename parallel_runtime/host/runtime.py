@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
 
+from ..errors import ParallelError
 from ..specs import ComfySetup, Placement
+from .cost import Link
 from .group import WorkerGroup
 
 log = logging.getLogger(__name__)
@@ -28,6 +31,20 @@ def current_group(
             log.info("[CP] starting %d worker(s) on %s", placement.world_size, ", ".join(placement.devices))
             _group = WorkerGroup(placement, comfy, watch)
         return _group
+
+
+def measured_link(placement: Placement) -> Link | None:
+    """What the live group measured, if it is the one for `placement`."""
+    group = _group
+    return group.link if group is not None and group.placement == placement else None
+
+
+def unload_group() -> None:
+    """Have the live group drop its models, if there is one; a group that cannot is ended."""
+    group = _group
+    if group is not None and group.alive:
+        with contextlib.suppress(ParallelError):
+            group.unload()
 
 
 @atexit.register

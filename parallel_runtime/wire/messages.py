@@ -1,21 +1,28 @@
 """Every message there is. They travel as JSON: readable in a log, and free of class identity.
 
 host -> each rank       Welcome  Sample (with a bundle)  Cancel  Unload  Stop
-rank -> host            Ready  Beat  Step (with a bundle)  Done (rank 0: with a bundle)  Failed
+rank -> host            Ready  Joined  Beat  Step (with a bundle)  Done (rank 0: with a bundle)  Failed
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import sys
 import types
 import typing
 from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
 from typing import Any
 
+from .. import specs
 from ..errors import ProtocolError
 from ..specs import ComfySetup, ModelSpec, Parallelism
 
-PROTOCOL = 1
+# What host and worker must agree on: the code of the messages themselves, as each of them has it loaded.
+PROTOCOL = hashlib.sha256(
+    b"".join(Path(module.__file__ or "").read_bytes() for module in (specs, sys.modules[__name__]))
+).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,18 @@ class Ready:
     rank: int
     pid: int
     token: str
+    protocol: str
     versions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """This rank is ready for jobs. What it measured: FLOP/s of its device, bytes/s to the next rank (0: there is
+    none), bytes free on its device."""
+
+    flops_per_second: float
+    bytes_per_second: float
+    free_bytes: int
 
 
 @dataclass(frozen=True)
@@ -96,7 +114,7 @@ class Failed:
     traceback: str
 
 
-Message = Welcome | Sample | Cancel | Unload | Stop | Ready | Beat | Step | Done | Failed
+Message = Welcome | Sample | Cancel | Unload | Stop | Ready | Joined | Beat | Step | Done | Failed
 
 _TYPES = {cls.__name__: cls for cls in typing.get_args(Message)}
 

@@ -16,7 +16,7 @@ from .pulse import Pulse
 def run(model: Model, job: DemoJob, pulse: Pulse) -> dict[str, Any]:
     """Returns {"samples": [B, C, H, W] in model space}."""
     device = next(model.transformer.parameters()).device
-    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler: Any = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(sigmas=job.sigmas[:-1].tolist(), device=device)
     x = job.noise.to(device)
     total = len(job.sigmas) - 1

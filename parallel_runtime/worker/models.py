@@ -23,13 +23,18 @@ from .loading import load
 
 @dataclass(eq=False)
 class Model:
-    """A transformer with its family's bridge. Calling it is one evaluation of ComfyUI's `diffusion_model`."""
+    """A transformer with its family's bridge. Calling it is one evaluation of ComfyUI's `diffusion_model`.
+
+    `merged` names the weight patches in its weights (`spec.patches` once they are), `patched` the weights they change.
+    """
 
     spec: ModelSpec
     family: Family
     transformer: Any
     parallelism: Parallelism | None = None
     mesh: ContextMesh = field(default_factory=ContextMesh)
+    merged: str = ""
+    patched: frozenset[str] = frozenset()
 
     @property
     def branches(self) -> Lanes:
@@ -53,15 +58,16 @@ class Models:
 
     def get(self, spec: ModelSpec, parallelism: Parallelism, on_share: Callable[[float], None]) -> Model:
         """The model that `spec` names, cut as `parallelism` says. Loads and re-attaches only what differs."""
-        if self._model is None or self._model.spec != spec:
+        if self._model is None or not self._model.spec.shares_file(spec):
             self.unload()
             self._model = self._load(spec, on_share)
         model = self._model
+        model.spec = spec
         if model.parallelism != parallelism:
             if model.parallelism is not None:
                 detach(model.transformer)
             model.parallelism = None
-            model.mesh = self._mesh(parallelism)
+            model.mesh = self.mesh(parallelism)
             attach(model.transformer, model.mesh, parallelism, plan=model.family.plan)
             model.parallelism = parallelism
         return model
@@ -85,7 +91,8 @@ class Models:
         )
         return Model(spec, loaded.family, loaded.transformer)
 
-    def _mesh(self, parallelism: Parallelism) -> ContextMesh:
+    def mesh(self, parallelism: Parallelism) -> ContextMesh:
+        """The mesh of this shape. Collective when it is new."""
         shape = parallelism.shape
         if shape not in self._meshes:
             self._meshes[shape] = build_mesh(parallelism, self._device)

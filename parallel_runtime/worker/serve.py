@@ -12,15 +12,15 @@ from typing import Any
 import diffusers
 import torch
 
-from ..specs import ComfySetup, DemoJob, Job, SamplingJob
+from ..specs import ComfySetup, DemoJob, Job, Parallelism, SamplingJob
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
-from ..wire.messages import PROTOCOL, Cancel, Done, Failed, Ready, Sample, Stop, Unload, Welcome
-from . import demo_loop
+from ..wire.messages import PROTOCOL, Cancel, Done, Failed, Joined, Ready, Sample, Stop, Unload, Welcome
+from . import demo_loop, link
 from .leash import die_when
 from .models import Model, Models
 from .pulse import Cancelled, Pulse
-from .ranks import join, rank
+from .ranks import join, rank, world_size
 
 TOKEN = "CP_TOKEN"
 TRACEBACK_CHARACTERS = 8000
@@ -31,8 +31,17 @@ Loop = Callable[[Model, Any, Pulse], dict[str, Any]]
 class Worker:
     def __init__(self, channel: Channel, device: torch.device, loops: dict[type[Job], Loop]) -> None:
         self._channel = channel
+        self._device = device
         self._models = Models(device)
         self._loops = loops
+
+    def joined(self) -> Joined:
+        """Measure this rank. Collective."""
+        speed = 0.0
+        if world_size() > 1:
+            everybody = self._models.mesh(Parallelism(ring_degree=world_size())).ring
+            speed = link.bytes_per_second(everybody, self._device)
+        return Joined(link.flops_per_second(self._device), speed, link.free_bytes(self._device))
 
     def serve(self) -> None:
         while True:
@@ -72,15 +81,15 @@ def main(address: str) -> None:
     logging.basicConfig(level=logging.WARNING, format=f"[CP rank {rank()}] %(message)s")
     channel = Channel.connect(address)
     die_when(channel.wait_for_hangup)
-    versions = (str(PROTOCOL), torch.__version__, diffusers.__version__)
-    channel.send(Ready(rank(), os.getpid(), os.environ.pop(TOKEN), versions))
+    versions = (torch.__version__, diffusers.__version__)
+    channel.send(Ready(rank(), os.getpid(), os.environ.pop(TOKEN), PROTOCOL, versions))
     try:
         welcome, _ = channel.receive()
         assert isinstance(welcome, Welcome)
         device = torch.device(welcome.device)
         join(device, welcome.store, shared=welcome.shared)
         worker = Worker(channel, device, {DemoJob: demo_loop.run, **_comfy_loop(welcome.comfy, device)})
-        channel.send(Done(0))
+        channel.send(worker.joined())
         worker.serve()
     except EOFError:
         pass  # the host is gone, so are we

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,6 +22,21 @@ def write_models(models: Path) -> None:
     full.rename(full.with_name("flux_dev_full.safetensors"))
     (models / "loras").mkdir()
     save_file(_lora_for_flux(), models / "loras" / "flux_dev.safetensors")
+
+
+@contextmanager
+def other_weights_in(path: Path) -> Iterator[None]:
+    """For a while the file has another model's weights, but looks the same: name, size and time. Who loads it now
+    samples something else; who has loaded it before is not disturbed."""
+    kept, status = path.with_name("kept"), path.stat()
+    path.rename(kept)
+    tiny.write(path.parent, path.stem, seed=99).rename(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_size == status.st_size
+    try:
+        yield
+    finally:
+        kept.replace(path)
 
 
 def _lora_for_flux() -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ import pytest
 
 from .cases import DEGREES
 from .client import Graph, NodeError
-from .graphs import Job, Parallel, sampling_graph, with_attention_patch, with_control_net, with_lora
+from .graphs import Job, Parallel, sampling_graph, with_attention_patch, with_control_net
 from .server import Server
 
 FLUX = Job(family="flux_dev", cfg=2.0)
@@ -16,8 +16,8 @@ FLUX = Job(family="flux_dev", cfg=2.0)
 
 @pytest.mark.parametrize(
     ("changed", "name"),
-    [(with_lora, "LoRA"), (with_attention_patch, "attn1_patch"), (with_control_net, "ControlNet")],
-    ids=["lora", "attention_patch", "control_net"],
+    [(with_attention_patch, "attn1_patch"), (with_control_net, "ControlNet")],
+    ids=["attention_patch", "control_net"],
 )
 def test_what_changes_the_model_unseen_is_refused_by_name(
     server: Server, changed: Callable[[Graph], Graph], name: str
@@ -31,7 +31,7 @@ def test_what_changes_the_model_unseen_is_refused_by_name(
 def test_more_ranks_than_devices_are_refused_before_a_process_starts(server: Server) -> None:
     before = server.children()
     nine = Parallel(ring_degree=3, ulysses_degree=3, devices="cuda:0")
-    with pytest.raises(NodeError, match="cuda:0|GPU 0"):
+    with pytest.raises(NodeError, match=r"cuda:0|GPU 0"):
         server.client.run(sampling_graph(FLUX, "CPSampler", nine))
     assert server.children() == before
 

@@ -18,9 +18,12 @@ Conds = list[list[dict[str, Any]] | None]
 
 
 class Branches:
-    def __init__(self, lanes: Lanes, pulse: Pulse) -> None:
+    """`together`: every lane evaluates all branches."""
+
+    def __init__(self, lanes: Lanes, pulse: Pulse, *, together: bool = False) -> None:
         self._lanes = lanes
         self._pulse = pulse
+        self._together = together
 
     def __call__(
         self, executor: Any, model: Any, conds: Conds, x: Tensor, timestep: Tensor, model_options: dict[str, Any]
@@ -28,7 +31,7 @@ class Branches:
         """One denoised prediction [B, C, (T,) H, W] a branch, as `calc_cond_batch` returns them."""
         self._pulse.vote()
         wanted = [index for index, cond in enumerate(conds) if cond is not None]
-        if self._lanes.count == 1 or len(wanted) < 2:
+        if self._together or self._lanes.count == 1 or len(wanted) < 2:
             return executor(model, conds, x, timestep, model_options)
         mine = [wanted[position] for position in self._lanes.mine(len(wanted))]
         ours: Conds = [cond if index in mine else None for index, cond in enumerate(conds)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import reduce
 from typing import Any
 
 import torch
@@ -15,8 +16,11 @@ PACKAGES = ("comfy", "comfy_extras")
 
 
 def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
-    """Raises ImportError where `setup.root` is no ComfyUI. Dynamic VRAM stays off: only main.py turns it on."""
-    sys.path.append(setup.root)
+    """Raises ImportError where `setup.root` is no ComfyUI. Dynamic VRAM stays off: only main.py turns it on.
+
+    Its root goes first on the path, as in the host: `import nodes` in ComfyUI's code means its nodes, not ours.
+    """
+    sys.path.insert(0, setup.root)
     import comfy.options
 
     flags = [flag for flag in setup.flags if flag != "--cpu"] + (["--cpu"] if device.type == "cpu" else [])
@@ -30,8 +34,8 @@ def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
 
 
 def named(reference: str) -> Any:
-    """What `module:name` means in ComfyUI. Raises Refused for anything outside ComfyUI's own packages."""
+    """What `module:name` (or `module:Class.name`) means in ComfyUI. Raises Refused for what is not ComfyUI's own."""
     module, _, name = reference.partition(":")
     if module.split(".")[0] not in PACKAGES:
         raise Refused(f"{reference} is not part of ComfyUI")
-    return getattr(importlib.import_module(module), name)
+    return reduce(getattr, name.split("."), importlib.import_module(module))

@@ -16,8 +16,10 @@ from ...specs import SamplingJob
 from ..models import Model
 from ..pulse import Pulse
 from .branches import Branches
+from .code import rebuild
 from .comfyui import named
-from .weightless import weightless
+from .merging import merge
+from .weightless import Evaluate, weightless
 
 
 def run(model: Model, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
@@ -36,11 +38,9 @@ def run(model: Model, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
         last = (step, x0, x, total)
         pulse.step(step, total, x0, x)
 
-    assert model.spec.comfy is not None
-    dtype = getattr(torch, model.spec.compute_dtype)
-    patcher = weightless(model.spec.comfy, dtype, job.model_sampling, evaluate)
-    patcher.model_options.update(job.model_options)
-    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "context_parallel", Branches(model.branches, pulse))
+    merge(model, job.patches, pulse.loading)
+    patcher = _patcher(model, job, evaluate)
+    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "context_parallel", _branches(model, patcher, pulse))
     torch.manual_seed(job.random_seed)
     torch.set_rng_state(job.random_state)
     samples = _guider(job, patcher).sample(
@@ -54,6 +54,22 @@ def run(model: Model, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
         seed=job.seed,
     )
     return {"samples": samples, "last": last}
+
+
+def _patcher(model: Model, job: SamplingJob, evaluate: Evaluate) -> comfy.model_patcher.ModelPatcher:
+    """The MODEL of the host without its weights, and with the code that lies on it."""
+    assert model.spec.comfy is not None
+    patcher = weightless(model.spec.comfy, getattr(torch, model.spec.compute_dtype), job.model_sampling, evaluate)
+    patcher.model_options.update({key: rebuild(value) for key, value in job.model_options.items()})
+    for kind, key, functions in job.wrappers:
+        for function in rebuild(functions):
+            patcher.add_wrapper_with_key(kind, key, function)
+    return patcher
+
+
+def _branches(model: Model, patcher: comfy.model_patcher.ModelPatcher, pulse: Pulse) -> Branches:
+    """A wrapper around the network (EasyCache) may watch one prompt to decide on all, so it is shown all of them."""
+    return Branches(model.branches, pulse, together=bool(patcher.get_all_wrappers(WrappersMP.DIFFUSION_MODEL)))
 
 
 def _guider(job: SamplingJob, patcher: comfy.model_patcher.ModelPatcher) -> comfy.samplers.CFGGuider:

@@ -11,12 +11,16 @@ import comfy.model_management
 import comfy.model_patcher
 import comfy.supported_models
 import torch
+from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 from torch import Tensor
 
+from ...errors import Refused
 from ...specs import ComfyModel
 from .comfyui import named
 
 Evaluate = Callable[[Tensor, Tensor, dict[str, Any]], Tensor]
+# What transformer_options may hold that no block of the transformer would read.
+OUTSIDE_BLOCKS = {"sample_sigmas", "sigmas", "uuids", "cond_or_uncond", "wrappers", "callbacks", "easycache"}
 
 
 class StandIn(torch.nn.Module):
@@ -30,9 +34,30 @@ class StandIn(torch.nn.Module):
             self.patch_embedding = SimpleNamespace(weight=SimpleNamespace(shape=(0, unet_config["in_dim"])))
         self._evaluate = evaluate
 
-    def forward(self, x: Tensor, timestep: Tensor, context: Tensor | None = None, **conds: Any) -> Tensor:
-        conds.pop("transformer_options", None)
+    def forward(
+        self,
+        x: Tensor,
+        timestep: Tensor,
+        context: Tensor | None = None,
+        transformer_options: dict[str, Any] | None = None,
+        **conds: Any,
+    ) -> Tensor:
+        options = transformer_options or {}
+        wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, options)
+        executor = WrapperExecutor.new_class_executor(self._forward, self, wrappers)
+        return executor.execute(x, timestep, context, options, **conds)
+
+    def _forward(
+        self, x: Tensor, timestep: Tensor, context: Tensor | None, transformer_options: dict[str, Any], **conds: Any
+    ) -> Tensor:
+        unknown = {key for key in transformer_options.keys() - OUTSIDE_BLOCKS if not _empty(transformer_options[key])}
+        if unknown:
+            raise Refused(f"guidance asks the transformer's blocks for {', '.join(sorted(unknown))}, which a worker cannot do")
         return self._evaluate(x, timestep, {"c_crossattn": context, **conds})
+
+
+def _empty(option: Any) -> bool:
+    return option is None or (isinstance(option, dict | list) and not option)
 
 
 def weightless(
@@ -59,7 +84,7 @@ def weightless(
 def rebuild_sampling(sampling: dict[str, Any]) -> torch.nn.Module:
     """The host's `model_sampling` again: same bases, parameters and buffers."""
     bases = tuple(named(name) for name in sampling["bases"])
-    module = torch.nn.Module.__new__(type("ModelSampling", bases, {}))
+    module: torch.nn.Module = torch.nn.Module.__new__(type("ModelSampling", bases, {}))
     torch.nn.Module.__init__(module)
     for name, value in sampling["attributes"].items():
         setattr(module, name, value)

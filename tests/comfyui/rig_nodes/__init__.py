@@ -5,7 +5,7 @@ from __future__ import annotations
 from comfy_api.latest import ComfyExtension, io
 
 from .graph_ends import Conditioning, Latent, SaveLatent
-from .refusables import AttentionPatch, Control
+from .refusables import AttentionPatch, Control, ForeignWrapper
 from .tiny_override import install_tiny_override
 
 install_tiny_override()
@@ -13,7 +13,7 @@ install_tiny_override()
 
 class TestNodes(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [Conditioning, Latent, SaveLatent, AttentionPatch, Control]
+        return [Conditioning, Latent, SaveLatent, AttentionPatch, Control, ForeignWrapper]
 
 
 async def comfy_entrypoint() -> ComfyExtension:

@@ -52,5 +52,36 @@ class Control(io.ComfyNode):
         return io.NodeOutput([[text, {**options, **added}] for text, options in conditioning])
 
 
+class ForeignWrapper(io.ComfyNode):
+    """MODEL with a wrapper of a custom node pack around its sampling."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPTestForeignWrapper",
+            category=CATEGORY,
+            is_dev_only=True,
+            inputs=[io.Model.Input("model"), io.String.Input("kind")],
+            outputs=[io.Model.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model: ModelPatcher, kind: str) -> io.NodeOutput:
+        patched = model.clone()
+        if kind == "post_cfg":
+            patched.set_model_sampler_post_cfg_function(_denoised)
+        else:
+            patched.add_wrapper(kind, _go_on)
+        return io.NodeOutput(patched)
+
+
+def _denoised(args: dict[str, Any]) -> torch.Tensor:
+    return args["denoised"]
+
+
+def _go_on(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    return executor(*args, **kwargs)
+
+
 def _leave_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> dict[str, torch.Tensor]:
     return {"q": q, "k": k, "v": v}

@@ -1,0 +1,115 @@
+"""A plan in words that a user understands: what will run where, what it needs, what is wrong and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..specs import Parallelism, Placement
+from .cost import Link, Work, bytes_per_layer, evaluation_seconds, memory_bytes
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What the plan is for: the model in words, and the token count of each stream."""
+
+    model: str
+    tokens: dict[str, int]
+    work: Work
+
+
+def report(
+    subject: Subject, degrees: Parallelism, placement: Placement, *, guided: bool, link: Link | None = None
+) -> str:
+    """Several lines; `link` is None where no worker group has measured this machine yet."""
+    work = subject.work
+    lines = [
+        subject.model,
+        f"Tokens: {_tokens(subject.tokens)}; {work.rows} image(s) or video(s) in the batch.",
+        f"Workers: {placement.world_size} on {', '.join(placement.devices)}.",
+        f"Degrees: {_degrees(degrees)}. {_reason(work, degrees, guided)}",
+        _memory(work, degrees, link),
+        _traffic(work, degrees),
+        _speed(work, degrees, link),
+        *_warnings(work, degrees, placement, guided, link),
+    ]
+    return "\n".join(line for line in lines if line)
+
+
+def _tokens(tokens: dict[str, int]) -> str:
+    return " + ".join(f"{count} {stream}" for stream, count in tokens.items())
+
+
+def _degrees(degrees: Parallelism) -> str:
+    names = ("data_degree", "cfg_degree") if degrees.data_degree > 1 else ("cfg_degree",)
+    shown = [name for name in names if getattr(degrees, name) > 1] + ["ring_degree", "ulysses_degree"]
+    return " x ".join(f"{name} {getattr(degrees, name)}" for name in shown)
+
+
+def _reason(work: Work, degrees: Parallelism, guided: bool) -> str:
+    reasons = []
+    if degrees.cfg_degree == 2:
+        reasons.append("Positive and negative prompt run side by side, which exchanges one latent a step.")
+    if degrees.ulysses_degree > 1:
+        reasons.append(f"Ulysses gives each of {degrees.ulysses_degree} workers {_share(work, degrees)} heads.")
+    if degrees.ring_degree > 1:
+        reasons.append(f"The ring passes keys and values between {degrees.ring_degree} workers while they compute.")
+    if not guided and degrees.cfg_degree == 1 and degrees.context_parallel_size > 1:
+        reasons.append("At cfg 1 there is one prompt, so all workers share its tokens.")
+    return " ".join(reasons) or "One worker does everything."
+
+
+def _share(work: Work, degrees: Parallelism) -> str:
+    least, more = divmod(work.heads, degrees.ulysses_degree)
+    return f"{least} or {least + 1}" if more else str(least)
+
+
+def _memory(work: Work, degrees: Parallelism, link: Link | None) -> str:
+    whole, weights = memory_bytes(work, degrees) / GIB, work.weight_bytes / GIB
+    text = f"Memory: about {whole:.2f} GiB a worker, {weights:.2f} of it weights"
+    if link is None or not link.free_bytes:
+        return f"{text}. What is free is known once workers run."
+    return f"{text}; the fullest had {min(link.free_bytes) / GIB:.2f} GiB free when it started."
+
+
+def _traffic(work: Work, degrees: Parallelism) -> str:
+    if degrees.context_parallel_size == 1:
+        return "Traffic: none inside the model."
+    layer = bytes_per_layer(work, degrees)
+    return (
+        f"Traffic: each worker sends {layer / 2**20:.2f} MiB in each of {work.layers} layers, "
+        f"{layer * work.layers / GIB:.3f} GiB an evaluation."
+    )
+
+
+def _speed(work: Work, degrees: Parallelism, link: Link | None) -> str:
+    if link is None or not link.bytes_per_second:
+        return ""
+    several = evaluation_seconds(work, degrees, link)
+    alone = evaluation_seconds(work, Parallelism(), link)
+    return (
+        f"Speed: an evaluation is estimated {alone / several:.2f} times as fast as on one worker, at the measured "
+        f"{link.bytes_per_second / 1e9:.1f} GB/s and {link.flops_per_second / 1e12:.1f} TFLOP/s."
+    )
+
+
+def _warnings(work: Work, degrees: Parallelism, placement: Placement, guided: bool, link: Link | None) -> list[str]:
+    warnings = []
+    if link is not None and link.free_bytes and memory_bytes(work, degrees) > min(link.free_bytes):
+        warnings.append("Too little memory: take more workers, a smaller picture, or a model file in fewer bits.")
+    if degrees.data_degree > work.rows:
+        warnings.append(
+            f"data_degree {degrees.data_degree} with {work.rows} in the batch leaves workers idle: set data_degree to "
+            f"{work.rows} and give the rest to ulysses_degree."
+        )
+    if work.heads % degrees.ulysses_degree:
+        warnings.append(
+            f"{work.heads} heads over ulysses_degree {degrees.ulysses_degree} is uneven: some workers wait for others. "
+            "It is exact all the same; a divisor of the heads is faster."
+        )
+    if placement.shared and placement.devices[0] != "cpu":
+        warnings.append("A GPU is named twice: exact, but slower than naming it once.")
+    if guided and degrees.cfg_degree == 1 and placement.world_size % 2 == 0:
+        warnings.append("With cfg above 1, cfg_degree 2 would exchange less: leave the degrees at 0, or set it.")
+    return [f"Note: {warning}" for warning in warnings]

@@ -1,0 +1,72 @@
+"""What nodes/code.py describes, made again from this rank's ComfyUI: the same code around the values that came.
+
+Names outside ComfyUI's own packages are refused (comfyui.named); nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import importlib
+import uuid
+from collections.abc import Iterator
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+from .comfyui import named
+
+LOCAL = ".<locals>."
+
+
+def rebuild(described: Any) -> Any:
+    if isinstance(described, list | tuple):
+        return type(described)([rebuild(part) for part in described])
+    if not isinstance(described, dict):
+        return described
+    match described["kind"]:
+        case "dict":
+            return {rebuild(key): rebuild(value) for key, value in described["items"]}
+        case "set":
+            return {rebuild(item) for item in described["items"]}
+        case "uuid":
+            return uuid.UUID(described["text"])
+        case "name":
+            return named(described["name"])
+        case "method":
+            return getattr(rebuild(described["of"]), described["name"])
+        case "function":
+            return _function(described)
+        case "object":
+            return _object(described)
+    raise ValueError(f"no such description: {described['kind']!r}")
+
+
+def _function(described: dict[str, Any]) -> FunctionType:
+    """A function that ComfyUI's code makes inside another one."""
+    module, _, path = described["name"].partition(":")
+    outermost, *inner = path.split(LOCAL)
+    code = named(f"{module}:{outermost}").__code__
+    for name in inner:
+        code = next(code for code in _codes(code) if code.co_name == name and _holds(code, described["line"]))
+    function = FunctionType(
+        code,
+        vars(importlib.import_module(module)),
+        argdefs=rebuild(described["defaults"]),
+        closure=tuple(CellType(rebuild(cell)) for cell in described["cells"]),
+    )
+    function.__kwdefaults__ = rebuild(described["keyword_defaults"])
+    return function
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    return (part for part in code.co_consts if isinstance(part, CodeType))
+
+
+def _holds(code: CodeType, line: int) -> bool:
+    """Does a function begin on this line of `code`, or inside it?"""
+    return code.co_firstlineno == line or any(_holds(part, line) for part in _codes(code))
+
+
+def _object(described: dict[str, Any]) -> Any:
+    kind = named(described["class"])
+    made = kind.__new__(kind)
+    vars(made).update(rebuild(described["attributes"]))
+    return made

@@ -1,0 +1,50 @@
+"""How fast this rank computes and passes blocks on: measured once, in a fraction of a second, when the group forms."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .engine.exchange import hop
+from .engine.mesh import Axis
+
+REPEATS = 3
+
+
+def flops_per_second(device: torch.device) -> float:
+    """Of one matrix product in the precision that models run in on this device."""
+    size, dtype = (4096, torch.bfloat16) if device.type == "cuda" else (384, torch.float32)
+    a = torch.ones(size, size, device=device, dtype=dtype)
+    return 2 * size**3 / _best(lambda: a @ a, device)
+
+
+def bytes_per_second(world: Axis, device: torch.device) -> float:
+    """From this rank to the next while the previous one's block arrives. Every rank must call it together."""
+    size = (64 << 20) if device.type == "cuda" else (1 << 20)
+    block = torch.ones(size, dtype=torch.uint8, device=device)
+    spare = torch.empty_like(block)
+    dist.barrier()
+    return size / _best(lambda: hop([block], [spare], world).wait(), device)
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _best(run: Callable[[], Tensor | list[Tensor]], device: torch.device) -> float:
+    """Seconds of the fastest of some runs, after one that warms up."""
+    times = []
+    for _ in range(1 + REPEATS):
+        started = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return max(min(times[1:]), 1e-9)
