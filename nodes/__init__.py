@@ -3,8 +3,10 @@
 import folder_paths
 from comfy_api.latest import ComfyExtension, io
 
+from ..parallel_runtime.demo import MODEL
 from .config import CPParallelConfig
-from .demo import MODELS, CPDemoConditioning, CPDemoDecode
+from .demo import CPDemoConditioning, CPDemoDecode
+from .loader import CPLoadDiffusionModel
 from .plan import CPPlan
 from .sampler import CPSampler, CPSamplerAdvanced, CPSamplerCustom
 
@@ -12,7 +14,7 @@ from .sampler import CPSampler, CPSamplerAdvanced, CPSamplerCustom
 class ContextParallelExtension(ComfyExtension):
     async def on_load(self) -> None:
         """Load Diffusion Model lists the embedded demo model too."""
-        folder_paths.add_model_folder_path("diffusion_models", str(MODELS))
+        folder_paths.add_model_folder_path("diffusion_models", str(MODEL.parent))
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [
@@ -21,6 +23,7 @@ class ContextParallelExtension(ComfyExtension):
             CPSamplerCustom,
             CPParallelConfig,
             CPPlan,
+            CPLoadDiffusionModel,
             CPDemoConditioning,
             CPDemoDecode,
         ]

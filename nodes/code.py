@@ -29,9 +29,10 @@ UNSENDABLE = (ModelPatcher, torch.nn.Module, Enum)
 
 
 def title(thing: Any) -> str:
-    """`module.name` of a class or function, or of an object's class."""
+    """`module.name` of a class or function, or of an object's class; a custom node's module begins with its pack."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
-    return f"{_module(named)}.{named.__qualname__}"
+    module = _module(named)
+    return f"{module.rpartition(f'custom_nodes{os.sep}')[2]}.{named.__qualname__}"
 
 
 def reference(thing: Any, what: str) -> str:
@@ -58,7 +59,8 @@ def _describe(value: Any, what: str, within: tuple[int, ...]) -> Any:
         raise Refused(f"{what} holds a {title(value)} that holds itself, which cannot be sent to the workers")
 
     def inner(part: Any) -> Any:
-        return _describe(part, what, (*within, id(value)))
+        around = f"{what} {title(value)}" if isinstance(value, FunctionType) else what
+        return _describe(part, around, (*within, id(value)))
 
     if isinstance(value, list | tuple | dict | set | frozenset):
         return _container(value, what, inner)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from comfy_api.latest import io
 
 from ..parallel_runtime.demo import codec, words
 from .config import CATEGORY
-
-MODELS = Path(codec.__file__).with_name("models")
 
 
 class CPDemoConditioning(io.ComfyNode):

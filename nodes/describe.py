@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from dataclasses import dataclass
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.families import recognise
-from ..parallel_runtime.families.base import Family
+from ..parallel_runtime.families.base import Family, Shapes
 from ..parallel_runtime.families.header import header
 from ..parallel_runtime.specs import ComfyModel, DtypeChoice, ModelSpec, SamplingJob
-from .code import LOCAL, reference, title
+from .code import LOCAL, describe, reference, title
 from .patches import describe_options, describe_weights, describe_wrappers
 from .refusals import check_conds, check_guider, check_model
 
@@ -37,15 +38,21 @@ class Patches:
 def describe_model(model: ModelPatcher, dtype: DtypeChoice) -> tuple[ModelSpec, Family, Patches]:
     """The file behind MODEL, what to compute in, the family that can run it, and what lies on it. Raises Refused."""
     check_model(model)
+    spec, family, weights = describe_file(model, dtype)
+    return spec, family, Patches(weights, describe_options(model), describe_wrappers(model))
+
+
+def describe_file(model: ModelPatcher, dtype: DtypeChoice) -> tuple[ModelSpec, Family, dict[str, list[Any]]]:
+    """The same of MODEL's weights alone: file, what to compute in, family, weight patches. Raises Refused."""
     path = _file(model)
     config = model.model.model_config
     if config.quant_config is not None:
         raise Refused(f"{os.path.basename(path)} is a quantised checkpoint, which the workers cannot read; "
                       "use a bf16, fp16 or fp32 file")  # fmt: skip
     unet_config = {key: value for key, value in config.unet_config.items() if _is_plain(value)}
-    shapes = header(path).shapes
-    family = recognise(shapes, unet_config)
     stat = os.stat(path)
+    shapes = _shapes(path, stat.st_size, stat.st_mtime_ns)
+    family = recognise(shapes, unet_config)
     spec = ModelSpec(
         path=os.path.realpath(path),
         size=stat.st_size,
@@ -55,12 +62,8 @@ def describe_model(model: ModelPatcher, dtype: DtypeChoice) -> tuple[ModelSpec, 
         comfy=ComfyModel(config_class=type(config).__name__, unet_config=json.dumps(unet_config, sort_keys=True)),
         patches=str(model.patches_uuid) if model.patches else "",
     )
-    patches = Patches(
-        describe_weights(model, {family.comfy_name(name): shape for name, shape in shapes.items()}),
-        describe_options(model),
-        describe_wrappers(model),
-    )
-    return spec, family, patches
+    weights = describe_weights(model, {family.comfy_name(name): shape for name, shape in shapes.items()})
+    return spec, family, weights
 
 
 def describe_job(
@@ -80,14 +83,11 @@ def describe_job(
         raise Refused("a latent of several streams (audio and video) cannot be sampled by CP Sampler yet")
     attributes = check_guider(guider)
     check_conds(guider, family, noise, latent, mask, seed)
-    function, sampler_options, inpaint_options = _sampler(sampler)
     return SamplingJob(
         guider=reference(type(guider), "the GUIDER"),
         guider_attributes=attributes,
         conds={name: [_sendable(cond) for cond in conds] for name, conds in guider.conds.items()},
-        sampler=function,
-        sampler_options=sampler_options,
-        inpaint_options=inpaint_options,
+        sampler=describe(sampler, "the SAMPLER"),
         noise=noise,
         latent=latent,
         mask=mask,
@@ -100,6 +100,12 @@ def describe_job(
         wrappers=patches.wrappers,
         patches=patches.weights,
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _shapes(path: str, size: int, mtime_ns: int) -> Shapes:
+    """Read once as long as the file is the same: this is asked before every run, and every evaluation of some."""
+    return header(path).shapes
 
 
 def _file(model: ModelPatcher) -> str:
@@ -129,18 +135,6 @@ def _sampling(sampling: torch.nn.Module) -> dict[str, Any]:
         "attributes": attributes,
         "buffers": dict(sampling.named_buffers()),
     }
-
-
-def _sampler(sampler: comfy.samplers.Sampler) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    if type(sampler) is not comfy.samplers.KSAMPLER:
-        raise Refused(f"the SAMPLER {title(type(sampler))} is not one of ComfyUI's own and cannot run in the workers")
-    function = sampler.sampler_function
-    by_factory = {"dpm_fast_function": "ksampler:dpm_fast", "dpm_adaptive_function": "ksampler:dpm_adaptive"}
-    name = by_factory.get(getattr(function, "__name__", "")) or reference(function, "the SAMPLER")
-    for option, value in sampler.extra_options.items():
-        if callable(value):
-            raise Refused(f"the SAMPLER's option {option} is code, which cannot be sent to the workers")
-    return name, dict(sampler.extra_options), dict(sampler.inpaint_options)
 
 
 def _sendable(cond: dict[str, Any]) -> dict[str, Any]:

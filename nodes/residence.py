@@ -6,6 +6,7 @@ on "Unload models" and on /free it unloads the workers like any other model.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,10 @@ from ..parallel_runtime.host.group import WorkerGroup
 from ..parallel_runtime.host.runtime import unload_group
 from ..parallel_runtime.specs import ModelSpec
 
+log = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+
 
 class WorkerModel(torch.nn.Module):
     """Named in ComfyUI's log where a model would be."""
@@ -25,12 +30,6 @@ class WorkerModel(torch.nn.Module):
 
 class Resident(ModelPatcher):
     """What the workers hold on one device. It has no weights of its own to move: detaching it unloads the workers."""
-
-    def __init__(self, device: torch.device, size: int) -> None:
-        super().__init__(WorkerModel(), load_device=device, offload_device=torch.device("cpu"), size=size)
-
-    def model_dtype(self) -> None:
-        return None
 
     def partially_load(self, device_to: torch.device, extra_memory: int = 0, force_patch_weights: bool = False) -> int:
         self.model.device = device_to
@@ -41,10 +40,12 @@ class Resident(ModelPatcher):
         """Workers give back everything or nothing."""
         return 0
 
-    def detach(self, unpatch_all: bool = True) -> WorkerModel:
-        if self.model.model_loaded_weight_memory:
+    def detach(self, unpatch_all: bool = True) -> torch.nn.Module:
+        """Unload the workers. ComfyUI also detaches a model to load it again, and then says not `unpatch_all`."""
+        if unpatch_all and self.model.model_loaded_weight_memory:
             self.model.model_loaded_weight_memory = 0
             self.model.device = self.offload_device
+            log.info("[CP] unloading the workers' model")
             unload_group()
         return self.model
 
@@ -63,7 +64,9 @@ class Residence:
             unload_group()  # what is there now would count as taken
             self._key = key
             workers = Counter(torch.device(name) for name in group.placement.devices)
-            self._residents = [Resident(device, weight_bytes * count) for device, count in workers.items()]
+            self._residents = [
+                Resident(WorkerModel(), device, CPU, size=weight_bytes * count) for device, count in workers.items()
+            ]
         comfy.model_management.load_models_gpu(self._residents, memory_required=activation_bytes)
 
 

@@ -129,7 +129,7 @@ class Placement:
 class SamplingJob:
     """One call of a ComfyUI guider's `sample`: what runs, on what, with which noise levels.
 
-    Code is named, never sent: `guider` and `sampler` are `module:name` inside ComfyUI. `conds` maps the guider's
+    Code is named, never sent: `guider` is `module:name` inside ComfyUI, `sampler` what nodes/code.py describes. `conds` maps the guider's
     condition names to ComfyUI's condition dicts. Latents are full-size [B, C, (T,) H, W] float32; `sigmas` is 1-D.
     `random_state` is the host's global CPU generator at that moment: samplers may draw from it. ComfyUI's own code on
     the MODEL is described (nodes/code.py): in `model_options`, in `wrappers` as [kind, key, functions], and in
@@ -139,9 +139,7 @@ class SamplingJob:
     guider: str
     guider_attributes: dict[str, Any]
     conds: dict[str, list[dict[str, Any]]]
-    sampler: str
-    sampler_options: dict[str, Any]
-    inpaint_options: dict[str, Any]
+    sampler: dict[str, Any]
     noise: Tensor
     latent: Tensor
     mask: Tensor | None
@@ -166,4 +164,18 @@ class DemoJob:
     negative: dict[str, Any]
 
 
-Job = SamplingJob | DemoJob
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EvaluationJob:
+    """One call of ComfyUI's `diffusion_model`: x [B, C, (T,) H, W] and timestep as ComfyUI passes them.
+
+    Conditions stay with the workers: `conds` is None where they have those numbered `prompt` already.
+    """
+
+    x: Tensor
+    timestep: Tensor
+    prompt: int
+    conds: dict[str, Any] | None
+    patches: dict[str, list[Any]] | None
+
+
+Job = SamplingJob | EvaluationJob | DemoJob

@@ -6,13 +6,14 @@ import logging
 import os
 import time
 import traceback
+import typing
 from collections.abc import Callable
 from typing import Any
 
 import diffusers
 import torch
 
-from ..specs import ComfySetup, DemoJob, Job, Parallelism, SamplingJob
+from ..specs import ComfySetup, DemoJob, Job, Parallelism
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
 from ..wire.messages import PROTOCOL, Cancel, Done, Failed, Joined, Ready, Sample, Stop, Unload, Welcome
@@ -74,7 +75,8 @@ class Worker:
 
 
 def read_job(fields: dict[str, Any]) -> Job:
-    return {"SamplingJob": SamplingJob, "DemoJob": DemoJob}[fields.pop("kind")](**fields)
+    kinds = {kind.__name__: kind for kind in typing.get_args(Job)}
+    return kinds[fields.pop("kind")](**fields)
 
 
 def main(address: str) -> None:
@@ -111,4 +113,4 @@ def _comfy_loop(comfy: ComfySetup | None, device: torch.device) -> dict[type[Job
         return {}
     from .comfy_loop import start  # ComfyUI exists only once its root is known
 
-    return {SamplingJob: start(comfy, device)}
+    return start(comfy, device)

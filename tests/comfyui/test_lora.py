@@ -38,18 +38,18 @@ Tensors = dict[str, Tensor]
 @pytest.mark.parametrize("family", PLACES)
 @pytest.mark.parametrize("rank", [4, 16])
 def test_a_lora_gives_ksamplers_latent(server: Server, degrees: str, family: str, rank: int) -> None:
-    stack = [(write(server, f"rank_{rank}", lora(server, family, rank)), 0.8)]
+    stack = [(write(server, f"{family}_{rank}", lora(server, family, rank)), 0.8)]
     check(server, Job(family=family, cfg=2.0), stack, DEGREES[degrees])
 
 
 @pytest.mark.parametrize(("first", "second"), [(1.0, 0.5), (-0.7, 1.3), (0.0, -1.0)])
 def test_two_loras_add_up(server: Server, first: float, second: float) -> None:
-    names = [write(server, f"stacked_{rank}", lora(server, "flux_dev", rank)) for rank in (4, 16)]
+    names = [write(server, f"flux_dev_{rank}", lora(server, "flux_dev", rank)) for rank in (4, 16)]
     check(server, FLUX, [(names[0], first), (names[1], second)])
 
 
 def test_strengths_there_and_back_give_the_first_bits(server: Server) -> None:
-    first, second = (write(server, f"again_{rank}", lora(server, "flux_dev", rank)) for rank in (4, 8))
+    first, second = (write(server, f"flux_dev_{rank}", lora(server, "flux_dev", rank)) for rank in (4, 8))
     stacks: list[Stack] = [[(first, 1.0)], [], [(first, 1.0), (second, -0.5)], [(first, 0.3)], [(second, 1.0)]]
     once = [sample(server, FLUX, stack) for stack in stacks]
     workers = server.workers()
@@ -60,13 +60,13 @@ def test_strengths_there_and_back_give_the_first_bits(server: Server) -> None:
 
 
 def test_a_new_seed_and_a_new_group_keep_the_lora(server: Server) -> None:
-    stack = [(write(server, "kept", lora(server, "flux_dev", 4)), 1.0)]
+    stack = [(write(server, "flux_dev_4", lora(server, "flux_dev", 4)), 1.0)]
     for degrees, seed in (("ring_2", 7), ("ring_2", 8), ("1_worker", 8)):
         check(server, Job(family="flux_dev", cfg=2.0, seed=seed), stack, DEGREES[degrees])
 
 
 def test_another_model_in_between_does_not_lose_the_lora(server: Server) -> None:
-    stack = [(write(server, "between", lora(server, "flux_dev", 4)), 1.0)]
+    stack = [(write(server, "flux_dev_4", lora(server, "flux_dev", 4)), 1.0)]
     want = sample(server, FLUX, stack)
     sample(server, Job(family="qwen_image"), [])
     assert torch.equal(sample(server, FLUX, stack), want)
@@ -100,7 +100,7 @@ def replaced(out: int, inner: int, dice: torch.Generator) -> Tensors:
 
 
 def oft(out: int, inner: int, dice: torch.Generator) -> Tensors:
-    return {"oft_blocks": normal((out // 8, 8, 8), dice, 0.1), "alpha": torch.tensor(0.01)}
+    return {"oft_blocks": normal((out // 8, 8, 8), dice, 0.1), "alpha": torch.tensor(1.0)}
 
 
 @pytest.mark.parametrize("kind", [loha, lokr, lokr_factored, dora, difference, replaced, oft])
@@ -111,7 +111,7 @@ def test_every_kind_of_adapter_gives_ksamplers_latent(
     dice = torch.Generator().manual_seed(11)
     made = {f"diffusion_model.{place}.{name}": tensor for place, (out, inner) in sizes(server, family).items()
             for name, tensor in kind(out, inner, dice).items()}  # fmt: skip
-    check(server, Job(family=family, cfg=2.0), [(write(server, kind.__name__, made), 0.9)])
+    check(server, Job(family=family, cfg=2.0), [(write(server, f"{family}_{kind.__name__}", made), 0.9)])
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_lora_in_other_names_gives_ksamplers_latent(server: Server, names: dic
     for name, (out, inner) in names.items():
         up, down = ("lora_B", "lora_A") if name.startswith("transformer.") else ("lora_up", "lora_down")
         made |= {f"{name}.{up}.weight": normal((out, 4), dice), f"{name}.{down}.weight": normal((4, inner), dice)}
-    check(server, FLUX, [(write(server, "other_names", made), 1.0)])
+    check(server, FLUX, [(write(server, next(iter(names)), made), 1.0)])
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_lora_in_other_names_gives_ksamplers_latent(server: Server, names: dic
     [("ModelMergeSimple", {"ratio": 0.7}), ("ModelMergeSubtract", {"multiplier": 0.2}), ("ModelMergeAdd", {})],
 )
 def test_a_merged_model_gives_ksamplers_latent(server: Server, node: str, widgets: dict[str, Any]) -> None:
-    lora_name = write(server, "in_the_other", lora(server, "flux_dev", 4))
+    lora_name = write(server, "flux_dev_4", lora(server, "flux_dev", 4))
 
     def merged(graph: Graph) -> Graph:
         graph["other"] = {
@@ -170,7 +170,7 @@ def test_a_lora_that_makes_a_weight_larger_is_refused_by_the_weights_name(server
 
 def test_a_lora_beside_the_weights_is_refused_by_name(server: Server) -> None:
     graph = sampling_graph(FLUX, "CPSampler", RING_2)
-    graph["lora"] = lora_node(["model", 0], write(server, "beside", lora(server, "flux_dev", 4)), 1.0)
+    graph["lora"] = lora_node(["model", 0], write(server, "flux_dev_4", lora(server, "flux_dev", 4)), 1.0)
     graph["lora"]["class_type"] = "LoraLoaderBypassModelOnly"
     graph["sampler"]["inputs"]["model"] = ["lora", 0]
     with pytest.raises(NodeError, match="bypass_lora"):
@@ -218,6 +218,7 @@ def sizes(server: Server, family: str) -> dict[str, tuple[int, int]]:
 
 
 def write(server: Server, name: str, tensors: Tensors) -> str:
+    """ComfyUI remembers a LoRA by its file name: a name has the same tensors in every test."""
     save_file(tensors, server.base / "models" / "loras" / f"{name}.safetensors")
     return f"{name}.safetensors"
 

@@ -5,13 +5,12 @@ Names outside ComfyUI's own packages are refused (comfyui.named); nothing is eva
 
 from __future__ import annotations
 
-import importlib
 import uuid
 from collections.abc import Iterator
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
-from .comfyui import named
+from .comfyui import module_named, named
 
 LOCAL = ".<locals>."
 
@@ -48,7 +47,7 @@ def _function(described: dict[str, Any]) -> FunctionType:
         code = next(code for code in _codes(code) if code.co_name == name and _holds(code, described["line"]))
     function = FunctionType(
         code,
-        vars(importlib.import_module(module)),
+        vars(module_named(module)),
         argdefs=rebuild(described["defaults"]),
         closure=tuple(CellType(rebuild(cell)) for cell in described["cells"]),
     )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 import sys
 from functools import reduce
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from ...errors import Refused
 from ...specs import ComfySetup
 
 PACKAGES = ("comfy", "comfy_extras")
+EXTRA_NODES = "comfy_extras.nodes_"
 
 
 def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
@@ -38,4 +42,24 @@ def named(reference: str) -> Any:
     module, _, name = reference.partition(":")
     if module.split(".")[0] not in PACKAGES:
         raise Refused(f"{reference} is not part of ComfyUI")
-    return reduce(getattr, name.split("."), importlib.import_module(module))
+    return reduce(getattr, name.split("."), module_named(module))
+
+
+def module_named(name: str) -> ModuleType:
+    """A module of ComfyUI. As in the host, extra nodes are loaded by file: some import one another in a circle."""
+    if not name.startswith(EXTRA_NODES):
+        return importlib.import_module(name)
+    path = os.path.join(comfy_root(), *name.split("."))
+    if path not in sys.modules:
+        spec = importlib.util.spec_from_file_location(path, f"{path}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[path] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[path])
+    return sys.modules[path]
+
+
+def comfy_root() -> str:
+    import comfy.options
+
+    return os.path.dirname(os.path.dirname(os.path.realpath(comfy.options.__file__)))

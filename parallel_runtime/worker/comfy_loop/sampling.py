@@ -46,7 +46,7 @@ def run(model: Model, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
     samples = _guider(job, patcher).sample(
         job.noise.clone(),
         job.latent.clone(),
-        _sampler(job),
+        rebuild(job.sampler),
         job.sigmas.clone(),
         denoise_mask=job.mask,
         callback=on_step,
@@ -78,9 +78,3 @@ def _guider(job: SamplingJob, patcher: comfy.model_patcher.ModelPatcher) -> comf
         setattr(guider, name, value)
     guider.inner_set_conds({name: [[None, cond] for cond in conds] for name, conds in job.conds.items()})
     return guider
-
-
-def _sampler(job: SamplingJob) -> comfy.samplers.KSAMPLER:
-    if job.sampler.startswith("ksampler:"):
-        return comfy.samplers.ksampler(job.sampler.removeprefix("ksampler:"), job.sampler_options, job.inpaint_options)
-    return comfy.samplers.KSAMPLER(named(job.sampler), job.sampler_options, job.inpaint_options)

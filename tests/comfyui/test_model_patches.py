@@ -1,0 +1,191 @@
+"""What ComfyUI's own nodes put on a MODEL: sampling maths on whole latents runs in the workers, the rest is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from .cases import DEGREES
+from .client import Graph, NodeError
+from .graphs import Job, Parallel, sampling_graph
+from .latents import apart, latent_of
+from .server import Server
+
+BAR = 1e-4  # of the latent's standard deviation, float32
+RING_2 = DEGREES["ring_2"]
+FLUX = Job(family="flux_dev", cfg=3.0)
+QWEN = Job(family="qwen_image", cfg=3.0, steps=8)
+WAN = Job(family="wan_t2v", cfg=3.0)
+INPAINTING = replace(FLUX, masked=True, latent_seed=3, denoise=0.8, steps=6)
+LONG = replace(FLUX, steps=16)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node between the model and the sampler; `also` are further nodes that it reads."""
+
+    kind: str
+    inputs: dict[str, Any] = field(default_factory=dict)
+    also: Graph = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "_".join([self.kind, *(str(value) for value in self.inputs.values() if not isinstance(value, list))])
+
+
+SHARPEN = {
+    "operation": {"class_type": "LatentOperationSharpen", "inputs": {"sharpen_radius": 3, "sigma": 1.0, "alpha": 0.2}}
+}
+HONOURED: list[tuple[Job, tuple[Node, ...]]] = [
+    (FLUX, (Node("ModelSamplingFlux", {"max_shift": 1.15, "base_shift": 0.5, "width": 768, "height": 512}),)),
+    (FLUX, (Node("ModelSamplingSD3", {"shift": 4.0}),)),
+    (QWEN, (Node("ModelSamplingAuraFlow", {"shift": 3.1}),)),
+    (WAN, (Node("ModelSamplingSD3", {"shift": 8.0}),)),
+    (WAN, (Node("ModelSamplingLTXV", {"max_shift": 2.05, "base_shift": 0.95}),)),
+    (FLUX, (Node("RescaleCFG", {"multiplier": 0.7}),)),
+    (WAN, (Node("RescaleCFG", {"multiplier": 0.4}),)),
+    (QWEN, (Node("CFGNorm", {"strength": 0.9, "pre_cfg": False}),)),
+    (QWEN, (Node("CFGNorm", {"strength": 0.8, "pre_cfg": True}),)),
+    (WAN, (Node("CFGZeroStar"),)),
+    (FLUX, (Node("ModelSamplingAuraFlow", {"shift": 2.0}), Node("CFGZeroStar"), Node("CFGNorm", {"strength": 1.0}))),
+    (FLUX, (Node("APG", {"eta": 0.5, "norm_threshold": 5.0, "momentum": -0.5}),)),
+    (FLUX, (Node("TCFG"),)),
+    (FLUX, (Node("FreSca", {"scale_low": 1.0, "scale_high": 1.5, "freq_cutoff": 4}),)),
+    (FLUX, (Node("Mahiro"),)),
+    (FLUX, (Node("Epsilon Scaling", {"scaling_factor": 1.01}),)),
+    (FLUX, (Node("TemporalScoreRescaling", {"tsr_k": 0.9, "tsr_sigma": 1.0}),)),
+    (FLUX, (Node("CFGOverride", {"cfg": 1.5, "start_percent": 0.3, "end_percent": 0.8}),)),
+    (FLUX, (Node("PerpNeg", {"empty_conditioning": ["negative", 0], "neg_scale": 0.7}),)),
+    (FLUX, (Node("LatentApplyOperationCFG", {"operation": ["operation", 0]}, SHARPEN),)),
+    (INPAINTING, (Node("DifferentialDiffusion", {"strength": 1.0}),)),
+    (INPAINTING, (Node("DifferentialDiffusion", {"strength": 0.5}),)),
+]
+
+
+@pytest.mark.parametrize(
+    ("job", "nodes"), HONOURED, ids=lambda value: value.family if isinstance(value, Job) else "+".join(map(str, value))
+)
+def test_sampling_maths_on_the_model_gives_ksamplers_latent(server: Server, job: Job, nodes: tuple[Node, ...]) -> None:
+    check(server, job, nodes, RING_2)
+
+
+@pytest.mark.parametrize("degrees", ["1_worker", "ring_2", "ulysses_2"])
+@pytest.mark.parametrize("kind", ["EasyCache", "LazyCache"])
+@pytest.mark.parametrize("job", [LONG, replace(WAN, steps=16)], ids=["flux_dev", "wan_t2v"])
+def test_a_step_cache_skips_the_steps_that_it_skips_in_comfyui(
+    server: Server, job: Job, kind: str, degrees: str
+) -> None:
+    check(server, job, (step_cache(kind),), DEGREES[degrees])
+
+
+@pytest.mark.parametrize("kind", ["EasyCache", "LazyCache"])
+def test_a_step_cache_decides_the_same_where_the_prompts_are_shared_out(server: Server, kind: str) -> None:
+    nodes = (step_cache(kind),)
+    want = latent_of(server.client.run(with_nodes(sampling_graph(LONG, "KSampler"), nodes)))
+    graph = with_nodes(sampling_graph(LONG, "CPSampler", DEGREES["1_worker"]), nodes)
+    graph["config"]["inputs"]["cfg_degree"] = 2
+    assert apart(latent_of(server.client.run(graph)), want) <= BAR
+
+
+def test_what_lies_on_the_model_is_as_fresh_in_every_run(server: Server) -> None:
+    """Caches and running averages of one run are not seen by the next."""
+    nodes = (step_cache("EasyCache"), Node("APG", {"eta": 0.5, "norm_threshold": 5.0, "momentum": -0.5}))
+    first, second = (sample(server, LONG, nodes, RING_2) for _ in range(2))
+    assert torch.equal(first, second)
+    plain = sample(server, LONG, (), RING_2)
+    want = latent_of(server.client.run(sampling_graph(LONG, "KSampler")))
+    assert apart(plain, want) <= BAR
+
+
+REFUSED: list[tuple[str, Node]] = [
+    ("nodes_pag.PerturbedAttentionGuidance", Node("PerturbedAttentionGuidance", {"scale": 3.0})),
+    ("nodes_sag.SelfAttentionGuidance", Node("SelfAttentionGuidance", {"scale": 0.5, "blur_sigma": 2.0})),
+    ("nodes_slg.SkipLayerGuidanceDiT", Node("SkipLayerGuidanceDiT", {
+        "double_layers": "0", "single_layers": "0", "scale": 3.0, "start_percent": 0.0, "end_percent": 1.0,
+        "rescaling_scale": 0.0})),
+    ("nodes_slg.SkipLayerGuidanceDiTSimple", Node("SkipLayerGuidanceDiTSimple", {
+        "double_layers": "0", "single_layers": "0", "start_percent": 0.0, "end_percent": 1.0})),
+    ("nodes_lt.LTXVSpatioTemporalGuidance", Node("LTXVSpatioTemporalGuidance", {
+        "scale": 1.0, "blocks": "1", "start_percent": 0.0, "end_percent": 1.0})),
+    ("nodes_nag.NAGuidance", Node("NAGuidance", {"nag_scale": 5.0, "nag_alpha": 0.5, "nag_tau": 1.5})),
+    ("nodes_hypertile.HyperTile", Node("HyperTile", {
+        "tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False})),
+    ("nodes_tomesd.TomePatchModel", Node("TomePatchModel", {"ratio": 0.3})),
+    ("nodes_model_downscale.PatchModelAddDownscale", Node("PatchModelAddDownscale", {
+        "block_number": 3, "downscale_factor": 2.0, "start_percent": 0.0, "end_percent": 0.35,
+        "downscale_after_skip": True, "downscale_method": "bicubic", "upscale_method": "bicubic"})),
+    ("nodes_lumina2.RenormCFG.*ModelPatcher", Node("RenormCFG", {"cfg_trunc": 100.0, "renorm_cfg": 1.0})),
+    ("context windows", Node("ContextWindowsManual", {
+        "context_length": 16, "context_overlap": 4, "context_schedule": "standard_static", "context_stride": 1,
+        "closed_loop": False, "fuse_method": "pyramid", "dim": 0, "freenoise": False})),
+    ("rope_options", Node("ScaleROPE", {
+        "scale_x": 1.5, "shift_x": 0.0, "scale_y": 1.0, "shift_y": 0.0, "scale_t": 1.0, "shift_t": 0.0})),
+    ("manual_cast_dtype", Node("ModelComputeDtype", {"dtype": "fp16"})),
+    ("latent_format", Node("ModelSamplingContinuousEDM", {
+        "sampling": "edm_playground_v2.5", "sigma_max": 120.0, "sigma_min": 0.002})),
+    ("attn1_patch.*_leave_alone", Node("CPTestAttentionPatch")),
+    ("outer_sample wrapper.*_go_on", Node("CPTestForeignWrapper", {"kind": "outer_sample"})),
+    ("diffusion_model wrapper.*_go_on", Node("CPTestForeignWrapper", {"kind": "diffusion_model"})),
+    ("prepare_sampling wrapper.*_go_on", Node("CPTestForeignWrapper", {"kind": "prepare_sampling"})),
+    ("post-CFG function.*_denoised", Node("CPTestForeignWrapper", {"kind": "post_cfg"})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "node"), REFUSED, ids=lambda value: str(value) if isinstance(value, Node) else "")
+def test_what_workers_cannot_have_is_refused_by_name_with_the_way_out(server: Server, name: str, node: Node) -> None:
+    before = server.children()
+    with pytest.raises(NodeError, match=f"(?s){name}.*remove it, or sample this MODEL with KSampler") as refusal:
+        sample(server, FLUX, (node,), RING_2)
+    print(refusal.value)
+    assert server.children() == before
+
+
+def test_a_sound_node_does_not_hide_a_refused_one(server: Server) -> None:
+    nodes = (Node("CFGZeroStar"), Node("PerturbedAttentionGuidance", {"scale": 3.0}), Node("TCFG"))
+    with pytest.raises(NodeError, match=r"nodes_pag\.PerturbedAttentionGuidance"):
+        sample(server, FLUX, nodes, RING_2)
+
+
+def test_free_u_is_refused_by_name(server: Server) -> None:
+    """On the models that it does not fit, its node raises by itself; its patch is an output block's."""
+    with pytest.raises(NodeError, match="FreeU"):
+        sample(server, FLUX, (Node("FreeU", {"b1": 1.1, "b2": 1.2, "s1": 0.9, "s2": 0.2}),), RING_2)
+
+
+def test_hooks_on_a_condition_are_refused_by_name(server: Server) -> None:
+    graph = sampling_graph(FLUX, "CPSampler", RING_2)
+    hook = {"lora_name": "flux_dev.safetensors", "strength_model": 1.0, "strength_clip": 1.0}
+    graph["hook"] = {"class_type": "CreateHookLora", "inputs": hook}
+    hooked = {"cond_NEW": ["positive", 0], "strength": 1.0, "set_cond_area": "default", "hooks": ["hook", 0]}
+    graph["hooked"] = {"class_type": "ConditioningSetProperties", "inputs": hooked}
+    graph["sampler"]["inputs"]["positive"] = ["hooked", 0]
+    with pytest.raises(NodeError, match="hooks"):
+        server.client.run(graph)
+
+
+def check(server: Server, job: Job, nodes: tuple[Node, ...], parallel: Parallel) -> None:
+    want = latent_of(server.client.run(with_nodes(sampling_graph(job, "KSampler"), nodes)))
+    plain = latent_of(server.client.run(sampling_graph(job, "KSampler")))
+    got = sample(server, job, nodes, parallel)
+    print(f"APART {job.family} {'+'.join(map(str, nodes))} {apart(got, want):.1e}, without: {apart(plain, want):.2f}")
+    assert apart(got, want) <= BAR
+    assert apart(plain, want) > 100 * BAR, "the node does something"
+
+
+def sample(server: Server, job: Job, nodes: tuple[Node, ...], parallel: Parallel) -> torch.Tensor:
+    return latent_of(server.client.run(with_nodes(sampling_graph(job, "CPSampler", parallel), nodes)))
+
+
+def with_nodes(graph: Graph, nodes: tuple[Node, ...]) -> Graph:
+    for index, node in enumerate(nodes):
+        graph |= node.also
+        inputs = {"model": graph["sampler"]["inputs"]["model"], **node.inputs}
+        graph[f"patch_{index}"] = {"class_type": node.kind, "inputs": inputs}
+        graph["sampler"]["inputs"]["model"] = [f"patch_{index}", 0]
+    return graph
+
+
+def step_cache(kind: str) -> Node:
+    return Node(kind, {"reuse_threshold": 0.4, "start_percent": 0.1, "end_percent": 0.95, "verbose": False})
