@@ -160,7 +160,7 @@ class Processes:
         for line in stream:
             text = line.decode(errors="replace").rstrip()
             self._lines.append(text)
-            log.debug("%s", text)
+            log.log(logging.INFO if text.startswith("[CP rank") else logging.DEBUG, "%s", text)
         stream.close()
 
     def _admit(self, channel: Channel) -> Ready | None:

@@ -83,6 +83,34 @@ ALGORITHMS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("ours", "native"),
+    [
+        ("CPSampler", "KSampler"),
+        ("CPSamplerAdvanced", "KSamplerAdvanced"),
+        ("CPSamplerCustom", "SamplerCustomAdvanced"),
+    ],
+)
+def test_a_cp_sampler_has_the_native_ones_sockets_and_widgets_in_its_order(
+    server: Server, ours: str, native: str
+) -> None:
+    info = server.client.get("/object_info")
+    wanted, got = info[native]["input"], info[ours]["input"]
+    assert list(got["required"]) == list(wanted["required"])
+    assert list(got["optional"]) == [*wanted.get("optional", {}), "cp_config"]
+    for name, (kind, *options) in wanted["required"].items():
+        assert choices(got["required"][name]) == choices([kind, *options]), name
+        for key in ("default", "min", "max", "step", "round", "control_after_generate"):
+            assert dict(*got["required"][name][1:]).get(key) == dict(*options).get(key), (name, key)
+    assert info[ours]["output"] == info[native]["output"]
+    assert info[ours]["output_name"] == info[native]["output_name"]
+
+
+def choices(widget: list[Any]) -> Any:
+    """A combo's options, in the old spelling and the new; any other socket's type."""
+    return widget[1]["options"] if widget[0] == "COMBO" else widget[0]
+
+
 def test_two_advanced_samplers_in_a_row_are_the_native_pair(server: Server) -> None:
     native, ours = (latent_of(server.client.run(advanced(FLUX, parallel))) for parallel in SIDES.values())
     assert apart(ours, native) <= BAR
