@@ -1,6 +1,7 @@
 """Lumina-Image 2.0: one stream of text and image tokens, grouped-query attention.
 
-Knows no diffusers. Its attention processor (Lumina2AttnProcessor2_0) is NOT context-parallel aware.
+Knows no diffusers. Its attention processor (Lumina2AttnProcessor2_0) is not context-parallel aware, the engine has one
+that is; its class has no plan.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..plan import Gather, Plan, Split
 from .base import Family, Shapes, count, rows
 from .layout import pad_to_patch, tokens_in
 from .precision import TORCH_EPS
@@ -60,6 +62,8 @@ class Lumina2(Family):
         hidden = shapes["layers.0.feed_forward.w1.weight"][0]
         self.layers = count(shapes, "layers")
         self.heads = dim // head_dim
+        refiners = count(shapes, "noise_refiner")
+        self.plan = plan(refiners)
         kv_heads = (shapes["layers.0.attention.qkv.weight"][0] // head_dim - self.heads) // 2
         self.table = _table(self.heads, kv_heads)
         self._config: dict[str, Any] = {
@@ -67,7 +71,7 @@ class Lumina2(Family):
             "in_channels": patches // self.patch**2,
             "hidden_size": dim,
             "num_layers": self.layers,
-            "num_refiner_layers": count(shapes, "noise_refiner"),
+            "num_refiner_layers": refiners,
             "num_attention_heads": self.heads,
             "num_kv_heads": kv_heads,
             "multiple_of": 1,
@@ -95,6 +99,30 @@ class Lumina2(Family):
             return_dict=False,
         )[0]
         return -out[..., :height, :width]
+
+
+def plan(refiners: int) -> Plan:
+    """The text is refined whole on every rank; image and sequence are cut, and put together after their last layer.
+
+    A sequence is an item's text and image without a gap, padded at the end where another item has more text.
+    """
+    return Plan(
+        inputs={
+            "noise_refiner.0": {"hidden_states": Split(dim=1, stream="image")},
+            "noise_refiner.*": {"image_rotary_emb": Split(dim=1, stream="image")},
+            "layers.0": {"hidden_states": Split(dim=1, stream="sequence")},
+            "layers.*": {
+                "attention_mask": Split(dim=1, stream="sequence"),
+                "image_rotary_emb": Split(dim=1, stream="sequence"),
+            },
+        },
+        outputs={
+            f"noise_refiner.{refiners - 1}": Gather(dim=1, stream="image"),
+            "norm_out": Gather(dim=1, stream="sequence"),
+        },
+        joint=("sequence",),
+        attention={"noise_refiner.*.attn": ("image",), "context_refiner.*.attn": "local"},
+    )
 
 
 def _table(heads: int, kv_heads: int) -> Table:

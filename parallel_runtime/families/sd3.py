@@ -1,6 +1,7 @@
 """Stable Diffusion 3 and 3.5: 2x2 patches with learned positions, joint attention, dual attention in 3.5 medium.
 
-Knows no diffusers. Its attention processor (JointAttnProcessor2_0) is NOT context-parallel aware.
+Knows no diffusers. Its attention processor (JointAttnProcessor2_0) is not context-parallel aware, the engine has one
+that is; its class has no plan.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..plan import Gather, Plan, Split
 from .base import Family, Shapes, count, rows
 from .layout import pad_to_patch, tokens_in
 from .table import Row, Table, move, split, swap
@@ -43,6 +45,7 @@ class SD3(Family):
         self._positions = round(shapes["pos_embed"][1] ** 0.5)  # a side
         self.table = _table(self.layers)
         dual = [i for i in range(self.layers) if f"joint_blocks.{i}.x_block.attn2.qkv.weight" in shapes]
+        self.plan = plan(bool(dual))
         normed = "joint_blocks.0.x_block.attn.ln_q.weight" in shapes
         self._config: dict[str, Any] = {
             "sample_size": self.patch * self._positions,
@@ -78,6 +81,19 @@ class SD3(Family):
             return_dict=False,
         )[0]
         return out[..., :height, :width]
+
+
+def plan(dual: bool) -> Plan:
+    """Positions are added before the cut, on the whole latent. `dual`: some blocks attend over the image once more."""
+    return Plan(
+        outputs_split={
+            "pos_embed": {0: Split(dim=1, stream="image")},
+            "context_embedder": {0: Split(dim=1, stream="text")},
+        },
+        outputs={"proj_out": Gather(dim=1, stream="image")},
+        joint=("image", "text"),
+        attention={"transformer_blocks.*.attn2": ("image",)} if dual else {},
+    )
 
 
 def _table(layers: int) -> Table:

@@ -23,11 +23,14 @@ from .reference import Problem, attention, random_problem
 MASK_FORMS = ("2d bool", "2d int", "4d bool", "4d -inf", "4d -1e4", "whole 2d bool", "whole 4d bool")
 
 
-def random_errors(rank: int, world: int, degrees: list[int], seeds: list[int], options: dict[str, Any]) -> list[float]:
+def random_errors(
+    rank: int, world: int, degrees: list[int], seeds: list[int], options: dict[str, Any], grouped: bool = False
+) -> list[float]:
     """Errors of this rank's rows on random problems, every spare buffer full of NaN."""
     exchange.empty = _nan_filled
     try:
-        return [_error(mesh(*degrees), random_problem(seed), seed, degrees, options) for seed in seeds]
+        problems = {seed: random_problem(seed, grouped=grouped) for seed in seeds}
+        return [_error(mesh(*degrees), problem, seed, degrees, options) for seed, problem in problems.items()]
     finally:
         exchange.empty = torch.empty
 
@@ -66,7 +69,7 @@ def rows_without_keys(rank: int, world: int, degrees: list[int]) -> float:
     q, k, v = (torch.cat([t, t])[:2] for t in (problem.query, problem.key, problem.value))
     mask = torch.stack([problem.mask[0], torch.zeros_like(problem.mask[0])])  # type: ignore[index]
     problem = Problem(problem.text, problem.image, q, k, v, mask)
-    own_mask = _form(problem, "4d bool", mesh(*degrees))
+    own_mask = masked_as(problem, "4d bool", mesh(*degrees))
     return _compare(run(problem, degrees, own_mask, {}), problem, mesh(*degrees))
 
 
@@ -144,14 +147,14 @@ def _compare(got: Tensor, problem: Problem, place: ContextMesh) -> float:
 
 
 def _error(place: ContextMesh, problem: Problem, seed: int, degrees: list[int], options: dict[str, Any]) -> float:
-    mask = None if problem.mask is None else _form(problem, MASK_FORMS[seed % len(MASK_FORMS)], place)
+    mask = None if problem.mask is None else masked_as(problem, MASK_FORMS[seed % len(MASK_FORMS)], place)
     inputs = [tensor.clone() for tensor in (problem.query, problem.key, problem.value)]
     got = _compare(run(problem, degrees, mask, options, place), problem, place)
     assert all(map(torch.equal, inputs, (problem.query, problem.key, problem.value))), "inputs were changed"
     return got
 
 
-def _form(problem: Problem, form: str, place: ContextMesh) -> Tensor:
+def masked_as(problem: Problem, form: str, place: ContextMesh) -> Tensor:
     assert problem.mask is not None
     mask = problem.mask if form.startswith("whole") else own(problem.mask, problem, place)
     if mask.ndim == 2 and "2d" in form:

@@ -16,7 +16,7 @@ from parallel_runtime.worker.engine.attach import attach, detach
 from parallel_runtime.worker.engine.translate import plan_of
 
 from .meshes import mesh, parallelism
-from .tiny import build, inputs
+from .tiny import build, inputs, plan_for
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def forward_error(
     transformer = build(kind, **(model or {}))
     made = inputs(kind, **(call or {}))
     reference = output(transformer, made)
-    attach(transformer, mesh(*degrees), parallelism(*degrees, **(options or {})))
+    attach(transformer, mesh(*degrees), parallelism(*degrees, **(options or {})), plan_for(kind))
     return error(output(transformer, made), reference)
 
 
@@ -55,7 +55,7 @@ def errors_after_attaching_again(rank: int, world: int, kind: str, all_degrees: 
     reference = output(transformer, made)
     errors = []
     for degrees in all_degrees:
-        attach(transformer, mesh(*degrees), parallelism(*degrees))
+        attach(transformer, mesh(*degrees), parallelism(*degrees), plan_for(kind))
         errors += [error(output(transformer, made), reference)]
         detach(transformer)
     assert torch.equal(output(transformer, made), reference), "detach left something behind"
@@ -142,6 +142,22 @@ def error_after_a_forward_that_raised(rank: int, world: int) -> float:
     route = transformer.transformer_blocks[0].attn.processor._parallel_config  # type: ignore[union-attr, index]
     assert not route.streams._lengths, "streams of a forward that raised are still there"
     return error(output(transformer, made), reference)
+
+
+@torch.no_grad()
+def processors_come_back(rank: int, world: int, kind: str) -> None:
+    """Those that were replaced are the same objects again after detach, and nothing was set on them."""
+    transformer: Any = build(kind)
+    before = _processors(transformer)
+    attach(transformer, mesh(2, 1), parallelism(2, 1), plan_for(kind))
+    assert _processors(transformer) != before, "none was replaced"
+    detach(transformer)
+    assert _processors(transformer) == before
+    assert not [p for p in before.values() if vars(p)]
+
+
+def _processors(transformer: nn.Module) -> dict[str, Any]:
+    return {name: module.processor for name, module in transformer.named_modules() if hasattr(module, "processor")}
 
 
 @torch.no_grad()

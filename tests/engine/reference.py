@@ -13,7 +13,7 @@ HEADS = (1, 3, 5, 12, 24)
 
 @dataclass(frozen=True)
 class Problem:
-    """Queries, keys, values [B, text + image, H, D] and a key-padding mask, True: attend.
+    """Queries, keys, values [B, text + image, H, D] and a key-padding mask, True: attend. Key heads may be fewer.
 
     The mask is [B, text + image], or [B, text + image, H] where heads see different keys.
     """
@@ -30,21 +30,27 @@ class Problem:
         return {"text": self.text, "image": self.image}
 
 
-def random_problem(seed: int, *, masked: bool | None = None) -> Problem:
+def random_problem(
+    seed: int, *, masked: bool | None = None, grouped: bool = False, head_dims: tuple[int, ...] = (8, 16)
+) -> Problem:
     """Masks hide random keys, random keys per head, unequal tails of the text, or all text and a run of the image."""
     choose = random.Random(seed)
     text, image = choose.randint(1, 70), choose.choice([choose.randint(1, 6), choose.randint(7, 300)])
-    shape = (choose.choice((1, 2)), text + image, choose.choice(HEADS), choose.choice((8, 16)))
+    shape = (choose.choice((1, 2)), text + image, choose.choice(HEADS), choose.choice(head_dims))
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(shape, generator=generator) for _ in range(3))
     use_mask = choose.random() < 0.6 if masked is None else masked
     mask = _random_mask(choose, generator, shape[:3], text, image) if use_mask else None
-    return Problem(text, image, 3 * query, key, value, mask)
+    heads = shape[2]
+    kept = choose.choice([n for n in range(1, heads + 1) if heads % n == 0]) if grouped else heads
+    return Problem(text, image, 3 * query, key[:, :, :kept], value[:, :, :kept], mask)
 
 
 def attention(problem: Problem) -> Tensor:
     """[B, text + image, H, D] float64; queries without any key get zero."""
+    group = problem.query.shape[2] // problem.key.shape[2]
     q, k, v = (tensor.double().transpose(1, 2) for tensor in (problem.query, problem.key, problem.value))
+    k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     if problem.mask is not None:
         by_head = problem.mask.reshape(*problem.mask.shape[:2], -1).permute(0, 2, 1)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from diffusers import SD3Transformer2DModel
 from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from torch import nn
@@ -22,7 +21,7 @@ from .cases import run
 from .meshes import mesh, parallelism
 from .model_cases import output
 from .reference import random_problem
-from .tiny import build, inputs
+from .tiny import build, inputs, plan_for
 
 RING = (2, 1)
 
@@ -64,12 +63,9 @@ def backend_set_after_attach(rank: int, world: int) -> str:
 
 
 def processors_that_are_not_aware(rank: int, world: int) -> str:
-    transformer: Any = SD3Transformer2DModel(
-        sample_size=8, patch_size=1, in_channels=4, num_layers=1, attention_head_dim=8, num_attention_heads=2,
-        joint_attention_dim=16, caption_projection_dim=16, pooled_projection_dim=16, out_channels=4,
-    )  # fmt: skip
-    plan = replace(plan_of(build("flux")), inputs={}, outputs={})
-    said = message(lambda: attach(transformer, mesh(*RING), parallelism(*RING), plan))
+    transformer: Any = build("sd3")
+    transformer.fuse_qkv_projections()
+    said = message(lambda: attach(transformer, mesh(*RING), parallelism(*RING), plan_for("sd3")))
     assert not any(module._forward_pre_hooks for module in transformer.modules()), "something was changed"
     return said
 

@@ -24,6 +24,14 @@ def test_random_attention_equals_one_process(groups: Groups, degrees: tuple[int,
         assert errors[worst] <= BAR, f"rank {rank}, seed {seeds[worst]}: {errors[worst]:.1e}"
 
 
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_fewer_key_heads_than_query_heads_are_exact(groups: Groups, degrees: tuple[int, ...]) -> None:
+    seeds = _seeds(12, "grouped", degrees)
+    call = {"degrees": degrees, "seeds": seeds, "options": {}, "grouped": True}
+    answers = groups(_world(degrees)).run(f"{CASES}:random_errors", **call)
+    assert max(error for errors in answers for error in errors) <= BAR
+
+
 @pytest.mark.parametrize("degrees", [(3, 1), (1, 3), (2, 2)], ids=str)
 def test_staging_on_the_way_to_the_wire_is_exact(groups: Groups, degrees: tuple[int, ...]) -> None:
     answers = groups(_world(degrees)).run(f"{CASES}:staged_errors", degrees=degrees, seeds=list(range(6)))

@@ -27,6 +27,19 @@ CALLS: dict[str, dict[str, Any]] = {
     "chronoedit": {"kind": "chrono"},
     "ltx, mask": {"kind": "ltx", "call": {"masked": 3, "batch": 2}},
     "ltx, no mask": {"kind": "ltx"},
+    "sd3": {"kind": "sd3", "call": {"batch": 2}},
+    "sd3, dual attention": {"kind": "sd3_dual"},
+    "sd3, fewer text tokens than ranks": {"kind": "sd3_dual", "call": {"text": 1, "batch": 2}},
+    "sd3, fewer image tokens than ranks": {"kind": "sd3_dual", "call": {"height": 1, "width": 2}},
+    "lumina2": {"kind": "lumina2"},
+    "lumina2, unequal texts, batch 3": {"kind": "lumina2", "call": {"masked": 2, "batch": 3}},
+    "lumina2, unequal texts, one key head": {
+        "kind": "lumina2",
+        "model": {"num_kv_heads": 1},
+        "call": {"batch": 2, "text": 11},
+    },
+    "lumina2, as many key heads as heads": {"kind": "lumina2", "model": {"num_kv_heads": 6}, "call": {"width": 8}},
+    "lumina2, fewer tokens than ranks": {"kind": "lumina2", "call": {"text": 1, "height": 1, "width": 2}},
 }
 
 
@@ -52,7 +65,7 @@ def test_allgather_is_exact_in_a_model(groups: Groups) -> None:
     assert max(errors) <= BAR
 
 
-@pytest.mark.parametrize("kind", ["flux", "qwen", "wan"])
+@pytest.mark.parametrize("kind", ["flux", "qwen", "wan", "sd3_dual", "lumina2"])
 def test_attaching_again_with_other_degrees_is_exact(groups: Groups, kind: str) -> None:
     all_degrees = [(4, 1), (1, 4), (2, 2), (4, 1)]
     answers = groups(4).run(f"{CASES}:errors_after_attaching_again", kind=kind, all_degrees=all_degrees)
@@ -84,6 +97,11 @@ def test_sizes_may_change_from_one_forward_to_the_next(groups: Groups) -> None:
 
 def test_a_forward_that_raises_leaves_nothing_behind(groups: Groups) -> None:
     assert max(groups(2).run(f"{CASES}:error_after_a_forward_that_raised")) <= BAR
+
+
+@pytest.mark.parametrize("kind", ["sd3_dual", "lumina2"])
+def test_processors_that_were_replaced_come_back(groups: Groups, kind: str) -> None:
+    groups(2).run(f"{CASES}:processors_come_back", kind=kind)
 
 
 def test_another_transformer_is_none_of_our_business(groups: Groups) -> None:

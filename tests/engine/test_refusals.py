@@ -14,7 +14,7 @@ REFUSALS = {
     "unequal_lengths_of_a_stream": r"\(img_ids\) has 60 tokens, but stream 'image' was cut with 63",
     "processors_set_after_attach": r"processor of transformer_blocks.1.attn, or its backend, was changed after attach",
     "backend_set_after_attach": r"processor of transformer_blocks.0.attn, or its backend, was changed after attach",
-    "processors_that_are_not_aware": r"JointAttnProcessor2_0 \(transformer_blocks.0.attn\) is not context-parallel",
+    "processors_that_are_not_aware": r"FusedJointAttnProcessor2_0 \(transformer_blocks.0.attn\) is not context-",
     "processors_that_are_half_aware": r"FluxIPAdapterAttnProcessor .* set FluxAttnProcessor .* instead",
     "a_class_without_a_plan": "no context-parallel plan is known for _Unknown .*pass plan=",
     "a_plan_for_modules_that_are_not_there": "the plan names 'blocks.0', which FluxTransformer2DModel does not have",

@@ -11,10 +11,15 @@ from diffusers import (
     Flux2Transformer2DModel,
     FluxTransformer2DModel,
     LTXVideoTransformer3DModel,
+    Lumina2Transformer2DModel,
     QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
     WanTransformer3DModel,
 )
 from torch import Tensor, nn
+
+from parallel_runtime.families import lumina2, sd3
+from parallel_runtime.plan import Plan
 
 HEADS = 3
 
@@ -25,6 +30,11 @@ def build(kind: str, **options: Any) -> nn.Module:
 
 def inputs(kind: str, **options: Any) -> dict[str, Any]:
     return _INPUTS[kind](torch.Generator().manual_seed(7), **options)
+
+
+def plan_for(kind: str) -> Plan | None:
+    """The plan of a kind that diffusers has none for."""
+    return _PLANS.get(kind)
 
 
 def _randomize(model: nn.Module) -> nn.Module:
@@ -121,6 +131,47 @@ def _ltx(**options: Any) -> Any:
     )
 
 
+def _sd3(dual: bool = False, **options: Any) -> Any:
+    return SD3Transformer2DModel(
+        sample_size=16,
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=3,
+        attention_head_dim=16,
+        num_attention_heads=HEADS,
+        joint_attention_dim=32,
+        caption_projection_dim=HEADS * 16,
+        pooled_projection_dim=32,
+        pos_embed_max_size=16,
+        dual_attention_layers=(0, 1) if dual else (),
+        qk_norm="rms_norm" if dual else None,
+        **options,
+    )
+
+
+def _sd3_dual(**options: Any) -> Any:
+    return _sd3(dual=True, **options)
+
+
+def _lumina2(**options: Any) -> Any:
+    return Lumina2Transformer2DModel(
+        **{
+            "in_channels": 4,
+            "hidden_size": 6 * 24,
+            "num_layers": 2,
+            "num_refiner_layers": 2,
+            "num_attention_heads": 6,
+            "num_kv_heads": 2,
+            "multiple_of": 16,
+            "axes_dim_rope": (8, 8, 8),
+            "axes_lens": (80, 16, 16),
+            "cap_feat_dim": 32,
+        }
+        | options
+    )
+
+
 def _flux_inputs(
     generator: torch.Generator, text: int = 7, image: int = 63, batch: int = 1, axes: int = 3, ids_batched: bool = False
 ) -> dict[str, Any]:
@@ -199,6 +250,27 @@ def _ltx_inputs(
     }
 
 
+def _sd3_inputs(
+    generator: torch.Generator, text: int = 7, height: int = 9, width: int = 7, batch: int = 1
+) -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(batch, 4, 2 * height, 2 * width, generator=generator),
+        "encoder_hidden_states": torch.randn(batch, text, 32, generator=generator),
+        "pooled_projections": torch.randn(batch, 32, generator=generator),
+        "timestep": torch.full((batch,), 500.0),
+    }
+
+
+def _lumina2_inputs(generator: torch.Generator, masked: int = 0, **options: Any) -> dict[str, Any]:
+    made = _sd3_inputs(generator, **options)
+    del made["pooled_projections"]
+    batch, text, _ = made["encoder_hidden_states"].shape
+    return made | {
+        "timestep": torch.full((batch,), 0.5),
+        "encoder_attention_mask": _text_mask(text, batch, masked) == 1,
+    }
+
+
 def _text_mask(text: int, batch: int, masked: int | None) -> Tensor | None:
     """The last `masked` tokens are padding, one more in every further row of the batch."""
     if masked is None:
@@ -216,6 +288,9 @@ _MODELS: dict[str, Callable[..., Any]] = {
     "wan": _wan,
     "chrono": _chrono,
     "ltx": _ltx,
+    "sd3": _sd3,
+    "sd3_dual": _sd3_dual,
+    "lumina2": _lumina2,
 }
 _INPUTS: dict[str, Callable[..., Any]] = {
     "flux": _flux_inputs,
@@ -224,4 +299,8 @@ _INPUTS: dict[str, Callable[..., Any]] = {
     "wan": _wan_inputs,
     "chrono": _chrono_inputs,
     "ltx": _ltx_inputs,
+    "sd3": _sd3_inputs,
+    "sd3_dual": _sd3_inputs,
+    "lumina2": _lumina2_inputs,
 }
+_PLANS = {"sd3": sd3.plan(dual=False), "sd3_dual": sd3.plan(dual=True), "lumina2": lumina2.plan(refiners=2)}

@@ -18,6 +18,7 @@ from .attention import ContextAttention
 from .backend import backend_name
 from .kernels import check_backend
 from .mesh import ContextMesh, adopt_mesh, build_mesh
+from .processors import Aware, aware
 from .sharding import hooks, named
 from .streams import Streams
 from .translate import plan_of
@@ -34,7 +35,7 @@ _PARTLY_AWARE = {
 
 @dataclass(frozen=True, eq=False)
 class _Route:
-    """What one attention module's processor is given while attached. `attention` is None where it stays local."""
+    """The processor of one attention module while attached, and what it is given: `attention` None to stay local."""
 
     module_name: str
     module: nn.Module
@@ -66,8 +67,9 @@ def attach(
 
     Each rank passes whole inputs and gets the whole output, equal to what one rank computes. `mesh` None: built here,
     for a group that is all of the world. `plan` None: from the transformer's own `_cp_plan`. Where one rank holds the
-    whole sequence, only the attention backend is set. Raises ValueError, and changes nothing, when it is attached
-    already, when plan, mesh and transformer do not fit, or when an attention processor cannot be made parallel.
+    whole sequence, only the attention backend is set. Processors that know no backend are replaced by ours where we
+    have one. Raises ValueError, and changes nothing, when it is attached already, when plan, mesh and transformer do
+    not fit, or when an attention processor cannot be made parallel.
     """
     if hasattr(transformer, _ATTRIBUTE):
         raise ValueError(f"this {type(transformer).__name__} is attached already; detach it first")
@@ -144,7 +146,7 @@ def _routes(
     taken: dict[int, tuple[str, ...] | str] = {}
     for name, module in _attention_modules(transformer):
         over = chosen.get(name, plan.joint)
-        processor = module.processor
+        processor = aware(module.processor)
         if taken.setdefault(id(processor), over) != over:
             raise ValueError(f"{name} shares its processor with attention over other streams; give each its own")
         if over == "local":
@@ -174,17 +176,22 @@ def _check_aware(name: str, processor: Any) -> None:
 
 
 def _local_backend(processor: Any, parallelism: Parallelism) -> AttentionBackendName | None:
-    """The backend that diffusers itself shall use: what was chosen, or what the processor has."""
+    """The backend that diffusers itself shall use: what was chosen, or what the processor has.
+
+    Processors of ours come to us also here: where a kernel of diffusers' would refuse a mask, `attend` takes another.
+    """
+    if isinstance(processor, Aware):
+        return backend_name(parallelism.attention_backend)
     if parallelism.attention_backend == "auto" or not hasattr(processor, "_attention_backend"):
         return getattr(processor, "_attention_backend", None)
     return AttentionBackendName(parallelism.attention_backend)
 
 
 def _attach_alone(transformer: nn.Module, parallelism: Parallelism) -> _Attachment:
-    modules = [(name, module) for name, module in _attention_modules(transformer)]
+    modules = [(name, module, aware(module.processor)) for name, module in _attention_modules(transformer)]
     routes = [
-        _Route(name, module, module.processor, None, _local_backend(module.processor, parallelism))
-        for name, module in modules
+        _Route(name, module, processor, None, _local_backend(processor, parallelism))
+        for name, module, processor in modules
     ]
     return _Attachment([], _apply(routes))
 
@@ -193,10 +200,14 @@ def _apply(routes: list[_Route]) -> list[tuple[Any, str, Any]]:
     """Set what the routes say; returns what was there before, as (owner, attribute, value)."""
     before = []
     for route in routes:
-        for attribute, value in (("_parallel_config", route.attention), ("_attention_backend", route.backend)):
-            if getattr(route.processor, attribute, None) is not value:
-                before.append((route.processor, attribute, vars(route.processor).get(attribute, _ABSENT)))
-                setattr(route.processor, attribute, value)
+        for owner, attribute, value in (
+            (route.module, "processor", route.processor),
+            (route.processor, "_parallel_config", route.attention),
+            (route.processor, "_attention_backend", route.backend),
+        ):
+            if getattr(owner, attribute, None) is not value:
+                before.append((owner, attribute, vars(owner).get(attribute, _ABSENT)))
+                setattr(owner, attribute, value)
     return before
 
 

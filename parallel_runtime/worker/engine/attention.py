@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...specs import AttentionBackend, Parallelism
 from .exchange import allocate
-from .kernels import attend, attend_block
+from .kernels import attend, attend_block, for_heads
 from .masks import KeyMask, exchange_mask
 from .merge import Merge
 from .mesh import ContextMesh
@@ -34,7 +34,8 @@ class ContextAttention:
     ) -> Tensor:
         """Each rank passes its own tokens [B, own tokens, H, D] and gets its own rows of the whole attention.
 
-        `mask` is a key-padding mask, see `exchange_mask`. Collective over the context ranks.
+        Keys and values may have fewer heads, each for a group of neighbouring query heads. `mask` is a key-padding
+        mask, see `exchange_mask`. Collective over the context ranks.
         """
         own = self.streams.own(self.names, self.mesh.context.index)
         lengths = [self.streams.length(name) for name in self.names]
@@ -69,8 +70,10 @@ class ContextAttention:
     ) -> Tensor:
         axis, ring = self.mesh.ulysses, self.mesh.ring
         tokens = spread[ring.index * axis.size : (ring.index + 1) * axis.size]
-        coming = [start_to_heads(tensor, tokens, axis) for tensor in (query, key, value)]
         heads = query.shape[2]
+        if key.shape[2] % axis.size:  # a rank's query heads may need a part of a group
+            key, value = for_heads(key, heads), for_heads(value, heads)
+        coming = [start_to_heads(tensor, tokens, axis) for tensor in (query, key, value)]
         if keys is not None:
             keys = keys.heads(*chunk_range(heads, axis.size, axis.index))
         q, k, v = (pending.wait() for pending in coming)
@@ -115,8 +118,8 @@ class ContextAttention:
                 f"attention over streams {self.names} expects {held} tokens on this rank, got {query.shape[1]} queries "
                 f"and {key.shape[1]} keys; name its streams in the plan, or mark it local if its keys are whole"
             )
-        if query.shape[2] != key.shape[2]:
-            raise ValueError(f"as many key heads as query heads are needed, got {key.shape[2]} and {query.shape[2]}")
+        if query.shape[2] % key.shape[2]:
+            raise ValueError(f"{query.shape[2]} query heads cannot be grouped under {key.shape[2]} key heads")
         if torch.is_grad_enabled() and query.requires_grad:
             raise ValueError("context parallelism here is for inference; wrap the call in torch.no_grad()")
 

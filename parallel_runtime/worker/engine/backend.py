@@ -39,8 +39,8 @@ def backend_name(kernel: AttentionBackend) -> AttentionBackendName:
         enable_gqa: bool = False,
         _parallel_config: Any = None,
     ) -> Tensor:
-        if dropout_p or is_causal or enable_gqa:
-            raise ValueError("dropout, causal and grouped-query attention cannot be cut over ranks yet")
+        if dropout_p or is_causal:
+            raise ValueError("dropout and causal attention cannot be cut over ranks yet")
         if _parallel_config is None:
             return attend(query, key, value, attn_mask, scale, kernel)
         assert isinstance(_parallel_config, ContextAttention)

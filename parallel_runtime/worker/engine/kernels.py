@@ -1,6 +1,7 @@
 """Attention on one device: `attend` for whole keys, `attend_block` with the log-sum-exp that merging blocks needs.
 
-Tensors are [batch, tokens, heads, head_dim], of any strides with a contiguous last dim. Knows no ranks.
+Tensors are [batch, tokens, heads, head_dim], of any strides with a contiguous last dim; keys and values may have fewer
+heads, each for a group of neighbouring query heads. Knows no ranks.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def attend(
 
     Backends that take no mask leave masked calls to scaled_dot_product_attention.
     """
+    key, value = (for_heads(tensor, query.shape[2]) for tensor in (key, value))
     native = backend in _NATIVE_BACKENDS or (mask is not None and backend != "_native_cudnn")
     function = _AttentionBackendRegistry._backends[_BACKENDS_OF_DIFFUSERS["native" if native else backend]]
     if backend == "sage":  # reads other memory than it should through views (huggingface/diffusers#13506)
@@ -51,6 +53,7 @@ def attend_block(
     `mask` is [B, 1 or H, 1, Sk]. Where it hides the whole block the output is finite and its log-sum-exp hugely
     negative.
     """
+    key, value = (for_heads(tensor, query.shape[2]) for tensor in (key, value))
     bias = None if mask is None else additive(mask, query.dtype)
     if query.device.type == "cpu":
         return _cpu(query, key, value, bias, scale)
@@ -59,6 +62,11 @@ def attend_block(
     if backend in _NATIVE_BACKENDS:
         return (_native_flash if _fits_flash(query) else _efficient)(query, key, value, None, scale)
     return _BLOCK_KERNELS[backend](query, key, value, None, scale)
+
+
+def for_heads(tensor: Tensor, heads: int) -> Tensor:
+    """Keys or values of dim 2 repeated, so that each of `heads` query heads has its own."""
+    return tensor if tensor.shape[2] == heads else tensor.repeat_interleave(heads // tensor.shape[2], dim=2)
 
 
 def _fits_flash(query: Tensor) -> bool:

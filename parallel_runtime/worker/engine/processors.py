@@ -1,0 +1,95 @@
+"""Attention processors of ours for those of diffusers that call torch's attention directly and so would stay local.
+
+Each is diffusers' own, line by line the same arithmetic, with `dispatch_attention_fn` in the place of torch's call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
+from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.transformers.transformer_lumina2 import Lumina2AttnProcessor2_0
+from torch import Tensor
+
+from .attention import ContextAttention
+
+
+def aware(processor: Any) -> Any:
+    """A processor of ours that does what `processor` does, or `processor` itself where we have none for it."""
+    ours = _OURS.get(type(processor))
+    return processor if ours is None else ours()
+
+
+class Aware:
+    """What `attach` sets on a processor, and the attention that comes of it."""
+
+    _attention_backend: AttentionBackendName | None = None
+    _parallel_config: ContextAttention | None = None
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """[B, tokens, H, D] of each to [B, tokens, H D]."""
+        settings: Any = {"backend": self._attention_backend, "parallel_config": self._parallel_config}
+        return dispatch_attention_fn(query, key, value, **options, **settings).flatten(2)
+
+
+class JointAttention(Aware):
+    """JointAttnProcessor2_0, of SD3: image tokens, and text tokens after them where there are any. No masks."""
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        image = _heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k))
+        if encoder_hidden_states is None:
+            return _out(attn, self._attend(*image))
+        projections = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        text = _heads(attn, encoder_hidden_states, projections, (attn.norm_added_q, attn.norm_added_k))
+        out = self._attend(*(torch.cat(pair, dim=1) for pair in zip(image, text, strict=True)))
+        of_image, of_text = out.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], dim=1)
+        return _out(attn, of_image), of_text if attn.context_pre_only else attn.to_add_out(of_text)
+
+
+class GroupedAttention(Aware):
+    """Lumina2AttnProcessor2_0: self-attention with rotary positions, several query heads to a key head."""
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Tensor | None = None,
+    ) -> Tensor:
+        assert encoder_hidden_states is hidden_states
+        projections = (attn.to_q, attn.to_k, attn.to_v)
+        query, key, value = _heads(attn, hidden_states, projections, (attn.norm_q, attn.norm_k))
+        if image_rotary_emb is not None:
+            rotate: Any = partial(apply_rotary_emb, freqs_cis=image_rotary_emb, use_real=False)
+            query, key = rotate(query), rotate(key)
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        mask = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
+        grouped = key.shape[2] != query.shape[2]
+        return _out(attn, self._attend(query, key, value, attn_mask=mask, scale=attn.scale, enable_gqa=grouped))
+
+
+def _heads(attn: Attention, tokens: Tensor, projections: Iterable[Any], norms: Iterable[Any]) -> list[Tensor]:
+    """Query, key and value of `tokens`, [B, tokens, heads, head size], the first two normed where there is a norm."""
+    size = attn.inner_dim // attn.heads
+    query, key, value = (project(tokens).unflatten(-1, (-1, size)) for project in projections)
+    return [*(x if norm is None else norm(x) for x, norm in zip((query, key), norms, strict=True)), value]
+
+
+def _out(attn: Attention, tokens: Tensor) -> Tensor:
+    projection, dropout = attn.to_out
+    return dropout(projection(tokens))
+
+
+_OURS: dict[type, type] = {JointAttnProcessor2_0: JointAttention, Lumina2AttnProcessor2_0: GroupedAttention}
