@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from functools import cache, partial
-from pathlib import Path
 
 import pytest
 import torch
 
-from parallel_runtime import demo
+from parallel_runtime.demo import MODEL
 from parallel_runtime.demo.draw import COLOURS, SHAPES
 from parallel_runtime.demo.judge import judge
 from parallel_runtime.demo.sample import Evaluate, euler
 from parallel_runtime.demo.subjects import backdrop
 from parallel_runtime.worker.loading import load
 
-MODEL = Path(demo.__file__).parent / "model.safetensors"
 FIRST_SEED = 70_000  # the model, its training length and its settings were chosen on seeds below 10 000
 ASKED = 36
 

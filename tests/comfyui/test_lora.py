@@ -34,9 +34,9 @@ Stack = list[tuple[str, float]]
 Tensors = dict[str, Tensor]
 
 
-@pytest.mark.parametrize("degrees", ["1_worker", "ring_2", "ulysses_2"])
-@pytest.mark.parametrize("family", PLACES)
 @pytest.mark.parametrize("rank", [4, 16])
+@pytest.mark.parametrize("family", PLACES)
+@pytest.mark.parametrize("degrees", ["1_worker", "ring_2", "ulysses_2"])
 def test_a_lora_gives_ksamplers_latent(server: Server, degrees: str, family: str, rank: int) -> None:
     stack = [(write(server, f"{family}_{rank}", lora(server, family, rank)), 0.8)]
     check(server, Job(family=family, cfg=2.0), stack, DEGREES[degrees])

@@ -38,11 +38,14 @@ def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
 
 
 def named(reference: str) -> Any:
-    """What `module:name` (or `module:Class.name`) means in ComfyUI. Raises Refused for what is not ComfyUI's own."""
+    """The class or function that ComfyUI has as `module:name` or `module:Class.name`. Raises Refused for all else."""
     module, _, name = reference.partition(":")
-    if module.split(".")[0] not in PACKAGES:
-        raise Refused(f"{reference} is not part of ComfyUI")
-    return reduce(getattr, name.split("."), module_named(module))
+    if module.split(".")[0] in PACKAGES:
+        found = reduce(getattr, name.split("."), module_named(module))
+        home = getattr(found, "__module__", None) or ""
+        if home.split(".")[0] in PACKAGES or home == module_named(module).__name__:
+            return found
+    raise Refused(f"{reference} is not part of ComfyUI")
 
 
 def module_named(name: str) -> ModuleType:

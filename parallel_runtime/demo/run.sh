@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Set up, then draw a picture on two workers and check it against one. Needs no ComfyUI, no GPU, no model download.
+# Options: --help. Python: $PYTHON, else python3 (3.11 or newer); what is missing is installed into .venv.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+.ci/setup requirements.txt
+exec .venv/bin/python -m parallel_runtime demo "$@"

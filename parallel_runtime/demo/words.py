@@ -1,0 +1,89 @@
+"""Plain words to conditioning: each known word is a row of a Hadamard matrix, so that all are orthogonal.
+
+Nothing here is learned or stored; a reader needs only the vocabulary. Knows no pictures and no model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .draw import COLOURS, SHAPES
+
+SIZES = ("small", "large")
+PLACES = ("left", "right", "top", "bottom", "center")
+GRAMMAR = ("a", "at", "in", "on", "background")
+SYNONYMS = {
+    "an": "a",
+    "the": "a",
+    "big": "large",
+    "little": "small",
+    "tiny": "small",
+    "middle": "center",
+    "centre": "center",
+    "plus": "cross",
+    "disc": "circle",
+    "violet": "purple",
+}
+WIDTH = 64
+BACKDROPS = tuple(f"{colour} background" for colour in COLOURS)
+ROWS = ("start", *COLOURS, *BACKDROPS, *SHAPES, *SIZES, *PLACES, *GRAMMAR)
+LONGEST = WIDTH - 1 - len(ROWS)
+KINDS: dict[str, tuple[str, ...]] = {
+    "shape": tuple(SHAPES),
+    "colour": tuple(COLOURS),
+    "background": BACKDROPS,
+    "size": SIZES,
+    "place": PLACES,
+}
+
+
+def vocabulary() -> list[str]:
+    """Every word a prompt may use."""
+    return sorted({*COLOURS, *SHAPES, *SIZES, *PLACES, *GRAMMAR, *SYNONYMS})
+
+
+def parse(prompt: str) -> list[str]:
+    """The prompt as row names; a colour that names the backdrop becomes '<colour> background'."""
+    words = [SYNONYMS.get(word, word) for word in prompt.lower().replace(",", " ").replace(".", " ").split()]
+    for word in words:
+        if word not in ROWS:
+            raise ValueError(f"the demo model does not know the word '{word}'; it knows: {', '.join(vocabulary())}")
+    if len(words) >= LONGEST:
+        raise ValueError(f"the prompt has {len(words)} words; the demo model reads at most {LONGEST - 1}")
+    names = [f"{word} background" if _is_backdrop(words, i) else word for i, word in enumerate(words)]
+    _check_single(names)
+    return names
+
+
+def encode(prompt: str) -> tuple[Tensor, Tensor]:
+    """(cross_attn [1, 1 + words, 64], pooled [1, 64]); an empty prompt is valid and means anything."""
+    names = parse(prompt)
+    table = _hadamard(WIDTH)
+    rows = torch.tensor([1 + ROWS.index(name) for name in ["start", *names]])
+    places = 1 + len(ROWS) + torch.arange(len(rows))
+    said = [1 + ROWS.index(name) for name in names if name not in GRAMMAR]
+    pooled = table[torch.tensor(said, dtype=torch.long)].sum(0, keepdim=True)
+    return (table[rows] + table[places])[None], pooled
+
+
+def _is_backdrop(words: list[str], i: int) -> bool:
+    if words[i] not in COLOURS:
+        return False
+    if "background" in words:
+        return words[i + 1 : i + 2] == ["background"]
+    return "on" in words[:i] and any(word in SHAPES or word in COLOURS for word in words[:i])
+
+
+def _check_single(names: list[str]) -> None:
+    for kind, members in KINDS.items():
+        found = [name for name in names if name in members]
+        if len(found) > 1:
+            raise ValueError(f"the prompt names more than one {kind} ({', '.join(found)}); the demo model draws one")
+
+
+def _hadamard(width: int) -> Tensor:
+    table = torch.ones(1, 1)
+    while len(table) < width:
+        table = torch.cat([torch.cat([table, table], 1), torch.cat([table, -table], 1)])
+    return table

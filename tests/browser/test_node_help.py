@@ -1,0 +1,39 @@
+"""Every node of ours has a help page, which names all of its inputs and which ComfyUI shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..comfyui.comfy import OUR_ROOT
+from ..comfyui.server import Server
+
+DOCS = OUR_ROOT / "web" / "docs"
+DRAW_MILLISECONDS = 1000
+PACK = "custom_nodes.context-parallel-sampler"
+
+PUT = """() => {
+    app.graph.clear();
+    const node = LiteGraph.createNode('CPParallelConfig');
+    node.pos = [400, 300];
+    app.graph.add(node);
+    const { scale, offset } = app.canvas.ds, { x, y } = app.canvas.canvas.getBoundingClientRect();
+    return [x + (node.pos[0] + 60 + offset[0]) * scale, y + (node.pos[1] - 15 + offset[1]) * scale];
+}"""  # returns where its title is
+
+
+def test_every_node_has_a_page_that_names_its_inputs(server: Server) -> None:
+    ours = {name: info for name, info in server.client.get("/object_info").items() if info["python_module"] == PACK}
+    assert set(ours) == {page.stem for page in DOCS.glob("*.md")}
+    for name, info in ours.items():
+        text = (DOCS / f"{name}.md").read_text()
+        assert text.startswith(f"# {info['display_name']}\n")
+        shown = [given for kind in ("required", "optional") for given in info["input_order"].get(kind, ())]
+        assert [given for given in shown if f"| {given} |" not in text] == [], name
+
+
+def test_comfyui_shows_the_page(page: Any) -> None:
+    title = page.evaluate(PUT)
+    page.wait_for_timeout(DRAW_MILLISECONDS)
+    page.mouse.click(*title)
+    page.get_by_test_id("info-button").click()
+    page.get_by_role("heading", name="What auto chooses").wait_for(timeout=10_000)
