@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from parallel_runtime.demo.subjects import any_picture, any_wording
-from parallel_runtime.demo.words import LONGEST, WIDTH, encode, parse, vocabulary
+from parallel_runtime.demo.words import LONGEST, REGISTERS, WIDTH, encode, parse, vocabulary
 
 
-def test_a_prompt_has_one_token_a_word_and_one_to_start() -> None:
+def test_a_prompt_has_one_token_a_word_one_to_start_and_the_registers() -> None:
     cross, pooled = encode("a red circle")
-    assert cross.shape == (1, 4, WIDTH)
+    assert cross.shape == (1, REGISTERS + 4, WIDTH)
     assert pooled.shape == (1, WIDTH)
 
 
 def test_an_empty_prompt_is_valid_and_says_nothing() -> None:
     cross, pooled = encode("")
-    assert cross.shape == (1, 1, WIDTH)
+    assert cross.shape == (1, REGISTERS + 1, WIDTH)
     assert not pooled.any()
 
 

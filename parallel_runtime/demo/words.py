@@ -29,6 +29,9 @@ WIDTH = 64
 BACKDROPS = tuple(f"{colour} background" for colour in COLOURS)
 ROWS = ("start", *COLOURS, *BACKDROPS, *SHAPES, *SIZES, *PLACES, *GRAMMAR)
 LONGEST = WIDTH - 1 - len(ROWS)
+# FLUX tells an image token where it is only by its rotation against text tokens, which all sit at the origin. Tokens
+# that every prompt has give this small model enough of them to find its place by.
+REGISTERS = 16
 KINDS: dict[str, tuple[str, ...]] = {
     "shape": tuple(SHAPES),
     "colour": tuple(COLOURS),
@@ -57,14 +60,19 @@ def parse(prompt: str) -> list[str]:
 
 
 def encode(prompt: str) -> tuple[Tensor, Tensor]:
-    """(cross_attn [1, 1 + words, 64], pooled [1, 64]); an empty prompt is valid and means anything."""
+    """(cross_attn [1, 17 + words, 64], pooled [1, 64]); an empty prompt is valid and means anything."""
     names = parse(prompt)
     table = _hadamard(WIDTH)
     rows = torch.tensor([1 + ROWS.index(name) for name in ["start", *names]])
     places = 1 + len(ROWS) + torch.arange(len(rows))
     said = [1 + ROWS.index(name) for name in names if name not in GRAMMAR]
     pooled = table[torch.tensor(said, dtype=torch.long)].sum(0, keepdim=True)
-    return (table[rows] + table[places])[None], pooled
+    return torch.cat([_registers(), table[rows] + table[places]])[None], pooled
+
+
+def _registers() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(REGISTERS, WIDTH, generator=generator).sign() * 2**0.5
 
 
 def _is_backdrop(words: list[str], i: int) -> bool:

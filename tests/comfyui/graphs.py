@@ -78,12 +78,6 @@ def sampling_graph(job: Job, sampler: Sampler, parallel: Parallel | None = None)
     return graph
 
 
-def with_lora(graph: Graph) -> Graph:
-    return _before_the_sampler(
-        graph, "model", "LoraLoaderModelOnly", lora_name="flux_dev.safetensors", strength_model=1.0
-    )
-
-
 def with_attention_patch(graph: Graph) -> Graph:
     return _before_the_sampler(graph, "model", "CPTestAttentionPatch")
 
