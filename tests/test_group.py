@@ -226,7 +226,9 @@ def test_the_host_being_killed_leaves_no_process(flux, tmp_path):
         f"group.sample(spec_of({flux.path!r}), parallelism, flux_job(steps=100000),\n"
         "    on_step=lambda step, *_: print(*workers_of(group), flush=True) if step == 2 else None)\n"
     )
-    host = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
+    (scratch := tmp_path / "scratch").mkdir()
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    host = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=environment)
     assert host.stdout is not None
     pids = [int(pid) for pid in host.stdout.readline().split()]
     assert len(pids) == 2
@@ -235,6 +237,7 @@ def test_the_host_being_killed_leaves_no_process(flux, tmp_path):
     host.kill()
     host.wait()
     wait_until(lambda: not (our_processes().keys() & {*pids, *agents}), 3)
+    wait_until(lambda: not list(scratch.glob("cp-*")), 3)
 
 
 def test_torchrun_being_killed_leaves_no_process(doomed, flux):

@@ -136,20 +136,31 @@ class Processes:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        """torchrun's own rendezvous meets in a file, and so do the ranks: nothing of ours listens on a port."""
+        """torchrun's own rendezvous meets in a file, and so do the ranks: nothing of ours listens on a port.
+
+        A keep-alive would only make that file grow: this torchrun is alone.
+        """
         world = self._placement.world_size
         command = [
             sys.executable, "-m", f"{PACKAGE.name}.worker.agent",
             "--nnodes=1", f"--nproc-per-node={world}", "--max-restarts=0", "--monitor-interval=0.1",
             "--log-dir", self._folder,
-            "--rdzv-backend=c10d", f"--rdzv-endpoint={self._folder}/rendezvous", "--rdzv-conf=store_type=file",
+            "--rdzv-backend=c10d", f"--rdzv-endpoint={self._folder}/rendezvous",
+            "--rdzv-conf=store_type=file,keep_alive_interval=86400",
             "-m", f"{PACKAGE.name}.worker", self._address,
         ]  # fmt: skip
         threads = max(1, (os.cpu_count() or 1) // world)
         return subprocess.Popen(
             command,
             cwd=PACKAGE.parent,
-            env={**LOOPBACK, "OMP_NUM_THREADS": str(threads), **os.environ, "CP_TOKEN": self._token, **AGENT},
+            env={
+                **LOOPBACK,
+                "OMP_NUM_THREADS": str(threads),
+                **os.environ,
+                "CP_TOKEN": self._token,
+                "CP_FOLDER": self._folder,
+                **AGENT,
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

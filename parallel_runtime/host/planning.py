@@ -114,7 +114,8 @@ def _too_much(degrees: Parallelism, devices: tuple[str, ...], limit: int, heads:
     else:
         reason = f"{wanted} splits {heads} attention heads over {ulysses} workers, more than there are heads"
     fewer = "" if others <= limit else " with cfg_degree 1 and data_degree 1"
-    return f"{reason}. The nearest that works is ring_degree {r} x ulysses_degree {u}{fewer}"
+    shared = "" if len(devices) != 1 else f"; or let workers share it: devices {','.join(devices * degrees.world_size)}"
+    return f"{reason}. The nearest that works is ring_degree {r} x ulysses_degree {u}{fewer}{shared}"
 
 
 def _check_backend(backend: AttentionBackend, placement: Placement) -> None:

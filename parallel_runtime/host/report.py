@@ -97,7 +97,7 @@ def _speed(work: Work, degrees: Parallelism, link: Link | None) -> str:
 def _warnings(work: Work, degrees: Parallelism, placement: Placement, guided: bool, link: Link | None) -> list[str]:
     warnings = []
     if link is not None and link.free_bytes and memory_bytes(work, degrees) > min(link.free_bytes):
-        warnings.append("Too little memory: take more workers, a smaller picture, or a model file in fewer bits.")
+        warnings.append("Too little memory: take more workers, a smaller picture, or dtype bfloat16.")
     if degrees.data_degree > work.rows:
         warnings.append(
             f"data_degree {degrees.data_degree} with {work.rows} in the batch leaves workers idle: set data_degree to "

@@ -5,6 +5,7 @@ torchrun's agent survives its parent and, killed, leaves its workers running; th
 
 import os
 import runpy
+import shutil
 import sys
 
 from .leash import die_when
@@ -12,7 +13,8 @@ from .leash import die_when
 AGENT_PID = "CP_AGENT_PID"
 
 if __name__ == "__main__":
-    die_when(lambda: os.read(sys.stdin.fileno(), 1))
+    # A host that was killed could not remove the group's private folder.
+    die_when(lambda: os.read(sys.stdin.fileno(), 1), lambda: shutil.rmtree(os.environ["CP_FOLDER"], ignore_errors=True))
     os.environ[AGENT_PID] = str(os.getpid())
     sys.argv[0] = "torchrun"
     runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)

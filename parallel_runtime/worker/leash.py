@@ -24,11 +24,12 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
-def die_when(returns: Callable[[], object]) -> None:
-    """Run `returns` on a thread; when it comes back, this process is over, whatever else it was doing."""
+def die_when(returns: Callable[[], object], last: Callable[[], object] = lambda: None) -> None:
+    """Run `returns` on a thread; when it comes back, do `last` and die, whatever else this process was doing."""
 
     def watch() -> None:
         returns()
+        last()
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="leash", daemon=True).start()
