@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from .refusals import check_conds, check_guider, check_model
 
 LOADERS = ("load_diffusion_model", "load_checkpoint_guess_config")
 HONOURED_LOADER_OPTIONS = {"dtype"}
+_first_seen: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,13 +52,13 @@ def describe_file(model: ModelPatcher, dtype: DtypeChoice) -> tuple[ModelSpec, F
         raise Refused(f"{os.path.basename(path)} is a quantised checkpoint, which the workers cannot read; "
                       "use a bf16, fp16 or fp32 file")  # fmt: skip
     unet_config = {key: value for key, value in config.unet_config.items() if _is_plain(value)}
-    stat = os.stat(path)
-    shapes = _shapes(path, stat.st_size, stat.st_mtime_ns)
+    size, mtime_ns = _unchanged(model, path)
+    shapes = _shapes(path, size, mtime_ns)
     family = recognise(shapes, unet_config)
     spec = ModelSpec(
         path=os.path.realpath(path),
-        size=stat.st_size,
-        mtime_ns=stat.st_mtime_ns,
+        size=size,
+        mtime_ns=mtime_ns,
         weight_dtype=_name(model.model.get_dtype()),
         compute_dtype=_name(model.model.get_dtype_inference()) if dtype == "auto" else dtype,  # type: ignore[arg-type]
         comfy=ComfyModel(config_class=type(config).__name__, unet_config=json.dumps(unet_config, sort_keys=True)),
@@ -100,6 +102,18 @@ def describe_job(
         wrappers=patches.wrappers,
         patches=patches.weights,
     )
+
+
+def _unchanged(model: ModelPatcher, path: str) -> tuple[int, int]:
+    """Size and mtime_ns of the file. Raises Refused where it is no longer the one that MODEL was first seen with."""
+    if not os.path.isfile(path):
+        raise Refused(f"the file of this MODEL is gone: {path}")
+    stat = os.stat(path)
+    now = (stat.st_size, stat.st_mtime_ns)
+    if _first_seen.setdefault(model.model, now) != now:
+        raise Refused(f"{path} changed on disk after this MODEL was loaded from it; have ComfyUI load it again: "
+                      "Unload models and free the node cache, or restart")  # fmt: skip
+    return now
 
 
 @functools.lru_cache(maxsize=16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -42,3 +43,17 @@ def test_a_device_list_that_is_none_is_refused_with_the_value_found(server: Serv
     with pytest.raises(NodeError, match=devices):
         server.client.run(sampling_graph(FLUX, "CPSampler", Parallel(devices=devices)))
     assert server.children() == before
+
+
+def test_a_file_that_changed_under_a_loaded_model_is_refused_and_not_sampled_with(server: Server) -> None:
+    job = Job(family="flux_schnell")
+    server.client.run(sampling_graph(job, "CPSampler", DEGREES["ring_2"]))
+    file = server.base / "models" / "diffusion_models" / "flux_schnell.safetensors"
+    before = file.stat()
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    try:
+        with pytest.raises(NodeError, match="changed on disk after this MODEL was loaded"):
+            server.client.run(sampling_graph(job, "CPSampler", DEGREES["ring_2"]))
+    finally:
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    server.client.run(sampling_graph(job, "CPSampler", DEGREES["ring_2"]))
