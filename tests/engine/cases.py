@@ -27,7 +27,7 @@ def random_errors(
     rank: int, world: int, degrees: list[int], seeds: list[int], options: dict[str, Any], grouped: bool = False
 ) -> list[float]:
     """Errors of this rank's rows on random problems, every spare buffer full of NaN."""
-    exchange.empty = _nan_filled
+    exchange.empty = nan_filled
     try:
         problems = {seed: random_problem(seed, grouped=grouped) for seed in seeds}
         return [_error(mesh(*degrees), problem, seed, degrees, options) for seed, problem in problems.items()]
@@ -123,7 +123,7 @@ def run(
 
 def own(whole: Tensor, problem: Problem, place: ContextMesh) -> Tensor:
     """This rank's chunk of [B, text + image, ...], as a model has it: its text, then its image, or stand-ins."""
-    return torch.cat([_chunk(stream, place, 1) for stream in whole.split([problem.text, problem.image], dim=1)], dim=1)
+    return torch.cat([chunk(stream, place, 1) for stream in whole.split([problem.text, problem.image], dim=1)], dim=1)
 
 
 def rows(problem: Problem, place: ContextMesh) -> Tensor:
@@ -132,7 +132,7 @@ def rows(problem: Problem, place: ContextMesh) -> Tensor:
     return torch.cat(
         [
             torch.ones(size, dtype=torch.bool) if size else torch.zeros(1, dtype=torch.bool)
-            for size in (_chunk(s, place, 0).shape[1] for s in everything.split([problem.text, problem.image], dim=1))
+            for size in (chunk(s, place, 0).shape[1] for s in everything.split([problem.text, problem.image], dim=1))
         ]
     )
 
@@ -165,7 +165,7 @@ def masked_as(problem: Problem, form: str, place: ContextMesh) -> Tensor:
     return torch.zeros(mask.shape).masked_fill(~mask, -torch.inf if form == "4d -inf" else -1e4)
 
 
-def _chunk(whole: Tensor, place: ContextMesh, at_least: int) -> Tensor:
+def chunk(whole: Tensor, place: ContextMesh, at_least: int) -> Tensor:
     start, size = chunk_range(whole.shape[1], place.context.size, place.context.index)
     return whole[:, start : start + size] if size else whole[:, :at_least]
 
@@ -179,6 +179,6 @@ def _own_values(lengths: list[int], parts: int, index: int) -> list[float]:
     return values
 
 
-def _nan_filled(*args: Any, **kwargs: Any) -> Tensor:
+def nan_filled(*args: Any, **kwargs: Any) -> Tensor:
     buffer = torch.empty(*args, **kwargs)
     return buffer.fill_(torch.nan) if buffer.is_floating_point() else buffer.fill_(255)

@@ -18,6 +18,8 @@ from parallel_runtime.worker.engine.translate import plan_of
 from .meshes import mesh, parallelism
 from .tiny import build, inputs, plan_for
 
+_LOCAL: Local = "local"
+
 
 @torch.no_grad()
 def forward_error(
@@ -28,13 +30,15 @@ def forward_error(
     model: dict[str, Any] | None = None,
     call: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
+    replicated: list[str] | None = None,
 ) -> float:
     """How far the attached transformer is from the plain one."""
     transformer = build(kind, **(model or {}))
     made = inputs(kind, **(call or {}))
-    reference = output(transformer, made)
-    attach(transformer, mesh(*degrees), parallelism(*degrees, **(options or {})), plan_for(kind))
-    return error(output(transformer, made), reference)
+    references = transformer(**made, return_dict=False)
+    attach(transformer, mesh(*degrees), parallelism(*degrees, **(options or {})), plan_for(kind), replicated or ())
+    outputs = transformer(**made, return_dict=False)
+    return max(error(got, reference) for got, reference in zip(outputs, references, strict=True))
 
 
 def output(transformer: nn.Module, made: dict[str, Any]) -> Tensor:
@@ -92,6 +96,17 @@ def errors_with_sharded_weights(rank: int, world: int) -> list[float]:
 
 
 @torch.no_grad()
+def replicated_text(rank: int, world: int, degrees: list[int]) -> list[float]:
+    """FLUX's text after its last double block, as this rank holds it: every bit of it, and its length."""
+    transformer: Any = build("flux")
+    attach(transformer, mesh(*degrees), parallelism(*degrees), replicated=["text"])
+    seen: list[Tensor] = []
+    transformer.transformer_blocks[-1].register_forward_hook(lambda _, __, out: seen.append(out[0]))
+    output(transformer, inputs("flux", text=7))
+    return [float(seen[0].shape[1]), *seen[0].double().flatten().tolist()]
+
+
+@torch.no_grad()
 def error_when_compiled(rank: int, world: int) -> float:
     """Repeated blocks through dynamo, which breaks its graph at the collectives."""
     transformer, made = build("wan"), inputs("wan")
@@ -103,13 +118,16 @@ def error_when_compiled(rank: int, world: int) -> float:
 
 
 @torch.no_grad()
-def error_of_local_attention(rank: int, world: int) -> float:
-    transformer = build("flux")
-    made = inputs("flux")
-    reference = output(transformer, made)
-    attention: dict[str, Local] = {"transformer_blocks.*.attn": "local", "single_transformer_blocks.*.attn": "local"}
-    attach(transformer, mesh(2, 1), parallelism(2, 1), replace(plan_of(transformer), attention=attention))
-    return error(output(transformer, made), reference)
+def error_of_local_attention(rank: int, world: int, kind: str, modules: list[str]) -> float:
+    """How much it shows if some attentions see only this rank's tokens."""
+    transformer: Any = build(kind)
+    made = inputs(kind)
+    references = transformer(**made, return_dict=False)
+    plan = plan_of(transformer)
+    attention = {**plan.attention, **dict.fromkeys(modules, _LOCAL)}
+    attach(transformer, mesh(2, 1), parallelism(2, 1), replace(plan, attention=attention))
+    outputs = transformer(**made, return_dict=False)
+    return max(error(got, reference) for got, reference in zip(outputs, references, strict=True))
 
 
 @torch.no_grad()

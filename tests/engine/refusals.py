@@ -50,6 +50,17 @@ def unequal_lengths_of_a_stream(rank: int, world: int) -> str:
     return message(lambda: output(_attached(), made))
 
 
+def streams_that_no_plan_cuts(rank: int, world: int) -> str:
+    return message(lambda: attach(build("wan"), mesh(*RING), parallelism(*RING), replicated=["text"]))
+
+
+def masks_between_video_tokens(rank: int, world: int) -> str:
+    transformer: Any = build("ltx2")
+    attach(transformer, mesh(*RING), parallelism(*RING))
+    made = inputs("ltx2", masked=1)
+    return message(lambda: output(transformer, made | {"video_self_attention_mask": torch.ones(1, 63, 63)}))
+
+
 def processors_set_after_attach(rank: int, world: int) -> str:
     transformer = _attached()
     transformer.transformer_blocks[1].attn.set_processor(type(transformer.transformer_blocks[1].attn.processor)())

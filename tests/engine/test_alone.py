@@ -20,7 +20,7 @@ from .tiny import build, inputs
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["flux", "qwen", "wan", "ltx", "sd3_dual", "lumina2"])
+@pytest.mark.parametrize("kind", ["flux", "qwen", "wan", "ltx", "sd3_dual", "lumina2", "hunyuan15", "ltx2"])
 def test_one_rank_gives_the_same_bits(kind: str) -> None:
     transformer = build(kind)
     reference = transformer(**inputs(kind), return_dict=False)[0]

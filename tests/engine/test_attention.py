@@ -11,6 +11,7 @@ from .conftest import Groups
 BAR = 1e-5
 DEGREES = [(2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (1, 4), (2, 2)]
 CASES = "tests.engine.cases"
+SIDES = "tests.engine.side_cases"
 
 
 @pytest.mark.parametrize("rotate_method", ["alltoall", "allgather"])
@@ -29,6 +30,26 @@ def test_fewer_key_heads_than_query_heads_are_exact(groups: Groups, degrees: tup
     seeds = _seeds(12, "grouped", degrees)
     call = {"degrees": degrees, "seeds": seeds, "options": {}, "grouped": True}
     answers = groups(_world(degrees)).run(f"{CASES}:random_errors", **call)
+    assert max(error for errors in answers for error in errors) <= BAR
+
+
+@pytest.mark.parametrize("replicated", [[], ["audio"], ["text"]], ids=str)
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_queries_of_another_stream_than_the_keys_are_exact(
+    groups: Groups, degrees: tuple[int, ...], replicated: list[str]
+) -> None:
+    call = {"degrees": degrees, "seeds": _seeds(12, "cross", degrees, replicated), "replicated": replicated}
+    answers = groups(_world(degrees)).run(f"{SIDES}:cross_errors", **call)
+    assert max(error for errors in answers for error in errors) <= BAR
+
+
+@pytest.mark.parametrize("replicated", [["text"], ["image"], ["text", "image"]], ids=str)
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_streams_that_every_rank_holds_whole_are_exact(
+    groups: Groups, degrees: tuple[int, ...], replicated: list[str]
+) -> None:
+    call = {"degrees": degrees, "seeds": _seeds(12, "replica", degrees, replicated), "replicated": replicated}
+    answers = groups(_world(degrees)).run(f"{SIDES}:replica_errors", **call)
     assert max(error for errors in answers for error in errors) <= BAR
 
 

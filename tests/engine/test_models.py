@@ -40,6 +40,35 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "lumina2, as many key heads as heads": {"kind": "lumina2", "model": {"num_kv_heads": 6}, "call": {"width": 8}},
     "lumina2, fewer tokens than ranks": {"kind": "lumina2", "call": {"text": 1, "height": 1, "width": 2}},
+    "hunyuan video 1.5, unequal masks, batch 2": {"kind": "hunyuan15", "call": {"batch": 2, "pictured": True}},
+    "hunyuan video 1.5, no picture": {"kind": "hunyuan15", "call": {"masked": 0}},
+    "hunyuan video 1.5, a rank's text all masked": {"kind": "hunyuan15", "call": {"text": 23, "masked": 19}},
+    "hunyuan video 1.5, fewer image tokens than ranks": {"kind": "hunyuan15", "call": {"height": 1, "width": 2}},
+    "ltx2": {"kind": "ltx2"},
+    "ltx2, unequal masks, batch 2": {"kind": "ltx2", "call": {"masked": 3, "batch": 2}},
+    "ltx2, split rope, unequal masks, batch 2": {
+        "kind": "ltx2",
+        "model": {"rope_type": "split"},
+        "call": {"masked": 3, "batch": 2, "timestep_per_token": True},
+    },
+    "ltx2, modalities apart": {"kind": "ltx2", "call": {"isolate_modalities": True, "masked": 2}},
+    "ltx2, fewer audio tokens than ranks": {"kind": "ltx2", "call": {"audio": 1, "batch": 2}},
+    "ltx2, fewer video tokens than ranks": {"kind": "ltx2", "call": {"video": 2, "timestep_per_token": True}},
+    "ltx2.3, one item of a batch perturbed": {
+        "kind": "ltx23",
+        "call": {"batch": 2, "perturbed": True, "spatio_temporal_guidance_blocks": [0], "timestep_per_token": True},
+    },
+    "ltx2.3, guided by a perturbed block": {
+        "kind": "ltx23",
+        "call": {"batch": 2, "masked": 1, "spatio_temporal_guidance_blocks": [1], "use_cross_timestep": True},
+    },
+}
+REPLICAS: dict[str, dict[str, Any]] = {
+    "flux": {"kind": "flux", "call": {"batch": 2}, "replicated": ["text"]},
+    "flux, fewer text tokens than ranks": {"kind": "flux", "call": {"text": 1}, "replicated": ["text"]},
+    "qwen, unequal masks": {"kind": "qwen", "call": {"masked": 5, "batch": 2}, "replicated": ["text"]},
+    "hunyuan video 1.5": {"kind": "hunyuan15", "call": {"batch": 2}, "replicated": ["text"]},
+    "ltx2": {"kind": "ltx2", "call": {"masked": 3, "batch": 2}, "replicated": ["audio"]},
 }
 
 
@@ -50,6 +79,22 @@ def test_attached_transformer_equals_itself_alone(
 ) -> None:
     errors = groups(degrees[0] * degrees[1]).run(f"{CASES}:forward_error", degrees=degrees, **call)
     assert max(errors) <= BAR
+
+
+@pytest.mark.parametrize("degrees", [(3, 1), (1, 3), (2, 2)], ids=str)
+@pytest.mark.parametrize("call", REPLICAS.values(), ids=REPLICAS)
+def test_a_transformer_with_a_stream_whole_on_every_rank_equals_itself_alone(
+    groups: Groups, call: dict[str, Any], degrees: tuple[int, int]
+) -> None:
+    errors = groups(degrees[0] * degrees[1]).run(f"{CASES}:forward_error", degrees=degrees, **call)
+    assert max(errors) <= BAR
+
+
+@pytest.mark.parametrize("degrees", [(3, 1), (1, 3), (2, 2)], ids=str)
+def test_ranks_hold_the_same_bits_of_a_replicated_stream(groups: Groups, degrees: tuple[int, int]) -> None:
+    first, *others = groups(degrees[0] * degrees[1]).run(f"{CASES}:replicated_text", degrees=degrees)
+    assert first[0] == 7
+    assert all(other == first for other in others)
 
 
 @pytest.mark.parametrize("kind", ["flux", "qwen", "wan"])
@@ -86,8 +131,17 @@ def test_compiled_blocks_are_exact(groups: Groups) -> None:
     assert max(groups(2).run(f"{CASES}:error_when_compiled")) <= BAR
 
 
-def test_attention_kept_local_in_a_model_is_noticed(groups: Groups) -> None:
-    assert min(groups(2).run(f"{CASES}:error_of_local_attention")) > 1e-2
+@pytest.mark.parametrize(
+    ("kind", "modules"),
+    [
+        ("flux", ["transformer_blocks.*.attn", "single_transformer_blocks.*.attn"]),
+        ("hunyuan15", ["transformer_blocks.*.attn"]),
+        *(("ltx2", [f"transformer_blocks.*.{name}"]) for name in ("attn1", "audio_attn1")),
+        *(("ltx2", [f"transformer_blocks.*.{name}"]) for name in ("audio_to_video_attn", "video_to_audio_attn")),
+    ],
+)
+def test_attention_kept_local_in_a_model_is_noticed(groups: Groups, kind: str, modules: list[str]) -> None:
+    assert min(groups(2).run(f"{CASES}:error_of_local_attention", kind=kind, modules=modules)) > 1e-2
 
 
 def test_sizes_may_change_from_one_forward_to_the_next(groups: Groups) -> None:

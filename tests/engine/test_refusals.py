@@ -12,6 +12,8 @@ REFUSALS = {
     "attaching_twice": "is attached already; detach it first",
     "detaching_what_is_not_attached": "is not attached",
     "unequal_lengths_of_a_stream": r"\(img_ids\) has 60 tokens, but stream 'image' was cut with 63",
+    "streams_that_no_plan_cuts": "the plan cuts no stream text that could be replicated; it cuts image",
+    "masks_between_video_tokens": "a mask that differs between queries cannot be cut",
     "processors_set_after_attach": r"processor of transformer_blocks.1.attn, or its backend, was changed after attach",
     "backend_set_after_attach": r"processor of transformer_blocks.0.attn, or its backend, was changed after attach",
     "processors_that_are_not_aware": r"FusedJointAttnProcessor2_0 \(transformer_blocks.0.attn\) is not context-",

@@ -1,4 +1,4 @@
-"""Tiny transformers of the families we read plans of, and inputs for them at any token count."""
+"""Tiny transformers of the classes that we have plans of."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from diffusers import (
     ChronoEditTransformer3DModel,
     Flux2Transformer2DModel,
     FluxTransformer2DModel,
+    HunyuanVideo15Transformer3DModel,
+    LTX2VideoTransformer3DModel,
     LTXVideoTransformer3DModel,
     Lumina2Transformer2DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     WanTransformer3DModel,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from parallel_runtime.families import lumina2, sd3
 from parallel_runtime.plan import Plan
+
+from .tiny_inputs import INPUTS
 
 HEADS = 3
 
@@ -29,7 +33,7 @@ def build(kind: str, **options: Any) -> nn.Module:
 
 
 def inputs(kind: str, **options: Any) -> dict[str, Any]:
-    return _INPUTS[kind](torch.Generator().manual_seed(7), **options)
+    return INPUTS[kind](torch.Generator().manual_seed(7), **options)
 
 
 def plan_for(kind: str) -> Plan | None:
@@ -172,113 +176,47 @@ def _lumina2(**options: Any) -> Any:
     )
 
 
-def _flux_inputs(
-    generator: torch.Generator, text: int = 7, image: int = 63, batch: int = 1, axes: int = 3, ids_batched: bool = False
-) -> dict[str, Any]:
-    rows = torch.arange(image)
-    zeros = torch.zeros(image)
-    image_ids = torch.stack([zeros, rows // 4, rows % 4, zeros][:axes], -1).float()
-    text_ids = torch.zeros(text, axes)
-    text_ids[:, -1] = torch.arange(text) if axes == 4 else 0
-    if ids_batched:
-        image_ids, text_ids = image_ids[None].expand(batch, -1, -1), text_ids[None].expand(batch, -1, -1)
-    return {
-        "hidden_states": torch.randn(batch, image, 4, generator=generator),
-        "encoder_hidden_states": torch.randn(batch, text, 32, generator=generator),
-        "pooled_projections": torch.randn(batch, 32, generator=generator),
-        "timestep": torch.full((batch,), 0.5),
-        "img_ids": image_ids,
-        "txt_ids": text_ids,
-    }
+def _hunyuan15(**options: Any) -> Any:
+    return HunyuanVideo15Transformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=HEADS,
+        attention_head_dim=16,
+        num_layers=2,
+        num_refiner_layers=1,
+        mlp_ratio=2.0,
+        text_embed_dim=16,
+        text_embed_2_dim=12,
+        image_embed_dim=8,
+        rope_axes_dim=(4, 4, 8),
+        **options,
+    )
 
 
-def _flux2_inputs(generator: torch.Generator, **options: Any) -> dict[str, Any]:
-    made = _flux_inputs(generator, axes=4, ids_batched=True, **options)
-    del made["pooled_projections"]
-    return made | {"guidance": torch.full_like(made["timestep"], 1.0)}
+def _ltx2(**options: Any) -> Any:
+    return LTX2VideoTransformer3DModel(
+        **{
+            "in_channels": 8,
+            "out_channels": 8,
+            "num_attention_heads": HEADS,
+            "attention_head_dim": 8,
+            "cross_attention_dim": HEADS * 8,
+            "audio_in_channels": 4,
+            "audio_out_channels": 4,
+            "audio_num_attention_heads": HEADS,
+            "audio_attention_head_dim": 4,
+            "audio_cross_attention_dim": HEADS * 4,
+            "num_layers": 2,
+            "caption_channels": 16,
+        }
+        | options
+    )
 
 
-def _qwen_inputs(
-    generator: torch.Generator, text: int = 7, image: int = 63, batch: int = 1, masked: int | None = None
-) -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(batch, image, 16, generator=generator),
-        "encoder_hidden_states": torch.randn(batch, text, 16, generator=generator),
-        "encoder_hidden_states_mask": _text_mask(text, batch, masked),
-        "timestep": torch.full((batch,), 0.5),
-        "img_shapes": [[(1, 7, image // 7) if image % 7 == 0 else (1, 1, image)]] * batch,
-    }
-
-
-def _wan_inputs(
-    generator: torch.Generator,
-    text: int = 7,
-    height: int = 9,
-    width: int = 7,
-    batch: int = 1,
-    frames: int = 1,
-    timestep_per_token: bool = False,
-    image_to_video: bool = False,
-) -> dict[str, Any]:
-    tokens = frames * height * width
-    timestep = torch.full((batch,), 500.0)
-    made = {
-        "hidden_states": torch.randn(batch, 4, frames, 2 * height, 2 * width, generator=generator),
-        "encoder_hidden_states": torch.randn(batch, 512 if image_to_video else text, 16, generator=generator),
-        "timestep": torch.linspace(0, 900, tokens)[None].repeat(batch, 1) if timestep_per_token else timestep,
-    }
-    if image_to_video:
-        made["encoder_hidden_states_image"] = torch.randn(batch, 257, 16, generator=generator)
-    return made
-
-
-def _chrono_inputs(generator: torch.Generator, **options: Any) -> dict[str, Any]:
-    return _wan_inputs(generator, frames=2, **options)
-
-
-def _ltx_inputs(
-    generator: torch.Generator, text: int = 7, image: int = 63, batch: int = 1, masked: int | None = None
-) -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(batch, image, 8, generator=generator),
-        "encoder_hidden_states": torch.randn(batch, text, 16, generator=generator),
-        "timestep": torch.full((batch,), 500.0),
-        "encoder_attention_mask": _text_mask(text, batch, masked),
-        "num_frames": 1,
-        "height": 7,
-        "width": image // 7,
-    }
-
-
-def _sd3_inputs(
-    generator: torch.Generator, text: int = 7, height: int = 9, width: int = 7, batch: int = 1
-) -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(batch, 4, 2 * height, 2 * width, generator=generator),
-        "encoder_hidden_states": torch.randn(batch, text, 32, generator=generator),
-        "pooled_projections": torch.randn(batch, 32, generator=generator),
-        "timestep": torch.full((batch,), 500.0),
-    }
-
-
-def _lumina2_inputs(generator: torch.Generator, masked: int = 0, **options: Any) -> dict[str, Any]:
-    made = _sd3_inputs(generator, **options)
-    del made["pooled_projections"]
-    batch, text, _ = made["encoder_hidden_states"].shape
-    return made | {
-        "timestep": torch.full((batch,), 0.5),
-        "encoder_attention_mask": _text_mask(text, batch, masked) == 1,
-    }
-
-
-def _text_mask(text: int, batch: int, masked: int | None) -> Tensor | None:
-    """The last `masked` tokens are padding, one more in every further row of the batch."""
-    if masked is None:
-        return None
-    mask = torch.ones(batch, text)
-    for row in range(batch):
-        mask[row, text - min(masked + row, text - 1) :] = 0
-    return mask
+def _ltx23(**options: Any) -> Any:
+    """Gates, prompt modulation, perturbed attention, split rope: what LTX-2.3 adds."""
+    added = dict.fromkeys(("gated_attn", "audio_gated_attn", "cross_attn_mod", "audio_cross_attn_mod"), True)
+    return _ltx2(perturbed_attn=True, rope_type="split", **added, **options)
 
 
 _MODELS: dict[str, Callable[..., Any]] = {
@@ -291,16 +229,8 @@ _MODELS: dict[str, Callable[..., Any]] = {
     "sd3": _sd3,
     "sd3_dual": _sd3_dual,
     "lumina2": _lumina2,
-}
-_INPUTS: dict[str, Callable[..., Any]] = {
-    "flux": _flux_inputs,
-    "flux2": _flux2_inputs,
-    "qwen": _qwen_inputs,
-    "wan": _wan_inputs,
-    "chrono": _chrono_inputs,
-    "ltx": _ltx_inputs,
-    "sd3": _sd3_inputs,
-    "sd3_dual": _sd3_inputs,
-    "lumina2": _lumina2_inputs,
+    "hunyuan15": _hunyuan15,
+    "ltx2": _ltx2,
+    "ltx23": _ltx23,
 }
 _PLANS = {"sd3": sd3.plan(dual=False), "sd3_dual": sd3.plan(dual=True), "lumina2": lumina2.plan(refiners=2)}

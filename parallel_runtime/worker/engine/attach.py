@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from ...plan import Plan
+from ...plan import Cross, Plan
 from ...specs import Parallelism
 from .attention import ContextAttention
 from .backend import backend_name
@@ -62,14 +62,16 @@ def attach(
     mesh: ContextMesh | DeviceMesh | None,
     parallelism: Parallelism,
     plan: Plan | None = None,
+    replicated: Collection[str] = (),
 ) -> None:
     """Run every later forward of `transformer` over the ranks of `mesh`; all of them must call it, then forward.
 
     Each rank passes whole inputs and gets the whole output, equal to what one rank computes. `mesh` None: built here,
-    for a group that is all of the world. `plan` None: from the transformer's own `_cp_plan`. Where one rank holds the
-    whole sequence, only the attention backend is set. Processors that know no backend are replaced by ours where we
-    have one. Raises ValueError, and changes nothing, when it is attached already, when plan, mesh and transformer do
-    not fit, or when an attention processor cannot be made parallel.
+    for a group that is all of the world. `plan` None: ours for its class, or from its own `_cp_plan`. `replicated`
+    streams ("text") stay whole on every rank. Where one rank holds the whole sequence, only the attention backend is
+    set. Processors that know no backend are replaced by ours where we have one. Raises ValueError, and changes
+    nothing, when it is attached already, when plan, mesh and transformer do not fit, or when an attention processor
+    cannot be made parallel.
     """
     if hasattr(transformer, _ATTRIBUTE):
         raise ValueError(f"this {type(transformer).__name__} is attached already; detach it first")
@@ -81,8 +83,8 @@ def attach(
     if context_mesh.context.size == 1:
         setattr(transformer, _ATTRIBUTE, _attach_alone(transformer, parallelism))
         return
-    plan = plan or plan_of(transformer)
-    streams = Streams(context_mesh.context.size)
+    plan = (plan or plan_of(transformer)).replicating(*replicated)
+    streams = Streams(context_mesh.context.size, plan.replicated)
     routes = list(_routes(transformer, plan, context_mesh, parallelism, streams))
     cuts = hooks(transformer, plan, streams, context_mesh.context)
     handles = [transformer.register_forward_pre_hook(_begin(routes, streams)), *(register() for register in cuts)]
@@ -142,8 +144,8 @@ def _routes(
 ) -> Iterator[_Route]:
     """One route per attention module; ValueError for a processor that would silently stay local."""
     chosen = {name: value for pattern, value in plan.attention.items() for name, _ in named(transformer, pattern)}
-    attentions: dict[tuple[str, ...], ContextAttention] = {}
-    taken: dict[int, tuple[str, ...] | str] = {}
+    attentions: dict[Cross, ContextAttention] = {}
+    taken: dict[int, tuple[str, ...] | Cross | str] = {}
     for name, module in _attention_modules(transformer):
         over = chosen.get(name, plan.joint)
         processor = aware(module.processor)
@@ -153,8 +155,10 @@ def _routes(
             yield _Route(name, module, processor, None, _local_backend(processor, parallelism))
             continue
         _check_aware(name, processor)
-        assert isinstance(over, tuple)
-        attention = attentions.setdefault(over, ContextAttention(mesh, parallelism, streams, over))
+        cross = Cross(queries=over, keys=over) if isinstance(over, tuple) else over
+        assert isinstance(cross, Cross)
+        made = ContextAttention(mesh, parallelism, streams, cross.queries, cross.keys)
+        attention = attentions.setdefault(cross, made)
         yield _Route(name, module, processor, attention, backend_name(parallelism.attention_backend))
 
 

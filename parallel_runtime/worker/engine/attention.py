@@ -8,26 +8,29 @@ import torch
 from torch import Tensor
 
 from ...specs import AttentionBackend, Parallelism
-from .exchange import allocate
+from .exchange import allocate, gather
 from .kernels import attend, attend_block, for_heads
 from .masks import KeyMask, exchange_mask
 from .merge import Merge
 from .mesh import ContextMesh
 from .ring import visit
-from .sizes import chunk_range
-from .standins import drop, held_sizes, restore
+from .sizes import chunk_range, chunk_sizes
 from .streams import Streams
 from .ulysses import start_to_heads, to_tokens
 
 
 @dataclass(frozen=True, eq=False)
 class ContextAttention:
-    """Attention of the ranks of a context mesh over `names`, the streams that its queries and keys concatenate."""
+    """Attention of the ranks of a context mesh; `queries` and `keys` are the streams that each concatenates.
+
+    `keys` None: those of the queries.
+    """
 
     mesh: ContextMesh
     parallelism: Parallelism
     streams: Streams
-    names: tuple[str, ...]
+    queries: tuple[str, ...]
+    keys: tuple[str, ...] | None = None
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None
@@ -37,55 +40,54 @@ class ContextAttention:
         Keys and values may have fewer heads, each for a group of neighbouring query heads. `mask` is a key-padding
         mask, see `exchange_mask`. Collective over the context ranks.
         """
-        own = self.streams.own(self.names, self.mesh.context.index)
-        lengths = [self.streams.length(name) for name in self.names]
-        held = held_sizes(own, lengths)
-        self._check(query, key, sum(held))
-        if sum(held) == sum(own):
-            return self._attend(query, key, value, mask, lengths, scale)
-        if mask is not None and mask.shape[-1] == sum(held):
-            mask = drop(mask, own, held, dim=-1)
-        query, key, value = (drop(tensor, own, held) for tensor in (query, key, value))
-        return restore(self._attend(query, key, value, mask, lengths, scale), own, held)
+        queries, keys = (self.streams.held(names, self.mesh.context.index) for names in self._sides)
+        self._check(query, key, queries.size, keys.size)
+        if mask is not None and mask.shape[-1] == keys.size:
+            mask = keys.drop(mask, dim=-1)
+        out = self._attend(queries.drop(query), keys.drop(key), keys.drop(value), mask, scale)
+        return queries.restore(out, self._replica)
 
-    def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, lengths: list[int], scale: float | None
-    ) -> Tensor:
-        spread = self.streams.spread(self.names)
+    def _replica(self, chunk: Tensor, length: int) -> Tensor:
+        """[B, own tokens, H, D] of every rank makes [B, `length`, H, D] on each."""
+        axis = self.mesh.context
+        (whole,) = gather(chunk.transpose(0, 1), chunk_sizes(length, axis.size), axis).wait()
+        return whole.transpose(0, 1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         keys = None
         if mask is not None:
+            lengths = [self.streams.length(name) for name in self._sides[1]]
             keys = exchange_mask(mask, query.shape[0], query.shape[2], lengths, self.mesh.context)
         if self.mesh.ulysses.size == 1:
-            return self._ring(query, _tokens_first(key), _tokens_first(value), spread, keys, scale)
-        return self._ulysses(query, key, value, spread, keys, scale)
+            blocks = self.streams.spread(self._sides[1])
+            return self._ring(query, _tokens_first(key), _tokens_first(value), blocks, keys, scale)
+        return self._ulysses(query, key, value, keys, scale)
 
-    def _ulysses(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        spread: tuple[int, ...],
-        keys: KeyMask | None,
-        scale: float | None,
-    ) -> Tensor:
+    def _ulysses(self, query: Tensor, key: Tensor, value: Tensor, keys: KeyMask | None, scale: float | None) -> Tensor:
         axis, ring = self.mesh.ulysses, self.mesh.ring
-        tokens = spread[ring.index * axis.size : (ring.index + 1) * axis.size]
         heads = query.shape[2]
         if key.shape[2] % axis.size:  # a rank's query heads may need a part of a group
             key, value = for_heads(key, heads), for_heads(value, heads)
-        coming = [start_to_heads(tensor, tokens, axis) for tensor in (query, key, value)]
+        of_queries, of_keys = (self._spread(names)[ring.index] for names in self._sides)
+        sent = ((query, of_queries), (key, of_keys), (value, of_keys))
+        coming = [start_to_heads(tensor, tokens, axis) for tensor, tokens in sent]
         if keys is not None:
             keys = keys.heads(*chunk_range(heads, axis.size, axis.index))
         q, k, v = (pending.wait() for pending in coming)
         del coming  # and with it the send buffers
         if ring.size == 1:
-            mask = None if keys is None else keys.block(0, sum(spread))
+            mask = None if keys is None else keys.block(0, sum(of_keys))
             out = self._whole(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), mask, scale)
         else:
-            blocks = tuple(sum(spread[start : start + axis.size]) for start in range(0, len(spread), axis.size))
+            blocks = tuple(map(sum, self._spread(self._sides[1])))
             out = self._ring(q.transpose(0, 1), k, v, blocks, keys, scale)
         del q, k, v
-        return to_tokens(out.transpose(0, 1), heads, tokens, axis)
+        return to_tokens(out.transpose(0, 1), heads, of_queries, axis)
+
+    def _spread(self, names: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """Tokens of each rank of each place in the ring."""
+        spread, size = self.streams.spread(names), self.mesh.ulysses.size
+        return [spread[start : start + size] for start in range(0, len(spread), size)]
 
     def _ring(
         self,
@@ -112,16 +114,22 @@ class ContextAttention:
             return allocate(query.shape, query)
         return attend(query, key, value, mask, scale, self._backend)
 
-    def _check(self, query: Tensor, key: Tensor, held: int) -> None:
-        if query.shape[1] != held or key.shape[1] != held:
+    def _check(self, query: Tensor, key: Tensor, queries: int, keys: int) -> None:
+        if query.shape[1] != queries or key.shape[1] != keys:
+            of_queries, of_keys = self._sides
             raise ValueError(
-                f"attention over streams {self.names} expects {held} tokens on this rank, got {query.shape[1]} queries "
-                f"and {key.shape[1]} keys; name its streams in the plan, or mark it local if its keys are whole"
+                f"attention of {of_queries} over {of_keys} expects {queries} queries and {keys} keys on this rank, got "
+                f"{query.shape[1]} and {key.shape[1]}; name its streams in the plan, or mark it local if its keys are "
+                "whole"
             )
         if query.shape[2] % key.shape[2]:
             raise ValueError(f"{query.shape[2]} query heads cannot be grouped under {key.shape[2]} key heads")
         if torch.is_grad_enabled() and query.requires_grad:
             raise ValueError("context parallelism here is for inference; wrap the call in torch.no_grad()")
+
+    @property
+    def _sides(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return self.queries, self.queries if self.keys is None else self.keys
 
     @property
     def _backend(self) -> AttentionBackend:

@@ -1,4 +1,4 @@
-"""Attention processors of ours for those of diffusers that call torch's attention directly and so would stay local.
+"""Attention processors of ours for those of diffusers that would stay local, or mask what cannot be cut.
 
 Each is diffusers' own, line by line the same arithmetic, with `dispatch_attention_fn` in the place of torch's call.
 """
@@ -13,8 +13,9 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
 from diffusers.models.transformers.transformer_lumina2 import Lumina2AttnProcessor2_0
-from torch import Tensor
+from torch import Tensor, nn
 
 from .attention import ContextAttention
 
@@ -80,6 +81,37 @@ class GroupedAttention(Aware):
         return _out(attn, self._attend(query, key, value, attn_mask=mask, scale=attn.scale, enable_gqa=grouped))
 
 
+class MaskedJointAttention(Aware):
+    """HunyuanVideo15AttnProcessor2_0: image tokens, then text tokens, of which a mask hides some as keys.
+
+    diffusers lets hidden tokens see nothing either, by a mask of all pairs of tokens. What they see is read by nobody,
+    and a mask of keys serves. None: nothing is hidden.
+    """
+
+    def __call__(
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> tuple[Tensor, Tensor]:
+        query, key, value = _heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k))
+        if image_rotary_emb is not None:
+            rotate: Any = partial(apply_rotary_emb, freqs_cis=image_rotary_emb, sequence_dim=1)
+            query, key = rotate(query), rotate(key)
+        projections = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        text = _heads(attn, encoder_hidden_states, projections, (attn.norm_added_q, attn.norm_added_k))
+        pairs = zip((query, key, value), text, strict=True)
+        image_tokens, text_tokens = hidden_states.shape[1], encoder_hidden_states.shape[1]
+        mask = None
+        if attention_mask is not None:
+            mask = nn.functional.pad(attention_mask.bool(), (image_tokens, 0), value=True)[:, None, None, :]
+        out = self._attend(*(torch.cat(pair, dim=1) for pair in pairs), attn_mask=mask)
+        of_image, of_text = out.split([image_tokens, text_tokens], dim=1)
+        return _out(attn, of_image), attn.to_add_out(of_text)
+
+
 def _heads(attn: Attention, tokens: Tensor, projections: Iterable[Any], norms: Iterable[Any]) -> list[Tensor]:
     """Query, key and value of `tokens`, [B, tokens, heads, head size], the first two normed where there is a norm."""
     size = attn.inner_dim // attn.heads
@@ -92,4 +124,8 @@ def _out(attn: Attention, tokens: Tensor) -> Tensor:
     return dropout(projection(tokens))
 
 
-_OURS: dict[type, type] = {JointAttnProcessor2_0: JointAttention, Lumina2AttnProcessor2_0: GroupedAttention}
+_OURS: dict[type, type] = {
+    HunyuanVideo15AttnProcessor2_0: MaskedJointAttention,
+    JointAttnProcessor2_0: JointAttention,
+    Lumina2AttnProcessor2_0: GroupedAttention,
+}

@@ -50,7 +50,7 @@ class Shard:
         self._context = context
 
     def cut(self, value: Any, split: Split, where: str) -> Any:
-        """This rank's chunk of a tensor, or of each tensor of a list or tuple; None stays None."""
+        """This rank's chunk of a tensor, or of each tensor of a list or tuple; None and replicated streams stay."""
         if value is None:
             return None
         if isinstance(value, (list, tuple)):
@@ -61,10 +61,14 @@ class Shard:
             return value
         length = value.shape[split.dim]
         self._streams.see(split.stream, length, where)
+        if split.stream in self._streams.replicated:
+            return value
         return hold(value, split.dim, self._context.size, self._context.index)
 
     def join(self, chunk: Tensor, whole: Gather, where: str) -> Tensor:
-        """The whole tensor from every rank's chunk along `whole.dim`."""
+        """The whole tensor from every rank's chunk along `whole.dim`; that of a replicated stream is whole."""
+        if whole.stream in self._streams.replicated:
+            return chunk
         sizes = chunk_sizes(self._streams.length(whole.stream), self._context.size)
         own = sizes[self._context.index]
         if own == 0:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .holdings import Holding, Part
 from .sizes import chunk_sizes
 
 
 class Streams:
-    """Lengths of the streams of one forward, and how they are spread over `parts` ranks. Cleared between forwards."""
+    """Lengths of the streams of one forward, and how they are spread over `parts` ranks. Cleared between forwards.
 
-    def __init__(self, parts: int) -> None:
+    Streams that are `replicated` every rank holds whole; each still has its own chunk to attend for.
+    """
+
+    def __init__(self, parts: int, replicated: frozenset[str] = frozenset()) -> None:
+        self.replicated = replicated
         self._parts = parts
         self._lengths: dict[str, int] = {}
         self._spread: dict[tuple[str, ...], tuple[int, ...]] = {}
@@ -35,12 +40,12 @@ class Streams:
             raise ValueError(f"stream {stream!r} is used before the plan cut it in this forward (cut so far: {seen})")
         return self._lengths[stream]
 
-    def own(self, names: tuple[str, ...], index: int) -> tuple[int, ...]:
-        """Tokens that rank `index` has of each of `names`."""
-        return tuple(chunk_sizes(self.length(name), self._parts)[index] for name in names)
+    def held(self, names: tuple[str, ...], index: int) -> Holding:
+        """What rank `index` holds of `names`."""
+        return Holding([Part.of(self.length(name), self._parts, index, name in self.replicated) for name in names])
 
     def spread(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        """Tokens that each rank has of `names` together, in context order."""
+        """Tokens that are each rank's own of `names` together, in context order."""
         if names not in self._spread:
             self._spread[names] = _sum_by_rank([chunk_sizes(self.length(name), self._parts) for name in names])
         return self._spread[names]

@@ -1,7 +1,8 @@
 """diffusers' `_cp_plan` read as our Plan, for the transformers whose streams we know.
 
 A `_cp_plan` says which dims are cut, not which stream a tensor belongs to nor what an attention runs over: that is
-written here, one entry a class. A class that is not listed is refused; guessing would be silently wrong.
+written here, one entry a class. Classes whose plan is missing or wrong have one of ours (plans). A class that is not
+listed is refused; guessing would be silently wrong.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 from torch import nn
 
 from ...plan import Gather, Local, Plan, Split
+from .plans import PLANS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +58,15 @@ _READINGS = {
 
 
 def plan_of(transformer: nn.Module) -> Plan:
-    """The Plan of a transformer from its class's `_cp_plan`; ValueError if we do not know the class."""
+    """The Plan of a transformer: ours, or from its class's `_cp_plan`; ValueError if we do not know the class."""
     for kind in type(transformer).__mro__:  # FSDP makes a subclass of each module's class
+        if kind.__name__ in PLANS:
+            return PLANS[kind.__name__]
         if kind.__name__ in _READINGS:
             return _read(vars(kind)["_cp_plan"], _READINGS[kind.__name__])
+    known = ", ".join([*_READINGS, *PLANS])
     raise ValueError(
-        f"no context-parallel plan is known for {type(transformer).__name__} (known: {', '.join(_READINGS)}); pass "
-        "plan=Plan(...)"
+        f"no context-parallel plan is known for {type(transformer).__name__} (known: {known}); pass plan=Plan(...)"
     )
 
 

@@ -1,0 +1,101 @@
+"""Cases that ranks run on attentions whose queries and keys differ in streams, or of which a stream is held whole.
+
+Errors are max |difference| over the reference's standard deviation.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from parallel_runtime.worker.engine import exchange
+from parallel_runtime.worker.engine.attention import ContextAttention
+from parallel_runtime.worker.engine.mesh import ContextMesh
+from parallel_runtime.worker.engine.streams import Streams
+
+from .cases import chunk, nan_filled
+from .meshes import mesh, parallelism
+from .reference import Problem, attention, random_problem
+
+
+def cross_errors(rank: int, world: int, degrees: list[int], seeds: list[int], replicated: list[str]) -> list[float]:
+    """Queries of a stream of their own, over the keys of two others; every spare buffer is full of NaN."""
+    exchange.empty = nan_filled
+    try:
+        return [_cross_error(mesh(*degrees), seed, degrees, frozenset(replicated)) for seed in seeds]
+    finally:
+        exchange.empty = torch.empty
+
+
+def replica_errors(rank: int, world: int, degrees: list[int], seeds: list[int], replicated: list[str]) -> list[float]:
+    """Errors of a joint attention whose text or image every rank holds whole."""
+    exchange.empty = nan_filled
+    try:
+        return [_replica_error(mesh(*degrees), seed, degrees, frozenset(replicated)) for seed in seeds]
+    finally:
+        exchange.empty = torch.empty
+
+
+def _cross_error(place: ContextMesh, seed: int, degrees: list[int], replicated: frozenset[str]) -> float:
+    problem = random_problem(seed)
+    count = random.Random(seed).choice((1, 2, 3, 17, 90))
+    batch, _, heads, dim = problem.query.shape
+    problem = replace(problem, query=_random_query(seed, (batch, count, heads, dim)))
+    streams = _seen({"audio": count, **problem.lengths}, place, replicated)
+    attend_together = ContextAttention(place, parallelism(*degrees), streams, ("audio",), tuple(problem.lengths))
+    q = _held(problem.query, {"audio": count}, place, replicated)
+    k, v, mask = _keys(problem, place, replicated)
+    whole = attention(problem)
+    expected = _held(whole, {"audio": count}, place, replicated)
+    got = attend_together(q, k, v, mask)
+    if "audio" not in replicated and not chunk(whole, place, 0).shape[1]:
+        assert not got.any()
+        return 0.0
+    return _distance(got, expected, whole)
+
+
+def _random_query(seed: int, shape: tuple[int, ...]) -> Tensor:
+    return 3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _replica_error(place: ContextMesh, seed: int, degrees: list[int], replicated: frozenset[str]) -> float:
+    problem = random_problem(seed)
+    streams = _seen(problem.lengths, place, replicated)
+    attend_together = ContextAttention(place, parallelism(*degrees), streams, tuple(problem.lengths))
+    k, v, mask = _keys(problem, place, replicated)
+    whole = attention(problem)
+    got = attend_together(_held(problem.query, problem.lengths, place, replicated), k, v, mask)
+    expected = _held(whole, problem.lengths, place, replicated)
+    for name, part in zip(problem.lengths, whole.split(list(problem.lengths.values()), 1), strict=True):
+        if name not in replicated and not chunk(part, place, 0).shape[1]:  # a stand-in, whose output is zero
+            expected[:, 0 if name == "text" else -1] = 0
+    return _distance(got, expected, whole)
+
+
+def _seen(lengths: dict[str, int], place: ContextMesh, replicated: frozenset[str]) -> Streams:
+    streams = Streams(place.context.size, replicated)
+    for name, length in lengths.items():
+        streams.see(name, length, name)
+    return streams
+
+
+def _held(whole: Tensor, lengths: dict[str, int], place: ContextMesh, replicated: frozenset[str]) -> Tensor:
+    parts = zip(lengths, whole.split(list(lengths.values()), dim=1), strict=True)
+    return torch.cat([part if name in replicated else chunk(part, place, 1) for name, part in parts], dim=1)
+
+
+def _keys(problem: Problem, place: ContextMesh, replicated: frozenset[str]) -> tuple[Tensor, Tensor, Tensor | None]:
+    key, value = (_held(tensor, problem.lengths, place, replicated) for tensor in (problem.key, problem.value))
+    if problem.mask is None:
+        return key, value, None
+    mask = _held(problem.mask, problem.lengths, place, replicated)
+    return key, value, mask.reshape(*mask.shape[:2], -1).permute(0, 2, 1)[:, :, None, :]
+
+
+def _distance(got: Tensor, expected: Tensor, whole: Tensor) -> float:
+    assert got.shape == expected.shape
+    assert not got.isnan().any(), "NaN"
+    return float((got.double() - expected).abs().max() / whole.std())
