@@ -21,10 +21,11 @@ from ..parallel_runtime.families.header import header
 from ..parallel_runtime.specs import ComfyModel, DtypeChoice, ModelSpec, SamplingJob
 from .code import LOCAL, describe, reference, title
 from .patches import describe_options, describe_weights, describe_wrappers
-from .refusals import check_conds, check_guider, check_model
+from .refusals import check_conds, check_guider, check_latent, check_model
 
 LOADERS = ("load_diffusion_model", "load_checkpoint_guess_config")
 HONOURED_LOADER_OPTIONS = {"dtype"}
+WEIGHTLESS = "disable_unet_model_creation"  # how the model was built here says nothing of the file
 _first_seen: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
@@ -51,7 +52,7 @@ def describe_file(model: ModelPatcher, dtype: DtypeChoice) -> tuple[ModelSpec, F
     if config.quant_config is not None:
         raise Refused(f"{os.path.basename(path)} is a quantised checkpoint, which the workers cannot read; "
                       "use a bf16, fp16 or fp32 file")  # fmt: skip
-    unet_config = {key: value for key, value in config.unet_config.items() if _is_plain(value)}
+    unet_config = {key: value for key, value in config.unet_config.items() if _is_plain(value) and key != WEIGHTLESS}
     size, mtime_ns = _unchanged(model, path)
     shapes = _shapes(path, size, mtime_ns)
     family = recognise(shapes, unet_config)
@@ -84,6 +85,7 @@ def describe_job(
     if latent_shapes is not None and len(latent_shapes) > 1:
         raise Refused("a latent of several streams (audio and video) cannot be sampled by CP Sampler yet")
     attributes = check_guider(guider)
+    check_latent(guider.model_patcher, noise)
     check_conds(guider, family, noise, latent, mask, seed)
     return SamplingJob(
         guider=reference(type(guider), "the GUIDER"),

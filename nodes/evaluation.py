@@ -59,7 +59,10 @@ class RemoteEvaluation:
         spec, family, patches = describe_file(model.current_patcher, self._request.dtype)
         conds = {name: value for name, value in conds.items() if value is not None}
         if unused := sorted(conds.keys() - family.conditions):
-            raise Refused(f"a {family.name} model in the workers cannot honour {', '.join(unused)}; remove it")
+            raise Refused(
+                f"a {family.name} model in the workers cannot honour {', '.join(unused)} in the "
+                "CONDITIONING; remove it, or take the model from Load Diffusion Model"
+            )
         _, placement = plan_for(family, self._request)
         check = comfy.model_management.throw_exception_if_processing_interrupted
         group = current_group(placement, comfy_setup(), check)

@@ -18,6 +18,7 @@ from ..parallel_runtime.host.runtime import measured_link
 from ..parallel_runtime.specs import ModelSpec, ParallelRequest
 from .config import CATEGORY, CPConfig
 from .describe import describe_model
+from .refusals import check_latent
 from .remote import plan_for
 
 
@@ -90,6 +91,7 @@ def subject_of(model: Any, spec: ModelSpec, family: Family, latent: dict[str, An
     samples = comfy.sample.fix_empty_latent_channels(
         model, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
     )
+    check_latent(model, samples)
     text = max((cond[0].shape[1] for cond in positive if cond[0] is not None), default=0)
     shape = tuple(samples.shape)
     work = work_of(spec, family, shape, text)

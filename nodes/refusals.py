@@ -18,6 +18,7 @@ HONOURED_OBJECTS = {"model_sampling"}
 # What ComfyUI leaves in transformer_options by itself.
 BOOKKEEPING = {"sample_sigmas", "cond_or_uncond", "sigmas", "uuids"}
 OPTION_TITLES = {"model_function_wrapper": "a model function wrapper", "context_handler": "context windows"}
+DIMS = ("batch", "channels", "height", "width")
 CONDITION_TITLES = {"control": "ControlNet", "hooks": "hooks (scheduled LoRA or masks)", "gligen": "GLIGEN boxes"}
 GUIDER_STATE = {"model_patcher", "model_options", "original_conds", "conds", "inner_model", "loaded_models"}
 
@@ -38,6 +39,17 @@ def check_guider(guider: comfy.samplers.CFGGuider) -> dict[str, Any]:
     return attributes
 
 
+def check_latent(model: ModelPatcher, latent: Tensor) -> None:
+    """Raises Refused for a latent that MODEL cannot take, with the shape found and the shape wanted."""
+    form = model.get_model_object("latent_format")
+    dims = ("batch", "channels", "frames", "height", "width") if form.latent_dimensions == 3 else DIMS
+    if latent.ndim != len(dims) or latent.shape[1] != form.latent_channels or not latent.numel():
+        raise Refused(
+            f"the LATENT has the shape {tuple(latent.shape)}; this MODEL wants [{', '.join(dims)}] with "
+            f"{form.latent_channels} channels and nothing empty; use the Empty Latent node of its family"
+        )
+
+
 def check_conds(
     guider: comfy.samplers.CFGGuider,
     family: Family,
@@ -52,6 +64,12 @@ def check_conds(
             for key, called in CONDITION_TITLES.items():
                 if cond.get(key) is not None:
                     raise Refused(f"{name}: {called} in the CONDITIONING cannot run in the workers; {WAY_OUT}")
+            width = cond["cross_attn"].shape[-1] if "cross_attn" in cond else None
+            if width is not None and family.text_width is not None and width != family.text_width:
+                raise Refused(
+                    f"{name}: the CONDITIONING is {width} wide, a {family.name} model wants {family.text_width}; use "
+                    "the text encoder that belongs to it"
+                )
         encoded = comfy.samplers.encode_model_conds(
             guider.model_patcher.model.extra_conds,
             [dict(cond) for cond in conds],

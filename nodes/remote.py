@@ -24,7 +24,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from ..parallel_runtime.errors import Refused
+from ..parallel_runtime.errors import Refused, WorkerFailed
 from ..parallel_runtime.families.base import Family
 from ..parallel_runtime.host.cost import Work, activation_bytes, evaluation_seconds, work_of
 from ..parallel_runtime.host.planning import plan
@@ -100,7 +100,11 @@ class RemoteSampling:
         if group.holds(self.spec):
             job = replace(job, patches=None)
         watcher = Watcher(callback, guider.model_patcher.load_device)
-        result = group.sample(self.spec, parallelism, job, on_step=watcher.on_step, watch=check)
+        try:
+            result = group.sample(self.spec, parallelism, job, on_step=watcher.on_step, watch=check)
+        except WorkerFailed as failed:
+            log.error("[CP] rank %d:\n%s", failed.rank, failed.traceback)
+            raise
         watcher.finish(result.value["last"])
         log.info(
             "[CP] %s on %d worker(s): sampled in %.2f s, loaded in %.2f s",
@@ -158,4 +162,4 @@ def is_guided(guider: comfy.samplers.CFGGuider) -> bool:
 
 def comfy_setup() -> ComfySetup:
     flags = tuple(sys.argv[1:]) if comfy.options.args_parsing else ()
-    return ComfySetup(root=os.path.dirname(os.path.dirname(comfy.samplers.__file__)), flags=flags)
+    return ComfySetup(root=os.path.dirname(os.path.dirname(comfy.samplers.__file__)), flags=flags, folder=os.getcwd())

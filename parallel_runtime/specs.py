@@ -104,10 +104,11 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ComfySetup:
-    """The host's ComfyUI: its checkout and the command-line flags that it runs with."""
+    """The host's ComfyUI: its checkout, the command-line flags that it runs with, and the folder that these speak of."""
 
     root: str
     flags: tuple[str, ...] = ()
+    folder: str = "/"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,10 @@ class StandIn(nn.Module):
         unknown = {key for key in transformer_options.keys() - OUTSIDE_BLOCKS if not _empty(transformer_options[key])}
         if unknown:
             names = ", ".join(sorted(unknown))
-            raise Refused(f"guidance asks the transformer's blocks for {names}, which a worker cannot do")
+            raise Refused(
+                f"the MODEL asks the transformer's blocks for {names}, which a worker cannot do; remove the node that "
+                "does so, or take the model from Load Diffusion Model and a native sampler"
+            )
         return self._evaluate(x, timestep, {"c_crossattn": context, **conds})
 
 

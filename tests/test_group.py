@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,8 +16,10 @@ import torch
 from parallel_runtime.errors import Refused, WorkerDied, WorkerFailed, WorkerStartError
 from parallel_runtime.host import group as group_module
 from parallel_runtime.host.group import WorkerGroup
+from parallel_runtime.host.launch import Processes
 from parallel_runtime.host.runtime import close_group, current_group
 from parallel_runtime.specs import ComfySetup, Parallelism, Placement
+from parallel_runtime.wire.messages import Beat, Ready, encode
 
 from .groups import flux_job, listening_addresses, on_cpu, our_processes, spec_of, workers_of
 from .tiny import write
@@ -171,7 +174,7 @@ def test_a_stopped_worker_fails_the_run_within_the_stall_limit(doomed, flux, mon
     monkeypatch.setattr(group_module, "STALL_SECONDS", 2.0)
     pids = workers_of(doomed)
     started = time.monotonic()
-    with pytest.raises(WorkerDied, match="has not been heard of for 2 s"):
+    with pytest.raises(WorkerDied, match=r"rank 1 has not been heard of for \d s"):
         doomed.sample(flux, ULYSSES, flux_job(steps=100_000), on_step=lambda step, *_: os.kill(pids[1], signal.SIGSTOP))
     assert time.monotonic() - started < 15
     wait_until(lambda: not any(pid in our_processes() for pid in pids), 3)
@@ -268,6 +271,33 @@ def test_a_closed_group_leaves_nothing_behind(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
     assert not any(pid in our_processes() for pid in pids)
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_private_folder_with_a_very_long_path_will_do(tmp_path, monkeypatch, flux):
+    (folder := tmp_path / ("long" * 30)).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    with WorkerGroup(on_cpu(Parallelism())) as group:
+        samples(group, flux, Parallelism(), steps=1)
+    assert not list(folder.glob("cp-*"))
+
+
+@pytest.mark.parametrize("greeting", [b"rubbish", b'{"type": "Ready"}', Ready(0, 1, "tökén", "1", ()), Beat(1)])
+def test_a_stranger_at_the_socket_is_shown_the_door(monkeypatch, greeting):
+    meet = Processes.meet
+
+    def with_a_stranger(self, *arguments):
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stranger.connect(self._address)
+        stranger.send(greeting if isinstance(greeting, bytes) else encode(greeting))
+        try:
+            return meet(self, *arguments)
+        finally:
+            assert stranger.recv(10) == b""
+            stranger.close()
+
+    monkeypatch.setattr(Processes, "meet", with_a_stranger)
+    with WorkerGroup(on_cpu(Parallelism())) as group:
+        assert group.alive
 
 
 def test_a_group_that_cannot_start_says_why():

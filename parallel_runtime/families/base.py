@@ -15,6 +15,9 @@ from ..plan import Plan
 from .precision import set_eps
 from .table import Table
 
+# What diffusers' classes call the width of a text token.
+TEXT_WIDTHS = ("joint_attention_dim", "text_dim", "caption_channels", "cap_feat_dim", "text_embed_dim")
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -56,6 +59,12 @@ class Family(ABC):
         """Heads x head size."""
         config = self.config()
         return config.get("dim") or config.get("hidden_size") or self.heads * config["attention_head_dim"]
+
+    @property
+    def text_width(self) -> int | None:
+        """Numbers a text token has, where the checkpoint's shapes say."""
+        config = self.config()
+        return next((config[name] for name in TEXT_WIDTHS if config.get(name)), None)
 
     @staticmethod
     def comfy_name(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -17,9 +18,23 @@ from ..wire.bundles import read_bundle, write_bundle
 from ..wire.messages import Beat, Cancel, Done, Failed, Sample, Step, Stop, Unload
 from .launch import POLL_SECONDS, Processes
 
-START_SECONDS = float(os.environ.get("CP_START_SECONDS", 180))
-STALL_SECONDS = float(os.environ.get("CP_STALL_SECONDS", 120))
-LOAD_SECONDS = float(os.environ.get("CP_LOAD_SECONDS", 600))
+log = logging.getLogger(__name__)
+
+
+def seconds_from(variable: str, default: float) -> float:
+    """A limit from the environment; what is no number is said and not used."""
+    text = os.environ.get(variable, "")
+    try:
+        return float(text) if text else default
+    except ValueError:
+        log.warning("[CP] %s=%r is no number of seconds; %g is used", variable, text, default)
+        return default
+
+
+START_SECONDS = seconds_from("CP_START_SECONDS", 180)
+STALL_SECONDS = seconds_from("CP_STALL_SECONDS", 120)
+LOAD_SECONDS = seconds_from("CP_LOAD_SECONDS", 600)
+UNLOAD_SECONDS = 10.0  # a group that takes longer to drop its models is ended, which drops them too
 FAILURE_SECONDS = 0.3
 
 OnStep = Callable[[int, Any, Any, int], None]
@@ -79,7 +94,7 @@ class WorkerGroup:
         bundle = write_bundle({"kind": type(job).__name__, **vars(job)})
         try:
             self._ask(Sample(number, model, parallelism), bundle)
-            answers = self._answers(number, on_step, watch)
+            answers = self._answers(number, LOAD_SECONDS, on_step, watch)
         except Refused:
             raise
         except ParallelError:
@@ -97,7 +112,7 @@ class WorkerGroup:
         self._model = None
         try:
             self._ask(Unload(number))
-            self._answers(number, lambda *_: None, lambda: None)
+            self._answers(number, UNLOAD_SECONDS, lambda *_: None, lambda: None)
         except ParallelError:
             self.close(gently=False)
             raise
@@ -122,8 +137,10 @@ class WorkerGroup:
             except OSError:
                 raise WorkerDied(f"worker rank {rank} {self._processes.cause_of_death(rank)}") from None
 
-    def _answers(self, job: int, on_step: OnStep, watch: Callable[[], None]) -> dict[int, tuple[Done, Any]]:
-        waiting = _Waiting(self._processes, job)
+    def _answers(
+        self, job: int, limit: float, on_step: OnStep, watch: Callable[[], None]
+    ) -> dict[int, tuple[Done, Any]]:
+        waiting = _Waiting(self._processes, job, limit)
         try:
             while not waiting.over:
                 watch()
@@ -150,12 +167,12 @@ class WorkerGroup:
 class _Waiting:
     """The answers to one request, as they come in."""
 
-    def __init__(self, processes: Processes, job: int) -> None:
+    def __init__(self, processes: Processes, job: int, limit: float) -> None:
         self.answers: dict[int, tuple[Done, Any]] = {}
         self._processes = processes
         self._channels = processes.channels
         self._job = job
-        self._limits = [LOAD_SECONDS] * len(self._channels)
+        self._limits = [limit] * len(self._channels)
         self._heard = [time.monotonic()] * len(self._channels)
 
     @property
@@ -208,6 +225,10 @@ class _Waiting:
 
     def _check_stall(self) -> None:
         now = time.monotonic()
-        for rank, heard in enumerate(self._heard):
-            if rank not in self.answers and now - heard > self._limits[rank]:
-                raise WorkerDied(f"worker rank {rank} has not been heard of for {self._limits[rank]:.0f} s")
+        silent = [rank for rank in range(len(self._heard)) if rank not in self.answers]
+        if any(now - self._heard[rank] > self._limits[rank] for rank in silent):
+            stuck = min(silent, key=lambda rank: self._heard[rank])  # the others wait for it
+            raise WorkerDied(
+                f"worker rank {stuck} has not been heard of for {now - self._heard[stuck]:.0f} s; the next run starts "
+                "fresh workers"
+            )

@@ -23,7 +23,7 @@ from typing import IO
 
 from ..errors import ProtocolError, WorkerStartError
 from ..specs import ComfySetup, Placement
-from ..wire.channel import Channel
+from ..wire.channel import Channel, short_path
 from ..wire.messages import PROTOCOL, Failed, Joined, Ready, Welcome
 from .cost import Link, coarse
 
@@ -48,7 +48,8 @@ class Processes:
         self._folder = tempfile.mkdtemp(prefix="cp-")
         self._address = os.path.join(self._folder, "socket")
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._server.bind(self._address)
+        with short_path(self._address) as address:
+            self._server.bind(address)
         self._server.listen(placement.world_size)
         self._server.settimeout(POLL_SECONDS)
         self._agent = self._launch()
@@ -178,7 +179,7 @@ class Processes:
         """The rank's greeting, if it is one of ours; a stranger is shown the door."""
         with contextlib.suppress(EOFError, OSError, ProtocolError):
             ready, _ = channel.receive()
-            if isinstance(ready, Ready) and secrets.compare_digest(ready.token, self._token):
+            if isinstance(ready, Ready) and secrets.compare_digest(ready.token.encode(), self._token.encode()):
                 if ready.protocol != PROTOCOL:
                     raise WorkerStartError("the files of CP Sampler changed while ComfyUI was running; restart ComfyUI")
                 return ready
@@ -212,4 +213,9 @@ class Processes:
 
 # Gloo and NCCL listen on their own; on one host they need no more than loopback.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-AGENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+AGENT = {
+    "PYTHONSAFEPATH": "",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    "PYTHONUNBUFFERED": "1",
+    "HF_HUB_OFFLINE": "1",
+}

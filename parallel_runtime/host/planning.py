@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from dataclasses import replace
+from math import prod
 
 from ..errors import Refused
 from ..specs import AttentionBackend, Parallelism, ParallelRequest, Placement
@@ -29,13 +31,18 @@ def plan(
     Ulysses where both are auto; without it Ulysses comes first. Raises Refused where the request cannot work.
     """
     devices = parse_devices(request.devices, gpus)
-    degrees = _degrees(request, len(devices), heads, guided, seconds)
+    asked = _degrees(request, len(devices), heads, guided, seconds)
     limit = len(devices) if devices else MAX_CPU_WORKERS
-    if degrees.world_size > limit or degrees.ulysses_degree > heads:
-        raise Refused(_too_much(degrees, devices, limit, heads))
-    placement = Placement(devices=devices[: degrees.world_size] or ("cpu",) * degrees.world_size)
+    if asked.world_size > limit or asked.ulysses_degree > heads:
+        raise Refused(_too_much(asked, devices, limit, heads))
+    if request.devices.strip(" ,") and asked.world_size < len(devices):
+        raise Refused(
+            f"devices names {len(devices)} ({', '.join(devices)}), but {_named(asked)} needs {asked.world_size} "
+            f"worker(s); name {asked.world_size}, or set degrees to 0"
+        )
+    placement = Placement(devices=devices[: asked.world_size] or ("cpu",) * asked.world_size)
     _check_backend(request.attention_backend, placement)
-    return degrees, placement
+    return (asked if guided else _folded(asked, heads)), placement
 
 
 def parse_devices(text: str, gpus: int) -> tuple[str, ...]:
@@ -43,7 +50,10 @@ def parse_devices(text: str, gpus: int) -> tuple[str, ...]:
     names = [name.strip().lower() for name in text.split(",") if name.strip()]
     if not names:
         return tuple(f"cuda:{index}" for index in range(gpus))
-    return tuple(_device(name, gpus) for name in names)
+    devices = tuple(_device(name, gpus) for name in names)
+    if "cpu" in devices and len({device == "cpu" for device in devices}) > 1:
+        raise Refused(f"devices: {text!r} mixes CPU and GPUs, which cannot share one picture; name one kind")
+    return devices
 
 
 def _device(name: str, gpus: int) -> str:
@@ -71,8 +81,6 @@ def _degrees(request: ParallelRequest, world: int, heads: int, guided: bool, sec
     if cfg == 0:
         cfg = 2 if guided and free and rest % 2 == 0 else 1
     ring, ulysses = _cut(ring, ulysses, max(1, rest // cfg), heads, seconds)
-    if cfg == 2 and not guided:
-        cfg, ring, ulysses = 1, *((ring, 2 * ulysses) if heads % (2 * ulysses) == 0 else (2 * ring, ulysses))
     return Parallelism(
         ring_degree=ring,
         ulysses_degree=ulysses,
@@ -98,24 +106,50 @@ def _cut(ring: int, ulysses: int, world: int, heads: int, seconds: Seconds | Non
     return min(cuts, key=lambda cut: seconds(Parallelism(ring_degree=cut[0], ulysses_degree=cut[1])))
 
 
-def _too_much(degrees: Parallelism, devices: tuple[str, ...], limit: int, heads: int) -> str:
-    ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
-    others = degrees.cfg_degree * degrees.data_degree
-    room = max(1, limit // others)
-    possible = [(r, u) for u in range(1, min(heads, room) + 1) for r in range(1, room // u + 1)]
-    r, u = min(possible, key=lambda p: (abs(p[0] * p[1] - min(ring * ulysses, room)), abs(p[0] - ring), p))
-    wanted = f"ring_degree {ring} x ulysses_degree {ulysses}"
-    for name in ("cfg_degree", "data_degree"):
-        if getattr(degrees, name) > 1:
-            wanted += f" x {name} {getattr(degrees, name)}"
-    if degrees.world_size > limit:
+def _folded(degrees: Parallelism, heads: int) -> Parallelism:
+    """Without a second branch of guidance, the workers that cfg_degree would have given it join the sequence."""
+    if degrees.cfg_degree == 1:
+        return degrees
+    twice = 2 * degrees.ulysses_degree
+    if heads % twice == 0:
+        return replace(degrees, cfg_degree=1, ulysses_degree=twice)
+    return replace(degrees, cfg_degree=1, ring_degree=2 * degrees.ring_degree)
+
+
+def _too_much(asked: Parallelism, devices: tuple[str, ...], limit: int, heads: int) -> str:
+    if asked.world_size > limit:
         where = f"{len(devices)} device(s): {', '.join(devices)}" if devices else f"room for {limit} CPU workers"
-        reason = f"{wanted} needs {degrees.world_size} workers, but there is {where}"
+        reason = f"{_named(asked)} needs {asked.world_size} workers, but there is {where}"
     else:
-        reason = f"{wanted} splits {heads} attention heads over {ulysses} workers, more than there are heads"
-    fewer = "" if others <= limit else " with cfg_degree 1 and data_degree 1"
-    shared = "" if len(devices) != 1 else f"; or let workers share it: devices {','.join(devices * degrees.world_size)}"
-    return f"{reason}. The nearest that works is ring_degree {r} x ulysses_degree {u}{fewer}{shared}"
+        reason = (
+            f"{_named(asked)} splits {heads} attention heads over {asked.ulysses_degree} workers, more than there are"
+        )
+    shared = "" if len(devices) != 1 else f"; or let workers share it: devices {','.join(devices * asked.world_size)}"
+    return f"{reason}. The nearest that works is {_named(_nearest(asked, limit, heads))}{shared}"
+
+
+def _nearest(asked: Parallelism, limit: int, heads: int) -> Parallelism:
+    """Degrees, none larger than asked but the ring's, that use as many of the workers as they can."""
+    goal = min(asked.world_size, limit)
+    shapes = [
+        (data, cfg, ring, ulysses)
+        for data in range(1, min(asked.data_degree, limit) + 1)
+        for cfg in range(1, asked.cfg_degree + 1)
+        for ulysses in range(1, min(asked.ulysses_degree, heads, limit) + 1)
+        for ring in range(1, limit // (data * cfg * ulysses) + 1)
+    ]
+    wanted = asked.shape
+    best = min(
+        shapes, key=lambda s: (abs(prod(s) - goal), sum(abs(a - b) for a, b in zip(s, wanted, strict=True)), s[2])
+    )
+    data, cfg, ring, ulysses = best
+    return replace(asked, data_degree=data, cfg_degree=cfg, ring_degree=ring, ulysses_degree=ulysses)
+
+
+def _named(degrees: Parallelism) -> str:
+    names = ["ring_degree", "ulysses_degree"]
+    names += [name for name in ("cfg_degree", "data_degree") if getattr(degrees, name) > 1]
+    return " x ".join(f"{name} {getattr(degrees, name)}" for name in names)
 
 
 def _check_backend(backend: AttentionBackend, placement: Placement) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import select
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 from ..errors import ProtocolError
@@ -28,7 +29,8 @@ class Channel:
     def connect(cls, path: str) -> Channel:
         """Raises OSError where nobody listens."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.connect(path)
+        with short_path(path) as address:
+            sock.connect(address)
         return cls(sock)
 
     def fileno(self) -> int:
@@ -95,3 +97,16 @@ class Channel:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+@contextlib.contextmanager
+def short_path(path: str) -> Iterator[str]:
+    """`path` of a unix socket under a name that fits into the 108 bytes that the kernel has for it."""
+    if len(os.fsencode(path)) < 100 or not os.path.isdir("/proc/self/fd"):
+        yield path
+        return
+    folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"
+    finally:
+        os.close(folder)

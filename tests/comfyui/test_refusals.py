@@ -45,6 +45,29 @@ def test_a_device_list_that_is_none_is_refused_with_the_value_found(server: Serv
     assert server.children() == before
 
 
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        ("1,8,16,24", "16 channels"),
+        ("16,16,24", "shape .16, 16, 24."),
+        ("1,16,2,8,8", "wants .batch"),
+        ("1,16,0,8", "empty"),
+    ],
+)
+def test_a_latent_that_the_model_cannot_take_is_refused_with_its_shape(server: Server, shape: str, says: str) -> None:
+    graph = sampling_graph(FLUX, "CPSampler", DEGREES["ring_2"])
+    graph["latent"]["inputs"] |= {"shape": shape, "seed": 3}
+    with pytest.raises(NodeError, match=f"the LATENT has the shape.*{says}|{says}"):
+        server.client.run(graph)
+
+
+def test_conditioning_of_another_model_is_refused_with_both_widths(server: Server) -> None:
+    graph = sampling_graph(FLUX, "CPSampler", DEGREES["ring_2"])
+    graph["negative"]["inputs"]["spec"] = '{"tokens": 5, "dim": 96, "pooled": 64}'
+    with pytest.raises(NodeError, match="negative: the CONDITIONING is 96 wide, a flux model wants 128"):
+        server.client.run(graph)
+
+
 def test_a_file_that_changed_under_a_loaded_model_is_refused_and_not_sampled_with(server: Server) -> None:
     job = Job(family="flux_schnell")
     server.client.run(sampling_graph(job, "CPSampler", DEGREES["ring_2"]))

@@ -15,6 +15,7 @@ import torch
 from ...errors import Refused
 from ...specs import ComfySetup
 
+VRAM_FLAGS = {"--cpu", "--gpu-only", "--highvram", "--normalvram", "--lowvram", "--novram"}
 PACKAGES = ("comfy", "comfy_extras")
 EXTRA_NODES = "comfy_extras.nodes_"
 
@@ -27,14 +28,21 @@ def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
     sys.path.insert(0, setup.root)
     import comfy.options
 
-    flags = [flag for flag in setup.flags if flag != "--cpu"] + (["--cpu"] if device.type == "cpu" else [])
-    sys.argv = ["main.py", *flags]
+    os.chdir(setup.folder)  # flags may name folders from there
+    sys.argv = ["main.py", *_flags(setup, device)]
     comfy.options.enable_args_parsing()
     import comfy.cli_args
     import comfy.model_management
 
     found = comfy.model_management.get_torch_device()
     assert found.type == device.type, f"ComfyUI runs on {found}, this rank on {device}"
+
+
+def _flags(setup: ComfySetup, device: torch.device) -> list[str]:
+    """The host's, for this rank's device. ComfyUI lets --cpu stand beside no other flag on video memory."""
+    if device.type != "cpu":
+        return [flag for flag in setup.flags if flag != "--cpu"]
+    return ["--cpu", *(flag for flag in setup.flags if flag not in VRAM_FLAGS)]
 
 
 def named(reference: str) -> Any:
