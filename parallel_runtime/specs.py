@@ -104,7 +104,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ComfySetup:
-    """The host's ComfyUI: its checkout, the command-line flags that it runs with, and the folder that these speak of."""
+    """The host's ComfyUI: its checkout, the command-line flags it runs with, and the folder that these speak of."""
 
     root: str
     flags: tuple[str, ...] = ()

@@ -59,17 +59,17 @@ def test_another_prompt_makes_another_picture_of_the_same_noise() -> None:
     assert [(verdict.colour, verdict.shape) for verdict in seen] == [("red", "circle"), ("blue", "star")]
 
 
-def test_another_seed_makes_another_picture_of_the_same_prompt() -> None:
-    one, other = (euler(evaluate(), "a red circle", noise(FIRST_SEED + i)) for i in range(2))
-    assert (one - other).abs().max() > 0.5
+def test_another_seed_makes_another_picture_where_the_prompt_leaves_it_open() -> None:
+    seen = {judge(euler(evaluate(), "a circle", noise(FIRST_SEED + i))[0]).colour for i in range(6)}
+    assert len(seen) > 1, seen
 
 
 @pytest.mark.parametrize(("height", "width"), [(192, 128), (128, 192), (192, 192)])
 def test_other_sizes_come_out_too(height: int, width: int) -> None:
-    picture = euler(evaluate(), "a green heart on a white background", noise(FIRST_SEED, height, width))
+    picture = euler(evaluate(), "a green circle on a white background", noise(FIRST_SEED, height, width))
     assert picture.shape == (1, height, width, 3)
     seen = judge(picture[0])
-    assert (seen.shape, seen.colour, seen.background) == ("heart", "green", "white")
+    assert (seen.shape, seen.colour, seen.background) == ("circle", "green", "white")
 
 
 def test_an_untold_model_still_draws_something() -> None:

@@ -50,7 +50,7 @@ def test_heads_need_not_divide():
         ({"ring_degree": 3, "ulysses_degree": 3}, 24, 2,
          r"ring_degree 3 x ulysses_degree 3 needs 9 workers, but there is 2 device\(s\): cuda:0, cuda:1. "
          r"The nearest that works is ring_degree 1 x ulysses_degree 2"),
-        ({"cfg_degree": 2, "ring_degree": 1, "ulysses_degree": 1}, 24, 1, "x cfg_degree 2 needs 2.*ulysses_degree 1; or"),
+        ({"cfg_degree": 2, "ring_degree": 1, "ulysses_degree": 1}, 24, 1, "cfg_degree 2 needs 2.*ulysses_degree 1; or"),
         ({"data_degree": 8}, 24, 4, "x data_degree 8 needs 8.*x data_degree 4$"),
         ({"devices": "cpu,cpu,cpu", "ring_degree": 2}, 24, 0, "devices names 3 .*needs 2 worker"),
         ({"ring_degree": 2, "devices": "cpu"}, 24, 0, r"needs 2 workers, but there is 1 device\(s\): cpu"),

@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ulysses-degree", type=int, default=0, help="workers that swap tokens for heads (0: auto)")
     parser.add_argument("--steps", type=int, default=12, help="denoising steps")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cfg", type=float, default=1.0, help="classifier-free guidance scale")
+    parser.add_argument("--cfg", type=float, default=2.5, help="classifier-free guidance scale")
     parser.add_argument("--width", type=int, default=128, help="pixels")
     parser.add_argument("--height", type=int, default=128, help="pixels")
     parser.add_argument("--devices", default="", help="such as 0,1 or cpu,cpu (default: GPUs if there are)")

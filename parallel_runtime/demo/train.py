@@ -3,7 +3,8 @@
     python -m parallel_runtime.demo.train --out cp_demo_flux.safetensors --minutes 60 --seed 0
 
 Writes --out again and again while it runs (the averaged weights so far), beside it the state to resume from and a
-grid of samples.
+grid of samples. The shipped model was trained in stages, each with --resume --anew on the one before; the first ones
+drew with freer placement than subjects.py now has, so one run of this script makes a like model, not the same file.
 """
 
 from __future__ import annotations
@@ -196,6 +197,7 @@ def main() -> None:
     arguments.add_argument("--rate", type=float, default=1e-3)
     arguments.add_argument("--threads", type=int, default=1)
     arguments.add_argument("--resume", action="store_true")
+    arguments.add_argument("--anew", action="store_true", help="with --resume: begin the schedule again")
     args = arguments.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(args.threads)
@@ -206,6 +208,8 @@ def main() -> None:
         save_file(codec.fit([draw(picture, 128, 128) for picture in drawn]), codec.FILE)
     if args.resume:
         resume(run, args.out.with_suffix(".state"))
+    if args.anew:
+        run.step, run.seconds = 0, 0.0
     train(run, out=args.out, seed=args.seed, steps=args.steps, minutes=args.minutes, rate=args.rate)
 
 
