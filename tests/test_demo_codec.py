@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,16 @@ from parallel_runtime.demo import codec
 from parallel_runtime.demo.draw import COLOURS, SHAPES, Picture, draw
 from parallel_runtime.demo.judge import judge
 from parallel_runtime.demo.subjects import any_picture, any_wording
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads do not pay for pictures so small, least of all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
 
 STAR = Picture(shape="star", colour="red", background="white", x=0.1, y=-0.1, radius=0.3)
 
