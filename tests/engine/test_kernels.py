@@ -48,6 +48,7 @@ def test_plain_attention_is_that_of_torch() -> None:
     assert torch.equal(attend(problem.query, problem.key, problem.value, None, None, "auto"), expected)
 
 
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="NO CUDA: this PyTorch was built without it")
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("backend", ["auto", "_native_flash", "_native_cudnn"])
