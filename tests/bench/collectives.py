@@ -73,7 +73,7 @@ def _measure(name: str, parallelism: Parallelism, options: argparse.Namespace) -
     streams = Streams(mesh.context.size)
     streams.see("image", options.tokens, "bench")
     attend = ContextAttention(mesh, parallelism, streams, ("image",))
-    (own,) = streams.own(("image",), mesh.context.index)
+    own = streams.held(("image",), mesh.context.index).size
     shape = (options.batch, own, options.heads, options.head_dim)
     query, key, value = (torch.randn(shape).to(getattr(torch, options.dtype)) for _ in range(3))
     attend(query, key, value)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...specs import AttentionBackend, Parallelism
-from .exchange import allocate, gather
+from .exchange import Pending, allocate, gather
 from .kernels import attend, attend_block, for_heads
 from .masks import KeyMask, exchange_mask
 from .merge import Merge
 from .mesh import ContextMesh
 from .ring import visit
-from .sizes import chunk_range, chunk_sizes
+from .sizes import chunk_sizes
 from .streams import Streams
-from .ulysses import start_to_heads, to_tokens
+from .ulysses import Wave, place, to_heads, to_tokens, waves
+
+# Heads go in so many parts: one is attended to while the next travels. More parts would cut kernels too small.
+WAVES = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,31 +62,52 @@ class ContextAttention:
         if mask is not None:
             lengths = [self.streams.length(name) for name in self._sides[1]]
             keys = exchange_mask(mask, query.shape[0], query.shape[2], lengths, self.mesh.context)
-        if self.mesh.ulysses.size == 1:
-            blocks = self.streams.spread(self._sides[1])
-            return self._ring(query, _tokens_first(key), _tokens_first(value), blocks, keys, scale)
-        return self._ulysses(query, key, value, keys, scale)
+        axis = self.mesh.ulysses
+        of_queries, _ = self._tokens()
+        returning = []
+        for wave, q, k, v in self._travelling(query, key, value):
+            of_wave = None if keys is None else keys.heads(*wave[axis.index])
+            out = self._on_heads(q.transpose(0, 1), k, v, of_wave, scale)
+            returning.append((wave, to_tokens(out.transpose(0, 1), wave, of_queries, axis)))
+        del q, k, v, out
+        whole = allocate(query.shape, query)
+        for wave, pending in returning:
+            place(*pending.wait(), wave, whole)
+        return whole
 
-    def _ulysses(self, query: Tensor, key: Tensor, value: Tensor, keys: KeyMask | None, scale: float | None) -> Tensor:
-        axis, ring = self.mesh.ulysses, self.mesh.ring
-        heads = query.shape[2]
-        if key.shape[2] % axis.size:  # a rank's query heads may need a part of a group
+    def _travelling(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Wave, Tensor, Tensor, Tensor]]:
+        """Each wave with its heads that are this rank's, [tokens, B, heads, D]; the next travels meanwhile."""
+        axis, heads, key_heads = self.mesh.ulysses, query.shape[2], key.shape[2]
+        count = 1 if key_heads < heads and key_heads % (axis.size * WAVES) else WAVES
+        if key_heads % axis.size:  # a rank's query heads may need a part of a group
             key, value = for_heads(key, heads), for_heads(value, heads)
-        of_queries, of_keys = (self._spread(names)[ring.index] for names in self._sides)
+        of_queries, of_keys = self._tokens()
         sent = ((query, of_queries), (key, of_keys), (value, of_keys))
-        coming = [start_to_heads(tensor, tokens, axis) for tensor, tokens in sent]
-        if keys is not None:
-            keys = keys.heads(*chunk_range(heads, axis.size, axis.index))
-        q, k, v = (pending.wait() for pending in coming)
-        del coming  # and with it the send buffers
-        if ring.size == 1:
-            mask = None if keys is None else keys.block(0, sum(of_keys))
-            out = self._whole(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), mask, scale)
-        else:
-            blocks = tuple(map(sum, self._spread(self._sides[1])))
-            out = self._ring(q.transpose(0, 1), k, v, blocks, keys, scale)
-        del q, k, v
-        return to_tokens(out.transpose(0, 1), heads, of_queries, axis)
+        ways = [waves(tensor.shape[2], axis.size, count) for tensor, _ in sent]
+
+        def start(index: int) -> list[Pending]:
+            return [
+                to_heads(tensor, way[index], tokens, axis) for (tensor, tokens), way in zip(sent, ways, strict=True)
+            ]
+
+        coming = start(0)
+        for index, wave in enumerate(ways[0]):
+            q, k, v = (tensor for pending in coming for tensor in pending.wait())
+            coming.clear()  # and with it the send buffers
+            if index + 1 < count:
+                coming = start(index + 1)
+            yield wave, q, k, v
+
+    def _on_heads(self, query: Tensor, key: Tensor, value: Tensor, keys: KeyMask | None, scale: float | None) -> Tensor:
+        """`query` [B, Sq, heads, D] over the ring; this rank's block of it are `key`, `value` [Sk, B, heads, D]."""
+        if self.mesh.ring.size > 1:
+            return self._ring(query, key, value, keys, scale)
+        mask = None if keys is None else keys.block(0, key.shape[0])
+        return self._whole(query, key.transpose(0, 1), value.transpose(0, 1), mask, scale)
+
+    def _tokens(self) -> list[tuple[int, ...]]:
+        """Query tokens and key tokens of each rank of this rank's Ulysses group."""
+        return [self._spread(names)[self.mesh.ring.index] for names in self._sides]
 
     def _spread(self, names: tuple[str, ...]) -> list[tuple[int, ...]]:
         """Tokens of each rank of each place in the ring."""
@@ -94,11 +119,10 @@ class ContextAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        blocks: tuple[int, ...],
         keys: KeyMask | None,
         scale: float | None,
     ) -> Tensor:
-        """`query` [B, Sq, H, D] against the blocks of the ring; this rank's are `key`, `value` [Sk, B, H, D]."""
+        blocks = tuple(map(sum, self._spread(self._sides[1])))
         merge = Merge(in_float32=self.parallelism.convert_to_fp32)
         for owner, (k, v) in visit((key, value), blocks, self.mesh.ring, self.parallelism.rotate_method):
             if query.numel() == 0 or k.numel() == 0:
@@ -107,6 +131,7 @@ class ContextAttention:
             if mask is not None and _hides_all(mask):
                 continue
             merge.add(*attend_block(query, k.transpose(0, 1), v.transpose(0, 1), mask, scale, self._backend))
+            del k, v  # the ring may need their memory
         return merge.result(query, None if keys is None else keys.dead())
 
     def _whole(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -134,10 +159,6 @@ class ContextAttention:
     @property
     def _backend(self) -> AttentionBackend:
         return self.parallelism.attention_backend
-
-
-def _tokens_first(tensor: Tensor) -> Tensor:
-    return tensor.transpose(0, 1).contiguous()
 
 
 def _hides_all(mask: Tensor) -> bool:

@@ -37,11 +37,11 @@ class Pending:
         return [tensor.to(self._target) for tensor in self._received]
 
 
-def exchange(send: Tensor, counts_out: list[int], counts_in: list[int], axis: Axis) -> Pending:
-    """All-to-all of a flat tensor: `counts_out[i]` elements go to rank i, `counts_in[i]` come from it."""
+def exchange(send: Tensor, counts_out: list[int], counts_in: list[int], axis: Axis, shape: Sequence[int]) -> Pending:
+    """All-to-all of a flat tensor: `counts_out[i]` elements go to rank i, `counts_in[i]` come from it, as `shape`."""
     wired = _to_wire(send, axis)
-    received = allocate((sum(counts_in),), wired)
-    work = dist.all_to_all_single(received, wired, counts_in, counts_out, group=axis.group, async_op=True)
+    received = allocate(shape, wired)
+    work = dist.all_to_all_single(received.view(-1), wired, counts_in, counts_out, group=axis.group, async_op=True)
     return Pending([work], [received], send.device)
 
 

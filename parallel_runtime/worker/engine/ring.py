@@ -24,10 +24,11 @@ def visit(block: Block, sizes: Sequence[int], axis: Axis, method: RotateMethod) 
 def rotate(block: Block, sizes: Sequence[int], axis: Axis) -> Iterator[tuple[int, Block]]:
     """Blocks travel from rank to rank; the next one arrives while the caller computes on this one.
 
-    axis.size - 1 hops. Extra memory: two of the largest blocks.
+    axis.size - 1 hops. Extra memory: two of the largest blocks, for a caller that keeps none; another one where
+    `block` is not contiguous.
     """
     spares: list[Block] = []
-    held = block
+    held = _contiguous(block)
     for step in range(axis.size):
         coming = None
         if step + 1 < axis.size:
@@ -48,6 +49,11 @@ def collect(block: Block, sizes: Sequence[int], axis: Axis) -> Iterator[tuple[in
     for step in range(1, axis.size):
         owner = (axis.index + step) % axis.size
         yield owner, (keys[owner], values[owner])
+
+
+def _contiguous(block: Block) -> Block:
+    key, value = (part.contiguous() for part in block)
+    return key, value
 
 
 def _spare(block: Block, tokens: int) -> Block:

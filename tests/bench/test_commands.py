@@ -1,0 +1,36 @@
+"""The benchmarks run, and what they count (not what they time) is as promised."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(name: str, out: Path, *arguments: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", f"tests.bench.{name}", *arguments, "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("batch", ["1", "2"])
+def test_a_ring_holds_less_than_ulysses(tmp_path: Path, batch: str) -> None:
+    rows = run("collectives", tmp_path / "rows.json", "--tokens", "1023", "--batch", batch)
+    peak = {row["mode"]: row["peak_extra_in_queries"] for row in rows}
+    assert peak["ring"] < peak["ulysses"] < peak["allgather"]
+
+
+def test_every_mode_is_timed_and_exact(tmp_path: Path) -> None:
+    tiny = ("--tokens", "72", "--rounds", "1", "--double", "1", "--single", "1", "--heads", "2")
+    rows = run("scaling", tmp_path / "rows.json", *tiny)
+    ours = [row for row in rows if row["mode"].startswith("ours")]
+    assert {row["mode"] for row in ours} == {"ours ulysses", "ours ring", "ours allgather"}
+    assert all(row["error"] < 1e-5 for row in ours)
