@@ -2,8 +2,10 @@
 
 import folder_paths
 from comfy_api.latest import ComfyExtension, io
+from server import PromptServer
 
 from ..parallel_runtime.demo import MODEL
+from .ahead import on_prompt
 from .config import CPParallelConfig
 from .demo import CPDemoConditioning, CPDemoDecode
 from .loader import CPLoadDiffusionModel
@@ -13,8 +15,9 @@ from .sampler import CPSampler, CPSamplerAdvanced, CPSamplerCustom
 
 class ContextParallelExtension(ComfyExtension):
     async def on_load(self) -> None:
-        """Load Diffusion Model lists the embedded demo model too."""
+        """Load Diffusion Model lists the embedded demo model too; queued prompts are heard of."""
         folder_paths.add_model_folder_path("diffusion_models", str(MODEL.parent))
+        PromptServer.instance.add_on_prompt_handler(on_prompt)
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [

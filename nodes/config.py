@@ -6,7 +6,7 @@ from typing import get_args
 
 from comfy_api.latest import io
 
-from ..parallel_runtime.specs import AttentionBackend, DtypeChoice, ParallelRequest, RotateMethod
+from ..parallel_runtime.specs import AfterSampling, AttentionBackend, DtypeChoice, ParallelRequest, RotateMethod
 
 CATEGORY = "model/sampling/context parallel"
 CPConfig = io.Custom("CP_CONFIG")
@@ -61,6 +61,12 @@ class CPParallelConfig(io.ComfyNode):
                     "data_degree", default=1, min=1, max=64, advanced=True, optional=True,
                     tooltip="Groups of workers that share the images of a batch.",
                 ),
+                io.Combo.Input(
+                    "after_sampling", options=list(get_args(AfterSampling)), default="keep", advanced=True,
+                    optional=True,
+                    tooltip="What the workers do with the model after a run: keep it, offload it to main memory, or "
+                    "unload it.",
+                ),
             ],
             outputs=[CPConfig.Output(display_name="cp_config")],
         )  # fmt: skip
@@ -77,6 +83,7 @@ class CPParallelConfig(io.ComfyNode):
         devices: str,
         cfg_degree: int = 0,
         data_degree: int = 1,
+        after_sampling: AfterSampling = "keep",
     ) -> io.NodeOutput:
         return io.NodeOutput(
             ParallelRequest(
@@ -89,5 +96,6 @@ class CPParallelConfig(io.ComfyNode):
                 devices=devices,
                 cfg_degree=cfg_degree,
                 data_degree=data_degree,
+                after_sampling=after_sampling,
             )
         )

@@ -8,13 +8,14 @@ from typing import Any
 import comfy.model_management
 import torch
 from comfy.model_base import BaseModel
+from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.cost import activation_bytes, work_of
 from ..parallel_runtime.host.group import WorkerGroup
-from ..parallel_runtime.host.runtime import current_group
-from ..parallel_runtime.specs import EvaluationJob, ParallelRequest
+from ..parallel_runtime.host.runtime import borrowed_group
+from ..parallel_runtime.specs import EvaluationJob, ModelSpec, ParallelRequest
 from .describe import describe_file
 from .remote import comfy_setup, plan_for
 from .residence import residence
@@ -50,6 +51,7 @@ class RemoteEvaluation:
     def __init__(self, request: ParallelRequest) -> None:
         self._request = request
         self.model: weakref.ref[BaseModel] | None = None  # known once the model that we stand in is built
+        self._used: ModelSpec | None = None
 
     def __call__(self, x: Tensor, timestep: Tensor, conds: dict[str, Any]) -> Tensor:
         """ComfyUI's model output [B, C_out, (T,) H, W], in x's dtype and on x's device. Raises Refused."""
@@ -65,27 +67,34 @@ class RemoteEvaluation:
             )
         _, placement = plan_for(family, self._request)
         check = comfy.model_management.throw_exception_if_processing_interrupted
-        group = current_group(placement, comfy_setup(), check)
         text = conds.get("c_crossattn")
         work = work_of(spec, family, tuple(x.shape), 0 if text is None else text.shape[1])
-        parallelism, _ = plan_for(family, self._request, work=work)
-        if not group.holds(spec):
-            residence.claim(group, spec, work.weight_bytes, activation_bytes(work, parallelism))
-        prompts = _prompts.setdefault(group, Prompts())
-        known = prompts.find(conds)
-        job = EvaluationJob(
-            x=x,
-            timestep=timestep,
-            prompt=prompts.add(conds) if known is None else known,
-            conds=conds if known is None else None,
-            patches=None if group.holds(spec) else patches,
-        )
-        try:
-            result = group.sample(spec, parallelism, job, watch=check)
-        except BaseException:
-            prompts.forget()
-            raise
+        with borrowed_group(placement, comfy_setup(), check) as group:
+            parallelism, _ = plan_for(family, self._request, work=work)
+            if not group.holds(spec) or spec != self._used:
+                residence.claim(group, spec, work.weight_bytes, activation_bytes(work, parallelism))
+            self._used = spec
+            prompts = _prompts.setdefault(group, Prompts())
+            known = prompts.find(conds)
+            job = EvaluationJob(
+                x=x,
+                timestep=timestep,
+                prompt=prompts.add(conds) if known is None else known,
+                conds=conds if known is None else None,
+                patches=None if group.holds(spec) else patches,
+            )
+            try:
+                result = group.sample(spec, parallelism, job, watch=check)
+            except BaseException:
+                prompts.forget()
+                raise
         return result.value["out"].to(x)
+
+    def settle(self, _: ModelPatcher) -> None:
+        """ComfyUI is done with the MODEL for now."""
+        if self._used is not None:
+            residence.settle(self._used, self._request.after_sampling)
+            self._used = None
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -6,6 +6,7 @@ import weakref
 
 import comfy.model_detection
 import comfy.model_management
+import comfy.patcher_extension
 import comfy.sd
 import comfy.utils
 import folder_paths
@@ -22,7 +23,7 @@ from ..parallel_runtime.stand_in import StandIn
 from .config import CATEGORY, CPConfig
 from .evaluation import RemoteEvaluation
 from .requirements import check_requirements
-from .residence import Resident
+from .residence import CPU, Hollow
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -53,23 +54,22 @@ class CPLoadDiffusionModel(io.ComfyNode):
         return io.NodeOutput(load_without_weights(path, cp_config or ParallelRequest()))
 
 
-def load_without_weights(path: str, request: ParallelRequest) -> Resident:
+def load_without_weights(path: str, request: ParallelRequest) -> Hollow:
     """The MODEL that ComfyUI would make of the file at `path`, with a stand-in for its network. Raises Refused."""
     head = header(path)
     refuse_quantised(head)
     evaluation = RemoteEvaluation(request)
-    model, size = _weightless(path, head, evaluation)
+    model = _weightless(path, head, evaluation)
     recognise(head.shapes, model.model_config.unet_config)
     evaluation.model = weakref.ref(model)
-    patcher = Resident(
-        model, comfy.model_management.get_torch_device(), comfy.model_management.unet_offload_device(), size=size
-    )
+    patcher = Hollow(model, comfy.model_management.get_torch_device(), CPU, size=1)  # the workers' is counted apart
+    patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_CLEANUP, evaluation.settle)
     patcher.cached_patcher_init = (comfy.sd.load_diffusion_model, (path, {}))
     return patcher
 
 
-def _weightless(path: str, head: Header, evaluation: RemoteEvaluation) -> tuple[BaseModel, int]:
-    """What comfy.sd.load_diffusion_model_state_dict makes of the file, less the network; and the network's bytes."""
+def _weightless(path: str, head: Header, evaluation: RemoteEvaluation) -> BaseModel:
+    """What comfy.sd.load_diffusion_model_state_dict makes of the file, less the network."""
     state = {
         name: torch.empty(shape, dtype=DTYPES[head.dtypes[name]], device="meta") for name, shape in head.shapes.items()
     }
@@ -87,4 +87,4 @@ def _weightless(path: str, head: Header, evaluation: RemoteEvaluation) -> tuple[
     config.unet_config["disable_unet_model_creation"] = True
     model = config.get_model(state, "")
     model.diffusion_model = StandIn(evaluation, dtype, config.unet_config, head.shapes)
-    return model, comfy.utils.calculate_parameters(state) * dtype.itemsize
+    return model

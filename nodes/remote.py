@@ -28,7 +28,7 @@ from ..parallel_runtime.errors import Refused, WorkerFailed
 from ..parallel_runtime.families.base import Family
 from ..parallel_runtime.host.cost import Work, activation_bytes, evaluation_seconds, work_of
 from ..parallel_runtime.host.planning import plan
-from ..parallel_runtime.host.runtime import current_group, measured_link
+from ..parallel_runtime.host.runtime import borrowed_group, measured_link
 from ..parallel_runtime.specs import ComfySetup, ModelSpec, Parallelism, ParallelRequest, Placement
 from .describe import Patches, describe_job, describe_model
 from .requirements import check_requirements
@@ -93,18 +93,20 @@ class RemoteSampling:
         guided = is_guided(guider)
         _, placement = plan_for(self.family, self.request, guided=guided)
         check = comfy.model_management.throw_exception_if_processing_interrupted
-        group = current_group(placement, comfy_setup(), check)
         work = work_of(self.spec, self.family, tuple(noise.shape), _text_tokens(guider))
-        parallelism, _ = plan_for(self.family, self.request, guided=guided, work=work)
-        residence.claim(group, self.spec, work.weight_bytes, activation_bytes(work, parallelism))
-        if group.holds(self.spec):
-            job = replace(job, patches=None)
         watcher = Watcher(callback, guider.model_patcher.load_device)
-        try:
-            result = group.sample(self.spec, parallelism, job, on_step=watcher.on_step, watch=check)
-        except WorkerFailed as failed:
-            log.error("[CP] rank %d:\n%s", failed.rank, failed.traceback)
-            raise
+        with borrowed_group(placement, comfy_setup(), check) as group:
+            parallelism, _ = plan_for(self.family, self.request, guided=guided, work=work)
+            residence.claim(group, self.spec, work.weight_bytes, activation_bytes(work, parallelism))
+            if group.holds(self.spec):
+                job = replace(job, patches=None)
+            try:
+                result = group.sample(self.spec, parallelism, job, on_step=watcher.on_step, watch=check)
+            except WorkerFailed as failed:
+                log.error("[CP] rank %d:\n%s", failed.rank, failed.traceback)
+                raise
+            finally:
+                residence.settle(self.spec, self.request.after_sampling)
         watcher.finish(result.value["last"])
         log.info(
             "[CP] %s on %d worker(s): sampled in %.2f s, loaded in %.2f s",
@@ -138,13 +140,18 @@ def plan_for(
     family: Family, request: ParallelRequest, *, guided: bool = False, work: Work | None = None
 ) -> tuple[Parallelism, Placement]:
     """Degrees and devices; by estimated speed once `work` and what the workers measured are known. Raises Refused."""
-    gpus = torch.cuda.device_count() if comfy.model_management.get_torch_device().type == "cuda" else 0
+    gpus = visible_gpus()
     parallelism, placement = plan(request, heads=family.heads, gpus=gpus, guided=guided)
     link = measured_link(placement)
     if work is None or link is None or not link.bytes_per_second:
         return parallelism, placement
     seconds = partial(evaluation_seconds, work, link=link)
     return plan(request, heads=family.heads, gpus=gpus, guided=guided, seconds=seconds)
+
+
+def visible_gpus() -> int:
+    """How many GPUs ComfyUI sees, if it uses any."""
+    return torch.cuda.device_count() if comfy.model_management.get_torch_device().type == "cuda" else 0
 
 
 def _text_tokens(guider: comfy.samplers.CFGGuider) -> int:

@@ -1,73 +1,115 @@
-"""The workers' memory as ComfyUI sees it: one loaded model a device, so that ComfyUI's own book-keeping counts it.
+"""The workers' memory as ComfyUI sees it: a loaded model a device, so that ComfyUI's own book-keeping counts it.
 
 Before a run ComfyUI frees what the workers need on the devices that they share, and no more; under memory pressure,
-on "Unload models" and on /free it unloads the workers like any other model.
+on "Unload models" and on /free it unloads the workers' models like any other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import comfy.model_management
 import torch
 from comfy.model_patcher import ModelPatcher
 
+from ..parallel_runtime.errors import ParallelError
 from ..parallel_runtime.host.group import WorkerGroup
-from ..parallel_runtime.host.runtime import unload_group
-from ..parallel_runtime.specs import ModelSpec
+from ..parallel_runtime.specs import AfterSampling, ModelSpec
 
 log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
+KEEP = 2  # models that workers hold at once, where there is room: as many as Wan 2.2 samples one video with
+
+
+class Hollow(ModelPatcher):
+    """A MODEL whose weights are not in this process: there is nothing to move here, and nothing to patch."""
+
+    def partially_load(self, device_to: torch.device, extra_memory: int = 0, force_patch_weights: bool = False) -> int:
+        self.model.device = device_to
+        return 0
+
+    def partially_unload(self, device_to: torch.device, memory_to_free: int = 0, **_: Any) -> int:
+        return 0
+
+    def detach(self, unpatch_all: bool = True) -> torch.nn.Module:
+        return self.model
 
 
 class WorkerModel(torch.nn.Module):
     """Named in ComfyUI's log where a model would be."""
 
 
-class Resident(ModelPatcher):
-    """What the workers hold on one device. It has no weights of its own to move: detaching it unloads the workers."""
+class Resident(Hollow):
+    """What the workers hold of one model on one device. Detaching it unloads that model, from all of their devices."""
+
+    held: Held
 
     def partially_load(self, device_to: torch.device, extra_memory: int = 0, force_patch_weights: bool = False) -> int:
         self.model.device = device_to
         self.model.model_loaded_weight_memory = self.size
         return self.size
 
-    def partially_unload(self, device_to: torch.device, memory_to_free: int = 0, **_: Any) -> int:
-        """Workers give back everything or nothing."""
-        return 0
-
     def detach(self, unpatch_all: bool = True) -> torch.nn.Module:
-        """Unload the workers. ComfyUI also detaches a model to load it again, and then says not `unpatch_all`."""
-        if unpatch_all and self.model.model_loaded_weight_memory:
-            self.model.model_loaded_weight_memory = 0
-            self.model.device = self.offload_device
-            log.info("[CP] unloading the workers' model")
-            unload_group()
+        """ComfyUI also detaches a model to load it again, and then says not `unpatch_all`."""
+        if unpatch_all and self.loaded_size():
+            self.held.give_back()
         return self.model
 
 
+@dataclass(eq=False)
+class Held:
+    """One model in the workers of a group."""
+
+    group: WorkerGroup
+    spec: ModelSpec
+    residents: list[Resident] = field(default_factory=list)
+
+    @classmethod
+    def by(cls, group: WorkerGroup, spec: ModelSpec, weight_bytes: int) -> Held:
+        """The model that every worker of `group` will have; nothing is loaded yet."""
+        held = cls(group, spec.unpatched)
+        for device, workers in Counter(map(torch.device, group.placement.devices)).items():
+            held.residents.append(Resident(WorkerModel(), device, CPU, size=weight_bytes * workers))
+            held.residents[-1].held = held
+        return held
+
+    def give_back(self, *, offload: bool = False) -> None:
+        """Have the workers drop it, or `offload` its weights to main memory; a group that cannot is ended."""
+        for resident in self.residents:
+            resident.model.model_loaded_weight_memory = 0
+            resident.model.device = CPU
+        if self.group.alive:
+            log.info("[CP] %s the workers' model", "offloading" if offload else "unloading")
+            with contextlib.suppress(ParallelError):
+                self.group.unload(self.spec, offload=offload)
+
+
 class Residence:
-    """The residents of the model that the workers were last asked for."""
+    """The models in the workers of the group that was last asked, the last used one last."""
 
     def __init__(self) -> None:
-        self._key: tuple[WorkerGroup, ModelSpec] | None = None
-        self._residents: list[Resident] = []
+        self._group: WorkerGroup | None = None
+        self._held: dict[ModelSpec, Held] = {}
 
     def claim(self, group: WorkerGroup, spec: ModelSpec, weight_bytes: int, activation_bytes: int) -> None:
         """Have ComfyUI make room on every device of `group` for its workers' weights and activations."""
-        key = (group, replace(spec, patches=""))
-        if self._key != key:
-            unload_group()  # what is there now would count as taken
-            self._key = key
-            workers = Counter(torch.device(name) for name in group.placement.devices)
-            self._residents = [
-                Resident(WorkerModel(), device, CPU, size=weight_bytes * count) for device, count in workers.items()
-            ]
-        comfy.model_management.load_models_gpu(self._residents, memory_required=activation_bytes)
+        if group is not self._group:
+            self._group, self._held = group, {}
+        held = self._held.pop(spec.unpatched, None) or Held.by(group, spec, weight_bytes)
+        for oldest in list(self._held)[: -(KEEP - 1)]:
+            self._held.pop(oldest).give_back()
+        self._held[spec.unpatched] = held
+        comfy.model_management.load_models_gpu(held.residents, memory_required=activation_bytes)
+
+    def settle(self, spec: ModelSpec, policy: AfterSampling) -> None:
+        """Do after a run what the user wants done with its model."""
+        if policy != "keep" and (held := self._held.get(spec.unpatched)):
+            held.give_back(offload=policy == "offload")
 
 
 residence = Residence()

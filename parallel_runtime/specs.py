@@ -11,6 +11,7 @@ RotateMethod = Literal["alltoall", "allgather"]
 AttentionBackend = Literal["auto", "native", "_native_flash", "_native_cudnn", "flash", "_flash_3", "sage"]
 DtypeName = Literal["bfloat16", "float16", "float32"]
 DtypeChoice = Literal["auto", "bfloat16", "float16", "float32"]
+AfterSampling = Literal["keep", "offload", "unload"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,7 @@ class ParallelRequest:
     devices: str = ""
     cfg_degree: int = 0
     data_degree: int = 1
+    after_sampling: AfterSampling = "keep"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +99,10 @@ class ModelSpec:
     comfy: ComfyModel | None = None
     patches: str = ""
 
-    def shares_file(self, other: ModelSpec) -> bool:
-        """The same but for the patches?"""
-        return replace(self, patches="") == replace(other, patches="")
+    @property
+    def unpatched(self) -> ModelSpec:
+        """What is loaded: the same for every stack of patches."""
+        return replace(self, patches="")
 
 
 @dataclass(frozen=True, kw_only=True)

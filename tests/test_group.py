@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -15,9 +16,10 @@ import torch
 
 from parallel_runtime.errors import Refused, WorkerDied, WorkerFailed, WorkerStartError
 from parallel_runtime.host import group as group_module
+from parallel_runtime.host import runtime
 from parallel_runtime.host.group import WorkerGroup
 from parallel_runtime.host.launch import Processes
-from parallel_runtime.host.runtime import close_group, current_group
+from parallel_runtime.host.runtime import borrowed_group, close_group, start_ahead
 from parallel_runtime.specs import ComfySetup, Parallelism, Placement
 from parallel_runtime.wire.messages import Beat, Ready, encode
 
@@ -128,6 +130,22 @@ def test_only_what_changed_is_loaded_again(pair, flux, other_flux):
     assert workers_of(pair) == pids
 
 
+def test_models_stay_until_they_are_given_back(pair, flux, other_flux):
+    def load_seconds(model):
+        return pair.sample(model, ULYSSES, flux_job()).load_seconds
+
+    load_seconds(flux), load_seconds(other_flux)
+    assert max(load_seconds(flux), load_seconds(other_flux)) < 0.1
+    before = samples(pair, flux, ULYSSES)
+    pair.unload(flux, offload=True)
+    assert pair.holds(flux)
+    assert torch.equal(samples(pair, flux, ULYSSES), before)
+    pair.unload(flux)
+    assert not pair.holds(flux)
+    assert pair.holds(other_flux)
+    assert torch.equal(samples(pair, flux, ULYSSES), before)
+
+
 def test_every_step_is_reported_in_order(pair, flux):
     steps = []
     pair.sample(flux, ULYSSES, flux_job(steps=6), on_step=lambda step, x0, x, total: steps.append((step, total)))
@@ -188,6 +206,15 @@ def test_an_exception_in_a_worker_names_rank_error_and_line(doomed, flux):
     assert not doomed.alive
 
 
+def test_a_worker_out_of_memory_says_what_it_held_and_what_to_change(doomed, flux):
+    samples(doomed, flux, ULYSSES)
+    pid = workers_of(doomed)[1]
+    used = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.prlimit(pid, resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+    with pytest.raises(WorkerFailed, match=r"rank 1 .*out of memory on cpu.* held flux .* GiB of weights.*smaller"):
+        doomed.sample(flux, ULYSSES, flux_job(size=(256, 256)))
+
+
 def test_a_checkpoint_that_changed_on_disk_is_not_sampled_with(doomed, tmp_path):
     spec = spec_of(write(tmp_path, "flux_schnell"))
     os.utime(spec.path, ns=(0, 0))
@@ -204,15 +231,58 @@ def test_a_job_that_cannot_travel_is_refused_and_the_group_lives(pair, flux):
     samples(pair, flux, ULYSSES)
 
 
+ONE = Placement(devices=("cpu",))
+
+
 def test_a_dead_group_is_replaced_and_an_equal_one_is_kept(flux):
     try:
-        first = current_group(Placement(devices=("cpu",)), None)
-        assert current_group(Placement(devices=("cpu",)), None) is first
+        with borrowed_group(ONE, None) as first:
+            pass
+        with borrowed_group(ONE, None) as again:
+            assert again is first
         os.kill(workers_of(first)[0], signal.SIGKILL)
         wait_until(lambda: not first.alive, 5)
-        second = current_group(Placement(devices=("cpu",)), None)
-        assert second is not first
-        samples(second, flux, Parallelism())
+        with borrowed_group(ONE, None) as second:
+            assert second is not first
+            samples(second, flux, Parallelism())
+    finally:
+        close_group()
+
+
+def test_a_group_that_was_started_ahead_is_the_one_that_is_borrowed():
+    try:
+        start_ahead(ONE, None)
+        wait_until(lambda: runtime.measured_link(ONE) is not None, 60)
+        with borrowed_group(ONE, None) as group:
+            pids = workers_of(group)
+        start_ahead(Placement(devices=("cpu", "cpu")), None)
+        time.sleep(0.5)
+        with borrowed_group(ONE, None) as again:
+            assert workers_of(again) == pids, "a live group gave way to one that nobody has asked for yet"
+    finally:
+        close_group()
+
+
+def test_closing_does_not_wait_for_a_group_that_is_being_started():
+    start_ahead(ONE, None)
+    time.sleep(0.5)
+    before = time.monotonic()
+    close_group()
+    assert time.monotonic() - before < 2
+    assert runtime.measured_link(ONE) is None
+
+
+def test_an_idle_group_ends_and_one_in_use_does_not(monkeypatch, flux):
+    monkeypatch.setattr(runtime, "IDLE_SECONDS", 0.5)
+    try:
+        with borrowed_group(ONE, None) as group:
+            time.sleep(1)
+            assert group.alive
+            samples(group, flux, Parallelism())
+            pids = workers_of(group)
+        wait_until(lambda: not any(pid in our_processes() for pid in pids), 10)
+        with borrowed_group(ONE, None) as group:
+            samples(group, flux, Parallelism())
     finally:
         close_group()
 

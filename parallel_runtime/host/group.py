@@ -59,7 +59,7 @@ class WorkerGroup:
         self.placement = placement
         self.comfy = comfy
         self._jobs = itertools.count(1)
-        self._model: ModelSpec | None = None
+        self._patches: dict[ModelSpec, str] = {}  # of each model that the workers hold
         self._processes = Processes(placement)
         try:
             self.link = self._processes.meet(comfy, START_SECONDS, watch)
@@ -72,8 +72,8 @@ class WorkerGroup:
         return self._processes.running()
 
     def holds(self, model: ModelSpec) -> bool:
-        """Have the workers got `model`, weight patches and all, from their last job?"""
-        return self._model == model
+        """Have the workers got `model`, weight patches and all?"""
+        return self._patches.get(model.unpatched) == model.patches
 
     def sample(
         self,
@@ -90,7 +90,7 @@ class WorkerGroup:
         """
         assert parallelism.world_size == self.placement.world_size
         number = next(self._jobs)
-        self._model = None
+        self._patches.pop(model.unpatched, None)
         bundle = write_bundle({"kind": type(job).__name__, **vars(job)})
         try:
             self._ask(Sample(number, model, parallelism), bundle)
@@ -102,16 +102,17 @@ class WorkerGroup:
             raise
         finally:
             os.close(bundle)
-        self._model = model
+        self._patches[model.unpatched] = model.patches
         done, result = answers[0]
         return Result(result, done.load_seconds, done.seconds)
 
-    def unload(self) -> None:
-        """Have every rank drop its models."""
+    def unload(self, model: ModelSpec, *, offload: bool = False) -> None:
+        """Have every rank give this model's memory back: drop it, or `offload` its weights to main memory."""
         number = next(self._jobs)
-        self._model = None
+        if not offload:
+            self._patches.pop(model.unpatched, None)
         try:
-            self._ask(Unload(number))
+            self._ask(Unload(number, model, offload))
             self._answers(number, UNLOAD_SECONDS, lambda *_: None, lambda: None)
         except ParallelError:
             self.close(gently=False)

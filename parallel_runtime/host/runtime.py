@@ -1,36 +1,52 @@
-"""The one worker group of this process: started when first needed, replaced when it is dead or does not fit."""
+"""The one worker group of this process: started when first needed, replaced when it is dead or does not fit, ended
+when nobody has used it for long enough."""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ..errors import ParallelError
 from ..specs import ComfySetup, Placement
 from .cost import Link
-from .group import WorkerGroup
+from .group import WorkerGroup, seconds_from
+from .launch import POLL_SECONDS
 
 log = logging.getLogger(__name__)
 
+IDLE_SECONDS = seconds_from("CP_IDLE_SECONDS", 0)  # 0: never
+CLOSE_SECONDS = 1.0
+
 _group: WorkerGroup | None = None
-_lock = threading.Lock()
+_lock = threading.RLock()  # who holds it may use the group, start or end it
+_closing = threading.Event()
+_idle: threading.Timer | None = None
 
 
-def current_group(
+@contextmanager
+def borrowed_group(
     placement: Placement, comfy: ComfySetup | None, watch: Callable[[], None] = lambda: None
-) -> WorkerGroup:
-    """The live group for `placement`. `watch` is called while it starts; what it raises ends the start."""
-    global _group
-    with _lock:
-        if _group and not (_group.alive and _group.placement == placement and _group.comfy == comfy):
-            _close()
-        if _group is None:
-            log.info("[CP] starting %d worker(s) on %s", placement.world_size, ", ".join(placement.devices))
-            _group = WorkerGroup(placement, comfy, watch)
-        return _group
+) -> Iterator[WorkerGroup]:
+    """The live group for `placement`, which nobody else uses or ends meanwhile.
+
+    `watch` is called while we wait for it; what it raises ends the waiting. Raises WorkerStartError.
+    """
+    while not _lock.acquire(timeout=POLL_SECONDS):
+        watch()
+    try:
+        _stop_clock()
+        yield _current(placement, comfy, watch)
+    finally:
+        _start_clock()
+        _lock.release()
+
+
+def start_ahead(placement: Placement, comfy: ComfySetup | None) -> None:
+    """Start the group on a thread of its own, if none is alive. Whoever borrows it hears what goes wrong."""
+    threading.Thread(target=_start_ahead, args=(placement, comfy), name="start workers", daemon=True).start()
 
 
 def measured_link(placement: Placement) -> Link | None:
@@ -39,23 +55,71 @@ def measured_link(placement: Placement) -> Link | None:
     return group.link if group is not None and group.placement == placement else None
 
 
-def unload_group() -> None:
-    """Have the live group drop its models, if there is one; a group that cannot is ended."""
-    group = _group
-    if group is not None and group.alive:
-        with contextlib.suppress(ParallelError):
-            group.unload()
-
-
 @atexit.register
 def close_group() -> None:
-    """End the group, if there is one."""
-    with _lock:
+    """End the group, if there is one; a run that uses it fails."""
+    _closing.set()
+    free = _lock.acquire(timeout=CLOSE_SECONDS)
+    _stop_clock()
+    _close(gently=free)
+    _closing.clear()
+    if free:
+        _lock.release()
+
+
+def _current(placement: Placement, comfy: ComfySetup | None, watch: Callable[[], None]) -> WorkerGroup:
+    global _group
+    if _group and not (_group.alive and _group.placement == placement and _group.comfy == comfy):
         _close()
+    if _group is None:
+        log.info("[CP] starting %d worker(s) on %s", placement.world_size, ", ".join(placement.devices))
+        _group = WorkerGroup(placement, comfy, watch)
+    return _group
 
 
-def _close() -> None:
+def _start_ahead(placement: Placement, comfy: ComfySetup | None) -> None:
+    def watch() -> None:
+        if _closing.is_set():
+            raise ParallelError("ComfyUI is closing")
+
+    if not _lock.acquire(blocking=False):
+        return
+    try:
+        if _group is None or not _group.alive:
+            _current(placement, comfy, watch)
+            _start_clock()
+    except ParallelError as error:
+        log.debug("[CP] no workers started ahead: %s", error)
+    finally:
+        _lock.release()
+
+
+def _start_clock() -> None:
+    global _idle
+    if IDLE_SECONDS and _group is not None:
+        _idle = threading.Timer(IDLE_SECONDS, _end_idle)
+        _idle.daemon = True
+        _idle.start()
+
+
+def _stop_clock() -> None:
+    global _idle
+    if _idle is not None:
+        _idle.cancel()
+        _idle = None
+
+
+def _end_idle() -> None:
+    if threading.current_thread() is _idle and _lock.acquire(blocking=False):
+        try:
+            log.info("[CP] ending the workers, which have been idle for %g s", IDLE_SECONDS)
+            _close()
+        finally:
+            _lock.release()
+
+
+def _close(*, gently: bool = True) -> None:
     global _group
     if _group is not None:
         group, _group = _group, None
-        group.close()
+        group.close(gently=gently)

@@ -52,9 +52,11 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Unload:
-    """Drop every model and give the memory back to the device."""
+    """Give a model's memory back to the device: drop it, or, with `offload`, take its weights to main memory."""
 
     job: int
+    model: ModelSpec
+    offload: bool
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The model of this rank: loaded when a job names it, made parallel as the job asks, kept for the next."""
+"""The models of this rank: loaded when a job names one, made parallel as the job asks, kept until the host says."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ class Model:
 
 
 class Models:
-    """Holds one model: the one that the last job named. Meshes are kept, so that groups are built once a shape."""
+    """Holds models by what was loaded. Meshes are kept, so that groups are built once a shape."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._model: Model | None = None
+        self._models: dict[ModelSpec, Model] = {}
         self._meshes: dict[tuple[int, ...], ContextMesh] = {}
 
     def get(self, spec: ModelSpec, parallelism: Parallelism, on_share: Callable[[float], None]) -> Model:
         """The model that `spec` names, cut as `parallelism` says. Loads and re-attaches only what differs."""
-        if self._model is None or not self._model.spec.shares_file(spec):
-            self.unload()
-            self._model = self._load(spec, on_share)
-        model = self._model
+        if spec.unpatched not in self._models:
+            self._models[spec.unpatched] = self._load(spec, on_share)
+        model = self._models[spec.unpatched]
         model.spec = spec
+        model.transformer.to(self._device)  # it may have been offloaded
         if model.parallelism != parallelism:
             if model.parallelism is not None:
                 detach(model.transformer)
@@ -72,9 +72,22 @@ class Models:
             model.parallelism = parallelism
         return model
 
-    def unload(self) -> None:
-        """Give the memory back to the device."""
-        self._model = None
+    @property
+    def loaded(self) -> list[Model]:
+        return list(self._models.values())
+
+    def drop(self, spec: ModelSpec) -> None:
+        """Forget this model, if it is here."""
+        self._models.pop(spec.unpatched, None)
+        self._give_back()
+
+    def offload(self, spec: ModelSpec) -> None:
+        """Keep this model's weights in main memory until a job names it."""
+        if model := self._models.get(spec.unpatched):
+            model.transformer.to("cpu")
+        self._give_back()
+
+    def _give_back(self) -> None:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -19,6 +19,7 @@ from ..wire.channel import Channel
 from ..wire.messages import PROTOCOL, Cancel, Done, Failed, Joined, Ready, Sample, Stop, Unload, Welcome
 from . import demo_loop, link
 from .leash import die_when
+from .memory import is_out_of_memory, out_of_memory
 from .models import Model, Models
 from .pulse import Cancelled, Pulse
 from .ranks import join, rank, world_size
@@ -45,13 +46,22 @@ class Worker:
         return Joined(link.flops_per_second(self._device), speed, link.free_bytes(self._device))
 
     def serve(self) -> None:
+        """Until the host says stop. Raises what a job raised, and RuntimeError where memory ran out."""
+        try:
+            self._serve()
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise RuntimeError(out_of_memory(self._device, self._models.loaded)) from error
+            raise
+
+    def _serve(self) -> None:
         while True:
             message, bundle = self._channel.receive()
             match message:
                 case Stop():
                     return
-                case Unload(job=job):
-                    self._models.unload()
+                case Unload(job=job, model=model, offload=offload):
+                    (self._models.offload if offload else self._models.drop)(model)
                     self._channel.send(Done(job))
                 case Sample():
                     assert bundle is not None

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(name: str, out: Path, *arguments: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", f"tests.bench.{name}", *arguments, "--json", str(out)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(out.read_text())
 

@@ -32,6 +32,7 @@ class Parallel:
     attention_backend: str = "auto"
     dtype: str = "float32"
     devices: str = ""
+    after_sampling: str = "keep"
 
 
 @dataclass(frozen=True, kw_only=True)

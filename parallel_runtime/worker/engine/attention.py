@@ -72,7 +72,8 @@ class ContextAttention:
         del q, k, v, out
         whole = allocate(query.shape, query)
         for wave, pending in returning:
-            place(*pending.wait(), wave, whole)
+            (returned,) = pending.wait()
+            place(returned, wave, whole)
         return whole
 
     def _travelling(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Wave, Tensor, Tensor, Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
-from .graph_ends import Conditioning, Latent, SaveLatent
+from .graph_ends import Conditioning, Latent, SaveLatent, Wait
 from .refusables import AttentionPatch, Control, ForeignWrapper
 from .tiny_override import install_tiny_override
 
@@ -13,7 +13,7 @@ install_tiny_override()
 
 class TestNodes(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [Conditioning, Latent, SaveLatent, AttentionPatch, Control, ForeignWrapper]
+        return [Conditioning, Latent, SaveLatent, Wait, AttentionPatch, Control, ForeignWrapper]
 
 
 async def comfy_entrypoint() -> ComfyExtension:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,25 @@ class Latent(io.ComfyNode):
             latent["noise_mask"] = torch.ones(1, 1, *sizes[-2:])
             latent["noise_mask"][..., : sizes[-1] // 3] = 0
         return io.NodeOutput(latent)
+
+
+class Wait(io.ComfyNode):
+    """Conditioning that takes as long as a real text encoder."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPTestWait",
+            category=CATEGORY,
+            is_dev_only=True,
+            inputs=[io.Conditioning.Input("conditioning"), io.Float.Input("seconds")],
+            outputs=[io.Conditioning.Output()],
+        )
+
+    @classmethod
+    def execute(cls, conditioning: list[list[Any]], seconds: float) -> io.NodeOutput:
+        time.sleep(seconds)
+        return io.NodeOutput(conditioning)
 
 
 class SaveLatent(io.ComfyNode):

@@ -1,0 +1,88 @@
+"""How long workers keep a model, and when they start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from .cases import DEGREES
+from .graphs import Job, sampling_graph
+from .latents import apart, latent_of
+from .server import Server
+from .test_kin import on_the_loader, wait_for
+
+RING_2 = DEGREES["ring_2"]
+FLUX = Job(family="flux_dev", cfg=2.0, size=(9, 14))
+BAR = 1e-4
+
+
+def load_seconds(log: str) -> list[float]:
+    return [float(line.split("loaded in ")[1].split()[0]) for line in log.splitlines() if "loaded in " in line]
+
+
+def test_two_models_in_turn_are_loaded_once_and_a_third_makes_room(server: Server) -> None:
+    def run(family: str) -> tuple[bool, bool]:
+        """Was it there already, and did another one go?"""
+        job = replace(FLUX, family=family)
+        since = server.log_size()
+        ours = latent_of(server.client.run(sampling_graph(job, "CPSampler", RING_2)))
+        log = server.log(since)
+        assert apart(ours, latent_of(server.client.run(sampling_graph(job, "KSampler")))) <= BAR
+        return load_seconds(log)[-1] < 0.05, "unloading the workers' model" in log
+
+    for family in ("qwen_image", "flux_dev", "wan_t2v"):
+        run(family)
+    for family in ("flux_dev", "wan_t2v") * 2:
+        assert run(family) == (True, False)
+    assert run("qwen_image")[1]
+    assert run("wan_t2v") == (True, False)
+    assert run("flux_dev")[1], "the one that was used longest ago makes room"
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["CP Sampler", "KSampler on CP Load Diffusion Model"])
+@pytest.mark.parametrize(("policy", "says"), [("unload", "unloading"), ("offload", "offloading"), ("keep", None)])
+def test_after_a_run_the_model_stays_or_goes_as_asked(
+    server: Server, native: bool, policy: str, says: str | None
+) -> None:
+    parallel = replace(RING_2, after_sampling=policy)
+
+    def run() -> torch.Tensor:
+        graph = sampling_graph(FLUX, "KSampler" if native else "CPSampler", None if native else parallel)
+        return latent_of(server.client.run(on_the_loader(graph, FLUX, parallel) if native else graph))
+
+    server.client.run(sampling_graph(FLUX, "CPSampler", RING_2))
+    since = server.log_size()
+    first, second = run(), run()
+    assert torch.equal(first, second)
+    assert server.log(since).count("the workers' model") == (2 if says else 0)
+    assert says is None or f"{says} the workers' model" in server.log(since)
+
+
+def test_workers_start_while_text_is_still_encoded(server: Server) -> None:
+    server.client.run(sampling_graph(FLUX, "CPSampler", RING_2))
+    os.kill(server.workers()[0].pid, signal.SIGKILL)
+    wait_for(lambda: not server.workers(), seconds=5)
+    graph = sampling_graph(FLUX, "CPSampler", RING_2)
+    graph["slow"] = {"class_type": "CPTestWait", "inputs": {"conditioning": ["positive", 0], "seconds": 20.0}}
+    graph["sampler"]["inputs"]["positive"] = ["slow", 0]
+    since = server.client.now()
+    started = time.monotonic()
+    prompt = server.client.queue(graph)
+    wait_for(lambda: len(server.workers()) == 2, seconds=15)
+    assert time.monotonic() - started > 1, "what is refused at once needs no workers"
+    server.client.finish(prompt, since=since)
+
+
+def test_a_prompt_that_is_refused_at_once_starts_no_workers(server: Server) -> None:
+    server.client.run(sampling_graph(FLUX, "CPSampler", RING_2))
+    os.kill(server.workers()[0].pid, signal.SIGKILL)
+    wait_for(lambda: not server.workers(), seconds=5)
+    with pytest.raises(Exception, match="ulysses_degree 1 needs 2 workers"):
+        server.client.run(sampling_graph(FLUX, "CPSampler", replace(RING_2, devices="cpu")))
+    time.sleep(3)
+    assert not server.workers()
