@@ -1,0 +1,32 @@
+"""What rounding does to a sampler: the same run, its noise moved by one unit in the last place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
+from comfy_api.latest import io
+
+
+class OneUlp(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPTestOneUlp",
+            category="cp test",
+            is_dev_only=True,
+            inputs=[io.Model.Input("model")],
+            outputs=[io.Model.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model: ModelPatcher) -> io.NodeOutput:
+        moved = model.clone()
+        moved.add_wrapper(WrappersMP.OUTER_SAMPLE, _moved)
+        return io.NodeOutput(moved)
+
+
+def _moved(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return executor(torch.nextafter(noise, torch.full_like(noise, torch.inf)), *args, **kwargs)
