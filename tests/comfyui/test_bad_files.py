@@ -34,7 +34,8 @@ def odd_metadata() -> bytes:
 
 
 FILES: dict[str, tuple[Callable[[], bytes], str]] = {
-    "rubbish": (lambda: b"<!DOCTYPE html>" * 99, "bad_rubbish.safetensors is not a safetensors file.*take the model's safetensors file"),
+    "rubbish": (lambda: b"<!DOCTYPE html>" * 99,
+                "bad_rubbish.safetensors is not a safetensors file.*take the model's safetensors file"),
     "truncated": (lambda: flux()[:-1000], "bad_truncated.safetensors is cut short.*download or copy it again"),
     "lying": (lying, "bad_lying.safetensors: the header lies about img_in.weight.*download or copy it again"),
     "odd_metadata": (odd_metadata, "bad_odd_metadata.*metadata is not made of texts.*download or copy it again"),
@@ -43,7 +44,7 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
             "stores img_in.weight as F8_E4M3.*use that version"),
     "scaled_fp8": (lambda: flux(scaled_fp8=torch.zeros(2)), "a scaled fp8 checkpoint.*use that version"),
     "nunchaku": (lambda: save({"blocks.0.qkv.wscales": torch.ones(2)}), "a Nunchaku.*use that version"),
-    "unknown": (lambda: save({"some.weight": torch.zeros(2, 2)}), "does not know the model in .*take one that Load Diffusion Model can load"),
+    "unknown": (lambda: save({"some.weight": torch.zeros(2, 2)}), "does not know the model in .*take one that Load"),
     "mochi": (lambda: save({"t5_yproj.weight": torch.zeros(2, 2)}), "no family knows.*take a model of one of"),
 }  # fmt: skip
 

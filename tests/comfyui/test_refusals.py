@@ -36,21 +36,21 @@ def test_what_changes_the_model_unseen_is_refused_by_name(
     assert server.children() == before
 
 
-def on_the_model(kind: str, **widgets: object) -> Graph:
+def on_the_model(kind: str, /, **widgets: object) -> Graph:
     graph = sampling_graph(FLUX, "CPSampler", RING_2)
     graph["changed"] = node(kind, model=link("model"), **widgets)
     graph["sampler"]["inputs"]["model"] = link("changed")
     return graph
 
 
-def on_the_positive(kind: str, **widgets: object) -> Graph:
+def on_the_positive(kind: str, /, **widgets: object) -> Graph:
     graph = sampling_graph(FLUX, "CPSampler", RING_2)
     graph["changed"] = node(kind, conditioning=link("positive"), **widgets)
     graph["sampler"]["inputs"]["positive"] = link("changed")
     return graph
 
 
-def with_the_guider(kind: str, **widgets: object) -> Graph:
+def with_the_guider(kind: str, /, **widgets: object) -> Graph:
     inputs = {name: link(name) for name in ("model", "positive", "negative")}
     return custom(FLUX, RING_2, node(kind, **inputs, **widgets), EULER, 0)
 

@@ -151,5 +151,5 @@ def test_what_is_wrong_with_a_file_is_refused_with_the_way_out(tmp_path: Path) -
         with pytest.raises(Refused, match=f"{name}.*; {way_out}"):
             header(tmp_path / name)
     for metadata in ({"a": 1}, [1], "text"):
-        with pytest.raises(Refused, match="not made of texts.*; download or copy it again"):
+        with pytest.raises(Refused, match=r"not made of texts.*; download or copy it again"):
             header(_file(tmp_path / "f", {"__metadata__": metadata}))
