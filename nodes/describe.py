@@ -83,7 +83,9 @@ def describe_job(
 ) -> SamplingJob:
     """One call of `guider.outer_sample`, ready to be sent. Raises Refused."""
     if latent_shapes is not None and len(latent_shapes) > 1:
-        raise Refused("a latent of several streams (audio and video) cannot be sampled by CP Sampler yet")
+        raise Refused(
+            "a latent of several streams (audio and video) cannot be sampled by CP Sampler yet; sample it with KSampler"
+        )
     kind, attributes = check_guider(guider)
     check_sampler(sampler)
     check_latent(guider.model_patcher, noise)

@@ -46,7 +46,7 @@ class Row:
 
     @property
     def equal(self) -> bool:
-        return self.worst <= max(BAR, AMPLIFIED * self.apart["one ulp"])
+        return self.worst <= max(BAR, AMPLIFIED * self.apart.get("one ulp", 0))
 
 
 def all_pairs(client: Client) -> list[Pair]:

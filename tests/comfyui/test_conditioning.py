@@ -165,9 +165,10 @@ def test_a_changed_condition_or_latent_gives_ksamplers_latent(server: Server, na
     job, change = CHANGES[name]
     want = latent_of(server.client.run(native(job, change)))
     plain = latent_of(server.client.run(sampling_graph(job, "KSampler")))
-    got = sample(server, name)
-    print(f"APART {name} {apart(got, want):.1e}")
+    got, side_by_side = sample(server, name), sample(server, name, ring_degree=1, cfg_degree=2)
+    print(f"APART {name} {apart(got, want):.1e}, prompts side by side {apart(side_by_side, want):.1e}")
     assert apart(got, want) <= BAR
+    assert apart(side_by_side, want) <= BAR
     assert plain.shape != want.shape or apart(plain, want) > 100 * BAR, "the change does something"
 
 
@@ -178,9 +179,10 @@ def test_the_order_of_the_runs_changes_no_bit(server: Server) -> None:
         assert torch.equal(sample(server, name), there[name]), name
 
 
-def sample(server: Server, name: str) -> torch.Tensor:
+def sample(server: Server, name: str, **degrees: int) -> torch.Tensor:
     job, change = CHANGES[name]
     graph = sampling_graph(job, "CPSampler", RING_2)
+    graph["config"]["inputs"] |= degrees
     change(graph)
     return latent_of(server.client.run(graph))
 

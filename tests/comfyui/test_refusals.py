@@ -19,7 +19,9 @@ FLUX = Job(family="flux_dev", cfg=2.0)
 WAN = Job(family="wan_t2v", cfg=2.0)
 EULER = node("KSamplerSelect", sampler_name="euler")
 CFG = GUIDERS["CFGGuider"]
-WAY_OUT = r"remove it, or sample|sample with SamplerCustomAdvanced|choose another sampler|needs one from|load without"
+WAY_OUT = (
+    "remove it, or sample|sample with SamplerCustomAdvanced|choose another|needs one from|load without|sample it with"
+)
 
 
 @pytest.mark.parametrize(

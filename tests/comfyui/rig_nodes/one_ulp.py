@@ -1,4 +1,4 @@
-"""What rounding does to a sampler: the same run, its noise moved by one unit in the last place."""
+"""What rounding does to a sampler: the same run, its noise and its latent moved by one unit in the last place."""
 
 from __future__ import annotations
 
@@ -28,5 +28,10 @@ class OneUlp(io.ComfyNode):
         return io.NodeOutput(moved)
 
 
-def _moved(executor: Any, noise: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return executor(torch.nextafter(noise, torch.full_like(noise, torch.inf)), *args, **kwargs)
+def _moved(executor: Any, noise: torch.Tensor, latent: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return executor(_up(noise), _up(latent), *args, **kwargs)
+
+
+def _up(values: torch.Tensor) -> torch.Tensor:
+    """Zeros stay: ComfyUI treats an empty latent in another way."""
+    return torch.where(values == 0, values, torch.nextafter(values, torch.full_like(values, torch.inf)))
