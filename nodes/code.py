@@ -5,11 +5,11 @@ Only names and values travel, never code. The other side is worker/comfy_loop/co
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from functools import reduce
 from types import FunctionType, MethodType
@@ -28,6 +28,15 @@ PLAIN = (bool, int, float, str)
 UNSENDABLE = (ModelPatcher, torch.nn.Module, Enum)
 
 
+@contextmanager
+def or_else(way_out: str) -> Iterator[None]:
+    """What is refused in here is refused with a way out."""
+    try:
+        yield
+    except Refused as refused:
+        raise Refused(f"{refused}; {way_out}") from None
+
+
 def title(thing: Any) -> str:
     """`module.name` of a class or function, or of an object's class; a custom node's module begins with its pack."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
@@ -37,10 +46,9 @@ def title(thing: Any) -> str:
 
 def reference(thing: Any, what: str) -> str:
     """`module:name` of a class or function that ComfyUI's own code has under that name. Raises Refused."""
-    for found in inspect.getmro(thing) if isinstance(thing, type) else (thing,):
-        name = getattr(found, "__qualname__", "")
-        if _is_comfyui(found) and "<" not in name and _found(found.__module__, name) is found:
-            return f"{_module(found)}:{name}"
+    name = getattr(thing, "__qualname__", "")
+    if _is_comfyui(thing) and "<" not in name and _found(thing.__module__, name) is thing:
+        return f"{_module(thing)}:{name}"
     raise Refused(f"{what} {title(thing)} is not part of ComfyUI itself, so the workers cannot have it")
 
 

@@ -19,9 +19,9 @@ from ..parallel_runtime.families import recognise
 from ..parallel_runtime.families.base import Family, Shapes
 from ..parallel_runtime.families.header import header
 from ..parallel_runtime.specs import ComfyModel, DtypeChoice, ModelSpec, SamplingJob
-from .code import LOCAL, describe, reference, title
-from .patches import describe_options, describe_weights, describe_wrappers
-from .refusals import check_conds, check_guider, check_latent, check_model
+from .code import LOCAL, describe, or_else, reference, title
+from .patches import WAY_OUT, describe_options, describe_weights, describe_wrappers
+from .refusals import SAMPLE_HERE, check_conds, check_guider, check_latent, check_model, check_sampler
 
 LOADERS = ("load_diffusion_model", "load_checkpoint_guess_config")
 HONOURED_LOADER_OPTIONS = {"dtype"}
@@ -83,15 +83,18 @@ def describe_job(
 ) -> SamplingJob:
     """One call of `guider.outer_sample`, ready to be sent. Raises Refused."""
     if latent_shapes is not None and len(latent_shapes) > 1:
-        raise Refused("a latent of several streams (audio and video) cannot be sampled by CP Sampler yet")
-    attributes = check_guider(guider)
+        raise Refused(
+            "a latent of several streams (audio and video) cannot be sampled by CP Sampler yet; sample it with KSampler"
+        )
+    kind, attributes = check_guider(guider)
+    check_sampler(sampler)
     check_latent(guider.model_patcher, noise)
-    check_conds(guider, family, noise, latent, mask, seed)
+    check_conds(guider.model_patcher, guider.conds, family, noise, latent, mask, seed)
     return SamplingJob(
-        guider=reference(type(guider), "the GUIDER"),
+        guider=kind,
         guider_attributes=attributes,
-        conds={name: [_sendable(cond) for cond in conds] for name, conds in guider.conds.items()},
-        sampler=describe(sampler, "the SAMPLER"),
+        conds={name: _described(name, conds) for name, conds in guider.conds.items()},
+        sampler=_sampler(sampler),
         noise=noise,
         latent=latent,
         mask=mask,
@@ -153,9 +156,16 @@ def _sampling(sampling: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def _sendable(cond: dict[str, Any]) -> dict[str, Any]:
-    """A converted condition without what ComfyUI makes anew from the rest."""
-    return {key: value for key, value in cond.items() if key not in ("uuid", "model_conds")}
+def _sampler(sampler: comfy.samplers.Sampler) -> Any:
+    with or_else(SAMPLE_HERE):
+        return describe(sampler, "the SAMPLER")
+
+
+def _described(name: str, conds: list[dict[str, Any]]) -> Any:
+    """Converted conditions without what ComfyUI makes anew from the rest."""
+    sendable = [{key: value for key, value in cond.items() if key not in ("uuid", "model_conds")} for cond in conds]
+    with or_else(WAY_OUT):
+        return describe(sendable, f"{name}: the CONDITIONING")
 
 
 def _is_plain(value: Any) -> bool:

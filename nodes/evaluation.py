@@ -17,6 +17,7 @@ from ..parallel_runtime.host.group import WorkerGroup
 from ..parallel_runtime.host.runtime import borrowed_group
 from ..parallel_runtime.specs import EvaluationJob, ModelSpec, ParallelRequest
 from .describe import describe_file
+from .refusals import check_weights
 from .remote import comfy_setup, plan_for
 from .residence import residence
 
@@ -58,6 +59,7 @@ class RemoteEvaluation:
         assert self.model is not None
         model = self.model()
         assert model is not None
+        check_weights(model.current_patcher)
         spec, family, patches = describe_file(model.current_patcher, self._request.dtype)
         conds = {name: value for name, value in conds.items() if value is not None}
         if unused := sorted(conds.keys() - family.conditions):

@@ -54,7 +54,21 @@ class CPLoadDiffusionModel(io.ComfyNode):
         return io.NodeOutput(load_without_weights(path, cp_config or ParallelRequest()))
 
 
-def load_without_weights(path: str, request: ParallelRequest) -> Hollow:
+class Weightless(Hollow):
+    """A MODEL whose network is a stand-in; what nodes put in place of its other parts counts, as on any MODEL."""
+
+    def partially_load(self, device_to: torch.device, extra_memory: int = 0, force_patch_weights: bool = False) -> int:
+        self.unpatch_model(unpatch_weights=False)  # what another clone put there
+        self.patch_model(load_weights=False)
+        return super().partially_load(device_to, extra_memory, force_patch_weights)
+
+    def detach(self, unpatch_all: bool = True) -> torch.nn.Module:
+        if unpatch_all:
+            self.unpatch_model(unpatch_weights=False)
+        return super().detach(unpatch_all)
+
+
+def load_without_weights(path: str, request: ParallelRequest) -> Weightless:
     """The MODEL that ComfyUI would make of the file at `path`, with a stand-in for its network. Raises Refused."""
     head = header(path)
     refuse_quantised(head)
@@ -62,7 +76,8 @@ def load_without_weights(path: str, request: ParallelRequest) -> Hollow:
     model = _weightless(path, head, evaluation)
     recognise(head.shapes, model.model_config.unet_config)
     evaluation.model = weakref.ref(model)
-    patcher = Hollow(model, comfy.model_management.get_torch_device(), CPU, size=1)  # the workers' is counted apart
+    # its workers' memory is counted apart, see residence.py
+    patcher = Weightless(model, comfy.model_management.get_torch_device(), CPU, size=1)
     patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_CLEANUP, evaluation.settle)
     patcher.cached_patcher_init = (comfy.sd.load_diffusion_model, (path, {}))
     return patcher
@@ -75,7 +90,7 @@ def _weightless(path: str, head: Header, evaluation: RemoteEvaluation) -> BaseMo
     }
     config = comfy.model_detection.model_config_from_unet(state, "", metadata=dict(head.metadata) or None)
     if config is None:
-        raise Refused(f"ComfyUI does not know the model in {path}")
+        raise Refused(f"ComfyUI does not know the model in {path}; take one that Load Diffusion Model can load")
     supported = list(config.supported_inference_dtypes)
     dtype = comfy.model_management.unet_dtype(
         model_params=comfy.utils.calculate_parameters(state),

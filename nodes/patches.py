@@ -11,7 +11,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy.weight_adapter import WeightAdapterBase
 
 from ..parallel_runtime.errors import Refused
-from .code import describe, title
+from .code import describe, or_else, title
 
 WAY_OUT = "remove it, or sample this MODEL with KSampler"
 PREFIX = "diffusion_model."
@@ -73,10 +73,8 @@ def describe_weights(model: ModelPatcher, shapes: Shapes) -> dict[str, list[Any]
 
 
 def _describe(value: Any, what: str) -> Any:
-    try:
+    with or_else(WAY_OUT):
         return describe(value, what)
-    except Refused as refused:
-        raise Refused(f"{refused}; {WAY_OUT}") from None
 
 
 def _check_shape(name: str, value: Any, shape: tuple[int, ...]) -> None:
@@ -98,17 +96,17 @@ def _pads(value: Any) -> bool:
 
 def _check_stays_outside(functions: Any, what: str) -> None:
     for function in functions if isinstance(functions, list) else [functions]:
-        if found := INTO_BLOCKS & set(_names(getattr(function, "__code__", None))):
+        if found := INTO_BLOCKS & set(names_in(getattr(function, "__code__", None))):
             raise Refused(
                 f"{what} {title(function)} reaches into the transformer ({', '.join(sorted(found))}); {WAY_OUT}"
             )
 
 
-def _names(code: CodeType | None) -> Iterator[str]:
+def names_in(code: CodeType | None) -> Iterator[str]:
     """What a function's code and the functions in it name: attributes, globals, keys."""
     if code is not None:
         yield from code.co_names
         yield from (constant for constant in code.co_consts if isinstance(constant, str))
         for inner in code.co_consts:
             if isinstance(inner, CodeType):
-                yield from _names(inner)
+                yield from names_in(inner)

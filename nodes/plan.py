@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import comfy.sample
+import comfy.sampler_helpers
 from comfy_api.latest import io, ui
 
 from ..parallel_runtime.errors import Refused
@@ -18,7 +19,7 @@ from ..parallel_runtime.host.runtime import measured_link
 from ..parallel_runtime.specs import ModelSpec, ParallelRequest
 from .config import CATEGORY, CPConfig
 from .describe import describe_model
-from .refusals import check_latent
+from .refusals import check_conds, check_latent
 from .remote import plan_for
 
 
@@ -92,6 +93,7 @@ def subject_of(model: Any, spec: ModelSpec, family: Family, latent: dict[str, An
         model, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
     )
     check_latent(model, samples)
+    check_conds(model, {"positive": comfy.sampler_helpers.convert_cond(positive)}, family, samples, samples)
     text = max((cond[0].shape[1] for cond in positive if cond[0] is not None), default=0)
     shape = tuple(samples.shape)
     work = work_of(spec, family, shape, text)

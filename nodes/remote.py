@@ -31,6 +31,7 @@ from ..parallel_runtime.host.planning import plan
 from ..parallel_runtime.host.runtime import borrowed_group, measured_link
 from ..parallel_runtime.specs import ComfySetup, ModelSpec, Parallelism, ParallelRequest, Placement
 from .describe import Patches, describe_job, describe_model
+from .refusals import check_guider, check_guider_options
 from .requirements import check_requirements
 from .residence import residence
 
@@ -57,8 +58,10 @@ def guider_on_workers(guider: comfy.samplers.CFGGuider, request: ParallelRequest
     """A copy of `guider` whose sampling runs in the worker group. Raises Refused for what workers cannot honour."""
     if not isinstance(guider, comfy.samplers.CFGGuider):
         raise Refused(f"the GUIDER {type(guider).__name__} is none of ComfyUI's; sample with SamplerCustomAdvanced")
+    check_guider(guider)
     remote = copy.copy(guider)
     remote.model_patcher = model_on_workers(guider.model_patcher, request)
+    check_guider_options(guider)
     remote.model_options = remote.model_patcher.model_options
     return remote
 

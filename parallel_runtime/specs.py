@@ -134,16 +134,16 @@ class SamplingJob:
     """One call of a ComfyUI guider's `sample`: what runs, on what, with which noise levels.
 
     Code is named, never sent: `guider` is `module:name` inside ComfyUI, `sampler` what nodes/code.py describes. `conds`
-    maps the guider's condition names to ComfyUI's condition dicts. Latents are full-size [B, C, (T,) H, W] float32;
-    `sigmas` is 1-D.
-    `random_state` is the host's global CPU generator at that moment: samplers may draw from it. ComfyUI's own code on
-    the MODEL is described (nodes/code.py): in `model_options`, in `wrappers` as [kind, key, functions], and in
-    `patches` by weight. `patches` is None where the workers have the model's patches merged.
+    maps the guider's condition names to ComfyUI's condition dicts, described likewise. Latents are full-size
+    [B, C, (T,) H, W] float32; `sigmas` is 1-D. `random_state` is the host's global CPU generator at that moment:
+    samplers may draw from it. ComfyUI's own code on the MODEL is described (nodes/code.py): in `model_options`, in
+    `wrappers` as [kind, key, functions], and in `patches` by weight. `patches` is None where the workers have the
+    model's patches merged.
     """
 
     guider: str
     guider_attributes: dict[str, Any]
-    conds: dict[str, list[dict[str, Any]]]
+    conds: dict[str, Any]
     sampler: dict[str, Any]
     noise: Tensor
     latent: Tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,9 +74,9 @@ def _empty(option: Any) -> bool:
 
 
 def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    *path, last = name.split(".")
-    for part in path:
+    path = name.split(".")
+    for part, following in pairwise(path):
         if part not in module._modules:
-            module.add_module(part, nn.Module())
+            module.add_module(part, nn.ModuleList() if following.isdigit() else nn.Module())
         module = module.get_submodule(part)
-    module.register_parameter(last, parameter)
+    module.register_parameter(path[-1], parameter)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..errors import Refused
 from .base import Family, Shapes
 from .chroma import Chroma
 from .flux import Flux
@@ -30,7 +31,7 @@ FAMILIES: tuple[type[Family], ...] = (
 def recognise(shapes: Shapes, hints: Mapping[str, Any] | None = None) -> Family:
     """The family of a checkpoint, configured for it.
 
-    `shapes` as in `header.Header.shapes`, `hints` as ComfyUI's unet_config. Raises ValueError naming what was found
+    `shapes` as in `header.Header.shapes`, `hints` as ComfyUI's unet_config. Raises Refused naming what was found
     when no family knows these parameters.
     """
     for family in FAMILIES:
@@ -38,4 +39,4 @@ def recognise(shapes: Shapes, hints: Mapping[str, Any] | None = None) -> Family:
             return family(shapes, hints or {})
     names = ", ".join(family.name for family in FAMILIES)
     found = ", ".join(sorted(shapes)[:3]) or "no parameters at all"
-    raise ValueError(f"no family knows this checkpoint (it has {found}); the families are {names}")
+    raise Refused(f"no family knows this checkpoint (it has {found}); take a model of one of these: {names}")

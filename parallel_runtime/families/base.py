@@ -27,7 +27,8 @@ class Family(ABC):
     `conditions` names ComfyUI's model conditions (what `extra_conds` returns) that the bridge honours; a caller
     refuses any other that is not None. `plan` None: the `_cp_plan` of diffusers' class is right. Modules named in
     `float32` keep float32 weights whatever the model computes in. `eps` maps patterns of norm names to ComfyUI's
-    epsilon. `patch` is the side of a token in latent pixels, `table` is written on ComfyUI's names.
+    epsilon. `patch` is the side of a token in latent pixels, `table` is written on ComfyUI's names. `needs_text`:
+    ComfyUI's model cannot evaluate a prompt without tokens.
     """
 
     name: ClassVar[str]
@@ -38,6 +39,7 @@ class Family(ABC):
     plan: Plan | None = None
     float32: ClassVar[frozenset[str]] = frozenset()
     eps: ClassVar[Mapping[str, float]] = {}
+    needs_text: ClassVar[bool] = True
     heads: int
     layers: int
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from ..errors import Refused
 from .header import Header
 
 READABLE = frozenset({"BF16", "F16", "F32"})
@@ -19,14 +20,14 @@ WAY_OUT = "CP samplers read bfloat16, float16 or float32 weights: use that versi
 
 
 def refuse_quantised(header: Header) -> None:
-    """Raises ValueError naming the format and one of its tensors, if the weights are not plain floating point.
+    """Raises Refused naming the format and one of its tensors, if the weights are not plain floating point.
 
     Empty tensors are markers, not weights, and any kind will do.
     """
     for kind, pattern in QUANTISED.items():
         for name in header.dtypes:
             if re.search(pattern, name):
-                raise ValueError(f"this is {kind} checkpoint (it has {name}); {WAY_OUT}")
+                raise Refused(f"this is {kind} checkpoint (it has {name}); {WAY_OUT}")
     for name, dtype in header.dtypes.items():
         if dtype not in READABLE and 0 not in header.shapes[name]:
-            raise ValueError(f"this checkpoint stores {name} as {dtype}; {WAY_OUT}")
+            raise Refused(f"this checkpoint stores {name} as {dtype}; {WAY_OUT}")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import Refused
 from ..plan import Gather, Plan, Split
 from .base import Family, Shapes, count, rows
 from .layout import patchify, tokens_in, unpatchify
@@ -71,7 +72,7 @@ class LTXV(Family):
     def __init__(self, shapes: Shapes, hints: Mapping[str, Any]) -> None:
         for name, ours in ELSEWHERE.items():
             if (found := hints.get(name, ours)) != ours:
-                raise ValueError(f"this LTX-Video model says {name}={found}; only {ours} is known here")
+                raise Refused(f"this LTX-Video model says {name}={found}; only {ours} is known here")
         dim, channels = shapes["patchify_proj.weight"]
         self.layers = count(shapes, "transformer_blocks")
         self.heads = int(hints.get("num_attention_heads") or HEADS)

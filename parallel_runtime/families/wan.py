@@ -41,6 +41,7 @@ class Wan(Family):
     transformer = "WanTransformer3DModel"
     conditions = frozenset({"c_crossattn", "c_concat", "clip_fea", "denoise_mask"})
     float32 = frozenset({"patch_embedding"})
+    needs_text = False
     table = Table(
         *_attention("self_attn", "attn1"),
         *_attention("cross_attn", "attn2"),

@@ -11,7 +11,13 @@ from .client import Run
 
 
 def latent_of(run: Run) -> torch.Tensor:
-    return load_file(Path(run.outputs["save"]["cp_test"][0]["path"]))["samples"]
+    return saved_latents(run)["save"]
+
+
+def saved_latents(run: Run) -> dict[str, torch.Tensor]:
+    """By the name of the node that saved it."""
+    saved = {name: shown["cp_test"][0]["path"] for name, shown in run.outputs.items() if "cp_test" in shown}
+    return {name: load_file(Path(path))["samples"] for name, path in saved.items()}
 
 
 def apart(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -64,3 +64,16 @@ def test_a_latent_has_the_keys_that_ksampler_gives_it(server: Server) -> None:
     ]
     want, got = (run.outputs["save"]["cp_test"][0]["keys"] for run in saved)
     assert got == want
+
+
+@pytest.mark.parametrize("weight_dtype", ["fp8_e4m3fn", "fp8_e5m2"])
+def test_weights_that_the_loader_rounds_are_rounded_in_the_workers(server: Server, weight_dtype: str) -> None:
+    graphs = [
+        sampling_graph(Job(family="flux_schnell", cfg=2.0), sampler, parallel)
+        for sampler, parallel in (("KSampler", None), ("CPSampler", DEGREES["ring_2"]), ("KSampler", None))
+    ]
+    for graph in graphs[:2]:
+        graph["model"]["inputs"]["weight_dtype"] = weight_dtype
+    native, ours, unrounded = (latent_of(server.client.run(graph)) for graph in graphs)
+    assert apart(ours, native) <= BAR
+    assert apart(unrounded, native) > 100 * BAR

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from parallel_runtime.errors import Refused
 from parallel_runtime.families.formats import refuse_quantised
 from parallel_runtime.families.header import header
 
@@ -130,6 +131,25 @@ def test_families_need_no_diffusers_and_the_header_needs_nothing() -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
     alone = (
-        "import runpy, sys; runpy.run_path('parallel_runtime/families/header.py'); assert 'torch' not in sys.modules"
+        "import sys, importlib.util as u; sys.modules['parallel_runtime.families'] = type(sys)('families')\n"
+        "spec = u.spec_from_file_location('parallel_runtime.families.header', 'parallel_runtime/families/header.py')\n"
+        "sys.modules[spec.name] = made = u.module_from_spec(spec); spec.loader.exec_module(made)\n"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", alone], check=True, cwd=ROOT)
+
+
+def test_what_is_wrong_with_a_file_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    contents = {
+        "rubbish": (b"<!DOCTYPE html><html>", "take the model's safetensors file"),
+        "gguf": (b"GGUF" + bytes(60), "take the model's safetensors file"),
+        "nested": (struct.pack("<Q", 200_000) + b"[" * 200_000, "take the model's safetensors file"),
+        "short": (struct.pack("<Q", 999) + b"{}", "download or copy it again"),
+    }
+    for name, (content, way_out) in contents.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(Refused, match=f"{name}.*; {way_out}"):
+            header(tmp_path / name)
+    for metadata in ({"a": 1}, [1], "text"):
+        with pytest.raises(Refused, match=r"not made of texts.*; download or copy it again"):
+            header(_file(tmp_path / "f", {"__metadata__": metadata}))

@@ -27,18 +27,19 @@ class Evaluations:
         pulse.beat()
         merge(model, job.patches, pulse.loading)
         device = comfy.model_management.get_torch_device()
+        dtype = getattr(torch, model.spec.compute_dtype)  # a cp_config may ask for another than ComfyUI computes in
         if job.conds is not None:
-            self._prompts[job.prompt] = _on(device, job.conds)
+            self._prompts[job.prompt] = _on(device, dtype, job.conds)
             for oldest in list(self._prompts)[:-KEEP]:
                 del self._prompts[oldest]
         if job.prompt not in self._prompts:
             raise Refused("the conditions of this prompt were not sent")
-        return {"out": model(job.x.to(device), job.timestep.to(device), self._prompts[job.prompt])}
+        return {"out": model(job.x.to(device, dtype), job.timestep.to(device), self._prompts[job.prompt])}
 
 
-def _on(device: torch.device, value: Any) -> Any:
+def _on(device: torch.device, dtype: torch.dtype, value: Any) -> Any:
     if torch.is_tensor(value):
-        return value.to(device, copy=True)
+        return value.to(device, dtype if value.is_floating_point() else value.dtype, copy=True)
     if isinstance(value, list):
-        return [_on(device, item) for item in value]
-    return {name: _on(device, item) for name, item in value.items()} if isinstance(value, dict) else value
+        return [_on(device, dtype, item) for item in value]
+    return {name: _on(device, dtype, item) for name, item in value.items()} if isinstance(value, dict) else value

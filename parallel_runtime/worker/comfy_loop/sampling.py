@@ -76,5 +76,5 @@ def _guider(job: SamplingJob, patcher: comfy.model_patcher.ModelPatcher) -> comf
     guider = named(job.guider)(patcher)
     for name, value in job.guider_attributes.items():
         setattr(guider, name, value)
-    guider.inner_set_conds({name: [[None, cond] for cond in conds] for name, conds in job.conds.items()})
+    guider.inner_set_conds({name: [[None, cond] for cond in rebuild(conds)] for name, conds in job.conds.items()})
     return guider

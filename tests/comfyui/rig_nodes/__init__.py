@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from .foreign import ForeignGuider, ForeignSampler
 from .graph_ends import Conditioning, Latent, SaveLatent, Wait
+from .odd_conditions import OddCondition
+from .one_ulp import OneUlp
 from .refusables import AttentionPatch, Control, ForeignWrapper
 from .tiny_override import install_tiny_override
 
@@ -13,7 +16,8 @@ install_tiny_override()
 
 class TestNodes(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [Conditioning, Latent, SaveLatent, Wait, AttentionPatch, Control, ForeignWrapper]
+        ends = [Conditioning, Latent, SaveLatent, Wait, OddCondition, OneUlp]
+        return [*ends, AttentionPatch, Control, ForeignGuider, ForeignSampler, ForeignWrapper]
 
 
 async def comfy_entrypoint() -> ComfyExtension:

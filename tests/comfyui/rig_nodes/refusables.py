@@ -53,7 +53,7 @@ class Control(io.ComfyNode):
 
 
 class ForeignWrapper(io.ComfyNode):
-    """MODEL with a wrapper of a custom node pack around its sampling."""
+    """MODEL as a custom node pack leaves it, by `kind`: most are the kind of a wrapper around its sampling."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -70,9 +70,19 @@ class ForeignWrapper(io.ComfyNode):
         patched = model.clone()
         if kind == "post_cfg":
             patched.set_model_sampler_post_cfg_function(_denoised)
+        elif kind == "model_function":
+            patched.set_model_unet_function_wrapper(_evaluated)
+        elif kind == "transformer_option":
+            patched.model_options["transformer_options"]["cp_test_attention"] = False
+        elif kind == "no_file":
+            patched.cached_patcher_init = None
         else:
             patched.add_wrapper(kind, _go_on)
         return io.NodeOutput(patched)
+
+
+def _evaluated(evaluate: Any, args: dict[str, Any]) -> torch.Tensor:
+    return evaluate(args["input"], args["timestep"], **args["c"])
 
 
 def _denoised(args: dict[str, Any]) -> torch.Tensor:

@@ -1,0 +1,67 @@
+"""Files that no worker can read, in CP Load Diffusion Model: each is refused in one sentence with the way out."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from .. import tiny
+from .client import Graph, NodeError
+from .graphs import Job, sampling_graph
+from .server import Server
+from .test_kin import on_the_loader
+
+FLUX = Job(family="flux_dev")
+
+
+def flux(**more: torch.Tensor) -> bytes:
+    return save({**{name: tensor.contiguous() for name, tensor in tiny.tensors("flux_dev")[0].items()}, **more})
+
+
+def lying() -> bytes:
+    header = json.dumps({"img_in.weight": {"dtype": "F32", "shape": [1000, 1000], "data_offsets": [0, 8]}}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(8)
+
+
+def odd_metadata() -> bytes:
+    header = json.dumps({"__metadata__": {"config": 1}}).encode()
+    return struct.pack("<Q", len(header)) + header
+
+
+FILES: dict[str, tuple[Callable[[], bytes], str]] = {
+    "rubbish": (lambda: b"<!DOCTYPE html>" * 99,
+                "bad_rubbish.safetensors is not a safetensors file.*take the model's safetensors file"),
+    "truncated": (lambda: flux()[:-1000], "bad_truncated.safetensors is cut short.*download or copy it again"),
+    "lying": (lying, "bad_lying.safetensors: the header lies about img_in.weight.*download or copy it again"),
+    "odd_metadata": (odd_metadata, "bad_odd_metadata.*metadata is not made of texts.*download or copy it again"),
+    "gguf": (lambda: b"GGUF" + bytes(99), "bad_gguf.safetensors is a GGUF file.*take the model's safetensors file"),
+    "fp8": (lambda: save({"img_in.weight": torch.zeros(2, 2).to(torch.float8_e4m3fn)}),
+            "stores img_in.weight as F8_E4M3.*use that version"),
+    "scaled_fp8": (lambda: flux(scaled_fp8=torch.zeros(2)), "a scaled fp8 checkpoint.*use that version"),
+    "nunchaku": (lambda: save({"blocks.0.qkv.wscales": torch.ones(2)}), "a Nunchaku.*use that version"),
+    "unknown": (lambda: save({"some.weight": torch.zeros(2, 2)}), "does not know the model in .*take one that Load"),
+    "mochi": (lambda: save({"t5_yproj.weight": torch.zeros(2, 2)}), "no family knows.*take a model of one of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_cannot_be_read_is_refused_with_the_way_out(server: Server, name: str) -> None:
+    before = server.children()
+    content, says = FILES[name]
+    path = server.base / "models" / "diffusion_models" / f"bad_{name}.safetensors"
+    path.write_bytes(content())
+    with pytest.raises(NodeError, match=rf"CPLoadDiffusionModel: .*Refused: .*{says}") as said:
+        server.client.run(loading(path.name))
+    print(said.value)
+    assert server.children() == before
+
+
+def loading(file: str) -> Graph:
+    graph = on_the_loader(sampling_graph(FLUX, "KSampler"), FLUX)
+    graph["model"]["inputs"]["unet_name"] = file
+    return graph

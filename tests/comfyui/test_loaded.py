@@ -1,0 +1,98 @@
+"""Nodes on a MODEL from CP Load Diffusion Model, sampled by ComfyUI's own KSampler: honoured, or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .cases import DEGREES
+from .client import Graph, NodeError
+from .graphs import Job, sampling_graph
+from .latents import apart, latent_of
+from .server import Server
+from .test_kin import link, node, on_the_loader
+from .test_model_patches import Node, with_nodes
+
+BAR = 1e-4  # of the latent's standard deviation, float32
+FLUX = Job(family="flux_dev", cfg=2.0, size=(9, 14), prompt_tokens=(7, 12))
+WAN = Job(family="wan_t2v", cfg=2.0, size=(8, 12), prompt_tokens=(7, 12))
+SHIFT = Node("ModelSamplingSD3", {"shift": 2.0})
+
+
+def graph(job: Job, *nodes: Node, loaded: bool = True) -> Graph:
+    graph = sampling_graph(job, "KSampler")
+    return with_nodes(on_the_loader(graph, job, DEGREES["ring_2"]) if loaded else graph, nodes)
+
+
+@pytest.mark.parametrize(
+    ("job", "node"),
+    [
+        (WAN, SHIFT),
+        (FLUX, Node("ModelSamplingFlux", {"max_shift": 1.5, "base_shift": 0.5, "width": 768, "height": 512})),
+        (FLUX, Node("ModelSamplingAuraFlow", {"shift": 3.0})),
+        (FLUX, Node("RescaleCFG", {"multiplier": 0.7})),
+    ],
+    ids=str,
+)
+def test_what_nodes_do_to_the_sampling_counts(server: Server, job: Job, node: Node) -> None:
+    native, plain = (latent_of(server.client.run(graph(job, *nodes, loaded=False))) for nodes in ((node,), ()))
+    ours = latent_of(server.client.run(graph(job, node)))
+    print(f"APART {node} {apart(ours, native):.1e}, without: {apart(plain, native):.2f}")
+    assert apart(ours, native) <= BAR
+    assert apart(plain, native) > 100 * BAR, "the node does something"
+
+
+def test_what_one_run_puts_on_the_model_is_gone_in_the_next(server: Server) -> None:
+    before, _, after = (latent_of(server.client.run(graph(WAN, *nodes))) for nodes in ((), (SHIFT,), ()))
+    assert torch.equal(before, after)
+
+
+def test_a_compute_dtype_counts(server: Server) -> None:
+    in_bf16 = Node("ModelComputeDtype", {"dtype": "bf16"})
+    native, plain = (latent_of(server.client.run(graph(FLUX, *nodes, loaded=False))) for nodes in ((in_bf16,), ()))
+    auto = graph(FLUX, in_bf16)
+    auto["loader_config"]["inputs"]["dtype"] = "auto"
+    ours = latent_of(server.client.run(auto))
+    print(f"APART bf16 {apart(ours, native):.1e}, without: {apart(plain, native):.2f}")
+    assert apart(ours, native) < 0.5 * apart(plain, native)
+
+
+@pytest.mark.parametrize("nodes", [(), (Node("ModelComputeDtype", {"dtype": "bf16"}),)], ids=["model", "node"])
+def test_a_config_may_ask_for_another_dtype_than_the_model_has(server: Server, nodes: tuple[Node, ...]) -> None:
+    plain = latent_of(server.client.run(graph(WAN, loaded=False)))
+    other = graph(WAN, *nodes)
+    other["loader_config"]["inputs"]["dtype"] = "float32" if nodes else "bfloat16"
+    assert 1e-4 < apart(latent_of(server.client.run(other)), plain) < 0.5
+
+
+REFUSED: list[tuple[str, Node]] = [
+    ("patches_replace", Node("PerturbedAttentionGuidance", {"scale": 3.0})),
+    ("patches_replace", Node("SkipLayerGuidanceDiT", {
+        "double_layers": "0", "single_layers": "0", "scale": 3.0, "start_percent": 0.0, "end_percent": 1.0,
+        "rescaling_scale": 0.0})),
+    ("patches", Node("HyperTile", {"tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False})),
+    ("patches", Node("TomePatchModel", {"ratio": 0.3})),
+    ("patches", Node("CPTestAttentionPatch")),
+    ("rope_options", Node("ScaleROPE", {
+        "scale_x": 1.5, "shift_x": 0.0, "scale_y": 1.0, "shift_y": 0.0, "scale_t": 1.0, "shift_t": 0.0})),
+    ("injection bypass_lora", Node("LoraLoaderBypassModelOnly", {
+        "lora_name": "flux_dev.safetensors", "strength_model": 1.0})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "refused"), REFUSED, ids=lambda value: str(value))
+def test_what_changes_the_network_is_refused_by_name_with_the_way_out(server: Server, name: str, refused: Node) -> None:
+    with pytest.raises(NodeError, match=f"{name}.*take the (MODEL|model) from Load Diffusion Model"):
+        server.client.run(graph(FLUX, refused))
+
+
+def test_hooks_are_refused_and_not_forgotten(server: Server) -> None:
+    hooked = graph(FLUX)
+    hooked["hook"] = node("CreateHookLora", lora_name="flux_dev.safetensors", strength_model=1.0, strength_clip=1.0)
+    hooked["hooked"] = node(
+        "ConditioningSetProperties", cond_NEW=link("positive"), strength=1.0, set_cond_area="default",
+        hooks=link("hook"),
+    )  # fmt: skip
+    hooked["sampler"]["inputs"]["positive"] = link("hooked")
+    with pytest.raises(NodeError, match=r"hooks .scheduled weights.*take the MODEL from Load Diffusion Model"):
+        server.client.run(hooked)
