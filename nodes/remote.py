@@ -27,6 +27,7 @@ from torch import Tensor
 from ..parallel_runtime.errors import Refused, WorkerFailed
 from ..parallel_runtime.families.base import Family
 from ..parallel_runtime.host.cost import Work, activation_bytes, evaluation_seconds, work_of
+from ..parallel_runtime.host.group import Result
 from ..parallel_runtime.host.planning import check_step_cache, plan
 from ..parallel_runtime.host.runtime import current_group, measured_link
 from ..parallel_runtime.specs import ComfySetup, ModelSpec, Parallelism, ParallelRequest, Placement
@@ -95,7 +96,8 @@ class RemoteSampling:
         _, placement = plan_for(self.family, self.request, guided=guided)
         check = comfy.model_management.throw_exception_if_processing_interrupted
         group = current_group(placement, comfy_setup(), check)
-        work = work_of(self.spec, self.family, tuple(noise.shape), _text_tokens(guider))
+        cached = self.request.step_cache > 0
+        work = work_of(self.spec, self.family, tuple(noise.shape), _text_tokens(guider), cached=cached)
         parallelism, _ = plan_for(self.family, self.request, guided=guided, work=work)
         residence.claim(group, self.spec, work.weight_bytes, activation_bytes(work, parallelism))
         if group.holds(self.spec):
@@ -107,15 +109,19 @@ class RemoteSampling:
             log.error("[CP] rank %d:\n%s", failed.rank, failed.traceback)
             raise
         watcher.finish(result.value["last"])
+        self._log(result, placement)
+        return result.value["samples"]
+
+    def _log(self, result: Result, placement: Placement) -> None:
+        tally = result.value["skipped"]
         log.info(
             "[CP] %s on %d worker(s): sampled in %.2f s, loaded in %.2f s%s",
             self.family.name,
             placement.world_size,
             result.seconds,
             result.load_seconds,
-            _skipped(result.value["skipped"]),
+            ", step cache skipped {} of {} evaluations".format(*tally) if tally else "",
         )
-        return result.value["samples"]
 
 
 class Watcher:
@@ -148,10 +154,6 @@ def plan_for(
         return parallelism, placement
     seconds = partial(evaluation_seconds, work, link=link)
     return plan(request, heads=family.heads, gpus=gpus, guided=guided, seconds=seconds)
-
-
-def _skipped(tally: list[int] | None) -> str:
-    return ", step cache skipped {} of {} evaluations".format(*tally) if tally else ""
 
 
 def _text_tokens(guider: comfy.samplers.CFGGuider) -> int:
