@@ -61,6 +61,11 @@ class CPParallelConfig(io.ComfyNode):
                     "data_degree", default=1, min=1, max=64, advanced=True, optional=True,
                     tooltip="Groups of workers that share the images of a batch.",
                 ),
+                io.Float.Input(
+                    "step_cache", default=0.0, min=0.0, max=1.0, step=0.01, round=0.001, advanced=True, optional=True,
+                    tooltip="Where the first block of the model changes by less than this share from one evaluation "
+                    "to the next, the other blocks are skipped. Faster, not exact; 0.05 to 0.1 is common. 0 = off.",
+                ),
                 io.Combo.Input(
                     "after_sampling", options=list(get_args(AfterSampling)), default="keep", advanced=True,
                     optional=True,
@@ -83,6 +88,7 @@ class CPParallelConfig(io.ComfyNode):
         devices: str,
         cfg_degree: int = 0,
         data_degree: int = 1,
+        step_cache: float = 0.0,
         after_sampling: AfterSampling = "keep",
     ) -> io.NodeOutput:
         return io.NodeOutput(
@@ -96,6 +102,7 @@ class CPParallelConfig(io.ComfyNode):
                 devices=devices,
                 cfg_degree=cfg_degree,
                 data_degree=data_degree,
+                step_cache=step_cache,
                 after_sampling=after_sampling,
             )
         )

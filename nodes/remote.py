@@ -27,7 +27,8 @@ from torch import Tensor
 from ..parallel_runtime.errors import Refused, WorkerFailed
 from ..parallel_runtime.families.base import Family
 from ..parallel_runtime.host.cost import Work, activation_bytes, evaluation_seconds, work_of
-from ..parallel_runtime.host.planning import plan
+from ..parallel_runtime.host.group import Result
+from ..parallel_runtime.host.planning import check_step_cache, plan
 from ..parallel_runtime.host.runtime import borrowed_group, measured_link
 from ..parallel_runtime.specs import ComfySetup, ModelSpec, Parallelism, ParallelRequest, Placement
 from .describe import Patches, describe_job, describe_model
@@ -93,10 +94,12 @@ class RemoteSampling:
         job = describe_job(
             guider, self.family, self.patches, noise, latent_image, sampler, sigmas, denoise_mask, seed, latent_shapes
         )
+        job = replace(job, step_cache=self.request.step_cache)
         guided = is_guided(guider)
         _, placement = plan_for(self.family, self.request, guided=guided)
         check = comfy.model_management.throw_exception_if_processing_interrupted
-        work = work_of(self.spec, self.family, tuple(noise.shape), _text_tokens(guider))
+        cached = self.request.step_cache > 0
+        work = work_of(self.spec, self.family, tuple(noise.shape), _text_tokens(guider), cached=cached)
         watcher = Watcher(callback, guider.model_patcher.load_device)
         with borrowed_group(placement, comfy_setup(), check) as group:
             parallelism, _ = plan_for(self.family, self.request, guided=guided, work=work)
@@ -111,14 +114,19 @@ class RemoteSampling:
             finally:
                 residence.settle(self.spec, self.request.after_sampling)
         watcher.finish(result.value["last"])
+        self._log(result, placement)
+        return result.value["samples"]
+
+    def _log(self, result: Result, placement: Placement) -> None:
+        tally = result.value["skipped"]
         log.info(
-            "[CP] %s on %d worker(s): sampled in %.2f s, loaded in %.2f s",
+            "[CP] %s on %d worker(s): sampled in %.2f s, loaded in %.2f s%s",
             self.family.name,
             placement.world_size,
             result.seconds,
             result.load_seconds,
+            ", step cache skipped {} of {} evaluations".format(*tally) if tally else "",
         )
-        return result.value["samples"]
 
 
 class Watcher:
@@ -144,6 +152,7 @@ def plan_for(
 ) -> tuple[Parallelism, Placement]:
     """Degrees and devices; by estimated speed once `work` and what the workers measured are known. Raises Refused."""
     gpus = visible_gpus()
+    check_step_cache(request, family)
     parallelism, placement = plan(request, heads=family.heads, gpus=gpus, guided=guided)
     link = measured_link(placement)
     if work is None or link is None or not link.bytes_per_second:

@@ -32,6 +32,9 @@ class Parallel:
     attention_backend: str = "auto"
     dtype: str = "float32"
     devices: str = ""
+    cfg_degree: int = 0
+    data_degree: int = 1
+    step_cache: float = 0.0
     after_sampling: str = "keep"
 
 
