@@ -67,6 +67,11 @@ class CPParallelConfig(io.ComfyNode):
                     tooltip="What the workers do with the model after a run: keep it, offload it to main memory, or "
                     "unload it.",
                 ),
+                io.Float.Input(
+                    "step_cache", default=0.0, min=0.0, max=1.0, step=0.01, round=0.001, advanced=True, optional=True,
+                    tooltip="Where the first block of the model changes by less than this share from one evaluation "
+                    "to the next, the other blocks are skipped. Faster and not exact; 0.1 is a start. 0 = off.",
+                ),
             ],
             outputs=[CPConfig.Output(display_name="cp_config")],
         )  # fmt: skip
@@ -84,6 +89,7 @@ class CPParallelConfig(io.ComfyNode):
         cfg_degree: int = 0,
         data_degree: int = 1,
         after_sampling: AfterSampling = "keep",
+        step_cache: float = 0.0,
     ) -> io.NodeOutput:
         return io.NodeOutput(
             ParallelRequest(
@@ -97,5 +103,6 @@ class CPParallelConfig(io.ComfyNode):
                 cfg_degree=cfg_degree,
                 data_degree=data_degree,
                 after_sampling=after_sampling,
+                step_cache=step_cache,
             )
         )

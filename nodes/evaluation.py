@@ -55,6 +55,11 @@ class RemoteEvaluation:
 
     def __call__(self, x: Tensor, timestep: Tensor, conds: dict[str, Any]) -> Tensor:
         """ComfyUI's model output [B, C_out, (T,) H, W], in x's dtype and on x's device. Raises Refused."""
+        if self._request.step_cache:
+            raise Refused(
+                f"step_cache {self._request.step_cache:g} on CP Load Diffusion Model: evaluations for a native sampler "
+                "do not say where a run begins; sample with a CP Sampler, or set step_cache to 0 here"
+            )
         assert self.model is not None
         model = self.model()
         assert model is not None

@@ -27,7 +27,7 @@ from torch import Tensor
 from ..parallel_runtime.errors import Refused, WorkerFailed
 from ..parallel_runtime.families.base import Family
 from ..parallel_runtime.host.cost import Work, activation_bytes, evaluation_seconds, work_of
-from ..parallel_runtime.host.planning import plan
+from ..parallel_runtime.host.planning import check_step_cache, plan
 from ..parallel_runtime.host.runtime import borrowed_group, measured_link
 from ..parallel_runtime.specs import ComfySetup, ModelSpec, Parallelism, ParallelRequest, Placement
 from .describe import Patches, describe_job, describe_model
@@ -90,6 +90,7 @@ class RemoteSampling:
         job = describe_job(
             guider, self.family, self.patches, noise, latent_image, sampler, sigmas, denoise_mask, seed, latent_shapes
         )
+        job = replace(job, step_cache=self.request.step_cache)
         guided = is_guided(guider)
         _, placement = plan_for(self.family, self.request, guided=guided)
         check = comfy.model_management.throw_exception_if_processing_interrupted
@@ -109,11 +110,12 @@ class RemoteSampling:
                 residence.settle(self.spec, self.request.after_sampling)
         watcher.finish(result.value["last"])
         log.info(
-            "[CP] %s on %d worker(s): sampled in %.2f s, loaded in %.2f s",
+            "[CP] %s on %d worker(s): sampled in %.2f s, loaded in %.2f s%s",
             self.family.name,
             placement.world_size,
             result.seconds,
             result.load_seconds,
+            _skipped(result.value["skipped"]),
         )
         return result.value["samples"]
 
@@ -141,6 +143,7 @@ def plan_for(
 ) -> tuple[Parallelism, Placement]:
     """Degrees and devices; by estimated speed once `work` and what the workers measured are known. Raises Refused."""
     gpus = visible_gpus()
+    check_step_cache(request, family)
     parallelism, placement = plan(request, heads=family.heads, gpus=gpus, guided=guided)
     link = measured_link(placement)
     if work is None or link is None or not link.bytes_per_second:
@@ -152,6 +155,10 @@ def plan_for(
 def visible_gpus() -> int:
     """How many GPUs ComfyUI sees, if it uses any."""
     return torch.cuda.device_count() if comfy.model_management.get_torch_device().type == "cuda" else 0
+
+
+def _skipped(tally: list[int] | None) -> str:
+    return ", step cache skipped {} of {} evaluations".format(*tally) if tally else ""
 
 
 def _text_tokens(guider: comfy.samplers.CFGGuider) -> int:

@@ -1,4 +1,4 @@
-"""The words in which a transformer's context-parallel plan is written. Knows no model and no torch.
+"""The words in which a transformer's context-parallel plan is written, and its blocks. Knows no model and no torch.
 
 diffusers' `_cp_plan` says which tensors are cut and gathered; it does not say which cut streams an attention runs
 over, which is what exactness at any size needs. A Plan says both.
@@ -81,3 +81,16 @@ class Plan:
     def replicating(self, *streams: str) -> Plan:
         """This plan with `streams` whole on every rank too; ValueError for those that it does not know."""
         return replace(self, replicated=self.replicated.union(streams))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """A transformer's blocks, as first-block caching must know them.
+
+    `stacks` are its module lists in the order in which they run, each with the arguments that its blocks return anew,
+    in that order. `watched` is the argument whose change by the first block is compared, of the cut stream `stream`.
+    """
+
+    stacks: Mapping[str, tuple[str, ...]]
+    watched: str = "hidden_states"
+    stream: str = "image"

@@ -57,7 +57,7 @@ class Parallelism:
 @dataclass(frozen=True, kw_only=True)
 class ParallelRequest:
     """What a CP Parallel Config node says. 0 and "auto" are decided when the model is known; `devices` is a list such
-    as "0,1", "cuda:0,cuda:1" or "cpu,cpu", and empty for all."""
+    as "0,1", "cuda:0,cuda:1" or "cpu,cpu", and empty for all. `step_cache` is a threshold, 0 for no cache."""
 
     ring_degree: int = 0
     ulysses_degree: int = 0
@@ -69,6 +69,7 @@ class ParallelRequest:
     cfg_degree: int = 0
     data_degree: int = 1
     after_sampling: AfterSampling = "keep"
+    step_cache: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +139,8 @@ class SamplingJob:
     `sigmas` is 1-D.
     `random_state` is the host's global CPU generator at that moment: samplers may draw from it. ComfyUI's own code on
     the MODEL is described (nodes/code.py): in `model_options`, in `wrappers` as [kind, key, functions], and in
-    `patches` by weight. `patches` is None where the workers have the model's patches merged.
+    `patches` by weight. `patches` is None where the workers have the model's patches merged. `step_cache` is the
+    threshold of first-block caching, 0 for none.
     """
 
     guider: str
@@ -156,6 +158,7 @@ class SamplingJob:
     model_options: dict[str, Any]
     wrappers: list[list[Any]]
     patches: dict[str, list[Any]] | None
+    step_cache: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..plan import Plan
+from ..plan import Blocks, Plan
 from .precision import set_eps
 from .table import Table
 
@@ -27,7 +27,8 @@ class Family(ABC):
     `conditions` names ComfyUI's model conditions (what `extra_conds` returns) that the bridge honours; a caller
     refuses any other that is not None. `plan` None: the `_cp_plan` of diffusers' class is right. Modules named in
     `float32` keep float32 weights whatever the model computes in. `eps` maps patterns of norm names to ComfyUI's
-    epsilon. `patch` is the side of a token in latent pixels, `table` is written on ComfyUI's names.
+    epsilon. `patch` is the side of a token in latent pixels, `table` is written on ComfyUI's names. `blocks` None: no
+    step cache.
     """
 
     name: ClassVar[str]
@@ -36,6 +37,7 @@ class Family(ABC):
     table: Table
     patch: ClassVar[int] = 2
     plan: Plan | None = None
+    blocks: ClassVar[Blocks | None] = None
     float32: ClassVar[frozenset[str]] = frozenset()
     eps: ClassVar[Mapping[str, float]] = {}
     heads: int

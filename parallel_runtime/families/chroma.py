@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..plan import Gather, Plan, Split
+from ..plan import Blocks, Gather, Plan, Split
 from .base import Family, Shapes, axes_of, count, norm_width, rows
 from .flux import BLOCKS, KEY_NORM, QK_NORMS
 from .layout import grid, pad_to_patch, patchify, tokens_in, unpatchify
@@ -25,6 +25,12 @@ class Chroma(Family):
     name = "chroma"
     transformer = "ChromaTransformer2DModel"
     conditions = frozenset({"c_crossattn", "y", "guidance"})  # like ComfyUI, it has no use for y
+    blocks = Blocks(
+        stacks={
+            "transformer_blocks": ("encoder_hidden_states", "hidden_states"),
+            "single_transformer_blocks": ("hidden_states",),
+        }
+    )
     eps = QK_NORMS
     plan = Plan(
         inputs={

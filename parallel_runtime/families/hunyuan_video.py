@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..plan import Gather, Plan, Split
+from ..plan import Blocks, Gather, Plan, Split
 from .base import Family, Shapes, axes_of, count, given, rows
 from .flux import BLOCKS, DOUBLE, QK_NORMS, SINGLE
 from .layout import pad_to_patch, tokens_in
@@ -43,6 +43,12 @@ class HunyuanVideo(Family):
     name = "hunyuan_video"
     transformer = "HunyuanVideoTransformer3DModel"
     conditions = frozenset({"c_crossattn", "c_concat", "y", "guidance", "attention_mask"})
+    blocks = Blocks(
+        stacks={
+            "transformer_blocks": ("hidden_states", "encoder_hidden_states"),
+            "single_transformer_blocks": ("hidden_states", "encoder_hidden_states"),
+        }
+    )
     eps: ClassVar = QK_NORMS
     plan = Plan(
         inputs={

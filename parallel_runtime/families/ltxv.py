@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..plan import Gather, Plan, Split
+from ..plan import Blocks, Gather, Plan, Split
 from .base import Family, Shapes, count, rows
 from .layout import patchify, tokens_in, unpatchify
 from .table import Row, Table, move
@@ -39,6 +39,7 @@ class LTXV(Family):
     name = "ltxv"
     transformer = "LTXVideoTransformer3DModel"
     conditions = frozenset({"c_crossattn", "attention_mask", "frame_rate", "denoise_mask"})
+    blocks = Blocks(stacks={"transformer_blocks": ("hidden_states",)})
     patch = 1
     plan = Plan(  # unlike diffusers' own it leaves the text whole, and cuts timesteps where each token has its own
         inputs={"": {"hidden_states": Split(dim=1, stream="image"), "timestep": Split(dim=1, stream="image", ndim=2)}},

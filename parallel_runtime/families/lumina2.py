@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..plan import Gather, Plan, Split
+from ..plan import Blocks, Gather, Plan, Split
 from .base import Family, Shapes, count, rows
 from .layout import pad_to_patch, tokens_in
 from .precision import TORCH_EPS
@@ -48,6 +48,7 @@ class Lumina2(Family):
     name = "lumina2"
     transformer = "Lumina2Transformer2DModel"
     conditions = frozenset({"c_crossattn", "attention_mask", "num_tokens"})  # ComfyUI lets all text tokens count
+    blocks = Blocks(stacks={"layers": ("hidden_states",)}, stream="sequence")
     eps: ClassVar = {"*.attn.norm_?": TORCH_EPS}
 
     @staticmethod

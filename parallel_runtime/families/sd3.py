@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..plan import Gather, Plan, Split
+from ..plan import Blocks, Gather, Plan, Split
 from .base import Family, Shapes, count, rows
 from .layout import pad_to_patch, tokens_in
 from .table import Row, Table, move, split, swap
@@ -32,6 +32,7 @@ class SD3(Family):
     name = "sd3"
     transformer = "SD3Transformer2DModel"
     conditions = frozenset({"c_crossattn", "y"})
+    blocks = Blocks(stacks={"transformer_blocks": ("encoder_hidden_states", "hidden_states")})
 
     @staticmethod
     def matches(shapes: Shapes) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..plan import Gather, Plan, Split
+from ..plan import Blocks, Gather, Plan, Split
 from .base import Family, Shapes, count, rows
 from .layout import pad_to_patch, tokens_in
 from .precision import TORCH_EPS
@@ -55,6 +55,7 @@ class ZImage(Family):
     name = "z_image"
     transformer = "ZImageTransformer2DModel"
     conditions = frozenset({"c_crossattn", "attention_mask", "num_tokens"})  # ComfyUI lets all text tokens count
+    blocks = Blocks(stacks={"layers": ("x",)}, watched="x", stream="sequence")
     eps: ClassVar = {"*.attention.norm_?": TORCH_EPS}
     table = Table(
         *(row for stack in STACKS for row in _block(stack)),

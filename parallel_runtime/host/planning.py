@@ -9,6 +9,7 @@ from dataclasses import replace
 from math import prod
 
 from ..errors import Refused
+from ..families.base import Family
 from ..specs import AttentionBackend, Parallelism, ParallelRequest, Placement
 
 Seconds = Callable[[Parallelism], float]
@@ -43,6 +44,17 @@ def plan(
     placement = Placement(devices=devices[: asked.world_size] or ("cpu",) * asked.world_size)
     _check_backend(request.attention_backend, placement)
     return (asked if guided else _folded(asked, heads)), placement
+
+
+def check_step_cache(request: ParallelRequest, family: Family) -> None:
+    """Raises Refused where a threshold is asked for that is none, or of a family whose blocks cannot be skipped."""
+    if not 0 <= request.step_cache <= 1:
+        raise Refused(f"step_cache is a share from 0 (off) to 1, got {request.step_cache:g}")
+    if request.step_cache and family.blocks is None:
+        raise Refused(
+            f"step_cache {request.step_cache:g}: a {family.name} model has no blocks that workers can skip; set "
+            "step_cache to 0"
+        )
 
 
 def parse_devices(text: str, gpus: int) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from .engine.attach import attach, detach
 from .engine.mesh import ContextMesh, build_mesh
 from .lanes import Lanes, spread_rows
 from .loading import load
+from .step_cache import StepCache
 
 
 @dataclass(eq=False)
@@ -40,6 +41,13 @@ class Model:
     def branches(self) -> Lanes:
         """The groups of ranks that share the branches of guidance."""
         return Lanes(self.mesh.cfg)
+
+    def step_cache(self, threshold: float) -> StepCache | None:
+        """A cache for one run; None at threshold 0."""
+        if not threshold:
+            return None
+        assert self.family.blocks is not None
+        return StepCache(self.transformer, self.family.blocks, self.mesh, threshold)
 
     def __call__(self, x: Tensor, timestep: Tensor, cond: dict[str, Any]) -> Tensor:
         def evaluate(x: Tensor, timestep: Tensor, cond: dict[str, Any]) -> Tensor:

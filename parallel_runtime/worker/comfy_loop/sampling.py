@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import comfy.model_patcher
@@ -16,14 +17,18 @@ from ...specs import SamplingJob
 from ..models import Model
 from ..pulse import Pulse
 from .branches import Branches
+from .caching import cached
 from .code import rebuild
 from .comfyui import named
 from .merging import merge
 from .weightless import Evaluate, weightless
 
+OnStep = Callable[[int, Tensor, Tensor, int], None]
+
 
 def run(model: Model, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
-    """Returns {"samples": what the guider returned, "last": the last step's (step, x0, x, total), or None}."""
+    """Returns {"samples": what the guider returned, "last": the last step's (step, x0, x, total), or None,
+    "skipped": what the step cache says of itself}."""
 
     def evaluate(x: Tensor, timestep: Tensor, conds: dict[str, Any]) -> Tensor:
         pulse.beat()
@@ -41,9 +46,16 @@ def run(model: Model, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
     merge(model, job.patches, pulse.loading)
     patcher = _patcher(model, job, evaluate)
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "context_parallel", _branches(model, patcher, pulse))
+    cache = model.step_cache(job.step_cache)
+    with cached(cache, patcher):
+        samples = _sample(job, patcher, on_step)
+    return {"samples": samples, "last": last, "skipped": cache.tally() if cache else None}
+
+
+def _sample(job: SamplingJob, patcher: comfy.model_patcher.ModelPatcher, on_step: OnStep) -> Tensor:
     torch.manual_seed(job.random_seed)
     torch.set_rng_state(job.random_state)
-    samples = _guider(job, patcher).sample(
+    return _guider(job, patcher).sample(
         job.noise.clone(),
         job.latent.clone(),
         rebuild(job.sampler),
@@ -53,7 +65,6 @@ def run(model: Model, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
         disable_pbar=True,
         seed=job.seed,
     )
-    return {"samples": samples, "last": last}
 
 
 def _patcher(model: Model, job: SamplingJob, evaluate: Evaluate) -> comfy.model_patcher.ModelPatcher:

@@ -55,6 +55,7 @@ class _Route:
 class _Attachment:
     handles: list[RemovableHandle]
     before: list[tuple[Any, str, Any]]
+    streams: Streams | None = None
 
 
 def attach(
@@ -89,7 +90,7 @@ def attach(
     cuts = hooks(transformer, plan, streams, context_mesh.context)
     handles = [transformer.register_forward_pre_hook(_begin(routes, streams)), *(register() for register in cuts)]
     handles.append(transformer.register_forward_hook(_end(streams), always_call=True))
-    setattr(transformer, _ATTRIBUTE, _Attachment(handles, _apply(routes)))
+    setattr(transformer, _ATTRIBUTE, _Attachment(handles, _apply(routes), streams))
 
 
 def detach(transformer: nn.Module) -> None:
@@ -105,6 +106,12 @@ def detach(transformer: nn.Module) -> None:
         else:
             setattr(owner, name, value)
     delattr(transformer, _ATTRIBUTE)
+
+
+def streams_of(transformer: nn.Module) -> Streams | None:
+    """The cut streams of the forward in progress; None where this rank holds the whole sequence."""
+    attachment = getattr(transformer, _ATTRIBUTE, None)
+    return attachment.streams if attachment is not None else None
 
 
 def from_context_parallel_config(config: Any) -> Parallelism:
