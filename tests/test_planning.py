@@ -3,7 +3,8 @@
 import pytest
 
 from parallel_runtime.errors import Refused
-from parallel_runtime.host.planning import MAX_CPU_WORKERS, parse_devices, plan
+from parallel_runtime.families.flux import Flux
+from parallel_runtime.host.planning import MAX_CPU_WORKERS, check_step_cache, parse_devices, plan
 from parallel_runtime.specs import Parallelism, ParallelRequest
 
 
@@ -107,3 +108,25 @@ def test_guidance_takes_two_halves_of_the_gpus_and_gives_them_back_at_cfg_1():
 def test_degrees_check_themselves():
     with pytest.raises(ValueError, match="ring_degree starts at 1"):
         Parallelism(ring_degree=0)
+
+
+class WholeOnly(Flux):
+    """A family that says nothing of its blocks."""
+
+    name = "whole_only"
+    blocks = None
+
+
+@pytest.mark.parametrize(
+    ("family", "threshold", "says"),
+    [
+        (WholeOnly, 0.1, r"step_cache 0\.1: a whole_only model has no blocks .* set step_cache to 0"),
+        (Flux, -0.1, r"step_cache is a share from 0 \(off\) to 1, got -0\.1"),
+        (Flux, float("nan"), "step_cache is a share .* got nan"),
+    ],
+)
+def test_a_step_cache_that_cannot_be_is_refused_by_name(family, threshold, says):
+    with pytest.raises(Refused, match=says):
+        check_step_cache(ParallelRequest(step_cache=threshold), family)
+    check_step_cache(ParallelRequest(step_cache=0.0), family)
+    check_step_cache(ParallelRequest(step_cache=0.1), Flux)

@@ -33,6 +33,9 @@ class Parallel:
     dtype: str = "float32"
     devices: str = ""
     after_sampling: str = "keep"
+    cfg_degree: int = 0
+    data_degree: int = 1
+    step_cache: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,4 +7,4 @@ KEPT = ("wan_5b", "ltxv")  # families in which frames may have timesteps of thei
 
 
 def cases(name: str) -> list[str]:
-    return ["odd", "batch", *(["masked"] if name in MASKED else []), *(["kept"] if name in KEPT else [])]
+    return ["odd", "batch", "skipping", *(["masked"] if name in MASKED else []), *(["kept"] if name in KEPT else [])]

@@ -1,0 +1,136 @@
+"""First-block caching in a running ComfyUI: what the widget does, and what it leaves alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from .client import Graph, Interrupted, NodeError
+from .graphs import Job, Parallel, longer, sampling_graph
+from .latents import apart, latent_of
+from .server import Server
+
+BAR = 1e-4
+# Where the tiny models skip some evaluations and not all: their weights are random, so each step changes much.
+THRESHOLDS = {"flux_dev": 0.6, "wan_t2v": 0.2, "qwen_image": 0.8}
+JOBS = {
+    "flux_dev": Job(family="flux_dev", steps=12, cfg=2.0, size=(9, 14), prompt_tokens=(7, 20)),
+    "flux_dev, an area": Job(family="flux_dev", steps=12, cfg=2.0, second_prompt=True),
+    "flux_dev, batch of two": Job(family="flux_dev", steps=12, cfg=2.0, batch=2, sampler="heun"),
+    "wan_t2v": Job(family="wan_t2v", steps=12, cfg=2.0),
+    "qwen_image": Job(family="qwen_image", steps=12, cfg=2.0, prompt_tokens=(20, 1), text_mask_valid=11),
+}
+DEGREES = {
+    "ring_2": Parallel(ring_degree=2, ulysses_degree=1, cfg_degree=1),
+    "ulysses_2": Parallel(ring_degree=1, ulysses_degree=2, cfg_degree=1),
+    "cfg_2": Parallel(ring_degree=1, ulysses_degree=1, cfg_degree=2),
+    "data_2": Parallel(ring_degree=1, ulysses_degree=1, cfg_degree=1, data_degree=2),
+    "ring_3": Parallel(ring_degree=3, ulysses_degree=1, cfg_degree=1),
+    "cfg_2_x_ulysses_2": Parallel(ring_degree=1, ulysses_degree=2, cfg_degree=2),
+}
+ALONE = Parallel(ring_degree=1, ulysses_degree=1)
+FLUX = JOBS["flux_dev"]
+CACHED = replace(DEGREES["ring_2"], step_cache=THRESHOLDS["flux_dev"])
+
+Sampled = tuple[torch.Tensor, list[tuple[int, int]]]
+
+
+def sample(server: Server, job: Job, parallel: Parallel) -> Sampled:
+    """The latent, and what the log says was skipped of how many evaluations."""
+    since = server.log_size()
+    latent = latent_of(server.client.run(sampling_graph(job, "CPSampler", parallel)))
+    said = re.findall(r"worker\(s\): sampled in .* s, step cache skipped (\d+) of (\d+) evaluations", server.log(since))
+    return latent, [(int(skipped), int(evaluations)) for skipped, evaluations in said]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Sampled]:
+    return {}
+
+
+@pytest.mark.parametrize("degrees", DEGREES)
+@pytest.mark.parametrize("name", JOBS)
+def test_however_the_work_is_divided_the_same_is_skipped(
+    server: Server, alone: dict[str, Sampled], name: str, degrees: str
+) -> None:
+    job, threshold = JOBS[name], THRESHOLDS[JOBS[name].family]
+    if name not in alone:
+        alone[name] = sample(server, job, replace(ALONE, step_cache=threshold))
+    want, ((skipped, evaluations),) = alone[name]
+    got, said = sample(server, job, replace(DEGREES[degrees], step_cache=threshold))
+    assert 0 < skipped < evaluations
+    assert said == [(skipped, evaluations)]
+    assert apart(got, want) <= BAR
+
+
+def test_at_threshold_0_nothing_is_cached_and_no_bit_differs(server: Server) -> None:
+    def without_the_widget() -> torch.Tensor:
+        graph = sampling_graph(FLUX, "CPSampler", DEGREES["ring_2"])
+        del graph["config"]["inputs"]["step_cache"]
+        return latent_of(server.client.run(graph))
+
+    want = without_the_widget()
+    cached, _ = sample(server, FLUX, CACHED)
+    got, said = sample(server, FLUX, replace(CACHED, step_cache=0.0))
+    assert said == []
+    assert torch.equal(got, want)
+    assert torch.equal(got, without_the_widget())
+    assert apart(cached, want) > 10 * BAR, "skipping shows"
+
+
+def test_a_threshold_that_nothing_stays_under_changes_no_more_than_rounding(server: Server) -> None:
+    want, _ = sample(server, FLUX, DEGREES["ring_2"])
+    got, said = sample(server, FLUX, replace(CACHED, step_cache=0.001))
+    assert said == [(0, 2 * FLUX.steps)]
+    assert apart(got, want) <= BAR
+
+
+def test_another_threshold_neither_loads_nor_starts_anything(server: Server) -> None:
+    sample(server, FLUX, CACHED)
+    workers, since = server.workers(), server.log_size()
+    sample(server, FLUX, replace(CACHED, step_cache=0.3))
+    assert "loaded in 0.00 s" in server.log(since)
+    assert server.workers() == workers
+
+
+def test_a_run_starts_with_nothing_from_the_last_one_also_after_cancel(server: Server) -> None:
+    fresh, said = sample(server, FLUX, CACHED)
+    again, said_again = sample(server, FLUX, CACHED)
+    since = server.client.now()
+    prompt = server.client.queue(sampling_graph(longer(FLUX, steps=2000), "CPSampler", CACHED))
+    server.client.wait_for_step(3, since=since)
+    server.client.interrupt(prompt)
+    with pytest.raises(Interrupted):
+        server.client.finish(prompt, since=since, timeout=10)
+    after_cancel, said_after_cancel = sample(server, FLUX, CACHED)
+    assert said == said_again == said_after_cancel
+    assert torch.equal(again, fresh)
+    assert torch.equal(after_cancel, fresh)
+
+
+def with_our_loader(graph: Graph) -> Graph:
+    """The loader gets the config of the CP Sampler, or one of its own."""
+    graph.setdefault("config", {"class_type": "CPParallelConfig", "inputs": vars(CACHED)})
+    graph["model"] = {
+        "class_type": "CPLoadDiffusionModel",
+        "inputs": {"unet_name": "flux_dev.safetensors", "cp_config": ["config", 0]},
+    }
+    return graph
+
+
+def test_a_native_sampler_cannot_have_it_and_is_told_the_way_out(server: Server) -> None:
+    before = server.workers()
+    with pytest.raises(NodeError, match=r"step_cache 0\.6.*native sampler.*CP Sampler, or set step_cache to 0"):
+        server.client.run(with_our_loader(sampling_graph(FLUX, "KSampler")))
+    assert server.workers() == before
+
+
+def test_a_cp_sampler_has_it_on_a_model_without_weights_too(server: Server) -> None:
+    want, said = sample(server, FLUX, CACHED)
+    since = server.log_size()
+    got = latent_of(server.client.run(with_our_loader(sampling_graph(FLUX, "CPSampler", CACHED))))
+    assert "skipped {} of {} evaluations".format(*said[0]) in server.log(since)
+    assert apart(got, want) <= BAR
