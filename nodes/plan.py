@@ -68,7 +68,7 @@ def explain(
     except Refused as refused:
         return f"This MODEL cannot run in the workers: {refused}", request
     guided = not math.isclose(cfg, 1.0)
-    subject = subject_of(model, spec, family, latent, positive)
+    subject = subject_of(model, spec, family, latent, positive, cached=request.step_cache > 0)
     trouble = ""
     try:
         degrees, placement = plan_for(family, request, guided=guided, work=subject.work)
@@ -87,14 +87,16 @@ def explain(
     return trouble + report(subject, degrees, placement, guided=guided, link=link), recommended
 
 
-def subject_of(model: Any, spec: ModelSpec, family: Family, latent: dict[str, Any], positive: list) -> Subject:
+def subject_of(
+    model: Any, spec: ModelSpec, family: Family, latent: dict[str, Any], positive: list, *, cached: bool
+) -> Subject:
     samples = comfy.sample.fix_empty_latent_channels(
         model, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
     )
     check_latent(model, samples)
     text = max((cond[0].shape[1] for cond in positive if cond[0] is not None), default=0)
     shape = tuple(samples.shape)
-    work = work_of(spec, family, shape, text)
+    work = work_of(spec, family, shape, text, cached=cached)
     title = (
         f"{family.name} ({os.path.basename(spec.path)}): {family.layers} layers, {family.heads} heads, "
         f"{work.weight_bytes / work.item_bytes / 1e9:.2f} billion weights, computed in {spec.compute_dtype}."

@@ -27,6 +27,7 @@ from torch import Tensor
 from ..parallel_runtime.errors import Refused, WorkerFailed
 from ..parallel_runtime.families.base import Family
 from ..parallel_runtime.host.cost import Work, activation_bytes, evaluation_seconds, work_of
+from ..parallel_runtime.host.group import Result
 from ..parallel_runtime.host.planning import check_step_cache, plan
 from ..parallel_runtime.host.runtime import borrowed_group, measured_link
 from ..parallel_runtime.specs import ComfySetup, ModelSpec, Parallelism, ParallelRequest, Placement
@@ -94,7 +95,8 @@ class RemoteSampling:
         guided = is_guided(guider)
         _, placement = plan_for(self.family, self.request, guided=guided)
         check = comfy.model_management.throw_exception_if_processing_interrupted
-        work = work_of(self.spec, self.family, tuple(noise.shape), _text_tokens(guider))
+        cached = self.request.step_cache > 0
+        work = work_of(self.spec, self.family, tuple(noise.shape), _text_tokens(guider), cached=cached)
         watcher = Watcher(callback, guider.model_patcher.load_device)
         with borrowed_group(placement, comfy_setup(), check) as group:
             parallelism, _ = plan_for(self.family, self.request, guided=guided, work=work)
@@ -109,15 +111,19 @@ class RemoteSampling:
             finally:
                 residence.settle(self.spec, self.request.after_sampling)
         watcher.finish(result.value["last"])
+        self._log(result, placement)
+        return result.value["samples"]
+
+    def _log(self, result: Result, placement: Placement) -> None:
+        tally = result.value["skipped"]
         log.info(
             "[CP] %s on %d worker(s): sampled in %.2f s, loaded in %.2f s%s",
             self.family.name,
             placement.world_size,
             result.seconds,
             result.load_seconds,
-            _skipped(result.value["skipped"]),
+            ", step cache skipped {} of {} evaluations".format(*tally) if tally else "",
         )
-        return result.value["samples"]
 
 
 class Watcher:
@@ -155,10 +161,6 @@ def plan_for(
 def visible_gpus() -> int:
     """How many GPUs ComfyUI sees, if it uses any."""
     return torch.cuda.device_count() if comfy.model_management.get_torch_device().type == "cuda" else 0
-
-
-def _skipped(tally: list[int] | None) -> str:
-    return ", step cache skipped {} of {} evaluations".format(*tally) if tally else ""
 
 
 def _text_tokens(guider: comfy.samplers.CFGGuider) -> int:

@@ -17,6 +17,8 @@ from ..specs import DtypeName, ModelSpec, Parallelism
 RING_OVERHEAD = 0.06
 # Live activations of a transformer block, in tensors of [local tokens, width]: q, k, v, output, MLP, residuals.
 ACTIVATIONS = 18
+# What a step cache keeps from step to step, in the same: of two prompts the change by the first block, and by the rest.
+KEPT = 6
 ITEM_BYTES: dict[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -31,7 +33,8 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One evaluation: `tokens` of all streams together, `width` = heads x head size, bytes of one number."""
+    """One evaluation: `tokens` of all streams together, `width` = heads x head size, bytes of one number; `cached`:
+    with a step cache."""
 
     tokens: int
     width: int
@@ -40,6 +43,7 @@ class Work:
     weight_bytes: int
     item_bytes: int = 2
     rows: int = 1
+    cached: bool = False
 
     @property
     def activation_bytes(self) -> int:
@@ -47,7 +51,9 @@ class Work:
         return self.rows * self.tokens * self.width * self.item_bytes
 
 
-def work_of(spec: ModelSpec, family: Family, latent_shape: tuple[int, ...], text_tokens: int) -> Work:
+def work_of(
+    spec: ModelSpec, family: Family, latent_shape: tuple[int, ...], text_tokens: int, *, cached: bool = False
+) -> Work:
     """One evaluation of a model on a latent [B, C, (T,) H, W] with a prompt of `text_tokens`."""
     item_bytes = ITEM_BYTES[spec.compute_dtype]
     weights = sum(math.prod(shape) for shape in header(spec.path).shapes.values())
@@ -59,6 +65,7 @@ def work_of(spec: ModelSpec, family: Family, latent_shape: tuple[int, ...], text
         weight_bytes=weights * item_bytes,
         item_bytes=item_bytes,
         rows=latent_shape[0],
+        cached=cached,
     )
 
 
@@ -98,4 +105,4 @@ def memory_bytes(work: Work, parallelism: Parallelism) -> int:
 
 def activation_bytes(work: Work, parallelism: Parallelism) -> int:
     """About what one evaluation adds to the weights on one rank."""
-    return ACTIVATIONS * work.activation_bytes // parallelism.context_parallel_size
+    return (ACTIVATIONS + KEPT * work.cached) * work.activation_bytes // parallelism.context_parallel_size
