@@ -49,7 +49,7 @@ def header(path: str | os.PathLike[str]) -> Header:
     with open(path, "rb") as file:
         length = _length(file.read(8), size, path)
         entries = _parse(file.read(length), path)
-    metadata = entries.pop("__metadata__", None) or {}
+    metadata = _metadata(entries.pop("__metadata__", None), path)
     ordered = sorted(entries.items(), key=lambda entry: _offsets(entry, path))
     _check(ordered, size - 8 - length, path)
     prefix = PREFIX if any(name.startswith(PREFIX) for name in entries) else ""
@@ -76,11 +76,18 @@ def _length(first: bytes, size: int, path: Any) -> int:
 def _parse(text: bytes, path: Any) -> dict[str, Any]:
     try:
         entries = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a safetensors file: its header is no JSON ({error})") from error
     if not isinstance(entries, dict):
         raise ValueError(f"{path} is not a safetensors file: its header is no JSON object")
     return entries
+
+
+def _metadata(said: Any, path: Any) -> dict[str, str]:
+    said = {} if said is None else said
+    if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
+        raise ValueError(f"{path}: the header's metadata are no texts by name: {str(said)[:200]}")
+    return said
 
 
 def _offsets(entry: tuple[str, Any], path: Any) -> tuple[int, int]:
