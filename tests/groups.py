@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from parallel_runtime.host.group import WorkerGroup
 from parallel_runtime.specs import DemoJob, ModelSpec, Parallelism, Placement
 
 TEXT, POOLED = 128, 64
+
+
+class Stop(BaseException):
+    """Like ComfyUI's interrupt, no Exception."""
 
 
 def spec_of(path: Path | str, dtype: str = "float32") -> ModelSpec:
@@ -50,6 +58,17 @@ def flux_job(
     )
 
 
+def samples(group: WorkerGroup, model: ModelSpec, parallelism: Parallelism, **job: Any) -> torch.Tensor:
+    return group.sample(model, parallelism, flux_job(**job)).value["samples"]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.02)
+
+
 def on_cpu(parallelism: Parallelism) -> Placement:
     return Placement(devices=("cpu",) * parallelism.world_size)
 
@@ -67,6 +86,10 @@ def our_processes() -> dict[int, str]:
             if "parallel_runtime.worker" in command and state != "Z":
                 found[int(entry.name)] = command
     return found
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def workers_of(group: object) -> list[int]:

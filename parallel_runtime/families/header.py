@@ -88,9 +88,10 @@ def _parse(text: bytes, path: Any) -> dict[str, Any]:
 
 
 def _metadata(said: Any, path: Any) -> dict[str, str]:
-    if not isinstance(said or {}, dict) or not all(isinstance(value, str) for value in (said or {}).values()):
+    said = {} if said is None else said
+    if not isinstance(said, dict) or not all(isinstance(value, str) for value in said.values()):
         raise Refused(f"{path}: the header's metadata is not made of texts: {str(said)[:200]}; {AGAIN}")
-    return said or {}
+    return said
 
 
 def _offsets(entry: tuple[str, Any], path: Any) -> tuple[int, int]:

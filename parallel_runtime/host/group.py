@@ -17,6 +17,7 @@ from ..specs import ComfySetup, Job, ModelSpec, Parallelism, Placement
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.messages import Beat, Cancel, Done, Failed, Sample, Step, Stop, Unload
 from .launch import POLL_SECONDS, Processes
+from .patience import Patience
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ def seconds_from(variable: str, default: float) -> float:
 START_SECONDS = seconds_from("CP_START_SECONDS", 180)
 STALL_SECONDS = seconds_from("CP_STALL_SECONDS", 120)
 LOAD_SECONDS = seconds_from("CP_LOAD_SECONDS", 600)
+CANCEL_SECONDS = seconds_from("CP_CANCEL_SECONDS", 10)
 UNLOAD_SECONDS = 10.0  # a group that takes longer to drop its models is ended, which drops them too
 FAILURE_SECONDS = 0.3
 
@@ -156,6 +158,7 @@ class WorkerGroup:
 
     def _cancel(self, waiting: _Waiting, job: int) -> None:
         """Stop the job on every rank. What goes wrong here ends the group; the caller's exception is the news."""
+        waiting.patience.cancelled = True
         try:
             self._ask(Cancel(job))
             while not waiting.over:
@@ -173,8 +176,7 @@ class _Waiting:
         self._processes = processes
         self._channels = processes.channels
         self._job = job
-        self._limits = [limit] * len(self._channels)
-        self._heard = [time.monotonic()] * len(self._channels)
+        self.patience = Patience(len(self._channels), load=limit, stall=STALL_SECONDS, cancel=CANCEL_SECONDS)
 
     @property
     def over(self) -> bool:
@@ -188,7 +190,7 @@ class _Waiting:
             value: Any = read_bundle(bundle) if bundle is not None else None
             if getattr(message, "job", self._job) != self._job:
                 continue
-            self._heard[rank] = time.monotonic()
+            self.patience.hear(rank)
             match message:
                 case Failed():
                     raise self._root_cause(message)
@@ -197,7 +199,7 @@ class _Waiting:
                 case Done():
                     self.answers[rank] = (message, value)
                 case Beat(loaded=None):
-                    self._limits[rank] = STALL_SECONDS
+                    self.patience.sampling(rank)
         self._check_stall()
         return steps
 
@@ -225,11 +227,7 @@ class _Waiting:
         return WorkerFailed(failed.rank, failed.error, failed.where, failed.traceback)
 
     def _check_stall(self) -> None:
-        now = time.monotonic()
-        silent = [rank for rank in range(len(self._heard)) if rank not in self.answers]
-        if any(now - self._heard[rank] > self._limits[rank] for rank in silent):
-            stuck = min(silent, key=lambda rank: self._heard[rank])  # the others wait for it
+        if lost := self.patience.lost([rank for rank in range(len(self._channels)) if rank not in self.answers]):
             raise WorkerDied(
-                f"worker rank {stuck} has not been heard of for {now - self._heard[stuck]:.0f} s; the next run starts "
-                "fresh workers"
+                f"worker rank {lost[0]} has not been heard of for {lost[1]:.0f} s; the next run starts fresh workers"
             )

@@ -45,11 +45,8 @@ class Processes:
         self._pidfds: list[int] = []
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
         self._token = secrets.token_hex(16)
-        self._folder = tempfile.mkdtemp(prefix="cp-")
+        self._folder, self._server = _meeting_place()
         self._address = os.path.join(self._folder, "socket")
-        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with short_path(self._address) as address:
-            self._server.bind(address)
         self._server.listen(placement.world_size)
         self._server.settimeout(POLL_SECONDS)
         self._agent = self._launch()
@@ -112,6 +109,8 @@ class Processes:
             code = int(found[1])
             with contextlib.suppress(ValueError):
                 return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        if (code := self._agent.returncode) is not None and code < 0:
+            return f"went away with torchrun, which was killed by {signal.Signals(-code).name}"
         return "went away"
 
     def close(self, *, gently: bool) -> None:
@@ -206,9 +205,25 @@ class Processes:
 
     def tail(self) -> str:
         """The last line of the workers' output that looks like an error, ready to append to a sentence."""
-        errors = [line for line in self._lines if re.match(r"\s*(\[rank\d+\]: ?)?\w*(Error|Exception)\b", line)]
+        errors = [line for line in self._lines if re.match(r"\s*(\[rank\d+\]: ?)?[\w.]*(Error|Exception)\b", line)]
         last = errors[0] if errors else (self._lines[-1] if self._lines else "")
         return f": {last.strip()}" if last else ""
+
+
+def _meeting_place() -> tuple[str, socket.socket]:
+    """A private folder with a socket in it. Raises WorkerStartError where there is no room for them."""
+    folder, server = "", socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        folder = tempfile.mkdtemp(prefix="cp-")
+        with short_path(os.path.join(folder, "socket")) as address:
+            server.bind(address)
+    except OSError as error:
+        server.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        raise WorkerStartError(
+            f"there is no place for the workers' socket: {error}; set TMPDIR to a folder that can be written"
+        ) from None
+    return folder, server
 
 
 # Gloo and NCCL listen on their own; on one host they need no more than loopback.

@@ -65,7 +65,7 @@ def read_bundle(fd: int) -> Any:
             tensors = {name: bundle.get_tensor(name) for name in bundle.keys()}  # noqa: SIM118 - not a dict
             tree = json.loads((bundle.metadata() or {})["tree"])
         return _unfold(tree, tensors)
-    except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError, OSError, RecursionError) as error:
         raise ProtocolError(f"not a bundle: {error!r}") from error
     finally:
         os.close(fd)

@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import ProtocolError
 from .messages import Message, decode, encode
 
-PACKET_BYTES = 64 << 10
+PACKET_BYTES = 128 << 10  # Linux gives a socket 208 KiB
 
 
 class Channel:

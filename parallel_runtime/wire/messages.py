@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
+import traceback
 import types
 import typing
 from dataclasses import asdict, dataclass, is_dataclass
@@ -114,6 +116,14 @@ class Failed:
     error: str
     where: str
     traceback: str
+
+    @classmethod
+    def of(cls, rank: int, error: Exception) -> Failed:
+        """Cut so that it fits into a packet, whatever the characters."""
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = "".join(traceback.format_exception(error))
+        where = f"{os.path.basename(last.filename)}:{last.lineno} {last.line}"
+        return cls(rank, f"{type(error).__name__}: {error}"[:2000], where[:500], text[-8000:])
 
 
 Message = Welcome | Sample | Cancel | Unload | Stop | Ready | Joined | Beat | Step | Done | Failed

@@ -51,3 +51,12 @@ def agree(flag: bool) -> bool:
     votes = torch.tensor(int(flag))
     dist.all_reduce(votes, dist.ReduceOp.MAX)
     return bool(votes)
+
+
+def everybodys(number: int) -> list[int]:
+    """The number (of less than 63 bits) that each rank calls this with. Collective."""
+    if world_size() == 1:
+        return [number]
+    numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
+    dist.all_gather(numbers, torch.tensor([number]))
+    return [int(each) for each in numbers]

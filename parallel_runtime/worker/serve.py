@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-import traceback
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +24,6 @@ from .pulse import Cancelled, Pulse
 from .ranks import join, rank, world_size
 
 TOKEN = "CP_TOKEN"
-TRACEBACK_CHARACTERS = 8000
 
 Loop = Callable[[Model, Any, Pulse], dict[str, Any]]
 
@@ -73,6 +71,7 @@ class Worker:
     def _sample(self, request: Sample, bundle: int) -> tuple[Done, int | None]:
         job = read_job(read_bundle(bundle))
         pulse = Pulse(self._channel, request.job)
+        pulse.loading(0.0)
         started = time.monotonic()
         model = self._models.get(request.model, request.parallelism, pulse.loading)
         loaded = time.monotonic()
@@ -106,16 +105,9 @@ def main(address: str) -> None:
     except EOFError:
         pass  # the host is gone, so are we
     except Exception as error:  # the one place where a rank reports its death
-        channel.send(failure(error))
+        channel.send(Failed.of(rank(), error))
     # Not a clean exit: destroying the process group waits for peers that may never come.
     os._exit(0)
-
-
-def failure(error: Exception) -> Failed:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    text = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]
-    message = f"{type(error).__name__}: {error}"[:TRACEBACK_CHARACTERS]
-    return Failed(rank(), message, f"{os.path.basename(last.filename)}:{last.lineno} {last.line}"[:500], text)
 
 
 def _comfy_loop(comfy: ComfySetup | None, device: torch.device) -> dict[type[Job], Loop]:

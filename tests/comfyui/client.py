@@ -116,6 +116,9 @@ class Client:
         """A mark in the stream of events, for `since`."""
         return len(self._events)
 
+    def events(self, since: int) -> tuple[Event, ...]:
+        return tuple(self._events[since:])
+
     def wait(self, wanted: Callable[[Event], bool], timeout: float, since: int = 0) -> Event:
         deadline = time.monotonic() + timeout
         with self._news:

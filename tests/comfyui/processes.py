@@ -49,6 +49,14 @@ def named_shared_files(processes: list[Process]) -> set[Path]:
     return {path for process in processes for path in _open_files(process.pid) if path.exists()}
 
 
+def maps(pid: int, name: str) -> bool:
+    """Does this process have a file mapped whose path holds `name`? Weights on the CPU are views of their file."""
+    try:
+        return name in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:  # it ended
+        return False
+
+
 def _look_at(proc: Path, mark: bytes) -> Process | None:
     if not proc.name.isdigit():
         return None

@@ -13,6 +13,7 @@ from .client import Interrupted
 from .graphs import Job, longer, sampling_graph
 from .latents import apart, latent_of
 from .models import other_weights_in
+from .processes import maps
 from .server import Server
 
 RING_2 = DEGREES["ring_2"]
@@ -59,27 +60,47 @@ def test_one_prompt_may_sample_with_two_models(server: Server) -> None:
     assert apart(latents[1], latents[0]) <= 1e-4
 
 
-def test_after_free_the_next_run_gives_the_same_bits(server: Server) -> None:
+@pytest.mark.parametrize("what", ["unload_models", "free_memory"])
+def test_free_drops_the_model_at_once_and_the_next_run_gives_the_same_bits(server: Server, what: str) -> None:
     want = latent_of(server.client.run(sampling_graph(FLUX, "CPSampler", RING_2)))
-    server.client.free()
+    workers = server.workers()
+    assert all(maps(worker.pid, "flux_dev.safetensors") for worker in workers.values())
+    server.client.post("/free", **{what: True})
+    asked_at = time.monotonic()
+    while any(maps(worker.pid, "flux_dev.safetensors") for worker in workers.values()):
+        assert time.monotonic() - asked_at < 2
+        time.sleep(0.02)
     got = latent_of(server.client.run(sampling_graph(FLUX, "CPSampler", RING_2)))
     assert torch.equal(got, want)
+    assert server.workers() == workers
 
 
-def test_cancel_ends_the_run_at_once_and_keeps_the_workers_warm(server: Server) -> None:
+@pytest.mark.parametrize("this_prompt", [True, False], ids=["this prompt", "whatever runs"])
+def test_cancel_ends_the_run_at_once_and_keeps_the_workers_warm(server: Server, this_prompt: bool) -> None:
     fresh = latent_of(server.client.run(sampling_graph(FLUX, "CPSampler", RING_2)))
     workers = server.workers()
     since = server.client.now()
     prompt = server.client.queue(sampling_graph(LONG, "CPSampler", RING_2))
     server.client.wait_for_step(3, since=since)
     asked_at = time.monotonic()
-    server.client.interrupt(prompt)
+    server.client.post("/interrupt", **({"prompt_id": prompt} if this_prompt else {}))
     with pytest.raises(Interrupted):
         server.client.finish(prompt, since=since, timeout=10)
     assert time.monotonic() - asked_at < 2
     again = latent_of(server.client.run(sampling_graph(FLUX, "CPSampler", RING_2)))
     assert torch.equal(again, fresh), "bit for bit"
     assert server.workers() == workers
+
+
+def test_clearing_the_queue_drops_what_waits_and_leaves_what_runs(server: Server) -> None:
+    since = server.client.now()
+    running = server.client.queue(sampling_graph(longer(FLUX, steps=15), "CPSampler", RING_2))
+    waiting = server.client.queue(sampling_graph(FLUX, "CPSampler", RING_2))
+    server.client.wait_for_step(1, since=since)
+    server.client.post("/queue", clear=True)
+    server.client.finish(running, since=since)
+    assert not any(server.client.pending())
+    assert waiting not in server.client.get("/history")
 
 
 def test_progress_and_previews_move_with_every_step(server: Server) -> None:

@@ -95,6 +95,30 @@ def test_a_senseless_entry_is_refused(tmp_path: Path, entry: Any) -> None:
         header(_file(tmp_path / "f", {"a": entry}, bytes(4)))
 
 
+JUNK = [None, True, -1, 2**70, 1.5, "x", [], [[0, 8]], {}, "F32", ["F32"], {"format": 3}]
+
+
+def test_a_lying_header_is_believed_nowhere(tmp_path: Path) -> None:
+    """Every place of a good header says something else, in turn."""
+    good = {"__metadata__": {"format": "pt"}, "a": _entry([2, 1], 0, 8), "b": _entry([1], 8, 12)}
+    for name in good:
+        for lie in [*JUNK, *({**good[name], key: junk} for key in good[name] for junk in JUNK)]:
+            path = _file(tmp_path / "f", {**good, name: lie}, bytes(12))
+            try:
+                read = header(path)
+            except ValueError:
+                continue
+            assert read.bytes == 12
+            assert all(isinstance(text, str) for pair in read.metadata.items() for text in pair)
+
+
+def test_a_header_as_deep_as_the_sea_is_refused(tmp_path: Path) -> None:
+    text = b"[" * 100_000
+    (tmp_path / "f").write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        header(tmp_path / "f")
+
+
 def test_a_header_that_is_no_object_is_refused(tmp_path: Path) -> None:
     for entries in ([1], "text", 3):
         with pytest.raises(ValueError, match="no JSON object"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,8 @@ class Conditioning(io.ComfyNode):
 
 
 class Latent(io.ComfyNode):
-    """Zeros (seed -1) or seeded randn; `masked` adds a noise_mask that keeps the left part; a new `nonce` makes
-    ComfyUI sample again what it has cached."""
+    """Zeros (seed -1), NaN (seed -2) or seeded randn; `masked` adds a noise_mask that keeps the left part; a new
+    `nonce` makes ComfyUI sample again what it has cached."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -45,7 +46,7 @@ class Latent(io.ComfyNode):
             is_dev_only=True,
             inputs=[
                 io.String.Input("shape"),
-                io.Int.Input("seed", min=-1, max=2**31),
+                io.Int.Input("seed", min=-2, max=2**31),
                 io.Boolean.Input("masked"),
                 io.Int.Input("nonce", min=0, max=2**31),
             ],
@@ -55,7 +56,10 @@ class Latent(io.ComfyNode):
     @classmethod
     def execute(cls, shape: str, seed: int, masked: bool, nonce: int) -> io.NodeOutput:
         sizes = [int(size) for size in shape.split(",")]
-        samples = torch.randn(sizes, generator=torch.Generator().manual_seed(seed)) if seed >= 0 else torch.zeros(sizes)
+        if seed >= 0:
+            samples = torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
+        else:
+            samples = torch.full(sizes, 0.0 if seed == -1 else math.nan)
         latent: dict[str, torch.Tensor] = {"samples": samples}
         if masked:
             latent["noise_mask"] = torch.ones(1, 1, *sizes[-2:])

@@ -1,0 +1,81 @@
+"""One rank does something bad at a chosen moment. Python imports this by itself where this folder is on PYTHONPATH.
+
+CP_TEST_FAULT is `rank place deed`, such as `1 gather abort`. The workers' own code knows nothing of it: a function of
+theirs is replaced when its module is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+PLACES = {  # module, function, which call of it
+    "load": ("parallel_runtime.worker.loading", "load", 1),
+    "evaluation": ("parallel_runtime.worker.models", "Model.__call__", 3),
+    "gather": ("parallel_runtime.worker.engine.exchange", "gather", 3),
+    "step": ("parallel_runtime.worker.pulse", "Pulse.step", 3),
+    "reply": ("parallel_runtime.wire.channel", "Channel.send", 3),  # after Ready and Joined
+}
+
+
+def do(deed: str) -> None:
+    if deed == "raise":
+        raise RuntimeError("sabotage")
+    if deed == "abort":
+        os.abort()
+    if deed == "exit":
+        os._exit(3)
+    os.kill(os.getpid(), signal.Signals[deed])
+
+
+class Saboteur:
+    """A finder of modules that replaces one function of one module."""
+
+    def __init__(self, place: str, deed: str) -> None:
+        self.module, self.function, self.call = PLACES[place]
+        self.deed = deed
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self.module:
+            return None
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            *owners, last = self.function.split(".")
+            owner = functools.reduce(getattr, owners, module)
+            setattr(owner, last, self.spoiled(getattr(owner, last)))
+
+        loader.exec_module = exec_module
+        return spec
+
+    def spoiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        calls = 0
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == self.call and self.deed != "deviate":
+                do(self.deed)
+            result = function(*args, **kwargs)
+            return result + 1e-6 if calls == self.call and self.deed == "deviate" else result
+
+        return call
+
+
+if fault := os.environ.get("CP_TEST_FAULT"):
+    rank, place, deed = fault.split()
+    if os.environ.get("RANK") == rank:  # torchrun's agent has none
+        sys.meta_path.insert(0, Saboteur(place, deed))  # type: ignore[arg-type]

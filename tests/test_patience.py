@@ -1,0 +1,85 @@
+"""How long a silent rank is waited for, second by second."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel_runtime.host import patience as patience_module
+from parallel_runtime.host.patience import Patience
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass only where the test says so."""
+    now = [1000.0]
+    monkeypatch.setattr(patience_module.time, "monotonic", lambda: now[0])
+
+    def forward(seconds):
+        now[0] += seconds
+
+    return forward
+
+
+@pytest.fixture
+def patience(clock):
+    return Patience(2, load=600, stall=120, cancel=10)
+
+
+def lost_after(patience, clock, seconds):
+    """Nobody is lost a second before, and somebody is a second after."""
+    clock(seconds - 1)
+    assert patience.lost([0, 1]) is None
+    clock(2)
+    return patience.lost([0, 1])
+
+
+def test_a_rank_that_never_says_a_word_has_the_stall_limit(patience, clock):
+    clock(1)
+    patience.hear(0)
+    assert lost_after(patience, clock, 119) == (1, 121)
+
+
+def test_a_rank_that_loads_has_the_load_limit(patience, clock):
+    for rank in (0, 1):
+        patience.hear(rank)
+    assert lost_after(patience, clock, 600) is not None
+
+
+def test_a_rank_that_samples_has_the_stall_limit_and_the_longest_silent_one_is_named(patience, clock):
+    for rank in (0, 1):
+        patience.hear(rank)
+        patience.sampling(rank)
+    clock(5)
+    patience.hear(1)
+    assert lost_after(patience, clock, 115) == (0, 121)
+
+
+def test_after_a_cancel_a_rank_has_one_step_and_ten_seconds(patience, clock):
+    for rank in (0, 1):
+        patience.hear(rank)
+        patience.sampling(rank)
+    clock(40)
+    for rank in (0, 1):
+        patience.hear(rank)
+    patience.cancelled = True
+    assert lost_after(patience, clock, 50) is not None
+
+
+def test_a_cancel_in_the_first_step_ends_no_group_that_works(patience, clock):
+    for rank in (0, 1):
+        patience.hear(rank)
+        patience.sampling(rank)
+    patience.cancelled = True
+    assert lost_after(patience, clock, 120) is not None
+
+
+def test_a_cancel_while_loading_waits_ten_seconds(patience, clock):
+    for rank in (0, 1):
+        patience.hear(rank)
+    patience.cancelled = True
+    assert lost_after(patience, clock, 10) is not None
+
+
+def test_ranks_that_have_answered_are_not_waited_for(patience, clock):
+    clock(10_000)
+    assert patience.lost([]) is None
