@@ -5,6 +5,7 @@ Only names and values travel, never code. The other side is worker/comfy_loop/co
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import uuid
@@ -45,10 +46,16 @@ def title(thing: Any) -> str:
 
 
 def reference(thing: Any, what: str) -> str:
-    """`module:name` of a class or function that ComfyUI's own code has under that name. Raises Refused."""
-    name = getattr(thing, "__qualname__", "")
-    if _is_comfyui(thing) and "<" not in name and _found(thing.__module__, name) is thing:
-        return f"{_module(thing)}:{name}"
+    """`module:name` of a class or function that ComfyUI's own code has under that name. Raises Refused.
+
+    ComfyUI runs a node as a copy of its class, made on the spot in the class's name: that is the class.
+    """
+    for found in inspect.getmro(thing) if isinstance(thing, type) else (thing,):
+        name = getattr(found, "__qualname__", "<>")
+        if not _is_comfyui(found) or "<" in name:
+            break
+        if _found(found.__module__, name) is found:
+            return f"{_module(found)}:{name}"
     raise Refused(f"{what} {title(thing)} is not part of ComfyUI itself, so the workers cannot have it")
 
 
