@@ -131,11 +131,15 @@ class WorkerGroup:
         self.close()
 
     def _ask(self, message: Any, bundle: int | None = None) -> None:
+        """`bundle` goes to the ranks of this machine; where there are several, to rank 0, which passes it on."""
         for rank, channel in enumerate(self._processes.channels):
+            copy = None
+            if bundle is not None and (rank == 0 or self.placement.nnodes == 1):
+                copy = os.dup(bundle)
             try:
-                channel.send(message, None if bundle is None else os.dup(bundle))
+                channel.send(message, copy)
             except OSError:
-                raise WorkerDied(f"worker rank {rank} {self._processes.cause_of_death(rank)}") from None
+                raise self._processes.died(rank) from None
 
     def _answers(
         self, job: int, limit: float, on_step: OnStep, watch: Callable[[], None]
@@ -208,7 +212,7 @@ class _Waiting:
         try:
             return self._channels[rank].receive()
         except (EOFError, OSError):
-            raise WorkerDied(f"worker rank {rank} {self._processes.cause_of_death(rank)}") from None
+            raise self._processes.died(rank) from None
 
     def _root_cause(self, failed: Failed) -> ParallelError:
         """A rank that lost a peer fails too; if some rank is gone without a word, that is the news."""
@@ -221,7 +225,8 @@ class _Waiting:
                     return died
                 if bundle is not None:
                     os.close(bundle)
-        return WorkerFailed(failed.rank, failed.error, failed.where, failed.traceback)
+        machine = self._processes.machine_of(failed.rank)
+        return WorkerFailed(failed.rank, failed.error, failed.where, failed.traceback, machine)
 
     def _check_stall(self) -> None:
         now = time.monotonic()
@@ -229,6 +234,6 @@ class _Waiting:
         if any(now - self._heard[rank] > self._limits[rank] for rank in silent):
             stuck = min(silent, key=lambda rank: self._heard[rank])  # the others wait for it
             raise WorkerDied(
-                f"worker rank {stuck} has not been heard of for {now - self._heard[stuck]:.0f} s; the next run starts "
-                "fresh workers"
+                f"worker {self._processes.named(stuck)} has not been heard of for {now - self._heard[stuck]:.0f} s; "
+                "the next run starts fresh workers"
             )

@@ -16,12 +16,15 @@ import torch
 from ..specs import ComfySetup, DemoJob, Job, Parallelism
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
+from ..wire.handshake import KEY
 from ..wire.messages import PROTOCOL, Cancel, Done, Failed, Joined, Ready, Sample, Stop, Unload, Welcome
+from ..wire.stream import Stream
 from . import demo_loop, link
 from .leash import die_when
 from .models import Model, Models
 from .pulse import Cancelled, Pulse
 from .ranks import join, rank, world_size
+from .spread import payload
 
 TOKEN = "CP_TOKEN"
 TRACEBACK_CHARACTERS = 8000
@@ -54,8 +57,7 @@ class Worker:
                     self._models.unload()
                     self._channel.send(Done(job))
                 case Sample():
-                    assert bundle is not None
-                    self._channel.send(*self._sample(message, bundle))
+                    self._channel.send(*self._sample(message, payload(bundle)))
                 case Cancel():
                     pass  # it lost the race with the answer
 
@@ -81,7 +83,7 @@ def read_job(fields: dict[str, Any]) -> Job:
 
 def main(address: str) -> None:
     logging.basicConfig(level=logging.WARNING, format=f"[CP rank {rank()}] %(message)s")
-    channel = Channel.connect(address)
+    channel = _call(address)
     die_when(channel.wait_for_hangup)
     versions = (torch.__version__, diffusers.__version__)
     channel.send(Ready(rank(), os.getpid(), os.environ.pop(TOKEN), PROTOCOL, versions))
@@ -99,6 +101,12 @@ def main(address: str) -> None:
         channel.send(failure(error))
     # Not a clean exit: destroying the process group waits for peers that may never come.
     os._exit(0)
+
+
+def _call(address: str) -> Channel:
+    """The host's unix socket on its own machine, host:port on another."""
+    key = os.environ.pop(KEY, "")
+    return Channel.connect(address) if os.path.isabs(address) else Stream.call(address, key)
 
 
 def failure(error: Exception) -> Failed:
