@@ -61,6 +61,16 @@ class CPParallelConfig(io.ComfyNode):
                     "data_degree", default=1, min=1, max=64, advanced=True, optional=True,
                     tooltip="Groups of workers that share the images of a batch.",
                 ),
+                io.Int.Input(
+                    "nnodes", default=1, min=1, max=64, advanced=True, optional=True,
+                    tooltip="Machines, this one included. Each gives as many devices as this one; the others run "
+                    "the join command and share a token with this one: see the README.",
+                ),
+                io.String.Input(
+                    "rdzv_endpoint", default="", advanced=True, optional=True,
+                    tooltip="With several machines: the address of this one and a free port, such as 10.0.0.1:29500. "
+                    "Only there do the others find it.",
+                ),
             ],
             outputs=[CPConfig.Output(display_name="cp_config")],
         )  # fmt: skip
@@ -77,6 +87,8 @@ class CPParallelConfig(io.ComfyNode):
         devices: str,
         cfg_degree: int = 0,
         data_degree: int = 1,
+        nnodes: int = 1,
+        rdzv_endpoint: str = "",
     ) -> io.NodeOutput:
         return io.NodeOutput(
             ParallelRequest(
@@ -89,5 +101,7 @@ class CPParallelConfig(io.ComfyNode):
                 devices=devices,
                 cfg_degree=cfg_degree,
                 data_degree=data_degree,
+                nnodes=nnodes,
+                rdzv_endpoint=rdzv_endpoint,
             )
         )
