@@ -32,6 +32,8 @@ class Parallel:
     attention_backend: str = "auto"
     dtype: str = "float32"
     devices: str = ""
+    nnodes: int = 1
+    rdzv_endpoint: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
