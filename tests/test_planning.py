@@ -100,7 +100,7 @@ def test_every_machine_gives_as_many_devices_as_this_one():
         ({"ring_degree": 3, "ulysses_degree": 1}, "makes 3 workers, which 2 machines cannot share evenly"),
         ({"ring_degree": 9, "ulysses_degree": 1}, "on each of 2 machines. The nearest that works is ring_degree 8 x"),
         ({"nnodes": 0}, "nnodes, the number of machines, is at least 1, got 0"),
-        ({"rdzv_endpoint": ""}, "rdzv_endpoint '' is no address of this machine with a port"),
+        ({"rdzv_endpoint": ""}, "rdzv_endpoint '' is no address with a port"),
         ({"devices": "0,1", "ring_degree": 2, "ulysses_degree": 1}, "devices names 2 .*1 worker.s. on each machine"),
     ],
 )

@@ -17,12 +17,10 @@ def parse(endpoint: str) -> tuple[str, int]:
     """Address and port. Raises Refused."""
     host, _, port = endpoint.strip().rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise Refused(
-            f"rdzv_endpoint {endpoint!r} is no address of this machine with a port; write it as 10.0.0.1:29500"
-        )
+        raise Refused(f"rdzv_endpoint {endpoint!r} is no address with a port; write it as 10.0.0.1:29500")
     try:
         address = socket.gethostbyname(host)
-    except OSError:
+    except (OSError, UnicodeError):
         raise Refused(f"rdzv_endpoint: {host!r} is no IPv4 address and no name of one; write it as 10.0.0.1") from None
     if address == "0.0.0.0":
         raise Refused("rdzv_endpoint 0.0.0.0 would listen to every network; name one address of this machine")

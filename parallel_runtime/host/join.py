@@ -27,7 +27,7 @@ from .versions import versions
 
 RETRY_SECONDS = 1.0
 POLL_SECONDS = 0.05
-LINES, LINE_CHARACTERS = 100, 400  # of torchrun's output, that go to the host: they must fit in a message
+LINES, LINE_CHARACTERS = 100, 300  # of torchrun's output, in ASCII: what goes to the host must fit in a message
 
 log = logging.getLogger(__name__)
 
@@ -76,11 +76,14 @@ class Guest:
                 time.sleep(POLL_SECONDS)
             if torchrun.running():
                 return "ComfyUI has ended the group"
-            lines = [line[:LINE_CHARACTERS] for line in torchrun.last_words()[-LINES:]]
-            stream.send(Left(tuple(lines)))
+            stream.send(Left(tuple(_plain(line) for line in torchrun.last_words()[-LINES:])))
             return "the workers have ended"
         finally:
             torchrun.close()
+
+
+def _plain(line: str) -> str:
+    return line.encode("ascii", "replace").decode()[:LINE_CHARACTERS]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

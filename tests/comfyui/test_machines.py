@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from parallel_runtime.errors import WorkerStartError
+from parallel_runtime.host.group import WorkerGroup
+from parallel_runtime.specs import ComfySetup, Placement
+
 from ..machines.guest import Guest, joining
 from ..machines.network import TOKEN
 from .client import Interrupted, NodeError
@@ -69,6 +73,12 @@ def test_without_a_token_the_node_says_what_to_set(server: Server) -> None:
         NodeError, match="shared token of at least 16 characters, found none; set CP_CLUSTER_TOKEN_FILE"
     ):
         server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
+
+
+def test_another_version_of_comfyui_is_an_error_that_names_both(comfy: ComfyInstall) -> None:
+    setup = ComfySetup(root=str(comfy.root), flags=("--cpu",), version="0.0.1")
+    with pytest.raises(WorkerStartError, match=rf"rank 0 could not start: .*is 0\.0\.1 where .*\d in {comfy.root} on"):
+        WorkerGroup(Placement(devices=("cpu",)), setup)
 
 
 def test_a_killed_comfyui_leaves_no_worker_on_the_other_machine(comfy: ComfyInstall, tmp_path: Path) -> None:

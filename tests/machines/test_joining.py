@@ -88,7 +88,7 @@ def test_an_offer_that_finds_no_room_is_dropped_and_not_waited_for(gate):
     guest = Stream.call(address_of(gate), KEY)
     host = gate.arrivals.get(timeout=5)
     started = time.monotonic()
-    while guest.offer(Machine(("x" * 10_000,), "", 0, "")):
+    while guest.offer(Machine(("x" * 1000,), "", 0, "")):
         assert time.monotonic() - started < 10, "nobody reads, and there is always room"
     host.close()
     guest.close()
@@ -134,7 +134,7 @@ def test_a_token_is_the_same_from_a_file_and_from_the_environment(monkeypatch, t
         ("10.0.0.1", "write it as 10.0.0.1:29500"),
         ("10.0.0.1:port", "write it as 10.0.0.1:29500"),
         ("0.0.0.0:29500", "name one address"),
-        ("no such host:29500", "is no IPv4 address and no name of one"),
+        ("no..host:29500", "is no IPv4 address and no name of one"),
     ],
 )
 def test_an_endpoint_that_is_none_is_refused(endpoint, sentence):
