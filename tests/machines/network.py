@@ -13,12 +13,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallel_runtime.specs import Parallelism, Placement
+
 ROOT = Path(__file__).resolve().parents[2]
 HERE, THERE = "10.77.0.1", "10.77.0.2"
 TOKEN = "a token that both machines have"
 PORT = 29500
+ULYSSES = Parallelism(ulysses_degree=2)
 _numbers = itertools.count()
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def on_two_machines(workers: int = 1) -> Placement:
+    """So many CPU workers on each."""
+    return Placement(devices=("cpu",) * workers, nnodes=2, rdzv_endpoint=f"{HERE}:{PORT}")
 
 
 def why_there_is_none() -> str:

@@ -26,8 +26,7 @@ from parallel_runtime.worker.rendezvous import SignedBackend
 from ..groups import flux_job, spec_of
 from ..tiny import write
 from .guest import joining
-from .network import HERE, PORT, ROOT, THERE
-from .test_machines import ULYSSES, on_two_machines
+from .network import HERE, PORT, ROOT, THERE, ULYSSES, on_two_machines
 
 KEY, OTHER = "k" * 64, "o" * 64
 

@@ -13,19 +13,14 @@ import torch
 
 from parallel_runtime.errors import WorkerDied
 from parallel_runtime.host.group import WorkerGroup
-from parallel_runtime.specs import Parallelism, Placement
+from parallel_runtime.specs import Parallelism
 
 from ..groups import flux_job, on_cpu
 from .guest import joining
-from .network import HERE, PORT, ROOT, THERE, TOKEN
+from .network import HERE, PORT, ROOT, THERE, TOKEN, ULYSSES, on_two_machines
 
-ULYSSES = Parallelism(ulysses_degree=2)
 RING = Parallelism(ring_degree=2)
 LOST_SECONDS = 12
-
-
-def on_two_machines(workers: int = 1) -> Placement:
-    return Placement(devices=("cpu",) * workers, nnodes=2, rdzv_endpoint=f"{HERE}:{PORT}")
 
 
 def samples(group, model, parallelism, **job):
