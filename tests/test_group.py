@@ -246,7 +246,7 @@ def test_the_host_being_killed_leaves_no_process(flux, tmp_path):
 def test_torchrun_being_killed_leaves_no_process(doomed, flux):
     samples(doomed, flux, ULYSSES)
     pids = workers_of(doomed)
-    os.kill(doomed._processes._agent.pid, signal.SIGKILL)
+    os.kill(doomed._processes._torchrun.agent.pid, signal.SIGKILL)
     wait_until(lambda: not any(pid in our_processes() for pid in pids), 3)
     with pytest.raises(WorkerDied):
         doomed.sample(flux, ULYSSES, flux_job())
@@ -254,7 +254,7 @@ def test_torchrun_being_killed_leaves_no_process(doomed, flux):
 
 def test_nothing_listens_beyond_loopback(pair, flux):
     samples(pair, flux, ULYSSES)
-    pids = [*workers_of(pair), pair._processes._agent.pid]
+    pids = [*workers_of(pair), pair._processes._torchrun.agent.pid]
     loopback = ("0100007F:", "00000000000000000000000001000000:", "0000000000000000FFFF00000100007F:")
     for address in listening_addresses(pids):
         assert address.startswith(loopback)
