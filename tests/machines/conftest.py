@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from parallel_runtime.specs import ModelSpec
+from parallel_runtime.host.group import WorkerGroup
+from parallel_runtime.specs import ModelSpec, Parallelism
 from parallel_runtime.wire.handshake import TOKEN as TOKEN_VARIABLE
 
-from ..groups import spec_of
+from ..groups import on_cpu, spec_of
 from ..tiny import write
 from .guest import Guest, joining
 from .network import TOKEN, Network, network, why_there_is_none
@@ -39,6 +40,13 @@ def guest(net: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gu
 @pytest.fixture(scope="session")
 def flux(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     return spec_of(write(tmp_path_factory.mktemp("models"), "flux_schnell"))
+
+
+@pytest.fixture(scope="module")
+def alone(net: Network) -> Iterator[WorkerGroup]:
+    """What one worker makes of the job that the others are asked for."""
+    with WorkerGroup(on_cpu(Parallelism())) as group:
+        yield group
 
 
 @pytest.fixture
