@@ -72,9 +72,9 @@ class Guest:
         torchrun = Torchrun()
         try:
             torchrun.start(invitation.workers, self.endpoint, invitation.token, meeting)
-            while torchrun.running() and not stream.waiting():
+            while torchrun.running() and not torchrun.failing() and not stream.waiting():
                 time.sleep(POLL_SECONDS)
-            if torchrun.running():
+            if stream.waiting():
                 return "ComfyUI has ended the group"
             stream.send(Left(tuple(_plain(line) for line in torchrun.last_words()[-LINES:])))
             return "the workers have ended"

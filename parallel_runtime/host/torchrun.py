@@ -81,6 +81,10 @@ class Torchrun:
     def running(self) -> bool:
         return self._started and self.agent.poll() is None
 
+    def failing(self) -> bool:
+        """A worker has ended badly, and torchrun is about to end: that takes it a second or two."""
+        return any("failed (exitcode: " in line for line in list(self.lines))
+
     def cause_of_death(self, pid: int) -> str:
         """How torchrun says that this worker ended, as far as it has said so a moment later."""
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -89,8 +93,9 @@ class Torchrun:
         return cause_of_death(self.lines, pid)
 
     def last_words(self) -> list[str]:
-        """All that was printed, once the process has ended."""
-        self._reader.join(GRACE_SECONDS)
+        """What was printed last; all of it where the process has ended."""
+        if not self.running():
+            self._reader.join(GRACE_SECONDS)
         return list(self.lines)
 
     def wait(self, seconds: float) -> None:
@@ -134,7 +139,8 @@ def on_this_machine(folder: str) -> Rendezvous:
 
 
 def cause_of_death(lines: Iterable[str], pid: int) -> str:
-    if found := re.search(rf"exitcode\s*: (-?\d+) \(pid: {pid}\)", "\n".join(lines)):
+    """From torchrun's report at its end, or from what it logs at once."""
+    if found := re.search(rf"exitcode\s*: (-?\d+)\)?( local_rank: \d+)? \(pid: {pid}\)", "\n".join(lines)):
         code = int(found[1])
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
