@@ -30,6 +30,13 @@ def wait_until(condition, seconds):
 
 
 @pytest.fixture
+def guest(net, folder):
+    """For one test: of two that wait, either may come into a group."""
+    with joining(folder, namespace=net.there) as command:
+        yield command
+
+
+@pytest.fixture
 def doomed(guest, flux):
     """A group that has sampled, for a test that breaks it."""
     group = WorkerGroup(on_two_machines())
