@@ -47,7 +47,8 @@ def _configured(prompt: Prompt, link: Any) -> ParallelRequest | None:
         return None
     known = values.keys() & ParallelRequest.__dataclass_fields__.keys()
     request = ParallelRequest(**{name: values[name] for name in known})
-    return None if request.ring_degree and not request.ulysses_degree else request  # depends on the model's heads
+    of_heads = request.ring_degree and not request.ulysses_degree  # how many workers depends on the model
+    return None if of_heads or request.nnodes != 1 else request
 
 
 def _start(request: ParallelRequest) -> None:

@@ -72,6 +72,16 @@ class CPParallelConfig(io.ComfyNode):
                     tooltip="What the workers do with the model after a run: keep it, offload it to main memory, or "
                     "unload it.",
                 ),
+                io.Int.Input(
+                    "nnodes", default=1, min=1, max=64, advanced=True, optional=True,
+                    tooltip="Machines, this one included. Each gives as many devices as this one; the others run "
+                    "the join command and share a token with this one: see the README.",
+                ),
+                io.String.Input(
+                    "rdzv_endpoint", default="", advanced=True, optional=True,
+                    tooltip="With several machines: the address of this one and a free port, such as 10.0.0.1:29500. "
+                    "Only there do the others find it.",
+                ),
             ],
             outputs=[CPConfig.Output(display_name="cp_config")],
         )  # fmt: skip
@@ -90,6 +100,8 @@ class CPParallelConfig(io.ComfyNode):
         data_degree: int = 1,
         step_cache: float = 0.0,
         after_sampling: AfterSampling = "keep",
+        nnodes: int = 1,
+        rdzv_endpoint: str = "",
     ) -> io.NodeOutput:
         return io.NodeOutput(
             ParallelRequest(
@@ -104,5 +116,7 @@ class CPParallelConfig(io.ComfyNode):
                 data_degree=data_degree,
                 step_cache=step_cache,
                 after_sampling=after_sampling,
+                nnodes=nnodes,
+                rdzv_endpoint=rdzv_endpoint,
             )
         )

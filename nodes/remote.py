@@ -20,6 +20,7 @@ import comfy.model_management
 import comfy.options
 import comfy.patcher_extension
 import comfy.samplers
+import comfyui_version
 import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
@@ -181,4 +182,9 @@ def is_guided(guider: comfy.samplers.CFGGuider) -> bool:
 
 def comfy_setup() -> ComfySetup:
     flags = tuple(sys.argv[1:]) if comfy.options.args_parsing else ()
-    return ComfySetup(root=os.path.dirname(os.path.dirname(comfy.samplers.__file__)), flags=flags, folder=os.getcwd())
+    return ComfySetup(
+        root=os.path.dirname(os.path.dirname(comfy.samplers.__file__)),
+        flags=flags,
+        folder=os.getcwd(),
+        version=comfyui_version.__version__,
+    )

@@ -1,12 +1,13 @@
-"""python -m parallel_runtime demo [options]"""
+"""python -m parallel_runtime demo [options], or join HOST:PORT [options]"""
 
 from __future__ import annotations
 
+import importlib
 import sys
 
-from .demo.run import main
+COMMANDS = {"demo": ".demo.run", "join": ".host.join"}  # imported when asked for: each wants other packages
 
 if __name__ == "__main__":
-    if sys.argv[1:2] != ["demo"]:
-        sys.exit("usage: python -m parallel_runtime demo [--help]")
-    sys.exit(main(sys.argv[2:]))
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        sys.exit("usage: python -m parallel_runtime {demo,join} [--help]")
+    sys.exit(importlib.import_module(COMMANDS[sys.argv[1]], __package__).main(sys.argv[2:]))

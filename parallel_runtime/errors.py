@@ -31,7 +31,8 @@ class ProtocolError(ParallelError):
 
 
 class WorkerFailed(ParallelError):
-    def __init__(self, rank: int, error: str, where: str, traceback: str) -> None:
-        super().__init__(f"worker rank {rank} failed: {error} ({where})")
+    def __init__(self, rank: int, error: str, where: str, traceback: str, machine: str = "") -> None:
+        on = f" on {machine}" if machine else ""
+        super().__init__(f"worker rank {rank}{on} failed: {error} ({where})")
         self.rank = rank
         self.traceback = traceback

@@ -57,7 +57,8 @@ class Parallelism:
 @dataclass(frozen=True, kw_only=True)
 class ParallelRequest:
     """What a CP Parallel Config node says. 0 and "auto" are decided when the model is known; `devices` is a list such
-    as "0,1", "cuda:0,cuda:1" or "cpu,cpu", and empty for all. `step_cache` is a threshold, 0 for no cache."""
+    as "0,1", "cuda:0,cuda:1" or "cpu,cpu", and empty for all. `step_cache` is a threshold, 0 for no cache. Of `nnodes`
+    machines each gives as many devices as this one, which the others reach at `rdzv_endpoint`, "address:port"."""
 
     ring_degree: int = 0
     ulysses_degree: int = 0
@@ -70,6 +71,8 @@ class ParallelRequest:
     data_degree: int = 1
     step_cache: float = 0.0
     after_sampling: AfterSampling = "keep"
+    nnodes: int = 1
+    rdzv_endpoint: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,22 +111,30 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ComfySetup:
-    """The host's ComfyUI: its checkout, the command-line flags it runs with, and the folder that these speak of."""
+    """The host's ComfyUI: its checkout, the command-line flags it runs with, the folder that these speak of, and its
+    version, "" where any will do."""
 
     root: str
     flags: tuple[str, ...] = ()
     folder: str = "/"
+    version: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where the ranks of a group live: one torch device a rank, in rank order. A device may be named twice."""
+    """Where the ranks of a group live: one torch device a rank, in rank order. A device may be named twice.
+
+    With `nnodes` machines `devices` are this machine's, whose ranks come first, and every other gives as many. They
+    find this one at `rdzv_endpoint`.
+    """
 
     devices: tuple[str, ...]
+    nnodes: int = 1
+    rdzv_endpoint: str = ""
 
     @property
     def world_size(self) -> int:
-        return len(self.devices)
+        return len(self.devices) * self.nnodes
 
     @property
     def shared(self) -> bool:

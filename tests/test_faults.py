@@ -71,7 +71,7 @@ def test_a_fault_of_one_rank_is_named_in_time_and_leaves_nothing(tmp_path, monke
     monkeypatch.setattr(group_module, "LOAD_SECONDS", 4.0)
     sabotage(monkeypatch, f"{rank} {place} {deed}")
     group = WorkerGroup(on_cpu(ULYSSES))
-    pids = [group._processes._agent.pid, *workers_of(group)]
+    pids = [group._processes._torchrun.agent.pid, *workers_of(group)]
     started = time.monotonic()
     with pytest.raises((WorkerDied, WorkerFailed), match=DEEDS[deed].format(rank=rank)):
         group.sample(flux, ULYSSES, flux_job())
@@ -191,7 +191,7 @@ def test_the_host_being_killed_leaves_no_process(flux, tmp_path):
 def test_torchrun_being_killed_is_named_and_leaves_no_process(doomed, flux):
     samples(doomed, flux, ULYSSES)
     pids = workers_of(doomed)
-    os.kill(doomed._processes._agent.pid, signal.SIGKILL)
+    os.kill(doomed._processes._torchrun.agent.pid, signal.SIGKILL)
     wait_until(lambda: not any(pid in our_processes() for pid in pids), 3)
     with pytest.raises(WorkerDied, match="went away with torchrun, which was killed by SIGKILL"):
         doomed.sample(flux, ULYSSES, flux_job())

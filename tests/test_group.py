@@ -260,7 +260,7 @@ def test_an_idle_group_ends_and_one_in_use_does_not(monkeypatch, flux):
 
 def test_nothing_listens_beyond_loopback(pair, flux):
     samples(pair, flux, ULYSSES)
-    pids = [*workers_of(pair), pair._processes._agent.pid]
+    pids = [*workers_of(pair), pair._processes._torchrun.agent.pid]
     loopback = ("0100007F:", "00000000000000000000000001000000:", "0000000000000000FFFF00000100007F:")
     for address in listening_addresses(pids):
         assert address.startswith(loopback)

@@ -82,6 +82,34 @@ def test_every_plan_uses_exactly_its_devices():
             assert len(devices) == max(1, gpus)
 
 
+MACHINES = {"nnodes": 2, "rdzv_endpoint": "127.0.0.1:29500"}
+
+
+def test_every_machine_gives_as_many_devices_as_this_one():
+    degrees, placement = plan(ParallelRequest(**MACHINES), heads=24, gpus=4)
+    assert degrees.ulysses_degree == placement.world_size == 8
+    assert placement.devices == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
+    assert (placement.nnodes, placement.rdzv_endpoint) == (2, "127.0.0.1:29500")
+    assert planned(**MACHINES) == (1, 2, ("cpu",))
+    assert planned(ring_degree=2, ulysses_degree=2, **MACHINES) == (2, 2, ("cpu", "cpu"))
+    assert planned(gpus=4, ring_degree=2, ulysses_degree=1, **MACHINES) == (2, 1, ("cuda:0",))
+
+
+@pytest.mark.parametrize(
+    ("request_", "sentence"),
+    [
+        ({"ring_degree": 3, "ulysses_degree": 1}, "makes 3 workers, which 2 machines cannot share evenly"),
+        ({"ring_degree": 9, "ulysses_degree": 1}, "on each of 2 machines. The nearest that works is ring_degree 8 x"),
+        ({"nnodes": 0}, "nnodes, the number of machines, is at least 1, got 0"),
+        ({"rdzv_endpoint": ""}, "rdzv_endpoint '' is no address with a port"),
+        ({"devices": "0,1", "ring_degree": 2, "ulysses_degree": 1}, "devices names 2 .*1 worker.s. on each machine"),
+    ],
+)
+def test_what_machines_cannot_share_is_refused(request_, sentence):
+    with pytest.raises(Refused, match=sentence):
+        planned(gpus=4, **{**MACHINES, **request_})
+
+
 def test_devices_are_read_as_people_write_them():
     assert parse_devices(" 0 , CUDA:1,", 2) == ("cuda:0", "cuda:1")
     assert parse_devices("cpu,cpu", 0) == ("cpu", "cpu")

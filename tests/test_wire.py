@@ -14,9 +14,13 @@ from parallel_runtime.wire.channel import PACKET_BYTES, Channel
 from parallel_runtime.wire.messages import (
     Beat,
     Cancel,
+    Denied,
     Done,
     Failed,
+    Invitation,
     Joined,
+    Left,
+    Machine,
     Ready,
     Sample,
     Step,
@@ -41,6 +45,10 @@ MESSAGES = [
     Step(1, 0, 20),
     Done(1, cancelled=True, seconds=2),
     Failed(0, "ValueError: x", "file.py:3", "Traceback"),
+    Machine(("PyTorch 2.13",), "0,1", 2, "/comfy"),
+    Invitation(1, 2, 4, 40000, "run", "token"),
+    Denied("why"),
+    Left(("a line", "")),
 ]
 
 

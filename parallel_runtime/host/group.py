@@ -134,11 +134,15 @@ class WorkerGroup:
         self.close()
 
     def _ask(self, message: Any, bundle: int | None = None) -> None:
+        """`bundle` goes to the ranks of this machine; where there are several, to rank 0, which passes it on."""
         for rank, channel in enumerate(self._processes.channels):
+            copy = None
+            if bundle is not None and (rank == 0 or self.placement.nnodes == 1):
+                copy = os.dup(bundle)
             try:
-                channel.send(message, None if bundle is None else os.dup(bundle))
+                channel.send(message, copy)
             except OSError:
-                raise WorkerDied(f"worker rank {rank} {self._processes.cause_of_death(rank)}") from None
+                raise self._processes.died(rank) from None
 
     def _answers(
         self, job: int, limit: float, on_step: OnStep, watch: Callable[[], None]
@@ -211,7 +215,7 @@ class _Waiting:
         try:
             return self._channels[rank].receive()
         except (EOFError, OSError):
-            raise WorkerDied(f"worker rank {rank} {self._processes.cause_of_death(rank)}") from None
+            raise self._processes.died(rank) from None
 
     def _root_cause(self, failed: Failed) -> ParallelError:
         """A rank that lost a peer fails too; if some rank is gone without a word, that is the news."""
@@ -224,10 +228,12 @@ class _Waiting:
                     return died
                 if bundle is not None:
                     os.close(bundle)
-        return WorkerFailed(failed.rank, failed.error, failed.where, failed.traceback)
+        machine = self._processes.machine_of(failed.rank)
+        return WorkerFailed(failed.rank, failed.error, failed.where, failed.traceback, machine)
 
     def _check_stall(self) -> None:
         if lost := self.patience.lost([rank for rank in range(len(self._channels)) if rank not in self.answers]):
             raise WorkerDied(
-                f"worker rank {lost[0]} has not been heard of for {lost[1]:.0f} s; the next run starts fresh workers"
+                f"worker {self._processes.named(lost[0])} has not been heard of for {lost[1]:.0f} s; "
+                "the next run starts fresh workers"
             )

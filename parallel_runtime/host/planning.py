@@ -11,6 +11,7 @@ from math import prod
 from ..errors import Refused
 from ..families.base import Family
 from ..specs import AttentionBackend, Parallelism, ParallelRequest, Placement
+from . import endpoint
 
 Seconds = Callable[[Parallelism], float]
 
@@ -32,16 +33,24 @@ def plan(
     Ulysses where both are auto; without it Ulysses comes first. Raises Refused where the request cannot work.
     """
     devices = parse_devices(request.devices, gpus)
-    asked = _degrees(request, len(devices), heads, guided, seconds)
-    limit = len(devices) if devices else MAX_CPU_WORKERS
+    nnodes = _machines(request)
+    asked = _degrees(request, nnodes * max(1, len(devices)), heads, guided, seconds)
+    limit = nnodes * (len(devices) or MAX_CPU_WORKERS)
     if asked.world_size > limit or asked.ulysses_degree > heads:
-        raise Refused(_too_much(asked, devices, limit, heads))
-    if request.devices.strip(" ,") and asked.world_size < len(devices):
+        raise Refused(_too_much(asked, devices, limit, heads, nnodes))
+    here, left = divmod(asked.world_size, nnodes)
+    if left:
         raise Refused(
-            f"devices names {len(devices)} ({', '.join(devices)}), but {_named(asked)} needs {asked.world_size} "
-            f"worker(s); name {asked.world_size}, or set degrees to 0"
+            f"{_named(asked)} makes {asked.world_size} workers, which {nnodes} machines cannot share evenly; choose "
+            f"degrees with a product divisible by {nnodes}, or set them to 0"
         )
-    placement = Placement(devices=devices[: asked.world_size] or ("cpu",) * asked.world_size)
+    if request.devices.strip(" ,") and here < len(devices):
+        raise Refused(
+            f"devices names {len(devices)} ({', '.join(devices)}), but {_named(asked)} needs {here} "
+            f"worker(s){' on each machine' if nnodes > 1 else ''}; name {here}, or set degrees to 0"
+        )
+    devices = devices[:here] or ("cpu",) * here
+    placement = Placement(devices=devices, nnodes=nnodes, rdzv_endpoint=request.rdzv_endpoint if nnodes > 1 else "")
     _check_backend(request.attention_backend, placement)
     return (asked if guided else _folded(asked, heads)), placement
 
@@ -55,6 +64,15 @@ def check_step_cache(request: ParallelRequest, family: Family) -> None:
             f"step_cache {request.step_cache:g}: a {family.name} model has no blocks that workers can skip; set "
             "step_cache to 0"
         )
+
+
+def _machines(request: ParallelRequest) -> int:
+    """How many. Raises Refused where others could not find this one."""
+    if request.nnodes < 1:
+        raise Refused(f"nnodes, the number of machines, is at least 1, got {request.nnodes}")
+    if request.nnodes > 1:
+        endpoint.parse(request.rdzv_endpoint)
+    return request.nnodes
 
 
 def parse_devices(text: str, gpus: int) -> tuple[str, ...]:
@@ -128,19 +146,21 @@ def _folded(degrees: Parallelism, heads: int) -> Parallelism:
     return replace(degrees, cfg_degree=1, ring_degree=2 * degrees.ring_degree)
 
 
-def _too_much(asked: Parallelism, devices: tuple[str, ...], limit: int, heads: int) -> str:
+def _too_much(asked: Parallelism, devices: tuple[str, ...], limit: int, heads: int, nnodes: int) -> str:
     if asked.world_size > limit:
         where = f"{len(devices)} device(s): {', '.join(devices)}" if devices else f"room for {limit} CPU workers"
+        where += f" on each of {nnodes} machines" if nnodes > 1 and devices else ""
         reason = f"{_named(asked)} needs {asked.world_size} workers, but there is {where}"
     else:
         reason = (
             f"{_named(asked)} splits {heads} attention heads over {asked.ulysses_degree} workers, more than there are"
         )
-    shared = "" if len(devices) != 1 else f"; or let workers share it: devices {','.join(devices * asked.world_size)}"
-    return f"{reason}. The nearest that works is {_named(_nearest(asked, limit, heads))}{shared}"
+    sharing = ",".join(devices * (asked.world_size // nnodes))
+    shared = "" if len(devices) != 1 else f"; or let workers share it: devices {sharing}"
+    return f"{reason}. The nearest that works is {_named(_nearest(asked, limit, heads, nnodes))}{shared}"
 
 
-def _nearest(asked: Parallelism, limit: int, heads: int) -> Parallelism:
+def _nearest(asked: Parallelism, limit: int, heads: int, nnodes: int) -> Parallelism:
     """Degrees, none larger than asked but the ring's, that use as many of the workers as they can."""
     goal = min(asked.world_size, limit)
     shapes = [
@@ -149,6 +169,7 @@ def _nearest(asked: Parallelism, limit: int, heads: int) -> Parallelism:
         for cfg in range(1, asked.cfg_degree + 1)
         for ulysses in range(1, min(asked.ulysses_degree, heads, limit) + 1)
         for ring in range(1, limit // (data * cfg * ulysses) + 1)
+        if data * cfg * ulysses * ring % nnodes == 0
     ]
     wanted = asked.shape
     best = min(

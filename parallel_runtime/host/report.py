@@ -27,7 +27,7 @@ def report(
     lines = [
         subject.model,
         f"Tokens: {_tokens(subject.tokens)}; {work.rows} image(s) or video(s) in the batch.",
-        f"Workers: {placement.world_size} on {', '.join(placement.devices)}.",
+        f"Workers: {placement.world_size} on {', '.join(placement.devices)}{_machines(placement)}.",
         f"Degrees: {_degrees(degrees)}. {_reason(work, degrees, guided)}",
         _memory(work, degrees, link),
         _traffic(work, degrees),
@@ -35,6 +35,12 @@ def report(
         *_warnings(work, degrees, placement, guided, link),
     ]
     return "\n".join(line for line in lines if line)
+
+
+def _machines(placement: Placement) -> str:
+    if placement.nnodes == 1:
+        return ""
+    return f", and as many on each of {placement.nnodes - 1} other machine(s), which join at {placement.rdzv_endpoint}"
 
 
 def _tokens(tokens: dict[str, int]) -> str:

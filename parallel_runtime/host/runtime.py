@@ -72,7 +72,8 @@ def _current(placement: Placement, comfy: ComfySetup | None, watch: Callable[[],
     if _group and not (_group.alive and _group.placement == placement and _group.comfy == comfy):
         _close()
     if _group is None:
-        log.info("[CP] starting %d worker(s) on %s", placement.world_size, ", ".join(placement.devices))
+        machines = f" on each of {placement.nnodes} machines" if placement.nnodes > 1 else ""
+        log.info("[CP] starting %d worker(s): %s%s", placement.world_size, ", ".join(placement.devices), machines)
         _group = WorkerGroup(placement, comfy, watch)
     return _group
 

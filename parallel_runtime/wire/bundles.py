@@ -40,15 +40,25 @@ def write_bundle(value: Any, *, limit: int = LIMIT) -> int:
     header, offsets, total = _layout(tree, tensors)
     if total > limit:
         raise Refused(f"a payload of {total / 2**30:.1f} GiB is over the limit of {limit / 2**30:.1f} GiB")
-    fd = _anonymous_file()
+    fd = empty_bundle(total)
     try:
-        os.posix_fallocate(fd, 0, total)
         with mmap.mmap(fd, total) as memory:
             memory[: len(header)] = header
             for name, tensor in tensors.items():
                 _copy(tensor, memory, offsets[name])
         if hasattr(fcntl, "F_ADD_SEALS"):
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def empty_bundle(size: int) -> int:
+    """A memory file to copy a bundle of `size` bytes into. Raises OSError (ENOSPC) where the memory is not there."""
+    fd = _anonymous_file()
+    try:
+        os.posix_fallocate(fd, 0, size)
     except BaseException:
         os.close(fd)
         raise

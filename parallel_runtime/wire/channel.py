@@ -82,6 +82,15 @@ class Channel:
                 os.close(bundle)
             raise
 
+    def greeting(self, seconds: float) -> Any:
+        """The first message, without a bundle. Raises TimeoutError where it does not come, else as `receive`."""
+        if not select.select([self._socket], [], [], seconds)[0]:
+            raise TimeoutError
+        message, bundle = self.receive()
+        if bundle is not None:
+            os.close(bundle)
+        return message
+
     def waiting(self) -> bool:
         """There is something to receive: a message or EOF."""
         return bool(select.select([self._socket], [], [], 0)[0])

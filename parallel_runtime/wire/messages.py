@@ -2,6 +2,8 @@
 
 host -> each rank       Welcome  Sample (with a bundle)  Cancel  Unload  Stop
 rank -> host            Ready  Joined  Beat  Step (with a bundle)  Done (rank 0: with a bundle)  Failed
+machine -> host         Machine  Left
+host -> machine         Invitation  Denied
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ PROTOCOL = hashlib.sha256(
 
 @dataclass(frozen=True)
 class Welcome:
-    """The host has accepted this rank. `store` is the file where the ranks meet, `shared` says that
+    """The host has accepted this rank. `store` is where the ranks meet, a file or host:port; `shared` says that
     ranks share a device; no `comfy`: there is no ComfyUI."""
 
     device: str
@@ -126,7 +128,49 @@ class Failed:
         return cls(rank, f"{type(error).__name__}: {error}"[:2000], where[:500], text[-8000:])
 
 
-Message = Welcome | Sample | Cancel | Unload | Stop | Ready | Joined | Beat | Step | Done | Failed
+@dataclass(frozen=True)
+class Machine:
+    """Another machine offers its devices. `devices` is what its user wrote, "" for like the host's; `comfyui` is its
+    folder of ComfyUI, "" for the same path as the host's."""
+
+    versions: tuple[str, ...]
+    devices: str
+    gpus: int
+    comfyui: str
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """The machine is in: start `workers` ranks, as number `index` of `nnodes` torchruns that meet at the port `store`
+    of the host under the name `run`. The ranks show `token`."""
+
+    index: int
+    nnodes: int
+    workers: int
+    store: int
+    run: str
+    token: str
+
+
+@dataclass(frozen=True)
+class Denied:
+    """The machine does not fit, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """The machine's torchrun has ended, with these last lines."""
+
+    lines: tuple[str, ...]
+
+
+Message = (
+    Welcome | Sample | Cancel | Unload | Stop
+    | Ready | Joined | Beat | Step | Done | Failed
+    | Machine | Invitation | Denied | Left
+)  # fmt: skip
 
 _TYPES = {cls.__name__: cls for cls in typing.get_args(Message)}
 

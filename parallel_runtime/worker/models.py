@@ -19,6 +19,8 @@ from .engine.attach import attach, detach
 from .engine.mesh import ContextMesh, build_mesh
 from .lanes import Lanes, spread_rows
 from .loading import load
+from .ranks import machine, machines
+from .spread import check_same_file
 from .step_cache import StepCache
 
 
@@ -101,7 +103,7 @@ class Models:
             torch.cuda.empty_cache()
 
     def _load(self, spec: ModelSpec, on_share: Callable[[float], None]) -> Model:
-        _check_unchanged(spec)
+        _check_file(spec)
         loaded = load(
             spec.path,
             weight_dtype=getattr(torch, spec.weight_dtype),
@@ -118,6 +120,13 @@ class Models:
         if shape not in self._meshes:
             self._meshes[shape] = build_mesh(parallelism, self._device)
         return self._meshes[shape]
+
+
+def _check_file(spec: ModelSpec) -> None:
+    if machine() == 0:
+        _check_unchanged(spec)
+    if machines() > 1:
+        check_same_file(spec.path)
 
 
 def _check_unchanged(spec: ModelSpec) -> None:

@@ -20,10 +20,19 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
+def machine() -> int:
+    """The number of this rank's machine: 0 is ComfyUI's."""
+    return int(os.environ["GROUP_RANK"])
+
+
+def machines() -> int:
+    return int(os.environ["GROUP_WORLD_SIZE"])
+
+
 def join(device: torch.device, store: str, *, shared: bool) -> None:
     """Make this rank part of the group: NCCL on CUDA, gloo elsewhere and where ranks share a GPU.
 
-    `store` is a private file: meeting there opens no port.
+    `store` is a private file on one machine, so that meeting opens no port; host:port on several.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -32,12 +41,19 @@ def join(device: torch.device, store: str, *, shared: bool) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "cpu:gloo"
     dist.init_process_group(
         backend,
-        store=dist.FileStore(store, world_size()),
+        store=_store(store),
         rank=rank(),
         world_size=world_size(),
         timeout=COLLECTIVE_TIMEOUT,
         device_id=device if "nccl" in backend else None,
     )
+
+
+def _store(place: str) -> dist.Store:
+    if machines() == 1:
+        return dist.FileStore(place, world_size())
+    host, _, port = place.rpartition(":")
+    return dist.PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], dist.TCPStore(host, int(port), is_master=False))
 
 
 def agree(flag: bool) -> bool:

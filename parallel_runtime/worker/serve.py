@@ -15,13 +15,16 @@ import torch
 from ..specs import ComfySetup, DemoJob, Job, Parallelism
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
+from ..wire.handshake import KEY
 from ..wire.messages import PROTOCOL, Cancel, Done, Failed, Joined, Ready, Sample, Stop, Unload, Welcome
+from ..wire.stream import Stream
 from . import demo_loop, link
 from .leash import die_when
 from .memory import is_out_of_memory, out_of_memory
 from .models import Model, Models
 from .pulse import Cancelled, Pulse
 from .ranks import join, rank, world_size
+from .spread import payload
 
 TOKEN = "CP_TOKEN"
 
@@ -62,8 +65,7 @@ class Worker:
                     (self._models.offload if offload else self._models.drop)(model)
                     self._channel.send(Done(job))
                 case Sample():
-                    assert bundle is not None
-                    self._channel.send(*self._sample(message, bundle))
+                    self._channel.send(*self._sample(message, payload(bundle)))
                 case Cancel():
                     pass  # it lost the race with the answer
 
@@ -90,7 +92,7 @@ def read_job(fields: dict[str, Any]) -> Job:
 
 def main(address: str) -> None:
     logging.basicConfig(level=logging.WARNING, format=f"[CP rank {rank()}] %(message)s")
-    channel = Channel.connect(address)
+    channel = _call(address)
     die_when(channel.wait_for_hangup)
     versions = (torch.__version__, diffusers.__version__)
     channel.send(Ready(rank(), os.getpid(), os.environ.pop(TOKEN), PROTOCOL, versions))
@@ -108,6 +110,12 @@ def main(address: str) -> None:
         channel.send(Failed.of(rank(), error))
     # Not a clean exit: destroying the process group waits for peers that may never come.
     os._exit(0)
+
+
+def _call(address: str) -> Channel:
+    """The host's unix socket on its own machine, host:port on another."""
+    key = os.environ.pop(KEY, "")
+    return Channel.connect(address) if os.path.isabs(address) else Stream.call(address, key)
 
 
 def _comfy_loop(comfy: ComfySetup | None, device: torch.device) -> dict[type[Job], Loop]:

@@ -36,6 +36,8 @@ class Parallel:
     data_degree: int = 1
     step_cache: float = 0.0
     after_sampling: str = "keep"
+    nnodes: int = 1
+    rdzv_endpoint: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

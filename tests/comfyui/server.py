@@ -41,7 +41,7 @@ class Server:
 
     def __init__(self, comfy: ComfyInstall, base: Path, *, flags: tuple[str, ...], env: Mapping[str, str]) -> None:
         self.base, self.scratch, self.log_path = base, base / "tmp", base / "server.log"
-        self.mark, self.port = uuid.uuid4().hex, _free_port()
+        self.mark, self.port = uuid.uuid4().hex, free_port()
         self.scratch.mkdir()
         command = [comfy.python, comfy.root / "main.py", "--base-directory", base, "--port", str(self.port)]
         with self.log_path.open("wb") as log:
@@ -136,7 +136,7 @@ def _furnish(base: Path) -> None:
     write_models(base / "models")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

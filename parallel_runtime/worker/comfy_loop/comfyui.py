@@ -28,6 +28,7 @@ def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
     sys.path.insert(0, setup.root)
     import comfy.options
 
+    _check_version(setup)
     os.chdir(setup.folder)  # flags may name folders from there
     sys.argv = ["main.py", *_flags(setup, device)]
     comfy.options.enable_args_parsing()
@@ -36,6 +37,17 @@ def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
 
     found = comfy.model_management.get_torch_device()
     assert found.type == device.type, f"ComfyUI runs on {found}, this rank on {device}"
+
+
+def _check_version(setup: ComfySetup) -> None:
+    """Machines have a ComfyUI each."""
+    import comfyui_version
+
+    if setup.version not in ("", comfyui_version.__version__):
+        raise Refused(
+            f"ComfyUI is {setup.version} where it runs, and {comfyui_version.__version__} in {setup.root} on the "
+            "machine of this worker; install the same version"
+        )
 
 
 def _flags(setup: ComfySetup, device: torch.device) -> list[str]:

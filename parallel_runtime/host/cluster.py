@@ -1,0 +1,179 @@
+"""The other machines of a group: they come to the gate, are checked, and get their place and a store to meet in."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import secrets
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+from ..errors import ProtocolError, Refused, WorkerStartError
+from ..specs import ComfySetup, Placement
+from ..wire.handshake import KEY, read_key
+from ..wire.messages import Denied, Invitation, Left, Machine
+from ..wire.stream import Stream
+from .endpoint import interface_of, listen, parse
+from .gate import Gate
+from .planning import parse_devices
+from .torchrun import GRACE_SECONDS, Rendezvous, cause_of_death
+from .versions import difference
+
+LAST_WORDS_SECONDS = 1.5
+STORE_SECONDS = 600
+
+log = logging.getLogger(__name__)
+
+
+class Remote:
+    """A machine that has joined, as Torchrun is for this one. Its connection is silent until its torchrun ends."""
+
+    def __init__(self, control: Stream, devices: tuple[str, ...], comfyui: str) -> None:
+        self.machine = control.addresses[1]
+        self.devices = devices
+        self.control = control
+        self.lines: list[str] = []
+        self._gone = False
+        self._comfyui = comfyui
+
+    def comfy(self, setup: ComfySetup | None) -> ComfySetup | None:
+        """The same ComfyUI where it lies there."""
+        if setup is None or not self._comfyui:
+            return setup
+        return ComfySetup(root=self._comfyui, flags=setup.flags, folder=self._comfyui, version=setup.version)
+
+    def running(self) -> bool:
+        return not self._gone and not self.control.waiting()
+
+    def cause_of_death(self, pid: int) -> str:
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        while self.running() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return cause_of_death(self.last_words(), pid) if not self.running() else "went away"
+
+    def last_words(self) -> list[str]:
+        """What its torchrun printed last, if it has ended."""
+        if not self._gone and self.control.waiting():
+            self._gone = True
+            with contextlib.suppress(EOFError, ProtocolError):
+                message, _ = self.control.receive()
+                self.lines = list(message.lines) if isinstance(message, Left) else []
+        return self.lines
+
+
+class Cluster:
+    """Listens at `placement.rdzv_endpoint` for as long as the group lives."""
+
+    def __init__(self, placement: Placement, group_token: str) -> None:
+        self._placement = placement
+        self._key = read_key()
+        self._group_token = group_token
+        self._run = secrets.token_hex(16)
+        self._address, port = parse(placement.rdzv_endpoint)
+        self._interface = interface_of(self._address)
+        self.machines: list[Remote] = []
+        self.gate = Gate(self._address, port, self._key)
+        meeting = listen(self._address, 0)
+        self._store_port = meeting.getsockname()[1]
+        timeout = timedelta(seconds=STORE_SECONDS)
+        self._store: TCPStore | None = TCPStore(
+            self._address, self._store_port, None, True, timeout, False, master_listen_fd=meeting.detach()
+        )
+
+    @property
+    def store(self) -> str:
+        """Where the ranks meet."""
+        return f"{self._address}:{self._store_port}"
+
+    def gather(self, check: Callable[[], None]) -> None:
+        """Wait until every machine is there. `check` is called often, and ends the wait by raising."""
+        missing = self._placement.nnodes - 1
+        log.info(
+            "[CP] waiting at %s for %d other machine(s); on each run: python -m parallel_runtime join %s",
+            self._placement.rdzv_endpoint, missing, self._placement.rdzv_endpoint,
+        )  # fmt: skip
+        while len(self.machines) < missing:
+            check()
+            self.machines = [machine for machine in self.machines if machine.running()]
+            with contextlib.suppress(queue.Empty):
+                self._admit(self.gate.arrivals.get(timeout=0.1))
+        for index, machine in enumerate(self.machines, start=1):
+            machine.control.send(
+                Invitation(
+                    index=index,
+                    nnodes=self._placement.nnodes,
+                    workers=len(machine.devices),
+                    store=self._store_port,
+                    run=self._run,
+                    token=self._group_token,
+                )
+            )
+
+    def missing(self) -> str:
+        """Why the wait was in vain."""
+        there = ", ".join(machine.machine for machine in self.machines) or "none"
+        return (
+            f"only {1 + len(self.machines)} of {self._placement.nnodes} machines are there (others: {there}); on each "
+            f"other machine run: python -m parallel_runtime join {self._placement.rdzv_endpoint}"
+        )
+
+    def rendezvous(self) -> Rendezvous:
+        """For the torchrun of this machine."""
+        return rendezvous(0, self._placement.nnodes, self.store, self._run, self._interface, self._key)
+
+    def close(self) -> None:
+        for machine in self.machines:
+            machine.control.close()
+        self.gate.close()
+        self._store = None
+
+    def _admit(self, stream: Stream) -> None:
+        """A machine that fits waits for the others; one that does not ends the start, and both sides say why."""
+        offer = None
+        with contextlib.suppress(EOFError, OSError, ProtocolError):
+            offer = stream.greeting(GRACE_SECONDS)
+        if not isinstance(offer, Machine):  # such as a rank of a group that is gone
+            stream.close()
+            return
+        name = stream.addresses[1]
+        try:
+            devices = self._devices(offer)
+        except Refused as refused:
+            with contextlib.suppress(OSError):
+                stream.send(Denied(str(refused)))
+            stream.close()
+            raise WorkerStartError(f"the machine {name} cannot join: {refused}") from None
+        log.info("[CP] %s has joined with %s", name, ", ".join(devices))
+        self.machines.append(Remote(stream, devices, offer.comfyui))
+
+    def _devices(self, offer: Machine) -> tuple[str, ...]:
+        """Of that machine, one a rank. Raises Refused where the machine does not fit the group."""
+        if skew := difference(offer.versions):
+            raise Refused(skew)
+        ours = self._placement.devices
+        devices = parse_devices(offer.devices or ",".join(ours), offer.gpus)
+        if len(devices) != len(ours) or (devices[0] == "cpu") != (ours[0] == "cpu"):
+            raise Refused(
+                f"it offers {', '.join(devices)}, where the machine of ComfyUI has {', '.join(ours)}; give as many "
+                "devices of the same kind, with --devices there or `devices` in CP Parallel Config"
+            )
+        return devices
+
+
+def rendezvous(index: int, nnodes: int, store: str, run: str, interface: str, key: str) -> Rendezvous:
+    """Torchrun's c10d rendezvous, its state signed with the key (worker/rendezvous.py). `index` 0 has rank 0.
+
+    Torchrun orders machines by the name in --local-addr. `run` is secret, and the environment is private.
+    """
+    return Rendezvous(
+        arguments=(
+            f"--nnodes={nnodes}", "--rdzv-backend=signed-c10d", f"--rdzv-endpoint={store}",
+            "--rdzv-conf=is_host=false,keep_alive_interval=86400", f"--local-addr={index:05d}",
+        ),
+        interface=interface,
+        secrets={"PET_RDZV_ID": run, KEY: key},
+    )  # fmt: skip

@@ -1,0 +1,165 @@
+"""One torchrun on this machine, in a private folder, on a leash; and what it and its workers print."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+PACKAGE = Path(__file__).resolve().parents[1]
+GRACE_SECONDS = 5.0
+LOG_LINES = 200
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the torchruns of a group meet: arguments and secrets for this one, and its ranks' network interface."""
+
+    arguments: tuple[str, ...]
+    interface: str
+    secrets: Mapping[str, str] = field(default_factory=dict)
+
+
+class Torchrun:
+    """`folder` is there from the start, and private; the process once `start` was called."""
+
+    machine = ""  # this one
+    agent: subprocess.Popen[bytes]
+
+    def __init__(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="cp-")
+        self.lines: deque[str] = deque(maxlen=LOG_LINES)
+        self._started = False
+
+    def start(self, workers: int, address: str, token: str, rendezvous: Rendezvous) -> None:
+        """Start `workers` ranks that will call at `address`, a unix socket or host:port, and show `token`."""
+        command = [
+            sys.executable, "-m", f"{PACKAGE.name}.worker.agent",
+            f"--nproc-per-node={workers}", "--max-restarts=0", "--monitor-interval=0.1", "--log-dir", self.folder,
+            *rendezvous.arguments,
+            "-m", f"{PACKAGE.name}.worker", address,
+        ]  # fmt: skip
+        threads = max(1, (os.cpu_count() or 1) // workers)
+        self.agent = subprocess.Popen(
+            command,
+            cwd=PACKAGE.parent,
+            env={
+                # Gloo and NCCL listen on their own; on one machine they need no more than loopback.
+                "GLOO_SOCKET_IFNAME": rendezvous.interface,
+                "NCCL_SOCKET_IFNAME": rendezvous.interface,
+                "OMP_NUM_THREADS": str(threads),
+                **os.environ,
+                **rendezvous.secrets,
+                "CP_TOKEN": token,
+                "CP_FOLDER": self.folder,
+                **ENVIRONMENT,
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._started = True
+        assert self.agent.stdout is not None
+        self._reader = threading.Thread(target=self._relay, args=(self.agent.stdout,), daemon=True)
+        self._reader.start()
+
+    def running(self) -> bool:
+        return self._started and self.agent.poll() is None
+
+    def failing(self) -> bool:
+        """A worker has ended badly, and torchrun is about to end: that takes it a second or two."""
+        return any("failed (exitcode: " in line for line in list(self.lines))
+
+    def cause_of_death(self, pid: int) -> str:
+        """How torchrun says that this worker ended, as far as it has said so a moment later."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.agent.wait(1.0)
+            self._reader.join(0.5)
+        return cause_of_death(self.lines, pid, self.agent.returncode)
+
+    def last_words(self) -> list[str]:
+        """What was printed last; all of it where the process has ended."""
+        if not self.running():
+            self._reader.join(GRACE_SECONDS)
+        return list(self.lines)
+
+    def wait(self, seconds: float) -> None:
+        """Let it end by itself."""
+        if self._started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.agent.wait(seconds)
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        if self._started:
+            if self.agent.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.agent.pid, signal.SIGKILL)
+            self.agent.wait()
+            assert self.agent.stdin is not None
+            self.agent.stdin.close()
+            self._reader.join(GRACE_SECONDS)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _relay(self, stream: IO[bytes]) -> None:
+        for line in stream:
+            text = line.decode(errors="replace").rstrip()
+            self.lines.append(text)
+            log.log(logging.INFO if text.startswith("[CP rank") else logging.DEBUG, "%s", text)
+        stream.close()
+
+
+def on_this_machine(folder: str) -> Rendezvous:
+    """Torchrun's own rendezvous meets in a file, and so do the ranks: nothing of ours listens on a port.
+
+    A keep-alive would only make that file grow: this torchrun is alone.
+    """
+    return Rendezvous(
+        arguments=(
+            "--nnodes=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={folder}/rendezvous",
+            "--rdzv-conf=store_type=file,keep_alive_interval=86400",
+        ),
+        interface="lo",
+    )  # fmt: skip
+
+
+def cause_of_death(lines: Iterable[str], pid: int, torchrun: int | None = None) -> str:
+    """From torchrun's report at its end, or from what it logs at once; else from how it ended itself."""
+    if found := re.search(rf"exitcode\s*: (-?\d+)\)?( local_rank: \d+)? \(pid: {pid}\)", "\n".join(lines)):
+        code = int(found[1])
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    if torchrun is not None and torchrun < 0:
+        return f"went away with torchrun, which was killed by {signal.Signals(-torchrun).name}"
+    return "went away"
+
+
+def last_error(lines: Iterable[str]) -> str:
+    """The line of the workers' output that looks like the error, ready to append to a sentence."""
+    lines = list(lines)
+    errors = [line for line in lines if re.match(r"\s*(\[rank\d+\]: ?)?[\w.]*(Error|Exception)\b", line)]
+    last = errors[0] if errors else (lines[-1] if lines else "")
+    return f": {last.strip()}" if last else ""
+
+
+ENVIRONMENT = {
+    "PYTHONSAFEPATH": "",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    "PYTHONUNBUFFERED": "1",
+    "HF_HUB_OFFLINE": "1",
+}

@@ -1,0 +1,222 @@
+"""Who may join a group, and what is said to who may not."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+
+from parallel_runtime.errors import Refused, WorkerFailed, WorkerStartError
+from parallel_runtime.host import group as group_module
+from parallel_runtime.host.endpoint import parse
+from parallel_runtime.host.gate import Gate
+from parallel_runtime.host.group import WorkerGroup
+from parallel_runtime.wire.handshake import TOKEN, TOKEN_FILE, read_key
+from parallel_runtime.wire.messages import Cancel, Machine
+from parallel_runtime.wire.stream import Stream
+from parallel_runtime.worker.rendezvous import SignedBackend
+
+from ..groups import flux_job, spec_of
+from ..tiny import write
+from .guest import joining
+from .network import HERE, PORT, ROOT, THERE, ULYSSES, on_two_machines
+
+KEY, OTHER = "k" * 64, "o" * 64
+
+
+@pytest.fixture
+def gate():
+    opened = Gate("127.0.0.1", 0, KEY)
+    yield opened
+    opened.close()
+
+
+def address_of(gate):
+    return f"127.0.0.1:{gate._server.getsockname()[1]}"
+
+
+def test_who_has_the_token_comes_in_and_messages_go_both_ways(gate):
+    guest = Stream.call(address_of(gate), KEY)
+    host = gate.arrivals.get(timeout=5)
+    guest.send(Machine(("1",), "", 0, ""))
+    assert host.greeting(5) == Machine(("1",), "", 0, "")
+    host.send(Cancel(7))
+    assert guest.receive() == (Cancel(7), None)
+    host.close()
+    with pytest.raises(EOFError):
+        guest.receive()
+    guest.close()
+
+
+def test_who_has_another_token_is_refused_and_named_in_the_log(gate, caplog):
+    with caplog.at_level(logging.WARNING), pytest.raises(EOFError):
+        Stream.call(address_of(gate), OTHER)
+    assert gate.arrivals.empty()
+    assert "127.0.0.1 was refused: its token is not the one of this machine" in caplog.text
+
+
+@pytest.mark.parametrize("knock", [b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 1000])
+def test_a_stranger_learns_nothing_but_a_random_number(gate, knock):
+    said = []
+    for _ in range(2):
+        with socket.create_connection(("127.0.0.1", int(address_of(gate).split(":")[1]))) as stranger:
+            stranger.sendall(knock)
+            with contextlib.suppress(OSError):  # shown the door by now
+                stranger.shutdown(socket.SHUT_WR)
+            stranger.settimeout(10)
+            said.append(b"".join(iter(lambda: _receive(stranger), b"")))
+    assert len(said[0]) <= 32
+    assert not said[0] or said[0] != said[1]
+    assert gate.arrivals.empty()
+
+
+def _receive(sock):
+    try:
+        return sock.recv(4096)
+    except ConnectionResetError:
+        return b""
+
+
+def test_an_offer_that_finds_no_room_is_dropped_and_not_waited_for(gate):
+    guest = Stream.call(address_of(gate), KEY)
+    host = gate.arrivals.get(timeout=5)
+    started = time.monotonic()
+    while guest.offer(Machine(("x" * 1000,), "", 0, "")):
+        assert time.monotonic() - started < 10, "nobody reads, and there is always room"
+    host.close()
+    guest.close()
+
+
+def test_a_rendezvous_state_that_is_not_signed_is_never_unpickled():
+    store = HashStore()
+    plain = C10dRendezvousBackend(store, "run")
+    ours, theirs = SignedBackend(plain, "run", KEY), SignedBackend(plain, "run", OTHER)
+    _, token, _ = ours.set_state(b"a state")
+    assert ours.get_state()[0] == b"a state"
+    with pytest.raises(RendezvousStateError, match="without the token"):
+        theirs.get_state()
+    plain.set_state(b"a pickle of a stranger, as long as a signature", token)
+    with pytest.raises(RendezvousStateError, match="without the token"):
+        ours.get_state()
+
+
+@pytest.mark.parametrize("token", [None, "", "short"])
+def test_without_a_token_there_are_no_several_machines(monkeypatch, tmp_path, token):
+    monkeypatch.delenv(TOKEN, raising=False)
+    monkeypatch.delenv(TOKEN_FILE, raising=False)
+    if token is not None:
+        (tmp_path / "token").write_text(token)
+        monkeypatch.setenv(TOKEN_FILE, str(tmp_path / "token"))
+    with pytest.raises(Refused, match="shared token of at least 16 characters, found"):
+        WorkerGroup(on_two_machines())
+
+
+def test_a_token_is_the_same_from_a_file_and_from_the_environment(monkeypatch, tmp_path):
+    (tmp_path / "token").write_text("sixteen characters\n")
+    monkeypatch.delenv(TOKEN_FILE, raising=False)
+    monkeypatch.setenv(TOKEN, "sixteen characters")
+    assert read_key(str(tmp_path / "token")) == read_key()
+    with pytest.raises(Refused, match="cannot be read: No such file"):
+        read_key(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "sentence"),
+    [
+        ("", "write it as 10.0.0.1:29500"),
+        ("10.0.0.1", "write it as 10.0.0.1:29500"),
+        ("10.0.0.1:port", "write it as 10.0.0.1:29500"),
+        ("0.0.0.0:29500", "name one address"),
+        ("no..host:29500", "is no IPv4 address and no name of one"),
+    ],
+)
+def test_an_endpoint_that_is_none_is_refused(endpoint, sentence):
+    with pytest.raises(Refused, match=sentence):
+        parse(endpoint)
+
+
+def test_an_address_of_another_machine_or_a_taken_port_is_refused(net):
+    with pytest.raises(Refused, match=f"no address {THERE}"):
+        Gate(THERE, PORT, KEY)
+    with socket.socket() as taken:
+        taken.bind((HERE, PORT))
+        taken.listen()
+        with pytest.raises(Refused, match=f"{HERE}:{PORT} cannot be had .Address already in use"):
+            WorkerGroup(on_two_machines())
+
+
+def test_machines_that_do_not_come_are_missed_in_a_sentence(net, monkeypatch):
+    monkeypatch.setattr(group_module, "START_SECONDS", 0.5)
+    with pytest.raises(WorkerStartError, match=f"only 1 of 2 machines are there.*join {HERE}:{PORT}"):
+        WorkerGroup(on_two_machines())
+
+
+def test_a_machine_with_another_token_does_not_join(net, folder, monkeypatch, caplog):
+    monkeypatch.setattr(group_module, "START_SECONDS", 15)
+    with joining(folder, namespace=net.there, token="some other token, long enough") as guest:
+        with pytest.raises(WorkerStartError, match="only 1 of 2 machines"):
+            WorkerGroup(on_two_machines())
+        assert f"{THERE} was refused: its token is not" in caplog.text
+        guest.wait_until_it_says("does not accept the token")
+
+
+def test_another_version_there_is_an_error_that_names_both(net, folder, tmp_path):
+    shutil.copytree(ROOT / "parallel_runtime", tmp_path / "pack" / "parallel_runtime")
+    with (tmp_path / "pack" / "parallel_runtime" / "worker" / "pulse.py").open("a") as file:
+        file.write("# newer\n")
+    with joining(folder, namespace=net.there, package=tmp_path / "pack") as guest:
+        with pytest.raises(
+            WorkerStartError, match=rf"{THERE} cannot join: it has CP Sampler (\w+), this machine CP Sa"
+        ):
+            WorkerGroup(on_two_machines())
+        guest.wait_until_it_says("refuses this one: it has CP Sampler")
+
+
+def test_another_number_of_devices_there_is_an_error_that_names_both(net, folder):
+    with (
+        joining(folder, "--devices", "cpu,cpu", namespace=net.there),
+        pytest.raises(WorkerStartError, match=rf"{THERE} cannot join: it offers cpu, cpu, where .* has cpu; give as"),
+    ):
+        WorkerGroup(on_two_machines())
+
+
+def test_another_model_under_the_same_path_there_is_refused(net, folder, tmp_path):
+    """With a mount of its own the other machine sees other weights in a file of the same name and size."""
+    ours = write(tmp_path / "ours", "flux_schnell")
+    theirs = write(tmp_path / "theirs", "flux_schnell", seed=99)
+    assert ours.stat().st_size == theirs.stat().st_size
+    see_theirs = ("unshare", "--mount", "sh", "-c", f'mount --bind {theirs} {ours} && exec "$@"', "sh")
+    with joining(folder, namespace=net.there, wrapper=see_theirs):
+        with (
+            pytest.raises(WorkerFailed, match=f"rank 1 on {THERE} failed: Refused: {ours} is another file"),
+            WorkerGroup(on_two_machines()) as group,
+        ):
+            group.sample(spec_of(ours), ULYSSES, flux_job())
+        with WorkerGroup(on_two_machines()) as group:
+            assert group.alive
+
+
+def test_a_model_that_is_missing_there_is_named(net, folder, tmp_path):
+    ours = write(tmp_path / "ours", "flux_schnell")
+    hide = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {ours.parent} && exec "$@"', "sh")
+    with (
+        joining(folder, namespace=net.there, wrapper=hide),
+        pytest.raises(WorkerFailed, match=f"rank 1 on {THERE} failed: Refused: there is no file {ours}"),
+        WorkerGroup(on_two_machines()) as group,
+    ):
+        group.sample(spec_of(ours), ULYSSES, flux_job())
+
+
+def test_the_token_is_in_no_command_line(net, folder):
+    with joining(folder, namespace=net.there) as guest, WorkerGroup(on_two_machines()):
+        for process in guest.started():
+            command = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode()
+            assert read_key() not in command
