@@ -28,7 +28,7 @@ class CPParallelConfig(io.ComfyNode):
                 ),
                 io.Int.Input(
                     "ulysses_degree", default=0, min=0, max=64,
-                    tooltip="Workers that swap tokens for attention heads. Fastest on NVLink; at most one worker a "
+                    tooltip="Workers that swap tokens for attention heads. Fastest on NVLink; at most one worker per "
                     "head. 0 = auto. Workers in all: the product of the degrees.",
                 ),
                 io.Combo.Input(
@@ -50,12 +50,13 @@ class CPParallelConfig(io.ComfyNode):
                 ),
                 io.String.Input(
                     "devices", default="", advanced=True,
-                    tooltip="GPUs to use, such as 0,1. Empty = all. cpu,cpu starts two workers on the CPU.",
+                    tooltip="GPUs to use, such as 0,1. Empty = all. cpu,cpu starts two workers on the CPU, 0,0 two that "
+                    "share GPU 0.",
                 ),
                 io.Int.Input(
                     "cfg_degree", default=0, min=0, max=2, advanced=True, optional=True,
                     tooltip="2: positive and negative prompt run side by side on two halves of the workers; at cfg 1 "
-                    "both halves work on the one prompt. 0 = auto: where that is fastest.",
+                    "both halves work on the one prompt. 0 = auto.",
                 ),
                 io.Int.Input(
                     "data_degree", default=1, min=1, max=64, advanced=True, optional=True,

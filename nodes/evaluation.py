@@ -8,7 +8,6 @@ from typing import Any
 import comfy.model_management
 import torch
 from comfy.model_base import BaseModel
-from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ..parallel_runtime.errors import Refused
@@ -97,8 +96,8 @@ class RemoteEvaluation:
                 raise
         return result.value["out"].to(x)
 
-    def settle(self, _: ModelPatcher) -> None:
-        """ComfyUI is done with the MODEL for now."""
+    def settle(self) -> None:
+        """Do after a run what the user wants done with the model."""
         if self._used is not None:
             residence.settle(self._used, self._request.after_sampling)
             self._used = None

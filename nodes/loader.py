@@ -6,7 +6,6 @@ import weakref
 
 import comfy.model_detection
 import comfy.model_management
-import comfy.patcher_extension
 import comfy.sd
 import comfy.utils
 import folder_paths
@@ -36,7 +35,7 @@ class CPLoadDiffusionModel(io.ComfyNode):
             display_name="CP Load Diffusion Model",
             category=CATEGORY,
             description="A MODEL whose weights live in the workers only. CP samplers use it as it is; every native "
-            "sampler and guider works on it too, with one round trip to the workers an evaluation.",
+            "sampler and guider works on it too, with one round trip to the workers per evaluation.",
             search_aliases=["load diffusion model", "unet loader", "multi gpu"],
             inputs=[
                 io.Combo.Input("unet_name", options=folder_paths.get_filename_list("diffusion_models")),
@@ -62,6 +61,11 @@ class Weightless(Hollow):
         self.patch_model(load_weights=False)
         return super().partially_load(device_to, extra_memory, force_patch_weights)
 
+    def cleanup(self) -> None:
+        """ComfyUI is done with the MODEL for now."""
+        super().cleanup()
+        self.model.diffusion_model.evaluate.settle()
+
     def detach(self, unpatch_all: bool = True) -> torch.nn.Module:
         if unpatch_all:
             self.unpatch_model(unpatch_weights=False)
@@ -78,7 +82,6 @@ def load_without_weights(path: str, request: ParallelRequest) -> Weightless:
     evaluation.model = weakref.ref(model)
     # its workers' memory is counted apart, see residence.py
     patcher = Weightless(model, comfy.model_management.get_torch_device(), CPU, size=1)
-    patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_CLEANUP, evaluation.settle)
     patcher.cached_patcher_init = (comfy.sd.load_diffusion_model, (path, {}))
     return patcher
 

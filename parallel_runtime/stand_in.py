@@ -41,7 +41,7 @@ class StandIn(nn.Module):
             _register(self, name, nn.Parameter(torch.empty(shape, device="meta", dtype=dtype), requires_grad=False))
         if "in_dim" in unet_config and not shapes:  # Wan's concat_cond reads the channel count off the weight
             self.patch_embedding = SimpleNamespace(weight=SimpleNamespace(shape=(0, unet_config["in_dim"])))
-        self._evaluate = evaluate
+        self.evaluate = evaluate
 
     def forward(
         self,
@@ -66,7 +66,7 @@ class StandIn(nn.Module):
                 f"the MODEL asks the transformer's blocks for {names}, which a worker cannot do; remove the node that "
                 "does so, or take the model from Load Diffusion Model and a native sampler"
             )
-        return self._evaluate(x, timestep, {"c_crossattn": context, **conds})
+        return self.evaluate(x, timestep, {"c_crossattn": context, **conds})
 
 
 def _empty(option: Any) -> bool:

@@ -63,6 +63,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--devices", default="", help="such as 0,1 or cpu,cpu (default: GPUs if there are)")
     parser.add_argument("--out", type=Path, default=Path("demo.png"), help="where the PNG goes")
     options = parser.parse_args(arguments)
+    if not options.out.absolute().parent.is_dir():
+        parser.error(f"--out {options.out} is in a folder that does not exist")
     if options.steps < 1:
         parser.error(f"--steps is 1 or more, got {options.steps}")
     if min(options.width, options.height) < 16 or options.width % 8 or options.height % 8:

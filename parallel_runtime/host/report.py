@@ -61,6 +61,8 @@ def _reason(work: Work, degrees: Parallelism, guided: bool) -> str:
         reasons.append(f"Ulysses gives each of {degrees.ulysses_degree} workers {_share(work, degrees)} heads.")
     if degrees.ring_degree > 1:
         reasons.append(f"The ring passes keys and values between {degrees.ring_degree} workers while they compute.")
+    if degrees.data_degree > 1:
+        reasons.append(f"The images of a batch are shared out over {degrees.data_degree} groups of workers.")
     if not guided and degrees.cfg_degree == 1 and degrees.context_parallel_size > 1:
         reasons.append("At cfg 1 there is one prompt, so all workers share its tokens.")
     return " ".join(reasons) or "One worker does everything."
@@ -95,9 +97,15 @@ def _speed(work: Work, degrees: Parallelism, link: Link | None) -> str:
     several = evaluation_seconds(work, degrees, link)
     alone = evaluation_seconds(work, Parallelism(), link)
     return (
-        f"Speed: an evaluation is estimated {alone / several:.2f} times as fast as on one worker, at the measured "
+        f"Speed: one evaluation of one prompt is estimated {alone / several:.2f} times as fast as on one worker, "
+        f"{_at_once(degrees)}at the measured "
         f"{link.bytes_per_second / 1e9:.1f} GB/s and {link.flops_per_second / 1e12:.1f} TFLOP/s."
     )
+
+
+def _at_once(degrees: Parallelism) -> str:
+    lanes = degrees.cfg_degree * degrees.data_degree
+    return f"and {lanes} run side by side, " if lanes > 1 else ""
 
 
 def _warnings(work: Work, degrees: Parallelism, placement: Placement, guided: bool, link: Link | None) -> list[str]:
@@ -116,6 +124,6 @@ def _warnings(work: Work, degrees: Parallelism, placement: Placement, guided: bo
         )
     if placement.shared and placement.devices[0] != "cpu":
         warnings.append("A GPU is named twice: exact, but slower than naming it once.")
-    if guided and degrees.cfg_degree == 1 and placement.world_size % 2 == 0:
+    if guided and degrees.cfg_degree == 1 and degrees.context_parallel_size % 2 == 0:
         warnings.append("With cfg above 1, cfg_degree 2 would exchange less: leave the degrees at 0, or set it.")
     return [f"Note: {warning}" for warning in warnings]
