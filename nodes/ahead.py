@@ -18,14 +18,17 @@ CP_NODES = {"CPSampler", "CPSamplerAdvanced", "CPSamplerCustom", "CPLoadDiffusio
 WAIT_SECONDS = 2.0  # what is refused or cached is over by then, and needs no workers
 ANY_HEADS = 5040  # divides well: devices are known before the model is
 
+KINDS: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}  # of JSON
+
 Prompt = dict[str, dict[str, Any]]
 
 
 def on_prompt(queued: dict[str, Any]) -> dict[str, Any]:
     """ComfyUI's on-prompt handler; hands on what it got."""
-    request = requested(queued.get("prompt") or {})
+    prompt = queued.get("prompt") or {}
+    request = requested(prompt)
     if request is not None:
-        timer = threading.Timer(WAIT_SECONDS, _start, [request])
+        timer = threading.Timer(WAIT_SECONDS, _start, [prompt, request])
         timer.daemon = True
         timer.start()
     return queued
@@ -45,14 +48,18 @@ def _configured(prompt: Prompt, link: Any) -> ParallelRequest | None:
     values = source.get("inputs", {})
     if source.get("class_type") != "CPParallelConfig" or any(isinstance(value, list) for value in values.values()):
         return None
-    known = values.keys() & ParallelRequest.__dataclass_fields__.keys()
-    request = ParallelRequest(**{name: values[name] for name in known})
+    usual = vars(ParallelRequest())
+    known = {name: values[name] for name in values.keys() & usual.keys()}
+    if any(not isinstance(value, KINDS[type(usual[name])]) for name, value in known.items()):
+        return None
+    request = ParallelRequest(**known)
     of_heads = request.ring_degree and not request.ulysses_degree  # how many workers depends on the model
     return None if of_heads or request.nnodes != 1 else request
 
 
-def _start(request: ParallelRequest) -> None:
-    if PromptServer.instance.prompt_queue.get_tasks_remaining():
-        with contextlib.suppress(Refused, TypeError):  # the node will say it
+def _start(prompt: Prompt, request: ParallelRequest) -> None:
+    running, waiting = PromptServer.instance.prompt_queue.get_current_queue_volatile()
+    if any(task[2] == prompt for task in (*running, *waiting)):
+        with contextlib.suppress(Refused):  # the node will say it
             _, placement = plan(request, heads=ANY_HEADS, gpus=visible_gpus())
             start_ahead(placement, comfy_setup())

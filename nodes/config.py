@@ -6,10 +6,20 @@ from typing import get_args
 
 from comfy_api.latest import io
 
+from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.specs import AfterSampling, AttentionBackend, DtypeChoice, ParallelRequest, RotateMethod
 
 CATEGORY = "model/sampling/context parallel"
 CPConfig = io.Custom("CP_CONFIG")
+
+
+def requested(cp_config: object) -> ParallelRequest:
+    """What is connected to a `cp_config` socket, or the default. Raises Refused for anything else."""
+    if cp_config is None:
+        return ParallelRequest()
+    if not isinstance(cp_config, ParallelRequest):
+        raise Refused(f"cp_config is a {type(cp_config).__name__}; connect a CP Parallel Config or a CP Plan")
+    return cp_config
 
 
 class CPParallelConfig(io.ComfyNode):
@@ -50,8 +60,8 @@ class CPParallelConfig(io.ComfyNode):
                 ),
                 io.String.Input(
                     "devices", default="", advanced=True,
-                    tooltip="GPUs to use, such as 0,1. Empty = all. cpu,cpu starts two workers on the CPU, 0,0 two that "
-                    "share GPU 0.",
+                    tooltip="GPUs to use, such as 0,1. Empty = all. cpu,cpu starts two workers on the CPU, 0,0 two "
+                    "that share GPU 0.",
                 ),
                 io.Int.Input(
                     "cfg_degree", default=0, min=0, max=2, advanced=True, optional=True,

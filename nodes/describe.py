@@ -20,6 +20,7 @@ from ..parallel_runtime.families.base import Family, Shapes
 from ..parallel_runtime.families.header import header
 from ..parallel_runtime.specs import ComfyModel, DtypeChoice, ModelSpec, SamplingJob
 from .code import LOCAL, describe, or_else, reference, title
+from .origin import still_holds
 from .patches import WAY_OUT, describe_options, describe_weights, describe_wrappers
 from .refusals import SAMPLE_HERE, check_conds, check_guider, check_latent, check_model, check_sampler
 
@@ -115,7 +116,9 @@ def _unchanged(model: ModelPatcher, path: str) -> tuple[int, int]:
         raise Refused(f"the file of this MODEL is gone: {path}")
     stat = os.stat(path)
     now = (stat.st_size, stat.st_mtime_ns)
-    if _first_seen.setdefault(model.model, now) != now:
+    if model.model not in _first_seen and still_holds(path, model):
+        _first_seen[model.model] = now
+    if _first_seen.get(model.model) != now:
         raise Refused(f"{path} changed on disk after this MODEL was loaded from it; have ComfyUI load it again: "
                       "Unload models and free the node cache, or restart")  # fmt: skip
     return now

@@ -19,7 +19,7 @@ from ..parallel_runtime.families.formats import refuse_quantised
 from ..parallel_runtime.families.header import Header, header
 from ..parallel_runtime.specs import ParallelRequest
 from ..parallel_runtime.stand_in import StandIn
-from .config import CATEGORY, CPConfig
+from .config import CATEGORY, CPConfig, requested
 from .evaluation import RemoteEvaluation
 from .requirements import check_requirements
 from .residence import CPU, Hollow
@@ -50,7 +50,7 @@ class CPLoadDiffusionModel(io.ComfyNode):
     def execute(cls, unet_name: str, cp_config: ParallelRequest | None = None) -> io.NodeOutput:
         check_requirements()
         path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
-        return io.NodeOutput(load_without_weights(path, cp_config or ParallelRequest()))
+        return io.NodeOutput(load_without_weights(path, requested(cp_config)))
 
 
 class Weightless(Hollow):

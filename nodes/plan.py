@@ -17,7 +17,7 @@ from ..parallel_runtime.host.cost import work_of
 from ..parallel_runtime.host.report import Subject, report
 from ..parallel_runtime.host.runtime import measured_link
 from ..parallel_runtime.specs import ModelSpec, ParallelRequest
-from .config import CATEGORY, CPConfig
+from .config import CATEGORY, CPConfig, requested
 from .describe import describe_model
 from .refusals import check_conds, check_latent
 from .remote import plan_for
@@ -56,7 +56,7 @@ class CPPlan(io.ComfyNode):
         cp_config: ParallelRequest | None = None,
         cfg: float = 8.0,
     ) -> io.NodeOutput:
-        text, recommended = explain(model, latent_image, positive, cp_config or ParallelRequest(), cfg)
+        text, recommended = explain(model, latent_image, positive, requested(cp_config), cfg)
         return io.NodeOutput(text, recommended, ui=ui.PreviewText(text))
 
 

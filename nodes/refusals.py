@@ -117,6 +117,12 @@ def _check_cond(name: str, cond: dict[str, Any], family: Family) -> None:
             f"{name}: the CONDITIONING is {width} wide, a {family.name} model wants {family.text_width}; use the text "
             "encoder that belongs to it"
         )
+    pooled, wanted = cond.get("pooled_output"), family.config().get("pooled_projection_dim", 0)
+    if pooled is not None and pooled.shape[-1] < wanted:
+        raise Refused(
+            f"{name}: the pooled text of the CONDITIONING is {pooled.shape[-1]} wide, a {family.name} model wants "
+            f"{wanted}; use the text encoder that belongs to it"
+        )
 
 
 def _check_read(name: str, read: dict[str, Any], family: Family) -> None:

@@ -68,6 +68,7 @@ class Held:
     group: WorkerGroup
     spec: ModelSpec
     residents: list[Resident] = field(default_factory=list)
+    present: bool = False
 
     @classmethod
     def by(cls, group: WorkerGroup, spec: ModelSpec, weight_bytes: int) -> Held:
@@ -83,6 +84,7 @@ class Held:
         for resident in self.residents:
             resident.model.model_loaded_weight_memory = 0
             resident.model.device = CPU
+        self.present = offload
         if self.group.alive:
             log.info("[CP] %s the workers' model", "offloading" if offload else "unloading")
             with contextlib.suppress(ParallelError):
@@ -101,6 +103,8 @@ class Residence:
         if group is not self._group:
             self._group, self._held = group, {}
         held = self._held.pop(spec.unpatched, None) or Held.by(group, spec, weight_bytes)
+        held.present = True
+        self._held = {key: other for key, other in self._held.items() if other.present}
         for oldest in list(self._held)[: -(KEEP - 1)]:
             self._held.pop(oldest).give_back()
         self._held[spec.unpatched] = held

@@ -10,7 +10,7 @@ from comfy_extras.nodes_custom_sampler import SamplerCustomAdvanced
 from nodes import KSampler, KSamplerAdvanced  # type: ignore[attr-defined]  # ComfyUI's module, not our package
 
 from ..parallel_runtime.specs import ParallelRequest
-from .config import CATEGORY, CPConfig
+from .config import CATEGORY, CPConfig, requested
 from .remote import guider_on_workers, model_on_workers
 
 SEARCH = ["ksampler", "multi gpu", "parallel sampler", "context parallel"]
@@ -77,7 +77,7 @@ class CPSampler(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, cp_config: ParallelRequest | None = None, **widgets: Any) -> io.NodeOutput:
-        remote = model_on_workers(model, cp_config or ParallelRequest())
+        remote = model_on_workers(model, requested(cp_config))
         return io.NodeOutput(*KSampler().sample(remote, **widgets))
 
 
@@ -106,7 +106,7 @@ class CPSamplerAdvanced(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, cp_config: ParallelRequest | None = None, **widgets: Any) -> io.NodeOutput:
-        remote = model_on_workers(model, cp_config or ParallelRequest())
+        remote = model_on_workers(model, requested(cp_config))
         return io.NodeOutput(*KSamplerAdvanced().sample(remote, **widgets))
 
 
@@ -137,5 +137,5 @@ class CPSamplerCustom(io.ComfyNode):
 
     @classmethod
     def execute(cls, guider: Any, cp_config: ParallelRequest | None = None, **sockets: Any) -> io.NodeOutput:
-        remote = guider_on_workers(guider, cp_config or ParallelRequest())
+        remote = guider_on_workers(guider, requested(cp_config))
         return SamplerCustomAdvanced.execute(guider=remote, **sockets)

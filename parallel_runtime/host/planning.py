@@ -91,7 +91,7 @@ def _device(name: str, gpus: int) -> str:
         return name
     index = name.removeprefix("cuda:")
     if not index.isdecimal():
-        raise Refused(f"devices: {name!r} is no device; write GPU numbers such as 0,1 or cuda:0,cuda:1, or cpu")
+        raise Refused(f"devices: {name[:40]!r} is no device; write GPU numbers such as 0,1 or cuda:0,cuda:1, or cpu")
     if int(index) >= gpus:
         there = f"GPUs 0 to {gpus - 1}" if gpus else "no CUDA GPU that ComfyUI uses"
         raise Refused(f"devices: there is no GPU {index} here ({there}); leave devices empty to use what there is")

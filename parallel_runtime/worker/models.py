@@ -72,7 +72,8 @@ class Models:
             self._models[spec.unpatched] = self._load(spec, on_share)
         model = self._models[spec.unpatched]
         model.spec = spec
-        model.transformer.to(self._device)  # it may have been offloaded
+        if next(model.transformer.parameters()).device.type != self._device.type:  # it was offloaded
+            model.transformer.to(self._device)
         if model.parallelism != parallelism:
             if model.parallelism is not None:
                 detach(model.transformer)

@@ -71,11 +71,11 @@ class StepCache:
         yield
         self._branch = None
 
-    def tally(self) -> list[int]:
-        """[evaluations skipped, evaluations], of all lanes of guidance together. Collective."""
+    def tally(self, *, shared: bool) -> list[int]:
+        """[evaluations skipped, evaluations]; of all lanes of guidance where they `shared` the branches. Collective."""
         device = next(self._transformer.parameters()).device
         mine = torch.tensor([self.skipped, self.evaluations], device=device)
-        return self._from_all(mine, self._mesh.cfg).sum(0).tolist()
+        return (self._from_all(mine, self._mesh.cfg).sum(0) if shared else mine).tolist()
 
     def _forwards(self) -> Iterator[tuple[nn.Module, Forward]]:
         first, *_ = self._blocks.stacks

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from .cases import DEGREES
-from .client import Interrupted
+from .client import Interrupted, NodeError
 from .graphs import Job, longer, sampling_graph
 from .latents import apart, latent_of
 from .models import other_weights_in
@@ -31,6 +31,19 @@ def test_another_seed_samples_again_without_loading_again(server: Server) -> Non
     assert apart(second, first) > 0.1, "another seed is another picture"
     assert apart(second, want) <= 1e-4, "loaded again"
     assert server.workers() == workers
+
+
+def test_a_file_that_was_replaced_before_the_first_run_is_refused(server: Server) -> None:
+    """ComfyUI has the old weights in its cache, and would go on with them."""
+    job = replace(FLUX, family="wan_t2v", seed=5)
+    server.client.free()
+    server.client.run(sampling_graph(job, "KSampler"))
+    with (
+        other_weights_in(server.base / "models" / "diffusion_models" / "wan_t2v.safetensors"),
+        pytest.raises(NodeError, match="changed on disk after this MODEL was loaded"),
+    ):
+        server.client.run(sampling_graph(job, "CPSampler", RING_2))
+    server.client.run(sampling_graph(job, "CPSampler", RING_2))
 
 
 def test_two_models_in_turn_each_give_their_own_latent(server: Server) -> None:

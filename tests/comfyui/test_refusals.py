@@ -158,9 +158,10 @@ def test_conditioning_of_another_model_is_refused_with_both_widths(server: Serve
     ("spec", "says"),
     [
         ('{"tokens": 5, "dim": 96, "pooled": 64}', "positive: the CONDITIONING is 96 wide, a flux model wants 128"),
+        ('{"tokens": 5, "dim": 128, "pooled": 63}', "positive: the pooled text of the CONDITIONING is 63 wide"),
         ('{"tokens": 0, "dim": 128, "pooled": 64}', "positive: the CONDITIONING has no tokens"),
     ],
-    ids=["width", "no tokens"],
+    ids=["width", "pooled width", "no tokens"],
 )
 def test_the_plan_and_the_sampler_refuse_the_same_conditioning(
     server: Server, consumer: str, spec: str, says: str

@@ -63,6 +63,21 @@ def test_after_a_run_the_model_stays_or_goes_as_asked(
     assert says is None or f"{says} the workers' model" in server.log(since)
 
 
+def test_a_model_that_has_gone_takes_no_place(server: Server) -> None:
+    def run(family: str, policy: str) -> str:
+        since = server.log_size()
+        parallel = replace(RING_2, after_sampling=policy)
+        server.client.run(sampling_graph(replace(FLUX, family=family), "CPSampler", parallel))
+        return server.log(since)
+
+    for family in ("flux_dev", "wan_t2v"):
+        run(family, "unload")
+    run("flux_dev", "keep")
+    run("wan_t2v", "unload")
+    assert "unloading" not in run("qwen_image", "keep")
+    assert load_seconds(run("flux_dev", "keep"))[-1] < 0.05
+
+
 def test_workers_start_while_text_is_still_encoded(server: Server) -> None:
     server.client.run(sampling_graph(FLUX, "CPSampler", RING_2))
     os.kill(server.workers()[0].pid, signal.SIGKILL)
@@ -76,6 +91,24 @@ def test_workers_start_while_text_is_still_encoded(server: Server) -> None:
     wait_for(lambda: len(server.workers()) == 2, seconds=15)
     assert time.monotonic() - started > 1, "what is refused at once needs no workers"
     server.client.finish(prompt, since=since)
+
+
+def test_a_prompt_that_never_runs_starts_no_workers(server: Server) -> None:
+    """Not even while another one runs that needs none."""
+    server.client.run(sampling_graph(FLUX, "CPSampler", RING_2))
+    os.kill(server.workers()[0].pid, signal.SIGKILL)
+    wait_for(lambda: not server.workers(), seconds=5)
+    slow = sampling_graph(FLUX, "KSampler")
+    slow["slow"] = {"class_type": "CPTestWait", "inputs": {"conditioning": ["positive", 0], "seconds": 5.0}}
+    slow["sampler"]["inputs"]["positive"] = ["slow", 0]
+    since = server.client.now()
+    prompt = server.client.queue(slow)
+    invalid = sampling_graph(FLUX, "CPSampler", RING_2)
+    del invalid["sampler"]["inputs"]["seed"]
+    with pytest.raises(Exception, match="seed"):
+        server.client.queue(invalid)
+    server.client.finish(prompt, since=since)
+    assert not server.workers()
 
 
 def test_a_prompt_that_is_refused_at_once_starts_no_workers(server: Server) -> None:

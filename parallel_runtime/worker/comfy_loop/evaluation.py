@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import comfy.model_management
 import torch
+from torch import Tensor
 
 from ...errors import Refused
 from ...specs import EvaluationJob
@@ -27,19 +29,25 @@ class Evaluations:
         pulse.beat()
         merge(model, job.patches, pulse.loading)
         device = comfy.model_management.get_torch_device()
-        dtype = getattr(torch, model.spec.compute_dtype)  # a cp_config may ask for another than ComfyUI computes in
         if job.conds is not None:
-            self._prompts[job.prompt] = _on(device, dtype, job.conds)
+            self._prompts[job.prompt] = _each(job.conds, lambda tensor: tensor.to(device, copy=True))
             for oldest in list(self._prompts)[:-KEEP]:
                 del self._prompts[oldest]
         if job.prompt not in self._prompts:
             raise Refused("the conditions of this prompt were not sent")
-        return {"out": model(job.x.to(device, dtype), job.timestep.to(device), self._prompts[job.prompt])}
+        dtype = getattr(torch, model.spec.compute_dtype)  # a cp_config may ask for another than ComfyUI computes in
+
+        def computed(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        conds = _each(self._prompts[job.prompt], computed)
+        return {"out": model(job.x.to(device, dtype), job.timestep.to(device), conds)}
 
 
-def _on(device: torch.device, dtype: torch.dtype, value: Any) -> Any:
+def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same lists and dicts with every tensor changed."""
     if torch.is_tensor(value):
-        return value.to(device, dtype if value.is_floating_point() else value.dtype, copy=True)
+        return change(value)
     if isinstance(value, list):
-        return [_on(device, dtype, item) for item in value]
-    return {name: _on(device, dtype, item) for name, item in value.items()} if isinstance(value, dict) else value
+        return [_each(item, change) for item in value]
+    return {name: _each(item, change) for name, item in value.items()} if isinstance(value, dict) else value

@@ -45,11 +45,14 @@ def run(model: Model, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
 
     merge(model, job.patches, pulse.loading)
     patcher = _patcher(model, job, evaluate)
-    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "context_parallel", _branches(model, patcher, pulse))
+    # A wrapper around the network (EasyCache) may watch one prompt to decide on all, so it is shown all of them.
+    together = bool(patcher.get_all_wrappers(WrappersMP.DIFFUSION_MODEL))
+    branches = Branches(model.branches, pulse, together=together)
+    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "context_parallel", branches)
     cache = model.step_cache(job.step_cache)
     with cached(cache, patcher):
         samples = _sample(job, patcher, on_step)
-    return {"samples": samples, "last": last, "skipped": cache.tally() if cache else None}
+    return {"samples": samples, "last": last, "skipped": cache.tally(shared=not together) if cache else None}
 
 
 def _sample(job: SamplingJob, patcher: comfy.model_patcher.ModelPatcher, on_step: OnStep) -> Tensor:
@@ -76,11 +79,6 @@ def _patcher(model: Model, job: SamplingJob, evaluate: Evaluate) -> comfy.model_
         for function in rebuild(functions):
             patcher.add_wrapper_with_key(kind, key, function)
     return patcher
-
-
-def _branches(model: Model, patcher: comfy.model_patcher.ModelPatcher, pulse: Pulse) -> Branches:
-    """A wrapper around the network (EasyCache) may watch one prompt to decide on all, so it is shown all of them."""
-    return Branches(model.branches, pulse, together=bool(patcher.get_all_wrappers(WrappersMP.DIFFUSION_MODEL)))
 
 
 def _guider(job: SamplingJob, patcher: comfy.model_patcher.ModelPatcher) -> comfy.samplers.CFGGuider:
