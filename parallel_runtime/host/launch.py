@@ -86,7 +86,7 @@ class Processes:
 
     def machine_of(self, rank: int) -> str:
         """The address of the rank's machine; "" for this one."""
-        return self._machines[rank // len(self._placement.devices)].machine
+        return self._machine(rank).machine
 
     def died(self, rank: int) -> WorkerDied:
         """How the rank's torchrun says that it ended, as far as it has said so a moment later."""
@@ -112,6 +112,9 @@ class Processes:
     def _machines(self) -> list[Torchrun | Remote]:
         """In the order of their ranks."""
         return [self._torchrun, *(self._cluster.machines if self._cluster else [])]
+
+    def _machine(self, rank: int) -> Torchrun | Remote:
+        return self._machines[rank // len(self._placement.devices)]
 
     def _start(self, deadline: float, watch: Callable[[], None]) -> None:
         def check() -> None:
@@ -159,7 +162,7 @@ class Processes:
             channel.send(Welcome(devices[machine][place], store, shared, setups[machine]))
 
     def _cause_of_death(self, rank: int) -> str:
-        return self._machines[rank // len(self._placement.devices)].cause_of_death(self._pids[rank])
+        return self._machine(rank).cause_of_death(self._pids[rank])
 
     def _joined(self, rank: int, channel: Channel) -> Joined:
         try:

@@ -178,10 +178,11 @@ def wait_for(condition: Callable[[], bool], *, seconds: float) -> None:
         time.sleep(0.05)
 
 
-def test_free_reaches_the_workers_and_the_next_run_loads_again(server: Server) -> None:
-    def loaded_seconds(log: str) -> list[float]:
-        return [float(line.split("loaded in ")[1].split()[0]) for line in log.splitlines() if "loaded in " in line]
+def load_seconds(log: str) -> list[float]:
+    return [float(line.split("loaded in ")[1].split()[0]) for line in log.splitlines() if "loaded in " in line]
 
+
+def test_free_reaches_the_workers_and_the_next_run_loads_again(server: Server) -> None:
     since = server.log_size()
     first = latent_of(server.client.run(sampling_graph(FLUX, "CPSampler", DEGREES["ring_2"])))
     server.client.run(sampling_graph(replace(FLUX, seed=8), "CPSampler", DEGREES["ring_2"]))
@@ -189,7 +190,7 @@ def test_free_reaches_the_workers_and_the_next_run_loads_again(server: Server) -
     server.client.free()
     wait_for(lambda: "unloading the workers' model" in server.log(since), seconds=2)
     again = latent_of(server.client.run(sampling_graph(FLUX, "CPSampler", DEGREES["ring_2"])))
-    *_, warm, after = loaded_seconds(server.log(since))
+    *_, warm, after = load_seconds(server.log(since))
     assert apart(again, first) == 0
     assert server.workers() == workers
     assert warm == 0.0

@@ -14,15 +14,11 @@ from .cases import DEGREES
 from .graphs import Job, sampling_graph
 from .latents import apart, latent_of
 from .server import Server
-from .test_kin import on_the_loader, wait_for
+from .test_kin import load_seconds, on_the_loader, wait_for
 
 RING_2 = DEGREES["ring_2"]
 FLUX = Job(family="flux_dev", cfg=2.0, size=(9, 14))
 BAR = 1e-4
-
-
-def load_seconds(log: str) -> list[float]:
-    return [float(line.split("loaded in ")[1].split()[0]) for line in log.splitlines() if "loaded in " in line]
 
 
 def test_two_models_in_turn_are_loaded_once_and_a_third_makes_room(server: Server) -> None:
