@@ -19,6 +19,7 @@ from parallel_runtime.host import group as group_module
 from parallel_runtime.host.endpoint import parse
 from parallel_runtime.host.gate import Gate
 from parallel_runtime.host.group import WorkerGroup
+from parallel_runtime.host.versions import difference, versions
 from parallel_runtime.wire.handshake import TOKEN, TOKEN_FILE, read_key
 from parallel_runtime.wire.messages import Cancel, Machine
 from parallel_runtime.wire.stream import Stream
@@ -179,6 +180,16 @@ def test_another_version_there_is_an_error_that_names_both(net, folder, tmp_path
         ):
             WorkerGroup(on_two_machines())
         guest.wait_until_it_says("refuses this one: it has CP Sampler")
+
+
+def test_releases_are_compared_and_not_their_builds():
+    """pip calls one and the same PyTorch 2.13.0 here and 2.13.0+cpu there; what only one build has is NCCL."""
+    ours = versions()
+    assert not any("+" in version for version in ours)
+    assert difference(ours[:4]) == ""
+    (older,) = (version for version in ours if version.startswith("PyTorch"))
+    theirs = tuple("PyTorch 1.0.0" if version is older else version for version in ours)
+    assert difference(theirs) == f"it has PyTorch 1.0.0, this machine {older}; install the same on both"
 
 
 def test_another_number_of_devices_there_is_an_error_that_names_both(net, folder):
