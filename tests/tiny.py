@@ -49,6 +49,7 @@ TINY: dict[str, Tiny] = {
     "wan_5b": Tiny(wan, {"channels": 48, "out": 48}, (1, 48, 3, 8, 12), (512, 4096)),
     "ltxv": Tiny(ltxv, {}, (1, 128, 3, 4, 6), (32, 4096), mask=20, frame_rate=25),
     "hunyuan_video": Tiny(hunyuan_video, {}, VIDEO, (24, 96), pooled=768, guidance=6.0),
+    "wan_flf2v": Tiny(wan, {"channels": 36, "image": True, "pair": True}, VIDEO, (512, 4096), clip_vision=True),
 }
 
 

@@ -8,7 +8,14 @@ from .tiny_weights import Overrides, Weights
 
 
 def wan(
-    w: Weights, *, heads: int = 2, layers: int = 2, channels: int = 16, out: int = 16, image: bool = False
+    w: Weights,
+    *,
+    heads: int = 2,
+    layers: int = 2,
+    channels: int = 16,
+    out: int = 16,
+    image: bool = False,
+    pair: bool = False,
 ) -> Overrides:
     dim, hidden = heads * 128, 256
     w.conv("patch_embedding", dim, channels, 1, 2, 2)
@@ -38,6 +45,8 @@ def wan(
         w.linear("img_emb.proj.1", 1280, 1280)
         w.linear("img_emb.proj.3", dim, 1280)
         w.layer_norm("img_emb.proj.4", dim)
+    if pair:
+        w.normal("img_emb.emb_pos", 1, 2 * 257, 1280)
     return None
 
 

@@ -19,8 +19,6 @@ from .precision import compute_in_float32
 from .table import Table, move
 
 B, EMBED = "blocks.#", "condition_embedder"
-TEXT_TOKENS = 512  # diffusers' attention takes the last 512 tokens for text and the rest for the image
-IMAGE_TOKENS = 257  # one CLIP image
 VARIANTS = (  # Wan with more inputs than ours: VACE, camera, S2V, HuMo, Animate, SCAIL, dancer, Fun control
     "vace_patch_embedding.weight", "control_adapter.conv.weight", "casual_audio_encoder.encoder.final_linear.weight",
     "audio_proj.audio_proj_glob_1.layer.bias", "face_adapter.fuser_blocks.0.k_norm.weight",
@@ -80,7 +78,8 @@ class Wan(Family):
         self.heads = int(hints.get("num_heads") or dim // 128)
         self._frequencies = shapes["time_embedding.0.weight"][1]
         self._sees_images = "img_emb.proj.0.weight" in shapes
-        self._pairs_images = "img_emb.emb_pos" in shapes
+        self._image_positions = shapes.get("img_emb.emb_pos", (1, 0))[1]  # of a first and a last CLIP image
+        self._sees = ImageAndText()
         volume = patch[0] * patch[1] * patch[2]
         self._config = {
             "patch_size": tuple(patch),
@@ -96,7 +95,7 @@ class Wan(Family):
             "eps": float(hints.get("eps") or 1e-6),
             "image_dim": shapes["img_emb.proj.0.weight"][0] if self._sees_images else None,
             "added_kv_proj_dim": dim if self._sees_images else None,
-            "pos_embed_seq_len": shapes["img_emb.emb_pos"][1] if self._pairs_images else None,
+            "pos_embed_seq_len": self._image_positions or None,
         }
 
     def config(self) -> dict[str, Any]:
@@ -107,6 +106,9 @@ class Wan(Family):
         embedder: Any = transformer.condition_embedder
         embedder.timesteps_proj = PowerSinusoid(self._frequencies)
         compute_in_float32(transformer.patch_embedding)  # type: ignore[arg-type]
+        if self._sees_images:
+            for block in transformer.blocks:  # type: ignore[union-attr]
+                block.attn2.processor = self._sees  # type: ignore[union-attr]
 
     def tokens(self, latent_shape: tuple[int, ...], text_tokens: int) -> dict[str, int]:
         return {"image": tokens_in(latent_shape, self.patch), "text": text_tokens}
@@ -134,16 +136,52 @@ class Wan(Family):
         text = rows(text, batch)
         if not self._sees_images:
             return text, None
-        if text.shape[1] != TEXT_TOKENS:
-            raise ValueError(f"Wan I2V takes {TEXT_TOKENS} text tokens here, got {text.shape[1]}; shorten the prompt")
         if image is None:  # without an image ComfyUI lets the image keys look at the text
+            self._sees.tokens = (text.shape[1], 0)
             return torch.cat([text, text], dim=1), None
         image = rows(image, batch)
-        if not self._pairs_images:
+        self._sees.tokens = (image.shape[1], 0)
+        if not self._image_positions:
             return text, image
-        if image.shape[1] != 2 * IMAGE_TOKENS:
-            raise ValueError(f"this Wan model takes a first and a last image, got {image.shape[1]} image tokens")
-        return text, image.reshape(2 * batch, IMAGE_TOKENS, image.shape[2])
+        absent = self._image_positions - image.shape[1]  # diffusers adds all of its positions
+        if absent < 0:
+            raise ValueError(f"this Wan model sees {self._image_positions} image tokens at most, got {image.shape[1]}")
+        self._sees.tokens = (image.shape[1], absent)
+        image = nn.functional.pad(image, (0, 0, 0, absent))
+        return text, image.reshape(2 * batch, self._image_positions // 2, image.shape[2])
+
+
+class ImageAndText:
+    """WanAttnProcessor's cross-attention of an I2V model, for text of any length: diffusers takes 512 tokens.
+
+    Its keys are `tokens[0]` of the image, `tokens[1]` that nobody sees, then those of the text. They are whole on every
+    rank, so it knows no context parallelism.
+    """
+
+    tokens = (0, 0)
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        rotary_emb: Any = None,
+    ) -> Tensor:
+        seen, absent = self.tokens
+        image, text = encoder_hidden_states[:, :seen], encoder_hidden_states[:, seen + absent :]
+        query, of_text, of_image = (
+            [x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in projected]
+            for projected in (
+                [attn.norm_q(attn.to_q(hidden_states))],
+                [attn.norm_k(attn.to_k(text)), attn.to_v(text)],
+                [attn.norm_added_k(attn.add_k_proj(image)), attn.add_v_proj(image)],
+            )
+        )
+        attend = nn.functional.scaled_dot_product_attention
+        out = attend(*query, *of_text) + attend(*query, *of_image)
+        projection, dropout = attn.to_out
+        return dropout(projection(out.transpose(1, 2).flatten(2)))
 
 
 class PowerSinusoid(nn.Module):
