@@ -16,7 +16,7 @@ from ..parallel_runtime.host.group import WorkerGroup
 from ..parallel_runtime.host.runtime import borrowed_group
 from ..parallel_runtime.specs import EvaluationJob, ModelSpec, ParallelRequest
 from .describe import describe_file
-from .refusals import check_weights
+from .refusals import check_call, check_weights
 from .remote import comfy_setup, plan_for
 from .residence import residence
 
@@ -71,6 +71,7 @@ class RemoteEvaluation:
                 f"a {family.name} model in the workers cannot honour {', '.join(unused)} in the "
                 "CONDITIONING; remove it, or take the model from Load Diffusion Model"
             )
+        check_call(f"a {family.name} model in the workers", family, tuple(x.shape), conds)
         _, placement = plan_for(family, self._request)
         check = comfy.model_management.throw_exception_if_processing_interrupted
         text = conds.get("c_crossattn")

@@ -104,7 +104,7 @@ def check_conds(
             seed=seed,
         )
         for cond in encoded:
-            _check_read(name, cond["model_conds"], family)
+            _check_read(name, cond["model_conds"], family, tuple(noise.shape))
 
 
 def _check_cond(name: str, cond: dict[str, Any], family: Family) -> None:
@@ -125,8 +125,8 @@ def _check_cond(name: str, cond: dict[str, Any], family: Family) -> None:
         )
 
 
-def _check_read(name: str, read: dict[str, Any], family: Family) -> None:
-    """`read` is what ComfyUI's model makes of a condition."""
+def _check_read(name: str, read: dict[str, Any], family: Family, latent_shape: tuple[int, ...]) -> None:
+    """`read` is what ComfyUI's model makes of a condition for a latent [B, C, (T,) H, W]."""
     if unused := sorted(read.keys() - family.conditions):
         called = ", ".join(READ_TITLES.get(key, key) for key in unused)
         raise Refused(
@@ -136,6 +136,15 @@ def _check_read(name: str, read: dict[str, Any], family: Family) -> None:
     if family.needs_text and text is not None and not text.cond.shape[1]:
         raise Refused(f"{name}: the CONDITIONING has no tokens, a {family.name} model needs at least one; encode a "
                       "text, an empty one will do")  # fmt: skip
+    check_call(name, family, latent_shape, {key: condition.cond for key, condition in read.items()})
+
+
+def check_call(who: str, family: Family, latent_shape: tuple[int, ...], cond: Mapping[str, Any]) -> None:
+    """Raises Refused for what the family has no answer to: a latent [B, C, (T,) H, W] or a condition."""
+    try:
+        family.check(latent_shape, cond)
+    except ValueError as error:
+        raise Refused(f"{who}: {error}") from None
 
 
 def _on_model(model: ModelPatcher) -> Iterator[str]:

@@ -90,6 +90,13 @@ class Family(ABC):
     def tokens(self, latent_shape: tuple[int, ...], text_tokens: int) -> dict[str, int]:
         """Stream name to global token count, for a latent [B, C, (T,) H, W]."""
 
+    def check(self, latent_shape: tuple[int, ...], cond: Mapping[str, Any]) -> None:
+        """Raises ValueError for a latent [B, C, (T,) H, W] or a condition that `call` has no answer to.
+
+        Asked for each prompt before a worker is; `cond` as in `call`.
+        """
+        return
+
     @abstractmethod
     def call(self, transformer: nn.Module, x: Tensor, timestep: Tensor, cond: Mapping[str, Any]) -> Tensor:
         """One evaluation of ComfyUI's `diffusion_model(x, timestep, **cond)`.
@@ -97,7 +104,7 @@ class Family(ABC):
         x: noisy latent in model space and dtype, [B, C, (T,) H, W], c_concat's channels included.
         timestep: float32 [B] ([B, T] where ComfyUI gives each frame its own), exactly as ComfyUI passes it.
         cond: the call's keyword arguments, `context` under "c_crossattn". Tensors have batch B or 1.
-        Returns ComfyUI's model output, [B, C_out, (T,) H, W]. Raises ValueError for conditions that cannot be honoured.
+        Returns ComfyUI's model output, [B, C_out, (T,) H, W]. What `check` refuses must not come here.
         """
 
 

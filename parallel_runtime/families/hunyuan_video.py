@@ -19,7 +19,7 @@ from .flux import BLOCKS, DOUBLE, QK_NORMS, SINGLE
 from .layout import pad_to_patch, tokens_in
 from .precision import absent_as_zero
 from .table import Table, move, split, swap
-from .text import without_padding
+from .text import check_mask, without_padding
 
 EMBED, REFINER = "time_text_embed", "context_embedder"
 THEIR_REFINER, REFINED = "txt_in.individual_token_refiner.blocks.#", f"{REFINER}.token_refiner.refiner_blocks.#"
@@ -150,6 +150,9 @@ class HunyuanVideo(Family):
 
     def tokens(self, latent_shape: tuple[int, ...], text_tokens: int) -> dict[str, int]:
         return {"image": tokens_in(latent_shape, self.patch), "text": text_tokens}
+
+    def check(self, latent_shape: tuple[int, ...], cond: Mapping[str, Any]) -> None:
+        check_mask(cond)
 
     def call(self, transformer: nn.Module, x: Tensor, timestep: Tensor, cond: Mapping[str, Any]) -> Tensor:
         batch, _, _, height, width = x.shape

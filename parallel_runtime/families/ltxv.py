@@ -16,7 +16,7 @@ from ..plan import Blocks, Gather, Plan, Split
 from .base import Family, Shapes, count, rows
 from .layout import patchify, tokens_in, unpatchify
 from .table import Row, Table, move
-from .text import without_padding
+from .text import check_mask, without_padding
 
 HEADS = 32
 BLOCK = "transformer_blocks.#"
@@ -96,6 +96,9 @@ class LTXV(Family):
 
     def tokens(self, latent_shape: tuple[int, ...], text_tokens: int) -> dict[str, int]:
         return {"image": tokens_in(latent_shape, self.patch), "text": text_tokens}
+
+    def check(self, latent_shape: tuple[int, ...], cond: Mapping[str, Any]) -> None:
+        check_mask(cond)
 
     def call(self, transformer: nn.Module, x: Tensor, timestep: Tensor, cond: Mapping[str, Any]) -> Tensor:
         batch, _, frames, height, width = x.shape

@@ -17,7 +17,7 @@ from .layout import pad_to_patch, patchify, tokens_in, unpatchify
 from .precision import keep_timestep
 from .rope import rotations
 from .table import Table, drop
-from .text import without_padding
+from .text import check_mask, without_padding
 
 LAYER_INDEX = "time_text_embed.addition_t_embedding.weight"
 
@@ -61,6 +61,9 @@ class QwenImage(Family):
 
     def tokens(self, latent_shape: tuple[int, ...], text_tokens: int) -> dict[str, int]:
         return {"image": tokens_in(latent_shape, self.patch), "text": text_tokens}
+
+    def check(self, latent_shape: tuple[int, ...], cond: Mapping[str, Any]) -> None:
+        check_mask(cond)
 
     def call(self, transformer: nn.Module, x: Tensor, timestep: Tensor, cond: Mapping[str, Any]) -> Tensor:
         batch, _, frames, height, width = x.shape

@@ -70,10 +70,14 @@ class SD3(Family):
     def tokens(self, latent_shape: tuple[int, ...], text_tokens: int) -> dict[str, int]:
         return {"image": tokens_in(latent_shape, self.patch), "text": text_tokens}
 
+    def check(self, latent_shape: tuple[int, ...], cond: Mapping[str, Any]) -> None:
+        height, width = latent_shape[-2:]
+        if max(height, width) > (side := self.patch * self._positions):
+            raise ValueError(f"this SD3 model knows {side} latent pixels a side, the latent has {height} x {width}; "
+                             "take a smaller one")  # fmt: skip
+
     def call(self, transformer: nn.Module, x: Tensor, timestep: Tensor, cond: Mapping[str, Any]) -> Tensor:
         batch, _, height, width = x.shape
-        if max(height, width) > (side := self.patch * self._positions):
-            raise ValueError(f"this SD3 model knows {side} latent pixels a side, the latent has {height} x {width}")
         out = transformer(
             hidden_states=pad_to_patch(x, self.patch),
             encoder_hidden_states=rows(cond["c_crossattn"], batch),

@@ -113,6 +113,12 @@ class Wan(Family):
     def tokens(self, latent_shape: tuple[int, ...], text_tokens: int) -> dict[str, int]:
         return {"image": tokens_in(latent_shape, self.patch), "text": text_tokens}
 
+    def check(self, latent_shape: tuple[int, ...], cond: Mapping[str, Any]) -> None:
+        image, most = cond.get("clip_fea"), self._image_positions
+        if image is not None and most and image.shape[1] > most:
+            raise ValueError(f"this Wan model sees {most} tokens of CLIP images at most, got {image.shape[1]}; "
+                             "give it fewer images")  # fmt: skip
+
     def call(self, transformer: nn.Module, x: Tensor, timestep: Tensor, cond: Mapping[str, Any]) -> Tensor:
         batch, _, _, height, width = x.shape
         padded = pad_to_patch(x, self.patch)
@@ -144,8 +150,6 @@ class Wan(Family):
         if not self._image_positions:
             return text, image
         absent = self._image_positions - image.shape[1]  # diffusers adds all of its positions
-        if absent < 0:
-            raise ValueError(f"this Wan model sees {self._image_positions} image tokens at most, got {image.shape[1]}")
         self._sees.tokens = (image.shape[1], absent)
         image = nn.functional.pad(image, (0, 0, 0, absent))
         return text, image.reshape(2 * batch, self._image_positions // 2, image.shape[2])

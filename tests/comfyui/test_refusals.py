@@ -17,11 +17,18 @@ from .test_kin import GUIDERS, custom, link, node
 RING_2 = DEGREES["ring_2"]
 FLUX = Job(family="flux_dev", cfg=2.0)
 WAN = Job(family="wan_t2v", cfg=2.0)
+QWEN = Job(family="qwen_image", cfg=2.0)
 EULER = node("KSamplerSelect", sampler_name="euler")
 CFG = GUIDERS["CFGGuider"]
 WAY_OUT = (
-    "remove it, or sample|sample with SamplerCustomAdvanced|choose another|needs one from|load without|sample it with"
+    "remove it, or sample|sample with|choose another|needs one from|load without|sample it with|use the text encoder"
 )
+
+
+@pytest.fixture(autouse=True)
+def warm(server: Server) -> None:
+    """Workers that live: none are started ahead of a refusal that takes its time, and one that fails is missed."""
+    server.client.run(sampling_graph(FLUX, "CPSampler", RING_2))
 
 
 @pytest.mark.parametrize(
@@ -45,8 +52,8 @@ def on_the_model(kind: str, /, **widgets: object) -> Graph:
     return graph
 
 
-def on_the_positive(kind: str, /, **widgets: object) -> Graph:
-    graph = sampling_graph(FLUX, "CPSampler", RING_2)
+def on_the_positive(kind: str, /, job: Job = FLUX, **widgets: object) -> Graph:
+    graph = sampling_graph(job, "CPSampler", RING_2)
     graph["changed"] = node(kind, conditioning=link("positive"), **widgets)
     graph["sampler"]["inputs"]["positive"] = link("changed")
     return graph
@@ -93,6 +100,10 @@ REFUSED: dict[str, tuple[str, Graph]] = {
                           custom(FLUX, RING_2, CFG, node("CPTestForeignSampler"), 0)),
     "sampler that goes block by block": ("the SAMPLER comfy.k_diffusion.sampling.sample_ar_video",
                                          custom(WAN, RING_2, CFG, node("SamplerARVideo", num_frame_per_block=1), 0)),
+    "soft text mask": ("attention_mask is floating point",
+                       on_the_positive("CPTestOddCondition", job=QWEN, kind="soft mask")),
+    "text mask of another text": (r"attention_mask has the shape \(1, 3\), for a text of \d+ tokens",
+                                  on_the_positive("CPTestOddCondition", job=QWEN, kind="short mask")),
     "fast fp8": ("fp8_optimizations", loaded_as("fp8_e4m3fn_fast")),
     "audio and video": ("several streams", two_streams()),
 }  # fmt: skip

@@ -175,3 +175,22 @@ def test_tokens_are_counted_from_the_latent(checkpoints: dict[str, Path], name: 
     assert tokens["image"] > 0
     assert family.heads > 0
     assert family.layers > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "latent", "cond", "says"),
+    [
+        ("sd35_large", (1, 16, 1000, 8), {}, "knows 64 latent pixels a side, the latent has 1000 x 8"),
+        ("wan_flf2v", (1, 16, 3, 8, 8), {"clip_fea": torch.zeros(1, 771, 1280)}, "514 tokens of CLIP .* got 771"),
+        ("hunyuan_video", (1, 16, 3, 8, 8), {"c_crossattn": torch.zeros(1, 9, 96), "attention_mask": torch.ones(1, 9)},
+         "attention_mask is floating point"),
+    ],
+)  # fmt: skip
+def test_what_a_family_has_no_answer_to_is_said_before_it_is_called(
+    name: str, latent: tuple[int, ...], cond: dict[str, Any], says: str
+) -> None:
+    family = recognise({key: tuple(tensor.shape) for key, tensor in tiny.tensors(name)[0].items()}, tiny.hints(name))
+    told = tiny.TINY[name]
+    family.check(told.latent, {"c_crossattn": torch.zeros(1, *told.text)})
+    with pytest.raises(ValueError, match=says):
+        family.check(latent, cond)

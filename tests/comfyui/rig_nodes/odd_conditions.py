@@ -10,7 +10,8 @@ from comfy_api.latest import io
 
 
 class OddCondition(io.ComfyNode):
-    """CONDITIONING with something in it, by `kind`: nothing at all, gligen boxes, a reference image, clip vision."""
+    """CONDITIONING with something in it, by `kind`: nothing at all, gligen boxes, a reference image, clip vision,
+    masks of the text that are none."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -32,6 +33,10 @@ class OddCondition(io.ComfyNode):
 
 def _added(kind: str, dice: torch.Generator) -> dict[str, Any]:
     match kind:
+        case "soft mask":
+            return {"attention_mask": torch.ones(1, 20)}
+        case "short mask":
+            return {"attention_mask": torch.ones(1, 3, dtype=torch.long)}
         case "gligen":
             return {"gligen": ("position", None, [])}
         case "reference":
