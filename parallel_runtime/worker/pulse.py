@@ -28,6 +28,7 @@ class Pulse:
         self._job = job
         self._cancelled = False
         self._last_beat = 0.0
+        self._loading = True
 
     def vote(self) -> None:
         """Call on every rank at the same places. Raises Cancelled on all of them or on none."""
@@ -51,10 +52,11 @@ class Pulse:
             self._channel.offer(Step(self._job, step, total), write_bundle({"x0": x0, "x": x}))
 
     def _beat(self, loaded: float | None) -> None:
-        now = time.monotonic()
-        if now - self._last_beat > BEAT_SECONDS:
-            self._last_beat = now
-            self._channel.offer(Beat(self._job, loaded))
+        """That loading is over is said at once: from then on the host waits for less long."""
+        now, loading = time.monotonic(), loaded is not None
+        due = now - self._last_beat > BEAT_SECONDS or loading != self._loading
+        if due and self._channel.offer(Beat(self._job, loaded)):
+            self._last_beat, self._loading = now, loading
 
     def _heard_cancel(self) -> bool:
         while not self._cancelled and self._channel.waiting():
