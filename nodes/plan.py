@@ -70,12 +70,12 @@ def explain(
         return f"This MODEL cannot run in the workers: {refused}", request
     guided = not math.isclose(cfg, 1.0)
     subject = subject_of(model, spec, family, latent, positive, cached=request.step_cache > 0)
-    trouble = ""
+    trouble, automatic = "", not (request.ring_degree and request.ulysses_degree)
     try:
         degrees, placement = plan_for(family, request, guided=guided, work=subject.work)
     except Refused as refused:
-        trouble = f"The CP Parallel Config cannot work: {refused}.\nInstead:\n"
-        request = ParallelRequest(dtype=request.dtype)
+        trouble = f"The CP Parallel Config cannot work: {refused}.\nWith everything on auto:\n"
+        request, automatic = ParallelRequest(dtype=request.dtype), True
         degrees, placement = plan_for(family, request, guided=guided, work=subject.work)
     link = measured_link(placement)
     recommended = replace(
@@ -85,7 +85,8 @@ def explain(
         cfg_degree=degrees.cfg_degree,
         data_degree=degrees.data_degree,
     )
-    return trouble + report(subject, degrees, placement, guided=guided, link=link), recommended
+    text = report(subject, degrees, placement, guided=guided, automatic=automatic, link=link)
+    return trouble + text, recommended
 
 
 def subject_of(

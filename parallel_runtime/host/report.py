@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from ..specs import Parallelism, Placement
@@ -20,15 +21,22 @@ class Subject:
 
 
 def report(
-    subject: Subject, degrees: Parallelism, placement: Placement, *, guided: bool, link: Link | None = None
+    subject: Subject,
+    degrees: Parallelism,
+    placement: Placement,
+    *,
+    guided: bool,
+    automatic: bool,
+    link: Link | None = None,
 ) -> str:
     """Several lines; `link` is None where no worker group has measured this machine yet."""
     work = subject.work
+    chosen = _choice(placement, link) if automatic else ""
     lines = [
         subject.model,
         f"Tokens: {_tokens(subject.tokens)}; {work.rows} image(s) or video(s) in the batch.",
         f"Workers: {placement.world_size} on {', '.join(placement.devices)}{_machines(placement)}.",
-        f"Degrees: {_degrees(degrees)}. {_reason(work, degrees, guided)}",
+        f"Degrees: {_degrees(degrees)}{chosen}. {_reason(work, degrees, guided)}",
         _memory(work, degrees, link),
         _traffic(work, degrees),
         _speed(work, degrees, link),
@@ -51,6 +59,15 @@ def _degrees(degrees: Parallelism) -> str:
     names = ("data_degree", "cfg_degree") if degrees.data_degree > 1 else ("cfg_degree",)
     shown = [name for name in names if getattr(degrees, name) > 1] + ["ring_degree", "ulysses_degree"]
     return " x ".join(f"{name} {getattr(degrees, name)}" for name in shown)
+
+
+def _choice(placement: Placement, link: Link | None) -> str:
+    """How auto came to the degrees."""
+    if placement.world_size == 1:
+        return ""
+    if link is None or not link.bytes_per_second:
+        return ", auto's choice until workers have run and measured this machine"
+    return ", the fastest by what the workers measured"
 
 
 def _reason(work: Work, degrees: Parallelism, guided: bool) -> str:
@@ -122,6 +139,8 @@ def _warnings(work: Work, degrees: Parallelism, placement: Placement, guided: bo
             f"{work.heads} heads over ulysses_degree {degrees.ulysses_degree} is uneven: some workers wait for others. "
             "It is exact all the same; a divisor of the heads is faster."
         )
+    if placement.devices[0] == "cpu" and (workers := len(placement.devices)) > 1:
+        warnings.append(f"{workers} workers share the {os.cpu_count()} CPU cores here: exact, but hardly faster.")
     if placement.shared and placement.devices[0] != "cpu":
         warnings.append("A GPU is named twice: exact, but slower than naming it once.")
     if guided and degrees.cfg_degree == 1 and degrees.context_parallel_size % 2 == 0:
