@@ -1,10 +1,14 @@
-"""What every test may rely on: `gpu` tests skip where torch sees no CUDA device."""
+"""What every test may rely on: `gpu` tests skip where torch sees no CUDA device, `sweep` tests wait to be asked for."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+from collections import Counter
 
 import pytest
+
+SWEEP = "CP_TEST_SWEEP"
 
 
 def _sees_cuda() -> bool:
@@ -15,8 +19,27 @@ def _sees_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_report_header() -> str | None:
+    return None if os.environ.get(SWEEP) else f"of tests marked `sweep` a part runs; all do with {SWEEP}=1, or by name"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wanting_a_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if wanting_a_gpu and not _sees_cuda():
         for item in wanting_a_gpu:
             item.add_marker(pytest.mark.skip(reason="NO GPU: torch sees no CUDA device here"))
+    if not os.environ.get(SWEEP) and not any("::" in argument for argument in config.args):
+        _leave_out_what_waits(config, items)
+
+
+def _leave_out_what_waits(config: pytest.Config, items: list[pytest.Item]) -> None:
+    cases: Counter[str] = Counter()
+    run, left = [], []
+    for item in items:
+        marker = item.get_closest_marker("sweep")
+        one_in = marker.kwargs.get("one_in", 0) if marker else 1
+        function = item.nodeid.partition("[")[0]
+        (run if one_in and cases[function] % one_in == 0 else left).append(item)
+        cases[function] += 1
+    items[:] = run
+    config.hook.pytest_deselected(items=left)

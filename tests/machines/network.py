@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from parallel_runtime.specs import Parallelism, Placement
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,10 +22,6 @@ PORT = 29500
 ULYSSES = Parallelism(ulysses_degree=2)
 _numbers = itertools.count()
 _libc = ctypes.CDLL(None, use_errno=True)
-
-sweep = pytest.mark.skipif(
-    not os.environ.get("CP_TEST_SWEEP"), reason="starts a group of two machines of its own; run with CP_TEST_SWEEP=1"
-)
 
 
 def on_two_machines(workers: int = 1) -> Placement:

@@ -17,7 +17,7 @@ from parallel_runtime.specs import Parallelism
 from ..groups import flux_job
 from .guest import joining
 from .jobs import Once, difference, samples
-from .network import HERE, PORT, ROOT, THERE, TOKEN, ULYSSES, on_two_machines, sweep
+from .network import HERE, PORT, ROOT, THERE, TOKEN, ULYSSES, on_two_machines
 
 LOST_SECONDS = 12
 
@@ -55,7 +55,7 @@ def test_a_killed_rank_of_the_other_machine_fails_the_run_at_once_and_the_next_g
         samples(group, flux, ULYSSES)
 
 
-@sweep
+@pytest.mark.sweep
 def test_a_killed_rank_of_comfyuis_machine_is_named_without_an_address(doomed, guest, flux):
     kill = Once(lambda: os.kill(doomed._processes._pids[0], signal.SIGKILL))
     with pytest.raises(WorkerDied, match="worker rank 0 was killed by SIGKILL"):
@@ -64,7 +64,7 @@ def test_a_killed_rank_of_comfyuis_machine_is_named_without_an_address(doomed, g
     wait_until(lambda: not guest.started(), 3)
 
 
-@sweep
+@pytest.mark.sweep
 def test_a_killed_join_command_leaves_no_process_and_the_next_group_waits_for_the_next(net, flux, folder):
     with joining(folder, namespace=net.there) as first:
         group = WorkerGroup(on_two_machines())
@@ -77,7 +77,7 @@ def test_a_killed_join_command_leaves_no_process_and_the_next_group_waits_for_th
         samples(group, flux, ULYSSES)
 
 
-@sweep
+@pytest.mark.sweep
 def test_a_machine_that_is_silently_gone_fails_the_run_and_its_workers_end(net, doomed, guest, flux):
     pull = Once(lambda: net.cable("down"))
     try:
@@ -92,7 +92,7 @@ def test_a_machine_that_is_silently_gone_fails_the_run_and_its_workers_end(net, 
         samples(group, flux, ULYSSES)
 
 
-@sweep
+@pytest.mark.sweep
 def test_a_killed_host_leaves_no_worker_on_the_other_machine(guest, flux, tmp_path):
     script = tmp_path / "host.py"
     script.write_text(
@@ -114,7 +114,7 @@ def test_a_killed_host_leaves_no_worker_on_the_other_machine(guest, flux, tmp_pa
     assert guest.process.poll() is None
 
 
-@sweep
+@pytest.mark.sweep
 def test_two_workers_on_each_of_two_machines_draw_what_one_draws(alone, guest, flux):
     job = {"size": (7, 11), "tokens": 5, "negative_tokens": 2, "batch": 2}
     one = samples(alone, flux, Parallelism(), **job)
@@ -124,7 +124,7 @@ def test_two_workers_on_each_of_two_machines_draw_what_one_draws(alone, guest, f
             assert difference(samples(group, flux, parallelism, **job), one) < 2e-5, parallelism
 
 
-@sweep
+@pytest.mark.sweep
 def test_a_stopped_join_command_takes_its_workers_along(net, flux, folder):
     with joining(folder, namespace=net.there) as guest:
         with WorkerGroup(on_two_machines()) as group:

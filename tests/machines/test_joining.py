@@ -28,7 +28,7 @@ from parallel_runtime.worker.rendezvous import SignedBackend
 from ..groups import flux_job, spec_of
 from ..tiny import write
 from .guest import joining
-from .network import HERE, PORT, ROOT, THERE, ULYSSES, on_two_machines, sweep
+from .network import HERE, PORT, ROOT, THERE, ULYSSES, on_two_machines
 
 KEY, OTHER = "k" * 64, "o" * 64
 
@@ -160,7 +160,7 @@ def test_machines_that_do_not_come_are_missed_in_a_sentence(net, monkeypatch):
         WorkerGroup(on_two_machines())
 
 
-@sweep
+@pytest.mark.sweep
 def test_a_machine_with_another_token_does_not_join(net, folder, monkeypatch, caplog):
     monkeypatch.setattr(group_module, "START_SECONDS", 15)
     with joining(folder, namespace=net.there, token="some other token, long enough") as guest:
@@ -200,7 +200,7 @@ def test_another_number_of_devices_there_is_an_error_that_names_both(net, folder
         WorkerGroup(on_two_machines())
 
 
-@sweep
+@pytest.mark.sweep
 def test_another_model_under_the_same_path_there_is_refused(net, folder, tmp_path):
     """With a mount of its own the other machine sees other weights in a file of the same name and size."""
     ours = write(tmp_path / "ours", "flux_schnell")
@@ -217,7 +217,7 @@ def test_another_model_under_the_same_path_there_is_refused(net, folder, tmp_pat
             assert group.alive
 
 
-@sweep
+@pytest.mark.sweep
 def test_a_model_that_is_missing_there_is_named(net, folder, tmp_path):
     ours = write(tmp_path / "ours", "flux_schnell")
     hide = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {ours.parent} && exec "$@"', "sh")
@@ -229,7 +229,7 @@ def test_a_model_that_is_missing_there_is_named(net, folder, tmp_path):
         group.sample(spec_of(ours), ULYSSES, flux_job())
 
 
-@sweep
+@pytest.mark.sweep
 def test_the_token_is_in_no_command_line(net, folder):
     with joining(folder, namespace=net.there) as guest, WorkerGroup(on_two_machines()):
         for process in guest.started():
