@@ -14,6 +14,7 @@ from parallel_runtime.host.group import WorkerGroup
 from parallel_runtime.specs import DemoJob, ModelSpec, Parallelism, Placement
 
 TEXT, POOLED = 128, 64
+SABOTAGE = Path(__file__).parent / "sabotage"  # for PYTHONPATH: see sitecustomize.py there
 
 
 class Stop(BaseException):

@@ -20,12 +20,11 @@ from parallel_runtime.host import group as group_module
 from parallel_runtime.host.group import WorkerGroup
 from parallel_runtime.specs import Parallelism
 
-from .groups import Stop, flux_job, on_cpu, our_processes, parent_of, samples, spec_of, wait_until, workers_of
+from .groups import SABOTAGE, Stop, flux_job, on_cpu, our_processes, parent_of, samples, spec_of, wait_until, workers_of
 from .holdings import shared_files
 from .tiny import write
 
 ULYSSES = Parallelism(ulysses_degree=2)
-SABOTAGE = Path(__file__).parent / "sabotage"
 
 PLACES = ("load", "step", "gather", "reply")
 DEEDS = {

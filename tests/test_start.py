@@ -16,7 +16,7 @@ from parallel_runtime.specs import ComfySetup, Parallelism, Placement
 from parallel_runtime.wire.channel import Channel
 from parallel_runtime.wire.messages import Beat, Ready, encode
 
-from .groups import on_cpu, samples, spec_of
+from .groups import SABOTAGE, on_cpu, samples, spec_of
 from .tiny import write
 
 
@@ -83,3 +83,10 @@ def test_a_full_disk_is_named_and_left_as_it_was(tmp_path, monkeypatch, options,
 def test_a_group_that_cannot_start_says_why():
     with pytest.raises(WorkerStartError, match="No module named 'comfy'"):
         WorkerGroup(Placement(devices=("cpu",)), ComfySetup(root="/nowhere"))
+
+
+def test_the_rank_that_failed_first_is_named_and_not_one_that_missed_it(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(SABOTAGE))
+    monkeypatch.setenv("CP_TEST_FAULT", "1 start raise")
+    with pytest.raises(WorkerStartError, match="rank 1 could not start: RuntimeError: sabotage"):
+        WorkerGroup(on_cpu(Parallelism(ulysses_degree=2)))

@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
 
 from ..errors import ProtocolError, WorkerDied, WorkerStartError
 from ..specs import ComfySetup, Placement
@@ -59,19 +60,22 @@ class Processes:
         here = self._pids[: len(self._placement.devices)]
         self._pidfds = [os.pidfd_open(pid) for pid in here] if hasattr(os, "pidfd_open") else []
         self._welcome(comfy)
-        joined = []
-        for rank, channel in enumerate(self.channels):
-            while not channel.waiting():
+        joined: dict[int, Joined] = {}
+        while len(joined) < len(ranks):
+            watch()
+            # Who speaks first is heard first: a rank that fails takes its peers with it, and they say so too.
+            silent = {channel.fileno(): rank for rank, channel in by_rank.items() if rank not in joined}
+            heard = [silent[fd] for fd in wait(list(silent), POLL_SECONDS) if isinstance(fd, int)]
+            for rank in heard:
+                joined[rank] = self._joined(rank, self.channels[rank])
+            if not heard:
                 self._check_start(deadline, len(by_rank))
-                watch()
-                time.sleep(POLL_SECONDS / 5)
-            joined.append(self._joined(rank, channel))
         self._server.close()
         os.unlink(self._address)
         return Link(
-            bytes_per_second=coarse(min(answer.bytes_per_second for answer in joined)),
-            flops_per_second=coarse(min(answer.flops_per_second for answer in joined)),
-            free_bytes=tuple(answer.free_bytes for answer in joined),
+            bytes_per_second=coarse(min(answer.bytes_per_second for answer in joined.values())),
+            flops_per_second=coarse(min(answer.flops_per_second for answer in joined.values())),
+            free_bytes=tuple(joined[rank].free_bytes for rank in ranks),
         )
 
     def running(self) -> bool:
@@ -178,7 +182,8 @@ class Processes:
     def _check_start(self, deadline: float, ready: int) -> None:
         world = self._placement.world_size
         if not self.running():
-            ended = next(machine for machine in self._machines if not machine.running())
+            # Of a worker that has ended torchrun may not know yet.
+            ended = next((machine for machine in self._machines if not machine.running()), self._torchrun)
             on = f" on {ended.machine}" if ended.machine else ""
             raise WorkerStartError(f"the workers{on} ended before they were up{last_error(ended.last_words())}")
         if time.monotonic() > deadline:

@@ -8,30 +8,23 @@ import importlib.metadata
 import sys
 
 import torch
-import torch.distributed
 
 from .torchrun import PACKAGE
 
 
 @functools.cache
 def versions() -> tuple[str, ...]:
-    """This machine's, each with its name.
-
-    The release of PyTorch and not its build, which pip names or not for one and the same: what builds differ in is
-    NCCL. It comes last, and only where there is one.
-    """
-    nccl = torch.distributed.is_nccl_available()
+    """This machine's, each with its name. Of PyTorch also the build, which pip does not always tell."""
     return (
         f"CP Sampler {_digest()}",
         f"Python {sys.version_info.major}.{sys.version_info.minor}",
-        f"PyTorch {torch.__version__.partition('+')[0]}",
+        f"PyTorch {torch.__version__}",
         f"diffusers {importlib.metadata.version('diffusers')}",
-        *([f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"] if nccl else []),
     )
 
 
 def difference(theirs: tuple[str, ...]) -> str:
-    """What is not the same there, in words; "" where all is. What only one machine has is not compared."""
+    """What is not the same there, in words; "" where all is."""
     pairs = zip(theirs, versions(), strict=False)
     found = [f"it has {other}, this machine {ours}" for other, ours in pairs if other != ours]
     return "; ".join(found) + "; install the same on both" if found else ""

@@ -47,9 +47,14 @@ class Pulse:
     def step(self, step: int, total: int, x0: Tensor, x: Tensor) -> None:
         """A sampler's callback. Dropped, not waited for, where the host is behind."""
         if DEBUG:
-            _check_equal(step, total, x0, x)
+            _check_equal(f"step {step + 1} of {total}", "latent", x0, x)
         if rank() == 0:
             self._channel.offer(Step(self._job, step, total), write_bundle({"x0": x0, "x": x}))
+
+    def evaluated(self, out: Tensor) -> None:
+        """Call with what an evaluation gave where the sampler is not here, and reports no steps."""
+        if DEBUG:
+            _check_equal("an evaluation", "prediction", out)
 
     def _beat(self, loaded: float | None) -> None:
         """That loading is over is said at once: from then on the host waits for less long."""
@@ -67,13 +72,11 @@ class Pulse:
         return self._cancelled
 
 
-def _check_equal(step: int, total: int, *latents: Tensor) -> None:
-    """Raises on every rank where one holds other latents than rank 0, to the bit. Collective."""
+def _check_equal(after: str, what: str, *tensors: Tensor) -> None:
+    """Raises on every rank where one holds other tensors than rank 0, to the bit. Collective."""
     own = hashlib.sha256()
-    for latent in latents:
-        own.update(latent.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    for tensor in tensors:
+        own.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     digests = everybodys(int.from_bytes(own.digest()[:7], "big"))
     if others := [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]:
-        raise RuntimeError(
-            f"after step {step + 1} of {total} the latent of rank {', '.join(others)} differs from that of rank 0"
-        )
+        raise RuntimeError(f"after {after} the {what} of rank {', '.join(others)} differs from that of rank 0")

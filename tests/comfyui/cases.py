@@ -1,5 +1,5 @@
-"""Which jobs the parity test samples, on which degrees: a seeded deal of variations, so that every family meets every
-variation once over all degrees; with CP_TEST_SWEEP=1 every family meets all of them on each."""
+"""Which jobs the parity test samples, on which degrees: a seeded deal of variations, in which every family meets every
+variation once, of which the test takes a part; with CP_TEST_SWEEP=1 every family meets all of them on all degrees."""
 
 from __future__ import annotations
 

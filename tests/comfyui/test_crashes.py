@@ -6,11 +6,14 @@ import time
 
 import pytest
 
+from ..groups import SABOTAGE
 from .cases import DEGREES
 from .client import NodeError
+from .comfy import ComfyInstall
 from .graphs import Job, longer, sampling_graph
 from .latents import apart, latent_of
-from .server import Server
+from .server import Server, running_server
+from .test_kin import on_the_loader
 
 FLUX = Job(family="flux_dev", cfg=2.0)
 LONG = longer(FLUX, steps=2000)
@@ -40,3 +43,17 @@ def test_a_worker_killed_while_idle_is_replaced(server: Server) -> None:
     time.sleep(1)
     got = latent_of(server.client.run(sampling_graph(FLUX, "CPSampler", RING_2)))
     assert apart(got, want) <= 1e-4
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("native", [False, True], ids=["CP Sampler", "KSampler on CP Load Diffusion Model"])
+def test_in_debug_mode_a_rank_that_computes_something_else_is_found(comfy: ComfyInstall, native: bool) -> None:
+    deviates = {"CP_DEBUG": "1", "PYTHONPATH": str(SABOTAGE), "CP_TEST_FAULT": "1 evaluation deviate"}
+    graph = sampling_graph(FLUX, "KSampler" if native else "CPSampler", RING_2)
+    if native:
+        on_the_loader(graph, FLUX, RING_2)
+    with (
+        running_server(comfy, env=deviates) as server,
+        pytest.raises(NodeError, match=r"after (step 1 of|an evaluation).* of rank 1 differs from that of rank 0"),
+    ):
+        server.client.run(graph)

@@ -34,6 +34,7 @@ Stack = list[tuple[str, float]]
 Tensors = dict[str, Tensor]
 
 
+@pytest.mark.sweep(one_in=5)
 @pytest.mark.parametrize("rank", [4, 16])
 @pytest.mark.parametrize("family", PLACES)
 @pytest.mark.parametrize("degrees", ["1_worker", "ring_2", "ulysses_2"])
@@ -103,6 +104,7 @@ def oft(out: int, inner: int, dice: torch.Generator) -> Tensors:
     return {"oft_blocks": normal((out // 8, 8, 8), dice, 0.1), "alpha": torch.tensor(1.0)}
 
 
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize("kind", [loha, lokr, lokr_factored, dora, difference, replaced, oft])
 @pytest.mark.parametrize("family", ["flux_dev", "wan_t2v"])
 def test_every_kind_of_adapter_gives_ksamplers_latent(

@@ -35,8 +35,8 @@ def host(comfy: ComfyInstall) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def guest(host: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guest]:
-    with joining(tmp_path_factory.mktemp("guest"), endpoint=ENDPOINT) as command:
+def guest(comfy: ComfyInstall, host: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guest]:
+    with joining(tmp_path_factory.mktemp("guest"), endpoint=ENDPOINT, python=comfy.python) as command:
         yield command
 
 
@@ -85,7 +85,7 @@ def test_a_killed_comfyui_leaves_no_worker_on_the_other_machine(comfy: ComfyInst
     endpoint = f"127.0.0.1:{free_port()}"
     with (
         running_server(comfy, env={"CP_CLUSTER_TOKEN": TOKEN}) as server,
-        joining(tmp_path, endpoint=endpoint) as guest,
+        joining(tmp_path, endpoint=endpoint, python=comfy.python) as guest,
     ):
         since = server.client.now()
         server.client.queue(sampling_graph(LONG, "CPSampler", replace(TWO, rdzv_endpoint=endpoint)))

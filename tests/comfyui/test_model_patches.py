@@ -79,6 +79,7 @@ def name_of(value: Job | tuple[Node, ...]) -> str:
     return value.family if isinstance(value, Job) else "+".join(map(str, value))
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize(("job", "nodes"), HONOURED, ids=name_of)
 def test_sampling_maths_on_the_model_gives_ksamplers_latent(server: Server, job: Job, nodes: tuple[Node, ...]) -> None:
     check(server, job, nodes, RING_2)
@@ -101,6 +102,7 @@ def test_differential_diffusion_follows_the_greys_of_the_mask(server: Server, st
     assert apart(plain, native) > 100 * BAR
 
 
+@pytest.mark.sweep(one_in=5)
 @pytest.mark.parametrize("job", [LONG, replace(WAN, steps=16)], ids=["flux_dev", "wan_t2v"])
 @pytest.mark.parametrize("kind", ["EasyCache", "LazyCache"])
 @pytest.mark.parametrize("degrees", ["1_worker", "ring_2", "ulysses_2"])
@@ -165,6 +167,7 @@ REFUSED: list[tuple[str, Node]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize(("name", "node"), REFUSED, ids=lambda value: str(value) if isinstance(value, Node) else "")
 def test_what_workers_cannot_have_is_refused_by_name_with_the_way_out(server: Server, name: str, node: Node) -> None:
     before = server.children()

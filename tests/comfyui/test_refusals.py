@@ -109,6 +109,7 @@ REFUSED: dict[str, tuple[str, Graph]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_workers_cannot_have_is_refused_by_name_with_the_way_out(server: Server, what: str) -> None:
     """More of them: test_model_patches.py, test_lora.py and test_loaded.py."""

@@ -51,6 +51,7 @@ SIGMAS: dict[str, Graph] = {
 }
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_every_sampler_node_keeps_its_settings(server: Server, name: str) -> None:
     job = WAN if name in ("SamplerDPMPP_3M_SDE", "SamplerSEEDS2") else FLUX
@@ -63,6 +64,7 @@ def test_every_guider_keeps_its_settings(server: Server, name: str) -> None:
     check(server, guided)
 
 
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize("name", SIGMAS)
 @pytest.mark.parametrize("noise", ["RandomNoise", "DisableNoise"])
 def test_every_schedule_is_followed(server: Server, name: str, noise: str) -> None:

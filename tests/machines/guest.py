@@ -49,13 +49,14 @@ def joining(
     token: str = TOKEN,
     package: Path = ROOT,
     endpoint: str = f"{HERE}:{PORT}",
+    python: Path | str = sys.executable,
 ) -> Iterator[Guest]:
-    """The command while it runs, in `namespace`, with the pack that lies in `package`."""
+    """The command while it runs, in `namespace`, with the pack that lies in `package` and with `python`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "token").write_text(token)
     mark = os.urandom(8).hex()
     inside = ("ip", "netns", "exec", namespace) if namespace else ()
-    command = [sys.executable, "-m", "parallel_runtime", "join", endpoint, "--token-file", str(folder / "token")]
+    command = [str(python), "-m", "parallel_runtime", "join", endpoint, "--token-file", str(folder / "token")]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [*inside, *wrapper, *command, *arguments],

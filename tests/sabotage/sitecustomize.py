@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 PLACES = {  # module, function, which call of it
+    "start": ("parallel_runtime.worker.link", "bytes_per_second", 1),
     "load": ("parallel_runtime.worker.loading", "load", 1),
     "evaluation": ("parallel_runtime.worker.models", "Model.__call__", 3),
     "gather": ("parallel_runtime.worker.engine.exchange", "gather", 3),

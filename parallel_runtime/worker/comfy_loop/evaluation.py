@@ -26,8 +26,8 @@ class Evaluations:
 
     def __call__(self, model: Model, job: EvaluationJob, pulse: Pulse) -> dict[str, Any]:
         """Returns {"out": ComfyUI's model output [B, C_out, (T,) H, W]}."""
-        pulse.beat()
         merge(model, job.patches, pulse.loading)
+        pulse.beat()
         device = comfy.model_management.get_torch_device()
         if job.conds is not None:
             self._prompts[job.prompt] = _each(job.conds, lambda tensor: tensor.to(device, copy=True))
@@ -41,7 +41,9 @@ class Evaluations:
             return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
         conds = _each(self._prompts[job.prompt], computed)
-        return {"out": model(job.x.to(device, dtype), job.timestep.to(device), conds)}
+        out = model(job.x.to(device, dtype), job.timestep.to(device), conds)
+        pulse.evaluated(out)
+        return {"out": out}
 
 
 def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
