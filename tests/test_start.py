@@ -14,7 +14,7 @@ from parallel_runtime.host.group import WorkerGroup
 from parallel_runtime.host.launch import Processes
 from parallel_runtime.specs import ComfySetup, Parallelism, Placement
 from parallel_runtime.wire.channel import Channel
-from parallel_runtime.wire.messages import Beat, Ready, encode
+from parallel_runtime.wire.messages import PROTOCOL, Beat, Ready, encode
 
 from .groups import SABOTAGE, on_cpu, samples, spec_of
 from .tiny import write
@@ -28,21 +28,24 @@ def test_a_private_folder_with_a_very_long_path_will_do(tmp_path, monkeypatch):
     assert not list(folder.glob("cp-*"))
 
 
-@pytest.mark.parametrize("greeting", [b"rubbish", b'{"type": "Ready"}', Ready(0, 1, "tökén", "1", ()), Beat(1)])
-def test_a_stranger_at_the_socket_is_shown_the_door(monkeypatch, greeting):
+def test_strangers_at_the_socket_are_shown_the_door(monkeypatch):
+    greetings = [b"rubbish", b'{"type": "Ready"}', encode(Ready(0, 1, "tökén", PROTOCOL, ())), encode(Beat(1))]
     meet = Processes.meet
 
-    def with_a_stranger(self, *arguments):
-        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        stranger.connect(self._address)
-        stranger.send(greeting if isinstance(greeting, bytes) else encode(greeting))
+    def with_strangers(self, *arguments):
+        self._server.listen(1 + len(greetings))  # for so many at once
+        strangers = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in greetings]
+        for stranger, greeting in zip(strangers, greetings, strict=True):
+            stranger.connect(self._address)
+            stranger.send(greeting)
         try:
             return meet(self, *arguments)
         finally:
-            assert stranger.recv(10) == b""
-            stranger.close()
+            assert [stranger.recv(10) for stranger in strangers] == [b""] * len(strangers)
+            for stranger in strangers:
+                stranger.close()
 
-    monkeypatch.setattr(Processes, "meet", with_a_stranger)
+    monkeypatch.setattr(Processes, "meet", with_strangers)
     with WorkerGroup(on_cpu(Parallelism())) as group:
         assert group.alive
 
@@ -62,10 +65,14 @@ def test_workers_of_another_version_are_refused_at_the_handshake(monkeypatch):
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [("nr_inodes=2", "no place for the workers' socket: .*No space left.*set TMPDIR"), ("size=4k", "No space left")],
-    ids=["no room for a socket", "no room for a byte"],
+    [
+        ("nr_inodes=2", "no place for the workers' socket: .*No space left.*set TMPDIR"),
+        ("size=4k", "No space left"),
+        ("ro", "no place for the workers' socket: .*Read-only file system.*set TMPDIR"),
+    ],
+    ids=["no room for a socket", "no room for a byte", "read-only"],
 )
-def test_a_full_disk_is_named_and_left_as_it_was(tmp_path, monkeypatch, options, says):
+def test_a_full_or_read_only_disk_is_named_and_left_as_it_was(tmp_path, monkeypatch, options, says):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", tmp_path], capture_output=True).returncode:
         pytest.skip("NO MOUNT: only root can make a disk that is full")
     try:
