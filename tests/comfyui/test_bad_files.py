@@ -49,7 +49,7 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep(one_in=4)
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_cannot_be_read_is_refused_with_the_way_out(server: Server, name: str) -> None:
     before = server.children()

@@ -160,7 +160,7 @@ CHANGES: dict[str, tuple[Job, Change]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep(one_in=4)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_changed_condition_or_latent_gives_ksamplers_latent(server: Server, name: str) -> None:
     job, change = CHANGES[name]

@@ -34,6 +34,7 @@ def damaged(content: bytes) -> bytes:
     return content[:8] + b"?" + content[9:]
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize(
     ("broken", "says"),
     [(cut_short, "is cut short"), (lying, "lies about"), (damaged, "no JSON"), (lambda _: b"", "not a safetensors")],
@@ -62,6 +63,7 @@ def test_a_latent_without_numbers_comes_out_as_from_ksampler(server: Server) -> 
     assert torch.equal(got.isnan(), want.isnan())
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize("size", [(1, 1), (2, 3), (1, 129)])
 def test_a_latent_of_an_absurd_size_comes_out_as_from_ksampler(server: Server, size: tuple[int, int]) -> None:
     job = replace(FLUX, size=size)

@@ -80,7 +80,7 @@ REFUSED: list[tuple[str, Node]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize(("name", "refused"), REFUSED, ids=lambda value: str(value))
 def test_what_changes_the_network_is_refused_by_name_with_the_way_out(server: Server, name: str, refused: Node) -> None:
     with pytest.raises(NodeError, match=f"{name}.*take the (MODEL|model) from Load Diffusion Model"):

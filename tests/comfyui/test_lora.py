@@ -34,7 +34,7 @@ Stack = list[tuple[str, float]]
 Tensors = dict[str, Tensor]
 
 
-@pytest.mark.sweep(one_in=5)
+@pytest.mark.sweep(one_in=7)
 @pytest.mark.parametrize("rank", [4, 16])
 @pytest.mark.parametrize("family", PLACES)
 @pytest.mark.parametrize("degrees", ["1_worker", "ring_2", "ulysses_2"])
@@ -43,6 +43,7 @@ def test_a_lora_gives_ksamplers_latent(server: Server, degrees: str, family: str
     check(server, Job(family=family, cfg=2.0), stack, DEGREES[degrees])
 
 
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize(("first", "second"), [(1.0, 0.5), (-0.7, 1.3), (0.0, -1.0)])
 def test_two_loras_add_up(server: Server, first: float, second: float) -> None:
     names = [write(server, f"flux_dev_{rank}", lora(server, "flux_dev", rank)) for rank in (4, 16)]
@@ -104,7 +105,7 @@ def oft(out: int, inner: int, dice: torch.Generator) -> Tensors:
     return {"oft_blocks": normal((out // 8, 8, 8), dice, 0.1), "alpha": torch.tensor(1.0)}
 
 
-@pytest.mark.sweep(one_in=3)
+@pytest.mark.sweep(one_in=5)
 @pytest.mark.parametrize("kind", [loha, lokr, lokr_factored, dora, difference, replaced, oft])
 @pytest.mark.parametrize("family", ["flux_dev", "wan_t2v"])
 def test_every_kind_of_adapter_gives_ksamplers_latent(
@@ -133,6 +134,7 @@ def test_a_lora_in_other_names_gives_ksamplers_latent(server: Server, names: dic
     check(server, FLUX, [(write(server, next(iter(names)), made), 1.0)])
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize(
     ("node", "widgets"),
     [("ModelMergeSimple", {"ratio": 0.7}), ("ModelMergeSubtract", {"multiplier": 0.2}), ("ModelMergeAdd", {})],

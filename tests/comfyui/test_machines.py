@@ -75,6 +75,7 @@ def test_without_a_token_the_node_says_what_to_set(server: Server) -> None:
         server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
 
 
+@pytest.mark.sweep
 def test_another_version_of_comfyui_is_an_error_that_names_both(comfy: ComfyInstall) -> None:
     setup = ComfySetup(root=str(comfy.root), flags=("--cpu",), version="0.0.1")
     with pytest.raises(WorkerStartError, match=rf"rank 0 could not start: .*is 0\.0\.1 where .*\d in {comfy.root} on"):

@@ -79,12 +79,13 @@ def name_of(value: Job | tuple[Node, ...]) -> str:
     return value.family if isinstance(value, Job) else "+".join(map(str, value))
 
 
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep(one_in=4)
 @pytest.mark.parametrize(("job", "nodes"), HONOURED, ids=name_of)
 def test_sampling_maths_on_the_model_gives_ksamplers_latent(server: Server, job: Job, nodes: tuple[Node, ...]) -> None:
     check(server, job, nodes, RING_2)
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize("strength", [1.0, 0.5])
 def test_differential_diffusion_follows_the_greys_of_the_mask(server: Server, strength: float) -> None:
     latents = []
@@ -102,7 +103,7 @@ def test_differential_diffusion_follows_the_greys_of_the_mask(server: Server, st
     assert apart(plain, native) > 100 * BAR
 
 
-@pytest.mark.sweep(one_in=5)
+@pytest.mark.sweep(one_in=7)
 @pytest.mark.parametrize("job", [LONG, replace(WAN, steps=16)], ids=["flux_dev", "wan_t2v"])
 @pytest.mark.parametrize("kind", ["EasyCache", "LazyCache"])
 @pytest.mark.parametrize("degrees", ["1_worker", "ring_2", "ulysses_2"])
@@ -112,6 +113,7 @@ def test_a_step_cache_skips_the_steps_that_it_skips_in_comfyui(
     check(server, job, (step_cache(kind),), DEGREES[degrees])
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize("kind", ["EasyCache", "LazyCache"])
 def test_a_step_cache_decides_the_same_where_the_prompts_are_shared_out(server: Server, kind: str) -> None:
     nodes = (step_cache(kind),)
@@ -167,7 +169,7 @@ REFUSED: list[tuple[str, Node]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.sweep(one_in=3)
+@pytest.mark.sweep(one_in=6)
 @pytest.mark.parametrize(("name", "node"), REFUSED, ids=lambda value: str(value) if isinstance(value, Node) else "")
 def test_what_workers_cannot_have_is_refused_by_name_with_the_way_out(server: Server, name: str, node: Node) -> None:
     before = server.children()
@@ -194,6 +196,7 @@ def test_hooks_on_a_condition_are_refused_by_name(server: Server) -> None:
         server.client.run(graph)
 
 
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize("name", ["os:system", "comfy.utils:os.system", "comfy.utils:torch.load", "comfyx.a:b"])
 def test_a_worker_makes_nothing_that_is_not_comfyuis(comfy: ComfyInstall, name: str) -> None:
     code = (

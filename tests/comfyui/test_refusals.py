@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[str, Graph]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep(one_in=4)
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_workers_cannot_have_is_refused_by_name_with_the_way_out(server: Server, what: str) -> None:
     """More of them: test_model_patches.py, test_lora.py and test_loaded.py."""
@@ -142,6 +142,7 @@ def test_a_device_list_that_is_none_is_refused_with_the_value_found(server: Serv
     assert server.children() == before
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize(
     ("shape", "says"),
     [
@@ -165,6 +166,7 @@ def test_conditioning_of_another_model_is_refused_with_both_widths(server: Serve
         server.client.run(graph)
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize("consumer", ["CPSampler", "CPPlan"])
 @pytest.mark.parametrize(
     ("spec", "says"),
