@@ -13,10 +13,10 @@ from comfy_api.latest import io, ui
 
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.families.base import Family
-from ..parallel_runtime.host.cost import work_of
+from ..parallel_runtime.host.cost import Work, work_of
 from ..parallel_runtime.host.report import Subject, report
 from ..parallel_runtime.host.runtime import measured_link
-from ..parallel_runtime.specs import ModelSpec, ParallelRequest
+from ..parallel_runtime.specs import ModelSpec, Parallelism, ParallelRequest, Placement
 from .config import CATEGORY, CPConfig, requested
 from .describe import describe_model
 from .refusals import check_conds, check_latent
@@ -70,13 +70,13 @@ def explain(
         return f"This MODEL cannot run in the workers: {refused}", request
     guided = not math.isclose(cfg, 1.0)
     subject = subject_of(model, spec, family, latent, positive, cached=request.step_cache > 0)
-    trouble, automatic = "", not (request.ring_degree and request.ulysses_degree)
+    trouble = ""
     try:
         degrees, placement = plan_for(family, request, guided=guided, work=subject.work)
     except Refused as refused:
-        trouble = f"The CP Parallel Config cannot work: {refused}.\nWith everything on auto:\n"
-        request, automatic = ParallelRequest(dtype=request.dtype), True
-        degrees, placement = plan_for(family, request, guided=guided, work=subject.work)
+        request, degrees, placement = instead(family, request, guided, subject.work)
+        trouble = f"The CP Parallel Config cannot work: {refused}.\nWith the degrees on auto"
+        trouble += f" and devices {request.devices!r}:\n" if request.devices else ":\n"
     link = measured_link(placement)
     recommended = replace(
         request,
@@ -85,8 +85,21 @@ def explain(
         cfg_degree=degrees.cfg_degree,
         data_degree=degrees.data_degree,
     )
+    automatic = not (request.ring_degree or request.ulysses_degree)
     text = report(subject, degrees, placement, guided=guided, automatic=automatic, link=link)
     return trouble + text, recommended
+
+
+def instead(
+    family: Family, request: ParallelRequest, guided: bool, work: Work
+) -> tuple[ParallelRequest, Parallelism, Placement]:
+    """What works where `request` does not: its devices with all degrees on auto, or else everything on auto."""
+    nothing = ParallelRequest(dtype=request.dtype)
+    devices = replace(nothing, devices=request.devices)
+    try:
+        return devices, *plan_for(family, devices, guided=guided, work=work)
+    except Refused:
+        return nothing, *plan_for(family, nothing, guided=guided, work=work)
 
 
 def subject_of(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from comfy.ldm.lightricks.symmetric_patchifier import SymmetricPatchifier
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
 from torch import Tensor, nn
 
@@ -41,6 +42,8 @@ class StandIn(nn.Module):
             _register(self, name, nn.Parameter(torch.empty(shape, device="meta", dtype=dtype), requires_grad=False))
         if "in_dim" in unet_config and not shapes:  # Wan's concat_cond reads the channel count off the weight
             self.patch_embedding = SimpleNamespace(weight=SimpleNamespace(shape=(0, unet_config["in_dim"])))
+        if unet_config.get("image_model") == "ltxv":  # what LTX-Video lays a mask's timesteps out with
+            self.patchifier = SymmetricPatchifier(1)
         self.evaluate = evaluate
 
     def forward(

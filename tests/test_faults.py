@@ -161,7 +161,17 @@ def test_a_checkpoint_that_changed_on_disk_is_not_sampled_with(doomed, tmp_path)
         doomed.sample(spec, ULYSSES, flux_job())
 
 
-def test_the_host_being_killed_leaves_no_process(flux, tmp_path):
+def test_a_rank_that_hangs_while_idle_is_named_also_by_who_asks_next(doomed, flux, monkeypatch):
+    samples(doomed, flux, ULYSSES)
+    monkeypatch.setattr(group_module, "UNLOAD_SECONDS", 1.0)
+    os.kill(workers_of(doomed)[1], signal.SIGSTOP)
+    for ask in (lambda: doomed.unload(flux), lambda: samples(doomed, flux, ULYSSES)):
+        with pytest.raises(WorkerDied, match=r"rank 1 has not been heard of for \d s"):
+            ask()
+
+
+@pytest.mark.parametrize("torchrun", ["runs", "is stopped"])
+def test_the_host_being_killed_leaves_no_process(flux, tmp_path, torchrun):
     script = tmp_path / "host.py"
     script.write_text(
         "import sys, time\n"
@@ -181,6 +191,8 @@ def test_the_host_being_killed_leaves_no_process(flux, tmp_path):
     assert len(pids) == 2
     assert set(pids) <= our_processes().keys()
     agents = {parent_of(pid) for pid in pids}
+    if torchrun == "is stopped":
+        os.kill(*agents, signal.SIGSTOP)
     host.kill()
     host.wait()
     wait_until(lambda: not (our_processes().keys() & {*pids, *agents}), 3)

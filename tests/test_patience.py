@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 
 from parallel_runtime.host import patience as patience_module
+from parallel_runtime.host.group import seconds_from
 from parallel_runtime.host.patience import Patience
+
+
+@pytest.mark.parametrize("text", ["banana", "nan", "inf", "-1", "0", ""])
+def test_a_limit_that_is_none_is_not_used(monkeypatch, text):
+    monkeypatch.setenv("CP_STALL_SECONDS", text)
+    assert seconds_from("CP_STALL_SECONDS", 120) == 120
+    monkeypatch.setenv("CP_STALL_SECONDS", " 2.5 ")
+    assert seconds_from("CP_STALL_SECONDS", 120) == 2.5
+    monkeypatch.setenv("CP_IDLE_SECONDS", "0")
+    assert seconds_from("CP_IDLE_SECONDS", 0) == 0
 
 
 @pytest.fixture

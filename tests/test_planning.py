@@ -65,7 +65,9 @@ def test_heads_need_not_divide():
         ({"attention_backend": "sage"}, 24, 1, "needs the package sageattention"),
         ({"ring_degree": 1, "ulysses_degree": 1, "cfg_degree": 2, "data_degree": 3}, 24, 2, "x data_degree 3 needs 6"),
         ({"cfg_degree": 3}, 24, 2, "cfg_degree at most 2"),
-        ({"ring_degree": -1}, 24, 1, "degrees are 0 .auto. or more.*got ring_degree -1"),
+        ({"ring_degree": -1}, 24, 1, "degrees are 0 .auto. to 64.*got ring_degree -1"),
+        ({"ring_degree": 2**40}, 24, 1, "got ring_degree 1099511627776"),
+        ({"devices": "9" * 5000}, 24, 1, "devices: '9{40}' is no device"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_in_one_sentence(request_, heads, gpus, sentence):
@@ -80,6 +82,11 @@ def test_every_plan_uses_exactly_its_devices():
             assert ring * ulysses == len(devices)
             assert ulysses <= heads
             assert len(devices) == max(1, gpus)
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    monkeypatch.setenv("CP_CLUSTER_TOKEN", "sixteen characters")
 
 
 MACHINES = {"nnodes": 2, "rdzv_endpoint": "127.0.0.1:29500"}
@@ -101,7 +108,8 @@ def test_every_machine_gives_as_many_devices_as_this_one():
         ({"ring_degree": 3, "ulysses_degree": 1}, "makes 3 workers, which 2 machines cannot share evenly"),
         ({"ring_degree": 9, "ulysses_degree": 1}, "on each of 2 machines. The nearest that works is ring_degree 8 x"),
         ({"nnodes": 0}, "nnodes, the number of machines, is at least 1, got 0"),
-        ({"rdzv_endpoint": ""}, "rdzv_endpoint '' is no address with a port"),
+        ({"rdzv_endpoint": ""}, "several machines need rdzv_endpoint: an address of this one"),
+        ({"rdzv_endpoint": "10.0.0.1"}, "rdzv_endpoint '10.0.0.1' is no address with a port"),
         ({"devices": "0,1", "ring_degree": 2, "ulysses_degree": 1}, "devices names 2 .*1 worker.s. on each machine"),
     ],
 )

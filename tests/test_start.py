@@ -67,7 +67,7 @@ def test_workers_of_another_version_are_refused_at_the_handshake(monkeypatch):
     ("options", "says"),
     [
         ("nr_inodes=2", "no place for the workers' socket: .*No space left.*set TMPDIR"),
-        ("size=4k", "No space left"),
+        ("size=4k", "No space left.*set TMPDIR"),
         ("ro", "no place for the workers' socket: .*Read-only file system.*set TMPDIR"),
     ],
     ids=["no room for a socket", "no room for a byte", "read-only"],

@@ -28,6 +28,7 @@ class Run:
     """One row of the table; `samples` is the latent [1, 16, H/8, W/8] in model space, times are in seconds."""
 
     parallelism: Parallelism
+    devices: tuple[str, ...]
     samples: Tensor
     steps: int
     seconds: float
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     save(runs[0].samples, options.out)
     print(table(runs))
+    if len(runs) > 1 and len(set(runs[0].devices)) < len(runs[0].devices):
+        print("The workers share one device: compare the results, not the times.")
     print(f"{options.prompt!r} drawn to {options.out}")
     return 0
 
@@ -65,6 +68,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not options.out.absolute().parent.is_dir():
         parser.error(f"--out {options.out} is in a folder that does not exist")
+    if options.seed < 0:
+        parser.error(f"--seed is 0 or more, got {options.seed}")
     if options.steps < 1:
         parser.error(f"--steps is 1 or more, got {options.steps}")
     if min(options.width, options.height) < 16 or options.width % 8 or options.height % 8:
@@ -118,7 +123,8 @@ def run(parallelism: Parallelism, placement: Placement, job: DemoJob) -> Run:
     with WorkerGroup(placement) as group, tqdm(total=steps, unit="step") as bar:
         result = group.sample(spec, parallelism, job, on_step=lambda step, *_: bar.update(step + 1 - bar.n))
         bar.update(steps - bar.n)
-    return Run(parallelism=parallelism, samples=result.value["samples"], steps=steps, seconds=result.seconds)
+    samples = result.value["samples"]
+    return Run(parallelism=parallelism, devices=placement.devices, samples=samples, steps=steps, seconds=result.seconds)
 
 
 def save(samples: Tensor, out: Path) -> None:

@@ -93,8 +93,8 @@ class Cluster:
         """Wait until every machine is there. `check` is called often, and ends the wait by raising."""
         missing = self._placement.nnodes - 1
         log.info(
-            "[CP] waiting at %s for %d other machine(s); on each run: python -m parallel_runtime join %s",
-            self._placement.rdzv_endpoint, missing, self._placement.rdzv_endpoint,
+            "[CP] waiting at %s for %d other machine(s); on each run: %s",
+            self._placement.rdzv_endpoint, missing, self._command,
         )  # fmt: skip
         while len(self.machines) < missing:
             check()
@@ -118,8 +118,13 @@ class Cluster:
         there = ", ".join(machine.machine for machine in self.machines) or "none"
         return (
             f"only {1 + len(self.machines)} of {self._placement.nnodes} machines are there (others: {there}); on each "
-            f"other machine run: python -m parallel_runtime join {self._placement.rdzv_endpoint}"
+            f"other machine run: {self._command}"
         )
+
+    @property
+    def _command(self) -> str:
+        """What a user types on the other machines."""
+        return f"python -m parallel_runtime join {self._placement.rdzv_endpoint} --token-file FILE"
 
     def rendezvous(self) -> Rendezvous:
         """For the torchrun of this machine."""

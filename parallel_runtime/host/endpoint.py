@@ -15,6 +15,8 @@ SIOCGIFADDR = 0x8915
 
 def parse(endpoint: str) -> tuple[str, int]:
     """Address and port. Raises Refused."""
+    if not endpoint.strip():
+        raise Refused("several machines need rdzv_endpoint: an address of this one and a free port, as 10.0.0.1:29500")
     host, _, port = endpoint.strip().rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise Refused(f"rdzv_endpoint {endpoint!r} is no address with a port; write it as 10.0.0.1:29500")

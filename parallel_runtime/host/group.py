@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -23,13 +24,16 @@ log = logging.getLogger(__name__)
 
 
 def seconds_from(variable: str, default: float) -> float:
-    """A limit from the environment; what is no number is said and not used."""
-    text = os.environ.get(variable, "")
-    try:
-        return float(text) if text else default
-    except ValueError:
-        log.warning("[CP] %s=%r is no number of seconds; %g is used", variable, text, default)
+    """A limit from the environment; what is no number of seconds is said and not used."""
+    text = os.environ.get(variable, "").strip()
+    if not text:
         return default
+    with contextlib.suppress(ValueError):
+        seconds = float(text)
+        if math.isfinite(seconds) and seconds >= 0 and (seconds or not default):
+            return seconds
+    log.warning("[CP] %s=%r is no number of seconds that can be waited; %g is used", variable, text, default)
+    return default
 
 
 START_SECONDS = seconds_from("CP_START_SECONDS", 180)
@@ -52,8 +56,8 @@ class Result:
 
 
 class WorkerGroup:
-    """Use as a context manager. After a ParallelError the group is dead: start another. An exception that `watch` or
-    `on_step` raises cancels the job on every rank, and the group stays warm."""
+    """Use as a context manager. After a ParallelError the group is dead, and gives the same to whoever asks on: start
+    another. An exception that `watch` or `on_step` raises cancels the job on every rank, and the group stays warm."""
 
     def __init__(
         self, placement: Placement, comfy: ComfySetup | None = None, watch: Callable[[], None] = lambda: None
@@ -62,6 +66,7 @@ class WorkerGroup:
         self.comfy = comfy
         self._jobs = itertools.count(1)
         self._patches: dict[ModelSpec, str] = {}  # of each model that the workers hold
+        self._lost: ParallelError | None = None  # what ended the group
         self._processes = Processes(placement)
         try:
             self.link = self._processes.meet(comfy, START_SECONDS, watch)
@@ -91,6 +96,8 @@ class WorkerGroup:
         `on_step(step, x0, x, total)` follows the sampler's callback; `watch` is called about every POLL_SECONDS.
         """
         assert parallelism.world_size == self.placement.world_size
+        if self._lost is not None:
+            raise self._lost
         number = next(self._jobs)
         self._patches.pop(model.unpatched, None)
         bundle = write_bundle({"kind": type(job).__name__, **vars(job)})
@@ -99,8 +106,8 @@ class WorkerGroup:
             answers = self._answers(number, LOAD_SECONDS, on_step, watch)
         except Refused:
             raise
-        except ParallelError:
-            self.close(gently=False)
+        except ParallelError as error:
+            self._lose(error)
             raise
         finally:
             os.close(bundle)
@@ -116,8 +123,8 @@ class WorkerGroup:
         try:
             self._ask(Unload(number, model, offload))
             self._answers(number, UNLOAD_SECONDS, lambda *_: None, lambda: None)
-        except ParallelError:
-            self.close(gently=False)
+        except ParallelError as error:
+            self._lose(error)
             raise
 
     def close(self, *, gently: bool = True) -> None:
@@ -168,8 +175,12 @@ class WorkerGroup:
             while not waiting.over:
                 for _ in waiting.listen():
                     pass
-        except ParallelError:
-            self.close(gently=False)
+        except ParallelError as error:
+            self._lose(error)
+
+    def _lose(self, error: ParallelError) -> None:
+        self._lost = error
+        self.close(gently=False)
 
 
 class _Waiting:

@@ -44,12 +44,12 @@ class Processes:
 
         Returns what the ranks measured, the slowest of each.
         """
-        deadline = time.monotonic() + timeout
-        self._start(deadline, watch)
+        self._start(time.monotonic() + timeout, watch)
+        deadline = time.monotonic() + timeout  # anew: machines that came late take nothing from the workers
         by_rank: dict[int, Channel] = {}
         pids: dict[int, int] = {}
         while len(by_rank) < self._placement.world_size:
-            self._check_start(deadline, len(by_rank))
+            self._check_start(deadline, f"only {len(by_rank)} of {self._placement.world_size} workers came up in time")
             watch()
             for channel in self._callers():
                 if ready := self._admit(channel):
@@ -69,7 +69,8 @@ class Processes:
             for rank in heard:
                 joined[rank] = self._joined(rank, self.channels[rank])
             if not heard:
-                self._check_start(deadline, len(by_rank))
+                apart = f"all {len(ranks)} workers came up, but {len(silent)} did not find the others in time"
+                self._check_start(deadline, apart)
         self._server.close()
         os.unlink(self._address)
         return Link(
@@ -179,15 +180,17 @@ class Processes:
         assert isinstance(answer, Joined)
         return answer
 
-    def _check_start(self, deadline: float, ready: int) -> None:
-        world = self._placement.world_size
+    def _check_start(self, deadline: float, late: str) -> None:
+        """Raises WorkerStartError where a process has ended, or with `late` past the deadline."""
         if not self.running():
             # Of a worker that has ended torchrun may not know yet.
             ended = next((machine for machine in self._machines if not machine.running()), self._torchrun)
             on = f" on {ended.machine}" if ended.machine else ""
-            raise WorkerStartError(f"the workers{on} ended before they were up{last_error(ended.last_words())}")
+            reason = last_error(ended.last_words())
+            room = "; set TMPDIR to a folder with room" if "No space left" in reason else ""
+            raise WorkerStartError(f"the workers{on} ended before they were up{reason}{room}")
         if time.monotonic() > deadline:
-            raise WorkerStartError(f"only {ready} of {world} workers came up in time{self._last_error()}")
+            raise WorkerStartError(f"{late}; on a slow machine raise CP_START_SECONDS{self._last_error()}")
 
     def _last_error(self) -> str:
         return next(filter(None, (last_error(machine.lines) for machine in self._machines)), "")

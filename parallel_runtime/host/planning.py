@@ -11,10 +11,13 @@ from math import prod
 from ..errors import Refused
 from ..families.base import Family
 from ..specs import AttentionBackend, Parallelism, ParallelRequest, Placement
+from ..wire.handshake import read_key
 from . import endpoint
 
 Seconds = Callable[[Parallelism], float]
 
+MAX_DEGREE = 64
+MAX_DIGITS = 4  # of a GPU's number
 MAX_CPU_WORKERS = max(8, os.cpu_count() or 1)
 BACKEND_PACKAGES: dict[AttentionBackend, str] = {
     "flash": "flash_attn",
@@ -67,11 +70,12 @@ def check_step_cache(request: ParallelRequest, family: Family) -> None:
 
 
 def _machines(request: ParallelRequest) -> int:
-    """How many. Raises Refused where others could not find this one."""
+    """How many. Raises Refused where others could not find this one, or could not be told from strangers."""
     if request.nnodes < 1:
         raise Refused(f"nnodes, the number of machines, is at least 1, got {request.nnodes}")
     if request.nnodes > 1:
-        endpoint.parse(request.rdzv_endpoint)
+        endpoint.interface_of(endpoint.parse(request.rdzv_endpoint)[0])
+        read_key()
     return request.nnodes
 
 
@@ -90,7 +94,7 @@ def _device(name: str, gpus: int) -> str:
     if name == "cpu":
         return name
     index = name.removeprefix("cuda:")
-    if not index.isdecimal():
+    if not index.isdecimal() or len(index) > MAX_DIGITS:
         raise Refused(f"devices: {name[:40]!r} is no device; write GPU numbers such as 0,1 or cuda:0,cuda:1, or cpu")
     if int(index) >= gpus:
         there = f"GPUs 0 to {gpus - 1}" if gpus else "no CUDA GPU that ComfyUI uses"
@@ -101,10 +105,10 @@ def _device(name: str, gpus: int) -> str:
 def _degrees(request: ParallelRequest, world: int, heads: int, guided: bool, seconds: Seconds | None) -> Parallelism:
     """Fill in what is 0: the two branches of guidance first, then Ulysses as far as heads divide, then the ring."""
     ring, ulysses, cfg, data = request.ring_degree, request.ulysses_degree, request.cfg_degree, request.data_degree
-    if min(ring, ulysses, cfg) < 0 or data < 1 or cfg > 2:
+    if min(ring, ulysses, cfg) < 0 or data < 1 or cfg > 2 or max(ring, ulysses, data) > MAX_DEGREE:
         raise Refused(
-            f"degrees are 0 (auto) or more, cfg_degree at most 2, data_degree at least 1; got ring_degree {ring}, "
-            f"ulysses_degree {ulysses}, cfg_degree {cfg}, data_degree {data}"
+            f"degrees are 0 (auto) to {MAX_DEGREE}, cfg_degree at most 2, data_degree at least 1; got "
+            f"ring_degree {ring}, ulysses_degree {ulysses}, cfg_degree {cfg}, data_degree {data}"
         )
     free = not ring and not ulysses
     rest = max(1, world // data)
@@ -155,8 +159,9 @@ def _too_much(asked: Parallelism, devices: tuple[str, ...], limit: int, heads: i
         reason = (
             f"{_named(asked)} splits {heads} attention heads over {asked.ulysses_degree} workers, more than there are"
         )
-    sharing = ",".join(devices * (asked.world_size // nnodes))
-    shared = "" if len(devices) != 1 else f"; or let workers share it: devices {sharing}"
+    here = asked.world_size // nnodes
+    shares = len(devices) == 1 and here <= MAX_CPU_WORKERS
+    shared = f"; or let workers share it: devices {','.join(devices * here)}" if shares else ""
     return f"{reason}. The nearest that works is {_named(_nearest(asked, limit, heads, nnodes))}{shared}"
 
 

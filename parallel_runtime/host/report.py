@@ -31,15 +31,15 @@ def report(
 ) -> str:
     """Several lines; `link` is None where no worker group has measured this machine yet."""
     work = subject.work
-    chosen = _choice(placement, link) if automatic else ""
+    chosen = _choice(link) if automatic and degrees.context_parallel_size > 1 else ""
     lines = [
         subject.model,
         f"Tokens: {_tokens(subject.tokens)}; {work.rows} image(s) or video(s) in the batch.",
-        f"Workers: {placement.world_size} on {', '.join(placement.devices)}{_machines(placement)}.",
+        f"Workers: {placement.world_size}, on {', '.join(placement.devices)}{_machines(placement)}.",
         f"Degrees: {_degrees(degrees)}{chosen}. {_reason(work, degrees, guided)}",
         _memory(work, degrees, link),
         _traffic(work, degrees),
-        _speed(work, degrees, link),
+        _speed(work, degrees, link) if not _share_cores(placement) else "",
         *_warnings(work, degrees, placement, guided, link),
     ]
     return "\n".join(line for line in lines if line)
@@ -48,7 +48,7 @@ def report(
 def _machines(placement: Placement) -> str:
     if placement.nnodes == 1:
         return ""
-    return f", and as many on each of {placement.nnodes - 1} other machine(s), which join at {placement.rdzv_endpoint}"
+    return f" of each of {placement.nnodes} machines, which meet at {placement.rdzv_endpoint}"
 
 
 def _tokens(tokens: dict[str, int]) -> str:
@@ -61,10 +61,13 @@ def _degrees(degrees: Parallelism) -> str:
     return " x ".join(f"{name} {getattr(degrees, name)}" for name in shown)
 
 
-def _choice(placement: Placement, link: Link | None) -> str:
+def _share_cores(placement: Placement) -> bool:
+    """One worker would have all of them; what was measured of several says nothing of it."""
+    return placement.devices[0] == "cpu" and len(placement.devices) > 1
+
+
+def _choice(link: Link | None) -> str:
     """How auto came to the degrees."""
-    if placement.world_size == 1:
-        return ""
     if link is None or not link.bytes_per_second:
         return ", auto's choice until workers have run and measured this machine"
     return ", the fastest by what the workers measured"
@@ -104,7 +107,7 @@ def _traffic(work: Work, degrees: Parallelism) -> str:
     layer = bytes_per_layer(work, degrees)
     return (
         f"Traffic: each worker sends {layer / 2**20:.2f} MiB in each of {work.layers} layers, "
-        f"{layer * work.layers / GIB:.3f} GiB an evaluation."
+        f"{layer * work.layers / 2**20:.1f} MiB an evaluation."
     )
 
 
@@ -139,7 +142,8 @@ def _warnings(work: Work, degrees: Parallelism, placement: Placement, guided: bo
             f"{work.heads} heads over ulysses_degree {degrees.ulysses_degree} is uneven: some workers wait for others. "
             "It is exact all the same; a divisor of the heads is faster."
         )
-    if placement.devices[0] == "cpu" and (workers := len(placement.devices)) > 1:
+    if _share_cores(placement):
+        workers = len(placement.devices)
         warnings.append(f"{workers} workers share the {os.cpu_count()} CPU cores here: exact, but hardly faster.")
     if placement.shared and placement.devices[0] != "cpu":
         warnings.append("A GPU is named twice: exact, but slower than naming it once.")

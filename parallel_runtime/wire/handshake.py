@@ -32,8 +32,8 @@ def read_key(path: str | None = None) -> str:
     if len(token) < SHORTEST:
         found = f"{len(token)} characters" if token else "none"
         raise Refused(
-            f"several machines need a shared token of at least {SHORTEST} characters, found {found}; set {TOKEN_FILE} "
-            "to a file with the same text on every machine, and start again"
+            f"several machines need a shared token of at least {SHORTEST} characters, found {found}; put the same text "
+            f"into a file on each, and name it in {TOKEN_FILE} where ComfyUI starts, with --token-file where you join"
         )
     return hashlib.sha256(token).hexdigest()
 

@@ -24,6 +24,12 @@ def die_with_parent(parent: int) -> None:
             os._exit(1)
 
 
+def end_parent(parent: int) -> None:
+    """SIGKILL our parent if it still is that process: it may be stopped, and deaf to its own leash."""
+    if os.getppid() == parent:
+        os.kill(parent, signal.SIGKILL)
+
+
 def die_when(returns: Callable[[], object], last: Callable[[], object] = lambda: None) -> None:
     """Run `returns` on a thread; when it comes back, do `last` and die, whatever else this process was doing."""
 

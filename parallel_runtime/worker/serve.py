@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 import typing
 from collections.abc import Callable
@@ -19,7 +20,8 @@ from ..wire.handshake import KEY
 from ..wire.messages import PROTOCOL, Cancel, Done, Failed, Joined, Ready, Sample, Stop, Unload, Welcome
 from ..wire.stream import Stream
 from . import demo_loop, link
-from .leash import die_when
+from .agent import AGENT_PID
+from .leash import die_when, end_parent
 from .memory import is_out_of_memory, out_of_memory
 from .models import Model, Models
 from .pulse import Cancelled, Pulse
@@ -93,7 +95,7 @@ def read_job(fields: dict[str, Any]) -> Job:
 def main(address: str) -> None:
     logging.basicConfig(level=logging.WARNING, format=f"[CP rank {rank()}] %(message)s")
     channel = _call(address)
-    die_when(channel.wait_for_hangup)
+    die_when(channel.wait_for_hangup, _end_torchrun)
     versions = (torch.__version__, diffusers.__version__)
     channel.send(Ready(rank(), os.getpid(), os.environ.pop(TOKEN), PROTOCOL, versions))
     try:
@@ -110,6 +112,12 @@ def main(address: str) -> None:
         channel.send(Failed.of(rank(), error))
     # Not a clean exit: destroying the process group waits for peers that may never come.
     os._exit(0)
+
+
+def _end_torchrun() -> None:
+    """What the host would do, were it there."""
+    shutil.rmtree(os.environ["CP_FOLDER"], ignore_errors=True)
+    end_parent(int(os.environ[AGENT_PID]))
 
 
 def _call(address: str) -> Channel:

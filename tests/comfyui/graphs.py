@@ -17,6 +17,7 @@ TEXTS: dict[str, dict[str, float]] = {  # width of the text, and the extras that
     "flux_schnell": {"dim": 128, "pooled": 64},
     "wan_t2v": {"dim": 4096},
     "qwen_image": {"dim": 96},
+    "ltxv": {"dim": 4096},
 }
 _nonces = itertools.count(1)
 
@@ -62,8 +63,8 @@ class Job:
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        frames = (3,) if self.family == "wan_t2v" else ()
-        return (self.batch, 16, *frames, *self.size)
+        frames = (3,) if self.family in ("wan_t2v", "ltxv") else ()
+        return (self.batch, 128 if self.family == "ltxv" else 16, *frames, *self.size)
 
 
 def sampling_graph(job: Job, sampler: Sampler, parallel: Parallel | None = None) -> Graph:

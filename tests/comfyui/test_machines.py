@@ -68,11 +68,12 @@ def test_a_dead_rank_of_the_other_machine_is_an_error_of_the_node_and_the_next_r
     assert list(guest.workers()) == [1]
 
 
-def test_without_a_token_the_node_says_what_to_set(server: Server) -> None:
-    with pytest.raises(
-        NodeError, match="shared token of at least 16 characters, found none; set CP_CLUSTER_TOKEN_FILE"
-    ):
+def test_without_a_token_the_node_says_what_to_do_and_warm_workers_stay(server: Server) -> None:
+    server.client.run(sampling_graph(FLUX, "CPSampler", replace(TWO, nnodes=1)))
+    before = server.workers()
+    with pytest.raises(NodeError, match=r"token of at least 16 characters, found none; .* CP_CLUSTER_TOKEN_FILE"):
         server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
+    assert server.workers() == before
 
 
 @pytest.mark.sweep

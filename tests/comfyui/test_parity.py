@@ -9,6 +9,7 @@ from .cases import DEGREES, job, parity_cases
 from .graphs import Job, Parallel, sampling_graph
 from .latents import apart, latent_of
 from .server import Server
+from .test_kin import on_the_loader
 
 BAR = 1e-4  # of the latent's standard deviation, float32
 
@@ -65,6 +66,14 @@ def test_a_latent_has_the_keys_that_ksampler_gives_it(server: Server) -> None:
     ]
     want, got = (run.outputs["save"]["cp_test"][0]["keys"] for run in saved)
     assert got == want
+
+
+def test_ltx_video_gives_each_token_the_timestep_of_its_mask(server: Server) -> None:
+    asked = job("ltxv", "inpainting")
+    want = latent_of(server.client.run(sampling_graph(asked, "KSampler")))
+    assert apart(latent_of(server.client.run(sampling_graph(asked, "CPSampler", DEGREES["ring_2"]))), want) <= BAR
+    native = on_the_loader(sampling_graph(asked, "KSampler"), asked, DEGREES["ring_2"])
+    assert apart(latent_of(server.client.run(native)), want) <= BAR
 
 
 @pytest.mark.parametrize("weight_dtype", ["fp8_e4m3fn", "fp8_e5m2"])
