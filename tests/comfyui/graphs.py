@@ -63,8 +63,10 @@ class Job:
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        frames = (3,) if self.family in ("wan_t2v", "ltxv") else ()
-        return (self.batch, 128 if self.family == "ltxv" else 16, *frames, *self.size)
+        if self.family == "ltxv":  # a latent pixel is a token
+            return (self.batch, 128, 2, *(side // 2 for side in self.size))
+        frames = (3,) if self.family == "wan_t2v" else ()
+        return (self.batch, 16, *frames, *self.size)
 
 
 def sampling_graph(job: Job, sampler: Sampler, parallel: Parallel | None = None) -> Graph:
@@ -110,8 +112,8 @@ def _model_loader(job: Job) -> dict[str, Any]:
 
 def _text(job: Job, tokens: int, *, seed: int) -> dict[str, Any]:
     spec: dict[str, float] = {"tokens": tokens, **TEXTS[job.family]}
-    if job.text_mask_valid is not None:
-        spec["mask_valid"] = min(job.text_mask_valid, tokens)
+    if job.text_mask_valid is not None or job.family == "ltxv":  # ComfyUI's LTX-Video cannot do without
+        spec["mask_valid"] = min(job.text_mask_valid or tokens, tokens)
     return _node("CPTestConditioning", spec=json.dumps(spec), seed=seed)
 
 
