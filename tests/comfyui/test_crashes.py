@@ -20,6 +20,7 @@ LONG = longer(FLUX, steps=2000)
 RING_2 = DEGREES["ring_2"]
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_worker_fails_its_run_at_once_and_the_next_run_works(server: Server, rank: int) -> None:
     since = server.client.now()

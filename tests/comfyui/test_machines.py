@@ -83,6 +83,7 @@ def test_another_version_of_comfyui_is_an_error_that_names_both(comfy: ComfyInst
         WorkerGroup(Placement(devices=("cpu",)), setup)
 
 
+@pytest.mark.sweep
 def test_a_killed_comfyui_leaves_no_worker_on_the_other_machine(comfy: ComfyInstall, tmp_path: Path) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
     with (

@@ -28,6 +28,7 @@ def kill_the_whole_process_group(server: Server) -> None:
     server.process.wait()
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize("end", [interrupt, kill_the_whole_process_group], ids=["Ctrl-C", "kill -9 of its group"])
 def test_a_comfyui_that_ends_while_it_samples_leaves_nothing_behind(
     comfy: ComfyInstall, end: Callable[[Server], None]

@@ -133,7 +133,7 @@ def test_a_token_is_the_same_from_a_file_and_from_the_environment(monkeypatch, t
 @pytest.mark.parametrize(
     ("endpoint", "sentence"),
     [
-        ("", "write it as 10.0.0.1:29500"),
+        ("", "several machines need rdzv_endpoint"),
         ("10.0.0.1", "write it as 10.0.0.1:29500"),
         ("10.0.0.1:port", "write it as 10.0.0.1:29500"),
         ("0.0.0.0:29500", "name one address"),
