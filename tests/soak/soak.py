@@ -18,6 +18,7 @@ from ..holdings import holdings, shared_files
 from .disturbances import CASES, DISTURBANCES, any_case, graph_of
 
 MEMORY_MB = 150.0  # ComfyUI keeps every prompt in its history
+SETTLE_SECONDS = 3.0
 
 
 @dataclass
@@ -54,7 +55,9 @@ class Soak:
         self._most = {what: max(self._most[what], amount) for what, amount in self._last.items()}
 
     def check_holdings(self) -> None:
-        """What piled up counts as a failure."""
+        """What piled up counts as a failure. Not what is only about to go: timers wait two seconds to start workers."""
+        time.sleep(SETTLE_SECONDS)
+        self._last = self._held()
         for what, before in self._first.items():
             allowed = before + (MEMORY_MB if what.endswith("MB") else 0)
             if self._last[what] > allowed:
