@@ -8,17 +8,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from parallel_runtime.host.group import WorkerGroup
 from parallel_runtime.specs import DemoJob, ModelSpec, Parallelism, Placement
 
 TEXT, POOLED = 128, 64
-SABOTAGE = Path(__file__).parent / "sabotage"  # for PYTHONPATH: see sitecustomize.py there
 
 
 class Stop(BaseException):
     """Like ComfyUI's interrupt, no Exception."""
+
+
+def faulty(fault: str) -> dict[str, str]:
+    """The environment in which workers start with this fault in them: see sabotage/sitecustomize.py."""
+    return {"PYTHONPATH": str(Path(__file__).parent / "sabotage"), "CP_TEST_FAULT": fault}
+
+
+def sabotage(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """From now on workers start with this fault in them."""
+    for name, value in faulty(fault).items():
+        monkeypatch.setenv(name, value)
 
 
 def spec_of(path: Path | str, dtype: str = "float32") -> ModelSpec:

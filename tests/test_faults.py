@@ -20,7 +20,18 @@ from parallel_runtime.host import group as group_module
 from parallel_runtime.host.group import WorkerGroup
 from parallel_runtime.specs import Parallelism
 
-from .groups import SABOTAGE, Stop, flux_job, on_cpu, our_processes, parent_of, samples, spec_of, wait_until, workers_of
+from .groups import (
+    Stop,
+    flux_job,
+    on_cpu,
+    our_processes,
+    parent_of,
+    sabotage,
+    samples,
+    spec_of,
+    wait_until,
+    workers_of,
+)
 from .holdings import shared_files
 from .tiny import write
 
@@ -49,12 +60,6 @@ def doomed():
     group = WorkerGroup(on_cpu(ULYSSES))
     yield group
     group.close(gently=False)
-
-
-def sabotage(monkeypatch, fault):
-    """From now on workers start with this fault in them: see sabotage/sitecustomize.py."""
-    monkeypatch.setenv("PYTHONPATH", str(SABOTAGE))
-    monkeypatch.setenv("CP_TEST_FAULT", fault)
 
 
 def held():

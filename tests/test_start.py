@@ -16,7 +16,7 @@ from parallel_runtime.specs import ComfySetup, Parallelism, Placement
 from parallel_runtime.wire.channel import Channel
 from parallel_runtime.wire.messages import PROTOCOL, Beat, Ready, encode
 
-from .groups import SABOTAGE, on_cpu, samples, spec_of
+from .groups import on_cpu, sabotage, samples, spec_of
 from .tiny import write
 
 
@@ -93,7 +93,6 @@ def test_a_group_that_cannot_start_says_why():
 
 
 def test_the_rank_that_failed_first_is_named_and_not_one_that_missed_it(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(SABOTAGE))
-    monkeypatch.setenv("CP_TEST_FAULT", "1 start raise")
+    sabotage(monkeypatch, "1 start raise")
     with pytest.raises(WorkerStartError, match="rank 1 could not start: RuntimeError: sabotage"):
         WorkerGroup(on_cpu(Parallelism(ulysses_degree=2)))
