@@ -50,9 +50,8 @@ def test_a_worker_killed_while_idle_is_replaced(server: Server) -> None:
 @pytest.mark.parametrize("native", [False, True], ids=["CP Sampler", "KSampler on CP Load Diffusion Model"])
 def test_in_debug_mode_a_rank_that_computes_something_else_is_found(comfy: ComfyInstall, native: bool) -> None:
     deviates = {"CP_DEBUG": "1", **faulty("1 evaluation deviate")}
-    graph = sampling_graph(FLUX, "KSampler" if native else "CPSampler", RING_2)
-    if native:
-        on_the_loader(graph, FLUX, RING_2)
+    native_graph = on_the_loader(sampling_graph(FLUX, "KSampler"), FLUX, RING_2)
+    graph = native_graph if native else sampling_graph(FLUX, "CPSampler", RING_2)
     with (
         running_server(comfy, env=deviates) as server,
         pytest.raises(NodeError, match=r"after (step 3 of 4|an evaluation).* of rank 1 differs from that of rank 0"),
