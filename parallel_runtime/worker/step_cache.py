@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..plan import Blocks
+from ..old_plan import Blocks
 from .engine.attach import streams_of
 from .engine.exchange import gather
 from .engine.mesh import Axis, ContextMesh
