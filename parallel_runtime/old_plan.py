@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from . import plan
+
 Local = Literal["local"]
 
 
@@ -94,3 +96,15 @@ class Blocks:
     stacks: Mapping[str, tuple[str, ...]]
     watched: str = "hidden_states"
     stream: str = "image"
+
+    def as_plan(self) -> plan.Plan:
+        """The same in the words of today."""
+        return plan.Plan(
+            tuple(
+                plan.Site(
+                    stack, {name: plan.Tokens((self.stream if name == self.watched else "other",)) for name in names}
+                )
+                for stack, names in self.stacks.items()
+            ),
+            main=self.stream,
+        )
