@@ -36,7 +36,7 @@ class Source:
     @property
     def text_width(self) -> int | None:
         """Of a prompt's tokens, where the network says it."""
-        return self.plan.text_width(self.network) if self.plan else None
+        return getattr(self.plan, "text_width", lambda net: None)(self.network) if self.plan else None
 
     def tokens(self, latent_shape: tuple[int, ...], text: int) -> dict[str, int]:
         """Of each stream, for a latent [B, C, (T,) H, W] and a prompt of `text` tokens."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import comfy.sd
 import folder_paths
-import nodes  # type: ignore[attr-defined]  # ComfyUI's module, not our package
+from nodes import NODE_CLASS_MAPPINGS  # type: ignore[attr-defined]  # ComfyUI's module, not our package
 from comfy_api.latest import io
 
 from ..parallel_runtime import gguf
@@ -50,7 +50,7 @@ def load_without_weights(name: str, request: ParallelRequest) -> Weightless:
     init: tuple[Any, ...]
     if name.endswith(".gguf"):
         path = folder_paths.get_full_path_or_raise("unet_gguf", name)
-        init = (gguf.load, (Mapped, gguf.pack_folder(nodes.NODE_CLASS_MAPPINGS[gguf.NODE]), path))
+        init = (gguf.load, (Mapped, gguf.pack_folder(NODE_CLASS_MAPPINGS[gguf.NODE]), path))
         patcher = gguf.load(*init[1])
     else:
         path = folder_paths.get_full_path_or_raise("diffusion_models", name)
@@ -62,5 +62,5 @@ def load_without_weights(name: str, request: ParallelRequest) -> Weightless:
 
 def _gguf_files() -> list[str]:
     """Only where ComfyUI-GGUF is installed."""
-    known = gguf.NODE in nodes.NODE_CLASS_MAPPINGS and "unet_gguf" in folder_paths.folder_names_and_paths
+    known = gguf.NODE in NODE_CLASS_MAPPINGS and "unet_gguf" in folder_paths.folder_names_and_paths
     return folder_paths.get_filename_list("unet_gguf") if known else []

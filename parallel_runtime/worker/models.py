@@ -56,7 +56,7 @@ class Model:
         if not threshold:
             return None
         assert self.plan is not None
-        return StepCache(self.network, self.plan, self.mesh, threshold)
+        return StepCache(self.network, self.plan.plan, self.mesh, threshold)
 
     def cut(self, mesh: ContextMesh, parallelism: Parallelism) -> None:
         """Every later forward runs over the context ranks of `mesh`."""

@@ -15,7 +15,7 @@ from ...mapped import load_mapped
 from ...networks import network_of
 from ...specs import ModelSpec
 from .comfyui import named
-from .model import ComfyModel, Weights
+from .model import ComfyModel, Merged, Weights
 
 PACKS: dict[str, Callable[..., Any]] = {gguf.LOADER: gguf.load}  # other packs' loaders that workers may call
 
@@ -34,6 +34,7 @@ def load(spec: ModelSpec, device: torch.device, on_share: Callable[[float], None
                       "settles it, such as --bf16-unet, or choose weight_dtype in the loader")  # fmt: skip
     # ComfyUI batches conditioning by free memory; ranks must not each decide by their own.
     patcher.model.memory_required = lambda *args, **kwargs: 0
+    patcher.merged = Merged()
     on_share(1.0)
     network = patcher.model.diffusion_model
     return ComfyModel(spec, network, network_of(network), patcher=patcher)
