@@ -29,11 +29,13 @@ class Cuts:
         self._shapes: dict[Names, torch.Size] = {}  # of tokens that came in several dims
         self._made: dict[str, tuple[Any, Any]] = {}  # where: what came last, what became of it
         self._held: set[str] = set()
+        self.whole_between = False  # are tokens made whole after each block of this forward?
 
     def clear(self) -> None:
         self.streams.clear()
         for state in (self._shapes, self._made, self._held):
             state.clear()
+        self.whole_between = False
 
     def holds(self, stream: str) -> bool:
         """Do the network's own variables hold this stream cut at this moment?"""
@@ -114,7 +116,7 @@ class Cuts:
         return own[0] if len(own) == 1 else torch.cat(own, dim)
 
     def _range(self, part: Any, word: Slices) -> tuple[Any, ...]:
-        before = self.held(word.after) if word.after else 0
+        before = (self._total if self.whole_between else self.held)(word.after)
         start, end, *rest = part
         return (*(self._position(at, word.streams, before) for at in (start, end)), *rest)
 
