@@ -116,15 +116,13 @@ class Cuts:
         return own[0] if len(own) == 1 else torch.cat(own, dim)
 
     def _range(self, part: Any, word: Slices) -> tuple[Any, ...]:
-        before = (self._total if self.whole_between else self.held)(word.after)
+        held = self.held(word.after)
+        counted = self._total(word.after) if self.whole_between else held  # by the network's own code, in its variables
         start, end, *rest = part
-        return (*(self._position(at, word.streams, before) for at in (start, end)), *rest)
+        return (*(self._position(at - counted, word.streams, held) if at else at for at in (start, end)), *rest)
 
-    def _position(self, at: int, streams: Names, before: int = 0) -> int:
-        """Where a position of the whole streams is in what is held of them."""
-        if not at:
-            return at
-        at, own = at - before, before
+    def _position(self, at: int, streams: Names, own: int = 0) -> int:
+        """Where a position of the whole streams is in what is held of them, behind `own` tokens."""
         for stream in streams:
             length, held = self.streams.length(stream), self.held((stream,))
             start = 0 if stream in self._replicated else chunk_range(length, self._axis.size, self._axis.index)[0]
