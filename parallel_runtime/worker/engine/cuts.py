@@ -29,15 +29,21 @@ class Cuts:
         self._shapes: dict[Names, torch.Size] = {}  # of tokens that came in several dims
         self._made: dict[str, tuple[Any, Any]] = {}  # where: what came last, what became of it
         self._held: set[str] = set()
+        self._came_cut: dict[Names, bool] = {}  # to the first block of a stack
+        self.whole_between = False  # are tokens made whole after each block of this forward?
 
     def clear(self) -> None:
         self.streams.clear()
-        for state in (self._shapes, self._made, self._held):
+        for state in (self._shapes, self._made, self._held, self._came_cut):
             state.clear()
+        self.whole_between = False
 
     def holds(self, stream: str) -> bool:
         """Do the network's own variables hold this stream cut at this moment?"""
         return stream in self._held
+
+    def holds_any(self) -> bool:
+        return bool(self._held)
 
     def held(self, streams: Names) -> int:
         """How many tokens of these streams this rank holds."""
@@ -76,7 +82,9 @@ class Cuts:
             self.streams.see(stream, shape.numel(), where)
         total, held = self._total(word.streams), self.held(word.streams)
         self._held.update(word.streams)
-        if shape.numel() == held and total != held:
+        cut = shape.numel() == held and total != held
+        self._came_cut.setdefault(word.streams, cut)
+        if cut:
             return value
         if shape.numel() != total:
             raise _misfit(where, shape.numel(), word.streams, f"{total} (whole) or {held} (this rank's)")
@@ -114,15 +122,13 @@ class Cuts:
         return own[0] if len(own) == 1 else torch.cat(own, dim)
 
     def _range(self, part: Any, word: Slices) -> tuple[Any, ...]:
-        before = self.held(word.after) if word.after else 0
+        held = self.held(word.after)
+        counted = self._total(word.after) if self.whole_between else held  # by the network's own code, in its variables
         start, end, *rest = part
-        return (*(self._position(at, word.streams, before) for at in (start, end)), *rest)
+        return (*(self._position(at - counted, word.streams, held) if at else at for at in (start, end)), *rest)
 
-    def _position(self, at: int, streams: Names, before: int = 0) -> int:
-        """Where a position of the whole streams is in what is held of them."""
-        if not at:
-            return at
-        at, own = at - before, before
+    def _position(self, at: int, streams: Names, own: int = 0) -> int:
+        """Where a position of the whole streams is in what is held of them, behind `own` tokens."""
         for stream in streams:
             length, held = self.streams.length(stream), self.held((stream,))
             start = 0 if stream in self._replicated else chunk_range(length, self._axis.size, self._axis.index)[0]
@@ -154,6 +160,10 @@ class Cuts:
             return value
         if len(shape) > 1 and value.shape[dim : dim + len(shape)] == shape and total != held:
             return value
+        if self._came_cut.get(streams) and not self.whole_between:
+            raise Refused(
+                f"{where} would be whole, but its blocks were given a part; set ring and Ulysses degrees to 1"
+            )
         parts = value.split([self.held((stream,)) for stream in streams], dim)
         joined = torch.cat([self._gathered(p, s, dim) for p, s in zip(parts, streams, strict=True)], dim)
         return (

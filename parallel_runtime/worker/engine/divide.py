@@ -59,8 +59,7 @@ class _Division:
         self.cuts = Cuts(plan, mesh.context)
         self._plan = plan
         self._ring = mesh.ring.size
-        self._override = Overriding(self.cuts, plan.main, mesh, parallelism)
-        self._whole_between = False
+        self._override = Overriding(self.cuts, mesh, parallelism)
         self._naming = Naming(plan.no_options, self._override)
         self._handles: list[RemovableHandle] = []
         blocks = [block for site in plan.sites for block in blocks_of(network, site)]
@@ -96,12 +95,14 @@ class _Division:
                 f"a node replaces the attention ({_OVERRIDE}), and gives no log-sum-exp, which a ring needs; set "
                 "ring_degree to 1 and use Ulysses, or take that node away"
             )
-        self._whole_between = wants_whole(options)
+        self.cuts.whole_between = wants_whole(options)
         self._override.previous = previous
         options[_OVERRIDE] = self._override
         kwargs["transformer_options"] = options
         if control := kwargs.get("control"):
-            self._whole_between |= bool({kind for kind, found in control.items() if found} - set(self._plan.residuals))
+            self.cuts.whole_between |= bool(
+                {kind for kind, found in control.items() if found} - set(self._plan.residuals)
+            )
             kwargs["control"] = {
                 k: Residuals(v, self.cuts, self._plan.main) for k, v in control.items() if v is not None
             }
@@ -109,15 +110,17 @@ class _Division:
         return args, kwargs
 
     def _end(self, network: nn.Module, _: Any, output: Any) -> None:
-        cut = self.cuts.holds(self._plan.main)
+        unfinished = self.cuts.holds(self._plan.main)
+        alone = self.cuts.streams.knows(self._plan.main) and not self._override.shared
         self._clear()
-        if cut and output is not None:  # None: it raised
-            raise Refused(f"{type(network).__name__} ended before its tokens were put together; set ring and Ulysses "
-                          "degrees to 1")  # fmt: skip
+        if output is not None and (unfinished or alone):  # None: it raised
+            missing = "its tokens were not put together" if unfinished else "its attention passed the workers by"
+            raise Refused(f"{type(network).__name__}: {missing}; set ring and Ulysses degrees to 1")
 
     def _clear(self) -> None:
         self.cuts.clear()
         self._override.scopes.clear()
+        self._override.shared = 0
         self._naming.deactivate()
 
     def _enter(self, over: Attends, *_: Any) -> None:
@@ -139,7 +142,7 @@ class _Division:
         return tuple(positional), kwargs
 
     def _join(self, block: Block, _: nn.Module, __: Any, output: Any) -> Any:
-        if not (self._whole_between or (block.last and block.site.gathers)):
+        if not (self.cuts.whole_between or (block.last and block.site.gathers)):
             return None
         outputs = [output] if isinstance(output, Tensor) else list(output)
         for at, streams in enumerate(block.site.outputs):

@@ -40,11 +40,11 @@ class _Call:
 class Overriding:
     """The override of a network's attention; `scopes` are the streams of the modules that run, innermost last."""
 
-    def __init__(self, cuts: Cuts, main: str, mesh: ContextMesh, parallelism: Parallelism) -> None:
+    def __init__(self, cuts: Cuts, mesh: ContextMesh, parallelism: Parallelism) -> None:
         self.scopes: list[Attends] = []
         self.previous: Override | None = None
+        self.shared = 0  # attentions over all ranks in this forward
         self._cuts = cuts
-        self._main = main
         self._mesh = mesh
         self._parallelism = parallelism
         self._call: _Call | None = None
@@ -72,6 +72,7 @@ class Overriding:
             return function(q, k, v, heads, mask=mask, **layout, **kwargs)
         size = q.shape[-1] if skip_reshape else q.shape[-1] // heads
         q, k, v = (x.transpose(1, 2) if skip_reshape else x.reshape(*x.shape[:2], -1, size) for x in (q, k, v))
+        self.shared += 1
         self._call = _Call(function, kwargs)
         out = self._attention(cross)(q, k, v, _four_dims(mask), kwargs.get("scale"))
         return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
@@ -98,7 +99,7 @@ class Overriding:
         )
 
     def _outside(self) -> Over:
-        if self._cuts.holds(self._main):
+        if self._cuts.holds_any():
             raise Refused(
                 "an attention runs between blocks, where a worker holds a part of the tokens; set ring and Ulysses "
                 "degrees to 1"
