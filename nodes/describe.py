@@ -20,6 +20,8 @@ from .patches import check_inside, describe_functions, describe_options, describ
 from .refusals import check_guider, check_latent
 from .stand_in import network_behind
 
+# Patches that see one block's queries, keys or output: those of all tokens, or the numbers are others.
+INSIDE_BLOCKS = {"attn1_patch", "attn2_patch", "attn1_output_patch", "attn2_output_patch", "mlp_patch"}
 OBJECTS = {"model_sampling", "manual_cast_dtype"}  # that a MODEL may have replaced and workers can have
 
 
@@ -54,6 +56,9 @@ def describe_model(model: ModelPatcher, dtype: DtypeChoice) -> Source:
     spec = origin(model)
     network = network_behind(model)
     plan = network_of(network)
+    whole_only = sorted(INSIDE_BLOCKS & {kind for kind, found in _patches(model).items() if found})
+    if plan is not None and whole_only:
+        plan = None
     dtype_here = cast or model.model.get_dtype_inference()
     return Source(
         spec=replace(spec, compute_dtype=computed, patches=str(model.patches_uuid) if model.patches else ""),
@@ -61,7 +66,7 @@ def describe_model(model: ModelPatcher, dtype: DtypeChoice) -> Source:
         network=network,
         plan=plan,
         figures=Figures(
-            name=plan.name if plan else type(network).__name__,
+            name=plan.name if plan else " with ".join([type(network).__name__, *whole_only]),
             divisible=plan is not None,
             heads=plan.heads(network) if plan else 1,
             layers=plan.layers(network) if plan else 0,
@@ -71,6 +76,10 @@ def describe_model(model: ModelPatcher, dtype: DtypeChoice) -> Source:
             item_bytes=(dtype_here if dtype == "auto" else getattr(torch, dtype)).itemsize,
         ),
     )
+
+
+def _patches(model: ModelPatcher) -> dict[str, Any]:
+    return model.model_options["transformer_options"].get("patches", {})
 
 
 def describe_job(

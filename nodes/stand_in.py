@@ -103,23 +103,25 @@ def stand_in(network: nn.Module, evaluation: Evaluation) -> nn.Module:
     kind = type(network)
     replaced = [name for name in METHODS if hasattr(kind, name)]
     replaced.append(INNER if hasattr(kind, INNER) else "forward")
-    members = {
-        name: _asking(getattr(kind, name), "forward" if name == INNER else name, evaluation) for name in replaced
-    }
+    members = {name: _asking(kind, name, evaluation) for name in replaced}
     made = copy.copy(network)
     made.__class__ = type(kind.__name__, (kind,), members)
     made.__dict__["network"] = network
     return made
 
 
-def _asking(method: Any, name: str, evaluation: Evaluation) -> Any:
-    signature = inspect.signature(method)
+def _asking(kind: type, name: str, evaluation: Evaluation) -> Any:
+    """The method `name` that asks `evaluation`, with the arguments' names: those of `forward`, which workers call."""
+    signature = inspect.signature(getattr(kind, name))
     more = {key for key, parameter in signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD}
+    asked = "forward" if name == INNER else name
+    called = list(inspect.signature(getattr(kind, asked)).parameters)
+    names = {own: own if own in called else called[place] for place, own in enumerate(signature.parameters)}
 
     def ask(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         arguments: dict[str, Any] = {}
         for key, value in list(signature.bind(self, *args, **kwargs).arguments.items())[1:]:
-            arguments.update(value if key in more else {key: value})
-        return evaluation(name, arguments)
+            arguments.update(value if key in more else {names[key]: value})
+        return evaluation(asked, arguments)
 
     return ask

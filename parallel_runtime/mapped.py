@@ -102,7 +102,7 @@ def _uncast(module: torch.nn.Module) -> list[str]:
 def _casts_as_it_computes(module: Any, name: str) -> bool:
     """On the CPU, where the file's pages are the weights: a layer of ComfyUI can widen them each time, to the bit."""
     parameter, wanted = module._parameters[name], getattr(module, f"{name}_comfy_model_dtype")
-    widens = wanted.itemsize > 1 and torch.promote_types(parameter.dtype, wanted) == wanted
+    widens = wanted.itemsize > parameter.dtype.itemsize
     if parameter.device.type != "cpu" or not hasattr(module, "comfy_cast_weights") or not widens:
         return False
     module.comfy_cast_weights = True

@@ -110,11 +110,18 @@ class Server:
 
 @contextmanager
 def running_server(
-    comfy: ComfyInstall, *, flags: tuple[str, ...] = (), env: Mapping[str, str] | None = None
+    comfy: ComfyInstall,
+    *,
+    flags: tuple[str, ...] = (),
+    env: Mapping[str, str] | None = None,
+    packs: tuple[Path, ...] = (),
 ) -> Iterator[Server]:
+    """`packs` are folders of further custom nodes."""
     base = Path(tempfile.mkdtemp(prefix="cpc-"))  # short: unix sockets below it have 108 characters
     try:
         _furnish(base)
+        for pack in packs:
+            (base / "custom_nodes" / pack.name).symlink_to(pack)
         server = Server(comfy, base, flags=flags, env=env or {})
         try:
             server.wait_until_up()
