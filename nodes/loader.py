@@ -6,8 +6,8 @@ from typing import Any
 
 import comfy.sd
 import folder_paths
-from nodes import NODE_CLASS_MAPPINGS  # type: ignore[attr-defined]  # ComfyUI's module, not our package
 from comfy_api.latest import io
+from nodes import NODE_CLASS_MAPPINGS  # type: ignore[attr-defined]  # ComfyUI's module, not our package
 
 from ..parallel_runtime import gguf
 from ..parallel_runtime.mapped import Mapped, load_mapped
