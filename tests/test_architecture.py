@@ -9,16 +9,17 @@ ROOT = Path(__file__).resolve().parents[1]
 RUNTIME = ROOT / "parallel_runtime"
 COMFY = {"comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "server", "execution"}
 HEAVY = {"diffusers", "transformers"}
+BOTH_SIDES = {"mapped", "gguf"}  # what the host's ComfyUI and the workers' load models with
+LAYERS = {path.stem for path in RUNTIME.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__init__", "__main__"}
 FORBIDDEN = {
-    "wire": COMFY | HEAVY | {"host", "worker", "families"},
-    "host": COMFY | HEAVY | {"worker"},
-    "families": COMFY | HEAVY | {"host", "worker", "wire"},
-    "networks": COMFY | HEAVY | {"host", "worker", "wire", "families", "specs", "torch"},
-    "worker": COMFY | {"host"},
-    "worker/comfy_loop": HEAVY | {"host", "families", "engine"},
-    "demo": COMFY | {"worker"},
+    "wire": COMFY | HEAVY | BOTH_SIDES | {"host", "worker"},
+    "host": COMFY | HEAVY | BOTH_SIDES | {"worker"},
+    "networks": COMFY | HEAVY | {"torch"} | LAYERS - {"plan"},
+    "worker": COMFY | BOTH_SIDES | {"host"},
+    "worker/comfy_loop": HEAVY | {"host", "engine"},
+    "demo": COMFY | BOTH_SIDES | {"worker"},
 }
-ALLOWED = {"worker/comfy_loop": COMFY, "demo/train.py": HEAVY}
+ALLOWED = {"worker/comfy_loop": COMFY | BOTH_SIDES}
 SOURCES = sorted(path for folder in (RUNTIME, ROOT / "nodes") for path in folder.rglob("*.py"))
 
 
@@ -29,6 +30,11 @@ def test_layer_imports_only_what_it_may(layer):
         allowed = {name for prefix, names in ALLOWED.items() if place.startswith(prefix) for name in names}
         reached = imported(path) & (FORBIDDEN[layer] - allowed)
         assert not reached, f"{place} imports {reached}"
+
+
+def test_beside_the_layers_only_what_loads_models_knows_comfyui():
+    knowing = {path.stem for path in RUNTIME.glob("*.py") if imported(path) & (COMFY | HEAVY)}
+    assert knowing == BOTH_SIDES
 
 
 def test_nodes_know_only_the_host_side():

@@ -9,12 +9,11 @@ from itertools import combinations
 import pytest
 import torch
 
-from parallel_runtime.demo import MODEL
+from parallel_runtime.demo import MODEL, transformer
 from parallel_runtime.demo.draw import COLOURS, SHAPES
 from parallel_runtime.demo.judge import judge
 from parallel_runtime.demo.sample import Evaluate, euler
 from parallel_runtime.demo.subjects import backdrop
-from parallel_runtime.worker.loading import load
 
 FIRST_SEED = 70_000  # the model and its settings were chosen on seeds below 10 000
 CHOSEN_ON, ALL = 48, 72  # ... and on the first 48 of the 72 pairs of shape and colour: the other 24 are asked here
@@ -31,8 +30,7 @@ def _one_thread() -> Iterator[None]:
 
 @cache
 def evaluate() -> Evaluate:
-    loaded = load(MODEL, weight_dtype=torch.bfloat16, compute_dtype=torch.float32)
-    return partial(loaded.family.call, loaded.transformer)
+    return partial(transformer.evaluate, transformer.load(MODEL))
 
 
 def noise(seed: int, height: int = 128, width: int = 128) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import pytest
 
 from parallel_runtime.errors import Refused
-from parallel_runtime.families.flux import Flux
+from parallel_runtime.host.cost import Figures
 from parallel_runtime.host.planning import MAX_CPU_WORKERS, check_step_cache, parse_devices, plan
 from parallel_runtime.specs import Parallelism, ParallelRequest
 
@@ -146,23 +146,22 @@ def test_degrees_check_themselves():
         Parallelism(ring_degree=0)
 
 
-class WholeOnly(Flux):
-    """A family that says nothing of its blocks."""
-
-    name = "whole_only"
-    blocks = None
+def figures(name, divisible=True):
+    return Figures(
+        name=name, divisible=divisible, heads=24, layers=57, width=3072, weights=12, weight_bytes=24, item_bytes=2
+    )
 
 
 @pytest.mark.parametrize(
-    ("family", "threshold", "says"),
+    ("network", "threshold", "says"),
     [
-        (WholeOnly, 0.1, r"step_cache 0\.1: a whole_only model has no blocks .* set step_cache to 0"),
-        (Flux, -0.1, r"step_cache is a share from 0 \(off\) to 1, got -0\.1"),
-        (Flux, float("nan"), "step_cache is a share .* got nan"),
+        (figures("SDXL", divisible=False), 0.1, r"step_cache 0\.1: a SDXL model has no blocks .* set step_cache to 0"),
+        (figures("Flux"), -0.1, r"step_cache is a share from 0 \(off\) to 1, got -0\.1"),
+        (figures("Flux"), float("nan"), "step_cache is a share .* got nan"),
     ],
 )
-def test_a_step_cache_that_cannot_be_is_refused_by_name(family, threshold, says):
+def test_a_step_cache_that_cannot_be_is_refused_by_name(network, threshold, says):
     with pytest.raises(Refused, match=says):
-        check_step_cache(ParallelRequest(step_cache=threshold), family)
-    check_step_cache(ParallelRequest(step_cache=0.0), family)
-    check_step_cache(ParallelRequest(step_cache=0.1), Flux)
+        check_step_cache(ParallelRequest(step_cache=threshold), network)
+    check_step_cache(ParallelRequest(step_cache=0.0), network)
+    check_step_cache(ParallelRequest(step_cache=0.1), figures("Flux"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallel_runtime.errors import ProtocolError, Refused
-from parallel_runtime.specs import ComfyModel, ComfySetup, ModelSpec, Parallelism
+from parallel_runtime.specs import ComfySetup, ModelSpec, Parallelism, SourceFile
 from parallel_runtime.wire.bundles import read_bundle, write_bundle
 from parallel_runtime.wire.channel import PACKET_BYTES, Channel
 from parallel_runtime.wire.messages import (
@@ -30,8 +30,8 @@ from parallel_runtime.wire.messages import (
 )
 
 MODEL = ModelSpec(
-    path="/models/é wan.safetensors", size=1, mtime_ns=2, weight_dtype="bfloat16", compute_dtype="float32",
-    comfy=ComfyModel(config_class="WAN21_T2V", unet_config="{}"),
+    loader="comfy.sd:load_diffusion_model", arguments='["/models/é wan.safetensors"]', index=0, weight_dtype="bfloat16",
+    files=(SourceFile(path="/models/é wan.safetensors", size=1, mtime_ns=2),), compute_dtype="float32", patches="abc",
 )  # fmt: skip
 MESSAGES = [
     Welcome("cuda:0", "/tmp/store", False, ComfySetup(root="/comfy", flags=("--cpu", "--port", "1"))),

@@ -3,3 +3,4 @@
 from pathlib import Path
 
 MODEL = Path(__file__).parent / "models" / "cp_demo_flux.safetensors"
+HEADS = 2

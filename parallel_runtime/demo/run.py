@@ -14,12 +14,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..errors import ParallelError
-from ..families import recognise
-from ..families.header import header
 from ..host.group import WorkerGroup
 from ..host.planning import plan
 from ..specs import DEMO, DemoJob, ModelSpec, Parallelism, ParallelRequest, Placement, SourceFile
-from . import MODEL, codec
+from . import HEADS, MODEL, codec
 from .words import encode
 
 
@@ -79,14 +77,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def draw(options: argparse.Namespace) -> list[Run]:
     """The run that was asked for, then the same on one worker."""
-    family = recognise(header(MODEL).shapes, {})
     gpus = torch.cuda.device_count()
     devices = options.devices or ("" if gpus > 1 else "cuda:0,cuda:0" if gpus else "")
     ring, ulysses = options.ring_degree, options.ulysses_degree
     if not ring and not ulysses and not options.devices:
         ulysses = 2
     request = ParallelRequest(ring_degree=ring, ulysses_degree=ulysses, devices=devices)
-    parallelism, placement = plan(request, heads=family.heads, gpus=gpus)
+    parallelism, placement = plan(request, heads=HEADS, gpus=gpus)
     job = job_of(options)
     runs = [run(parallelism, placement, job)]
     if placement.world_size > 1:

@@ -24,10 +24,8 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..families.flux import Flux
-from . import codec
+from . import HEADS, codec, transformer
 from .draw import draw
-from .export import to_single_file
 from .sample import Evaluate, conditions, euler
 from .subjects import any_picture, any_wording
 from .words import WIDTH, encode
@@ -38,7 +36,7 @@ ARCHITECTURE = {
     "num_layers": 1,
     "num_single_layers": 4,
     "attention_head_dim": 128,
-    "num_attention_heads": 2,
+    "num_attention_heads": HEADS,
     "joint_attention_dim": WIDTH,
     "pooled_projection_dim": WIDTH,
     "guidance_embeds": False,
@@ -79,8 +77,7 @@ def start(seed: int) -> Run:
             torch.nn.init.zeros_(module.bias)
     average = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.99), weight_decay=0.01)
-    family = Flux({name: tuple(tensor.shape) for name, tensor in to_single_file(average).items()}, {})
-    evaluate = partial(family.call, model)
+    evaluate = partial(transformer.evaluate, model)
     return Run(model=model, evaluate=evaluate, average=average, optimizer=optimizer, rng=random.Random(seed))
 
 
@@ -125,7 +122,7 @@ def advance(run: Run, rate: float) -> float:
 
 def save(run: Run, out: Path, seed: int) -> None:
     """The averaged weights as a single-file checkpoint, the state to resume from, and a grid of samples."""
-    weights = {key: value.bfloat16() for key, value in to_single_file(run.average).items()}
+    weights = {key: value.bfloat16() for key, value in transformer.to_checkpoint(run.average).items()}
     about = {
         "format": "pt",
         "title": "CP Sampler demo model: coloured shapes",

@@ -10,11 +10,10 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from ..families.base import Family
+from ..demo import transformer
 from ..specs import DemoJob, ModelSpec, Parallelism
 from .engine.attach import attach, detach
 from .lanes import spread_rows
-from .loading import load as load_file
 from .models import Model
 from .pulse import Pulse
 
@@ -23,8 +22,6 @@ from .pulse import Pulse
 class DemoModel(Model):
     """diffusers' transformer, made parallel by `attach`."""
 
-    family: Family | None = None
-
     def divide(self, parallelism: Parallelism) -> None:
         attach(self.network, self.mesh, parallelism)
 
@@ -32,16 +29,14 @@ class DemoModel(Model):
         detach(self.network)
 
     def __call__(self, x: Tensor, timestep: Tensor, cond: dict[str, Any]) -> Tensor:
-        assert self.family is not None
-        return spread_rows(self.rows, self.family.call, x.shape[0], self.network, x, timestep, cond)
+        return spread_rows(self.rows, transformer.evaluate, x.shape[0], self.network, x, timestep, cond)
 
 
 def load(spec: ModelSpec, device: torch.device, on_share: Callable[[float], None]) -> DemoModel:
     (file,) = spec.files
-    loaded = load_file(
-        file.path, weight_dtype=torch.float32, compute_dtype=torch.float32, device=device, on_share=on_share
-    )
-    return DemoModel(spec, loaded.transformer, family=loaded.family)
+    network = transformer.load(file.path, device)
+    on_share(1.0)
+    return DemoModel(spec, network)
 
 
 def run(model: DemoModel, job: DemoJob, pulse: Pulse) -> dict[str, Any]:

@@ -1,0 +1,82 @@
+"""The demo's network is filled from ComfyUI's file, computes what ComfyUI's own computes, and goes back to the bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from parallel_runtime.demo import HEADS, MODEL, transformer
+
+from .comfyui.comfy import find_comfy, why_there_is_none
+from .tiny import write
+
+ROOT = Path(__file__).parents[1]
+EXACT = 1e-5  # of the output's standard deviation
+COMFYUIS_ANSWER = """
+import sys, torch
+from safetensors.torch import load_file, save_file
+from tests.networks import tiny
+tiny.start_comfyui()
+import comfy.sd
+model, asked, answer = sys.argv[1:]
+network = comfy.sd.load_diffusion_model(model, model_options={"dtype": torch.float32}).model.diffusion_model.float()
+with torch.inference_mode():
+    call = load_file(asked)
+    save_file({"out": network(call.pop("x"), call.pop("timestep"), **call).contiguous()}, answer)
+"""
+
+
+def test_the_shipped_file_comes_back_to_the_bit() -> None:
+    network, file = transformer.load(MODEL), load_file(MODEL)
+    again = transformer.to_checkpoint(network.state_dict())
+    assert again.keys() == file.keys()
+    assert all(torch.equal(again[name], tensor.float()) for name, tensor in file.items())
+    assert network.config.num_attention_heads == HEADS
+
+
+def test_parameters_are_views_of_the_file_where_nothing_changes(tmp_path: Path) -> None:
+    attention = transformer.load(write(tmp_path, "flux_schnell")).transformer_blocks[0].attn
+    query, key = attention.to_q.weight, attention.to_k.weight
+    assert query.untyped_storage().data_ptr() == key.untyped_storage().data_ptr()
+    assert "cp_tiny_flux_schnell" in _mapping_of(query)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (17, 21)], ids=["even", "odd"])
+def test_it_computes_what_comfyui_computes(tmp_path: Path, size: tuple[int, int]) -> None:
+    comfy = find_comfy()
+    if comfy is None:
+        pytest.skip(why_there_is_none())
+    model, generator = write(tmp_path, "flux_schnell"), torch.Generator().manual_seed(3)
+    x, text, y = (torch.randn(shape, generator=generator) for shape in ((2, 16, *size), (1, 7, 128), (1, 64)))
+    timestep = torch.tensor([0.7, 0.3])
+    asked = {"x": x, "timestep": timestep, "context": text.expand(2, -1, -1), "y": y.expand(2, -1)}
+    save_file({name: tensor.contiguous() for name, tensor in asked.items()}, tmp_path / "asked")
+    files = (model, tmp_path / "asked", tmp_path / "answer")
+    done = subprocess.run(
+        [str(part) for part in (comfy.python, "-c", COMFYUIS_ANSWER, *files)],
+        cwd=ROOT,
+        env={**os.environ, "COMFYUI_PATH": str(comfy.root), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    want = load_file(tmp_path / "answer")["out"]
+    with torch.inference_mode():
+        got = transformer.evaluate(transformer.load(model), x, timestep, {"c_crossattn": text, "y": y})
+    assert got.shape == x.shape
+    assert float((got - want).abs().max() / want.std()) <= EXACT
+
+
+def _mapping_of(tensor: torch.Tensor) -> str:
+    """The line of /proc/self/maps that a tensor lies in."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(address, 16) for address in line.split()[0].split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return line
+    return ""
