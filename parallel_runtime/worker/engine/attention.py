@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,9 @@ from .ulysses import Wave, place, to_heads, to_tokens, waves
 # Heads go in so many parts: one is attended to while the next travels. More parts would cut kernels too small.
 WAVES = 2
 
+# Attention over whole keys: query, key, value [B, tokens, heads, D], mask [B, 1 or heads, 1 or Sq, Sk], scale.
+WholeKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], Tensor]
+
 
 @dataclass(frozen=True, eq=False)
 class ContextAttention:
@@ -37,18 +40,25 @@ class ContextAttention:
     keys: tuple[str, ...] | None = None
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+        whole: WholeKernel | None = None,
     ) -> Tensor:
         """Each rank passes its own tokens [B, own tokens, H, D] and gets its own rows of the whole attention.
 
         Keys and values may have fewer heads, each for a group of neighbouring query heads. `mask` is a key-padding
-        mask, see `exchange_mask`. Collective over the context ranks.
+        mask, see `exchange_mask`. Where there is no ring a rank has whole keys: `whole` computes them then, on this
+        rank's heads, instead of the attention backend. Collective over the context ranks.
         """
         queries, keys = (self.streams.held(names, self.mesh.context.index) for names in self._sides)
         self._check(query, key, queries.size, keys.size)
         if mask is not None and mask.shape[-1] == keys.size:
             mask = keys.drop(mask, dim=-1)
-        out = self._attend(queries.drop(query), keys.drop(key), keys.drop(value), mask, scale)
+        out = self._attend(queries.drop(query), keys.drop(key), keys.drop(value), mask, scale, whole)
         return queries.restore(out, self._replica)
 
     def _replica(self, chunk: Tensor, length: int) -> Tensor:
@@ -57,7 +67,15 @@ class ContextAttention:
         (whole,) = gather(chunk.transpose(0, 1), chunk_sizes(length, axis.size), axis).wait()
         return whole.transpose(0, 1)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        whole_kernel: WholeKernel | None,
+    ) -> Tensor:
         keys = None
         if mask is not None:
             lengths = [self.streams.length(name) for name in self._sides[1]]
@@ -67,7 +85,7 @@ class ContextAttention:
         returning = []
         for wave, q, k, v in self._travelling(query, key, value):
             of_wave = None if keys is None else keys.heads(*wave[axis.index])
-            out = self._on_heads(q.transpose(0, 1), k, v, of_wave, scale)
+            out = self._on_heads(q.transpose(0, 1), k, v, of_wave, scale, whole_kernel)
             returning.append((wave, to_tokens(out.transpose(0, 1), wave, of_queries, axis)))
         del q, k, v, out
         whole = allocate(query.shape, query)
@@ -99,12 +117,20 @@ class ContextAttention:
                 coming = start(index + 1)
             yield wave, q, k, v
 
-    def _on_heads(self, query: Tensor, key: Tensor, value: Tensor, keys: KeyMask | None, scale: float | None) -> Tensor:
+    def _on_heads(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: KeyMask | None,
+        scale: float | None,
+        whole: WholeKernel | None,
+    ) -> Tensor:
         """`query` [B, Sq, heads, D] over the ring; this rank's block of it are `key`, `value` [Sk, B, heads, D]."""
         if self.mesh.ring.size > 1:
             return self._ring(query, key, value, keys, scale)
         mask = None if keys is None else keys.block(0, key.shape[0])
-        return self._whole(query, key.transpose(0, 1), value.transpose(0, 1), mask, scale)
+        return self._whole(query, key.transpose(0, 1), value.transpose(0, 1), mask, scale, whole)
 
     def _tokens(self) -> list[tuple[int, ...]]:
         """Query tokens and key tokens of each rank of this rank's Ulysses group."""
@@ -135,9 +161,19 @@ class ContextAttention:
             del k, v  # the ring may need their memory
         return merge.result(query, None if keys is None else keys.dead())
 
-    def _whole(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    def _whole(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        whole: WholeKernel | None,
+    ) -> Tensor:
         if query.numel() == 0:
             return allocate(query.shape, query)
+        if whole is not None:
+            return whole(query, key, value, mask, scale)
         return attend(query, key, value, mask, scale, self._backend)
 
     def _check(self, query: Tensor, key: Tensor, queries: int, keys: int) -> None:
