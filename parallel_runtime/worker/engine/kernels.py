@@ -53,8 +53,14 @@ def attend_block(
     `mask` is [B, 1 or H, 1, Sk]. Where it hides the whole block the output is finite and its log-sum-exp hugely
     negative.
     """
-    key, value = (for_heads(tensor, query.shape[2]) for tensor in (key, value))
-    bias = None if mask is None else additive(mask, query.dtype)
+    return attend_biased(query, key, value, None if mask is None else additive(mask, query.dtype), scale, backend)
+
+
+def attend_biased(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None, backend: AttentionBackend
+) -> tuple[Tensor, Tensor]:
+    """`attend_block` with its mask as a finite bias already."""
+    key, value = for_heads(key, query.shape[2]), for_heads(value, query.shape[2])
     if query.device.type == "cpu":
         return _cpu(query, key, value, bias, scale)
     if bias is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,22 +16,55 @@ from .sizes import chunk_range
 
 @dataclass(frozen=True, eq=False)
 class KeyMask:
-    """The mask of all keys of an attention in context order: `keys` [S, B, 1 or heads], bool or additive float."""
+    """The mask of all keys of an attention in context order: `keys` [S, B, 1 or heads], bool or additive float.
+
+    What layers ask for again and again is made once.
+    """
 
     keys: Tensor
+    _made: dict[Hashable, Any] = field(default_factory=dict)
 
     def block(self, start: int, size: int) -> Tensor:
         """Mask [B, 1 or heads, 1, size] of the keys from `start` on, as scaled_dot_product_attention takes it."""
-        return self.keys[start : start + size].permute(1, 2, 0).unsqueeze(2).contiguous()
+        return self._once(
+            ("block", start, size),
+            lambda: self.keys[start : start + size].permute(1, 2, 0).unsqueeze(2).contiguous(),
+        )
+
+    def bias(self, start: int, size: int, dtype: torch.dtype) -> Tensor:
+        """The same as a finite bias, see `additive`."""
+        return self._once(("bias", start, size, dtype), lambda: additive(self.block(start, size), dtype))
 
     def heads(self, start: int, size: int) -> KeyMask:
         """The same for some of the heads."""
-        return self if self.keys.shape[2] == 1 else KeyMask(self.keys[:, :, start : start + size])
+        if self.keys.shape[2] == 1:
+            return self
+        return self._once(("heads", start, size), lambda: KeyMask(self.keys[:, :, start : start + size]))
 
     def dead(self) -> Tensor:
         """[B, 1, 1 or heads, 1]: True where a query has no key at all, in which case its output is zero."""
-        alive = self.keys if self.keys.dtype == torch.bool else self.keys > -torch.inf
-        return ~alive.any(dim=0)[:, None, :, None]
+        return self._once("dead", lambda: ~self._alive().any(dim=0)[:, None, :, None])
+
+    def hides(self, start: int, size: int) -> bool:
+        """Whether it is known that no query sees these keys: asked only where that costs no wait for the device."""
+        if self.keys.device.type != "cpu" or self.keys.dtype != torch.bool:
+            return False
+        return self._once(("hides", start, size), lambda: not bool(self.keys[start : start + size].any()))
+
+    def _alive(self) -> Tensor:
+        return self.keys if self.keys.dtype == torch.bool else self.keys > -torch.inf
+
+    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+def same_memory(mask: Tensor) -> Hashable:
+    """Equal for tensors that show the same values, as long as one of them is alive."""
+    version = None if mask.is_inference() else mask._version
+    storage = mask.untyped_storage()._cdata
+    return storage, mask.storage_offset(), mask.shape, mask.stride(), mask.dtype, version
 
 
 def exchange_mask(mask: Tensor, batch: int, heads: int, lengths: Sequence[int], axis: Axis) -> KeyMask:
@@ -48,7 +82,7 @@ def exchange_mask(mask: Tensor, batch: int, heads: int, lengths: Sequence[int], 
             f"{sum(lengths)}; cut it like the keys in the plan, or leave it whole"
         )
     if keys.shape[0] != sizes[axis.index]:
-        keys = _own_slice(keys, lengths, axis)
+        return KeyMask(torch.cat([_slice(keys, lengths, axis.size, index) for index in range(axis.size)]))
     wire = keys.to(torch.uint8) if keys.dtype == torch.bool else keys
     (whole,) = gather(wire, sizes, axis).wait()
     return KeyMask(whole.to(keys.dtype))
@@ -78,10 +112,10 @@ def _tokens_first(mask: Tensor, batch: int, heads: int) -> Tensor:
     return mask.expand(batch, -1, -1, -1).squeeze(2).permute(2, 0, 1)
 
 
-def _own_slice(keys: Tensor, lengths: Sequence[int], axis: Axis) -> Tensor:
-    parts = keys.split(list(lengths))
-    ranges = [chunk_range(length, axis.size, axis.index) for length in lengths]
-    return torch.cat([part.narrow(0, *place) for part, place in zip(parts, ranges, strict=True)])
+def _slice(keys: Tensor, lengths: Sequence[int], parts: int, index: int) -> Tensor:
+    """What rank `index` has of the keys of all streams."""
+    ranges = [chunk_range(length, parts, index) for length in lengths]
+    return torch.cat([part.narrow(0, *own) for part, own in zip(keys.split(list(lengths)), ranges, strict=True)])
 
 
 def _sizes(lengths: Sequence[int], parts: int) -> list[int]:
