@@ -27,12 +27,12 @@ def random_errors(
     rank: int, world: int, degrees: list[int], seeds: list[int], options: dict[str, Any], grouped: bool = False
 ) -> list[float]:
     """Errors of this rank's rows on random problems, every spare buffer full of NaN."""
-    exchange.empty = nan_filled
+    exchange.empty = exchange.zeros = nan_filled
     try:
         problems = {seed: random_problem(seed, grouped=grouped) for seed in seeds}
         return [_error(mesh(*degrees), problem, seed, degrees, options) for seed, problem in problems.items()]
     finally:
-        exchange.empty = torch.empty
+        exchange.empty, exchange.zeros = torch.empty, torch.zeros
 
 
 def staged_errors(rank: int, world: int, degrees: list[int], seeds: list[int]) -> list[float]:

@@ -23,20 +23,20 @@ from .reference import Problem, attention, random_problem
 
 def cross_errors(rank: int, world: int, degrees: list[int], seeds: list[int], replicated: list[str]) -> list[float]:
     """Queries of a stream of their own, over the keys of two others; every spare buffer is full of NaN."""
-    exchange.empty = nan_filled
+    exchange.empty = exchange.zeros = nan_filled
     try:
         return [_cross_error(mesh(*degrees), seed, degrees, frozenset(replicated)) for seed in seeds]
     finally:
-        exchange.empty = torch.empty
+        exchange.empty, exchange.zeros = torch.empty, torch.zeros
 
 
 def replica_errors(rank: int, world: int, degrees: list[int], seeds: list[int], replicated: list[str]) -> list[float]:
     """Errors of a joint attention whose text or image every rank holds whole."""
-    exchange.empty = nan_filled
+    exchange.empty = exchange.zeros = nan_filled
     try:
         return [_replica_error(mesh(*degrees), seed, degrees, frozenset(replicated)) for seed in seeds]
     finally:
-        exchange.empty = torch.empty
+        exchange.empty, exchange.zeros = torch.empty, torch.zeros
 
 
 def _cross_error(place: ContextMesh, seed: int, degrees: list[int], replicated: frozenset[str]) -> float:

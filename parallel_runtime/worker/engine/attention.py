@@ -96,13 +96,16 @@ class ContextAttention:
         axis, returning = self.mesh.ulysses, []
         for wave, arrived in self._arriving(held.waves, query, key, value):
             of_wave = None if keys is None else keys.heads(wave.first, *wave.back.heads)
-            out = on_heads(*arrived, of_wave)
+            q, k, v = arrived
+            out = on_heads(q, k, v, of_wave)
+            del q, k, v
             arrived.clear()
             returning.append((wave, to_tokens(out, wave.back, axis, self._spare(query, wave.number))))
         del out
         whole = allocate(query.shape, query)
         for wave, pending in returning:
-            place(*pending.wait(), wave.back, whole)
+            (returned,) = pending.wait()
+            place(returned, wave.back, whole)
         return whole
 
     def _arriving(
@@ -120,7 +123,7 @@ class ContextAttention:
 
         coming = start(waves[0])
         for wave in waves:
-            arrived = [part for pending, parcel in coming for part in split(*pending.wait(), parcel)]
+            arrived = [part for pending, parcel in coming for part in split(pending.wait()[0], parcel)]
             coming.clear()  # and with it the send buffers
             if wave.number + 1 < len(waves):
                 coming = start(waves[wave.number + 1])
@@ -128,7 +131,7 @@ class ContextAttention:
 
     def _on_heads(
         self,
-        blocks: Sequence[int],
+        blocks: tuple[int, ...],
         scale: float | None,
         whole: WholeKernel | None,
         query: Tensor,
@@ -148,7 +151,7 @@ class ContextAttention:
 
     def _ring(
         self,
-        blocks: Sequence[int],
+        blocks: tuple[int, ...],
         scale: float | None,
         query: Tensor,
         key: Tensor,
@@ -168,18 +171,18 @@ class ContextAttention:
             merge.add(*attend_biased(query, k, v, bias, scale, self.parallelism.attention_backend))
         return merge.result(query, None if keys is None else keys.dead())
 
-    def _visited(self, block: Block, blocks: Sequence[int]) -> Iterator[tuple[int, Block]]:
+    def _visited(self, block: Block, blocks: tuple[int, ...]) -> Iterator[tuple[int, Block]]:
         axis = self.mesh.ring
         if self.parallelism.rotate_method == "allgather":
             return collect(block, blocks, axis)
-        shape, dtype = block[0].shape, block[0].dtype
 
         def make() -> list[Stop]:
             return stops(block, blocks, axis, self._spare(block[0], "ring"))
 
         if packed_bytes(block, blocks) > KEPT_BYTES:
             return rotate(block, make(), axis)
-        return rotate(block, self.streams.kept(("stops", shape, dtype, torch.is_inference_mode_enabled()), make), axis)
+        key = ("stops", blocks, block[0].shape, block[0].dtype, torch.is_inference_mode_enabled())
+        return rotate(block, self.streams.kept(key, make), axis)
 
     def _spare(self, like: Tensor, use: Hashable) -> Spare:
         return lambda shape, part: self.streams.spare((use, part), shape, like)

@@ -15,12 +15,20 @@ from torch import Tensor
 
 from .mesh import Axis
 
-empty = torch.empty  # tests put a function here that fills with NaN
+empty = torch.empty  # tests put functions here that fill with NaN
+zeros = torch.zeros
 
 
 def allocate(shape: Sequence[int], like: Tensor, device: torch.device | None = None) -> Tensor:
-    """Memory to receive into, of the dtype and device of `like`. All buffers of the engine come from here."""
+    """Memory to receive into, of the dtype and device of `like`. All buffers of the engine come from here or
+    from `allocate_kept`."""
     return empty(tuple(shape), dtype=like.dtype, device=device or like.device)
+
+
+def allocate_kept(shape: Sequence[int], like: Tensor) -> Tensor:
+    """The same for memory that many layers use. Numbers from the start, for runs in a group that delivers nothing:
+    what a kernel takes for subnormals would be what such a run times."""
+    return zeros(tuple(shape), dtype=like.dtype, device=like.device)
 
 
 class Pending:

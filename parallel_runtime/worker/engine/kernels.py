@@ -18,6 +18,7 @@ from .masks import additive
 
 _NATIVE_BACKENDS = ("auto", "native")
 _BACKENDS_OF_DIFFUSERS = {member.value: member for member in AttentionBackendName}
+_FLASH_FOR_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BIAS_ALIGNMENT = 16  # the efficient kernel wants bias rows to start at a multiple of this many elements
 
 
@@ -82,8 +83,7 @@ def _fits_flash(query: Tensor) -> bool:
 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = flash(*_heads_first(q, k, v), 0.0, False, attn_mask=bias, scale=scale)
+    out, lse = _FLASH_FOR_CPU(*_heads_first(q, k, v), 0.0, False, attn_mask=bias, scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
 
 
@@ -127,8 +127,8 @@ def _of_diffusers(
     return out, lse if lse.ndim == 4 else lse.unsqueeze(-1)
 
 
-def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(tensor.transpose(1, 2) for tensor in tensors)
+def _heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 def _aligned(bias: Tensor) -> Tensor:

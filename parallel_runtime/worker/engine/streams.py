@@ -5,13 +5,14 @@ What depends only on them, and memory that every layer wants alike, is kept here
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from .exchange import allocate
+from .exchange import allocate, allocate_kept
 from .holdings import Holding, Part
 from .sizes import chunk_sizes
 
@@ -72,10 +73,10 @@ class Streams:
         key = (use, shape, like.dtype, like.device, torch.is_inference_mode_enabled())
         if (kept := self._kept.get(key)) is not None:
             return kept  # type: ignore[no-any-return]
-        made = allocate(shape, like)
-        if made.numel() * made.element_size() <= KEPT_BYTES:
-            self._kept[key] = made
-        return made
+        if math.prod(shape) * like.element_size() > KEPT_BYTES:
+            return allocate(shape, like)
+        self._kept[key] = allocate_kept(shape, like)
+        return self._kept[key]  # type: ignore[no-any-return]
 
 
 def _sum_by_rank(chunks: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
