@@ -28,14 +28,17 @@ class Stop:
 
 
 def stops(block: Block, sizes: Sequence[int], axis: Axis, spare: Spare) -> list[Stop]:
-    """Where each block is while it is here, this rank's own first; the others take turns in two of the largest."""
+    """Where each block is while it is here, this rank's own first: all take turns in two of the largest.
+
+    The own block, too: when its turn is over it has been sent, and who attends to it does so where it came from.
+    """
     batch, _, heads, dim = block[0].shape
     per_token = 2 * batch * heads * dim
-    memory = [spare((per_token * size,), use) for size, use in zip(_room(sizes, axis), _USES, strict=False)]
+    memory = [spare((per_token * max(sizes),), use) for use in ("even blocks", "odd blocks")]
     made = []
     for step in range(axis.size):
         owner = (axis.index - step) % axis.size
-        packed = memory[0 if step == 0 else 2 - step % 2].narrow(0, 0, per_token * sizes[owner])
+        packed = memory[step % 2].narrow(0, 0, per_token * sizes[owner])
         packed = packed.view(2, batch, sizes[owner], heads, dim)
         made.append(Stop(owner=owner, packed=packed, block=(packed[0], packed[1])))
     return made
@@ -71,11 +74,3 @@ def collect(block: Block, sizes: Sequence[int], axis: Axis) -> Iterator[tuple[in
         owner = (axis.index + step) % axis.size
         key, value = blocks[owner].view(2, batch, sizes[owner], heads, dim)
         yield owner, (key, value)
-
-
-_USES = ("own block", "odd blocks", "even blocks")
-
-
-def _room(sizes: Sequence[int], axis: Axis) -> list[int]:
-    """Tokens of the memory for each use; a ring of two needs one spare."""
-    return [sizes[axis.index], *[max(sizes)] * min(axis.size - 1, 2)]
