@@ -43,6 +43,12 @@ def test_queries_of_another_stream_than_the_keys_are_exact(
     assert max(error for errors in answers for error in errors) <= BAR
 
 
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_a_mask_of_each_query_is_exact(groups: Groups, degrees: tuple[int, ...]) -> None:
+    answers = groups(_world(degrees)).run(f"{SIDES}:pair_errors", degrees=degrees, seeds=_seeds(6, "pairs", degrees))
+    assert max(error for errors in answers for error in errors) <= BAR
+
+
 @pytest.mark.parametrize("replicated", [["text"], ["image"], ["text", "image"]], ids=str)
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
 def test_streams_that_every_rank_holds_whole_are_exact(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -13,24 +13,27 @@ from ...specs import Parallelism
 from .arrangement import Arrangement, Wave, arrange
 from .exchange import Pending, allocate, gather
 from .kernels import attend, attend_biased, for_heads
-from .masks import KeyMask, exchange_mask, same_memory
+from .masks import Mask, exchange_mask, same_memory
 from .merge import Merge
 from .mesh import ContextMesh
+from .opaque import attend_opaquely, enlist
+from .pair_masks import pair_mask
 from .ring import Block, Stop, collect, packed_bytes, rotate, stops
 from .sizes import chunk_sizes
 from .streams import KEPT_BYTES, Streams
 from .ulysses import Parcel, Spare, place, split, to_heads, to_tokens
 
 # Attention over whole keys: query, key, value [B, tokens, heads, D], mask [B, 1 or heads, 1 or Sq, Sk], scale.
-WholeKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], Tensor]
-OnHeads = Callable[[Tensor, Tensor, Tensor, KeyMask | None], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], Tensor]
+OnHeads = Callable[[Tensor, Tensor, Tensor, Mask | None], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class ContextAttention:
     """Attention of the ranks of a context mesh; `queries` and `keys` are the streams that each concatenates.
 
-    `keys` None: those of the queries.
+    `keys` None: those of the queries. `kernel` attends where keys are whole, [B, tokens, H, D] each and a mask
+    [B, 1 or H, 1 or queries, keys]; None: what `parallelism` says.
     """
 
     mesh: ContextMesh
@@ -38,28 +41,33 @@ class ContextAttention:
     streams: Streams
     queries: tuple[str, ...]
     keys: tuple[str, ...] | None = None
+    kernel: Kernel | None = None
+    number: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", enlist(self))
 
     def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None = None,
-        scale: float | None = None,
-        whole: WholeKernel | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
         """Each rank passes its own tokens [B, own tokens, H, D] and gets its own rows of the whole attention.
 
         Keys and values may have fewer heads, each for a group of neighbouring query heads. `mask` is a key-padding
-        mask, see `exchange_mask`. Where there is no ring a rank has whole keys: `whole` computes them then, on this
-        rank's heads, instead of the attention backend. Collective over the context ranks.
+        mask, see `exchange_mask`, or a whole mask of pairs, see `pair_mask`. Collective over the context ranks.
         """
+        if torch.compiler.is_compiling():
+            return attend_opaquely(query, key, value, mask, scale, self.number)
+        return self._run(query, key, value, mask, scale)
+
+    def _run(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
         if torch.is_grad_enabled() and query.requires_grad:
             raise ValueError("context parallelism here is for inference; wrap the call in torch.no_grad()")
         shapes = (self, query.shape, key.shape, query.dtype)
         held = self.streams.kept(shapes, lambda: arrange(self.mesh, self.streams, self._sides, query, key))
         keys = None if mask is None else self._all_keys(mask, query, held)
-        on_heads: OnHeads = partial(self._on_heads, held.blocks, scale, whole)
+        on_heads: OnHeads = partial(self._on_heads, held.blocks, scale)
         attend_all = on_heads if self.mesh.ulysses.size == 1 else partial(self._traded, held, on_heads)
         out = attend_all(held.queries.drop(query), held.keys.drop(key), held.keys.drop(value), keys)
         return held.queries.restore(out, self._replica)
@@ -70,14 +78,17 @@ class ContextAttention:
         (whole,) = gather(chunk.transpose(0, 1), chunk_sizes(length, axis.size), axis).wait()
         return whole.transpose(0, 1)
 
-    def _all_keys(self, mask: Tensor, query: Tensor, held: Arrangement) -> KeyMask:
+    def _all_keys(self, mask: Tensor, query: Tensor, held: Arrangement) -> Mask:
         """The mask of all keys; one that the layer before had too is not exchanged again."""
         batch, heads = query.shape[0], query.shape[2]
         last = self.streams.kept((self, "mask", batch, heads), _Exchanged)
         if last.given is None or same_memory(last.given) != same_memory(mask):
-            own = held.keys.drop(mask, dim=-1) if mask.shape[-1] == held.keys.size else mask
-            lengths = [self.streams.length(name) for name in self._sides[1]]
-            last.keys = exchange_mask(own, batch, heads, lengths, self.mesh.context)
+            of_queries, of_keys = ([self.streams.length(name) for name in names] for names in self._sides)
+            if mask.ndim == 4 and mask.shape[2] > 1:
+                last.keys = pair_mask(mask, of_queries, of_keys, self.mesh)
+            else:
+                own = held.keys.drop(mask, dim=-1) if mask.shape[-1] == held.keys.size else mask
+                last.keys = exchange_mask(own, batch, heads, of_keys, self.mesh.context)
             last.given = mask
         return last.keys
 
@@ -88,7 +99,7 @@ class ContextAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        keys: KeyMask | None,
+        keys: Mask | None,
     ) -> Tensor:
         """Tokens for heads, attention on those, and back."""
         if held.repeat_keys:
@@ -133,11 +144,10 @@ class ContextAttention:
         self,
         blocks: tuple[int, ...],
         scale: float | None,
-        whole: WholeKernel | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        keys: KeyMask | None,
+        keys: Mask | None,
     ) -> Tensor:
         """`query` [B, Sq, heads, D] over the ring; this rank's block of it are `key` and `value`."""
         if self.mesh.ring.size > 1:
@@ -145,8 +155,8 @@ class ContextAttention:
         if query.numel() == 0:
             return allocate(query.shape, query)
         mask = None if keys is None else keys.block(0, key.shape[1])
-        if whole is not None:
-            return whole(query, key, value, mask, scale)
+        if self.kernel is not None:
+            return self.kernel(query, key, value, mask, scale)
         return attend(query, key, value, mask, scale, self.parallelism.attention_backend)
 
     def _ring(
@@ -156,7 +166,7 @@ class ContextAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        keys: KeyMask | None,
+        keys: Mask | None,
     ) -> Tensor:
         merge = Merge(in_float32=self.parallelism.convert_to_fp32)
         for owner, (k, v) in self._visited((key, value), blocks):
@@ -196,4 +206,4 @@ class _Exchanged:
     """A mask as a layer gave it, kept alive so that its memory stays its own, and what was made of it."""
 
     given: Tensor | None = None
-    keys: KeyMask
+    keys: Mask

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,50 +13,78 @@ from .mesh import Axis
 from .sizes import chunk_range
 
 
-@dataclass(frozen=True, eq=False)
-class KeyMask:
-    """The mask of all keys of an attention in context order: `keys` [S, B, 1 or heads], bool or additive float.
+class Mask:
+    """The mask of all keys of an attention, for the queries of this rank: bool or additive float.
 
-    What layers ask for again and again is made once.
+    What layers ask for again and again is made once. A kind of mask says how: `_block`, `_heads`, `_dead`, `_hides`.
     """
 
-    keys: Tensor
-    _made: dict[Hashable, Any] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
 
     def block(self, start: int, size: int) -> Tensor:
-        """Mask [B, 1 or heads, 1, size] of the keys from `start` on, as scaled_dot_product_attention takes it."""
-        return self._once(
-            ("block", start, size),
-            lambda: self.keys[start : start + size].permute(1, 2, 0).unsqueeze(2).contiguous(),
-        )
+        """[1 or B, 1 or heads, 1 or queries, size] of the keys from `start` on, as scaled_dot_product_attention
+        takes it."""
+        return self._once(("block", start, size), lambda: self._block(start, size))
 
     def bias(self, start: int, size: int, dtype: torch.dtype) -> Tensor:
         """The same as a finite bias, see `additive`."""
         return self._once(("bias", start, size, dtype), lambda: additive(self.block(start, size), dtype))
 
-    def heads(self, start: int, size: int) -> KeyMask:
+    def heads(self, start: int, size: int) -> Mask:
         """The same for some of the heads."""
-        if self.keys.shape[2] == 1:
-            return self
-        return self._once(("heads", start, size), lambda: KeyMask(self.keys[:, :, start : start + size]))
+        return self._once(("heads", start, size), lambda: self._heads(start, size))
 
     def dead(self) -> Tensor:
-        """[B, 1, 1 or heads, 1]: True where a query has no key at all, in which case its output is zero."""
-        return self._once("dead", lambda: ~self._alive().any(dim=0)[:, None, :, None])
+        """[1 or B, 1 or queries, 1 or heads, 1]: True where a query has no key at all; then its output is zero."""
+        return self._once("dead", self._dead)
 
     def hides(self, start: int, size: int) -> bool:
-        """Whether it is known that no query sees these keys: asked only where that costs no wait for the device."""
-        if self.keys.device.type != "cpu" or self.keys.dtype != torch.bool:
-            return False
-        return self._once(("hides", start, size), lambda: not bool(self.keys[start : start + size].any()))
-
-    def _alive(self) -> Tensor:
-        return self.keys if self.keys.dtype == torch.bool else self.keys > -torch.inf
+        """Whether it is known that no query sees these keys."""
+        return self._once(("hides", start, size), lambda: self._hides(start, size))
 
     def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+    def _block(self, start: int, size: int) -> Tensor:
+        raise NotImplementedError
+
+    def _heads(self, start: int, size: int) -> Mask:
+        raise NotImplementedError
+
+    def _dead(self) -> Tensor:
+        raise NotImplementedError
+
+    def _hides(self, start: int, size: int) -> bool:
+        raise NotImplementedError
+
+
+class KeyMask(Mask):
+    """The same for all queries: `keys` [S, B, 1 or heads] in context order."""
+
+    def __init__(self, keys: Tensor) -> None:
+        super().__init__()
+        self.keys = keys
+
+    def _block(self, start: int, size: int) -> Tensor:
+        return self.keys[start : start + size].permute(1, 2, 0).unsqueeze(2).contiguous()
+
+    def _heads(self, start: int, size: int) -> KeyMask:
+        return self if self.keys.shape[2] == 1 else KeyMask(self.keys[:, :, start : start + size])
+
+    def _dead(self) -> Tensor:
+        alive = self.keys if self.keys.dtype == torch.bool else self.keys > -torch.inf
+        return ~alive.any(dim=0)[:, None, :, None]
+
+    def _hides(self, start: int, size: int) -> bool:
+        return known_to_hide(self.keys[start : start + size])
+
+
+def known_to_hide(mask: Tensor) -> bool:
+    """Looked at only where that costs no wait for the device: blocks that are hidden anyway merge to nothing."""
+    return mask.device.type == "cpu" and mask.dtype == torch.bool and not bool(mask.any())
 
 
 def same_memory(mask: Tensor) -> Hashable:
