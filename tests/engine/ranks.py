@@ -47,7 +47,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no answer
     torch.set_num_threads(1)
-    for module in ("cases", "side_cases", "model_cases", "cache_cases", "refusals"):
+    for module in ("cases", "side_cases", "model_cases", "cache_cases", "compile_cases", "race_cases", "refusals"):
         importlib.import_module(f"tests.engine.{module}")
     groups: dict[int, Group] = {}
     with tempfile.TemporaryDirectory() as directory:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .holdings import Holding
 from .mesh import ContextMesh
+from .race import Sizes
 from .streams import Streams
 from .ulysses import Parcel, first_head, parcel
 
@@ -33,13 +34,16 @@ class Wave:
     back: Parcel
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Arrangement:
-    """`blocks` are the keys at each place of the ring. `repeat_keys`: first give each query head keys of its own."""
+    """`blocks` are the keys at each place of the ring, `largest` what the busiest rank attends to of them at once.
+    `repeat_keys`: first give each query head keys of its own.
+    """
 
     queries: Holding
     keys: Holding
     blocks: tuple[int, ...]
+    largest: Sizes
     repeat_keys: bool
     waves: tuple[Wave, ...]
 
@@ -58,8 +62,17 @@ def arrange(
     number = _worthwhile(query, counts, max(map(max, of_queries)), max(map(max, of_keys)), ranks)
     together = sides[0] == sides[1]
     waves = [_wave(mesh, query, counts, tokens, together, wave, number) for wave in range(number if ranks > 1 else 0)]
+    blocks = tuple(map(sum, of_keys))
+    largest = Sizes(
+        batch=query.shape[0],
+        queries=max(map(sum, of_queries)),
+        keys=max(blocks),
+        heads=-(-heads // (ranks * number)),
+        head_dim=query.shape[3],
+        dtype=query.dtype,
+    )
     return Arrangement(
-        queries=queries, keys=keys, blocks=tuple(map(sum, of_keys)), repeat_keys=repeat, waves=tuple(waves)
+        queries=queries, keys=keys, blocks=blocks, largest=largest, repeat_keys=repeat, waves=tuple(waves)
     )
 
 

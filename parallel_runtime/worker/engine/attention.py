@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...specs import Parallelism
+from ...specs import AttentionBackend, Parallelism
 from .arrangement import Arrangement, Wave, arrange
 from .exchange import Pending, allocate, gather
-from .kernels import attend, attend_biased, for_heads
+from .kernels import attend, attend_biased, for_heads, raced
 from .masks import Mask, exchange_mask, same_memory
 from .merge import Merge
 from .mesh import ContextMesh
@@ -67,7 +67,7 @@ class ContextAttention:
         shapes = (self, query.shape, key.shape, query.dtype)
         held = self.streams.kept(shapes, lambda: arrange(self.mesh, self.streams, self._sides, query, key))
         keys = None if mask is None else self._all_keys(mask, query, held)
-        on_heads: OnHeads = partial(self._on_heads, held.blocks, scale)
+        on_heads: OnHeads = partial(self._on_heads, held, scale)
         attend_all = on_heads if self.mesh.ulysses.size == 1 else partial(self._traded, held, on_heads)
         out = attend_all(held.queries.drop(query), held.keys.drop(key), held.keys.drop(value), keys)
         return held.queries.restore(out, self._replica)
@@ -142,7 +142,7 @@ class ContextAttention:
 
     def _on_heads(
         self,
-        blocks: tuple[int, ...],
+        held: Arrangement,
         scale: float | None,
         query: Tensor,
         key: Tensor,
@@ -151,7 +151,7 @@ class ContextAttention:
     ) -> Tensor:
         """`query` [B, Sq, heads, D] over the ring; this rank's block of it are `key` and `value`."""
         if self.mesh.ring.size > 1:
-            return self._ring(blocks, scale, query, key, value, keys)
+            return self._ring(held, scale, query, key, value, keys)
         if query.numel() == 0:
             return allocate(query.shape, query)
         mask = None if keys is None else keys.block(0, key.shape[1])
@@ -161,14 +161,15 @@ class ContextAttention:
 
     def _ring(
         self,
-        blocks: tuple[int, ...],
+        held: Arrangement,
         scale: float | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         keys: Mask | None,
     ) -> Tensor:
-        merge = Merge(in_float32=self.parallelism.convert_to_fp32)
+        merge, blocks = Merge(in_float32=self.parallelism.convert_to_fp32), held.blocks
+        backend = self.streams.kept((held, "race"), lambda: self._raced(query, held))
         for owner, (k, v) in self._visited((key, value), blocks):
             if query.numel() == 0 or k.numel() == 0:
                 continue
@@ -178,8 +179,11 @@ class ContextAttention:
                 if keys.hides(start, size):
                     continue
                 bias = keys.bias(start, size, query.dtype)
-            merge.add(*attend_biased(query, k, v, bias, scale, self.parallelism.attention_backend))
+            merge.add(*attend_biased(query, k, v, bias, scale, backend))
         return merge.result(query, None if keys is None else keys.dead())
+
+    def _raced(self, query: Tensor, held: Arrangement) -> AttentionBackend:
+        return raced(self.parallelism.attention_backend, query, held.largest, self.mesh.context)
 
     def _visited(self, block: Block, blocks: tuple[int, ...]) -> Iterator[tuple[int, Block]]:
         axis = self.mesh.ring
