@@ -56,8 +56,9 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
 def on_fake_cuda(network: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """Inside `fake_cuda`: the same network with no memory, on "cuda"."""
     for module in network.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
+        held: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for tensors in held:
+            for name, tensor in list(tensors.items()):
                 if tensor is None:
                     continue
                 kept = tensor.dtype if not tensor.is_floating_point() else dtype
@@ -81,6 +82,6 @@ class Launches(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         assert not (on_cuda and any(tensor.device.type == "cpu" for tensor in made)), f"{name} copies to main memory"
-        if on_cuda and not any(name.startswith(f"aten.{view}") for view in _VIEWS):
+        if on_cuda and not name.startswith(("prim.", *(f"aten.{view}" for view in _VIEWS))):
             self.counts[name.removeprefix("aten.").removeprefix("c10d.").partition(".")[0]] += 1
         return out

@@ -1,4 +1,4 @@
-"""On fake "cuda" tensors: no device is mixed up, nobody waits for the device, and launches are as few as they can be."""
+"""On fake "cuda" tensors: no device is mixed up, nobody waits for the device, and launches are few."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from parallel_runtime.specs import Parallelism
 from parallel_runtime.worker.engine.attach import attach, detach
 from parallel_runtime.worker.engine.attention import ContextAttention
-from parallel_runtime.worker.engine.mesh import build_mesh
+from parallel_runtime.worker.engine.mesh import ContextMesh, build_mesh
 from parallel_runtime.worker.engine.streams import Streams
 
 from ..fake_cuda import NEEDS_CUDA_BUILD, Launches, fake_cuda, fake_group, on_fake_cuda
@@ -21,7 +21,8 @@ pytestmark = NEEDS_CUDA_BUILD
 
 DEGREES = [(4, 1), (1, 4), (2, 2)]
 LENGTHS = {"text": 77, "image": 201}
-KINDS = ["flux", "qwen", "wan", "ltx", "sd3_dual", "lumina2", "hunyuan15", "ltx2"]
+# Those of diffusers' transformers that read nothing from the device themselves before their blocks.
+KINDS = ["flux", "wan", "ltx", "sd3_dual", "ltx2"]
 
 
 @pytest.mark.parametrize("mask", [None, "keys", "pairs"])
@@ -31,35 +32,38 @@ KINDS = ["flux", "qwen", "wan", "ltx", "sd3_dual", "lumina2", "hunyuan15", "ltx2
 def test_an_attention_stays_on_the_device(
     rank: int, degrees: tuple[int, int], key_heads: int, mask: str | None
 ) -> None:
-    with fake_group(4, rank), fake_cuda(), Launches():
-        attend_together, query, key = _attention(degrees, key_heads)
-        total = sum(LENGTHS.values())
-        shapes = {"keys": (1, query.shape[1]), "pairs": (1, 1, total, total)}
-        given = None if mask is None else torch.ones(shapes[mask], dtype=torch.bool, device="cuda")
-        out = attend_together(query, key, key, given)
-    assert (out.shape, out.dtype, out.device) == (query.shape, torch.bfloat16, query.device)
+    with fake_group(4, rank):
+        mesh = build_mesh(_degrees(degrees), torch.device("cuda", 0))
+        with fake_cuda(), Launches():
+            attend_together, query, key = _attention(mesh, degrees, key_heads)
+            total = sum(LENGTHS.values())
+            shapes = {"keys": (1, query.shape[1]), "pairs": (1, 1, total, total)}
+            given = None if mask is None else torch.ones(shapes[mask], dtype=torch.bool, device="cuda")
+            out = attend_together(query, key, key, given)
+            assert (out.shape, out.dtype, out.device) == (query.shape, torch.bfloat16, query.device)
 
 
-def _attention(degrees: tuple[int, int], key_heads: int = 24) -> tuple[ContextAttention, Tensor, Tensor]:
-    parallelism = Parallelism(ring_degree=degrees[0], ulysses_degree=degrees[1])
-    streams = Streams(parallelism.world_size)
+def _attention(
+    mesh: ContextMesh, degrees: tuple[int, int], key_heads: int = 24
+) -> tuple[ContextAttention, Tensor, Tensor]:
+    streams = Streams(mesh.context.size)
     for name, length in LENGTHS.items():
         streams.see(name, length, name)
-    attend_together = ContextAttention(
-        build_mesh(parallelism, torch.device("cuda", 0)), parallelism, streams, tuple(LENGTHS)
-    )
-    own = streams.held(tuple(LENGTHS), attend_together.mesh.context.index).size
+    attend_together = ContextAttention(mesh, _degrees(degrees), streams, tuple(LENGTHS))
+    own = streams.held(tuple(LENGTHS), mesh.context.index).size
     query, key = (torch.empty(1, own, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (24, key_heads))
     return attend_together, query, key
 
 
 def _launches(degrees: tuple[int, int]) -> dict[str, int]:
     """Of the second layer: what the first one found out is known."""
-    with fake_group(degrees[0] * degrees[1]), fake_cuda():
-        attend_together, query, key = _attention(degrees)
-        attend_together(query, key, key)
-        with Launches() as launches:
+    with fake_group(degrees[0] * degrees[1]):
+        mesh = build_mesh(_degrees(degrees), torch.device("cuda", 0))
+        with fake_cuda():
+            attend_together, query, key = _attention(mesh, degrees)
             attend_together(query, key, key)
+            with Launches() as launches:
+                attend_together(query, key, key)
     return dict(launches.counts)
 
 
@@ -73,8 +77,7 @@ def test_a_ring_sends_one_message_a_hop() -> None:
     found = _launches((8, 1))
     assert (found.pop("send"), found.pop("recv_")) == (7, 7)
     assert found.pop("_scaled_dot_product_cudnn_attention") == 8
-    merging = 8 * 8  # of each block, what cuDNN needs contiguous and what a merge in float32 takes
-    assert sum(found.values()) <= merging, found
+    assert sum(found.values()) <= 1 + 7 * 4, found  # packing, and a merge in four
 
 
 @pytest.mark.parametrize("kind", KINDS)

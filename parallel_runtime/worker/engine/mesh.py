@@ -113,9 +113,9 @@ def _context(mesh: DeviceMesh, axes: Mapping[str, Axis], wire: torch.device | No
 def _as_patient_as_the_world(axis: Axis, wire: torch.device) -> None:
     """A group made of another has PyTorch's timeout, not that which the world was given."""
     assert dist.group.WORLD is not None
-    options = dist.group.WORLD._get_backend(wire).options
-    if axis.group is not None and axis.group is not dist.group.WORLD and isinstance(options._timeout, timedelta):
-        axis.group._get_backend(wire)._set_default_timeout(options._timeout)
+    timeout = getattr(dist.group.WORLD._get_backend(wire).options, "_timeout", None)
+    if axis.group is not None and axis.group is not dist.group.WORLD and isinstance(timeout, timedelta):
+        axis.group._get_backend(wire)._set_default_timeout(timeout)
 
 
 def _axis(group: dist.ProcessGroup, wire: torch.device | None) -> Axis:
