@@ -108,6 +108,7 @@ class Residence:
         for oldest in list(self._held)[: -(KEEP - 1)]:
             self._held.pop(oldest).give_back()
         self._held[spec.unpatched] = held
+        comfy.model_management.soft_empty_cache()  # it counts as free, but workers cannot have it
         comfy.model_management.load_models_gpu(held.residents, memory_required=activation_bytes)
 
     def settle(self, spec: ModelSpec, policy: AfterSampling) -> None:

@@ -53,21 +53,10 @@ class Torchrun:
             *rendezvous.arguments,
             "-m", f"{PACKAGE.name}.worker", address,
         ]  # fmt: skip
-        threads = max(1, (os.cpu_count() or 1) // workers)
         self.agent = subprocess.Popen(
             command,
             cwd=PACKAGE.parent,
-            env={
-                # Gloo and NCCL listen on their own; on one machine they need no more than loopback.
-                "GLOO_SOCKET_IFNAME": rendezvous.interface,
-                "NCCL_SOCKET_IFNAME": rendezvous.interface,
-                "OMP_NUM_THREADS": str(threads),
-                **os.environ,
-                **rendezvous.secrets,
-                "CP_TOKEN": token,
-                "CP_FOLDER": self.folder,
-                **ENVIRONMENT,
-            },
+            env=environment(workers, token, self.folder, rendezvous),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -122,6 +111,19 @@ class Torchrun:
             self.lines.append(text)
             log.log(logging.INFO if text.startswith("[CP rank") else logging.DEBUG, "%s", text)
         stream.close()
+
+
+def environment(workers: int, token: str, folder: str, rendezvous: Rendezvous) -> dict[str, str]:
+    """Of torchrun and its workers. A user's own settings win over ours of GPUs and networks."""
+    ours = {
+        # Gloo and NCCL listen on their own; on one machine they need no more than loopback.
+        "GLOO_SOCKET_IFNAME": rendezvous.interface,
+        "NCCL_SOCKET_IFNAME": f"={rendezvous.interface}",  # without it every name that begins so would do
+        # Attention fills a GPU: transfers that wait for a free place in it would begin when it is over.
+        "TORCH_NCCL_HIGH_PRIORITY": "1",
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers)),
+    }
+    return {**ours, **os.environ, **rendezvous.secrets, "CP_TOKEN": token, "CP_FOLDER": folder, **ENVIRONMENT}
 
 
 def on_this_machine(folder: str) -> Rendezvous:

@@ -29,6 +29,12 @@ def out_of_memory(device: torch.device, models: Iterable[Model]) -> str:
     )
 
 
+def give_back_cache(device: torch.device) -> None:
+    """Memory that PyTorch keeps for later looks taken to other processes on the device, as ComfyUI's."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
 def _peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from ..wire.bundles import write_bundle
 from ..wire.channel import Channel
 from ..wire.messages import Beat, Cancel, Step
+from .preview import Previews
 from .ranks import agree, everybodys, rank
 
 BEAT_SECONDS = 1.0
@@ -23,12 +25,16 @@ class Cancelled(Exception):
 
 
 class Pulse:
-    def __init__(self, channel: Channel, job: int) -> None:
+    """`unlike`: the ranks' devices are of several kinds, and might draw other random numbers: compare their latents."""
+
+    def __init__(self, channel: Channel, job: int, *, unlike: bool = False) -> None:
         self._channel = channel
         self._job = job
         self._cancelled = False
         self._last_beat = 0.0
         self._loading = True
+        self._unlike = unlike
+        self._previews = Previews()
 
     def vote(self) -> None:
         """Call on every rank at the same places. Raises Cancelled on all of them or on none."""
@@ -38,6 +44,7 @@ class Pulse:
 
     def beat(self) -> None:
         """Call before each evaluation of the model."""
+        self._previews.flush()
         self._beat(None)
 
     def loading(self, share: float) -> None:
@@ -46,14 +53,17 @@ class Pulse:
 
     def step(self, step: int, total: int, x0: Tensor, x: Tensor) -> None:
         """A sampler's callback. Dropped, not waited for, where the host is behind."""
-        if DEBUG:
+        if DEBUG or self._unlike:
             _check_equal(f"step {step + 1} of {total}", "latent", x0, x)
         if rank() == 0:
-            self._channel.offer(Step(self._job, step, total), write_bundle({"x0": x0, "x": x}))
+            self._previews.offer({"x0": x0, "x": x}, partial(self._send_step, Step(self._job, step, total)))
+
+    def _send_step(self, step: Step, latents: dict[str, Tensor]) -> None:
+        self._channel.offer(step, write_bundle(latents))
 
     def evaluated(self, out: Tensor) -> None:
         """Call with what an evaluation gave where the sampler is not here, and reports no steps."""
-        if DEBUG:
+        if DEBUG or self._unlike:
             _check_equal("an evaluation", "prediction", out)
 
     def _beat(self, loaded: float | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from datetime import timedelta
 
@@ -76,3 +77,17 @@ def everybodys(number: int) -> list[int]:
     numbers = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
     dist.all_gather(numbers, torch.tensor([number]))
     return [int(each) for each in numbers]
+
+
+def unlike(kind: str) -> bool:
+    """Whether ranks say different things of their devices' `kind`. Collective."""
+    digest = hashlib.sha256(kind.encode()).digest()
+    return len(set(everybodys(int.from_bytes(digest[:7], "big")))) > 1
+
+
+def kind_of(device: torch.device) -> str:
+    """What decides which random numbers a device draws: on a GPU also how many processors it has."""
+    if device.type != "cuda":
+        return device.type
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name} {properties.multi_processor_count}"

@@ -13,7 +13,7 @@ from typing import Any
 import diffusers
 import torch
 
-from ..specs import DEMO, ComfySetup, DemoJob, Job, Parallelism
+from ..specs import DEMO, ComfySetup, DemoJob, EvaluationJob, Job, Parallelism
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
 from ..wire.handshake import KEY
@@ -22,10 +22,10 @@ from ..wire.stream import Stream
 from . import demo_loop, link
 from .agent import AGENT_PID
 from .leash import die_when, end_parent
-from .memory import is_out_of_memory, out_of_memory
+from .memory import give_back_cache, is_out_of_memory, out_of_memory
 from .models import Load, Models
 from .pulse import Cancelled, Pulse
-from .ranks import join, rank, world_size
+from .ranks import join, kind_of, rank, unlike, world_size
 from .spread import payload
 
 TOKEN = "CP_TOKEN"
@@ -41,6 +41,7 @@ class Worker:
         self._device = device
         self._models = Models(device, loaders)
         self._loops = loops
+        self._unlike = False
 
     def joined(self) -> Joined:
         """Measure this rank. Collective."""
@@ -48,6 +49,7 @@ class Worker:
         if world_size() > 1:
             everybody = self._models.mesh(Parallelism(ring_degree=world_size())).ring
             speed = link.bytes_per_second(everybody, self._device)
+            self._unlike = unlike(kind_of(self._device))
         return Joined(link.flops_per_second(self._device), speed, link.free_bytes(self._device))
 
     def serve(self) -> None:
@@ -76,7 +78,7 @@ class Worker:
 
     def _sample(self, request: Sample, bundle: int) -> tuple[Done, int | None]:
         job = read_job(read_bundle(bundle))
-        pulse = Pulse(self._channel, request.job)
+        pulse = Pulse(self._channel, request.job, unlike=self._unlike)
         pulse.loading(0.0)
         started = time.monotonic()
         model = self._models.get(request.model, request.parallelism, pulse.loading)
@@ -85,8 +87,11 @@ class Worker:
             result = self._loops[type(job)](model, job, pulse)
         except Cancelled:
             return Done(request.job, cancelled=True), None
-        done = Done(request.job, load_seconds=loaded - started, seconds=time.monotonic() - loaded)
-        return done, write_bundle(result) if rank() == 0 else None
+        finally:
+            if not isinstance(job, EvaluationJob):  # of these the next is a moment away
+                give_back_cache(self._device)
+        found = write_bundle(result) if rank() == 0 else None  # waits for the device, which the time must count
+        return Done(request.job, load_seconds=loaded - started, seconds=time.monotonic() - loaded), found
 
 
 def read_job(fields: dict[str, Any]) -> Job:

@@ -21,17 +21,25 @@ def parallel(transformer: Any, mesh: DeviceMesh, ring: int, ulysses: int) -> Ite
     context = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, mesh=mesh)
     config = ParallelConfig(context_parallel_config=context)
     config.setup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh=mesh)
-    native = attention_dispatch._native_attention_forward_op
-    attention_dispatch._native_attention_forward_op = _with_lse
     apply_context_parallel(transformer, context, transformer._cp_plan)
     for processor in transformer.attn_processors.values():
         processor._parallel_config = config
     try:
-        yield
+        with log_sum_exp_on_the_cpu():
+            yield
     finally:
         for processor in transformer.attn_processors.values():
             del processor._parallel_config
         remove_context_parallel(transformer, transformer._cp_plan)
+
+
+@contextmanager
+def log_sum_exp_on_the_cpu() -> Iterator[None]:
+    native = attention_dispatch._native_attention_forward_op
+    attention_dispatch._native_attention_forward_op = _with_lse
+    try:
+        yield
+    finally:
         attention_dispatch._native_attention_forward_op = native
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from parallel_runtime.specs import Parallelism
 from parallel_runtime.worker.engine.attach import attach, detach
@@ -76,7 +77,9 @@ def _modes(transformer: Any, world: int) -> dict[str, Callable[[], Any]]:
     for name, parallelism in degrees.items():
         modes[f"ours {name}"] = lambda mesh=meshes[name], p=parallelism: _ours(transformer, mesh, p)  # type: ignore[misc]
     for name in ("ulysses", "ring"):
-        p, theirs = degrees[name], meshes[name].device_mesh
+        p = degrees[name]
+        shape = (p.ring_degree, p.ulysses_degree)
+        theirs = init_device_mesh("cpu", shape, mesh_dim_names=("ring", "ulysses"))
         modes[f"diffusers {name}"] = lambda p=p, theirs=theirs: diffusers_parallel(  # type: ignore[misc]
             transformer, theirs, p.ring_degree, p.ulysses_degree
         )

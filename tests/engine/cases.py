@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_runtime.worker.engine import exchange
+from parallel_runtime.specs import Parallelism
+from parallel_runtime.worker.engine import arrangement, exchange
 from parallel_runtime.worker.engine.attention import ContextAttention
 from parallel_runtime.worker.engine.kernels import attend
 from parallel_runtime.worker.engine.masks import exchange_mask
@@ -27,12 +29,50 @@ def random_errors(
     rank: int, world: int, degrees: list[int], seeds: list[int], options: dict[str, Any], grouped: bool = False
 ) -> list[float]:
     """Errors of this rank's rows on random problems, every spare buffer full of NaN."""
-    exchange.empty = nan_filled
+    exchange.empty = exchange.zeros = nan_filled
     try:
         problems = {seed: random_problem(seed, grouped=grouped) for seed in seeds}
         return [_error(mesh(*degrees), problem, seed, degrees, options) for seed, problem in problems.items()]
     finally:
-        exchange.empty = torch.empty
+        exchange.empty, exchange.zeros = torch.empty, torch.zeros
+
+
+def waves_errors(rank: int, world: int, degrees: list[int], seeds: list[int], grouped: bool) -> list[float]:
+    """The same where heads travel in waves, as they do where much is sent."""
+    worth, arrangement.WORTH_HIDING = arrangement.WORTH_HIDING, 0
+    try:
+        return random_errors(rank, world, degrees, seeds, {}, grouped)
+    finally:
+        arrangement.WORTH_HIDING = worth
+
+
+def errors_of_layers(rank: int, world: int, degrees: list[int], seed: int) -> list[float]:
+    """Three layers of one forward, of other tokens each and the last of another mask, in memory that they share."""
+    exchange.empty = exchange.zeros = nan_filled
+    try:
+        place, problem = mesh(*degrees), random_problem(seed, masked=True)
+        attend_together = together(problem, place, parallelism(*degrees))
+        mask, errors = masked_as(problem, "4d bool", place), []
+        for layer in range(3):
+            if layer == 2:
+                problem = replace(problem, mask=problem.mask.flip(0))  # type: ignore[union-attr]
+                mask = masked_as(problem, "4d bool", place)
+            problem = replace(problem, query=problem.query.flip(1), key=-problem.key, value=problem.value + layer)
+            q, k, v = (own(tensor, problem, place) for tensor in (problem.query, problem.key, problem.value))
+            errors.append(_compare(attend_together(q, k, v, mask), problem, place))
+        return errors
+    finally:
+        exchange.empty, exchange.zeros = torch.empty, torch.zeros
+
+
+def mask_exchanges(rank: int, world: int, degrees: list[int]) -> list[int]:
+    """Batches of messages of layers with no mask, with one, with the same again, and with views and copies of it."""
+    place, problem = mesh(*degrees), random_problem(4, masked=True)
+    attend_together = together(problem, place, parallelism(*degrees))
+    q, k, v = (own(tensor, problem, place) for tensor in (problem.query, problem.key, problem.value))
+    mask = masked_as(problem, "4d bool", place)
+    given = [None, mask, mask, mask[:], mask.clone()]
+    return [counted_collectives(lambda mask=mask: attend_together(q, k, v, mask))[1] for mask in given]  # type: ignore[misc]
 
 
 def staged_errors(rank: int, world: int, degrees: list[int], seeds: list[int]) -> list[float]:
@@ -74,20 +114,28 @@ def rows_without_keys(rank: int, world: int, degrees: list[int]) -> float:
 
 
 def collectives(rank: int, world: int, degrees: list[int], method: str) -> list[int]:
-    """[all-to-alls, batches of messages] that one attention without a mask starts."""
-    counts = [0, 0]
+    """[all-to-alls, batches of messages, messages] that one attention without a mask starts."""
+    return counted_collectives(
+        lambda: run(random_problem(2, masked=False), degrees, None, {"rotate_method": method}),
+    )
+
+
+def counted_collectives(call: Callable[[], Any]) -> list[int]:
+    counts = [0, 0, 0]
     all_to_all, batch = dist.all_to_all_single, dist.batch_isend_irecv
 
-    def counted(index: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        def count(*args: Any, **kwargs: Any) -> Any:
-            counts[index] += 1
-            return function(*args, **kwargs)
+    def counted_exchange(*args: Any, **kwargs: Any) -> Any:
+        counts[0] += 1
+        return all_to_all(*args, **kwargs)
 
-        return count
+    def counted_batch(operations: list[dist.P2POp]) -> Any:
+        counts[1] += 1
+        counts[2] += len(operations)
+        return batch(operations)
 
-    dist.all_to_all_single, dist.batch_isend_irecv = counted(0, all_to_all), counted(1, batch)
+    dist.all_to_all_single, dist.batch_isend_irecv = counted_exchange, counted_batch  # type: ignore[assignment]
     try:
-        run(random_problem(2, masked=False), degrees, None, {"rotate_method": method})
+        call()
     finally:
         dist.all_to_all_single, dist.batch_isend_irecv = all_to_all, batch
     return counts
@@ -111,14 +159,19 @@ def run(
 ) -> Tensor:
     """This rank's rows of the parallel attention; those of stand-ins are zero."""
     place = place or mesh(*degrees)
-    streams = Streams(place.context.size)
-    for name, length in problem.lengths.items():
-        streams.see(name, length, name)
-    attend_together = ContextAttention(place, parallelism(*degrees, **options), streams, tuple(problem.lengths))
+    attend_together = together(problem, place, parallelism(*degrees, **options))
     q, k, v = (own(tensor, problem, place) for tensor in (problem.query, problem.key, problem.value))
     out = attend_together(q, k, v, mask)
     assert not out[:, ~rows(problem, place)].any()
     return out
+
+
+def together(problem: Problem, place: ContextMesh, degrees: Parallelism) -> ContextAttention:
+    """The attention of a forward over the tokens of `problem`."""
+    streams = Streams(place.context.size)
+    for name, length in problem.lengths.items():
+        streams.see(name, length, name)
+    return ContextAttention(place, degrees, streams, tuple(problem.lengths))
 
 
 def own(whole: Tensor, problem: Problem, place: ContextMesh) -> Tensor:

@@ -16,27 +16,52 @@ from parallel_runtime.worker.engine.attention import ContextAttention
 from parallel_runtime.worker.engine.mesh import ContextMesh
 from parallel_runtime.worker.engine.streams import Streams
 
-from .cases import chunk, nan_filled
+from .cases import chunk, nan_filled, own, rows, run
 from .meshes import mesh, parallelism
 from .reference import Problem, attention, random_problem
 
 
 def cross_errors(rank: int, world: int, degrees: list[int], seeds: list[int], replicated: list[str]) -> list[float]:
     """Queries of a stream of their own, over the keys of two others; every spare buffer is full of NaN."""
-    exchange.empty = nan_filled
+    exchange.empty = exchange.zeros = nan_filled
     try:
         return [_cross_error(mesh(*degrees), seed, degrees, frozenset(replicated)) for seed in seeds]
     finally:
-        exchange.empty = torch.empty
+        exchange.empty, exchange.zeros = torch.empty, torch.zeros
 
 
 def replica_errors(rank: int, world: int, degrees: list[int], seeds: list[int], replicated: list[str]) -> list[float]:
     """Errors of a joint attention whose text or image every rank holds whole."""
-    exchange.empty = nan_filled
+    exchange.empty = exchange.zeros = nan_filled
     try:
         return [_replica_error(mesh(*degrees), seed, degrees, frozenset(replicated)) for seed in seeds]
     finally:
-        exchange.empty = torch.empty
+        exchange.empty, exchange.zeros = torch.empty, torch.zeros
+
+
+def pair_errors(rank: int, world: int, degrees: list[int], seeds: list[int]) -> list[float]:
+    """Errors where each query has a mask of its own, and some no key at all."""
+    exchange.empty = exchange.zeros = nan_filled
+    try:
+        return [_pair_error(mesh(*degrees), seed, degrees) for seed in seeds]
+    finally:
+        exchange.empty, exchange.zeros = torch.empty, torch.zeros
+
+
+def _pair_error(place: ContextMesh, seed: int, degrees: list[int]) -> float:
+    problem = random_problem(seed, masked=False)
+    choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    batch, tokens, heads, _ = problem.query.shape
+    shape = (choose.choice((1, batch)), choose.choice((1, heads)), tokens, tokens)
+    mask = torch.rand(shape, generator=generator) < 0.3
+    mask[:, :, choose.randrange(tokens)] = False
+    q, k, v = (tensor.double().transpose(1, 2) for tensor in (problem.query, problem.key, problem.value))
+    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
+    whole = (scores.softmax(-1).nan_to_num(0.0) @ v).transpose(1, 2)
+    given = mask if choose.random() < 0.5 else torch.zeros(shape).masked_fill(~mask, -torch.inf)
+    got = run(problem, degrees, given, {}, place)
+    kept = rows(problem, place)
+    return _distance(got[:, kept], own(whole, problem, place)[:, kept], whole) if kept.any() else 0.0
 
 
 def _cross_error(place: ContextMesh, seed: int, degrees: list[int], replicated: frozenset[str]) -> float:

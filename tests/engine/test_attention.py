@@ -43,6 +43,12 @@ def test_queries_of_another_stream_than_the_keys_are_exact(
     assert max(error for errors in answers for error in errors) <= BAR
 
 
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_a_mask_of_each_query_is_exact(groups: Groups, degrees: tuple[int, ...]) -> None:
+    answers = groups(_world(degrees)).run(f"{SIDES}:pair_errors", degrees=degrees, seeds=_seeds(6, "pairs", degrees))
+    assert max(error for errors in answers for error in errors) <= BAR
+
+
 @pytest.mark.parametrize("replicated", [["text"], ["image"], ["text", "image"]], ids=str)
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
 def test_streams_that_every_rank_holds_whole_are_exact(
@@ -75,12 +81,31 @@ def test_masks_arrive_in_the_order_of_the_keys(groups: Groups, degrees: tuple[in
     groups(_world(degrees)).run(f"{CASES}:masks_follow_their_owner", degrees=degrees)
 
 
-def test_nothing_is_sent_but_heads_and_blocks(groups: Groups) -> None:
-    expected = {(4, 1, "alltoall"): [0, 6], (4, 1, "allgather"): [0, 4], (1, 4, "alltoall"): [8, 0],
-                (2, 2, "alltoall"): [8, 2]}  # of two waves  # fmt: skip
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("degrees", [(1, 2), (1, 3), (1, 4), (2, 2)], ids=str)
+def test_heads_that_travel_in_waves_are_exact(groups: Groups, degrees: tuple[int, ...], grouped: bool) -> None:
+    call = {"degrees": degrees, "seeds": _seeds(8, "waves", degrees), "grouped": grouped}
+    answers = groups(_world(degrees)).run(f"{CASES}:waves_errors", **call)
+    assert max(error for errors in answers for error in errors) <= BAR
+
+
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_layers_that_share_memory_and_masks_are_exact(groups: Groups, degrees: tuple[int, ...]) -> None:
+    for seed in (1, 2):
+        answers = groups(_world(degrees)).run(f"{CASES}:errors_of_layers", degrees=degrees, seed=seed)
+        assert max(error for errors in answers for error in errors) <= BAR
+
+
+def test_keys_and_values_go_together_and_nothing_else_does(groups: Groups) -> None:
+    expected = {(4, 1, "alltoall"): [0, 3, 6], (4, 1, "allgather"): [0, 1, 6], (1, 4, "alltoall"): [2, 0, 0],
+                (2, 2, "alltoall"): [2, 1, 2]}  # fmt: skip
     for (ring, ulysses, method), counts in expected.items():
         answers = groups(4).run(f"{CASES}:collectives", degrees=(ring, ulysses), method=method)
         assert answers == [counts] * 4
+
+
+def test_a_mask_is_exchanged_once_a_forward(groups: Groups) -> None:
+    assert groups(2).run(f"{CASES}:mask_exchanges", degrees=(1, 2)) == [[0, 1, 0, 0, 1]] * 2
 
 
 @pytest.mark.parametrize("in_fp32", [True, False])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from itertools import pairwise, permutations
+from typing import Any, get_args
 
 import pytest
 import torch
+from diffusers.models import attention_dispatch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel_runtime.specs import AttentionBackend
-from parallel_runtime.worker.engine.kernels import attend, attend_block
+from parallel_runtime.worker.engine.kernels import attend, attend_block, candidates
 from parallel_runtime.worker.engine.merge import Merge
 
 from .reference import attention, random_problem
@@ -48,16 +51,23 @@ def test_plain_attention_is_that_of_torch() -> None:
     assert torch.equal(attend(problem.query, problem.key, problem.value, None, None, "auto"), expected)
 
 
-@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="NO CUDA: this PyTorch was built without it")
+needs_cuda_build = pytest.mark.skipif(
+    not torch.backends.cuda.is_built(), reason="NO CUDA: this PyTorch was built without it"
+)
+
+
+@needs_cuda_build
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("backend", ["auto", "_native_flash", "_native_cudnn"])
+@pytest.mark.parametrize("backend", get_args(AttentionBackend))
 def test_cuda_kernels_are_called_with_arguments_that_they_take(
     backend: AttentionBackend, dtype: torch.dtype, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if dtype == torch.float32 and backend != "auto":
+    if dtype == torch.float32 and backend not in ("auto", "native"):
         pytest.skip("half precision only")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    for name, stand_in in PACKAGES.items():
+        monkeypatch.setattr(attention_dispatch, name, stand_in, raising=False)
     with FakeTensorMode():
         query = torch.empty(70, 2, 12, 64, device="cuda", dtype=dtype).transpose(0, 1)
         key = torch.empty(37, 2, 12, 64, device="cuda", dtype=dtype).transpose(0, 1)
@@ -66,3 +76,34 @@ def test_cuda_kernels_are_called_with_arguments_that_they_take(
         assert out.shape == query.shape
         assert lse.shape == (2, 70, 12, 1)
         assert lse.dtype == torch.float32
+
+
+def _flash_attn_3(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+
+
+def _flash_attn_2(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (*_flash_attn_3(q), q.new_empty(0), q.new_empty(2))
+
+
+# What the packages that are not here return, by the names that diffusers calls them.
+PACKAGES: dict[str, Any] = {
+    "_wrapped_flash_attn_forward": _flash_attn_2,
+    "_wrapped_flash_attn_3": lambda q, **_: (torch.empty_like(q), _flash_attn_3(q)[1].permute(0, 2, 1)),
+    "sageattn": lambda q, k, v, **_: _flash_attn_3(q),
+}
+
+
+@needs_cuda_build
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [((8, 0), ["_native_flash"]), ((8, 9), ["_native_flash"]), ((9, 0), ["_native_cudnn", "_native_flash"]),
+     ((10, 0), ["_native_cudnn", "_native_flash"]), ((12, 0), ["_native_flash"]), ((7, 5), ["native"])],
+)  # fmt: skip
+def test_auto_lets_cudnn_race_where_pytorch_prefers_it(
+    capability: tuple[int, int], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with FakeTensorMode():
+        assert candidates(torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)) == expected
+        assert candidates(torch.empty(1, 8, 2, 64, device="cuda")) == ["native"]

@@ -15,34 +15,50 @@ from torch import Tensor
 
 from .mesh import Axis
 
-empty = torch.empty  # tests put a function here that fills with NaN
+empty = torch.empty  # tests put functions here that fill with NaN
+zeros = torch.zeros
 
 
 def allocate(shape: Sequence[int], like: Tensor, device: torch.device | None = None) -> Tensor:
-    """Memory to receive into, of the dtype and device of `like`. All buffers of the engine come from here."""
+    """Memory to receive into, of the dtype and device of `like`. All buffers of the engine come from here or
+    from `allocate_kept`."""
     return empty(tuple(shape), dtype=like.dtype, device=device or like.device)
 
 
-class Pending:
-    """A transfer under way. Its buffers may not be touched before `wait`, which returns what was received."""
+def allocate_kept(shape: Sequence[int], like: Tensor) -> Tensor:
+    """The same for memory that many layers use. Numbers from the start, for runs in a group that delivers nothing:
+    what a kernel takes for subnormals would be what such a run times."""
+    return zeros(tuple(shape), dtype=like.dtype, device=like.device)
 
-    def __init__(self, works: Sequence[dist.Work], received: list[Tensor], target: torch.device) -> None:
+
+class Pending:
+    """A transfer under way. Its buffers may not be touched before `wait`, which returns what was received.
+
+    `arriving` are the tensors that the collective writes, `received` those that the caller wants it in.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], arriving: Sequence[Tensor], received: list[Tensor]) -> None:
         self._works = works
+        self._arriving = arriving
         self._received = received
-        self._target = target
 
     def wait(self) -> list[Tensor]:
         for work in self._works:
             work.wait()
-        return [tensor.to(self._target) for tensor in self._received]
+        for arrived, tensor in zip(self._arriving, self._received, strict=True):
+            if arrived is not tensor:
+                tensor.copy_(arrived)
+        return self._received
 
 
-def exchange(send: Tensor, counts_out: list[int], counts_in: list[int], axis: Axis, shape: Sequence[int]) -> Pending:
-    """All-to-all of a flat tensor: `counts_out[i]` elements go to rank i, `counts_in[i]` come from it, as `shape`."""
-    wired = _to_wire(send, axis)
-    received = allocate(shape, wired)
-    work = dist.all_to_all_single(received.view(-1), wired, counts_in, counts_out, group=axis.group, async_op=True)
-    return Pending([work], [received], send.device)
+def exchange(
+    send: Tensor, received: Tensor, counts_out: list[int] | None, counts_in: list[int] | None, axis: Axis
+) -> Pending:
+    """All-to-all of flat tensors: `counts_out[i]` elements go to rank i, `counts_in[i]` come from it (None: even)."""
+    arriving = _at_wire(received, axis)
+    options: Any = {"group": axis.group, "async_op": True}
+    work = dist.all_to_all_single(arriving, _to_wire(send, axis), counts_in, counts_out, **options)
+    return Pending([work], [arriving], [received])
 
 
 def gather(chunk: Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
@@ -50,28 +66,34 @@ def gather(chunk: Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
 
     Point to point, straight into place: nothing is padded, and on gloo it is faster than its all-gather.
     """
+    whole = allocate((sum(sizes), *chunk.shape[1:]), chunk)
+    arriving = _at_wire(whole, axis)
     wired = _to_wire(chunk.contiguous(), axis)
-    whole = allocate((sum(sizes), *chunk.shape[1:]), wired)
-    places = whole.split(list(sizes))
+    places = arriving.split(list(sizes))
     places[axis.index].copy_(wired)
     # Each rank starts with another peer, so that no link carries everybody's first message.
     others = [(axis.index + step) % axis.size for step in range(1, axis.size)]
     operations = [_p2p(dist.isend, wired, peer, axis) for peer in others]
     operations += [_p2p(dist.irecv, places[peer], peer, axis) for peer in reversed(others)]
-    return Pending(_start(operations), [whole], chunk.device)
+    return Pending(_start(operations), [arriving], [whole])
 
 
 def hop(block: Sequence[Tensor], spare: Sequence[Tensor], axis: Axis) -> Pending:
     """Send `block` to the next rank of a ring while the previous one's arrives in `spare`."""
     after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
+    arriving = [_at_wire(tensor, axis) for tensor in spare]
     operations = [_p2p(dist.isend, _to_wire(tensor, axis), after, axis) for tensor in block]
-    arriving = [tensor if axis.wire is None else allocate(tensor.shape, tensor, axis.wire) for tensor in spare]
     operations += [_p2p(dist.irecv, tensor, before, axis) for tensor in arriving]
-    return Pending(_start(operations), arriving, block[0].device)
+    return Pending(_start(operations), arriving, list(spare))
 
 
 def _to_wire(tensor: Tensor, axis: Axis) -> Tensor:
     return tensor if axis.wire is None else tensor.to(axis.wire)
+
+
+def _at_wire(tensor: Tensor, axis: Axis) -> Tensor:
+    """Where the collective writes what `tensor` shall be."""
+    return tensor if axis.wire is None else allocate(tensor.shape, tensor, axis.wire)
 
 
 def _p2p(operation: Callable[..., Any], tensor: Tensor, peer: int, axis: Axis) -> dist.P2POp:

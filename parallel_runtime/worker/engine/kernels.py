@@ -7,17 +7,26 @@ heads, each for a group of neighbouring query heads. Knows no ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ...specs import AttentionBackend
 from .masks import additive
+from .mesh import Axis
+from .race import Sizes, blocks, timed, winner
 
+# [B, Sq, H, D] of queries, keys and values, a bias, a scale; to an output and its log-sum-exp [B, Sq, H, 1].
+BlockKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], tuple[Tensor, Tensor]]
+
+_CUDNN_LEADS = (9, 10)  # compute capabilities for which PyTorch itself prefers cuDNN
 _NATIVE_BACKENDS = ("auto", "native")
 _BACKENDS_OF_DIFFUSERS = {member.value: member for member in AttentionBackendName}
+_FLASH_FOR_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BIAS_ALIGNMENT = 16  # the efficient kernel wants bias rows to start at a multiple of this many elements
 
 
@@ -53,15 +62,42 @@ def attend_block(
     `mask` is [B, 1 or H, 1, Sk]. Where it hides the whole block the output is finite and its log-sum-exp hugely
     negative.
     """
-    key, value = (for_heads(tensor, query.shape[2]) for tensor in (key, value))
-    bias = None if mask is None else additive(mask, query.dtype)
+    return attend_biased(query, key, value, None if mask is None else additive(mask, query.dtype), scale, backend)
+
+
+def attend_biased(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None, backend: AttentionBackend
+) -> tuple[Tensor, Tensor]:
+    """`attend_block` with its mask as a finite bias already."""
+    key, value = for_heads(key, query.shape[2]), for_heads(value, query.shape[2])
     if query.device.type == "cpu":
         return _cpu(query, key, value, bias, scale)
     if bias is not None:
         return _efficient(query, key, value, bias, scale)
     if backend in _NATIVE_BACKENDS:
-        return (_native_flash if _fits_flash(query) else _efficient)(query, key, value, None, scale)
+        backend = candidates(query)[0] if backend == "auto" else "native"
     return _BLOCK_KERNELS[backend](query, key, value, None, scale)
+
+
+def candidates(query: Tensor) -> list[AttentionBackend]:
+    """What "auto" may take for blocks of such queries, the likely fastest first; "native" where there is no choice."""
+    if query.device.type != "cuda" or not _fits_flash(query):
+        return ["native"]
+    cudnn = torch.version.hip is None and torch.cuda.get_device_capability(query.device)[0] in _CUDNN_LEADS
+    return ["_native_cudnn", "_native_flash"] if cudnn else ["_native_flash"]
+
+
+def raced(backend: AttentionBackend, query: Tensor, sizes: Sizes, axis: Axis) -> AttentionBackend:
+    """The backend for a ring's blocks: "auto" is decided by a race. Collective over `axis`."""
+    if backend != "auto" or isinstance(query, FakeTensor):
+        return backend
+    names = candidates(query)
+
+    def seconds(name: str) -> float:
+        q, k = blocks(sizes, query.device)
+        return timed(lambda: _BLOCK_KERNELS[name](q, k, k, None, None), query.device)
+
+    return cast(AttentionBackend, winner(names, sizes, axis, seconds, query.device))
 
 
 def for_heads(tensor: Tensor, heads: int) -> Tensor:
@@ -76,8 +112,7 @@ def _fits_flash(query: Tensor) -> bool:
 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = flash(*_heads_first(q, k, v), 0.0, False, attn_mask=bias, scale=scale)
+    out, lse = _FLASH_FOR_CPU(*_heads_first(q, k, v), 0.0, False, attn_mask=bias, scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
 
 
@@ -105,7 +140,7 @@ def _flash_2(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | N
 
 def _flash_3(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
     out, lse = attention_dispatch._wrapped_flash_attn_3(q=q, k=k, v=v, softmax_scale=scale, causal=False)
-    return out, lse.transpose(1, 2).unsqueeze(-1)
+    return out, lse.unsqueeze(-1)  # diffusers has turned it to [B, S, H]
 
 
 def _sage(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -121,8 +156,8 @@ def _of_diffusers(
     return out, lse if lse.ndim == 4 else lse.unsqueeze(-1)
 
 
-def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(tensor.transpose(1, 2) for tensor in tensors)
+def _heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 def _aligned(bias: Tensor) -> Tensor:
@@ -130,7 +165,12 @@ def _aligned(bias: Tensor) -> Tensor:
     return torch.nn.functional.pad(bias, (0, -keys % _BIAS_ALIGNMENT))[..., :keys]
 
 
-_BLOCK_KERNELS = {
+def _native(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    return (_native_flash if _fits_flash(q) else _efficient)(q, k, v, None, scale)
+
+
+_BLOCK_KERNELS: dict[str, BlockKernel] = {
+    "native": _native,
     "_native_flash": _native_flash,
     "_native_cudnn": _cudnn,
     "flash": _flash_2,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,24 +13,85 @@ from .mesh import Axis
 from .sizes import chunk_range
 
 
-@dataclass(frozen=True, eq=False)
-class KeyMask:
-    """The mask of all keys of an attention in context order: `keys` [S, B, 1 or heads], bool or additive float."""
+class Mask:
+    """The mask of all keys of an attention, for the queries of this rank: bool or additive float.
 
-    keys: Tensor
+    What layers ask for again and again is made once. A kind of mask says how: `_block`, `_heads`, `_dead`, `_hides`.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
 
     def block(self, start: int, size: int) -> Tensor:
-        """Mask [B, 1 or heads, 1, size] of the keys from `start` on, as scaled_dot_product_attention takes it."""
-        return self.keys[start : start + size].permute(1, 2, 0).unsqueeze(2).contiguous()
+        """[1 or B, 1 or heads, 1 or queries, size] of the keys from `start` on, as scaled_dot_product_attention
+        takes it."""
+        return self._once(("block", start, size), lambda: self._block(start, size))
 
-    def heads(self, start: int, size: int) -> KeyMask:
+    def bias(self, start: int, size: int, dtype: torch.dtype) -> Tensor:
+        """The same as a finite bias, see `additive`."""
+        return self._once(("bias", start, size, dtype), lambda: additive(self.block(start, size), dtype))
+
+    def heads(self, start: int, size: int) -> Mask:
         """The same for some of the heads."""
-        return self if self.keys.shape[2] == 1 else KeyMask(self.keys[:, :, start : start + size])
+        return self._once(("heads", start, size), lambda: self._heads(start, size))
 
     def dead(self) -> Tensor:
-        """[B, 1, 1 or heads, 1]: True where a query has no key at all, in which case its output is zero."""
+        """[1 or B, 1 or queries, 1 or heads, 1]: True where a query has no key at all; then its output is zero."""
+        return self._once("dead", self._dead)
+
+    def hides(self, start: int, size: int) -> bool:
+        """Whether it is known that no query sees these keys."""
+        return self._once(("hides", start, size), lambda: self._hides(start, size))
+
+    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def _block(self, start: int, size: int) -> Tensor:
+        raise NotImplementedError
+
+    def _heads(self, start: int, size: int) -> Mask:
+        raise NotImplementedError
+
+    def _dead(self) -> Tensor:
+        raise NotImplementedError
+
+    def _hides(self, start: int, size: int) -> bool:
+        raise NotImplementedError
+
+
+class KeyMask(Mask):
+    """The same for all queries: `keys` [S, B, 1 or heads] in context order."""
+
+    def __init__(self, keys: Tensor) -> None:
+        super().__init__()
+        self.keys = keys
+
+    def _block(self, start: int, size: int) -> Tensor:
+        return self.keys[start : start + size].permute(1, 2, 0).unsqueeze(2).contiguous()
+
+    def _heads(self, start: int, size: int) -> KeyMask:
+        return self if self.keys.shape[2] == 1 else KeyMask(self.keys[:, :, start : start + size])
+
+    def _dead(self) -> Tensor:
         alive = self.keys if self.keys.dtype == torch.bool else self.keys > -torch.inf
         return ~alive.any(dim=0)[:, None, :, None]
+
+    def _hides(self, start: int, size: int) -> bool:
+        return known_to_hide(self.keys[start : start + size])
+
+
+def known_to_hide(mask: Tensor) -> bool:
+    """Looked at only where that costs no wait for the device: blocks that are hidden anyway merge to nothing."""
+    return mask.device.type == "cpu" and mask.dtype == torch.bool and not bool(mask.any())
+
+
+def same_memory(mask: Tensor) -> Hashable:
+    """Equal for tensors that show the same values, as long as one of them is alive."""
+    version = None if mask.is_inference() else mask._version
+    storage = mask.untyped_storage()._cdata
+    return storage, mask.storage_offset(), mask.shape, mask.stride(), mask.dtype, version
 
 
 def exchange_mask(mask: Tensor, batch: int, heads: int, lengths: Sequence[int], axis: Axis) -> KeyMask:
@@ -48,7 +109,7 @@ def exchange_mask(mask: Tensor, batch: int, heads: int, lengths: Sequence[int], 
             f"{sum(lengths)}; cut it like the keys in the plan, or leave it whole"
         )
     if keys.shape[0] != sizes[axis.index]:
-        keys = _own_slice(keys, lengths, axis)
+        return KeyMask(torch.cat([_slice(keys, lengths, axis.size, index) for index in range(axis.size)]))
     wire = keys.to(torch.uint8) if keys.dtype == torch.bool else keys
     (whole,) = gather(wire, sizes, axis).wait()
     return KeyMask(whole.to(keys.dtype))
@@ -78,10 +139,10 @@ def _tokens_first(mask: Tensor, batch: int, heads: int) -> Tensor:
     return mask.expand(batch, -1, -1, -1).squeeze(2).permute(2, 0, 1)
 
 
-def _own_slice(keys: Tensor, lengths: Sequence[int], axis: Axis) -> Tensor:
-    parts = keys.split(list(lengths))
-    ranges = [chunk_range(length, axis.size, axis.index) for length in lengths]
-    return torch.cat([part.narrow(0, *place) for part, place in zip(parts, ranges, strict=True)])
+def _slice(keys: Tensor, lengths: Sequence[int], parts: int, index: int) -> Tensor:
+    """What rank `index` has of the keys of all streams."""
+    ranges = [chunk_range(length, parts, index) for length in lengths]
+    return torch.cat([part.narrow(0, *own) for part, own in zip(keys.split(list(lengths)), ranges, strict=True)])
 
 
 def _sizes(lengths: Sequence[int], parts: int) -> list[int]:

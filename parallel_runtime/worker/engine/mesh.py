@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -64,8 +66,15 @@ def build_mesh(parallelism: Parallelism, device: torch.device | None = None) -> 
             "degrees, or pass a DeviceMesh with one more dim for the other ranks"
         )
     wire = _wire(device or torch.device("cpu"))
-    mesh = init_device_mesh(wire.type, parallelism.shape, mesh_dim_names=AXES)
-    return adopt_mesh(mesh, parallelism, device)
+    sizes = {name: size for name, size in zip(AXES, parallelism.shape, strict=True) if size > 1}
+    mesh = init_device_mesh(wire.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    staged = wire if device is not None and wire.type != device.type else None
+    axes = {name: _axis(mesh[name].get_group(), staged) for name in sizes}
+    context = _context(mesh, axes, staged)
+    flat = DeviceMesh.from_group(context.group, wire.type) if context.group is not None else None
+    for axis in (*axes.values(), context):
+        _as_patient_as_the_world(axis, wire)
+    return ContextMesh(**axes, context=context, device_mesh=mesh, flat=flat)
 
 
 def adopt_mesh(mesh: DeviceMesh, parallelism: Parallelism, device: torch.device | None = None) -> ContextMesh:
@@ -77,21 +86,39 @@ def adopt_mesh(mesh: DeviceMesh, parallelism: Parallelism, device: torch.device 
     _check_dims(mesh, parallelism)
     wire = _wire(device or torch.device(mesh.device_type))
     staged = wire if device is not None and wire.type != device.type else None
-    axes = {name: _axis(mesh[name], staged) for name in ("ring", "ulysses")}
+    axes = {name: _axis(mesh[name].get_group(), staged) for name in ("ring", "ulysses")}
     for name in LANES:
         if getattr(parallelism, f"{name}_degree") > 1:
-            axes[name] = _axis(mesh[name], staged)
+            axes[name] = _axis(mesh[name].get_group(), staged)
     both = mesh["ring", "ulysses"]
     flat = both._flatten()
-    context = _axis(flat, staged)
+    context = _axis(flat.get_group(), staged)
     expected = axes["ring"].index * axes["ulysses"].size + axes["ulysses"].index
     if context.index != expected or _row(both, axes["ring"].index) != axes["ulysses"].ranks:
         raise ValueError(f"the mesh must hold its ranks in ascending order along ring and ulysses, got {both}")
     return ContextMesh(**axes, context=context, device_mesh=mesh, flat=flat)
 
 
-def _axis(mesh: DeviceMesh, wire: torch.device | None) -> Axis:
-    group = mesh.get_group()
+def _context(mesh: DeviceMesh, axes: Mapping[str, Axis], wire: torch.device | None) -> Axis:
+    """Ring and Ulysses together; a group of its own only where no other has just these ranks."""
+    parts = [axes[name] for name in ("ring", "ulysses") if name in axes]
+    if len(parts) < 2:
+        return parts[0] if parts else Axis()
+    if len(axes) == 2:
+        assert dist.group.WORLD is not None
+        return _axis(dist.group.WORLD, wire)
+    return _axis(mesh["ring", "ulysses"]._flatten().get_group(), wire)
+
+
+def _as_patient_as_the_world(axis: Axis, wire: torch.device) -> None:
+    """A group made of another has PyTorch's timeout, not that which the world was given."""
+    assert dist.group.WORLD is not None
+    timeout = getattr(dist.group.WORLD._get_backend(wire).options, "_timeout", None)
+    if axis.group is not None and axis.group is not dist.group.WORLD and isinstance(timeout, timedelta):
+        axis.group._get_backend(wire)._set_default_timeout(timeout)
+
+
+def _axis(group: dist.ProcessGroup, wire: torch.device | None) -> Axis:
     ranks = tuple(dist.get_process_group_ranks(group))
     return Axis(size=len(ranks), index=dist.get_rank(group), ranks=ranks, group=group, wire=wire)
 

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .masks import Mask, known_to_hide
 from .mesh import ContextMesh
 from .sizes import chunk_range
 
 
-@dataclass(frozen=True, eq=False)
-class PairMask:
+class PairMask(Mask):
     """[1 or B, 1 or heads, queries of this rank's Ulysses group, all keys in context order], bool or additive float."""
 
-    pairs: Tensor
+    def __init__(self, pairs: Tensor) -> None:
+        super().__init__()
+        self.pairs = pairs
 
-    def block(self, start: int, size: int) -> Tensor:
-        """The mask of the keys from `start` on, as scaled_dot_product_attention takes it."""
+    def _block(self, start: int, size: int) -> Tensor:
         return self.pairs[..., start : start + size].contiguous()
 
-    def heads(self, start: int, size: int) -> PairMask:
-        """The same for some of the heads."""
+    def _heads(self, start: int, size: int) -> PairMask:
         return self if self.pairs.shape[1] == 1 else PairMask(self.pairs[:, start : start + size])
 
-    def dead(self) -> Tensor:
-        """[1 or B, queries, 1 or heads, 1]: True where a query has no key at all, in which case its output is zero."""
+    def _dead(self) -> Tensor:
         alive = self.pairs if self.pairs.dtype == torch.bool else self.pairs > -torch.inf
         return ~alive.any(dim=-1, keepdim=True).transpose(1, 2)
+
+    def _hides(self, start: int, size: int) -> bool:
+        return known_to_hide(self.pairs[..., start : start + size])
 
 
 def pair_mask(mask: Tensor, queries: Sequence[int], keys: Sequence[int], mesh: ContextMesh) -> PairMask:

@@ -1,61 +1,76 @@
 """Attention against the key and value blocks of a whole ring: rotated point to point, or collected at once.
 
-Blocks are [tokens, batch, heads, head_dim]; `sizes` are the tokens of each rank's block.
+A block travels as one message, [2, batch, tokens, heads, head_dim]: its keys, then its values. No sizes are exchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from ...specs import RotateMethod
-from .exchange import allocate, gather, hop
+from .exchange import gather, hop
 from .mesh import Axis
 
 Block = tuple[Tensor, Tensor]
+Spare = Callable[[Sequence[int], str], Tensor]  # memory of this shape for this use
 
 
-def visit(block: Block, sizes: Sequence[int], axis: Axis, method: RotateMethod) -> Iterator[tuple[int, Block]]:
-    """(owner's index, its keys and values) of every rank, this rank's own first. No sizes are exchanged."""
-    return (rotate if method == "alltoall" else collect)(block, sizes, axis)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stop:
+    """A block on its way through this rank: whose it is, its memory as it travels, its keys and values."""
+
+    owner: int
+    packed: Tensor
+    block: Block
 
 
-def rotate(block: Block, sizes: Sequence[int], axis: Axis) -> Iterator[tuple[int, Block]]:
-    """Blocks travel from rank to rank; the next one arrives while the caller computes on this one.
+def stops(block: Block, sizes: Sequence[int], axis: Axis, spare: Spare) -> list[Stop]:
+    """Where each block is while it is here, this rank's own first: all take turns in two of the largest.
 
-    axis.size - 1 hops. Extra memory: two of the largest blocks, for a caller that keeps none; another one where
-    `block` is not contiguous.
+    The own block, too: when its turn is over it has been sent, and who attends to it does so where it came from.
     """
-    spares: list[Block] = []
-    held = _contiguous(block)
+    batch, _, heads, dim = block[0].shape
+    per_token = 2 * batch * heads * dim
+    memory = [spare((per_token * max(sizes),), use) for use in ("even blocks", "odd blocks")]
+    made = []
     for step in range(axis.size):
-        coming = None
-        if step + 1 < axis.size:
-            if len(spares) < 2:
-                spares.append(_spare(block, max(sizes)))
-            size = sizes[(axis.index - step - 1) % axis.size]
-            coming = hop(held, [tensor[:size] for tensor in spares[step % 2]], axis)
-        yield (axis.index - step) % axis.size, held
+        owner = (axis.index - step) % axis.size
+        packed = memory[step % 2].narrow(0, 0, per_token * sizes[owner])
+        packed = packed.view(2, batch, sizes[owner], heads, dim)
+        made.append(Stop(owner=owner, packed=packed, block=(packed[0], packed[1])))
+    return made
+
+
+def packed_bytes(block: Block, sizes: Sequence[int]) -> int:
+    """What the largest block of the ring takes as it travels."""
+    batch, _, heads, dim = block[0].shape
+    return 2 * batch * max(sizes) * heads * dim * block[0].element_size()
+
+
+def rotate(block: Block, stops: Sequence[Stop], axis: Axis) -> Iterator[tuple[int, Block]]:
+    """(owner's index, its keys and values): blocks travel from rank to rank, one hop while the caller computes.
+
+    axis.size - 1 hops. Who asks for the next block must have begun all work on the last one.
+    """
+    torch.stack(block, out=stops[0].packed)
+    for step, here in enumerate(stops):
+        coming = hop([here.packed], [stops[step + 1].packed], axis) if step + 1 < axis.size else None
+        yield here.owner, here.block if step else block
         if coming is not None:
-            held = tuple(coming.wait())  # type: ignore[assignment]
+            coming.wait()
 
 
 def collect(block: Block, sizes: Sequence[int], axis: Axis) -> Iterator[tuple[int, Block]]:
     """All blocks at once, while the caller computes on its own. Extra memory: the keys and values of the ring."""
-    pending = [gather(tensor, sizes, axis) for tensor in block]
+    batch, _, heads, dim = block[0].shape
+    per_token = 2 * batch * heads * dim
+    pending = gather(torch.stack(block).view(-1), [per_token * size for size in sizes], axis)
     yield axis.index, block
-    keys, values = (part.wait()[0].split(list(sizes)) for part in pending)
+    blocks = pending.wait()[0].split([per_token * size for size in sizes])
     for step in range(1, axis.size):
         owner = (axis.index + step) % axis.size
-        yield owner, (keys[owner], values[owner])
-
-
-def _contiguous(block: Block) -> Block:
-    key, value = (part.contiguous() for part in block)
-    return key, value
-
-
-def _spare(block: Block, tokens: int) -> Block:
-    key, value = (allocate((tokens, *part.shape[1:]), part) for part in block)
-    return key, value
+        key, value = blocks[owner].view(2, batch, sizes[owner], heads, dim)
+        yield owner, (key, value)

@@ -1,11 +1,24 @@
-"""The token streams of the forward in progress: one global length each, seen first where a plan cuts them."""
+"""The token streams of the forward in progress: one global length each, seen first where a plan cuts them.
+
+What depends only on them, and memory that every layer wants alike, is kept here until the forward is over.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
+from .exchange import allocate, allocate_kept
 from .holdings import Holding, Part
 from .sizes import chunk_sizes
+
+KEPT_BYTES = 32 << 20  # of one buffer; where buffers are larger, allocating them is nothing beside filling them
+
+Made = TypeVar("Made")
 
 
 class Streams:
@@ -18,11 +31,11 @@ class Streams:
         self.replicated = replicated
         self._parts = parts
         self._lengths: dict[str, int] = {}
-        self._spread: dict[tuple[str, ...], tuple[int, ...]] = {}
+        self._kept: dict[Hashable, Any] = {}
 
     def clear(self) -> None:
         self._lengths.clear()
-        self._spread.clear()
+        self._kept.clear()
 
     def see(self, stream: str, length: int, where: str) -> None:
         """Record the global length of `stream` [tokens]; ValueError if this forward has seen another one."""
@@ -50,9 +63,24 @@ class Streams:
 
     def spread(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """Tokens that are each rank's own of `names` together, in context order."""
-        if names not in self._spread:
-            self._spread[names] = _sum_by_rank([chunk_sizes(self.length(name), self._parts) for name in names])
-        return self._spread[names]
+        return _sum_by_rank([chunk_sizes(self.length(name), self._parts) for name in names])
+
+    def kept(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What `make` made when this forward first asked for `key`."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        made: Made = self._kept[key]
+        return made
+
+    def spare(self, use: Hashable, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Memory for `use`, which the next layer gets again: nobody may need what it holds by then."""
+        key = (use, shape, like.dtype, like.device, torch.is_inference_mode_enabled())
+        if (kept := self._kept.get(key)) is not None:
+            return kept  # type: ignore[no-any-return]
+        if math.prod(shape) * like.element_size() > KEPT_BYTES:
+            return allocate(shape, like)
+        self._kept[key] = allocate_kept(shape, like)
+        return self._kept[key]  # type: ignore[no-any-return]
 
 
 def _sum_by_rank(chunks: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

@@ -1,60 +1,152 @@
-"""Trading tokens for heads and back: one all-to-all each way for a wave of heads, over chunks and counts of any size.
+"""Trading tokens for heads and back: one all-to-all each way, over chunks and counts of any size.
 
-On the wire tokens come first, [tokens, batch, heads, head_dim]: what arrives from all ranks is then one tensor, and
-needs no copy. Knows no attention.
+On the wire tokens come first, and what belongs to one token lies together, [tokens, batch, heads, head_dim]: what
+arrives from all ranks is then one tensor, whatever each had, and needs no copy. Knows no attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
-from .exchange import Pending, allocate, exchange
+from .exchange import Pending, exchange
 from .mesh import Axis
-from .sizes import chunk_range
+from .sizes import chunk_range, chunk_sizes
 
-Wave = tuple[tuple[int, int], ...]  # (start, count) of the heads that each rank has in it
-
-
-def waves(heads: int, ranks: int, count: int) -> list[Wave]:
-    """The heads of each rank in `count` parts: what lies in one wave travels, and is attended to, together."""
-    own = [chunk_range(heads, ranks, rank) for rank in range(ranks)]
-    parts = [[chunk_range(size, count, wave) for _, size in own] for wave in range(count)]
-    return [tuple((own[rank][0] + start, size) for rank, (start, size) in enumerate(part)) for part in parts]
+Spare = Callable[[Sequence[int], str], Tensor]  # memory of this shape for this use
 
 
-def to_heads(chunk: Tensor, wave: Wave, tokens: Sequence[int], axis: Axis) -> Pending:
-    """[B, own tokens, H, D] of each rank starts to become [all tokens, B, own heads of the wave, D].
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Neighbouring ranks that own equally many `heads` each, from `first` on; `count` of each from `start` travel."""
 
-    Rank i holds `tokens[i]`.
+    ranks: int
+    first: int
+    heads: int
+    start: int
+    count: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These heads of [B, tokens, H, D] as [ranks, tokens, B, count, D], a view."""
+        batch, tokens, heads, dim = tensor.shape
+        if heads != self.ranks * self.heads:
+            tensor = tensor.narrow(2, self.first, self.ranks * self.heads)
+        tensor = tensor.view(batch, tokens, self.ranks, self.heads, dim)
+        if self.count != self.heads:
+            tensor = tensor.narrow(3, self.start, self.count)
+        return tensor.permute(2, 1, 0, 3, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parcel:
+    """What travels in one exchange: tensors of the same tokens, cut by tokens on one side and by heads on the other.
+
+    `runs` are of every tensor; `tokens` are each rank's, `heads` this rank's of each tensor. Elements are counted
+    for each peer: `by_heads` are what this rank's tokens have for it, `by_tokens` what its own have for this rank.
+    `even`: all counts of all ranks are the same, which every rank must say alike.
     """
-    tokens_first = chunk.transpose(0, 1)
-    parts = [tokens_first.narrow(2, *heads) for heads in wave]
-    if axis.size == 1:
-        return Pending([], parts, chunk.device)
-    _, batch, own_heads, dim = parts[axis.index].shape
-    shape = (sum(tokens), batch, own_heads, dim)
-    counts_out = [part.numel() for part in parts]
-    send = allocate((sum(counts_out),), chunk)
-    for part, place in zip(parts, send.split(counts_out), strict=True):
-        place.view(part.shape).copy_(part)
-    return exchange(send, counts_out, [size * batch * own_heads * dim for size in tokens], axis, shape)
+
+    runs: tuple[tuple[Run, ...], ...]
+    heads: tuple[int, ...]
+    tokens: tuple[int, ...]
+    index: int
+    batch: int
+    dim: int
+    by_heads: tuple[int, ...]
+    by_tokens: tuple[int, ...]
+    even: bool
+
+    @property
+    def counts(self) -> tuple[list[int] | None, list[int] | None]:
+        """`by_heads` and `by_tokens` as a collective wants them."""
+        return (None, None) if self.even else (list(self.by_heads), list(self.by_tokens))
+
+    @property
+    def on_heads(self) -> tuple[int, int, int, int]:
+        """Shape of what a rank has of all tensors, where it has whole tokens of its heads."""
+        return (sum(self.tokens), self.batch, sum(self.heads), self.dim)
+
+    def segments(self, flat: Tensor) -> list[tuple[tuple[Run, ...], Tensor]]:
+        """Each run of every tensor with its part [ranks, own tokens, B, heads, D] of what is cut by tokens."""
+        own, start, parts = self.tokens[self.index], 0, []
+        for runs in zip(*self.runs, strict=True):
+            shape = (runs[0].ranks, own, self.batch, sum(run.count for run in runs), self.dim)
+            size = shape[0] * shape[1] * shape[2] * shape[3] * shape[4]
+            if size:
+                parts.append((runs, flat.narrow(0, start, size).view(shape)))
+            start += size
+        return parts
 
 
-def to_tokens(whole: Tensor, wave: Wave, tokens: Sequence[int], axis: Axis) -> Pending:
-    """The way back starts: [all tokens, B, own heads of the wave, D] of each rank. `place` takes what arrives."""
-    if axis.size == 1:
-        return Pending([], [whole], whole.device)
-    _, batch, own_heads, dim = whole.shape
-    counts_out = [size * batch * own_heads * dim for size in tokens]
-    counts_in = [tokens[axis.index] * batch * size * dim for _, size in wave]
-    return exchange(whole.reshape(-1), counts_out, counts_in, axis, (sum(counts_in),))
+@lru_cache(maxsize=1024)
+def parcel(
+    heads: tuple[int, ...], tokens: tuple[int, ...], index: int, batch: int, dim: int, wave: int, waves: int
+) -> Parcel:
+    """Tensors of `heads` each in part `wave` of `waves`. Their heads divide by the ranks, or are equally many."""
+    ranks = len(tokens)
+    assert len(set(heads)) == 1 or not any(count % ranks for count in heads)
+    by_rank = [sum(_counts(count, ranks, wave, waves)[rank] for count in heads) for rank in range(ranks)]
+    own = tuple(_counts(count, ranks, wave, waves)[index] for count in heads)
+    return Parcel(
+        runs=tuple(_runs(count, ranks, wave, waves) for count in heads),
+        heads=own,
+        tokens=tokens,
+        index=index,
+        batch=batch,
+        dim=dim,
+        by_heads=tuple(tokens[index] * batch * count * dim for count in by_rank),
+        by_tokens=tuple(size * batch * sum(own) * dim for size in tokens),
+        even=len(set(tokens)) == len(set(by_rank)) == 1,
+    )
 
 
-def place(returned: Tensor, wave: Wave, out: Tensor) -> None:
-    """Write the heads of a wave that came back to this rank into `out` [B, own tokens, H, D]."""
-    batch, own_tokens, _, dim = out.shape
-    parts = returned.reshape(-1).split([own_tokens * batch * size * dim for _, size in wave])
-    for part, (start, size) in zip(parts, wave, strict=True):
-        out.narrow(2, start, size).copy_(part.view(own_tokens, batch, size, dim).transpose(0, 1))
+def first_head(heads: int, ranks: int, index: int, wave: int, waves: int) -> int:
+    """The first of this rank's heads in a wave."""
+    start, own = chunk_range(heads, ranks, index)
+    return start + chunk_range(own, waves, wave)[0]
+
+
+def to_heads(tensors: Sequence[Tensor], parcel: Parcel, axis: Axis, spare: Spare) -> Pending:
+    """[B, own tokens, H, D] of each tensor starts to become what `split` takes."""
+    send = spare((sum(parcel.by_heads),), "send")
+    for runs, segment in parcel.segments(send):
+        torch.cat([run.of(tensor) for run, tensor in zip(runs, tensors, strict=True)], dim=3, out=segment)
+    received = spare((sum(parcel.by_tokens),), "receive")
+    return exchange(send, received, *parcel.counts, axis)
+
+
+def split(received: Tensor, parcel: Parcel) -> tuple[Tensor, ...]:
+    """What arrived: [B, all tokens, own heads, D] of each tensor, views."""
+    return received.view(parcel.on_heads).transpose(0, 1).split(parcel.heads, 2)
+
+
+def to_tokens(whole: Tensor, parcel: Parcel, axis: Axis, spare: Spare) -> Pending:
+    """The way back starts: [B, all tokens, own heads, D] of each rank. `place` takes what arrives."""
+    send = whole.transpose(0, 1).reshape(-1)
+    received = spare((sum(parcel.by_heads),), "return")
+    by_heads, by_tokens = parcel.counts
+    return exchange(send, received, by_tokens, by_heads, axis)
+
+
+def place(returned: Tensor, parcel: Parcel, out: Tensor) -> None:
+    """Write the heads that came back to this rank into `out` [B, own tokens, H, D]."""
+    for (run,), segment in parcel.segments(returned):
+        run.of(out).copy_(segment)
+
+
+def _runs(heads: int, ranks: int, wave: int, waves: int) -> tuple[Run, ...]:
+    fewer, extra = divmod(heads, ranks)
+    spans = ((extra, 0, fewer + 1), (ranks - extra, extra * (fewer + 1), fewer))
+    return tuple(_run(*span, *chunk_range(span[2], waves, wave)) for span in spans if span[0])
+
+
+def _run(ranks: int, first: int, heads: int, start: int, count: int) -> Run:
+    return Run(ranks=ranks, first=first, heads=heads, start=start, count=count)
+
+
+def _counts(heads: int, ranks: int, wave: int, waves: int) -> list[int]:
+    return [chunk_range(own, waves, wave)[1] for own in chunk_sizes(heads, ranks)]

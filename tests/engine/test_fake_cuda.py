@@ -1,0 +1,106 @@
+"""On fake "cuda" tensors: no device is mixed up, nobody waits for the device, and launches are few."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel_runtime.specs import Parallelism
+from parallel_runtime.worker.engine.attach import attach, detach
+from parallel_runtime.worker.engine.attention import ContextAttention
+from parallel_runtime.worker.engine.mesh import ContextMesh, build_mesh
+from parallel_runtime.worker.engine.streams import Streams
+
+from ..fake_cuda import NEEDS_CUDA_BUILD, Launches, fake_cuda, fake_group, on_fake_cuda
+from .tiny import build, inputs, plan_for
+
+pytestmark = NEEDS_CUDA_BUILD
+
+DEGREES = [(4, 1), (1, 4), (2, 2)]
+LENGTHS = {"text": 77, "image": 201}
+# Those of diffusers' transformers that read nothing from the device themselves before their blocks.
+KINDS = ["flux", "wan", "ltx", "sd3_dual", "ltx2"]
+
+
+@pytest.mark.parametrize("mask", [None, "keys", "pairs"])
+@pytest.mark.parametrize("key_heads", [24, 8, 3])
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+@pytest.mark.parametrize("rank", [0, 3])
+def test_an_attention_stays_on_the_device(
+    rank: int, degrees: tuple[int, int], key_heads: int, mask: str | None
+) -> None:
+    with fake_group(4, rank):
+        mesh = build_mesh(_degrees(degrees), torch.device("cuda", 0))
+        with fake_cuda(), Launches():
+            attend_together, query, key = _attention(mesh, degrees, key_heads)
+            total = sum(LENGTHS.values())
+            shapes = {"keys": (1, query.shape[1]), "pairs": (1, 1, total, total)}
+            given = None if mask is None else torch.ones(shapes[mask], dtype=torch.bool, device="cuda")
+            out = attend_together(query, key, key, given)
+            assert (out.shape, out.dtype, out.device) == (query.shape, torch.bfloat16, query.device)
+
+
+def _attention(
+    mesh: ContextMesh, degrees: tuple[int, int], key_heads: int = 24
+) -> tuple[ContextAttention, Tensor, Tensor]:
+    streams = Streams(mesh.context.size)
+    for name, length in LENGTHS.items():
+        streams.see(name, length, name)
+    attend_together = ContextAttention(mesh, _degrees(degrees), streams, tuple(LENGTHS))
+    own = streams.held(tuple(LENGTHS), mesh.context.index).size
+    query, key = (torch.empty(1, own, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (24, key_heads))
+    return attend_together, query, key
+
+
+def _launches(degrees: tuple[int, int]) -> dict[str, int]:
+    """Of the second layer: what the first one found out is known."""
+    with fake_group(degrees[0] * degrees[1]):
+        mesh = build_mesh(_degrees(degrees), torch.device("cuda", 0))
+        with fake_cuda():
+            attend_together, query, key = _attention(mesh, degrees)
+            attend_together(query, key, key)
+            with Launches() as launches:
+                attend_together(query, key, key)
+    return dict(launches.counts)
+
+
+def test_ulysses_is_one_exchange_in_and_one_out() -> None:
+    found = _launches((1, 8))
+    assert found.pop("alltoall_base_") == 2
+    assert sum(found.values()) <= 5, found  # packing, the kernel, heads into place: one more where tokens are uneven
+
+
+def test_a_ring_sends_one_message_a_hop() -> None:
+    found = _launches((8, 1))
+    assert (found.pop("send"), found.pop("recv_")) == (7, 7)
+    assert found.pop("_scaled_dot_product_cudnn_attention") == 8
+    assert sum(found.values()) <= 1 + 7 * 4, found  # packing, and a merge in four
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_transformer_stays_on_the_device(kind: str) -> None:
+    with fake_group(4):
+        meshes = {d: build_mesh(_degrees(d), torch.device("cuda", 0)) for d in DEGREES}
+        transformer, made = build(kind), inputs(kind)
+        with fake_cuda():
+            network: Any = on_fake_cuda(transformer)
+            given = {name: _moved(value) for name, value in made.items()}
+            for degrees, mesh in meshes.items():
+                attach(network, mesh, _degrees(degrees), plan_for(kind))
+                with Launches():
+                    out = network(**given, return_dict=False)[0]
+                detach(network)
+                assert out.device.type == "cuda"
+
+
+def _degrees(degrees: tuple[int, int]) -> Parallelism:
+    return Parallelism(ring_degree=degrees[0], ulysses_degree=degrees[1])
+
+
+def _moved(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty(value.shape, dtype=torch.bfloat16 if value.is_floating_point() else value.dtype, device="cuda")

@@ -1,0 +1,30 @@
+"""The report for people with GPUs runs whole, here on CPU ranks and at tiny size."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("diffusers")
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_report_is_whole_and_exact(tmp_path: Path) -> None:
+    tiny = ["--devices", "cpu", "--world", "1", "2", "--tokens", "67", "--out", str(tmp_path / "report")]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.report", *tiny], cwd=ROOT, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert [(part["world"], part["failure"]) for part in found["parts"]] == [(1, ""), (2, "")]
+    of_two = {row["what"]: row["error"] for row in found["parts"][1]["rows"]}
+    for way in ("ring 2 x Ulysses 1, alltoall", "ring 2 x Ulysses 1, allgather", "ring 1 x Ulysses 2, alltoall"):
+        assert of_two[f"auto, {way}"] <= 1e-5
+    text = (tmp_path / "report.md").read_text()
+    assert all(what in text for what in of_two)
+    assert f"torch: {found['machine']['torch']}" in text

@@ -1,0 +1,28 @@
+"""What a launch sets for GPUs and networks: transfers first, one interface by its whole name, a user's word last."""
+
+import pytest
+
+from parallel_runtime.host.torchrun import environment, on_this_machine
+
+
+@pytest.fixture
+def clean(monkeypatch):
+    for name in ("TORCH_NCCL_HIGH_PRIORITY", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("clean")
+def test_transfers_go_before_attention_and_over_loopback_alone():
+    found = environment(2, "token", "/folder", on_this_machine("/folder"))
+    assert found["TORCH_NCCL_HIGH_PRIORITY"] == "1"
+    assert found["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert found["GLOO_SOCKET_IFNAME"] == "lo"
+    assert found["CP_TOKEN"] == "token"
+
+
+@pytest.mark.usefixtures("clean")
+def test_what_a_user_sets_stays(monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "0")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth3")
+    found = environment(2, "token", "/folder", on_this_machine("/folder"))
+    assert (found["TORCH_NCCL_HIGH_PRIORITY"], found["NCCL_SOCKET_IFNAME"]) == ("0", "eth3")

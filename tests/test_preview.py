@@ -1,0 +1,26 @@
+"""Latents leave for the host when their copy has arrived, and nobody waits for them."""
+
+import torch
+
+from parallel_runtime.worker.preview import Previews, _Coming
+
+
+def test_on_the_cpu_a_step_leaves_at_once() -> None:
+    sent: list[dict[str, torch.Tensor]] = []
+    Previews().offer({"x": torch.ones(2)}, sent.append)
+    assert [latents["x"].tolist() for latents in sent] == [[1.0, 1.0]]
+
+
+def test_a_step_that_has_not_arrived_leaves_later_and_the_next_is_dropped() -> None:
+    sent: list[dict[str, torch.Tensor]] = []
+    arrived = [False]
+    previews = Previews()
+    previews._coming = _Coming({"x": torch.ones(1)}, sent.append, lambda: arrived[0])
+    previews.offer({"x": torch.zeros(1)}, sent.append)
+    assert not sent
+    arrived[0] = True
+    previews.flush()
+    previews.flush()
+    assert [latents["x"].tolist() for latents in sent] == [[1.0]]
+    previews.offer({"x": torch.full((1,), 2.0)}, sent.append)
+    assert len(sent) == 2
