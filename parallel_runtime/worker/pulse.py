@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -30,8 +31,9 @@ class Pulse:
         self._last_beat = 0.0
         self._loading = True
 
-    def vote(self) -> None:
-        """Call on every rank at the same places. Raises Cancelled on all of them or on none."""
+    def vote(self, agree: Callable[[bool], bool] = agree) -> None:
+        """Call on every rank at the same places, or on all those that `agree` asks. Raises Cancelled on all of them or
+        on none."""
         self.beat()
         if agree(self._heard_cancel()):
             raise Cancelled
@@ -50,6 +52,11 @@ class Pulse:
             _check_equal(f"step {step + 1} of {total}", "latent", x0, x)
         if rank() == 0:
             self._channel.offer(Step(self._job, step, total), write_bundle({"x0": x0, "x": x}))
+
+    def converted(self, frames: int, total: int) -> None:
+        """So much of a video has gone through a VAE."""
+        if rank() == 0:
+            self._channel.offer(Step(self._job, frames, total))
 
     def evaluated(self, out: Tensor) -> None:
         """Call with what an evaluation gave where the sampler is not here, and reports no steps."""
