@@ -20,9 +20,7 @@ BUILT_BY = (  # what does not show in its modules
 def witness(model: nn.Module, dtype: torch.dtype) -> str:
     """Of how it is built, and of samples of every weight, rounded to `dtype`."""
     digest = hashlib.sha256(str(model).encode())
-    digest.update(
-        repr([getattr(model, name, None) for name in BUILT_BY]).encode()
-    )  # not all of it shows in its modules
+    digest.update(repr([getattr(model, name, None) for name in BUILT_BY]).encode())
     pieces: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in model.state_dict().values():
         if tensor.is_floating_point():
