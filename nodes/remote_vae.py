@@ -22,8 +22,8 @@ from ..parallel_runtime.host.room import Room
 from ..parallel_runtime.host.runtime import borrowed_group, live_placement
 from ..parallel_runtime.specs import ParallelRequest, Placement, VAEJob, VAEMethod, VAESpec
 from .describe_vae import Undivided
-from .remote import comfy_setup, visible_gpus
 from .residence import Residence
+from .workers import comfy_setup, visible_gpus
 
 log = logging.getLogger(__name__)
 

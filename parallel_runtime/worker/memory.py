@@ -20,17 +20,13 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def out_of_memory(device: torch.device, models: Iterable[Model]) -> str:
     """One sentence of what filled the memory, one of what to do."""
-    held = [f"{model.family.name} ({weight_bytes(model) / GIB:.2f} GiB of weights)" for model in models]
+    held = [f"{model.name} ({model.weight_bytes / GIB:.2f} GiB of weights)" for model in models]
     most, free = (size / GIB for size in (_peak_bytes(device), free_bytes(device)))
     return (
         f"out of memory on {device}. It held {' and '.join(held) or 'no model yet'}, {most:.2f} GiB at most, and "
         f"{free:.2f} GiB are free. Make the latent or the batch smaller, use more "
         "workers or dtype bfloat16, or free the device of other models"
     )
-
-
-def weight_bytes(model: Model) -> int:
-    return sum(tensor.nbytes for tensor in model.transformer.state_dict().values())
 
 
 def _peak_bytes(device: torch.device) -> int:

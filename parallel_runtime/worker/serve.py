@@ -13,7 +13,7 @@ from typing import Any
 import diffusers
 import torch
 
-from ..specs import ComfySetup, DemoJob, Job, Parallelism
+from ..specs import DEMO, ComfySetup, DemoJob, Job, Parallelism
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
 from ..wire.handshake import KEY
@@ -37,7 +37,7 @@ from . import demo_loop, link
 from .agent import AGENT_PID
 from .leash import die_when, end_parent
 from .memory import is_out_of_memory, out_of_memory
-from .models import Model, Models
+from .models import Load, Models
 from .pulse import Cancelled, Pulse
 from .ranks import join, rank, world_size
 from .spread import payload
@@ -45,14 +45,16 @@ from .vaes import VAEs
 
 TOKEN = "CP_TOKEN"
 
-Loop = Callable[[Model, Any, Pulse], dict[str, Any]]
+Loop = Callable[[Any, Any, Pulse], dict[str, Any]]
 
 
 class Worker:
-    def __init__(self, channel: Channel, device: torch.device, loops: dict[type[Job], Loop]) -> None:
+    def __init__(
+        self, channel: Channel, device: torch.device, loops: dict[type, Loop], loaders: dict[str, Load]
+    ) -> None:
         self._channel = channel
         self._device = device
-        self._models = Models(device)
+        self._models = Models(device, loaders)
         self._loops = loops
         self._vaes = VAEs(device)
 
@@ -73,6 +75,7 @@ class Worker:
                 raise RuntimeError(out_of_memory(self._device, self._models.loaded)) from error
             raise
 
+    @torch.inference_mode()
     def _serve(self) -> None:
         while True:
             message, bundle = self._channel.receive()
@@ -95,7 +98,6 @@ class Worker:
                 case Cancel():
                     pass  # it lost the race with the answer
 
-    @torch.inference_mode()
     def _sample(self, request: Sample, bundle: int) -> tuple[Done, int | None]:
         job = read_job(read_bundle(bundle))
         pulse = Pulse(self._channel, request.job)
@@ -127,7 +129,8 @@ def main(address: str) -> None:
         assert isinstance(welcome, Welcome)
         device = torch.device(welcome.device)
         join(device, welcome.store, shared=welcome.shared)
-        worker = Worker(channel, device, {DemoJob: demo_loop.run, **_comfy_loop(welcome.comfy, device)})
+        loops, loaders = _comfy_loop(welcome.comfy, device)
+        worker = Worker(channel, device, {DemoJob: demo_loop.run, **loops}, {DEMO: demo_loop.load, **loaders})
         channel.send(worker.joined())
         worker.serve()
     except EOFError:
@@ -150,9 +153,10 @@ def _call(address: str) -> Channel:
     return Channel.connect(address) if os.path.isabs(address) else Stream.call(address, key)
 
 
-def _comfy_loop(comfy: ComfySetup | None, device: torch.device) -> dict[type[Job], Loop]:
+def _comfy_loop(comfy: ComfySetup | None, device: torch.device) -> tuple[dict[type, Loop], dict[str, Load]]:
     if comfy is None:
-        return {}
+        return {}, {}
     from .comfy_loop import start  # ComfyUI exists only once its root is known
 
-    return start(comfy, device)
+    loops, load = start(comfy, device)
+    return loops, {"": load}

@@ -32,6 +32,7 @@ FLAGS = (
 )
 _QUIET = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # tiny models, busy machines
 START_SECONDS = 120
+SITE = str(OUR_ROOT / "tests" / "site")
 STOP_SECONDS = 10
 LEASH_SECONDS = 3  # a dead ComfyUI takes its workers with it within this
 
@@ -48,7 +49,7 @@ class Server:
             self.process = subprocess.Popen(
                 [*map(str, command), *FLAGS, *flags],
                 cwd=comfy.root,
-                env={**os.environ, **_QUIET, MARK: self.mark, "TMPDIR": str(self.scratch), **env},
+                env={**os.environ, **_QUIET, "PYTHONPATH": SITE, MARK: self.mark, "TMPDIR": str(self.scratch), **env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

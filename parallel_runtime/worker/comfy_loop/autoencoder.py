@@ -7,30 +7,22 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-import comfy.model_patcher
 import comfy.sd
 import torch
 from torch import Tensor, nn
 
 from ...autoencoders import kind_of
 from ...errors import Refused
+from ...mapped import Mapped, load_mapped
 from ...specs import VAESpec
 from ...witness import witness
 from .comfyui import named
 
 
-class Assigning(comfy.model_patcher.ModelPatcher):
-    """Weights become views of the mapped file, which all workers share, where ComfyUI would copy them."""
-
-    def is_dynamic(self) -> bool:
-        return True
-
-
 def build(spec: VAESpec, weights: Mapping[str, Tensor] | None, device: torch.device) -> nn.Module:
     """The autoencoder that `spec` describes. Raises Refused where ComfyUI makes another one of it here."""
     if spec.factory:
-        with _assigned():
-            model = named(spec.factory)(*json.loads(spec.arguments)).model
+        model = load_mapped(Mapped, named(spec.factory), json.loads(spec.arguments), None).model
     else:
         model = _of_weights(spec, weights)
     dtype = getattr(torch, spec.dtype)
@@ -72,14 +64,3 @@ def _of_weights(spec: VAESpec, weights: Mapping[str, Tensor] | None) -> nn.Modul
     if vae.first_stage_model is None:
         raise Refused("ComfyUI does not recognise it by its weights alone; take it from Load VAE or Load Checkpoint")
     return vae.first_stage_model
-
-
-@contextmanager
-def _assigned() -> Iterator[None]:
-    """ComfyUI's loader builds whatever this attribute names (its own main.py replaces it)."""
-    theirs = comfy.model_patcher.CoreModelPatcher
-    comfy.model_patcher.CoreModelPatcher = Assigning
-    try:
-        yield
-    finally:
-        comfy.model_patcher.CoreModelPatcher = theirs

@@ -10,9 +10,6 @@ from .odd_conditions import OddCondition
 from .one_ulp import OneUlp
 from .pictures import Draw, Pictures, SaveConcat, SavePictures, Seed
 from .refusables import AttentionPatch, Control, ForeignWrapper
-from .tiny_override import install_tiny_override
-
-install_tiny_override()
 
 
 class TestNodes(ComfyExtension):
