@@ -22,7 +22,7 @@ class Undivided(Exception):
 
 def describe_vae(vae: comfy.sd.VAE) -> VAESpec:
     """Raises Undivided."""
-    _check(vae)
+    check_vae(vae)
     model = vae.first_stage_model
     factory, arguments = _origin(vae)
     return VAESpec(
@@ -34,7 +34,8 @@ def describe_vae(vae: comfy.sd.VAE) -> VAESpec:
     )
 
 
-def _check(vae: comfy.sd.VAE) -> None:
+def check_vae(vae: comfy.sd.VAE) -> None:
+    """Raises Undivided for what cannot be divided, whatever is asked of it."""
     if type(vae) is not comfy.sd.VAE:
         raise Undivided(f"it is a {type(vae).__module__}.{type(vae).__name__}, which is not ComfyUI's own")
     kind = kind_of(vae.first_stage_model)
