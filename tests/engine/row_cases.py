@@ -27,14 +27,20 @@ def padded(net: Net, *pad: int, mode: str = "constant", value: float | None = No
 
 
 def conv3d(x: Tensor) -> Tensor:
-    weight = torch.randn(8, 8, 3, 3, 3, generator=torch.Generator().manual_seed(1))
-    return F.conv3d(F.pad(x.unsqueeze(2).repeat(1, 1, 3, 1, 1), (0, 0, 0, 0, 2, 0)), weight, None, 1, (0, 1, 1))
+    return F.conv3d(F.pad(x.unsqueeze(2).repeat(1, 1, 3, 1, 1), (0, 0, 0, 0, 2, 0)), CUBE, None, 1, (0, 1, 1))
 
 
 def normed(x: Tensor) -> Tensor:
-    dice = torch.Generator().manual_seed(1)
-    weight, bias = torch.randn(8, generator=dice), torch.randn(8, generator=dice)
-    return F.group_norm(5 + 3 * x, 4, weight, bias, 1e-6)
+    return F.group_norm(5 + 3 * x, 4, SCALE, SHIFT, 1e-6)
+
+
+def upsampled(x: Tensor) -> Tensor:
+    return CONV(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+
+
+DICE = torch.Generator().manual_seed(1)
+CUBE, SCALE, SHIFT = (torch.randn(size, generator=DICE) for size in ((8, 8, 3, 3, 3), (8,), (8,)))
+CONV = conv(3, padding=1)
 
 
 NETS: dict[str, Net] = {
@@ -50,7 +56,7 @@ NETS: dict[str, Net] = {
     "two rows before": padded(conv(3), 2, 0, 2, 0),
     "3D, causal": conv3d,
     "group norm": normed,
-    "upsampled": lambda x: conv(3, padding=1)(F.interpolate(x, scale_factor=2.0, mode="nearest")),
+    "upsampled": upsampled,
     "pooled": lambda x: F.avg_pool2d(F.interpolate(x, scale_factor=2.0), 2),
     "transposed": lambda x: F.conv_transpose2d(x, torch.ones(8, 8, 2, 2), stride=2),
     "noise": lambda x: x + torch.randn_like(x) + torch.randn(x.shape[-2:]),
