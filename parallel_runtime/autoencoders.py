@@ -34,13 +34,13 @@ class Compared:
 
 
 COMPARED: dict[str, Compared] = {
-    f"{KL}({DIFFUSION}.Encoder, {DIFFUSION}.Decoder)": Compared(decode=1.4e-6, encode=1.0e-6),
-    f"{ENGINE}({DIFFUSION}.Encoder, {DIFFUSION}.Decoder)": Compared(decode=1.1e-6, encode=9.1e-7),
+    f"{KL}({DIFFUSION}.Encoder, {DIFFUSION}.Decoder)": Compared(decode=1.4e-6, encode=1.1e-6),
+    f"{ENGINE}({DIFFUSION}.Encoder, {DIFFUSION}.Decoder)": Compared(decode=1.1e-6, encode=1.1e-6),
     f"{ENGINE}({DIFFUSION}.Encoder, comfy.ldm.modules.temporal_ae.VideoDecoder)": Compared(
-        decode=9.1e-7, encode=7.1e-7
+        decode=9.1e-7, encode=7.6e-7
     ),
-    f"{ENGINE}({HUNYUAN}.vae.Encoder, {HUNYUAN}.vae.Decoder)": Compared(decode=9.5e-7, encode=8.0e-7),
-    f"{ENGINE}({HUNYUAN}.vae_refiner.Encoder, {HUNYUAN}.vae_refiner.Decoder)": Compared(decode=8.4e-7, encode=5.7e-7),
+    f"{ENGINE}({HUNYUAN}.vae.Encoder, {HUNYUAN}.vae.Decoder)": Compared(decode=9.5e-7, encode=8.3e-7),
+    f"{ENGINE}({HUNYUAN}.vae_refiner.Encoder, {HUNYUAN}.vae_refiner.Decoder)": Compared(decode=8.4e-7, encode=7.0e-7),
     "comfy.ldm.wan.vae.WanVAE(comfy.ldm.wan.vae.Encoder3d, comfy.ldm.wan.vae.Decoder3d)": Compared(
         decode=2.1e-6, encode=1.8e-6
     ),
@@ -48,18 +48,18 @@ COMPARED: dict[str, Compared] = {
         decode=8.7e-7, encode=6.2e-7
     ),
     f"{LTX}.VideoVAE({LTX}.Encoder, {LTX}.Decoder)": Compared(
-        decode=8.5e-7, encode=1.4e-6, chunk_size=f"{LTX}:get_max_chunk_size"
+        decode=1.1e-6, encode=1.4e-6, chunk_size=f"{LTX}:get_max_chunk_size"
     ),
     f"{GENMO}.VideoVAE({GENMO}.Encoder, {GENMO}.Decoder)": Compared(
-        decode=6.9e-7, encode=1.2e-6, over_time=(f"{GENMO}.Attention",)
+        decode=7.3e-7, encode=1.2e-6, over_time=(f"{GENMO}.Attention",)
     ),
     "comfy.ldm.cosmos.vae.CausalContinuousVideoTokenizer"
-    f"({COSMOS}.EncoderFactorized, {COSMOS}.DecoderFactorized)": Compared(decode=6.6e-7, encode=8.9e-7),
+    f"({COSMOS}.EncoderFactorized, {COSMOS}.DecoderFactorized)": Compared(decode=7.5e-7, encode=1.1e-6),
     f"{COGVIDEO}.AutoencoderKLCogVideoX({COGVIDEO}.Encoder3D, {COGVIDEO}.Decoder3D)": Compared(
-        decode=5.2e-7, encode=8.6e-7
+        decode=5.2e-7, encode=9.3e-7
     ),
-    "comfy.taesd.taesd.TAESD": Compared(decode=7.4e-7, encode=2.3e-7),
-    "comfy.taesd.taehv.TAEHV": Compared(decode=7.7e-7, encode=6.0e-7),
+    "comfy.taesd.taesd.TAESD": Compared(decode=8.4e-7, encode=4.2e-7),
+    "comfy.taesd.taehv.TAEHV": Compared(decode=8.2e-7, encode=1.1e-6),
 }
 
 

@@ -14,7 +14,7 @@ LAUNCH = 8e-6  # seconds of host time a kernel: what more workers do not divide
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """A decoder at its real size, counted on fake tensors (tests/vae/fake.py) in 16 bit.
+    """A decoder at its real size, counted on fake tensors in 16 bit, as tests/vae/fake.py does it.
 
     `flops` is for a pixel of the latent (of a frame), `halo_bytes` what a rank sends to one neighbour for a frame and a
     pixel of the side that is not cut; `exchanges` and `kernels` are of one frame; `width` is that of its attention.
