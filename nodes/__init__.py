@@ -11,6 +11,7 @@ from .demo import CPDemoConditioning, CPDemoDecode
 from .loader import CPLoadDiffusionModel
 from .plan import CPPlan
 from .sampler import CPSampler, CPSamplerAdvanced, CPSamplerCustom
+from .vae import CPVAE
 
 
 class ContextParallelExtension(ComfyExtension):
@@ -27,6 +28,7 @@ class ContextParallelExtension(ComfyExtension):
             CPParallelConfig,
             CPPlan,
             CPLoadDiffusionModel,
+            CPVAE,
             CPDemoConditioning,
             CPDemoDecode,
         ]

@@ -36,3 +36,4 @@ class WorkerFailed(ParallelError):
         super().__init__(f"worker rank {rank}{on} failed: {error} ({where})")
         self.rank = rank
         self.traceback = traceback
+        self.out_of_memory = "out of memory on" in error

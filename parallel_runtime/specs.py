@@ -12,6 +12,7 @@ AttentionBackend = Literal["auto", "native", "_native_flash", "_native_cudnn", "
 DtypeName = Literal["bfloat16", "float16", "float32"]
 DtypeChoice = Literal["auto", "bfloat16", "float16", "float32"]
 AfterSampling = Literal["keep", "offload", "unload"]
+VAEMethod = Literal["decode", "encode"]
 DEMO = "demo"  # the loader of the demo model
 
 
@@ -110,6 +111,27 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VAESpec:
+    """A VAE by description.
+
+    `kind` names its classes (see autoencoders.py). ComfyUI's function `factory`, "module:name", makes it from
+    `arguments` (JSON); where there is none ("") its weights come along when the workers have not got it, and
+    `arguments` are the file's metadata. `witness` tells its weights and structure from all others (witness.py).
+    """
+
+    kind: str
+    factory: str
+    arguments: str
+    dtype: DtypeName
+    witness: str
+
+    @property
+    def unpatched(self) -> VAESpec:
+        """What is loaded, as ModelSpec has it."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
 class ComfySetup:
     """The host's ComfyUI: its checkout, the command-line flags it runs with, the folder that these speak of, and its
     version, "" where any will do."""
@@ -202,4 +224,25 @@ class EvaluationJob:
     method: str = "forward"
 
 
-Job = SamplingJob | EvaluationJob | DemoJob
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VAEJob:
+    """One call of a VAE's `method` on x [B, C, (T,) H, W], of which `unit` rows make one of the latent.
+
+    The ranks write its result [shape] of `dtype` into the room that the request came with, from element `offset` on.
+    `random_states` are those of the host's generators by type of device. `chunk_bytes` is what ComfyUI would go by on
+    the host where a VAE cuts time by the device's memory. `weights` is its state dict where the workers need it.
+    """
+
+    method: VAEMethod
+    x: Tensor
+    unit: int
+    shape: list[int]
+    dtype: str
+    offset: int
+    options: dict[str, Any]
+    random_states: dict[str, Tensor]
+    chunk_bytes: int
+    weights: dict[str, Tensor] | None
+
+
+Job = SamplingJob | EvaluationJob | DemoJob | VAEJob

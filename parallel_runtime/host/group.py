@@ -8,17 +8,15 @@ import itertools
 import logging
 import math
 import os
-import time
-from collections.abc import Callable, Iterable
-from multiprocessing.connection import wait
+from collections.abc import Callable
 from typing import Any
 
-from ..errors import ParallelError, Refused, WorkerDied, WorkerFailed
-from ..specs import ComfySetup, Job, ModelSpec, Parallelism, Placement
-from ..wire.bundles import read_bundle, write_bundle
-from ..wire.messages import Beat, Cancel, Done, Failed, Sample, Step, Stop, Unload
-from .launch import POLL_SECONDS, Processes
-from .patience import Patience
+from ..errors import ParallelError, Refused
+from ..specs import ComfySetup, Job, ModelSpec, Parallelism, Placement, VAEJob, VAESpec
+from ..wire.bundles import write_bundle
+from ..wire.messages import Cancel, Convert, Done, Room, Sample, Stop, Unload, UnloadVAE
+from .launch import Processes
+from .waiting import Waiting
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +39,6 @@ STALL_SECONDS = seconds_from("CP_STALL_SECONDS", 120)
 LOAD_SECONDS = seconds_from("CP_LOAD_SECONDS", 600)
 CANCEL_SECONDS = seconds_from("CP_CANCEL_SECONDS", 10)
 UNLOAD_SECONDS = 10.0  # a group that takes longer to drop its models is ended, which drops them too
-FAILURE_SECONDS = 0.3
 
 OnStep = Callable[[int, Any, Any, int], None]
 
@@ -66,6 +63,7 @@ class WorkerGroup:
         self.comfy = comfy
         self._jobs = itertools.count(1)
         self._patches: dict[ModelSpec, str] = {}  # of each model that the workers hold
+        self._vaes: set[VAESpec] = set()  # that the workers hold
         self._lost: ParallelError | None = None  # what ended the group
         self._processes = Processes(placement)
         try:
@@ -78,8 +76,10 @@ class WorkerGroup:
     def alive(self) -> bool:
         return self._processes.running()
 
-    def holds(self, model: ModelSpec) -> bool:
+    def holds(self, model: ModelSpec | VAESpec) -> bool:
         """Have the workers got `model`, weight patches and all?"""
+        if isinstance(model, VAESpec):
+            return model in self._vaes
         return self._patches.get(model.unpatched) == model.patches
 
     def sample(
@@ -96,32 +96,38 @@ class WorkerGroup:
         `on_step(step, x0, x, total)` follows the sampler's callback; `watch` is called about every POLL_SECONDS.
         """
         assert parallelism.world_size == self.placement.world_size
-        if self._lost is not None:
-            raise self._lost
-        number = next(self._jobs)
         self._patches.pop(model.unpatched, None)
-        bundle = write_bundle({"kind": type(job).__name__, **vars(job)})
-        try:
-            self._ask(Sample(number, model, parallelism), bundle)
-            answers = self._answers(number, LOAD_SECONDS, on_step, watch)
-        except Refused:
-            raise
-        except ParallelError as error:
-            self._lose(error)
-            raise
-        finally:
-            os.close(bundle)
+        result = self._run(lambda number: Sample(number, model, parallelism), job, None, on_step, watch)
         self._patches[model.unpatched] = model.patches
-        done, result = answers[0]
-        return Result(result, done.load_seconds, done.seconds)
+        return result
 
-    def unload(self, model: ModelSpec, *, offload: bool = False) -> None:
+    def convert(
+        self,
+        vae: VAESpec,
+        job: VAEJob,
+        room: int,
+        *,
+        on_step: OnStep = lambda *_: None,
+        watch: Callable[[], None] = lambda: None,
+    ) -> Result:
+        """Run a VAE on every rank of this machine, which write into the memory file `room`. Returns rank 0's result.
+
+        `on_step(frames, None, None, total)` tells of videos how far they are.
+        """
+        result = self._run(lambda number: Convert(number, vae), job, room, on_step, watch)
+        (self._vaes.discard if result.value["refused"] else self._vaes.add)(vae)
+        return result
+
+    def unload(self, model: ModelSpec | VAESpec, *, offload: bool = False) -> None:
         """Have every rank give this model's memory back: drop it, or `offload` its weights to main memory."""
         number = next(self._jobs)
         if not offload:
-            self._patches.pop(model.unpatched, None)
+            self._forget(model)
         try:
-            self._ask(Unload(number, model, offload))
+            if isinstance(model, VAESpec):
+                self._ask(UnloadVAE(number, model, offload))
+            else:
+                self._ask(Unload(number, model, offload))
             self._answers(number, UNLOAD_SECONDS, lambda *_: None, lambda: None)
         except ParallelError as error:
             self._lose(error)
@@ -140,21 +146,62 @@ class WorkerGroup:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def _forget(self, model: ModelSpec | VAESpec) -> None:
+        if isinstance(model, VAESpec):
+            self._vaes.discard(model)
+        else:
+            self._patches.pop(model.unpatched, None)
+
+    def _run(
+        self,
+        request: Callable[[int], Sample | Convert],
+        job: Job,
+        room: int | None,
+        on_step: OnStep,
+        watch: Callable[[], None],
+    ) -> Result:
+        if self._lost is not None:
+            raise self._lost
+        number = next(self._jobs)
+        bundle = write_bundle({"kind": type(job).__name__, **vars(job)})
+        try:
+            if room is not None:
+                self._make_room(number, room)
+            self._ask(request(number), bundle)
+            answers = self._answers(number, LOAD_SECONDS, on_step, watch)
+        except Refused:
+            raise
+        except ParallelError as error:
+            self._lose(error)
+            raise
+        finally:
+            os.close(bundle)
+        done, result = answers[0]
+        return Result(result, done.load_seconds, done.seconds)
+
+    def _make_room(self, job: int, room: int) -> None:
+        """For the ranks of this machine; others have no memory in common with it."""
+        for rank in range(len(self.placement.devices)):
+            self._send(rank, Room(job), os.dup(room))
+
     def _ask(self, message: Any, bundle: int | None = None) -> None:
         """`bundle` goes to the ranks of this machine; where there are several, to rank 0, which passes it on."""
-        for rank, channel in enumerate(self._processes.channels):
+        for rank in range(len(self._processes.channels)):
             copy = None
             if bundle is not None and (rank == 0 or self.placement.nnodes == 1):
                 copy = os.dup(bundle)
-            try:
-                channel.send(message, copy)
-            except OSError:
-                raise self._processes.died(rank) from None
+            self._send(rank, message, copy)
+
+    def _send(self, rank: int, message: Any, bundle: int | None) -> None:
+        try:
+            self._processes.channels[rank].send(message, bundle)
+        except OSError:
+            raise self._processes.died(rank) from None
 
     def _answers(
         self, job: int, limit: float, on_step: OnStep, watch: Callable[[], None]
     ) -> dict[int, tuple[Done, Any]]:
-        waiting = _Waiting(self._processes, job, limit)
+        waiting = Waiting(self._processes, job, load=limit, stall=STALL_SECONDS, cancel=CANCEL_SECONDS)
         try:
             while not waiting.over:
                 watch()
@@ -167,7 +214,7 @@ class WorkerGroup:
             raise
         return waiting.answers
 
-    def _cancel(self, waiting: _Waiting, job: int) -> None:
+    def _cancel(self, waiting: Waiting, job: int) -> None:
         """Stop the job on every rank. What goes wrong here ends the group; the caller's exception is the news."""
         waiting.patience.cancelled = True
         try:
@@ -181,70 +228,3 @@ class WorkerGroup:
     def _lose(self, error: ParallelError) -> None:
         self._lost = error
         self.close(gently=False)
-
-
-class _Waiting:
-    """The answers to one request, as they come in."""
-
-    def __init__(self, processes: Processes, job: int, limit: float) -> None:
-        self.answers: dict[int, tuple[Done, Any]] = {}
-        self._processes = processes
-        self._channels = processes.channels
-        self._job = job
-        self.patience = Patience(len(self._channels), load=limit, stall=STALL_SECONDS, cancel=CANCEL_SECONDS)
-
-    @property
-    def over(self) -> bool:
-        return len(self.answers) == len(self._channels)
-
-    def listen(self) -> list[tuple[int, Any, Any, int]]:
-        """Wait up to POLL_SECONDS for what the ranks say; the steps that rank 0 reported, oldest first."""
-        steps = []
-        for rank in self._ready(POLL_SECONDS):
-            message, bundle = self._receive(rank)
-            value: Any = read_bundle(bundle) if bundle is not None else None
-            if getattr(message, "job", self._job) != self._job:
-                continue
-            self.patience.hear(rank)
-            match message:
-                case Failed():
-                    raise self._root_cause(message)
-                case Step(step=step, total=total):
-                    steps.append((step, value["x0"], value["x"], total))
-                case Done():
-                    self.answers[rank] = (message, value)
-                case Beat(loaded=None):
-                    self.patience.sampling(rank)
-        self._check_stall()
-        return steps
-
-    def _ready(self, timeout: float) -> Iterable[int]:
-        ready = wait([channel.fileno() for channel in self._channels], timeout)
-        return [rank for rank, channel in enumerate(self._channels) if channel.fileno() in ready]
-
-    def _receive(self, rank: int) -> tuple[Any, int | None]:
-        try:
-            return self._channels[rank].receive()
-        except (EOFError, OSError):
-            raise self._processes.died(rank) from None
-
-    def _root_cause(self, failed: Failed) -> ParallelError:
-        """A rank that lost a peer fails too; if some rank is gone without a word, that is the news."""
-        time.sleep(FAILURE_SECONDS)
-        for rank in self._ready(0):
-            if rank != failed.rank:
-                try:
-                    _, bundle = self._receive(rank)
-                except WorkerDied as died:
-                    return died
-                if bundle is not None:
-                    os.close(bundle)
-        machine = self._processes.machine_of(failed.rank)
-        return WorkerFailed(failed.rank, failed.error, failed.where, failed.traceback, machine)
-
-    def _check_stall(self) -> None:
-        if lost := self.patience.lost([rank for rank in range(len(self._channels)) if rank not in self.answers]):
-            raise WorkerDied(
-                f"worker {self._processes.named(lost[0])} has not been heard of for {lost[1]:.0f} s; "
-                "the next run starts fresh workers"
-            )

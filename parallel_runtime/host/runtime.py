@@ -55,6 +55,12 @@ def measured_link(placement: Placement) -> Link | None:
     return group.link if group is not None and group.placement == placement else None
 
 
+def live_placement() -> Placement | None:
+    """Where the live group is, if there is one."""
+    group = _group
+    return group.placement if group is not None and group.alive else None
+
+
 @atexit.register
 def close_group() -> None:
     """End the group, if there is one; a run that uses it fails."""

@@ -1,6 +1,7 @@
 """Every message there is. They travel as JSON: readable in a log, and free of class identity.
 
-host -> each rank       Welcome  Sample (with a bundle)  Cancel  Unload  Stop
+host -> each rank       Welcome  Sample (with a bundle)  Room (with memory)  Convert (with a bundle)  Cancel  Unload
+                        UnloadVAE  Stop
 rank -> host            Ready  Joined  Beat  Step (with a bundle)  Done (rank 0: with a bundle)  Failed
 machine -> host         Machine  Left
 host -> machine         Invitation  Denied
@@ -21,7 +22,7 @@ from typing import Any
 
 from .. import specs
 from ..errors import ProtocolError
-from ..specs import ComfySetup, ModelSpec, Parallelism
+from ..specs import ComfySetup, ModelSpec, Parallelism, VAESpec
 
 # What host and worker must agree on: the code of the messages themselves, as each of them has it loaded.
 PROTOCOL = hashlib.sha256(
@@ -64,6 +65,31 @@ class Unload:
 
 
 @dataclass(frozen=True)
+class Room:
+    """Memory of ComfyUI's process, along with the message, that the ranks of its machine write the next job's result
+    into, each its share."""
+
+    job: int
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Run one VAEJob."""
+
+    job: int
+    vae: VAESpec
+
+
+@dataclass(frozen=True)
+class UnloadVAE:
+    """As Unload."""
+
+    job: int
+    vae: VAESpec
+    offload: bool
+
+
+@dataclass(frozen=True)
 class Stop:
     pass
 
@@ -97,7 +123,8 @@ class Beat:
 
 @dataclass(frozen=True)
 class Step:
-    """A sampler's callback: `step` counts from 0, as ComfyUI's does; the bundle holds x0 and x."""
+    """A sampler's callback: `step` counts from 0, as ComfyUI's does; the bundle holds x0 and x. A VAE has no bundle:
+    `step` frames of `total` are done."""
 
     job: int
     step: int
@@ -167,7 +194,7 @@ class Left:
 
 
 Message = (
-    Welcome | Sample | Cancel | Unload | Stop
+    Welcome | Sample | Room | Convert | Cancel | Unload | UnloadVAE | Stop
     | Ready | Joined | Beat | Step | Done | Failed
     | Machine | Invitation | Denied | Left
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -36,8 +37,9 @@ class Pulse:
         self._unlike = unlike
         self._previews = Previews()
 
-    def vote(self) -> None:
-        """Call on every rank at the same places. Raises Cancelled on all of them or on none."""
+    def vote(self, agree: Callable[[bool], bool] = agree) -> None:
+        """Call on every rank at the same places, or on all those that `agree` asks. Raises Cancelled on all of them or
+        on none."""
         self.beat()
         if agree(self._heard_cancel()):
             raise Cancelled
@@ -60,6 +62,11 @@ class Pulse:
 
     def _send_step(self, step: Step, latents: dict[str, Tensor]) -> None:
         self._channel.offer(step, write_bundle(latents))
+
+    def converted(self, frames: int, total: int) -> None:
+        """So much of a video has gone through a VAE."""
+        if rank() == 0:
+            self._channel.offer(Step(self._job, frames, total))
 
     def evaluated(self, out: Tensor) -> None:
         """Call with what an evaluation gave where the sampler is not here, and reports no steps."""

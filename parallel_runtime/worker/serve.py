@@ -17,7 +17,21 @@ from ..specs import DEMO, ComfySetup, DemoJob, EvaluationJob, Job, Parallelism
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
 from ..wire.handshake import KEY
-from ..wire.messages import PROTOCOL, Cancel, Done, Failed, Joined, Ready, Sample, Stop, Unload, Welcome
+from ..wire.messages import (
+    PROTOCOL,
+    Cancel,
+    Convert,
+    Done,
+    Failed,
+    Joined,
+    Ready,
+    Room,
+    Sample,
+    Stop,
+    Unload,
+    UnloadVAE,
+    Welcome,
+)
 from ..wire.stream import Stream
 from . import demo_loop, link
 from .agent import AGENT_PID
@@ -27,6 +41,7 @@ from .models import Load, Models
 from .pulse import Cancelled, Pulse
 from .ranks import join, kind_of, rank, unlike, world_size
 from .spread import payload
+from .vaes import VAEs
 
 TOKEN = "CP_TOKEN"
 
@@ -42,6 +57,7 @@ class Worker:
         self._models = Models(device, loaders)
         self._loops = loops
         self._unlike = False
+        self._vaes = VAEs(device)
 
     def joined(self) -> Joined:
         """Measure this rank. Collective."""
@@ -73,6 +89,14 @@ class Worker:
                     self._channel.send(Done(job))
                 case Sample():
                     self._channel.send(*self._sample(message, payload(bundle)))
+                case Room():
+                    assert bundle is not None
+                    self._vaes.make_room(bundle)
+                case Convert():
+                    self._channel.send(*self._vaes.answer(message, payload(bundle), self._channel))
+                case UnloadVAE(job=job, vae=vae, offload=offload):
+                    self._vaes.unload(vae, offload=offload)
+                    self._channel.send(Done(job))
                 case Cancel():
                     pass  # it lost the race with the answer
 

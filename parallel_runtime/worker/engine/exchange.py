@@ -6,7 +6,7 @@ CPU tensors: where tensors live on a GPU and the group is gloo's (`Axis.wire`), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,17 @@ def hop(block: Sequence[Tensor], spare: Sequence[Tensor], axis: Axis) -> Pending
     operations = [_p2p(dist.isend, _to_wire(tensor, axis), after, axis) for tensor in block]
     operations += [_p2p(dist.irecv, tensor, before, axis) for tensor in arriving]
     return Pending(_start(operations), arriving, list(spare))
+
+
+def trade(give: Mapping[int, Tensor], take: Mapping[int, Sequence[int]], axis: Axis, *, like: Tensor) -> Pending:
+    """Send `give[i]` to rank i of the axis, and receive from it a tensor of the shape `take[i]`, in `take`'s order.
+
+    All of them are of the dtype and device of `like`; every rank knows who sends what.
+    """
+    arriving = [allocate(shape, like, axis.wire) for shape in take.values()]
+    operations = [_p2p(dist.isend, _to_wire(tensor.contiguous(), axis), peer, axis) for peer, tensor in give.items()]
+    operations += [_p2p(dist.irecv, place, peer, axis) for peer, place in zip(take, arriving, strict=True)]
+    return Pending(_start(operations), arriving, like.device)
 
 
 def _to_wire(tensor: Tensor, axis: Axis) -> Tensor:

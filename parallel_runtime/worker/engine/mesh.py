@@ -77,6 +77,18 @@ def build_mesh(parallelism: Parallelism, device: torch.device | None = None) -> 
     return ContextMesh(**axes, context=context, device_mesh=mesh, flat=flat)
 
 
+def first_ranks(count: int, device: torch.device) -> Axis:
+    """The first `count` ranks of the world, of which this must be one; they compute on `device`.
+
+    No group is made: point to point, and so in everything in exchange.py, any ranks of the world may talk.
+    """
+    wire = _wire(device)
+    index = dist.get_rank() if dist.is_initialized() else 0
+    assert index < count
+    staged = wire if wire.type != device.type else None
+    return Axis(size=count, index=index, ranks=tuple(range(count)), wire=staged)
+
+
 def adopt_mesh(mesh: DeviceMesh, parallelism: Parallelism, device: torch.device | None = None) -> ContextMesh:
     """The same from a DeviceMesh of the caller's, which may have dims of its own (fsdp, data).
 

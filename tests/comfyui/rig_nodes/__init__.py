@@ -8,13 +8,15 @@ from .foreign import ForeignGuider, ForeignSampler
 from .graph_ends import Conditioning, Latent, SaveLatent, Wait
 from .odd_conditions import OddCondition
 from .one_ulp import OneUlp
+from .pictures import Draw, Pictures, SaveConcat, SavePictures, Seed
 from .refusables import AttentionPatch, Control, ForeignWrapper
 
 
 class TestNodes(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         ends = [Conditioning, Latent, SaveLatent, Wait, OddCondition, OneUlp]
-        return [*ends, AttentionPatch, Control, ForeignGuider, ForeignSampler, ForeignWrapper]
+        pictures = [Pictures, SavePictures, SaveConcat, Draw, Seed]
+        return [*ends, *pictures, AttentionPatch, Control, ForeignGuider, ForeignSampler, ForeignWrapper]
 
 
 async def comfy_entrypoint() -> ComfyExtension:

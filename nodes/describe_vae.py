@@ -1,0 +1,74 @@
+"""ComfyUI's VAE in words that a worker understands, or why it stays in ComfyUI's process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import comfy.sd
+
+from ..parallel_runtime.autoencoders import COMPARED, kind_of
+from ..parallel_runtime.errors import Refused
+from ..parallel_runtime.specs import VAESpec
+from ..parallel_runtime.witness import witness
+from .code import reference
+
+ARGUMENT_BYTES = 64 << 10  # of a message, which has room for twice as much
+
+
+class Undivided(Exception):
+    """A VAE, or a call of it, that ComfyUI's own process does; says why."""
+
+
+def describe_vae(vae: comfy.sd.VAE) -> VAESpec:
+    """Raises Undivided."""
+    check_vae(vae)
+    model = vae.first_stage_model
+    factory, arguments = _origin(vae)
+    return VAESpec(
+        kind=kind_of(model),
+        factory=factory,
+        arguments=arguments,
+        dtype=str(vae.vae_dtype).removeprefix("torch."),  # type: ignore[arg-type]
+        witness=witness(model, vae.vae_dtype),
+    )
+
+
+def check_vae(vae: comfy.sd.VAE) -> None:
+    """Raises Undivided for what cannot be divided, whatever is asked of it."""
+    if type(vae) is not comfy.sd.VAE:
+        raise Undivided(f"it is a {type(vae).__module__}.{type(vae).__name__}, which is not ComfyUI's own")
+    kind = kind_of(vae.first_stage_model)
+    if kind not in COMPARED:
+        raise Undivided(f"{kind} is none of the VAEs that were compared with one process")
+    if vae.latent_dim == 1 or vae.extra_1d_channel is not None:
+        raise Undivided("audio has no rows to share out")
+    if vae.handles_tiling or not vae.crop_input:
+        raise Undivided(f"{kind} cuts its pictures itself")
+    if vae.patcher.patches or vae.patcher.object_patches:
+        raise Undivided("it is patched; take the patch away, or merge it into the file")
+
+
+def _origin(vae: comfy.sd.VAE) -> tuple[str, str]:
+    """ComfyUI's function that made it, and the arguments, as JSON; or "" and what its weights do not say."""
+    init = vae.patcher.cached_patcher_init
+    if init is not None and len(init) == 2 and _is_plain(init[1]):
+        arguments = json.dumps(init[1])
+        if len(arguments) < ARGUMENT_BYTES and init[0].__module__ == comfy.sd.__name__:
+            try:
+                return reference(init[0], "the loader"), arguments
+            except Refused:
+                pass
+    config = getattr(vae.first_stage_model, "config", None)
+    metadata: dict[str, Any] = {"tae_latent_channels": vae.latent_channels}
+    if isinstance(config, dict):
+        metadata["config"] = json.dumps({"vae": config})
+    return "", json.dumps(metadata)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)

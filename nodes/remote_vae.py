@@ -1,0 +1,194 @@
+"""What stands in a VAE where its network was: a decode or encode of one tensor is one request to the workers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import comfy.model_management
+import comfy.sd
+import comfy.utils
+import torch
+from torch import Tensor
+
+from ..parallel_runtime.autoencoders import COMPARED
+from ..parallel_runtime.errors import WorkerFailed
+from ..parallel_runtime.host.group import Result, WorkerGroup
+from ..parallel_runtime.host.planning import plan
+from ..parallel_runtime.host.room import Room
+from ..parallel_runtime.host.runtime import borrowed_group, live_placement
+from ..parallel_runtime.specs import ParallelRequest, Placement, VAEJob, VAEMethod, VAESpec
+from .describe_vae import Undivided
+from .residence import Residence
+from .workers import comfy_setup, visible_gpus
+
+log = logging.getLogger(__name__)
+
+ANY_HEADS = 5040  # divides well: a VAE has none to share out
+residence = Residence()  # of VAEs, which take no diffusion model's place
+
+
+class RemoteVAE:
+    """ComfyUI hands a VAE with this mark the memory that becomes the IMAGE; anything else is asked of the original."""
+
+    comfy_has_chunked_io = True
+
+    def __init__(self, vae: comfy.sd.VAE, spec: VAESpec, request: ParallelRequest | None) -> None:
+        self._vae = vae
+        self._spec = spec
+        self._request = request
+        self.room: Room | None = None  # for the next outputs
+        self.expected: tuple[int, ...] = ()  # the shape that ComfyUI was told of last
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._vae.first_stage_model, name)
+
+    @property
+    def workers(self) -> int:
+        return len(placement_for(self._request).devices)
+
+    def decode_output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        vae = self._vae
+        if hasattr(vae.first_stage_model, "decode_output_shape"):
+            self.expected = tuple(vae.first_stage_model.decode_output_shape(shape))
+        else:
+            channels = getattr(vae, "conv_out_channels", vae.output_channels)
+            self.expected = (shape[0], channels, *_sizes(shape[2:], vae.upscale_ratio, lambda n, by: n * by))
+        return self.expected
+
+    def decode(self, x: Tensor, output_buffer: Tensor | None = None, **options: Any) -> Tensor:
+        shape = self.decode_output_shape(tuple(x.shape)) if output_buffer is None else tuple(output_buffer.shape)
+        dtype = x.dtype if output_buffer is None else output_buffer.dtype
+        offset = None if self.room is None or output_buffer is None else self.room.offset_of(output_buffer)
+        if self.room is not None and offset is not None:
+            self._convert("decode", x, 1, self.room, offset, shape, options)
+            return output_buffer  # type: ignore[return-value]
+        with _room(shape, dtype) as room:
+            self._convert("decode", x, 1, room, 0, shape, options)
+        return room.tensor.to(x.device) if output_buffer is None else output_buffer.copy_(room.tensor)
+
+    def encode(self, x: Tensor, device: torch.device | None = None) -> Tensor:
+        unit = self._vae.spacial_compression_encode()
+        latent = _sizes(tuple(x.shape[2:]), self._vae.downscale_ratio, lambda n, by: n // by)
+        shape = (x.shape[0], self._vae.latent_channels, *latent)
+        with _room(shape, x.dtype) as room:
+            self._convert("encode", x, unit, room, 0, shape, {})
+        return room.tensor.to(device or x.device)
+
+    def settle(self) -> None:
+        """Do after a use what the user wants done with it."""
+        residence.settle(self._spec, self._request.after_sampling if self._request else "keep")
+
+    def _convert(
+        self,
+        method: VAEMethod,
+        x: Tensor,
+        unit: int,
+        room: Room,
+        offset: int,
+        shape: tuple[int, ...],
+        options: dict[str, Any],
+    ) -> None:
+        if not (x.shape[-2] // unit and x.shape[-1] // unit):
+            raise Undivided(f"{x.shape[-1]} x {x.shape[-2]} pixels make no row of a latent")
+        check = comfy.model_management.throw_exception_if_processing_interrupted
+        with borrowed_group(placement_for(self._request), comfy_setup(), check) as group:
+            self._claim(group, method, tuple(x.shape))
+            job = VAEJob(
+                method=method,
+                x=x,
+                unit=unit,
+                shape=list(shape),
+                dtype=str(room.tensor.dtype).removeprefix("torch."),
+                offset=offset,
+                options=options,
+                random_states=_random_states(self._vae.device),
+                chunk_bytes=self._chunk_bytes(),
+                weights=None if self._spec.factory or group.holds(self._spec) else dict(self._vae.get_sd()),
+            )
+            result = self._asked(group, job, room)
+        if refused := result.value["refused"]:
+            raise Undivided(refused)
+        _set_random_states(result.value["random_states"], self._vae.device)
+        log.info(
+            "[CP] VAE %sd on %d worker(s) in %.2f s, loaded in %.2f s",
+            method, len(group.placement.devices), result.seconds, result.load_seconds,
+        )  # fmt: skip
+
+    def _asked(self, group: WorkerGroup, job: VAEJob, room: Room) -> Result:
+        bar: comfy.utils.ProgressBar | None = None
+
+        def on_step(frames: int, x0: Any, x: Any, total: int) -> None:
+            nonlocal bar
+            bar = bar or comfy.utils.ProgressBar(total)
+            bar.update_absolute(frames, total)
+
+        try:
+            return group.convert(
+                self._spec, job, room.fd, on_step=on_step,
+                watch=comfy.model_management.throw_exception_if_processing_interrupted,
+            )  # fmt: skip
+        except WorkerFailed as failed:
+            if failed.out_of_memory:  # ComfyUI goes on with tiles
+                raise torch.OutOfMemoryError(str(failed)) from failed
+            log.error("[CP] rank %d:\n%s", failed.rank, failed.traceback)
+            raise
+
+    def _claim(self, group: WorkerGroup, method: VAEMethod, shape: tuple[int, ...]) -> None:
+        """Have ComfyUI make room: for all of the weights, and a worker's share of the activations."""
+        vae, workers = self._vae, len(group.placement.devices)
+        whole = (vae.memory_used_decode if method == "decode" else vae.memory_used_encode)(shape, vae.vae_dtype)
+        residence.claim(group, self._spec, vae.model_size(), int(whole / workers))
+
+    def _chunk_bytes(self) -> int:
+        """What ComfyUI would cut time by here: asked once, so that no rank goes by its own memory."""
+        function = COMPARED[self._spec.kind].chunk_size
+        if not function:
+            return 0
+        module, _, name = function.partition(":")
+        return int(getattr(import_module(module), name)(self._vae.device))
+
+
+def placement_for(request: ParallelRequest | None) -> Placement:
+    """The workers that a VAE uses: as asked; else the group that is there; else one on every device. Raises Refused."""
+    live = live_placement()
+    if request is None:
+        return live or plan(ParallelRequest(), heads=ANY_HEADS, gpus=visible_gpus())[1]
+    asked = plan(request, heads=ANY_HEADS, gpus=visible_gpus())[1]
+    of_heads = request.ring_degree and not request.ulysses_degree  # a sampler may have started fewer with it
+    return live if of_heads and live is not None and set(live.devices) <= set(asked.devices) else asked
+
+
+def _sizes(sizes: tuple[int, ...], ratio: Any, scale: Any) -> list[int]:
+    """In pixels or latents, by ComfyUI's ratio: one number, or one number or function for each dim."""
+    ratios = ratio if isinstance(ratio, tuple) else (ratio,) * len(sizes)
+    if len(ratios) != len(sizes):
+        raise Undivided(f"it takes {len(ratios)} dims, and got {len(sizes)}")
+    return [int(by(size)) if callable(by) else int(scale(size, by)) for size, by in zip(sizes, ratios, strict=True)]
+
+
+@contextmanager
+def _room(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Room]:
+    if not all(shape):
+        raise Undivided(f"a result of {shape} is empty")
+    room = Room(shape, dtype)
+    try:
+        yield room
+    finally:
+        room.close()
+
+
+def _random_states(device: torch.device) -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

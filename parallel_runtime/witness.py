@@ -1,0 +1,35 @@
+"""What tells one VAE from all others, wherever its weights lie: the same text in ComfyUI's process and in a worker."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+SAMPLES = 64
+BUILT_BY = (  # what does not show in its modules
+    "config",
+    "latent_format",
+    "timestep_conditioning",
+    "decode_noise_scale",
+    "decode_timestep",
+)
+
+
+def witness(model: nn.Module, dtype: torch.dtype) -> str:
+    """Of how it is built, and of samples of every weight, rounded to `dtype`."""
+    digest = hashlib.sha256(str(model).encode())
+    digest.update(repr([getattr(model, name, None) for name in BUILT_BY]).encode())
+    pieces: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point():
+            pieces.setdefault(tensor.device, []).append(_sample(tensor).to(dtype))
+    for samples in pieces.values():
+        digest.update(torch.cat(samples).cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]

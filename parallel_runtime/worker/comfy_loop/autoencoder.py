@@ -1,0 +1,66 @@
+"""A VAE of ComfyUI's in this rank: made by the function that made it in ComfyUI, or from its weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import comfy.sd
+import torch
+from torch import Tensor, nn
+
+from ...autoencoders import kind_of
+from ...errors import Refused
+from ...mapped import Mapped, load_mapped
+from ...specs import VAESpec
+from ...witness import witness
+from .comfyui import named
+
+
+def build(spec: VAESpec, weights: Mapping[str, Tensor] | None, device: torch.device) -> nn.Module:
+    """The autoencoder that `spec` describes. Raises Refused where ComfyUI makes another one of it here."""
+    if spec.factory:
+        model = load_mapped(Mapped, named(spec.factory), json.loads(spec.arguments), None).model
+    else:
+        model = _of_weights(spec, weights)
+    dtype = getattr(torch, spec.dtype)
+    model = model.to(dtype)
+    if kind_of(model) != spec.kind:
+        raise Refused(f"ComfyUI makes a {kind_of(model)} of its weights in a worker")
+    if witness(model, dtype) != spec.witness:
+        raise Refused("its file has changed since it was loaded, or its weights have: load it again")
+    return model.eval().requires_grad_(False).to(device)
+
+
+@contextmanager
+def chunked_alike(function: str, bytes_: int) -> Iterator[Callable[[int, int], None]]:
+    """Within it `function`, by which a VAE cuts time to what a device can hold, answers alike on all ranks: in
+    proportion to rows, so that all cut at the same places. Yields what to call before a run: (own rows, all rows)."""
+    if not function:
+        yield lambda own, total: None
+        return
+    module, _, name = function.partition(":")
+    named(function)
+    home, own_bytes = sys.modules[module], bytes_
+    theirs = getattr(home, name)
+
+    def of_rows(own: int, total: int) -> None:
+        nonlocal own_bytes
+        own_bytes = own * max(1, bytes_ // total)
+
+    setattr(home, name, lambda device: own_bytes)
+    try:
+        yield of_rows
+    finally:
+        setattr(home, name, theirs)
+
+
+def _of_weights(spec: VAESpec, weights: Mapping[str, Tensor] | None) -> nn.Module:
+    if weights is None:
+        raise Refused("its weights did not come with it")
+    vae = comfy.sd.VAE(sd=dict(weights), metadata=json.loads(spec.arguments), dtype=getattr(torch, spec.dtype))
+    if vae.first_stage_model is None:
+        raise Refused("ComfyUI does not recognise it by its weights alone; take it from Load VAE or Load Checkpoint")
+    return vae.first_stage_model

@@ -1,0 +1,10 @@
+"""A VAE's own, unchanged forward over ranks, each of which holds some rows (or columns) of the picture.
+
+Knows torch and the engine's exchanges, neither ComfyUI nor any VAE.
+"""
+
+from .dividing import divided
+from .mode import Rows
+from .share import Share
+
+__all__ = ["Rows", "Share", "divided"]

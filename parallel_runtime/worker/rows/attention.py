@@ -1,0 +1,33 @@
+"""A VAE's attention over the pixels of all ranks: keys and values go round in a ring, queries stay where they are.
+
+No rank ever holds all keys, which in a large video would set the peak, and no kernel depends on free memory.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..engine.kernels import attend_block
+from ..engine.merge import Merge
+from ..engine.ring import visit
+from .share import Share
+
+
+def attend(share: Share, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """One head over all pixels: [B, C, (T,) rows, columns] of this rank each, and so is the result. Collective."""
+    tokens = key.flatten(2).shape[2]
+    sizes = [tokens // share.own * units for units in share.units]
+    share.factor(query, "attention")
+    merge = Merge(in_float32=True)
+    asking = _batch_first(query)
+    for _, (keys, values) in visit((_tokens_first(key), _tokens_first(value)), sizes, share.ranks, "alltoall"):
+        merge.add(*attend_block(asking, keys.transpose(0, 1), values.transpose(0, 1), None, None, "auto"))
+    return merge.result(asking, None)[:, :, 0].transpose(1, 2).reshape(query.shape)
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    return x.flatten(2).permute(2, 0, 1).unsqueeze(2)
+
+
+def _batch_first(x: Tensor) -> Tensor:
+    return x.flatten(2).transpose(1, 2).unsqueeze(2).contiguous()

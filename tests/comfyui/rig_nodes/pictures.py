@@ -1,0 +1,109 @@
+"""Pictures in and out of a test graph, as numbers; and what nodes made of them on the way to a CONDITIONING."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import folder_paths
+import safetensors.torch
+import torch
+from comfy_api.latest import io
+
+CATEGORY = "cp test"
+
+
+class Pictures(io.ComfyNode):
+    """Seeded random ones; a new `nonce` makes ComfyUI run again what it has cached."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPTestPictures",
+            category=CATEGORY,
+            is_dev_only=True,
+            inputs=[io.String.Input("shape"), io.Int.Input("seed"), io.Int.Input("nonce", min=0, max=2**31)],
+            outputs=[io.Image.Output()],
+        )
+
+    @classmethod
+    def execute(cls, shape: str, seed: int, nonce: int) -> io.NodeOutput:
+        sizes = [int(size) for size in shape.split(",")]
+        return io.NodeOutput(torch.rand(sizes, generator=torch.Generator().manual_seed(seed)))
+
+
+class SavePictures(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPTestSavePictures",
+            category=CATEGORY,
+            is_dev_only=True,
+            is_output_node=True,
+            inputs=[io.Image.Input("images"), io.String.Input("name")],
+        )
+
+    @classmethod
+    def execute(cls, images: torch.Tensor, name: str) -> io.NodeOutput:
+        return _saved(images, name)
+
+
+class SaveConcat(io.ComfyNode):
+    """What an image-to-video node encoded into its CONDITIONING."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPTestSaveConcat",
+            category=CATEGORY,
+            is_dev_only=True,
+            is_output_node=True,
+            inputs=[io.Conditioning.Input("conditioning"), io.String.Input("name")],
+        )
+
+    @classmethod
+    def execute(cls, conditioning: list[list[Any]], name: str) -> io.NodeOutput:
+        return _saved(conditioning[0][1]["concat_latent_image"], name)
+
+
+class Draw(io.ComfyNode):
+    """A random number from where the global generator stands, after `after`."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPTestDraw",
+            category=CATEGORY,
+            is_dev_only=True,
+            is_output_node=True,
+            inputs=[io.Image.Input("after"), io.String.Input("name")],
+        )
+
+    @classmethod
+    def execute(cls, after: torch.Tensor, name: str) -> io.NodeOutput:
+        return _saved(torch.rand(4), name)
+
+
+class Seed(io.ComfyNode):
+    """Sets the global generator before `latent` goes on."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPTestSeed",
+            category=CATEGORY,
+            is_dev_only=True,
+            inputs=[io.Latent.Input("latent"), io.Int.Input("seed"), io.Int.Input("nonce", min=0, max=2**31)],
+            outputs=[io.Latent.Output()],
+        )
+
+    @classmethod
+    def execute(cls, latent: dict[str, Any], seed: int, nonce: int) -> io.NodeOutput:
+        torch.manual_seed(seed)
+        return io.NodeOutput(latent)
+
+
+def _saved(tensor: torch.Tensor, name: str) -> io.NodeOutput:
+    path = Path(folder_paths.get_output_directory()) / f"{name}.safetensors"
+    safetensors.torch.save_file({"samples": tensor.contiguous().cpu()}, path)
+    return io.NodeOutput(ui={"cp_test": [{"path": str(path)}]})

@@ -1,0 +1,267 @@
+"""CP VAE in a real ComfyUI: the same pictures and latents as without it, for every node that takes a VAE."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from .client import Graph, Interrupted, NodeError
+from .comfy import OUR_ROOT, ComfyInstall
+from .graphs import Job, Parallel, sampling_graph
+from .latents import apart, saved_latents
+from .server import Server
+from .test_kin import wait_for
+
+BAR = 1e-5
+TWO = Parallel(ring_degree=2, ulysses_degree=1, devices="cpu,cpu")
+THREE = Parallel(ring_degree=3, ulysses_degree=1, devices="cpu,cpu,cpu")
+nonces = itertools.count(1)
+
+
+@pytest.fixture
+def vaes(comfy: ComfyInstall, server: Server) -> Server:
+    """The server with VAE files in its folders."""
+    models = server.base / "models"
+    if not (models / "vae" / "wan.safetensors").exists():
+        command = [str(comfy.python), "-m", "tests.vae.files", str(comfy.root), str(models)]
+        subprocess.run(command, cwd=OUR_ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+    return server
+
+
+def node(class_type: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": class_type, "inputs": inputs}
+
+
+def with_vae(file: str, parallel: Parallel | bool | None) -> Graph:
+    """`parallel` False: without CP VAE; None: CP VAE without a cp_config."""
+    graph = {"loader": node("VAELoader", vae_name=file)}
+    graph["vae"] = node("CPVAE", vae=["loader", 0])
+    if isinstance(parallel, Parallel):
+        graph["config"] = node("CPParallelConfig", **vars(parallel))
+        graph["vae"]["inputs"]["cp_config"] = ["config", 0]
+    if parallel is False:
+        graph["vae"] = graph.pop("loader")
+    return graph
+
+
+def decoding(file: str, shape: str, parallel: Parallel | bool | None, **extra: Any) -> Graph:
+    graph = with_vae(file, parallel)
+    graph["latent"] = node("CPTestLatent", shape=shape, seed=5, masked=False, nonce=next(nonces))
+    graph["seeded"] = node("CPTestSeed", latent=["latent", 0], seed=3, nonce=next(nonces))
+    graph["decode"] = node(extra.pop("decoder", "VAEDecode"), samples=["seeded", 0], vae=["vae", 0], **extra)
+    graph["draw"] = node("CPTestDraw", after=["decode", 0], name=f"draw_{next(nonces)}")
+    graph["save"] = node("CPTestSavePictures", images=["decode", 0], name=f"pictures_{next(nonces)}")
+    return graph
+
+
+def encoding(file: str, shape: str, parallel: Parallel | bool | None) -> Graph:
+    graph = with_vae(file, parallel)
+    graph["pictures"] = node("CPTestPictures", shape=shape, seed=6, nonce=next(nonces))
+    graph["encode"] = node("VAEEncode", pixels=["pictures", 0], vae=["vae", 0])
+    graph["save"] = node("CPTestSaveLatent", samples=["encode", 0], name=f"latent_{next(nonces)}")
+    return graph
+
+
+def result(server: Server, graph: Graph) -> dict[str, torch.Tensor]:
+    return saved_latents(server.client.run(graph, timeout=300))
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    return float((got - want).norm() / want.norm())
+
+
+def both(server: Server, make: Any, file: str, shape: str, parallel: Parallel | None, **extra: Any) -> float:
+    """How far CP VAE is from ComfyUI alone; it did run in the workers."""
+    want = result(server, make(file, shape, False, **extra))
+    since = server.log_size()
+    got = result(server, make(file, shape, parallel, **extra))
+    log = server.log(since)
+    assert "[CP] VAE" in log, "the workers were not asked"
+    assert "in ComfyUI's process" not in log
+    if "draw" in want:
+        assert torch.equal(got["draw"], want["draw"]), "the random generator is somewhere else"
+    return relative(got["save"], want["save"])
+
+
+DECODES = [
+    ("wan.safetensors", "1,16,3,11,7"),
+    ("wan.safetensors", "2,16,1,5,8"),
+    ("taef1", "2,16,9,14"),
+    ("ltx0.safetensors", "1,128,2,5,4"),
+    ("ltx1.safetensors", "1,128,2,4,5"),
+]
+ENCODES = [
+    ("wan.safetensors", "5,75,60,3"),
+    ("flux.safetensors", "2,45,70,4"),
+    ("taef1", "1,60,33,3"),
+    ("ltx0.safetensors", "9,160,131,3"),
+]
+WITH_THREE = [
+    (decoding, "wan.safetensors", "1,16,2,6,9"),
+    (decoding, "flux.safetensors", "2,16,7,5"),
+    (decoding, "ltx1.safetensors", "1,128,2,4,5"),
+    (decoding, "taef1", "1,16,2,1"),  # fewer rows than workers
+    (encoding, "wan.safetensors", "1,45,70,4"),
+]
+
+
+@pytest.mark.parametrize(("file", "shape"), DECODES)
+def test_decodes_the_same_pictures(vaes: Server, file: str, shape: str) -> None:
+    assert both(vaes, decoding, file, shape, TWO) <= BAR
+
+
+@pytest.mark.parametrize(("file", "shape"), ENCODES)
+def test_encodes_the_same_latents(vaes: Server, file: str, shape: str) -> None:
+    assert both(vaes, encoding, file, shape, TWO) <= BAR
+
+
+def test_tiles_are_decoded_by_the_workers_too(vaes: Server) -> None:
+    tiles = {"decoder": "VAEDecodeTiled", "tile_size": 64, "overlap": 16, "temporal_size": 64, "temporal_overlap": 8}
+    assert both(vaes, decoding, "taef1", "1,16,16,12", TWO, **tiles) <= BAR
+
+
+def test_without_a_config_it_uses_the_workers_that_are_there(vaes: Server) -> None:
+    result(vaes, decoding("taef1", "1,16,8,8", TWO))
+    before = vaes.workers()
+    assert both(vaes, decoding, "taef1", "1,16,10,7", None) <= BAR
+    assert vaes.workers() == before
+
+
+def test_two_vaes_in_turn_are_loaded_once_each_and_keep_apart(vaes: Server) -> None:
+    shape, files = "1,16,2,5,6", ("wan.safetensors", "other_wan.safetensors")
+    want = {file: result(vaes, decoding(file, shape, False))["save"] for file in files}
+    for file in files:
+        result(vaes, decoding(file, shape, TWO))
+    since = vaes.log_size()
+    for file in files * 2:
+        assert relative(result(vaes, decoding(file, shape, TWO))["save"], want[file]) <= BAR
+    assert vaes.log(since).count("loaded in 0.0") == 4
+    assert relative(want[files[0]], want[files[1]]) > 0.1
+
+
+def test_a_sampler_and_a_decode_share_the_workers_twice(vaes: Server) -> None:
+    job = Job(family="wan_t2v", cfg=2.0, size=(10, 12))
+
+    def whole(parallel: Parallel | None) -> tuple[torch.Tensor, torch.Tensor]:
+        graph = sampling_graph(job, "CPSampler" if parallel else "KSampler", parallel)
+        loaded = with_vae("wan.safetensors", parallel or False)
+        graph |= {name: made for name, made in loaded.items() if name != "config" or name not in graph}
+        graph["decode"] = node("VAEDecode", samples=["sampler", 0], vae=["vae", 0])
+        graph["pictures"] = node("CPTestSavePictures", images=["decode", 0], name=f"video_{next(nonces)}")
+        saved = result(vaes, graph)
+        return saved["save"], saved["pictures"]
+
+    latent, pictures = whole(None)
+    for _ in range(2):
+        ours = whole(TWO)
+        assert apart(ours[0], latent) <= 1e-4
+        assert float((ours[1] - pictures).abs().max()) <= 1e-3
+
+
+def test_image_to_video_encodes_through_it(vaes: Server) -> None:
+    def concat(parallel: Parallel | bool) -> torch.Tensor:
+        graph = with_vae("wan.safetensors", parallel)
+        graph["text"] = node("CPTestConditioning", spec='{"tokens": 3, "dim": 8}', seed=1)
+        graph["image"] = node("CPTestPictures", shape="1,48,40,3", seed=2, nonce=next(nonces))
+        graph["i2v"] = node(
+            "WanImageToVideo", positive=["text", 0], negative=["text", 0], vae=["vae", 0], width=80, height=64,
+            length=9, batch_size=1, start_image=["image", 0],
+        )  # fmt: skip
+        graph["save"] = node("CPTestSaveConcat", conditioning=["i2v", 0], name=f"concat_{next(nonces)}")
+        return result(vaes, graph)["save"]
+
+    assert relative(concat(TWO), concat(False)) <= BAR
+
+
+def test_a_vae_that_was_not_compared_runs_here_with_one_line_in_the_log(vaes: Server) -> None:
+    want = result(vaes, decoding("pixel_space", "1,3,16,24", False))["save"]
+    since = vaes.log_size()
+    got = result(vaes, decoding("pixel_space", "1,3,16,24", TWO))["save"]
+    assert torch.equal(got, want)
+    assert vaes.log(since).count("CP VAE decodes and encodes in ComfyUI's process") == 1
+    assert "PixelspaceConversionVAE is none of the VAEs that were compared" in vaes.log(since)
+
+
+def test_a_file_that_changed_after_it_was_loaded_is_not_what_is_decoded_with(vaes: Server) -> None:
+    path = vaes.base / "models" / "vae" / "other_wan.safetensors"
+    kept, status = path.read_bytes(), path.stat()
+    want = result(vaes, decoding("other_wan.safetensors", "1,16,1,6,6", False))["save"]
+    vaes.client.post("/free", unload_models=True)
+    wait_for(lambda: "unloading the workers' model" in vaes.log(), seconds=5)
+    try:
+        path.write_bytes((path.parent / "wan.safetensors").read_bytes())
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        since = vaes.log_size()
+        got = result(vaes, decoding("other_wan.safetensors", "1,16,1,6,6", TWO))["save"]
+    finally:
+        path.write_bytes(kept)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert torch.equal(got, want)
+    assert "its file has changed" in vaes.log(since)
+
+
+def test_unload_models_drops_it_and_the_next_decode_gives_the_same_bits(vaes: Server) -> None:
+    graph = decoding("wan.safetensors", "1,16,2,6,6", TWO)
+    want = result(vaes, graph)["save"]
+    since = vaes.log_size()
+    vaes.client.post("/free", unload_models=True)
+    wait_for(lambda: "unloading the workers' model" in vaes.log(since), seconds=5)
+    assert torch.equal(result(vaes, decoding("wan.safetensors", "1,16,2,6,6", TWO))["save"], want)
+
+
+def test_progress_goes_by_frames(vaes: Server) -> None:
+    run = vaes.client.run(decoding("wan.safetensors", "1,16,7,16,16", TWO), timeout=300)
+    steps = [event.data for event in run.events if event.kind == "progress" and event.data["max"] == 25]
+    assert len(steps) >= 3
+    assert steps[-1]["value"] == 25
+
+
+def test_cancel_ends_a_decode_and_keeps_the_workers(vaes: Server) -> None:
+    small = decoding("wan.safetensors", "1,16,1,6,6", TWO)
+    want = result(vaes, small)["save"]
+    workers, since = vaes.workers(), vaes.client.now()
+    prompt = vaes.client.queue(decoding("wan.safetensors", "1,16,21,40,40", TWO))
+    vaes.client.wait(lambda e: e.kind == "progress" and e.data["max"] == 81, 120, since)
+    asked_at = time.monotonic()
+    vaes.client.interrupt(prompt)
+    with pytest.raises(Interrupted):
+        vaes.client.finish(prompt, since=since, timeout=60)
+    assert time.monotonic() - asked_at < 10
+    assert torch.equal(result(vaes, decoding("wan.safetensors", "1,16,1,6,6", TWO))["save"], want)
+    assert vaes.workers() == workers
+
+
+def test_a_killed_worker_fails_its_decode_and_the_next_works(vaes: Server) -> None:
+    since = vaes.client.now()
+    prompt = vaes.client.queue(decoding("wan.safetensors", "1,16,21,40,40", TWO))
+    vaes.client.wait(lambda e: e.kind == "progress" and e.data["max"] == 81, 120, since)
+    vaes.workers()[1].kill()
+    with pytest.raises(NodeError, match=r"(?is)VAEDecode.*(rank|worker).*(SIGKILL|killed|signal|died|gone)"):
+        vaes.client.finish(prompt, since=since, timeout=30)
+    assert both(vaes, decoding, "wan.safetensors", "1,16,2,6,5", TWO) <= BAR
+
+
+@pytest.mark.parametrize(("policy", "says"), [("unload", "unloading"), ("offload", "offloading")])
+def test_after_a_decode_it_stays_or_goes_as_asked(vaes: Server, policy: str, says: str) -> None:
+    parallel = Parallel(**{**vars(TWO), "after_sampling": policy})
+    since = vaes.log_size()
+    first, second = (result(vaes, decoding("taef1", "1,16,8,8", parallel))["save"] for _ in range(2))
+    assert torch.equal(first, second)
+    assert vaes.log(since).count(f"{says} the workers' model") == 2
+
+
+def test_devices_that_do_not_exist_are_refused_by_the_node(vaes: Server) -> None:
+    with pytest.raises(NodeError, match="mixes CPU and GPUs"):
+        result(vaes, decoding("taef1", "1,16,8,8", Parallel(devices="cpu,0")))
+
+
+@pytest.mark.parametrize(("make", "file", "shape"), WITH_THREE)
+def test_three_workers_make_the_same(vaes: Server, make: Any, file: str, shape: str) -> None:
+    assert both(vaes, make, file, shape, THREE) <= BAR

@@ -1,0 +1,58 @@
+"""Every class of VAE that workers may divide, against itself in one process: tiny, random weights, odd sizes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from .conftest import Divided
+from .names import COLUMNS, KINDS, NAMES, ROWS
+
+BAR = 1e-5
+WAYS = [(ROWS, 2), (COLUMNS, 3), (ROWS, 3), (COLUMNS, 2)]  # one for each class is enough to run by default
+ALL = list(itertools.product((ROWS, COLUMNS), (2, 3, 4)))
+
+
+@pytest.mark.parametrize(("name", "way"), list(zip(NAMES, itertools.cycle(WAYS), strict=False)), ids=NAMES)
+@pytest.mark.parametrize("method", ["decode", "encode"])
+def test_divided_is_the_same(divided: Divided, name: str, method: str, way: tuple[int, int]) -> None:
+    assert divided(name, method, *way)["apart"] <= BAR
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("way", ALL, ids=str)
+@pytest.mark.parametrize("method", ["decode", "encode"])
+def test_divided_in_any_way_is_the_same(divided: Divided, name: str, method: str, way: tuple[int, int]) -> None:
+    assert divided(name, method, *way)["apart"] <= BAR
+
+
+@pytest.mark.sweep(one_in=12)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("method", ["decode", "encode"])
+def test_in_bfloat16_ranks_differ_by_rounding_only(divided: Divided, name: str, method: str) -> None:
+    assert divided(name, method, ROWS, 3, dtype="bfloat16")["apart"] <= 2.5e-2
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("name", ["SD AutoencoderKL", "TAEHV of Wan 2.2"])
+def test_a_row_a_rank_is_enough(divided: Divided, name: str, ranks: int) -> None:
+    latent = {"SD AutoencoderKL": [1, 8, 2, ranks], "TAEHV of Wan 2.2": [1, 48, 2, 2, ranks]}[name]
+    assert divided(name, "decode", COLUMNS, ranks, latent=latent)["apart"] <= BAR
+
+
+def test_noise_is_that_of_one_process_and_its_generator_goes_on_from_there(divided: Divided) -> None:
+    for name in ("LTX 0.9.1, noise", "LTX 0.9.5, timestep"):
+        answer = divided(name, "decode", ROWS, 3)
+        assert answer["apart"] <= BAR
+        assert answer["noise"]
+
+
+def test_chunks_of_time_that_each_rank_chose_by_its_own_bytes_would_not_meet(divided: Divided) -> None:
+    with pytest.raises(AssertionError):
+        divided("LTX 0.9", "decode", ROWS, 3, own_chunks=True)
+
+
+def test_the_zoo_has_every_class_that_may_be_divided(divided: Divided) -> None:
+    assert {divided(name, "kind", ROWS, 1)["kind"] for name in NAMES} == KINDS
