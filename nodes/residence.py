@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,6 +110,14 @@ class Residence:
             self._held.pop(oldest).give_back()
         self._held[spec.unpatched] = held
         comfy.model_management.load_models_gpu(held.residents, memory_required=activation_bytes)
+
+    def give_back_all(self) -> list[str]:
+        """Have the workers drop every model; their files' names."""
+        held, self._held = list(self._held.values()), {}
+        given = [model for model in held if model.present]
+        for model in given:
+            model.give_back()
+        return [os.path.basename(model.spec.path) for model in given]
 
     def settle(self, spec: ModelSpec, policy: AfterSampling) -> None:
         """Do after a run what the user wants done with its model."""

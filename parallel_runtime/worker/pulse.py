@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..wire.bundles import write_bundle
 from ..wire.channel import Channel
-from ..wire.messages import Beat, Cancel, Step
+from ..wire.messages import Beat, Cancel, Figures, Step
 from .ranks import agree, everybodys, rank
 
 BEAT_SECONDS = 1.0
@@ -23,12 +25,20 @@ class Cancelled(Exception):
 
 
 class Pulse:
-    def __init__(self, channel: Channel, job: int) -> None:
+    def __init__(self, channel: Channel, job: int, figures: Callable[[], Figures | None] = lambda: None) -> None:
         self._channel = channel
         self._job = job
+        self._figures = figures
+        self._last_step = 0.0
+        self._step_seconds = 0.0
         self._cancelled = False
         self._last_beat = 0.0
         self._loading = True
+
+    def figures(self) -> Figures | None:
+        """This rank's, with the time that its last step took."""
+        figures = self._figures()
+        return figures and replace(figures, step_seconds=self._step_seconds)
 
     def vote(self) -> None:
         """Call on every rank at the same places. Raises Cancelled on all of them or on none."""
@@ -46,6 +56,10 @@ class Pulse:
 
     def step(self, step: int, total: int, x0: Tensor, x: Tensor) -> None:
         """A sampler's callback. Dropped, not waited for, where the host is behind."""
+        now = time.monotonic()
+        if self._last_step:
+            self._step_seconds = now - self._last_step
+        self._last_step = now
         if DEBUG:
             _check_equal(f"step {step + 1} of {total}", "latent", x0, x)
         if rank() == 0:
@@ -60,7 +74,7 @@ class Pulse:
         """That loading is over is said at once: from then on the host waits for less long."""
         now, loading = time.monotonic(), loaded is not None
         due = now - self._last_beat > BEAT_SECONDS or loading != self._loading
-        if due and self._channel.offer(Beat(self._job, loaded)):
+        if due and self._channel.offer(Beat(self._job, loaded, self.figures())):
             self._last_beat, self._loading = now, loading
 
     def _heard_cancel(self) -> bool:

@@ -17,12 +17,12 @@ from ..specs import ComfySetup, DemoJob, Job, Parallelism
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
 from ..wire.handshake import KEY
-from ..wire.messages import PROTOCOL, Cancel, Done, Failed, Joined, Ready, Sample, Stop, Unload, Welcome
+from ..wire.messages import PROTOCOL, Cancel, Done, Failed, Figures, Joined, Ready, Sample, Stop, Unload, Welcome
 from ..wire.stream import Stream
 from . import demo_loop, link
 from .agent import AGENT_PID
 from .leash import die_when, end_parent
-from .memory import is_out_of_memory, out_of_memory
+from .memory import figures, is_out_of_memory, out_of_memory
 from .models import Model, Models
 from .pulse import Cancelled, Pulse
 from .ranks import join, rank, world_size
@@ -46,7 +46,7 @@ class Worker:
         if world_size() > 1:
             everybody = self._models.mesh(Parallelism(ring_degree=world_size())).ring
             speed = link.bytes_per_second(everybody, self._device)
-        return Joined(link.flops_per_second(self._device), speed, link.free_bytes(self._device))
+        return Joined(link.flops_per_second(self._device), speed, link.free_bytes(self._device), self._figures())
 
     def serve(self) -> None:
         """Until the host says stop. Raises what a job raised, and RuntimeError where memory ran out."""
@@ -65,7 +65,7 @@ class Worker:
                     return
                 case Unload(job=job, model=model, offload=offload):
                     (self._models.offload if offload else self._models.drop)(model)
-                    self._channel.send(Done(job))
+                    self._channel.send(Done(job, figures=self._figures()))
                 case Sample():
                     self._channel.send(*self._sample(message, payload(bundle)))
                 case Cancel():
@@ -74,7 +74,7 @@ class Worker:
     @torch.inference_mode()
     def _sample(self, request: Sample, bundle: int) -> tuple[Done, int | None]:
         job = read_job(read_bundle(bundle))
-        pulse = Pulse(self._channel, request.job)
+        pulse = Pulse(self._channel, request.job, self._figures)
         pulse.loading(0.0)
         started = time.monotonic()
         model = self._models.get(request.model, request.parallelism, pulse.loading)
@@ -82,9 +82,13 @@ class Worker:
         try:
             result = self._loops[type(job)](model, job, pulse)
         except Cancelled:
-            return Done(request.job, cancelled=True), None
-        done = Done(request.job, load_seconds=loaded - started, seconds=time.monotonic() - loaded)
+            return Done(request.job, cancelled=True, figures=pulse.figures()), None
+        seconds = time.monotonic() - loaded
+        done = Done(request.job, load_seconds=loaded - started, seconds=seconds, figures=pulse.figures())
         return done, write_bundle(result) if rank() == 0 else None
+
+    def _figures(self) -> Figures:
+        return figures(self._device, self._models.loaded)
 
 
 def read_job(fields: dict[str, Any]) -> Job:
