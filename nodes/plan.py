@@ -9,7 +9,7 @@ from typing import Any
 
 import comfy.sample
 import comfy.sampler_helpers
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.families.base import Family
@@ -19,6 +19,7 @@ from ..parallel_runtime.host.runtime import measured_link
 from ..parallel_runtime.specs import ModelSpec, Parallelism, ParallelRequest, Placement
 from .config import CATEGORY, CPConfig, requested
 from .describe import describe_model
+from .plan_view import view
 from .refusals import check_conds, check_latent
 from .remote import plan_for
 
@@ -57,7 +58,7 @@ class CPPlan(io.ComfyNode):
         cfg: float = 8.0,
     ) -> io.NodeOutput:
         text, recommended = explain(model, latent_image, positive, requested(cp_config), cfg)
-        return io.NodeOutput(text, recommended, ui=ui.PreviewText(text))
+        return io.NodeOutput(text, recommended, ui=view(text, recommended))
 
 
 def explain(

@@ -1,18 +1,20 @@
 /** Toasts for what a user should hear at once: a worker's death, and that there are workers again. */
 
 import { app } from "../../scripts/app.js";
-import { openPanel } from "./panel.js";
-import { follow } from "./status.js";
+import { follow, now as current } from "./status.js";
 import { say } from "./words.js";
 
 const SECONDS = 1000;
+const CAUSE_MILLISECONDS = 1500; // how a worker ended is known a moment after that it did
 
 export function startNotices() {
   let mourning = false;
+  let cause = "";
   follow((now, before) => {
+    cause = now.state === "died" ? now.reason : cause;
     if (now.state === "died" && before.state !== "died") {
       mourning = true;
-      tell("error", say("toast.died"), now.reason, 20 * SECONDS);
+      setTimeout(() => tell("error", say("toast.died"), cause || current().reason, 20 * SECONDS), CAUSE_MILLISECONDS);
     } else if (mourning && ["idle", "sampling", "loading"].includes(now.state)) {
       mourning = false;
       tell("success", say("toast.recovered"), say("toast.recovered.detail"), 5 * SECONDS);

@@ -66,6 +66,7 @@ function fill(place) {
   };
   const buttons = actions();
   const log = logView();
+  place.classList.add("cp-place");
   place.replaceChildren(
     element(
       "section.cp-panel",

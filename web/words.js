@@ -26,5 +26,5 @@ export function say(key, values = {}) {
 
 /** @returns {string} */
 function language() {
-  return app.extensionManager.setting.get("Comfy.Locale") ?? "en";
+  return app.extensionManager?.setting.get("Comfy.Locale") ?? "en";
 }

@@ -103,6 +103,8 @@ class Processes:
 
     def loss(self) -> WorkerDied:
         """Which rank of a group that no longer runs was the first to go, as far as torchrun says so."""
+        ended = select.select(self._pidfds, [], [], 0)[0] if self._pidfds else []
+        self._activity.gone(self.named(self._pidfds.index(ended[0])) if ended else "of another machine")
         losses = [self.died(rank) for rank in range(len(self.channels))]
         told = [loss for loss in losses if "killed by" in str(loss) or "exited" in str(loss)]
         return next((loss for loss in told if "SIGTERM" not in str(loss)), (told or losses)[0])

@@ -107,6 +107,10 @@ class Activity:
         """The run is off and the workers are warm."""
         self._turn("cancelled")
 
+    def gone(self, worker: str) -> None:
+        """Seen at once; torchrun may take a second to say how it ended."""
+        self._turn("died", reason=f"worker {worker} went away")
+
     def lost(self, error: ParallelError) -> None:
         self._turn("died", reason=str(error))
 

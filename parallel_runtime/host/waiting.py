@@ -63,6 +63,7 @@ class Waiting:
         try:
             return self._channels[rank].receive()
         except (EOFError, OSError):
+            self._activity.gone(self._processes.named(rank))
             raise self._processes.died(rank) from None
 
     def _root_cause(self, failed: Failed) -> ParallelError:
