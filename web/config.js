@@ -8,13 +8,15 @@ import { say } from "./words.js";
 export const CONFIG = "CPParallelConfig";
 const WIDGET = "cp_summary";
 const EDIT_MILLISECONDS = 150;
-const HEIGHT = 44;
+const LEAST = 44; // pixels
+const MOST = 170;
+const FRAME = 22; // around the text
 
 /** @param {any} node a new CP Parallel Config */
 export function addSummary(node) {
   const text = element("div.cp-summary", { role: "status" });
   const widget = node.addDOMWidget(WIDGET, "cp_summary", text, {
-    serialize: false, hideOnZoom: false, getMinHeight: () => HEIGHT, getMaxHeight: () => 4 * HEIGHT, getValue: () => "", setValue() {},
+    serialize: false, getMinHeight: () => height(text), getValue: () => "", setValue() {},
   });
   widget.serialize = false; // of the saved workflow too: widgets there are known by their number
   /** @type {ReturnType<typeof setTimeout> | undefined} */
@@ -67,7 +69,22 @@ async function summarise(node, text) {
   text.title = words;
   text.classList.toggle("cp-bad", bad);
   node.has_errors = bad;
+  grow(node);
   app.canvas?.setDirty(true, true);
+}
+
+/** @param {HTMLElement} text */
+function height(text) {
+  return Math.min(MOST, Math.max(LEAST, text.scrollHeight + FRAME));
+}
+
+/**
+ * Never smaller: its size is the user's.
+ * @param {any} node
+ */
+function grow(node) {
+  const needed = node.computeSize()[1];
+  if (node.size[1] < needed) node.setSize([node.size[0], needed]);
 }
 
 /**
@@ -85,6 +102,7 @@ async function judged(values) {
     .map((name) => `${name} ${values[`${name}_degree`] || say("auto")}`)
     .join(" × ");
   if (values.nnodes > 1) return [say("config.machines", { degrees, workers: found.workers, nnodes: values.nnodes }), false];
-  const key = found.devices[0] === "cpu" ? "config.cpu" : "config.equals";
+  const onCpu = found.workers === 1 ? "config.cpu.one" : "config.cpu";
+  const key = found.devices[0] === "cpu" ? onCpu : "config.equals";
   return [say(key, { degrees, workers: found.workers, gpus: found.gpus }), false];
 }

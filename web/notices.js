@@ -1,6 +1,8 @@
 /** Toasts for what a user should hear at once: a worker's death, and that there are workers again. */
 
 import { app } from "../../scripts/app.js";
+import { element } from "./elements.js";
+import { openPanel } from "./panel.js";
 import { follow, now as current } from "./status.js";
 import { say } from "./words.js";
 
@@ -29,5 +31,17 @@ export function startNotices() {
  * @param {number} life milliseconds
  */
 function tell(severity, summary, detail, life) {
-  app.extensionManager.toast.add({ severity, summary, detail: `${detail}\n${say("toast.where")}`, life, group: undefined });
+  app.extensionManager.toast.add({ severity, summary, detail, life });
+  requestAnimationFrame(() => requestAnimationFrame(() => addLink(summary)));
+}
+
+/**
+ * ComfyUI's toasts hold text only: a link to the panel is put under ours.
+ * @param {string} summary
+ */
+function addLink(summary) {
+  for (const text of document.querySelectorAll(".p-toast-message-text")) {
+    if (!text.querySelector(".p-toast-summary")?.textContent?.includes(summary) || text.querySelector(".cp-link")) continue;
+    text.append(element("button.cp-link", { type: "button", onclick: openPanel }, say("toast.open")));
+  }
 }

@@ -66,17 +66,17 @@ function fill(place) {
   };
   const buttons = actions();
   const log = logView();
-  place.classList.add("cp-place");
-  place.replaceChildren(
-    element(
-      "section.cp-panel",
-      { "aria-label": say("title") },
-      element("h2.cp-title", {}, say("title")),
-      element("div.cp-line", {}, parts.dot, parts.state),
-      parts.progress, parts.hint, parts.model, parts.degrees, buttons.bar, parts.ranks, log.view,
-    ),
+  const view = element(
+    "section.cp-panel",
+    { "aria-label": say("title") },
+    element("h2.cp-title", {}, say("title")),
+    element("div.cp-line", {}, parts.dot, parts.state),
+    parts.progress, parts.hint, parts.model, parts.degrees, buttons.bar, parts.ranks, log.view,
   );
+  place.classList.add("cp-place");
+  place.replaceChildren(view);
   const show = (/** @type {Status} */ status) => {
+    view.dataset.state = status.state;
     showHead(parts, status);
     showRanks(parts.ranks, status);
     buttons.show(status);

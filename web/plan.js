@@ -21,9 +21,10 @@ const GAP = 4;
 export function addPlan(node) {
   const place = element("div.cp-plan", { tabindex: 0 }, element("p.cp-hint", {}, say("plan.empty")));
   const widget = node.addDOMWidget("cp_plan", "cp_plan", place, {
-    serialize: false, hideOnZoom: false, getMinHeight: () => MIN_HEIGHT, getValue: () => "", setValue() {},
+    serialize: false, getMinHeight: () => MIN_HEIGHT, getValue: () => "", setValue() {},
   });
   widget.serialize = false;
+  node.setSize([Math.max(node.size[0], WIDE + 40), Math.max(node.size[1], node.computeSize()[1])]);
   const before = node.onExecuted;
   node.onExecuted = function (/** @type {any} */ output) {
     before?.call(this, output);
