@@ -10,12 +10,12 @@ const WIDGET = "cp_summary";
 const EDIT_MILLISECONDS = 150;
 const LEAST = 44; // pixels
 const MOST = 170;
-const FRAME = 22; // around the text
+const FRAME = 34; // around the text
 
 /** @param {any} node a new CP Parallel Config */
 export function addSummary(node) {
-  const text = element("div.cp-summary", { role: "status" });
-  const widget = node.addDOMWidget(WIDGET, "cp_summary", text, {
+  const text = element("div.cp-words", { role: "status" });
+  const widget = node.addDOMWidget(WIDGET, "cp_summary", element("div.cp-summary", {}, text), {
     serialize: false, getMinHeight: () => height(text), getValue: () => "", setValue() {},
   });
   widget.serialize = false; // of the saved workflow too: widgets there are known by their number
@@ -67,7 +67,7 @@ async function summarise(node, text) {
   const [words, bad] = linked ? [say("config.linked"), false] : await judged(values);
   write(text, words);
   text.title = words;
-  text.classList.toggle("cp-bad", bad);
+  text.parentElement?.classList.toggle("cp-bad", bad);
   node.has_errors = bad;
   grow(node);
   app.canvas?.setDirty(true, true);
@@ -75,7 +75,7 @@ async function summarise(node, text) {
 
 /** @param {HTMLElement} text */
 function height(text) {
-  return Math.min(MOST, Math.max(LEAST, text.scrollHeight + FRAME));
+  return Math.min(MOST, Math.max(LEAST, text.offsetHeight + FRAME));
 }
 
 /**
@@ -100,7 +100,7 @@ async function judged(values) {
   if (reason) return [reason, true];
   const degrees = ["ring", "ulysses", "cfg", "data"]
     .map((name) => `${name} ${values[`${name}_degree`] || say("auto")}`)
-    .join(" × ");
+    .join(" x ");
   if (values.nnodes > 1) return [say("config.machines", { degrees, workers: found.workers, nnodes: values.nnodes }), false];
   const onCpu = found.workers === 1 ? "config.cpu.one" : "config.cpu";
   const key = found.devices[0] === "cpu" ? onCpu : "config.equals";

@@ -115,7 +115,7 @@ function showHead(parts, status) {
 function degreesInWords(status) {
   if (!status.degrees) return "";
   const names = ["ring", "ulysses", "cfg", "data"];
-  const degrees = names.map((name) => `${name} ${status.degrees?.[`${name}_degree`]}`).join(" × ");
+  const degrees = names.map((name) => `${name} ${status.degrees?.[`${name}_degree`]}`).join(" x ");
   const workers = say(status.world_size === 1 ? "worker" : "workers", { degrees, count: status.world_size });
   return status.nnodes > 1 ? `${workers} ${say("machines", { count: status.nnodes })}` : workers;
 }

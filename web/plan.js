@@ -4,7 +4,9 @@ import { drawn, element } from "./elements.js";
 import { say } from "./words.js";
 
 export const PLAN = "CPPlan";
-const MIN_HEIGHT = 150;
+const LEAST = 150; // pixels
+const MOST = 620;
+const FRAME = 40; // around the report
 const SHOWN = 16; // workers; more would be too thin to read
 const WIDE = 360;
 const LABEL = 96;
@@ -19,17 +21,21 @@ const GAP = 4;
 
 /** @param {any} node a new CP Plan */
 export function addPlan(node) {
-  const place = element("div.cp-plan", { tabindex: 0 }, element("p.cp-hint", {}, say("plan.empty")));
+  const report = element("div.cp-report", {}, element("p.cp-hint", {}, say("plan.empty")));
+  const place = element("div.cp-plan", { tabindex: 0 }, report);
   const widget = node.addDOMWidget("cp_plan", "cp_plan", place, {
-    serialize: false, getMinHeight: () => MIN_HEIGHT, getValue: () => "", setValue() {},
+    serialize: false, getMinHeight: () => Math.min(MOST, Math.max(LEAST, report.offsetHeight + FRAME)), getValue: () => "", setValue() {},
   });
   widget.serialize = false;
-  node.setSize([Math.max(node.size[0], WIDE + 40), Math.max(node.size[1], node.computeSize()[1])]);
+  const grow = () => node.setSize([Math.max(node.size[0], WIDE + 40), Math.max(node.size[1], node.computeSize()[1])]);
+  grow();
   const before = node.onExecuted;
   node.onExecuted = function (/** @type {any} */ output) {
     before?.call(this, output);
     const plan = output?.cp_plan?.[0];
-    if (plan) place.replaceChildren(...shown(plan));
+    if (!plan) return;
+    report.replaceChildren(...shown(plan));
+    grow();
   };
 }
 
