@@ -34,7 +34,7 @@ export function panel() {
 
 /** Open it, if it is not. */
 export function openPanel() {
-  const tabs = app.extensionManager.sidebarTab;
+  const tabs = /** @type {any} */ (app.extensionManager).sidebarTab; // later than the published types
   if (tabs.activeSidebarTabId !== PANEL) tabs.toggleSidebarTab(PANEL);
 }
 

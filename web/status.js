@@ -39,7 +39,9 @@ export function follow(listener) {
 
 /** Ask once, then listen: a page that was loaded in mid-run knows as much as any other. */
 export async function startFollowing() {
-  api.addEventListener("cp.status", (/** @type {CustomEvent<Status>} */ event) => hear(event.detail));
+  /** @type {EventTarget} */ (api).addEventListener("cp.status", (event) => {
+    hear(/** @type {CustomEvent<Status>} */ (event).detail);
+  });
   api.addEventListener("reconnected", ask);
   api.addEventListener("reconnecting", () => hear(UNKNOWN));
   await ask();

@@ -10,6 +10,7 @@ let words = {};
 
 /** Fetch them once; until then, and for what has no translation, English is said. */
 export async function loadWords() {
+  /** @type {Record<string, any>} */
   const all = await api.getCustomNodesI18n();
   words = Object.fromEntries(Object.entries(all).map(([language, said]) => [language, said[SPACE] ?? {}]));
 }
