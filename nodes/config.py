@@ -95,7 +95,7 @@ class CPParallelConfig(io.ComfyNode):
                     "Only there do the others find it.",
                 ),
             ],
-            outputs=[CPConfig.Output(display_name="cp_config")],
+            outputs=[CPConfig.Output(display_name="cp_config", tooltip="For a CP Sampler.")],
         )  # fmt: skip
 
     @classmethod
