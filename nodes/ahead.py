@@ -12,8 +12,8 @@ from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.planning import plan
 from ..parallel_runtime.host.runtime import start_ahead
 from ..parallel_runtime.specs import ParallelRequest
-from .remote import comfy_setup, visible_gpus
 from .settings import refresh
+from .workers import comfy_setup, visible_gpus
 
 CP_NODES = {"CPSampler", "CPSamplerAdvanced", "CPSamplerCustom", "CPLoadDiffusionModel"}
 WAIT_SECONDS = 2.0  # what is refused or cached is over by then, and needs no workers

@@ -26,7 +26,11 @@ ROOT = os.path.dirname(os.path.dirname(os.path.realpath(comfy.samplers.__file__)
 PACKAGES = ("comfy", "comfy_extras")
 LOCAL = ".<locals>."
 PLAIN = (bool, int, float, str)
-UNSENDABLE = (ModelPatcher, torch.nn.Module, Enum)
+UNSENDABLE = (ModelPatcher, torch.nn.Module)
+
+
+class Unsendable(Refused):
+    """Something that is not ComfyUI's own, or that has no words: workers cannot have it, ComfyUI's process can."""
 
 
 @contextmanager
@@ -35,7 +39,7 @@ def or_else(way_out: str) -> Iterator[None]:
     try:
         yield
     except Refused as refused:
-        raise Refused(f"{refused}; {way_out}") from None
+        raise type(refused)(f"{refused}; {way_out}") from None
 
 
 def title(thing: Any) -> str:
@@ -46,51 +50,76 @@ def title(thing: Any) -> str:
 
 
 def reference(thing: Any, what: str) -> str:
-    """`module:name` of a class or function that ComfyUI's own code has under that name. Raises Refused.
+    """`module:name` of a class or function that ComfyUI's own code has under that name. Raises Unsendable.
 
     ComfyUI runs a node as a copy of its class, made on the spot in the class's name: that is the class.
     """
     for found in inspect.getmro(thing) if isinstance(thing, type) else (thing,):
         name = getattr(found, "__qualname__", "<>")
-        if not _is_comfyui(found) or "<" in name:
+        if not is_comfyui(found) or "<" in name:
             break
         if _found(found.__module__, name) is found:
             return f"{_module(found)}:{name}"
-    raise Refused(f"{what} {title(thing)} is not part of ComfyUI itself, so the workers cannot have it")
+    raise Unsendable(f"{what} {title(thing)} is not part of ComfyUI itself, so the workers cannot have it")
+
+
+def is_comfyui(thing: Any) -> bool:
+    """Is this class or function defined in ComfyUI's own packages?"""
+    return _module(thing).split(".")[0] in PACKAGES
 
 
 def describe(value: Any, what: str) -> Any:
     """`value` for a bundle: plain values and tensors as they are, in lists and tuples; all else as {"kind": ...}.
 
-    Raises Refused, naming `what`, for anything that is not ComfyUI's own.
+    An object that is held twice is one object again at the other end. Raises Unsendable, naming `what`, for anything
+    that is not ComfyUI's own.
     """
-    return _describe(value, what, ())
+    return _Describer().describe(value, what, ())
 
 
-def _describe(value: Any, what: str, within: tuple[int, ...]) -> Any:
-    if value is None or (isinstance(value, PLAIN) and not isinstance(value, Enum)):
-        return value
-    if id(value) in within:
-        raise Refused(f"{what} holds a {title(value)} that holds itself, which cannot be sent to the workers")
+class _Describer:
+    """Numbers the objects of one description."""
 
-    def inner(part: Any) -> Any:
-        around = f"{what} {title(value)}" if isinstance(value, FunctionType) else what
-        return _describe(part, around, (*within, id(value)))
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
 
-    if isinstance(value, list | tuple | dict | set | frozenset):
-        return _container(value, what, inner)
-    match value:
-        case torch.Tensor():
-            return _tensor(value, what)
-        case uuid.UUID():
-            return {"kind": "uuid", "text": str(value)}
-        case type():
-            return {"kind": "name", "name": reference(value, what)}
-        case MethodType():
-            return {"kind": "method", "of": inner(value.__self__), "name": value.__name__}
-        case FunctionType():
-            return _function(value, what, inner)
-    return _object(value, what, inner)
+    def describe(self, value: Any, what: str, within: tuple[int, ...]) -> Any:
+        if value is None or (isinstance(value, PLAIN) and not isinstance(value, Enum)):
+            return value
+        if id(value) in within:
+            raise Unsendable(f"{what} holds a {title(value)} that holds itself, which cannot be sent to the workers")
+
+        def inner(part: Any) -> Any:
+            around = f"{what} {title(value)}" if isinstance(value, FunctionType) else what
+            return self.describe(part, around, (*within, id(value)))
+
+        if isinstance(value, list | tuple | dict | set | frozenset):
+            return _container(value, what, inner)
+        match value:
+            case torch.Tensor():
+                return _tensor(value, what)
+            case torch.dtype():
+                return {"kind": "dtype", "name": str(value).removeprefix("torch.")}
+            case uuid.UUID():
+                return {"kind": "uuid", "text": str(value)}
+            case Enum():
+                return {"kind": "enum", "class": reference(type(value), what), "name": value.name}
+            case type():
+                return {"kind": "name", "name": reference(value, what)}
+            case MethodType():
+                return {"kind": "method", "of": inner(value.__self__), "name": value.__name__}
+            case FunctionType():
+                return _function(value, what, inner)
+        return self._object(value, what, inner)
+
+    def _object(self, value: Any, what: str, inner: Callable[[Any], Any]) -> dict[str, Any]:
+        if id(value) in self._numbers:
+            return {"kind": "same", "number": self._numbers[id(value)]}
+        if isinstance(value, UNSENDABLE) or not hasattr(value, "__dict__") or not is_comfyui(type(value)):
+            raise Unsendable(f"{what} holds a {title(type(value))}, which cannot be sent to the workers")
+        name, attributes = reference(type(value), what), inner(vars(value))
+        number = self._numbers.setdefault(id(value), len(self._numbers))
+        return {"kind": "object", "class": name, "attributes": attributes, "number": number}
 
 
 def _container(value: Any, what: str, inner: Callable[[Any], Any]) -> Any:
@@ -100,14 +129,14 @@ def _container(value: Any, what: str, inner: Callable[[Any], Any]) -> Any:
         return {"kind": "dict", "items": [[inner(key), inner(part)] for key, part in value.items()]}
     if type(value) is set:
         return {"kind": "set", "items": [inner(part) for part in value]}
-    raise Refused(f"{what} holds a {title(type(value))}, which cannot be sent to the workers")
+    raise Unsendable(f"{what} holds a {title(type(value))}, which cannot be sent to the workers")
 
 
 def _function(function: FunctionType, what: str, inner: Callable[[Any], Any]) -> dict[str, Any]:
     if LOCAL not in function.__qualname__:
         return {"kind": "name", "name": reference(function, what)}
-    if not _is_comfyui(function):
-        raise Refused(f"{what} {title(function)} is not part of ComfyUI itself, so the workers cannot have it")
+    if not is_comfyui(function):
+        raise Unsendable(f"{what} {title(function)} is not part of ComfyUI itself, so the workers cannot have it")
     return {
         "kind": "function",
         "name": f"{_module(function)}:{function.__qualname__}",
@@ -116,12 +145,6 @@ def _function(function: FunctionType, what: str, inner: Callable[[Any], Any]) ->
         "defaults": inner(function.__defaults__),
         "keyword_defaults": inner(function.__kwdefaults__),
     }
-
-
-def _object(value: Any, what: str, inner: Callable[[Any], Any]) -> dict[str, Any]:
-    if isinstance(value, UNSENDABLE) or not hasattr(value, "__dict__") or not _is_comfyui(type(value)):
-        raise Refused(f"{what} holds a {title(type(value))}, which cannot be sent to the workers")
-    return {"kind": "object", "class": reference(type(value), what), "attributes": inner(vars(value))}
 
 
 def _tensor(value: torch.Tensor, what: str) -> torch.Tensor:
@@ -134,10 +157,6 @@ def _module(thing: Any) -> str:
     """ComfyUI imports its extra nodes, like custom nodes, under the path of their file."""
     name = getattr(thing, "__module__", None) or "?"
     return os.path.relpath(name, ROOT).replace(os.sep, ".") if name.startswith(ROOT + os.sep) else name
-
-
-def _is_comfyui(thing: Any) -> bool:
-    return _module(thing).split(".")[0] in PACKAGES
 
 
 def _found(module: str, name: str) -> Any:

@@ -1,79 +1,90 @@
-"""ComfyUI's MODEL, guider and sampler in words that a worker understands; what has no words is refused by name."""
+"""ComfyUI's MODEL, guider and sampler in words that a worker understands. What has no words raises Unsendable."""
 
 from __future__ import annotations
 
-import functools
-import json
-import os
-import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import comfy.model_management
 import comfy.samplers
 import torch
 from comfy.model_patcher import ModelPatcher
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..parallel_runtime.errors import Refused
-from ..parallel_runtime.families import recognise
-from ..parallel_runtime.families.base import Family, Shapes
-from ..parallel_runtime.families.header import header
-from ..parallel_runtime.specs import ComfyModel, DtypeChoice, ModelSpec, SamplingJob
-from .code import LOCAL, describe, or_else, reference, title
-from .origin import still_holds
-from .patches import WAY_OUT, describe_options, describe_weights, describe_wrappers
-from .refusals import SAMPLE_HERE, check_conds, check_guider, check_latent, check_model, check_sampler
+from ..parallel_runtime.host.cost import Figures, Work
+from ..parallel_runtime.networks import Network, network_of
+from ..parallel_runtime.specs import DtypeChoice, ModelSpec, SamplingJob
+from .code import LOCAL, Unsendable, describe, reference, title
+from .origin import origin
+from .patches import check_inside, describe_functions, describe_options, describe_weights
+from .refusals import check_guider, check_latent
+from .stand_in import network_behind
 
-LOADERS = ("load_diffusion_model", "load_checkpoint_guess_config")
-HONOURED_LOADER_OPTIONS = {"dtype"}
-WEIGHTLESS = "disable_unet_model_creation"  # how the model was built here says nothing of the file
-_first_seen: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()
+# Patches that see one block's queries, keys or output: those of all tokens, or the numbers are others.
+INSIDE_BLOCKS = {"attn1_patch", "attn2_patch", "attn1_output_patch", "attn2_output_patch", "mlp_patch"}
+OBJECTS = {"model_sampling", "manual_cast_dtype"}  # that a MODEL may have replaced and workers can have
 
 
-@dataclass(frozen=True, eq=False)
-class Patches:
-    """What lies on a MODEL: weight patches by weight, functions for guidance, wrappers around the sampling code."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Source:
+    """A MODEL for the workers: what they load, the weight patches on it, and the network, for what planning asks."""
 
+    spec: ModelSpec
     weights: dict[str, list[Any]]
-    options: dict[str, Any]
-    wrappers: list[list[Any]]
+    network: nn.Module
+    plan: Network | None
+    figures: Figures
+
+    @property
+    def text_width(self) -> int | None:
+        """Of a prompt's tokens, where the network says it."""
+        return getattr(self.plan, "text_width", lambda net: None)(self.network) if self.plan else None
+
+    def tokens(self, latent_shape: tuple[int, ...], text: int) -> dict[str, int]:
+        """Of each stream, for a latent [B, C, (T,) H, W] and a prompt of `text` tokens."""
+        return self.plan.tokens(self.network, latent_shape, text) if self.plan else {}
+
+    def work(self, latent_shape: tuple[int, ...], text: int, *, cached: bool = False) -> Work:
+        return self.figures.work(latent_shape[0], sum(self.tokens(latent_shape, text).values()), cached=cached)
 
 
-def describe_model(model: ModelPatcher, dtype: DtypeChoice) -> tuple[ModelSpec, Family, Patches]:
-    """The file behind MODEL, what to compute in, the family that can run it, and what lies on it. Raises Refused."""
-    check_model(model)
-    spec, family, weights = describe_file(model, dtype)
-    return spec, family, Patches(weights, describe_options(model), describe_wrappers(model))
-
-
-def describe_file(model: ModelPatcher, dtype: DtypeChoice) -> tuple[ModelSpec, Family, dict[str, list[Any]]]:
-    """The same of MODEL's weights alone: file, what to compute in, family, weight patches. Raises Refused."""
-    path = _file(model)
-    config = model.model.model_config
-    if config.quant_config is not None:
-        raise Refused(f"{os.path.basename(path)} is a quantised checkpoint, which the workers cannot read; "
-                      "use a bf16, fp16 or fp32 file")  # fmt: skip
-    unet_config = {key: value for key, value in config.unet_config.items() if _is_plain(value) and key != WEIGHTLESS}
-    size, mtime_ns = _unchanged(model, path)
-    shapes = _shapes(path, size, mtime_ns)
-    family = recognise(shapes, unet_config)
-    spec = ModelSpec(
-        path=os.path.realpath(path),
-        size=size,
-        mtime_ns=mtime_ns,
-        weight_dtype=_name(model.model.get_dtype()),
-        compute_dtype=_name(model.model.get_dtype_inference()) if dtype == "auto" else dtype,  # type: ignore[arg-type]
-        comfy=ComfyModel(config_class=type(config).__name__, unet_config=json.dumps(unet_config, sort_keys=True)),
-        patches=str(model.patches_uuid) if model.patches else "",
+def describe_model(model: ModelPatcher, dtype: DtypeChoice) -> Source:
+    """Raises Refused for a MODEL whose network no worker could have."""
+    check_inside(model)
+    cast = model.object_patches.get("manual_cast_dtype")
+    computed = dtype if dtype != "auto" else "" if cast is None else _name(cast)
+    spec = origin(model)
+    network = network_behind(model)
+    plan = network_of(network)
+    whole_only = sorted(INSIDE_BLOCKS & {kind for kind, found in _patches(model).items() if found})
+    if plan is not None and whole_only:
+        plan = None
+    dtype_here = cast or model.model.get_dtype_inference()
+    return Source(
+        spec=replace(spec, compute_dtype=computed, patches=str(model.patches_uuid) if model.patches else ""),
+        weights=describe_weights(model),
+        network=network,
+        plan=plan,
+        figures=Figures(
+            name=plan.name if plan else " with ".join([type(network).__name__, *whole_only]),
+            divisible=plan is not None,
+            heads=plan.heads(network) if plan else 1,
+            layers=plan.layers(network) if plan else 0,
+            width=plan.width(network) if plan else 0,
+            weights=sum(parameter.numel() for parameter in network.parameters()),
+            weight_bytes=comfy.model_management.module_size(network),
+            item_bytes=(dtype_here if dtype == "auto" else getattr(torch, dtype)).itemsize,
+        ),
     )
-    weights = describe_weights(model, {family.comfy_name(name): shape for name, shape in shapes.items()})
-    return spec, family, weights
+
+
+def _patches(model: ModelPatcher) -> dict[str, Any]:
+    return model.model_options["transformer_options"].get("patches", {})
 
 
 def describe_job(
     guider: comfy.samplers.CFGGuider,
-    family: Family,
-    patches: Patches,
+    source: Source,
     noise: Tensor,
     latent: Tensor,
     sampler: comfy.samplers.Sampler,
@@ -82,20 +93,19 @@ def describe_job(
     seed: int | None,
     latent_shapes: list | None,
 ) -> SamplingJob:
-    """One call of `guider.outer_sample`, ready to be sent. Raises Refused."""
-    if latent_shapes is not None and len(latent_shapes) > 1:
-        raise Refused(
-            "a latent of several streams (audio and video) cannot be sampled by CP Sampler yet; sample it with KSampler"
-        )
+    """One call of `guider.outer_sample`, ready to be sent. Raises Refused for a latent that fits no model of its kind,
+    Unsendable where the loop has to stay here."""
+    several = latent_shapes is not None and len(latent_shapes) > 1
+    if not several:
+        check_latent(guider.model_patcher, noise)
     kind, attributes = check_guider(guider)
-    check_sampler(sampler)
-    check_latent(guider.model_patcher, noise)
-    check_conds(guider.model_patcher, guider.conds, family, noise, latent, mask, seed)
+    model = guider.model_patcher
+    _check_sendable(model)
     return SamplingJob(
         guider=kind,
         guider_attributes=attributes,
-        conds={name: _described(name, conds) for name, conds in guider.conds.items()},
-        sampler=_sampler(sampler),
+        conds=_conds(guider.conds),
+        sampler=describe(sampler, "the SAMPLER"),
         noise=noise,
         latent=latent,
         mask=mask,
@@ -103,72 +113,47 @@ def describe_job(
         seed=seed,
         random_seed=torch.initial_seed(),
         random_state=torch.get_rng_state(),
-        model_sampling=_sampling(guider.model_patcher.get_model_object("model_sampling")),
-        model_options=patches.options,
-        wrappers=patches.wrappers,
-        patches=patches.weights,
+        model_sampling=_sampling(model.get_model_object("model_sampling")),
+        model_options=describe_options(guider.model_options),
+        wrappers=describe_functions(model.wrappers, "wrapper"),
+        callbacks=describe_functions(model.callbacks, "callback"),
+        patches=source.weights,
+        latent_shapes=[list(shape) for shape in latent_shapes or ()] if several else None,
     )
 
 
-def _unchanged(model: ModelPatcher, path: str) -> tuple[int, int]:
-    """Size and mtime_ns of the file. Raises Refused where it is no longer the one that MODEL was first seen with."""
-    if not os.path.isfile(path):
-        raise Refused(f"the file of this MODEL is gone: {path}")
-    stat = os.stat(path)
-    now = (stat.st_size, stat.st_mtime_ns)
-    if model.model not in _first_seen and still_holds(path, model):
-        _first_seen[model.model] = now
-    if _first_seen.get(model.model) != now:
-        raise Refused(f"{path} changed on disk after this MODEL was loaded from it; have ComfyUI load it again: "
-                      "Unload models and free the node cache, or restart")  # fmt: skip
-    return now
+def _check_sendable(model: ModelPatcher) -> None:
+    for name in model.object_patches.keys() - OBJECTS:
+        raise Unsendable(f"the MODEL has a replaced {name}")
+    for name, models in model.additional_models.items():
+        if models:
+            raise Unsendable(f"the MODEL brings additional models ({name})")
 
 
-@functools.lru_cache(maxsize=16)
-def _shapes(path: str, size: int, mtime_ns: int) -> Shapes:
-    """Read once as long as the file is the same: this is asked before every run, and every evaluation of some."""
-    return header(path).shapes
-
-
-def _file(model: ModelPatcher) -> str:
-    init = getattr(model, "cached_patcher_init", None)
-    if init is None or init[0].__name__ not in LOADERS:
-        raise Refused("this MODEL does not say which file it came from; CP Sampler needs one from Load Diffusion "
-                      "Model or Load Checkpoint")  # fmt: skip
-    path = init[1][0]
-    options = next((part for part in init[1][1:] if isinstance(part, dict)), {})
-    for name, value in options.items():
-        if value and name not in HONOURED_LOADER_OPTIONS:
-            raise Refused(f"the loader option {name}={value} is not honoured by the workers; load without it")
-    return path
+def _conds(conds: dict[str, list[dict[str, Any]]]) -> Any:
+    """Converted conditions without what ComfyUI makes anew from the rest."""
+    made_anew = ("uuid", "model_conds")
+    sendable = {
+        name: [{key: value for key, value in cond.items() if key not in made_anew} for cond in of_one]
+        for name, of_one in conds.items()
+    }
+    return describe(sendable, "the CONDITIONING")
 
 
 def _sampling(sampling: torch.nn.Module) -> dict[str, Any]:
     kind = type(sampling)  # made inside a function, of ComfyUI's bases; or one of ComfyUI's own
     bases = kind.__bases__ if LOCAL in kind.__qualname__ else (kind,)
     if kind not in bases and any(callable(own) for own in vars(kind).values()):
-        raise Refused(f"the model sampling {title(kind)} has code of its own, which the workers cannot have")
+        raise Unsendable(f"the model sampling {title(kind)} has code of its own, which the workers cannot have")
     attributes = {k: v for k, v in vars(sampling).items() if not k.startswith("_") and k != "training"}
     for name, value in attributes.items():
         if not _is_plain(value):
-            raise Refused(f"the model's sampling has {name} = {value!r}, which cannot be sent to the workers")
+            raise Unsendable(f"the model's sampling has {name} = {value!r}, which cannot be sent to the workers")
     return {
         "bases": [reference(base, "the model sampling") for base in bases],
         "attributes": attributes,
         "buffers": dict(sampling.named_buffers()),
     }
-
-
-def _sampler(sampler: comfy.samplers.Sampler) -> Any:
-    with or_else(SAMPLE_HERE):
-        return describe(sampler, "the SAMPLER")
-
-
-def _described(name: str, conds: list[dict[str, Any]]) -> Any:
-    """Converted conditions without what ComfyUI makes anew from the rest."""
-    sendable = [{key: value for key, value in cond.items() if key not in ("uuid", "model_conds")} for cond in conds]
-    with or_else(WAY_OUT):
-        return describe(sendable, f"{name}: the CONDITIONING")
 
 
 def _is_plain(value: Any) -> bool:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import comfy.model_management
 import torch
-from comfy.model_base import BaseModel
-from torch import Tensor
+from comfy.model_patcher import ModelPatcher
 
 from ..parallel_runtime.errors import Refused
-from ..parallel_runtime.host.cost import activation_bytes, work_of
+from ..parallel_runtime.host.cost import activation_bytes
 from ..parallel_runtime.host.group import WorkerGroup
 from ..parallel_runtime.host.runtime import borrowed_group
-from ..parallel_runtime.specs import EvaluationJob, ModelSpec, ParallelRequest
-from .describe import describe_file
-from .refusals import check_call, check_weights
-from .remote import comfy_setup, plan_for
+from ..parallel_runtime.specs import EvaluationJob, ParallelRequest
+from .describe import Source, describe_model
+from .patches import describe_inside
 from .residence import residence
+from .workers import comfy_setup, plan_for
 
 KEEP = 8  # prompts that a worker keeps: see worker/comfy_loop/evaluation.py
 
@@ -45,63 +45,101 @@ class Prompts:
 _prompts: weakref.WeakKeyDictionary[WorkerGroup, Prompts] = weakref.WeakKeyDictionary()
 
 
+@dataclass(eq=False)
+class _Run:
+    """From ComfyUI's `pre_run` to its `cleanup`: what is sampled with, and whether the workers have been asked."""
+
+    model: ModelPatcher
+    source: Source
+    claimed: WorkerGroup | None = None
+
+
 class RemoteEvaluation:
-    """A stand-in's `evaluate`: one round trip to the worker group."""
+    """A stand-in's answer: one round trip to the worker group."""
 
     def __init__(self, request: ParallelRequest) -> None:
         self._request = request
-        self.model: weakref.ref[BaseModel] | None = None  # known once the model that we stand in is built
-        self._used: ModelSpec | None = None
+        self._run: _Run | None = None
 
-    def __call__(self, x: Tensor, timestep: Tensor, conds: dict[str, Any]) -> Tensor:
-        """ComfyUI's model output [B, C_out, (T,) H, W], in x's dtype and on x's device. Raises Refused."""
+    def begin(self, model: ModelPatcher) -> None:
+        """Raises Refused for a MODEL whose network no worker could have."""
         if self._request.step_cache:
             raise Refused(
                 f"step_cache {self._request.step_cache:g} on CP Load Diffusion Model: evaluations for a native sampler "
                 "do not say where a run begins; sample with a CP Sampler, or set step_cache to 0 here"
             )
-        assert self.model is not None
-        model = self.model()
-        assert model is not None
-        check_weights(model.current_patcher)
-        spec, family, patches = describe_file(model.current_patcher, self._request.dtype)
-        conds = {name: value for name, value in conds.items() if value is not None}
-        if unused := sorted(conds.keys() - family.conditions):
+        if model.hook_patches or model.forced_hooks:
             raise Refused(
-                f"a {family.name} model in the workers cannot honour {', '.join(unused)} in the "
-                "CONDITIONING; remove it, or take the model from Load Diffusion Model"
+                "hooks (scheduled LoRA) cannot change weights in the workers from step to step while the sampler runs "
+                "in ComfyUI's process; remove them, or sample with KSampler"
             )
-        check_call(f"a {family.name} model in the workers", family, tuple(x.shape), conds)
-        _, placement = plan_for(family, self._request)
+        self._run = _Run(model, describe_model(model, self._request.dtype))
+
+    def __call__(self, method: str, arguments: dict[str, Any]) -> Any:
+        """What ComfyUI's network would give, where its first argument is and in its dtype. Raises Refused."""
+        assert self._run is not None, "an evaluation outside of a run"
+        each, conds = _told_apart(arguments, method)
+        options = arguments.get("transformer_options")
+        result = self._answer(method, each, conds, None if options is None else describe_inside(options))
+        like = next(iter(arguments.values()))
+        return _like(result, like[0] if isinstance(like, list) else like)
+
+    def _answer(self, method: str, each: dict[str, Any], conds: dict[str, Any], options: dict[str, Any] | None) -> Any:
+        run = self._run
+        assert run is not None
+        source, spec = run.source, run.source.spec
+        work = source.work(*_sizes(each, conds))
+        _, placement = plan_for(source.figures, self._request)
         check = comfy.model_management.throw_exception_if_processing_interrupted
-        text = conds.get("c_crossattn")
-        work = work_of(spec, family, tuple(x.shape), 0 if text is None else text.shape[1])
         with borrowed_group(placement, comfy_setup(), check) as group:
-            parallelism, _ = plan_for(family, self._request, work=work)
-            if not group.holds(spec) or spec != self._used:
-                residence.claim(group, spec, work.weight_bytes, activation_bytes(work, parallelism))
-            self._used = spec
+            parallelism, _ = plan_for(source.figures, self._request, work=work)
+            if not group.holds(spec) or run.claimed is not group:
+                residence.claim(group, spec, source.figures.weight_bytes, activation_bytes(work, parallelism))
+            run.claimed = group
             prompts = _prompts.setdefault(group, Prompts())
             known = prompts.find(conds)
             job = EvaluationJob(
-                x=x,
-                timestep=timestep,
+                each=each,
+                options=options,
                 prompt=prompts.add(conds) if known is None else known,
                 conds=conds if known is None else None,
-                patches=None if group.holds(spec) else patches,
+                patches=None if group.holds(spec) else source.weights,
+                method=method,
             )
             try:
-                result = group.sample(spec, parallelism, job, watch=check)
+                return group.sample(spec, parallelism, job, watch=check).value["out"]
             except BaseException:
                 prompts.forget()
                 raise
-        return result.value["out"].to(x)
 
     def settle(self) -> None:
         """Do after a run what the user wants done with the model."""
-        if self._used is not None:
-            residence.settle(self._used, self._request.after_sampling)
-            self._used = None
+        if self._run is not None and self._run.claimed is not None:
+            residence.settle(self._run.source.spec, self._request.after_sampling)
+        self._run = None
+
+
+def _told_apart(arguments: dict[str, Any], method: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What changes from call to call: the latent, the timestep, a ControlNet's residuals; and the conditions."""
+    given = {key: value for key, value in arguments.items() if value is not None and key != "transformer_options"}
+    changing = [*given][:2] if method == "forward" else []
+    each = {key: value for key, value in given.items() if key in (*changing, "control")}
+    return each, {key: value for key, value in given.items() if key not in each}
+
+
+def _sizes(each: dict[str, Any], conds: dict[str, Any]) -> tuple[tuple[int, ...], int]:
+    """The latent's shape, the first of several, and the tokens of text."""
+    latent = next(iter(each.values()), None)
+    latent = latent[0] if isinstance(latent, list) else latent
+    text = next((value for value in conds.values() if torch.is_tensor(value) and value.ndim == 3), None)
+    shape = (1, 1, 1, 1) if latent is None else tuple(latent.shape)
+    return shape, 0 if text is None else text.shape[1]
+
+
+def _like(value: Any, like: torch.Tensor) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_like(part, like) for part in value)
+    return value.to(like.device) if torch.is_tensor(value) else value
 
 
 def _equal(a: Any, b: Any) -> bool:

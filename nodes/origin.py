@@ -1,38 +1,128 @@
-"""Whether a file still holds the weights of the MODEL that was loaded from it."""
+"""Where a MODEL came from: the loader that ComfyUI says would make it again, and the files that it reads."""
 
 from __future__ import annotations
+
+import inspect
+import json
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from comfy.model_patcher import ModelPatcher
 from safetensors import safe_open
 from torch import Tensor
 
-from ..parallel_runtime.families.base import Family
-from ..parallel_runtime.families.header import header
+from ..parallel_runtime import gguf
+from ..parallel_runtime.errors import Refused
+from ..parallel_runtime.specs import ModelSpec, SourceFile
+from .code import reference, title
 
 PIECES = 16
+PREFIXES = ("model.diffusion_model.", "")
+WAY_OUT = "take the MODEL from Load Diffusion Model, Load Checkpoint or CP Load Diffusion Model"
+_first_seen: weakref.WeakKeyDictionary[torch.nn.Module, tuple[SourceFile, ...]] = weakref.WeakKeyDictionary()
 
 
-def still_holds(path: str, model: ModelPatcher) -> bool:
+def origin(model: ModelPatcher) -> ModelSpec:
+    """What a worker calls to have this MODEL's network, nothing on it. Raises Refused where none can be named."""
+    init = getattr(model, "cached_patcher_init", None)
+    if init is None:
+        raise Refused(_nameless(model))
+    loader, arguments, *index = init
+    files = _files(model, arguments)
+    if loader is gguf.load:
+        arguments = arguments[1:]  # the class of the patcher is each side's own
+    else:
+        arguments = _settled(loader, arguments, model.model.get_dtype())
+    return ModelSpec(
+        loader=gguf.LOADER if loader is gguf.load else _named(loader),
+        arguments=json.dumps([_plain(value, loader) for value in arguments], sort_keys=True),
+        index=index[0] if index else None,
+        files=files,
+        weight_dtype=str(model.model.get_dtype()).removeprefix("torch."),
+    )
+
+
+def _nameless(model: ModelPatcher) -> str:
+    if type(model).__name__ == gguf.PATCHER:
+        return ("this MODEL of ComfyUI-GGUF does not say which file it came from; load the .gguf with "
+                "CP Load Diffusion Model, which uses that pack's loader")  # fmt: skip
+    return f"this MODEL ({title(type(model))}) does not say which file it came from; {WAY_OUT}"
+
+
+def _named(loader: Callable[..., Any]) -> str:
+    try:
+        return reference(loader, "the loader")
+    except Refused as refused:
+        raise Refused(f"{refused}; {WAY_OUT}") from None
+
+
+def _settled(loader: Callable[..., Any], arguments: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    """The arguments with ComfyUI's choice of dtype in them: it goes by free memory, which every worker has its own of."""
+    bound = inspect.signature(loader).bind(*arguments)
+    if "model_options" in inspect.signature(loader).parameters:
+        bound.arguments["model_options"] = {**bound.arguments.get("model_options", {}), "dtype": dtype}
+    bound.apply_defaults()
+    return bound.args
+
+
+def _plain(value: Any, loader: Callable[..., Any]) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(part, loader) for part in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _plain(part, loader) for key, part in value.items()}
+    if isinstance(value, torch.dtype):
+        return {"torch.dtype": str(value).removeprefix("torch.")}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise Refused(f"the loader {title(loader)} was given a {title(type(value))}, which workers cannot have; {WAY_OUT}")
+
+
+def _files(model: ModelPatcher, arguments: tuple[Any, ...]) -> tuple[SourceFile, ...]:
+    """The files as they were when MODEL was first seen. Raises Refused where they are others now."""
+    paths = [
+        value for value in arguments if isinstance(value, str) and os.path.splitext(value)[1] and os.path.isabs(value)
+    ]
+    for path in paths:
+        if not os.path.exists(path):
+            raise Refused(f"the file of this MODEL is gone: {path}")
+    now = tuple(_file(path) for path in paths if os.path.isfile(path))
+    if model.model not in _first_seen and all(_still_holds(file.path, model) for file in now):
+        _first_seen[model.model] = now
+    if _first_seen.get(model.model) != now:
+        raise Refused(f"{now[0].path} changed on disk after this MODEL was loaded from it; have ComfyUI load it again: "
+                      "Unload models and free the node cache, or restart")  # fmt: skip
+    return now
+
+
+def _file(path: str) -> SourceFile:
+    stat = os.stat(path)
+    return SourceFile(path=os.path.realpath(path), size=stat.st_size, mtime_ns=stat.st_mtime_ns)
+
+
+def _still_holds(path: str, model: ModelPatcher) -> bool:
     """Compares the first rows of some weights, from all over the model. False where most of them differ.
 
-    A MODEL whose weights are not here is no witness, nor is a weight with a LoRA in it.
+    A weight with a LoRA in it is no witness, nor is one that the loader holds under another name or in another shape.
     """
+    if not path.endswith((".safetensors", ".sft")):
+        return True
     slots = dict(model.model.diffusion_model.named_parameters())
     patched = {key.removeprefix("diffusion_model.") for key in (*model.patches, *model.backup)}
-    head = header(path)
-    named = {name: Family.comfy_name(name) for name, shape in head.shapes.items() if len(shape) > 1}
-    known = [
-        (name, slots[called])
-        for name, called in named.items()
-        if called in slots and called not in patched and _comparable(slots[called], head.shapes[name])
-    ]
-    chosen = known[:: max(1, len(known) // PIECES)]
     with safe_open(path, framework="pt", device="cpu") as file:
-        rows = [(file.get_slice(head.prefix + name)[:1], slot[:1]) for name, slot in chosen]
-    differing = sum(not torch.equal(row.to(slot.dtype), slot.detach().cpu()) for row, slot in rows)
+        names = set(file.keys())
+        prefix = next(prefix for prefix in PREFIXES if not prefix or any(name.startswith(prefix) for name in names))
+        known = [name for name in slots if prefix + name in names and name not in patched and slots[name].ndim > 1]
+        rows = [
+            (file.get_slice(prefix + name)[:1], slots[name])
+            for name in known[:: max(1, len(known) // PIECES)]
+            if _comparable(slots[name], file.get_slice(prefix + name).get_shape())
+        ]
+    differing = sum(not torch.equal(row.to(slot.dtype), slot[:1].detach().cpu()) for row, slot in rows)
     return 2 * differing <= len(rows)
 
 
-def _comparable(slot: Tensor, shape: tuple[int, ...]) -> bool:
-    return tuple(slot.shape) == tuple(shape) and not slot.is_meta
+def _comparable(slot: Tensor, shape: list[int]) -> bool:
+    return type(slot.data) is Tensor and list(slot.shape) == list(shape) and not slot.is_meta

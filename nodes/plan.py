@@ -12,16 +12,15 @@ import comfy.sampler_helpers
 from comfy_api.latest import io
 
 from ..parallel_runtime.errors import Refused
-from ..parallel_runtime.families.base import Family
-from ..parallel_runtime.host.cost import Work, work_of
+from ..parallel_runtime.host.cost import Figures, Work
 from ..parallel_runtime.host.report import Subject, report
 from ..parallel_runtime.host.runtime import measured_link
-from ..parallel_runtime.specs import ModelSpec, Parallelism, ParallelRequest, Placement
+from ..parallel_runtime.specs import Parallelism, ParallelRequest, Placement
 from .config import CATEGORY, CPConfig, requested
-from .describe import describe_model
+from .describe import Source, describe_model
 from .plan_view import view
 from .refusals import check_conds, check_latent
-from .remote import plan_for
+from .workers import plan_for
 
 
 class CPPlan(io.ComfyNode):
@@ -69,16 +68,16 @@ def explain(
 ) -> tuple[str, ParallelRequest]:
     """The report, and a config that works: the one asked for if it does, else the automatic one."""
     try:
-        spec, family = describe_model(model, request.dtype)[:2]
+        source = describe_model(model, request.dtype)
     except Refused as refused:
         return f"This MODEL cannot run in the workers: {refused}", request
     guided = not math.isclose(cfg, 1.0)
-    subject = subject_of(model, spec, family, latent, positive, cached=request.step_cache > 0)
+    subject, figures = subject_of(model, source, latent, positive, cached=request.step_cache > 0), source.figures
     trouble = ""
     try:
-        degrees, placement = plan_for(family, request, guided=guided, work=subject.work)
+        degrees, placement = plan_for(figures, request, guided=guided, work=subject.work)
     except Refused as refused:
-        request, degrees, placement = instead(family, request, guided, subject.work)
+        request, degrees, placement = instead(figures, request, guided, subject.work)
         trouble = f"The CP Parallel Config cannot work: {refused}.\nWith the degrees on auto"
         trouble += f" and devices {request.devices!r}:\n" if request.devices else ":\n"
     link = measured_link(placement)
@@ -95,30 +94,31 @@ def explain(
 
 
 def instead(
-    family: Family, request: ParallelRequest, guided: bool, work: Work
+    figures: Figures, request: ParallelRequest, guided: bool, work: Work
 ) -> tuple[ParallelRequest, Parallelism, Placement]:
     """What works where `request` does not: its devices with all degrees on auto, or else everything on auto."""
     nothing = ParallelRequest(dtype=request.dtype)
     devices = replace(nothing, devices=request.devices)
     try:
-        return devices, *plan_for(family, devices, guided=guided, work=work)
+        return devices, *plan_for(figures, devices, guided=guided, work=work)
     except Refused:
-        return nothing, *plan_for(family, nothing, guided=guided, work=work)
+        return nothing, *plan_for(figures, nothing, guided=guided, work=work)
 
 
-def subject_of(
-    model: Any, spec: ModelSpec, family: Family, latent: dict[str, Any], positive: list, *, cached: bool
-) -> Subject:
+def subject_of(model: Any, source: Source, latent: dict[str, Any], positive: list, *, cached: bool) -> Subject:
     samples = comfy.sample.fix_empty_latent_channels(
         model, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
     )
-    check_latent(model, samples)
-    check_conds(model, {"positive": comfy.sampler_helpers.convert_cond(positive)}, family, samples, samples)
+    first = samples.unbind()[0] if samples.is_nested else samples
+    if not samples.is_nested:
+        check_latent(model, samples)
+    check_conds(source, {"positive": comfy.sampler_helpers.convert_cond(positive)})
     text = max((cond[0].shape[1] for cond in positive if cond[0] is not None), default=0)
-    shape = tuple(samples.shape)
-    work = work_of(spec, family, shape, text, cached=cached)
+    figures, shape = source.figures, tuple(first.shape)
+    cut = f"{figures.layers} layers, {figures.heads} heads, " if figures.divisible else ""
+    computed = source.spec.compute_dtype or str(model.model.get_dtype_inference()).removeprefix("torch.")
     title = (
-        f"{family.name} ({os.path.basename(spec.path)}): {family.layers} layers, {family.heads} heads, "
-        f"{work.weight_bytes / work.item_bytes / 1e9:.2f} billion weights, computed in {spec.compute_dtype}."
+        f"{figures.name} ({', '.join(os.path.basename(file.path) for file in source.spec.files)}): {cut}"
+        f"{figures.weights / 1e9:.2f} billion weights in {figures.weight_bytes / 2**30:.2f} GiB, computed in {computed}."
     )
-    return Subject(model=title, tokens=family.tokens(shape, text), work=work)
+    return Subject(model=title, tokens=source.tokens(shape, text), work=source.work(shape, text, cached=cached))

@@ -10,7 +10,7 @@ from ..parallel_runtime.host.picture import Part, parts, table
 from ..parallel_runtime.host.planning import plan
 from ..parallel_runtime.specs import ParallelRequest
 from .ahead import ANY_HEADS
-from .remote import visible_gpus
+from .workers import visible_gpus
 
 
 def view(report: str, recommended: ParallelRequest) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Where a sampling run leaves ComfyUI's process: in place of a guider's `outer_sample`.
 
 Everything around it (noise, noise levels, masks, previews, outputs) stays ComfyUI's own code in the host; everything
-inside it (conditioning, guidance, the sampler) is ComfyUI's own code in the workers.
+inside it (conditioning, guidance, the sampler) is ComfyUI's own code in the workers. Where something inside is not
+ComfyUI's own, the loop stays here and only the network is in the workers.
 """
 
 from __future__ import annotations
@@ -9,72 +10,87 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import comfy.model_management
-import comfy.options
-import comfy.patcher_extension
 import comfy.samplers
-import comfyui_version
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ..parallel_runtime.errors import Refused, WorkerFailed
-from ..parallel_runtime.families.base import Family
-from ..parallel_runtime.host.cost import Work, activation_bytes, evaluation_seconds, work_of
+from ..parallel_runtime.host.cost import activation_bytes
 from ..parallel_runtime.host.group import Result
-from ..parallel_runtime.host.planning import check_step_cache, plan
-from ..parallel_runtime.host.runtime import borrowed_group, measured_link
-from ..parallel_runtime.specs import ComfySetup, ModelSpec, Parallelism, ParallelRequest, Placement
-from .describe import Patches, describe_job, describe_model
-from .refusals import check_guider, check_guider_options
+from ..parallel_runtime.host.runtime import borrowed_group
+from ..parallel_runtime.specs import ParallelRequest, Placement, SamplingJob
+from .code import Unsendable
+from .describe import Source, describe_job, describe_model
+from .evaluation import RemoteEvaluation
+from .patches import KEY
+from .refusals import check_conds, check_guider, check_sampler
 from .requirements import check_requirements
 from .residence import residence
+from .stand_in import weightless
+from .workers import comfy_setup, plan_for
 
 log = logging.getLogger(__name__)
-
-KEY = "context_parallel"
 
 Callback = Callable[[int, Any, Any, int], None]
 
 
 def model_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatcher:
     """A clone of `model` whose sampling runs in the worker group. Raises Refused for what workers cannot honour."""
-    check_requirements()
-    spec, family, patches = describe_model(model, request.dtype)
-    sampling = RemoteSampling(spec, family, patches, request)
-    plan_for(family, request)
+    source = _checked(model, request)
     remote = model.clone()
-    remote.wrappers = {}  # those of MODEL run in the workers
-    remote.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.OUTER_SAMPLE, KEY, sampling)
+    others = remote.wrappers.pop(WrappersMP.OUTER_SAMPLE, {})
+    remote.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, RemoteSampling(source, request))
+    remote.wrappers[WrappersMP.OUTER_SAMPLE].update(others)  # around the sampler, and inside the workers
     return remote
 
 
-def guider_on_workers(guider: comfy.samplers.CFGGuider, request: ParallelRequest) -> comfy.samplers.CFGGuider:
+def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
     """A copy of `guider` whose sampling runs in the worker group. Raises Refused for what workers cannot honour."""
-    if not isinstance(guider, comfy.samplers.CFGGuider):
-        raise Refused(f"the GUIDER {type(guider).__name__} is none of ComfyUI's; sample with SamplerCustomAdvanced")
-    check_guider(guider)
+    models = {name: value for name, value in vars(guider).items() if isinstance(value, ModelPatcher)}
+    if not models:
+        raise Refused(f"the GUIDER {type(guider).__name__} holds no MODEL; sample with SamplerCustomAdvanced")
     remote = copy.copy(guider)
+    try:
+        check_guider(guider)
+    except Unsendable as reason:
+        for name, model in models.items():
+            _checked(model, request)
+            setattr(remote, name, _evaluated(model, request, reason))
+        return remote
     remote.model_patcher = model_on_workers(guider.model_patcher, request)
-    check_guider_options(guider)
-    remote.model_options = remote.model_patcher.model_options
+    if guider.model_options is guider.model_patcher.model_options:
+        remote.model_options = remote.model_patcher.model_options
     return remote
+
+
+def _checked(model: ModelPatcher, request: ParallelRequest) -> Source:
+    check_requirements()
+    source = describe_model(model, request.dtype)
+    plan_for(source.figures, request)
+    return source
+
+
+def _evaluated(model: ModelPatcher, request: ParallelRequest, reason: Unsendable) -> ModelPatcher:
+    if request.step_cache:
+        raise Refused(f"step_cache {request.step_cache:g} cannot be honoured: the loop stays in ComfyUI's process, "
+                      f"because {reason}; set step_cache to 0")  # fmt: skip
+    log.info("[CP] the sampler runs in ComfyUI's process, and the workers evaluate the model, because %s", reason)
+    return weightless(model, RemoteEvaluation(request))
 
 
 @dataclass(frozen=True)
 class RemoteSampling:
     """ComfyUI's OUTER_SAMPLE wrapper: sends the run to the workers instead of going on to the sampler."""
 
-    spec: ModelSpec
-    family: Family
-    patches: Patches
+    source: Source
     request: ParallelRequest
 
     def __call__(
@@ -92,28 +108,50 @@ class RemoteSampling:
     ) -> Tensor:
         """Samples [B, C, (T,) H, W], as `CFGGuider.outer_sample` returns them."""
         guider = executor.class_obj
-        job = describe_job(
-            guider, self.family, self.patches, noise, latent_image, sampler, sigmas, denoise_mask, seed, latent_shapes
-        )
-        job = replace(job, step_cache=self.request.step_cache)
+        check_conds(self.source, guider.conds)
+        try:
+            job = describe_job(
+                guider, self.source, noise, latent_image, sampler, sigmas, denoise_mask, seed, latent_shapes
+            )
+        except Unsendable as reason:
+            check_sampler(sampler)
+            more = {} if latent_shapes is None else {"latent_shapes": latent_shapes}
+            run = partial(
+                executor, noise, latent_image, sampler, sigmas, denoise_mask, callback, disable_pbar, seed, **more
+            )
+            return self._here(guider, run, reason)
+        shape = tuple(latent_shapes[0]) if latent_shapes else tuple(noise.shape)
+        return self._there(guider, replace(job, step_cache=self.request.step_cache), shape, callback)
+
+    def _here(self, guider: comfy.samplers.CFGGuider, run: Callable[[], Tensor], reason: Unsendable) -> Tensor:
+        model = guider.model_patcher
+        guider.model_patcher = _evaluated(model, self.request, reason)
+        try:
+            return run()
+        finally:
+            guider.model_patcher = model
+
+    def _there(
+        self, guider: comfy.samplers.CFGGuider, job: SamplingJob, shape: tuple[int, ...], callback: Callback | None
+    ) -> Tensor:
+        spec, figures = self.source.spec, self.source.figures
         guided = is_guided(guider)
-        _, placement = plan_for(self.family, self.request, guided=guided)
+        _, placement = plan_for(figures, self.request, guided=guided)
         check = comfy.model_management.throw_exception_if_processing_interrupted
-        cached = self.request.step_cache > 0
-        work = work_of(self.spec, self.family, tuple(noise.shape), _text_tokens(guider), cached=cached)
+        work = self.source.work(shape, _text_tokens(guider), cached=self.request.step_cache > 0)
         watcher = Watcher(callback, guider.model_patcher.load_device)
         with borrowed_group(placement, comfy_setup(), check) as group:
-            parallelism, _ = plan_for(self.family, self.request, guided=guided, work=work)
-            residence.claim(group, self.spec, work.weight_bytes, activation_bytes(work, parallelism))
-            if group.holds(self.spec):
+            parallelism, _ = plan_for(figures, self.request, guided=guided, work=work)
+            residence.claim(group, spec, figures.weight_bytes, activation_bytes(work, parallelism))
+            if group.holds(spec):
                 job = replace(job, patches=None)
             try:
-                result = group.sample(self.spec, parallelism, job, on_step=watcher.on_step, watch=check)
+                result = group.sample(spec, parallelism, job, on_step=watcher.on_step, watch=check)
             except WorkerFailed as failed:
                 log.error("[CP] rank %d:\n%s", failed.rank, failed.traceback)
                 raise
             finally:
-                residence.settle(self.spec, self.request.after_sampling)
+                residence.settle(spec, self.request.after_sampling)
         watcher.finish(result.value["last"])
         self._log(result, placement)
         return result.value["samples"]
@@ -122,7 +160,7 @@ class RemoteSampling:
         tally = result.value["skipped"]
         log.info(
             "[CP] %s on %d worker(s): sampled in %.2f s, loaded in %.2f s%s",
-            self.family.name,
+            self.source.figures.name,
             placement.world_size,
             result.seconds,
             result.load_seconds,
@@ -148,25 +186,6 @@ class Watcher:
             self.on_step(*last)
 
 
-def plan_for(
-    family: Family, request: ParallelRequest, *, guided: bool = False, work: Work | None = None
-) -> tuple[Parallelism, Placement]:
-    """Degrees and devices; by estimated speed once `work` and what the workers measured are known. Raises Refused."""
-    gpus = visible_gpus()
-    check_step_cache(request, family)
-    parallelism, placement = plan(request, heads=family.heads, gpus=gpus, guided=guided)
-    link = measured_link(placement)
-    if work is None or link is None or not link.bytes_per_second:
-        return parallelism, placement
-    seconds = partial(evaluation_seconds, work, link=link)
-    return plan(request, heads=family.heads, gpus=gpus, guided=guided, seconds=seconds)
-
-
-def visible_gpus() -> int:
-    """How many GPUs ComfyUI sees, if it uses any."""
-    return torch.cuda.device_count() if comfy.model_management.get_torch_device().type == "cuda" else 0
-
-
 def _text_tokens(guider: comfy.samplers.CFGGuider) -> int:
     texts = [cond["cross_attn"] for conds in guider.conds.values() for cond in conds if "cross_attn" in cond]
     return max((text.shape[1] for text in texts), default=0)
@@ -178,13 +197,3 @@ def is_guided(guider: comfy.samplers.CFGGuider) -> bool:
         return False
     unneeded = not guider.model_options.get("disable_cfg1_optimization", False)
     return not (unneeded and len(guider.conds) == 2 and math.isclose(guider.cfg, 1.0))
-
-
-def comfy_setup() -> ComfySetup:
-    flags = tuple(sys.argv[1:]) if comfy.options.args_parsing else ()
-    return ComfySetup(
-        root=os.path.dirname(os.path.dirname(comfy.samplers.__file__)),
-        flags=flags,
-        folder=os.getcwd(),
-        version=comfyui_version.__version__,
-    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,7 +116,7 @@ class Residence:
         given = [model for model in held if model.present]
         for model in given:
             model.give_back()
-        return [os.path.basename(model.spec.path) for model in given]
+        return [model.spec.title for model in given]
 
     def settle(self, spec: ModelSpec, policy: AfterSampling) -> None:
         """Do after a run what the user wants done with its model."""

@@ -18,9 +18,9 @@ from ..parallel_runtime.host.runtime import restart_group, resting_group, status
 from ..parallel_runtime.host.status import BUSY
 from ..parallel_runtime.specs import ParallelRequest
 from .ahead import ANY_HEADS
-from .remote import visible_gpus
 from .residence import residence
 from .status import everything
+from .workers import visible_gpus
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from ..parallel_runtime.host.journal import journal
 from ..parallel_runtime.host.limits import IDLE_SECONDS, STALL_SECONDS
 from ..parallel_runtime.host.runtime import status
 from ..parallel_runtime.host.status import RankStatus, Status
-from .remote import visible_gpus
 from .settings import PACKAGES, refresh
+from .workers import visible_gpus
 
 EVENT = "cp.status"
 LOOK_SECONDS = 0.25
@@ -97,14 +97,14 @@ def _degrees(now: Status) -> dict[str, int] | None:
 
 
 def _rank(rank: RankStatus) -> dict[str, Any]:
-    figures = rank.figures
+    readings = rank.readings
     return {
         "rank": rank.rank,
         "device": rank.device,
         "machine": rank.machine,
         "loaded": rank.loaded,
-        "used_bytes": figures.used_bytes if figures else None,
-        "total_bytes": figures.total_bytes if figures else None,
-        "step_seconds": figures.step_seconds or None if figures else None,
-        "weights": [asdict(holding) for holding in figures.weights] if figures else [],
+        "used_bytes": readings.used_bytes if readings else None,
+        "total_bytes": readings.total_bytes if readings else None,
+        "step_seconds": readings.step_seconds or None if readings else None,
+        "weights": [asdict(holding) for holding in readings.weights] if readings else [],
     }

@@ -1,96 +1,138 @@
-"""The words in which a transformer's context-parallel plan is written, and its blocks. Knows no model and no torch.
-
-diffusers' `_cp_plan` says which tensors are cut and gathered; it does not say which cut streams an attention runs
-over, which is what exactness at any size needs. A Plan says both.
+"""The words in which is written how a network is cut over ranks: what becomes of its blocks' arguments, and over which
+streams of tokens its attention runs. Names are the network's own. Knows no model, no torch and no ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+Names = tuple[str, ...]  # of streams, in the order in which they are concatenated
 Local = Literal["local"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Split:
-    """Cut one tensor of a module (or each of a list of them) into contiguous chunks along `dim`, one a rank.
+@dataclass(frozen=True)
+class Tokens:
+    """Hidden states: cut where they come whole, left where they are cut; their length tells which.
 
-    Chunk sizes differ by at most one. `stream` names the token stream that the tensor belongs to: everything cut under
-    one name has one global length in a forward. A rank whose chunk is empty holds one stand-in token, which attention
-    and gathering leave out. `dim` may count from the end. `ndim`: cut only if the tensor has this many dims (None:
-    always). None values are left alone.
+    The first sight of a stream in a forward sets its length. `flat` dims from `dim` on are one row of tokens: with 3,
+    [B, T, H, W, C] becomes [B, own tokens, 1, 1, C].
     """
 
-    dim: int
-    stream: str
+    streams: Names
+    dim: int = 1
+    flat: int = 1
+
+
+@dataclass(frozen=True)
+class Along:
+    """What goes along with streams and comes whole to every block: positions, masks, modulation. Size 1 stays.
+
+    `per`: entries may stand for several tokens each, such as a frame's; they are repeated first. `ndim`: only tensors
+    of so many dims (None: all). In a list or tuple each is cut.
+    """
+
+    streams: Names
+    dim: int = 1
+    per: bool = False
     ndim: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gather:
-    """Put the chunks of a module's output back together along `dim`."""
+@dataclass(frozen=True)
+class Slices:
+    """Ranges (start, end, ...) of positions in the whole streams; streams that are held before it go in `after`."""
 
-    dim: int
+    streams: Names
+    after: Names = ()
+
+
+@dataclass(frozen=True)
+class Index:
+    """A number that is a position in a whole stream."""
+
     stream: str
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Chunks that are put together again."""
+
+    streams: Names
+    dim: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cross:
-    """An attention whose queries and keys are of different cut streams, each in the order of concatenation."""
+    """An attention whose queries and keys are of different streams."""
 
-    queries: tuple[str, ...]
-    keys: tuple[str, ...]
+    queries: Names
+    keys: Names
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Where a transformer's streams are cut, gathered and attended.
+# What becomes of an argument: a word, one for each item of a tuple, None to leave it, or a function of the value and of
+# `cut`, which takes a value and its word.
+Word = (
+    Tokens | Along | Slices | Index | Whole | tuple[Any, ...] | Callable[[Any, Callable[[Any, Any], Any]], Any] | None
+)
+Over = Names | Cross | Local
+Attends = Over | list[Over]  # several are told apart by their lengths
 
-    Module names are as in `named_modules()`, "" is the transformer itself and `*` stands for one number
-    (`transformer_blocks.*`). `inputs` maps a module to {argument name: Split}; `outputs_split` maps a module to
-    {index of its output: Split}; `outputs` maps a module to the Gather of its output, or one per output index.
-    `attention` maps attention modules to the streams of their queries and keys, in the order in which they are
-    concatenated (a Cross where the two differ), or to "local" where keys and values are whole on every rank; modules
-    that it does not name attend over `joint`. Key-padding masks are cut like the keys, or left whole. `replicated`
-    streams are not cut: every rank holds them whole, and only the work of attention on them is shared out.
+
+@dataclass(frozen=True)
+class Site:
+    """A list of blocks, or a single module.
+
+    `args` says what becomes of its arguments, by name or position, and `whole` names those that stay as they are;
+    blocks that are given any other are refused. `attends`: the streams of the attention inside; `within` says it for
+    modules below, by name. `gathers`: the last block's outputs are made whole. `returns` are the streams of what blocks
+    return, if not those of their Tokens in order. `aside`: beside the trunk; first-block caching leaves it alone.
     """
 
-    inputs: Mapping[str, Mapping[str, Split]] = field(default_factory=dict)
-    outputs_split: Mapping[str, Mapping[int, Split]] = field(default_factory=dict)
-    outputs: Mapping[str, Gather | Mapping[int, Gather]] = field(default_factory=dict)
-    joint: tuple[str, ...] = ("image",)
-    attention: Mapping[str, tuple[str, ...] | Cross | Local] = field(default_factory=dict)
-    replicated: frozenset[str] = frozenset()
-
-    def __post_init__(self) -> None:
-        if strangers := self.replicated - self.streams:
-            raise ValueError(
-                f"the plan cuts no stream {', '.join(sorted(strangers))} that could be replicated; it cuts "
-                f"{', '.join(sorted(self.streams))}"
-            )
+    name: str
+    args: Mapping[str | int, Word] = field(default_factory=dict)
+    attends: Attends | None = None
+    within: Mapping[str, Attends] = field(default_factory=dict)
+    whole: Names = ()
+    gathers: bool = False
+    returns: tuple[Names, ...] | None = None
+    aside: bool = False
 
     @property
-    def streams(self) -> frozenset[str]:
-        """The names of all streams that are cut."""
-        of_inputs = [split for splits in self.inputs.values() for split in splits.values()]
-        of_outputs = [split for splits in self.outputs_split.values() for split in splits.values()]
-        return frozenset(split.stream for split in (*of_inputs, *of_outputs))
+    def carries(self) -> list[tuple[str | int, int | None, Names]]:
+        """The hidden states among the arguments: name, index if it is one of a tuple, streams."""
+        return [found for name, word in self.args.items() for found in _tokens(name, word)]
 
-    def replicating(self, *streams: str) -> Plan:
-        """This plan with `streams` whole on every rank too; ValueError for those that it does not know."""
-        return replace(self, replicated=self.replicated.union(streams))
+    @property
+    def outputs(self) -> tuple[Names, ...]:
+        """The streams of what a block returns."""
+        return self.returns if self.returns is not None else tuple(streams for *_, streams in self.carries)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Blocks:
-    """A transformer's blocks, as first-block caching must know them.
+@dataclass(frozen=True)
+class Plan:
+    """A network's sites in the order in which they run.
 
-    `stacks` are its module lists in the order in which they run, each with the arguments that its blocks return anew,
-    in that order. `watched` is the argument whose change by the first block is compared, of the cut stream `stream`.
+    `main` is the stream of the latent. A ControlNet's `residuals` of these kinds are cut like it; others are added to
+    whole tokens. `replicated` streams stay whole on every
+    rank, and only the work of attention on them is shared out. `no_options` are modules (Python's) whose attention gets
+    no transformer_options.
     """
 
-    stacks: Mapping[str, tuple[str, ...]]
-    watched: str = "hidden_states"
-    stream: str = "image"
+    sites: tuple[Site, ...]
+    main: str = "image"
+    residuals: Names = ("input", "output")
+    replicated: frozenset[str] = frozenset()
+    no_options: Names = ()
+
+    @property
+    def trunk(self) -> list[Site]:
+        """The stacks of blocks that first-block caching may skip."""
+        return [site for site in self.sites if site.carries and not site.aside]
+
+
+def _tokens(name: str | int, word: Word) -> Iterator[tuple[str | int, int | None, Names]]:
+    words: list[tuple[int | None, Any]] = list(enumerate(word)) if isinstance(word, tuple) else [(None, word)]
+    for index, item in words:
+        if isinstance(item, Tokens):
+            yield name, index, item.streams

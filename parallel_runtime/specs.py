@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ AttentionBackend = Literal["auto", "native", "_native_flash", "_native_cudnn", "
 DtypeName = Literal["bfloat16", "float16", "float32"]
 DtypeChoice = Literal["auto", "bfloat16", "float16", "float32"]
 AfterSampling = Literal["keep", "offload", "unload"]
+DEMO = "demo"  # the loader of the demo model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,37 +78,41 @@ class ParallelRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComfyModel:
-    """What ComfyUI's MODEL says of itself: enough to build the same model without weights.
-
-    `config_class` is a class of comfy.supported_models, `unet_config` its configuration as canonical JSON.
-    """
-
-    config_class: str
-    unet_config: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSpec:
-    """A model by description; loading happens in the workers, when the first job needs it.
-
-    `size` (bytes) and `mtime_ns` pin the file as it was when it was described. Weights are rounded to `weight_dtype`,
-    then computed with in `compute_dtype`: with both, a file comes out as ComfyUI would load it. `patches` identifies
-    the stack of weight patches (LoRA and the like) merged into it, "" for none; the patches come with the job.
-    """
+class SourceFile:
+    """A file that a model is read from: `size` (bytes) and `mtime_ns` pin it as it was when it was described."""
 
     path: str
     size: int
     mtime_ns: int
-    weight_dtype: str
-    compute_dtype: DtypeName
-    comfy: ComfyModel | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model by description: what a worker calls to load it, when the first job needs it.
+
+    `loader` is `module:function` of ComfyUI, or a name that the worker knows; `arguments` are its positional arguments
+    as canonical JSON (nodes/origin.py), `index` says which of several results it is. `weight_dtype` is what ComfyUI
+    holds unquantised weights in, `compute_dtype` what it computes in, "" for its own choice. `patches` identifies the
+    stack of weight patches (LoRA and the like) on it, "" for none; the patches come with the job.
+    """
+
+    loader: str
+    arguments: str = "[]"
+    index: int | None = None
+    files: tuple[SourceFile, ...] = ()
+    weight_dtype: str = "float32"
+    compute_dtype: str = ""
     patches: str = ""
 
     @property
+    def title(self) -> str:
+        """The file's name, for people; the loader's where there is none."""
+        return os.path.basename(self.files[0].path) if self.files else self.loader
+
+    @property
     def unpatched(self) -> ModelSpec:
-        """What is loaded: the same for every stack of patches."""
-        return replace(self, patches="")
+        """What is loaded: the same for every stack of patches, whatever it is computed in."""
+        return replace(self, patches="", compute_dtype="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +155,9 @@ class SamplingJob:
     maps the guider's condition names to ComfyUI's condition dicts, described likewise. Latents are full-size
     [B, C, (T,) H, W] float32; `sigmas` is 1-D. `random_state` is the host's global CPU generator at that moment:
     samplers may draw from it. ComfyUI's own code on the MODEL is described (nodes/code.py): in `model_options`, in
-    `wrappers` as [kind, key, functions], and in `patches` by weight. `patches` is None where the workers have the
-    model's patches merged. `step_cache` is the threshold of first-block caching, 0 for none.
+    `wrappers` and `callbacks` as [kind, key, functions], and in `patches` by weight. `patches` is None where the workers
+    have the model's patches. `latent_shapes` are those of several latents (audio with video) that are packed into one.
+    `step_cache` is the threshold of first-block caching, 0 for none.
     """
 
     guider: str
@@ -167,7 +174,9 @@ class SamplingJob:
     model_sampling: dict[str, Any]
     model_options: dict[str, Any]
     wrappers: list[list[Any]]
+    callbacks: list[list[Any]]
     patches: dict[str, list[Any]] | None
+    latent_shapes: list[Any] | None = None
     step_cache: float = 0.0
 
 
@@ -184,16 +193,19 @@ class DemoJob:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluationJob:
-    """One call of ComfyUI's `diffusion_model`: x [B, C, (T,) H, W] and timestep as ComfyUI passes them.
+    """One call of ComfyUI's `diffusion_model`, or of another `method` of it: as ComfyUI passes it, less the conditions.
 
-    Conditions stay with the workers: `conds` is None where they have those numbered `prompt` already.
+    `each` is what changes from call to call (x [B, C, (T,) H, W] or a list of such, timestep, a ControlNet's
+    residuals), by argument; `options` the described transformer_options. Conditions stay with the workers: `conds` is
+    None where they have those numbered `prompt` already.
     """
 
-    x: Tensor
-    timestep: Tensor
+    each: dict[str, Any]
+    options: dict[str, Any] | None
     prompt: int
     conds: dict[str, Any] | None
     patches: dict[str, list[Any]] | None
+    method: str = "forward"
 
 
 Job = SamplingJob | EvaluationJob | DemoJob

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parallel_runtime.plan import Blocks
+from parallel_runtime.old_plan import Blocks
 
 
 def change_between(transformer: nn.Module, blocks: Blocks, *evaluations: Callable[[], object]) -> Tensor:

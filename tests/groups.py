@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from parallel_runtime.host.group import WorkerGroup
-from parallel_runtime.specs import DemoJob, ModelSpec, Parallelism, Placement
+from parallel_runtime.specs import DEMO, DemoJob, ModelSpec, Parallelism, Placement, SourceFile
 
 TEXT, POOLED = 128, 64
 
@@ -22,8 +22,8 @@ class Stop(BaseException):
 
 
 def faulty(fault: str) -> dict[str, str]:
-    """The environment in which workers start with this fault in them: see sabotage/sitecustomize.py."""
-    return {"PYTHONPATH": str(Path(__file__).parent / "sabotage"), "CP_TEST_FAULT": fault}
+    """The environment in which workers start with this fault in them: see site/sitecustomize.py."""
+    return {"PYTHONPATH": str(Path(__file__).parent / "site"), "CP_TEST_FAULT": fault}
 
 
 def sabotage(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
@@ -34,13 +34,8 @@ def sabotage(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
 
 def spec_of(path: Path | str, dtype: str = "float32") -> ModelSpec:
     stat = os.stat(path)
-    return ModelSpec(
-        path=str(path),
-        size=stat.st_size,
-        mtime_ns=stat.st_mtime_ns,
-        weight_dtype=dtype,
-        compute_dtype=dtype,  # type: ignore[arg-type]
-    )
+    file = SourceFile(path=str(path), size=stat.st_size, mtime_ns=stat.st_mtime_ns)
+    return ModelSpec(loader=DEMO, files=(file,), weight_dtype=dtype)
 
 
 def flux_job(

@@ -13,6 +13,7 @@ FORBIDDEN = {
     "wire": COMFY | HEAVY | {"host", "worker", "families"},
     "host": COMFY | HEAVY | {"worker"},
     "families": COMFY | HEAVY | {"host", "worker", "wire"},
+    "networks": COMFY | HEAVY | {"host", "worker", "wire", "families", "specs", "torch"},
     "worker": COMFY | {"host"},
     "worker/comfy_loop": HEAVY | {"host", "families", "engine"},
     "demo": COMFY | {"worker"},

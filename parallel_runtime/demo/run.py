@@ -18,7 +18,7 @@ from ..families import recognise
 from ..families.header import header
 from ..host.group import WorkerGroup
 from ..host.planning import plan
-from ..specs import DemoJob, ModelSpec, Parallelism, ParallelRequest, Placement
+from ..specs import DEMO, DemoJob, ModelSpec, Parallelism, ParallelRequest, Placement, SourceFile
 from . import MODEL, codec
 from .words import encode
 
@@ -111,13 +111,7 @@ def job_of(options: argparse.Namespace) -> DemoJob:
 
 def run(parallelism: Parallelism, placement: Placement, job: DemoJob) -> Run:
     stat = MODEL.stat()
-    spec = ModelSpec(
-        path=str(MODEL),
-        size=stat.st_size,
-        mtime_ns=stat.st_mtime_ns,
-        weight_dtype="float32",
-        compute_dtype="float32",
-    )
+    spec = ModelSpec(loader=DEMO, files=(SourceFile(path=str(MODEL), size=stat.st_size, mtime_ns=stat.st_mtime_ns),))
     steps = len(job.sigmas) - 1
     print(f"starting {placement.world_size} worker(s) on {', '.join(placement.devices)} ...", flush=True)
     with WorkerGroup(placement) as group, tqdm(total=steps, unit="step") as bar:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..plan import Blocks, Plan
+from ..old_plan import Blocks, Plan
 from .precision import set_eps
 from .table import Table
 

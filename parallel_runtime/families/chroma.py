@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..plan import Blocks, Gather, Plan, Split
+from ..old_plan import Blocks, Gather, Plan, Split
 from .base import Family, Shapes, axes_of, count, norm_width, rows
 from .flux import BLOCKS, KEY_NORM, QK_NORMS
 from .layout import grid, pad_to_patch, patchify, tokens_in, unpatchify

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..plan import Blocks
+from ..old_plan import Blocks
 from .base import Family, Shapes, axes_of, count, given, norm_width, rows
 from .layout import grid, pad_to_patch, patchify, tokens_in, unpatchify
 from .precision import TORCH_EPS, absent_as_zero, keep_timestep

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..plan import Blocks
+from ..old_plan import Blocks
 from .base import Family, Shapes, count, norm_width, rows
 from .flux import ADDED_QKV, DOUBLE, KEY_NORM, QK_NORMS, QKV, SINGLE
 from .layout import grid, patchify, tokens_in, unpatchify

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..plan import Blocks, Gather, Plan, Split
+from ..old_plan import Blocks, Gather, Plan, Split
 from .base import Family, Shapes, axes_of, count, given, rows
 from .flux import BLOCKS, DOUBLE, QK_NORMS, SINGLE
 from .layout import pad_to_patch, tokens_in

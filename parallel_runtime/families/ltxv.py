@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import Refused
-from ..plan import Blocks, Gather, Plan, Split
+from ..old_plan import Blocks, Gather, Plan, Split
 from .base import Family, Shapes, count, rows
 from .layout import patchify, tokens_in, unpatchify
 from .table import Row, Table, move

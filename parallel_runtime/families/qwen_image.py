@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..plan import Blocks
+from ..old_plan import Blocks
 from .base import Family, Shapes, axes_of, count, rows
 from .layout import pad_to_patch, patchify, tokens_in, unpatchify
 from .precision import keep_timestep

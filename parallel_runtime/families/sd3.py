@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..plan import Blocks, Gather, Plan, Split
+from ..old_plan import Blocks, Gather, Plan, Split
 from .base import Family, Shapes, count, rows
 from .layout import pad_to_patch, tokens_in
 from .table import Row, Table, move, split, swap

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..plan import Blocks
+from ..old_plan import Blocks
 from .base import Family, Shapes, count, rows
 from .layout import pad_to_patch, tokens_in
 from .precision import compute_in_float32

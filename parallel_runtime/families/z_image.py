@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..plan import Blocks, Gather, Plan, Split
+from ..old_plan import Blocks, Gather, Plan, Split
 from .base import Family, Shapes, count, rows
 from .layout import pad_to_patch, tokens_in
 from .precision import TORCH_EPS

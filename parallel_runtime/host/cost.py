@@ -9,9 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..families.base import Family
-from ..families.header import header
-from ..specs import DtypeName, ModelSpec, Parallelism
+from ..specs import Parallelism
 
 # One pass over a block costs more in several pieces than in one: launches, and the merge of the partial results.
 RING_OVERHEAD = 0.06
@@ -19,7 +17,6 @@ RING_OVERHEAD = 0.06
 ACTIVATIONS = 18
 # What a step cache keeps from step to step, in the same: of two prompts the change by the first block, and by the rest.
 KEPT = 6
-ITEM_BYTES: dict[DtypeName, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,41 +29,37 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """One evaluation: `tokens` of all streams together, `width` = heads x head size, bytes of one number; `cached`:
-    with a step cache."""
+class Figures:
+    """A network in numbers. `divisible`: a plan says how its sequence is cut. `width` = heads x head size. `weights`
+    are counted, `weight_bytes` those of the file's format, `item_bytes` of one number in what it computes."""
 
-    tokens: int
-    width: int
+    name: str
+    divisible: bool = True
     heads: int
     layers: int
+    width: int
+    weights: int
     weight_bytes: int
-    item_bytes: int = 2
+    item_bytes: int
+
+    def work(self, rows: int, tokens: int, *, cached: bool = False) -> Work:
+        """One evaluation of `rows` sequences of `tokens`."""
+        return Work(figures=self, rows=rows, tokens=tokens, cached=cached)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One evaluation: `tokens` of all streams together; `cached`: with a step cache."""
+
+    figures: Figures
+    tokens: int
     rows: int = 1
     cached: bool = False
 
     @property
     def activation_bytes(self) -> int:
         """One activation tensor of the whole sequence."""
-        return self.rows * self.tokens * self.width * self.item_bytes
-
-
-def work_of(
-    spec: ModelSpec, family: Family, latent_shape: tuple[int, ...], text_tokens: int, *, cached: bool = False
-) -> Work:
-    """One evaluation of a model on a latent [B, C, (T,) H, W] with a prompt of `text_tokens`."""
-    item_bytes = ITEM_BYTES[spec.compute_dtype]
-    weights = sum(math.prod(shape) for shape in header(spec.path).shapes.values())
-    return Work(
-        tokens=sum(family.tokens(latent_shape, text_tokens).values()),
-        width=family.width,
-        heads=family.heads,
-        layers=family.layers,
-        weight_bytes=weights * item_bytes,
-        item_bytes=item_bytes,
-        rows=latent_shape[0],
-        cached=cached,
-    )
+        return self.rows * self.tokens * self.figures.width * self.figures.item_bytes
 
 
 def coarse(speed: float) -> float:
@@ -85,7 +78,7 @@ def attention_seconds(work: Work, parallelism: Parallelism, link: Link) -> float
     """One attention layer on one rank, its transfers included."""
     ring, ulysses = parallelism.ring_degree, parallelism.ulysses_degree
     share = work.activation_bytes / (ring * ulysses)
-    compute = 4 * work.rows * work.tokens**2 * work.width / (ring * ulysses) / link.flops_per_second
+    compute = 4 * work.rows * work.tokens**2 * work.figures.width / (ring * ulysses) / link.flops_per_second
     swap = 4 * share * (ulysses - 1) / ulysses / link.bytes_per_second
     exposed = max(0.0, 2 * share / link.bytes_per_second - compute / ring)
     return compute * (1 + RING_OVERHEAD * (ring > 1)) + swap + (ring - 1) * exposed
@@ -93,14 +86,15 @@ def attention_seconds(work: Work, parallelism: Parallelism, link: Link) -> float
 
 def evaluation_seconds(work: Work, parallelism: Parallelism, link: Link) -> float:
     """One evaluation on one rank: the linear layers, 2 FLOP a weight and token, and every attention."""
-    weights = work.weight_bytes / work.item_bytes
-    linear = 2 * weights * work.rows * work.tokens / parallelism.context_parallel_size / link.flops_per_second
-    return linear + work.layers * attention_seconds(work, parallelism, link)
+    linear = (
+        2 * work.figures.weights * work.rows * work.tokens / parallelism.context_parallel_size / link.flops_per_second
+    )
+    return linear + work.figures.layers * attention_seconds(work, parallelism, link)
 
 
 def memory_bytes(work: Work, parallelism: Parallelism) -> int:
     """About what one rank holds at its peak: all weights, and the activations of its tokens."""
-    return work.weight_bytes + activation_bytes(work, parallelism)
+    return work.figures.weight_bytes + activation_bytes(work, parallelism)
 
 
 def activation_bytes(work: Work, parallelism: Parallelism) -> int:

@@ -9,10 +9,10 @@ from dataclasses import replace
 from math import prod
 
 from ..errors import Refused
-from ..families.base import Family
 from ..specs import AttentionBackend, Parallelism, ParallelRequest, Placement
 from ..wire.handshake import read_key
 from . import endpoint
+from .cost import Figures
 
 Seconds = Callable[[Parallelism], float]
 
@@ -27,9 +27,17 @@ BACKEND_PACKAGES: dict[AttentionBackend, str] = {
 
 
 def plan(
-    request: ParallelRequest, *, heads: int, gpus: int, guided: bool = False, seconds: Seconds | None = None
+    request: ParallelRequest,
+    *,
+    heads: int,
+    gpus: int,
+    guided: bool = False,
+    seconds: Seconds | None = None,
+    whole: str = "",
 ) -> tuple[Parallelism, Placement]:
     """Degrees and devices for a model with `heads` attention heads on a host with `gpus` visible GPUs.
+
+    `whole` names a network that no plan can cut by sequence: prompts and the images of a batch are all there is to share.
 
     `guided`: positive and negative prompt are both evaluated. Without that, what cfg_degree would have used joins the
     sequence: the workers stay the same and none is idle. `seconds(degrees)` of one evaluation decides between ring and
@@ -37,7 +45,8 @@ def plan(
     """
     devices = parse_devices(request.devices, gpus)
     nnodes = _machines(request)
-    asked = _degrees(request, nnodes * max(1, len(devices)), heads, guided, seconds)
+    world = nnodes * max(1, len(devices))
+    asked = _undivided(request, world, whole) if whole else _degrees(request, world, heads, guided, seconds)
     limit = nnodes * (len(devices) or MAX_CPU_WORKERS)
     if asked.world_size > limit or asked.ulysses_degree > heads:
         raise Refused(_too_much(asked, devices, limit, heads, nnodes))
@@ -47,7 +56,7 @@ def plan(
             f"{_named(asked)} makes {asked.world_size} workers, which {nnodes} machines cannot share evenly; choose "
             f"degrees with a product divisible by {nnodes}, or set them to 0"
         )
-    if request.devices.strip(" ,") and here < len(devices):
+    if request.devices.strip(" ,") and here < len(devices) and not whole:
         raise Refused(
             f"devices names {len(devices)} ({', '.join(devices)}), but {_named(asked)} needs {here} "
             f"worker(s){' on each machine' if nnodes > 1 else ''}; name {here}, or set degrees to 0"
@@ -55,16 +64,35 @@ def plan(
     devices = devices[:here] or ("cpu",) * here
     placement = Placement(devices=devices, nnodes=nnodes, rdzv_endpoint=request.rdzv_endpoint if nnodes > 1 else "")
     _check_backend(request.attention_backend, placement)
-    return (asked if guided else _folded(asked, heads)), placement
+    return (asked if guided or whole else _folded(asked, heads)), placement
 
 
-def check_step_cache(request: ParallelRequest, family: Family) -> None:
+def _undivided(request: ParallelRequest, world: int, network: str) -> Parallelism:
+    """Both prompts side by side where there are devices for it, on as many groups as data_degree says."""
+    _check_range(request)
+    if max(request.ring_degree, request.ulysses_degree) > 1:
+        raise Refused(
+            f"{network} cannot be cut by sequence, got ring_degree {request.ring_degree} and ulysses_degree "
+            f"{request.ulysses_degree}: set both to 0; cfg_degree 2 runs both prompts side by side, data_degree the "
+            "images of a batch"
+        )
+    data = request.data_degree
+    return Parallelism(
+        cfg_degree=request.cfg_degree or (2 if world // data >= 2 else 1),
+        data_degree=data,
+        rotate_method=request.rotate_method,
+        convert_to_fp32=request.convert_to_fp32,
+        attention_backend=request.attention_backend,
+    )
+
+
+def check_step_cache(request: ParallelRequest, figures: Figures) -> None:
     """Raises Refused where a threshold is asked for that is none, or of a family whose blocks cannot be skipped."""
     if not 0 <= request.step_cache <= 1:
         raise Refused(f"step_cache is a share from 0 (off) to 1, got {request.step_cache:g}")
-    if request.step_cache and family.blocks is None:
+    if request.step_cache and not figures.divisible:
         raise Refused(
-            f"step_cache {request.step_cache:g}: a {family.name} model has no blocks that workers can skip; set "
+            f"step_cache {request.step_cache:g}: a {figures.name} model has no blocks that workers can skip; set "
             "step_cache to 0"
         )
 
@@ -104,12 +132,8 @@ def _device(name: str, gpus: int) -> str:
 
 def _degrees(request: ParallelRequest, world: int, heads: int, guided: bool, seconds: Seconds | None) -> Parallelism:
     """Fill in what is 0: the two branches of guidance first, then Ulysses as far as heads divide, then the ring."""
+    _check_range(request)
     ring, ulysses, cfg, data = request.ring_degree, request.ulysses_degree, request.cfg_degree, request.data_degree
-    if min(ring, ulysses, cfg) < 0 or data < 1 or cfg > 2 or max(ring, ulysses, data) > MAX_DEGREE:
-        raise Refused(
-            f"degrees are 0 (auto) to {MAX_DEGREE}, cfg_degree at most 2, data_degree at least 1; got "
-            f"ring_degree {ring}, ulysses_degree {ulysses}, cfg_degree {cfg}, data_degree {data}"
-        )
     free = not ring and not ulysses
     rest = max(1, world // data)
     if cfg == 0:
@@ -124,6 +148,15 @@ def _degrees(request: ParallelRequest, world: int, heads: int, guided: bool, sec
         convert_to_fp32=request.convert_to_fp32,
         attention_backend=request.attention_backend,
     )
+
+
+def _check_range(request: ParallelRequest) -> None:
+    ring, ulysses, cfg, data = request.ring_degree, request.ulysses_degree, request.cfg_degree, request.data_degree
+    if min(ring, ulysses, cfg) < 0 or data < 1 or cfg > 2 or max(ring, ulysses, data) > MAX_DEGREE:
+        raise Refused(
+            f"degrees are 0 (auto) to {MAX_DEGREE}, cfg_degree at most 2, data_degree at least 1; got "
+            f"ring_degree {ring}, ulysses_degree {ulysses}, cfg_degree {cfg}, data_degree {data}"
+        )
 
 
 def _cut(ring: int, ulysses: int, world: int, heads: int, seconds: Seconds | None) -> tuple[int, int]:

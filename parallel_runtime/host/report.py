@@ -89,12 +89,12 @@ def _reason(work: Work, degrees: Parallelism, guided: bool) -> str:
 
 
 def _share(work: Work, degrees: Parallelism) -> str:
-    least, more = divmod(work.heads, degrees.ulysses_degree)
+    least, more = divmod(work.figures.heads, degrees.ulysses_degree)
     return f"{least} or {least + 1}" if more else str(least)
 
 
 def _memory(work: Work, degrees: Parallelism, link: Link | None) -> str:
-    whole, weights = memory_bytes(work, degrees) / GIB, work.weight_bytes / GIB
+    whole, weights = memory_bytes(work, degrees) / GIB, work.figures.weight_bytes / GIB
     text = f"Memory: about {whole:.2f} GiB a worker, {weights:.2f} of it weights"
     if link is None or not link.free_bytes:
         return f"{text}. What is free is known once workers run."
@@ -106,8 +106,8 @@ def _traffic(work: Work, degrees: Parallelism) -> str:
         return "Traffic: none inside the model."
     layer = bytes_per_layer(work, degrees)
     return (
-        f"Traffic: each worker sends {layer / 2**20:.2f} MiB in each of {work.layers} layers, "
-        f"{layer * work.layers / 2**20:.1f} MiB an evaluation."
+        f"Traffic: each worker sends {layer / 2**20:.2f} MiB in each of {work.figures.layers} layers, "
+        f"{layer * work.figures.layers / 2**20:.1f} MiB an evaluation."
     )
 
 
@@ -137,9 +137,9 @@ def _warnings(work: Work, degrees: Parallelism, placement: Placement, guided: bo
             f"data_degree {degrees.data_degree} with {work.rows} in the batch leaves workers idle: set data_degree to "
             f"{work.rows} and give the rest to ulysses_degree."
         )
-    if work.heads % degrees.ulysses_degree:
+    if work.figures.heads % degrees.ulysses_degree:
         warnings.append(
-            f"{work.heads} heads over ulysses_degree {degrees.ulysses_degree} is uneven: some workers wait for others. "
+            f"{work.figures.heads} heads over ulysses_degree {degrees.ulysses_degree} is uneven: some workers wait for others. "
             "It is exact all the same; a divisor of the heads is faster."
         )
     if _share_cores(placement):

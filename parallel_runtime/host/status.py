@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import ParallelError
 from ..specs import EvaluationJob, Job, ModelSpec, Parallelism, Placement
-from ..wire.messages import Beat, Done, Figures, Joined, Step
+from ..wire.messages import Beat, Done, Joined, Readings, Step
 
 State = Literal["none", "starting", "loading", "sampling", "cancelling", "cancelled", "idle", "died"]
 BUSY: tuple[State, ...] = ("starting", "loading", "sampling", "cancelling")
@@ -25,7 +24,7 @@ class RankStatus:
     device: str
     machine: str = ""
     loaded: float = 0.0
-    figures: Figures | None = None
+    readings: Readings | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +62,13 @@ class Activity:
 
     def joined(self, answers: dict[int, Joined], machines: list[str]) -> None:
         ranks = (
-            replace(rank, machine=machines[rank.rank], figures=answers[rank.rank].figures) for rank in self.now.ranks
+            replace(rank, machine=machines[rank.rank], readings=answers[rank.rank].readings) for rank in self.now.ranks
         )
         self._turn("idle", ranks=tuple(ranks))
 
     def asked(self, model: ModelSpec, degrees: Parallelism, job: Job) -> None:
         """A request begins. Between two evaluations of one run nothing is said to begin."""
-        name = os.path.basename(model.path)
+        name = model.title
         if isinstance(job, EvaluationJob) and self.now.state == "sampling" and self.now.model == name:
             return
         ranks = tuple(replace(rank, loaded=0.0) for rank in self.now.ranks)
@@ -78,16 +77,16 @@ class Activity:
     def heard(self, rank: int, message: Any) -> None:
         """What a rank says of itself and its work."""
         match message:
-            case Beat(loaded=None, figures=figures):
-                self._note(rank, 1.0, figures)
+            case Beat(loaded=None, readings=readings):
+                self._note(rank, 1.0, readings)
                 if self.now.state == "loading":
                     self._turn("sampling")
-            case Beat(loaded=float(loaded), figures=figures):
-                self._note(rank, loaded, figures)
+            case Beat(loaded=float(loaded), readings=readings):
+                self._note(rank, loaded, readings)
             case Step(step=step, total=total):
                 self._change(step=step + 1, steps=total)
-            case Done(figures=figures):
-                self._note(rank, 1.0, figures)
+            case Done(readings=readings):
+                self._note(rank, 1.0, readings)
 
     def cancelling(self) -> None:
         self._turn("cancelling")
@@ -131,8 +130,8 @@ class Activity:
     def _change(self, **known: Any) -> None:
         self.now = replace(self.now, **known)
 
-    def _note(self, rank: int, loaded: float, figures: Figures | None) -> None:
+    def _note(self, rank: int, loaded: float, readings: Readings | None) -> None:
         ranks = list(self.now.ranks)
         if rank < len(ranks):
-            ranks[rank] = replace(ranks[rank], loaded=loaded, figures=figures or ranks[rank].figures)
+            ranks[rank] = replace(ranks[rank], loaded=loaded, readings=readings or ranks[rank].readings)
             self._change(ranks=tuple(ranks))

@@ -87,7 +87,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Figures:
+class Readings:
     """What a rank says of itself. `used_bytes` of its device are taken, by whomever; on the CPU by this process.
     Seconds are those of the last step, 0 before there was one."""
 
@@ -105,7 +105,7 @@ class Joined:
     flops_per_second: float
     bytes_per_second: float
     free_bytes: int
-    figures: Figures | None = None
+    readings: Readings | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Beat:
 
     job: int
     loaded: float | None = None
-    figures: Figures | None = None
+    readings: Readings | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Done:
     cancelled: bool = False
     load_seconds: float = 0.0
     seconds: float = 0.0
-    figures: Figures | None = None
+    readings: Readings | None = None
 
 
 @dataclass(frozen=True)

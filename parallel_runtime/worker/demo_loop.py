@@ -1,21 +1,52 @@
-"""The denoising loop where there is no ComfyUI: diffusers' flow-matching Euler around the same bridge."""
+"""The denoising loop where there is no ComfyUI: diffusers' flow-matching Euler around its own FLUX transformer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from ..specs import DemoJob
+from ..families.base import Family
+from ..specs import DemoJob, ModelSpec, Parallelism
+from .engine.attach import attach, detach
+from .lanes import spread_rows
+from .loading import load as load_file
 from .models import Model
 from .pulse import Pulse
 
 
-def run(model: Model, job: DemoJob, pulse: Pulse) -> dict[str, Any]:
+@dataclass(eq=False)
+class DemoModel(Model):
+    """diffusers' transformer, made parallel by `attach`."""
+
+    family: Family | None = None
+
+    def divide(self, parallelism: Parallelism) -> None:
+        attach(self.network, self.mesh, parallelism)
+
+    def unite(self) -> None:
+        detach(self.network)
+
+    def __call__(self, x: Tensor, timestep: Tensor, cond: dict[str, Any]) -> Tensor:
+        assert self.family is not None
+        return spread_rows(self.rows, self.family.call, x.shape[0], self.network, x, timestep, cond)
+
+
+def load(spec: ModelSpec, device: torch.device, on_share: Callable[[float], None]) -> DemoModel:
+    (file,) = spec.files
+    loaded = load_file(
+        file.path, weight_dtype=torch.float32, compute_dtype=torch.float32, device=device, on_share=on_share
+    )
+    return DemoModel(spec, loaded.transformer, family=loaded.family)
+
+
+def run(model: DemoModel, job: DemoJob, pulse: Pulse) -> dict[str, Any]:
     """Returns {"samples": [B, C, H, W] in model space}."""
-    device = next(model.transformer.parameters()).device
+    device = next(model.network.parameters()).device
     scheduler: Any = FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(sigmas=job.sigmas[:-1].tolist(), device=device)
     x = job.noise.to(device)
@@ -29,7 +60,7 @@ def run(model: Model, job: DemoJob, pulse: Pulse) -> dict[str, Any]:
     return {"samples": x}
 
 
-def _velocity(model: Model, job: DemoJob, x: Tensor, sigma: Tensor, pulse: Pulse) -> Tensor:
+def _velocity(model: DemoModel, job: DemoJob, x: Tensor, sigma: Tensor, pulse: Pulse) -> Tensor:
     prompts = [job.positive] if job.cfg == 1.0 else [job.positive, job.negative]
     pulse.vote()
     mine = [model(x, sigma, _on(x.device, prompts[index])) for index in model.branches.mine(len(prompts))]

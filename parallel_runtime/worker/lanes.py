@@ -5,7 +5,7 @@ Every lane holds all inputs, does its share, and ends with all results, so that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,24 +39,24 @@ class Lanes:
         return whole
 
 
-def spread_rows(
-    lanes: Lanes,
-    evaluate: Callable[[Tensor, Tensor, dict[str, Any]], Tensor],
-    x: Tensor,
-    timestep: Tensor,
-    conds: Mapping[str, Any],
-) -> Tensor:
-    """`evaluate(x, timestep, conds)` with the rows of the batch [B, ...] spread over the lanes."""
-    batch = x.shape[0]
+def spread_rows(lanes: Lanes, evaluate: Callable[..., Any], batch: int, *args: Any, **kwargs: Any) -> Any:
+    """`evaluate(*args, **kwargs)` with its rows spread over the lanes: tensors [batch, ...], also in lists and dicts.
+
+    Its result is one such tensor, or a list of them.
+    """
     if lanes.count == 1 or batch == 1:
-        return evaluate(x, timestep, dict(conds))
+        return evaluate(*args, **kwargs)
     mine = lanes.mine(batch)
     rows = slice(mine.start, mine.stop) if mine else slice(0, 1)  # an idle lane learns the output's shape from row 0
 
     def cut(value: Any) -> Any:
-        if torch.is_tensor(value) and value.ndim and value.shape[0] == batch:
-            return value[rows]
-        return [cut(item) for item in value] if isinstance(value, list) else value
+        if torch.is_tensor(value):
+            return value[rows] if value.ndim and value.shape[0] == batch else value
+        if isinstance(value, list | tuple):
+            return type(value)(cut(item) for item in value)
+        return {name: cut(item) for name, item in value.items()} if type(value) is dict else value
 
-    out = evaluate(cut(x), cut(timestep), {name: cut(value) for name, value in conds.items()})
-    return lanes.collect(out[: len(mine)], batch)
+    out = evaluate(*cut(args), **cut(kwargs))
+    if torch.is_tensor(out):
+        return lanes.collect(out[: len(mine)], batch)
+    return [lanes.collect(part[: len(mine)], batch) for part in out]

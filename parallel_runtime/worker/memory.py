@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..wire.messages import Figures, Holding
+from ..wire.messages import Holding, Readings
 from .link import free_bytes
 from .models import Model
 
@@ -23,7 +23,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def out_of_memory(device: torch.device, models: Iterable[Model]) -> str:
     """One sentence of what filled the memory, one of what to do."""
-    held = [f"{model.family.name} ({weight_bytes(model) / GIB:.2f} GiB of weights)" for model in models]
+    held = [f"{model.name} ({model.weight_bytes / GIB:.2f} GiB of weights)" for model in models]
     most, free = (size / GIB for size in (_peak_bytes(device), free_bytes(device)))
     return (
         f"out of memory on {device}. It held {' and '.join(held) or 'no model yet'}, {most:.2f} GiB at most, and "
@@ -32,21 +32,16 @@ def out_of_memory(device: torch.device, models: Iterable[Model]) -> str:
     )
 
 
-def weight_bytes(model: Model) -> int:
-    return sum(tensor.nbytes for tensor in model.transformer.state_dict().values())
-
-
-def figures(device: torch.device, models: Iterable[Model]) -> Figures:
+def readings(device: torch.device, models: Iterable[Model]) -> Readings:
     """What a user is shown of this rank."""
     used, total = _used_and_total(device)
-    return Figures(used, total, tuple(_holding(model, device) for model in models))
+    return Readings(used, total, tuple(_holding(model, device) for model in models))
 
 
 def _holding(model: Model, device: torch.device) -> Holding:
-    tensors = list(model.transformer.state_dict().values())
+    tensors = list(model.network.parameters())
     resident = sum(tensor.nbytes for tensor in tensors if tensor.device.type == device.type)
-    name = os.path.basename(model.spec.path)
-    return Holding(name, resident, sum(tensor.nbytes for tensor in tensors) - resident)
+    return Holding(model.spec.title, resident, sum(tensor.nbytes for tensor in tensors) - resident)
 
 
 def _used_and_total(device: torch.device) -> tuple[int, int]:

@@ -3,84 +3,112 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from ..errors import Refused
-from ..families.base import Family
-from ..specs import ModelSpec, Parallelism
-from .engine.attach import attach, detach
+from ..networks import Network
+from ..specs import ModelSpec, Parallelism, SourceFile
+from .engine.divide import divide, undivide
 from .engine.mesh import ContextMesh, build_mesh
-from .lanes import Lanes, spread_rows
-from .loading import load
+from .lanes import Lanes
 from .ranks import machine, machines
 from .spread import check_same_file
 from .step_cache import StepCache
 
+OnShare = Callable[[float], None]
+
 
 @dataclass(eq=False)
 class Model:
-    """A transformer with its family's bridge. Calling it is one evaluation of ComfyUI's `diffusion_model`.
-
-    `merged` names the weight patches in its weights (`spec.patches` once they are), `patched` the weights they change.
-    """
+    """A network on this rank, and how it is cut just now; `plan` is None where it can only run whole."""
 
     spec: ModelSpec
-    family: Family
-    transformer: Any
+    network: nn.Module
+    plan: Network | None = None
     parallelism: Parallelism | None = None
     mesh: ContextMesh = field(default_factory=ContextMesh)
-    merged: str = ""
-    patched: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        return self.plan.name if self.plan else type(self.network).__name__
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.network.parameters())
 
     @property
     def branches(self) -> Lanes:
         """The groups of ranks that share the branches of guidance."""
         return Lanes(self.mesh.cfg)
 
+    @property
+    def rows(self) -> Lanes:
+        """The groups of ranks that share the rows of a batch."""
+        return Lanes(self.mesh.data)
+
     def step_cache(self, threshold: float) -> StepCache | None:
         """A cache for one run; None at threshold 0."""
         if not threshold:
             return None
-        assert self.family.blocks is not None
-        return StepCache(self.transformer, self.family.blocks, self.mesh, threshold)
+        assert self.plan is not None
+        return StepCache(self.network, self.plan.plan, self.mesh, threshold)
 
-    def __call__(self, x: Tensor, timestep: Tensor, cond: dict[str, Any]) -> Tensor:
-        def evaluate(x: Tensor, timestep: Tensor, cond: dict[str, Any]) -> Tensor:
-            return self.family.call(self.transformer, x, timestep, cond)
+    def cut(self, mesh: ContextMesh, parallelism: Parallelism) -> None:
+        """Every later forward runs over the context ranks of `mesh`."""
+        if self.parallelism is not None:
+            self.unite()
+        self.parallelism, self.mesh = None, mesh
+        self.divide(parallelism)
+        self.parallelism = parallelism
 
-        return spread_rows(Lanes(self.mesh.data), evaluate, x, timestep, cond)
+    def divide(self, parallelism: Parallelism) -> None:
+        if self.mesh.context.size > 1:
+            if self.plan is None:
+                raise Refused(f"{self.name} cannot be cut by sequence: set ring_degree and ulysses_degree to 1")
+            divide(self.network, self.plan.plan, self.mesh, parallelism)
+
+    def unite(self) -> None:
+        """Undo `divide`."""
+        if self.mesh.context.size > 1:
+            undivide(self.network)
+
+    def rest(self) -> None:
+        """Give the device's memory back; the next job wakes it."""
+        self.network.to("cpu")
+
+    def wake(self, device: torch.device) -> None:
+        self.network.to(device)
+
+
+Load = Callable[[ModelSpec, torch.device, OnShare], Model]
 
 
 class Models:
-    """Holds models by what was loaded. Meshes are kept, so that groups are built once a shape."""
+    """Holds models by what was loaded. Meshes are kept, so that groups are built once a shape.
 
-    def __init__(self, device: torch.device) -> None:
+    `loaders` go by the specs' `loader`; "" is for all others.
+    """
+
+    def __init__(self, device: torch.device, loaders: Mapping[str, Load]) -> None:
         self._device = device
+        self._loaders = loaders
         self._models: dict[ModelSpec, Model] = {}
         self._meshes: dict[tuple[int, ...], ContextMesh] = {}
 
-    def get(self, spec: ModelSpec, parallelism: Parallelism, on_share: Callable[[float], None]) -> Model:
-        """The model that `spec` names, cut as `parallelism` says. Loads and re-attaches only what differs."""
+    def get(self, spec: ModelSpec, parallelism: Parallelism, on_share: OnShare) -> Model:
+        """The model that `spec` names, cut as `parallelism` says. Loads and cuts anew only what differs."""
         if spec.unpatched not in self._models:
             self._models[spec.unpatched] = self._load(spec, on_share)
         model = self._models[spec.unpatched]
         model.spec = spec
-        if next(model.transformer.parameters()).device.type != self._device.type:  # it was offloaded
-            model.transformer.to(self._device)
+        model.wake(self._device)
         if model.parallelism != parallelism:
-            if model.parallelism is not None:
-                detach(model.transformer)
-            model.parallelism = None
-            model.mesh = self.mesh(parallelism)
-            attach(model.transformer, model.mesh, parallelism, plan=model.family.plan)
-            model.parallelism = parallelism
+            model.cut(self.mesh(parallelism), parallelism)
         return model
 
     @property
@@ -89,13 +117,15 @@ class Models:
 
     def drop(self, spec: ModelSpec) -> None:
         """Forget this model, if it is here."""
-        self._models.pop(spec.unpatched, None)
+        if model := self._models.pop(spec.unpatched, None):
+            model.rest()
+        del model
         self._give_back()
 
     def offload(self, spec: ModelSpec) -> None:
         """Keep this model's weights in main memory until a job names it."""
         if model := self._models.get(spec.unpatched):
-            model.transformer.to("cpu")
+            model.rest()
         self._give_back()
 
     def _give_back(self) -> None:
@@ -103,17 +133,10 @@ class Models:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _load(self, spec: ModelSpec, on_share: Callable[[float], None]) -> Model:
-        _check_file(spec)
-        loaded = load(
-            spec.path,
-            weight_dtype=getattr(torch, spec.weight_dtype),
-            compute_dtype=getattr(torch, spec.compute_dtype),
-            device=self._device,
-            hints=json.loads(spec.comfy.unet_config) if spec.comfy else {},
-            on_share=on_share,
-        )
-        return Model(spec, loaded.family, loaded.transformer)
+    def _load(self, spec: ModelSpec, on_share: OnShare) -> Model:
+        for file in spec.files:
+            _check_file(file)
+        return self._loaders[spec.loader if spec.loader in self._loaders else ""](spec, self._device, on_share)
 
     def mesh(self, parallelism: Parallelism) -> ContextMesh:
         """The mesh of this shape. Collective when it is new."""
@@ -123,14 +146,14 @@ class Models:
         return self._meshes[shape]
 
 
-def _check_file(spec: ModelSpec) -> None:
+def _check_file(file: SourceFile) -> None:
     if machine() == 0:
-        _check_unchanged(spec)
+        _check_unchanged(file)
     if machines() > 1:
-        check_same_file(spec.path)
+        check_same_file(file.path)
 
 
-def _check_unchanged(spec: ModelSpec) -> None:
-    stat = os.stat(spec.path)
-    if (stat.st_size, stat.st_mtime_ns) != (spec.size, spec.mtime_ns):
-        raise Refused(f"{spec.path} changed on disk after it was loaded in the graph; run the loader node again")
+def _check_unchanged(file: SourceFile) -> None:
+    stat = os.stat(file.path)
+    if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
+        raise Refused(f"{file.path} changed on disk after it was loaded in the graph; run the loader node again")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..wire.bundles import write_bundle
 from ..wire.channel import Channel
-from ..wire.messages import Beat, Cancel, Figures, Step
+from ..wire.messages import Beat, Cancel, Readings, Step
 from .ranks import agree, everybodys, rank
 
 BEAT_SECONDS = 1.0
@@ -25,20 +25,20 @@ class Cancelled(Exception):
 
 
 class Pulse:
-    def __init__(self, channel: Channel, job: int, figures: Callable[[], Figures | None] = lambda: None) -> None:
+    def __init__(self, channel: Channel, job: int, readings: Callable[[], Readings | None] = lambda: None) -> None:
         self._channel = channel
         self._job = job
-        self._figures = figures
+        self._readings = readings
         self._last_step = 0.0
         self._step_seconds = 0.0
         self._cancelled = False
         self._last_beat = 0.0
         self._loading = True
 
-    def figures(self) -> Figures | None:
+    def readings(self) -> Readings | None:
         """This rank's, with the time that its last step took."""
-        figures = self._figures()
-        return figures and replace(figures, step_seconds=self._step_seconds)
+        readings = self._readings()
+        return readings and replace(readings, step_seconds=self._step_seconds)
 
     def vote(self) -> None:
         """Call on every rank at the same places. Raises Cancelled on all of them or on none."""
@@ -74,7 +74,7 @@ class Pulse:
         """That loading is over is said at once: from then on the host waits for less long."""
         now, loading = time.monotonic(), loaded is not None
         due = now - self._last_beat > BEAT_SECONDS or loading != self._loading
-        if due and self._channel.offer(Beat(self._job, loaded, self.figures())):
+        if due and self._channel.offer(Beat(self._job, loaded, self.readings())):
             self._last_beat, self._loading = now, loading
 
     def _heard_cancel(self) -> bool:

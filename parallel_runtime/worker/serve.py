@@ -13,31 +13,33 @@ from typing import Any
 import diffusers
 import torch
 
-from ..specs import ComfySetup, DemoJob, Job, Parallelism
+from ..specs import DEMO, ComfySetup, DemoJob, Job, Parallelism
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
 from ..wire.handshake import KEY
-from ..wire.messages import PROTOCOL, Cancel, Done, Failed, Figures, Joined, Ready, Sample, Stop, Unload, Welcome
+from ..wire.messages import PROTOCOL, Cancel, Done, Failed, Joined, Readings, Ready, Sample, Stop, Unload, Welcome
 from ..wire.stream import Stream
 from . import demo_loop, link
 from .agent import AGENT_PID
 from .leash import die_when, end_parent
-from .memory import figures, is_out_of_memory, out_of_memory
-from .models import Model, Models
+from .memory import is_out_of_memory, out_of_memory, readings
+from .models import Load, Models
 from .pulse import Cancelled, Pulse
 from .ranks import join, rank, world_size
 from .spread import payload
 
 TOKEN = "CP_TOKEN"
 
-Loop = Callable[[Model, Any, Pulse], dict[str, Any]]
+Loop = Callable[[Any, Any, Pulse], dict[str, Any]]
 
 
 class Worker:
-    def __init__(self, channel: Channel, device: torch.device, loops: dict[type[Job], Loop]) -> None:
+    def __init__(
+        self, channel: Channel, device: torch.device, loops: dict[type, Loop], loaders: dict[str, Load]
+    ) -> None:
         self._channel = channel
         self._device = device
-        self._models = Models(device)
+        self._models = Models(device, loaders)
         self._loops = loops
 
     def joined(self) -> Joined:
@@ -46,7 +48,7 @@ class Worker:
         if world_size() > 1:
             everybody = self._models.mesh(Parallelism(ring_degree=world_size())).ring
             speed = link.bytes_per_second(everybody, self._device)
-        return Joined(link.flops_per_second(self._device), speed, link.free_bytes(self._device), self._figures())
+        return Joined(link.flops_per_second(self._device), speed, link.free_bytes(self._device), self._readings())
 
     def serve(self) -> None:
         """Until the host says stop. Raises what a job raised, and RuntimeError where memory ran out."""
@@ -57,6 +59,7 @@ class Worker:
                 raise RuntimeError(out_of_memory(self._device, self._models.loaded)) from error
             raise
 
+    @torch.inference_mode()
     def _serve(self) -> None:
         while True:
             message, bundle = self._channel.receive()
@@ -65,16 +68,15 @@ class Worker:
                     return
                 case Unload(job=job, model=model, offload=offload):
                     (self._models.offload if offload else self._models.drop)(model)
-                    self._channel.send(Done(job, figures=self._figures()))
+                    self._channel.send(Done(job, readings=self._readings()))
                 case Sample():
                     self._channel.send(*self._sample(message, payload(bundle)))
                 case Cancel():
                     pass  # it lost the race with the answer
 
-    @torch.inference_mode()
     def _sample(self, request: Sample, bundle: int) -> tuple[Done, int | None]:
         job = read_job(read_bundle(bundle))
-        pulse = Pulse(self._channel, request.job, self._figures)
+        pulse = Pulse(self._channel, request.job, self._readings)
         pulse.loading(0.0)
         started = time.monotonic()
         model = self._models.get(request.model, request.parallelism, pulse.loading)
@@ -82,13 +84,13 @@ class Worker:
         try:
             result = self._loops[type(job)](model, job, pulse)
         except Cancelled:
-            return Done(request.job, cancelled=True, figures=pulse.figures()), None
+            return Done(request.job, cancelled=True, readings=pulse.readings()), None
         seconds = time.monotonic() - loaded
-        done = Done(request.job, load_seconds=loaded - started, seconds=seconds, figures=pulse.figures())
+        done = Done(request.job, load_seconds=loaded - started, seconds=seconds, readings=pulse.readings())
         return done, write_bundle(result) if rank() == 0 else None
 
-    def _figures(self) -> Figures:
-        return figures(self._device, self._models.loaded)
+    def _readings(self) -> Readings:
+        return readings(self._device, self._models.loaded)
 
 
 def read_job(fields: dict[str, Any]) -> Job:
@@ -107,7 +109,8 @@ def main(address: str) -> None:
         assert isinstance(welcome, Welcome)
         device = torch.device(welcome.device)
         join(device, welcome.store, shared=welcome.shared)
-        worker = Worker(channel, device, {DemoJob: demo_loop.run, **_comfy_loop(welcome.comfy, device)})
+        loops, loaders = _comfy_loop(welcome.comfy, device)
+        worker = Worker(channel, device, {DemoJob: demo_loop.run, **loops}, {DEMO: demo_loop.load, **loaders})
         channel.send(worker.joined())
         worker.serve()
     except EOFError:
@@ -130,9 +133,10 @@ def _call(address: str) -> Channel:
     return Channel.connect(address) if os.path.isabs(address) else Stream.call(address, key)
 
 
-def _comfy_loop(comfy: ComfySetup | None, device: torch.device) -> dict[type[Job], Loop]:
+def _comfy_loop(comfy: ComfySetup | None, device: torch.device) -> tuple[dict[type, Loop], dict[str, Load]]:
     if comfy is None:
-        return {}
+        return {}, {}
     from .comfy_loop import start  # ComfyUI exists only once its root is known
 
-    return start(comfy, device)
+    loops, load = start(comfy, device)
+    return loops, {"": load}

@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..plan import Blocks
+from ..old_plan import Blocks
+from ..plan import Names, Plan, Site
 from .engine.attach import streams_of
+from .engine.divide import divided
 from .engine.exchange import gather
 from .engine.mesh import Axis, ContextMesh
 
 Forward = Callable[..., Any]
 Carried = list[Any]  # tensors, or None for a stream that a last block gives up, as SD3's does
+Place = tuple[str | int, int | None]  # an argument, and which item of it
 
 
 @dataclass(eq=False)
@@ -28,6 +31,7 @@ class _Branch:
 
     change: Tensor | None = None
     rest: dict[str, Carried] = field(default_factory=dict)
+    entry: dict[str, Carried] = field(default_factory=dict)  # what the second block of each stack was given
 
 
 class StepCache:
@@ -35,19 +39,21 @@ class StepCache:
 
     It skips where, for every row of the batch, the first block's change differs from that of the last whole evaluation
     by less than `threshold`, as a share of it: mean absolute values over the tokens of all ranks. All rows of all data
-    lanes decide together, so that the degrees never change what is skipped.
+    lanes decide together, so that the degrees never change what is skipped. What is added to tokens between blocks
+    (residuals of a ControlNet) is part of what was kept. Evaluations in which ComfyUI replaces blocks skip nothing.
     """
 
-    def __init__(self, transformer: nn.Module, blocks: Blocks, mesh: ContextMesh, threshold: float) -> None:
+    def __init__(self, transformer: nn.Module, plan: Plan | Blocks, mesh: ContextMesh, threshold: float) -> None:
         self.evaluations = 0
         self.skipped = 0
         self._transformer = transformer
-        self._blocks = blocks
+        self._plan = plan.as_plan() if isinstance(plan, Blocks) else plan
         self._mesh = mesh
         self._threshold = threshold
         self._branches: dict[Hashable, _Branch] = {}
         self._branch: _Branch | None = None
         self._skipping = False
+        self._replaced = False
 
     @contextmanager
     def caching(self) -> Iterator[None]:
@@ -56,9 +62,11 @@ class StepCache:
         for block, forward in forwards:
             assert "forward" not in vars(block)
             block.forward = forward  # type: ignore[method-assign]
+        handle = self._transformer.register_forward_pre_hook(self._note, with_kwargs=True)
         try:
             yield
         finally:
+            handle.remove()
             for block, _ in forwards:
                 del block.forward
             self._branches.clear()
@@ -77,52 +85,60 @@ class StepCache:
         mine = torch.tensor([self.skipped, self.evaluations], device=device)
         return (self._from_all(mine, self._mesh.cfg).sum(0) if shared else mine).tolist()
 
-    def _forwards(self) -> Iterator[tuple[nn.Module, Forward]]:
-        first, *_ = self._blocks.stacks
-        for stack, carries in self._blocks.stacks.items():
-            modules = list(self._transformer.get_submodule(stack))  # type: ignore[call-overload]
-            if stack == first:
-                head = modules.pop(0)
-                yield head, self._leading(head, carries)
-            for module in modules:
-                yield module, self._following(module, stack, carries, modules[0], modules[-1])
+    def _note(self, _: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        options = kwargs.get("transformer_options") or {}
+        self._replaced = bool((options.get("patches_replace") or {}).get("dit"))
 
-    def _leading(self, block: nn.Module, carries: Sequence[str]) -> Forward:
-        plain, read = block.forward, _reader(block, [self._blocks.watched])
-        watched = carries.index(self._blocks.watched)
+    def _forwards(self) -> Iterator[tuple[nn.Module, Forward]]:
+        for number, site in enumerate(self._plan.trunk):
+            modules = list(self._transformer.get_submodule(site.name))  # type: ignore[call-overload]
+            if number == 0:
+                head = modules.pop(0)
+                yield head, self._leading(head, site)
+            for module in modules:
+                yield module, self._following(module, site, modules[0], modules[-1])
+
+    def _leading(self, block: nn.Module, site: Site) -> Forward:
+        watched, (name, item, streams) = next(
+            ((n, carry) for n, carry in enumerate(site.carries) if self._plan.main in carry[2]), (0, site.carries[0])
+        )
+        plain, read = block.forward, _reader(block, [(name, item)])
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            (before,) = read(args, kwargs)
+            if self._replaced:
+                return plain(*args, **kwargs)
+            (before,) = _copied(read(args, kwargs))
             out = plain(*args, **kwargs)
-            self._decide(_listed(out)[watched] - before)
+            self._decide(_listed(out)[watched] - before, streams)
             return out
 
         return forward
 
-    def _following(
-        self, block: nn.Module, stack: str, carries: Sequence[str], first: nn.Module, last: nn.Module
-    ) -> Forward:
-        plain, read = block.forward, _reader(block, carries)
+    def _following(self, block: nn.Module, site: Site, first: nn.Module, last: nn.Module) -> Forward:
+        plain, read = block.forward, _reader(block, [(name, item) for name, item, _ in site.carries])
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._replaced:
+                return plain(*args, **kwargs)
             assert self._branch is not None
-            carried, rest = read(args, kwargs), self._branch.rest
-            if self._skipping:
-                return _shaped(_added(carried, rest[stack]) if block is last else carried)
+            entry, rest = self._branch.entry, self._branch.rest
             if block is first:
-                rest[stack] = carried
+                entry[site.name] = _copied(read(args, kwargs))
+            if self._skipping:
+                return _shaped(_added(entry.pop(site.name), rest[site.name]) if block is last else read(args, kwargs))
             out = plain(*args, **kwargs)
             if block is last:
-                rest[stack] = _taken(_listed(out), rest[stack])
+                rest[site.name] = _taken(_listed(out), entry.pop(site.name))
             return out
 
         return forward
 
-    def _decide(self, change: Tensor) -> None:
+    def _decide(self, change: Tensor, of: Names) -> None:
         branch = self._branch
         assert branch is not None, "an evaluation of no branch"
-        if (streams := streams_of(self._transformer)) is not None:
-            change = streams.held((self._blocks.stream,), self._mesh.context.index).drop(change)
+        streams = divided(self._transformer) or streams_of(self._transformer)
+        if streams is not None:
+            change = streams.held(of, self._mesh.context.index).drop(change)
         self._skipping = branch.change is not None and self._repeats(change, branch.change)
         self.evaluations += 1
         self.skipped += self._skipping
@@ -131,7 +147,7 @@ class StepCache:
 
     def _repeats(self, change: Tensor, last: Tensor) -> bool:
         """No difference that is not a number counts as small, nor does a change of nothing."""
-        tokens = [part.abs().sum(dim=(1, 2), dtype=torch.float32) for part in (change - last, last)]
+        tokens = [part.abs().flatten(1).sum(dim=1, dtype=torch.float32) for part in (change - last, last)]
         difference, size = self._from_all(torch.stack(tokens), self._mesh.context).sum(0)
         excess = (difference - self._threshold * size).max()
         return bool(self._from_all(excess, self._mesh.data).max() < 0)
@@ -141,14 +157,30 @@ class StepCache:
         return gather(mine[None], (1,) * axis.size, axis).wait()[0] if axis.size > 1 else mine[None]
 
 
-def _reader(block: nn.Module, names: Sequence[str]) -> Callable[[Sequence[Any], dict[str, Any]], list[Any]]:
-    """The arguments called `names` out of those of a call of `block`."""
-    places = list(inspect.signature(type(block).forward).parameters)[1:]
-    return lambda args, kwargs: [kwargs[name] if name in kwargs else args[places.index(name)] for name in names]
+def _reader(block: nn.Module, places: Sequence[Place]) -> Callable[[Sequence[Any], dict[str, Any]], list[Any]]:
+    """These out of the arguments of a call of `block`."""
+    parameters = list(inspect.signature(type(block).forward).parameters)[1:]
+
+    def read(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        found = []
+        for name, item in places:
+            if name in kwargs:
+                value = kwargs[str(name)]
+            else:
+                value = args[name if isinstance(name, int) else parameters.index(name)]
+            found.append(value if item is None else value[item])
+        return found
+
+    return read
+
+
+def _copied(carried: Carried) -> Carried:
+    """Blocks write into what they are given."""
+    return [None if value is None else value.clone() for value in carried]
 
 
 def _listed(out: Any) -> Carried:
-    return list(out) if isinstance(out, tuple) else [out]
+    return [out] if isinstance(out, Tensor) else list(out)
 
 
 def _shaped(carried: Carried) -> Any:

@@ -32,6 +32,7 @@ FLAGS = (
 )
 _QUIET = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}  # tiny models, busy machines
 START_SECONDS = 120
+SITE = str(OUR_ROOT / "tests" / "site")
 STOP_SECONDS = 10
 LEASH_SECONDS = 3  # a dead ComfyUI takes its workers with it within this
 
@@ -48,7 +49,7 @@ class Server:
             self.process = subprocess.Popen(
                 [*map(str, command), *FLAGS, *flags],
                 cwd=comfy.root,
-                env={**os.environ, **_QUIET, MARK: self.mark, "TMPDIR": str(self.scratch), **env},
+                env={**os.environ, **_QUIET, "PYTHONPATH": SITE, MARK: self.mark, "TMPDIR": str(self.scratch), **env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -109,11 +110,18 @@ class Server:
 
 @contextmanager
 def running_server(
-    comfy: ComfyInstall, *, flags: tuple[str, ...] = (), env: Mapping[str, str] | None = None
+    comfy: ComfyInstall,
+    *,
+    flags: tuple[str, ...] = (),
+    env: Mapping[str, str] | None = None,
+    packs: tuple[Path, ...] = (),
 ) -> Iterator[Server]:
+    """`packs` are folders of further custom nodes."""
     base = Path(tempfile.mkdtemp(prefix="cpc-"))  # short: unix sockets below it have 108 characters
     try:
         _furnish(base)
+        for pack in packs:
+            (base / "custom_nodes" / pack.name).symlink_to(pack)
         server = Server(comfy, base, flags=flags, env=env or {})
         try:
             server.wait_until_up()

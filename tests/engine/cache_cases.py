@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_runtime.families import flux, lumina2, qwen_image, sd3, wan
-from parallel_runtime.plan import Blocks
+from parallel_runtime.old_plan import Blocks
 from parallel_runtime.worker.engine.attach import attach
 from parallel_runtime.worker.step_cache import StepCache
 

@@ -8,7 +8,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,17 @@ _ROOT = Path(__file__).parents[2]
 _LIMIT = 120.0
 
 
-class Ranks:
-    """All groups of this session, behind one process (see `ranks`)."""
+CASES = ("cases", "side_cases", "model_cases", "cache_cases", "refusals")
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "tests.engine.ranks"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+class Ranks:
+    """All groups of this session, behind one process (see `ranks`) of `python`, for cases of these modules."""
+
+    def __init__(
+        self, python: Path | str, modules: Iterable[str], environment: Mapping[str, str] | None = None
+    ) -> None:
+        command = [str(python), "-m", "tests.engine.ranks", *modules]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environment or {})}
         self._process = subprocess.Popen(
             command, cwd=_ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
@@ -63,6 +68,6 @@ Groups = Callable[[int], Group]
 
 @pytest.fixture(scope="session")
 def groups() -> Iterator[Groups]:
-    ranks = Ranks()
+    ranks = Ranks(sys.executable, [f"tests.engine.{name}" for name in CASES])
     yield lambda world: Group(ranks, world)
     ranks.close()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from parallel_runtime.plan import Local
+from parallel_runtime.old_plan import Local
 from parallel_runtime.worker.engine.attach import attach, detach
 from parallel_runtime.worker.engine.translate import plan_of
 

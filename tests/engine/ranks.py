@@ -1,4 +1,6 @@
-"""The process that tests push cases through: imports torch and diffusers once, then forks groups of gloo ranks.
+"""The process that tests push cases through: imports the modules of cases once, then forks groups of gloo ranks.
+
+    python -m tests.engine.ranks MODULE ...
 
 Requests and answers are JSON lines, [world, case, arguments] in and [{"value": ...} or {"error": ...}, ...] out.
 """
@@ -47,8 +49,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints is no answer
     torch.set_num_threads(1)
-    for module in ("cases", "side_cases", "model_cases", "cache_cases", "refusals"):
-        importlib.import_module(f"tests.engine.{module}")
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     groups: dict[int, Group] = {}
     with tempfile.TemporaryDirectory() as directory:
         for line in sys.stdin:

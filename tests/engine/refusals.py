@@ -12,7 +12,7 @@ from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProc
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallel_runtime.plan import Split
+from parallel_runtime.old_plan import Split
 from parallel_runtime.worker.engine.attach import attach, detach
 from parallel_runtime.worker.engine.mesh import build_mesh
 from parallel_runtime.worker.engine.translate import plan_of

@@ -21,7 +21,7 @@ from diffusers import (
 from torch import nn
 
 from parallel_runtime.families import lumina2, sd3
-from parallel_runtime.plan import Plan
+from parallel_runtime.old_plan import Plan
 
 from .tiny_inputs import INPUTS
 

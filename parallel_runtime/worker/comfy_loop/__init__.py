@@ -1,4 +1,4 @@
-"""ComfyUI's own sampling loop on this rank, around our transformer. Knows no model family and no parallelism."""
+"""ComfyUI's own sampling loop on this rank, around its own networks. Knows no model family and no parallelism."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Any
 import torch
 
 from ...specs import ComfySetup, EvaluationJob, SamplingJob
-from ..models import Model
+from ..models import Load
 from ..pulse import Pulse
 from .comfyui import import_comfyui
 
+Loop = Callable[[Any, Any, Pulse], dict[str, Any]]
 
-def start(setup: ComfySetup, device: torch.device) -> dict[type, Callable[[Model, Any, Pulse], dict[str, Any]]]:
-    """Import the host's ComfyUI as the host runs it; returns a loop for each kind of job that needs it.
 
-    Call once, before any other import of comfy.
+def start(setup: ComfySetup, device: torch.device) -> tuple[dict[type, Loop], Load]:
+    """Import the host's ComfyUI as the host runs it; returns a loop for each kind of job that needs it, and what loads
+    its models. Call once, before any other import of comfy.
     """
     import_comfyui(setup, device)
     from .evaluation import Evaluations  # comfy can be imported only now
+    from .loading import load
     from .sampling import run
 
-    return {SamplingJob: run, EvaluationJob: Evaluations()}
+    return {SamplingJob: run, EvaluationJob: Evaluations()}, load

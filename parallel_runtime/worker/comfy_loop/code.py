@@ -10,49 +10,73 @@ from collections.abc import Iterator
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
+import torch
+
 from .comfyui import module_named, named
 
 LOCAL = ".<locals>."
 
 
 def rebuild(described: Any) -> Any:
-    if isinstance(described, list | tuple):
-        return type(described)([rebuild(part) for part in described])
-    if not isinstance(described, dict):
-        return described
-    match described["kind"]:
-        case "dict":
-            return {rebuild(key): rebuild(value) for key, value in described["items"]}
-        case "set":
-            return {rebuild(item) for item in described["items"]}
-        case "uuid":
-            return uuid.UUID(described["text"])
-        case "name":
-            return named(described["name"])
-        case "method":
-            return getattr(rebuild(described["of"]), described["name"])
-        case "function":
-            return _function(described)
-        case "object":
-            return _object(described)
-    raise ValueError(f"no such description: {described['kind']!r}")
+    return _Rebuilder().rebuild(described)
 
 
-def _function(described: dict[str, Any]) -> FunctionType:
-    """A function that ComfyUI's code makes inside another one."""
-    module, _, path = described["name"].partition(":")
-    outermost, *inner = path.split(LOCAL)
-    code = named(f"{module}:{outermost}").__code__
-    for name in inner:
-        code = next(code for code in _codes(code) if code.co_name == name and _holds(code, described["line"]))
-    function = FunctionType(
-        code,
-        vars(module_named(module)),
-        argdefs=rebuild(described["defaults"]),
-        closure=tuple(CellType(rebuild(cell)) for cell in described["cells"]),
-    )
-    function.__kwdefaults__ = rebuild(described["keyword_defaults"])
-    return function
+class _Rebuilder:
+    """Remembers the numbered objects of one description."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Any] = {}
+
+    def rebuild(self, described: Any) -> Any:
+        if isinstance(described, list | tuple):
+            return type(described)([self.rebuild(part) for part in described])
+        if not isinstance(described, dict):
+            return described
+        match described["kind"]:
+            case "dict":
+                return {self.rebuild(key): self.rebuild(value) for key, value in described["items"]}
+            case "set":
+                return {self.rebuild(item) for item in described["items"]}
+            case "uuid":
+                return uuid.UUID(described["text"])
+            case "dtype":
+                return getattr(torch, described["name"])
+            case "enum":
+                return named(described["class"])[described["name"]]
+            case "name":
+                return named(described["name"])
+            case "method":
+                return getattr(self.rebuild(described["of"]), described["name"])
+            case "function":
+                return self._function(described)
+            case "object":
+                return self._object(described)
+            case "same":
+                return self._made[described["number"]]
+        raise ValueError(f"no such description: {described['kind']!r}")
+
+    def _function(self, described: dict[str, Any]) -> FunctionType:
+        """A function that ComfyUI's code makes inside another one."""
+        module, _, path = described["name"].partition(":")
+        outermost, *inner = path.split(LOCAL)
+        code = named(f"{module}:{outermost}").__code__
+        for name in inner:
+            code = next(code for code in _codes(code) if code.co_name == name and _holds(code, described["line"]))
+        function = FunctionType(
+            code,
+            vars(module_named(module)),
+            argdefs=self.rebuild(described["defaults"]),
+            closure=tuple(CellType(self.rebuild(cell)) for cell in described["cells"]),
+        )
+        function.__kwdefaults__ = self.rebuild(described["keyword_defaults"])
+        return function
+
+    def _object(self, described: dict[str, Any]) -> Any:
+        kind = named(described["class"])
+        made = kind.__new__(kind)
+        vars(made).update(self.rebuild(described["attributes"]))
+        self._made[described["number"]] = made
+        return made
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -62,10 +86,3 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 def _holds(code: CodeType, line: int) -> bool:
     """Does a function begin on this line of `code`, or inside it?"""
     return code.co_firstlineno == line or any(_holds(part, line) for part in _codes(code))
-
-
-def _object(described: dict[str, Any]) -> Any:
-    kind = named(described["class"])
-    made = kind.__new__(kind)
-    vars(made).update(rebuild(described["attributes"]))
-    return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import comfy.model_management
@@ -11,11 +10,13 @@ from torch import Tensor
 
 from ...errors import Refused
 from ...specs import EvaluationJob
-from ..models import Model
+from ..lanes import spread_rows
 from ..pulse import Pulse
-from .merging import merge
+from .code import rebuild
+from .model import ComfyModel
 
 KEEP = 8  # the host counts along: see nodes/evaluation.py
+METHODS = ("forward", "preprocess_text_embeds")  # of a network, that ComfyUI's code outside of it calls
 
 
 class Evaluations:
@@ -24,32 +25,36 @@ class Evaluations:
     def __init__(self) -> None:
         self._prompts: dict[int, dict[str, Any]] = {}
 
-    def __call__(self, model: Model, job: EvaluationJob, pulse: Pulse) -> dict[str, Any]:
-        """Returns {"out": ComfyUI's model output [B, C_out, (T,) H, W]}."""
-        merge(model, job.patches, pulse.loading)
+    def __call__(self, model: ComfyModel, job: EvaluationJob, pulse: Pulse) -> dict[str, Any]:
+        """Returns {"out": what the network gives: a tensor [B, C_out, (T,) H, W], or several in a list}."""
+        patcher = model.clone(job.patches, pulse.loading)
+        comfy.model_management.load_models_gpu([patcher])
         pulse.beat()
         device = comfy.model_management.get_torch_device()
         if job.conds is not None:
-            self._prompts[job.prompt] = _each(job.conds, lambda tensor: tensor.to(device, copy=True))
+            self._prompts[job.prompt] = moved(job.conds, device)
             for oldest in list(self._prompts)[:-KEEP]:
                 del self._prompts[oldest]
         if job.prompt not in self._prompts:
             raise Refused("the conditions of this prompt were not sent")
-        dtype = getattr(torch, model.spec.compute_dtype)  # a cp_config may ask for another than ComfyUI computes in
-
-        def computed(tensor: Tensor) -> Tensor:
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-        conds = _each(self._prompts[job.prompt], computed)
-        out = model(job.x.to(device, dtype), job.timestep.to(device), conds)
-        pulse.evaluated(out)
+        if job.method not in METHODS:
+            raise Refused(f"{job.method!r} is none of {', '.join(METHODS)}")
+        arguments = {**moved(job.each, device), **self._prompts[job.prompt]}
+        if job.options is not None:
+            arguments["transformer_options"] = moved(rebuild(job.options), device)
+        if job.method != "forward":
+            return {"out": getattr(model.network, job.method)(**arguments)}
+        x = next(iter(job.each.values()))
+        out = spread_rows(model.rows, model.network, len(x if torch.is_tensor(x) else x[0]), **arguments)
+        for tensor in out if isinstance(out, list | tuple) else [out]:
+            pulse.evaluated(tensor)
         return {"out": out}
 
 
-def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same lists and dicts with every tensor changed."""
-    if torch.is_tensor(value):
-        return change(value)
-    if isinstance(value, list):
-        return [_each(item, change) for item in value]
-    return {name: _each(item, change) for name, item in value.items()} if isinstance(value, dict) else value
+def moved(value: Any, device: torch.device) -> Any:
+    """The same lists and dicts with every tensor on `device`, and no longer in the memory that it came in."""
+    if isinstance(value, Tensor):
+        return value.to(device, copy=True)
+    if isinstance(value, list | tuple):
+        return type(value)(moved(item, device) for item in value)
+    return {name: moved(item, device) for name, item in value.items()} if isinstance(value, dict) else value

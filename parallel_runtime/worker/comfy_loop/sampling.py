@@ -5,37 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import comfy.model_patcher
-import comfy.sampler_helpers
+import comfy.model_management
 import comfy.samplers
+import comfy.utils
 import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.nested_tensor import NestedTensor
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
-from ...errors import Refused
 from ...specs import SamplingJob
-from ..models import Model
+from ..lanes import spread_rows
 from ..pulse import Pulse
 from .branches import Branches
 from .caching import cached
 from .code import rebuild
 from .comfyui import named
-from .merging import merge
-from .weightless import Evaluate, weightless
+from .model import ComfyModel
+
+KEY = "context_parallel"
 
 OnStep = Callable[[int, Tensor, Tensor, int], None]
 
 
-def run(model: Model, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
+def run(model: ComfyModel, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
     """Returns {"samples": what the guider returned, "last": the last step's (step, x0, x, total), or None,
     "skipped": what the step cache says of itself}."""
-
-    def evaluate(x: Tensor, timestep: Tensor, conds: dict[str, Any]) -> Tensor:
-        pulse.beat()
-        if refused := sorted(k for k, v in conds.items() if v is not None and k not in model.family.conditions):
-            raise Refused(f"{model.family.name} has no use for {', '.join(refused)} in a worker")
-        return model(x, timestep, conds)
-
     last: tuple[int, Tensor, Tensor, int] | None = None
 
     def on_step(step: int, x0: Tensor, x: Tensor, total: int) -> None:
@@ -43,47 +38,90 @@ def run(model: Model, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
         last = (step, x0, x, total)
         pulse.step(step, total, x0, x)
 
-    merge(model, job.patches, pulse.loading)
-    patcher = _patcher(model, job, evaluate)
+    patcher = _patcher(model, job, pulse)
     # A wrapper around the network (EasyCache) may watch one prompt to decide on all, so it is shown all of them.
     together = bool(patcher.get_all_wrappers(WrappersMP.DIFFUSION_MODEL))
     branches = Branches(model.branches, pulse, together=together)
-    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "context_parallel", branches)
+    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, branches)
+    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _applied(model, pulse, together=together))
     cache = model.step_cache(job.step_cache)
+    comfy.model_management.load_models_gpu([patcher])
+    pulse.beat()
     with cached(cache, patcher):
         samples = _sample(job, patcher, on_step)
     return {"samples": samples, "last": last, "skipped": cache.tally(shared=not together) if cache else None}
 
 
-def _sample(job: SamplingJob, patcher: comfy.model_patcher.ModelPatcher, on_step: OnStep) -> Tensor:
+def _sample(job: SamplingJob, patcher: ModelPatcher, on_step: OnStep) -> Tensor:
     torch.manual_seed(job.random_seed)
     torch.set_rng_state(job.random_state)
-    return _guider(job, patcher).sample(
-        job.noise.clone(),
-        job.latent.clone(),
+    noise, latent, mask = (_unpacked(tensor, job) for tensor in (job.noise, job.latent, job.mask))
+    samples = _guider(job, patcher).sample(
+        noise,
+        latent,
         rebuild(job.sampler),
         job.sigmas.clone(),
-        denoise_mask=job.mask,
-        callback=on_step,
+        denoise_mask=mask,
+        callback=lambda step, x0, x, total: on_step(step, _packed(x0), _packed(x), total),
         disable_pbar=True,
         seed=job.seed,
     )
+    return _packed(samples)
 
 
-def _patcher(model: Model, job: SamplingJob, evaluate: Evaluate) -> comfy.model_patcher.ModelPatcher:
-    """The MODEL of the host without its weights, and with the code that lies on it."""
-    assert model.spec.comfy is not None
-    patcher = weightless(model.spec.comfy, getattr(torch, model.spec.compute_dtype), job.model_sampling, evaluate)
-    patcher.model_options.update({key: rebuild(value) for key, value in job.model_options.items()})
+def _unpacked(tensor: Tensor | None, job: SamplingJob) -> Any:
+    """A latent of several streams (audio with video) comes packed into one, and `sample` takes it apart."""
+    if tensor is None or job.latent_shapes is None:
+        return None if tensor is None else tensor.clone()
+    return NestedTensor(comfy.utils.unpack_latents(tensor.clone(), [list(shape) for shape in job.latent_shapes]))
+
+
+def _packed(tensor: Any) -> Tensor:
+    return comfy.utils.pack_latents(tensor.unbind())[0] if tensor.is_nested else tensor
+
+
+def _patcher(model: ComfyModel, job: SamplingJob, pulse: Pulse) -> ModelPatcher:
+    """The MODEL of the host: with its weight patches, and with the code that lies on it."""
+    patcher = model.clone(job.patches, pulse.loading)
+    patcher.add_object_patch("model_sampling", rebuild_sampling(job.model_sampling))
+    for key, value in rebuild(job.model_options).items():
+        patcher.model_options[key] = value
     for kind, key, functions in job.wrappers:
         for function in rebuild(functions):
             patcher.add_wrapper_with_key(kind, key, function)
+    for kind, key, functions in job.callbacks:
+        for function in rebuild(functions):
+            patcher.add_callback_with_key(kind, key, function)
     return patcher
 
 
-def _guider(job: SamplingJob, patcher: comfy.model_patcher.ModelPatcher) -> comfy.samplers.CFGGuider:
+def _applied(model: ComfyModel, pulse: Pulse, *, together: bool) -> Callable[..., Tensor]:
+    """Around each evaluation of the model: a sign of life, and the rows of the batch spread over the lanes."""
+
+    def apply(executor: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        pulse.beat()
+        if together:
+            return executor(x, *args, **kwargs)
+        return spread_rows(model.rows, executor, x.shape[0], x, *args, **kwargs)
+
+    return apply
+
+
+def _guider(job: SamplingJob, patcher: ModelPatcher) -> comfy.samplers.CFGGuider:
     guider = named(job.guider)(patcher)
     for name, value in job.guider_attributes.items():
         setattr(guider, name, value)
-    guider.inner_set_conds({name: [[None, cond] for cond in rebuild(conds)] for name, conds in job.conds.items()})
+    guider.inner_set_conds({name: [[None, cond] for cond in conds] for name, conds in rebuild(job.conds).items()})
     return guider
+
+
+def rebuild_sampling(sampling: dict[str, Any]) -> torch.nn.Module:
+    """The host's `model_sampling` again: same bases, parameters and buffers."""
+    bases = tuple(named(name) for name in sampling["bases"])
+    module: torch.nn.Module = torch.nn.Module.__new__(type("ModelSampling", bases, {}))
+    torch.nn.Module.__init__(module)
+    for name, value in sampling["attributes"].items():
+        setattr(module, name, value)
+    for name, buffer in sampling["buffers"].items():
+        module.register_buffer(name, buffer.clone(), persistent=False)
+    return module

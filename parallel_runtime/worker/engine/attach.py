@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from ...plan import Cross, Plan
+from ...old_plan import Cross, Plan
 from ...specs import Parallelism
 from .attention import ContextAttention
 from .backend import backend_name

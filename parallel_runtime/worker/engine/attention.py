@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from .kernels import attend, attend_block, for_heads
 from .masks import KeyMask, exchange_mask
 from .merge import Merge
 from .mesh import ContextMesh
+from .pair_masks import PairMask, pair_mask
 from .ring import visit
 from .sizes import chunk_sizes
 from .streams import Streams
@@ -22,12 +23,15 @@ from .ulysses import Wave, place, to_heads, to_tokens, waves
 # Heads go in so many parts: one is attended to while the next travels. More parts would cut kernels too small.
 WAVES = 2
 
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], Tensor]
+
 
 @dataclass(frozen=True, eq=False)
 class ContextAttention:
     """Attention of the ranks of a context mesh; `queries` and `keys` are the streams that each concatenates.
 
-    `keys` None: those of the queries.
+    `keys` None: those of the queries. `kernel` attends where keys are whole, [B, tokens, H, D] each and a mask
+    [B, 1 or H, 1 or queries, keys]; None: what `parallelism` says.
     """
 
     mesh: ContextMesh
@@ -35,6 +39,7 @@ class ContextAttention:
     streams: Streams
     queries: tuple[str, ...]
     keys: tuple[str, ...] | None = None
+    kernel: Kernel | None = None
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None
@@ -42,11 +47,11 @@ class ContextAttention:
         """Each rank passes its own tokens [B, own tokens, H, D] and gets its own rows of the whole attention.
 
         Keys and values may have fewer heads, each for a group of neighbouring query heads. `mask` is a key-padding
-        mask, see `exchange_mask`. Collective over the context ranks.
+        mask, see `exchange_mask`, or a whole mask of pairs, see `pair_mask`. Collective over the context ranks.
         """
         queries, keys = (self.streams.held(names, self.mesh.context.index) for names in self._sides)
         self._check(query, key, queries.size, keys.size)
-        if mask is not None and mask.shape[-1] == keys.size:
+        if mask is not None and mask.shape[-1] == keys.size and not _is_of_pairs(mask):
             mask = keys.drop(mask, dim=-1)
         out = self._attend(queries.drop(query), keys.drop(key), keys.drop(value), mask, scale)
         return queries.restore(out, self._replica)
@@ -58,10 +63,7 @@ class ContextAttention:
         return whole.transpose(0, 1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        keys = None
-        if mask is not None:
-            lengths = [self.streams.length(name) for name in self._sides[1]]
-            keys = exchange_mask(mask, query.shape[0], query.shape[2], lengths, self.mesh.context)
+        keys = None if mask is None else self._mask(mask, query.shape[0], query.shape[2])
         axis = self.mesh.ulysses
         of_queries, _ = self._tokens()
         returning = []
@@ -75,6 +77,12 @@ class ContextAttention:
             (returned,) = pending.wait()
             place(returned, wave, whole)
         return whole
+
+    def _mask(self, mask: Tensor, batch: int, heads: int) -> KeyMask | PairMask:
+        of_queries, of_keys = ([self.streams.length(name) for name in names] for names in self._sides)
+        if _is_of_pairs(mask):
+            return pair_mask(mask, of_queries, of_keys, self.mesh)
+        return exchange_mask(mask, batch, heads, of_keys, self.mesh.context)
 
     def _travelling(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Wave, Tensor, Tensor, Tensor]]:
         """Each wave with its heads that are this rank's, [tokens, B, heads, D]; the next travels meanwhile."""
@@ -99,7 +107,9 @@ class ContextAttention:
                 coming = start(index + 1)
             yield wave, q, k, v
 
-    def _on_heads(self, query: Tensor, key: Tensor, value: Tensor, keys: KeyMask | None, scale: float | None) -> Tensor:
+    def _on_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, keys: KeyMask | PairMask | None, scale: float | None
+    ) -> Tensor:
         """`query` [B, Sq, heads, D] over the ring; this rank's block of it are `key`, `value` [Sk, B, heads, D]."""
         if self.mesh.ring.size > 1:
             return self._ring(query, key, value, keys, scale)
@@ -120,7 +130,7 @@ class ContextAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        keys: KeyMask | None,
+        keys: KeyMask | PairMask | None,
         scale: float | None,
     ) -> Tensor:
         blocks = tuple(map(sum, self._spread(self._sides[1])))
@@ -138,6 +148,8 @@ class ContextAttention:
     def _whole(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         if query.numel() == 0:
             return allocate(query.shape, query)
+        if self.kernel is not None:
+            return self.kernel(query, key, value, mask, scale)
         return attend(query, key, value, mask, scale, self._backend)
 
     def _check(self, query: Tensor, key: Tensor, queries: int, keys: int) -> None:
@@ -160,6 +172,10 @@ class ContextAttention:
     @property
     def _backend(self) -> AttentionBackend:
         return self.parallelism.attention_backend
+
+
+def _is_of_pairs(mask: Tensor) -> bool:
+    return mask.ndim == 4 and mask.shape[2] > 1
 
 
 def _hides_all(mask: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...plan import Cross, Gather, Plan, Split
+from ...old_plan import Cross, Gather, Plan, Split
 
 # The three kinds of text and the padding between them are put into one row before the blocks: one stream from there.
 HUNYUAN_VIDEO_15 = Plan(

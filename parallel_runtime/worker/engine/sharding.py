@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...plan import Gather, Plan, Split
+from ...old_plan import Gather, Plan, Split
 from .exchange import gather
 from .mesh import Axis
 from .sizes import chunk_sizes

@@ -33,6 +33,10 @@ class Streams:
                 "tensors that the plan puts into one stream must have one global length"
             )
 
+    def knows(self, stream: str) -> bool:
+        """Has it been cut in this forward?"""
+        return stream in self._lengths
+
     def length(self, stream: str) -> int:
         """Global length of `stream`; ValueError before its first cut."""
         if stream not in self._lengths:

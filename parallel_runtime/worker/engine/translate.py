@@ -14,7 +14,7 @@ from typing import Any
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from torch import nn
 
-from ...plan import Gather, Local, Plan, Split
+from ...old_plan import Gather, Local, Plan, Split
 from .plans import PLANS
 
 

@@ -9,9 +9,6 @@ from .graph_ends import Conditioning, Latent, SaveLatent, Wait
 from .odd_conditions import OddCondition
 from .one_ulp import OneUlp
 from .refusables import AttentionPatch, Control, ForeignWrapper
-from .tiny_override import install_tiny_override
-
-install_tiny_override()
 
 
 class TestNodes(ComfyExtension):

@@ -1,4 +1,4 @@
-"""What a CP Sampler must refuse by name: real ComfyUI objects that change the model where no worker sees it."""
+"""Real ComfyUI objects of a pack that workers cannot have: around the network, beside it, and inside it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
 CATEGORY = "cp test"
+WIDTH = 256  # of the tiny FLUX
 
 
 class AttentionPatch(io.ComfyNode):
@@ -47,9 +48,25 @@ class Control(io.ComfyNode):
 
     @classmethod
     def execute(cls, conditioning: list[list[Any]]) -> io.NodeOutput:
-        control = comfy.controlnet.ControlBase()
+        control = Residuals()
         added = {"control": control, "control_apply_to_uncond": True}
         return io.NodeOutput([[text, {**options, **added}] for text, options in conditioning])
+
+
+class Residuals(comfy.controlnet.ControlBase):
+    """A ControlNet without a network: what it gives FLUX depends on the latent, and on nothing else."""
+
+    def get_control(self, x_noisy: torch.Tensor, t: torch.Tensor, *_: Any) -> dict[str, list[torch.Tensor | None]]:
+        tokens = -(-x_noisy.shape[2] // 2) * -(-x_noisy.shape[3] // 2)
+        dice = torch.Generator().manual_seed(tokens)
+        each = [torch.randn(1, tokens, WIDTH, generator=dice).repeat(x_noisy.shape[0], 1, 1) for _ in range(2)]
+        return {"input": [each[0]], "output": [each[1]]}
+
+    def pre_run(self, *_: Any) -> None:
+        """It has no noise levels of its own."""
+
+    def copy(self) -> Residuals:
+        return self
 
 
 class ForeignWrapper(io.ComfyNode):

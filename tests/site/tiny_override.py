@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import comfy.model_detection as detection
 
-
-def install_tiny_override() -> None:
+def install_tiny_override(detection: Any) -> None:
+    """`detection` is ComfyUI's module comfy.model_detection."""
     detect, choose = detection.detect_unet_config, detection.model_config_from_unet
 
     def detect_unet_config(state_dict: dict[str, Any], key_prefix: str, metadata: dict[str, str] | None = None) -> Any:

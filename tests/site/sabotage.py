@@ -1,4 +1,4 @@
-"""One rank does something bad at a chosen moment. Python imports this by itself where this folder is on PYTHONPATH.
+"""One rank does something bad at a chosen moment: see sitecustomize.py.
 
 CP_TEST_FAULT is `rank place deed`, such as `1 gather abort`. The workers' own code knows nothing of it: a function of
 theirs is replaced when its module is imported.
@@ -18,8 +18,8 @@ from typing import Any
 
 PLACES = {  # module, function, which call of it
     "start": ("parallel_runtime.worker.link", "bytes_per_second", 1),
-    "load": ("parallel_runtime.worker.loading", "load", 1),
-    "evaluation": ("parallel_runtime.worker.models", "Model.__call__", 3),
+    "load": ("parallel_runtime.worker.models", "Models._load", 1),
+    "evaluation": ("parallel_runtime.worker.demo_loop", "DemoModel.__call__", 3),
     "gather": ("parallel_runtime.worker.engine.exchange", "gather", 3),
     "step": ("parallel_runtime.worker.pulse", "Pulse.step", 3),
     "reply": ("parallel_runtime.wire.channel", "Channel.send", 3),  # after Ready and Joined
@@ -76,7 +76,8 @@ class Saboteur:
         return call
 
 
-if fault := os.environ.get("CP_TEST_FAULT"):
+def install(fault: str) -> None:
+    """`fault` is "rank place deed"."""
     rank, place, deed = fault.split()
     if os.environ.get("RANK") == rank:  # torchrun's agent has none
         sys.meta_path.insert(0, Saboteur(place, deed))  # type: ignore[arg-type]

@@ -1,0 +1,53 @@
+"""Which workers a run gets: degrees and devices for a network on this host, and the ComfyUI that they shall import."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+
+import comfy.model_management
+import comfy.options
+import comfy.samplers
+import comfyui_version
+import torch
+
+from ..parallel_runtime.host.cost import Figures, Work, evaluation_seconds
+from ..parallel_runtime.host.planning import check_step_cache, plan
+from ..parallel_runtime.host.runtime import measured_link
+from ..parallel_runtime.specs import ComfySetup, Parallelism, ParallelRequest, Placement
+
+
+def plan_for(
+    figures: Figures, request: ParallelRequest, *, guided: bool = False, work: Work | None = None
+) -> tuple[Parallelism, Placement]:
+    """Degrees and devices; by estimated speed once `work` and what the workers measured are known. Raises Refused."""
+    check_step_cache(request, figures)
+    choose = partial(
+        plan,
+        request,
+        heads=figures.heads,
+        gpus=visible_gpus(),
+        guided=guided,
+        whole="" if figures.divisible else figures.name,
+    )
+    parallelism, placement = choose()
+    link = measured_link(placement)
+    if work is None or link is None or not link.bytes_per_second:
+        return parallelism, placement
+    return choose(seconds=partial(evaluation_seconds, work, link=link))
+
+
+def visible_gpus() -> int:
+    """How many GPUs ComfyUI sees, if it uses any."""
+    return torch.cuda.device_count() if comfy.model_management.get_torch_device().type == "cuda" else 0
+
+
+def comfy_setup() -> ComfySetup:
+    flags = tuple(sys.argv[1:]) if comfy.options.args_parsing else ()
+    return ComfySetup(
+        root=os.path.dirname(os.path.dirname(comfy.samplers.__file__)),
+        flags=flags,
+        folder=os.getcwd(),
+        version=comfyui_version.__version__,
+    )

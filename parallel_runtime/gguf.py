@@ -1,0 +1,68 @@
+"""GGUF files, by the loader of the pack ComfyUI-GGUF where it is installed: its node, called as a graph would.
+
+The MODEL of its own node does not say which file it came from, so only CP Load Diffusion Model can use this.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from typing import Any
+
+import folder_paths
+
+from .errors import Refused
+from .mapped import Kind, load_mapped
+
+LOADER = "ComfyUI-GGUF"
+NODE = "UnetLoaderGGUF"
+PATCHER = "GGUFModelPatcher"
+
+
+def pack_folder(node: type) -> str:
+    """The folder of the pack that `node` belongs to. Raises Refused where that is not ComfyUI-GGUF."""
+    home = sys.modules[node.__module__]
+    if node.__name__ != NODE or not hasattr(home, PATCHER):
+        raise Refused(f"the loader {node.__name__} of {home.__name__} is not that of ComfyUI-GGUF, which alone can "
+                      "load a GGUF file into workers; install that pack")  # fmt: skip
+    return os.path.dirname(os.path.realpath(str(home.__file__)))
+
+
+def load(kind: type[Kind], folder: str, path: str) -> Kind:
+    """The file at `path` as a `kind` of patcher, its weights in the file's own format."""
+    module = _imported(folder)
+    patcher_class, node = getattr(module, PATCHER), getattr(module, NODE)
+    folder_paths.add_model_folder_path("diffusion_models", os.path.dirname(path), is_default=True)
+    folder_paths.filename_list_cache.clear()
+    patcher = load_mapped(kind, node().load_unet, [os.path.basename(path)], 0)
+
+    class OfGGUF(kind, patcher_class):  # type: ignore[misc, valid-type]
+        """ComfyUI-GGUF's way with patches, on weights that stay where they are."""
+
+        mmap_released = True  # else the pack copies what is mapped
+
+        def clone(self, *args: Any, **kwargs: Any) -> Any:
+            return kind.clone(self, *args, **kwargs)
+
+    patcher.__class__ = OfGGUF
+    return patcher
+
+
+def _imported(folder: str) -> Any:
+    """The pack's module of nodes: as ComfyUI imported it, or imported now."""
+    path = os.path.join(folder, "nodes.py")
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) and os.path.realpath(str(module.__file__)) == os.path.realpath(path):
+            return module
+    if "custom_nodes" not in folder.split(os.sep):
+        raise Refused(f"{folder} is no pack in ComfyUI's custom_nodes")
+    name = f"cp_pack_{os.path.basename(folder).replace('-', '_').replace('.', '_')}"
+    spec = importlib.util.spec_from_file_location(
+        name, os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+    return sys.modules[f"{name}.nodes"]

@@ -1,0 +1,28 @@
+"""Chroma: FLUX's blocks, with modulation from a layer of its own."""
+
+from ..plan import Along, Plan, Site, Tokens, Whole
+from .network import Network, image, layers
+
+IMAGE, TEXT = ("image",), ("text",)
+BOTH = TEXT + IMAGE
+
+PLAN = Plan(
+    (
+        Site(
+            "double_blocks",
+            {"img": Tokens(IMAGE), "txt": Tokens(TEXT), "pe": Along(BOTH, 2)},
+            attends=BOTH,
+            whole=("vec", "attn_mask"),
+        ),
+        Site("single_blocks", {"x": Tokens(BOTH), "pe": Along(BOTH, 2)}, attends=BOTH, whole=("vec", "attn_mask")),
+        Site("final_layer", {"x": Whole(IMAGE)}),
+    )
+)
+
+NETWORK = Network(
+    name="Chroma",
+    kinds=("comfy.ldm.chroma.model:Chroma",),
+    plan=PLAN,
+    layers=layers("double_blocks", "single_blocks"),
+    tokens=image(2),
+)

@@ -1,0 +1,31 @@
+"""CogVideoX."""
+
+from ..plan import Along, Plan, Site, Tokens, Whole
+from .network import Network, layers, video
+
+VIDEO, TEXT = ("video",), ("text",)
+
+NETWORK = Network(
+    name="CogVideoX",
+    kinds=("comfy.ldm.cogvideo.model:CogVideoXTransformer3DModel",),
+    plan=Plan(
+        (
+            Site(
+                "blocks",
+                {
+                    "hidden_states": Tokens(VIDEO),
+                    "encoder_hidden_states": Tokens(TEXT),
+                    "image_rotary_emb": Along(VIDEO, -2),
+                },
+                attends=TEXT + VIDEO,
+                whole=("temb",),
+            ),
+            Site("norm_final", {0: Whole(VIDEO)}),
+        ),
+        main="video",
+    ),
+    heads=lambda net: net.num_attention_heads,
+    width=lambda net: net.dim,
+    layers=layers("blocks"),
+    tokens=video(1, 2, 2, text=True),
+)

@@ -1,0 +1,21 @@
+"""ERNIE-Image: image and text in one stream. Its attention is called without transformer_options."""
+
+from ..plan import Along, Plan, Site, Tokens, Whole
+from .network import Network, joint, layers
+
+JOINT = ("joint",)
+
+NETWORK = Network(
+    name="ERNIE-Image",
+    kinds=("comfy.ldm.ernie.model:ErnieImageModel",),
+    plan=Plan(
+        (
+            Site("layers", {"x": Tokens(JOINT), "rotary_pos_emb": Along(JOINT)}, attends=JOINT, whole=("temb",)),
+            Site("final_norm", {"x": Whole(JOINT)}),
+        ),
+        main="joint",
+        no_options=("comfy.ldm.ernie.model",),
+    ),
+    layers=layers("layers"),
+    tokens=joint(1),
+)

@@ -1,0 +1,27 @@
+"""Krea 2: text and image in one stream."""
+
+from ..plan import Along, Index, Plan, Site, Tokens, Whole
+from .network import Network, joint, layers
+
+JOINT = ("joint",)
+
+NETWORK = Network(
+    name="Krea 2",
+    kinds=("comfy.ldm.krea2.model:SingleStreamDiT",),
+    plan=Plan(
+        (
+            Site(
+                "blocks",
+                {"x": Tokens(JOINT), "freqs": Along(JOINT, 2), "timestep_zero_index": Index("joint")},
+                attends=JOINT,
+                whole=("vec",),
+            ),
+            Site("last", {"x": Whole(JOINT)}),
+        ),
+        main="joint",
+    ),
+    heads=lambda net: net.heads,
+    width=lambda net: net.first.out_features,
+    layers=layers("blocks"),
+    tokens=joint(2),
+)

@@ -1,0 +1,32 @@
+"""Lens."""
+
+from ..plan import Along, Plan, Site, Tokens, Whole
+from .network import Network, image, layers
+
+IMAGE, TEXT = ("image",), ("text",)
+BOTH = IMAGE + TEXT
+
+NETWORK = Network(
+    name="Lens",
+    kinds=("comfy.ldm.lens.model:LensTransformer2DModel",),
+    plan=Plan(
+        (
+            Site(
+                "transformer_blocks",
+                {
+                    "encoder_hidden_states": Tokens(TEXT),
+                    "hidden_states": Tokens(IMAGE),
+                    "freqs_cis": Along(BOTH, 2),
+                    "attention_mask": Along(BOTH, -1),
+                },
+                attends=BOTH,
+                whole=("temb",),
+            ),
+            Site("norm_out", {"x": Whole(IMAGE)}),
+        )
+    ),
+    heads=lambda net: net.transformer_blocks[0].attn.heads,
+    width=lambda net: net.inner_dim,
+    layers=layers("transformer_blocks"),
+    tokens=image(1),
+)

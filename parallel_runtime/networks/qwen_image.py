@@ -1,0 +1,35 @@
+"""Qwen-Image, Edit, 2509 and 2511."""
+
+from ..plan import Along, Index, Plan, Site, Tokens, Whole
+from .network import Network, image, layers
+
+IMAGE, TEXT = ("image",), ("text",)
+BOTH = TEXT + IMAGE
+
+PLAN = Plan(
+    (
+        Site(
+            "transformer_blocks",
+            {
+                "encoder_hidden_states": Tokens(TEXT),
+                "hidden_states": Tokens(IMAGE),
+                "encoder_hidden_states_mask": Along(TEXT),
+                "image_rotary_emb": Along(BOTH, 2),
+                "timestep_zero_index": Index("image"),
+            },
+            attends=BOTH,
+            whole=("temb",),
+        ),
+        Site("norm_out", {"x": Whole(IMAGE)}),
+    )
+)
+
+NETWORK = Network(
+    name="Qwen-Image",
+    kinds=("comfy.ldm.qwen_image.model:QwenImageTransformer2DModel",),
+    plan=PLAN,
+    heads=lambda net: net.transformer_blocks[0].attn.heads,
+    width=lambda net: net.inner_dim,
+    layers=layers("transformer_blocks"),
+    tokens=image(2),
+)

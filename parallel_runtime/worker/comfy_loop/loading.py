@@ -1,0 +1,55 @@
+"""What a ModelSpec names, called again: ComfyUI's own loader, in this process, on this rank's device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import comfy.model_management
+import torch
+
+from ... import gguf
+from ...errors import Refused
+from ...mapped import load_mapped
+from ...networks import network_of
+from ...specs import ModelSpec
+from .comfyui import named
+from .model import ComfyModel, Merged, Weights
+
+PACKS: dict[str, Callable[..., Any]] = {gguf.LOADER: gguf.load}  # other packs' loaders that workers may call
+
+
+def load(spec: ModelSpec, device: torch.device, on_share: Callable[[float], None]) -> ComfyModel:
+    """Raises Refused where this rank's ComfyUI holds the weights in another dtype than the host's."""
+    assert comfy.model_management.get_torch_device().type == device.type
+    on_share(0.0)
+    if spec.loader in PACKS:
+        patcher = PACKS[spec.loader](Weights, *_arguments(spec))
+    else:
+        patcher = load_mapped(Weights, named(spec.loader), _arguments(spec), spec.index)
+    held = str(patcher.model.get_dtype()).removeprefix("torch.")
+    if held != spec.weight_dtype:
+        raise Refused(f"a worker holds this model in {held}, ComfyUI in {spec.weight_dtype}; give ComfyUI a flag that "
+                      "settles it, such as --bf16-unet, or choose weight_dtype in the loader")  # fmt: skip
+    # ComfyUI batches conditioning by free memory; ranks must not each decide by their own.
+    patcher.model.memory_required = lambda *args, **kwargs: 0
+    patcher.merged = Merged()
+    on_share(1.0)
+    network = patcher.model.diffusion_model
+    return ComfyModel(spec, network, network_of(network), patcher=patcher)
+
+
+def _arguments(spec: ModelSpec) -> list[Any]:
+    """The other side is nodes/origin.py."""
+    return [_argument(value) for value in json.loads(spec.arguments)]
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_argument(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"torch.dtype"}:
+        return getattr(torch, value["torch.dtype"])
+    return {name: _argument(part) for name, part in value.items()}

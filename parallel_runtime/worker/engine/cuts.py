@@ -1,0 +1,188 @@
+"""A plan's words at work on the values of one forward: this rank's part of them, and whole ones again.
+
+Knows no module and no attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import Refused
+from ...plan import Along, Index, Names, Plan, Slices, Tokens, Whole, Word
+from .exchange import gather
+from .mesh import Axis
+from .sizes import chunk_range, chunk_sizes
+from .standins import hold
+from .streams import Streams
+
+
+class Cuts:
+    """Cuts and joins for the ranks of `axis`. Its `streams` live for one forward, as what it remembers does."""
+
+    def __init__(self, plan: Plan, axis: Axis) -> None:
+        self.streams = Streams(axis.size, plan.replicated)
+        self._replicated = plan.replicated
+        self._axis = axis
+        self._shapes: dict[Names, torch.Size] = {}  # of tokens that came in several dims
+        self._made: dict[str, tuple[Any, Any]] = {}  # where: what came last, what became of it
+        self._held: set[str] = set()
+        self._came_cut: dict[Names, bool] = {}  # to the first block of a stack
+        self.whole_between = False  # are tokens made whole after each block of this forward?
+
+    def clear(self) -> None:
+        self.streams.clear()
+        for state in (self._shapes, self._made, self._held, self._came_cut):
+            state.clear()
+        self.whole_between = False
+
+    def holds(self, stream: str) -> bool:
+        """Do the network's own variables hold this stream cut at this moment?"""
+        return stream in self._held
+
+    def holds_any(self) -> bool:
+        return bool(self._held)
+
+    def held(self, streams: Names) -> int:
+        """How many tokens of these streams this rank holds."""
+        return self.streams.held(streams, self._axis.index).size
+
+    def cut(self, value: Any, word: Word, where: str) -> Any:
+        """What becomes of an argument; `where` names it."""
+        if value is None or word is None:
+            return value
+        if isinstance(word, tuple):
+            return type(value)(
+                [self.cut(v, w, f"{where}[{n}]") for n, (v, w) in enumerate(zip(value, word, strict=True))]
+            )
+        if isinstance(word, Tokens):
+            return self._tokens(value, word, where)
+        if isinstance(word, Whole):
+            return self.join(value, word.streams, word.dim, where)
+        if isinstance(word, Index):
+            return self._position(value, (word.stream,))
+        if isinstance(word, Slices):
+            return [self._range(part, word) for part in value]
+        last, made = self._made.get(where, (None, None))
+        if last is not value:
+            made = self._along(value, word, where) if isinstance(word, Along) else word(value, self._cutter(where))
+            self._made[where] = value, made
+        return made
+
+    def _cutter(self, where: str) -> Any:
+        return lambda value, word: self.cut(value, word, f"{where} inside")
+
+    def _tokens(self, value: Tensor, word: Tokens, where: str) -> Tensor:
+        shape = value.shape[word.dim : word.dim + word.flat]
+        (stream, *others) = word.streams
+        if not others and not self.streams.knows(stream):
+            self._shapes[word.streams] = shape
+            self.streams.see(stream, shape.numel(), where)
+        total, held = self._total(word.streams), self.held(word.streams)
+        self._held.update(word.streams)
+        cut = shape.numel() == held and total != held
+        self._came_cut.setdefault(word.streams, cut)
+        if cut:
+            return value
+        if shape.numel() != total:
+            raise _misfit(where, shape.numel(), word.streams, f"{total} (whole) or {held} (this rank's)")
+        rest = value.shape[word.dim + word.flat :]
+        rows = value.reshape(*value.shape[: word.dim], total, *(1,) * (word.flat - 1), *rest)
+        own = self._own(rows, word.streams, word.dim)
+        if others or stream in self._replicated:
+            return own
+        return own.clone(memory_format=torch.contiguous_format)  # blocks write into their input
+
+    def _along(self, value: Any, word: Along, where: str) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._along(item, word, where) for item in value])
+        if value is None:
+            return None
+        if not isinstance(value, Tensor):
+            raise Refused(
+                f"{where} is a {type(value).__name__}, which cannot be cut; set ring and Ulysses degrees to 1"
+            )
+        if word.ndim not in (None, value.ndim) or value.shape[word.dim] == 1:
+            return value
+        total, length = self._total(word.streams), value.shape[word.dim]
+        if word.per and length < total:
+            value = value.repeat_interleave(-(-total // length), word.dim).narrow(word.dim, 0, total)
+        elif length != total:
+            raise _misfit(where, length, word.streams, str(total))
+        return self._own(value, word.streams, word.dim).contiguous()
+
+    def _own(self, value: Tensor, streams: Names, dim: int) -> Tensor:
+        parts = value.split([self.streams.length(stream) for stream in streams], dim)
+        own = [
+            part if stream in self._replicated else hold(part, dim, self._axis.size, self._axis.index)
+            for part, stream in zip(parts, streams, strict=True)
+        ]
+        return own[0] if len(own) == 1 else torch.cat(own, dim)
+
+    def _range(self, part: Any, word: Slices) -> tuple[Any, ...]:
+        held = self.held(word.after)
+        counted = self._total(word.after) if self.whole_between else held  # by the network's own code, in its variables
+        start, end, *rest = part
+        return (*(self._position(at - counted, word.streams, held) if at else at for at in (start, end)), *rest)
+
+    def _position(self, at: int, streams: Names, own: int = 0) -> int:
+        """Where a position of the whole streams is in what is held of them, behind `own` tokens."""
+        for stream in streams:
+            length, held = self.streams.length(stream), self.held((stream,))
+            start = 0 if stream in self._replicated else chunk_range(length, self._axis.size, self._axis.index)[0]
+            own += min(max(min(at, length) - start, 0), held)
+            at = max(at - length, 0)
+        return own
+
+    def prefix(self, value: Tensor, stream: str) -> Tensor:
+        """This rank's part of [B, tokens, C] that goes with the first tokens of a stream, maybe with all of them."""
+        length = self.streams.length(stream)
+        if value.shape[1] > length:
+            raise _misfit("a residual", value.shape[1], (stream,), str(length))
+        if value.shape[1] == length or stream in self._replicated:
+            return self._own(value, (stream,), 1)
+        start, size = chunk_range(length, self._axis.size, self._axis.index)
+        return value[:, start : start + size]
+
+    def join(self, value: Any, streams: Names, dim: int, where: str) -> Any:
+        """Whole streams of this rank's part of them; whole ones stay."""
+        if value is None:
+            return None
+        self._held.difference_update(streams)
+        total, held, shape = self._total(streams), self.held(streams), self._shapes.get(streams, ())
+        length = value.shape[dim]
+        if length != held:
+            whole = value.shape[dim : dim + len(shape)] if len(shape) > 1 else value.shape[dim : dim + 1]
+            if whole.numel() != total:
+                raise _misfit(where, whole.numel(), streams, f"{total} (whole) or {held} (this rank's)")
+            return value
+        if len(shape) > 1 and value.shape[dim : dim + len(shape)] == shape and total != held:
+            return value
+        if self._came_cut.get(streams) and not self.whole_between:
+            raise Refused(
+                f"{where} would be whole, but its blocks were given a part; set ring and Ulysses degrees to 1"
+            )
+        parts = value.split([self.held((stream,)) for stream in streams], dim)
+        joined = torch.cat([self._gathered(p, s, dim) for p, s in zip(parts, streams, strict=True)], dim)
+        return (
+            joined.reshape(*joined.shape[:dim], *shape, *joined.shape[dim + len(shape) :]) if len(shape) > 1 else joined
+        )
+
+    def _gathered(self, part: Tensor, stream: str, dim: int) -> Tensor:
+        if stream in self._replicated:
+            return part
+        sizes = chunk_sizes(self.streams.length(stream), self._axis.size)
+        own = part.narrow(dim, 0, sizes[self._axis.index]).movedim(dim, 0)
+        return gather(own, sizes, self._axis).wait()[0].movedim(0, dim)
+
+    def _total(self, streams: Names) -> int:
+        return sum(self.streams.length(stream) for stream in streams)
+
+
+def _misfit(where: str, found: int, streams: Names, expected: str) -> Refused:
+    return Refused(
+        f"{where} has {found} tokens, but {'+'.join(streams)} has {expected}; this ComfyUI or this input needs "
+        "another plan: set ring and Ulysses degrees to 1"
+    )

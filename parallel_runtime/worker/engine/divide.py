@@ -1,0 +1,150 @@
+"""ComfyUI's own network made context parallel: hooks at its blocks' inputs and outputs, as a plan says.
+
+Knows no network: names are the plan's. Imports no ComfyUI.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ...errors import Refused
+from ...plan import Attends, Plan
+from ...specs import Parallelism
+from .between import Residuals, wants_whole
+from .cuts import Cuts
+from .mesh import ContextMesh
+from .naming import Naming
+from .overriding import Overriding
+from .sites import Block, blocks_of
+from .streams import Streams
+
+_ATTRIBUTE = "_context_parallel_division"
+_OVERRIDE = "optimized_attention_override"
+
+
+def divide(network: nn.Module, plan: Plan, mesh: ContextMesh, parallelism: Parallelism) -> None:
+    """Run every later forward of `network` over the context ranks of `mesh`; all of them must divide it, then call it.
+
+    Each rank passes whole inputs and gets the whole output, equal to what one rank computes. ValueError, and nothing
+    changed, when it is divided already or when plan and network do not fit. A forward raises Refused for what the plan
+    does not know.
+    """
+    if hasattr(network, _ATTRIBUTE):
+        raise ValueError(f"this {type(network).__name__} is divided already; undivide it first")
+    setattr(network, _ATTRIBUTE, _Division(network, plan, mesh, parallelism))
+
+
+def undivide(network: nn.Module) -> None:
+    """Make `network` plain again; ValueError if it is not divided."""
+    if not hasattr(network, _ATTRIBUTE):
+        raise ValueError(f"this {type(network).__name__} is not divided")
+    getattr(network, _ATTRIBUTE).remove()
+    delattr(network, _ATTRIBUTE)
+
+
+def divided(network: nn.Module) -> Streams | None:
+    """The cut streams of the forward in progress; None for a network that is not divided."""
+    division = getattr(network, _ATTRIBUTE, None)
+    return division.cuts.streams if division is not None else None
+
+
+class _Division:
+    """The hooks of one network, and the state of its forward in progress."""
+
+    def __init__(self, network: nn.Module, plan: Plan, mesh: ContextMesh, parallelism: Parallelism) -> None:
+        self.cuts = Cuts(plan, mesh.context)
+        self._plan = plan
+        self._ring = mesh.ring.size
+        self._override = Overriding(self.cuts, mesh, parallelism)
+        self._naming = Naming(plan.no_options, self._override)
+        self._handles: list[RemovableHandle] = []
+        blocks = [block for site in plan.sites for block in blocks_of(network, site)]
+        self._keep(network.register_forward_pre_hook(self._begin, with_kwargs=True))
+        for block in blocks:
+            self._hook(block)
+        self._keep(network.register_forward_hook(self._end, always_call=True))
+        self._naming.apply()
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._naming.undo()
+
+    def _keep(self, handle: RemovableHandle) -> None:
+        self._handles.append(handle)
+
+    def _hook(self, block: Block) -> None:
+        for module, over in block.scopes:
+            self._keep(module.register_forward_pre_hook(partial(self._enter, over)))
+            self._keep(module.register_forward_hook(self._leave, always_call=True))
+        if block.words:
+            self._keep(block.module.register_forward_pre_hook(partial(self._cut, block), with_kwargs=True))
+        if block.site.outputs:
+            self._keep(block.module.register_forward_hook(partial(self._join, block)))
+
+    def _begin(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._clear()
+        options = dict(kwargs.get("transformer_options") or {})
+        previous = options.get(_OVERRIDE)
+        if previous is not None and self._ring > 1:
+            raise Refused(
+                f"a node replaces the attention ({_OVERRIDE}), and gives no log-sum-exp, which a ring needs; set "
+                "ring_degree to 1 and use Ulysses, or take that node away"
+            )
+        self.cuts.whole_between = wants_whole(options)
+        self._override.previous = previous
+        options[_OVERRIDE] = self._override
+        kwargs["transformer_options"] = options
+        if control := kwargs.get("control"):
+            self.cuts.whole_between |= bool(
+                {kind for kind, found in control.items() if found} - set(self._plan.residuals)
+            )
+            kwargs["control"] = {
+                k: Residuals(v, self.cuts, self._plan.main) for k, v in control.items() if v is not None
+            }
+        self._naming.activate()
+        return args, kwargs
+
+    def _end(self, network: nn.Module, _: Any, output: Any) -> None:
+        unfinished = self.cuts.holds(self._plan.main)
+        alone = self.cuts.streams.knows(self._plan.main) and not self._override.shared
+        self._clear()
+        if output is not None and (unfinished or alone):  # None: it raised
+            missing = "its tokens were not put together" if unfinished else "its attention passed the workers by"
+            raise Refused(f"{type(network).__name__}: {missing}; set ring and Ulysses degrees to 1")
+
+    def _clear(self) -> None:
+        self.cuts.clear()
+        self._override.scopes.clear()
+        self._override.shared = 0
+        self._naming.deactivate()
+
+    def _enter(self, over: Attends, *_: Any) -> None:
+        self._override.scopes.append(over)
+
+    def _leave(self, *_: Any) -> None:
+        if self._override.scopes:
+            self._override.scopes.pop()
+
+    def _cut(self, block: Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        block.check(args, kwargs)
+        positional = list(args)
+        for name, (place, word) in block.words.items():
+            where = f"{block.site.name}({name})"
+            if name in kwargs:
+                kwargs[str(name)] = self.cuts.cut(kwargs[str(name)], word, where)
+            elif place is not None and place < len(positional):
+                positional[place] = self.cuts.cut(positional[place], word, where)
+        return tuple(positional), kwargs
+
+    def _join(self, block: Block, _: nn.Module, __: Any, output: Any) -> Any:
+        if not (self.cuts.whole_between or (block.last and block.site.gathers)):
+            return None
+        outputs = [output] if isinstance(output, Tensor) else list(output)
+        for at, streams in enumerate(block.site.outputs):
+            outputs[at] = self.cuts.join(outputs[at], streams, 1, f"output {at} of {block.site.name}")
+        return outputs[0] if isinstance(output, Tensor) else type(output)(outputs)

@@ -1,0 +1,71 @@
+"""Attention that is called without transformer_options: the name in its module leads to the network that runs now.
+
+A module's name is shared by all networks of a process, so it is changed once, and given back after the last of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+Override = Callable[..., Tensor]
+
+_NAMES = ("optimized_attention", "optimized_attention_masked")
+_RUNNING: ContextVar[Override | None] = ContextVar("running", default=None)
+_USERS: Counter[str] = Counter()
+
+
+class Naming:
+    """The wrapped names of one network's modules, and whether it runs."""
+
+    def __init__(self, modules: Sequence[str], override: Override) -> None:
+        self._modules = modules
+        self._override = override
+
+    def apply(self) -> None:
+        for name in self._modules:
+            _USERS[name] += 1
+            if _USERS[name] == 1:
+                _wrap(sys.modules[name])
+
+    def undo(self) -> None:
+        self.deactivate()
+        for name in self._modules:
+            _USERS[name] -= 1
+            if not _USERS[name]:
+                _unwrap(sys.modules[name])
+
+    def activate(self) -> None:
+        _RUNNING.set(self._override)
+
+    def deactivate(self) -> None:
+        _RUNNING.set(None)
+
+
+def _wrap(module: ModuleType) -> None:
+    for name in _NAMES:
+        if name in vars(module):
+            setattr(module, name, _passing(getattr(module, name)))
+
+
+def _unwrap(module: ModuleType) -> None:
+    for name in _NAMES:
+        if name in vars(module):
+            setattr(module, name, getattr(module, name).__wrapped__)
+
+
+def _passing(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(function)
+    def passing(*args: Any, **kwargs: Any) -> Tensor:
+        if (running := _RUNNING.get()) is not None and not kwargs.get("transformer_options"):
+            kwargs["transformer_options"] = {"optimized_attention_override": running}
+        return function(*args, **kwargs)
+
+    return passing

@@ -1,0 +1,81 @@
+"""A plan's sites found in a network: which module is given what, and which of its arguments nobody has a word for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ...errors import Refused
+from ...plan import Attends, Site, Whole, Word
+
+_ALWAYS_WHOLE = {"transformer_options"}
+_Kind = inspect.Parameter
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One module of a site. `words`: argument to (its place among positional ones, what becomes of it)."""
+
+    site: Site
+    module: nn.Module
+    last: bool
+    words: dict[str | int, tuple[int | None, Word]]
+    scopes: list[tuple[nn.Module, Attends]]
+    parameters: list[str]
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refused where it is given what is neither cut nor known to be whole: silence would be a wrong result."""
+        if all(isinstance(word, Whole) for _, word in self.words.values()):
+            return
+        given = {self.parameters[n] if n < len(self.parameters) else n: value for n, value in enumerate(args)} | kwargs
+        known = self.words.keys() | set(self.site.whole) | _ALWAYS_WHOLE
+        if strangers := [str(name) for name, value in given.items() if value is not None and name not in known]:
+            raise Refused(
+                f"{self.site.name} ({type(self.module).__name__}) is given {', '.join(strangers)}, of which its plan "
+                "does not know; set ring and Ulysses degrees to 1"
+            )
+
+
+def blocks_of(network: nn.Module, site: Site) -> Iterator[Block]:
+    """The modules of a site; ValueError where the network has not what the plan names."""
+    found = _below(network, site.name, network)
+    modules = list(found) if isinstance(found, nn.ModuleList) else [found]
+    for module in modules:
+        parameters, open_ended = _parameters(module)
+        words = {name: (place, word) for name, place, word in _places(site, parameters, open_ended, module)}
+        scopes: list[tuple[nn.Module, Attends]] = [] if site.attends is None else [(module, site.attends)]
+        scopes += [(_below(module, name, network), over) for name, over in site.within.items()]
+        yield Block(site, module, module is modules[-1], words, scopes, parameters)
+
+
+def _below(module: nn.Module, name: str, network: nn.Module) -> nn.Module:
+    try:
+        return module.get_submodule(name)
+    except AttributeError as missing:
+        raise ValueError(f"the plan names {name!r}, which {type(network).__name__} does not have") from missing
+
+
+def _parameters(module: nn.Module) -> tuple[list[str], bool]:
+    """Names of positional arguments, and whether any others may come by name."""
+    found = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    named = [one.name for one in found if one.kind in (_Kind.POSITIONAL_OR_KEYWORD, _Kind.KEYWORD_ONLY)]
+    return named, any(one.kind == _Kind.VAR_KEYWORD for one in found)
+
+
+def _places(site: Site, parameters: list[str], more: bool, module: nn.Module) -> Iterator[tuple[Any, int | None, Word]]:
+    for name, word in site.args.items():
+        if isinstance(name, int):
+            yield parameters[name] if name < len(parameters) else name, name, word
+        elif name in parameters:
+            yield name, parameters.index(name), word
+        elif more:
+            yield name, None, word
+        else:
+            raise ValueError(
+                f"the plan names argument {name!r} of {site.name} ({type(module).__name__}), whose forward takes "
+                f"{', '.join(parameters)}"
+            )

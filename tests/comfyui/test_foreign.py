@@ -1,0 +1,160 @@
+"""What other packs and nodes put around a model: CP Sampler gives the picture that KSampler gives.
+
+Where workers cannot have it, the loop stays in ComfyUI's process and the workers evaluate the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from .cases import DEGREES
+from .client import Graph, NodeError
+from .graphs import Job, Parallel, sampling_graph, with_attention_patch, with_control_net
+from .latents import apart, latent_of
+from .server import Server
+from .test_kin import ALGORITHMS, GUIDERS, custom, link, node
+
+BAR = 1e-4  # of the latent's standard deviation, float32
+RING_2 = DEGREES["ring_2"]
+FLUX = Job(family="flux_dev", cfg=2.0)
+WAN = Job(family="wan_t2v", cfg=2.0)
+QWEN = Job(family="qwen_image", cfg=2.0)
+EULER = ALGORITHMS["KSamplerSelect"]
+
+Picture = Callable[[Parallel | None], Graph]  # None: by ComfyUI's own sampler
+
+
+def plain(job: Job, parallel: Parallel | None) -> Graph:
+    return sampling_graph(job, "CPSampler" if parallel else "KSampler", parallel)
+
+
+def on_the_model(kind: str, /, job: Job = FLUX, **widgets: Any) -> Picture:
+    def picture(parallel: Parallel | None) -> Graph:
+        graph = plain(job, parallel)
+        graph["changed"] = node(kind, model=link("model"), **widgets)
+        graph["sampler"]["inputs"]["model"] = link("changed")
+        return graph
+
+    return picture
+
+
+def on_the_positive(kind: str, /, job: Job = FLUX, **widgets: Any) -> Picture:
+    def picture(parallel: Parallel | None) -> Graph:
+        graph = plain(job, parallel)
+        graph["changed"] = node(kind, conditioning=link("positive"), **widgets)
+        graph["sampler"]["inputs"]["positive"] = link("changed")
+        return graph
+
+    return picture
+
+
+def with_the_guider(kind: str, /, **widgets: Any) -> Picture:
+    inputs = {name: link(name) for name in ("model", "positive", "negative")}
+    return lambda parallel: custom(FLUX, parallel, node(kind, **inputs, **widgets), EULER, 0)
+
+
+def with_the_sampler(kind: str, /, **widgets: Any) -> Picture:
+    return lambda parallel: custom(FLUX, parallel, GUIDERS["CFGGuider"], node(kind, **widgets), 0)
+
+
+def hooked(parallel: Parallel | None) -> Graph:
+    """A LoRA whose strength changes from step to step."""
+    graph = plain(replace(FLUX, steps=6), parallel)
+    graph["hook"] = node("CreateHookLora", lora_name="flux_dev.safetensors", strength_model=1.0, strength_clip=1.0)
+    graph["frames"] = node(
+        "CreateHookKeyframesInterpolated", strength_start=0.0, strength_end=1.0, interpolation="linear",
+        start_percent=0.0, end_percent=1.0, keyframes_count=3, print_keyframes=False,
+    )  # fmt: skip
+    graph["timed"] = node("SetHookKeyframes", hooks=link("hook"), hook_kf=link("frames"))
+    graph["hooked"] = node(
+        "ConditioningSetProperties", cond_NEW=link("positive"), strength=1.0, set_cond_area="default",
+        hooks=link("timed"),
+    )  # fmt: skip
+    graph["sampler"]["inputs"]["positive"] = link("hooked")
+    return graph
+
+
+WINDOWS = {
+    "context_length": 2, "context_overlap": 1, "context_schedule": "standard_static", "context_stride": 1,
+    "closed_loop": False, "fuse_method": "pyramid", "dim": 2, "freenoise": False, "cond_retain_index_list": "",
+    "split_conds_to_windows": False, "latent_retain_index_list": "", "causal_window_fix": True,
+}  # fmt: skip
+SKIP = {"double_layers": "0", "single_layers": "0", "start_percent": 0.0, "end_percent": 1.0}
+PICTURES: dict[str, Picture] = {
+    "outer_sample wrapper": on_the_model("CPTestForeignWrapper", kind="outer_sample"),
+    "diffusion_model wrapper": on_the_model("CPTestForeignWrapper", kind="diffusion_model"),
+    "apply_model wrapper": on_the_model("CPTestForeignWrapper", kind="apply_model"),
+    "prepare_sampling wrapper": on_the_model("CPTestForeignWrapper", kind="prepare_sampling"),
+    "sampler_sample wrapper": on_the_model("CPTestForeignWrapper", kind="sampler_sample"),
+    "calc_cond_batch wrapper": on_the_model("CPTestForeignWrapper", kind="calc_cond_batch"),
+    "predict_noise wrapper": on_the_model("CPTestForeignWrapper", kind="predict_noise"),
+    "post-CFG function": on_the_model("CPTestForeignWrapper", kind="post_cfg"),
+    "model function": on_the_model("CPTestForeignWrapper", kind="model_function"),
+    "option of a pack": on_the_model("CPTestForeignWrapper", kind="transformer_option"),
+    "wrapper on Wan": on_the_model("CPTestForeignWrapper", job=WAN, kind="diffusion_model"),
+    "wrapper on Qwen-Image": on_the_model("CPTestForeignWrapper", job=QWEN, kind="apply_model"),
+    "guider of a pack": with_the_guider("CPTestForeignGuider", kind="subclass"),
+    "guidance on a guider": with_the_guider("CPTestForeignGuider", kind="options"),
+    "guider of two models": with_the_guider("DualModelGuider", model_negative=link("model"), cfg=2.0),
+    "sampler of a pack": with_the_sampler("CPTestForeignSampler"),
+    "ControlNet": lambda parallel: with_control_net(plain(FLUX, parallel)),
+    "ControlNet on an odd size": lambda parallel: with_control_net(plain(replace(FLUX, size=(9, 13)), parallel)),
+    "reference image": on_the_positive("ReferenceLatent", latent=link("latent")),
+    "scheduled LoRA": hooked,
+    "PAG": on_the_model("PerturbedAttentionGuidance", scale=3.0),
+    "SLG": on_the_model("SkipLayerGuidanceDiT", **SKIP, scale=3.0, rescaling_scale=0.0),
+    "SLG simple": on_the_model("SkipLayerGuidanceDiTSimple", **SKIP),
+    "context windows": on_the_model("ContextWindowsManual", job=WAN, **WINDOWS),
+    "rope": on_the_model(
+        "ScaleROPE", scale_x=1.5, shift_x=0.0, scale_y=1.0, shift_y=0.0, scale_t=1.0, shift_t=0.0
+    ),
+    "RenormCFG": on_the_model("RenormCFG", cfg_trunc=100.0, renorm_cfg=1.0),
+    "compute dtype": on_the_model("ModelComputeDtype", dtype="bf16"),
+}  # fmt: skip
+
+
+@pytest.mark.sweep(one_in=3)
+@pytest.mark.parametrize("what", PICTURES)
+def test_what_lies_around_a_model_gives_ksamplers_picture(server: Server, what: str) -> None:
+    want = latent_of(server.client.run(PICTURES[what](None)))
+    parallel = replace(RING_2, dtype="auto")
+    got = latent_of(server.client.run(PICTURES[what](parallel)))
+    print(f"APART {what} {apart(got, want):.1e}")
+    assert apart(got, want) <= (0.05 if "dtype" in what else BAR)
+
+
+def test_patches_inside_blocks_leave_the_prompts_to_be_shared_out(server: Server) -> None:
+    picture = on_the_model("NAGuidance", nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5)
+    want = latent_of(server.client.run(picture(None)))
+    assert apart(latent_of(server.client.run(picture(Parallel(cfg_degree=2)))), want) <= BAR
+    with pytest.raises(
+        NodeError, match="with attn1_output_patch cannot be cut by sequence, got ring_degree 2.*cfg_degree"
+    ):
+        server.client.run(picture(RING_2))
+
+
+def test_one_line_of_the_log_says_why_the_loop_stays_in_comfyuis_process(server: Server) -> None:
+    since = server.log_size()
+    server.client.run(PICTURES["ControlNet"](RING_2))
+    said = [line for line in server.log(since).splitlines() if "runs in ComfyUI's process" in line]
+    assert len(said) == 1
+    assert "Residuals" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("picture", "says"),
+    [
+        (lambda parallel: with_attention_patch(plain(FLUX, parallel)), r"attn1_patch .*cp_test_nodes.*_leave_alone"),
+        (on_the_model("CPTestForeignWrapper", kind="no_file"), "does not say which file"),
+    ],
+    ids=["code inside blocks", "loader of a pack"],
+)
+def test_what_only_the_network_could_run_is_refused_by_name(server: Server, picture: Picture, says: str) -> None:
+    before = server.children()
+    with pytest.raises(NodeError, match=rf"(?s)Refused: .*{says}.*(remove it|take the MODEL from)"):
+        server.client.run(picture(RING_2))
+    assert server.children() == before

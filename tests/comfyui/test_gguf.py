@@ -1,0 +1,74 @@
+"""GGUF files, by CP Load Diffusion Model and the loader of ComfyUI-GGUF, where that pack lies in ComfyUI's custom_nodes."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from .cases import DEGREES
+from .client import Graph, NodeError
+from .comfy import ComfyInstall
+from .graphs import Job, Parallel, sampling_graph
+from .latents import apart, latent_of
+from .server import Server, running_server
+from .test_kin import link, node
+
+JOB = Job(family="flux_dev", cfg=2.0, size=(9, 14), prompt_tokens=(7, 12))
+KINDS = ("F16", "BF16", "Q8_0", "Q5_1", "Q4_0")
+WRITE = """
+import sys, gguf
+from safetensors.torch import load_file
+source, target, kind = sys.argv[1:]
+kind = getattr(gguf.GGMLQuantizationType, kind)
+writer = gguf.GGUFWriter(target, arch="flux")
+for name, tensor in load_file(source).items():
+    plain = tensor.ndim < 2 or tensor.shape[-1] % 32
+    held = gguf.GGMLQuantizationType.F32 if plain else kind
+    array = tensor.float().numpy()
+    writer.add_tensor(name, array if plain else gguf.quants.quantize(array, held), raw_dtype=held)
+writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file(), writer.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def gguf_server(comfy: ComfyInstall) -> Iterator[Server]:
+    pack = comfy.root / "custom_nodes" / "ComfyUI-GGUF"
+    if not (pack / "nodes.py").is_file():
+        pytest.skip(f"NO COMFYUI-GGUF: looked at {pack}")
+    if subprocess.run([comfy.python, "-c", "import gguf"], capture_output=True).returncode:
+        pytest.skip("ComfyUI's Python has no gguf, which ComfyUI-GGUF needs")
+    with running_server(comfy, packs=(pack,)) as server:
+        folder = server.base / "models" / "diffusion_models"
+        for kind in KINDS:
+            target = folder / f"{kind}.gguf"
+            subprocess.run([comfy.python, "-c", WRITE, folder / f"{JOB.family}.safetensors", target, kind], check=True)
+        yield server
+
+
+def picture(kind: str, loader: str, parallel: Parallel | None, *, lora: bool = False) -> Graph:
+    graph = sampling_graph(JOB, "CPSampler" if parallel else "KSampler", parallel)
+    graph["model"] = node(loader, unet_name=f"{kind}.gguf")
+    if lora:
+        graph["lora"] = node(
+            "LoraLoaderModelOnly", model=link("model"), lora_name="flux_dev.safetensors", strength_model=0.8
+        )
+        graph["sampler"]["inputs"]["model"] = link("lora")
+    return graph
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gguf_file_is_sampled_as_with_the_packs_own_loader(gguf_server: Server, kind: str) -> None:
+    for lora in (False, True):
+        native = latent_of(gguf_server.client.run(picture(kind, "UnetLoaderGGUF", None, lora=lora)))
+        for degrees, bar in (("1_worker", 1e-6), ("ring_2", 1e-5)):
+            graph = picture(kind, "CPLoadDiffusionModel", DEGREES[degrees], lora=lora)
+            got = latent_of(gguf_server.client.run(graph))
+            print(f"APART {kind} {degrees} lora={lora} {apart(got, native):.1e}")
+            assert apart(got, native) <= bar
+
+
+def test_the_packs_own_node_names_no_file_so_the_way_out_is_named(gguf_server: Server) -> None:
+    with pytest.raises(NodeError, match="ComfyUI-GGUF does not say which file.*CP Load Diffusion Model"):
+        gguf_server.client.run(picture("Q8_0", "UnetLoaderGGUF", DEGREES["ring_2"]))

@@ -1,0 +1,72 @@
+"""What each rank does in the tests of networks, in ComfyUI's python."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel_runtime.networks import Network, network_of
+from parallel_runtime.worker.engine.divide import divide, undivide
+
+from ..engine.meshes import mesh, parallelism
+from . import tiny
+
+tiny.start_comfyui()
+from .zoo import CASES, Inputs  # noqa: E402
+
+
+def parity(rank: int, world: int, name: str, ring: int, ulysses: int) -> dict[str, Any]:
+    """How far the divided network is from the plain one, and the plain one afterwards from itself."""
+    network, inputs = made(name)
+    plain = forward(network, inputs)
+    together = divided_forward(network, inputs, ring, ulysses)
+    again = forward(network, inputs)
+    return {"error": error(together, plain), "left": error(again, plain), "bits": digest(together)}
+
+
+def made(name: str) -> tuple[nn.Module, Inputs]:
+    network = CASES[name].network()
+    tiny.seed(11)
+    return network, CASES[name].inputs()
+
+
+def plan_of(network: nn.Module) -> Network:
+    found = network_of(network)
+    assert found is not None, type(network)
+    return found
+
+
+def divided_forward(network: nn.Module, inputs: Inputs, ring: int, ulysses: int, **options: Any) -> list[Tensor]:
+    divide(network, plan_of(network).plan, mesh(ring, ulysses), parallelism(ring, ulysses))
+    try:
+        return forward(network, inputs, **options)
+    finally:
+        undivide(network)
+
+
+@torch.inference_mode()
+def forward(network: nn.Module, inputs: Inputs, **options: Any) -> list[Tensor]:
+    out = network(**copied(inputs), transformer_options=dict(options))
+    return [out] if isinstance(out, Tensor) else list(out)
+
+
+def error(got: list[Tensor], want: list[Tensor]) -> float:
+    """The largest difference, as a share of the largest value."""
+    assert [x.shape for x in got] == [x.shape for x in want]
+    worst = max((((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, want, strict=True)))
+    return worst if worst == worst else float("inf")
+
+
+def digest(tensors: list[Tensor]) -> str:
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {name: copied(item) for name, item in value.items()}
+    return type(value)(map(copied, value)) if isinstance(value, (list, tuple)) else value
