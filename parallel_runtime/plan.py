@@ -5,7 +5,7 @@ streams of tokens its attention runs. Names are the network's own. Knows no mode
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Names = tuple[str, ...]  # of streams, in the order in which they are concatenated
@@ -49,9 +49,10 @@ class Slices:
 
 @dataclass(frozen=True)
 class Index:
-    """A number that is a position in a whole stream."""
+    """A number that is a position in a whole stream, or how many tokens there are from one to its end."""
 
     stream: str
+    to_end: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,13 @@ Attends = Over | list[Over]  # several are told apart by their lengths
 
 @dataclass(frozen=True)
 class Site:
-    """A list of blocks, or a single module.
+    """A list of blocks, or a single module; "" is the network itself.
 
     `args` says what becomes of its arguments, by name or position, and `whole` names those that stay as they are;
     blocks that are given any other are refused. `attends`: the streams of the attention inside; `within` says it for
-    modules below, by name. `gathers`: the last block's outputs are made whole. `returns` are the streams of what blocks
-    return, if not those of their Tokens in order. `aside`: beside the trunk; first-block caching leaves it alone.
+    modules below, by name, where a block has them. `gathers`: the last block's outputs are made whole. `returns` are
+    the streams of what blocks return, if not those of their Tokens in order. `aside`: beside the trunk; first-block
+    caching leaves it alone.
     """
 
     name: str
@@ -124,6 +126,22 @@ class Plan:
     residuals: Names = ("input", "output")
     replicated: frozenset[str] = frozenset()
     no_options: Names = ()
+
+    def __post_init__(self) -> None:
+        if strangers := self.replicated - self.streams:
+            raise ValueError(
+                f"the plan cuts no stream {', '.join(sorted(strangers))} that could be replicated; it cuts "
+                f"{', '.join(sorted(self.streams))}"
+            )
+
+    @property
+    def streams(self) -> frozenset[str]:
+        """The names of all streams that are cut."""
+        return frozenset(stream for site in self.sites for *_, streams in site.carries for stream in streams)
+
+    def replicating(self, *streams: str) -> Plan:
+        """This plan with `streams` whole on every rank too; ValueError for those that it does not know."""
+        return replace(self, replicated=self.replicated.union(streams))
 
     @property
     def trunk(self) -> list[Site]:

@@ -7,20 +7,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parallel_runtime.old_plan import Blocks
+from parallel_runtime.plan import Plan
 
 
-def change_between(transformer: nn.Module, blocks: Blocks, *evaluations: Callable[[], object]) -> Tensor:
+def change_between(transformer: nn.Module, plan: Plan, *evaluations: Callable[[], object]) -> Tensor:
     """How much the first block's change of the watched tokens differs between two evaluations, [rows of the batch]."""
-    stack, carries = next(iter(blocks.stacks.items()))
-    watched = carries.index(blocks.watched)
+    site = plan.trunk[0]
+    watched, name = next((n, carry[0]) for n, carry in enumerate(site.carries) if plan.main in carry[2])
     seen: list[Tensor] = []
 
     def watch(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        before = kwargs[blocks.watched] if blocks.watched in kwargs else args[0]
+        before = kwargs[str(name)] if name in kwargs else args[0]
         seen.append((out[watched] if isinstance(out, tuple) else out) - before)
 
-    handle = transformer.get_submodule(f"{stack}.0").register_forward_hook(watch, with_kwargs=True)
+    handle = transformer.get_submodule(f"{site.name}.0").register_forward_hook(watch, with_kwargs=True)
     for evaluate in evaluations:
         evaluate()
     handle.remove()

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..old_plan import Blocks, Plan
 from .precision import set_eps
 from .table import Table
 
@@ -25,10 +24,10 @@ class Family(ABC):
     """One architecture, read off one checkpoint.
 
     `conditions` names ComfyUI's model conditions (what `extra_conds` returns) that the bridge honours; a caller
-    refuses any other that is not None. `plan` None: the `_cp_plan` of diffusers' class is right. Modules named in
+    refuses any other that is not None.  Modules named in
     `float32` keep float32 weights whatever the model computes in. `eps` maps patterns of norm names to ComfyUI's
     epsilon. `patch` is the side of a token in latent pixels, `table` is written on ComfyUI's names. `needs_text`:
-    ComfyUI's model cannot evaluate a prompt without tokens. `blocks` None: no step cache.
+    ComfyUI's model cannot evaluate a prompt without tokens.
     """
 
     name: ClassVar[str]
@@ -36,8 +35,6 @@ class Family(ABC):
     conditions: ClassVar[frozenset[str]]
     table: Table
     patch: ClassVar[int] = 2
-    plan: Plan | None = None
-    blocks: ClassVar[Blocks | None] = None
     float32: ClassVar[frozenset[str]] = frozenset()
     eps: ClassVar[Mapping[str, float]] = {}
     needs_text: ClassVar[bool] = True

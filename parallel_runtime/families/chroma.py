@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..old_plan import Blocks, Gather, Plan, Split
 from .base import Family, Shapes, axes_of, count, norm_width, rows
 from .flux import BLOCKS, KEY_NORM, QK_NORMS
 from .layout import grid, pad_to_patch, patchify, tokens_in, unpatchify
@@ -25,25 +24,7 @@ class Chroma(Family):
     name = "chroma"
     transformer = "ChromaTransformer2DModel"
     conditions = frozenset({"c_crossattn", "y", "guidance"})  # like ComfyUI, it has no use for y
-    blocks = Blocks(
-        stacks={
-            "transformer_blocks": ("encoder_hidden_states", "hidden_states"),
-            "single_transformer_blocks": ("hidden_states",),
-        }
-    )
     eps = QK_NORMS
-    plan = Plan(
-        inputs={
-            "": {
-                "hidden_states": Split(dim=1, stream="image"),
-                "encoder_hidden_states": Split(dim=1, stream="text"),
-                "img_ids": Split(dim=0, stream="image"),
-                "txt_ids": Split(dim=0, stream="text"),
-            }
-        },
-        outputs={"proj_out": Gather(dim=1, stream="image")},
-        joint=("text", "image"),
-    )
     table = Table(
         *BLOCKS,
         move("img_in.@", "x_embedder.@"),

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..old_plan import Blocks
 from .base import Family, Shapes, axes_of, count, given, norm_width, rows
 from .layout import grid, pad_to_patch, patchify, tokens_in, unpatchify
 from .precision import TORCH_EPS, absent_as_zero, keep_timestep
@@ -46,12 +45,6 @@ class Flux(Family):
     name = "flux"
     transformer = "FluxTransformer2DModel"
     conditions = frozenset({"c_crossattn", "c_concat", "y", "guidance"})
-    blocks = Blocks(
-        stacks={
-            "transformer_blocks": ("encoder_hidden_states", "hidden_states"),
-            "single_transformer_blocks": ("encoder_hidden_states", "hidden_states"),
-        }
-    )
     eps = QK_NORMS
     table = Table(
         *BLOCKS,

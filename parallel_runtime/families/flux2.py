@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..old_plan import Blocks
 from .base import Family, Shapes, count, norm_width, rows
 from .flux import ADDED_QKV, DOUBLE, KEY_NORM, QK_NORMS, QKV, SINGLE
 from .layout import grid, patchify, tokens_in, unpatchify
@@ -27,12 +26,6 @@ class Flux2(Family):
     name = "flux2"
     transformer = "Flux2Transformer2DModel"
     conditions = frozenset({"c_crossattn", "y", "guidance"})  # like ComfyUI, it has no use for y
-    blocks = Blocks(
-        stacks={
-            "transformer_blocks": ("encoder_hidden_states", "hidden_states"),
-            "single_transformer_blocks": ("hidden_states",),
-        }
-    )
     patch = 1
     eps = QK_NORMS
     table = Table(

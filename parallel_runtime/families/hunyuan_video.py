@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..old_plan import Blocks, Gather, Plan, Split
 from .base import Family, Shapes, axes_of, count, given, rows
 from .flux import BLOCKS, DOUBLE, QK_NORMS, SINGLE
 from .layout import pad_to_patch, tokens_in
@@ -43,25 +42,7 @@ class HunyuanVideo(Family):
     name = "hunyuan_video"
     transformer = "HunyuanVideoTransformer3DModel"
     conditions = frozenset({"c_crossattn", "c_concat", "y", "guidance", "attention_mask"})
-    blocks = Blocks(
-        stacks={
-            "transformer_blocks": ("hidden_states", "encoder_hidden_states"),
-            "single_transformer_blocks": ("hidden_states", "encoder_hidden_states"),
-        }
-    )
     eps: ClassVar = QK_NORMS
-    plan = Plan(
-        inputs={
-            "transformer_blocks.0": {
-                "hidden_states": Split(dim=1, stream="image"),
-                "encoder_hidden_states": Split(dim=1, stream="text"),
-            }
-        },
-        outputs_split={"rope": {0: Split(dim=0, stream="image"), 1: Split(dim=0, stream="image")}},
-        outputs={"proj_out": Gather(dim=1, stream="image")},
-        joint=("image", "text"),
-        attention={f"{REFINED.replace('#', '*')}.attn": "local"},
-    )
     table = Table(
         *BLOCKS,
         move("double_blocks.#.img_mod.lin.@", f"{DOUBLE}.norm1.linear.@"),

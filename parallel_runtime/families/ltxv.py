@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import Refused
-from ..old_plan import Blocks, Gather, Plan, Split
 from .base import Family, Shapes, count, rows
 from .layout import patchify, tokens_in, unpatchify
 from .table import Row, Table, move
@@ -40,15 +39,7 @@ class LTXV(Family):
     name = "ltxv"
     transformer = "LTXVideoTransformer3DModel"
     conditions = frozenset({"c_crossattn", "attention_mask", "frame_rate", "denoise_mask"})
-    blocks = Blocks(stacks={"transformer_blocks": ("hidden_states",)})
     patch = 1
-    plan = Plan(  # unlike diffusers' own it leaves the text whole, and cuts timesteps where each token has its own
-        inputs={"": {"hidden_states": Split(dim=1, stream="image"), "timestep": Split(dim=1, stream="image", ndim=2)}},
-        outputs_split={"rope": {0: Split(dim=1, stream="image"), 1: Split(dim=1, stream="image")}},
-        outputs={"proj_out": Gather(dim=1, stream="image")},
-        joint=("image",),
-        attention={"transformer_blocks.*.attn2": "local"},
-    )
     table = Table(
         *_attention("attn1"),
         *_attention("attn2"),

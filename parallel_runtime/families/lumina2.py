@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..old_plan import Blocks, Gather, Plan, Split
 from .base import Family, Shapes, count, rows
 from .layout import pad_to_patch, tokens_in
 from .precision import TORCH_EPS
@@ -48,7 +47,6 @@ class Lumina2(Family):
     name = "lumina2"
     transformer = "Lumina2Transformer2DModel"
     conditions = frozenset({"c_crossattn", "attention_mask", "num_tokens"})  # ComfyUI lets all text tokens count
-    blocks = Blocks(stacks={"layers": ("hidden_states",)}, stream="sequence")
     eps: ClassVar = {"*.attn.norm_?": TORCH_EPS}
 
     @staticmethod
@@ -64,7 +62,6 @@ class Lumina2(Family):
         self.layers = count(shapes, "layers")
         self.heads = dim // head_dim
         refiners = count(shapes, "noise_refiner")
-        self.plan = plan(refiners)
         kv_heads = (shapes["layers.0.attention.qkv.weight"][0] // head_dim - self.heads) // 2
         self.table = _table(self.heads, kv_heads)
         self._config: dict[str, Any] = {
@@ -100,30 +97,6 @@ class Lumina2(Family):
             return_dict=False,
         )[0]
         return -out[..., :height, :width]
-
-
-def plan(refiners: int) -> Plan:
-    """The text is refined whole on every rank; image and sequence are cut, and put together after their last layer.
-
-    A sequence is an item's text and image without a gap, padded at the end where another item has more text.
-    """
-    return Plan(
-        inputs={
-            "noise_refiner.0": {"hidden_states": Split(dim=1, stream="image")},
-            "noise_refiner.*": {"image_rotary_emb": Split(dim=1, stream="image")},
-            "layers.0": {"hidden_states": Split(dim=1, stream="sequence")},
-            "layers.*": {
-                "attention_mask": Split(dim=1, stream="sequence"),
-                "image_rotary_emb": Split(dim=1, stream="sequence"),
-            },
-        },
-        outputs={
-            f"noise_refiner.{refiners - 1}": Gather(dim=1, stream="image"),
-            "norm_out": Gather(dim=1, stream="sequence"),
-        },
-        joint=("sequence",),
-        attention={"noise_refiner.*.attn": ("image",), "context_refiner.*.attn": "local"},
-    )
 
 
 def _table(heads: int, kv_heads: int) -> Table:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..old_plan import Blocks
 from .base import Family, Shapes, axes_of, count, rows
 from .layout import pad_to_patch, patchify, tokens_in, unpatchify
 from .precision import keep_timestep
@@ -26,7 +25,6 @@ class QwenImage(Family):
     name = "qwen_image"
     transformer = "QwenImageTransformer2DModel"
     conditions = frozenset({"c_crossattn", "attention_mask", "additional_t_cond"})
-    blocks = Blocks(stacks={"transformer_blocks": ("encoder_hidden_states", "hidden_states")})
     table = Table(drop("__index_timestep_zero__"))  # ComfyUI's names are diffusers' names
 
     @staticmethod

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..old_plan import Blocks, Gather, Plan, Split
 from .base import Family, Shapes, count, rows
 from .layout import pad_to_patch, tokens_in
 from .table import Row, Table, move, split, swap
@@ -32,7 +31,6 @@ class SD3(Family):
     name = "sd3"
     transformer = "SD3Transformer2DModel"
     conditions = frozenset({"c_crossattn", "y"})
-    blocks = Blocks(stacks={"transformer_blocks": ("encoder_hidden_states", "hidden_states")})
 
     @staticmethod
     def matches(shapes: Shapes) -> bool:
@@ -46,7 +44,6 @@ class SD3(Family):
         self._positions = round(shapes["pos_embed"][1] ** 0.5)  # a side
         self.table = _table(self.layers)
         dual = [i for i in range(self.layers) if f"joint_blocks.{i}.x_block.attn2.qkv.weight" in shapes]
-        self.plan = plan(bool(dual))
         normed = "joint_blocks.0.x_block.attn.ln_q.weight" in shapes
         self._config: dict[str, Any] = {
             "sample_size": self.patch * self._positions,
@@ -86,19 +83,6 @@ class SD3(Family):
             return_dict=False,
         )[0]
         return out[..., :height, :width]
-
-
-def plan(dual: bool) -> Plan:
-    """Positions are added before the cut, on the whole latent. `dual`: some blocks attend over the image once more."""
-    return Plan(
-        outputs_split={
-            "pos_embed": {0: Split(dim=1, stream="image")},
-            "context_embedder": {0: Split(dim=1, stream="text")},
-        },
-        outputs={"proj_out": Gather(dim=1, stream="image")},
-        joint=("image", "text"),
-        attention={"transformer_blocks.*.attn2": ("image",)} if dual else {},
-    )
 
 
 def _table(layers: int) -> Table:

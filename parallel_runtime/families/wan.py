@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..old_plan import Blocks
 from .base import Family, Shapes, count, rows
 from .layout import pad_to_patch, tokens_in
 from .precision import compute_in_float32
@@ -39,7 +38,6 @@ class Wan(Family):
     name = "wan"
     transformer = "WanTransformer3DModel"
     conditions = frozenset({"c_crossattn", "c_concat", "clip_fea", "denoise_mask"})
-    blocks = Blocks(stacks={"blocks": ("hidden_states",)})
     float32 = frozenset({"patch_embedding"})
     needs_text = False
     table = Table(

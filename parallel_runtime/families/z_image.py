@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..old_plan import Blocks, Gather, Plan, Split
 from .base import Family, Shapes, count, rows
 from .layout import pad_to_patch, tokens_in
 from .precision import TORCH_EPS
@@ -55,7 +54,6 @@ class ZImage(Family):
     name = "z_image"
     transformer = "ZImageTransformer2DModel"
     conditions = frozenset({"c_crossattn", "attention_mask", "num_tokens"})  # ComfyUI lets all text tokens count
-    blocks = Blocks(stacks={"layers": ("x",)}, watched="x", stream="sequence")
     eps: ClassVar = {"*.attention.norm_?": TORCH_EPS}
     table = Table(
         *(row for stack in STACKS for row in _block(stack)),
@@ -84,7 +82,6 @@ class ZImage(Family):
         refiners = count(shapes, "noise_refiner")
         self.layers = count(shapes, "layers")
         self.heads = dim // head_dim
-        self.plan = _plan(refiners)
         self._axes = tuple(hints.get("axes_dims") or (head_dim // 4, head_dim * 3 // 8, head_dim * 3 // 8))
         self._theta = float(hints.get("rope_theta") or 256.0)
         self._config: dict[str, Any] = {
@@ -125,21 +122,3 @@ class ZImage(Family):
             return_dict=False,
         )[0]
         return -torch.stack(list(out)).squeeze(2)[..., :height, :width]
-
-
-def _plan(refiners: int) -> Plan:
-    """The text is refined whole on every rank; image and sequence are cut, and put together after their last layer."""
-    return Plan(
-        inputs={
-            "noise_refiner.0": {"x": Split(dim=1, stream="image")},
-            "noise_refiner.*": {"freqs_cis": Split(dim=1, stream="image")},
-            "layers.0": {"x": Split(dim=1, stream="sequence")},
-            "layers.*": {"freqs_cis": Split(dim=1, stream="sequence")},
-        },
-        outputs={
-            f"noise_refiner.{refiners - 1}": Gather(dim=1, stream="image"),
-            "all_final_layer.2-1": Gather(dim=1, stream="sequence"),
-        },
-        joint=("sequence",),
-        attention={"noise_refiner.*.attention": ("image",), "context_refiner.*.attention": "local"},
-    )

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..old_plan import Blocks
 from ..plan import Names, Plan, Site
 from .engine.attach import streams_of
 from .engine.divide import divided
@@ -43,11 +42,11 @@ class StepCache:
     (residuals of a ControlNet) is part of what was kept. Evaluations in which ComfyUI replaces blocks skip nothing.
     """
 
-    def __init__(self, transformer: nn.Module, plan: Plan | Blocks, mesh: ContextMesh, threshold: float) -> None:
+    def __init__(self, transformer: nn.Module, plan: Plan, mesh: ContextMesh, threshold: float) -> None:
         self.evaluations = 0
         self.skipped = 0
         self._transformer = transformer
-        self._plan = plan.as_plan() if isinstance(plan, Blocks) else plan
+        self._plan = plan
         self._mesh = mesh
         self._threshold = threshold
         self._branches: dict[Hashable, _Branch] = {}

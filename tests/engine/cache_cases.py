@@ -8,30 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel_runtime.families import flux, lumina2, qwen_image, sd3, wan
-from parallel_runtime.old_plan import Blocks
 from parallel_runtime.worker.engine.attach import attach
+from parallel_runtime.worker.engine.diffusers_plans import plan_of
 from parallel_runtime.worker.step_cache import StepCache
 
 from ..first_block import change_between
 from .meshes import mesh, parallelism
 from .model_cases import error, output
-from .tiny import build, inputs, plan_for
+from .tiny import build, inputs
 
-BLOCKS = {
-    "flux": flux.Flux.blocks,
-    "qwen": qwen_image.QwenImage.blocks,
-    "wan": wan.Wan.blocks,
-    "sd3_dual": sd3.SD3.blocks,
-    "lumina2": lumina2.Lumina2.blocks,
-}
 NUDGE = 1e-3
-
-
-def blocks_of(kind: str) -> Blocks:
-    blocks = BLOCKS[kind]
-    assert blocks is not None
-    return blocks
 
 
 def moved(made: dict[str, Any], by: float, seed: int) -> dict[str, Any]:
@@ -50,8 +36,8 @@ def decisions_around_the_whole_change(
     transformer, first = build(kind), inputs(kind, **call)
     second = moved(first, 0.3, seed=1)
     evaluations = [partial(output, transformer, made) for made in (first, second)]
-    threshold = float(change_between(transformer, blocks_of(kind), *evaluations).max())
-    attach(transformer, mesh(*degrees), parallelism(*degrees), plan_for(kind))
+    threshold = float(change_between(transformer, plan_of(transformer), *evaluations).max())
+    attach(transformer, mesh(*degrees), parallelism(*degrees))
     return [
         _skips(transformer, kind, degrees, threshold * (1 + nudge), [first, second])[1] for nudge in (NUDGE, -NUDGE)
     ]
@@ -64,7 +50,7 @@ def error_while_skipping(rank: int, world: int, kind: str, degrees: list[int], c
     other = moved(start, 2.0, seed=1)
     calls = [start, moved(start, 0.005, seed=2), other, moved(other, 0.005, seed=3), moved(other, 0.005, seed=4)]
     alone = _cached(transformer, kind, [1, 1], 0.05, calls)
-    attach(transformer, mesh(*degrees), parallelism(*degrees), plan_for(kind))
+    attach(transformer, mesh(*degrees), parallelism(*degrees))
     together = _cached(transformer, kind, degrees, 0.05, calls)
     assert [skipped for _, skipped in together] == [skipped for _, skipped in alone] == [False, True, False, True, True]
     return max(error(got, want) for (got, _), (want, _) in zip(together, alone, strict=True))
@@ -76,7 +62,7 @@ def lanes_decide_for_themselves(rank: int, world: int) -> list[bool]:
     place, degrees = mesh(1, 2, 2), parallelism(1, 2, 2)
     transformer, first = build("flux"), inputs("flux", text=5 if rank < 2 else 1)
     attach(transformer, place, degrees)
-    cache = StepCache(transformer, blocks_of("flux"), place, 0.2)
+    cache = StepCache(transformer, plan_of(transformer), place, 0.2)
     skipped = _run(cache, transformer, [first, moved(first, 2.0 if rank < 2 else 0.02, seed=1)])
     assert cache.tally(shared=True) == [1, 4]
     return [step for _, step in skipped]
@@ -91,7 +77,7 @@ def _skips(
 def _cached(
     transformer: nn.Module, kind: str, degrees: list[int], threshold: float, calls: list[dict[str, Any]]
 ) -> list[tuple[Tensor, bool]]:
-    cache = StepCache(transformer, blocks_of(kind), mesh(*degrees), threshold)
+    cache = StepCache(transformer, plan_of(transformer), mesh(*degrees), threshold)
     return _run(cache, transformer, calls)
 
 

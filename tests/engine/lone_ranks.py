@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_runtime.worker.engine.attach import attach
+from parallel_runtime.worker.engine.diffusers_plans import plan_of
 from parallel_runtime.worker.engine.mesh import Axis
 from parallel_runtime.worker.step_cache import StepCache
 
-from .cache_cases import blocks_of
 from .meshes import mesh, parallelism
 from .model_cases import output
 from .tiny import build, inputs
@@ -46,7 +46,7 @@ def evaluate(rank: int, mode: str, folder: Path) -> None:
     dist.init_process_group("cpu:gloo", store=store, rank=rank, world_size=2, timeout=_LIMIT)
     transformer, first = build("flux"), inputs("flux", image=40)
     attach(transformer, mesh(1, 2), parallelism(1, 2))
-    cache = (Unvoted if mode == "unvoted" else StepCache)(transformer, blocks_of("flux"), mesh(1, 2), THRESHOLD)
+    cache = (Unvoted if mode == "unvoted" else StepCache)(transformer, plan_of(transformer), mesh(1, 2), THRESHOLD)
     latent = first["hidden_states"].clone()
     latent[:, 20:] += 3 * torch.randn(latent[:, 20:].shape, generator=torch.Generator().manual_seed(1))
     with cache.caching(), cache.branch("the only one"):

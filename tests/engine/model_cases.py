@@ -11,14 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from parallel_runtime.old_plan import Local
+from parallel_runtime.plan import Site
 from parallel_runtime.worker.engine.attach import attach, detach
-from parallel_runtime.worker.engine.translate import plan_of
+from parallel_runtime.worker.engine.diffusers_plans import plan_of
 
 from .meshes import mesh, parallelism
-from .tiny import build, inputs, plan_for
-
-_LOCAL: Local = "local"
+from .tiny import build, inputs
 
 
 @torch.no_grad()
@@ -35,10 +33,15 @@ def forward_error(
     """How far the attached transformer is from the plain one."""
     transformer = build(kind, **(model or {}))
     made = inputs(kind, **(call or {}))
-    references = transformer(**made, return_dict=False)
-    attach(transformer, mesh(*degrees), parallelism(*degrees, **(options or {})), plan_for(kind), replicated or ())
-    outputs = transformer(**made, return_dict=False)
+    references = _flat(transformer(**made, return_dict=False))
+    attach(transformer, mesh(*degrees), parallelism(*degrees, **(options or {})), replicated=replicated or ())
+    outputs = _flat(transformer(**made, return_dict=False))
     return max(error(got, reference) for got, reference in zip(outputs, references, strict=True))
+
+
+def _flat(outputs: tuple[Any, ...]) -> list[Tensor]:
+    """Some give a list, an item for each row of the batch."""
+    return [out for item in outputs for out in (item if isinstance(item, list) else [item])]
 
 
 def output(transformer: nn.Module, made: dict[str, Any]) -> Tensor:
@@ -59,7 +62,7 @@ def errors_after_attaching_again(rank: int, world: int, kind: str, all_degrees: 
     reference = output(transformer, made)
     errors = []
     for degrees in all_degrees:
-        attach(transformer, mesh(*degrees), parallelism(*degrees), plan_for(kind))
+        attach(transformer, mesh(*degrees), parallelism(*degrees))
         errors += [error(output(transformer, made), reference)]
         detach(transformer)
     assert torch.equal(output(transformer, made), reference), "detach left something behind"
@@ -124,10 +127,14 @@ def error_of_local_attention(rank: int, world: int, kind: str, modules: list[str
     made = inputs(kind)
     references = transformer(**made, return_dict=False)
     plan = plan_of(transformer)
-    attention = {**plan.attention, **dict.fromkeys(modules, _LOCAL)}
-    attach(transformer, mesh(2, 1), parallelism(2, 1), replace(plan, attention=attention))
+    sites = tuple(_kept_local(site, modules) for site in plan.sites)
+    attach(transformer, mesh(2, 1), parallelism(2, 1), replace(plan, sites=sites))
     outputs = transformer(**made, return_dict=False)
     return max(error(got, reference) for got, reference in zip(outputs, references, strict=True))
+
+
+def _kept_local(site: Site, modules: list[str]) -> Site:
+    return replace(site, within={**site.within, **dict.fromkeys(modules, "local")})
 
 
 @torch.no_grad()
@@ -167,7 +174,7 @@ def processors_come_back(rank: int, world: int, kind: str) -> None:
     """Those that were replaced are the same objects again after detach, and nothing was set on them."""
     transformer: Any = build(kind)
     before = _processors(transformer)
-    attach(transformer, mesh(2, 1), parallelism(2, 1), plan_for(kind))
+    attach(transformer, mesh(2, 1), parallelism(2, 1))
     assert _processors(transformer) != before, "none was replaced"
     detach(transformer)
     assert _processors(transformer) == before

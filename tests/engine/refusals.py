@@ -12,16 +12,16 @@ from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProc
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallel_runtime.old_plan import Split
+from parallel_runtime.plan import Site, Tokens
 from parallel_runtime.worker.engine.attach import attach, detach
+from parallel_runtime.worker.engine.diffusers_plans import plan_of
 from parallel_runtime.worker.engine.mesh import build_mesh
-from parallel_runtime.worker.engine.translate import plan_of
 
 from .cases import run
 from .meshes import mesh, parallelism
 from .model_cases import output
 from .reference import random_problem
-from .tiny import build, inputs, plan_for
+from .tiny import build, inputs
 
 RING = (2, 1)
 
@@ -54,13 +54,6 @@ def streams_that_no_plan_cuts(rank: int, world: int) -> str:
     return message(lambda: attach(build("wan"), mesh(*RING), parallelism(*RING), replicated=["text"]))
 
 
-def masks_between_video_tokens(rank: int, world: int) -> str:
-    transformer: Any = build("ltx2")
-    attach(transformer, mesh(*RING), parallelism(*RING))
-    made = inputs("ltx2", masked=1)
-    return message(lambda: output(transformer, made | {"video_self_attention_mask": torch.ones(1, 63, 63)}))
-
-
 def processors_set_after_attach(rank: int, world: int) -> str:
     transformer = _attached()
     transformer.transformer_blocks[1].attn.set_processor(type(transformer.transformer_blocks[1].attn.processor)())
@@ -76,7 +69,7 @@ def backend_set_after_attach(rank: int, world: int) -> str:
 def processors_that_are_not_aware(rank: int, world: int) -> str:
     transformer: Any = build("sd3")
     transformer.fuse_qkv_projections()
-    said = message(lambda: attach(transformer, mesh(*RING), parallelism(*RING), plan_for("sd3")))
+    said = message(lambda: attach(transformer, mesh(*RING), parallelism(*RING)))
     assert not any(module._forward_pre_hooks for module in transformer.modules()), "something was changed"
     return said
 
@@ -94,20 +87,26 @@ def a_class_without_a_plan(rank: int, world: int) -> str:
 
 def a_plan_for_modules_that_are_not_there(rank: int, world: int) -> str:
     transformer = build("flux")
-    plan = replace(plan_of(transformer), inputs={"blocks.0": {"x": Split(dim=1, stream="image")}})
+    plan = replace(plan_of(transformer), sites=(Site("blocks", {"x": Tokens(("image",))}),))
     return message(lambda: attach(transformer, mesh(*RING), parallelism(*RING), plan))
 
 
 def a_plan_for_arguments_that_are_not_there(rank: int, world: int) -> str:
     transformer = build("flux")
-    plan = replace(plan_of(transformer), inputs={"": {"latents": Split(dim=1, stream="image")}})
+    plan = replace(plan_of(transformer), sites=(Site("", {"latents": Tokens(("image",))}),))
     return message(lambda: attach(transformer, mesh(*RING), parallelism(*RING), plan))
 
 
-def masks_that_differ_between_queries(rank: int, world: int) -> str:
+def masks_between_video_tokens(rank: int, world: int) -> str:
+    transformer: Any = build("ltx2")
+    attach(transformer, mesh(*RING), parallelism(*RING))
+    made = inputs("ltx2", masked=1)
+    return message(lambda: output(transformer, made | {"video_self_attention_mask": torch.ones(1, 63, 63)}))
+
+
+def masks_between_some_tokens(rank: int, world: int) -> str:
     problem = random_problem(1, masked=False)
-    tokens = problem.text + problem.image
-    return message(lambda: run(problem, list(RING), torch.ones(1, 1, tokens, tokens, dtype=torch.bool), {}))
+    return message(lambda: run(problem, list(RING), torch.ones(1, 1, 5, 5, dtype=torch.bool), {}))
 
 
 def masks_of_another_length(rank: int, world: int) -> str:

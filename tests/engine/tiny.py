@@ -20,9 +20,7 @@ from diffusers import (
 )
 from torch import nn
 
-from parallel_runtime.families import lumina2, sd3
-from parallel_runtime.old_plan import Plan
-
+from . import tiny_others
 from .tiny_inputs import INPUTS
 
 HEADS = 3
@@ -33,12 +31,7 @@ def build(kind: str, **options: Any) -> nn.Module:
 
 
 def inputs(kind: str, **options: Any) -> dict[str, Any]:
-    return INPUTS[kind](torch.Generator().manual_seed(7), **options)
-
-
-def plan_for(kind: str) -> Plan | None:
-    """The plan of a kind that diffusers has none for."""
-    return _PLANS.get(kind)
+    return (INPUTS | tiny_others.INPUTS)[kind](torch.Generator().manual_seed(7), **options)
 
 
 def _randomize(model: nn.Module) -> nn.Module:
@@ -232,5 +225,5 @@ _MODELS: dict[str, Callable[..., Any]] = {
     "hunyuan15": _hunyuan15,
     "ltx2": _ltx2,
     "ltx23": _ltx23,
+    **tiny_others.MODELS,
 }
-_PLANS = {"sd3": sd3.plan(dual=False), "sd3_dual": sd3.plan(dual=True), "lumina2": lumina2.plan(refiners=2)}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from parallel_runtime.specs import Parallelism
 from parallel_runtime.worker.engine.attach import attach, detach
+from parallel_runtime.worker.engine.diffusers_plans import plan_of
 from parallel_runtime.worker.engine.mesh import ContextMesh, build_mesh
 from parallel_runtime.worker.loading import Loaded, load
 from parallel_runtime.worker.step_cache import StepCache
@@ -37,10 +38,9 @@ def evaluate(loaded: Loaded, name: str, case: str, mesh: ContextMesh) -> Tensor:
 
 def skipping(loaded: Loaded, mesh: ContextMesh, x: Tensor, timestep: Tensor, cond: dict[str, Any]) -> Tensor:
     """Three evaluations, of which the last one changes little and skips all blocks but the first."""
-    assert loaded.family.blocks is not None
     generator = torch.Generator().manual_seed(4)
     noise, other = (torch.randn(x.shape, generator=generator) for _ in range(2))
-    cache = StepCache(loaded.transformer, loaded.family.blocks, mesh, 0.2)
+    cache = StepCache(loaded.transformer, plan_of(loaded.transformer), mesh, 0.2)
     outputs, skipped = [], []
     with cache.caching():
         for latent in (x, other, other + 0.01 * noise):
@@ -83,7 +83,7 @@ def differences(name: str, folder: Path, modes: dict[str, tuple[Parallelism, Con
     for case in cases(name):
         alone = evaluate(loaded, name, case, ContextMesh())
         for mode, (degrees, mesh) in modes.items():
-            attach(loaded.transformer, mesh, degrees, plan=loaded.family.plan)
+            attach(loaded.transformer, mesh, degrees)
             together = evaluate(loaded, name, case, mesh)
             detach(loaded.transformer)
             found[f"{name} {case} {mode}"] = ((together - alone).abs().max() / alone.std()).item()

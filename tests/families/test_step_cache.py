@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parallel_runtime.specs import Parallelism
 from parallel_runtime.worker.engine.attach import attach
+from parallel_runtime.worker.engine.diffusers_plans import plan_of
 from parallel_runtime.worker.engine.mesh import ContextMesh
 from parallel_runtime.worker.loading import Loaded, load
 from parallel_runtime.worker.step_cache import StepCache
@@ -39,7 +40,7 @@ def name(request: pytest.FixtureRequest) -> str:
 def loaded(name: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
     path = write(tmp_path_factory.mktemp("tiny"), name)
     loaded = load(path, weight_dtype=torch.float32, compute_dtype=torch.float32, hints=hints(name))
-    attach(loaded.transformer, ContextMesh(), Parallelism(), plan=loaded.family.plan)
+    attach(loaded.transformer, ContextMesh(), Parallelism())
     with torch.inference_mode():
         yield loaded
 
@@ -50,8 +51,7 @@ def call(loaded: Loaded, name: str) -> Call:
 
 
 def cache_of(loaded: Loaded, threshold: float) -> StepCache:
-    assert loaded.family.blocks is not None
-    return StepCache(loaded.transformer, loaded.family.blocks, ContextMesh(), threshold)
+    return StepCache(loaded.transformer, plan_of(loaded.transformer), ContextMesh(), threshold)
 
 
 def run(loaded: Loaded, cache: StepCache, calls: list[Call], branch: str = "one") -> list[Tensor]:
@@ -76,8 +76,7 @@ def apart(got: Tensor, want: Tensor) -> float:
 def test_an_evaluation_that_repeats_gives_the_same_and_runs_one_block(loaded: Loaded, call: Call) -> None:
     want = loaded.family.call(loaded.transformer, *call)
     cache, ran = cache_of(loaded, 1e-3), set()
-    assert loaded.family.blocks is not None
-    stacks = tuple(f"{stack}." for stack in loaded.family.blocks.stacks)
+    stacks = tuple(f"{site.name}." for site in plan_of(loaded.transformer).trunk)
     with cache.caching():
         run(loaded, cache, [call])
         handles = [
@@ -134,9 +133,8 @@ def test_one_picture_that_changes_has_all_of_its_batch_evaluated(loaded: Loaded,
     moved = x.clone()
     moved[1] += 0.3 * torch.randn(x[1].shape, generator=torch.Generator().manual_seed(7))
     second = (moved, timestep, cond)
-    assert loaded.family.blocks is not None
     evaluations = [partial(loaded.family.call, loaded.transformer, *made) for made in (call, second)]
-    still, change = change_between(loaded.transformer, loaded.family.blocks, *evaluations).tolist()
+    still, change = change_between(loaded.transformer, plan_of(loaded.transformer), *evaluations).tolist()
     assert still == 0
     for threshold, skipped in ((0.9 * change, 0), (1.1 * change, 1)):
         cache = cache_of(loaded, threshold)

@@ -1,10 +1,13 @@
-"""Exact context-parallel attention for diffusers transformers, at any size. Knows no model family and no sampler.
+"""Exact context-parallel attention for ComfyUI's networks and diffusers' transformers, at any size. Knows no
+model family and no sampler.
 
-attach      make a transformer parallel, and undo it
+attach      make a transformer of diffusers' parallel, and undo it; diffusers_plans are its plans
 mesh        this rank's place in the world, and its groups
-plan_of     a transformer's own diffusers `_cp_plan`, read as our Plan, or one of our plans where that is no use
-sharding    where streams are cut and put back together; streams are their lengths, holdings a rank's part of them
+divide      make a network of ComfyUI's parallel, and undo it; overriding takes its attention, between what is done
+            between its blocks
+cuts        where streams are cut and put back together, as a plan says; streams are their lengths, holdings a
+            rank's part of them; sites are a plan's names found in a network, hooking puts cuts there
 attention   one attention over cut streams: ulysses and ring move data, kernels compute, masks follow the keys
-backend     the one hook into diffusers; processors are ours where diffusers' own pass it by
+backend     the one hook into diffusers' attention; processors are ours where diffusers' own pass it by
 exchange    the collectives
 """

@@ -12,16 +12,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from ...old_plan import Cross, Plan
+from ...plan import Attends, Cross, Plan
 from ...specs import Parallelism
 from .attention import ContextAttention
 from .backend import backend_name
+from .cuts import Cuts
+from .diffusers_plans import plan_of
+from .hooking import hook
 from .kernels import check_backend
 from .mesh import ContextMesh, adopt_mesh, build_mesh
 from .processors import Aware, aware
-from .sharding import hooks, named
+from .sites import Block, blocks_of
 from .streams import Streams
-from .translate import plan_of
 
 _ATTRIBUTE = "_context_parallel_attachment"
 _ABSENT = object()
@@ -68,11 +70,10 @@ def attach(
     """Run every later forward of `transformer` over the ranks of `mesh`; all of them must call it, then forward.
 
     Each rank passes whole inputs and gets the whole output, equal to what one rank computes. `mesh` None: built here,
-    for a group that is all of the world. `plan` None: ours for its class, or from its own `_cp_plan`. `replicated`
-    streams ("text") stay whole on every rank. Where one rank holds the whole sequence, only the attention backend is
-    set. Processors that know no backend are replaced by ours where we have one. Raises ValueError, and changes
-    nothing, when it is attached already, when plan, mesh and transformer do not fit, or when an attention processor
-    cannot be made parallel.
+    for a group that is all of the world. `plan` None: ours for its class. `replicated` streams ("text") stay whole on
+    every rank. Where one rank holds the whole sequence, only the attention backend is set. Processors that know no
+    backend are replaced by ours where we have one. Raises ValueError, and changes nothing, when it is attached already,
+    when plan, mesh and transformer do not fit, or when an attention processor cannot be made parallel.
     """
     if hasattr(transformer, _ATTRIBUTE):
         raise ValueError(f"this {type(transformer).__name__} is attached already; detach it first")
@@ -85,12 +86,13 @@ def attach(
         setattr(transformer, _ATTRIBUTE, _attach_alone(transformer, parallelism))
         return
     plan = (plan or plan_of(transformer)).replicating(*replicated)
-    streams = Streams(context_mesh.context.size, plan.replicated)
-    routes = list(_routes(transformer, plan, context_mesh, parallelism, streams))
-    cuts = hooks(transformer, plan, streams, context_mesh.context)
-    handles = [transformer.register_forward_pre_hook(_begin(routes, streams)), *(register() for register in cuts)]
-    handles.append(transformer.register_forward_hook(_end(streams), always_call=True))
-    setattr(transformer, _ATTRIBUTE, _Attachment(handles, _apply(routes), streams))
+    cuts = Cuts(plan, context_mesh.context)
+    blocks = [block for site in plan.sites for block in blocks_of(transformer, site)]
+    routes = list(_routes(transformer, blocks, context_mesh, parallelism, cuts.streams))
+    handles = [transformer.register_forward_pre_hook(_begin(routes, cuts))]
+    handles += [handle for block in blocks for handle in hook(block, cuts)]
+    handles.append(transformer.register_forward_hook(_end(cuts), always_call=True))
+    setattr(transformer, _ATTRIBUTE, _Attachment(handles, _apply(routes), cuts.streams))
 
 
 def detach(transformer: nn.Module) -> None:
@@ -147,14 +149,14 @@ def _resolve(mesh: ContextMesh | DeviceMesh | None, parallelism: Parallelism, de
 
 
 def _routes(
-    transformer: nn.Module, plan: Plan, mesh: ContextMesh, parallelism: Parallelism, streams: Streams
+    transformer: nn.Module, blocks: list[Block], mesh: ContextMesh, parallelism: Parallelism, streams: Streams
 ) -> Iterator[_Route]:
     """One route per attention module; ValueError for a processor that would silently stay local."""
-    chosen = {name: value for pattern, value in plan.attention.items() for name, _ in named(transformer, pattern)}
+    chosen = {id(module): over for block in blocks for scope, over in block.scopes for module in scope.modules()}
     attentions: dict[Cross, ContextAttention] = {}
-    taken: dict[int, tuple[str, ...] | Cross | str] = {}
+    taken: dict[int, Attends] = {}
     for name, module in _attention_modules(transformer):
-        over = chosen.get(name, plan.joint)
+        over = chosen.get(id(module), "local")
         processor = aware(module.processor)
         if taken.setdefault(id(processor), over) != over:
             raise ValueError(f"{name} shares its processor with attention over other streams; give each its own")
@@ -222,11 +224,11 @@ def _apply(routes: list[_Route]) -> list[tuple[Any, str, Any]]:
     return before
 
 
-def _begin(routes: list[_Route], streams: Streams) -> Callable[[nn.Module, Any], None]:
+def _begin(routes: list[_Route], cuts: Cuts) -> Callable[[nn.Module, Any], None]:
     """Each forward starts with no stream seen, and with the processors that attach left."""
 
     def begin(_: nn.Module, __: Any) -> None:
-        streams.clear()
+        cuts.clear()
         for route in routes:
             if not route.holds():
                 raise ValueError(
@@ -237,8 +239,8 @@ def _begin(routes: list[_Route], streams: Streams) -> Callable[[nn.Module, Any],
     return begin
 
 
-def _end(streams: Streams) -> Callable[[nn.Module, Any, Any], None]:
+def _end(cuts: Cuts) -> Callable[[nn.Module, Any, Any], None]:
     def end(_: nn.Module, __: Any, ___: Any) -> None:
-        streams.clear()
+        cuts.clear()
 
     return end

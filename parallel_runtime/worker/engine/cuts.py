@@ -62,7 +62,7 @@ class Cuts:
         if isinstance(word, Whole):
             return self.join(value, word.streams, word.dim, where)
         if isinstance(word, Index):
-            return self._position(value, (word.stream,))
+            return self._index(value, word)
         if isinstance(word, Slices):
             return [self._range(part, word) for part in value]
         last, made = self._made.get(where, (None, None))
@@ -120,6 +120,12 @@ class Cuts:
             for part, stream in zip(parts, streams, strict=True)
         ]
         return own[0] if len(own) == 1 else torch.cat(own, dim)
+
+    def _index(self, at: int, word: Index) -> int:
+        streams = (word.stream,)
+        if word.to_end:
+            return self.held(streams) - self._position(self._total(streams) - at, streams)
+        return self._position(at, streams)
 
     def _range(self, part: Any, word: Slices) -> tuple[Any, ...]:
         held = self.held(word.after)

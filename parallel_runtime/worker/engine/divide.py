@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import Refused
@@ -16,6 +16,7 @@ from ...plan import Attends, Plan
 from ...specs import Parallelism
 from .between import Residuals, wants_whole
 from .cuts import Cuts
+from .hooking import hook
 from .mesh import ContextMesh
 from .naming import Naming
 from .overriding import Overriding
@@ -81,10 +82,7 @@ class _Division:
         for module, over in block.scopes:
             self._keep(module.register_forward_pre_hook(partial(self._enter, over)))
             self._keep(module.register_forward_hook(self._leave, always_call=True))
-        if block.words:
-            self._keep(block.module.register_forward_pre_hook(partial(self._cut, block), with_kwargs=True))
-        if block.site.outputs:
-            self._keep(block.module.register_forward_hook(partial(self._join, block)))
+        self._handles += hook(block, self.cuts)
 
     def _begin(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._clear()
@@ -129,22 +127,3 @@ class _Division:
     def _leave(self, *_: Any) -> None:
         if self._override.scopes:
             self._override.scopes.pop()
-
-    def _cut(self, block: Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        block.check(args, kwargs)
-        positional = list(args)
-        for name, (place, word) in block.words.items():
-            where = f"{block.site.name}({name})"
-            if name in kwargs:
-                kwargs[str(name)] = self.cuts.cut(kwargs[str(name)], word, where)
-            elif place is not None and place < len(positional):
-                positional[place] = self.cuts.cut(positional[place], word, where)
-        return tuple(positional), kwargs
-
-    def _join(self, block: Block, _: nn.Module, __: Any, output: Any) -> Any:
-        if not (self.cuts.whole_between or (block.last and block.site.gathers)):
-            return None
-        outputs = [output] if isinstance(output, Tensor) else list(output)
-        for at, streams in enumerate(block.site.outputs):
-            outputs[at] = self.cuts.join(outputs[at], streams, 1, f"output {at} of {block.site.name}")
-        return outputs[0] if isinstance(output, Tensor) else type(output)(outputs)

@@ -42,19 +42,20 @@ class Block:
 
 def blocks_of(network: nn.Module, site: Site) -> Iterator[Block]:
     """The modules of a site; ValueError where the network has not what the plan names."""
-    found = _below(network, site.name, network)
+    found = _named(network, site.name)
     modules = list(found) if isinstance(found, nn.ModuleList) else [found]
     for module in modules:
         parameters, open_ended = _parameters(module)
         words = {name: (place, word) for name, place, word in _places(site, parameters, open_ended, module)}
         scopes: list[tuple[nn.Module, Attends]] = [] if site.attends is None else [(module, site.attends)]
-        scopes += [(_below(module, name, network), over) for name, over in site.within.items()]
+        below = dict(module.named_modules())
+        scopes += [(below[name], over) for name, over in site.within.items() if name in below]
         yield Block(site, module, module is modules[-1], words, scopes, parameters)
 
 
-def _below(module: nn.Module, name: str, network: nn.Module) -> nn.Module:
+def _named(network: nn.Module, name: str) -> nn.Module:
     try:
-        return module.get_submodule(name)
+        return network.get_submodule(name)
     except AttributeError as missing:
         raise ValueError(f"the plan names {name!r}, which {type(network).__name__} does not have") from missing
 

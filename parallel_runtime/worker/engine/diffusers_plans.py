@@ -1,0 +1,144 @@
+"""The plans of diffusers' transformers: class name to Plan, on diffusers' names. Imports no diffusers.
+
+Its own `_cp_plan`s say which tensors are cut, not over which cut streams an attention runs; and some cut what must stay
+whole, or leave out what must be cut. A class that is not here is refused: guessing would be silently wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from ...plan import Along, Names, Plan, Site, Tokens, Whole, Word
+from . import diffusers_videos as videos
+
+IMAGE, TEXT, JOINT = ("image",), ("text",), ("joint",)
+
+
+def plan_of(transformer: nn.Module) -> Plan:
+    """The Plan of a transformer's class; ValueError if we do not know it."""
+    for kind in type(transformer).__mro__:  # FSDP makes a subclass of each module's class
+        if kind.__name__ in PLANS:
+            return PLANS[kind.__name__]
+    raise ValueError(
+        f"no context-parallel plan is known for {type(transformer).__name__} (known: {', '.join(PLANS)}); pass "
+        "plan=Plan(...)"
+    )
+
+
+def _refiner(argument: str, positions: str, dim: int = 1, whole: Names = ()) -> Site:
+    return Site(
+        "noise_refiner",
+        {argument: Tokens(IMAGE), positions: Along(IMAGE, dim)},
+        IMAGE,
+        whole=whole,
+        gathers=True,
+        aside=True,
+    )
+
+
+_IDS: Mapping[str | int, Word] = {
+    "hidden_states": Tokens(IMAGE),
+    "encoder_hidden_states": Tokens(TEXT),
+    "img_ids": Along(IMAGE, -2),
+    "txt_ids": Along(TEXT, -2),
+}
+_RESIDUALS: Mapping[str | int, Word] = {
+    "controlnet_block_samples": Along(IMAGE),
+    "controlnet_single_block_samples": Along(IMAGE),
+}
+_APART: Mapping[str | int, Word] = {"encoder_hidden_states": Tokens(TEXT), "hidden_states": Tokens(IMAGE)}
+_TOGETHER: Mapping[str | int, Word] = {"hidden_states": Tokens(TEXT + IMAGE)}
+
+
+def _flux(single: Mapping[str | int, Word], inputs: Mapping[str | int, Word]) -> Plan:
+    """All is cut where the transformer gets it; positions are computed from ids, which are cut then."""
+    whole = ("timestep", "pooled_projections", "guidance", "joint_attention_kwargs", "attention_mask", "return_dict",
+             "controlnet_blocks_repeat", "num_ref_tokens", "ref_fixed_timestep")  # fmt: skip
+    of_blocks = ("temb", "temb_mod", "temb_mod_img", "temb_mod_txt", "image_rotary_emb", "joint_attention_kwargs",
+                 "attention_mask")  # fmt: skip
+    return Plan(
+        (
+            Site("", {**_IDS, **inputs}, TEXT + IMAGE, whole=whole, aside=True),
+            Site("transformer_blocks", _APART, whole=of_blocks),
+            Site("single_transformer_blocks", single, whole=of_blocks),
+            Site("proj_out", gathers=True, returns=(IMAGE,)),
+        )
+    )
+
+
+FLUX, FLUX2, CHROMA = _flux(_APART, _RESIDUALS), _flux(_TOGETHER, {}), _flux(_TOGETHER, _RESIDUALS)
+
+QWEN_IMAGE = Plan(
+    (
+        Site(
+            "transformer_blocks",
+            {
+                "encoder_hidden_states": Tokens(TEXT),
+                "hidden_states": Tokens(IMAGE),
+                "encoder_hidden_states_mask": Along(TEXT),
+                "image_rotary_emb": (Along(IMAGE, 0), Along(TEXT, 0)),
+                "modulate_index": Along(IMAGE),
+            },
+            TEXT + IMAGE,
+            whole=("temb", "joint_attention_kwargs"),
+        ),
+        Site("norm_out", {"x": Whole(IMAGE)}),
+    )
+)
+
+SD3 = Plan(
+    (
+        Site(
+            "transformer_blocks",
+            {"encoder_hidden_states": Tokens(TEXT), "hidden_states": Tokens(IMAGE)},
+            IMAGE + TEXT,
+            {"attn2": IMAGE},
+            whole=("temb", "joint_attention_kwargs"),
+        ),
+        Site("norm_out", {0: Whole(IMAGE)}),
+    )
+)
+
+LUMINA2 = Plan(
+    (
+        _refiner("hidden_states", "image_rotary_emb", whole=("temb",)),
+        Site(
+            "layers",
+            {"hidden_states": Tokens(JOINT), "attention_mask": Along(JOINT), "image_rotary_emb": Along(JOINT)},
+            JOINT,
+            whole=("temb",),
+        ),
+        Site("norm_out", {0: Whole(JOINT)}),
+    ),
+    main="joint",
+)
+
+Z_IMAGE_WHOLE = ("attn_mask", "adaln_input")
+Z_IMAGE = Plan(
+    (
+        _refiner("x", "freqs_cis", whole=Z_IMAGE_WHOLE),
+        Site("layers", {"x": Tokens(JOINT), "freqs_cis": Along(JOINT)}, JOINT, whole=Z_IMAGE_WHOLE),
+        Site("all_final_layer.2-1", {"x": Whole(JOINT)}),
+    ),
+    main="joint",
+)
+
+PLANS = {
+    "ChromaTransformer2DModel": CHROMA,
+    "ChronoEditTransformer3DModel": videos.WAN,
+    "Flux2Transformer2DModel": FLUX2,
+    "FluxTransformer2DModel": FLUX,
+    "HeliosTransformer3DModel": videos.HELIOS,
+    "HunyuanVideo15Transformer3DModel": videos.HUNYUAN_VIDEO_15,
+    "HunyuanVideoTransformer3DModel": videos.HUNYUAN_VIDEO,
+    "LTX2VideoTransformer3DModel": videos.LTX2,
+    "LTXVideoTransformer3DModel": videos.LTX_VIDEO,
+    "Lumina2Transformer2DModel": LUMINA2,
+    "MiniMaxH3Transformer3DModel": videos.MINIMAX_H3,
+    "QwenImageTransformer2DModel": QWEN_IMAGE,
+    "SD3Transformer2DModel": SD3,
+    "WanTransformer3DModel": videos.WAN,
+    "ZImageTransformer2DModel": Z_IMAGE,
+}
