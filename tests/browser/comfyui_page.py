@@ -33,6 +33,7 @@ SETTINGS = {  # a newcomer gets a dialog first; the others are as a fresh profil
 }
 VIEW = {"width": 1640, "height": 1000}
 RUN_MILLISECONDS = 180_000
+PATIENCE_MILLISECONDS = 120_000  # a busy machine draws slowly
 
 OPEN = "async workflow => { await app.loadGraphData(workflow) }"
 LISTEN = """() => {
@@ -57,9 +58,11 @@ def comfyui_page(
     context = browser.launch_persistent_context(profile, executable_path=path, args=FLAGS, viewport=VIEW)
     context.route(lambda url: not url.startswith((home, "data:", "blob:")), lambda route: route.abort())
     context.request.post(f"{home}settings", data={**SETTINGS, **(settings or {})})
+    context.set_default_timeout(PATIENCE_MILLISECONDS)
     page = context.pages[0]
     page.goto(home)
-    page.wait_for_function("window.app?.extensionManager && window.app.graph", timeout=60_000)
+    page.wait_for_function("window.app?.extensionManager && window.app.graph")
+    page.wait_for_selector(".cp-workers-tab-button")
     yield page
     context.close()
 
