@@ -52,5 +52,5 @@
     }
     x += wide + ACROSS;
   }
-  return app.graph.serialize();
+  return JSON.parse(JSON.stringify(app.graph.serialize())); // without what is undefined
 };
