@@ -84,6 +84,7 @@ class _Describer:
         self._numbers: dict[int, int] = {}
 
     def describe(self, value: Any, what: str, within: tuple[int, ...]) -> Any:
+        """`within` are the values around this one."""
         if value is None or (isinstance(value, PLAIN) and not isinstance(value, Enum)):
             return value
         if id(value) in within:
@@ -95,22 +96,13 @@ class _Describer:
 
         if isinstance(value, list | tuple | dict | set | frozenset):
             return _container(value, what, inner)
-        match value:
-            case torch.Tensor():
-                return _tensor(value, what)
-            case torch.dtype():
-                return {"kind": "dtype", "name": str(value).removeprefix("torch.")}
-            case uuid.UUID():
-                return {"kind": "uuid", "text": str(value)}
-            case Enum():
-                return {"kind": "enum", "class": reference(type(value), what), "name": value.name}
-            case type():
-                return {"kind": "name", "name": reference(value, what)}
-            case MethodType():
-                return {"kind": "method", "of": inner(value.__self__), "name": value.__name__}
-            case FunctionType():
-                return _function(value, what, inner)
-        return self._object(value, what, inner)
+        if isinstance(value, torch.Tensor):
+            return _tensor(value, what)
+        if isinstance(value, FunctionType):
+            return _function(value, what, inner)
+        if isinstance(value, MethodType):
+            return {"kind": "method", "of": inner(value.__self__), "name": value.__name__}
+        return _named(value, what) or self._object(value, what, inner)
 
     def _object(self, value: Any, what: str, inner: Callable[[Any], Any]) -> dict[str, Any]:
         if id(value) in self._numbers:
@@ -120,6 +112,20 @@ class _Describer:
         name, attributes = reference(type(value), what), inner(vars(value))
         number = self._numbers.setdefault(id(value), len(self._numbers))
         return {"kind": "object", "class": name, "attributes": attributes, "number": number}
+
+
+def _named(value: Any, what: str) -> dict[str, Any] | None:
+    """What a name is enough for."""
+    match value:
+        case torch.dtype():
+            return {"kind": "dtype", "name": str(value).removeprefix("torch.")}
+        case uuid.UUID():
+            return {"kind": "uuid", "text": str(value)}
+        case Enum():
+            return {"kind": "enum", "class": reference(type(value), what), "name": value.name}
+        case type():
+            return {"kind": "name", "name": reference(value, what)}
+    return None
 
 
 def _container(value: Any, what: str, inner: Callable[[Any], Any]) -> Any:

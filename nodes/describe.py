@@ -35,11 +35,6 @@ class Source:
     plan: Network | None
     figures: Figures
 
-    @property
-    def text_width(self) -> int | None:
-        """Of a prompt's tokens, where the network says it."""
-        return getattr(self.plan, "text_width", lambda net: None)(self.network) if self.plan else None
-
     def tokens(self, latent_shape: tuple[int, ...], text: int) -> dict[str, int]:
         """Of each stream, for a latent [B, C, (T,) H, W] and a prompt of `text` tokens."""
         return self.plan.tokens(self.network, latent_shape, text) if self.plan else {}

@@ -16,7 +16,7 @@ from ..parallel_runtime.host.group import WorkerGroup
 from ..parallel_runtime.host.runtime import borrowed_group
 from ..parallel_runtime.specs import EvaluationJob, ParallelRequest
 from .describe import Source, describe_model
-from .patches import describe_inside
+from .patches import check_sizes, describe_inside
 from .residence import residence
 from .workers import comfy_setup, plan_for
 
@@ -73,6 +73,7 @@ class RemoteEvaluation:
                 "hooks (scheduled LoRA) cannot change weights in the workers from step to step while the sampler runs "
                 "in ComfyUI's process; remove them, or sample with KSampler"
             )
+        check_sizes(model)
         self._run = _Run(model, describe_model(model, self._request.dtype))
 
     def __call__(self, method: str, arguments: dict[str, Any]) -> Any:

@@ -8,8 +8,10 @@ import comfy.sd
 import folder_paths
 from comfy_api.latest import io
 from nodes import NODE_CLASS_MAPPINGS  # type: ignore[attr-defined]  # ComfyUI's module, not our package
+from safetensors import SafetensorError, safe_open
 
 from ..parallel_runtime import gguf
+from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.mapped import Mapped, load_mapped
 from ..parallel_runtime.specs import ParallelRequest
 from .config import CATEGORY, CPConfig, requested
@@ -56,9 +58,30 @@ def load_without_weights(name: str, request: ParallelRequest) -> Weightless:
     else:
         path = folder_paths.get_full_path_or_raise("diffusion_models", name)
         init = (comfy.sd.load_diffusion_model, (path, {}))
-        patcher = load_mapped(Mapped, *init, None)
+        check_file(path)
+        try:
+            patcher = load_mapped(Mapped, *init, None)
+        except RuntimeError as error:  # what ComfyUI's loader says of a file that it cannot use
+            text = " ".join(str(error).split())
+            raise Refused(
+                f"ComfyUI cannot load the model in {path}: {text}; take one that Load Diffusion Model can load"
+            ) from None
     patcher.cached_patcher_init = init
     return weightless(patcher, RemoteEvaluation(request))
+
+
+def check_file(path: str) -> None:
+    """Raises Refused for a safetensors file that is none, or is damaged."""
+    if not path.endswith((".safetensors", ".sft")):
+        return
+    with open(path, "rb") as file:
+        if file.read(4) == b"GGUF":
+            raise Refused(f"{path} is a GGUF file; give it the ending .gguf, and install ComfyUI-GGUF to load it")
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise Refused(f"{path} is no sound safetensors file ({error}); download or copy it again") from None
 
 
 def _gguf_files() -> list[str]:

@@ -32,17 +32,20 @@ def origin(model: ModelPatcher) -> ModelSpec:
         raise Refused(_nameless(model))
     loader, arguments, *index = init
     files = _files(model, arguments)
-    if loader is gguf.load:
-        arguments = arguments[1:]  # the class of the patcher is each side's own
-    else:
-        arguments = _settled(loader, arguments, model.model.get_dtype())
+    name, arguments = _call(loader, arguments, model.model.get_dtype())
     return ModelSpec(
-        loader=gguf.LOADER if loader is gguf.load else _named(loader),
+        loader=name,
         arguments=json.dumps([_plain(value, loader) for value in arguments], sort_keys=True),
         index=index[0] if index else None,
         files=files,
         weight_dtype=str(model.model.get_dtype()).removeprefix("torch."),
     )
+
+
+def _call(loader: Callable[..., Any], arguments: tuple[Any, ...], dtype: torch.dtype) -> tuple[str, tuple[Any, ...]]:
+    if loader is gguf.load:
+        return gguf.LOADER, arguments[1:]  # the class of the patcher is each side's own
+    return _named(loader), _settled(loader, arguments, dtype)
 
 
 def _nameless(model: ModelPatcher) -> str:
@@ -60,7 +63,7 @@ def _named(loader: Callable[..., Any]) -> str:
 
 
 def _settled(loader: Callable[..., Any], arguments: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    """The arguments with ComfyUI's choice of dtype in them: it goes by free memory, which every worker has its own of."""
+    """The arguments with ComfyUI's choice of dtype: it goes by free memory, and each worker has its own."""
     bound = inspect.signature(loader).bind(*arguments)
     if "model_options" in inspect.signature(loader).parameters:
         bound.arguments["model_options"] = {**bound.arguments.get("model_options", {}), "dtype": dtype}
@@ -82,9 +85,8 @@ def _plain(value: Any, loader: Callable[..., Any]) -> Any:
 
 def _files(model: ModelPatcher, arguments: tuple[Any, ...]) -> tuple[SourceFile, ...]:
     """The files as they were when MODEL was first seen. Raises Refused where they are others now."""
-    paths = [
-        value for value in arguments if isinstance(value, str) and os.path.splitext(value)[1] and os.path.isabs(value)
-    ]
+    named = [value for value in arguments if isinstance(value, str)]
+    paths = [name for name in named if os.path.isabs(name) and os.path.splitext(name)[1]]
     for path in paths:
         if not os.path.exists(path):
             raise Refused(f"the file of this MODEL is gone: {path}")

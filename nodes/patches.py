@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from comfy.model_patcher import ModelPatcher
+from comfy.weight_adapter import WeightAdapterBase
 
 from ..parallel_runtime.errors import Refused
 from .code import Unsendable, describe, or_else, title
@@ -73,6 +74,17 @@ def check_inside(model: ModelPatcher) -> None:
         describe_inside(
             {key: value for key, value in model.model_options["transformer_options"].items() if key in INSIDE}
         )
+
+
+def check_sizes(model: ModelPatcher) -> None:
+    """Raises Refused for a LoRA that changes a weight's size: code here would read the old size off the weight."""
+    for key, patches in model.patches.items():
+        for _, value, *_ in patches:
+            if isinstance(value, WeightAdapterBase) and value.calculate_shape(key) is not None:
+                raise Refused(
+                    f"a LoRA makes {key} another size, which cannot be honoured while the sampler runs in ComfyUI's "
+                    f"process; {WAY_OUT}"
+                )
 
 
 def _on_network(model: ModelPatcher) -> list[str]:

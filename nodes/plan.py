@@ -112,13 +112,14 @@ def subject_of(model: Any, source: Source, latent: dict[str, Any], positive: lis
     first = samples.unbind()[0] if samples.is_nested else samples
     if not samples.is_nested:
         check_latent(model, samples)
-    check_conds(source, {"positive": comfy.sampler_helpers.convert_cond(positive)})
+    check_conds(source.plan, source.network, {"positive": comfy.sampler_helpers.convert_cond(positive)})
     text = max((cond[0].shape[1] for cond in positive if cond[0] is not None), default=0)
     figures, shape = source.figures, tuple(first.shape)
     cut = f"{figures.layers} layers, {figures.heads} heads, " if figures.divisible else ""
     computed = source.spec.compute_dtype or str(model.model.get_dtype_inference()).removeprefix("torch.")
     title = (
         f"{figures.name} ({', '.join(os.path.basename(file.path) for file in source.spec.files)}): {cut}"
-        f"{figures.weights / 1e9:.2f} billion weights in {figures.weight_bytes / 2**30:.2f} GiB, computed in {computed}."
+        f"{figures.weights / 1e9:.2f} billion weights in {figures.weight_bytes / 2**30:.2f} GiB, "
+        f"computed in {computed}."
     )
     return Subject(model=title, tokens=source.tokens(shape, text), work=source.work(shape, text, cached=cached))

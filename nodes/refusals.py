@@ -12,6 +12,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ..parallel_runtime.errors import Refused
+from ..parallel_runtime.networks import Network
 from .code import Unsendable, reference, title
 
 DIMS = ("batch", "channels", "height", "width")
@@ -47,17 +48,24 @@ def check_latent(model: ModelPatcher, latent: Tensor) -> None:
         )
 
 
-def check_conds(source: Any, conds: Mapping[str, list[dict[str, Any]]]) -> None:
-    """Raises Refused for a prompt of another text encoder than the network's."""
-    wanted = source.text_width
-    for name, of_one in conds.items():
-        for cond in of_one:
-            width = cond["cross_attn"].shape[-1] if cond.get("cross_attn") is not None else wanted
-            if wanted is not None and width != wanted:
-                raise Refused(
-                    f"{name}: the CONDITIONING is {width} wide, a {source.figures.name} model wants {wanted}; use the "
-                    "text encoder that belongs to it"
-                )
+def check_conds(plan: Network | None, network: Any, conds: Mapping[str, list[dict[str, Any]]]) -> None:
+    """Raises Refused for a prompt of another text encoder than the network's, or of nothing."""
+    if plan is None:
+        return
+    text, pooled = plan.text_width(network), plan.pooled_width(network)
+    for name, cond in ((name, cond) for name, of_one in conds.items() for cond in of_one):
+        tokens, vector = cond.get("cross_attn"), cond.get("pooled_output")
+        if tokens is not None and text is not None and tokens.shape[-1] != text:
+            raise Refused(f"{name}: the CONDITIONING is {tokens.shape[-1]} wide, a {plan.name} model wants {text}; "
+                          "use the text encoder that belongs to it")  # fmt: skip
+        if vector is not None and pooled is not None and vector.shape[-1] < pooled:
+            raise Refused(
+                f"{name}: the pooled text of the CONDITIONING is {vector.shape[-1]} wide, a {plan.name} model wants "
+                f"{pooled}; use the text encoder that belongs to it"
+            )
+        if tokens is not None and not tokens.shape[1] and "text" in plan.tokens(network, (1, 1, 1, 1), 0):
+            raise Refused(f"{name}: the CONDITIONING has no tokens, a {plan.name} model needs at least one; encode a "
+                          "text, an empty one will do")  # fmt: skip
 
 
 def names_in(code: CodeType | None) -> Iterator[str]:

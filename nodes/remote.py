@@ -108,7 +108,7 @@ class RemoteSampling:
     ) -> Tensor:
         """Samples [B, C, (T,) H, W], as `CFGGuider.outer_sample` returns them."""
         guider = executor.class_obj
-        check_conds(self.source, guider.conds)
+        check_conds(self.source.plan, self.source.network, guider.conds)
         try:
             job = describe_job(
                 guider, self.source, noise, latent_image, sampler, sigmas, denoise_mask, seed, latent_shapes

@@ -1,4 +1,4 @@
-"""A MODEL of ComfyUI's whose network is evaluated elsewhere: the same MODEL in all else, its weights left where they are.
+"""A MODEL of ComfyUI's whose network is evaluated elsewhere: the same MODEL in all else, its weights left alone.
 
 Wrappers around the network, ControlNets, guiders and samplers run in this process, as they do on any MODEL.
 """

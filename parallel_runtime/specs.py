@@ -155,8 +155,8 @@ class SamplingJob:
     maps the guider's condition names to ComfyUI's condition dicts, described likewise. Latents are full-size
     [B, C, (T,) H, W] float32; `sigmas` is 1-D. `random_state` is the host's global CPU generator at that moment:
     samplers may draw from it. ComfyUI's own code on the MODEL is described (nodes/code.py): in `model_options`, in
-    `wrappers` and `callbacks` as [kind, key, functions], and in `patches` by weight. `patches` is None where the workers
-    have the model's patches. `latent_shapes` are those of several latents (audio with video) that are packed into one.
+    `wrappers` and `callbacks` as [kind, key, functions], and in `patches` by weight. `patches` is None where the
+    workers have the model's. `latent_shapes` are those of several latents (audio and video) that are packed into one.
     `step_cache` is the threshold of first-block caching, 0 for none.
     """
 

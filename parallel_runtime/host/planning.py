@@ -37,7 +37,7 @@ def plan(
 ) -> tuple[Parallelism, Placement]:
     """Degrees and devices for a model with `heads` attention heads on a host with `gpus` visible GPUs.
 
-    `whole` names a network that no plan can cut by sequence: prompts and the images of a batch are all there is to share.
+    `whole` names a network that no plan can cut by sequence: prompts and images are all there is to share.
 
     `guided`: positive and negative prompt are both evaluated. Without that, what cfg_degree would have used joins the
     sequence: the workers stay the same and none is idle. `seconds(degrees)` of one evaluation decides between ring and

@@ -139,8 +139,8 @@ def _warnings(work: Work, degrees: Parallelism, placement: Placement, guided: bo
         )
     if work.figures.heads % degrees.ulysses_degree:
         warnings.append(
-            f"{work.figures.heads} heads over ulysses_degree {degrees.ulysses_degree} is uneven: some workers wait for others. "
-            "It is exact all the same; a divisor of the heads is faster."
+            f"{work.figures.heads} heads over ulysses_degree {degrees.ulysses_degree} is uneven: some workers wait for "
+            "others. It is exact all the same; a divisor of the heads is faster."
         )
     if _share_cores(placement):
         workers = len(placement.devices)

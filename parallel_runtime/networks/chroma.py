@@ -1,7 +1,7 @@
 """Chroma: FLUX's blocks, with modulation from a layer of its own."""
 
 from ..plan import Along, Plan, Site, Tokens, Whole
-from .network import Network, image, layers
+from .network import Network, image, inputs_of, layers
 
 IMAGE, TEXT = ("image",), ("text",)
 BOTH = TEXT + IMAGE
@@ -23,6 +23,7 @@ NETWORK = Network(
     name="Chroma",
     kinds=("comfy.ldm.chroma.model:Chroma",),
     plan=PLAN,
+    text_width=inputs_of("txt_in"),
     layers=layers("double_blocks", "single_blocks"),
     tokens=image(2),
 )

@@ -1,7 +1,7 @@
 """FLUX.1 (dev, schnell, Fill, depth, canny, Kontext, USO) and FLUX.2 (dev, klein): one class, one plan."""
 
 from ..plan import Along, Plan, Site, Slices, Tokens, Whole
-from .network import Network, layers, patches
+from .network import Network, inputs_of, layers, patches
 
 IMAGE, TEXT = ("image",), ("text",)
 BOTH = TEXT + IMAGE
@@ -34,6 +34,8 @@ NETWORK = Network(
     name="FLUX",
     kinds=("comfy.ldm.flux.model:Flux",),
     plan=PLAN,
+    text_width=inputs_of("txt_in"),
+    pooled_width=inputs_of("vector_in.in_layer"),
     layers=layers("double_blocks", "single_blocks"),
     tokens=lambda net, *sizes: patches((1, net.patch_size, net.patch_size), text=True, stream="image")(net, *sizes),
 )

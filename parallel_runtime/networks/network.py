@@ -20,6 +20,7 @@ class Network:
 
     `heads`: of its attention. `width`: heads x head size. `layers`: blocks that run one after another. `tokens`: what a
     latent of this shape, [B, C, (T,) H, W], and so many text tokens make of each stream that the plan cuts.
+    `text_width` and `pooled_width` are those of a prompt, None where the network does not say.
     """
 
     name: str
@@ -29,6 +30,19 @@ class Network:
     width: Callable[[Any], int] = lambda net: net.hidden_size
     layers: Callable[[Any], int]
     tokens: Tokens
+    text_width: Callable[[Any], int | None] = lambda net: None
+    pooled_width: Callable[[Any], int | None] = lambda net: None
+
+
+def inputs_of(path: str) -> Callable[[Any], int | None]:
+    """How wide what this linear layer takes is; None for a network without it."""
+
+    def width(net: Any) -> int | None:
+        for part in path.split("."):
+            net = net[int(part)] if part.isdigit() else getattr(net, part, None)
+        return getattr(net, "in_features", None)
+
+    return width
 
 
 def layers(*stacks: str) -> Callable[[Any], int]:

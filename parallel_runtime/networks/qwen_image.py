@@ -1,7 +1,7 @@
 """Qwen-Image, Edit, 2509 and 2511."""
 
 from ..plan import Along, Index, Plan, Site, Tokens, Whole
-from .network import Network, image, layers
+from .network import Network, image, inputs_of, layers
 
 IMAGE, TEXT = ("image",), ("text",)
 BOTH = TEXT + IMAGE
@@ -30,6 +30,7 @@ NETWORK = Network(
     plan=PLAN,
     heads=lambda net: net.transformer_blocks[0].attn.heads,
     width=lambda net: net.inner_dim,
+    text_width=inputs_of("txt_in"),
     layers=layers("transformer_blocks"),
     tokens=image(2),
 )

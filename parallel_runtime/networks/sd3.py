@@ -1,7 +1,7 @@
 """SD3 and SD3.5. Blocks of the medium model attend a second time, to the image alone."""
 
 from ..plan import Plan, Site, Tokens, Whole
-from .network import Network, image, layers
+from .network import Network, image, inputs_of, layers
 
 IMAGE, TEXT = ("image",), ("text",)
 
@@ -21,6 +21,8 @@ NETWORK = Network(
     name="Stable Diffusion 3",
     kinds=("comfy.ldm.modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper",),
     plan=PLAN,
+    text_width=inputs_of("context_embedder"),
+    pooled_width=inputs_of("y_embedder.mlp.0"),
     layers=layers("joint_blocks"),
     tokens=image(2),
 )

@@ -4,7 +4,7 @@ The text is read as keys only, and is whole on every rank.
 """
 
 from ..plan import Along, Plan, Site, Tokens, Whole
-from .network import Network, layers, video
+from .network import Network, inputs_of, layers, video
 
 VIDEO = ("video",)
 BLOCKS = Site(
@@ -21,6 +21,7 @@ NETWORK = Network(
     kinds=("comfy.ldm.wan.model:WanModel", "comfy.ldm.wan.model:CameraWanModel"),
     plan=Plan((BLOCKS, HEAD), main="video"),
     width=lambda net: net.dim,
+    text_width=inputs_of("text_embedding.0"),
     layers=layers("blocks"),
     tokens=video(1, 2, 2),
 )
@@ -39,6 +40,7 @@ VACE = Network(
     kinds=("comfy.ldm.wan.model:VaceWanModel",),
     plan=Plan((BLOCKS, VACE_BLOCKS, HEAD), main="video"),
     width=lambda net: net.dim,
+    text_width=inputs_of("text_embedding.0"),
     layers=layers("blocks", "vace_blocks"),
     tokens=video(1, 2, 2),
 )

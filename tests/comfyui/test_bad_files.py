@@ -33,19 +33,15 @@ def odd_metadata() -> bytes:
     return struct.pack("<Q", len(header)) + header
 
 
+AGAIN = "is no sound safetensors file.*download or copy it again"
 FILES: dict[str, tuple[Callable[[], bytes], str]] = {
-    "rubbish": (lambda: b"<!DOCTYPE html>" * 99,
-                "bad_rubbish.safetensors is not a safetensors file.*take the model's safetensors file"),
-    "truncated": (lambda: flux()[:-1000], "bad_truncated.safetensors is cut short.*download or copy it again"),
-    "lying": (lying, "bad_lying.safetensors: the header lies about img_in.weight.*download or copy it again"),
-    "odd_metadata": (odd_metadata, "bad_odd_metadata.*metadata is not made of texts.*download or copy it again"),
-    "gguf": (lambda: b"GGUF" + bytes(99), "bad_gguf.safetensors is a GGUF file.*take the model's safetensors file"),
-    "fp8": (lambda: save({"img_in.weight": torch.zeros(2, 2).to(torch.float8_e4m3fn)}),
-            "stores img_in.weight as F8_E4M3.*use that version"),
-    "scaled_fp8": (lambda: flux(scaled_fp8=torch.zeros(2)), "a scaled fp8 checkpoint.*use that version"),
-    "nunchaku": (lambda: save({"blocks.0.qkv.wscales": torch.ones(2)}), "a Nunchaku.*use that version"),
-    "unknown": (lambda: save({"some.weight": torch.zeros(2, 2)}), "does not know the model in .*take one that Load"),
-    "mochi": (lambda: save({"t5_yproj.weight": torch.zeros(2, 2)}), "no family knows.*take a model of one of"),
+    "rubbish": (lambda: b"<!DOCTYPE html>" * 99, f"bad_rubbish.safetensors {AGAIN}"),
+    "truncated": (lambda: flux()[:-1000], f"bad_truncated.safetensors {AGAIN}"),
+    "lying": (lying, f"bad_lying.safetensors {AGAIN}"),
+    "odd_metadata": (odd_metadata, f"bad_odd_metadata.safetensors {AGAIN}"),
+    "gguf": (lambda: b"GGUF" + bytes(99), "bad_gguf.safetensors is a GGUF file.*install ComfyUI-GGUF"),
+    "unknown": (lambda: save({"some.weight": torch.zeros(2, 2)}),
+                "cannot load the model in .*bad_unknown.*take one that Load"),
 }  # fmt: skip
 
 

@@ -132,7 +132,7 @@ def test_patches_inside_blocks_leave_the_prompts_to_be_shared_out(server: Server
     want = latent_of(server.client.run(picture(None)))
     assert apart(latent_of(server.client.run(picture(Parallel(cfg_degree=2)))), want) <= BAR
     with pytest.raises(
-        NodeError, match="with attn1_output_patch cannot be cut by sequence, got ring_degree 2.*cfg_degree"
+        NodeError, match=r"with attn1_output_patch cannot be cut by sequence, got ring_degree 2.*cfg_degree"
     ):
         server.client.run(picture(RING_2))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -159,17 +160,28 @@ def test_a_merged_model_gives_ksamplers_latent(server: Server, node: str, widget
     assert apart(got, sample(server, FLUX, [])) > 0.05
 
 
-def test_a_lora_that_makes_a_weight_larger_is_refused_by_the_weights_name(server: Server) -> None:
-    before = server.children()
+def test_a_lora_that_makes_a_weight_larger_makes_it_larger_in_the_workers(server: Server) -> None:
+    """As FLUX's control LoRAs do; without the LoRA the weight has its old size again."""
+    wide = replace(FLUX, latent_seed=3)
     made = {
-        "diffusion_model.img_in.lora_up.weight": torch.ones(256, 4),
-        "diffusion_model.img_in.lora_down.weight": torch.ones(4, 128),
+        "diffusion_model.img_in.lora_up.weight": 0.1 * torch.ones(256, 4),
+        "diffusion_model.img_in.lora_down.weight": 0.1 * torch.ones(4, 128),
         "diffusion_model.img_in.reshape_weight": torch.tensor([256, 128]),
     }
     stack = [(write(server, "larger", made), 1.0)]
-    with pytest.raises(NodeError, match=r"img_in\.weight another size"):
-        sample(server, FLUX, stack)
-    assert server.children() == before
+
+    def controlled(kind: Any, parallel: Parallel | None) -> Graph:
+        graph = with_loras(sampling_graph(wide, kind, parallel), stack)
+        graph["control"] = {
+            "class_type": "CPTestOddCondition", "inputs": {"conditioning": ["positive", 0], "kind": "concat"}
+        }  # fmt: skip
+        graph["sampler"]["inputs"] |= {"positive": ["control", 0], "cfg": 1.0}
+        return graph
+
+    want = latent_of(server.client.run(controlled("KSampler", None)))
+    assert apart(latent_of(server.client.run(controlled("CPSampler", RING_2))), want) <= BAR
+    plain = latent_of(server.client.run(sampling_graph(FLUX, "KSampler")))
+    assert apart(sample(server, FLUX, []), plain) <= BAR
 
 
 def test_a_lora_beside_the_weights_is_refused_by_name(server: Server) -> None:

@@ -1,4 +1,4 @@
-"""What ComfyUI's own nodes put on a MODEL: sampling maths on whole latents runs in the workers, the rest is refused."""
+"""What ComfyUI's own nodes put on a MODEL: it runs in the workers as it is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from .cases import DEGREES
-from .client import Graph, NodeError
+from .client import Graph
 from .comfy import OUR_ROOT, ComfyInstall
 from .graphs import TEXTS, Job, Parallel, sampling_graph
 from .latents import apart, latent_of
@@ -131,69 +131,6 @@ def test_what_lies_on_the_model_is_as_fresh_in_every_run(server: Server) -> None
     plain = sample(server, LONG, (), RING_2)
     want = latent_of(server.client.run(sampling_graph(LONG, "KSampler")))
     assert apart(plain, want) <= BAR
-
-
-REFUSED: list[tuple[str, Node]] = [
-    ("nodes_pag.PerturbedAttentionGuidance", Node("PerturbedAttentionGuidance", {"scale": 3.0})),
-    ("nodes_sag.SelfAttentionGuidance", Node("SelfAttentionGuidance", {"scale": 0.5, "blur_sigma": 2.0})),
-    ("nodes_slg.SkipLayerGuidanceDiT", Node("SkipLayerGuidanceDiT", {
-        "double_layers": "0", "single_layers": "0", "scale": 3.0, "start_percent": 0.0, "end_percent": 1.0,
-        "rescaling_scale": 0.0})),
-    ("nodes_slg.SkipLayerGuidanceDiTSimple", Node("SkipLayerGuidanceDiTSimple", {
-        "double_layers": "0", "single_layers": "0", "start_percent": 0.0, "end_percent": 1.0})),
-    ("nodes_lt.LTXVSpatioTemporalGuidance", Node("LTXVSpatioTemporalGuidance", {
-        "scale": 1.0, "blocks": "1", "start_percent": 0.0, "end_percent": 1.0})),
-    ("nodes_nag.NAGuidance", Node("NAGuidance", {"nag_scale": 5.0, "nag_alpha": 0.5, "nag_tau": 1.5})),
-    ("nodes_hypertile.HyperTile", Node("HyperTile", {
-        "tile_size": 256, "swap_size": 2, "max_depth": 0, "scale_depth": False})),
-    ("nodes_tomesd.TomePatchModel", Node("TomePatchModel", {"ratio": 0.3})),
-    ("nodes_model_downscale.PatchModelAddDownscale", Node("PatchModelAddDownscale", {
-        "block_number": 3, "downscale_factor": 2.0, "start_percent": 0.0, "end_percent": 0.35,
-        "downscale_after_skip": True, "downscale_method": "bicubic", "upscale_method": "bicubic"})),
-    ("nodes_lumina2.RenormCFG.*ModelPatcher", Node("RenormCFG", {"cfg_trunc": 100.0, "renorm_cfg": 1.0})),
-    ("context windows", Node("ContextWindowsManual", {
-        "context_length": 16, "context_overlap": 4, "context_schedule": "standard_static", "context_stride": 1,
-        "closed_loop": False, "fuse_method": "pyramid", "dim": 0, "freenoise": False,
-        "cond_retain_index_list": "", "split_conds_to_windows": False, "latent_retain_index_list": "",
-        "causal_window_fix": True})),
-    ("rope_options", Node("ScaleROPE", {
-        "scale_x": 1.5, "shift_x": 0.0, "scale_y": 1.0, "shift_y": 0.0, "scale_t": 1.0, "shift_t": 0.0})),
-    ("manual_cast_dtype", Node("ModelComputeDtype", {"dtype": "fp16"})),
-    ("latent_format", Node("ModelSamplingContinuousEDM", {
-        "sampling": "edm_playground_v2.5", "sigma_max": 120.0, "sigma_min": 0.002})),
-    ("attn1_patch.*_leave_alone", Node("CPTestAttentionPatch")),
-    ("outer_sample wrapper.*_go_on", Node("CPTestForeignWrapper", {"kind": "outer_sample"})),
-    ("diffusion_model wrapper.*_go_on", Node("CPTestForeignWrapper", {"kind": "diffusion_model"})),
-    ("prepare_sampling wrapper.*_go_on", Node("CPTestForeignWrapper", {"kind": "prepare_sampling"})),
-    ("post-CFG function.*_denoised", Node("CPTestForeignWrapper", {"kind": "post_cfg"})),
-]  # fmt: skip
-
-
-@pytest.mark.sweep(one_in=6)
-@pytest.mark.parametrize(("name", "node"), REFUSED, ids=lambda value: str(value) if isinstance(value, Node) else "")
-def test_what_workers_cannot_have_is_refused_by_name_with_the_way_out(server: Server, name: str, node: Node) -> None:
-    before = server.children()
-    with pytest.raises(NodeError, match=f"(?s){name}.*remove it, or sample this MODEL with KSampler") as refusal:
-        sample(server, FLUX, (node,), RING_2)
-    print(refusal.value)
-    assert server.children() == before
-
-
-def test_a_sound_node_does_not_hide_a_refused_one(server: Server) -> None:
-    nodes = (Node("CFGZeroStar"), Node("PerturbedAttentionGuidance", {"scale": 3.0}), Node("TCFG"))
-    with pytest.raises(NodeError, match=r"nodes_pag\.PerturbedAttentionGuidance"):
-        sample(server, FLUX, nodes, RING_2)
-
-
-def test_hooks_on_a_condition_are_refused_by_name(server: Server) -> None:
-    graph = sampling_graph(FLUX, "CPSampler", RING_2)
-    hook = {"lora_name": "flux_dev.safetensors", "strength_model": 1.0, "strength_clip": 1.0}
-    graph["hook"] = {"class_type": "CreateHookLora", "inputs": hook}
-    hooked = {"cond_NEW": ["positive", 0], "strength": 1.0, "set_cond_area": "default", "hooks": ["hook", 0]}
-    graph["hooked"] = {"class_type": "ConditioningSetProperties", "inputs": hooked}
-    graph["sampler"]["inputs"]["positive"] = ["hooked", 0]
-    with pytest.raises(NodeError, match="hooks"):
-        server.client.run(graph)
 
 
 @pytest.mark.sweep(one_in=3)

@@ -32,28 +32,34 @@ class _Rebuilder:
             return type(described)([self.rebuild(part) for part in described])
         if not isinstance(described, dict):
             return described
-        match described["kind"]:
-            case "dict":
-                return {self.rebuild(key): self.rebuild(value) for key, value in described["items"]}
-            case "set":
-                return {self.rebuild(item) for item in described["items"]}
-            case "uuid":
-                return uuid.UUID(described["text"])
-            case "dtype":
-                return getattr(torch, described["name"])
-            case "enum":
-                return named(described["class"])[described["name"]]
-            case "name":
-                return named(described["name"])
-            case "method":
-                return getattr(self.rebuild(described["of"]), described["name"])
-            case "function":
-                return self._function(described)
-            case "object":
-                return self._object(described)
-            case "same":
-                return self._made[described["number"]]
-        raise ValueError(f"no such description: {described['kind']!r}")
+        make = getattr(self, f"_{described['kind']}", None)
+        if make is None:
+            raise ValueError(f"no such description: {described['kind']!r}")
+        return make(described)
+
+    def _dict(self, described: dict[str, Any]) -> dict[Any, Any]:
+        return {self.rebuild(key): self.rebuild(value) for key, value in described["items"]}
+
+    def _set(self, described: dict[str, Any]) -> set[Any]:
+        return {self.rebuild(item) for item in described["items"]}
+
+    def _uuid(self, described: dict[str, Any]) -> uuid.UUID:
+        return uuid.UUID(described["text"])
+
+    def _dtype(self, described: dict[str, Any]) -> torch.dtype:
+        return getattr(torch, described["name"])
+
+    def _enum(self, described: dict[str, Any]) -> Any:
+        return named(described["class"])[described["name"]]
+
+    def _name(self, described: dict[str, Any]) -> Any:
+        return named(described["name"])
+
+    def _method(self, described: dict[str, Any]) -> Any:
+        return getattr(self.rebuild(described["of"]), described["name"])
+
+    def _same(self, described: dict[str, Any]) -> Any:
+        return self._made[described["number"]]
 
     def _function(self, described: dict[str, Any]) -> FunctionType:
         """A function that ComfyUI's code makes inside another one."""

@@ -40,6 +40,8 @@ class Evaluations:
         if job.method not in METHODS:
             raise Refused(f"{job.method!r} is none of {', '.join(METHODS)}")
         arguments = {**moved(job.each, device), **self._prompts[job.prompt]}
+        if model.spec.compute_dtype:  # a cp_config may ask for another than ComfyUI's process computes in
+            arguments = _cast(arguments, getattr(torch, model.spec.compute_dtype))
         if job.options is not None:
             arguments["transformer_options"] = moved(rebuild(job.options), device)
         if job.method != "forward":
@@ -49,6 +51,17 @@ class Evaluations:
         for tensor in out if isinstance(out, list | tuple) else [out]:
             pulse.evaluated(tensor)
         return {"out": out}
+
+
+def _cast(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The network's inputs as ComfyUI casts them: all that is no whole number, and not the noise level."""
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(dtype) if value.is_floating_point() else value
+        return [cast(item) for item in value] if isinstance(value, list) else value
+
+    return {name: value if name.startswith("timestep") else cast(value) for name, value in arguments.items()}
 
 
 def moved(value: Any, device: torch.device) -> Any:

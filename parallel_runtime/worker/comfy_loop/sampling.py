@@ -39,8 +39,10 @@ def run(model: ComfyModel, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
         pulse.step(step, total, x0, x)
 
     patcher = _patcher(model, job, pulse)
-    # A wrapper around the network (EasyCache) may watch one prompt to decide on all, so it is shown all of them.
-    together = bool(patcher.get_all_wrappers(WrappersMP.DIFFUSION_MODEL))
+    # A wrapper around the network (EasyCache) may watch one prompt to decide on all, and so may a patch inside it
+    # (NAG): they are shown all of them.
+    inside = patcher.model_options["transformer_options"].get("patches")
+    together = bool(patcher.get_all_wrappers(WrappersMP.DIFFUSION_MODEL)) or bool(inside)
     branches = Branches(model.branches, pulse, together=together)
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, branches)
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _applied(model, pulse, together=together))

@@ -37,6 +37,8 @@ def _added(kind: str, dice: torch.Generator) -> dict[str, Any]:
             return {"attention_mask": torch.ones(1, 20)}
         case "short mask":
             return {"attention_mask": torch.ones(1, 3, dtype=torch.long)}
+        case "concat":
+            return {"concat_latent_image": torch.randn(1, 16, 16, 24, generator=dice)}
         case "gligen":
             return {"gligen": ("position", None, [])}
         case "reference":
