@@ -10,15 +10,19 @@ from .config import CPParallelConfig
 from .demo import CPDemoConditioning, CPDemoDecode
 from .loader import CPLoadDiffusionModel
 from .plan import CPPlan
+from .routes import add_routes
 from .sampler import CPSampler, CPSamplerAdvanced, CPSamplerCustom
+from .status import start_publishing
 from .vae import CPVAE
 
 
 class ContextParallelExtension(ComfyExtension):
     async def on_load(self) -> None:
-        """Load Diffusion Model lists the embedded demo model too; queued prompts are heard of."""
+        """Load Diffusion Model lists the embedded demo model too; queued prompts are heard of; the page is served."""
         folder_paths.add_model_folder_path("diffusion_models", str(MODEL.parent))
         PromptServer.instance.add_on_prompt_handler(on_prompt)
+        add_routes()
+        start_publishing()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [

@@ -12,6 +12,7 @@ from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.planning import plan
 from ..parallel_runtime.host.runtime import start_ahead
 from ..parallel_runtime.specs import ParallelRequest
+from .settings import refresh
 from .workers import comfy_setup, visible_gpus
 
 CP_NODES = {"CPSampler", "CPSamplerAdvanced", "CPSamplerCustom", "CPLoadDiffusionModel"}
@@ -39,7 +40,7 @@ def requested(prompt: Prompt) -> ParallelRequest | None:
     for node in prompt.values():
         if isinstance(node, dict) and node.get("class_type") in CP_NODES:
             link = node.get("inputs", {}).get("cp_config")
-            return ParallelRequest() if link is None else _configured(prompt, link)
+            return refresh().request if link is None else _configured(prompt, link)
     return None
 
 

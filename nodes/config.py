@@ -8,6 +8,7 @@ from comfy_api.latest import io
 
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.specs import AfterSampling, AttentionBackend, DtypeChoice, ParallelRequest, RotateMethod
+from .settings import refresh
 
 CATEGORY = "model/sampling/context parallel"
 CPConfig = io.Custom("CP_CONFIG")
@@ -16,7 +17,7 @@ CPConfig = io.Custom("CP_CONFIG")
 def requested(cp_config: object) -> ParallelRequest:
     """What is connected to a `cp_config` socket, or the default. Raises Refused for anything else."""
     if cp_config is None:
-        return ParallelRequest()
+        return refresh().request
     if not isinstance(cp_config, ParallelRequest):
         raise Refused(f"cp_config is a {type(cp_config).__name__}; connect a CP Parallel Config or a CP Plan")
     return cp_config
@@ -94,7 +95,7 @@ class CPParallelConfig(io.ComfyNode):
                     "Only there do the others find it.",
                 ),
             ],
-            outputs=[CPConfig.Output(display_name="cp_config")],
+            outputs=[CPConfig.Output(display_name="cp_config", tooltip="For a CP Sampler.")],
         )  # fmt: skip
 
     @classmethod

@@ -18,8 +18,12 @@ class CPDemoConditioning(io.ComfyNode):
             display_name="CP Demo Conditioning",
             category=f"{CATEGORY}/demo",
             description="Words that the embedded demo model knows, such as: a red circle on a white background.",
-            inputs=[io.String.Input("text", default="a red circle", multiline=True)],
-            outputs=[io.Conditioning.Output()],
+            inputs=[
+                io.String.Input(
+                    "text", default="a red circle", multiline=True, tooltip="What to draw: size, colour, shape, where."
+                )
+            ],
+            outputs=[io.Conditioning.Output(tooltip="For the demo model only.")],
         )
 
     @classmethod
@@ -36,8 +40,8 @@ class CPDemoDecode(io.ComfyNode):
             display_name="CP Demo Decode",
             category=f"{CATEGORY}/demo",
             description="Turns the embedded demo model's LATENT into an IMAGE.",
-            inputs=[io.Latent.Input("samples")],
-            outputs=[io.Image.Output()],
+            inputs=[io.Latent.Input("samples", tooltip="A latent of the demo model.")],
+            outputs=[io.Image.Output(tooltip="The picture.")],
         )
 
     @classmethod

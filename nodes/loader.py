@@ -32,14 +32,15 @@ class CPLoadDiffusionModel(io.ComfyNode):
             search_aliases=["load diffusion model", "unet loader", "gguf", "multi gpu"],
             inputs=[
                 io.Combo.Input(
-                    "unet_name", options=[*folder_paths.get_filename_list("diffusion_models"), *_gguf_files()]
+                    "unet_name", options=[*folder_paths.get_filename_list("diffusion_models"), *_gguf_files()],
+                    tooltip="A file in ComfyUI's folder diffusion_models.",
                 ),
                 CPConfig.Input(
                     "cp_config", optional=True, tooltip="For native samplers; a CP sampler goes by its own cp_config."
                 ),
             ],
-            outputs=[io.Model.Output()],
-        )
+            outputs=[io.Model.Output(tooltip="For CP samplers, and for every native one.")],
+        )  # fmt: skip
 
     @classmethod
     def execute(cls, unet_name: str, cp_config: ParallelRequest | None = None) -> io.NodeOutput:

@@ -9,7 +9,7 @@ from typing import Any
 
 import comfy.sample
 import comfy.sampler_helpers
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.cost import Figures, Work
@@ -18,6 +18,7 @@ from ..parallel_runtime.host.runtime import measured_link
 from ..parallel_runtime.specs import Parallelism, ParallelRequest, Placement
 from .config import CATEGORY, CPConfig, requested
 from .describe import Source, describe_model
+from .plan_view import view
 from .refusals import check_conds, check_latent
 from .workers import plan_for
 
@@ -33,16 +34,19 @@ class CPPlan(io.ComfyNode):
             "what is wrong and how to fix it. Starts nothing.",
             search_aliases=["multi gpu", "context parallel", "memory estimate"],
             inputs=[
-                io.Model.Input("model"),
-                io.Latent.Input("latent_image"),
-                io.Conditioning.Input("positive"),
-                CPConfig.Input("cp_config", optional=True),
+                io.Model.Input("model", tooltip="The MODEL that the sampler will get."),
+                io.Latent.Input("latent_image", tooltip="The LATENT that the sampler will get: its size counts."),
+                io.Conditioning.Input("positive", tooltip="The prompt: its length counts too."),
+                CPConfig.Input("cp_config", optional=True, tooltip="What to examine. Unconnected: auto."),
                 io.Float.Input(
                     "cfg", default=8.0, min=0.0, max=100.0, step=0.1, round=0.01, optional=True,
                     tooltip="The cfg that the sampler will use: at 1 there is no negative prompt to share out.",
                 ),
             ],
-            outputs=[io.String.Output(display_name="report"), CPConfig.Output(display_name="cp_config")],
+            outputs=[
+                io.String.Output(display_name="report", tooltip="The text that the node shows."),
+                CPConfig.Output(display_name="cp_config", tooltip="A config that works, for a CP Sampler."),
+            ],
             is_output_node=True,
         )  # fmt: skip
 
@@ -56,7 +60,7 @@ class CPPlan(io.ComfyNode):
         cfg: float = 8.0,
     ) -> io.NodeOutput:
         text, recommended = explain(model, latent_image, positive, requested(cp_config), cfg)
-        return io.NodeOutput(text, recommended, ui=ui.PreviewText(text))
+        return io.NodeOutput(text, recommended, ui=view(text, recommended))
 
 
 def explain(

@@ -111,6 +111,14 @@ class Residence:
         comfy.model_management.soft_empty_cache()  # it counts as free, but workers cannot have it
         comfy.model_management.load_models_gpu(held.residents, memory_required=activation_bytes)
 
+    def give_back_all(self) -> list[str]:
+        """Have the workers drop every model; their files' names."""
+        held, self._held = list(self._held.values()), {}
+        given = [model for model in held if model.present]
+        for model in given:
+            model.give_back()
+        return [model.spec.title for model in given]
+
     def settle(self, spec: ModelSpec, policy: AfterSampling) -> None:
         """Do after a run what the user wants done with its model."""
         if policy != "keep" and (held := self._held.get(spec.unpatched)):

@@ -93,16 +93,27 @@ class CPSamplerAdvanced(io.ComfyNode):
             description="KSampler (Advanced) on several GPUs, with the same result.",
             search_aliases=SEARCH,
             inputs=[
-                io.Model.Input("model"),
-                io.Combo.Input("add_noise", options=["enable", "disable"], advanced=True),
+                io.Model.Input("model", tooltip="The model used for denoising the input latent."),
+                io.Combo.Input(
+                    "add_noise", options=["enable", "disable"], advanced=True,
+                    tooltip="disable where the latent has its noise already: from a sampler of earlier steps.",
+                ),
                 *ksampler_inputs("noise_seed"),
-                io.Int.Input("start_at_step", default=0, min=0, max=10000, advanced=True),
-                io.Int.Input("end_at_step", default=10000, min=0, max=10000, advanced=True),
-                io.Combo.Input("return_with_leftover_noise", options=["disable", "enable"], advanced=True),
+                io.Int.Input(
+                    "start_at_step", default=0, min=0, max=10000, advanced=True, tooltip="The first step to sample."
+                ),
+                io.Int.Input(
+                    "end_at_step", default=10000, min=0, max=10000, advanced=True,
+                    tooltip="The step before which sampling ends.",
+                ),
+                io.Combo.Input(
+                    "return_with_leftover_noise", options=["disable", "enable"], advanced=True,
+                    tooltip="enable where another sampler goes on from here.",
+                ),
                 CP_CONFIG_INPUT,
             ],
-            outputs=[io.Latent.Output()],
-        )
+            outputs=[io.Latent.Output(tooltip="The denoised latent.")],
+        )  # fmt: skip
 
     @classmethod
     def execute(cls, model: Any, cp_config: ParallelRequest | None = None, **widgets: Any) -> io.NodeOutput:
@@ -122,16 +133,18 @@ class CPSamplerCustom(io.ComfyNode):
             description="SamplerCustomAdvanced on several GPUs, with the same result.",
             search_aliases=SEARCH,
             inputs=[
-                io.Noise.Input("noise"),
-                io.Guider.Input("guider"),
-                io.Sampler.Input("sampler"),
-                io.Sigmas.Input("sigmas"),
-                io.Latent.Input("latent_image"),
+                io.Noise.Input("noise", tooltip="Where the noise comes from: Random Noise, or none."),
+                io.Guider.Input("guider", tooltip="Model and prompts, and how the prompts are weighed."),
+                io.Sampler.Input("sampler", tooltip="The sampling algorithm."),
+                io.Sigmas.Input("sigmas", tooltip="The noise level of each step."),
+                io.Latent.Input("latent_image", tooltip="The latent image to denoise."),
                 CP_CONFIG_INPUT,
             ],
             outputs=[
-                io.Latent.Output(display_name="output"),
-                io.Latent.Output(display_name="denoised_output"),
+                io.Latent.Output(display_name="output", tooltip="The latent after the last step."),
+                io.Latent.Output(
+                    display_name="denoised_output", tooltip="What the model made of the last step, without noise."
+                ),
             ],
         )
 

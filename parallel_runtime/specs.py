@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -103,6 +104,11 @@ class ModelSpec:
     weight_dtype: str = "float32"
     compute_dtype: str = ""
     patches: str = ""
+
+    @property
+    def title(self) -> str:
+        """The file's name, for people; the loader's where there is none."""
+        return os.path.basename(self.files[0].path) if self.files else self.loader
 
     @property
     def unpatched(self) -> ModelSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parallel_runtime.host import patience as patience_module
-from parallel_runtime.host.group import seconds_from
+from parallel_runtime.host.limits import seconds_from
 from parallel_runtime.host.patience import Patience
 
 

@@ -5,37 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import logging
-import math
 import os
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import ParallelError, Refused
+from ..errors import ParallelError, Refused, WorkerDied
 from ..specs import ComfySetup, Job, ModelSpec, Parallelism, Placement, VAEJob, VAESpec
 from ..wire.bundles import write_bundle
 from ..wire.messages import Cancel, Convert, Done, Room, Sample, Stop, Unload, UnloadVAE
 from .launch import Processes
+from .limits import STALL_SECONDS, seconds_from
+from .patience import Patience
+from .status import Activity
 from .waiting import Waiting
 
-log = logging.getLogger(__name__)
-
-
-def seconds_from(variable: str, default: float) -> float:
-    """A limit from the environment; what is no number of seconds is said and not used."""
-    text = os.environ.get(variable, "").strip()
-    if not text:
-        return default
-    with contextlib.suppress(ValueError):
-        seconds = float(text)
-        if math.isfinite(seconds) and seconds >= 0 and (seconds or not default):
-            return seconds
-    log.warning("[CP] %s=%r is no number of seconds that can be waited; %g is used", variable, text, default)
-    return default
-
-
 START_SECONDS = seconds_from("CP_START_SECONDS", 180)
-STALL_SECONDS = seconds_from("CP_STALL_SECONDS", 120)
 LOAD_SECONDS = seconds_from("CP_LOAD_SECONDS", 600)
 CANCEL_SECONDS = seconds_from("CP_CANCEL_SECONDS", 10)
 UNLOAD_SECONDS = 10.0  # a group that takes longer to drop its models is ended, which drops them too
@@ -57,19 +41,26 @@ class WorkerGroup:
     another. An exception that `watch` or `on_step` raises cancels the job on every rank, and the group stays warm."""
 
     def __init__(
-        self, placement: Placement, comfy: ComfySetup | None = None, watch: Callable[[], None] = lambda: None
+        self,
+        placement: Placement,
+        comfy: ComfySetup | None = None,
+        watch: Callable[[], None] = lambda: None,
+        activity: Activity | None = None,
     ) -> None:
         self.placement = placement
+        self.activity = activity or Activity()
         self.comfy = comfy
         self._jobs = itertools.count(1)
         self._patches: dict[ModelSpec, str] = {}  # of each model that the workers hold
         self._vaes: set[VAESpec] = set()  # that the workers hold
         self._lost: ParallelError | None = None  # what ended the group
-        self._processes = Processes(placement)
+        self._sentence: ParallelError | None = None  # who ended it, where that was us
+        self._processes = Processes(placement, self.activity)
         try:
             self.link = self._processes.meet(comfy, START_SECONDS, watch)
-        except BaseException:
+        except BaseException as error:
             self.close(gently=False)
+            self.activity.failed(error)
             raise
 
     @property
@@ -97,7 +88,9 @@ class WorkerGroup:
         """
         assert parallelism.world_size == self.placement.world_size
         self._patches.pop(model.unpatched, None)
+        self.activity.asked(model, parallelism, job)
         result = self._run(lambda number: Sample(number, model, parallelism), job, None, on_step, watch)
+        self.activity.answered(job)
         self._patches[model.unpatched] = model.patches
         return result
 
@@ -130,8 +123,17 @@ class WorkerGroup:
                 self._ask(Unload(number, model, offload))
             self._answers(number, UNLOAD_SECONDS, lambda *_: None, lambda: None)
         except ParallelError as error:
-            self._lose(error)
-            raise
+            raise self._lose(error) from None
+
+    def look(self) -> None:
+        """Notice that an idle group has lost a worker."""
+        if self._lost is None and not self.alive:
+            self._lose(self._processes.loss())
+
+    def kill(self, reason: str) -> None:
+        """End every process at once, also under a run, which then raises WorkerDied with this reason."""
+        self._sentence = WorkerDied(reason)
+        self._processes.kill()
 
     def close(self, *, gently: bool = True) -> None:
         if gently:
@@ -172,8 +174,7 @@ class WorkerGroup:
         except Refused:
             raise
         except ParallelError as error:
-            self._lose(error)
-            raise
+            raise self._lose(error) from None
         finally:
             os.close(bundle)
         done, result = answers[0]
@@ -201,7 +202,7 @@ class WorkerGroup:
     def _answers(
         self, job: int, limit: float, on_step: OnStep, watch: Callable[[], None]
     ) -> dict[int, tuple[Done, Any]]:
-        waiting = Waiting(self._processes, job, load=limit, stall=STALL_SECONDS, cancel=CANCEL_SECONDS)
+        waiting = Waiting(self._processes, job, self._patience(limit), self.activity)
         try:
             while not waiting.over:
                 watch()
@@ -214,17 +215,26 @@ class WorkerGroup:
             raise
         return waiting.answers
 
+    def _patience(self, limit: float) -> Patience:
+        ranks = len(self._processes.channels)
+        return Patience(ranks, load=limit, stall=float(STALL_SECONDS), cancel=CANCEL_SECONDS)
+
     def _cancel(self, waiting: Waiting, job: int) -> None:
         """Stop the job on every rank. What goes wrong here ends the group; the caller's exception is the news."""
         waiting.patience.cancelled = True
+        self.activity.cancelling()
         try:
             self._ask(Cancel(job))
             while not waiting.over:
                 for _ in waiting.listen():
                     pass
+            self.activity.cancelled()
         except ParallelError as error:
             self._lose(error)
 
-    def _lose(self, error: ParallelError) -> None:
-        self._lost = error
+    def _lose(self, error: ParallelError) -> ParallelError:
+        """The group is over. What to raise."""
+        self._lost = self._sentence or error
+        self.activity.lost(self._lost)
         self.close(gently=False)
+        return self._lost

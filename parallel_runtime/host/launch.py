@@ -19,6 +19,7 @@ from ..wire.channel import Channel, short_path
 from ..wire.messages import PROTOCOL, Failed, Joined, Ready, Welcome
 from .cluster import Cluster, Remote
 from .cost import Link, coarse
+from .status import Activity
 from .torchrun import GRACE_SECONDS, Torchrun, last_error, on_this_machine
 
 POLL_SECONDS = 0.1
@@ -27,8 +28,9 @@ POLL_SECONDS = 0.1
 class Processes:
     """The workers and what started them. `channels` is filled by `meet`, in rank order."""
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, activity: Activity) -> None:
         self.channels: list[Channel] = []
+        self._activity = activity
         self._placement = placement
         self._pids: list[int] = []
         self._pidfds: list[int] = []
@@ -44,6 +46,7 @@ class Processes:
 
         Returns what the ranks measured, the slowest of each.
         """
+        self._activity.starting(self._placement)
         self._start(time.monotonic() + timeout, watch)
         deadline = time.monotonic() + timeout  # anew: machines that came late take nothing from the workers
         by_rank: dict[int, Channel] = {}
@@ -73,6 +76,7 @@ class Processes:
                 self._check_start(deadline, apart)
         self._server.close()
         os.unlink(self._address)
+        self._activity.joined(joined, [self.machine_of(rank) for rank in ranks])
         return Link(
             bytes_per_second=coarse(min(answer.bytes_per_second for answer in joined.values())),
             flops_per_second=coarse(min(answer.flops_per_second for answer in joined.values())),
@@ -97,6 +101,21 @@ class Processes:
         """How the rank's torchrun says that it ended, as far as it has said so a moment later."""
         return WorkerDied(f"worker {self.named(rank)} {self._cause_of_death(rank)}")
 
+    def loss(self) -> WorkerDied:
+        """Which rank of a group that no longer runs was the first to go, as far as torchrun says so."""
+        ended = select.select(self._pidfds, [], [], 0)[0] if self._pidfds else []
+        self._activity.gone(self.named(self._pidfds.index(ended[0])) if ended else "of another machine")
+        losses = [self.died(rank) for rank in range(len(self.channels))]
+        told = [loss for loss in losses if "killed by" in str(loss) or "exited" in str(loss)]
+        return next((loss for loss in told if "SIGTERM" not in str(loss)), (told or losses)[0])
+
+    def kill(self) -> None:
+        """End every process of this machine now. Safe on any thread, also while another one closes."""
+        for pidfd in self._pidfds:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        self._torchrun.kill()
+
     def close(self, *, gently: bool) -> None:
         """End every process; gently: those that are idle get GRACE_SECONDS to leave by themselves. Idempotent."""
         for channel in self.channels:
@@ -106,11 +125,10 @@ class Processes:
             self._torchrun.wait(GRACE_SECONDS)
         if self._cluster is not None:
             self._cluster.close()
-        for pidfd in self._pidfds:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        self.kill()
+        pidfds, self._pidfds = self._pidfds, []
+        for pidfd in pidfds:
             os.close(pidfd)
-        self._pidfds = []
         self._torchrun.close()
 
     @property

@@ -12,14 +12,16 @@ from contextlib import contextmanager
 from ..errors import ParallelError
 from ..specs import ComfySetup, Placement
 from .cost import Link
-from .group import WorkerGroup, seconds_from
+from .group import WorkerGroup
 from .launch import POLL_SECONDS
+from .limits import IDLE_SECONDS
+from .status import RESTING, Activity, Status
 
 log = logging.getLogger(__name__)
 
-IDLE_SECONDS = seconds_from("CP_IDLE_SECONDS", 0)  # 0: never
 CLOSE_SECONDS = 1.0
 
+_activity = Activity()
 _group: WorkerGroup | None = None
 _lock = threading.RLock()  # who holds it may use the group, start or end it
 _closing = threading.Event()
@@ -61,6 +63,61 @@ def live_placement() -> Placement | None:
     return group.placement if group is not None and group.alive else None
 
 
+def status() -> Status:
+    """What the group is doing. Notices that an idle one has died: ask a few times a second."""
+    _activity.rest()
+    group = _group
+    if group is not None and _activity.now.state in RESTING and not group.alive and _lock.acquire(blocking=False):
+        try:
+            group.look()
+        finally:
+            _lock.release()
+    return _activity.now
+
+
+@contextmanager
+def resting_group() -> Iterator[WorkerGroup | None]:
+    """The live group, which nobody else uses or ends meanwhile; None where there is none, or it is at work."""
+    if not _lock.acquire(blocking=False):
+        yield None
+        return
+    try:
+        yield _group if _group is not None and _group.alive else None
+    finally:
+        _lock.release()
+
+
+def restart_group(reason: str) -> bool:
+    """End the group, also under a run, which fails with `reason`; another like it starts on a thread of its own.
+
+    False where there is no group to restart.
+    """
+    group = _group
+    if group is None:
+        return False
+    if not _lock.acquire(timeout=CLOSE_SECONDS):
+        group.kill(reason)
+        _lock.acquire()
+    try:
+        if _group is group:  # nobody has replaced it meanwhile
+            _stop_clock()
+            _close(gently=False)
+    finally:
+        _lock.release()
+    start_ahead(group.placement, group.comfy)
+    return True
+
+
+def restart_clock() -> None:
+    """The idle limit is another one now."""
+    if _lock.acquire(blocking=False):
+        try:
+            _stop_clock()
+            _start_clock()
+        finally:
+            _lock.release()
+
+
 @atexit.register
 def close_group() -> None:
     """End the group, if there is one; a run that uses it fails."""
@@ -80,20 +137,16 @@ def _current(placement: Placement, comfy: ComfySetup | None, watch: Callable[[],
     if _group is None:
         machines = f" on each of {placement.nnodes} machines" if placement.nnodes > 1 else ""
         log.info("[CP] starting %d worker(s): %s%s", placement.world_size, ", ".join(placement.devices), machines)
-        _group = WorkerGroup(placement, comfy, watch)
+        _group = WorkerGroup(placement, comfy, watch, _activity)
     return _group
 
 
 def _start_ahead(placement: Placement, comfy: ComfySetup | None) -> None:
-    def watch() -> None:
-        if _closing.is_set():
-            raise ParallelError("ComfyUI is closing")
-
     if not _lock.acquire(blocking=False):
         return
     try:
         if _group is None or not _group.alive:
-            _current(placement, comfy, watch)
+            _current(placement, comfy, _unless_closing)
             _start_clock()
     except ParallelError as error:
         log.debug("[CP] no workers started ahead: %s", error)
@@ -101,10 +154,15 @@ def _start_ahead(placement: Placement, comfy: ComfySetup | None) -> None:
         _lock.release()
 
 
+def _unless_closing() -> None:
+    if _closing.is_set():
+        raise ParallelError("ComfyUI is closing")
+
+
 def _start_clock() -> None:
     global _idle
-    if IDLE_SECONDS and _group is not None:
-        _idle = threading.Timer(IDLE_SECONDS, _end_idle)
+    if (seconds := float(IDLE_SECONDS)) and _group is not None:
+        _idle = threading.Timer(seconds, _end_idle)
         _idle.daemon = True
         _idle.start()
 
@@ -119,8 +177,10 @@ def _stop_clock() -> None:
 def _end_idle() -> None:
     if threading.current_thread() is _idle and _lock.acquire(blocking=False):
         try:
-            log.info("[CP] ending the workers, which have been idle for %g s", IDLE_SECONDS)
+            reason = f"ended after {float(IDLE_SECONDS):g} s without a run"
+            log.info("[CP] the workers are %s", reason)
             _close()
+            _activity.ended(reason)
         finally:
             _lock.release()
 
@@ -130,3 +190,4 @@ def _close(*, gently: bool = True) -> None:
     if _group is not None:
         group, _group = _group, None
         group.close(gently=gently)
+        _activity.ended()

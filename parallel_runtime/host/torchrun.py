@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from .journal import journal
+
 PACKAGE = Path(__file__).resolve().parents[1]
 GRACE_SECONDS = 5.0
 LOG_LINES = 200
@@ -44,6 +46,7 @@ class Torchrun:
         self.folder = tempfile.mkdtemp(prefix="cp-")
         self.lines: deque[str] = deque(maxlen=LOG_LINES)
         self._started = False
+        self._secrets: tuple[str, ...] = (self.folder,)
 
     def start(self, workers: int, address: str, token: str, rendezvous: Rendezvous) -> None:
         """Start `workers` ranks that will call at `address`, a unix socket or host:port, and show `token`."""
@@ -53,6 +56,7 @@ class Torchrun:
             *rendezvous.arguments,
             "-m", f"{PACKAGE.name}.worker", address,
         ]  # fmt: skip
+        self._secrets = (token, *rendezvous.secrets.values(), self.folder)
         self.agent = subprocess.Popen(
             command,
             cwd=PACKAGE.parent,
@@ -93,12 +97,16 @@ class Torchrun:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.agent.wait(seconds)
 
+    def kill(self) -> None:
+        """End its processes, and wait for none."""
+        if self.running():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.agent.pid, signal.SIGKILL)
+
     def close(self) -> None:
         """End it. Idempotent."""
         if self._started:
-            if self.agent.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self.agent.pid, signal.SIGKILL)
+            self.kill()
             self.agent.wait()
             assert self.agent.stdin is not None
             self.agent.stdin.close()
@@ -109,6 +117,7 @@ class Torchrun:
         for line in stream:
             text = line.decode(errors="replace").rstrip()
             self.lines.append(text)
+            journal.note(text, hide=self._secrets)
             log.log(logging.INFO if text.startswith("[CP rank") else logging.DEBUG, "%s", text)
         stream.close()
 

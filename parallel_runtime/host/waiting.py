@@ -1,4 +1,4 @@
-"""The answers to one request, as they come in from every rank of a group."""
+"""The answers of every rank to one request: heard as they come in, or the reason why one will not come."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from ..wire.bundles import read_bundle
 from ..wire.messages import Beat, Done, Failed, Step
 from .launch import POLL_SECONDS, Processes
 from .patience import Patience
+from .status import Activity
 
 FAILURE_SECONDS = 0.3
 
 
 class Waiting:
-    """`load`, `stall` and `cancel` are the limits of Patience."""
+    """The answers to one request, as they come in."""
 
-    def __init__(self, processes: Processes, job: int, *, load: float, stall: float, cancel: float) -> None:
+    def __init__(self, processes: Processes, job: int, patience: Patience, activity: Activity) -> None:
         self.answers: dict[int, tuple[Done, Any]] = {}
         self._processes = processes
         self._channels = processes.channels
         self._job = job
-        self.patience = Patience(len(self._channels), load=load, stall=stall, cancel=cancel)
+        self._activity = activity
+        self.patience = patience
 
     @property
     def over(self) -> bool:
@@ -40,6 +42,7 @@ class Waiting:
             if getattr(message, "job", self._job) != self._job:
                 continue
             self.patience.hear(rank)
+            self._activity.heard(rank, message)
             match message:
                 case Failed():
                     raise self._root_cause(message)
@@ -61,6 +64,7 @@ class Waiting:
         try:
             return self._channels[rank].receive()
         except (EOFError, OSError):
+            self._activity.gone(self._processes.named(rank))
             raise self._processes.died(rank) from None
 
     def _root_cause(self, failed: Failed) -> ParallelError:

@@ -104,6 +104,26 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Holding:
+    """What a rank has of one model, in bytes: on its device, and elsewhere, to be fetched when it is needed."""
+
+    model: str
+    resident: int
+    fetched: int = 0
+
+
+@dataclass(frozen=True)
+class Readings:
+    """What a rank says of itself. `used_bytes` of its device are taken, by whomever; on the CPU by this process.
+    Seconds are those of the last step, 0 before there was one."""
+
+    used_bytes: int
+    total_bytes: int
+    weights: tuple[Holding, ...] = ()
+    step_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Joined:
     """This rank is ready for jobs. What it measured: FLOP/s of its device, bytes/s to the next rank (0: there is
     none), bytes free on its device."""
@@ -111,6 +131,7 @@ class Joined:
     flops_per_second: float
     bytes_per_second: float
     free_bytes: int
+    readings: Readings | None = None
 
 
 @dataclass(frozen=True)
@@ -119,6 +140,7 @@ class Beat:
 
     job: int
     loaded: float | None = None
+    readings: Readings | None = None
 
 
 @dataclass(frozen=True)
@@ -137,6 +159,7 @@ class Done:
     cancelled: bool = False
     load_seconds: float = 0.0
     seconds: float = 0.0
+    readings: Readings | None = None
 
 
 @dataclass(frozen=True)

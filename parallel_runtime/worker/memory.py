@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 
+from ..wire.messages import Holding, Readings
 from .link import free_bytes
 from .models import Model
 
@@ -33,6 +36,28 @@ def give_back_cache(device: torch.device) -> None:
     """Memory that PyTorch keeps for later looks taken to other processes on the device, as ComfyUI's."""
     if device.type != "cpu":
         torch.accelerator.empty_cache()
+
+
+def readings(device: torch.device, models: Iterable[Model]) -> Readings:
+    """What a user is shown of this rank."""
+    used, total = _used_and_total(device)
+    return Readings(used, total, tuple(_holding(model, device) for model in models))
+
+
+def _holding(model: Model, device: torch.device) -> Holding:
+    tensors = list(model.network.parameters())
+    resident = sum(tensor.nbytes for tensor in tensors if tensor.device.type == device.type)
+    return Holding(model.spec.title, resident, sum(tensor.nbytes for tensor in tensors) - resident)
+
+
+def _used_and_total(device: torch.device) -> tuple[int, int]:
+    """Of a GPU what anybody uses; of main memory what this process does."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free, total
+    page = os.sysconf("SC_PAGE_SIZE")
+    resident = int(Path("/proc/self/statm").read_text().split()[1])
+    return resident * page, os.sysconf("SC_PHYS_PAGES") * page
 
 
 def _peak_bytes(device: torch.device) -> int:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ..wire.bundles import write_bundle
 from ..wire.channel import Channel
-from ..wire.messages import Beat, Cancel, Step
+from ..wire.messages import Beat, Cancel, Readings, Step
 from .preview import Previews
 from .ranks import agree, everybodys, rank
 
@@ -28,14 +29,29 @@ class Cancelled(Exception):
 class Pulse:
     """`unlike`: the ranks' devices are of several kinds, and might draw other random numbers: compare their latents."""
 
-    def __init__(self, channel: Channel, job: int, *, unlike: bool = False) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        job: int,
+        readings: Callable[[], Readings | None] = lambda: None,
+        *,
+        unlike: bool = False,
+    ) -> None:
         self._channel = channel
         self._job = job
+        self._readings = readings
+        self._last_step = 0.0
+        self._step_seconds = 0.0
         self._cancelled = False
         self._last_beat = 0.0
         self._loading = True
         self._unlike = unlike
         self._previews = Previews()
+
+    def readings(self) -> Readings | None:
+        """This rank's, with the time that its last step took."""
+        readings = self._readings()
+        return readings and replace(readings, step_seconds=self._step_seconds)
 
     def vote(self, agree: Callable[[bool], bool] = agree) -> None:
         """Call on every rank at the same places, or on all those that `agree` asks. Raises Cancelled on all of them or
@@ -55,6 +71,10 @@ class Pulse:
 
     def step(self, step: int, total: int, x0: Tensor, x: Tensor) -> None:
         """A sampler's callback. Dropped, not waited for, where the host is behind."""
+        now = time.monotonic()
+        if self._last_step:
+            self._step_seconds = now - self._last_step
+        self._last_step = now
         if DEBUG or self._unlike:
             _check_equal(f"step {step + 1} of {total}", "latent", x0, x)
         if rank() == 0:
@@ -77,7 +97,7 @@ class Pulse:
         """That loading is over is said at once: from then on the host waits for less long."""
         now, loading = time.monotonic(), loaded is not None
         due = now - self._last_beat > BEAT_SECONDS or loading != self._loading
-        if due and self._channel.offer(Beat(self._job, loaded)):
+        if due and self._channel.offer(Beat(self._job, loaded, self.readings())):
             self._last_beat, self._loading = now, loading
 
     def _heard_cancel(self) -> bool:

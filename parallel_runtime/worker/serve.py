@@ -24,6 +24,7 @@ from ..wire.messages import (
     Done,
     Failed,
     Joined,
+    Readings,
     Ready,
     Room,
     Sample,
@@ -36,7 +37,7 @@ from ..wire.stream import Stream
 from . import demo_loop, link
 from .agent import AGENT_PID
 from .leash import die_when, end_parent
-from .memory import give_back_cache, is_out_of_memory, out_of_memory
+from .memory import give_back_cache, is_out_of_memory, out_of_memory, readings
 from .models import Load, Models
 from .pulse import Cancelled, Pulse
 from .ranks import join, kind_of, rank, unlike, world_size
@@ -66,7 +67,7 @@ class Worker:
             everybody = self._models.mesh(Parallelism(ring_degree=world_size())).ring
             speed = link.bytes_per_second(everybody, self._device)
             self._unlike = unlike(kind_of(self._device))
-        return Joined(link.flops_per_second(self._device), speed, link.free_bytes(self._device))
+        return Joined(link.flops_per_second(self._device), speed, link.free_bytes(self._device), self._readings())
 
     def serve(self) -> None:
         """Until the host says stop. Raises what a job raised, and RuntimeError where memory ran out."""
@@ -86,7 +87,7 @@ class Worker:
                     return
                 case Unload(job=job, model=model, offload=offload):
                     (self._models.offload if offload else self._models.drop)(model)
-                    self._channel.send(Done(job))
+                    self._channel.send(Done(job, readings=self._readings()))
                 case Sample():
                     self._channel.send(*self._sample(message, payload(bundle)))
                 case Room():
@@ -102,7 +103,7 @@ class Worker:
 
     def _sample(self, request: Sample, bundle: int) -> tuple[Done, int | None]:
         job = read_job(read_bundle(bundle))
-        pulse = Pulse(self._channel, request.job, unlike=self._unlike)
+        pulse = Pulse(self._channel, request.job, self._readings, unlike=self._unlike)
         pulse.loading(0.0)
         started = time.monotonic()
         model = self._models.get(request.model, request.parallelism, pulse.loading)
@@ -110,12 +111,17 @@ class Worker:
         try:
             result = self._loops[type(job)](model, job, pulse)
         except Cancelled:
-            return Done(request.job, cancelled=True), None
+            return Done(request.job, cancelled=True, readings=pulse.readings()), None
         finally:
             if not isinstance(job, EvaluationJob):  # of these the next is a moment away
                 give_back_cache(self._device)
         found = write_bundle(result) if rank() == 0 else None  # waits for the device, which the time must count
-        return Done(request.job, load_seconds=loaded - started, seconds=time.monotonic() - loaded), found
+        seconds = time.monotonic() - loaded
+        done = Done(request.job, load_seconds=loaded - started, seconds=seconds, readings=pulse.readings())
+        return done, found
+
+    def _readings(self) -> Readings:
+        return readings(self._device, self._models.loaded)
 
 
 def read_job(fields: dict[str, Any]) -> Job:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,16 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False}  # a newcomer gets a dialog first
+SETTINGS = {  # a newcomer gets a dialog first; the others are as a fresh profile has them
+    "Comfy.TutorialCompleted": True,
+    "Comfy.Minimap.Visible": False,
+    "Comfy.Locale": "en",
+    "Comfy.ColorPalette": "dark",
+    "Comfy.VueNodes.Enabled": False,
+}
 VIEW = {"width": 1640, "height": 1000}
 RUN_MILLISECONDS = 180_000
+PATIENCE_MILLISECONDS = 120_000  # a busy machine draws slowly
 
 OPEN = "async workflow => { await app.loadGraphData(workflow) }"
 LISTEN = """() => {
@@ -43,15 +50,19 @@ def chromium() -> str | None:
 
 
 @contextmanager
-def comfyui_page(browser: Any, path: str, server: Server, profile: Path) -> Iterator[Any]:
+def comfyui_page(
+    browser: Any, path: str, server: Server, profile: Path, *, settings: Mapping[str, object] | None = None
+) -> Iterator[Any]:
     """The page, loaded; it reaches its server and nothing else. `browser` is playwright's chromium."""
     home = f"http://127.0.0.1:{server.port}/"
     context = browser.launch_persistent_context(profile, executable_path=path, args=FLAGS, viewport=VIEW)
     context.route(lambda url: not url.startswith((home, "data:", "blob:")), lambda route: route.abort())
-    context.request.post(f"{home}settings", data=SETTINGS)
+    context.request.post(f"{home}settings", data={**SETTINGS, **(settings or {})})
+    context.set_default_timeout(PATIENCE_MILLISECONDS)
     page = context.pages[0]
     page.goto(home)
-    page.wait_for_function("window.app?.extensionManager && window.app.graph", timeout=60_000)
+    page.wait_for_function("window.app?.extensionManager && window.app.graph")
+    page.wait_for_selector(".cp-workers-tab-button")
     yield page
     context.close()
 

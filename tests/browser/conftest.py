@@ -34,6 +34,8 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def page(browser: tuple[Any, str], server: Server, tmp_path: Path) -> Iterator[Any]:
-    with comfyui_page(*browser, server, tmp_path) as page:
+def page(browser: tuple[Any, str], server: Server, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """`parametrize` it indirectly with ComfyUI's settings to have others."""
+    with comfyui_page(*browser, server, tmp_path, settings=getattr(request, "param", None)) as page:
         yield page
+    server.client.settle()

@@ -1,4 +1,4 @@
-"""Makes the README's picture anew: the example workflow after a run, as ComfyUI shows it.
+"""Makes the README's pictures anew: the example workflow after a run, and the workers' panel in the middle of one.
 
 python -m tests.browser.picture
 """
@@ -8,14 +8,20 @@ from __future__ import annotations
 import io
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from ..comfyui.comfy import find_comfy, why_there_is_none
+from ..comfyui.comfy import OUR_ROOT, find_comfy, why_there_is_none
+from ..comfyui.graphs import Job, Parallel, longer, sampling_graph
 from ..comfyui.server import running_server
 from .comfyui_page import EXAMPLE, chromium, comfyui_page, run_example
 
+PANEL = OUR_ROOT / "web" / "docs" / "panel.jpg"
+PANEL_SHOWN = (0, 37, 1000, 760)
+LONG = longer(Job(family="flux_dev", cfg=2.0), steps=400)
+TWO = Parallel(ulysses_degree=2)
 SHOWN = (60, 89, 1400, 900)  # the nodes, without ComfyUI's bars and buttons
 SETTLE_MILLISECONDS = 3000
 
@@ -32,8 +38,18 @@ def main() -> None:
     ):
         run_example(page)
         page.wait_for_timeout(SETTLE_MILLISECONDS)
-        picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB").crop(SHOWN)
-    picture.save(EXAMPLE.with_suffix(".jpg"), quality=88, optimize=True)
+        take(page, SHOWN, EXAMPLE.with_suffix(".jpg"))
+        server.client.queue(sampling_graph(LONG, "CPSampler", TWO))
+        page.locator(".cp-workers-tab-button").click()
+        page.wait_for_function("document.querySelector('.cp-state').textContent.startsWith('Step')")
+        page.wait_for_timeout(SETTLE_MILLISECONDS)
+        take(page, PANEL_SHOWN, PANEL)
+        server.client.settle()
+
+
+def take(page: Any, box: tuple[int, int, int, int], path: Path) -> None:
+    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB").crop(box)
+    picture.save(path, quality=88, optimize=True)
 
 
 if __name__ == "__main__":

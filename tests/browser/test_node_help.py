@@ -31,6 +31,18 @@ def test_every_node_has_a_page_that_names_its_inputs(server: Server) -> None:
         assert [given for given in shown if f"| {given} |" not in text] == [], name
 
 
+def test_every_node_and_socket_says_what_it_is_for(server: Server) -> None:
+    for name, info in server.client.get("/object_info").items():
+        if info["python_module"] == PACK:
+            given = {
+                input: spec for kind in ("required", "optional") for input, spec in info["input"].get(kind, {}).items()
+            }
+            silent = [input for input, spec in given.items() if len(spec) < 2 or not spec[1].get("tooltip")]
+            assert silent == [], name
+            assert info["description"], name
+            assert all(info["output_tooltips"]), name
+
+
 def test_comfyui_shows_the_page(page: Any) -> None:
     title = page.evaluate(PUT)
     page.wait_for_timeout(DRAW_MILLISECONDS)

@@ -92,10 +92,11 @@ def trade(give: Mapping[int, Tensor], take: Mapping[int, Sequence[int]], axis: A
 
     All of them are of the dtype and device of `like`; every rank knows who sends what.
     """
-    arriving = [allocate(shape, like, axis.wire) for shape in take.values()]
+    received = [allocate(shape, like) for shape in take.values()]
+    arriving = [_at_wire(tensor, axis) for tensor in received]
     operations = [_p2p(dist.isend, _to_wire(tensor.contiguous(), axis), peer, axis) for peer, tensor in give.items()]
     operations += [_p2p(dist.irecv, place, peer, axis) for peer, place in zip(take, arriving, strict=True)]
-    return Pending(_start(operations), arriving, like.device)
+    return Pending(_start(operations), arriving, received)
 
 
 def _to_wire(tensor: Tensor, axis: Axis) -> Tensor:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..engine.exchange import allocate
 from ..engine.kernels import attend_block
 from ..engine.merge import Merge
-from ..engine.ring import visit
+from ..engine.ring import rotate, stops
 from .share import Share
 
 
@@ -19,14 +20,11 @@ def attend(share: Share, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     sizes = [tokens // share.own * units for units in share.units]
     share.factor(query, "attention")
     merge = Merge(in_float32=True)
-    asking = _batch_first(query)
-    for _, (keys, values) in visit((_tokens_first(key), _tokens_first(value)), sizes, share.ranks, "alltoall"):
-        merge.add(*attend_block(asking, keys.transpose(0, 1), values.transpose(0, 1), None, None, "auto"))
+    asking, block = _batch_first(query), (_batch_first(key), _batch_first(value))
+    places = stops(block, sizes, share.ranks, lambda shape, _: allocate(shape, query))
+    for _, (keys, values) in rotate(block, places, share.ranks):
+        merge.add(*attend_block(asking, keys, values, None, None, "auto"))
     return merge.result(asking, None)[:, :, 0].transpose(1, 2).reshape(query.shape)
-
-
-def _tokens_first(x: Tensor) -> Tensor:
-    return x.flatten(2).permute(2, 0, 1).unsqueeze(2)
 
 
 def _batch_first(x: Tensor) -> Tensor:

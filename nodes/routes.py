@@ -1,0 +1,122 @@
+"""The HTTP routes under /cp, which ComfyUI serves under /api/cp too, behind its own check of where a call is from."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import asdict
+from typing import Any, get_type_hints
+
+import comfy.model_management
+from aiohttp import web
+from server import PromptServer
+
+from ..parallel_runtime.errors import Refused
+from ..parallel_runtime.host.journal import LINES, journal
+from ..parallel_runtime.host.planning import plan
+from ..parallel_runtime.host.runtime import restart_group, resting_group, status
+from ..parallel_runtime.host.status import BUSY
+from ..parallel_runtime.specs import ParallelRequest
+from .ahead import ANY_HEADS
+from .residence import residence
+from .status import everything
+from .workers import visible_gpus
+
+log = logging.getLogger(__name__)
+
+BY_THE_USER = "the workers were restarted by the user"
+
+
+def add_routes() -> None:
+    routes = PromptServer.instance.routes
+    routes.get("/cp/status")(get_status)
+    routes.get("/cp/logs")(get_logs)
+    routes.post("/cp/stop")(stop)
+    routes.post("/cp/free")(free)
+    routes.post("/cp/restart")(restart)
+    routes.post("/cp/check")(check)
+
+
+async def get_status(_: web.Request) -> web.Response:
+    """What the group is doing, each rank, and the limits in force."""
+    return web.json_response(await _aside(everything))
+
+
+async def get_logs(request: web.Request) -> web.Response:
+    """?rank=1&lines=100: the last lines of one rank, or of all and of this pack."""
+    try:
+        rank = int(request.query["rank"]) if request.query.get("rank") else None
+        lines = int(request.query.get("lines") or LINES)
+    except ValueError:
+        return _no("rank and lines are whole numbers", 400)
+    return web.json_response({"lines": [asdict(line) for line in journal.tail(lines, rank)]})
+
+
+async def stop(_: web.Request) -> web.Response:
+    """Cancel the run that uses the workers, as ComfyUI's own /interrupt does; they stay warm."""
+    running, _waiting = PromptServer.instance.prompt_queue.get_current_queue_volatile()
+    if status().state not in BUSY or not running:
+        return _no("no run uses the workers")
+    comfy.model_management.interrupt_current_processing()
+    return web.json_response({"stopped": True})
+
+
+async def free(_: web.Request) -> web.Response:
+    """Have the workers drop their models; they stay, and load again when a run needs it."""
+    freed = await _aside(_free)
+    return web.json_response({"freed": freed}) if freed is not None else _no("there are no workers at rest")
+
+
+async def restart(_: web.Request) -> web.Response:
+    """End the workers, also under a run, which fails, and start others: /cp/status says how that goes."""
+    log.info("[CP] the user restarts the workers")
+    restarted = await _aside(lambda: restart_group(BY_THE_USER))
+    return web.json_response({"restarted": True}) if restarted else _no("there are no workers to restart")
+
+
+async def check(request: web.Request) -> web.Response:
+    """What a CP Parallel Config with these values would use, or why it cannot work."""
+    try:
+        asked = _request(await request.json())
+    except (ValueError, TypeError) as error:
+        return _no(f"no CP Parallel Config: {error}", 400)
+    gpus = visible_gpus()
+    try:
+        degrees, placement = plan(asked, heads=ANY_HEADS, gpus=gpus, guided=True)
+    except Refused as refused:
+        return web.json_response({"gpus": gpus, "reason": str(refused)})
+    return web.json_response(
+        {"gpus": gpus, "reason": "", "workers": placement.world_size, "devices": placement.devices, **_four(degrees)}
+    )
+
+
+def _four(degrees: Any) -> dict[str, int]:
+    return {name: getattr(degrees, name) for name in ("ring_degree", "ulysses_degree", "cfg_degree", "data_degree")}
+
+
+def _request(values: Any) -> ParallelRequest:
+    """Raises TypeError for what a CP Parallel Config cannot hold."""
+    if not isinstance(values, dict):
+        raise TypeError("expected an object of widget values")
+    usual = vars(ParallelRequest())
+    hints = get_type_hints(ParallelRequest)
+    known = {name: values[name] for name in usual.keys() & values.keys()}
+    for name, value in known.items():
+        kind = type(usual[name])
+        if not (isinstance(value, kind) and isinstance(value, bool) == (kind is bool)) and hints[name] is not float:
+            raise TypeError(f"{name} is {value!r}")
+    return ParallelRequest(**known)
+
+
+def _free() -> list[str] | None:
+    with resting_group() as group:
+        return None if group is None else residence.give_back_all()
+
+
+def _no(reason: str, code: int = 409) -> web.Response:
+    return web.json_response({"error": reason}, status=code)
+
+
+async def _aside(work: Any) -> Any:
+    """On a thread of its own: the page is served meanwhile."""
+    return await asyncio.get_running_loop().run_in_executor(None, work)

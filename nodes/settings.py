@@ -1,0 +1,104 @@
+"""What the user chose under ComfyUI's Settings, in force as soon as it is saved. The environment wins.
+
+The frontend declares these settings (web/settings.js) and ComfyUI keeps them; here they are only read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import folder_paths
+
+from ..parallel_runtime.host.limits import IDLE_SECONDS, STALL_SECONDS
+from ..parallel_runtime.host.runtime import restart_clock
+from ..parallel_runtime.specs import ParallelRequest
+
+PREFIX = "CPSampler."
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+PACKAGES = [name for name in (__package__, ParallelRequest.__module__.rpartition(".")[0]) if name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """By the names they have in the frontend, without PREFIX. 0 seconds for IdleSeconds is never."""
+
+    IdleSeconds: float = 0.0
+    StallSeconds: float = 120.0
+    RingDegree: int = 0
+    UlyssesDegree: int = 0
+    LogLevel: str = "INFO"
+
+    @classmethod
+    def of(cls, chosen: Any) -> Settings:
+        """From what ComfyUI saved; what is missing or of another kind is as usual."""
+        chosen = chosen if isinstance(chosen, dict) else {}
+        found = {field.name: chosen.get(PREFIX + field.name) for field in fields(cls)}
+        found |= _from_environment()
+        kinds = get_type_hints(cls)
+        return cls(**{name: kinds[name](value) for name, value in found.items() if _fits(kinds[name], value)})
+
+    @property
+    def request(self) -> ParallelRequest:
+        """What a node without a cp_config asks for."""
+        return ParallelRequest(ring_degree=self.RingDegree, ulysses_degree=self.UlyssesDegree)
+
+
+class _Store:
+    """The settings in force, and which state of the file they are of."""
+
+    def __init__(self) -> None:
+        self.now = Settings()
+        self.seen: tuple[int, int] | None = None
+
+
+_store = _Store()
+
+
+def settings_file() -> Path:
+    """Of the default user: on a server of several users the workers are not anybody's own."""
+    return Path(folder_paths.get_user_directory()) / "default" / "comfy.settings.json"
+
+
+def refresh() -> Settings:
+    """Put in force what was saved since the last time; costs a look at the file's time."""
+    seen, chosen = None, None
+    with contextlib.suppress(OSError, ValueError):
+        stat = settings_file().stat()
+        seen = (stat.st_mtime_ns, stat.st_size)
+        if seen == _store.seen:
+            return _store.now
+        chosen = json.loads(settings_file().read_text())
+    _store.seen, _store.now = seen, Settings.of(chosen)
+    _apply(_store.now)
+    return _store.now
+
+
+def _apply(settings: Settings) -> None:
+    STALL_SECONDS.choose(settings.StallSeconds)
+    if IDLE_SECONDS.choose(settings.IdleSeconds):
+        restart_clock()
+    for package in PACKAGES:
+        level = "NOTSET" if settings.LogLevel == Settings.LogLevel else settings.LogLevel  # as ComfyUI's own
+        logging.getLogger(package).setLevel(level if level in (*LEVELS, "NOTSET") else "NOTSET")
+
+
+def _from_environment() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, variable in (("RingDegree", "CP_RING_DEGREE"), ("UlyssesDegree", "CP_ULYSSES_DEGREE")):
+        if (text := os.environ.get(variable, "").strip()).isdecimal():
+            found[name] = int(text)
+    if (level := os.environ.get("CP_LOG_LEVEL", "").strip().upper()) in LEVELS:
+        found["LogLevel"] = level
+    return found
+
+
+def _fits(kind: type, value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float)) if kind is float else isinstance(value, kind)

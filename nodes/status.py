@@ -1,0 +1,110 @@
+"""What the group is doing, in JSON: for /cp/status, and as the event cp.status whenever it changes."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import threading
+import tomllib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from server import PromptServer
+
+from ..parallel_runtime.host.journal import journal
+from ..parallel_runtime.host.limits import IDLE_SECONDS, STALL_SECONDS
+from ..parallel_runtime.host.runtime import status
+from ..parallel_runtime.host.status import RankStatus, Status
+from .settings import PACKAGES, refresh
+from .workers import visible_gpus
+
+EVENT = "cp.status"
+LOOK_SECONDS = 0.25
+VERSION = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["version"]
+
+
+def described(now: Status) -> dict[str, Any]:
+    """What everybody may know who may see ComfyUI's page: names of files, never their folders, no process, no token."""
+    return {
+        "state": now.state,
+        "text": in_words(now),
+        "reason": now.reason,
+        "since": now.since,
+        "model": now.model,
+        "loaded": now.loaded,
+        "step": now.step,
+        "steps": now.steps,
+        "world_size": now.placement.world_size if now.placement else 0,
+        "nnodes": now.placement.nnodes if now.placement else 0,
+        "degrees": _degrees(now),
+        "ranks": [_rank(rank) for rank in now.ranks],
+    }
+
+
+def everything() -> dict[str, Any]:
+    """The same with what does not change while a group lives."""
+    return {
+        **described(status()),
+        "gpus": visible_gpus(),
+        "idle_seconds": float(IDLE_SECONDS),
+        "stall_seconds": float(STALL_SECONDS),
+        "versions": {"context-parallel-sampler": VERSION, "torch": torch.__version__, "os": platform.system()},
+    }
+
+
+def in_words(now: Status) -> str:
+    """A few words, English; the page says the same in the user's language."""
+    match now.state:
+        case "none":
+            return "no workers"
+        case "loading":
+            return f"loading {now.loaded:.0%}"
+        case "sampling" if now.steps:
+            return f"step {now.step} of {now.steps}"
+        case state:
+            return state
+
+
+def start_publishing() -> None:
+    """From now on what changes is sent to every page, and saved settings come into force."""
+    for package in PACKAGES:
+        logging.getLogger(package).addHandler(journal)
+    threading.Thread(target=_publish, name="cp status", daemon=True).start()
+
+
+def _publish() -> None:
+    """Looks instead of being told: nothing that a page does can slow a run down."""
+    sent: Status | None = None
+    while True:
+        refresh()
+        now = status()
+        if now != sent:
+            PromptServer.instance.send_sync(EVENT, described(now))
+            sent = now
+        _pause.wait(LOOK_SECONDS)
+
+
+_pause = threading.Event()  # never set
+
+
+def _degrees(now: Status) -> dict[str, int] | None:
+    if now.degrees is None:
+        return None
+    names = ("ring_degree", "ulysses_degree", "cfg_degree", "data_degree")
+    return {name: getattr(now.degrees, name) for name in names}
+
+
+def _rank(rank: RankStatus) -> dict[str, Any]:
+    readings = rank.readings
+    return {
+        "rank": rank.rank,
+        "device": rank.device,
+        "machine": rank.machine,
+        "loaded": rank.loaded,
+        "used_bytes": readings.used_bytes if readings else None,
+        "total_bytes": readings.total_bytes if readings else None,
+        "step_seconds": readings.step_seconds or None if readings else None,
+        "weights": [asdict(holding) for holding in readings.weights] if readings else [],
+    }

@@ -1,0 +1,49 @@
+"""How long is waited for what: the environment's word, else what was chosen while running, else the usual."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+
+log = logging.getLogger(__name__)
+
+
+def seconds_from(variable: str, default: float) -> float:
+    """A limit from the environment; what is no number of seconds is said and not used."""
+    text = os.environ.get(variable, "").strip()
+    if not text:
+        return default
+    with contextlib.suppress(ValueError):
+        seconds = float(text)
+        if math.isfinite(seconds) and seconds >= 0 and (seconds or not default):
+            return seconds
+    log.warning("[CP] %s=%r is no number of seconds that can be waited; %g is used", variable, text, default)
+    return default
+
+
+class Limit:
+    """Seconds that may be chosen anew at any time; one that the environment names stays as it is."""
+
+    def __init__(self, variable: str, default: float) -> None:
+        self.usual = default
+        self.fixed = bool(os.environ.get(variable, "").strip())
+        self._seconds = seconds_from(variable, default)
+
+    def choose(self, seconds: float | None) -> bool:
+        """Take `seconds`, None for the usual. Says whether that changed anything."""
+        chosen = self.usual if seconds is None else seconds
+        if self.fixed or chosen == self._seconds or not (math.isfinite(chosen) and chosen >= 0):
+            return False
+        if chosen == 0 and self.usual:
+            return False
+        self._seconds = chosen
+        return True
+
+    def __float__(self) -> float:
+        return float(self._seconds)
+
+
+STALL_SECONDS = Limit("CP_STALL_SECONDS", 120)
+IDLE_SECONDS = Limit("CP_IDLE_SECONDS", 0)  # 0: never

@@ -1,0 +1,73 @@
+"""A plan to look at: which rank holds which part of sequence, heads and weights, and the report as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..specs import Parallelism, Placement
+
+Share = tuple[float, float]  # from and to, of the whole
+WHOLE: Share = (0.0, 1.0)
+NOTE = "Note"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one rank holds. `tokens` outside of attention, `heads` inside it; `lane` says which prompt or which images
+    where these are shared out."""
+
+    rank: int
+    device: str
+    tokens: Share
+    heads: Share
+    weights: Share
+    lane: str
+
+
+def parts(degrees: Parallelism, placement: Placement, *, sharded: bool = False) -> list[Part]:
+    """In rank order. Ranks are numbered through data, cfg, ring, ulysses, the last one fastest."""
+    devices = placement.devices * placement.nnodes
+    return [_part(rank, device, degrees, sharded) for rank, device in enumerate(devices)]
+
+
+def table(report: str) -> tuple[list[tuple[str, str]], list[str]]:
+    """The lines of a report as (name, value), and what it warns of. What has no name belongs to the line before."""
+    rows: list[tuple[str, str]] = []
+    notes: list[str] = []
+    for line in report.splitlines():
+        name, named, value = line.partition(": ")
+        if named and name == NOTE:
+            notes.append(value)
+        elif named and " " not in name:
+            rows.append((name, value))
+        elif rows:
+            rows.append(("", line))
+        else:
+            rows.append(("Model", line))
+    return rows, notes
+
+
+def _part(rank: int, device: str, degrees: Parallelism, sharded: bool) -> Part:
+    lane, place = divmod(rank, degrees.context_parallel_size)
+    data, cfg = divmod(lane, degrees.cfg_degree)
+    return Part(
+        rank=rank,
+        device=device,
+        tokens=_share(place, degrees.context_parallel_size),
+        heads=_share(rank % degrees.ulysses_degree, degrees.ulysses_degree),
+        weights=_share(rank, degrees.world_size) if sharded else WHOLE,
+        lane=_lane(data, cfg, degrees),
+    )
+
+
+def _share(index: int, of: int) -> Share:
+    return index / of, (index + 1) / of
+
+
+def _lane(data: int, cfg: int, degrees: Parallelism) -> str:
+    names = []
+    if degrees.data_degree > 1:
+        names.append(f"images {data + 1}/{degrees.data_degree}")
+    if degrees.cfg_degree > 1:
+        names.append(("positive", "negative")[cfg])
+    return ", ".join(names)

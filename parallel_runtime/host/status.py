@@ -1,0 +1,137 @@
+"""What the worker group is doing, as one frozen value that is replaced as a whole: whoever reads it needs no lock."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ..errors import ParallelError
+from ..specs import EvaluationJob, Job, ModelSpec, Parallelism, Placement
+from ..wire.messages import Beat, Done, Joined, Readings, Step
+
+State = Literal["none", "starting", "loading", "sampling", "cancelling", "cancelled", "idle", "died"]
+BUSY: tuple[State, ...] = ("starting", "loading", "sampling", "cancelling")
+RESTING: tuple[State, ...] = ("idle", "cancelled")
+BETWEEN_EVALUATIONS = 2.0  # seconds in which a native sampler that evaluates here is still at work
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """One worker. `machine` is "" for this one; `loaded` the share of the model that it has."""
+
+    rank: int
+    device: str
+    machine: str = ""
+    loaded: float = 0.0
+    readings: Readings | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """`reason` says why a group died or ended. `step` of `steps` are done; both are 0 where the sampler runs in
+    ComfyUI's process. `since` is the time, in seconds of the epoch, at which `state` began."""
+
+    state: State = "none"
+    reason: str = ""
+    since: float = field(default_factory=time.time)
+    placement: Placement | None = None
+    degrees: Parallelism | None = None
+    model: str = ""
+    step: int = 0
+    steps: int = 0
+    ranks: tuple[RankStatus, ...] = ()
+
+    @property
+    def loaded(self) -> float:
+        """The share that the slowest rank has loaded."""
+        return min((rank.loaded for rank in self.ranks), default=0.0)
+
+
+class Activity:
+    """Follows a group; `now` is what it is doing."""
+
+    def __init__(self) -> None:
+        self.now = Status()
+        self._evaluated = 0.0
+
+    def starting(self, placement: Placement) -> None:
+        devices = placement.devices * placement.nnodes
+        ranks = tuple(RankStatus(rank=rank, device=device) for rank, device in enumerate(devices))
+        self.now = Status(state="starting", placement=placement, ranks=ranks)
+
+    def joined(self, answers: dict[int, Joined], machines: list[str]) -> None:
+        ranks = (
+            replace(rank, machine=machines[rank.rank], readings=answers[rank.rank].readings) for rank in self.now.ranks
+        )
+        self._turn("idle", ranks=tuple(ranks))
+
+    def asked(self, model: ModelSpec, degrees: Parallelism, job: Job) -> None:
+        """A request begins. Between two evaluations of one run nothing is said to begin."""
+        name = model.title
+        if isinstance(job, EvaluationJob) and self.now.state == "sampling" and self.now.model == name:
+            return
+        ranks = tuple(replace(rank, loaded=0.0) for rank in self.now.ranks)
+        self._turn("loading", model=name, degrees=degrees, step=0, steps=0, ranks=ranks)
+
+    def heard(self, rank: int, message: Any) -> None:
+        """What a rank says of itself and its work."""
+        match message:
+            case Beat(loaded=None, readings=readings):
+                self._note(rank, 1.0, readings)
+                if self.now.state == "loading":
+                    self._turn("sampling")
+            case Beat(loaded=float(loaded), readings=readings):
+                self._note(rank, loaded, readings)
+            case Step(step=step, total=total):
+                self._change(step=step + 1, steps=total)
+            case Done(readings=readings):
+                self._note(rank, 1.0, readings)
+
+    def cancelling(self) -> None:
+        self._turn("cancelling")
+
+    def answered(self, job: Job) -> None:
+        """Every rank has done what was asked."""
+        self._evaluated = time.monotonic() if isinstance(job, EvaluationJob) else 0.0
+        self._turn("sampling" if self._evaluated else "idle")
+
+    def rest(self) -> None:
+        """A native sampler has not asked for an evaluation for a while: its run is over."""
+        over = self._evaluated and time.monotonic() - self._evaluated > BETWEEN_EVALUATIONS
+        if over and self.now.state == "sampling":
+            self._turn("idle")
+
+    def cancelled(self) -> None:
+        """The run is off and the workers are warm."""
+        self._turn("cancelled")
+
+    def gone(self, worker: str) -> None:
+        """Seen at once; torchrun may take a second to say how it ended."""
+        self._turn("died", reason=f"worker {worker} went away")
+
+    def lost(self, error: ParallelError) -> None:
+        self._turn("died", reason=str(error))
+
+    def failed(self, error: BaseException) -> None:
+        """The start came to nothing: by itself, or because nobody waits for it any more."""
+        if isinstance(error, ParallelError):
+            self.lost(error)
+        else:
+            self.ended()
+
+    def ended(self, reason: str = "") -> None:
+        self.now = Status(reason=reason)
+
+    def _turn(self, state: State, **known: Any) -> None:
+        since = self.now.since if state == self.now.state else time.time()
+        self._change(state=state, since=since, **known)
+
+    def _change(self, **known: Any) -> None:
+        self.now = replace(self.now, **known)
+
+    def _note(self, rank: int, loaded: float, readings: Readings | None) -> None:
+        ranks = list(self.now.ranks)
+        if rank < len(ranks):
+            ranks[rank] = replace(ranks[rank], loaded=loaded, readings=readings or ranks[rank].readings)
+            self._change(ranks=tuple(ranks))

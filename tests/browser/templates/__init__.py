@@ -1,0 +1,1 @@
+"""Makes the workflows of example_workflows/ anew: python -m tests.browser.templates"""

@@ -1,0 +1,88 @@
+"""The workflows that begin with a picture."""
+
+from __future__ import annotations
+
+from . import files
+from .graph import Template
+from .parts import config, model, picture, sampler, text
+from .pictures import flux_text
+
+EXAMPLE = "example.png"  # in ComfyUI's input folder from the start
+
+
+def kontext() -> Template:
+    about = "The reference picture's tokens are shared out over the workers like those of the picture itself."
+    t = Template(name="cp_flux_kontext", title="FLUX.1 Kontext", kind="edit a picture", about=about)
+    network = model(t, files.KONTEXT)
+    clip = t.add("DualCLIPLoader", 0, clip_name1=files.CLIP_L, clip_name2=files.T5, type="flux")
+    vae = t.add("VAELoader", 0, vae_name=files.AE)
+    scaled = t.add("FluxKontextImageScale", 1, image=t.add("LoadImage", 0, image=EXAMPLE))
+    latent = t.add("VAEEncode", 2, pixels=scaled, vae=vae)
+    prompt = text(t, clip, "Make it a watercolour on rough paper, and keep the composition")
+    referred = t.add("ReferenceLatent", 3, conditioning=prompt, latent=latent)
+    guided = t.add("FluxGuidance", 3, conditioning=referred, guidance=2.5)
+    negative = t.add("ConditioningZeroOut", 2, conditioning=prompt)
+    out = sampler(t, 4, model=network, positive=guided, negative=negative, latent_image=latent,
+                  cp_config=config(t, 3), steps=20, cfg=1.0)  # fmt: skip
+    picture(t, 5, out, vae)
+    return t
+
+
+def qwen_edit() -> Template:
+    about = "Up to three pictures go into the prompt; their latents are references for every worker."
+    t = Template(name="cp_qwen_image_edit", title="Qwen-Image-Edit", kind="edit a picture", about=about)
+    shifted = t.add("ModelSamplingAuraFlow", 1, model=model(t, files.QWEN_EDIT), shift=3.0)
+    network = t.add("CFGNorm", 2, model=shifted, strength=1.0)
+    clip = t.add("CLIPLoader", 0, clip_name=files.QWEN_TEXT, type="qwen_image")
+    vae = t.add("VAELoader", 0, vae_name=files.QWEN_VAE)
+    image = t.add("FluxKontextImageScale", 1, image=t.add("LoadImage", 0, image=EXAMPLE))
+    words = "Replace the background with a quiet harbour at dusk"
+    seen = {"clip": clip, "vae": vae, "image1": image}
+    positive = t.add("TextEncodeQwenImageEditPlus", 2, title="Prompt", prompt=words, **seen)
+    negative = t.add("TextEncodeQwenImageEditPlus", 2, title="Negative prompt", prompt="", **seen)
+    latent = t.add("VAEEncode", 2, pixels=image, vae=vae)
+    out = sampler(t, 3, model=network, positive=positive, negative=negative, latent_image=latent,
+                  cp_config=config(t, 3), steps=20, cfg=2.5)  # fmt: skip
+    picture(t, 4, out, vae)
+    return t
+
+
+def inpaint() -> Template:
+    about = "Paint a mask on the picture: right click on Load Image, Open in Mask Editor. The workers honour it."
+    t = Template(name="cp_inpaint", title="FLUX.1 Fill", kind="inpaint", about=about)
+    network = t.add("DifferentialDiffusion", 1, model=model(t, files.FLUX_FILL))
+    _, vae, prompt = flux_text(t)
+    image = t.add("LoadImage", 1, image=EXAMPLE)
+    guided = t.add("FluxGuidance", 2, conditioning=prompt, guidance=30.0)
+    negative = t.add("ConditioningZeroOut", 2, conditioning=prompt)
+    filled = t.add(
+        "InpaintModelConditioning", 3, positive=guided, negative=negative, vae=vae, pixels=image, mask=image[1],
+        noise_mask=False,
+    )  # fmt: skip
+    out = sampler(t, 4, model=network, positive=filled, negative=filled[1], latent_image=filled[2],
+                  cp_config=config(t, 3), steps=20, cfg=1.0)  # fmt: skip
+    picture(t, 5, out, vae)
+    return t
+
+
+def control() -> Template:
+    about = "ControlNet on Qwen-Image, with edges that are found here in the input picture."
+    t = Template(name="cp_controlnet", title="ControlNet", kind="Qwen-Image, by edges", about=about)
+    network = t.add("ModelSamplingAuraFlow", 1, model=model(t, files.QWEN_IMAGE), shift=3.1)
+    clip = t.add("CLIPLoader", 0, clip_name=files.QWEN_TEXT, type="qwen_image")
+    vae = t.add("VAELoader", 0, vae_name=files.QWEN_VAE)
+    scaled = t.add(
+        "ImageScaleToTotalPixels", 1, image=t.add("LoadImage", 0, image=EXAMPLE), upscale_method="lanczos",
+        megapixels=1.0,
+    )  # fmt: skip
+    edges = t.add("Canny", 2, image=scaled, low_threshold=0.1, high_threshold=0.3)
+    positive, negative = text(t, clip, "A paper collage, bright colours"), text(t, clip, "", title="Negative prompt")
+    steered = t.add(
+        "ControlNetApplyAdvanced", 3, positive=positive, negative=negative, image=edges, vae=vae,
+        control_net=t.add("ControlNetLoader", 2, control_net_name=files.QWEN_CONTROL), strength=1.0,
+        start_percent=0.0, end_percent=1.0,
+    )  # fmt: skip
+    out = sampler(t, 4, model=network, positive=steered, negative=steered[1], cp_config=config(t, 3),
+                  latent_image=t.add("VAEEncode", 2, pixels=scaled, vae=vae), steps=20, cfg=2.5)  # fmt: skip
+    picture(t, 5, out, vae)
+    return t

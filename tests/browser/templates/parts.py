@@ -1,0 +1,42 @@
+"""What many workflows have in common: text in, a picture or a video out, workers in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .graph import File, Link, Node, Template
+
+Source = Node | Link
+
+
+def model(t: Template, file: File, *, weight_dtype: str = "default") -> Node:
+    return t.add("UNETLoader", 0, unet_name=file, weight_dtype=weight_dtype)
+
+
+def text(t: Template, clip: Source, words: str, *, title: str = "Prompt") -> Node:
+    return t.add("CLIPTextEncode", 1, title=title, clip=clip, text=words)
+
+
+def config(t: Template, column: int = 2, **degrees: Any) -> Node:
+    """Degrees that are not given are auto."""
+    return t.add("CPParallelConfig", column, **degrees)
+
+
+def sampler(t: Template, column: int, **inputs: Any) -> Node:
+    usual: dict[str, Any] = {"seed": 1, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
+    return t.add("CPSampler", column, **{**usual, **inputs})
+
+
+def picture(t: Template, column: int, samples: Source, vae: Source) -> None:
+    decoded = t.add("VAEDecode", column, samples=samples, vae=vae)
+    t.add("SaveImage", column + 1, images=decoded, filename_prefix=t.name)
+
+
+def film(t: Template, column: int, samples: Source, vae: Source, *, fps: float, audio: Source | None = None) -> None:
+    save(t, column + 1, t.add("VAEDecode", column, samples=samples, vae=vae), fps=fps, audio=audio)
+
+
+def save(t: Template, column: int, images: Source, *, fps: float, audio: Source | None = None) -> None:
+    sound = {} if audio is None else {"audio": audio}
+    video = t.add("CreateVideo", column, images=images, fps=fps, **sound)
+    t.add("SaveVideo", column + 1, video=video, filename_prefix=f"video/{t.name}")

@@ -1,0 +1,168 @@
+"""The workflows that make pictures from text."""
+
+from __future__ import annotations
+
+from . import files
+from .graph import Node, Template
+from .parts import config, model, picture, sampler, text
+
+FOX = "A red fox asleep in fresh snow under a pine, soft morning light, 85 mm photograph"
+POSTER = 'A hand-painted shop sign that reads "OPEN UNTIL LATE", rain on the window, warm light behind it'
+
+
+def flux_text(t: Template) -> tuple[Node, Node, Node]:
+    """Text encoders, VAE, and the two prompts' encoder of FLUX.1."""
+    clip = t.add("DualCLIPLoader", 0, clip_name1=files.CLIP_L, clip_name2=files.T5, type="flux")
+    return clip, t.add("VAELoader", 0, vae_name=files.AE), text(t, clip, FOX)
+
+
+def flux_dev() -> Template:
+    about = "CP Sampler takes KSampler's place. CP Parallel Config may be deleted: then every GPU is used."
+    t = Template(name="cp_flux_dev", title="FLUX.1 dev", kind="text to image", about=about)
+    network = model(t, files.FLUX_DEV)
+    _, vae, prompt = flux_text(t)
+    guided = t.add("FluxGuidance", 2, conditioning=prompt, guidance=3.5)
+    negative = t.add("ConditioningZeroOut", 2, conditioning=prompt)
+    latent = t.add("EmptySD3LatentImage", 1, width=1024, height=1024, batch_size=1)
+    cut = config(t)
+    out = sampler(t, 3, model=network, positive=guided, negative=negative, latent_image=latent, cp_config=cut,
+                  steps=20, cfg=1.0)  # fmt: skip
+    picture(t, 4, out, vae)
+    return t
+
+
+def flux_2() -> Template:
+    about = "FLUX.2 samples with a guider and its own scheduler: CP Sampler Custom takes SamplerCustomAdvanced's place."
+    t = Template(name="cp_flux_2", title="FLUX.2 dev", kind="text to image", about=about)
+    network = model(t, files.FLUX_2)
+    clip = t.add("CLIPLoader", 0, clip_name=files.MISTRAL, type="flux2")
+    vae = t.add("VAELoader", 0, vae_name=files.FLUX_2_VAE)
+    guided = t.add("FluxGuidance", 2, conditioning=text(t, clip, FOX), guidance=4.0)
+    size = {"width": 1248, "height": 832}
+    latent = t.add("EmptyFlux2LatentImage", 1, **size, batch_size=1)
+    guider = t.add("BasicGuider", 3, model=network, conditioning=guided)
+    sigmas = t.add("Flux2Scheduler", 2, steps=20, **size)
+    out = t.add(
+        "CPSamplerCustom", 4, noise=t.add("RandomNoise", 3, noise_seed=1), guider=guider, sigmas=sigmas,
+        sampler=t.add("KSamplerSelect", 3, sampler_name="euler"), latent_image=latent, cp_config=config(t, 3),
+    )  # fmt: skip
+    picture(t, 5, out, vae)
+    return t
+
+
+def qwen_image() -> Template:
+    about = "With a negative prompt, auto gives each half of the workers one of the two prompts."
+    t = Template(name="cp_qwen_image", title="Qwen-Image", kind="text to image", about=about)
+    network = t.add("ModelSamplingAuraFlow", 1, model=model(t, files.QWEN_IMAGE), shift=3.1)
+    clip = t.add("CLIPLoader", 0, clip_name=files.QWEN_TEXT, type="qwen_image")
+    vae = t.add("VAELoader", 0, vae_name=files.QWEN_VAE)
+    positive, negative = text(t, clip, POSTER), text(t, clip, "blurry, low quality", title="Negative prompt")
+    latent = t.add("EmptySD3LatentImage", 1, width=1328, height=1328, batch_size=1)
+    out = sampler(t, 3, model=network, positive=positive, negative=negative, latent_image=latent,
+                  cp_config=config(t), steps=20, cfg=2.5)  # fmt: skip
+    picture(t, 4, out, vae)
+    return t
+
+
+def z_image() -> Template:
+    about = "Few steps and one prompt: the workers share the tokens of the picture."
+    t = Template(name="cp_z_image", title="Z-Image Turbo", kind="text to image", about=about)
+    network = t.add("ModelSamplingAuraFlow", 1, model=model(t, files.Z_IMAGE), shift=3.0)
+    clip = t.add("CLIPLoader", 0, clip_name=files.QWEN_3, type="lumina2")
+    vae = t.add("VAELoader", 0, vae_name=files.AE)
+    positive = text(t, clip, FOX)
+    negative = t.add("ConditioningZeroOut", 2, conditioning=positive)
+    latent = t.add("EmptySD3LatentImage", 1, width=1024, height=1024, batch_size=1)
+    out = sampler(t, 3, model=network, positive=positive, negative=negative, latent_image=latent,
+                  cp_config=config(t), steps=8, cfg=1.0, sampler_name="res_multistep")  # fmt: skip
+    picture(t, 4, out, vae)
+    return t
+
+
+def sdxl() -> Template:
+    about = (
+        "A convolutional network is not cut by tokens. cfg_degree 2 evaluates both prompts at the same time on two "
+        "GPUs; data_degree would share out the images of a batch."
+    )
+    t = Template(name="cp_sdxl", title="SDXL", kind="two prompts at once", about=about)
+    loaded = t.add("CheckpointLoaderSimple", 0, ckpt_name=files.SDXL)
+    positive = text(t, loaded[1], FOX)
+    negative = text(t, loaded[1], "watermark, text, low quality", title="Negative prompt")
+    latent = t.add("EmptyLatentImage", 1, width=1024, height=1024, batch_size=1)
+    cut = config(t, cfg_degree=2, ring_degree=1, ulysses_degree=1)
+    out = sampler(t, 3, model=loaded, positive=positive, negative=negative, latent_image=latent, cp_config=cut,
+                  steps=25, cfg=7.0, sampler_name="dpmpp_2m", scheduler="karras")  # fmt: skip
+    picture(t, 4, out, loaded[2])
+    return t
+
+
+def lora() -> Template:
+    about = "LoRA go between the loader and CP Sampler, as ever. The workers merge them once and keep them."
+    t = Template(name="cp_lora", title="Qwen-Image with LoRA", kind="text to image, 8 steps", about=about)
+    merged = t.add("LoraLoaderModelOnly", 1, model=model(t, files.QWEN_IMAGE), lora_name=files.QWEN_LORA)
+    network = t.add("ModelSamplingAuraFlow", 2, model=merged, shift=3.1)
+    clip = t.add("CLIPLoader", 0, clip_name=files.QWEN_TEXT, type="qwen_image")
+    vae = t.add("VAELoader", 0, vae_name=files.QWEN_VAE)
+    positive = text(t, clip, POSTER)
+    negative = t.add("ConditioningZeroOut", 2, conditioning=positive)
+    latent = t.add("EmptySD3LatentImage", 1, width=1328, height=1328, batch_size=1)
+    out = sampler(t, 3, model=network, positive=positive, negative=negative, latent_image=latent,
+                  cp_config=config(t), steps=8, cfg=1.0)  # fmt: skip
+    picture(t, 4, out, vae)
+    return t
+
+
+def custom() -> Template:
+    about = "Every sampler, scheduler and guider of ComfyUI: the sampling code in the workers is ComfyUI's own."
+    t = Template(name="cp_custom_sampling", title="Custom sampling", kind="guider, sampler, sigmas", about=about)
+    network = model(t, files.FLUX_DEV)
+    _, vae, prompt = flux_text(t)
+    guided = t.add("FluxGuidance", 2, conditioning=prompt, guidance=3.5)
+    latent = t.add("EmptySD3LatentImage", 1, width=1024, height=1024, batch_size=1)
+    out = t.add(
+        "CPSamplerCustom", 4, noise=t.add("RandomNoise", 3, noise_seed=1), latent_image=latent,
+        guider=t.add("BasicGuider", 3, model=network, conditioning=guided),
+        sampler=t.add("KSamplerSelect", 3, sampler_name="dpmpp_2m"),
+        sigmas=t.add("BasicScheduler", 2, model=network, scheduler="beta", steps=20, denoise=1.0),
+        cp_config=config(t, 3),
+    )  # fmt: skip
+    picture(t, 5, out, vae)
+    return t
+
+
+def native() -> Template:
+    about = (
+        "CP Load Diffusion Model loads the weights in the workers only. Its MODEL works in every sampler: here in "
+        "ComfyUI's own KSampler, with one round trip to the workers for each evaluation."
+    )
+    t = Template(name="cp_load_diffusion_model", title="Native KSampler", kind="CP Load Diffusion Model", about=about)
+    network = t.add("CPLoadDiffusionModel", 1, unet_name=files.FLUX_DEV, cp_config=config(t, 0))
+    _, vae, prompt = flux_text(t)
+    guided = t.add("FluxGuidance", 2, conditioning=prompt, guidance=3.5)
+    negative = t.add("ConditioningZeroOut", 2, conditioning=prompt)
+    latent = t.add("EmptySD3LatentImage", 1, width=1024, height=1024, batch_size=1)
+    out = t.add(
+        "KSampler", 3, model=network, seed=1, steps=20, cfg=1.0, sampler_name="euler", scheduler="simple",
+        positive=guided, negative=negative, latent_image=latent, denoise=1.0,
+    )  # fmt: skip
+    picture(t, 4, out, vae)
+    return t
+
+
+def machines() -> Template:
+    about = (
+        "Two machines, one picture. Put this machine's own address into rdzv_endpoint, and on the other one run "
+        "`python -m parallel_runtime join ADDRESS:PORT --token-file FILE` in this pack's folder. "
+        "The README says what both need."
+    )
+    t = Template(name="cp_several_machines", title="Several machines", kind="nnodes 2", about=about)
+    network = model(t, files.FLUX_DEV)
+    _, vae, prompt = flux_text(t)
+    guided = t.add("FluxGuidance", 2, conditioning=prompt, guidance=3.5)
+    negative = t.add("ConditioningZeroOut", 2, conditioning=prompt)
+    latent = t.add("EmptySD3LatentImage", 1, width=2048, height=2048, batch_size=1)
+    cut = config(t, nnodes=2, rdzv_endpoint="10.0.0.1:29500")
+    out = sampler(t, 3, model=network, positive=guided, negative=negative, latent_image=latent, cp_config=cut,
+                  steps=20, cfg=1.0)  # fmt: skip
+    picture(t, 4, out, vae)
+    return t

@@ -1,0 +1,135 @@
+"""The workflows that make videos."""
+
+from __future__ import annotations
+
+from . import files
+from .edits import EXAMPLE
+from .graph import Node, Template
+from .parts import config, film, model, sampler, save, text
+
+SEA = "A small boat crosses a calm bay at sunrise, the camera follows slowly, gulls above the water"
+BAD = "static, blurry, overexposed, low quality, jpeg artefacts, deformed"
+
+
+def wan_text(t: Template) -> tuple[Node, Node, Node]:
+    """VAE, positive and negative prompt of Wan."""
+    clip = t.add("CLIPLoader", 0, clip_name=files.UMT5, type="wan")
+    vae = t.add("VAELoader", 0, vae_name=files.WAN_VAE)
+    return vae, text(t, clip, SEA), text(t, clip, BAD, title="Negative prompt")
+
+
+def wan_t2v() -> Template:
+    about = "Videos are long sequences: here context parallelism pays most."
+    t = Template(name="cp_wan_t2v", title="Wan 2.1", kind="text to video", about=about)
+    network = t.add("ModelSamplingSD3", 1, model=model(t, files.WAN_T2V), shift=8.0)
+    vae, positive, negative = wan_text(t)
+    latent = t.add("EmptyHunyuanLatentVideo", 2, width=832, height=480, length=81, batch_size=1)
+    out = sampler(t, 3, model=network, positive=positive, negative=negative, latent_image=latent,
+                  cp_config=config(t), steps=30, cfg=6.0, sampler_name="uni_pc")  # fmt: skip
+    film(t, 4, out, vae, fps=16.0)
+    return t
+
+
+def wan_22() -> Template:
+    about = "Two networks, one for the first steps and one for the last. The workers hold both, where there is room."
+    t = Template(name="cp_wan_22", title="Wan 2.2 A14B", kind="text to video, two samplers", about=about)
+    high = t.add("ModelSamplingSD3", 1, model=model(t, files.WAN_HIGH), shift=8.0)
+    low = t.add("ModelSamplingSD3", 1, model=model(t, files.WAN_LOW), shift=8.0)
+    vae, positive, negative = wan_text(t)
+    latent = t.add("EmptyHunyuanLatentVideo", 2, width=832, height=480, length=81, batch_size=1)
+    cut = config(t)
+    half = {"noise_seed": 1, "steps": 20, "cfg": 3.5, "sampler_name": "euler", "scheduler": "simple"}
+    first = t.add(
+        "CPSamplerAdvanced", 3, title="High noise", model=high, add_noise="enable", **half, positive=positive,
+        negative=negative, latent_image=latent, start_at_step=0, end_at_step=10, cp_config=cut,
+        return_with_leftover_noise="enable",
+    )  # fmt: skip
+    last = t.add(
+        "CPSamplerAdvanced", 4, title="Low noise", model=low, add_noise="disable", **half, positive=positive,
+        negative=negative, latent_image=first, start_at_step=10, end_at_step=10000, cp_config=cut,
+        return_with_leftover_noise="disable",
+    )  # fmt: skip
+    film(t, 5, last, vae, fps=16.0)
+    return t
+
+
+def wan_i2v() -> Template:
+    about = "CP VAE lets the workers' GPUs encode the picture and decode the video together, row by row, exactly."
+    t = Template(name="cp_wan_i2v_vae", title="Wan 2.1 with CP VAE", kind="image to video", about=about)
+    network = t.add("ModelSamplingSD3", 1, model=model(t, files.WAN_I2V), shift=8.0)
+    vae, positive, negative = wan_text(t)
+    cut = config(t, 1)
+    parallel = t.add("CPVAE", 2, vae=vae, cp_config=cut)
+    image = t.add("LoadImage", 0, image=EXAMPLE)
+    seen = t.add(
+        "CLIPVisionEncode", 2, clip_vision=t.add("CLIPVisionLoader", 1, clip_name=files.CLIP_VISION), image=image,
+        crop="none",
+    )  # fmt: skip
+    start = t.add(
+        "WanImageToVideo", 3, positive=positive, negative=negative, vae=parallel, width=832, height=480, length=81,
+        batch_size=1, clip_vision_output=seen, start_image=image,
+    )  # fmt: skip
+    out = sampler(t, 4, model=network, positive=start, negative=start[1], latent_image=start[2], cp_config=cut,
+                  steps=20, cfg=6.0, sampler_name="uni_pc")  # fmt: skip
+    film(t, 5, out, parallel, fps=16.0)
+    return t
+
+
+def vace() -> Template:
+    about = "VACE's second stack of blocks is shared out like the first. A reference picture steers what is seen."
+    t = Template(name="cp_wan_vace", title="Wan VACE", kind="video by a reference picture", about=about)
+    network = t.add("ModelSamplingSD3", 1, model=model(t, files.WAN_VACE), shift=8.0)
+    vae, positive, negative = wan_text(t)
+    steered = t.add(
+        "WanVaceToVideo", 2, positive=positive, negative=negative, vae=vae, width=832, height=480, length=81,
+        batch_size=1, strength=1.0, reference_image=t.add("LoadImage", 1, image=EXAMPLE),
+    )  # fmt: skip
+    out = sampler(t, 3, model=network, positive=steered, negative=steered[1], latent_image=steered[2],
+                  cp_config=config(t), steps=20, cfg=6.0, sampler_name="uni_pc")  # fmt: skip
+    trimmed = t.add("TrimVideoLatent", 4, samples=out, trim_amount=steered[3])
+    film(t, 5, trimmed, vae, fps=16.0)
+    return t
+
+
+def hunyuan() -> Template:
+    about = "The workers share the video's tokens; the text encoders and the VAE stay in ComfyUI's process."
+    t = Template(name="cp_hunyuan_video_15", title="HunyuanVideo 1.5", kind="text to video", about=about)
+    network = t.add("ModelSamplingSD3", 1, model=model(t, files.HUNYUAN_T2V), shift=7.0)
+    clip = t.add(
+        "DualCLIPLoader", 0, clip_name1=files.QWEN_TEXT, clip_name2=files.HUNYUAN_TEXT, type="hunyuan_video_15"
+    )
+    vae = t.add("VAELoader", 0, vae_name=files.HUNYUAN_VAE)
+    positive, negative = text(t, clip, SEA), text(t, clip, "", title="Negative prompt")
+    latent = t.add("EmptyHunyuanVideo15Latent", 2, width=1280, height=720, length=121, batch_size=1)
+    out = sampler(t, 3, model=network, positive=positive, negative=negative, latent_image=latent,
+                  cp_config=config(t), steps=20, cfg=6.0)  # fmt: skip
+    film(t, 4, out, vae, fps=24.0)
+    return t
+
+
+def ltx_2() -> Template:
+    about = "Sound and picture are sampled together; both streams are shared out over the workers."
+    t = Template(name="cp_ltx_2", title="LTX-2", kind="text to video with sound", about=about)
+    loaded = t.add("CheckpointLoaderSimple", 0, ckpt_name=files.LTX_2)
+    clip = t.add("LTXAVTextEncoderLoader", 0, text_encoder=files.GEMMA, ckpt_name=files.LTX_2)
+    voice = t.add("LTXVAudioVAELoader", 0, ckpt_name=files.LTX_2)
+    positive, negative = (
+        text(t, clip, f"{SEA}. Quiet waves, distant gulls"),
+        text(t, clip, BAD, title="Negative prompt"),
+    )
+    timed = t.add("LTXVConditioning", 2, positive=positive, negative=negative, frame_rate=24.0)
+    picture = t.add("EmptyLTXVLatentVideo", 1, width=768, height=512, length=121, batch_size=1)
+    sound = t.add("LTXVEmptyLatentAudio", 1, frames_number=121, frame_rate=24, batch_size=1, audio_vae=voice)
+    both = t.add("LTXVConcatAVLatent", 2, video_latent=picture, audio_latent=sound)
+    out = t.add(
+        "CPSamplerCustom", 4, noise=t.add("RandomNoise", 3, noise_seed=1),
+        guider=t.add("CFGGuider", 3, model=loaded, positive=timed, negative=timed[1], cfg=4.0),
+        sampler=t.add("KSamplerSelect", 3, sampler_name="euler"),
+        sigmas=t.add("LTXVScheduler", 3, steps=20, max_shift=2.05, base_shift=0.95, terminal=0.1, latent=both),
+        latent_image=both, cp_config=config(t, 2),
+    )  # fmt: skip
+    apart = t.add("LTXVSeparateAVLatent", 5, av_latent=out)
+    heard = t.add("LTXVAudioVAEDecode", 6, samples=apart[1], audio_vae=voice)
+    seen = t.add("VAEDecode", 6, samples=apart, vae=loaded[2])
+    save(t, 7, seen, fps=24.0, audio=heard)
+    return t

@@ -1,0 +1,120 @@
+"""The workers' panel and badge through a whole life: none, starting, loading, sampling, killed, recovered."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+
+from ..comfyui.graphs import Job, Parallel, longer, sampling_graph
+from ..comfyui.server import Server
+
+FLUX = Job(family="flux_dev", cfg=2.0)
+LONG = longer(FLUX, steps=2000)
+TWO = Parallel(ulysses_degree=2)
+TAB = ".cp-workers-tab-button"
+STATE = ".cp-state"
+SEEN_SECONDS = 2
+START_MILLISECONDS = 90_000
+STARTS = "words => document.querySelector('.cp-state')?.textContent.startsWith(words)"
+
+
+def shows(page: Any, words: str, milliseconds: float = START_MILLISECONDS) -> str:
+    page.wait_for_function(STARTS, arg=words, timeout=milliseconds)
+    return page.locator(STATE).inner_text()
+
+
+def run_long(server: Server) -> None:
+    server.client.queue(sampling_graph(LONG, "CPSampler", TWO))
+
+
+def test_the_panel_follows_a_run_a_kill_and_a_recovery(page: Any, server: Server) -> None:
+    page.locator(TAB).click()
+    run_long(server)
+    shows(page, "Step")
+    page.wait_for_function("document.querySelectorAll('.cp-holding').length >= 2", timeout=20_000)
+    told = server.client.get("/cp/status")
+    assert page.locator(".cp-model").inner_text() == told["model"] == "flux_dev.safetensors"
+    assert page.locator(".cp-card").count() == len(told["ranks"]) == 2
+    memory = page.locator(".cp-memory").first.inner_text()
+    used, total = (float(number) for number in re.findall(r"[\d.]+", memory))
+    assert total == pytest.approx(told["ranks"][0]["total_bytes"] / 2**30, abs=0.06)
+    assert used == pytest.approx(told["ranks"][0]["used_bytes"] / 2**30, abs=0.2)
+    step = int(re.findall(r"\d+", page.locator(STATE).inner_text())[0])
+    assert abs(step - server.client.get("/cp/status")["step"]) <= 20
+    assert page.locator(".cp-badge").inner_text().startswith("Step")
+
+    page.reload()
+    page.wait_for_selector(TAB)
+    page.wait_for_function("document.querySelector('.cp-badge')?.textContent.includes('Step')", timeout=20_000)
+    shows(page, "Step", 20_000)
+
+    server.workers()[1].kill()
+    killed = time.monotonic()
+    shows(page, "Died", 1000 * SEEN_SECONDS)
+    assert time.monotonic() - killed < SEEN_SECONDS
+    page.wait_for_function("document.querySelector('.cp-hint').textContent.includes('rank 1 was killed by SIGKILL')")
+    page.get_by_text("A GPU worker died").wait_for(timeout=10_000)
+    page.locator(".cp-link").first.wait_for()
+
+    server.client.settle()
+    server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
+    shows(page, "Idle")
+    page.get_by_text("GPU workers are back").wait_for(timeout=10_000)
+
+
+def test_the_buttons_do_what_they_say_by_keyboard_alone(page: Any, server: Server) -> None:
+    page.evaluate("() => app.extensionManager.command.execute('CPSampler.OpenPanel')")
+    run_long(server)
+    shows(page, "Step")
+    press(page, "stop")
+    shows(page, "Cancelled")
+    press(page, "free")
+    page.wait_for_function("document.querySelector('.cp-weights')?.textContent === 'no model'")
+    before = {process.pid for process in server.workers().values()}
+    press(page, "restart")
+    page.wait_for_function("!['Cancelled', 'Idle'].includes(document.querySelector('.cp-state').textContent)")
+    shows(page, "Idle")
+    assert not before & {process.pid for process in server.workers().values()}
+
+
+def press(page: Any, name: str) -> None:
+    """Tab until the button has the focus, then the space bar; no mouse."""
+    page.wait_for_function("name => !document.querySelector(`[data-cp=${name}]`).disabled", arg=name)
+    page.locator(".cp-panel").evaluate("panel => { panel.tabIndex = -1; panel.focus() }")
+    for _ in range(8):
+        page.keyboard.press("Tab")
+        if page.evaluate("() => document.activeElement.dataset.cp") == name:
+            page.keyboard.press("Space")
+            return
+    raise AssertionError(f"Tab does not reach {name}")
+
+
+def test_diagnostics_hold_the_state_and_no_secret(page: Any, server: Server) -> None:
+    server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.locator(TAB).click()
+    page.locator("[data-cp=copy]").click()
+    page.get_by_text("Diagnostics copied").wait_for(timeout=10_000)
+    text = page.evaluate("() => navigator.clipboard.readText()")
+    assert '"state": "idle"' in text
+    assert "flux_dev.safetensors" in text
+    assert "context-parallel-sampler" in text
+    assert str(server.base) not in text.partition("### Log")[0]
+
+
+@pytest.mark.parametrize("page", [{"Comfy.ColorPalette": "light", "Comfy.Locale": "zh"}], indirect=True)
+def test_it_speaks_chinese_in_a_light_theme_on_800_pixels(page: Any, server: Server) -> None:
+    page.set_viewport_size({"width": 800, "height": 900})
+    server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
+    page.locator(TAB).click()
+    assert shows(page, "空闲") == "空闲"
+    panel = page.locator(".cp-panel")
+    assert panel.evaluate("panel => panel.scrollWidth <= panel.clientWidth"), "something sticks out"
+    for button in page.locator(".cp-button").all():
+        assert button.evaluate("button => button.scrollWidth <= button.clientWidth"), button.inner_text()
+    ink, paper = (panel.evaluate(f"panel => getComputedStyle(panel).{name}") for name in ("color", "backgroundColor"))
+    assert ink != paper
+    assert sum(map(int, re.findall(r"\d+", ink)[:3])) < 200, "dark words on a light page"

@@ -1,0 +1,109 @@
+"""Every workflow of example_workflows/ opens in ComfyUI's page as its author meant it, and is good to run but for the
+files that this machine lacks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..comfyui.client import NodeError
+from ..comfyui.server import Server
+from .comfyui_page import EXAMPLE, OPEN
+from .templates.catalogue import templates
+from .templates.graph import Link, Node, Template
+
+FOLDER = EXAMPLE.parent
+MADE = [template for template in templates() if (FOLDER / f"{template.name}.json").is_file()]
+DYNAMIC = {"format", "codec"}
+PROMPT = "async () => (await app.graphToPrompt()).output"
+
+
+def test_all_of_them_are_there_with_a_thumbnail() -> None:
+    assert {template.name for template in templates()} == {template.name for template in MADE}
+    for path in FOLDER.glob("*.json"):
+        assert path.with_suffix(".jpg").stat().st_size > 4000, path.name
+
+
+@pytest.mark.parametrize("template", MADE, ids=lambda template: template.name)
+def test_a_note_names_every_file_and_where_it_goes(template: Template) -> None:
+    nodes = json.loads((FOLDER / f"{template.name}.json").read_text())["nodes"]
+    (note,) = (node["widgets_values"][0] for node in nodes if node["type"] == "MarkdownNote")
+    assert template.files
+    for file in template.files:
+        assert f"`models/{file.folder}/` [{file.name}](https://huggingface.co/" in note
+
+
+def test_every_workflow_opens_whole_and_could_be_queued(page: Any, server: Server) -> None:
+    known = server.client.get("/object_info")
+    for template in MADE:
+        page.evaluate(OPEN, json.loads((FOLDER / f"{template.name}.json").read_text()))
+        prompt = page.evaluate(PROMPT)
+        assert as_opened(prompt) == as_meant(template, known), template.name
+        assert only_files_are_missing(server, prompt, template), template.name
+
+
+def as_meant(template: Template, known: dict[str, Any]) -> list[tuple[str, str]]:
+    """Every node with its inputs: those that its author set, and the usual values of the others. A widget that has
+    shifted shows here."""
+
+    def plain(value: Any) -> Any:
+        link = value[0] if isinstance(value, Node) else value
+        if isinstance(link, Link):
+            return [link.node.kind, link.slot]
+        return getattr(value, "name", value)
+
+    return sorted(
+        (node.kind, as_text({**usual(known[node.kind]), **{name: plain(node.inputs[name]) for name in node.inputs}}))
+        for node in template.nodes
+    )
+
+
+def usual(info: dict[str, Any]) -> dict[str, Any]:
+    """The defaults of the widgets that have one."""
+    given = [spec for part in ("required", "optional") for spec in info["input"].get(part, {}).items()]
+    named = {name: spec[1] for name, spec in given if len(spec) > 1}
+    first = {name: more["options"][0] for name, more in named.items() if more.get("options")}
+    first = {name: value for name, value in first.items() if isinstance(value, str)}
+    return first | {
+        name: more["default"] for name, more in named.items() if "default" in more and not more.get("forceInput")
+    }
+
+
+def as_opened(prompt: dict[str, Any]) -> list[tuple[str, str]]:
+    """The same of what ComfyUI would run."""
+
+    def plain(value: Any) -> Any:
+        return [prompt[value[0]]["class_type"], value[1]] if isinstance(value, list) else value
+
+    return sorted(
+        (call["class_type"], as_text({name: plain(value) for name, value in call["inputs"].items()}))
+        for call in prompt.values()
+    )
+
+
+def as_text(inputs: dict[str, Any]) -> str:
+    """Dynamic inputs, such as a video's format and what hangs on it, are ComfyUI's own affair."""
+    return json.dumps(
+        {name: value for name, value in inputs.items() if name.split(".")[0] not in DYNAMIC}, sort_keys=True
+    )
+
+
+def only_files_are_missing(server: Server, prompt: dict[str, Any], template: Template) -> bool:
+    missing = {file.name for file in template.files}
+    try:
+        server.client.queue(prompt)
+    except NodeError as refused:
+        told = json.loads(str(refused))
+        for node in told["node_errors"].values():
+            for error in node["errors"]:
+                assert error["type"] == "value_not_in_list", error
+                assert error["extra_info"]["received_value"] in missing, error
+        return True
+    raise AssertionError("a workflow without its files was taken")
+
+
+def test_the_demo_is_not_among_those_made_here() -> None:
+    assert Path(EXAMPLE).stem not in {template.name for template in MADE}

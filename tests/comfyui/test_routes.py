@@ -1,0 +1,181 @@
+"""What the page is told under /cp, and what it may ask for there, of a real server with real workers."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .client import Interrupted, NodeError
+from .graphs import Job, Parallel, longer, sampling_graph
+from .server import Server
+
+FLUX = Job(family="flux_dev", cfg=2.0)
+LONG = longer(FLUX, steps=2000)
+TWO = Parallel(ulysses_degree=2)
+START_SECONDS = 90
+SEEN_SECONDS = 2  # a dead worker is shown within
+
+
+def status(server: Server) -> dict[str, Any]:
+    return server.client.get("/api/cp/status")
+
+
+def status_when(server: Server, wanted: Callable[[dict[str, Any]], bool], seconds: float = 20) -> dict[str, Any]:
+    deadline = time.monotonic() + seconds
+    while not wanted(now := status(server)):
+        assert time.monotonic() < deadline, f"{now['state']} after {seconds} s: {now}"
+        time.sleep(0.05)
+    return now
+
+
+def start_a_long_run(server: Server) -> tuple[str, int]:
+    since = server.client.now()
+    prompt = server.client.queue(sampling_graph(LONG, "CPSampler", TWO))
+    server.client.wait_for_step(3, since=since)
+    return prompt, since
+
+
+def test_a_run_is_followed_from_its_start_to_idle(server: Server) -> None:
+    prompt, since = start_a_long_run(server)
+
+    def beats(now: dict[str, Any]) -> bool:
+        return now["state"] == "sampling" and all(rank["used_bytes"] for rank in now["ranks"])
+
+    first = status_when(server, lambda now: beats(now) and now["ranks"][1]["step_seconds"] is not None)
+    assert first["steps"] == LONG.steps
+    assert first["text"] == f"step {first['step']} of {LONG.steps}"
+    assert first["degrees"] == {"ring_degree": 1, "ulysses_degree": 2, "cfg_degree": 1, "data_degree": 1}
+    assert [(rank["rank"], rank["device"]) for rank in first["ranks"]] == [(0, "cpu"), (1, "cpu")]
+    for rank in first["ranks"]:
+        assert 50e6 < rank["used_bytes"] < rank["total_bytes"]
+        assert 0 < rank["step_seconds"] < 30
+        (held,) = rank["weights"]
+        assert held["model"] == "flux_dev.safetensors"
+        assert held["resident"] + held["fetched"] > 1e6
+    status_when(server, lambda now: now["step"] > first["step"])
+    states = [event.data["state"] for event in server.client.events(since) if event.kind == "cp.status"]
+    assert [state for state in ("loading", "sampling") if state in states] == ["loading", "sampling"]
+    server.client.interrupt(prompt)
+    with pytest.raises(Interrupted):
+        server.client.finish(prompt, since=since)
+    status_when(server, lambda now: now["state"] == "cancelled")
+    server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
+    assert status_when(server, lambda now: now["state"] == "idle")["loaded"] == 1
+
+
+def test_stop_cancels_the_run_and_keeps_the_workers(server: Server) -> None:
+    prompt, since = start_a_long_run(server)
+    before = server.workers()
+    assert server.client.post("/cp/stop") == {"stopped": True}
+    with pytest.raises(Interrupted):
+        server.client.finish(prompt, since=since)
+    assert {rank: process.pid for rank, process in server.workers().items()} == {
+        rank: process.pid for rank, process in before.items()
+    }
+    with pytest.raises(NodeError, match="no run uses the workers"):
+        server.client.post("/cp/stop")
+
+
+def test_free_empties_the_workers_and_the_next_run_is_the_same(server: Server) -> None:
+    server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
+    assert [len(rank["weights"]) for rank in status(server)["ranks"]] >= [1, 1]
+    assert "flux_dev.safetensors" in server.client.post("/api/cp/free")["freed"]
+    assert [rank["weights"] for rank in status(server)["ranks"]] == [[], []]
+    server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
+    assert [held["model"] for held in status(server)["ranks"][1]["weights"]] == ["flux_dev.safetensors"]
+
+
+def test_restart_ends_a_run_with_the_reason_and_brings_new_workers(server: Server) -> None:
+    prompt, since = start_a_long_run(server)
+    before = {process.pid for process in server.workers().values()}
+    assert server.client.post("/cp/restart") == {"restarted": True}
+    with pytest.raises(NodeError, match="the workers were restarted by the user"):
+        server.client.finish(prompt, since=since)
+    status_when(server, lambda now: now["state"] == "idle", START_SECONDS)
+    after = {process.pid for process in server.workers().values()}
+    assert len(after) == 2
+    assert not after & before
+    server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
+    assert {process.pid for process in server.workers().values()} == after
+
+
+@pytest.mark.parametrize("idle", [True, False], ids=["idle", "in a run"])
+def test_a_killed_worker_is_shown_at_once_with_the_cause(server: Server, idle: bool) -> None:
+    server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
+    if not idle:
+        start_a_long_run(server)
+    server.workers()[1].kill()
+    killed = time.monotonic()
+    died = status_when(server, lambda now: now["state"] == "died", SEEN_SECONDS)
+    assert time.monotonic() - killed < SEEN_SECONDS
+    assert died["reason"].startswith("worker rank 1 was killed by SIGKILL")
+    server.client.settle()
+    server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
+    assert status(server)["state"] == "idle"
+    assert status(server)["reason"] == ""
+
+
+def test_the_log_is_told_by_rank_and_holds_no_secret(server: Server) -> None:
+    server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
+    token = _environment(server.workers()[0].pid)["CP_TOKEN"]
+    lines = server.client.get("/cp/logs")["lines"]
+    assert any("sampled in" in line["text"] for line in lines)
+    assert all(line["rank"] == 1 for line in server.client.get("/cp/logs?rank=1")["lines"])
+    assert len(server.client.get("/cp/logs?lines=1")["lines"]) == 1
+    told = json.dumps([lines, status(server)])
+    assert token not in told
+    assert str(server.base) not in json.dumps(status(server)), "a folder's name"
+
+
+def test_a_config_is_checked_as_the_sampler_would(server: Server) -> None:
+    good = server.client.post("/cp/check", ring_degree=2, ulysses_degree=2, devices="cpu,cpu,cpu,cpu")
+    assert (good["workers"], good["reason"]) == (4, "")
+    bad = server.client.post("/cp/check", ring_degree=3, ulysses_degree=1, devices="cpu,cpu")
+    assert "ring_degree 3" in bad["reason"]
+    with pytest.raises(NodeError, match="ring_degree is 'three'"):
+        server.client.post("/cp/check", ring_degree="three")
+    with pytest.raises(NodeError, match="ring_degree is True"):
+        server.client.post("/cp/check", ring_degree=True)
+
+
+@pytest.mark.parametrize("path", ["status", "logs", "stop", "free", "restart", "check"])
+def test_a_strangers_page_is_refused(server: Server, path: str) -> None:
+    body = None if path in ("status", "logs") else b"{}"
+    for address in (f"/cp/{path}", f"/api/cp/{path}"):
+        for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+            request = urllib.request.Request(f"http://127.0.0.1:{server.port}{address}", body, headers)
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(request, timeout=10)
+            assert refused.value.code == 403
+
+
+def test_a_saved_setting_is_in_force_without_a_restart(server: Server) -> None:
+    server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
+    try:
+        _save(server, "IdleSeconds", 1)
+        ended = status_when(server, lambda now: now["state"] == "none", 10)
+        assert ended["idle_seconds"] == 1
+        assert ended["reason"] == "ended after 1 s without a run"
+    finally:
+        _save(server, "IdleSeconds", 0)
+    _save(server, "StallSeconds", 77)
+    assert status_when(server, lambda now: now["stall_seconds"] == 77)
+    _save(server, "StallSeconds", "nonsense")
+    assert status_when(server, lambda now: now["stall_seconds"] == 120)
+
+
+def _environment(pid: int) -> dict[str, str]:
+    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return {name.decode(): value.decode() for name, _, value in (entry.partition(b"=") for entry in entries)}
+
+
+def _save(server: Server, name: str, value: object) -> None:
+    address = f"http://127.0.0.1:{server.port}/settings/CPSampler.{name}"
+    urllib.request.urlopen(urllib.request.Request(address, json.dumps(value).encode(), method="POST"), timeout=10)

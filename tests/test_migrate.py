@@ -1,0 +1,132 @@
+"""Saved workflows of both forms get CP nodes, and nothing else of them changes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallel_runtime.migrate import STANDS_IN, migrated
+
+ROOT = Path(__file__).resolve().parents[1]
+API = {
+    "3": {
+        "class_type": "KSampler",
+        "inputs": {"seed": 5, "model": ["4", 0], "denoise": 0.5},
+        "_meta": {"title": "Mine"},
+    },
+    "4": {"class_type": "UNETLoader", "inputs": {"unet_name": "KSampler"}},
+    "5": {"class_type": "SamplerCustomAdvanced", "inputs": {"noise": ["6", 0]}},
+    "7": {"class_type": "KSamplerAdvanced", "inputs": {}},
+}
+
+
+def node(number: int, kind: str) -> dict:
+    return {
+        "id": number,
+        "type": kind,
+        "title": "My title",
+        "inputs": [
+            {"name": "model", "type": "MODEL", "link": 9},
+            {"name": "seed", "widget": {"name": "seed"}, "link": 3},
+        ],
+        "outputs": [{"name": "LATENT", "links": [4]}],
+        "properties": {"Node name for S&R": kind, "cnr_id": "comfy-core", "ver": "0.3.40", "mine": 1},
+        "widgets_values": [7, "randomize", 20, 4.5, "euler", "simple", 1],
+    }
+
+
+def canvas() -> dict:
+    inner = {"id": "a-b", "name": "Refine", "nodes": [node(1, "KSamplerAdvanced")], "links": []}
+    return {
+        "nodes": [node(3, "KSampler"), node(4, "VAEDecode")],
+        "links": [[9, 4, 0, 3, 0, "MODEL"]],
+        "definitions": {"subgraphs": [inner]},
+        "extra": {"groupNodes": {"Old group": {"nodes": [{"type": "SamplerCustomAdvanced", "index": 2}]}}},
+        "version": 0.4,
+    }
+
+
+def test_a_prompt_for_the_api_changes_in_its_classes_only():
+    before = copy.deepcopy(API)
+    after, changes = migrated(API)
+    assert before == API, "what was given is left alone"
+    assert [str(change) for change in changes] == [
+        "node 3: KSampler -> CPSampler",
+        "node 5: SamplerCustomAdvanced -> CPSamplerCustom",
+        "node 7: KSamplerAdvanced -> CPSamplerAdvanced",
+    ]
+    for name, call in after.items():
+        assert call.pop("class_type") == STANDS_IN.get(before[name]["class_type"], before[name]["class_type"])
+        assert call == {key: value for key, value in before[name].items() if key != "class_type"}
+
+
+def test_a_request_to_prompt_is_a_prompt_too():
+    after, changes = migrated({"prompt": API, "client_id": "me"})
+    assert len(changes) == 3
+    assert after["client_id"] == "me"
+    assert after["prompt"]["3"]["class_type"] == "CPSampler"
+
+
+def test_a_canvas_changes_on_the_canvas_in_subgraphs_and_in_group_nodes():
+    after, changes = migrated(canvas())
+    assert [str(change) for change in changes] == [
+        "node 3: KSampler -> CPSampler",
+        "node 1 in subgraph 'Refine': KSamplerAdvanced -> CPSamplerAdvanced",
+        "node 2 in group node 'Old group': SamplerCustomAdvanced -> CPSamplerCustom",
+    ]
+    swapped, untouched = after["nodes"]
+    assert untouched == node(4, "VAEDecode")
+    assert swapped["properties"] == {"Node name for S&R": "CPSampler", "mine": 1}
+    assert swapped["inputs"][:2] == node(3, "KSampler")["inputs"]
+    assert swapped["inputs"][2] == {"name": "cp_config", "type": "CP_CONFIG", "shape": 7, "link": None}
+    for key in ("id", "title", "outputs", "widgets_values"):
+        assert swapped[key] == node(3, "KSampler")[key]
+    assert after["links"] == canvas()["links"]
+
+
+def test_twice_is_once():
+    once, _ = migrated(canvas())
+    assert migrated(once) == (once, [])
+
+
+@pytest.mark.parametrize("found", [[], "text", {}, {"a": 1}, {"1": {"inputs": {}}}, {"nodes": {}}, {"1": None}])
+def test_what_is_no_workflow_is_refused(found):
+    with pytest.raises(ValueError, match="workflow"):
+        migrated(found)
+
+
+def test_odd_parts_are_passed_by():
+    odd = {"nodes": [None, {"type": 3}, node(3, "KSampler")], "definitions": [], "extra": {"groupNodes": []}}
+    assert len(migrated(odd)[1]) == 1
+
+
+def command(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "parallel_runtime", "migrate", *arguments]
+    return subprocess.run(line, cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_writes_beside_the_file_and_says_what_it_did(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(API))
+    done = command(str(path))
+    assert done.returncode == 0
+    assert "node 3: KSampler -> CPSampler" in done.stderr
+    assert str(tmp_path / "mine.cp.json") in done.stderr
+    assert json.loads(path.read_text()) == API
+    assert json.loads((tmp_path / "mine.cp.json").read_text()) == migrated(API)[0]
+
+
+def test_the_command_works_in_a_pipe_and_says_why_it_cannot(tmp_path):
+    done = command("-", stdin=json.dumps(API))
+    assert json.loads(done.stdout) == migrated(API)[0]
+    (tmp_path / "broken.json").write_text("{")
+    for path in ("broken.json", "missing.json"):
+        failed = command(str(tmp_path / path))
+        assert failed.returncode == 1
+        assert path in failed.stderr
+        assert "Traceback" not in failed.stderr

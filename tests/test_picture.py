@@ -1,0 +1,57 @@
+"""The plan's picture shows what the ranks of a mesh really share out, and its table loses no line of the report."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from parallel_runtime.host.picture import parts, table
+from parallel_runtime.specs import Parallelism, Placement
+
+MESHES = list(itertools.product((1, 2), (1, 2), (1, 3), (1, 4)))
+
+
+@pytest.mark.parametrize(("data", "cfg", "ring", "ulysses"), MESHES)
+def test_every_lane_covers_the_sequence_once_and_every_ulysses_group_the_heads(data, cfg, ring, ulysses):
+    degrees = Parallelism(data_degree=data, cfg_degree=cfg, ring_degree=ring, ulysses_degree=ulysses)
+    shown = parts(degrees, Placement(devices=("cpu",) * degrees.world_size))
+    assert [part.rank for part in shown] == list(range(degrees.world_size))
+    size = degrees.context_parallel_size
+    for lane in range(data * cfg):
+        members = shown[lane * size : (lane + 1) * size]
+        assert len({part.lane for part in members}) == 1
+        assert covered([part.tokens for part in members])
+        for group in range(ring):
+            assert covered([part.heads for part in members[group * ulysses : (group + 1) * ulysses]])
+    assert len({part.lane for part in shown}) == data * cfg
+
+
+def test_weights_are_whole_unless_they_are_sharded():
+    degrees, placement = Parallelism(ulysses_degree=2, cfg_degree=2), Placement(devices=("cpu",) * 4)
+    assert {part.weights for part in parts(degrees, placement)} == {(0, 1)}
+    assert covered([part.weights for part in parts(degrees, placement, sharded=True)])
+
+
+def test_ranks_of_other_machines_are_shown_too():
+    there = Placement(devices=("cuda:0", "cuda:1"), nnodes=2, rdzv_endpoint="10.0.0.1:29500")
+    assert [part.device for part in parts(Parallelism(ulysses_degree=4), there)] == ["cuda:0", "cuda:1"] * 2
+
+
+def test_a_report_comes_out_as_a_table_with_its_notes_apart():
+    report = "flux (a: b.safetensors), 2 layers.\nTokens: 4 + 5.\nSpeed: fast: very.\nNote: uneven: slow.\nand so on"
+    assert table(report) == (
+        [
+            ("Model", "flux (a: b.safetensors), 2 layers."),
+            ("Tokens", "4 + 5."),
+            ("Speed", "fast: very."),
+            ("", "and so on"),
+        ],
+        ["uneven: slow."],
+    )
+
+
+def covered(shares: list[tuple[float, float]]) -> bool:
+    """From 0 to 1, side by side."""
+    ends = sorted(shares)
+    return ends[0][0] == 0 and ends[-1][1] == 1 and all(a[1] == b[0] for a, b in itertools.pairwise(ends))

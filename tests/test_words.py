@@ -1,0 +1,47 @@
+"""The page's words: the same ones in every language, with the same gaps, and none that is missing or never said."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LANGUAGES = sorted(path.parent.name for path in (ROOT / "locales").glob("*/main.json"))
+SAID_BY_STATE = {"state.idle", "state.none", "state.starting", "state.sampling", "state.cancelling", "state.cancelled",
+                 "state.died", "state.unknown"}  # fmt: skip
+
+
+def words(language: str) -> dict[str, str]:
+    return json.loads((ROOT / "locales" / language / "main.json").read_text(encoding="utf-8"))["cpSampler"]
+
+
+def test_the_languages_that_are_promised_are_there():
+    assert set(LANGUAGES) >= {"en", "zh", "ja", "ko", "fr", "de", "es", "ru"}
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_language_has_every_word_and_every_gap(language):
+    english, ours = words("en"), words(language)
+    assert list(ours) == list(english)
+    for key, text in ours.items():
+        assert text.strip(), key
+        assert gaps(text) == gaps(english[key]), key
+
+
+def test_what_the_page_says_has_words_and_what_has_words_is_said():
+    code = "".join(path.read_text() for path in (ROOT / "web").glob("*.js"))
+    said = set(re.findall(r'"([a-z]+(?:\.[a-z]+)*)"', code)) | SAID_BY_STATE
+    settings = re.findall(r'(?:number|entry)\("\w+", "(\w+)"', code)
+    said |= {f"settings.{word}{tip}" for word in settings for tip in ("", ".tip")}
+    said |= {f"{name}.tip" for name in re.findall(r'button\("(\w+)"', code)}
+    said |= {f"plan.{column}" for column in ("tokens", "heads", "weights")}
+    asked = set(re.findall(r'say\("([\w.]+)"', code))
+    assert asked - words("en").keys() == set()
+    assert words("en").keys() - said == set()
+
+
+def gaps(text: str) -> list[str]:
+    return sorted(re.findall(r"\{\w+\}", text))

@@ -1,0 +1,47 @@
+/** CP Sampler's part of ComfyUI's page. What it does is in the modules; here they are hung in. */
+
+import { app } from "../../scripts/app.js";
+import { badge, startBadge } from "./badge.js";
+import { addSummary, CONFIG } from "./config.js";
+import { menuItems, migrateSelected, standsIn } from "./migrate.js";
+import { startNotices } from "./notices.js";
+import { openPanel, panel } from "./panel.js";
+import { addPlan, PLAN } from "./plan.js";
+import { settings } from "./settings.js";
+import { startFollowing } from "./status.js";
+import { loadWords, say } from "./words.js";
+
+await loadWords();
+
+app.registerExtension({
+  name: "ContextParallel.Sampler",
+  settings: settings(),
+  commands: [
+    { id: "CPSampler.Migrate", label: say("menu.run"), icon: "icon-[lucide--cpu]", function: migrateSelected },
+    { id: "CPSampler.OpenPanel", label: say("title"), icon: "icon-[lucide--cpu]", function: openPanel },
+  ],
+  menuCommands: [{ path: ["Extensions", "CP Sampler"], commands: ["CPSampler.OpenPanel", "CPSampler.Migrate"] }],
+  get actionBarButtons() {
+    return badge();
+  },
+  getNodeMenuItems: menuItems,
+  getSelectionToolboxCommands: (/** @type {any} */ item) => (standsIn(item) ? ["CPSampler.Migrate"] : []),
+  nodeCreated(/** @type {any} */ node) {
+    if (node.comfyClass === CONFIG) addSummary(node);
+    if (node.comfyClass === PLAN) addPlan(node);
+  },
+  async setup() {
+    addStyle();
+    app.extensionManager.registerSidebarTab(panel());
+    startBadge();
+    startNotices();
+    await startFollowing();
+  },
+});
+
+function addStyle() {
+  const link = document.createElement("link");
+  link.rel = "stylesheet";
+  link.href = new URL("./style.css", import.meta.url).href;
+  document.head.append(link);
+}

@@ -1,0 +1,47 @@
+/** Toasts for what a user should hear at once: a worker's death, and that there are workers again. */
+
+import { app } from "../../scripts/app.js";
+import { element } from "./elements.js";
+import { openPanel } from "./panel.js";
+import { follow, now as current } from "./status.js";
+import { say } from "./words.js";
+
+const SECONDS = 1000;
+const CAUSE_MILLISECONDS = 1500; // how a worker ended is known a moment after that it did
+
+export function startNotices() {
+  let mourning = false;
+  let cause = "";
+  follow((now, before) => {
+    cause = now.state === "died" ? now.reason : cause;
+    if (now.state === "died" && before.state !== "died") {
+      mourning = true;
+      setTimeout(() => tell("error", say("toast.died"), cause || current().reason, 20 * SECONDS), CAUSE_MILLISECONDS);
+    } else if (mourning && ["idle", "sampling", "loading"].includes(now.state)) {
+      mourning = false;
+      tell("success", say("toast.recovered"), say("toast.recovered.detail"), 5 * SECONDS);
+    }
+  });
+}
+
+/**
+ * @param {"error" | "success"} severity
+ * @param {string} summary
+ * @param {string} detail
+ * @param {number} life milliseconds
+ */
+function tell(severity, summary, detail, life) {
+  app.extensionManager.toast.add({ severity, summary, detail, life });
+  requestAnimationFrame(() => requestAnimationFrame(() => addLink(summary)));
+}
+
+/**
+ * ComfyUI's toasts hold text only: a link to the panel is put under ours.
+ * @param {string} summary
+ */
+function addLink(summary) {
+  for (const text of document.querySelectorAll(".p-toast-message-text")) {
+    if (!text.querySelector(".p-toast-summary")?.textContent?.includes(summary) || text.querySelector(".cp-link")) continue;
+    text.append(element("button.cp-link", { type: "button", onclick: openPanel }, say("toast.open")));
+  }
+}

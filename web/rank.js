@@ -1,0 +1,91 @@
+/** One worker in the panel: device, memory, weights, speed. */
+
+import { element, write } from "./elements.js";
+import { say } from "./words.js";
+
+/** @typedef {import("./status.js").Rank} Rank @typedef {import("./status.js").Status} Status */
+
+const GIB = 2 ** 30;
+const FULL = 0.9;
+
+/** @returns {HTMLElement & {show: (rank: Rank, status: Status) => void}} */
+export function rankCard() {
+  const name = element("span.cp-rank");
+  const device = element("span.cp-device");
+  const fill = element("div.cp-fill");
+  const bar = element("div.cp-bar", { role: "meter", "aria-valuemin": 0, "aria-valuemax": 100 }, fill);
+  const memory = element("span.cp-memory");
+  const speed = element("span.cp-speed");
+  const weights = element("div.cp-weights");
+  const card = element(
+    "li.cp-card",
+    {},
+    element("div.cp-line", {}, name, device),
+    bar,
+    element("div.cp-line.cp-small", {}, memory, speed),
+    weights,
+  );
+  return Object.assign(card, {
+    show: (/** @type {Rank} */ rank, /** @type {Status} */ status) => {
+      card.dataset.rank = rank.rank;
+      write(name, say("rank", { rank: rank.rank }));
+      write(device, rank.machine ? `${rank.device} · ${rank.machine}` : rank.device);
+      device.title = device.textContent;
+      showMemory(bar, fill, memory, rank);
+      const loading = status.state === "loading" && rank.loaded < 1;
+      const shown = loading ? say("state.loading", { percent: Math.round(rank.loaded * 100) }) : seconds(rank);
+      write(speed, shown);
+      showWeights(weights, rank);
+    },
+  });
+}
+
+/**
+ * @param {HTMLElement} bar
+ * @param {HTMLElement} fill
+ * @param {HTMLElement} text
+ * @param {Rank} rank
+ */
+function showMemory(bar, fill, text, rank) {
+  const share = rank.used_bytes !== null && rank.total_bytes ? rank.used_bytes / rank.total_bytes : 0;
+  fill.style.width = `${Math.round(share * 1000) / 10}%`;
+  fill.classList.toggle("cp-full", share > FULL);
+  const known = rank.used_bytes !== null && rank.total_bytes !== null;
+  const words = known
+    ? say("memory", { used: gib(rank.used_bytes ?? 0), total: gib(rank.total_bytes ?? 0) })
+    : say("memory.none");
+  write(text, words);
+  bar.setAttribute("aria-valuenow", String(Math.round(share * 100)));
+  bar.setAttribute("aria-valuetext", words);
+}
+
+/**
+ * @param {HTMLElement} place
+ * @param {Rank} rank
+ */
+function showWeights(place, rank) {
+  const lines = rank.weights.map((held) =>
+    say(held.fetched ? "holds.fetched" : "holds", {
+      model: held.model, resident: gib(held.resident), fetched: gib(held.fetched),
+    }),
+  );
+  if (!lines.length && rank.used_bytes !== null) lines.push(say("holds.none"));
+  while (place.children.length > lines.length) place.lastElementChild?.remove();
+  while (place.children.length < lines.length) place.append(element("div.cp-small.cp-holding"));
+  lines.forEach((line, index) => {
+    write(place.children[index], line);
+    /** @type {HTMLElement} */ (place.children[index]).title = line;
+  });
+}
+
+/** @param {Rank} rank */
+function seconds(rank) {
+  if (!rank.step_seconds) return "";
+  const digits = rank.step_seconds < 10 ? 2 : 1;
+  return say("step.seconds", { seconds: rank.step_seconds.toFixed(digits) });
+}
+
+/** @param {number} bytes */
+function gib(bytes) {
+  return (bytes / GIB).toFixed(bytes < 10 * GIB ? 2 : 1);
+}
