@@ -37,7 +37,7 @@ def describe_functions(functions: dict[str, dict[Any, list[Any]]], what: str) ->
 
 
 def describe_weights(model: ModelPatcher) -> dict[str, list[Any]]:
-    """MODEL's weight patches (LoRA and its kin, merged models) by weight. Raises Refused: nothing else can apply them."""
+    """MODEL's weight patches: LoRA and its kin, merged models. Raises Refused for foreign ones."""
     described = {}
     for key, patches in model.patches.items():
         try:
