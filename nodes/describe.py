@@ -12,8 +12,9 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
 from ..parallel_runtime.host.cost import Figures, Work
+from ..parallel_runtime.jobs import SamplingJob
 from ..parallel_runtime.networks import Network, network_of
-from ..parallel_runtime.specs import DtypeChoice, ModelSpec, SamplingJob
+from ..parallel_runtime.specs import DtypeChoice, ModelSpec
 from .code import LOCAL, Unsendable, describe, reference, title
 from .origin import origin
 from .patches import check_inside, describe_functions, describe_options, describe_weights

@@ -14,7 +14,8 @@ from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.cost import activation_bytes
 from ..parallel_runtime.host.group import WorkerGroup
 from ..parallel_runtime.host.runtime import borrowed_group
-from ..parallel_runtime.specs import EvaluationJob, ParallelRequest
+from ..parallel_runtime.jobs import EvaluationJob
+from ..parallel_runtime.specs import ParallelRequest
 from .describe import Source, describe_model
 from .patches import check_sizes, describe_inside
 from .residence import residence

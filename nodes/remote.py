@@ -26,7 +26,8 @@ from ..parallel_runtime.errors import Refused, WorkerFailed
 from ..parallel_runtime.host.cost import activation_bytes
 from ..parallel_runtime.host.group import Result
 from ..parallel_runtime.host.runtime import borrowed_group
-from ..parallel_runtime.specs import ParallelRequest, Placement, SamplingJob
+from ..parallel_runtime.jobs import SamplingJob
+from ..parallel_runtime.specs import ParallelRequest, Placement
 from .code import Unsendable
 from .describe import Source, describe_job, describe_model
 from .evaluation import RemoteEvaluation

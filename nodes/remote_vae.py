@@ -20,7 +20,8 @@ from ..parallel_runtime.host.group import Result, WorkerGroup
 from ..parallel_runtime.host.planning import plan
 from ..parallel_runtime.host.room import Room
 from ..parallel_runtime.host.runtime import borrowed_group, live_placement
-from ..parallel_runtime.specs import ParallelRequest, Placement, VAEJob, VAEMethod, VAESpec
+from ..parallel_runtime.jobs import VAEJob
+from ..parallel_runtime.specs import ParallelRequest, Placement, VAEMethod, VAESpec
 from .describe_vae import Undivided
 from .residence import Residence
 from .workers import comfy_setup, visible_gpus

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Any, Literal
-
-from torch import Tensor
+from typing import Literal
 
 RotateMethod = Literal["alltoall", "allgather"]
 AttentionBackend = Literal["auto", "native", "_native_flash", "_native_cudnn", "flash", "_flash_3", "sage"]
@@ -167,88 +165,3 @@ class Placement:
     @property
     def shared(self) -> bool:
         return len(set(self.devices)) < len(self.devices)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SamplingJob:
-    """One call of a ComfyUI guider's `sample`: what runs, on what, with which noise levels.
-
-    Code is named, never sent: `guider` is `module:name` inside ComfyUI, `sampler` what nodes/code.py describes. `conds`
-    maps the guider's condition names to ComfyUI's condition dicts, described likewise. Latents are full-size
-    [B, C, (T,) H, W] float32; `sigmas` is 1-D. `random_state` is the host's global CPU generator at that moment:
-    samplers may draw from it. ComfyUI's own code on the MODEL is described (nodes/code.py): in `model_options`, in
-    `wrappers` and `callbacks` as [kind, key, functions], and in `patches` by weight. `patches` is None where the
-    workers have the model's. `latent_shapes` are those of several latents (audio and video) that are packed into one.
-    `step_cache` is the threshold of first-block caching, 0 for none.
-    """
-
-    guider: str
-    guider_attributes: dict[str, Any]
-    conds: dict[str, Any]
-    sampler: dict[str, Any]
-    noise: Tensor
-    latent: Tensor
-    mask: Tensor | None
-    sigmas: Tensor
-    seed: int | None
-    random_seed: int
-    random_state: Tensor
-    model_sampling: dict[str, Any]
-    model_options: dict[str, Any]
-    wrappers: list[list[Any]]
-    callbacks: list[list[Any]]
-    patches: dict[str, list[Any]] | None
-    latent_shapes: list[Any] | None = None
-    step_cache: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class DemoJob:
-    """Flow-matching Euler steps on `noise` [B, C, H, W] (model space), with classifier-free guidance at cfg != 1."""
-
-    noise: Tensor
-    sigmas: Tensor
-    cfg: float
-    positive: dict[str, Any]
-    negative: dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class EvaluationJob:
-    """One call of ComfyUI's `diffusion_model`, or of another `method` of it: as ComfyUI passes it, less the conditions.
-
-    `each` is what changes from call to call (x [B, C, (T,) H, W] or a list of such, timestep, a ControlNet's
-    residuals), by argument; `options` the described transformer_options. Conditions stay with the workers: `conds` is
-    None where they have those numbered `prompt` already.
-    """
-
-    each: dict[str, Any]
-    options: dict[str, Any] | None
-    prompt: int
-    conds: dict[str, Any] | None
-    patches: dict[str, list[Any]] | None
-    method: str = "forward"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class VAEJob:
-    """One call of a VAE's `method` on x [B, C, (T,) H, W], of which `unit` rows make one of the latent.
-
-    The ranks write its result [shape] of `dtype` into the room that the request came with, from element `offset` on.
-    `random_states` are those of the host's generators by type of device. `chunk_bytes` is what ComfyUI would go by on
-    the host where a VAE cuts time by the device's memory. `weights` is its state dict where the workers need it.
-    """
-
-    method: VAEMethod
-    x: Tensor
-    unit: int
-    shape: list[int]
-    dtype: str
-    offset: int
-    options: dict[str, Any]
-    random_states: dict[str, Tensor]
-    chunk_bytes: int
-    weights: dict[str, Tensor] | None
-
-
-Job = SamplingJob | EvaluationJob | DemoJob | VAEJob

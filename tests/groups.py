@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from parallel_runtime.host.group import WorkerGroup
-from parallel_runtime.specs import DEMO, DemoJob, ModelSpec, Parallelism, Placement, SourceFile
+from parallel_runtime.jobs import DemoJob
+from parallel_runtime.specs import DEMO, ModelSpec, Parallelism, Placement, SourceFile
 
 TEXT, POOLED = 128, 64
 

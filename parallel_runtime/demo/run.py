@@ -16,7 +16,8 @@ from tqdm import tqdm
 from ..errors import ParallelError
 from ..host.group import WorkerGroup
 from ..host.planning import plan
-from ..specs import DEMO, DemoJob, ModelSpec, Parallelism, ParallelRequest, Placement, SourceFile
+from ..jobs import DemoJob
+from ..specs import DEMO, ModelSpec, Parallelism, ParallelRequest, Placement, SourceFile
 from . import HEADS, MODEL, codec
 from .words import encode
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import ParallelError, Refused, WorkerDied
-from ..specs import ComfySetup, Job, ModelSpec, Parallelism, Placement, VAEJob, VAESpec
+from ..jobs import Job, VAEJob
+from ..specs import ComfySetup, ModelSpec, Parallelism, Placement, VAESpec
 from ..wire.bundles import write_bundle
 from ..wire.messages import Cancel, Convert, Done, Room, Sample, Stop, Unload, UnloadVAE
 from .launch import Processes

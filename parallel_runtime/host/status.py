@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import ParallelError
-from ..specs import EvaluationJob, Job, ModelSpec, Parallelism, Placement
+from ..jobs import EvaluationJob, Job
+from ..specs import ModelSpec, Parallelism, Placement
 from ..wire.messages import Beat, Done, Joined, Readings, Step
 
 State = Literal["none", "starting", "loading", "sampling", "cancelling", "cancelled", "idle", "died"]

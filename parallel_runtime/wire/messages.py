@@ -20,13 +20,13 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import specs
+from .. import jobs, specs
 from ..errors import ProtocolError
 from ..specs import ComfySetup, ModelSpec, Parallelism, VAESpec
 
 # What host and worker must agree on: the code of the messages themselves, as each of them has it loaded.
 PROTOCOL = hashlib.sha256(
-    b"".join(Path(module.__file__ or "").read_bytes() for module in (specs, sys.modules[__name__]))
+    b"".join(Path(module.__file__ or "").read_bytes() for module in (specs, jobs, sys.modules[__name__]))
 ).hexdigest()[:16]
 
 

@@ -11,7 +11,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from ..demo import transformer
-from ..specs import DemoJob, ModelSpec, Parallelism
+from ..jobs import DemoJob
+from ..specs import ModelSpec, Parallelism
 from .engine.attach import attach, detach
 from .lanes import spread_rows
 from .models import Model

@@ -13,7 +13,8 @@ from typing import Any
 import diffusers
 import torch
 
-from ..specs import DEMO, ComfySetup, DemoJob, EvaluationJob, Job, Parallelism
+from ..jobs import DemoJob, EvaluationJob, Job
+from ..specs import DEMO, ComfySetup, Parallelism
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
 from ..wire.handshake import KEY

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from ..autoencoders import COMPARED
 from ..errors import Refused
-from ..specs import VAEJob, VAESpec
+from ..jobs import VAEJob
+from ..specs import VAESpec
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
 from ..wire.messages import Convert, Done

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..specs import VAEJob
+from ..jobs import VAEJob
 from .engine.exchange import gather
 from .engine.mesh import Axis
 from .pulse import Pulse

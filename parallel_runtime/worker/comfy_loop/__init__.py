@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ...specs import ComfySetup, EvaluationJob, SamplingJob
+from ...jobs import EvaluationJob, SamplingJob
+from ...specs import ComfySetup
 from ..models import Load
 from ..pulse import Pulse
 from .comfyui import import_comfyui

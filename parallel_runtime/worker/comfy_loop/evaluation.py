@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import Refused
-from ...specs import EvaluationJob
+from ...jobs import EvaluationJob
 from ..lanes import spread_rows
 from ..pulse import Pulse
 from .code import rebuild

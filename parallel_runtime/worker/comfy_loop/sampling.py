@@ -14,7 +14,7 @@ from comfy.nested_tensor import NestedTensor
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
-from ...specs import SamplingJob
+from ...jobs import SamplingJob
 from ..lanes import spread_rows
 from ..pulse import Pulse
 from .branches import Branches
