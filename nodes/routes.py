@@ -20,7 +20,7 @@ from ..parallel_runtime.specs import ParallelRequest
 from .ahead import ANY_HEADS
 from .residence import residence
 from .status import everything
-from .workers import visible_gpus
+from .workers import comfy_setup, visible_gpus
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ async def free(_: web.Request) -> web.Response:
 async def restart(_: web.Request) -> web.Response:
     """End the workers, also under a run, which fails, and start others: /cp/status says how that goes."""
     log.info("[CP] the user restarts the workers")
-    restarted = await _aside(lambda: restart_group(BY_THE_USER))
+    restarted = await _aside(lambda: restart_group(BY_THE_USER, comfy_setup()))
     return web.json_response({"restarted": True}) if restarted else _no("there are no workers to restart")
 
 

@@ -87,13 +87,15 @@ def resting_group() -> Iterator[WorkerGroup | None]:
         _lock.release()
 
 
-def restart_group(reason: str) -> bool:
-    """End the group, also under a run, which fails with `reason`; another like it starts on a thread of its own.
-
-    False where there is no group to restart.
+def restart_group(reason: str, comfy: ComfySetup | None) -> bool:
+    """End the group, also under a run, which fails with `reason`; another like it starts on a thread of its own, also
+    where one did not come up. False where there is none to restart.
     """
-    group = _group
+    group, now = _group, _activity.now
     if group is None:
+        if now.state == "died" and now.placement is not None:
+            start_ahead(now.placement, comfy)
+            return True
         return False
     if not _lock.acquire(timeout=CLOSE_SECONDS):
         group.kill(reason)
