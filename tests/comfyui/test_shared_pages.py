@@ -1,0 +1,57 @@
+"""Workers of one machine share the pages of a model's file: none of them holds a copy of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from .cases import DEGREES
+from .client import Graph
+from .graphs import Job, sampling_graph
+from .latents import apart, latent_of
+from .server import Server
+
+JOB = Job(family="flux_dev", steps=1)
+COPIES = 60  # of one block: a file large beside what a worker holds anyway
+
+
+def write_large(folder: Path, dtype: torch.dtype) -> Path:
+    source = folder / f"{JOB.family}.safetensors"
+    weights = {name: tensor.to(dtype) for name, tensor in load_file(source).items()}
+    block = {name: tensor for name, tensor in weights.items() if name.startswith("single_blocks.0.")}
+    for index in range(2, COPIES):
+        weights |= {name.replace(".0.", f".{index}.", 1): tensor.clone() for name, tensor in block.items()}
+    with safe_open(source, framework="pt") as file:
+        save_file(weights, path := folder / f"large_{str(dtype)[6:]}.safetensors", metadata=file.metadata())
+    return path
+
+
+def private_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
+
+
+def graph_of(file: str, sampler: str) -> Graph:
+    graph = sampling_graph(JOB, sampler, DEGREES["ring_3"] if sampler == "CPSampler" else None)  # type: ignore[arg-type]
+    graph["model"]["inputs"]["unet_name"] = file
+    return graph
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["widened", "as it is"])
+def test_a_worker_holds_less_than_a_tenth_of_the_file_for_itself(server: Server, dtype: torch.dtype) -> None:
+    """ComfyUI computes in float32 here: what the file holds in bfloat16 is widened as it is used."""
+    path = write_large(server.base / "models" / "diffusion_models", dtype)
+    server.client.run(sampling_graph(JOB, "CPSampler", DEGREES["ring_3"]))
+    before = {pid: private_bytes(pid) for pid in server.workers()}
+    got = latent_of(server.client.run(graph_of(path.name, "CPSampler")))
+    after = {pid: private_bytes(pid) for pid in server.workers()}
+    assert after.keys() == before.keys()
+    size = path.stat().st_size
+    grown = {pid: (after[pid] - before[pid]) / size for pid in after}
+    print(f"a file of {size / 2**20:.0f} MiB, private memory of each worker grew by {grown}")
+    assert max(grown.values()) < 0.1
+    assert apart(got, latent_of(server.client.run(graph_of(path.name, "KSampler")))) <= 1e-4

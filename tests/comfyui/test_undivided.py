@@ -1,0 +1,63 @@
+"""A network that no plan knows, here one of convolutions: prompts and the images of a batch are shared out."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from .cases import DEGREES
+from .client import Graph, NodeError
+from .comfy import ComfyInstall
+from .graphs import Job, Parallel, sampling_graph
+from .latents import apart, latent_of
+from .server import Server
+from .test_kin import node
+
+JOB = Job(family="flux_dev", cfg=4.0, batch=3, sampler="dpmpp_2m")
+TEXT = '{"tokens": %d, "dim": 32}'
+BAR = 1e-5  # of the latent's standard deviation
+
+
+@pytest.fixture(scope="module")
+def unet_server(comfy: ComfyInstall, shared_server: Server) -> Server:
+    target = shared_server.base / "models" / "diffusion_models" / "unet.safetensors"
+    script = Path(__file__).with_name("write_unet.py")
+    subprocess.run([comfy.python, script, comfy.root, target], check=True, capture_output=True)
+    return shared_server
+
+
+def picture(parallel: Parallel | None, *, loader: str = "UNETLoader", size: str = "3,4,16,24") -> Graph:
+    graph = sampling_graph(JOB, "CPSampler" if parallel else "KSampler", parallel)
+    graph["model"] = node(loader, unet_name="unet.safetensors")
+    if loader == "UNETLoader":
+        graph["model"]["inputs"]["weight_dtype"] = "default"
+    graph["latent"]["inputs"] |= {"shape": size}
+    for name, tokens in (("positive", 7), ("negative", 12)):
+        graph[name]["inputs"]["spec"] = TEXT % tokens
+    return graph
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [Parallel(cfg_degree=2), Parallel(data_degree=2, cfg_degree=1), Parallel(data_degree=3, cfg_degree=2), Parallel()],
+    ids=["prompts", "images", "both", "auto"],
+)
+def test_it_is_sampled_as_ksampler_does(unet_server: Server, parallel: Parallel) -> None:
+    want = latent_of(unet_server.client.run(picture(None)))
+    assert apart(latent_of(unet_server.client.run(picture(parallel))), want) <= BAR
+    odd = latent_of(unet_server.client.run(picture(None, size="1,4,18,26")))
+    assert apart(latent_of(unet_server.client.run(picture(parallel, size="1,4,18,26"))), odd) <= BAR
+
+
+def test_a_native_sampler_takes_it_from_the_workers(unet_server: Server) -> None:
+    want = latent_of(unet_server.client.run(picture(None)))
+    assert apart(latent_of(unet_server.client.run(picture(None, loader="CPLoadDiffusionModel"))), want) <= BAR
+
+
+@pytest.mark.parametrize("degrees", ["ring_2", "ulysses_2"])
+def test_cutting_its_sequence_is_refused_with_the_way_out(unet_server: Server, degrees: str) -> None:
+    with pytest.raises(NodeError, match=r"UNetModel cannot be cut by sequence.*set both to 0; cfg_degree 2"):
+        unet_server.client.run(picture(replace(DEGREES[degrees], devices="")))
