@@ -13,14 +13,14 @@ from .cases import together
 from .meshes import mesh, parallelism
 from .model_cases import error, output
 from .reference import random_problem
-from .tiny import build, inputs, plan_for
+from .tiny import build, inputs
 
 
 @torch.no_grad()
 def compiled_error(rank: int, world: int, kind: str, degrees: list[int], backend: str) -> list[float]:
     """How far blocks that are a graph each, without a break, are from eager ones; and what is eager again."""
     transformer, made = build(kind), inputs(kind)
-    attach(transformer, mesh(*degrees), parallelism(*degrees), plan_for(kind))
+    attach(transformer, mesh(*degrees), parallelism(*degrees))
     eager = output(transformer, made)
     torch.compiler.reset()
     stacks = [module for module in transformer.children() if isinstance(module, nn.ModuleList)]

@@ -15,7 +15,7 @@ from parallel_runtime.worker.engine.mesh import ContextMesh, build_mesh
 from parallel_runtime.worker.engine.streams import Streams
 
 from ..fake_cuda import NEEDS_CUDA_BUILD, Launches, fake_cuda, fake_group, on_fake_cuda
-from .tiny import build, inputs, plan_for
+from .tiny import build, inputs
 
 pytestmark = NEEDS_CUDA_BUILD
 
@@ -89,7 +89,7 @@ def test_a_transformer_stays_on_the_device(kind: str) -> None:
             network: Any = on_fake_cuda(transformer)
             given = {name: _moved(value) for name, value in made.items()}
             for degrees, mesh in meshes.items():
-                attach(network, mesh, _degrees(degrees), plan_for(kind))
+                attach(network, mesh, _degrees(degrees))
                 with Launches():
                     out = network(**given, return_dict=False)[0]
                 detach(network)
