@@ -9,7 +9,8 @@ from typing import Any, Literal
 from ..errors import ParallelError
 from ..jobs import EvaluationJob, Job
 from ..specs import ModelSpec, Parallelism, Placement
-from ..wire.messages import Beat, Done, Joined, Readings, Step
+from ..wire.messages import Beat, Done, Joined, Step
+from ..wire.readings import Readings
 
 State = Literal["none", "starting", "loading", "sampling", "cancelling", "cancelled", "idle", "died"]
 BUSY: tuple[State, ...] = ("starting", "loading", "sampling", "cancelling")

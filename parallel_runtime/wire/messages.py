@@ -23,6 +23,7 @@ from typing import Any
 from .. import jobs, specs
 from ..errors import ProtocolError
 from ..specs import ComfySetup, ModelSpec, Parallelism, VAESpec
+from .readings import Readings
 
 # What host and worker must agree on: the code of the messages themselves, as each of them has it loaded.
 PROTOCOL = hashlib.sha256(
@@ -101,26 +102,6 @@ class Ready:
     token: str
     protocol: str
     versions: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Holding:
-    """What a rank has of one model, in bytes: on its device, and elsewhere, to be fetched when it is needed."""
-
-    model: str
-    resident: int
-    fetched: int = 0
-
-
-@dataclass(frozen=True)
-class Readings:
-    """What a rank says of itself. `used_bytes` of its device are taken, by whomever; on the CPU by this process.
-    Seconds are those of the last step, 0 before there was one."""
-
-    used_bytes: int
-    total_bytes: int
-    weights: tuple[Holding, ...] = ()
-    step_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..wire.messages import Holding, Readings
+from ..wire.readings import Holding, Readings
 from .link import free_bytes
 from .models import Model
 

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from ..networks import Network
 from ..specs import ModelSpec, Parallelism, SourceFile
 from .engine.divide import divide, undivide
 from .engine.mesh import ContextMesh, build_mesh
+from .engine.overriding import by_backend
 from .lanes import Lanes
 from .ranks import machine, machines
 from .spread import check_same_file
@@ -57,6 +59,14 @@ class Model:
             return None
         assert self.plan is not None
         return StepCache(self.network, self.plan.plan, self.mesh, threshold)
+
+    @property
+    def attention(self) -> Callable[..., Any] | None:
+        """ComfyUI's `optimized_attention_override` where a kernel was chosen and this rank holds whole sequences."""
+        if self.parallelism is None or self.mesh.context.size > 1 or self.parallelism.attention_backend == "auto":
+            return None
+        attend = by_backend(self.parallelism.attention_backend)
+        return lambda _, *args, **kwargs: attend(*args, **kwargs)
 
     def cut(self, mesh: ContextMesh, parallelism: Parallelism) -> None:
         """Every later forward runs over the context ranks of `mesh`."""

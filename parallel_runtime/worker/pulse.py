@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..wire.bundles import write_bundle
 from ..wire.channel import Channel
-from ..wire.messages import Beat, Cancel, Readings, Step
+from ..wire.messages import Beat, Cancel, Step
+from ..wire.readings import Readings
 from .preview import Previews
 from .ranks import agree, everybodys, rank
 

@@ -25,7 +25,6 @@ from ..wire.messages import (
     Done,
     Failed,
     Joined,
-    Readings,
     Ready,
     Room,
     Sample,
@@ -34,6 +33,7 @@ from ..wire.messages import (
     UnloadVAE,
     Welcome,
 )
+from ..wire.readings import Readings
 from ..wire.stream import Stream
 from . import demo_loop, link
 from .agent import AGENT_PID

@@ -46,9 +46,9 @@ def test_a_worker_holds_less_than_a_tenth_of_the_file_for_itself(server: Server,
     """ComfyUI computes in float32 here: what the file holds in bfloat16 is widened as it is used."""
     path = write_large(server.base / "models" / "diffusion_models", dtype)
     server.client.run(sampling_graph(JOB, "CPSampler", DEGREES["ring_3"]))
-    before = {pid: private_bytes(pid) for pid in server.workers()}
+    before = {process.pid: private_bytes(process.pid) for process in server.workers().values()}
     got = latent_of(server.client.run(graph_of(path.name, "CPSampler")))
-    after = {pid: private_bytes(pid) for pid in server.workers()}
+    after = {process.pid: private_bytes(process.pid) for process in server.workers().values()}
     assert after.keys() == before.keys()
     size = path.stat().st_size
     grown = {pid: (after[pid] - before[pid]) / size for pid in after}

@@ -43,7 +43,9 @@ class Evaluations:
         if model.spec.compute_dtype:  # a cp_config may ask for another than ComfyUI's process computes in
             arguments = _cast(arguments, getattr(torch, model.spec.compute_dtype))
         if job.options is not None:
-            arguments["transformer_options"] = moved(rebuild(job.options), device)
+            options = arguments["transformer_options"] = moved(rebuild(job.options), device)
+            if model.attention is not None:
+                options.setdefault("optimized_attention_override", model.attention)
         if job.method != "forward":
             return {"out": getattr(model.network, job.method)(**arguments)}
         x = next(iter(job.each.values()))

@@ -88,6 +88,8 @@ def _patcher(model: ComfyModel, job: SamplingJob, pulse: Pulse) -> ModelPatcher:
     patcher.add_object_patch("model_sampling", rebuild_sampling(job.model_sampling))
     for key, value in rebuild(job.model_options).items():
         patcher.model_options[key] = value
+    if model.attention is not None:
+        patcher.model_options["transformer_options"].setdefault("optimized_attention_override", model.attention)
     for kind, key, functions in job.wrappers:
         for function in rebuild(functions):
             patcher.add_wrapper_with_key(kind, key, function)

@@ -1,0 +1,25 @@
+"""What a rank says of itself beside its work: memory, the weights that it holds, the time of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a rank has of one model, in bytes: on its device, and elsewhere, to be fetched when it is needed."""
+
+    model: str
+    resident: int
+    fetched: int = 0
+
+
+@dataclass(frozen=True)
+class Readings:
+    """What a rank says of itself. `used_bytes` of its device are taken, by whomever; on the CPU by this process.
+    Seconds are those of the last step, 0 before there was one."""
+
+    used_bytes: int
+    total_bytes: int
+    weights: tuple[Holding, ...] = ()
+    step_seconds: float = 0.0
