@@ -31,7 +31,7 @@ class CPVAE(io.ComfyNode):
                     tooltip="Which workers. Unconnected: the ones that a CP sampler has started, else every GPU.",
                 ),
             ],
-            outputs=[io.Vae.Output(tooltip="Decodes and encodes on the workers; every node that takes a VAE takes it.")],
+            outputs=[io.Vae.Output(tooltip="For every node that takes a VAE.")],
         )
 
     @classmethod
