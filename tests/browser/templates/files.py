@@ -12,7 +12,7 @@ HUNYUAN = "Comfy-Org/HunyuanVideo_1.5_repackaged:split_files"
 
 
 def _file(folder: str, source: str) -> File:
-    return File(name=source.rpartition("/")[2], folder=folder, source=source)
+    return File(name=source.replace(":", "/").rpartition("/")[2], folder=folder, source=source)
 
 
 def _below(start: str, folder: str, name: str) -> File:
