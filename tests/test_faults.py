@@ -43,7 +43,7 @@ DEEDS = {
     "SIGSTOP": r"rank {rank} has not been heard of for \d+ s",
     "abort": r"rank {rank} was killed by SIGABRT",
     "exit": r"rank {rank} exited with code 3",
-    "raise": r"rank {rank} failed: RuntimeError: sabotage \(sitecustomize.py",
+    "raise": r"rank {rank} failed: RuntimeError: sabotage \(sabotage.py",
 }
 DEALT = [("load", "raise"), ("step", "exit"), ("gather", "abort"), ("reply", "SIGSTOP")]
 FAULTS = list(itertools.product(PLACES, DEEDS)) if os.environ.get("CP_TEST_SWEEP") else DEALT
