@@ -50,7 +50,6 @@ _prompts: weakref.WeakKeyDictionary[WorkerGroup, Prompts] = weakref.WeakKeyDicti
 class _Run:
     """From ComfyUI's `pre_run` to its `cleanup`: what is sampled with, and whether the workers have been asked."""
 
-    model: ModelPatcher
     source: Source
     claimed: WorkerGroup | None = None
 
@@ -75,7 +74,7 @@ class RemoteEvaluation:
                 "in ComfyUI's process; remove them, or sample with KSampler"
             )
         check_sizes(model)
-        self._run = _Run(model, describe_model(model, self._request.dtype))
+        self._run = _Run(describe_model(model, self._request.dtype))
 
     def __call__(self, method: str, arguments: dict[str, Any]) -> Any:
         """What ComfyUI's network would give, where its first argument is and in its dtype. Raises Refused."""

@@ -42,8 +42,7 @@ class Mapped(ModelPatcher):
         for module in self.model.modules():
             for name in _uncast(module):
                 if not _casts_as_it_computes(module, name):
-                    parameter = module._parameters[name]
-                    _set(module, name, parameter.data.to(getattr(module, f"{name}_comfy_model_dtype")))
+                    _cast(module, name)
 
     def patch_weight_to_device(self, key: str, *args: Any, **kwargs: Any) -> Any:
         """A weight that patches change has the dtype that ComfyUI would have merged them into."""
@@ -51,7 +50,7 @@ class Mapped(ModelPatcher):
             path, _, name = key.rpartition(".")
             module = self.model.get_submodule(path)
             if name in _uncast(module):
-                _set(module, name, module._parameters[name].data.to(getattr(module, f"{name}_comfy_model_dtype")))
+                _cast(module, name)
         return super().patch_weight_to_device(key, *args, **kwargs)
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
@@ -68,11 +67,9 @@ def load_mapped(kind: type[Kind], load: Callable[..., Any], arguments: Sequence[
 
     Formats that a loader holds in wrappers of its own (quantised, GGUF) stay as it made them.
     """
-    before = comfy.model_patcher.CoreModelPatcher
     with _assigned(kind):
         made = load(*arguments)
     patcher: Kind = made if index is None else made[index]
-    assert comfy.model_patcher.CoreModelPatcher is before
     patcher.own = {name: parameter.data for name, parameter in patcher.model.named_parameters()}
     return patcher
 
@@ -109,5 +106,7 @@ def _casts_as_it_computes(module: Any, name: str) -> bool:
     return True
 
 
-def _set(module: torch.nn.Module, name: str, value: Tensor) -> None:
+def _cast(module: Any, name: str) -> None:
+    """To the dtype that ComfyUI's loader would have copied it into."""
+    value = module._parameters[name].data.to(getattr(module, f"{name}_comfy_model_dtype"))
     module._parameters[name] = torch.nn.Parameter(value, requires_grad=False)
