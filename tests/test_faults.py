@@ -155,13 +155,13 @@ def test_a_worker_out_of_memory_says_what_it_held_and_what_to_change(doomed, flu
     pid = workers_of(doomed)[1]
     used = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
     resource.prlimit(pid, resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
-    with pytest.raises(WorkerFailed, match=r"rank 1 .*out of memory on cpu.* held flux .* GiB of weights.*smaller"):
+    with pytest.raises(WorkerFailed, match=r"rank 1 .*out of memory on cpu.* held FluxTransformer2DModel .* GiB of weights.*smaller"):
         doomed.sample(flux, ULYSSES, flux_job(size=(256, 256)))
 
 
 def test_a_checkpoint_that_changed_on_disk_is_not_sampled_with(doomed, tmp_path):
     spec = spec_of(write(tmp_path, "flux_schnell"))
-    os.utime(spec.path, ns=(0, 0))
+    os.utime(spec.files[0].path, ns=(0, 0))
     with pytest.raises(WorkerFailed, match="changed on disk"):
         doomed.sample(spec, ULYSSES, flux_job())
 
@@ -185,7 +185,7 @@ def test_the_host_being_killed_leaves_no_process(flux, tmp_path, torchrun):
         "from parallel_runtime.host.group import WorkerGroup\n"
         "parallelism = Parallelism(ulysses_degree=2)\n"
         "group = WorkerGroup(on_cpu(parallelism))\n"
-        f"group.sample(spec_of({flux.path!r}), parallelism, flux_job(steps=100000),\n"
+        f"group.sample(spec_of({flux.files[0].path!r}), parallelism, flux_job(steps=100000),\n"
         "    on_step=lambda step, *_: print(*workers_of(group), flush=True) if step == 2 else None)\n"
     )
     (scratch := tmp_path / "scratch").mkdir()
