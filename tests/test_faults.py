@@ -155,7 +155,9 @@ def test_a_worker_out_of_memory_says_what_it_held_and_what_to_change(doomed, flu
     pid = workers_of(doomed)[1]
     used = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
     resource.prlimit(pid, resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
-    with pytest.raises(WorkerFailed, match=r"rank 1 .*out of memory on cpu.* held FluxTransformer2DModel .* GiB of weights.*smaller"):
+    with pytest.raises(
+        WorkerFailed, match=r"rank 1 .*out of memory on cpu.* held FluxTransformer2DModel .* GiB of weights.*smaller"
+    ):
         doomed.sample(flux, ULYSSES, flux_job(size=(256, 256)))
 
 

@@ -47,6 +47,7 @@ def build(path: str, **config: Any) -> nn.Module:
     network: nn.Module = kind(
         **config, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init
     ).eval()
+    network.unet_config = config  # type: ignore[assignment]  # what a file of it says of itself
     seed(7)
     buffers = [(name, buffer) for name, buffer in network.named_buffers() if name == "pos_embed"]
     for name, tensor in [*network.named_parameters(), *buffers]:
@@ -168,10 +169,10 @@ def hidream() -> nn.Module:
     )  # fmt: skip
 
 
-def kandinsky5() -> nn.Module:
+def kandinsky5(visual_embed_dim: int = 64) -> nn.Module:
     return build(
         "kandinsky5.model:Kandinsky5", in_text_dim=96, in_text_dim2=64, time_dim=64, model_dim=192, ff_dim=256,
-        visual_embed_dim=64, num_visual_blocks=2, axes_dims=(16, 24, 24),
+        visual_embed_dim=visual_embed_dim, num_visual_blocks=2, axes_dims=(16, 24, 24),
     )  # fmt: skip
 
 

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import comfy.clip_vision
+import comfy.nested_tensor
 import folder_paths
 import safetensors.torch
 import torch
@@ -17,7 +19,8 @@ CATEGORY = "cp test"
 
 
 class Conditioning(io.ComfyNode):
-    """`spec`: tokens, dim and optionally pooled (its width), guidance, mask_valid (the first n tokens count)."""
+    """`spec`: tokens, dim and optionally pooled (its width), guidance, mask_valid (the first n tokens count), tensors
+    (name to a shape, or to a list of shapes), seen (the shape of what CLIP vision saw) and values (name to value)."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -35,8 +38,8 @@ class Conditioning(io.ComfyNode):
 
 
 class Latent(io.ComfyNode):
-    """Zeros (seed -1), NaN (seed -2) or seeded randn; `masked` adds a noise_mask that keeps the left part; a new
-    `nonce` makes ComfyUI sample again what it has cached."""
+    """Zeros (seed -1), NaN (seed -2) or seeded randn, of one shape or of several parts ("1,2;3,4"); `masked` adds a
+    noise_mask that keeps the left part; a new `nonce` makes ComfyUI sample again what it has cached."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -55,15 +58,11 @@ class Latent(io.ComfyNode):
 
     @classmethod
     def execute(cls, shape: str, seed: int, masked: bool, nonce: int) -> io.NodeOutput:
-        sizes = [int(size) for size in shape.split(",")]
-        if seed >= 0:
-            samples = torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
-        else:
-            samples = torch.full(sizes, 0.0 if seed == -1 else math.nan)
-        latent: dict[str, torch.Tensor] = {"samples": samples}
+        parts = [_filled([int(size) for size in part.split(",")], seed) for part in shape.split(";")]
+        latent: dict[str, Any] = {"samples": comfy.nested_tensor.NestedTensor(parts) if len(parts) > 1 else parts[0]}
         if masked:
-            latent["noise_mask"] = torch.ones(1, 1, *sizes[-2:])
-            latent["noise_mask"][..., : sizes[-1] // 3] = 0
+            latent["noise_mask"] = torch.ones(1, 1, *parts[0].shape[-2:])
+            latent["noise_mask"][..., : parts[0].shape[-1] // 3] = 0
         return io.NodeOutput(latent)
 
 
@@ -98,10 +97,19 @@ class SaveLatent(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, samples: dict[str, torch.Tensor], name: str) -> io.NodeOutput:
+    def execute(cls, samples: dict[str, Any], name: str) -> io.NodeOutput:
         path = Path(folder_paths.get_output_directory()) / f"{name}.safetensors"
-        safetensors.torch.save_file({"samples": samples["samples"].contiguous().cpu()}, path)
+        latent = samples["samples"]
+        if latent.is_nested:
+            latent = torch.cat([part.flatten() for part in latent.unbind()])
+        safetensors.torch.save_file({"samples": latent.contiguous().cpu()}, path)
         return io.NodeOutput(ui={"cp_test": [{"path": str(path), "keys": sorted(samples)}]})
+
+
+def _filled(sizes: list[int], seed: int) -> torch.Tensor:
+    if seed >= 0:
+        return torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
+    return torch.full(sizes, 0.0 if seed == -1 else math.nan)
 
 
 def _conditioning(spec: dict[str, Any], dice: torch.Generator) -> list[list[Any]]:
@@ -113,4 +121,15 @@ def _conditioning(spec: dict[str, Any], dice: torch.Generator) -> list[list[Any]
         options["guidance"] = float(spec["guidance"])
     if "mask_valid" in spec:
         options["attention_mask"] = (torch.arange(spec["tokens"]) < spec["mask_valid"]).long()[None]
-    return [[text, options]]
+    for name, shape in spec.get("tensors", {}).items():
+        options[name] = _drawn(shape, dice)
+    if "seen" in spec:
+        seen = options["clip_vision_output"] = comfy.clip_vision.Output()
+        seen["penultimate_hidden_states"] = seen["last_hidden_state"] = _drawn(spec["seen"], dice)
+    return [[text, options | spec.get("values", {})]]
+
+
+def _drawn(shape: list[Any], dice: torch.Generator) -> Any:
+    if isinstance(shape[0], list):
+        return [_drawn(one, dice) for one in shape]
+    return torch.randn(shape, generator=dice)

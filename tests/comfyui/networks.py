@@ -1,0 +1,136 @@
+"""Networks in files: a tiny one of each class of ComfyUI's that has a plan, with the conditioning its users give it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from ..networks import tiny
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """`model` is the class of comfy.supported_models; `latent` are the sides after the batch, of each part."""
+
+    build: Any
+    model: str
+    latent: tuple[tuple[int, ...], ...]
+    dim: int = 96
+    tokens: int = 7
+    batch: int = 2
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> str:
+        return ";".join(",".join(map(str, (self.batch, *sides))) for sides in self.latent)
+
+    def spec(self, tokens: int) -> dict[str, Any]:
+        return {"tokens": tokens, "dim": self.dim, **self.more}
+
+
+IMAGE, FRAMES, FLUX2_SIZE = (16, 17, 23), (16, 3, 9, 14), (128, 9, 13)
+POOLED, ALL_VALID = {"pooled": 64}, {"mask_valid": 99}
+
+
+def tensors(**shapes: Any) -> dict[str, Any]:
+    return {"tensors": shapes}
+
+
+def references(*shapes: tuple[int, ...], method: str = "") -> dict[str, Any]:
+    return tensors(reference_latents=shapes) | ({"values": {"reference_latents_method": method}} if method else {})
+
+
+def flux(model: str = "Flux", channels: int = 16, **more: Any) -> Network:
+    build = partial(tiny.flux, in_channels=channels, guidance_embed=model != "FluxSchnell")
+    return Network(build=build, model=model, latent=(IMAGE,), more=POOLED | more)
+
+
+def flux2(**more: Any) -> Network:
+    return Network(build=tiny.flux2, model="Flux2", latent=(FLUX2_SIZE,), tokens=512, more=more)
+
+
+def wan(
+    model: str, *, kind: str = "WanModel", sides: tuple[int, ...] = FRAMES, conditions: Any = None, **config: Any
+) -> Network:
+    return Network(build=partial(tiny.wan, kind, **config), model=model, latent=(sides,), more=conditions or {})
+
+
+def qwen(**more: Any) -> Network:
+    return Network(build=tiny.qwen, model="QwenImage", latent=((16, 1, 17, 23),), more=more)
+
+
+def hunyuan(model: str, sides: tuple[int, ...], more: dict[str, Any], batch: int = 2, **config: Any) -> Network:
+    return Network(build=partial(tiny.hunyuan, **config), model=model, latent=(sides,), more=more, batch=batch)
+
+
+SEEN = {"seen": (1, 257, 1280)}
+NETWORKS: dict[str, Network] = {
+    "flux_fill": flux("FluxInpaint", 96, **tensors(concat_latent_image=(1, 16, 17, 23))),
+    "flux_depth": flux("Flux", 32, **tensors(concat_latent_image=(1, 16, 17, 23))),
+    "flux_kontext": flux(**references((1, 16, 11, 13), (1, 16, 8, 6))),
+    "flux_uso": flux(**references((1, 16, 11, 13), (1, 16, 8, 6), method="uxo")),
+    "flux_redux": flux(**tensors(attention_mask=(1, 7 + 108, 7 + 108))),
+    "flux2": flux2(),
+    "flux2_references": flux2(**references((1, 128, 5, 6))),
+    "chroma": Network(build=tiny.chroma, model="Chroma", latent=(IMAGE,)),
+    "wan_i2v": wan(
+        "WAN21_I2V", model_type="i2v", in_dim=36, conditions=SEEN | tensors(concat_latent_image=(1, 16, *FRAMES[1:]))
+    ),
+    "wan_first_and_last_frame": wan(
+        "WAN21_I2V", model_type="i2v", in_dim=36, flf_pos_embed_token_number=514,
+        conditions={"seen": (1, 514, 1280)} | tensors(concat_latent_image=(1, 16, *FRAMES[1:])),
+    ),
+    "wan_5b": wan("WAN22_T2V", in_dim=48, out_dim=48, sides=(48, 3, 9, 14)),
+    "wan_vace": wan(
+        "WAN21_Vace", kind="VaceWanModel", vace_layers=2, vace_in_dim=96, num_layers=4, sides=(16, 3, 10, 14),
+        conditions=tensors(vace_frames=[(1, 32, 3, 10, 14), (1, 32, 3, 10, 14)], vace_mask=[(1, 64, 3, 10, 14)] * 2)
+        | {"values": {"vace_strength": [1.0, 0.7]}},
+    ),
+    "wan_camera": wan(
+        "WAN21_Camera", kind="CameraWanModel", model_type="camera", in_dim=32, sides=(16, 3, 10, 14),
+        conditions=SEEN | tensors(camera_conditions=(1, 24, 3, 80, 112), concat_latent_image=(1, 16, 3, 10, 14)),
+    ),
+    "wan_fun_control": wan(
+        "WAN21_FunControl2V", model_type="i2v", in_dim=48, in_dim_ref_conv=16, sides=(16, 3, 10, 14),
+        conditions=SEEN | tensors(concat_latent_image=(1, 32, 3, 10, 14), reference_latents=[(1, 16, 1, 10, 14)]),
+    ),
+    "wan_phantom": wan("WAN21_T2V", conditions=tensors(time_dim_concat=(1, 16, 2, 9, 14))),
+    "qwen_edit": qwen(**references((1, 16, 1, 11, 13))),
+    "qwen_edit_2511": qwen(**references((1, 16, 1, 11, 13), (1, 16, 1, 8, 6), method="index_timestep_zero")),
+    "z_image": Network(build=partial(tiny.lumina, True), model="ZImage", latent=(IMAGE,)),
+    "lumina2": Network(build=partial(tiny.lumina, False), model="Lumina2", latent=(IMAGE,), more={"mask_valid": 5}),
+    "sd35_large": Network(build=tiny.sd3, model="SD3", latent=(IMAGE,), more=POOLED),
+    "sd35_medium": Network(build=partial(tiny.sd3, True), model="SD3", latent=(IMAGE,), more=POOLED),
+    "hunyuan_i2v": hunyuan(
+        "HunyuanVideo", (16, 3, 6, 10), POOLED | {"mask_valid": 5} | tensors(ref_latent=(1, 16, 1, 6, 10)), batch=1
+    ),
+    "hunyuan_15": hunyuan(
+        "HunyuanVideo15", (32, 3, 5, 7), POOLED | {"seen": (1, 12, 48)} | tensors(
+            conditioning_byt5small=(1, 9, 1472), concat_latent_image=(1, 32, 3, 5, 7)),
+        **tiny.HUNYUAN_15 | dict(in_channels=65, out_channels=32),
+    ),
+    "ltxv": Network(build=tiny.ltxv, model="LTXV", latent=((128, 3, 3, 5),), more={"mask_valid": 5}),
+    "ltx2": Network(build=tiny.ltxav, model="LTXAV", latent=((128, 3, 3, 5), (8, 11, 16)), dim=192),
+    "hidream": Network(
+        build=tiny.hidream, model="HiDream", latent=(IMAGE,), more=POOLED | tensors(conditioning_llama3=(1, 3, 11, 80))
+    ),
+    "cosmos_predict2": Network(build=tiny.cosmos, model="CosmosT2IPredict2", latent=((16, 1, 17, 23),)),
+    "anima": Network(build=tiny.anima, model="Anima", latent=((16, 1, 17, 23),), dim=1024),
+    "kandinsky5": Network(
+        build=partial(tiny.kandinsky5, 132), model="Kandinsky5", latent=((16, 3, 10, 14),), more=POOLED
+    ),
+    "omnigen2": Network(
+        build=tiny.omnigen2, model="Omnigen2", latent=(IMAGE,), more=ALL_VALID | references((1, 16, 8, 11))
+    ),
+    "boogu": Network(
+        build=tiny.boogu, model="Boogu", latent=(IMAGE,), more=ALL_VALID | references((1, 16, 8, 11))
+    ),
+    "ernie_image": Network(build=tiny.ernie_image, model="ErnieImage", latent=(FLUX2_SIZE,)),
+    "krea2": Network(build=tiny.krea2, model="Krea2", latent=((16, 1, 17, 23),), dim=192),
+    "joyimage": Network(
+        build=tiny.joyimage, model="JoyImage", latent=((16, 1, 17, 23),), more=references((1, 16, 1, 8, 11))
+    ),
+    "cogvideox": Network(build=tiny.cogvideox, model="CogVideoX_T2V", latent=(FRAMES,)),
+    "lens": Network(build=tiny.lens, model="Lens", latent=(FLUX2_SIZE,), dim=192, tokens=24, more={"mask_valid": 11}),
+}  # fmt: skip

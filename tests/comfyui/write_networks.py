@@ -1,0 +1,26 @@
+"""Writes every network of networks.py: `python -m tests.comfyui.write_networks FOLDER`, in ComfyUI's python."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from ..networks.tiny import start_comfyui
+
+
+def main(folder: str) -> None:
+    start_comfyui()
+    from .networks import NETWORKS
+
+    for name, network in NETWORKS.items():
+        built = network.build()
+        tiny = {"model": network.model, "final": built.unet_config}
+        weights = {key: tensor.contiguous() for key, tensor in built.state_dict().items()}
+        save_file(weights, Path(folder) / f"{name}.safetensors", metadata={"cp_tiny": json.dumps(tiny)})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
