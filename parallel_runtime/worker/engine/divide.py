@@ -20,6 +20,7 @@ from .hooking import hook
 from .mesh import ContextMesh
 from .naming import Naming
 from .overriding import Overriding
+from .scales import agree_on_scales
 from .sites import Block, blocks_of
 from .streams import Streams
 
@@ -67,6 +68,7 @@ class _Division:
         self._keep(network.register_forward_pre_hook(self._begin, with_kwargs=True))
         for block in blocks:
             self._hook(block)
+        self._handles += agree_on_scales(network, mesh.context)
         self._keep(network.register_forward_hook(self._end, always_call=True))
         self._naming.apply()
 

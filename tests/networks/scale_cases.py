@@ -1,0 +1,52 @@
+"""A FLUX whose layers multiply in nvfp4, with one token louder than all others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ..comfyui.write_formats import quantised
+from .cases import copied, divided_forward, error, forward
+from .tiny import FLUX, flux, seed
+from .zoo import flux as inputs_of_flux
+
+
+def parity(rank: int, world: int, ring: int, ulysses: int, smooth: bool) -> dict[str, float]:
+    """How far the divided network is from the plain one, and that from one that multiplies in full precision."""
+    from comfy.ldm.flux.model import Flux
+
+    weights = quantised(flux().state_dict(), "nvfp4", {}, {})
+    if smooth:
+        weights["single_blocks.0.linear1.pre_quant_scale"] = torch.linspace(0.5, 2, FLUX["hidden_size"])  # type: ignore[call-overload]
+    network, exact = (
+        Flux(**FLUX, dtype=torch.float32, device="cpu", operations=operations(full)) for full in (False, True)
+    )
+    for each in (network, exact):
+        each.load_state_dict(copied(weights))
+        each.eval()
+    seed(11)
+    inputs = inputs_of_flux()
+    inputs["x"][:, :, -1, -1] *= 30
+    plain = forward(network, inputs)
+    return {
+        "error": error(divided_forward(network, inputs, ring, ulysses), plain),
+        "rounded": error(forward(exact, inputs), plain),
+        "left": float(any("input_scale" in vars(layer) for layer in network.modules())),
+    }
+
+
+def operations(full_precision: bool) -> Any:
+    """ComfyUI's, for a CPU, which cannot multiply codes: input is quantised as ever, what they mean is multiplied."""
+    import comfy.ops
+
+    theirs = comfy.ops.mixed_precision_ops({}, torch.float32, full_precision)
+
+    class Operations(theirs):  # type: ignore[misc,valid-type]
+        class Linear(theirs.Linear):  # type: ignore[misc,name-defined]
+            def _forward(self, given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+                return linear(*(getattr(x, "dequantize", lambda x=x: x)() for x in (given, weight)), bias)
+
+    return Operations

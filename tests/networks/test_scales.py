@@ -1,0 +1,16 @@
+"""Layers that quantise their input by the largest of all tokens do so too when a rank holds some of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from ..engine.conftest import Groups
+
+
+@pytest.mark.parametrize(("ring", "ulysses", "smooth"), [(3, 1, False), (1, 2, True)])
+def test_nvfp4_does_not_depend_on_the_cut(networks: Groups, ring: int, ulysses: int, smooth: bool) -> None:
+    case = dict(ring=ring, ulysses=ulysses, smooth=smooth)
+    for answer in networks(ring * ulysses).run("tests.networks.scale_cases:parity", **case):
+        assert answer["rounded"] > 1e-2, "nothing was multiplied in nvfp4"
+        assert answer["error"] <= 5e-3
+        assert not answer["left"]
