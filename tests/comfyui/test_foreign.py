@@ -103,6 +103,7 @@ PICTURES: dict[str, Picture] = {
     "sampler of a pack": with_the_sampler("CPTestForeignSampler"),
     "ControlNet": lambda parallel: with_control_net(plain(FLUX, parallel)),
     "ControlNet on an odd size": lambda parallel: with_control_net(plain(replace(FLUX, size=(9, 13)), parallel)),
+    "ControlNet with a network": on_the_positive("CPTestRealControl", model=link("model")),
     "reference image": on_the_positive("ReferenceLatent", latent=link("latent")),
     "scheduled LoRA": hooked,
     "PAG": on_the_model("PerturbedAttentionGuidance", scale=3.0),

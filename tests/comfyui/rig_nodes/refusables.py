@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import comfy.controlnet
+import comfy.model_management
+import comfy.ops
 import torch
+from comfy.ldm.flux.controlnet import ControlNetFlux
 from comfy.model_patcher import ModelPatcher
 from comfy_api.latest import io
 
@@ -49,6 +52,33 @@ class Control(io.ComfyNode):
     @classmethod
     def execute(cls, conditioning: list[list[Any]]) -> io.NodeOutput:
         control = Residuals()
+        added = {"control": control, "control_apply_to_uncond": True}
+        return io.NodeOutput([[text, {**options, **added}] for text, options in conditioning])
+
+
+class RealControl(io.ComfyNode):
+    """CONDITIONING with ComfyUI's own ControlNet of FLUX (XLabs' kind, which takes pixels) in it, of random weights."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPTestRealControl",
+            category=CATEGORY,
+            is_dev_only=True,
+            inputs=[io.Conditioning.Input("conditioning"), io.Model.Input("model")],
+            outputs=[io.Conditioning.Output()],
+        )
+
+    @classmethod
+    def execute(cls, conditioning: list[list[Any]], model: ModelPatcher) -> io.NodeOutput:
+        dice = torch.Generator().manual_seed(9)
+        config = {key: value for key, value in model.model.model_config.unet_config.items() if key != "dtype"}
+        network = ControlNetFlux(**config, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init)
+        for weight in network.parameters():
+            weight.data = torch.randn(weight.shape, generator=dice) * 0.1
+        control = comfy.controlnet.ControlNet(
+            network, load_device=comfy.model_management.get_torch_device(), extra_conds=["y", "guidance"]
+        ).set_cond_hint(torch.rand(1, 3, 128, 192, generator=dice), 0.7, (0.0, 0.8))
         added = {"control": control, "control_apply_to_uncond": True}
         return io.NodeOutput([[text, {**options, **added}] for text, options in conditioning])
 
