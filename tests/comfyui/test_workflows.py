@@ -20,12 +20,18 @@ def workflow(request: pytest.FixtureRequest) -> dict[str, Any]:
     return json.loads(Path(request.param).read_text())
 
 
+@pytest.fixture(scope="module")
+def info(shared_server: Server) -> dict[str, Any]:
+    """Every node as ComfyUI describes it."""
+    return shared_server.client.get("/object_info")
+
+
 def test_there_are_example_workflows() -> None:
     assert WORKFLOWS
 
 
-def test_its_nodes_exist(server: Server, workflow: dict[str, Any]) -> None:
-    known = {*server.client.get("/object_info"), *DRAWN_BY_THE_FRONTEND, *_subgraphs(workflow)}
+def test_its_nodes_exist(info: dict[str, Any], workflow: dict[str, Any]) -> None:
+    known = {*info, *DRAWN_BY_THE_FRONTEND, *_subgraphs(workflow)}
     inner = [node for graph in _subgraphs(workflow).values() for node in graph["nodes"]]
     assert {node["type"] for node in [*workflow["nodes"], *inner]} <= known
 
@@ -43,8 +49,7 @@ def test_its_links_join_sockets_that_know_of_them(workflow: dict[str, Any]) -> N
     assert used == known
 
 
-def test_the_sockets_of_our_nodes_are_those_they_declare(server: Server, workflow: dict[str, Any]) -> None:
-    info = server.client.get("/object_info")
+def test_the_sockets_of_our_nodes_are_those_they_declare(info: dict[str, Any], workflow: dict[str, Any]) -> None:
     for node in workflow["nodes"]:
         if node["type"].startswith("CP"):
             inputs = _inputs(info[node["type"]])
@@ -52,8 +57,7 @@ def test_the_sockets_of_our_nodes_are_those_they_declare(server: Server, workflo
             assert [socket["type"] for socket in node.get("outputs", ())] == info[node["type"]]["output"]
 
 
-def test_the_widgets_of_our_nodes_fit(server: Server, workflow: dict[str, Any]) -> None:
-    info = server.client.get("/object_info")
+def test_the_widgets_of_our_nodes_fit(info: dict[str, Any], workflow: dict[str, Any]) -> None:
     for node in workflow["nodes"]:
         if node["type"].startswith("CP"):
             widgets = _widgets(info[node["type"]])
