@@ -33,7 +33,7 @@ def allocate_kept(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 class Clock:
-    """How long this process has stood still for transfers since it started. Those of NCCL wait on the device, unseen."""
+    """How long this process has stood still for transfers. Those of NCCL wait on the device, where nobody sees it."""
 
     def __init__(self) -> None:
         self.seconds: float | None = None
