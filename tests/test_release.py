@@ -1,4 +1,4 @@
-"""What the Comfy Registry wants of this repository, and that nothing is published while some of it is missing."""
+"""What the Comfy Registry and the people there want of this repository, and that nothing is published without it."""
 
 from __future__ import annotations
 
@@ -79,3 +79,12 @@ def test_the_forms_for_issues_ask_for_diagnostics():
     assert FORMS
     for form in FORMS:
         assert "Copy diagnostics" in form.read_text(), form.name
+
+
+def test_every_symptom_has_a_page_and_every_page_is_found():
+    readme = (ROOT / "README.md").read_text()
+    linked = set(re.findall(r"\(docs/troubleshooting/([\w-]+\.md)\)", readme))
+    assert linked == {path.name for path in (ROOT / "docs" / "troubleshooting").glob("*.md")}
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / "troubleshooting").glob("*.md")]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text()):
+            assert (path.parent / target).exists(), (path.name, target)
