@@ -8,9 +8,9 @@ import pytest
 
 from ..comfyui.comfy import OUR_ROOT
 from ..comfyui.server import Server
+from .graphs import wait_until_drawn
 
 DOCS = OUR_ROOT / "web" / "docs"
-DRAW_MILLISECONDS = 1000
 PACK = "custom_nodes.context-parallel-sampler"
 
 PUT = """() => {
@@ -67,7 +67,7 @@ def test_nodes_speak_the_users_language(page: Any) -> None:
 
 def test_comfyui_shows_the_page(page: Any) -> None:
     title = page.evaluate(PUT)
-    page.wait_for_timeout(DRAW_MILLISECONDS)
+    wait_until_drawn(page)
     page.mouse.click(*title)
     page.get_by_test_id("info-button").click()
-    page.get_by_role("heading", name="What auto chooses").wait_for(timeout=10_000)
+    page.get_by_role("heading", name="What auto chooses").wait_for()

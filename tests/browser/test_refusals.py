@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .graphs import put_sampler
+from .graphs import TEXT, put_sampler
 from .renderers import BOTH
 
 SELECTED = "() => [...app.canvas.selectedItems].map(node => node.type)"
@@ -17,6 +17,7 @@ CONFIG = """() => {
     for (const widget of config.widgets) if (widget.name in values) widget.value = values[widget.name];
     config.connect(0, sampler, sampler.findInputSlot('cp_config'));
 }"""
+PROMPT = "text => { app.graph.nodes.find(one => one.type === 'CPTestConditioning').widgets[0].value = text }"
 IN_SIGHT = """kind => {
     const { pos, size } = app.graph.nodes.find(node => node.type === kind);
     const [x, y, wide, high] = app.canvas.ds.visible_area;
@@ -38,9 +39,7 @@ def test_a_click_selects_the_config_that_cannot_work(page: Any) -> None:
 
 def test_without_another_node_to_blame_it_leads_to_the_one_that_refused(page: Any) -> None:
     put_sampler(page, kind="CPSampler")
-    page.evaluate(
-        "() => app.graph.nodes.find(one => one.type === 'CPTestConditioning').widgets[0].value = '{\"dim\": 64}'"
-    )
+    page.evaluate(PROMPT, TEXT.replace("128", "64"))
     page.get_by_test_id("queue-button").click()
     page.get_by_role("button", name="Show CP Sampler").click()
     assert page.evaluate(SELECTED) == ["CPSampler"]
