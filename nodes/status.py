@@ -106,5 +106,6 @@ def _rank(rank: RankStatus) -> dict[str, Any]:
         "used_bytes": readings.used_bytes if readings else None,
         "total_bytes": readings.total_bytes if readings else None,
         "step_seconds": readings.step_seconds or None if readings else None,
+        "waited_seconds": readings.waited_seconds if readings else None,
         "weights": [asdict(holding) for holding in readings.weights] if readings else [],
     }

@@ -1,4 +1,7 @@
-"""What every test may rely on: `gpu` tests skip where torch sees no CUDA device, `sweep` tests wait to be asked for."""
+"""What every test may rely on: `gpu` tests skip where torch sees no CUDA device, `sweep` tests wait to be asked for.
+
+What was skipped is said in one line for each reason.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="NO GPU: torch sees no CUDA device here"))
     if not os.environ.get(SWEEP) and not any("::" in argument for argument in config.args):
         _leave_out_what_waits(config, items)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"skipped {count}: {reason}")
 
 
 def _leave_out_what_waits(config: pytest.Config, items: list[pytest.Item]) -> None:

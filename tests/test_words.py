@@ -1,21 +1,32 @@
-"""The page's words: the same ones in every language, with the same gaps, and none that is missing or never said."""
+"""The page's words and the nodes': the same ones in every language, with the same gaps, none missing or never said."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LANGUAGES = sorted(path.parent.name for path in (ROOT / "locales").glob("*/main.json"))
+TRANSLATED = [language for language in LANGUAGES if language != "en"]
 SAID_BY_STATE = {"state.idle", "state.none", "state.starting", "state.sampling", "state.cancelling", "state.cancelled",
                  "state.died", "state.unknown"}  # fmt: skip
 
 
 def words(language: str) -> dict[str, str]:
     return json.loads((ROOT / "locales" / language / "main.json").read_text(encoding="utf-8"))["cpSampler"]
+
+
+def node_words(language: str) -> dict[str, Any]:
+    """English is said by the nodes themselves."""
+    return json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))
+
+
+def shape(node: dict[str, Any]) -> dict[str, Any]:
+    return {key: {name: sorted(said) for name, said in node[key].items()} for key in ("inputs", "outputs")}
 
 
 def test_the_languages_that_are_promised_are_there():
@@ -29,6 +40,26 @@ def test_a_language_has_every_word_and_every_gap(language):
     for key, text in ours.items():
         assert text.strip(), key
         assert gaps(text) == gaps(english[key]), key
+
+
+@pytest.mark.parametrize("language", TRANSLATED)
+def test_a_language_has_a_name_and_a_tooltip_for_the_same_things(language):
+    nodes, others = node_words(language), node_words(TRANSLATED[0])
+    assert {name: shape(node) for name, node in nodes.items()} == {name: shape(node) for name, node in others.items()}
+    for name, node in nodes.items():
+        told = [node, *node["inputs"].values(), *node["outputs"].values()]
+        assert all(text.strip() for one in told for text in one.values() if isinstance(text, str)), name
+
+
+@pytest.mark.parametrize("language", TRANSLATED)
+def test_a_translation_is_none_that_was_forgotten(language):
+    """The same tooltip in two languages is one that nobody has translated."""
+    for name, node in node_words(language).items():
+        for other in set(TRANSLATED) - {language}:
+            theirs = node_words(other)[name]
+            assert node["description"] != theirs["description"], (name, other)
+            for input, said in node["inputs"].items():
+                assert said["tooltip"] != theirs["inputs"][input]["tooltip"], (name, input, other)
 
 
 def test_what_the_page_says_has_words_and_what_has_words_is_said():

@@ -25,6 +25,7 @@ export function addSummary(node) {
     clearTimeout(timer);
     timer = setTimeout(() => void summarise(node, text), EDIT_MILLISECONDS);
   };
+  if (findsHeight()) node.setSize([node.size[0], MOST]);
   watch(node, later);
   later();
 }
@@ -78,11 +79,17 @@ function height(text) {
   return Math.min(MOST, Math.max(LEAST, text.offsetHeight + FRAME));
 }
 
+/** Nodes 2.0 finds a node's height itself, and folds widgets that LiteGraph counts. */
+function findsHeight() {
+  return Boolean(/** @type {any} */ (LiteGraph).vueNodesMode);
+}
+
 /**
  * Never smaller: its size is the user's.
  * @param {any} node
  */
 function grow(node) {
+  if (findsHeight()) return;
   const needed = node.computeSize()[1];
   if (node.size[1] < needed) node.setSize([node.size[0], needed]);
 }

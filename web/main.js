@@ -7,6 +7,7 @@ import { menuItems, migrateSelected, standsIn } from "./migrate.js";
 import { startNotices } from "./notices.js";
 import { openPanel, panel } from "./panel.js";
 import { addPlan, PLAN } from "./plan.js";
+import { startRefusals } from "./refusals.js";
 import { settings } from "./settings.js";
 import { startFollowing } from "./status.js";
 import { loadWords, say } from "./words.js";
@@ -35,6 +36,7 @@ app.registerExtension({
     app.extensionManager.registerSidebarTab(panel());
     startBadge();
     startNotices();
+    startRefusals();
     await startFollowing();
   },
 });

@@ -46,6 +46,7 @@ function migrate(nodes) {
   try {
     app.canvas.deselectAll();
     for (const made of nodes.map(replace)) app.canvas.select(made);
+    graph.updateExecutionOrder(); // it is saved too: worked out only when it runs, it would be a step of its own to undo
   } finally {
     app.canvas.emitAfterChange();
   }

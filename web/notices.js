@@ -29,19 +29,21 @@ export function startNotices() {
  * @param {string} summary
  * @param {string} detail
  * @param {number} life milliseconds
+ * @param {{words: string, open: () => void}} [link] where it leads; to the panel unless said
  */
-function tell(severity, summary, detail, life) {
+export function tell(severity, summary, detail, life, link = { words: say("toast.open"), open: openPanel }) {
   app.extensionManager.toast.add({ severity, summary, detail, life });
-  requestAnimationFrame(() => requestAnimationFrame(() => addLink(summary)));
+  requestAnimationFrame(() => requestAnimationFrame(() => addLink(summary, link)));
 }
 
 /**
- * ComfyUI's toasts hold text only: a link to the panel is put under ours.
+ * ComfyUI's toasts hold text only: a link is put under ours.
  * @param {string} summary
+ * @param {{words: string, open: () => void}} link
  */
-function addLink(summary) {
+function addLink(summary, { words, open }) {
   for (const text of document.querySelectorAll(".p-toast-message-text")) {
     if (!text.querySelector(".p-toast-summary")?.textContent?.includes(summary) || text.querySelector(".cp-link")) continue;
-    text.append(element("button.cp-link", { type: "button", onclick: openPanel }, say("toast.open")));
+    text.append(element("button.cp-link", { type: "button", onclick: open }, words));
   }
 }

@@ -16,6 +16,7 @@ export function rankCard() {
   const bar = element("div.cp-bar", { role: "meter", "aria-valuemin": 0, "aria-valuemax": 100 }, fill);
   const memory = element("span.cp-memory");
   const speed = element("span.cp-speed");
+  const waited = element("div.cp-small.cp-waited");
   const weights = element("div.cp-weights");
   const card = element(
     "li.cp-card",
@@ -23,6 +24,7 @@ export function rankCard() {
     element("div.cp-line", {}, name, device),
     bar,
     element("div.cp-line.cp-small", {}, memory, speed),
+    waited,
     weights,
   );
   return Object.assign(card, {
@@ -35,6 +37,8 @@ export function rankCard() {
       const loading = status.state === "loading" && rank.loaded < 1;
       const shown = loading ? say("state.loading", { percent: Math.round(rank.loaded * 100) }) : seconds(rank);
       write(speed, shown);
+      write(waited, loading ? "" : communication(rank));
+      waited.hidden = !waited.textContent;
       showWeights(weights, rank);
     },
   });
@@ -64,25 +68,39 @@ function showMemory(bar, fill, text, rank) {
  * @param {Rank} rank
  */
 function showWeights(place, rank) {
-  const lines = rank.weights.map((held) =>
-    say(held.fetched ? "holds.fetched" : "holds", {
-      model: held.model, resident: gib(held.resident), fetched: gib(held.fetched),
-    }),
-  );
-  if (!lines.length && rank.used_bytes !== null) lines.push(say("holds.none"));
+  const lines = rank.weights.map((held) => [
+    held.model, say(held.fetched ? "holds.fetched" : "holds", { resident: gib(held.resident), fetched: gib(held.fetched) }),
+  ]);
+  if (!lines.length && rank.used_bytes !== null) lines.push([say("holds.none"), ""]);
   while (place.children.length > lines.length) place.lastElementChild?.remove();
-  while (place.children.length < lines.length) place.append(element("div.cp-small.cp-holding"));
-  lines.forEach((line, index) => {
-    write(place.children[index], line);
-    /** @type {HTMLElement} */ (place.children[index]).title = line;
+  while (place.children.length < lines.length) {
+    place.append(element("div.cp-small.cp-holding", {}, element("span.cp-name"), element("span.cp-held")));
+  }
+  lines.forEach(([model, held], index) => {
+    const line = /** @type {HTMLElement} */ (place.children[index]);
+    write(line.children[0], model);
+    write(line.children[1], held);
+    line.title = [model, held].filter(Boolean).join(": ");
   });
 }
 
 /** @param {Rank} rank */
 function seconds(rank) {
-  if (!rank.step_seconds) return "";
-  const digits = rank.step_seconds < 10 ? 2 : 1;
-  return say("step.seconds", { seconds: rank.step_seconds.toFixed(digits) });
+  return rank.step_seconds ? say("step.seconds", { seconds: digits(rank.step_seconds) }) : "";
+}
+
+/**
+ * Known where ranks wait for one another in main memory; a GPU's own waiting is seen by nobody here.
+ * @param {Rank} rank
+ */
+function communication(rank) {
+  const known = rank.step_seconds && rank.waited_seconds !== null;
+  return known ? say("step.waited", { seconds: digits(rank.waited_seconds ?? 0) }) : "";
+}
+
+/** @param {number} seconds */
+function digits(seconds) {
+  return seconds.toFixed(seconds < 10 ? 2 : 1);
 }
 
 /** @param {number} bytes */

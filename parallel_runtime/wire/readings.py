@@ -17,9 +17,11 @@ class Holding:
 @dataclass(frozen=True)
 class Readings:
     """What a rank says of itself. `used_bytes` of its device are taken, by whomever; on the CPU by this process.
-    Seconds are those of the last step, 0 before there was one."""
+    Seconds are those of the last step, 0 before there was one. `waited_seconds` of them went by until tensors of other
+    ranks were there; None where nobody can say, as with NCCL, which waits on the device."""
 
     used_bytes: int
     total_bytes: int
     weights: tuple[Holding, ...] = ()
     step_seconds: float = 0.0
+    waited_seconds: float | None = None

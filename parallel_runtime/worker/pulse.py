@@ -16,6 +16,7 @@ from ..wire.bundles import write_bundle
 from ..wire.channel import Channel
 from ..wire.messages import Beat, Cancel, Step
 from ..wire.readings import Readings
+from .engine.exchange import clock
 from .preview import Previews
 from .ranks import agree, everybodys, rank
 
@@ -43,6 +44,8 @@ class Pulse:
         self._readings = readings
         self._last_step = 0.0
         self._step_seconds = 0.0
+        self._waited_seconds: float | None = None
+        self._waited_before = clock.seconds
         self._cancelled = False
         self._last_beat = 0.0
         self._loading = True
@@ -50,9 +53,10 @@ class Pulse:
         self._previews = Previews()
 
     def readings(self) -> Readings | None:
-        """This rank's, with the time that its last step took."""
+        """This rank's, with the time that its last step took, and what of it was spent waiting for others."""
         readings = self._readings()
-        return readings and replace(readings, step_seconds=self._step_seconds)
+        times = {"step_seconds": self._step_seconds, "waited_seconds": self._waited_seconds}
+        return readings and replace(readings, **times)
 
     def vote(self, agree: Callable[[bool], bool] = agree) -> None:
         """Call on every rank at the same places, or on all those that `agree` asks. Raises Cancelled on all of them or
@@ -72,10 +76,11 @@ class Pulse:
 
     def step(self, step: int, total: int, x0: Tensor, x: Tensor) -> None:
         """A sampler's callback. Dropped, not waited for, where the host is behind."""
-        now = time.monotonic()
+        now, waited = time.monotonic(), clock.seconds
         if self._last_step:
             self._step_seconds = now - self._last_step
-        self._last_step = now
+            self._waited_seconds = None if waited is None else waited - (self._waited_before or 0.0)
+        self._last_step, self._waited_before = now, waited
         if DEBUG or self._unlike:
             _check_equal(f"step {step + 1} of {total}", "latent", x0, x)
         if rank() == 0:

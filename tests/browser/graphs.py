@@ -27,7 +27,9 @@ TITLE = """kind => {
     const { scale, offset } = app.canvas.ds, { x, y } = app.canvas.canvas.getBoundingClientRect();
     return [x + (node.pos[0] + 60 + offset[0]) * scale, y + (node.pos[1] - 15 + offset[1]) * scale];
 }"""
-DRAW_MILLISECONDS = 800
+DRAWN = """() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"""
+MOUNTED = """() => !LiteGraph.vueNodesMode
+    || app.graph.nodes.every(node => document.querySelector(`[data-node-id="${node.id}"]`))"""
 
 TEXT = '{"tokens": 20, "dim": 128, "pooled": 64, "guidance": 3.5}'
 LOADER = ["UNETLoader", 0, 0, {"unet_name": "flux_dev.safetensors"}]
@@ -38,7 +40,13 @@ LATENT = ["EmptySD3LatentImage", 0, 330, {"width": 256, "height": 192}]
 def put(page: Any, nodes: list[Any], links: list[Any] | None = None) -> None:
     """`nodes` are [kind, x, y, {widget: value}], `links` [from, slot, to, input's name]."""
     page.evaluate(PUT, {"nodes": nodes, "links": links or []})
-    page.wait_for_timeout(DRAW_MILLISECONDS)
+    wait_until_drawn(page)
+
+
+def wait_until_drawn(page: Any) -> None:
+    """Before that a click finds nothing, however slow the machine is."""
+    page.wait_for_function(MOUNTED)
+    page.evaluate(DRAWN)
 
 
 def title(page: Any, kind: str) -> tuple[float, float]:

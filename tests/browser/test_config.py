@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .graphs import put
+from .graphs import put, wait_until_drawn
 from .renderers import BOTH
 
 SUMMARY = ".cp-summary"
@@ -49,13 +49,23 @@ def test_a_workflow_opens_with_its_verdict(page: Any) -> None:
     page.wait_for_function("document.querySelector('.cp-summary.cp-bad')?.textContent.includes('banana')")
 
 
+@BOTH
 def test_an_edit_does_not_make_the_node_grow_and_grow(page: Any) -> None:
-    put(page, [["CPParallelConfig", 0, 0, {}]])
-    height = "() => app.graph.nodes[0].size[1]"
-    page.wait_for_function("document.querySelector('.cp-summary')?.textContent.includes('ring auto')")
-    page.wait_for_timeout(500)
-    before = page.evaluate(height)
+    put(page, [["CPParallelConfig", 0, 0, {"devices": "cpu,cpu,cpu,cpu"}]])
+    says = "ring => document.querySelector('.cp-summary')?.textContent.startsWith(`ring ${ring} `)"
+    heights = []
     for ring in (1, 2, 1, 2, 1):
         page.evaluate(EDIT, ["ring_degree", ring])
-        page.wait_for_timeout(300)
-    assert page.evaluate(height) == before
+        page.wait_for_function(says, arg=ring)
+        wait_until_drawn(page)
+        heights.append(page.evaluate("() => app.graph.nodes[0].size[1]"))
+    assert len(set(heights)) == 1
+
+
+def test_nodes_2_folds_it_to_what_it_shows(page: Any) -> None:
+    page.evaluate("() => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', true)")
+    page.wait_for_function("LiteGraph.vueNodesMode")
+    put(page, [["CPParallelConfig", 0, 0, {"devices": "cpu,cpu"}]])
+    page.wait_for_function("document.querySelector('.cp-summary')?.textContent.includes('CPU workers')")
+    wait_until_drawn(page)
+    assert page.locator(".cp-summary").bounding_box()["height"] < 80, "two lines of text"

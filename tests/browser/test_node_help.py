@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from ..comfyui.comfy import OUR_ROOT
 from ..comfyui.server import Server
+from .graphs import wait_until_drawn
 
 DOCS = OUR_ROOT / "web" / "docs"
-DRAW_MILLISECONDS = 1000
 PACK = "custom_nodes.context-parallel-sampler"
 
 PUT = """() => {
@@ -43,9 +45,29 @@ def test_every_node_and_socket_says_what_it_is_for(server: Server) -> None:
             assert all(info["output_tooltips"]), name
 
 
+def test_every_language_has_words_for_every_node_and_socket(server: Server) -> None:
+    """More may be there: what a later version adds, or a translation that came first."""
+    infos = {name: info for name, info in server.client.get("/object_info").items() if info["python_module"] == PACK}
+    for language, words in server.client.get("/i18n").items():
+        if language == "en" or "cpSampler" not in words:
+            continue
+        for name, info in infos.items():
+            told = words["nodeDefs"][name]
+            given = [input for kind in ("required", "optional") for input in info["input"].get(kind, {})]
+            assert [input for input in given if input not in told["inputs"]] == [], (language, name)
+            assert len(told["outputs"]) == len(info["output"]), (language, name)
+            assert told["display_name"]
+
+
+@pytest.mark.parametrize("page", [{"Comfy.Locale": "zh"}], indirect=True)
+def test_nodes_speak_the_users_language(page: Any) -> None:
+    page.evaluate(PUT)
+    assert page.evaluate("() => app.graph.nodes[0].title") == "CP 并行配置"
+
+
 def test_comfyui_shows_the_page(page: Any) -> None:
     title = page.evaluate(PUT)
-    page.wait_for_timeout(DRAW_MILLISECONDS)
+    wait_until_drawn(page)
     page.mouse.click(*title)
     page.get_by_test_id("info-button").click()
-    page.get_by_role("heading", name="What auto chooses").wait_for(timeout=10_000)
+    page.get_by_role("heading", name="What auto chooses").wait_for()

@@ -18,6 +18,15 @@ TAB = ".cp-workers-tab-button"
 STATE = ".cp-state"
 SEEN_SECONDS = 2
 START_MILLISECONDS = 90_000
+REMEMBER = """() => {
+    window.told = [];
+    window.died = 0;
+    new MutationObserver(() => {
+        for (const toast of document.querySelectorAll('.p-toast-summary')) window.told.push(toast.textContent);
+        if (document.querySelector('.cp-state')?.textContent === 'Died') window.died ||= Date.now();
+    }).observe(document.body, { childList: true, subtree: true, characterData: true });
+}"""  # toasts go away, and a busy machine looks late
+TOLD = "words => window.told.includes(words)"
 STARTS = "words => document.querySelector('.cp-state')?.textContent.startsWith(words)"
 
 
@@ -34,7 +43,7 @@ def test_the_panel_follows_a_run_a_kill_and_a_recovery(page: Any, server: Server
     page.locator(TAB).click()
     run_long(server)
     shows(page, "Step")
-    page.wait_for_function("document.querySelectorAll('.cp-holding').length >= 2", timeout=20_000)
+    page.wait_for_function("document.querySelectorAll('.cp-holding').length >= 2")
     told = server.client.get("/cp/status")
     assert page.locator(".cp-model").inner_text() == told["model"] == "flux_dev.safetensors"
     assert page.locator(".cp-card").count() == len(told["ranks"]) == 2
@@ -42,27 +51,33 @@ def test_the_panel_follows_a_run_a_kill_and_a_recovery(page: Any, server: Server
     used, total = (float(number) for number in re.findall(r"[\d.]+", memory))
     assert total == pytest.approx(told["ranks"][0]["total_bytes"] / 2**30, abs=0.06)
     assert used == pytest.approx(told["ranks"][0]["used_bytes"] / 2**30, abs=0.2)
+    step = server.client.get("/cp/status")["step"]
+    page.wait_for_function(f"parseInt(document.querySelector('{STATE}').textContent.slice(5)) >= {step}")
     step = int(re.findall(r"\d+", page.locator(STATE).inner_text())[0])
-    assert abs(step - server.client.get("/cp/status")["step"]) <= 20
+    assert step <= server.client.get("/cp/status")["step"]
+    page.wait_for_function(
+        "document.querySelectorAll('.cp-waited')[1].textContent.endsWith('s of it in communication')"
+    )
     assert page.locator(".cp-badge").inner_text().startswith("Step")
 
     page.reload()
     page.wait_for_selector(TAB)
-    page.wait_for_function("document.querySelector('.cp-badge')?.textContent.includes('Step')", timeout=20_000)
-    shows(page, "Step", 20_000)
+    page.wait_for_function("document.querySelector('.cp-badge')?.textContent.includes('Step')")
+    shows(page, "Step")
 
+    page.evaluate(REMEMBER)
+    killed = time.time()
     server.workers()[1].kill()
-    killed = time.monotonic()
-    shows(page, "Died", 1000 * SEEN_SECONDS)
-    assert time.monotonic() - killed < SEEN_SECONDS
+    shows(page, "Died")
+    assert page.evaluate("window.died") / 1000 - killed < SEEN_SECONDS
     page.wait_for_function("document.querySelector('.cp-hint').textContent.includes('rank 1 was killed by SIGKILL')")
-    page.get_by_text("A GPU worker died").wait_for(timeout=10_000)
+    page.wait_for_function(TOLD, arg="A GPU worker died")
     page.locator(".cp-link").first.wait_for()
 
     server.client.settle()
     server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
     shows(page, "Idle")
-    page.get_by_text("GPU workers are back").wait_for(timeout=10_000)
+    page.wait_for_function(TOLD, arg="GPU workers are back")
 
 
 def test_the_buttons_do_what_they_say_by_keyboard_alone(page: Any, server: Server) -> None:
@@ -96,8 +111,9 @@ def test_diagnostics_hold_the_state_and_no_secret(page: Any, server: Server) -> 
     server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.locator(TAB).click()
+    page.evaluate(REMEMBER)
     page.locator("[data-cp=copy]").click()
-    page.get_by_text("Diagnostics copied").wait_for(timeout=10_000)
+    page.wait_for_function(TOLD, arg="Diagnostics copied")
     text = page.evaluate("() => navigator.clipboard.readText()")
     assert '"state": "idle"' in text
     assert "flux_dev.safetensors" in text
@@ -118,3 +134,20 @@ def test_it_speaks_chinese_in_a_light_theme_on_800_pixels(page: Any, server: Ser
     ink, paper = (panel.evaluate(f"panel => getComputedStyle(panel).{name}") for name in ("color", "backgroundColor"))
     assert ink != paper
     assert sum(map(int, re.findall(r"\d+", ink)[:3])) < 200, "dark words on a light page"
+
+
+def test_figures_stay_in_sight_beside_a_long_name(page: Any, server: Server) -> None:
+    models = server.base / "models" / "diffusion_models"
+    name = f"{'wan2.2_t2v_high_noise_14B_fp8_scaled_' * 4}final.safetensors"
+    (models / name).symlink_to(models / "flux_dev.safetensors")
+    graph = sampling_graph(FLUX, "CPSampler", TWO)
+    for call in graph.values():
+        call["inputs"].update({"unet_name": name} if "unet_name" in call["inputs"] else {})
+    page.locator(TAB).click()
+    server.client.run(graph)
+    page.wait_for_function("name => document.querySelector('.cp-model').textContent === name", arg=name)
+    page.wait_for_selector(".cp-held:not(:empty)")
+    assert page.locator(".cp-panel").evaluate("panel => panel.scrollWidth <= panel.clientWidth"), "something sticks out"
+    card, held = page.locator(".cp-card").first.bounding_box(), page.locator(".cp-held").first.bounding_box()
+    assert held["width"] > 20
+    assert held["x"] + held["width"] <= card["x"] + card["width"]

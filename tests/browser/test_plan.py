@@ -16,7 +16,7 @@ def test_a_run_draws_the_table_and_a_row_a_worker(page: Any) -> None:
     put(page, [LOADER, PROMPT, LATENT, config, plan], links)
     assert "Run it" in page.locator(".cp-plan").inner_text()
     page.get_by_test_id("queue-button").click()
-    page.wait_for_selector(".cp-table", timeout=60_000)
+    page.wait_for_selector(".cp-table")
     rows = dict(
         zip(page.locator(".cp-table th").all_inner_texts(), page.locator(".cp-table td").all_inner_texts(), strict=True)
     )
@@ -37,6 +37,6 @@ def test_a_model_that_cannot_run_is_said_without_a_picture(page: Any) -> None:
     links = [[0, 0, 3, "model"], [3, 0, 4, "model"], [1, 0, 4, "positive"], [2, 0, 4, "latent_image"]]
     put(page, [LOADER, PROMPT, LATENT, patched, ["CPPlan", 700, 0, {}]], links)
     page.get_by_test_id("queue-button").click()
-    page.wait_for_selector(".cp-table", timeout=60_000)
+    page.wait_for_selector(".cp-table")
     assert "cannot run in the workers" in page.locator(".cp-table").inner_text()
     assert page.locator(".cp-picture").count() == 0

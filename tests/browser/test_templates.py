@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from ..comfyui.client import NodeError
 from ..comfyui.server import Server
 from .comfyui_page import EXAMPLE, OPEN
 from .templates.catalogue import templates
+from .templates.edits import EXAMPLE as PICTURE
 from .templates.graph import Link, Node, Template
 
 FOLDER = EXAMPLE.parent
@@ -37,6 +39,7 @@ def test_a_note_names_every_file_and_where_it_goes(template: Template) -> None:
 
 
 def test_every_workflow_opens_whole_and_could_be_queued(page: Any, server: Server) -> None:
+    Image.new("RGB", (64, 48)).save(server.base / "input" / PICTURE)  # every ComfyUI comes with one
     known = server.client.get("/object_info")
     for template in MADE:
         page.evaluate(OPEN, json.loads((FOLDER / f"{template.name}.json").read_text()))
@@ -65,8 +68,10 @@ def usual(info: dict[str, Any]) -> dict[str, Any]:
     """The defaults of the widgets that have one."""
     given = [spec for part in ("required", "optional") for spec in info["input"].get(part, {}).items()]
     named = {name: spec[1] for name, spec in given if len(spec) > 1}
-    first = {name: more["options"][0] for name, more in named.items() if more.get("options")}
-    first = {name: value for name, value in first.items() if isinstance(value, str)}
+    choices = {
+        name: spec[0] if isinstance(spec[0], list) else named.get(name, {}).get("options") for name, spec in given
+    }
+    first = {name: options[0] for name, options in choices.items() if options and isinstance(options[0], str)}
     return first | {
         name: more["default"] for name, more in named.items() if "default" in more and not more.get("forceInput")
     }
@@ -85,10 +90,11 @@ def as_opened(prompt: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def as_text(inputs: dict[str, Any]) -> str:
-    """Dynamic inputs, such as a video's format and what hangs on it, are ComfyUI's own affair."""
-    return json.dumps(
-        {name: value for name, value in inputs.items() if name.split(".")[0] not in DYNAMIC}, sort_keys=True
-    )
+    """Dynamic inputs, such as a video's format and what hangs on it, are ComfyUI's own affair. A page has one kind of
+    numbers: 1.0 is 1."""
+    own = {name: value for name, value in inputs.items() if name.split(".")[0] not in DYNAMIC}
+    whole = {name: int(value) for name, value in own.items() if isinstance(value, float) and value.is_integer()}
+    return json.dumps(own | whole, sort_keys=True)
 
 
 def only_files_are_missing(server: Server, prompt: dict[str, Any], template: Template) -> bool:

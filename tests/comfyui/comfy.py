@@ -30,7 +30,8 @@ def _candidates() -> list[Path]:
     if told := os.environ.get("COMFYUI_PATH"):
         return [Path(told).expanduser().absolute()]
     around_us = [OUR_ROOT.parent.parent] if OUR_ROOT.parent.name == "custom_nodes" else []
-    return [*around_us, Path("~/comfy/ComfyUI").expanduser()]
+    fetched = OUR_ROOT / ".comfyui" / "ComfyUI"  # by .ci/comfyui
+    return [*around_us, Path("~/comfy/ComfyUI").expanduser(), fetched]
 
 
 def _is_comfy(path: Path) -> bool:

@@ -1,14 +1,19 @@
-"""The README's script runs a workflow without ComfyUI's page, after the migrate command has put a CP node into it."""
+"""The README's ways to run a workflow without ComfyUI's page, after the migrate command has put a CP node into it."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from .client import Run
+import pytest
+
+from .client import Graph, Run
 from .comfy import OUR_ROOT
 from .graphs import Job, longer, sampling_graph
 from .latents import apart, latent_of
@@ -17,21 +22,29 @@ from .server import Server
 JOB = longer(Job(family="flux_schnell"), steps=8)
 
 
+README = (OUR_ROOT / "README.md").read_text()
+
+
 def script(server: Server) -> str:
     """The README's only block of Python, with this server's address in it."""
-    (block,) = re.findall(r"```python\n(.*?)```", (OUR_ROOT / "README.md").read_text(), re.DOTALL)
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert "http://127.0.0.1:8188" in block
     return block.replace("8188", str(server.port))
+
+
+def migrated(graph: Graph, folder: Path) -> Path:
+    """What the command makes of a saved workflow."""
+    path = folder / "my_workflow.json"
+    path.write_text(json.dumps(graph))
+    command = [sys.executable, "-m", "parallel_runtime", "migrate", str(path)]
+    subprocess.run(command, cwd=OUR_ROOT, check=True, timeout=60)
+    return folder / "my_workflow.cp.json"
 
 
 def test_migrate_then_run_gives_natives_latent(server: Server, tmp_path: Path) -> None:
     graph = sampling_graph(JOB, "KSampler")
     native = latent_of(server.client.run(graph))
-    path = tmp_path / "workflow.json"
-    path.write_text(json.dumps(graph))
-    command = [sys.executable, "-m", "parallel_runtime", "migrate", str(path)]
-    subprocess.run(command, cwd=OUR_ROOT, check=True, timeout=60)
-    line = [sys.executable, "-c", script(server), str(tmp_path / "workflow.cp.json")]
+    line = [sys.executable, "-c", script(server), str(migrated(graph, tmp_path))]
     done = subprocess.run(line, capture_output=True, text=True, timeout=180, check=True)
     last = done.stdout.splitlines()[-1]
     assert last.startswith("success ")
@@ -51,3 +64,32 @@ def test_a_failed_run_is_told_by_the_exit_code(server: Server, tmp_path: Path) -
     done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].startswith("error ")
+
+
+def test_the_script_is_short_and_needs_nothing(server: Server) -> None:
+    lines = [line for line in script(server).splitlines() if line]
+    assert len(lines) <= 20
+    (imported,) = (line for line in lines if "import" in line)
+    assert {name.strip().partition(".")[0] for name in imported.removeprefix("import").split(",")} <= set(
+        sys.stdlib_module_names
+    )
+
+
+def test_comfyuis_own_command_runs_it(server: Server, tmp_path: Path) -> None:
+    if (comfy := os.environ.get("COMFY_CLI") or shutil.which("comfy", path=beside_python())) is None:
+        pytest.skip("NO COMFY-CLI: .venv/bin/pip install comfy-cli (or set COMFY_CLI to its path)")
+    graph = sampling_graph(JOB, "KSampler")
+    native = latent_of(server.client.run(graph))
+    migrated(graph, tmp_path)
+    (told,) = (line for line in README.splitlines() if line.startswith("comfy "))
+    line = [comfy, *shlex.split(told.replace("8188", str(server.port)))[1:]]
+    env = {**os.environ, "HOME": str(tmp_path), "DO_NOT_TRACK": "1"}  # it keeps a note of every job
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (job,) = server.client.get("/history?max_items=1").values()
+    assert apart(latent_of(Run(outputs=job["outputs"], events=(), seconds=0)), native) <= 1e-4
+    assert "CPSampler" in {call["class_type"] for call in job["prompt"][2].values()}
+
+
+def beside_python() -> str:
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])

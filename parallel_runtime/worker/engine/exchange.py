@@ -6,6 +6,7 @@ CPU tensors: where tensors live on a GPU and the group is gloo's (`Axis.wire`), 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,23 @@ def allocate_kept(shape: Sequence[int], like: Tensor) -> Tensor:
     return zeros(tuple(shape), dtype=like.dtype, device=like.device)
 
 
+class Clock:
+    """How long this process has stood still for transfers. Those of NCCL wait on the device, where nobody sees it."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+
+    def wait(self, works: Sequence[dist.Work], arriving: Sequence[Tensor]) -> None:
+        began = time.monotonic()
+        for work in works:
+            work.wait()
+        if all(tensor.device.type == "cpu" for tensor in arriving):
+            self.seconds = (self.seconds or 0.0) + time.monotonic() - began
+
+
+clock = Clock()
+
+
 class Pending:
     """A transfer under way. Its buffers may not be touched before `wait`, which returns what was received.
 
@@ -43,8 +61,7 @@ class Pending:
         self._received = received
 
     def wait(self) -> list[Tensor]:
-        for work in self._works:
-            work.wait()
+        clock.wait(self._works, self._arriving)
         for arrived, tensor in zip(self._arriving, self._received, strict=True):
             if arrived is not tensor:
                 tensor.copy_(arrived)

@@ -2,6 +2,7 @@
 (spec) => {
   const [LEFT, TOP, ACROSS, DOWN, TITLE] = [40, 80, 60, 50, 30];
   app.graph.clear();
+  app.graph.id = crypto.randomUUID(); // ComfyUI remembers widgets' values by graph and node: else those of the last one come back
   const made = new Map();
   const add = (kind) => {
     const node = LiteGraph.createNode(kind);

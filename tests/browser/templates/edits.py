@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from . import files
 from .graph import Template
-from .parts import config, model, picture, sampler, text
-from .pictures import flux_text
+from .parts import config, flux_text, guided, model, nothing, picture, qwen_text, sampler, text
+from .pictures import FOX
 
 EXAMPLE = "example.png"  # in ComfyUI's input folder from the start
 
@@ -14,15 +14,12 @@ def kontext() -> Template:
     about = "The reference picture's tokens are shared out over the workers like those of the picture itself."
     t = Template(name="cp_flux_kontext", title="FLUX.1 Kontext", kind="edit a picture", about=about)
     network = model(t, files.KONTEXT)
-    clip = t.add("DualCLIPLoader", 0, clip_name1=files.CLIP_L, clip_name2=files.T5, type="flux")
-    vae = t.add("VAELoader", 0, vae_name=files.AE)
+    vae, prompt = flux_text(t, "Make it a watercolour on rough paper, and keep the composition")
     scaled = t.add("FluxKontextImageScale", 1, image=t.add("LoadImage", 0, image=EXAMPLE))
     latent = t.add("VAEEncode", 2, pixels=scaled, vae=vae)
-    prompt = text(t, clip, "Make it a watercolour on rough paper, and keep the composition")
     referred = t.add("ReferenceLatent", 3, conditioning=prompt, latent=latent)
-    guided = t.add("FluxGuidance", 3, conditioning=referred, guidance=2.5)
-    negative = t.add("ConditioningZeroOut", 2, conditioning=prompt)
-    out = sampler(t, 4, model=network, positive=guided, negative=negative, latent_image=latent,
+    positive = t.add("FluxGuidance", 3, conditioning=referred, guidance=2.5)
+    out = sampler(t, 4, model=network, positive=positive, negative=nothing(t, prompt), latent_image=latent,
                   cp_config=config(t, 3), steps=20, cfg=1.0)  # fmt: skip
     picture(t, 5, out, vae)
     return t
@@ -33,8 +30,7 @@ def qwen_edit() -> Template:
     t = Template(name="cp_qwen_image_edit", title="Qwen-Image-Edit", kind="edit a picture", about=about)
     shifted = t.add("ModelSamplingAuraFlow", 1, model=model(t, files.QWEN_EDIT), shift=3.0)
     network = t.add("CFGNorm", 2, model=shifted, strength=1.0)
-    clip = t.add("CLIPLoader", 0, clip_name=files.QWEN_TEXT, type="qwen_image")
-    vae = t.add("VAELoader", 0, vae_name=files.QWEN_VAE)
+    clip, vae = qwen_text(t)
     image = t.add("FluxKontextImageScale", 1, image=t.add("LoadImage", 0, image=EXAMPLE))
     words = "Replace the background with a quiet harbour at dusk"
     seen = {"clip": clip, "vae": vae, "image1": image}
@@ -51,12 +47,11 @@ def inpaint() -> Template:
     about = "Paint a mask on the picture: right click on Load Image, Open in Mask Editor. The workers honour it."
     t = Template(name="cp_inpaint", title="FLUX.1 Fill", kind="inpaint", about=about)
     network = t.add("DifferentialDiffusion", 1, model=model(t, files.FLUX_FILL))
-    _, vae, prompt = flux_text(t)
+    vae, prompt = flux_text(t, FOX)
     image = t.add("LoadImage", 1, image=EXAMPLE)
-    guided = t.add("FluxGuidance", 2, conditioning=prompt, guidance=30.0)
-    negative = t.add("ConditioningZeroOut", 2, conditioning=prompt)
+    positive, negative = guided(t, prompt, 30.0)
     filled = t.add(
-        "InpaintModelConditioning", 3, positive=guided, negative=negative, vae=vae, pixels=image, mask=image[1],
+        "InpaintModelConditioning", 3, positive=positive, negative=negative, vae=vae, pixels=image, mask=image[1],
         noise_mask=False,
     )  # fmt: skip
     out = sampler(t, 4, model=network, positive=filled, negative=filled[1], latent_image=filled[2],
@@ -69,8 +64,7 @@ def control() -> Template:
     about = "ControlNet on Qwen-Image, with edges that are found here in the input picture."
     t = Template(name="cp_controlnet", title="ControlNet", kind="Qwen-Image, by edges", about=about)
     network = t.add("ModelSamplingAuraFlow", 1, model=model(t, files.QWEN_IMAGE), shift=3.1)
-    clip = t.add("CLIPLoader", 0, clip_name=files.QWEN_TEXT, type="qwen_image")
-    vae = t.add("VAELoader", 0, vae_name=files.QWEN_VAE)
+    clip, vae = qwen_text(t)
     scaled = t.add(
         "ImageScaleToTotalPixels", 1, image=t.add("LoadImage", 0, image=EXAMPLE), upscale_method="lanczos",
         megapixels=1.0,

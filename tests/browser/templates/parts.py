@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from . import files
 from .graph import File, Link, Node, Template
 
 Source = Node | Link
@@ -15,6 +16,31 @@ def model(t: Template, file: File, *, weight_dtype: str = "default") -> Node:
 
 def text(t: Template, clip: Source, words: str, *, title: str = "Prompt") -> Node:
     return t.add("CLIPTextEncode", 1, title=title, clip=clip, text=words)
+
+
+def flux_text(t: Template, words: str) -> tuple[Node, Node]:
+    """VAE and prompt of FLUX.1."""
+    clip = t.add("DualCLIPLoader", 0, clip_name1=files.CLIP_L, clip_name2=files.T5, type="flux")
+    return t.add("VAELoader", 0, vae_name=files.AE), text(t, clip, words)
+
+
+def guided(t: Template, prompt: Node, guidance: float) -> tuple[Node, Node]:
+    """A prompt with the guidance that the network was distilled for, and nothing in the negative prompt's place."""
+    return t.add("FluxGuidance", 2, conditioning=prompt, guidance=guidance), nothing(t, prompt)
+
+
+def nothing(t: Template, prompt: Node) -> Node:
+    return t.add("ConditioningZeroOut", 2, conditioning=prompt)
+
+
+def qwen_text(t: Template) -> tuple[Node, Node]:
+    """Text encoder and VAE of Qwen-Image."""
+    clip = t.add("CLIPLoader", 0, clip_name=files.QWEN_TEXT, type="qwen_image")
+    return clip, t.add("VAELoader", 0, vae_name=files.QWEN_VAE)
+
+
+def empty(t: Template, width: int, height: int) -> Node:
+    return t.add("EmptySD3LatentImage", 1, width=width, height=height, batch_size=1)
 
 
 def config(t: Template, column: int = 2, **degrees: Any) -> Node:

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from . import files
-from .graph import Node, Template
-from .parts import config, model, picture, sampler, text
+from .graph import Template
+from .parts import config, empty, flux_text, guided, model, nothing, picture, qwen_text, sampler, text
 
 FOX = "A red fox asleep in fresh snow under a pine, soft morning light, 85 mm photograph"
 POSTER = 'A hand-painted shop sign that reads "OPEN UNTIL LATE", rain on the window, warm light behind it'
-
-
-def flux_text(t: Template) -> tuple[Node, Node, Node]:
-    """Text encoders, VAE, and the two prompts' encoder of FLUX.1."""
-    clip = t.add("DualCLIPLoader", 0, clip_name1=files.CLIP_L, clip_name2=files.T5, type="flux")
-    return clip, t.add("VAELoader", 0, vae_name=files.AE), text(t, clip, FOX)
 
 
 def flux_dev() -> Template:
     about = "CP Sampler takes KSampler's place. CP Parallel Config may be deleted: then every GPU is used."
     t = Template(name="cp_flux_dev", title="FLUX.1 dev", kind="text to image", about=about)
     network = model(t, files.FLUX_DEV)
-    _, vae, prompt = flux_text(t)
-    guided = t.add("FluxGuidance", 2, conditioning=prompt, guidance=3.5)
-    negative = t.add("ConditioningZeroOut", 2, conditioning=prompt)
-    latent = t.add("EmptySD3LatentImage", 1, width=1024, height=1024, batch_size=1)
+    vae, prompt = flux_text(t, FOX)
+    positive, negative = guided(t, prompt, 3.5)
+    latent = empty(t, 1024, 1024)
     cut = config(t)
-    out = sampler(t, 3, model=network, positive=guided, negative=negative, latent_image=latent, cp_config=cut,
+    out = sampler(t, 3, model=network, positive=positive, negative=negative, latent_image=latent, cp_config=cut,
                   steps=20, cfg=1.0)  # fmt: skip
     picture(t, 4, out, vae)
     return t
@@ -37,10 +30,10 @@ def flux_2() -> Template:
     network = model(t, files.FLUX_2)
     clip = t.add("CLIPLoader", 0, clip_name=files.MISTRAL, type="flux2")
     vae = t.add("VAELoader", 0, vae_name=files.FLUX_2_VAE)
-    guided = t.add("FluxGuidance", 2, conditioning=text(t, clip, FOX), guidance=4.0)
+    prompt = t.add("FluxGuidance", 2, conditioning=text(t, clip, FOX), guidance=4.0)
     size = {"width": 1248, "height": 832}
     latent = t.add("EmptyFlux2LatentImage", 1, **size, batch_size=1)
-    guider = t.add("BasicGuider", 3, model=network, conditioning=guided)
+    guider = t.add("BasicGuider", 3, model=network, conditioning=prompt)
     sigmas = t.add("Flux2Scheduler", 2, steps=20, **size)
     out = t.add(
         "CPSamplerCustom", 4, noise=t.add("RandomNoise", 3, noise_seed=1), guider=guider, sigmas=sigmas,
@@ -54,10 +47,9 @@ def qwen_image() -> Template:
     about = "With a negative prompt, auto gives each half of the workers one of the two prompts."
     t = Template(name="cp_qwen_image", title="Qwen-Image", kind="text to image", about=about)
     network = t.add("ModelSamplingAuraFlow", 1, model=model(t, files.QWEN_IMAGE), shift=3.1)
-    clip = t.add("CLIPLoader", 0, clip_name=files.QWEN_TEXT, type="qwen_image")
-    vae = t.add("VAELoader", 0, vae_name=files.QWEN_VAE)
+    clip, vae = qwen_text(t)
     positive, negative = text(t, clip, POSTER), text(t, clip, "blurry, low quality", title="Negative prompt")
-    latent = t.add("EmptySD3LatentImage", 1, width=1328, height=1328, batch_size=1)
+    latent = empty(t, 1328, 1328)
     out = sampler(t, 3, model=network, positive=positive, negative=negative, latent_image=latent,
                   cp_config=config(t), steps=20, cfg=2.5)  # fmt: skip
     picture(t, 4, out, vae)
@@ -71,8 +63,8 @@ def z_image() -> Template:
     clip = t.add("CLIPLoader", 0, clip_name=files.QWEN_3, type="lumina2")
     vae = t.add("VAELoader", 0, vae_name=files.AE)
     positive = text(t, clip, FOX)
-    negative = t.add("ConditioningZeroOut", 2, conditioning=positive)
-    latent = t.add("EmptySD3LatentImage", 1, width=1024, height=1024, batch_size=1)
+    negative = nothing(t, positive)
+    latent = empty(t, 1024, 1024)
     out = sampler(t, 3, model=network, positive=positive, negative=negative, latent_image=latent,
                   cp_config=config(t), steps=8, cfg=1.0, sampler_name="res_multistep")  # fmt: skip
     picture(t, 4, out, vae)
@@ -101,11 +93,10 @@ def lora() -> Template:
     t = Template(name="cp_lora", title="Qwen-Image with LoRA", kind="text to image, 8 steps", about=about)
     merged = t.add("LoraLoaderModelOnly", 1, model=model(t, files.QWEN_IMAGE), lora_name=files.QWEN_LORA)
     network = t.add("ModelSamplingAuraFlow", 2, model=merged, shift=3.1)
-    clip = t.add("CLIPLoader", 0, clip_name=files.QWEN_TEXT, type="qwen_image")
-    vae = t.add("VAELoader", 0, vae_name=files.QWEN_VAE)
+    clip, vae = qwen_text(t)
     positive = text(t, clip, POSTER)
-    negative = t.add("ConditioningZeroOut", 2, conditioning=positive)
-    latent = t.add("EmptySD3LatentImage", 1, width=1328, height=1328, batch_size=1)
+    negative = nothing(t, positive)
+    latent = empty(t, 1328, 1328)
     out = sampler(t, 3, model=network, positive=positive, negative=negative, latent_image=latent,
                   cp_config=config(t), steps=8, cfg=1.0)  # fmt: skip
     picture(t, 4, out, vae)
@@ -116,12 +107,12 @@ def custom() -> Template:
     about = "Every sampler, scheduler and guider of ComfyUI: the sampling code in the workers is ComfyUI's own."
     t = Template(name="cp_custom_sampling", title="Custom sampling", kind="guider, sampler, sigmas", about=about)
     network = model(t, files.FLUX_DEV)
-    _, vae, prompt = flux_text(t)
-    guided = t.add("FluxGuidance", 2, conditioning=prompt, guidance=3.5)
-    latent = t.add("EmptySD3LatentImage", 1, width=1024, height=1024, batch_size=1)
+    vae, prompt = flux_text(t, FOX)
+    prompt = t.add("FluxGuidance", 2, conditioning=prompt, guidance=3.5)
+    latent = empty(t, 1024, 1024)
     out = t.add(
         "CPSamplerCustom", 4, noise=t.add("RandomNoise", 3, noise_seed=1), latent_image=latent,
-        guider=t.add("BasicGuider", 3, model=network, conditioning=guided),
+        guider=t.add("BasicGuider", 3, model=network, conditioning=prompt),
         sampler=t.add("KSamplerSelect", 3, sampler_name="dpmpp_2m"),
         sigmas=t.add("BasicScheduler", 2, model=network, scheduler="beta", steps=20, denoise=1.0),
         cp_config=config(t, 3),
@@ -137,13 +128,12 @@ def native() -> Template:
     )
     t = Template(name="cp_load_diffusion_model", title="Native KSampler", kind="CP Load Diffusion Model", about=about)
     network = t.add("CPLoadDiffusionModel", 1, unet_name=files.FLUX_DEV, cp_config=config(t, 0))
-    _, vae, prompt = flux_text(t)
-    guided = t.add("FluxGuidance", 2, conditioning=prompt, guidance=3.5)
-    negative = t.add("ConditioningZeroOut", 2, conditioning=prompt)
-    latent = t.add("EmptySD3LatentImage", 1, width=1024, height=1024, batch_size=1)
+    vae, prompt = flux_text(t, FOX)
+    positive, negative = guided(t, prompt, 3.5)
+    latent = empty(t, 1024, 1024)
     out = t.add(
         "KSampler", 3, model=network, seed=1, steps=20, cfg=1.0, sampler_name="euler", scheduler="simple",
-        positive=guided, negative=negative, latent_image=latent, denoise=1.0,
+        positive=positive, negative=negative, latent_image=latent, denoise=1.0,
     )  # fmt: skip
     picture(t, 4, out, vae)
     return t
@@ -157,12 +147,11 @@ def machines() -> Template:
     )
     t = Template(name="cp_several_machines", title="Several machines", kind="nnodes 2", about=about)
     network = model(t, files.FLUX_DEV)
-    _, vae, prompt = flux_text(t)
-    guided = t.add("FluxGuidance", 2, conditioning=prompt, guidance=3.5)
-    negative = t.add("ConditioningZeroOut", 2, conditioning=prompt)
-    latent = t.add("EmptySD3LatentImage", 1, width=2048, height=2048, batch_size=1)
+    vae, prompt = flux_text(t, FOX)
+    positive, negative = guided(t, prompt, 3.5)
+    latent = empty(t, 2048, 2048)
     cut = config(t, nnodes=2, rdzv_endpoint="10.0.0.1:29500")
-    out = sampler(t, 3, model=network, positive=guided, negative=negative, latent_image=latent, cp_config=cut,
+    out = sampler(t, 3, model=network, positive=positive, negative=negative, latent_image=latent, cp_config=cut,
                   steps=20, cfg=1.0)  # fmt: skip
     picture(t, 4, out, vae)
     return t

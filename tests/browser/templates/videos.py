@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from . import files
 from .edits import EXAMPLE
-from .graph import Node, Template
+from .graph import File, Node, Template
 from .parts import config, film, model, sampler, save, text
 
 SEA = "A small boat crosses a calm bay at sunrise, the camera follows slowly, gulls above the water"
 BAD = "static, blurry, overexposed, low quality, jpeg artefacts, deformed"
+
+
+def wan(t: Template, file: File) -> Node:
+    return t.add("ModelSamplingSD3", 1, model=model(t, file), shift=8.0)
 
 
 def wan_text(t: Template) -> tuple[Node, Node, Node]:
@@ -21,7 +25,7 @@ def wan_text(t: Template) -> tuple[Node, Node, Node]:
 def wan_t2v() -> Template:
     about = "Videos are long sequences: here context parallelism pays most."
     t = Template(name="cp_wan_t2v", title="Wan 2.1", kind="text to video", about=about)
-    network = t.add("ModelSamplingSD3", 1, model=model(t, files.WAN_T2V), shift=8.0)
+    network = wan(t, files.WAN_T2V)
     vae, positive, negative = wan_text(t)
     latent = t.add("EmptyHunyuanLatentVideo", 2, width=832, height=480, length=81, batch_size=1)
     out = sampler(t, 3, model=network, positive=positive, negative=negative, latent_image=latent,
@@ -33,8 +37,8 @@ def wan_t2v() -> Template:
 def wan_22() -> Template:
     about = "Two networks, one for the first steps and one for the last. The workers hold both, where there is room."
     t = Template(name="cp_wan_22", title="Wan 2.2 A14B", kind="text to video, two samplers", about=about)
-    high = t.add("ModelSamplingSD3", 1, model=model(t, files.WAN_HIGH), shift=8.0)
-    low = t.add("ModelSamplingSD3", 1, model=model(t, files.WAN_LOW), shift=8.0)
+    high = wan(t, files.WAN_HIGH)
+    low = wan(t, files.WAN_LOW)
     vae, positive, negative = wan_text(t)
     latent = t.add("EmptyHunyuanLatentVideo", 2, width=832, height=480, length=81, batch_size=1)
     cut = config(t)
@@ -56,7 +60,7 @@ def wan_22() -> Template:
 def wan_i2v() -> Template:
     about = "CP VAE lets the workers' GPUs encode the picture and decode the video together, row by row, exactly."
     t = Template(name="cp_wan_i2v_vae", title="Wan 2.1 with CP VAE", kind="image to video", about=about)
-    network = t.add("ModelSamplingSD3", 1, model=model(t, files.WAN_I2V), shift=8.0)
+    network = wan(t, files.WAN_I2V)
     vae, positive, negative = wan_text(t)
     cut = config(t, 1)
     parallel = t.add("CPVAE", 2, vae=vae, cp_config=cut)
@@ -78,7 +82,7 @@ def wan_i2v() -> Template:
 def vace() -> Template:
     about = "VACE's second stack of blocks is shared out like the first. A reference picture steers what is seen."
     t = Template(name="cp_wan_vace", title="Wan VACE", kind="video by a reference picture", about=about)
-    network = t.add("ModelSamplingSD3", 1, model=model(t, files.WAN_VACE), shift=8.0)
+    network = wan(t, files.WAN_VACE)
     vae, positive, negative = wan_text(t)
     steered = t.add(
         "WanVaceToVideo", 2, positive=positive, negative=negative, vae=vae, width=832, height=480, length=81,

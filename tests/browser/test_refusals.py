@@ -1,0 +1,45 @@
+"""A run that was refused says why on the page, and leads to the node whose values have to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .graphs import TEXT, put_sampler
+from .renderers import BOTH
+
+SELECTED = "() => [...app.canvas.selectedItems].map(node => node.type)"
+CONFIG = """() => {
+    const config = LiteGraph.createNode('CPParallelConfig');
+    const sampler = app.graph.nodes.find(one => one.type === 'CPSampler');
+    config.pos = [3000, 3000];
+    app.graph.add(config);
+    const values = { ring_degree: 3, ulysses_degree: 1, devices: 'cpu,cpu' };
+    for (const widget of config.widgets) if (widget.name in values) widget.value = values[widget.name];
+    config.connect(0, sampler, sampler.findInputSlot('cp_config'));
+}"""
+PROMPT = "text => { app.graph.nodes.find(one => one.type === 'CPTestConditioning').widgets[0].value = text }"
+IN_SIGHT = """kind => {
+    const { pos, size } = app.graph.nodes.find(node => node.type === kind);
+    const [x, y, wide, high] = app.canvas.ds.visible_area;
+    return pos[0] < x + wide && x < pos[0] + size[0] && pos[1] < y + high && y < pos[1] + size[1];
+}"""
+
+
+@BOTH
+def test_a_click_selects_the_config_that_cannot_work(page: Any) -> None:
+    put_sampler(page, kind="CPSampler")
+    page.evaluate(CONFIG)
+    page.get_by_test_id("queue-button").click()
+    page.get_by_text("The run was refused").wait_for()
+    assert page.get_by_text("ring_degree 3 x ulysses_degree 1 needs 3 workers").count()
+    page.get_by_role("button", name="Show CP Parallel Config").click()
+    assert page.evaluate(SELECTED) == ["CPParallelConfig"]
+    page.wait_for_function(IN_SIGHT, arg="CPParallelConfig")
+
+
+def test_without_another_node_to_blame_it_leads_to_the_one_that_refused(page: Any) -> None:
+    put_sampler(page, kind="CPSampler")
+    page.evaluate(PROMPT, TEXT.replace("128", "64"))
+    page.get_by_test_id("queue-button").click()
+    page.get_by_role("button", name="Show CP Sampler").click()
+    assert page.evaluate(SELECTED) == ["CPSampler"]

@@ -1,0 +1,90 @@
+"""What the Comfy Registry and the people there want of this repository, and that nothing is published without it."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import tomllib
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+REQUIREMENTS = (ROOT / "requirements.txt").read_text().split()
+FORMS = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
+
+
+def lacks(project: dict[str, Any], changelog: str = "## [1.2.3] - 2026-11-22", tag: str | None = None) -> list[str]:
+    return runpy.run_path(str(ROOT / ".ci" / "release"))["lacks"](project, changelog, REQUIREMENTS, tag)
+
+
+def complete() -> dict[str, Any]:
+    project = deepcopy(PROJECT)
+    project["project"]["version"] = "1.2.3"
+    project["project"]["urls"]["Repository"] = project["tool"]["comfy"]["Icon"] = "https://example.com/pack"
+    project["tool"]["comfy"]["PublisherId"] = "someone"
+    return project
+
+
+def test_a_complete_project_lacks_nothing():
+    assert lacks(complete(), tag="v1.2.3") == []
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "said"),
+    [
+        ("urls", "Repository", "", "Repository"),
+        ("comfy", "PublisherId", "", "PublisherId"),
+        ("comfy", "Icon", "", "Icon"),
+        ("project", "version", "1.2", "three numbers"),
+        ("project", "version", "1.2.4", "[1.2.4] in CHANGELOG.md"),
+        ("project", "dependencies", ["diffusers"], "requirements.txt"),
+    ],
+)
+def test_what_is_missing_is_said_by_name(place, name, value, said):
+    project = complete()
+    {"urls": project["project"]["urls"], "comfy": project["tool"]["comfy"], "project": project["project"]}[place][
+        name
+    ] = value
+    assert any(said in line for line in lacks(project))
+
+
+def test_another_tag_is_not_published():
+    (line,) = lacks(complete(), tag="v9.9.9")
+    assert "v1.2.3, not v9.9.9" in line
+
+
+def test_the_registry_can_read_the_project():
+    about = PROJECT["project"]
+    assert re.fullmatch(r"[a-z][a-z0-9]*([-_.][a-z0-9]+)*", about["name"])
+    assert "comfyui" not in about["name"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", about["version"])
+    assert (ROOT / about["license"]["file"]).is_file()
+    assert {"Operating System :: POSIX :: Linux", "Environment :: GPU :: NVIDIA CUDA"} <= set(about["classifiers"])
+    assert about["dependencies"] == REQUIREMENTS
+    assert PROJECT["tool"]["comfy"]["requires-comfyui"]
+    assert 'width="400" height="400"' in (ROOT / "web" / "icon.svg").read_text(), "the registry takes no larger one"
+
+
+def test_ci_runs_what_the_readme_tells_and_a_release_is_looked_at_first():
+    assert "run: .ci/run\n" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    release = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    assert release.index(".ci/release") < release.index("Comfy-Org/publish-node-action")
+
+
+def test_the_forms_for_issues_ask_for_diagnostics():
+    assert FORMS
+    for form in FORMS:
+        assert "Copy diagnostics" in form.read_text(), form.name
+
+
+def test_every_symptom_has_a_page_and_every_page_is_found():
+    readme = (ROOT / "README.md").read_text()
+    linked = set(re.findall(r"\(docs/troubleshooting/([\w-]+\.md)\)", readme))
+    assert linked == {path.name for path in (ROOT / "docs" / "troubleshooting").glob("*.md")}
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / "troubleshooting").glob("*.md")]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text()):
+            assert (path.parent / target).exists(), (path.name, target)

@@ -1,0 +1,78 @@
+/** A run that was refused: finds the node whose values the refusal is about, and leads there. */
+
+import { api } from "../../scripts/api.js";
+import { app } from "../../scripts/app.js";
+import { CONFIG } from "./config.js";
+import { tell } from "./notices.js";
+import { say } from "./words.js";
+
+const REFUSED = ".errors.Refused";
+const SECONDS = 1000;
+
+/** @typedef {any} LGraphNode */
+
+export function startRefusals() {
+  /** @type {EventTarget} */ (api).addEventListener("execution_error", (event) => {
+    const { node_id, exception_type, exception_message } = /** @type {CustomEvent<any>} */ (event).detail;
+    const refused = exception_type.endsWith(REFUSED) && nodeOf(String(node_id));
+    if (!refused) return;
+    const meant = toChange(refused, exception_message);
+    const link = { words: say("toast.node", { node: meant.title }), open: () => show(meant) };
+    tell("error", say("toast.refused"), exception_message.trim(), 20 * SECONDS, link);
+  });
+}
+
+/**
+ * Ids of nodes in subgraphs are paths, such as 12:3.
+ * @param {string} id
+ * @returns {LGraphNode | undefined}
+ */
+function nodeOf(id) {
+  /** @type {any} */
+  let graph = app.rootGraph ?? app.graph;
+  const steps = id.split(":");
+  for (const step of steps.slice(0, -1)) graph = graph?.getNodeById(step)?.subgraph;
+  return graph?.getNodeById(steps[steps.length - 1]) ?? undefined;
+}
+
+/**
+ * The node above that has what the reason names: a config's widget, or the node's own name. Else the one that refused.
+ * @param {LGraphNode} refused
+ * @param {string} reason
+ */
+function toChange(refused, reason) {
+  const above = upstream(refused);
+  const says = (/** @type {string} */ name) => Boolean(name) && new RegExp(`(?<!\\w)${literal(name)}(?!\\w)`).test(reason);
+  const config = above.find((node) => node.comfyClass === CONFIG && node.widgets.some((/** @type {any} */ one) => says(one.name)));
+  return config ?? above.find((node) => says(node.title) || says(node.type)) ?? refused;
+}
+
+/** @param {string} text */
+function literal(text) {
+  return text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+}
+
+/**
+ * Nearest first, `node` not among them.
+ * @param {LGraphNode} node
+ * @returns {LGraphNode[]}
+ */
+function upstream(node) {
+  const found = new Set([node]);
+  for (const one of found) {
+    for (const { link } of one.inputs ?? []) {
+      const origin = link == null ? null : one.graph.getNodeById(one.graph.getLink(link)?.origin_id);
+      if (origin) found.add(origin);
+    }
+  }
+  return [...found].slice(1);
+}
+
+/** @param {LGraphNode} node */
+function show(node) {
+  const { canvas } = app;
+  if (canvas.graph !== node.graph) canvas.setGraph(node.graph);
+  canvas.deselectAll();
+  canvas.select(node);
+  canvas.centerOnNode(node);
+}
