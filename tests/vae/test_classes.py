@@ -12,6 +12,8 @@ from .names import COLUMNS, KINDS, NAMES, ROWS
 BAR = 1e-5
 WAYS = [(ROWS, 2), (COLUMNS, 3), (ROWS, 3), (COLUMNS, 2)]  # one for each class is enough to run by default
 ALL = list(itertools.product((ROWS, COLUMNS), (2, 3, 4)))
+NO_KERNEL = {("encode", "Cosmos 1")}  # undivided neither: PyTorch's avg_pool3d has no bfloat16 on the CPU
+IN_BFLOAT16 = [case for case in itertools.product(("decode", "encode"), NAMES) if case not in NO_KERNEL]
 
 
 @pytest.mark.parametrize(("name", "way"), list(zip(NAMES, itertools.cycle(WAYS), strict=False)), ids=NAMES)
@@ -28,10 +30,9 @@ def test_divided_in_any_way_is_the_same(divided: Divided, name: str, method: str
     assert divided(name, method, *way)["apart"] <= BAR
 
 
-@pytest.mark.sweep(one_in=12)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("method", ["decode", "encode"])
-def test_in_bfloat16_ranks_differ_by_rounding_only(divided: Divided, name: str, method: str) -> None:
+@pytest.mark.sweep(one_in=15)
+@pytest.mark.parametrize(("method", "name"), IN_BFLOAT16)
+def test_in_bfloat16_ranks_differ_by_rounding_only(divided: Divided, method: str, name: str) -> None:
     assert divided(name, method, ROWS, 3, dtype="bfloat16")["apart"] <= 2.5e-2
 
 
