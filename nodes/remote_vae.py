@@ -21,6 +21,7 @@ from ..parallel_runtime.host.planning import plan
 from ..parallel_runtime.host.room import Room
 from ..parallel_runtime.host.runtime import borrowed_group, live_placement
 from ..parallel_runtime.jobs import VAEJob
+from ..parallel_runtime.random_states import random_states, set_random_states
 from ..parallel_runtime.specs import ParallelRequest, Placement, VAEMethod, VAESpec
 from .describe_vae import Undivided
 from .residence import Residence
@@ -106,14 +107,14 @@ class RemoteVAE:
                 dtype=str(room.tensor.dtype).removeprefix("torch."),
                 offset=offset,
                 options=options,
-                random_states=_random_states(self._vae.device),
+                random_states=random_states(self._vae.device),
                 chunk_bytes=self._chunk_bytes(),
                 weights=None if self._spec.factory or group.holds(self._spec) else dict(self._vae.get_sd()),
             )
             result = self._asked(group, job, room)
         if refused := result.value["refused"]:
             raise Undivided(refused)
-        _set_random_states(result.value["random_states"], self._vae.device)
+        set_random_states(result.value["random_states"], self._vae.device)
         log.info(
             "[CP] VAE %sd on %d worker(s) in %.2f s, loaded in %.2f s",
             method, len(group.placement.devices), result.seconds, result.load_seconds,
@@ -134,6 +135,7 @@ class RemoteVAE:
             )  # fmt: skip
         except WorkerFailed as failed:
             if failed.out_of_memory:  # ComfyUI goes on with tiles
+                log.warning("[CP] VAE: %s", failed)
                 raise torch.OutOfMemoryError(str(failed)) from failed
             log.error("[CP] rank %d:\n%s", failed.rank, failed.traceback)
             raise
@@ -180,16 +182,3 @@ def _room(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Room]:
         yield room
     finally:
         room.close()
-
-
-def _random_states(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def _set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
