@@ -62,14 +62,16 @@ class RemoteVAE:
         return self.expected
 
     def decode(self, x: Tensor, output_buffer: Tensor | None = None, **options: Any) -> Tensor:
+        if options:
+            raise Undivided(f"it is given {', '.join(options)}")
         shape = self.decode_output_shape(tuple(x.shape)) if output_buffer is None else tuple(output_buffer.shape)
         dtype = x.dtype if output_buffer is None else output_buffer.dtype
         offset = None if self.room is None or output_buffer is None else self.room.offset_of(output_buffer)
         if self.room is not None and offset is not None:
-            self._convert("decode", x, 1, self.room, offset, shape, options)
+            self._convert("decode", x, 1, self.room, offset, shape)
             return output_buffer  # type: ignore[return-value]
         with _room(shape, dtype) as room:
-            self._convert("decode", x, 1, room, 0, shape, options)
+            self._convert("decode", x, 1, room, 0, shape)
         return room.tensor.to(x.device) if output_buffer is None else output_buffer.copy_(room.tensor)
 
     def encode(self, x: Tensor, device: torch.device | None = None) -> Tensor:
@@ -77,8 +79,14 @@ class RemoteVAE:
         latent = _sizes(tuple(x.shape[2:]), self._vae.downscale_ratio, lambda n, by: n // by)
         shape = (x.shape[0], self._vae.latent_channels, *latent)
         with _room(shape, x.dtype) as room:
-            self._convert("encode", x, unit, room, 0, shape, {})
+            self._convert("encode", x, unit, room, 0, shape)
         return room.tensor.to(device or x.device)
+
+    def decode_tiled(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Asked of networks that make tiles themselves."""
+        raise Undivided("its tiles are its own")
+
+    encode_tiled = decode_tiled
 
     def settle(self) -> None:
         """Do after a use what the user wants done with it."""
@@ -92,7 +100,6 @@ class RemoteVAE:
         room: Room,
         offset: int,
         shape: tuple[int, ...],
-        options: dict[str, Any],
     ) -> None:
         if not (x.shape[-2] // unit and x.shape[-1] // unit):
             raise Undivided(f"{x.shape[-1]} x {x.shape[-2]} pixels make no row of a latent")
@@ -106,7 +113,6 @@ class RemoteVAE:
                 shape=list(shape),
                 dtype=str(room.tensor.dtype).removeprefix("torch."),
                 offset=offset,
-                options=options,
                 random_states=random_states(self._vae.device),
                 chunk_bytes=self._chunk_bytes(),
                 weights=None if self._spec.factory or group.holds(self._spec) else dict(self._vae.get_sd()),

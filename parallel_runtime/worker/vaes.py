@@ -127,7 +127,6 @@ class VAEs:
                     tick=watch.tick,
                     over_time=compared.over_time,
                     device=self._device,
-                    **job.options,
                 )
 
     def _test(self, spec: VAESpec, job: VAEJob, share: Share, chunks: Any) -> None:

@@ -11,7 +11,7 @@ import comfy.sd
 import torch
 from torch import Tensor, nn
 
-from ...autoencoders import kind_of
+from ...autoencoders import COMPARED, kind_of
 from ...errors import Refused
 from ...mapped import Mapped, load_mapped
 from ...specs import VAESpec
@@ -31,7 +31,14 @@ def build(spec: VAESpec, weights: Mapping[str, Tensor] | None, device: torch.dev
         raise Refused(f"ComfyUI makes a {kind_of(model)} of its weights in a worker")
     if witness(model, dtype) != spec.witness:
         raise Refused("its file has changed since it was loaded, or its weights have: load it again")
-    return model.eval().requires_grad_(False).to(device)
+    return unlimited(model).eval().requires_grad_(False).to(device)
+
+
+def unlimited(model: nn.Module) -> nn.Module:
+    """It slices nothing by the bytes that a rank happens to hold; ranks hold little as it is."""
+    if limits := COMPARED[kind_of(model)].limits:
+        getattr(model, limits)(None, None)
+    return model
 
 
 @contextmanager
