@@ -101,8 +101,7 @@ class RemoteVAE:
         offset: int,
         shape: tuple[int, ...],
     ) -> None:
-        if not (x.shape[-2] // unit and x.shape[-1] // unit):
-            raise Undivided(f"{x.shape[-1]} x {x.shape[-2]} pixels make no row of a latent")
+        self._check(method, x, unit)
         check = comfy.model_management.throw_exception_if_processing_interrupted
         with borrowed_group(placement_for(self._request), comfy_setup(), check) as group:
             self._claim(group, method, tuple(x.shape))
@@ -125,6 +124,14 @@ class RemoteVAE:
             "[CP] VAE %sd on %d worker(s) in %.2f s, loaded in %.2f s",
             method, len(group.placement.devices), result.seconds, result.load_seconds,
         )  # fmt: skip
+
+    def _check(self, method: VAEMethod, x: Tensor, unit: int) -> None:
+        """What ComfyUI would fail at is for it to say; an error in a worker ends the group."""
+        channels = self._vae.latent_channels if method == "decode" else self._vae.output_channels
+        if x.shape[1] != channels:
+            raise Undivided(f"it takes {channels} channels, and got {x.shape[1]}")
+        if not (x.shape[-2] // unit and x.shape[-1] // unit):
+            raise Undivided(f"{x.shape[-1]} x {x.shape[-2]} pixels make no row of a latent")
 
     def _asked(self, group: WorkerGroup, job: VAEJob, room: Room) -> Result:
         bar: comfy.utils.ProgressBar | None = None

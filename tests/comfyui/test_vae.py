@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from typing import Any
 
@@ -38,11 +39,13 @@ WITH_THREE = [
 ]
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize(("file", "shape"), DECODES)
 def test_decodes_the_same_pictures(vaes: Server, file: str, shape: str) -> None:
     assert both(vaes, decoding, file, shape, TWO) <= BAR
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize(("file", "shape"), ENCODES)
 def test_encodes_the_same_latents(vaes: Server, file: str, shape: str) -> None:
     assert both(vaes, encoding, file, shape, TWO) <= BAR
@@ -188,6 +191,45 @@ def test_devices_that_do_not_exist_are_refused_by_the_node(vaes: Server) -> None
         result(vaes, decoding("taef1", "1,16,8,8", Parallel(devices="cpu,0")))
 
 
+PLANS = [
+    ("wan.safetensors", True, r"\nDecode: about \d+\.\d\d GiB in ComfyUI's process .* on each of 2 worker"),
+    ("wan.safetensors", False, r"\nDecode: about \d+\.\d\d GiB in ComfyUI's process .* on each of 2 worker"),
+    ("flux.safetensors", True, r"\nDecode: about"),  # of a video's first frame
+    ("pixel_space", False, "\nDecode: in ComfyUI's process; CP VAE would not divide it: .*PixelspaceConversionVAE"),
+]
+
+
+@pytest.mark.sweep(one_in=2)
+@pytest.mark.parametrize(("file", "over_workers", "says"), PLANS)
+def test_the_plan_has_a_line_for_the_decode(vaes: Server, file: str, over_workers: bool, says: str) -> None:
+    graph = sampling_graph(Job(family="wan_t2v", size=(10, 12)), "CPSampler", TWO)
+    graph |= {name: made for name, made in with_vae(file, None if over_workers else False).items()}
+    graph["plan"] = node(
+        "CPPlan", model=["model", 0], latent_image=["latent", 0], positive=["positive", 0], cp_config=["config", 0],
+        cfg=1.0, vae=["vae", 0],
+    )  # fmt: skip
+    graph = {name: graph[name] for name in graph.keys() - {"sampler", "save", "negative"}}
+    shown = vaes.client.run(graph).outputs["plan"]
+    assert re.search(says, shown["text"][0]), shown["text"][0]
+    assert "Decode" in dict(shown["cp_plan"][0]["rows"])
+
+
+@pytest.mark.parametrize(("file", "shape", "says"), [
+    ("flux.safetensors", "1,4,6,5", "expected input"),
+    ("wan.safetensors", "1,16,6,5", "index"),
+])  # fmt: skip
+def test_a_latent_of_another_model_is_comfyuis_own_error_and_workers_live(
+    vaes: Server, file: str, shape: str, says: str
+) -> None:
+    result(vaes, decoding("taef1", "1,16,8,8", TWO))
+    before = vaes.workers()
+    for parallel in (False, TWO):
+        with pytest.raises(NodeError, match=f"VAEDecode: .*{says}"):
+            result(vaes, decoding(file, shape, parallel))
+    assert vaes.workers() == before
+
+
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize(("make", "file", "shape"), WITH_THREE)
 def test_three_workers_make_the_same(vaes: Server, make: Any, file: str, shape: str) -> None:
     assert both(vaes, make, file, shape, THREE) <= BAR

@@ -18,6 +18,8 @@ from ...specs import VAESpec
 from ...witness import witness
 from .comfyui import named
 
+NO_LIMIT = 1e9  # GiB
+
 
 def build(spec: VAESpec, weights: Mapping[str, Tensor] | None, device: torch.device) -> nn.Module:
     """The autoencoder that `spec` describes. Raises Refused where ComfyUI makes another one of it here."""
@@ -35,9 +37,10 @@ def build(spec: VAESpec, weights: Mapping[str, Tensor] | None, device: torch.dev
 
 
 def unlimited(model: nn.Module) -> nn.Module:
-    """It slices nothing by the bytes that a rank happens to hold; ranks hold little as it is."""
+    """It slices nothing by the bytes that a rank happens to hold; ranks hold little as it is. Without any limit SeedVR2
+    would keep more than it needs between chunks of time."""
     if limits := COMPARED[kind_of(model)].limits:
-        getattr(model, limits)(None, None)
+        getattr(model, limits)(NO_LIMIT, NO_LIMIT)
     return model
 
 
