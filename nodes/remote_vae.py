@@ -122,7 +122,7 @@ class RemoteVAE:
         set_random_states(result.value["random_states"], self._vae.device)
         log.info(
             "[CP] VAE %sd on %d worker(s) in %.2f s, loaded in %.2f s",
-            method, len(group.placement.devices), result.seconds, result.load_seconds,
+            method, min(len(group.placement.devices), max(x.shape[-2:]) // unit), result.seconds, result.load_seconds,
         )  # fmt: skip
 
     def _check(self, method: VAEMethod, x: Tensor, unit: int) -> None:
