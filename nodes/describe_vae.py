@@ -43,8 +43,6 @@ def check_vae(vae: comfy.sd.VAE) -> None:
         raise Undivided(f"{kind} is none of the VAEs that were compared with one process")
     if vae.latent_dim == 1 or vae.extra_1d_channel is not None:
         raise Undivided("audio has no rows to share out")
-    if vae.handles_tiling or not vae.crop_input:
-        raise Undivided(f"{kind} cuts its pictures itself")
     if vae.patcher.patches or vae.patcher.object_patches:
         raise Undivided("it is patched; take the patch away, or merge it into the file")
 

@@ -18,6 +18,7 @@ from ..parallel_runtime.host.runtime import measured_link
 from ..parallel_runtime.specs import Parallelism, ParallelRequest, Placement
 from .config import CATEGORY, CPConfig, requested
 from .describe import Source, describe_model
+from .plan_vae import explain_decode
 from .plan_view import view
 from .refusals import check_conds, check_latent
 from .workers import plan_for
@@ -42,6 +43,10 @@ class CPPlan(io.ComfyNode):
                     "cfg", default=8.0, min=0.0, max=100.0, step=0.1, round=0.01, optional=True,
                     tooltip="The cfg that the sampler will use: at 1 there is no negative prompt to share out.",
                 ),
+                io.Vae.Input(
+                    "vae", optional=True,
+                    tooltip="The VAE that will decode the result: adds what that costs, here and with CP VAE.",
+                ),
             ],
             outputs=[
                 io.String.Output(display_name="report", tooltip="The text that the node shows."),
@@ -58,13 +63,14 @@ class CPPlan(io.ComfyNode):
         positive: list,
         cp_config: ParallelRequest | None = None,
         cfg: float = 8.0,
+        vae: Any = None,
     ) -> io.NodeOutput:
-        text, recommended = explain(model, latent_image, positive, requested(cp_config), cfg)
+        text, recommended = explain(model, latent_image, positive, requested(cp_config), cfg, vae)
         return io.NodeOutput(text, recommended, ui=view(text, recommended))
 
 
 def explain(
-    model: Any, latent: dict[str, Any], positive: list, request: ParallelRequest, cfg: float
+    model: Any, latent: dict[str, Any], positive: list, request: ParallelRequest, cfg: float, vae: Any = None
 ) -> tuple[str, ParallelRequest]:
     """The report, and a config that works: the one asked for if it does, else the automatic one."""
     try:
@@ -89,7 +95,8 @@ def explain(
         data_degree=degrees.data_degree,
     )
     automatic = not (request.ring_degree or request.ulysses_degree)
-    text = report(subject, degrees, placement, guided=guided, automatic=automatic, link=link)
+    decode = explain_decode(vae, subject.latent, placement, link) if vae is not None else ""
+    text = report(subject, degrees, placement, guided=guided, automatic=automatic, link=link, decode=decode)
     return trouble + text, recommended
 
 
@@ -122,4 +129,5 @@ def subject_of(model: Any, source: Source, latent: dict[str, Any], positive: lis
         f"{figures.weights / 1e9:.2f} billion weights in {figures.weight_bytes / 2**30:.2f} GiB, "
         f"computed in {computed}."
     )
-    return Subject(model=title, tokens=source.tokens(shape, text), work=source.work(shape, text, cached=cached))
+    work = source.work(shape, text, cached=cached)
+    return Subject(model=title, latent=shape, tokens=source.tokens(shape, text), work=work)

@@ -21,6 +21,7 @@ from ..parallel_runtime.host.planning import plan
 from ..parallel_runtime.host.room import Room
 from ..parallel_runtime.host.runtime import borrowed_group, live_placement
 from ..parallel_runtime.jobs import VAEJob
+from ..parallel_runtime.random_states import random_states, set_random_states
 from ..parallel_runtime.specs import ParallelRequest, Placement, VAEMethod, VAESpec
 from .describe_vae import Undivided
 from .residence import Residence
@@ -61,14 +62,16 @@ class RemoteVAE:
         return self.expected
 
     def decode(self, x: Tensor, output_buffer: Tensor | None = None, **options: Any) -> Tensor:
+        if options:
+            raise Undivided(f"it is given {', '.join(options)}")
         shape = self.decode_output_shape(tuple(x.shape)) if output_buffer is None else tuple(output_buffer.shape)
         dtype = x.dtype if output_buffer is None else output_buffer.dtype
         offset = None if self.room is None or output_buffer is None else self.room.offset_of(output_buffer)
         if self.room is not None and offset is not None:
-            self._convert("decode", x, 1, self.room, offset, shape, options)
+            self._convert("decode", x, 1, self.room, offset, shape)
             return output_buffer  # type: ignore[return-value]
         with _room(shape, dtype) as room:
-            self._convert("decode", x, 1, room, 0, shape, options)
+            self._convert("decode", x, 1, room, 0, shape)
         return room.tensor.to(x.device) if output_buffer is None else output_buffer.copy_(room.tensor)
 
     def encode(self, x: Tensor, device: torch.device | None = None) -> Tensor:
@@ -76,8 +79,14 @@ class RemoteVAE:
         latent = _sizes(tuple(x.shape[2:]), self._vae.downscale_ratio, lambda n, by: n // by)
         shape = (x.shape[0], self._vae.latent_channels, *latent)
         with _room(shape, x.dtype) as room:
-            self._convert("encode", x, unit, room, 0, shape, {})
+            self._convert("encode", x, unit, room, 0, shape)
         return room.tensor.to(device or x.device)
+
+    def decode_tiled(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Asked of networks that make tiles themselves."""
+        raise Undivided("its tiles are its own")
+
+    encode_tiled = decode_tiled
 
     def settle(self) -> None:
         """Do after a use what the user wants done with it."""
@@ -91,10 +100,8 @@ class RemoteVAE:
         room: Room,
         offset: int,
         shape: tuple[int, ...],
-        options: dict[str, Any],
     ) -> None:
-        if not (x.shape[-2] // unit and x.shape[-1] // unit):
-            raise Undivided(f"{x.shape[-1]} x {x.shape[-2]} pixels make no row of a latent")
+        self._check(method, x, unit)
         check = comfy.model_management.throw_exception_if_processing_interrupted
         with borrowed_group(placement_for(self._request), comfy_setup(), check) as group:
             self._claim(group, method, tuple(x.shape))
@@ -105,19 +112,26 @@ class RemoteVAE:
                 shape=list(shape),
                 dtype=str(room.tensor.dtype).removeprefix("torch."),
                 offset=offset,
-                options=options,
-                random_states=_random_states(self._vae.device),
+                random_states=random_states(self._vae.device),
                 chunk_bytes=self._chunk_bytes(),
                 weights=None if self._spec.factory or group.holds(self._spec) else dict(self._vae.get_sd()),
             )
             result = self._asked(group, job, room)
         if refused := result.value["refused"]:
             raise Undivided(refused)
-        _set_random_states(result.value["random_states"], self._vae.device)
+        set_random_states(result.value["random_states"], self._vae.device)
         log.info(
             "[CP] VAE %sd on %d worker(s) in %.2f s, loaded in %.2f s",
-            method, len(group.placement.devices), result.seconds, result.load_seconds,
+            method, min(len(group.placement.devices), max(x.shape[-2:]) // unit), result.seconds, result.load_seconds,
         )  # fmt: skip
+
+    def _check(self, method: VAEMethod, x: Tensor, unit: int) -> None:
+        """What ComfyUI would fail at is for it to say; an error in a worker ends the group."""
+        channels = self._vae.latent_channels if method == "decode" else self._vae.output_channels
+        if x.shape[1] != channels:
+            raise Undivided(f"it takes {channels} channels, and got {x.shape[1]}")
+        if not (x.shape[-2] // unit and x.shape[-1] // unit):
+            raise Undivided(f"{x.shape[-1]} x {x.shape[-2]} pixels make no row of a latent")
 
     def _asked(self, group: WorkerGroup, job: VAEJob, room: Room) -> Result:
         bar: comfy.utils.ProgressBar | None = None
@@ -134,6 +148,7 @@ class RemoteVAE:
             )  # fmt: skip
         except WorkerFailed as failed:
             if failed.out_of_memory:  # ComfyUI goes on with tiles
+                log.warning("[CP] VAE: %s", failed)
                 raise torch.OutOfMemoryError(str(failed)) from failed
             log.error("[CP] rank %d:\n%s", failed.rank, failed.traceback)
             raise
@@ -180,16 +195,3 @@ def _room(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Room]:
         yield room
     finally:
         room.close()
-
-
-def _random_states(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def _set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)

@@ -16,6 +16,7 @@ LTX = "comfy.ldm.lightricks.vae.causal_video_autoencoder"
 COSMOS = "comfy.ldm.cosmos.cosmos_tokenizer.layers3d"
 COGVIDEO = "comfy.ldm.cogvideo.vae"
 GENMO = "comfy.ldm.genmo.vae.model"
+SEEDVR = "comfy.ldm.seedvr.vae"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,13 +25,15 @@ class Compared:
     random weights: rows and columns, odd and uneven sizes. tests/vae does it again.
 
     Modules of the classes `over_time` attend along time only. `chunk_size` is the function, "module:name", by which
-    the VAE asks how many bytes of time it may compute at once.
+    the VAE asks how many bytes of time it may compute at once; `limits` its method that takes the limits of memory
+    by which it would slice its convolutions and norms: no rank may go by its own bytes.
     """
 
     decode: float
     encode: float
     over_time: tuple[str, ...] = ()
     chunk_size: str = ""
+    limits: str = ""
 
 
 COMPARED: dict[str, Compared] = {
@@ -57,6 +60,9 @@ COMPARED: dict[str, Compared] = {
     f"({COSMOS}.EncoderFactorized, {COSMOS}.DecoderFactorized)": Compared(decode=7.5e-7, encode=1.1e-6),
     f"{COGVIDEO}.AutoencoderKLCogVideoX({COGVIDEO}.Encoder3D, {COGVIDEO}.Decoder3D)": Compared(
         decode=5.2e-7, encode=9.3e-7
+    ),
+    f"{SEEDVR}.VideoAutoencoderKLWrapper({SEEDVR}.Encoder3D, {SEEDVR}.Decoder3D)": Compared(
+        decode=1.2e-6, encode=1.4e-6, limits="set_memory_limit"
     ),
     "comfy.taesd.taesd.TAESD": Compared(decode=8.4e-7, encode=4.2e-7),
     "comfy.taesd.taehv.TAEHV": Compared(decode=8.2e-7, encode=1.1e-6),

@@ -86,7 +86,6 @@ class VAEJob:
     shape: list[int]
     dtype: str
     offset: int
-    options: dict[str, Any]
     random_states: dict[str, Tensor]
     chunk_bytes: int
     weights: dict[str, Tensor] | None

@@ -13,9 +13,10 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What the plan is for: the model in words, and the token count of each stream."""
+    """What the plan is for: the model in words, the latent's sizes, and the token count of each stream."""
 
     model: str
+    latent: tuple[int, ...]
     tokens: dict[str, int]
     work: Work
 
@@ -28,8 +29,9 @@ def report(
     guided: bool,
     automatic: bool,
     link: Link | None = None,
+    decode: str = "",
 ) -> str:
-    """Several lines; `link` is None where no worker group has measured this machine yet."""
+    """Several lines, `decode` among them; `link` is None where no worker group has measured this machine yet."""
     work = subject.work
     chosen = _choice(link) if automatic and degrees.context_parallel_size > 1 else ""
     lines = [
@@ -39,7 +41,8 @@ def report(
         f"Degrees: {_degrees(degrees)}{chosen}. {_reason(work, degrees, guided)}",
         _memory(work, degrees, link),
         _traffic(work, degrees),
-        _speed(work, degrees, link) if not _share_cores(placement) else "",
+        _speed(work, degrees, link) if not share_cores(placement) else "",
+        decode,
         *_warnings(work, degrees, placement, guided, link),
     ]
     return "\n".join(line for line in lines if line)
@@ -61,7 +64,7 @@ def _degrees(degrees: Parallelism) -> str:
     return " x ".join(f"{name} {getattr(degrees, name)}" for name in shown)
 
 
-def _share_cores(placement: Placement) -> bool:
+def share_cores(placement: Placement) -> bool:
     """One worker would have all of them; what was measured of several says nothing of it."""
     return placement.devices[0] == "cpu" and len(placement.devices) > 1
 
@@ -142,7 +145,7 @@ def _warnings(work: Work, degrees: Parallelism, placement: Placement, guided: bo
             f"{work.figures.heads} heads over ulysses_degree {degrees.ulysses_degree} is uneven: some workers wait for "
             "others. It is exact all the same; a divisor of the heads is faster."
         )
-    if _share_cores(placement):
+    if share_cores(placement):
         workers = len(placement.devices)
         warnings.append(f"{workers} workers share the {os.cpu_count()} CPU cores here: exact, but hardly faster.")
     if placement.shared and placement.devices[0] != "cpu":

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..autoencoders import COMPARED
 from ..errors import Refused
 from ..jobs import VAEJob
+from ..random_states import random_states, set_random_states
 from ..specs import VAESpec
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
@@ -73,7 +74,7 @@ class VAEs:
         done = Done(request.job, load_seconds=loaded - started, seconds=time.monotonic() - loaded)
         if rank():
             return done, None
-        return done, write_bundle({"refused": refused, "random_states": _random_states(self._device)})
+        return done, write_bundle({"refused": refused, "random_states": random_states(self._device)})
 
     def _try(self, spec: VAESpec, job: VAEJob, pulse: Pulse) -> tuple[str, float]:
         """What all ranks say against it, and when it was loaded."""
@@ -113,7 +114,7 @@ class VAEs:
         with chunked_alike(compared.chunk_size, job.chunk_bytes) as chunks:
             self._test(spec, job, share, chunks)
             chunks(share.own, sum(share.units))
-            _set_random_states(job.random_states, self._device)
+            set_random_states(job.random_states, self._device)
             watch = Watch(pulse, ranks, model, job)
             with watch:
                 convert(
@@ -126,7 +127,6 @@ class VAEs:
                     tick=watch.tick,
                     over_time=compared.over_time,
                     device=self._device,
-                    **job.options,
                 )
 
     def _test(self, spec: VAESpec, job: VAEJob, share: Share, chunks: Any) -> None:
@@ -181,16 +181,3 @@ def _said(ranks: Axis, refused: str) -> str:
     """This rank's objection, or that another one has one. Collective."""
     somebody = any_of(ranks, bool(refused))
     return refused or ("another worker could not" if somebody else "")
-
-
-def _random_states(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def _set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)

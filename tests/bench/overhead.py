@@ -1,9 +1,9 @@
-"""Host time of one attention: what Python and PyTorch's dispatch cost a rank before and after the kernels.
+"""Host time of one attention and of a VAE's layers: what Python and PyTorch's dispatch cost a rank beside the kernels.
 
     python -m tests.bench.overhead [--worlds 2 8] [--tokens 64] [--head-dim 8] [--rounds 200] [--json out.json]
 
 One process of one thread, in a process group whose collectives do nothing, with so little to compute that what is
-left is overhead. Plain attention, ours and diffusers' own take turns; medians. FLUX has 24 heads and 57 such layers.
+left is overhead. Plain, ours and diffusers' own take turns; medians. FLUX has 24 heads and 57 such layers.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from parallel_runtime.worker.engine.mesh import build_mesh
 from parallel_runtime.worker.engine.streams import Streams
 
 from .diffusers_own import log_sum_exp_on_the_cpu
+from .vae_layers import vae_layers
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def main() -> int:
     world = int(os.environ["OVERHEAD_WORLD"])
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     with torch.inference_mode(), log_sum_exp_on_the_cpu():
-        medians = _medians(_modes(world, options), options.rounds)
+        medians = _medians(_modes(world, options) | vae_layers(world), options.rounds)
     Path(os.environ["OVERHEAD_OUT"]).write_text(json.dumps({"world": world, "microseconds": medians}))
     return 0
 
@@ -128,6 +129,8 @@ def _report(row: dict[str, Any]) -> None:
     for name, microseconds in found.items():
         other = found.get(name.replace("ours", "diffusers"))
         beside = f"{microseconds / other:6.2f} x diffusers'" if name.startswith("ours") and other else ""
+        if name.startswith("ours") and (plain := found.get(name.replace("ours", "plain"))):
+            beside = f"{microseconds - plain:+6.0f} us"
         log.info("  %-18s %8.0f us %s", name, microseconds, beside)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Generator, Iterator
 
 import pytest
 
-from .comfy import ComfyInstall, find_comfy, why_there_is_none
+from .comfy import OUR_ROOT, ComfyInstall, find_comfy, why_there_is_none
 from .server import Server, running_server
 
 
@@ -30,6 +32,20 @@ def server(shared_server: Server, request: pytest.FixtureRequest) -> Iterator[Se
     request.node.server_log = lambda: shared_server.log(since)
     yield shared_server
     shared_server.client.settle()
+
+
+@pytest.fixture
+def vaes(comfy: ComfyInstall, server: Server) -> Server:
+    """The server with VAE files in its folders."""
+    write_vaes(comfy, server)
+    return server
+
+
+def write_vaes(comfy: ComfyInstall, server: Server) -> None:
+    models = server.base / "models"
+    if not (models / "vae" / "wan.safetensors").exists():
+        command = [str(comfy.python), "-m", "tests.vae.files", str(comfy.root), str(models)]
+        subprocess.run(command, cwd=OUR_ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
 
 
 @pytest.hookimpl(wrapper=True)

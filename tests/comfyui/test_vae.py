@@ -2,93 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import subprocess
+import re
 import time
 from typing import Any
 
 import pytest
 import torch
 
-from .client import Graph, Interrupted, NodeError
-from .comfy import OUR_ROOT, ComfyInstall
+from .client import Interrupted, NodeError
 from .graphs import Job, Parallel, sampling_graph
-from .latents import apart, saved_latents
+from .latents import apart
 from .server import Server
 from .test_kin import wait_for
-
-BAR = 1e-5
-TWO = Parallel(ring_degree=2, ulysses_degree=1, devices="cpu,cpu")
-THREE = Parallel(ring_degree=3, ulysses_degree=1, devices="cpu,cpu,cpu")
-nonces = itertools.count(1)
-
-
-@pytest.fixture
-def vaes(comfy: ComfyInstall, server: Server) -> Server:
-    """The server with VAE files in its folders."""
-    models = server.base / "models"
-    if not (models / "vae" / "wan.safetensors").exists():
-        command = [str(comfy.python), "-m", "tests.vae.files", str(comfy.root), str(models)]
-        subprocess.run(command, cwd=OUR_ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
-    return server
-
-
-def node(class_type: str, **inputs: Any) -> dict[str, Any]:
-    return {"class_type": class_type, "inputs": inputs}
-
-
-def with_vae(file: str, parallel: Parallel | bool | None) -> Graph:
-    """`parallel` False: without CP VAE; None: CP VAE without a cp_config."""
-    graph = {"loader": node("VAELoader", vae_name=file)}
-    graph["vae"] = node("CPVAE", vae=["loader", 0])
-    if isinstance(parallel, Parallel):
-        graph["config"] = node("CPParallelConfig", **vars(parallel))
-        graph["vae"]["inputs"]["cp_config"] = ["config", 0]
-    if parallel is False:
-        graph["vae"] = graph.pop("loader")
-    return graph
-
-
-def decoding(file: str, shape: str, parallel: Parallel | bool | None, **extra: Any) -> Graph:
-    graph = with_vae(file, parallel)
-    graph["latent"] = node("CPTestLatent", shape=shape, seed=5, masked=False, nonce=next(nonces))
-    graph["seeded"] = node("CPTestSeed", latent=["latent", 0], seed=3, nonce=next(nonces))
-    graph["decode"] = node(extra.pop("decoder", "VAEDecode"), samples=["seeded", 0], vae=["vae", 0], **extra)
-    graph["draw"] = node("CPTestDraw", after=["decode", 0], name=f"draw_{next(nonces)}")
-    graph["save"] = node("CPTestSavePictures", images=["decode", 0], name=f"pictures_{next(nonces)}")
-    return graph
-
-
-def encoding(file: str, shape: str, parallel: Parallel | bool | None) -> Graph:
-    graph = with_vae(file, parallel)
-    graph["pictures"] = node("CPTestPictures", shape=shape, seed=6, nonce=next(nonces))
-    graph["encode"] = node("VAEEncode", pixels=["pictures", 0], vae=["vae", 0])
-    graph["save"] = node("CPTestSaveLatent", samples=["encode", 0], name=f"latent_{next(nonces)}")
-    return graph
-
-
-def result(server: Server, graph: Graph) -> dict[str, torch.Tensor]:
-    return saved_latents(server.client.run(graph, timeout=300))
-
-
-def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    assert (got.shape, got.dtype) == (want.shape, want.dtype)
-    return float((got - want).norm() / want.norm())
-
-
-def both(server: Server, make: Any, file: str, shape: str, parallel: Parallel | None, **extra: Any) -> float:
-    """How far CP VAE is from ComfyUI alone; it did run in the workers."""
-    want = result(server, make(file, shape, False, **extra))
-    since = server.log_size()
-    got = result(server, make(file, shape, parallel, **extra))
-    log = server.log(since)
-    assert "[CP] VAE" in log, "the workers were not asked"
-    assert "in ComfyUI's process" not in log
-    if "draw" in want:
-        assert torch.equal(got["draw"], want["draw"]), "the random generator is somewhere else"
-    return relative(got["save"], want["save"])
-
+from .vae_graphs import BAR, THREE, TWO, both, decoding, encoding, node, nonces, relative, result, with_vae
 
 DECODES = [
     ("wan.safetensors", "1,16,3,11,7"),
@@ -112,11 +39,13 @@ WITH_THREE = [
 ]
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize(("file", "shape"), DECODES)
 def test_decodes_the_same_pictures(vaes: Server, file: str, shape: str) -> None:
     assert both(vaes, decoding, file, shape, TWO) <= BAR
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize(("file", "shape"), ENCODES)
 def test_encodes_the_same_latents(vaes: Server, file: str, shape: str) -> None:
     assert both(vaes, encoding, file, shape, TWO) <= BAR
@@ -262,6 +191,45 @@ def test_devices_that_do_not_exist_are_refused_by_the_node(vaes: Server) -> None
         result(vaes, decoding("taef1", "1,16,8,8", Parallel(devices="cpu,0")))
 
 
+PLANS = [
+    ("wan.safetensors", True, r"\nDecode: about \d+\.\d\d GiB in ComfyUI's process .* on each of 2 worker"),
+    ("wan.safetensors", False, r"\nDecode: about \d+\.\d\d GiB in ComfyUI's process .* on each of 2 worker"),
+    ("flux.safetensors", True, r"\nDecode: about"),  # of a video's first frame
+    ("pixel_space", False, "\nDecode: in ComfyUI's process; CP VAE would not divide it: .*PixelspaceConversionVAE"),
+]
+
+
+@pytest.mark.sweep(one_in=2)
+@pytest.mark.parametrize(("file", "over_workers", "says"), PLANS)
+def test_the_plan_has_a_line_for_the_decode(vaes: Server, file: str, over_workers: bool, says: str) -> None:
+    graph = sampling_graph(Job(family="wan_t2v", size=(10, 12)), "CPSampler", TWO)
+    graph |= {name: made for name, made in with_vae(file, None if over_workers else False).items()}
+    graph["plan"] = node(
+        "CPPlan", model=["model", 0], latent_image=["latent", 0], positive=["positive", 0], cp_config=["config", 0],
+        cfg=1.0, vae=["vae", 0],
+    )  # fmt: skip
+    graph = {name: graph[name] for name in graph.keys() - {"sampler", "save", "negative"}}
+    shown = vaes.client.run(graph).outputs["plan"]
+    assert re.search(says, shown["text"][0]), shown["text"][0]
+    assert "Decode" in dict(shown["cp_plan"][0]["rows"])
+
+
+@pytest.mark.parametrize(("file", "shape", "says"), [
+    ("flux.safetensors", "1,4,6,5", "expected input"),
+    ("wan.safetensors", "1,16,6,5", "index"),
+])  # fmt: skip
+def test_a_latent_of_another_model_is_comfyuis_own_error_and_workers_live(
+    vaes: Server, file: str, shape: str, says: str
+) -> None:
+    result(vaes, decoding("taef1", "1,16,8,8", TWO))
+    before = vaes.workers()
+    for parallel in (False, TWO):
+        with pytest.raises(NodeError, match=f"VAEDecode: .*{says}"):
+            result(vaes, decoding(file, shape, parallel))
+    assert vaes.workers() == before
+
+
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize(("make", "file", "shape"), WITH_THREE)
 def test_three_workers_make_the_same(vaes: Server, make: Any, file: str, shape: str) -> None:
     assert both(vaes, make, file, shape, THREE) <= BAR

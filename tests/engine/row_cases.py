@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel_runtime.worker.engine.mesh import first_ranks
 from parallel_runtime.worker.engine.sizes import chunk_sizes
 from parallel_runtime.worker.rows import Rows, Share
+from parallel_runtime.worker.rows.trial import trial
 
 Net = Callable[[Tensor], Tensor]
 CPU = torch.device("cpu")
@@ -89,6 +90,26 @@ def attention_apart(rank: int, world: int, rows: int) -> float:
     mine = Rows(share).attention(*(share.cut(part, 1) for part in (query, key, value)))
     wanted = share.cut(whole, 1)
     return float((mine - wanted).norm() / wanted.norm())
+
+
+class Whole(nn.Module):
+    """Its decode looks across the cut in a way that the mode sees."""
+
+    def decode(self, x: Tensor) -> Tensor:
+        return CONV(x)
+
+
+class Turned(nn.Module):
+    """In a way that it does not see."""
+
+    def decode(self, x: Tensor) -> Tensor:
+        return torch.cat([x[..., 1:, 1:], x[..., :1, 1:]], -2)
+
+
+def tried(rank: int, world: int, broken: bool, dim: int) -> float:
+    """What the self-test finds."""
+    x = torch.randn(1, 8, 9, 9)
+    return trial((Turned if broken else Whole)(), "decode", x, 1, first_ranks(world, CPU), dim, device=CPU)
 
 
 def ticks(rank: int, world: int) -> int:

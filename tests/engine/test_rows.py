@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from parallel_runtime.errors import Refused
 from parallel_runtime.worker.engine.mesh import Axis
 from parallel_runtime.worker.rows import Rows, Share
+from parallel_runtime.worker.rows.trial import limit
 
 from .conftest import Groups
 from .row_cases import NETS
@@ -34,6 +35,12 @@ def test_attention_sees_all_rows(groups: Groups, world: int, rows: int) -> None:
 
 def test_ranks_are_asked_equally_often_however_many_rows_they_have(groups: Groups) -> None:
     assert len(set(groups(3).run(f"{CASES}:ticks"))) == 1
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_self_test_finds_what_the_mode_does_not_see(groups: Groups, world: int) -> None:
+    assert max(groups(world).run(f"{CASES}:tried", broken=False, dim=-2)) < 1e-5
+    assert min(groups(world).run(f"{CASES}:tried", broken=True, dim=-2)) > 10 * limit(torch.bfloat16)
 
 
 X, W = torch.randn(1, 32, 4, 5), torch.randn(8, 32, 3, 3)

@@ -1,7 +1,7 @@
 """One rank does something bad at a chosen moment: see sitecustomize.py.
 
-CP_TEST_FAULT is `rank place deed`, such as `1 gather abort`. The workers' own code knows nothing of it: a function of
-theirs is replaced when its module is imported.
+CP_TEST_FAULT is `rank place deed`, such as `1 gather abort`, or several with `;` between them. The workers' own code
+knows nothing of it: a function of theirs is replaced when its module is imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ PLACES = {  # module, function, which call of it
     "gather": ("parallel_runtime.worker.engine.exchange", "gather", 3),
     "step": ("parallel_runtime.worker.pulse", "Pulse.step", 3),
     "reply": ("parallel_runtime.wire.channel", "Channel.send", 3),  # after Ready and Joined
+    "convert": ("parallel_runtime.worker.rows.converting", "convert", 1),
+    "group_norm": ("parallel_runtime.worker.rows.statistics", "group_norm", 1),
 }
+ROOM = 16 * 32 * 32  # elements; what is larger is out of memory
 
 
 def do(deed: str) -> None:
@@ -34,6 +37,16 @@ def do(deed: str) -> None:
     if deed == "exit":
         os._exit(3)
     os.kill(os.getpid(), signal.Signals[deed])
+
+
+def refuse_large(tensors: Sequence[Any]) -> None:
+    if any(tensor.numel() > ROOM for tensor in tensors if hasattr(tensor, "numel")):
+        import torch
+
+        raise torch.OutOfMemoryError("sabotage")
+
+
+ALWAYS: dict[str, Callable[[Any], Any]] = {"out_of_memory": lambda made: made, "shift": lambda made: made + 0.5}
 
 
 class Saboteur:
@@ -68,6 +81,10 @@ class Saboteur:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
+            if self.deed == "out_of_memory":
+                refuse_large(args)
+            if self.deed in ALWAYS:
+                return ALWAYS[self.deed](function(*args, **kwargs))
             if calls == self.call and self.deed != "deviate":
                 do(self.deed)
             result = function(*args, **kwargs)
@@ -77,7 +94,7 @@ class Saboteur:
 
 
 def install(fault: str) -> None:
-    """`fault` is "rank place deed"."""
-    rank, place, deed = fault.split()
-    if os.environ.get("RANK") == rank:  # torchrun's agent has none
-        sys.meta_path.insert(0, Saboteur(place, deed))  # type: ignore[arg-type]
+    for each in fault.split(";"):
+        rank, place, deed = each.split()
+        if os.environ.get("RANK") == rank:  # torchrun's agent has none
+            sys.meta_path.insert(0, Saboteur(place, deed))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_runtime.autoencoders import COMPARED, Compared, kind_of
-from parallel_runtime.worker.comfy_loop.autoencoder import chunked_alike
+from parallel_runtime.worker.comfy_loop.autoencoder import chunked_alike, unlimited
 from parallel_runtime.worker.engine.mesh import Axis, first_ranks
 from parallel_runtime.worker.engine.sizes import chunk_sizes
 from parallel_runtime.worker.rows import Share
@@ -36,7 +36,7 @@ def run(name: str, method: str, dim: int, world: int, options: dict[str, Any], d
 
     def work(rank: int) -> tuple[float, bool]:
         share = Share(ranks=first_ranks(world, CPU), dim=dim, units=units)
-        made = _converted(model, method, x, share, unit, compared, fair=not options.get("own_chunks"))
+        made = _converted(unlimited(model), method, x, share, unit, compared, fair=not options.get("own_chunks"))
         wanted = share.cut(whole, whole.shape[dim] // sum(units))
         assert made.shape == wanted.shape, f"{tuple(made.shape)} where {tuple(wanted.shape)} was expected"
         apart = float((made.float() - wanted.float()).norm() / wanted.float().norm())

@@ -60,7 +60,7 @@ class Live(TorchDispatchMode):
 def measure(name: str, method: str, ranks: int, latent: tuple[int, ...] = ()) -> dict[str, Any]:
     """Of a middle rank."""
     from parallel_runtime.autoencoders import COMPARED, kind_of
-    from parallel_runtime.worker.comfy_loop.autoencoder import chunked_alike
+    from parallel_runtime.worker.comfy_loop.autoencoder import chunked_alike, unlimited
     from parallel_runtime.worker.engine import exchange
     from parallel_runtime.worker.engine.mesh import Axis
     from parallel_runtime.worker.rows.converting import convert, longer_side, share_of
@@ -78,6 +78,8 @@ def measure(name: str, method: str, ranks: int, latent: tuple[int, ...] = ()) ->
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         torch.set_default_dtype(torch.bfloat16)
         model = real.make().eval()
+        if ranks > 1:
+            unlimited(model)
         torch.set_default_dtype(torch.float32)
         x = torch.empty(_shape(real, method, latent), dtype=torch.bfloat16)
         unit, compared = 1 if method == "decode" else real.ratio, COMPARED[kind_of(model)]

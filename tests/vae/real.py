@@ -52,6 +52,7 @@ REAL = {
         ratio=16,
         frames=121,
     ),
+    "SeedVR2 720x1280x21": Real(make=zoo.seedvr.VideoAutoencoderKLWrapper, latent=(1, 16, 6, 90, 160), frames=21),
     "LTX 0.9.5 704x1280x121": Real(
         make=lambda: zoo.lightricks.VideoVAE(2), latent=(1, 128, 16, 22, 40), ratio=32, frames=121
     ),

@@ -10,13 +10,17 @@ from .conftest import Divided
 from .names import COLUMNS, KINDS, NAMES, ROWS
 
 BAR = 1e-5
-WAYS = [(ROWS, 2), (COLUMNS, 3), (ROWS, 3), (COLUMNS, 2)]  # one for each class is enough to run by default
+WAYS = [(ROWS, 2), (COLUMNS, 3), (COLUMNS, 2), (ROWS, 3)]
+BOTH = [("decode", "encode"), ("encode", "decode")]  # so that one in two is one for each class
+ONCE = [(method, name, WAYS[place % 4]) for place, name in enumerate(NAMES) for method in BOTH[place % 2]]
 ALL = list(itertools.product((ROWS, COLUMNS), (2, 3, 4)))
+NO_KERNEL = {("encode", "Cosmos 1")}  # undivided neither: PyTorch's avg_pool3d has no bfloat16 on the CPU
+IN_BFLOAT16 = [case for case in itertools.product(("decode", "encode"), NAMES) if case not in NO_KERNEL]
 
 
-@pytest.mark.parametrize(("name", "way"), list(zip(NAMES, itertools.cycle(WAYS), strict=False)), ids=NAMES)
-@pytest.mark.parametrize("method", ["decode", "encode"])
-def test_divided_is_the_same(divided: Divided, name: str, method: str, way: tuple[int, int]) -> None:
+@pytest.mark.sweep(one_in=2)
+@pytest.mark.parametrize(("method", "name", "way"), ONCE, ids=[f"{method}-{name}" for method, name, _ in ONCE])
+def test_divided_is_the_same(divided: Divided, method: str, name: str, way: tuple[int, int]) -> None:
     assert divided(name, method, *way)["apart"] <= BAR
 
 
@@ -28,10 +32,9 @@ def test_divided_in_any_way_is_the_same(divided: Divided, name: str, method: str
     assert divided(name, method, *way)["apart"] <= BAR
 
 
-@pytest.mark.sweep(one_in=12)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("method", ["decode", "encode"])
-def test_in_bfloat16_ranks_differ_by_rounding_only(divided: Divided, name: str, method: str) -> None:
+@pytest.mark.sweep(one_in=15)
+@pytest.mark.parametrize(("method", "name"), IN_BFLOAT16)
+def test_in_bfloat16_ranks_differ_by_rounding_only(divided: Divided, method: str, name: str) -> None:
     assert divided(name, method, ROWS, 3, dtype="bfloat16")["apart"] <= 2.5e-2
 
 

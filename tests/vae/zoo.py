@@ -12,6 +12,7 @@ import comfy.ldm.cosmos.vae
 import comfy.ldm.genmo.vae.model as genmo
 import comfy.ldm.lightricks.vae.causal_video_autoencoder as lightricks
 import comfy.ldm.modules.attention
+import comfy.ldm.seedvr.vae as seedvr
 import comfy.ldm.wan.vae
 import comfy.ldm.wan.vae2_2
 import comfy.taesd.taehv
@@ -85,6 +86,18 @@ def mochi() -> nn.Module:
         has_attention=[False] * 5, output_norm=False, nonlinearity="silu", output_nonlinearity="silu", causal=True,
         **common,
     )  # fmt: skip
+    return model
+
+
+def seedvr2(*gib: float) -> nn.Module:
+    """`gib`: the limits of memory for a convolution and a norm, as ComfyUI has them in one process."""
+    wide, seedvr.BYTEDANCE_BLOCK_OUT_CHANNELS = seedvr.BYTEDANCE_BLOCK_OUT_CHANNELS, (32, 32, 64, 64)
+    try:
+        model = seedvr.VideoAutoencoderKLWrapper()
+    finally:
+        seedvr.BYTEDANCE_BLOCK_OUT_CHANNELS = wide
+    if gib:
+        model.set_memory_limit(*gib)
     return model
 
 
@@ -212,6 +225,8 @@ CASES: dict[str, Case] = {
         ),
         latent=(4, 8, 11, 7),
     ),
+    "SeedVR2": Case(make=seedvr2, latent=(1, 16, 4, 7, 5), frames=13),
+    "SeedVR2, slicing": Case(make=lambda: seedvr2(5e-4, 5e-5), latent=(1, 16, 2, 7, 5), frames=5),
     "TAESD": Case(make=lambda: comfy.taesd.taesd.TAESD(latent_channels=16), latent=(1, 16, 11, 7)),
     "TAESD of FLUX.2": Case(
         make=lambda: comfy.taesd.taesd.TAESD(latent_channels=128), latent=(1, 128, 11, 7), ratio=16

@@ -11,12 +11,14 @@ import comfy.sd
 import torch
 from torch import Tensor, nn
 
-from ...autoencoders import kind_of
+from ...autoencoders import COMPARED, kind_of
 from ...errors import Refused
 from ...mapped import Mapped, load_mapped
 from ...specs import VAESpec
 from ...witness import witness
 from .comfyui import named
+
+NO_LIMIT = 1e9  # GiB
 
 
 def build(spec: VAESpec, weights: Mapping[str, Tensor] | None, device: torch.device) -> nn.Module:
@@ -31,7 +33,15 @@ def build(spec: VAESpec, weights: Mapping[str, Tensor] | None, device: torch.dev
         raise Refused(f"ComfyUI makes a {kind_of(model)} of its weights in a worker")
     if witness(model, dtype) != spec.witness:
         raise Refused("its file has changed since it was loaded, or its weights have: load it again")
-    return model.eval().requires_grad_(False).to(device)
+    return unlimited(model).eval().requires_grad_(False).to(device)
+
+
+def unlimited(model: nn.Module) -> nn.Module:
+    """It slices nothing by the bytes that a rank happens to hold; ranks hold little as it is. Without any limit SeedVR2
+    would keep more than it needs between chunks of time."""
+    if limits := COMPARED[kind_of(model)].limits:
+        getattr(model, limits)(NO_LIMIT, NO_LIMIT)
+    return model
 
 
 @contextmanager

@@ -45,11 +45,10 @@ def convert(
     tick: Callable[[], None] = lambda: None,
     over_time: Collection[str] = (),
     device: torch.device | None = None,
-    **options: Any,
 ) -> Tensor:
     """This rank's rows of `model.decode(x)` or `model.encode(x)`, in `place` where there is one. Collective."""
     device = device or x.device
-    mine = share.cut(x, unit)
+    mine, options = share.cut(x, unit), dict[str, Any]()
     if getattr(model, CHUNKED, False):
         if method == "encode":
             options["device"] = device
@@ -69,6 +68,8 @@ def convert(
 
 def _put(made: Tensor, place: Tensor) -> None:
     """Copy to main memory as it is, and widen it there, a piece at a time: what is wide would fill the device."""
+    if made.ndim == 4 and place.ndim == 5:  # of one frame, without the dim of time
+        made = made.unsqueeze(2)
     if made.shape != place.shape:
         raise Refused(f"it made {tuple(made.shape)} on a worker where {tuple(place.shape)} was expected")
     dim = 2 if made.ndim == 5 else 0

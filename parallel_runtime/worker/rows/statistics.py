@@ -22,7 +22,8 @@ def group_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """torch.nn.functional.group_norm."""
-    share.factor(x, "a group norm")
+    if x.ndim > 3:  # else rows and columns are one dim, in proportion to this rank's rows
+        share.factor(x, "a group norm")
     batch, channels = x.shape[:2]
     mean, variance = _of_all(share, *_moments(x.reshape(batch, num_groups, -1)))
     spread = (batch, num_groups, channels // num_groups)
