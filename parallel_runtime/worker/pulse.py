@@ -55,8 +55,8 @@ class Pulse:
     def readings(self) -> Readings | None:
         """This rank's, with the time that its last step took, and what of it was spent waiting for others."""
         readings = self._readings()
-        times = {"step_seconds": self._step_seconds, "waited_seconds": self._waited_seconds}
-        return readings and replace(readings, **times)
+        step, waited = self._step_seconds, self._waited_seconds
+        return readings and replace(readings, step_seconds=step, waited_seconds=waited)
 
     def vote(self, agree: Callable[[bool], bool] = agree) -> None:
         """Call on every rank at the same places, or on all those that `agree` asks. Raises Cancelled on all of them or
