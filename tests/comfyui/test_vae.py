@@ -122,8 +122,8 @@ def test_a_file_that_changed_after_it_was_loaded_is_not_what_is_decoded_with(vae
     path = vaes.base / "models" / "vae" / "other_wan.safetensors"
     kept, status = path.read_bytes(), path.stat()
     want = result(vaes, decoding("other_wan.safetensors", "1,16,1,6,6", False))["save"]
-    vaes.client.post("/free", unload_models=True)
-    wait_for(lambda: "unloading the workers' model" in vaes.log(), seconds=5)
+    result(vaes, decoding("other_wan.safetensors", "1,16,1,6,6", TWO))
+    unload(vaes)
     try:
         path.write_bytes((path.parent / "wan.safetensors").read_bytes())
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -136,12 +136,21 @@ def test_a_file_that_changed_after_it_was_loaded_is_not_what_is_decoded_with(vae
     assert "its file has changed" in vaes.log(since)
 
 
+def unload(server: Server) -> None:
+    """ComfyUI forgets a request that comes while it collects garbage after a prompt: ask until it is done."""
+    since = server.log_size()
+
+    def gone() -> bool:
+        server.client.post("/free", unload_models=True)
+        return "unloading the workers' model" in server.log(since)
+
+    wait_for(gone, seconds=15)
+
+
 def test_unload_models_drops_it_and_the_next_decode_gives_the_same_bits(vaes: Server) -> None:
     graph = decoding("wan.safetensors", "1,16,2,6,6", TWO)
     want = result(vaes, graph)["save"]
-    since = vaes.log_size()
-    vaes.client.post("/free", unload_models=True)
-    wait_for(lambda: "unloading the workers' model" in vaes.log(since), seconds=5)
+    unload(vaes)
     assert torch.equal(result(vaes, decoding("wan.safetensors", "1,16,2,6,6", TWO))["save"], want)
 
 
