@@ -20,6 +20,7 @@ from .origin import origin
 from .patches import check_inside, describe_functions, describe_options, describe_weights
 from .refusals import check_guider, check_latent
 from .stand_in import network_behind
+from .tampering import check_network
 
 # Patches that see one block's queries, keys or output: those of all tokens, or the numbers are others.
 INSIDE_BLOCKS = {"attn1_patch", "attn2_patch", "attn1_output_patch", "attn2_output_patch", "mlp_patch"}
@@ -51,6 +52,7 @@ def describe_model(model: ModelPatcher, dtype: DtypeChoice) -> Source:
     computed = dtype if dtype != "auto" else "" if cast is None else _name(cast)
     spec = origin(model)
     network = network_behind(model)
+    check_network(network)
     plan = network_of(network)
     whole_only = sorted(INSIDE_BLOCKS & {kind for kind, found in _patches(model).items() if found})
     if plan is not None and whole_only:

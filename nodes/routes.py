@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import asdict
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import comfy.model_management
 from aiohttp import web
@@ -95,7 +95,7 @@ def _four(degrees: Any) -> dict[str, int]:
 
 
 def _request(values: Any) -> ParallelRequest:
-    """Raises TypeError for what a CP Parallel Config cannot hold."""
+    """Raises TypeError and ValueError for what a CP Parallel Config cannot hold."""
     if not isinstance(values, dict):
         raise TypeError("expected an object of widget values")
     usual = vars(ParallelRequest())
@@ -105,6 +105,8 @@ def _request(values: Any) -> ParallelRequest:
         kind = type(usual[name])
         if not (isinstance(value, kind) and isinstance(value, bool) == (kind is bool)) and hints[name] is not float:
             raise TypeError(f"{name} is {value!r}")
+        if value not in (get_args(hints[name]) or [value]) or value != value:
+            raise ValueError(f"{name} is {value!r}")
     return ParallelRequest(**known)
 
 

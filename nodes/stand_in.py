@@ -17,6 +17,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import nn
 
 from .residence import CPU, Hollow
+from .tampering import check_module, check_network
 
 INNER = "_forward"  # what ComfyUI's networks call inside the wrappers around them
 METHODS = ("preprocess_text_embeds",)  # of a network, that code outside of it calls
@@ -119,6 +120,8 @@ def _asking(kind: type, name: str, evaluation: Evaluation) -> Any:
     names = {own: own if own in called else called[place] for place, own in enumerate(signature.parameters)}
 
     def ask(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        check_network(vars(self)["network"])  # what calls this may have changed it a moment ago
+        check_module(self, kind.__name__)
         arguments: dict[str, Any] = {}
         for key, value in list(signature.bind(self, *args, **kwargs).arguments.items())[1:]:
             arguments.update(value if key in more else {names[key]: value})

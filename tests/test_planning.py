@@ -165,3 +165,8 @@ def test_a_step_cache_that_cannot_be_is_refused_by_name(network, threshold, says
         check_step_cache(ParallelRequest(step_cache=threshold), network)
     check_step_cache(ParallelRequest(step_cache=0.0), network)
     check_step_cache(ParallelRequest(step_cache=0.1), figures("Flux"))
+
+
+def test_a_list_of_thousands_of_workers_is_refused():
+    with pytest.raises(Refused, match="10000 are listed, and 64 workers a machine are the most"):
+        plan(ParallelRequest(devices=",".join(["cpu"] * 10000)), heads=24, gpus=0)

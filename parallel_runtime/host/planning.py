@@ -112,6 +112,8 @@ def parse_devices(text: str, gpus: int) -> tuple[str, ...]:
     names = [name.strip().lower() for name in text.split(",") if name.strip()]
     if not names:
         return tuple(f"cuda:{index}" for index in range(gpus))
+    if len(names) > MAX_DEGREE:
+        raise Refused(f"devices: {len(names)} are listed, and {MAX_DEGREE} workers a machine are the most; name fewer")
     devices = tuple(_device(name, gpus) for name in names)
     if "cpu" in devices and len({device == "cpu" for device in devices}) > 1:
         raise Refused(f"devices: {text!r} mixes CPU and GPUs, which cannot share one picture; name one kind")

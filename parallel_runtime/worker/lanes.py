@@ -39,10 +39,14 @@ class Lanes:
         return whole
 
 
+OF_ROWS = ("cond_or_uncond", "uuids")  # of transformer_options: one for each of the batches that were joined
+
+
 def spread_rows(lanes: Lanes, evaluate: Callable[..., Any], batch: int, *args: Any, **kwargs: Any) -> Any:
     """`evaluate(*args, **kwargs)` with its rows spread over the lanes: tensors [batch, ...], also in lists and dicts.
 
-    Its result is one such tensor, or a list of them.
+    Its result is one such tensor, or a list of them. What ComfyUI's transformer_options hold is of the run as a whole,
+    but for the noise level of each row and which prompt it belongs to.
     """
     if lanes.count == 1 or batch == 1:
         return evaluate(*args, **kwargs)
@@ -54,9 +58,22 @@ def spread_rows(lanes: Lanes, evaluate: Callable[..., Any], batch: int, *args: A
             return value[rows] if value.ndim and value.shape[0] == batch else value
         if isinstance(value, list | tuple):
             return type(value)(cut(item) for item in value)
+        if type(value) is dict and "sample_sigmas" in value:
+            return _options(value, rows, batch)
         return {name: cut(item) for name, item in value.items()} if type(value) is dict else value
 
     out = evaluate(*cut(args), **cut(kwargs))
     if torch.is_tensor(out):
         return lanes.collect(out[: len(mine)], batch)
     return [lanes.collect(part[: len(mine)], batch) for part in out]
+
+
+def _options(options: dict[str, Any], rows: slice, batch: int) -> dict[str, Any]:
+    made = dict(options)
+    if torch.is_tensor(options.get("sigmas")) and len(options["sigmas"]) == batch:
+        made["sigmas"] = options["sigmas"][rows]
+    for name in OF_ROWS:
+        if of_batches := options.get(name):
+            each = batch // len(of_batches)
+            made[name] = [of_batches[row // each] for row in range(batch)[rows]]
+    return made

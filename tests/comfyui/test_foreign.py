@@ -159,3 +159,23 @@ def test_what_only_the_network_could_run_is_refused_by_name(server: Server, pict
     with pytest.raises(NodeError, match=rf"(?s)Refused: .*{says}.*(remove it|take the MODEL from)"):
         server.client.run(picture(RING_2))
     assert server.children() == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("method", "Flux.forward_orig"), ("block", r"double_blocks\.0\.forward"),
+        ("hook", r"a hook on double_blocks\.0"),
+        ("meanwhile", "Flux.forward_orig"), ("meanwhile, where it runs", "Flux.forward_orig"),
+    ],
+)  # fmt: skip
+def test_code_put_onto_the_network_itself_is_refused_by_name(server: Server, kind: str, says: str) -> None:
+    folder, name = server.base / "models" / "diffusion_models", f"tampered_{len(kind)}.safetensors"
+    (folder / name).symlink_to(folder / "flux_dev.safetensors")
+    graph = on_the_model("CPTestTampered", kind=kind)(RING_2)
+    graph["model"]["inputs"]["unet_name"] = name
+    with pytest.raises(NodeError, match=rf"(?s)Refused: .*{says} .*cp_test_nodes.*remove it"):
+        server.client.run(graph)
+    assert (
+        apart(latent_of(server.client.run(plain(FLUX, RING_2))), latent_of(server.client.run(plain(FLUX, None)))) <= BAR
+    )

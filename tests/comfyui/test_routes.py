@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import urllib.error
 import urllib.request
@@ -143,6 +144,10 @@ def test_a_config_is_checked_as_the_sampler_would(server: Server) -> None:
         server.client.post("/cp/check", ring_degree="three")
     with pytest.raises(NodeError, match="ring_degree is True"):
         server.client.post("/cp/check", ring_degree=True)
+    with pytest.raises(NodeError, match="rotate_method is 'zig'"):
+        server.client.post("/cp/check", rotate_method="zig")
+    with pytest.raises(NodeError, match="step_cache is nan"):
+        server.client.post("/cp/check", step_cache=math.nan)
 
 
 @pytest.mark.parametrize("path", ["status", "logs", "stop", "free", "restart", "check"])

@@ -9,14 +9,14 @@ from .graph_ends import Conditioning, Latent, SaveLatent, Wait
 from .odd_conditions import OddCondition
 from .one_ulp import OneUlp
 from .pictures import Draw, Pictures, SaveConcat, SavePictures, Seed
-from .refusables import AttentionPatch, Control, ForeignWrapper, RealControl
+from .refusables import AttentionPatch, Control, ForeignWrapper, RealControl, Tampered
 
 
 class TestNodes(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         ends = [Conditioning, Latent, SaveLatent, Wait, OddCondition, OneUlp]
         pictures = [Pictures, SavePictures, SaveConcat, Draw, Seed]
-        foreign = [AttentionPatch, Control, RealControl, ForeignGuider, ForeignSampler, ForeignWrapper]
+        foreign = [AttentionPatch, Control, RealControl, ForeignGuider, ForeignSampler, ForeignWrapper, Tampered]
         return [*ends, *pictures, *foreign]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import comfy.controlnet
 import comfy.model_management
@@ -126,6 +129,43 @@ class ForeignWrapper(io.ComfyNode):
         else:
             patched.add_wrapper(kind, _go_on)
         return io.NodeOutput(patched)
+
+
+class Tampered(io.ComfyNode):
+    """MODEL whose network a pack has changed in place, by `kind`: for good, or while its wrapper runs (as TeaCache)."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPTestTampered",
+            category=CATEGORY,
+            is_dev_only=True,
+            inputs=[io.Model.Input("model"), io.String.Input("kind")],
+            outputs=[io.Model.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model: ModelPatcher, kind: str) -> io.NodeOutput:
+        patched, network = model.clone(), model.model.diffusion_model
+        if kind == "method":
+            network.forward_orig = MethodType(_negated, network)
+        elif kind == "block":
+            network.double_blocks[0].forward = MethodType(_negated, network.double_blocks[0])
+        elif kind == "hook":
+            network.double_blocks[0].register_forward_hook(lambda module, args, out: (-out[0], out[1]))
+        else:
+            patched.set_model_unet_function_wrapper(partial(_tampering, network if kind == "meanwhile" else None))
+        return io.NodeOutput(patched)
+
+
+def _negated(network: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("somebody called it")
+
+
+def _tampering(network: Any, evaluate: Any, args: dict[str, Any]) -> torch.Tensor:
+    network = evaluate.__self__.diffusion_model if network is None else network
+    with patch.multiple(network, forward_orig=MethodType(_negated, network)):
+        return evaluate(args["input"], args["timestep"], **args["c"])
 
 
 def _evaluated(evaluate: Any, args: dict[str, Any]) -> torch.Tensor:
