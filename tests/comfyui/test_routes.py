@@ -57,6 +57,7 @@ def test_a_run_is_followed_from_its_start_to_idle(server: Server) -> None:
     for rank in first["ranks"]:
         assert 50e6 < rank["used_bytes"] < rank["total_bytes"]
         assert 0 < rank["step_seconds"] < 30
+        assert 0 < rank["waited_seconds"] < rank["step_seconds"]
         held = next(held for held in rank["weights"] if held["model"] == "flux_dev.safetensors")
         assert held["resident"] + held["fetched"] > 1e6
     status_when(server, lambda now: now["step"] > first["step"])
