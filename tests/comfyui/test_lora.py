@@ -62,6 +62,19 @@ def test_strengths_there_and_back_give_the_first_bits(server: Server) -> None:
     assert apart(once[0], once[1]) > 0.05, "a LoRA changes the picture"
 
 
+def test_whole_differences_are_changed_for_others(server: Server) -> None:
+    """A patch that is a tensor, no adapter, of the same strength as the one before."""
+    dice = torch.Generator().manual_seed(13)
+    named = {place: shape for place, shape in sizes(server, "flux_dev").items() if place in ("img_in", "final_layer")}
+    first, second = (
+        write(server, f"diff_{n}", {f"diffusion_model.{place}.diff": difference(*shape, dice)["diff"]
+                                    for place, shape in named.items()})
+        for n in (1, 2)
+    )  # fmt: skip
+    for stack in ([(first, 1.0)], [(second, 1.0)], [(first, 1.0), (second, 1.0)], [(second, 1.0), (first, 1.0)]):
+        check(server, FLUX, stack)
+
+
 def test_a_new_seed_and_a_new_group_keep_the_lora(server: Server) -> None:
     stack = [(write(server, "flux_dev_4", lora(server, "flux_dev", 4)), 1.0)]
     for degrees, seed in (("ring_2", 7), ("ring_2", 8), ("1_worker", 8)):
