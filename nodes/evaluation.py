@@ -19,7 +19,7 @@ from ..parallel_runtime.specs import ParallelRequest
 from .describe import Source, describe_model
 from .patches import check_sizes, describe_inside
 from .residence import residence
-from .workers import comfy_setup, plan_for
+from .workers import comfy_setup, plan_for, storage_for
 
 KEEP = 8  # prompts that a worker keeps: see worker/comfy_loop/evaluation.py
 
@@ -108,7 +108,8 @@ class RemoteEvaluation:
                 method=method,
             )
             try:
-                return group.sample(spec, parallelism, job, watch=check).value["out"]
+                storage = storage_for(self._request)
+                return group.sample(spec, parallelism, job, storage=storage, watch=check).value["out"]
             except BaseException:
                 prompts.forget()
                 raise

@@ -36,7 +36,7 @@ from .refusals import check_conds, check_guider, check_sampler
 from .requirements import check_requirements
 from .residence import residence
 from .stand_in import weightless
-from .workers import comfy_setup, plan_for
+from .workers import comfy_setup, plan_for, storage_for
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +147,8 @@ class RemoteSampling:
             if group.holds(spec):
                 job = replace(job, patches=None)
             try:
-                result = group.sample(spec, parallelism, job, on_step=watcher.on_step, watch=check)
+                storage = storage_for(self.request)
+                result = group.sample(spec, parallelism, job, storage=storage, on_step=watcher.on_step, watch=check)
             except WorkerFailed as failed:
                 log.error("[CP] rank %d:\n%s", failed.rank, failed.traceback)
                 raise

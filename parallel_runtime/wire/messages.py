@@ -22,7 +22,7 @@ from typing import Any
 
 from .. import jobs, specs
 from ..errors import ProtocolError
-from ..specs import ComfySetup, ModelSpec, Parallelism, VAESpec
+from ..specs import ComfySetup, ModelSpec, Parallelism, Storage, VAESpec
 from .readings import Readings
 
 # What host and worker must agree on: the code of the messages themselves, as each of them has it loaded.
@@ -49,6 +49,7 @@ class Sample:
     job: int
     model: ModelSpec
     parallelism: Parallelism
+    storage: Storage
 
 
 @dataclass(frozen=True)

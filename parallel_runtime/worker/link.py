@@ -38,6 +38,12 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def give_back_cache(device: torch.device) -> None:
+    """Memory that PyTorch keeps for later looks taken to other processes on the device, as ComfyUI's."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
 def _best(run: Callable[[], Tensor | list[Tensor]], device: torch.device) -> float:
     """Seconds of the fastest of some runs, after one that warms up."""
     times = []

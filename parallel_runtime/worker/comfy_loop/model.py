@@ -8,80 +8,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import comfy.model_management
-import comfy.utils
 import torch
 
 from ...errors import Refused
-from ...mapped import Mapped
+from ...specs import Storage
+from ..engine.mesh import Axis
 from ..models import Model
+from ..ranks import neighbours, rank
+from ..step_cache import StepCache
+from ..weights.buffers import Buffers
+from ..weights.host_copy import HostCopy
+from ..weights.shards import Shards
+from ..weights.store import Source, Store
+from ..weights.units import blocks_of, fetched_of, large_layers
 from .code import rebuild
-
-ALL = 1e32  # bytes: more than any device has
+from .weights import Away, Weights
 
 Patches = Mapping[str, list[Any]]
-
-
-@dataclass(eq=False)
-class Merged:
-    """What is in the weights, for all clones together: the patches by weight, and whether layers cast by force."""
-
-    patches: dict[str, list[Any]] = field(default_factory=dict)
-    cast: bool = False
-
-
-class Weights(Mapped):
-    """Always on the device as a whole. Other patches than before are merged where they differ, into the file's weight.
-
-    `on_share` hears the share of the modules that is on the device.
-    """
-
-    merged: Merged
-    on_share: Callable[[float], None]
-
-    def clone(self, *args: Any, **kwargs: Any) -> Weights:
-        made = super().clone(*args, **kwargs)
-        made.merged = self.merged
-        return made
-
-    def partially_load(
-        self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
-    ) -> int:
-        before = self.model.current_weight_patches_uuid
-        anew = (
-            before is None or not self.loaded_size() or self.hook_backup or self.merged.cast != self.force_cast_weights
-        )
-        if anew or before == self.patches_uuid:
-            loaded = super().partially_load(device_to, ALL, force_patch_weights)
-        else:
-            loaded = self._repatch(device_to)
-        self.merged.patches = {key: list(patches) for key, patches in self.patches.items()}
-        self.merged.cast = self.force_cast_weights
-        return loaded
-
-    def partially_unload(self, device_to: torch.device, memory_to_free: int = 0, **_: Any) -> int:
-        return 0
-
-    def load(self, device_to: torch.device | None = None, *args: Any, **kwargs: Any) -> None:
-        """Module by module, so that the host hears of it."""
-        modules = [(name, module) for name, module in self.model.named_modules() if not list(module.children())]
-        for index, (name, module) in enumerate(modules):
-            if not any(f"{name}.{key}" in self.patches for key in module._parameters):
-                module.to(device_to)
-            self.on_share(index / len(modules))
-        super().load(device_to, *args, **kwargs)
-
-    def _repatch(self, device: torch.device) -> int:
-        """ComfyUI's own answer to any change is to unload the model and to load it again."""
-        before, now = self.merged.patches, self.patches
-        with self.use_ejected(skip_and_inject_on_exit_only=True):
-            for key in sorted(key for key in before.keys() | now if before.get(key) != now.get(key)):
-                if key in self.backup:
-                    comfy.utils.set_attr_param(self.model, key, self.backup.pop(key).weight.to(device))
-                self.patch_weight_to_device(key, device_to=device)
-            self.model.current_weight_patches_uuid = self.patches_uuid
-            self.unpatch_model(unpatch_weights=False)
-            self.patch_model(load_weights=False)
-        return 0
 
 
 @dataclass(eq=False)
@@ -90,10 +33,49 @@ class ComfyModel(Model):
 
     patcher: Any = None
     patched: tuple[str, dict[str, list[Any]]] = field(default=("", {}))
+    kept: tuple[Storage, Axis | None] = (Storage(), None)
 
     @property
     def weight_bytes(self) -> int:
         return self.patcher.model_size()
+
+    @property
+    def away_bytes(self) -> int:
+        merged = self.patcher.merged
+        return merged.in_file_bytes + (merged.store.away_bytes - merged.store.device_bytes if merged.store else 0)
+
+    def keep(self, storage: Storage, axis: Axis, buffers: Buffers, device: torch.device) -> None:
+        """Have the weights at rest as `storage` says, from the next load on."""
+        if self.kept == (storage, axis):
+            return
+        self.rest()
+        self.kept = (storage, axis)
+        self.patcher.merged.away = self._away(storage, axis, buffers, device)
+
+    def _away(self, storage: Storage, axis: Axis, buffers: Buffers, device: torch.device) -> Away | None:
+        if self.plan is None or storage.mode == "replicate" or (storage.mode == "shard" and axis.size == 1):
+            return None
+        blocks = blocks_of(self.network, self.plan.plan)
+        staged = device.type != "cpu"
+
+        def source() -> Source:
+            return Shards(axis) if storage.mode == "shard" else HostCopy(device, neighbours(), rank(), staged=staged)
+
+        return Away(
+            blocks=fetched_of(blocks, storage.resident),
+            others=[] if storage.resident else large_layers(self.network, blocks),
+            store=lambda: Store(self.network, source(), buffers),
+            in_file=storage.mode == "offload" and not staged,
+        )
+
+    def skipping(self, cache: StepCache | None) -> None:
+        """What `cache` skips need not be fetched."""
+        if store := self.patcher.merged.store:
+            store.skips = cache.skips if cache else lambda block: False
+
+    def finish(self) -> None:
+        if store := self.patcher.merged.store:
+            store.rest()
 
     def clone(self, patches: Patches | None, on_share: Callable[[float], None]) -> Weights:
         """A MODEL with `spec.patches` on it, as nodes/patches.py describes them; None where they are here."""
