@@ -15,7 +15,7 @@ import torch
 from ..parallel_runtime.host.cost import Figures, Work, evaluation_seconds
 from ..parallel_runtime.host.planning import check_step_cache, plan
 from ..parallel_runtime.host.runtime import measured_link
-from ..parallel_runtime.specs import ComfySetup, Parallelism, ParallelRequest, Placement, Storage
+from ..parallel_runtime.specs import ComfySetup, Parallelism, ParallelRequest, Placement
 
 
 def plan_for(
@@ -36,10 +36,6 @@ def plan_for(
     if work is None or link is None or not link.bytes_per_second:
         return parallelism, placement
     return choose(seconds=partial(evaluation_seconds, work, link=link))
-
-
-def storage_for(request: ParallelRequest) -> Storage:
-    return Storage(mode="replicate" if request.weights == "auto" else request.weights)
 
 
 def visible_gpus() -> int:

@@ -23,6 +23,7 @@ from .ranks import machine, machines
 from .spread import check_same_file
 from .step_cache import StepCache
 from .weights.buffers import Buffers
+from .weights.places import Place, place
 
 OnShare = Callable[[float], None]
 
@@ -94,9 +95,9 @@ class Model:
         """Of the weights, those that are not on the device of the others."""
         return 0
 
-    def keep(self, storage: Storage, axis: Axis, buffers: Buffers, device: torch.device) -> None:
-        """Have the weights at rest as `storage` says; parts are gathered over `axis`."""
-        assert storage.mode == "replicate", f"{self.name} is only whole"
+    def keep(self, place: Place | None) -> None:
+        """Have the weights at rest there; None: whole on the device."""
+        assert place is None, f"{self.name} is only whole"
 
     def finish(self) -> None:
         """After a job that did not fail."""
@@ -124,6 +125,7 @@ class Models:
         self._models: dict[ModelSpec, Model] = {}
         self._meshes: dict[tuple[int, ...], ContextMesh] = {}
         self._axes: dict[tuple[int, ...], Axis] = {}
+        self._places: dict[tuple[Storage, tuple[int, ...]], Place | None] = {}
         self._buffers = Buffers(device)
 
     def get(self, spec: ModelSpec, parallelism: Parallelism, storage: Storage, on_share: OnShare) -> Model:
@@ -136,8 +138,7 @@ class Models:
         model.wake(self._device)
         if model.parallelism != parallelism:
             model.cut(self.mesh(parallelism), parallelism)
-        axis = self._axis(parallelism) if storage.mode == "shard" else Axis()
-        model.keep(storage, axis, self._buffers, self._device)
+        model.keep(self._place(storage, parallelism))
         return model
 
     @property
@@ -171,8 +172,14 @@ class Models:
             _check_file(file)
         return self._loaders[spec.loader if spec.loader in self._loaders else ""](spec, self._device, on_share)
 
+    def _place(self, storage: Storage, parallelism: Parallelism) -> Place | None:
+        """Parts are gathered over a communicator of their own. Collective when it is new."""
+        key = (storage, parallelism.shape if storage.mode == "shard" else ())
+        if key not in self._places:
+            self._places[key] = place(storage, self._axis(parallelism), self._device, self._buffers)
+        return self._places[key]
+
     def _axis(self, parallelism: Parallelism) -> Axis:
-        """The ranks that share a sequence, with a communicator for their weights. Collective when it is new."""
         shape = parallelism.shape
         if shape not in self._axes:
             self._axes[shape] = with_own_group(self.mesh(parallelism).context, self._device)

@@ -69,7 +69,14 @@ class Worker:
             everybody = self._models.mesh(Parallelism(ring_degree=world_size())).ring
             speed = link.bytes_per_second(everybody, self._device)
             self._unlike = unlike(kind_of(self._device))
-        return Joined(link.flops_per_second(self._device), speed, link.free_bytes(self._device), self._readings())
+        return Joined(
+            link.flops_per_second(self._device),
+            speed,
+            link.free_bytes(self._device),
+            link.host_bytes_per_second(self._device),
+            link.host_free_bytes(),
+            self._readings(),
+        )
 
     def serve(self) -> None:
         """Until the host says stop. Raises what a job raised, and RuntimeError where memory ran out."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel_runtime.blocks import blocks_of
 from parallel_runtime.worker.engine.divide import divide, undivide
 from parallel_runtime.worker.engine.mesh import with_own_group
 from parallel_runtime.worker.weights import store as store_module
@@ -17,7 +18,7 @@ from parallel_runtime.worker.weights.buffers import Buffers
 from parallel_runtime.worker.weights.host_copy import HostCopy
 from parallel_runtime.worker.weights.shards import Shards
 from parallel_runtime.worker.weights.store import Source, Store
-from parallel_runtime.worker.weights.units import blocks_of, fetched_of, large_layers, weight_bytes
+from parallel_runtime.worker.weights.units import fetched_of, large_layers, weight_bytes
 
 from ..engine.meshes import mesh, parallelism
 from .cases import forward, made, plan_of

@@ -10,17 +10,13 @@ from typing import Any
 import comfy.model_management
 import torch
 
+from ...blocks import blocks_of
 from ...errors import Refused
-from ...specs import Storage
-from ..engine.mesh import Axis
 from ..models import Model
-from ..ranks import neighbours, rank
 from ..step_cache import StepCache
-from ..weights.buffers import Buffers
-from ..weights.host_copy import HostCopy
-from ..weights.shards import Shards
-from ..weights.store import Source, Store
-from ..weights.units import blocks_of, fetched_of, large_layers
+from ..weights.places import Place
+from ..weights.store import Store
+from ..weights.units import fetched_of, large_layers
 from .code import rebuild
 from .weights import Away, Weights
 
@@ -33,7 +29,7 @@ class ComfyModel(Model):
 
     patcher: Any = None
     patched: tuple[str, dict[str, list[Any]]] = field(default=("", {}))
-    kept: tuple[Storage, Axis | None] = (Storage(), None)
+    place: Place | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -44,28 +40,21 @@ class ComfyModel(Model):
         merged = self.patcher.merged
         return merged.in_file_bytes + (merged.store.away_bytes - merged.store.device_bytes if merged.store else 0)
 
-    def keep(self, storage: Storage, axis: Axis, buffers: Buffers, device: torch.device) -> None:
-        """Have the weights at rest as `storage` says, from the next load on."""
-        if self.kept == (storage, axis):
-            return
-        self.rest()
-        self.kept = (storage, axis)
-        self.patcher.merged.away = self._away(storage, axis, buffers, device)
+    def keep(self, place: Place | None) -> None:
+        """Have the weights at rest there, from the next load on; None: whole on the device."""
+        if place is not self.place:
+            self.rest()
+            self.place = place
+            self.patcher.merged.away = self._away(place) if place and self.plan else None
 
-    def _away(self, storage: Storage, axis: Axis, buffers: Buffers, device: torch.device) -> Away | None:
-        if self.plan is None or storage.mode == "replicate" or (storage.mode == "shard" and axis.size == 1):
-            return None
+    def _away(self, place: Place) -> Away:
+        assert self.plan is not None
         blocks = blocks_of(self.network, self.plan.plan)
-        staged = device.type != "cpu"
-
-        def source() -> Source:
-            return Shards(axis) if storage.mode == "shard" else HostCopy(device, neighbours(), rank(), staged=staged)
-
         return Away(
-            blocks=fetched_of(blocks, storage.resident),
-            others=[] if storage.resident else large_layers(self.network, blocks),
-            store=lambda: Store(self.network, source(), buffers),
-            in_file=storage.mode == "offload" and not staged,
+            blocks=fetched_of(blocks, place.resident),
+            others=[] if place.resident else large_layers(self.network, blocks),
+            store=lambda: Store(self.network, place.source(), place.buffers),
+            in_file=place.in_main_memory,
         )
 
     def skipping(self, cache: StepCache | None) -> None:

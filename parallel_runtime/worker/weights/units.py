@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ...plan import Plan
-
 LARGE = 0.02  # of the model's weights: less is whole on every device
-
-
-def blocks_of(network: nn.Module, plan: Plan) -> list[nn.Module]:
-    """The modules of the plan's stacks, in the order in which they run."""
-    stacks = [network.get_submodule(site.name) for site in plan.sites if site.name]
-    return [block for stack in stacks if isinstance(stack, nn.ModuleList) for block in stack]
 
 
 def fetched_of(blocks: list[nn.Module], resident: int) -> list[nn.Module]:
