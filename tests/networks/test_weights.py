@@ -47,3 +47,16 @@ def test_resident_blocks_are_not_fetched(networks: Groups) -> None:
     (answer,) = networks(1).run(WHERE, name="chroma", mode="staged", resident=40)
     assert answer["equal"]
     assert answer["fetches"] == 2 * (19 + 38 - 40)
+
+
+@pytest.mark.parametrize("mode", ["shard", "staged"])
+@pytest.mark.parametrize("case", ["flux", "qwen image"])
+def test_no_rank_ever_holds_more_than_its_share_two_blocks_and_a_weight(networks: Groups, case: str, mode: str) -> None:
+    for answer in networks(2).run("tests.networks.weight_cases:peak", name=case, mode=mode):
+        assert answer["share"] < 0.55
+        assert answer["peak"] <= answer["bound"] + 64 * 1024
+
+
+@pytest.mark.parametrize("case", ["flux", "wan"])
+def test_fsdp2_agrees(networks: Groups, case: str) -> None:
+    assert max(networks(2).run("tests.networks.weight_cases:judged", name=case)) <= 1e-5

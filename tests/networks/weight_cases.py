@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from parallel_runtime.blocks import blocks_of
 from parallel_runtime.worker.engine.divide import divide, undivide
@@ -20,8 +22,9 @@ from parallel_runtime.worker.weights.shards import Shards
 from parallel_runtime.worker.weights.store import Source, Store
 from parallel_runtime.worker.weights.units import fetched_of, large_layers, weight_bytes
 
+from ..bench.memory import peak_bytes
 from ..engine.meshes import mesh, parallelism
-from .cases import forward, made, plan_of
+from .cases import error, forward, made, plan_of
 
 CPU = torch.device("cpu")
 
@@ -59,6 +62,39 @@ def parity(
     finally:
         undivide(network)
     return answer | {"equal": all(torch.equal(a, b) for out in got for a, b in zip(out, want, strict=True))}
+
+
+def peak(rank: int, world: int, name: str, mode: str) -> dict[str, float]:
+    """The most that was allocated from a network in a file to its first block, beside the bound for it, in bytes."""
+    network, _ = made(name)
+    in_the_file = [parameter.data for parameter in network.parameters()]
+    blocks = blocks_of(network, plan_of(network).plan)
+    block, weight = max(map(weight_bytes, blocks)), max(tensor.nbytes for tensor in in_the_file)
+    source, kept = source_of(mode, rank, world, world, 1), []
+    with torch.inference_mode():
+        most = peak_bytes(lambda: kept.append(stored(network, source)))
+    share = kept[0].device_bytes
+    kept[0].close()
+    return {"peak": most, "bound": share + 2 * block + weight, "share": share / sum(t.nbytes for t in in_the_file)}
+
+
+def judged(rank: int, world: int, name: str) -> float:
+    """How far from a network that FSDP2 keeps in parts."""
+    network, inputs = made(name)
+    divide(network, plan_of(network).plan, mesh(world, 1), parallelism(world, 1))
+    with torch.inference_mode():
+        store = stored(network, source_of("shard", rank, world, world, 1))
+        ours = forward(network, inputs)
+        store.close()
+    judge, inputs = made(name)
+    divide(judge, plan_of(judge).plan, mesh(world, 1), parallelism(world, 1))
+    blocks, flat = blocks_of(judge, plan_of(judge).plan), mesh(world, 1).flat
+    for block in blocks:
+        fully_shard(block, mesh=flat, reshard_after_forward=True)
+    inside = {parameter for block in blocks for parameter in block.parameters()}
+    fully_shard(judge, mesh=flat, ignored_params=set(judge.parameters()) - inside)
+    assert any(isinstance(parameter, DTensor) for parameter in blocks[0].parameters())
+    return error(ours, forward(judge, inputs))
 
 
 def source_of(mode: str, rank: int, world: int, ring: int, ulysses: int) -> Source:

@@ -13,6 +13,7 @@ import torch
 from ...blocks import blocks_of
 from ...errors import Refused
 from ..models import Model
+from ..ranks import agree
 from ..step_cache import StepCache
 from ..weights.places import Place
 from ..weights.store import Store
@@ -53,9 +54,23 @@ class ComfyModel(Model):
         return Away(
             blocks=fetched_of(blocks, place.resident),
             others=[] if place.resident else large_layers(self.network, blocks),
+            share=place.share,
             store=lambda: Store(self.network, place.source(), place.buffers),
             in_file=place.in_main_memory,
         )
+
+    def load(self, patcher: Weights) -> None:
+        """Put it on the device. Where there is too little room on any rank, all of them let the other models go:
+        ComfyUI would do so by each rank's own memory, and ranks that gather must stay alike."""
+        device = patcher.load_device
+        if device.type != "cpu":
+            needed = 1.1 * (patcher.model_size() - patcher.loaded_size())
+            needed += comfy.model_management.minimum_inference_memory()
+            if agree(comfy.model_management.get_free_memory(device) < needed):
+                for loaded in list(comfy.model_management.current_loaded_models):
+                    if loaded.model is not None and not patcher.is_clone(loaded.model):
+                        comfy.model_management.unload_model_and_clones(loaded.model)
+        comfy.model_management.load_models_gpu([patcher])
 
     def skipping(self, cache: StepCache | None) -> None:
         """What `cache` skips need not be fetched."""

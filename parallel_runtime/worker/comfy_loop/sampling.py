@@ -47,7 +47,7 @@ def run(model: ComfyModel, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, branches)
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _applied(model, pulse, together=together))
     cache = model.step_cache(job.step_cache)
-    comfy.model_management.load_models_gpu([patcher])
+    model.load(patcher)
     model.skipping(cache)
     pulse.beat()
     with cached(cache, patcher):

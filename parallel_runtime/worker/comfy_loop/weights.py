@@ -23,13 +23,18 @@ Backup = namedtuple("Backup", ["weight", "inplace_update"])  # as ComfyUI's, whi
 
 @dataclass(frozen=True, eq=False)
 class Away:
-    """Modules whose weights are not on the device when they are at rest: `blocks` in the order in which they run, and
+    """Modules of whose weights only a `share` is on the device at rest: `blocks` in the order in which they run, and
     `others`. `in_file`: main memory is the device, and what no patch changes is fine where it is, in the file."""
 
     blocks: list[torch.nn.Module]
     others: list[torch.nn.Module]
+    share: float
     store: Callable[[], Store]
     in_file: bool
+
+    @property
+    def units(self) -> list[torch.nn.Module]:
+        return [*self.blocks, *self.others]
 
 
 @dataclass(eq=False)
@@ -63,9 +68,10 @@ class Weights(Mapped):
 
     def model_size(self) -> int:
         """What the device holds, or would."""
-        store = self.merged.store
-        size: int = super().model_size()
-        return size if store is None else size - store.away_bytes + store.device_bytes
+        size, away, store = int(super().model_size()), self.merged.away, self.merged.store
+        if store is not None:
+            return size - store.away_bytes + store.device_bytes
+        return size if away is None else size - int((1 - away.share) * sum(map(weight_bytes, away.units)))
 
     def partially_load(
         self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
@@ -107,7 +113,7 @@ class Weights(Mapped):
         if unpatch_weights and (store := self.merged.store):
             self.unpatch_hooks()
             store.close()
-            self.merged.store = None
+            self.merged.store, self.merged.in_file_bytes = None, 0
         super().unpatch_model(device_to, unpatch_weights)
 
     def patch_hook_weight_to_device(
@@ -141,8 +147,7 @@ class Weights(Mapped):
         away = self.merged.away
         assert away is not None
         store, listed = away.store(), {id(module): (name, params) for *_, name, module, params in self._load_list()}
-        self.merged.in_file_bytes = 0
-        for number, unit in enumerate(units := [*away.blocks, *away.others]):
+        for number, unit in enumerate(units := away.units):
             if any(parameter.is_meta for parameter in unit.parameters()):
                 continue  # the file has not got it, and ComfyUI makes it up
             for module in unit.modules():

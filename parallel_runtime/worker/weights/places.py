@@ -18,10 +18,11 @@ from .store import Source
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where weights are that are not on the device at rest, but for `resident` blocks. `in_main_memory`: that is the
-    device itself, and what lies in a file is there."""
+    """Where weights are of which only a `share` is on the device at rest, but for `resident` blocks. `in_main_memory`:
+    that is the device itself, and what lies in a file is there."""
 
     resident: int
+    share: float
     source: Callable[[], Source]
     buffers: Buffers
     in_main_memory: bool
@@ -31,9 +32,11 @@ def place(storage: Storage, axis: Axis, device: torch.device, buffers: Buffers) 
     """`axis` is the ranks that share a sequence; None where weights are whole."""
     if storage.mode == "offload":
         staged = device.type != "cpu"
-        return Place(
-            storage.resident, lambda: HostCopy(device, neighbours(), rank(), staged=staged), buffers, not staged
-        )
+
+        def copy() -> Source:
+            return HostCopy(device, neighbours(), rank(), staged=staged)
+
+        return Place(storage.resident, 0.0, copy, buffers, in_main_memory=not staged)
     if storage.mode == "shard" and axis.size > 1:
-        return Place(storage.resident, lambda: Shards(axis), buffers, in_main_memory=False)
+        return Place(storage.resident, 1 / axis.size, lambda: Shards(axis), buffers, in_main_memory=False)
     return None
