@@ -67,11 +67,13 @@ class Weights(Mapped):
         return made
 
     def model_size(self) -> int:
-        """What the device holds, or would."""
-        size, away, store = int(super().model_size()), self.merged.away, self.merged.store
-        if store is not None:
-            return size - store.away_bytes + store.device_bytes
-        return size if away is None else size - int((1 - away.share) * sum(map(weight_bytes, away.units)))
+        """What the device holds, or would. Never 0: that would mean to ComfyUI that nothing is loaded."""
+        away, store = self.merged.away, self.merged.store
+        if away is None:
+            return int(super().model_size())
+        size = weight_bytes(self.model)  # not what it was when it was loaded: patches widen weights
+        elsewhere = (1 - away.share) * sum(map(weight_bytes, away.units))
+        return max(1, size - int(elsewhere if store is None else store.away_bytes - store.device_bytes))
 
     def partially_load(
         self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
