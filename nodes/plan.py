@@ -104,9 +104,7 @@ def explain(
         way = decide(request.weights, case, prompts=1 + guided if degrees.cfg_degree == 1 else 1)
     except Refused as refused:
         trouble += f"Its weights have no place: {refused}.\n"
-    text = report(
-        subject, degrees, placement, guided=guided, automatic=automatic, link=link, way=way, decode=decode
-    )
+    text = report(subject, degrees, placement, guided=guided, automatic=automatic, link=link, way=way, decode=decode)
     return trouble + text, recommended
 
 
