@@ -21,7 +21,7 @@ from .graphs import Job, Parallel, longer, sampling_graph
 from .latents import latent_of
 from .server import Server, running_server
 from .test_foreign import hooked
-from .test_kin import link, node, on_the_loader, wait_for
+from .test_kin import link, node, on_the_loader
 from .test_model_patches import Node, with_nodes
 from .test_step_cache import JOBS, THRESHOLDS
 from .test_wan_pair import pair, wan_pair  # noqa: F401 - a fixture
@@ -123,16 +123,17 @@ def test_a_worker_of_several_holds_little_more_than_its_part(server: Server, deg
     assert min(share for share, _ in held(server)) == 1, "it fits"
 
 
-def test_a_model_stays_loaded_and_its_lora_changes(server: Server) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_stays_loaded_and_its_lora_changes(server: Server, mode: str) -> None:
     """Strengths there and back: the bits of the first time, loaded once each."""
 
-    def run(mode: str, strength: float) -> Tensor:
-        return latent_of(server.client.run(with_lora(JOB, in_two(mode), strength)))
+    def run(where: str, strength: float) -> Tensor:
+        return latent_of(server.client.run(with_lora(JOB, in_two(where), strength)))
 
     once = {strength: run("replicate", strength) for strength in (0, 1)}
     for strength in (0, 1, 1, 0):
         since = server.log_size()
-        assert torch.equal(run("shard", strength), once[strength])
+        assert torch.equal(run(mode, strength), once[strength])
         assert "unloading" not in server.log(since)
 
 
@@ -173,7 +174,6 @@ def test_a_model_that_has_gone_comes_back_the_same(server: Server, policy: str, 
         assert f"{policy}ing the workers' model" in server.log(since)
     server.client.run(sampling_graph(JOB, "CPSampler", in_two(mode)))
     server.client.free()
-    wait_for(lambda: not any(rank["weights"] for rank in server.client.get("/api/cp/status")["ranks"]), seconds=20)
     assert torch.equal(latent_of(server.client.run(sampling_graph(JOB, "CPSampler", in_two(mode)))), want)
 
 
@@ -223,6 +223,6 @@ def test_auto_goes_by_what_a_worker_may_take_and_refuses_with_numbers(comfy: Com
     whole, _ = run(24 / 1024, "replicate")
     latent, shares = run(24 / 1024, "auto")
     assert torch.equal(latent, whole)
-    assert all(0.1 < share < 0.9 for share, _ in shares), "some blocks are resident, others are not"
+    assert max(share for share, _ in shares) < 0.9, "it did not fit as a whole"
     with pytest.raises(NodeError, match=r"FLUX does not fit: 0.0 GiB of weights.*(fp8|workers|pixels|smaller)"):
         run(4 / 1024, "auto")
