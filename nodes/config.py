@@ -7,7 +7,14 @@ from typing import get_args
 from comfy_api.latest import io
 
 from ..parallel_runtime.errors import Refused
-from ..parallel_runtime.specs import AfterSampling, AttentionBackend, DtypeChoice, ParallelRequest, RotateMethod
+from ..parallel_runtime.specs import (
+    AfterSampling,
+    AttentionBackend,
+    DtypeChoice,
+    ParallelRequest,
+    RotateMethod,
+    WeightsChoice,
+)
 from .settings import refresh
 
 CATEGORY = "model/sampling/context parallel"
@@ -94,6 +101,13 @@ class CPParallelConfig(io.ComfyNode):
                     tooltip="With several machines: the address of this one and a free port, such as 10.0.0.1:29500. "
                     "Only there do the others find it.",
                 ),
+                io.Combo.Input(
+                    "weights", options=list(get_args(WeightsChoice)), default="auto", advanced=True, optional=True,
+                    tooltip="Where the model's weights are. replicate: whole on every GPU. shard: each GPU keeps a "
+                    "part, and a block is gathered just before it runs. offload: once in main memory, and a block is "
+                    "copied to the GPU just before it runs. Both hold as little on the GPU as they can. auto: "
+                    "replicate where it fits, else the faster of the two, with as many blocks on the GPU as fit.",
+                ),
             ],
             outputs=[CPConfig.Output(display_name="cp_config", tooltip="For a CP Sampler.")],
         )  # fmt: skip
@@ -114,6 +128,7 @@ class CPParallelConfig(io.ComfyNode):
         after_sampling: AfterSampling = "keep",
         nnodes: int = 1,
         rdzv_endpoint: str = "",
+        weights: WeightsChoice = "auto",
     ) -> io.NodeOutput:
         return io.NodeOutput(
             ParallelRequest(
@@ -130,5 +145,6 @@ class CPParallelConfig(io.ComfyNode):
                 after_sampling=after_sampling,
                 nnodes=nnodes,
                 rdzv_endpoint=rdzv_endpoint,
+                weights=weights,
             )
         )

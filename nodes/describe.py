@@ -11,6 +11,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
+from ..parallel_runtime.blocks import blocks_of
 from ..parallel_runtime.host.cost import Figures, Work
 from ..parallel_runtime.jobs import SamplingJob
 from ..parallel_runtime.networks import Network, network_of
@@ -71,6 +72,7 @@ def describe_model(model: ModelPatcher, dtype: DtypeChoice) -> Source:
             width=plan.width(network) if plan else 0,
             weights=sum(parameter.numel() for parameter in network.parameters()),
             weight_bytes=comfy.model_management.module_size(network),
+            blocks=tuple(map(comfy.model_management.module_size, blocks_of(network, plan.plan))) if plan else (),
             item_bytes=(dtype_here if dtype == "auto" else getattr(torch, dtype)).itemsize,
         ),
     )

@@ -11,11 +11,10 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ..parallel_runtime.errors import Refused
-from ..parallel_runtime.host.cost import activation_bytes
 from ..parallel_runtime.host.group import WorkerGroup
 from ..parallel_runtime.host.runtime import borrowed_group
 from ..parallel_runtime.jobs import EvaluationJob
-from ..parallel_runtime.specs import ParallelRequest
+from ..parallel_runtime.specs import ParallelRequest, Storage
 from .describe import Source, describe_model
 from .patches import check_sizes, describe_inside
 from .residence import residence
@@ -52,6 +51,7 @@ class _Run:
 
     source: Source
     claimed: WorkerGroup | None = None
+    storage: Storage | None = None
 
 
 class RemoteEvaluation:
@@ -94,8 +94,11 @@ class RemoteEvaluation:
         check = comfy.model_management.throw_exception_if_processing_interrupted
         with borrowed_group(placement, comfy_setup(), check) as group:
             parallelism, _ = plan_for(source.figures, self._request, work=work)
-            if not group.holds(spec) or run.claimed is not group:
-                residence.claim(group, spec, source.figures.weight_bytes, activation_bytes(work, parallelism))
+            if run.storage is None or not group.holds(spec) or run.claimed is not group:
+                case = residence.case(group, spec, work, parallelism)
+                way = residence.decide(group, spec, self._request.weights, case)
+                residence.claim(group, spec, way, case.beside_bytes(way))
+                run.storage = way.storage
             run.claimed = group
             prompts = _prompts.setdefault(group, Prompts())
             known = prompts.find(conds)
@@ -108,7 +111,7 @@ class RemoteEvaluation:
                 method=method,
             )
             try:
-                return group.sample(spec, parallelism, job, watch=check).value["out"]
+                return group.sample(spec, parallelism, job, storage=run.storage, watch=check).value["out"]
             except BaseException:
                 prompts.forget()
                 raise

@@ -15,7 +15,9 @@ from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.cost import Figures, Work
 from ..parallel_runtime.host.report import Subject, report
 from ..parallel_runtime.host.runtime import measured_link
+from ..parallel_runtime.host.storing import Case, Prospect, decide
 from ..parallel_runtime.specs import Parallelism, ParallelRequest, Placement
+from .capacity import capacity_for
 from .config import CATEGORY, CPConfig, requested
 from .describe import Source, describe_model
 from .plan_vae import explain_decode
@@ -96,7 +98,13 @@ def explain(
     )
     automatic = not (request.ring_degree or request.ulysses_degree)
     decode = explain_decode(vae, subject.latent, placement, link) if vae is not None else ""
-    text = report(subject, degrees, placement, guided=guided, automatic=automatic, link=link, decode=decode)
+    case = Case(work=subject.work, degrees=degrees, capacity=capacity_for(placement, link), link=link)
+    way: Prospect | None = None
+    try:
+        way = decide(request.weights, case, prompts=1 + guided if degrees.cfg_degree == 1 else 1)
+    except Refused as refused:
+        trouble += f"Its weights have no place: {refused}.\n"
+    text = report(subject, degrees, placement, guided=guided, automatic=automatic, link=link, way=way, decode=decode)
     return trouble + text, recommended
 
 

@@ -26,6 +26,9 @@ def _parts(recommended: ParallelRequest) -> list[Part]:
     if not (recommended.ring_degree and recommended.ulysses_degree):
         return []
     try:
-        return parts(*plan(recommended, heads=ANY_HEADS, gpus=visible_gpus(), guided=True))
+        return parts(
+            *plan(recommended, heads=ANY_HEADS, gpus=visible_gpus(), guided=True),
+            sharded=recommended.weights == "shard",
+        )
     except Refused:
         return []

@@ -23,7 +23,6 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ..parallel_runtime.errors import Refused, WorkerFailed
-from ..parallel_runtime.host.cost import activation_bytes
 from ..parallel_runtime.host.group import Result
 from ..parallel_runtime.host.runtime import borrowed_group
 from ..parallel_runtime.jobs import SamplingJob
@@ -143,11 +142,15 @@ class RemoteSampling:
         watcher = Watcher(callback, guider.model_patcher.load_device)
         with borrowed_group(placement, comfy_setup(), check) as group:
             parallelism, _ = plan_for(figures, self.request, guided=guided, work=work)
-            residence.claim(group, spec, figures.weight_bytes, activation_bytes(work, parallelism))
+            prompts = -(-sum(map(len, guider.conds.values())) // parallelism.cfg_degree)
+            case = residence.case(group, spec, work, parallelism)
+            way = residence.decide(group, spec, self.request.weights, case, prompts)
+            residence.claim(group, spec, way, case.beside_bytes(way))
+            job = replace(job, rows=way.rows)
             if group.holds(spec):
                 job = replace(job, patches=None)
             try:
-                result = group.sample(spec, parallelism, job, on_step=watcher.on_step, watch=check)
+                result = group.sample(spec, parallelism, job, storage=way.storage, on_step=watcher.on_step, watch=check)
             except WorkerFailed as failed:
                 log.error("[CP] rank %d:\n%s", failed.rank, failed.traceback)
                 raise

@@ -20,9 +20,10 @@ from ..parallel_runtime.host.group import Result, WorkerGroup
 from ..parallel_runtime.host.planning import plan
 from ..parallel_runtime.host.room import Room
 from ..parallel_runtime.host.runtime import borrowed_group, live_placement
+from ..parallel_runtime.host.storing import Prospect
 from ..parallel_runtime.jobs import VAEJob
 from ..parallel_runtime.random_states import random_states, set_random_states
-from ..parallel_runtime.specs import ParallelRequest, Placement, VAEMethod, VAESpec
+from ..parallel_runtime.specs import ParallelRequest, Placement, Storage, VAEMethod, VAESpec
 from .describe_vae import Undivided
 from .residence import Residence
 from .workers import comfy_setup, visible_gpus
@@ -157,7 +158,8 @@ class RemoteVAE:
         """Have ComfyUI make room: for all of the weights, and a worker's share of the activations."""
         vae, workers = self._vae, len(group.placement.devices)
         whole = (vae.memory_used_decode if method == "decode" else vae.memory_used_encode)(shape, vae.vae_dtype)
-        residence.claim(group, self._spec, vae.model_size(), int(whole / workers))
+        way = Prospect(storage=Storage(), held_bytes=vae.model_size())
+        residence.claim(group, self._spec, way, int(whole / workers))
 
     def _chunk_bytes(self) -> int:
         """What ComfyUI would cut time by here: asked once, so that no rank goes by its own memory."""

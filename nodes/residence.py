@@ -17,8 +17,11 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ..parallel_runtime.errors import ParallelError
+from ..parallel_runtime.host.cost import Work
 from ..parallel_runtime.host.group import WorkerGroup
-from ..parallel_runtime.specs import AfterSampling, ModelSpec
+from ..parallel_runtime.host.storing import Case, Prospect, decide
+from ..parallel_runtime.specs import AfterSampling, ModelSpec, Parallelism, WeightsChoice
+from .capacity import capacity_for
 
 log = logging.getLogger(__name__)
 
@@ -67,23 +70,28 @@ class Held:
 
     group: WorkerGroup
     spec: ModelSpec
+    way: Prospect
     residents: list[Resident] = field(default_factory=list)
     present: bool = False
 
     @classmethod
-    def by(cls, group: WorkerGroup, spec: ModelSpec, weight_bytes: int) -> Held:
+    def by(cls, group: WorkerGroup, spec: ModelSpec, way: Prospect) -> Held:
         """The model that every worker of `group` will have; nothing is loaded yet."""
-        held = cls(group, spec.unpatched)
+        held = cls(group, spec.unpatched, way)
         for device, workers in Counter(map(torch.device, group.placement.devices)).items():
-            held.residents.append(Resident(WorkerModel(), device, CPU, size=weight_bytes * workers))
+            held.residents.append(Resident(WorkerModel(), device, CPU, size=way.held_bytes * workers))
             held.residents[-1].held = held
         return held
 
-    def give_back(self, *, offload: bool = False) -> None:
-        """Have the workers drop it, or `offload` its weights to main memory; a group that cannot is ended."""
+    def forget(self) -> None:
+        """It takes nothing of any device."""
         for resident in self.residents:
             resident.model.model_loaded_weight_memory = 0
             resident.model.device = CPU
+
+    def give_back(self, *, offload: bool = False) -> None:
+        """Have the workers drop it, or `offload` its weights to main memory; a group that cannot is ended."""
+        self.forget()
         self.present = offload
         if self.group.alive:
             log.info("[CP] %s the workers' model", "offloading" if offload else "unloading")
@@ -98,18 +106,40 @@ class Residence:
         self._group: WorkerGroup | None = None
         self._held: dict[ModelSpec, Held] = {}
 
-    def claim(self, group: WorkerGroup, spec: ModelSpec, weight_bytes: int, activation_bytes: int) -> None:
-        """Have ComfyUI make room on every device of `group` for its workers' weights and activations."""
+    def decide(
+        self, group: WorkerGroup, spec: ModelSpec, choice: WeightsChoice, case: Case, prompts: int = 1
+    ) -> Prospect:
+        """Where the weights of a model shall be, for `prompts` a rank. Raises Refused where they fit nowhere."""
+        held = self._held.get(spec.unpatched) if group is self._group else None
+        return decide(choice, case, prompts=prompts, before=held.way.storage if held and held.present else None)
+
+    def case(self, group: WorkerGroup, spec: ModelSpec, work: Work, degrees: Parallelism) -> Case:
+        """What `group` has for it at this moment."""
+        taken = self._main_memory(spec) if group is self._group else 0
+        capacity = capacity_for(group.placement, group.link, taken)
+        return Case(work=work, degrees=degrees, capacity=capacity, link=group.link)
+
+    def claim(self, group: WorkerGroup, spec: ModelSpec, way: Prospect, more_bytes: int) -> None:
+        """Have ComfyUI make room on every device of `group` for its workers' weights, and for so much beside them."""
         if group is not self._group:
             self._group, self._held = group, {}
-        held = self._held.pop(spec.unpatched, None) or Held.by(group, spec, weight_bytes)
-        held.present = True
+        held = self._held.pop(spec.unpatched, None)
+        if held is None or held.way.held_bytes != way.held_bytes:
+            if held is not None:
+                held.forget()
+            held = Held.by(group, spec, way)
+        held.way, held.present = way, True
         self._held = {key: other for key, other in self._held.items() if other.present}
         for oldest in list(self._held)[: -(KEEP - 1)]:
             self._held.pop(oldest).give_back()
         self._held[spec.unpatched] = held
         comfy.model_management.soft_empty_cache()  # it counts as free, but workers cannot have it
-        comfy.model_management.load_models_gpu(held.residents, memory_required=activation_bytes)
+        comfy.model_management.load_models_gpu(held.residents, memory_required=more_bytes)
+
+    def _main_memory(self, spec: ModelSpec) -> int:
+        """What other models of the workers have of it."""
+        others = [held.way for key, held in self._held.items() if key != spec.unpatched and held.present]
+        return sum(way.fetched_bytes for way in others if way.storage.mode == "offload")
 
     def give_back_all(self) -> list[str]:
         """Have the workers drop every model; their files' names."""

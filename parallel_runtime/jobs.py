@@ -20,7 +20,8 @@ class SamplingJob:
     samplers may draw from it. ComfyUI's own code on the MODEL is described (nodes/code.py): in `model_options`, in
     `wrappers` and `callbacks` as [kind, key, functions], and in `patches` by weight. `patches` is None where the
     workers have the model's. `latent_shapes` are those of several latents (audio and video) that are packed into one.
-    `step_cache` is the threshold of first-block caching, 0 for none.
+    `step_cache` is the threshold of first-block caching, 0 for none. `rows` of a batch go through the network at once,
+    0 for all of them, those of several prompts too.
     """
 
     guider: str
@@ -41,6 +42,7 @@ class SamplingJob:
     patches: dict[str, list[Any]] | None
     latent_shapes: list[Any] | None = None
     step_cache: float = 0.0
+    rows: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -40,9 +40,13 @@ class Mapped(ModelPatcher):
     def load(self, device_to: torch.device | None = None, *args: Any, **kwargs: Any) -> None:
         super().load(device_to, *args, **kwargs)
         for module in self.model.modules():
-            for name in _uncast(module):
-                if not _casts_as_it_computes(module, name):
-                    _cast(module, name)
+            self.settle(module)
+
+    def settle(self, module: torch.nn.Module) -> None:
+        """Give the module's own weights, which are where they shall be, the dtype that they are computed from."""
+        for name in _uncast(module):
+            if not _casts_as_it_computes(module, name):
+                _cast(module, name)
 
     def patch_weight_to_device(self, key: str, *args: Any, **kwargs: Any) -> Any:
         """A weight that patches change has the dtype that ComfyUI would have merged them into."""

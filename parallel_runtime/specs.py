@@ -11,6 +11,8 @@ AttentionBackend = Literal["auto", "native", "_native_flash", "_native_cudnn", "
 DtypeName = Literal["bfloat16", "float16", "float32"]
 DtypeChoice = Literal["auto", "bfloat16", "float16", "float32"]
 AfterSampling = Literal["keep", "offload", "unload"]
+WeightsMode = Literal["replicate", "shard", "offload"]
+WeightsChoice = Literal["auto", "replicate", "shard", "offload"]
 VAEMethod = Literal["decode", "encode"]
 DEMO = "demo"  # the loader of the demo model
 
@@ -56,6 +58,19 @@ class Parallelism:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Storage:
+    """Where the weights of a model are at rest.
+
+    `replicate`: whole on every device. `shard`: of a block each rank that shares a sequence keeps a part, and all
+    gather it just before it runs. `offload`: in main memory, once a machine, copied to the device just before it runs.
+    `resident` of the blocks are whole on every device all the same.
+    """
+
+    mode: WeightsMode = "replicate"
+    resident: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelRequest:
     """What a CP Parallel Config node says. 0 and "auto" are decided when the model is known; `devices` is a list such
     as "0,1", "cuda:0,cuda:1" or "cpu,cpu", and empty for all. `step_cache` is a threshold, 0 for no cache. Of `nnodes`
@@ -74,6 +89,7 @@ class ParallelRequest:
     after_sampling: AfterSampling = "keep"
     nnodes: int = 1
     rdzv_endpoint: str = ""
+    weights: WeightsChoice = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

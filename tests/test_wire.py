@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallel_runtime.errors import ProtocolError, Refused
-from parallel_runtime.specs import ComfySetup, ModelSpec, Parallelism, SourceFile
+from parallel_runtime.specs import ComfySetup, ModelSpec, Parallelism, SourceFile, Storage
 from parallel_runtime.wire.bundles import read_bundle, write_bundle
 from parallel_runtime.wire.channel import PACKET_BYTES, Channel
 from parallel_runtime.wire.messages import (
@@ -36,7 +36,7 @@ MODEL = ModelSpec(
 MESSAGES = [
     Welcome("cuda:0", "/tmp/store", False, ComfySetup(root="/comfy", flags=("--cpu", "--port", "1"))),
     Welcome("cpu", "/tmp/store", True, None),
-    Sample(3, MODEL, Parallelism(ring_degree=2, ulysses_degree=4, rotate_method="allgather")),
+    Sample(3, MODEL, Parallelism(ring_degree=2, ulysses_degree=4, rotate_method="allgather"), Storage(mode="shard")),
     Cancel(3),
     Ready(1, 99, "token", "1f2e", ("2.13",)),
     Joined(1e12, 0.0, 5),

@@ -21,17 +21,21 @@ KEPT = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What the workers measured when they met: bytes/s between two of them, FLOP/s of one, free bytes on each."""
+    """What the workers measured when they met: bytes/s between two of them, FLOP/s of one, free bytes on each, bytes/s
+    from main memory to a device while all copy, free bytes of the main memory of each one's machine."""
 
     bytes_per_second: float
     flops_per_second: float
     free_bytes: tuple[int, ...] = ()
+    host_bytes_per_second: float = 0.0
+    host_free_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
     """A network in numbers. `divisible`: a plan says how its sequence is cut. `width` = heads x head size. `weights`
-    are counted, `weight_bytes` those of the file's format, `item_bytes` of one number in what it computes."""
+    are counted, `weight_bytes` those of the file's format, `item_bytes` of one number in what it computes. `blocks`:
+    the bytes of each block that a plan knows."""
 
     name: str
     divisible: bool = True
@@ -41,6 +45,7 @@ class Figures:
     weights: int
     weight_bytes: int
     item_bytes: int
+    blocks: tuple[int, ...] = ()
 
     def work(self, rows: int, tokens: int, *, cached: bool = False) -> Work:
         """One evaluation of `rows` sequences of `tokens`."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import ParallelError, Refused, WorkerDied
 from ..jobs import Job, VAEJob
-from ..specs import ComfySetup, ModelSpec, Parallelism, Placement, VAESpec
+from ..specs import ComfySetup, ModelSpec, Parallelism, Placement, Storage, VAESpec
 from ..wire.bundles import write_bundle
 from ..wire.messages import Cancel, Convert, Done, Room, Sample, Stop, Unload, UnloadVAE
 from .launch import Processes
@@ -24,6 +24,8 @@ START_SECONDS = seconds_from("CP_START_SECONDS", 180)
 LOAD_SECONDS = seconds_from("CP_LOAD_SECONDS", 600)
 CANCEL_SECONDS = seconds_from("CP_CANCEL_SECONDS", 10)
 UNLOAD_SECONDS = 10.0  # a group that takes longer to drop its models is ended, which drops them too
+
+WHOLE = Storage()
 
 OnStep = Callable[[int, Any, Any, int], None]
 
@@ -80,17 +82,19 @@ class WorkerGroup:
         parallelism: Parallelism,
         job: Job,
         *,
+        storage: Storage = WHOLE,
         on_step: OnStep = lambda *_: None,
         watch: Callable[[], None] = lambda: None,
     ) -> Result:
         """Run `job` on every rank and return rank 0's result.
 
+        `storage` says where the weights are meanwhile.
         `on_step(step, x0, x, total)` follows the sampler's callback; `watch` is called about every POLL_SECONDS.
         """
         assert parallelism.world_size == self.placement.world_size
         self._patches.pop(model.unpatched, None)
         self.activity.asked(model, parallelism, job)
-        result = self._run(lambda number: Sample(number, model, parallelism), job, None, on_step, watch)
+        result = self._run(lambda number: Sample(number, model, parallelism, storage), job, None, on_step, watch)
         self.activity.answered(job)
         self._patches[model.unpatched] = model.patches
         return result

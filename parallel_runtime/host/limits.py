@@ -12,6 +12,11 @@ log = logging.getLogger(__name__)
 
 def seconds_from(variable: str, default: float) -> float:
     """A limit from the environment; what is no number of seconds is said and not used."""
+    return number_from(variable, default, "number of seconds that can be waited")
+
+
+def number_from(variable: str, default: float, what: str) -> float:
+    """The same of anything: 0 only where that is the default."""
     text = os.environ.get(variable, "").strip()
     if not text:
         return default
@@ -19,7 +24,7 @@ def seconds_from(variable: str, default: float) -> float:
         seconds = float(text)
         if math.isfinite(seconds) and seconds >= 0 and (seconds or not default):
             return seconds
-    log.warning("[CP] %s=%r is no number of seconds that can be waited; %g is used", variable, text, default)
+    log.warning("[CP] %s=%r is no %s; %g is used", variable, text, what, default)
     return default
 
 

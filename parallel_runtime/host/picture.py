@@ -55,7 +55,7 @@ def _part(rank: int, device: str, degrees: Parallelism, sharded: bool) -> Part:
         device=device,
         tokens=_share(place, degrees.context_parallel_size),
         heads=_share(rank % degrees.ulysses_degree, degrees.ulysses_degree),
-        weights=_share(rank, degrees.world_size) if sharded else WHOLE,
+        weights=_share(place, degrees.context_parallel_size) if sharded else WHOLE,
         lane=_lane(data, cfg, degrees),
     )
 

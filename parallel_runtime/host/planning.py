@@ -139,7 +139,8 @@ def _degrees(request: ParallelRequest, world: int, heads: int, guided: bool, sec
     free = not ring and not ulysses
     rest = max(1, world // data)
     if cfg == 0:
-        cfg = 2 if guided and free and rest % 2 == 0 else 1
+        # Each branch of guidance would have a copy of the weights, which were to be as small as they can.
+        cfg = 2 if guided and free and rest % 2 == 0 and request.weights != "shard" else 1
     ring, ulysses = _cut(ring, ulysses, max(1, rest // cfg), heads, seconds)
     return Parallelism(
         ring_degree=ring,

@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 
 from ..specs import Parallelism, Placement
-from .cost import Link, Work, bytes_per_layer, evaluation_seconds, memory_bytes
+from .cost import Link, Work, activation_bytes, bytes_per_layer, evaluation_seconds, memory_bytes
+from .storing import BUFFERS, Prospect
 
 GIB = 2**30
 
@@ -29,9 +30,11 @@ def report(
     guided: bool,
     automatic: bool,
     link: Link | None = None,
+    way: Prospect | None = None,
     decode: str = "",
 ) -> str:
-    """Several lines, `decode` among them; `link` is None where no worker group has measured this machine yet."""
+    """Several lines, `decode` among them; `link` is None where no worker group has measured this machine yet, `way`
+    where the weights fit nowhere."""
     work = subject.work
     chosen = _choice(link) if automatic and degrees.context_parallel_size > 1 else ""
     lines = [
@@ -39,11 +42,12 @@ def report(
         f"Tokens: {_tokens(subject.tokens)}; {work.rows} image(s) or video(s) in the batch.",
         f"Workers: {placement.world_size}, on {', '.join(placement.devices)}{_machines(placement)}.",
         f"Degrees: {_degrees(degrees)}{chosen}. {_reason(work, degrees, guided)}",
-        _memory(work, degrees, link),
+        _memory(work, degrees, link, way),
+        _weights(work, degrees, way),
         _traffic(work, degrees),
         _speed(work, degrees, link) if not share_cores(placement) else "",
         decode,
-        *_warnings(work, degrees, placement, guided, link),
+        *_warnings(work, degrees, placement, guided, link, way),
     ]
     return "\n".join(line for line in lines if line)
 
@@ -96,12 +100,38 @@ def _share(work: Work, degrees: Parallelism) -> str:
     return f"{least} or {least + 1}" if more else str(least)
 
 
-def _memory(work: Work, degrees: Parallelism, link: Link | None) -> str:
-    whole, weights = memory_bytes(work, degrees) / GIB, work.figures.weight_bytes / GIB
-    text = f"Memory: about {whole:.2f} GiB a worker, {weights:.2f} of it weights"
+def _memory(work: Work, degrees: Parallelism, link: Link | None, way: Prospect | None) -> str:
+    held = way.held_bytes if way else work.figures.weight_bytes
+    text = f"Memory: about {_needed(work, degrees, way) / GIB:.2f} GiB a worker, {held / GIB:.2f} of it weights"
     if link is None or not link.free_bytes:
         return f"{text}. What is free is known once workers run."
     return f"{text}; the fullest had {min(link.free_bytes) / GIB:.2f} GiB free when it started."
+
+
+def _needed(work: Work, degrees: Parallelism, way: Prospect | None) -> int:
+    """By one worker, at its peak."""
+    if way is None or not way.fetched_bytes:
+        return memory_bytes(work, degrees)
+    return way.held_bytes + BUFFERS * max(work.figures.blocks) + activation_bytes(work, degrees)
+
+
+def _weights(work: Work, degrees: Parallelism, way: Prospect | None) -> str:
+    """Of each worker: what it has, what it fetches, and what it waits for that."""
+    if way is None:
+        return ""
+    if not way.fetched_bytes:
+        return f"Weights: {way.storage.mode}, whole on every device."
+    blocks, resident = len(work.figures.blocks), way.storage.resident
+    source = "main memory" if way.storage.mode == "offload" else f"{degrees.context_parallel_size} workers"
+    text = (
+        f"Weights: {way.storage.mode}. Each worker has {resident} of {blocks} blocks, "
+        f"{way.held_bytes / GIB:.2f} GiB in all; {way.fetched_bytes / GIB:.2f} GiB "
+        f"come from {source} in every evaluation"
+    )
+    if not way.seconds:
+        return f"{text}. How fast is known once workers run."
+    hidden = f"{way.exposed:.2f} s of them waiting for weights" if way.exposed else "all of it hidden behind computing"
+    return f"{text}: {way.seconds:.2f} s for one prompt, {hidden}."
 
 
 def _traffic(work: Work, degrees: Parallelism) -> str:
@@ -131,10 +161,16 @@ def _at_once(degrees: Parallelism) -> str:
     return f"and {lanes} run side by side, " if lanes > 1 else ""
 
 
-def _warnings(work: Work, degrees: Parallelism, placement: Placement, guided: bool, link: Link | None) -> list[str]:
+def _warnings(
+    work: Work, degrees: Parallelism, placement: Placement, guided: bool, link: Link | None, way: Prospect | None
+) -> list[str]:
     warnings = []
-    if link is not None and link.free_bytes and memory_bytes(work, degrees) > min(link.free_bytes):
-        warnings.append("Too little memory: take more workers, a smaller picture, or dtype bfloat16.")
+    if link is not None and link.free_bytes and _needed(work, degrees, way) > min(link.free_bytes):
+        warnings.append("Too little memory: set weights to auto, take more workers, or make a smaller picture.")
+    if way is not None and way.rows:
+        warnings.append("There is no room for several prompts at once: they are evaluated one after the other.")
+    if way is not None and way.storage.mode == "shard" and degrees.cfg_degree > 1:
+        warnings.append("Each half of the workers has its own copy of the weights: cfg_degree 1 would need less.")
     if degrees.data_degree > work.rows:
         warnings.append(
             f"data_degree {degrees.data_degree} with {work.rows} in the batch leaves workers idle: set data_degree to "

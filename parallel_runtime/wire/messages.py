@@ -22,7 +22,7 @@ from typing import Any
 
 from .. import jobs, specs
 from ..errors import ProtocolError
-from ..specs import ComfySetup, ModelSpec, Parallelism, VAESpec
+from ..specs import ComfySetup, ModelSpec, Parallelism, Storage, VAESpec
 from .readings import Readings
 
 # What host and worker must agree on: the code of the messages themselves, as each of them has it loaded.
@@ -49,6 +49,7 @@ class Sample:
     job: int
     model: ModelSpec
     parallelism: Parallelism
+    storage: Storage
 
 
 @dataclass(frozen=True)
@@ -107,11 +108,13 @@ class Ready:
 @dataclass(frozen=True)
 class Joined:
     """This rank is ready for jobs. What it measured: FLOP/s of its device, bytes/s to the next rank (0: there is
-    none), bytes free on its device."""
+    none), bytes free on its device; bytes/s from main memory to it while all ranks copy, bytes free in main memory."""
 
     flops_per_second: float
     bytes_per_second: float
     free_bytes: int
+    host_bytes_per_second: float = 0.0
+    host_free_bytes: int = 0
     readings: Readings | None = None
 
 

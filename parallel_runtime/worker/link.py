@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -32,10 +33,30 @@ def bytes_per_second(world: Axis, device: torch.device) -> float:
     return size / _best(lambda: hop([block], [spare], world).wait(), device)
 
 
+def host_bytes_per_second(device: torch.device) -> float:
+    """From main memory to the device, while every rank that calls this together does the same."""
+    cuda = device.type == "cuda"
+    block = torch.ones((64 if cuda else 4) << 20, dtype=torch.uint8, pin_memory=cuda)
+    place = torch.empty_like(block, device=device)
+    return block.nbytes / _best(lambda: place.copy_(block, non_blocking=True), device)
+
+
+def host_free_bytes() -> int:
+    """Main memory that could be taken without swapping."""
+    told = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(told["MemAvailable"].split()[0]) << 10
+
+
 def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def give_back_cache(device: torch.device) -> None:
+    """Memory that PyTorch keeps for later looks taken to other processes on the device, as ComfyUI's."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
 
 
 def _best(run: Callable[[], Tensor | list[Tensor]], device: torch.device) -> float:

@@ -32,12 +32,6 @@ def out_of_memory(device: torch.device, models: Iterable[Model]) -> str:
     )
 
 
-def give_back_cache(device: torch.device) -> None:
-    """Memory that PyTorch keeps for later looks taken to other processes on the device, as ComfyUI's."""
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
-
-
 def readings(device: torch.device, models: Iterable[Model]) -> Readings:
     """What a user is shown of this rank."""
     used, total = _used_and_total(device)
@@ -46,7 +40,7 @@ def readings(device: torch.device, models: Iterable[Model]) -> Readings:
 
 def _holding(model: Model, device: torch.device) -> Holding:
     tensors = list(model.network.parameters())
-    resident = sum(tensor.nbytes for tensor in tensors if tensor.device.type == device.type)
+    resident = sum(tensor.nbytes for tensor in tensors if tensor.device.type == device.type) - model.away_bytes
     return Holding(model.spec.title, resident, sum(tensor.nbytes for tensor in tensors) - resident)
 
 

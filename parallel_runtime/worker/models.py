@@ -13,14 +13,17 @@ from torch import nn
 
 from ..errors import Refused
 from ..networks import Network
-from ..specs import ModelSpec, Parallelism, SourceFile
+from ..specs import ModelSpec, Parallelism, SourceFile, Storage
 from .engine.divide import divide, undivide
-from .engine.mesh import ContextMesh, build_mesh
+from .engine.mesh import Axis, ContextMesh, build_mesh, with_own_group
 from .engine.overriding import by_backend
 from .lanes import Lanes
+from .link import give_back_cache
 from .ranks import machine, machines
 from .spread import check_same_file
 from .step_cache import StepCache
+from .weights.buffers import Buffers
+from .weights.places import Place, place
 
 OnShare = Callable[[float], None]
 
@@ -87,6 +90,18 @@ class Model:
         if self.mesh.context.size > 1:
             undivide(self.network)
 
+    @property
+    def away_bytes(self) -> int:
+        """Of the weights, those that are not on the device of the others."""
+        return 0
+
+    def keep(self, place: Place | None) -> None:
+        """Have the weights at rest there; None: whole on the device."""
+        assert place is None, f"{self.name} is only whole"
+
+    def finish(self) -> None:
+        """After a job that did not fail."""
+
     def rest(self) -> None:
         """Give the device's memory back; the next job wakes it."""
         self.network.to("cpu")
@@ -109,9 +124,13 @@ class Models:
         self._loaders = loaders
         self._models: dict[ModelSpec, Model] = {}
         self._meshes: dict[tuple[int, ...], ContextMesh] = {}
+        self._axes: dict[tuple[int, ...], Axis] = {}
+        self._places: dict[tuple[Storage, tuple[int, ...]], Place | None] = {}
+        self._buffers = Buffers(device)
 
-    def get(self, spec: ModelSpec, parallelism: Parallelism, on_share: OnShare) -> Model:
-        """The model that `spec` names, cut as `parallelism` says. Loads and cuts anew only what differs."""
+    def get(self, spec: ModelSpec, parallelism: Parallelism, storage: Storage, on_share: OnShare) -> Model:
+        """The model that `spec` names, cut as `parallelism` says and kept as `storage` does. Loads and cuts anew only
+        what differs."""
         if spec.unpatched not in self._models:
             self._models[spec.unpatched] = self._load(spec, on_share)
         model = self._models[spec.unpatched]
@@ -119,6 +138,7 @@ class Models:
         model.wake(self._device)
         if model.parallelism != parallelism:
             model.cut(self.mesh(parallelism), parallelism)
+        model.keep(self._place(storage, parallelism))
         return model
 
     @property
@@ -138,15 +158,32 @@ class Models:
             model.rest()
         self._give_back()
 
+    def rest(self) -> None:
+        """Give back the memory that only a run needs."""
+        self._buffers.give_back()
+        give_back_cache(self._device)
+
     def _give_back(self) -> None:
         gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.rest()
 
     def _load(self, spec: ModelSpec, on_share: OnShare) -> Model:
         for file in spec.files:
             _check_file(file)
         return self._loaders[spec.loader if spec.loader in self._loaders else ""](spec, self._device, on_share)
+
+    def _place(self, storage: Storage, parallelism: Parallelism) -> Place | None:
+        """Parts are gathered over a communicator of their own. Collective when it is new."""
+        key = (storage, parallelism.shape if storage.mode == "shard" else ())
+        if key not in self._places:
+            self._places[key] = place(storage, self._axis(parallelism), self._device, self._buffers)
+        return self._places[key]
+
+    def _axis(self, parallelism: Parallelism) -> Axis:
+        shape = parallelism.shape
+        if shape not in self._axes:
+            self._axes[shape] = with_own_group(self.mesh(parallelism).context, self._device)
+        return self._axes[shape]
 
     def mesh(self, parallelism: Parallelism) -> ContextMesh:
         """The mesh of this shape. Collective when it is new."""

@@ -30,6 +30,12 @@ def machines() -> int:
     return int(os.environ["GROUP_WORLD_SIZE"])
 
 
+def neighbours() -> range:
+    """The ranks of this machine, this one among them."""
+    each = world_size() // machines()
+    return range(machine() * each, (machine() + 1) * each)
+
+
 def join(device: torch.device, store: str, *, shared: bool) -> None:
     """Make this rank part of the group: NCCL on CUDA, gloo elsewhere and where ranks share a GPU.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -38,7 +39,7 @@ from ..wire.stream import Stream
 from . import demo_loop, link
 from .agent import AGENT_PID
 from .leash import die_when, end_parent
-from .memory import give_back_cache, is_out_of_memory, out_of_memory, readings
+from .memory import is_out_of_memory, out_of_memory, readings
 from .models import Load, Models
 from .pulse import Cancelled, Pulse
 from .ranks import join, kind_of, rank, unlike, world_size
@@ -68,7 +69,14 @@ class Worker:
             everybody = self._models.mesh(Parallelism(ring_degree=world_size())).ring
             speed = link.bytes_per_second(everybody, self._device)
             self._unlike = unlike(kind_of(self._device))
-        return Joined(link.flops_per_second(self._device), speed, link.free_bytes(self._device), self._readings())
+        return Joined(
+            link.flops_per_second(self._device),
+            speed,
+            link.free_bytes(self._device),
+            link.host_bytes_per_second(self._device),
+            link.host_free_bytes(),
+            self._readings(),
+        )
 
     def serve(self) -> None:
         """Until the host says stop. Raises what a job raised, and RuntimeError where memory ran out."""
@@ -107,15 +115,16 @@ class Worker:
         pulse = Pulse(self._channel, request.job, self._readings, unlike=self._unlike)
         pulse.loading(0.0)
         started = time.monotonic()
-        model = self._models.get(request.model, request.parallelism, pulse.loading)
+        model = self._models.get(request.model, request.parallelism, request.storage, pulse.loading)
         loaded = time.monotonic()
-        try:
+        result: dict[str, Any] | None = None
+        with contextlib.suppress(Cancelled):
             result = self._loops[type(job)](model, job, pulse)
-        except Cancelled:
+        model.finish()
+        if not isinstance(job, EvaluationJob):  # of these the next is a moment away
+            self._models.rest()
+        if result is None:
             return Done(request.job, cancelled=True, readings=pulse.readings()), None
-        finally:
-            if not isinstance(job, EvaluationJob):  # of these the next is a moment away
-                give_back_cache(self._device)
         found = write_bundle(result) if rank() == 0 else None  # waits for the device, which the time must count
         seconds = time.monotonic() - loaded
         done = Done(request.job, load_seconds=loaded - started, seconds=seconds, readings=pulse.readings())

@@ -53,6 +53,7 @@ class StepCache:
         self._branch: _Branch | None = None
         self._skipping = False
         self._replaced = False
+        self._followers: set[nn.Module] = set()
 
     @contextmanager
     def caching(self) -> Iterator[None]:
@@ -69,6 +70,7 @@ class StepCache:
             for block, _ in forwards:
                 del block.forward
             self._branches.clear()
+            self._followers.clear()
             self._branch = None
 
     @contextmanager
@@ -77,6 +79,10 @@ class StepCache:
         self._branch = self._branches.setdefault(key, _Branch())
         yield
         self._branch = None
+
+    def skips(self, block: nn.Module) -> bool:
+        """Whether the evaluation in progress leaves `block` out."""
+        return self._skipping and not self._replaced and block in self._followers
 
     def tally(self, *, shared: bool) -> list[int]:
         """[evaluations skipped, evaluations]; of all lanes of guidance where they `shared` the branches. Collective."""
@@ -94,6 +100,7 @@ class StepCache:
             if number == 0:
                 head = modules.pop(0)
                 yield head, self._leading(head, site)
+            self._followers.update(modules)
             for module in modules:
                 yield module, self._following(module, site, modules[0], modules[-1])
 

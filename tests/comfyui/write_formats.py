@@ -83,7 +83,7 @@ def quantised(weights: dict[str, Tensor], layout: str, said: dict[str, Any], how
 
 
 def in_a_block(key: str, value: Tensor) -> bool:
-    return key.endswith(".weight") and value.ndim == 2 and "_blocks." in key and ".mod" not in key
+    return key.endswith(".weight") and value.ndim == 2 and "blocks." in key and ".mod" not in key
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ lengths and areas, and gets the other lanes' predictions.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,9 +21,10 @@ Conds = list[list[dict[str, Any]] | None]
 
 
 class Branches:
-    """`together`: every lane evaluates all branches."""
+    """`together`: every lane evaluates all branches. `rows`: how many ComfyUI may put into one batch, 0 for any."""
 
-    def __init__(self, lanes: Lanes, pulse: Pulse, *, together: bool = False) -> None:
+    def __init__(self, lanes: Lanes, pulse: Pulse, *, together: bool = False, rows: int = 0) -> None:
+        self._rows = rows
         self._lanes = lanes
         self._pulse = pulse
         self._together = together
@@ -30,13 +34,29 @@ class Branches:
     ) -> list[Tensor]:
         """One denoised prediction [B, C, (T,) H, W] a branch, as `calc_cond_batch` returns them."""
         self._pulse.vote()
+        with _batches_of(model, self._rows):
+            return self._shared(executor, model, conds, x, timestep, model_options)
+
+    def _shared(self, executor: Any, model: Any, conds: Conds, x: Tensor, *rest: Any) -> list[Tensor]:
         wanted = [index for index, cond in enumerate(conds) if cond is not None]
         if self._together or self._lanes.count == 1 or len(wanted) < 2:
-            return executor(model, conds, x, timestep, model_options)
+            return executor(model, conds, x, *rest)
         mine = [wanted[position] for position in self._lanes.mine(len(wanted))]
         ours: Conds = [cond if index in mine else None for index, cond in enumerate(conds)]
-        out = executor(model, ours, x, timestep, model_options)
+        out = executor(model, ours, x, *rest)
         done = torch.stack([out[index] for index in mine]) if mine else x.new_empty((0, *x.shape))
         for index, prediction in zip(wanted, self._lanes.collect(done, len(wanted)), strict=True):
             out[index] = prediction
         return out
+
+
+@contextmanager
+def _batches_of(model: Any, rows: int) -> Iterator[None]:
+    """ComfyUI makes the largest batch that its memory has room for: each rank would go by its own."""
+    before = model.memory_required
+    if rows:
+        model.memory_required = lambda shape, *args, **kwargs: 0 if shape[0] <= rows else math.inf
+    try:
+        yield
+    finally:
+        model.memory_required = before

@@ -28,7 +28,7 @@ class Evaluations:
     def __call__(self, model: ComfyModel, job: EvaluationJob, pulse: Pulse) -> dict[str, Any]:
         """Returns {"out": what the network gives: a tensor [B, C_out, (T,) H, W], or several in a list}."""
         patcher = model.clone(job.patches, pulse.loading)
-        comfy.model_management.load_models_gpu([patcher])
+        model.load(patcher)
         pulse.beat()
         device = comfy.model_management.get_torch_device()
         if job.conds is not None:

@@ -15,7 +15,8 @@ from ...mapped import load_mapped
 from ...networks import network_of
 from ...specs import ModelSpec
 from .comfyui import named
-from .model import ComfyModel, Merged, Weights
+from .model import ComfyModel
+from .weights import Merged, Weights
 
 PACKS: dict[str, Callable[..., Any]] = {gguf.LOADER: gguf.load}  # other packs' loaders that workers may call
 

@@ -8,80 +8,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import comfy.model_management
-import comfy.utils
 import torch
 
+from ...blocks import blocks_of
 from ...errors import Refused
-from ...mapped import Mapped
 from ..models import Model
+from ..ranks import agree
+from ..step_cache import StepCache
+from ..weights.places import Place
+from ..weights.store import Store
+from ..weights.units import fetched_of, large_layers
 from .code import rebuild
-
-ALL = 1e32  # bytes: more than any device has
+from .weights import Away, Weights
 
 Patches = Mapping[str, list[Any]]
-
-
-@dataclass(eq=False)
-class Merged:
-    """What is in the weights, for all clones together: the patches by weight, and whether layers cast by force."""
-
-    patches: dict[str, list[Any]] = field(default_factory=dict)
-    cast: bool = False
-
-
-class Weights(Mapped):
-    """Always on the device as a whole. Other patches than before are merged where they differ, into the file's weight.
-
-    `on_share` hears the share of the modules that is on the device.
-    """
-
-    merged: Merged
-    on_share: Callable[[float], None]
-
-    def clone(self, *args: Any, **kwargs: Any) -> Weights:
-        made = super().clone(*args, **kwargs)
-        made.merged = self.merged
-        return made
-
-    def partially_load(
-        self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
-    ) -> int:
-        before = self.model.current_weight_patches_uuid
-        anew = (
-            before is None or not self.loaded_size() or self.hook_backup or self.merged.cast != self.force_cast_weights
-        )
-        if anew or before == self.patches_uuid:
-            loaded = super().partially_load(device_to, ALL, force_patch_weights)
-        else:
-            loaded = self._repatch(device_to)
-        self.merged.patches = {key: list(patches) for key, patches in self.patches.items()}
-        self.merged.cast = self.force_cast_weights
-        return loaded
-
-    def partially_unload(self, device_to: torch.device, memory_to_free: int = 0, **_: Any) -> int:
-        return 0
-
-    def load(self, device_to: torch.device | None = None, *args: Any, **kwargs: Any) -> None:
-        """Module by module, so that the host hears of it."""
-        modules = [(name, module) for name, module in self.model.named_modules() if not list(module.children())]
-        for index, (name, module) in enumerate(modules):
-            if not any(f"{name}.{key}" in self.patches for key in module._parameters):
-                module.to(device_to)
-            self.on_share(index / len(modules))
-        super().load(device_to, *args, **kwargs)
-
-    def _repatch(self, device: torch.device) -> int:
-        """ComfyUI's own answer to any change is to unload the model and to load it again."""
-        before, now = self.merged.patches, self.patches
-        with self.use_ejected(skip_and_inject_on_exit_only=True):
-            for key in sorted(key for key in before.keys() | now if before.get(key) != now.get(key)):
-                if key in self.backup:
-                    comfy.utils.set_attr_param(self.model, key, self.backup.pop(key).weight.to(device))
-                self.patch_weight_to_device(key, device_to=device)
-            self.model.current_weight_patches_uuid = self.patches_uuid
-            self.unpatch_model(unpatch_weights=False)
-            self.patch_model(load_weights=False)
-        return 0
 
 
 @dataclass(eq=False)
@@ -90,10 +30,56 @@ class ComfyModel(Model):
 
     patcher: Any = None
     patched: tuple[str, dict[str, list[Any]]] = field(default=("", {}))
+    place: Place | None = None
 
     @property
     def weight_bytes(self) -> int:
         return self.patcher.model_size()
+
+    @property
+    def away_bytes(self) -> int:
+        merged = self.patcher.merged
+        return merged.in_file_bytes + (merged.store.away_bytes - merged.store.device_bytes if merged.store else 0)
+
+    def keep(self, place: Place | None) -> None:
+        """Have the weights at rest there, from the next load on; None: whole on the device."""
+        if place is not self.place:
+            self.rest()
+            self.place = place
+            self.patcher.merged.away = self._away(place) if place and self.plan else None
+
+    def _away(self, place: Place) -> Away:
+        assert self.plan is not None
+        blocks = blocks_of(self.network, self.plan.plan)
+        return Away(
+            blocks=fetched_of(blocks, place.resident),
+            others=[] if place.resident else large_layers(self.network, blocks),
+            share=place.share,
+            store=lambda: Store(self.network, place.source(), place.buffers),
+            in_file=place.in_main_memory,
+        )
+
+    def load(self, patcher: Weights) -> None:
+        """Put it on the device. Where there is too little room on any rank, all of them let the other models go:
+        ComfyUI would do so by each rank's own memory, and ranks that gather must stay alike."""
+        device = patcher.load_device
+        if device.type != "cpu":
+            needed = 1.1 * (patcher.model_size() - patcher.loaded_size())
+            needed += comfy.model_management.minimum_inference_memory()
+            if agree(comfy.model_management.get_free_memory(device) < needed):
+                for loaded in list(comfy.model_management.current_loaded_models):
+                    if loaded.model is not None and not patcher.is_clone(loaded.model):
+                        comfy.model_management.unload_model_and_clones(loaded.model)
+        comfy.model_management.load_models_gpu([patcher])
+
+    def skipping(self, cache: StepCache | None) -> None:
+        """What `cache` skips need not be fetched."""
+        if store := self.patcher.merged.store:
+            store.skips = cache.skips if cache else lambda block: False
+
+    def finish(self) -> None:
+        if store := self.patcher.merged.store:
+            store.rest()
 
     def clone(self, patches: Patches | None, on_share: Callable[[float], None]) -> Weights:
         """A MODEL with `spec.patches` on it, as nodes/patches.py describes them; None where they are here."""

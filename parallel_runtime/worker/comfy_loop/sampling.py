@@ -43,11 +43,12 @@ def run(model: ComfyModel, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
     # (NAG): they are shown all of them.
     inside = patcher.model_options["transformer_options"].get("patches")
     together = bool(patcher.get_all_wrappers(WrappersMP.DIFFUSION_MODEL)) or bool(inside)
-    branches = Branches(model.branches, pulse, together=together)
+    branches = Branches(model.branches, pulse, together=together, rows=job.rows)
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, branches)
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _applied(model, pulse, together=together))
     cache = model.step_cache(job.step_cache)
-    comfy.model_management.load_models_gpu([patcher])
+    model.load(patcher)
+    model.skipping(cache)
     pulse.beat()
     with cached(cache, patcher):
         samples = _sample(job, patcher, on_step)

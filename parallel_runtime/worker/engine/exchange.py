@@ -84,8 +84,20 @@ def gather(chunk: Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
     Point to point, straight into place: nothing is padded, and on gloo it is faster than its all-gather.
     """
     whole = allocate((sum(sizes), *chunk.shape[1:]), chunk)
+    return _collect(whole, chunk.contiguous(), sizes, axis)
+
+
+def gather_evenly(whole: Tensor, chunk: Tensor, axis: Axis) -> Pending:
+    """All-gather of flat chunks of one size into `whole`, in rank order."""
+    if whole.device.type == "cpu" or axis.wire is not None:
+        return _collect(whole, chunk, [chunk.numel()] * axis.size, axis)
+    work = dist.all_gather_into_tensor(whole, chunk, group=axis.group, async_op=True)
+    return Pending([work], [whole], [whole])
+
+
+def _collect(whole: Tensor, chunk: Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
     arriving = _at_wire(whole, axis)
-    wired = _to_wire(chunk.contiguous(), axis)
+    wired = _to_wire(chunk, axis)
     places = arriving.split(list(sizes))
     places[axis.index].copy_(wired)
     # Each rank starts with another peer, so that no link carries everybody's first message.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -75,6 +75,20 @@ def build_mesh(parallelism: Parallelism, device: torch.device | None = None) -> 
     for axis in (*axes.values(), context):
         _as_patient_as_the_world(axis, wire)
     return ContextMesh(**axes, context=context, device_mesh=mesh, flat=flat)
+
+
+def with_own_group(axis: Axis, device: torch.device) -> Axis:
+    """The same ranks on a communicator of their own, which waits for nothing else that they send. Collective over the
+    world, in which the ranks of such an axis are neighbours."""
+    if axis.size == 1:
+        return axis
+    groups = [
+        dist.new_group(list(range(first, first + axis.size))) for first in range(0, dist.get_world_size(), axis.size)
+    ]
+    made = replace(axis, group=groups[dist.get_rank() // axis.size])
+    assert tuple(dist.get_process_group_ranks(made.group)) == axis.ranks
+    _as_patient_as_the_world(made, _wire(device))
+    return made
 
 
 def first_ranks(count: int, device: torch.device) -> Axis:

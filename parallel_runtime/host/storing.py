@@ -1,0 +1,166 @@
+"""Where the weights of a model shall be: decided once for all ranks, by arithmetic on agreed figures."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from ..errors import Refused
+from ..specs import Parallelism, Storage, WeightsChoice, WeightsMode
+from .cost import Link, Work, activation_bytes, evaluation_seconds
+
+GIB = 2**30
+USABLE = 0.92  # of a device that is filled on purpose
+ALIKE = 1.1  # predictions that are no further apart say nothing
+BUFFERS = 2  # blocks that are on the device beside those at rest
+MODES: tuple[WeightsMode, ...] = ("offload", "shard")  # where alike the first: it has nobody to wait for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """What a worker may take of its device, and the workers of a machine together of main memory; None: no limit."""
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prospect:
+    """A way to keep the weights: bytes of them on each device, and of those that are fetched in an evaluation; the
+    seconds of an evaluation, of which `exposed` are spent waiting for weights, 0 where nothing was measured. `rows` of
+    a batch are evaluated at once, 0: all, those of several prompts too."""
+
+    storage: Storage
+    held_bytes: int
+    fetched_bytes: int = 0
+    seconds: float = 0.0
+    exposed: float = 0.0
+    rows: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is to be computed, on what: all that a decision goes by."""
+
+    work: Work
+    degrees: Parallelism
+    capacity: Capacity
+    link: Link | None = None
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return self.work.figures.blocks
+
+    def allows(self, mode: WeightsMode) -> bool:
+        """Without blocks that a plan knows weights are whole, and so are parts without anybody to share them with."""
+        alone = mode == "shard" and self.degrees.context_parallel_size == 1
+        return mode == "replicate" or not (alone or len(self.blocks) <= BUFFERS)
+
+    def prospect(self, storage: Storage) -> Prospect:
+        whole, ranks = self.work.figures.weight_bytes, self.degrees.context_parallel_size
+        if storage.mode == "replicate":
+            return Prospect(storage=storage, held_bytes=whole, seconds=self._compute())
+        fetched = sum(self.blocks) * (len(self.blocks) - storage.resident) // len(self.blocks)
+        kept = -(-fetched // ranks) if storage.mode == "shard" else 0
+        exposed = max(0.0, self._travel(storage.mode, fetched) - self._compute())
+        return Prospect(
+            storage=storage,
+            held_bytes=whole - fetched + kept,
+            fetched_bytes=fetched,
+            seconds=self._compute() + exposed,
+            exposed=exposed,
+        )
+
+    def beside_bytes(self, way: Prospect) -> int:
+        """What a device needs at the peak beside the weights at rest."""
+        buffers = BUFFERS * max(self.blocks) if way.fetched_bytes else 0
+        return buffers + activation_bytes(self.work, self.degrees)
+
+    def fits(self, way: Prospect, *, usable: float = USABLE) -> bool:
+        device, host = self.capacity.device_bytes, self.capacity.host_bytes
+        if device is not None and way.held_bytes + self.beside_bytes(way) > usable * device:
+            return False
+        return way.storage.mode != "offload" or host is None or way.fetched_bytes <= host
+
+    def fullest(self, mode: WeightsMode) -> Prospect | None:
+        """With as many blocks resident as fit; None where not even none does."""
+        most = len(self.blocks) - BUFFERS - 1 if self.allows(mode) else -1
+        ways = (self.prospect(Storage(mode=mode, resident=resident)) for resident in range(most, -1, -1))
+        return next(filter(self.fits, ways), None)
+
+    def _compute(self) -> float:
+        known = self.link is not None and self.link.flops_per_second > 0
+        return evaluation_seconds(self.work, self.degrees, self.link) if known and self.link is not None else 0.0
+
+    def _travel(self, mode: WeightsMode, fetched: int) -> float:
+        if self.link is None:
+            return 0.0
+        others = (self.degrees.context_parallel_size - 1) / self.degrees.context_parallel_size
+        shard = mode == "shard"
+        speed = self.link.bytes_per_second if shard else self.link.host_bytes_per_second
+        return fetched * (others if shard else 1.0) / speed if speed else 0.0
+
+
+def decide(choice: WeightsChoice, case: Case, *, prompts: int = 1, before: Storage | None = None) -> Prospect:
+    """What `choice` comes to, for so many `prompts` a rank. `before` is what the workers have: they keep it where
+    another is hardly better.
+
+    Raises Refused where auto finds no way, with the numbers and what would work.
+    """
+    way = _automatic(case, before) if choice == "auto" else case.prospect(Storage(mode=_asked(choice, case)))
+    together = replace(case, work=replace(case.work, rows=case.work.rows * prompts))
+    return way if together.fits(way, usable=1.0) else replace(way, rows=case.work.rows)
+
+
+def _asked(mode: WeightsMode, case: Case) -> WeightsMode:
+    return mode if case.allows(mode) else "replicate"
+
+
+def _automatic(case: Case, before: Storage | None) -> Prospect:
+    whole = case.prospect(Storage())
+    if case.fits(whole, usable=1.0):
+        return whole
+    ways = [way for mode in MODES if (way := case.fullest(mode))]
+    if not ways:
+        raise Refused(_too_large(case))
+    least = min(way.seconds for way in ways)
+    best = next(way for way in ways if way.seconds <= least * ALIKE)
+    return case.prospect(before) if before is not None and _hardly_better(best.storage, before, case) else best
+
+
+def _hardly_better(best: Storage, before: Storage, case: Case) -> bool:
+    """A tenth of the blocks at most would be gained, and changing that would load the model anew."""
+    return best.mode == before.mode and 0 <= best.resident - before.resident <= math.ceil(len(case.blocks) / 10)
+
+
+def _too_large(case: Case) -> str:
+    ways = [case.prospect(Storage(mode=mode)) for mode in MODES if case.allows(mode)] or [case.prospect(Storage())]
+    least, figures = min(way.held_bytes + case.beside_bytes(way) for way in ways), case.work.figures
+    host = case.capacity.host_bytes
+    return (
+        f"{figures.name} does not fit: {figures.weight_bytes / GIB:.1f} GiB of weights, and for this picture "
+        f"{activation_bytes(case.work, case.degrees) / GIB:.1f} GiB beside them on each device. A worker needs "
+        f"{least / GIB:.1f} GiB at least, and may take {USABLE * (case.capacity.device_bytes or 0) / GIB:.1f} GiB of "
+        f"its device{'' if host is None else f'; {host / GIB:.1f} GiB of main memory are free'}. {_way_out(case)}"
+    )
+
+
+def _way_out(case: Case) -> str:
+    """The nearest thing that fits."""
+    figures = case.work.figures
+    blocks = tuple(size // 2 for size in figures.blocks)
+    half = replace(figures, weight_bytes=figures.weight_bytes // 2, blocks=blocks)
+    if figures.weight_bytes > 1.5 * figures.weights and _any(replace(case, work=replace(case.work, figures=half))):
+        return "A file in fp8 would fit"
+    for factor in (2, 4, 8):
+        more = replace(case.degrees, ring_degree=case.degrees.ring_degree * factor)
+        if _any(replace(case, degrees=more)):
+            return f"{more.world_size} workers on as many devices would fit"
+    for part in (2, 4, 8, 16):
+        if _any(replace(case, work=replace(case.work, tokens=max(1, case.work.tokens // part)))):
+            return f"A picture or video with 1/{part} of the pixels would fit"
+    return "Take a smaller model"
+
+
+def _any(case: Case) -> bool:
+    return case.fits(case.prospect(Storage()), usable=1.0) or any(case.fullest(mode) for mode in MODES)

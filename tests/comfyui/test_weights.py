@@ -1,0 +1,228 @@
+"""Where the weights are at rest changes nothing in the picture: the same bits as with all of them on every worker."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .. import tiny
+from .cases import DEGREES
+from .client import Graph, Interrupted, NodeError
+from .comfy import ComfyInstall
+from .graphs import Job, Parallel, longer, sampling_graph
+from .latents import latent_of
+from .server import Server, running_server
+from .test_foreign import hooked
+from .test_kin import link, node, on_the_loader
+from .test_model_patches import Node, with_nodes
+from .test_step_cache import JOBS, THRESHOLDS
+from .test_wan_pair import pair, wan_pair  # noqa: F401 - a fixture
+
+FAMILIES = ("flux_dev", "wan_t2v", "qwen_image")
+FORMATS = ("bf16", "scaled_fp8", "int8")
+PLACES = {"flux_dev": "double_blocks.0.img_attn.proj", "wan_t2v": "blocks.0.self_attn.q"}
+PLACES["qwen_image"] = "transformer_blocks.0.attn.to_q"
+CFG_2 = Parallel(ring_degree=2, ulysses_degree=1, cfg_degree=2)
+CUTS = {**DEGREES, "cfg_2_x_ring_2": CFG_2}
+MODES = ("shard", "offload")
+JOB = Job(family="flux_dev", cfg=2.0, size=(9, 14), prompt_tokens=(7, 12))
+CACHED_JOB, THRESHOLD = JOBS["flux_dev"], THRESHOLDS["flux_dev"]
+SKIPPING = Node("SkipLayerGuidanceDiT", {
+    "double_layers": "0", "single_layers": "0", "scale": 3.0, "start_percent": 0.0, "end_percent": 1.0,
+    "rescaling_scale": 0.0})  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(comfy: ComfyInstall, shared_server: Server) -> None:
+    """Each family in each format, and a LoRA for each."""
+    models = shared_server.base / "models"
+    script = Path(__file__).with_name("write_formats.py")
+    for family in FAMILIES:
+        source = models / "diffusion_models" / f"{family}.safetensors"
+        subprocess.run([comfy.python, script, comfy.root, source, source.parent], check=True, capture_output=True)
+        save_file(lora_of(family), models / "loras" / f"of_{family}.safetensors")
+
+
+def lora_of(family: str) -> dict[str, Tensor]:
+    dice = torch.Generator().manual_seed(6)
+    out, inner = tiny.tensors(family)[0][f"{PLACES[family]}.weight"].shape
+    return {
+        f"diffusion_model.{PLACES[family]}.lora_up.weight": torch.randn(out, 4, generator=dice) * 0.2,
+        f"diffusion_model.{PLACES[family]}.lora_down.weight": torch.randn(4, inner, generator=dice) * 0.2,
+    }
+
+
+def picture(family: str, name: str, lora: float, parallel: Parallel, **options: object) -> Graph:
+    job = Job(family=family, cfg=2.0, size=(8, 12), prompt_tokens=(7, 12), **{"steps": 2, **options})  # type: ignore[arg-type]
+    graph = sampling_graph(job, "CPSampler", parallel)
+    graph["model"]["inputs"]["unet_name"] = f"{family}{name and '_'}{name}.safetensors"
+    if lora:
+        graph["lora"] = node(
+            "LoraLoaderModelOnly", model=link("model"), lora_name=f"of_{family}.safetensors", strength_model=lora
+        )
+        graph["sampler"]["inputs"]["model"] = link("lora")
+    return graph
+
+
+@pytest.fixture(scope="module")
+def replicated(shared_server: Server) -> Callable[..., Tensor]:
+    """The latent with all weights on every worker, sampled once."""
+
+    def run(family: str, name: str, lora: float, degrees: str) -> Tensor:
+        graph = picture(family, name, lora, replace(CUTS[degrees], weights="replicate"))
+        return latent_of(shared_server.client.run(graph))
+
+    return functools.cache(run)
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.sweep(one_in=9)
+@pytest.mark.parametrize("lora", [0.0, 0.8], ids=["plain", "lora"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("degrees", list(CUTS)[1:])
+def test_the_bits_are_those_of_whole_weights(
+    server: Server, replicated: Callable[..., Tensor], degrees: str, family: str, name: str, mode: str, lora: float
+) -> None:
+    got = latent_of(server.client.run(picture(family, name, lora, replace(CUTS[degrees], weights=mode))))
+    assert torch.equal(got, replicated(family, name, lora, degrees))
+
+
+def held(server: Server) -> list[tuple[float, float]]:
+    """Of the last model, on each rank: the share of it that is on the device, and in bytes all of it."""
+    ranks = server.client.get("/api/cp/status")["ranks"]
+    last = [rank["weights"][-1] for rank in ranks]
+    return [(one["resident"] / (one["resident"] + one["fetched"]), one["resident"] + one["fetched"]) for one in last]
+
+
+def in_two(mode: str, **more: object) -> Parallel:
+    return replace(DEGREES["ring_2"], weights=mode, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.sweep(one_in=4)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("degrees", ["ring_2", "ring_3", "ring_2_x_ulysses_2"])
+def test_a_worker_of_several_holds_little_more_than_its_part(server: Server, degrees: str, family: str) -> None:
+    parallel = replace(CUTS[degrees], weights="shard")
+    workers = parallel.ring_degree * parallel.ulysses_degree
+    server.client.run(picture(family, "bf16", 0.0, parallel))
+    assert max(share for share, _ in held(server)) <= 1 / workers + 0.1
+    server.client.run(picture(family, "bf16", 0.0, replace(parallel, weights="offload")))
+    assert max(share for share, _ in held(server)) <= 0.1
+    server.client.run(picture(family, "bf16", 0.0, replace(parallel, weights="auto")))
+    assert min(share for share, _ in held(server)) == 1, "it fits"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_stays_loaded_and_its_lora_changes(server: Server, mode: str) -> None:
+    """Strengths there and back: the bits of the first time, loaded once each."""
+
+    def run(where: str, strength: float) -> Tensor:
+        return latent_of(server.client.run(with_lora(JOB, in_two(where), strength)))
+
+    once = {strength: run("replicate", strength) for strength in (0, 1)}
+    for strength in (0, 1, 1, 0):
+        since = server.log_size()
+        assert torch.equal(run(mode, strength), once[strength])
+        assert "unloading" not in server.log(since)
+
+
+def with_lora(job: Job, parallel: Parallel, strength: float) -> Graph:
+    graph = sampling_graph(job, "CPSampler", parallel)
+    graph["lora"] = node(
+        "LoraLoaderModelOnly", model=link("model"), lora_name="flux_dev.safetensors", strength_model=strength
+    )
+    graph["sampler"]["inputs"]["model"] = link("lora")
+    return graph
+
+
+OTHERS: dict[str, Callable[[Parallel], Graph]] = {
+    "scheduled LoRA": hooked,
+    "a step cache": lambda parallel: sampling_graph(CACHED_JOB, "CPSampler", replace(parallel, step_cache=THRESHOLD)),
+    "a native sampler": lambda parallel: on_the_loader(sampling_graph(JOB, "KSampler"), JOB, parallel),
+    "skipped layers": lambda parallel: with_nodes(sampling_graph(JOB, "CPSampler", parallel), (SKIPPING,)),
+}
+
+
+@pytest.mark.sweep(one_in=2)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_changes_weights_or_skips_blocks_does_so_to_the_bit(server: Server, name: str, mode: str) -> None:
+    whole, fetched = (latent_of(server.client.run(OTHERS[name](in_two(how)))) for how in ("replicate", mode))
+    assert torch.equal(fetched, whole)
+
+
+@pytest.mark.sweep(one_in=2)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", ["unload", "offload"])
+def test_a_model_that_has_gone_comes_back_the_same(server: Server, policy: str, mode: str) -> None:
+    want = latent_of(server.client.run(sampling_graph(JOB, "CPSampler", in_two("replicate"))))
+    for _ in range(2):
+        since = server.log_size()
+        graph = sampling_graph(JOB, "CPSampler", in_two(mode, after_sampling=policy))
+        assert torch.equal(latent_of(server.client.run(graph)), want)
+        assert f"{policy}ing the workers' model" in server.log(since)
+    server.client.run(sampling_graph(JOB, "CPSampler", in_two(mode)))
+    server.client.free()
+    assert torch.equal(latent_of(server.client.run(sampling_graph(JOB, "CPSampler", in_two(mode)))), want)
+
+
+def test_after_a_cancel_the_bits_are_the_same_and_the_workers_too(server: Server) -> None:
+    want = latent_of(server.client.run(sampling_graph(JOB, "CPSampler", in_two("shard"))))
+    workers = server.workers()
+    for step in (1, 2, 3):
+        since = server.client.now()
+        prompt = server.client.queue(sampling_graph(longer(JOB, steps=2000), "CPSampler", in_two("shard")))
+        server.client.wait_for_step(step, since=since)
+        server.client.interrupt(prompt)
+        with pytest.raises(Interrupted):
+            server.client.finish(prompt, since=since, timeout=20)
+        assert torch.equal(latent_of(server.client.run(sampling_graph(JOB, "CPSampler", in_two("shard")))), want)
+    assert server.workers() == workers
+
+
+def test_a_rank_killed_while_all_gather_fails_the_run_and_the_next_one_works(server: Server) -> None:
+    want = latent_of(server.client.run(sampling_graph(JOB, "CPSampler", in_two("shard"))))
+    since = server.client.now()
+    prompt = server.client.queue(sampling_graph(longer(JOB, steps=2000), "CPSampler", in_two("shard")))
+    server.client.wait_for_step(2, since=since)
+    server.workers()[1].kill()
+    with pytest.raises(NodeError, match=r"(?is)(rank|worker)"):
+        server.client.finish(prompt, since=since, timeout=30)
+    assert torch.equal(latent_of(server.client.run(sampling_graph(JOB, "CPSampler", in_two("shard")))), want)
+
+
+@pytest.mark.usefixtures("wan_pair")
+@pytest.mark.parametrize("mode", MODES)
+def test_two_models_take_turns_without_loading(server: Server, mode: str) -> None:
+    want = latent_of(server.client.run(pair(in_two("replicate"))))
+    server.client.run(pair(in_two(mode)))
+    since = server.log_size()
+    assert torch.equal(latent_of(server.client.run(pair(in_two(mode), seed=7))), want)
+    assert "unloading" not in server.log(since)
+
+
+def test_auto_goes_by_what_a_worker_may_take_and_refuses_with_numbers(comfy: ComfyInstall) -> None:
+    """A file of 28 MiB, and a worker that may take 24, and 4."""
+
+    def run(gib: float, mode: str) -> tuple[Tensor, list[tuple[float, float]]]:
+        with running_server(comfy, env={"CP_MEMORY_GIB": str(gib)}) as server:
+            latent = latent_of(server.client.run(sampling_graph(JOB, "CPSampler", in_two(mode))))
+            return latent, held(server)
+
+    whole, _ = run(24 / 1024, "replicate")
+    latent, shares = run(24 / 1024, "auto")
+    assert torch.equal(latent, whole)
+    assert max(share for share, _ in shares) < 0.9, "it did not fit as a whole"
+    with pytest.raises(NodeError, match=r"FLUX does not fit: 0.0 GiB of weights.*(fp8|workers|pixels|smaller)"):
+        run(4 / 1024, "auto")

@@ -1,0 +1,121 @@
+"""Where weights shall be: whole where that fits, else what is predicted to be fastest, and never more than fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from parallel_runtime.errors import Refused
+from parallel_runtime.host.cost import Figures, Link, activation_bytes
+from parallel_runtime.host.storing import USABLE, Capacity, Case, Prospect, decide
+from parallel_runtime.specs import Parallelism, Storage
+
+GIB = 2**30
+QWEN = Figures(
+    name="Qwen-Image", heads=24, layers=60, width=3072, weights=20 * 10**9, weight_bytes=40 * GIB, item_bytes=2,
+    blocks=(39 * GIB // 60,) * 60,
+)  # fmt: skip
+SLOW_LINKS = Link(
+    bytes_per_second=1e10, flops_per_second=1.4e14, host_bytes_per_second=2e10, host_free_bytes=(128 * GIB,)
+)
+FAST_LINKS = replace(SLOW_LINKS, bytes_per_second=3e11)
+
+
+def case(device: float | None, *, host: float | None = 128, workers: int = 2, link: Link | None = SLOW_LINKS) -> Case:
+    capacity = Capacity(
+        device_bytes=None if device is None else int(device * GIB), host_bytes=None if host is None else int(host * GIB)
+    )
+    return Case(work=QWEN.work(1, 7000), degrees=Parallelism(ulysses_degree=workers), capacity=capacity, link=link)
+
+
+def test_what_fits_is_whole():
+    for device in (None, 80.0, 42.0):
+        assert decide("auto", case(device)).storage == Storage()
+
+
+@pytest.mark.parametrize("device", [6.0, 8.0, 16.0, 24.0, 32.0, 39.0])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("link", [None, SLOW_LINKS, FAST_LINKS])
+def test_what_is_chosen_fits_and_one_block_more_would_not(device: float, workers: int, link: Link | None):
+    asked = case(device, workers=workers, link=link)
+    try:
+        way = decide("auto", asked)
+    except Refused:
+        for mode in ("offload", "shard"):
+            assert not asked.allows(mode) or not asked.fits(asked.prospect(Storage(mode=mode)))
+        return
+    assert asked.fits(way)
+    assert way.storage.mode != "replicate"
+    more = asked.prospect(replace(way.storage, resident=way.storage.resident + 1))
+    assert not asked.fits(more) or way.storage.resident == 60 - 3
+
+
+def test_the_faster_source_is_chosen():
+    def chosen(link: Link, tokens: int) -> str:
+        asked = case(24.0, workers=4, link=link)
+        return decide("auto", replace(asked, work=replace(asked.work, tokens=tokens))).storage.mode
+
+    assert chosen(SLOW_LINKS, 500) == "offload"
+    assert chosen(FAST_LINKS, 500) == "shard"
+    assert chosen(FAST_LINKS, 50_000) == "offload", "where both are hidden"
+
+
+def test_without_main_memory_for_one_copy_weights_are_in_parts():
+    assert decide("auto", case(24.0, host=8, workers=4)).storage.mode == "shard"
+
+
+def test_one_worker_has_nobody_to_share_with():
+    assert decide("shard", case(24.0, workers=1)).storage.mode == "replicate"
+    assert decide("auto", case(24.0, workers=1, link=FAST_LINKS)).storage.mode == "offload"
+
+
+def test_a_network_without_blocks_is_whole_or_refused():
+    asked = case(24.0)
+    asked = replace(asked, work=replace(asked.work, figures=replace(QWEN, blocks=())))
+    assert decide("offload", asked).storage.mode == "replicate"
+    with pytest.raises(Refused, match="does not fit"):
+        decide("auto", asked)
+
+
+def test_asked_for_by_name_as_little_is_held_as_can_be():
+    for mode in ("shard", "offload"):
+        assert decide(mode, case(None)).storage == Storage(mode=mode, resident=0)
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "tokens", "way_out"),
+    [
+        (13.5, 4.0, 7000, "fp8"),
+        (8.0, 0.0, 7000, r"\d workers"),
+        (4.5, 128.0, 400_000, "1/(2|4|8|16) of the pixels"),
+        (0.5, 0.0, 7000, "smaller model"),
+    ],
+)
+def test_what_fits_nowhere_is_refused_with_numbers_and_the_nearest_that_does(device, host, tokens, way_out):
+    asked = case(device, host=host)
+    asked = replace(asked, work=replace(asked.work, tokens=tokens))
+    with pytest.raises(
+        Refused, match=rf"40.0 GiB of weights.*GiB at least.*{USABLE * device:.1f} GiB of its.*{way_out}"
+    ):
+        decide("auto", asked)
+
+
+def test_what_the_workers_have_stays_where_another_is_hardly_better():
+    asked = case(24.0)
+    best = decide("auto", asked).storage
+    near, far = (replace(best, resident=best.resident - less) for less in (3, 20))
+    assert decide("auto", asked, before=near).storage == near
+    assert decide("auto", asked, before=far).storage == best
+    assert decide("auto", asked, before=replace(best, resident=best.resident + 1)).storage == best, "it does not fit"
+
+
+def test_prompts_are_evaluated_one_by_one_where_both_at_once_have_no_room():
+    def together(device: float) -> Prospect:
+        asked = case(device)
+        asked = replace(asked, work=replace(asked.work, tokens=100_000, rows=3))
+        return decide("replicate", asked, prompts=2)
+
+    needed = activation_bytes(QWEN.work(3, 100_000), Parallelism(ulysses_degree=2)) / GIB
+    assert together(40 + 2.1 * needed).rows == 0
+    assert together(40 + 1.5 * needed).rows == 3
