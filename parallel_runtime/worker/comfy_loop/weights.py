@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -188,7 +189,7 @@ class Weights(Mapped):
         """ComfyUI's own answer to any change is to unload the model and to load it again."""
         before, now = self.merged.patches, self.patches
         with self.use_ejected(skip_and_inject_on_exit_only=True):
-            for key in sorted(key for key in before.keys() | now if before.get(key) != now.get(key)):
+            for key in sorted(key for key in before.keys() | now if not _same(before.get(key, []), now.get(key, []))):
                 if key in self.backup:
                     comfy.utils.set_attr_param(self.model, key, self.backup.pop(key).weight.to(device))
                 self.patch_weight_to_device(key, device_to=device)
@@ -196,3 +197,8 @@ class Weights(Mapped):
             self.unpatch_model(unpatch_weights=False)
             self.patch_model(load_weights=False)
         return 0
+
+
+def _same(before: list[Any], now: list[Any]) -> bool:
+    """The very patches: some are tensors, which have no truth of being equal."""
+    return len(before) == len(now) and all(map(operator.is_, before, now))
