@@ -7,7 +7,14 @@ from typing import get_args
 from comfy_api.latest import io
 
 from ..parallel_runtime.errors import Refused
-from ..parallel_runtime.specs import AfterSampling, AttentionBackend, DtypeChoice, ParallelRequest, RotateMethod
+from ..parallel_runtime.specs import (
+    AfterSampling,
+    AttentionBackend,
+    CompileChoice,
+    DtypeChoice,
+    ParallelRequest,
+    RotateMethod,
+)
 from .settings import refresh
 
 CATEGORY = "model/sampling/context parallel"
@@ -94,6 +101,12 @@ class CPParallelConfig(io.ComfyNode):
                     tooltip="With several machines: the address of this one and a free port, such as 10.0.0.1:29500. "
                     "Only there do the others find it.",
                 ),
+                io.Combo.Input(
+                    "compile", options=list(get_args(CompileChoice)), default="off", advanced=True, optional=True,
+                    tooltip="on: torch.compile for each block of the model in the workers. The first step takes "
+                    "minutes, the others less; a new size may compile again. Torch Compile Model on the MODEL "
+                    "does the same.",
+                ),
             ],
             outputs=[CPConfig.Output(display_name="cp_config", tooltip="For a CP Sampler.")],
         )  # fmt: skip
@@ -114,6 +127,7 @@ class CPParallelConfig(io.ComfyNode):
         after_sampling: AfterSampling = "keep",
         nnodes: int = 1,
         rdzv_endpoint: str = "",
+        compile: CompileChoice = "off",
     ) -> io.NodeOutput:
         return io.NodeOutput(
             ParallelRequest(
@@ -130,5 +144,6 @@ class CPParallelConfig(io.ComfyNode):
                 after_sampling=after_sampling,
                 nnodes=nnodes,
                 rdzv_endpoint=rdzv_endpoint,
+                compile=compile,
             )
         )

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from ..parallel_runtime.host.cost import Figures, Work
 from ..parallel_runtime.jobs import SamplingJob
 from ..parallel_runtime.networks import Network, network_of
-from ..parallel_runtime.specs import DtypeChoice, ModelSpec
+from ..parallel_runtime.specs import ModelSpec, ParallelRequest
 from .code import LOCAL, Unsendable, describe, reference, title
+from .compiling import compilation
 from .origin import origin
 from .patches import check_inside, describe_functions, describe_options, describe_weights
 from .refusals import check_guider, check_latent
@@ -45,8 +46,9 @@ class Source:
         return self.figures.work(latent_shape[0], sum(self.tokens(latent_shape, text).values()), cached=cached)
 
 
-def describe_model(model: ModelPatcher, dtype: DtypeChoice) -> Source:
+def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
     """Raises Refused for a MODEL whose network no worker could have."""
+    dtype = request.dtype
     check_inside(model)
     cast = model.object_patches.get("manual_cast_dtype")
     computed = dtype if dtype != "auto" else "" if cast is None else _name(cast)
@@ -59,7 +61,12 @@ def describe_model(model: ModelPatcher, dtype: DtypeChoice) -> Source:
         plan = None
     dtype_here = cast or model.model.get_dtype_inference()
     return Source(
-        spec=replace(spec, compute_dtype=computed, patches=str(model.patches_uuid) if model.patches else ""),
+        spec=replace(
+            spec,
+            compute_dtype=computed,
+            patches=str(model.patches_uuid) if model.patches else "",
+            compilation=compilation(model, request.compile),
+        ),
         weights=describe_weights(model),
         network=network,
         plan=plan,

@@ -74,7 +74,7 @@ def explain(
 ) -> tuple[str, ParallelRequest]:
     """The report, and a config that works: the one asked for if it does, else the automatic one."""
     try:
-        source = describe_model(model, request.dtype)
+        source = describe_model(model, request)
     except Refused as refused:
         return f"This MODEL cannot run in the workers: {refused}", request
     guided = not math.isclose(cfg, 1.0)

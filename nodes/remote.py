@@ -29,6 +29,7 @@ from ..parallel_runtime.host.runtime import borrowed_group
 from ..parallel_runtime.jobs import SamplingJob
 from ..parallel_runtime.specs import ParallelRequest, Placement
 from .code import Unsendable
+from .compiling import leave_eager
 from .describe import Source, describe_job, describe_model
 from .evaluation import RemoteEvaluation
 from .patches import KEY
@@ -47,6 +48,7 @@ def model_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatc
     """A clone of `model` whose sampling runs in the worker group. Raises Refused for what workers cannot honour."""
     source = _checked(model, request)
     remote = model.clone()
+    leave_eager(remote)
     others = remote.wrappers.pop(WrappersMP.OUTER_SAMPLE, {})
     remote.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, RemoteSampling(source, request))
     remote.wrappers[WrappersMP.OUTER_SAMPLE].update(others)  # around the sampler, and inside the workers
@@ -74,7 +76,7 @@ def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
 
 def _checked(model: ModelPatcher, request: ParallelRequest) -> Source:
     check_requirements()
-    source = describe_model(model, request.dtype)
+    source = describe_model(model, request)
     plan_for(source.figures, request)
     return source
 

@@ -11,6 +11,7 @@ AttentionBackend = Literal["auto", "native", "_native_flash", "_native_cudnn", "
 DtypeName = Literal["bfloat16", "float16", "float32"]
 DtypeChoice = Literal["auto", "bfloat16", "float16", "float32"]
 AfterSampling = Literal["keep", "offload", "unload"]
+CompileChoice = Literal["off", "on"]
 VAEMethod = Literal["decode", "encode"]
 DEMO = "demo"  # the loader of the demo model
 
@@ -59,7 +60,8 @@ class Parallelism:
 class ParallelRequest:
     """What a CP Parallel Config node says. 0 and "auto" are decided when the model is known; `devices` is a list such
     as "0,1", "cuda:0,cuda:1" or "cpu,cpu", and empty for all. `step_cache` is a threshold, 0 for no cache. Of `nnodes`
-    machines each gives as many devices as this one, which the others reach at `rdzv_endpoint`, "address:port"."""
+    machines each gives as many devices as this one, which the others reach at `rdzv_endpoint`, "address:port".
+    `compile` is torch.compile as it comes; a MODEL may say more of it (ModelSpec)."""
 
     ring_degree: int = 0
     ulysses_degree: int = 0
@@ -74,6 +76,18 @@ class ParallelRequest:
     after_sampling: AfterSampling = "keep"
     nnodes: int = 1
     rdzv_endpoint: str = ""
+    compile: CompileChoice = "off"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """How torch.compile is to treat the blocks of a network, in its own words; `options` are its backend's, as JSON."""
+
+    backend: str = "inductor"
+    mode: str | None = None
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    options: str = "{}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +106,8 @@ class ModelSpec:
     `loader` is `module:function` of ComfyUI, or a name that the worker knows; `arguments` are its positional arguments
     as canonical JSON (nodes/origin.py), `index` says which of several results it is. `weight_dtype` is what ComfyUI
     holds unquantised weights in, `compute_dtype` what it computes in, "" for its own choice. `patches` identifies the
-    stack of weight patches (LoRA and the like) on it, "" for none; the patches come with the job.
+    stack of weight patches (LoRA and the like) on it, "" for none; the patches come with the job. `compilation` is None
+    for a network that runs as it is.
     """
 
     loader: str
@@ -102,6 +117,7 @@ class ModelSpec:
     weight_dtype: str = "float32"
     compute_dtype: str = ""
     patches: str = ""
+    compilation: Compilation | None = None
 
     @property
     def title(self) -> str:
@@ -110,8 +126,8 @@ class ModelSpec:
 
     @property
     def unpatched(self) -> ModelSpec:
-        """What is loaded: the same for every stack of patches, whatever it is computed in."""
-        return replace(self, patches="", compute_dtype="")
+        """What is loaded: the same for every stack of patches, whatever it is computed in, and compiled or not."""
+        return replace(self, patches="", compute_dtype="", compilation=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,7 @@ from ..wire.readings import Readings
 from ..wire.stream import Stream
 from . import demo_loop, link
 from .agent import AGENT_PID
+from .engine.compiling import telling
 from .leash import die_when, end_parent
 from .memory import give_back_cache, is_out_of_memory, out_of_memory, readings
 from .models import Load, Models
@@ -110,7 +111,8 @@ class Worker:
         model = self._models.get(request.model, request.parallelism, pulse.loading)
         loaded = time.monotonic()
         try:
-            result = self._loops[type(job)](model, job, pulse)
+            with telling(pulse.compiling):
+                result = self._loops[type(job)](model, job, pulse)
         except Cancelled:
             return Done(request.job, cancelled=True, readings=pulse.readings()), None
         finally:

@@ -39,6 +39,7 @@ class Parallel:
     after_sampling: str = "keep"
     nnodes: int = 1
     rdzv_endpoint: str = ""
+    compile: str = "off"
 
 
 @dataclass(frozen=True, kw_only=True)
