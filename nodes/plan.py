@@ -14,7 +14,7 @@ from comfy_api.latest import io
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.cost import Figures, Work
 from ..parallel_runtime.host.report import Subject, report
-from ..parallel_runtime.host.runtime import measured_link
+from ..parallel_runtime.host.runtime import kernel_races, measured_link
 from ..parallel_runtime.specs import Parallelism, ParallelRequest, Placement
 from .config import CATEGORY, CPConfig, requested
 from .describe import Source, describe_model
@@ -96,7 +96,10 @@ def explain(
     )
     automatic = not (request.ring_degree or request.ulysses_degree)
     decode = explain_decode(vae, subject.latent, placement, link) if vae is not None else ""
-    text = report(subject, degrees, placement, guided=guided, automatic=automatic, link=link, decode=decode)
+    races = kernel_races(placement)
+    text = report(
+        subject, degrees, placement, guided=guided, automatic=automatic, link=link, decode=decode, races=races
+    )
     return trouble + text, recommended
 
 

@@ -10,10 +10,12 @@ from pathlib import Path
 import torch
 
 from ..wire.readings import Holding, Readings
+from .engine.race import results
 from .link import free_bytes
 from .models import Model
 
 GIB = 1 << 30
+SHOWN = 4  # races: a message is no place for all there ever were
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -41,7 +43,7 @@ def give_back_cache(device: torch.device) -> None:
 def readings(device: torch.device, models: Iterable[Model]) -> Readings:
     """What a user is shown of this rank."""
     used, total = _used_and_total(device)
-    return Readings(used, total, tuple(_holding(model, device) for model in models))
+    return Readings(used, total, tuple(_holding(model, device) for model in models), races=results()[-SHOWN:])
 
 
 def _holding(model: Model, device: torch.device) -> Holding:

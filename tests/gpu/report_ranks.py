@@ -142,13 +142,11 @@ def _row(what: str, dtype: torch.dtype, error: float, alone: float, milliseconds
 
 def _races() -> list[Row]:
     """What the ring's kernels took on a block, as `auto` has measured it."""
-    races: list[Any] = results()
     return [
-        {"what": f"race: {name}, {race['queries']} x {race['keys']}", "dtype": race["dtype"], "error": 0.0,
-         "alone": 0.0, "ms": micro / 1e3}
-        for race in races
-        for name, micro in race["microseconds"].items()
-    ]  # fmt: skip
+        {"what": f"race: {name}, {race.block}", "dtype": "", "error": 0.0, "alone": 0.0, "ms": microseconds / 1e3}
+        for race in results()
+        for name, microseconds in zip(race.kernels, race.microseconds, strict=True)
+    ]
 
 
 def _options() -> argparse.Namespace:

@@ -87,11 +87,15 @@ def candidates(query: Tensor) -> list[AttentionBackend]:
     return ["_native_cudnn", "_native_flash"] if cudnn else ["_native_flash"]
 
 
-def raced(backend: AttentionBackend, query: Tensor, sizes: Sizes, axis: Axis) -> AttentionBackend:
-    """The backend for a ring's blocks: "auto" is decided by a race. Collective over `axis`."""
+def raced(backend: AttentionBackend, query: Tensor, sizes: Sizes, axis: Axis, lanes: int = 1) -> AttentionBackend:
+    """The backend for a ring's blocks: "auto" is decided by a race. Collective over `axis`.
+
+    Of several `lanes` each would have a race of its own, and those that compute the same must not come to other bits:
+    they take the likely winner.
+    """
     if backend != "auto" or isinstance(query, FakeTensor):
         return backend
-    names = candidates(query)
+    names = candidates(query)[: 1 if lanes > 1 else None]
 
     def seconds(name: str) -> float:
         q, k = blocks(sizes, query.device)
