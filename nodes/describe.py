@@ -42,8 +42,9 @@ class Source:
         """Of each stream, for a latent [B, C, (T,) H, W] and a prompt of `text` tokens."""
         return self.plan.tokens(self.network, latent_shape, text) if self.plan else {}
 
-    def work(self, latent_shape: tuple[int, ...], text: int, *, cached: bool = False) -> Work:
-        return self.figures.work(latent_shape[0], sum(self.tokens(latent_shape, text).values()), cached=cached)
+    def work(self, latent_shape: tuple[int, ...], text: int, *, prompts: int = 1, cached: bool = False) -> Work:
+        tokens = sum(self.tokens(latent_shape, text).values())
+        return self.figures.work(latent_shape[0], tokens, prompts=prompts, cached=cached)
 
 
 def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:

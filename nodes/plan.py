@@ -78,7 +78,7 @@ def explain(
     except Refused as refused:
         return f"This MODEL cannot run in the workers: {refused}", request
     guided = not math.isclose(cfg, 1.0)
-    subject, figures = subject_of(model, source, latent, positive, cached=request.step_cache > 0), source.figures
+    subject, figures = subject_of(model, source, latent, positive, request, guided=guided), source.figures
     trouble = ""
     try:
         degrees, placement = plan_for(figures, request, guided=guided, work=subject.work)
@@ -115,7 +115,9 @@ def instead(
         return nothing, *plan_for(figures, nothing, guided=guided, work=work)
 
 
-def subject_of(model: Any, source: Source, latent: dict[str, Any], positive: list, *, cached: bool) -> Subject:
+def subject_of(
+    model: Any, source: Source, latent: dict[str, Any], positive: list, request: ParallelRequest, *, guided: bool
+) -> Subject:
     samples = comfy.sample.fix_empty_latent_channels(
         model, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
     )
@@ -132,5 +134,5 @@ def subject_of(model: Any, source: Source, latent: dict[str, Any], positive: lis
         f"{figures.weights / 1e9:.2f} billion weights in {figures.weight_bytes / 2**30:.2f} GiB, "
         f"computed in {computed}."
     )
-    work = source.work(shape, text, cached=cached)
+    work = source.work(shape, text, prompts=2 if guided else 1, cached=request.step_cache > 0)
     return Subject(model=title, latent=shape, tokens=source.tokens(shape, text), work=work)

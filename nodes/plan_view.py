@@ -10,7 +10,7 @@ from ..parallel_runtime.host.picture import Part, parts, table
 from ..parallel_runtime.host.planning import plan
 from ..parallel_runtime.specs import ParallelRequest
 from .ahead import ANY_HEADS
-from .workers import visible_gpus
+from .workers import gpu_kind, visible_gpus
 
 
 def view(report: str, recommended: ParallelRequest) -> dict[str, Any]:
@@ -26,6 +26,6 @@ def _parts(recommended: ParallelRequest) -> list[Part]:
     if not (recommended.ring_degree and recommended.ulysses_degree):
         return []
     try:
-        return parts(*plan(recommended, heads=ANY_HEADS, gpus=visible_gpus(), guided=True))
+        return parts(*plan(recommended, heads=ANY_HEADS, gpus=visible_gpus(), kind=gpu_kind(), guided=True))
     except Refused:
         return []

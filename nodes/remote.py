@@ -141,7 +141,8 @@ class RemoteSampling:
         guided = is_guided(guider)
         _, placement = plan_for(figures, self.request, guided=guided)
         check = comfy.model_management.throw_exception_if_processing_interrupted
-        work = self.source.work(shape, _text_tokens(guider), cached=self.request.step_cache > 0)
+        prompts = 2 if guided else 1
+        work = self.source.work(shape, _text_tokens(guider), prompts=prompts, cached=self.request.step_cache > 0)
         watcher = Watcher(callback, guider.model_patcher.load_device)
         with borrowed_group(placement, comfy_setup(), check) as group:
             parallelism, _ = plan_for(figures, self.request, guided=guided, work=work)

@@ -54,8 +54,8 @@ def _holding(model: Model, device: torch.device) -> Holding:
 
 def _used_and_total(device: torch.device) -> tuple[int, int]:
     """Of a GPU what anybody uses; of main memory what this process does."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+    if device.type != "cpu":
+        free, total = torch.accelerator.get_memory_info(device)
         return total - free, total
     page = os.sysconf("SC_PAGE_SIZE")
     resident = int(Path("/proc/self/statm").read_text().split()[1])
@@ -63,6 +63,6 @@ def _used_and_total(device: torch.device) -> tuple[int, int]:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

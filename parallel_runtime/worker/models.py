@@ -156,8 +156,8 @@ class Models:
 
     def _give_back(self) -> None:
         gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self._device.type != "cpu":
+            torch.accelerator.empty_cache()
 
     def _load(self, spec: ModelSpec, on_share: OnShare) -> Model:
         for file in spec.files:
