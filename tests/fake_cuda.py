@@ -11,6 +11,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -57,6 +58,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
 def on_fake_cuda(network: nn.Module, dtype: torch.dtype | None = torch.bfloat16) -> nn.Module:
     """Inside `fake_cuda`: the same network with no memory, on "cuda". `dtype` None: each tensor's own."""
     for module in network.modules():
+        vars(module)["_apply"] = partial(_stay, module)  # a network that moves a part of itself: it is there
         held: list[dict[str, Any]] = [module._parameters, module._buffers]
         for tensors in held:
             for name, tensor in list(tensors.items()):
@@ -66,6 +68,10 @@ def on_fake_cuda(network: nn.Module, dtype: torch.dtype | None = torch.bfloat16)
                 made = torch.empty(tensor.shape, dtype=kept, device="cuda")
                 tensors[name] = nn.Parameter(made, requires_grad=False) if tensors is module._parameters else made
     return network
+
+
+def _stay(module: nn.Module, *_: Any, **__: Any) -> nn.Module:
+    return module
 
 
 class Launches(TorchDispatchMode):

@@ -44,13 +44,17 @@ def uniform(*shape: int) -> Tensor:
     return torch.rand(*shape, generator=_GENERATOR)
 
 
+def kind_of(path: str) -> Any:
+    """The class "module:name" below comfy.ldm."""
+    module, name = path.split(":")
+    return getattr(importlib.import_module(f"comfy.ldm.{module}"), name)
+
+
 def build(path: str, **config: Any) -> nn.Module:
     """A network of class `path`, "module:name" below comfy.ldm."""
     import comfy.ops
 
-    module, name = path.split(":")
-    kind = getattr(importlib.import_module(f"comfy.ldm.{module}"), name)
-    network: nn.Module = kind(
+    network: nn.Module = kind_of(path)(
         **config, dtype=_COMPUTED_IN[0], device="cpu", operations=comfy.ops.disable_weight_init
     ).eval()
     network.unet_config = config  # type: ignore[assignment]  # what a file of it says of itself
