@@ -7,6 +7,7 @@ Started by tests.gpu.report. Errors are mean differences over the undivided resu
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from parallel_runtime.worker.engine.divide import divide, undivide
 from parallel_runtime.worker.engine.mesh import build_mesh
+from parallel_runtime.worker.memory import give_back_cache
 
 from ..bench.launch import is_rank, launch
 from ..networks import tiny
@@ -82,6 +84,8 @@ def main() -> int:
     for name, subject in SUBJECTS["whole" if device.type == "cuda" else "tiny"].items():
         for held, weights in WEIGHTS.items():
             rows += _rows(name, subject, held, weights, device)
+            gc.collect()  # of the next one there would be no room beside it
+            give_back_cache(device)
     if int(os.environ["RANK"]) == 0:
         options.out.write_text(json.dumps(rows))
     dist.destroy_process_group()
