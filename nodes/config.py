@@ -104,8 +104,7 @@ class CPParallelConfig(io.ComfyNode):
                 io.Combo.Input(
                     "compile", options=list(get_args(CompileChoice)), default="off", advanced=True, optional=True,
                     tooltip="on: torch.compile for each block of the model in the workers. The first step takes "
-                    "minutes, the others less; a new size may compile again. Torch Compile Model on the MODEL "
-                    "does the same.",
+                    "minutes; a new size may compile again. Torch Compile Model on the MODEL does the same.",
                 ),
             ],
             outputs=[CPConfig.Output(display_name="cp_config", tooltip="For a CP Sampler.")],

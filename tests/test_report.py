@@ -15,7 +15,7 @@ WORK = Figures(name="FLUX", heads=24, layers=57, width=3072, weights=10, weight_
 
 
 def words(**degrees: int) -> str:
-    subject = Subject(model="FLUX", tokens={"image": 4096, "text": 512}, work=WORK)
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096, "text": 512}, work=WORK)
     placement = Placement(devices=("cuda:0", "cuda:1"))
     return report(subject, Parallelism(**degrees), placement, guided=False, automatic=False, races=[RACE])
 
