@@ -13,8 +13,9 @@ from ..specs import Parallelism
 
 # One pass over a block costs more in several pieces than in one: launches, and the merge of the partial results.
 RING_OVERHEAD = 0.06
-# Live activations of a transformer block, in tensors of [local tokens, width]: q, k, v, output, MLP, residuals.
-ACTIVATIONS = 18
+# Live activations of a transformer block, in tensors of [local tokens, width]: residuals, q, k, v, MLP; and what is
+# packed and passed on in an attention over ring and Ulysses, up to 10 where buffers are too large to be kept.
+ACTIVATIONS = 20
 # What a step cache keeps from step to step, in the same: of two prompts the change by the first block, and by the rest.
 KEPT = 6
 
