@@ -17,7 +17,16 @@ class TestNodes(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         ends = [Conditioning, Latent, SaveLatent, Wait, OddCondition, OneUlp]
         pictures = [Pictures, SavePictures, SaveConcat, Draw, Seed]
-        foreign = [AttentionPatch, Compile, Control, RealControl, ForeignGuider, ForeignSampler, ForeignWrapper, Tampered]
+        foreign = [
+            AttentionPatch,
+            Compile,
+            Control,
+            RealControl,
+            ForeignGuider,
+            ForeignSampler,
+            ForeignWrapper,
+            Tampered,
+        ]
         return [*ends, *pictures, *foreign]
 
 
