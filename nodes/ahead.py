@@ -13,7 +13,7 @@ from ..parallel_runtime.host.planning import plan
 from ..parallel_runtime.host.runtime import start_ahead
 from ..parallel_runtime.specs import ParallelRequest
 from .settings import refresh
-from .workers import comfy_setup, visible_gpus
+from .workers import comfy_setup, gpu_kind, visible_gpus
 
 CP_NODES = {"CPSampler", "CPSamplerAdvanced", "CPSamplerCustom", "CPLoadDiffusionModel"}
 WAIT_SECONDS = 2.0  # what is refused or cached is over by then, and needs no workers
@@ -62,5 +62,5 @@ def _start(prompt: Prompt, request: ParallelRequest) -> None:
     running, waiting = PromptServer.instance.prompt_queue.get_current_queue_volatile()
     if any(task[2] == prompt for task in (*running, *waiting)):
         with contextlib.suppress(Refused):  # the node will say it
-            _, placement = plan(request, heads=ANY_HEADS, gpus=visible_gpus())
+            _, placement = plan(request, heads=ANY_HEADS, gpus=visible_gpus(), kind=gpu_kind())
             start_ahead(placement, comfy_setup())

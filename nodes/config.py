@@ -10,6 +10,7 @@ from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.specs import (
     AfterSampling,
     AttentionBackend,
+    CompileChoice,
     DtypeChoice,
     ParallelRequest,
     RotateMethod,
@@ -108,6 +109,11 @@ class CPParallelConfig(io.ComfyNode):
                     "copied to the GPU just before it runs. Both hold as little on the GPU as they can. auto: "
                     "replicate where it fits, else the faster of the two, with as many blocks on the GPU as fit.",
                 ),
+                io.Combo.Input(
+                    "compile", options=list(get_args(CompileChoice)), default="off", advanced=True, optional=True,
+                    tooltip="on: torch.compile for each block of the model in the workers. The first step takes "
+                    "minutes; a new size may compile again. Torch Compile Model on the MODEL does the same.",
+                ),
             ],
             outputs=[CPConfig.Output(display_name="cp_config", tooltip="For a CP Sampler.")],
         )  # fmt: skip
@@ -129,6 +135,7 @@ class CPParallelConfig(io.ComfyNode):
         nnodes: int = 1,
         rdzv_endpoint: str = "",
         weights: WeightsChoice = "auto",
+        compile: CompileChoice = "off",
     ) -> io.NodeOutput:
         return io.NodeOutput(
             ParallelRequest(
@@ -146,5 +153,6 @@ class CPParallelConfig(io.ComfyNode):
                 nnodes=nnodes,
                 rdzv_endpoint=rdzv_endpoint,
                 weights=weights,
+                compile=compile,
             )
         )

@@ -15,8 +15,9 @@ from ..parallel_runtime.blocks import blocks_of
 from ..parallel_runtime.host.cost import Figures, Work
 from ..parallel_runtime.jobs import SamplingJob
 from ..parallel_runtime.networks import Network, network_of
-from ..parallel_runtime.specs import DtypeChoice, ModelSpec
+from ..parallel_runtime.specs import ModelSpec, ParallelRequest
 from .code import LOCAL, Unsendable, describe, reference, title
+from .compiling import compilation
 from .origin import origin
 from .patches import check_inside, describe_functions, describe_options, describe_weights
 from .refusals import check_guider, check_latent
@@ -42,12 +43,14 @@ class Source:
         """Of each stream, for a latent [B, C, (T,) H, W] and a prompt of `text` tokens."""
         return self.plan.tokens(self.network, latent_shape, text) if self.plan else {}
 
-    def work(self, latent_shape: tuple[int, ...], text: int, *, cached: bool = False) -> Work:
-        return self.figures.work(latent_shape[0], sum(self.tokens(latent_shape, text).values()), cached=cached)
+    def work(self, latent_shape: tuple[int, ...], text: int, *, prompts: int = 1, cached: bool = False) -> Work:
+        tokens = sum(self.tokens(latent_shape, text).values())
+        return self.figures.work(latent_shape[0], tokens, prompts=prompts, cached=cached)
 
 
-def describe_model(model: ModelPatcher, dtype: DtypeChoice) -> Source:
+def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
     """Raises Refused for a MODEL whose network no worker could have."""
+    dtype = request.dtype
     check_inside(model)
     cast = model.object_patches.get("manual_cast_dtype")
     computed = dtype if dtype != "auto" else "" if cast is None else _name(cast)
@@ -60,7 +63,12 @@ def describe_model(model: ModelPatcher, dtype: DtypeChoice) -> Source:
         plan = None
     dtype_here = cast or model.model.get_dtype_inference()
     return Source(
-        spec=replace(spec, compute_dtype=computed, patches=str(model.patches_uuid) if model.patches else ""),
+        spec=replace(
+            spec,
+            compute_dtype=computed,
+            patches=str(model.patches_uuid) if model.patches else "",
+            compilation=compilation(model, request.compile),
+        ),
         weights=describe_weights(model),
         network=network,
         plan=plan,

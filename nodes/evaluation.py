@@ -74,7 +74,7 @@ class RemoteEvaluation:
                 "in ComfyUI's process; remove them, or sample with KSampler"
             )
         check_sizes(model)
-        self._run = _Run(describe_model(model, self._request.dtype))
+        self._run = _Run(describe_model(model, self._request))
 
     def __call__(self, method: str, arguments: dict[str, Any]) -> Any:
         """What ComfyUI's network would give, where its first argument is and in its dtype. Raises Refused."""

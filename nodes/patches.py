@@ -6,13 +6,14 @@ from typing import Any
 
 from comfy.model_patcher import ModelPatcher
 from comfy.weight_adapter import WeightAdapterBase
+from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
 
 from ..parallel_runtime.errors import Refused
 from .code import Unsendable, describe, or_else, title
 
 WAY_OUT = "remove it, or sample this MODEL with KSampler"
 # What the sampling code leaves in model_options by itself, from what is sent otherwise.
-MADE_ANEW = {"registered_hooks", "to_load_options", "multigpu_clones", "multigpu_thread_pool"}
+MADE_ANEW = {"registered_hooks", "to_load_options", "multigpu_clones", "multigpu_thread_pool", TORCH_COMPILE_KWARGS}
 OUTSIDE = {"wrappers", "callbacks"}  # of transformer_options: around the network, not in it
 INSIDE = ("patches", "patches_replace", "optimized_attention_override")
 KEY = "context_parallel"

@@ -14,7 +14,7 @@ from comfy_api.latest import io
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.cost import Figures, Work
 from ..parallel_runtime.host.report import Subject, report
-from ..parallel_runtime.host.runtime import measured_link
+from ..parallel_runtime.host.runtime import kernel_races, measured_link
 from ..parallel_runtime.host.storing import Case, Prospect, decide
 from ..parallel_runtime.specs import Parallelism, ParallelRequest, Placement
 from .capacity import capacity_for
@@ -76,11 +76,11 @@ def explain(
 ) -> tuple[str, ParallelRequest]:
     """The report, and a config that works: the one asked for if it does, else the automatic one."""
     try:
-        source = describe_model(model, request.dtype)
+        source = describe_model(model, request)
     except Refused as refused:
         return f"This MODEL cannot run in the workers: {refused}", request
     guided = not math.isclose(cfg, 1.0)
-    subject, figures = subject_of(model, source, latent, positive, cached=request.step_cache > 0), source.figures
+    subject, figures = subject_of(model, source, latent, positive, request, guided=guided), source.figures
     trouble = ""
     try:
         degrees, placement = plan_for(figures, request, guided=guided, work=subject.work)
@@ -104,7 +104,10 @@ def explain(
         way = decide(request.weights, case, prompts=1 + guided if degrees.cfg_degree == 1 else 1)
     except Refused as refused:
         trouble += f"Its weights have no place: {refused}.\n"
-    text = report(subject, degrees, placement, guided=guided, automatic=automatic, link=link, way=way, decode=decode)
+    text = report(
+        subject, degrees, placement, guided=guided, automatic=automatic, link=link, way=way, decode=decode,
+        races=kernel_races(placement),
+    )  # fmt: skip
     return trouble + text, recommended
 
 
@@ -120,7 +123,9 @@ def instead(
         return nothing, *plan_for(figures, nothing, guided=guided, work=work)
 
 
-def subject_of(model: Any, source: Source, latent: dict[str, Any], positive: list, *, cached: bool) -> Subject:
+def subject_of(
+    model: Any, source: Source, latent: dict[str, Any], positive: list, request: ParallelRequest, *, guided: bool
+) -> Subject:
     samples = comfy.sample.fix_empty_latent_channels(
         model, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
     )
@@ -137,5 +142,5 @@ def subject_of(model: Any, source: Source, latent: dict[str, Any], positive: lis
         f"{figures.weights / 1e9:.2f} billion weights in {figures.weight_bytes / 2**30:.2f} GiB, "
         f"computed in {computed}."
     )
-    work = source.work(shape, text, cached=cached)
+    work = source.work(shape, text, prompts=2 if guided else 1, cached=request.step_cache > 0)
     return Subject(model=title, latent=shape, tokens=source.tokens(shape, text), work=work)

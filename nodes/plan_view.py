@@ -10,7 +10,7 @@ from ..parallel_runtime.host.picture import Part, parts, table
 from ..parallel_runtime.host.planning import plan
 from ..parallel_runtime.specs import ParallelRequest
 from .ahead import ANY_HEADS
-from .workers import visible_gpus
+from .workers import gpu_kind, visible_gpus
 
 
 def view(report: str, recommended: ParallelRequest) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def _parts(recommended: ParallelRequest) -> list[Part]:
         return []
     try:
         return parts(
-            *plan(recommended, heads=ANY_HEADS, gpus=visible_gpus(), guided=True),
+            *plan(recommended, heads=ANY_HEADS, gpus=visible_gpus(), kind=gpu_kind(), guided=True),
             sharded=recommended.weights == "shard",
         )
     except Refused:

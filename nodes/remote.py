@@ -28,6 +28,7 @@ from ..parallel_runtime.host.runtime import borrowed_group
 from ..parallel_runtime.jobs import SamplingJob
 from ..parallel_runtime.specs import ParallelRequest, Placement
 from .code import Unsendable
+from .compiling import leave_eager
 from .describe import Source, describe_job, describe_model
 from .evaluation import RemoteEvaluation
 from .patches import KEY
@@ -46,6 +47,7 @@ def model_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatc
     """A clone of `model` whose sampling runs in the worker group. Raises Refused for what workers cannot honour."""
     source = _checked(model, request)
     remote = model.clone()
+    leave_eager(remote)
     others = remote.wrappers.pop(WrappersMP.OUTER_SAMPLE, {})
     remote.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, RemoteSampling(source, request))
     remote.wrappers[WrappersMP.OUTER_SAMPLE].update(others)  # around the sampler, and inside the workers
@@ -73,7 +75,7 @@ def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
 
 def _checked(model: ModelPatcher, request: ParallelRequest) -> Source:
     check_requirements()
-    source = describe_model(model, request.dtype)
+    source = describe_model(model, request)
     plan_for(source.figures, request)
     return source
 
@@ -138,7 +140,8 @@ class RemoteSampling:
         guided = is_guided(guider)
         _, placement = plan_for(figures, self.request, guided=guided)
         check = comfy.model_management.throw_exception_if_processing_interrupted
-        work = self.source.work(shape, _text_tokens(guider), cached=self.request.step_cache > 0)
+        prompts = 2 if guided else 1
+        work = self.source.work(shape, _text_tokens(guider), prompts=prompts, cached=self.request.step_cache > 0)
         watcher = Watcher(callback, guider.model_patcher.load_device)
         with borrowed_group(placement, comfy_setup(), check) as group:
             parallelism, _ = plan_for(figures, self.request, guided=guided, work=work)

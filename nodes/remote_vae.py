@@ -26,7 +26,7 @@ from ..parallel_runtime.random_states import random_states, set_random_states
 from ..parallel_runtime.specs import ParallelRequest, Placement, Storage, VAEMethod, VAESpec
 from .describe_vae import Undivided
 from .residence import Residence
-from .workers import comfy_setup, visible_gpus
+from .workers import comfy_setup, gpu_kind, visible_gpus
 
 log = logging.getLogger(__name__)
 
@@ -174,8 +174,8 @@ def placement_for(request: ParallelRequest | None) -> Placement:
     """The workers that a VAE uses: as asked; else the group that is there; else one on every device. Raises Refused."""
     live = live_placement()
     if request is None:
-        return live or plan(ParallelRequest(), heads=ANY_HEADS, gpus=visible_gpus())[1]
-    asked = plan(request, heads=ANY_HEADS, gpus=visible_gpus())[1]
+        return live or plan(ParallelRequest(), heads=ANY_HEADS, gpus=visible_gpus(), kind=gpu_kind())[1]
+    asked = plan(request, heads=ANY_HEADS, gpus=visible_gpus(), kind=gpu_kind())[1]
     of_heads = request.ring_degree and not request.ulysses_degree  # a sampler may have started fewer with it
     return live if of_heads and live is not None and set(live.devices) <= set(asked.devices) else asked
 

@@ -20,7 +20,7 @@ from ..parallel_runtime.specs import ParallelRequest
 from .ahead import ANY_HEADS
 from .residence import residence
 from .status import everything
-from .workers import comfy_setup, visible_gpus
+from .workers import comfy_setup, gpu_kind, visible_gpus
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ async def check(request: web.Request) -> web.Response:
         return _no(f"no CP Parallel Config: {error}", 400)
     gpus = visible_gpus()
     try:
-        degrees, placement = plan(asked, heads=ANY_HEADS, gpus=gpus, guided=True)
+        degrees, placement = plan(asked, heads=ANY_HEADS, gpus=gpus, kind=gpu_kind(), guided=True)
     except Refused as refused:
         return web.json_response({"gpus": gpus, "reason": str(refused)})
     return web.json_response(

@@ -16,6 +16,7 @@ from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
+from .compiling import COMPILE_KEY, leave_eager
 from .residence import CPU, Hollow
 from .tampering import check_module, check_network
 
@@ -43,6 +44,11 @@ class Weightless(Hollow):
         made.evaluation = self.evaluation
         return made
 
+    def add_wrapper_with_key(self, wrapper_type: str, key: str, wrapper: Any) -> None:
+        """A compiled network would run here; what is to be compiled is read off the model options."""
+        if key != COMPILE_KEY:
+            super().add_wrapper_with_key(wrapper_type, key, wrapper)
+
     def partially_load(self, device_to: torch.device, extra_memory: int = 0, force_patch_weights: bool = False) -> int:
         self.unpatch_model(unpatch_weights=False)  # what another clone put there
         self.patch_model(load_weights=False)
@@ -68,6 +74,7 @@ def weightless(model: ModelPatcher, evaluation: Evaluation) -> Weightless:
     made: Any = model.clone()
     made.__class__ = Weightless
     made.evaluation = evaluation
+    leave_eager(made)
     made.model = _without_network(model.model, evaluation)
     made.size = 1  # the workers' memory is counted apart, see residence.py
     made.load_device, made.offload_device = comfy.model_management.get_torch_device(), CPU

@@ -12,6 +12,7 @@ import comfy.samplers
 import comfyui_version
 import torch
 
+from ..parallel_runtime.accelerators import ACCELERATORS, CUDA
 from ..parallel_runtime.host.cost import Figures, Work, evaluation_seconds
 from ..parallel_runtime.host.planning import check_step_cache, plan
 from ..parallel_runtime.host.runtime import measured_link
@@ -28,6 +29,7 @@ def plan_for(
         request,
         heads=figures.heads,
         gpus=visible_gpus(),
+        kind=gpu_kind(),
         guided=guided,
         whole="" if figures.divisible else figures.name,
     )
@@ -40,7 +42,13 @@ def plan_for(
 
 def visible_gpus() -> int:
     """How many GPUs ComfyUI sees, if it uses any."""
-    return torch.cuda.device_count() if comfy.model_management.get_torch_device().type == "cuda" else 0
+    return torch.accelerator.device_count() if comfy.model_management.get_torch_device().type in ACCELERATORS else 0
+
+
+def gpu_kind() -> str:
+    """torch's type of these."""
+    kind = comfy.model_management.get_torch_device().type
+    return kind if kind in ACCELERATORS else CUDA.kind
 
 
 def comfy_setup() -> ComfySetup:

@@ -13,6 +13,7 @@ DtypeChoice = Literal["auto", "bfloat16", "float16", "float32"]
 AfterSampling = Literal["keep", "offload", "unload"]
 WeightsMode = Literal["replicate", "shard", "offload"]
 WeightsChoice = Literal["auto", "replicate", "shard", "offload"]
+CompileChoice = Literal["off", "on"]
 VAEMethod = Literal["decode", "encode"]
 DEMO = "demo"  # the loader of the demo model
 
@@ -74,7 +75,8 @@ class Storage:
 class ParallelRequest:
     """What a CP Parallel Config node says. 0 and "auto" are decided when the model is known; `devices` is a list such
     as "0,1", "cuda:0,cuda:1" or "cpu,cpu", and empty for all. `step_cache` is a threshold, 0 for no cache. Of `nnodes`
-    machines each gives as many devices as this one, which the others reach at `rdzv_endpoint`, "address:port"."""
+    machines each gives as many devices as this one, which the others reach at `rdzv_endpoint`, "address:port".
+    `compile` is torch.compile as it comes; a MODEL may say more of it (ModelSpec)."""
 
     ring_degree: int = 0
     ulysses_degree: int = 0
@@ -90,6 +92,18 @@ class ParallelRequest:
     nnodes: int = 1
     rdzv_endpoint: str = ""
     weights: WeightsChoice = "auto"
+    compile: CompileChoice = "off"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """How torch.compile is to treat the blocks of a network, in its own words; `options` are its backend's, as JSON."""
+
+    backend: str = "inductor"
+    mode: str | None = None
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    options: str = "{}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +122,8 @@ class ModelSpec:
     `loader` is `module:function` of ComfyUI, or a name that the worker knows; `arguments` are its positional arguments
     as canonical JSON (nodes/origin.py), `index` says which of several results it is. `weight_dtype` is what ComfyUI
     holds unquantised weights in, `compute_dtype` what it computes in, "" for its own choice. `patches` identifies the
-    stack of weight patches (LoRA and the like) on it, "" for none; the patches come with the job.
+    stack of weight patches (LoRA and the like) on it, "" for none; the patches come with the job. `compilation` is None
+    for a network that runs as it is.
     """
 
     loader: str
@@ -118,6 +133,7 @@ class ModelSpec:
     weight_dtype: str = "float32"
     compute_dtype: str = ""
     patches: str = ""
+    compilation: Compilation | None = None
 
     @property
     def title(self) -> str:
@@ -126,8 +142,8 @@ class ModelSpec:
 
     @property
     def unpatched(self) -> ModelSpec:
-        """What is loaded: the same for every stack of patches, whatever it is computed in."""
-        return replace(self, patches="", compute_dtype="")
+        """What is loaded: the same for every stack of patches, whatever it is computed in, and compiled or not."""
+        return replace(self, patches="", compute_dtype="", compilation=None)
 
 
 @dataclass(frozen=True, kw_only=True)

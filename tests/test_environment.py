@@ -7,7 +7,13 @@ from parallel_runtime.host.torchrun import environment, on_this_machine
 
 @pytest.fixture
 def clean(monkeypatch):
-    for name in ("TORCH_NCCL_HIGH_PRIORITY", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"):
+    for name in (
+        "TORCH_NCCL_HIGH_PRIORITY",
+        "NCCL_SOCKET_IFNAME",
+        "GLOO_SOCKET_IFNAME",
+        "OMP_NUM_THREADS",
+        "TORCHINDUCTOR_COMPILE_THREADS",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -18,6 +24,13 @@ def test_transfers_go_before_attention_and_over_loopback_alone():
     assert found["NCCL_SOCKET_IFNAME"] == "=lo"
     assert found["GLOO_SOCKET_IFNAME"] == "lo"
     assert found["CP_TOKEN"] == "token"
+
+
+@pytest.mark.usefixtures("clean")
+def test_workers_share_the_cores_also_while_they_compile(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 9)
+    found = environment(4, "token", "/folder", on_this_machine("/folder"))
+    assert (found["OMP_NUM_THREADS"], found["TORCHINDUCTOR_COMPILE_THREADS"]) == ("2", "2")
 
 
 @pytest.mark.usefixtures("clean")

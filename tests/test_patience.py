@@ -56,6 +56,27 @@ def test_a_rank_that_loads_has_the_load_limit(patience, clock):
     assert lost_after(patience, clock, 600) is not None
 
 
+def test_a_rank_that_compiles_has_the_load_limit_and_the_stall_limit_after_it(patience, clock):
+    for rank in (0, 1):
+        patience.hear(rank)
+        patience.sampling(rank)
+        patience.compiling(rank)
+    clock(500)
+    assert patience.lost([0, 1]) is None
+    for rank in (0, 1):
+        patience.hear(rank)
+        patience.sampling(rank)
+    assert lost_after(patience, clock, 120) is not None
+
+
+def test_a_cancel_is_not_expected_to_be_heard_by_a_rank_that_compiles(patience, clock):
+    for rank in (0, 1):
+        patience.hear(rank)
+        patience.compiling(rank)
+    patience.cancelled = True
+    assert lost_after(patience, clock, 120) is not None
+
+
 def test_a_rank_that_samples_has_the_stall_limit_and_the_longest_silent_one_is_named(patience, clock):
     for rank in (0, 1):
         patience.hear(rank)

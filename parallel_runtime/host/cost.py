@@ -13,8 +13,9 @@ from ..specs import Parallelism
 
 # One pass over a block costs more in several pieces than in one: launches, and the merge of the partial results.
 RING_OVERHEAD = 0.06
-# Live activations of a transformer block, in tensors of [local tokens, width]: q, k, v, output, MLP, residuals.
-ACTIVATIONS = 18
+# Live activations of a transformer block, in tensors of [local tokens, width]: residuals, q, k, v, MLP; and what is
+# packed and passed on in an attention over ring and Ulysses, up to 10 where buffers are too large to be kept.
+ACTIVATIONS = 20
 # What a step cache keeps from step to step, in the same: of two prompts the change by the first block, and by the rest.
 KEPT = 6
 
@@ -47,18 +48,20 @@ class Figures:
     item_bytes: int
     blocks: tuple[int, ...] = ()
 
-    def work(self, rows: int, tokens: int, *, cached: bool = False) -> Work:
-        """One evaluation of `rows` sequences of `tokens`."""
-        return Work(figures=self, rows=rows, tokens=tokens, cached=cached)
+    def work(self, rows: int, tokens: int, *, prompts: int = 1, cached: bool = False) -> Work:
+        """One evaluation of `rows` sequences of `tokens`, of each of so many `prompts`."""
+        return Work(figures=self, rows=rows, tokens=tokens, prompts=1 if cached else prompts, cached=cached)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One evaluation: `tokens` of all streams together; `cached`: with a step cache."""
+    """One evaluation: `tokens` of all streams together; `cached`: with a step cache. Workers evaluate `prompts` in one
+    batch, unless they are in lanes of their own."""
 
     figures: Figures
     tokens: int
     rows: int = 1
+    prompts: int = 1
     cached: bool = False
 
     @property
@@ -104,4 +107,7 @@ def memory_bytes(work: Work, parallelism: Parallelism) -> int:
 
 def activation_bytes(work: Work, parallelism: Parallelism) -> int:
     """About what one evaluation adds to the weights on one rank."""
-    return (ACTIVATIONS + KEPT * work.cached) * work.activation_bytes // parallelism.context_parallel_size
+    rows = -(-work.rows // parallelism.data_degree)
+    batch = rows * -(-work.prompts // parallelism.cfg_degree)
+    tensors = (ACTIVATIONS + KEPT * work.cached) * batch
+    return tensors * work.activation_bytes // work.rows // parallelism.context_parallel_size

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 
 class Patience:
-    """Limits in seconds: `load` while a rank loads, `stall` before and after.
+    """Limits in seconds: `load` while a rank loads or compiles, `stall` before and after.
 
     Ahead of a cancelled rank is no more than the rest of one step: how long one takes, known after the first, and
     `cancel` on top.
@@ -21,6 +21,7 @@ class Patience:
         self._heard = [time.monotonic()] * ranks
         self._awake: set[int] = set()
         self._sampling: set[int] = set()
+        self._compiling: set[int] = set()
         self._longest_step = 0.0
 
     def hear(self, rank: int) -> None:
@@ -33,6 +34,12 @@ class Patience:
     def sampling(self, rank: int) -> None:
         """This rank has loaded."""
         self._sampling.add(rank)
+        self._compiling.discard(rank)
+
+    def compiling(self, rank: int) -> None:
+        """This rank has loaded, and hears no cancel until torch.compile is done."""
+        self._sampling.discard(rank)
+        self._compiling.add(rank)
 
     def lost(self, waited_for: Collection[int]) -> tuple[int, float] | None:
         """The rank that the others wait for, and its silence, if any of `waited_for` has been silent for too long."""
@@ -43,6 +50,8 @@ class Patience:
         return stuck, now - self._heard[stuck]
 
     def _limit(self, rank: int) -> float:
+        if rank in self._compiling:
+            return min(self._stall, self._load) if self.cancelled else self._load
         if rank in self._awake and rank not in self._sampling:
             return min(self._cancel, self._load) if self.cancelled else self._load
         stall = min(self._stall, self._load)

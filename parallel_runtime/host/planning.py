@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
+from ..accelerators import CUDA
 from ..errors import Refused
 from ..specs import AttentionBackend, Parallelism, ParallelRequest, Placement
 from ..wire.handshake import read_key
@@ -31,11 +32,12 @@ def plan(
     *,
     heads: int,
     gpus: int,
+    kind: str = CUDA.kind,
     guided: bool = False,
     seconds: Seconds | None = None,
     whole: str = "",
 ) -> tuple[Parallelism, Placement]:
-    """Degrees and devices for a model with `heads` attention heads on a host with `gpus` visible GPUs.
+    """Degrees and devices for a model with `heads` attention heads on a host with `gpus` visible GPUs of a `kind`.
 
     `whole` names a network that no plan can cut by sequence: prompts and images are all there is to share.
 
@@ -43,7 +45,7 @@ def plan(
     sequence: the workers stay the same and none is idle. `seconds(degrees)` of one evaluation decides between ring and
     Ulysses where both are auto; without it Ulysses comes first. Raises Refused where the request cannot work.
     """
-    devices = parse_devices(request.devices, gpus)
+    devices = parse_devices(request.devices, gpus, kind)
     nnodes = _machines(request)
     world = nnodes * max(1, len(devices))
     asked = _undivided(request, world, whole) if whole else _degrees(request, world, heads, guided, seconds)
@@ -107,29 +109,31 @@ def _machines(request: ParallelRequest) -> int:
     return request.nnodes
 
 
-def parse_devices(text: str, gpus: int) -> tuple[str, ...]:
+def parse_devices(text: str, gpus: int, kind: str = CUDA.kind) -> tuple[str, ...]:
     """The devices that `text` lists, every GPU where it is empty, and () for "the CPU, as often as needed"."""
     names = [name.strip().lower() for name in text.split(",") if name.strip()]
     if not names:
-        return tuple(f"cuda:{index}" for index in range(gpus))
+        return tuple(f"{kind}:{index}" for index in range(gpus))
     if len(names) > MAX_DEGREE:
         raise Refused(f"devices: {len(names)} are listed, and {MAX_DEGREE} workers a machine are the most; name fewer")
-    devices = tuple(_device(name, gpus) for name in names)
+    devices = tuple(_device(name, gpus, kind) for name in names)
     if "cpu" in devices and len({device == "cpu" for device in devices}) > 1:
         raise Refused(f"devices: {text!r} mixes CPU and GPUs, which cannot share one picture; name one kind")
     return devices
 
 
-def _device(name: str, gpus: int) -> str:
+def _device(name: str, gpus: int, kind: str) -> str:
     if name == "cpu":
         return name
-    index = name.removeprefix("cuda:")
+    index = name.removeprefix(f"{kind}:")
     if not index.isdecimal() or len(index) > MAX_DIGITS:
-        raise Refused(f"devices: {name[:40]!r} is no device; write GPU numbers such as 0,1 or cuda:0,cuda:1, or cpu")
+        raise Refused(
+            f"devices: {name[:40]!r} is no device; write GPU numbers such as 0,1 or {kind}:0,{kind}:1, or cpu"
+        )
     if int(index) >= gpus:
-        there = f"GPUs 0 to {gpus - 1}" if gpus else "no CUDA GPU that ComfyUI uses"
+        there = f"GPUs 0 to {gpus - 1}" if gpus else f"no {kind.upper()} GPU that ComfyUI uses"
         raise Refused(f"devices: there is no GPU {index} here ({there}); leave devices empty to use what there is")
-    return f"cuda:{int(index)}"
+    return f"{kind}:{int(index)}"
 
 
 def _degrees(request: ParallelRequest, world: int, heads: int, guided: bool, seconds: Seconds | None) -> Parallelism:
@@ -230,7 +234,9 @@ def _check_backend(backend: AttentionBackend, placement: Placement) -> None:
     if backend in ("auto", "native"):
         return
     if any(not device.startswith("cuda") for device in placement.devices):
-        raise Refused(f"attention_backend {backend} needs CUDA GPUs, and the workers run on the CPU; choose auto")
+        raise Refused(
+            f"attention_backend {backend} needs CUDA GPUs, and the workers run on {placement.devices[0]}; choose auto"
+        )
     package = BACKEND_PACKAGES.get(backend)
     if package and importlib.util.find_spec(package) is None:
         raise Refused(f"attention_backend {backend} needs the package {package}, which is not installed; choose auto")

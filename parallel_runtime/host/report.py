@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..specs import Parallelism, Placement
+from ..wire.readings import Race
 from .cost import Link, Work, activation_bytes, bytes_per_layer, evaluation_seconds, memory_bytes
 from .storing import BUFFERS, Prospect
 
@@ -32,9 +34,10 @@ def report(
     link: Link | None = None,
     way: Prospect | None = None,
     decode: str = "",
+    races: Sequence[Race] = (),
 ) -> str:
     """Several lines, `decode` among them; `link` is None where no worker group has measured this machine yet, `way`
-    where the weights fit nowhere."""
+    where the weights fit nowhere. `races` are those of kernels that its workers have run."""
     work = subject.work
     chosen = _choice(link) if automatic and degrees.context_parallel_size > 1 else ""
     lines = [
@@ -45,6 +48,7 @@ def report(
         _memory(work, degrees, link, way),
         _weights(work, degrees, way),
         _traffic(work, degrees),
+        *(_kernel(race) for race in races if degrees.ring_degree > 1 and degrees.attention_backend == "auto"),
         _speed(work, degrees, link) if not share_cores(placement) else "",
         decode,
         *_warnings(work, degrees, placement, guided, link, way),
@@ -142,6 +146,12 @@ def _traffic(work: Work, degrees: Parallelism) -> str:
         f"Traffic: each worker sends {layer / 2**20:.2f} MiB in each of {work.figures.layers} layers, "
         f"{layer * work.figures.layers / 2**20:.1f} MiB an evaluation."
     )
+
+
+def _kernel(race: Race) -> str:
+    fastest, *others = (f"{name} with {time:g} us" for name, time in zip(race.kernels, race.microseconds, strict=True))
+    behind = f", before {', '.join(others)}" if others else ""
+    return f"Kernel: {fastest}{behind}, for the ring's blocks of {race.block}."
 
 
 def _speed(work: Work, degrees: Parallelism, link: Link | None) -> str:

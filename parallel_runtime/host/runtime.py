@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from ..errors import ParallelError
 from ..specs import ComfySetup, Placement
+from ..wire.readings import Race
 from .cost import Link
 from .group import WorkerGroup
 from .launch import POLL_SECONDS
@@ -55,6 +56,12 @@ def measured_link(placement: Placement) -> Link | None:
     """What the live group measured, if it is the one for `placement`."""
     group = _group
     return group.link if group is not None and group.placement == placement else None
+
+
+def kernel_races(placement: Placement) -> tuple[Race, ...]:
+    """What the live group's workers have found out about kernels, if it is the one for `placement`."""
+    ranks = _activity.now.ranks if measured_link(placement) is not None else ()
+    return ranks[0].readings.races if ranks and ranks[0].readings else ()
 
 
 def live_placement() -> Placement | None:

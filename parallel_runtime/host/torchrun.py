@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from .. import accelerators
 from .journal import journal
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -124,13 +125,13 @@ class Torchrun:
 
 def environment(workers: int, token: str, folder: str, rendezvous: Rendezvous) -> dict[str, str]:
     """Of torchrun and its workers. A user's own settings win over ours of GPUs and networks."""
+    cores = str(max(1, (os.cpu_count() or 1) // workers))
     ours = {
-        # Gloo and NCCL listen on their own; on one machine they need no more than loopback.
+        # Gloo, NCCL and their like listen on their own; on one machine they need no more than loopback.
         "GLOO_SOCKET_IFNAME": rendezvous.interface,
-        "NCCL_SOCKET_IFNAME": f"={rendezvous.interface}",  # without it every name that begins so would do
-        # Attention fills a GPU: transfers that wait for a free place in it would begin when it is over.
-        "TORCH_NCCL_HIGH_PRIORITY": "1",
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers)),
+        **accelerators.environment(rendezvous.interface),
+        "OMP_NUM_THREADS": cores,
+        "TORCHINDUCTOR_COMPILE_THREADS": cores,  # a pool of processes in each worker
     }
     return {**ours, **os.environ, **rendezvous.secrets, "CP_TOKEN": token, "CP_FOLDER": folder, **ENVIRONMENT}
 

@@ -51,6 +51,8 @@ class Waiting:
                     steps.append((step, x0, x, total))
                 case Done():
                     self.answers[rank] = (message, value)
+                case Beat(loaded=None, compiling=True):
+                    self.patience.compiling(rank)
                 case Beat(loaded=None):
                     self.patience.sampling(rank)
         self._check_stall()

@@ -120,11 +120,13 @@ class Joined:
 
 @dataclass(frozen=True)
 class Beat:
-    """Still at work. `loaded` is None while sampling, else the share of the model that is loaded."""
+    """Still at work. `loaded` is None while sampling, else the share of the model that is loaded. `compiling`: the next
+    sign of life is a compiled graph away."""
 
     job: int
     loaded: float | None = None
     readings: Readings | None = None
+    compiling: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,15 @@ class Holding:
 
 
 @dataclass(frozen=True)
+class Race:
+    """Kernels that raced for blocks of a ring, the winner first, with the microseconds that each took."""
+
+    block: str
+    kernels: tuple[str, ...]
+    microseconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Readings:
     """What a rank says of itself. `used_bytes` of its device are taken, by whomever; on the CPU by this process.
     Seconds are those of the last step, 0 before there was one. `waited_seconds` of them went by until tensors of other
@@ -25,3 +34,4 @@ class Readings:
     weights: tuple[Holding, ...] = ()
     step_seconds: float = 0.0
     waited_seconds: float | None = None
+    races: tuple[Race, ...] = ()

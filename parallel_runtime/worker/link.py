@@ -19,14 +19,14 @@ REPEATS = 3
 
 def flops_per_second(device: torch.device) -> float:
     """Of one matrix product in the precision that models run in on this device."""
-    size, dtype = (4096, torch.bfloat16) if device.type == "cuda" else (384, torch.float32)
+    size, dtype = (384, torch.float32) if device.type == "cpu" else (4096, torch.bfloat16)
     a = torch.ones(size, size, device=device, dtype=dtype)
     return 2 * size**3 / _best(lambda: a @ a, device)
 
 
 def bytes_per_second(world: Axis, device: torch.device) -> float:
     """From this rank to the next while the previous one's block arrives. Every rank must call it together."""
-    size = (64 << 20) if device.type == "cuda" else (1 << 20)
+    size = (1 << 20) if device.type == "cpu" else (64 << 20)
     block = torch.ones(size, dtype=torch.uint8, device=device)
     spare = torch.empty_like(block)
     dist.barrier()
@@ -48,8 +48,8 @@ def host_free_bytes() -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return torch.accelerator.get_memory_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -65,7 +65,7 @@ def _best(run: Callable[[], Tensor | list[Tensor]], device: torch.device) -> flo
     for _ in range(1 + REPEATS):
         started = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
         times.append(time.perf_counter() - started)
     return max(min(times[1:]), 1e-9)

@@ -10,10 +10,12 @@ from pathlib import Path
 import torch
 
 from ..wire.readings import Holding, Readings
+from .engine.race import results
 from .link import free_bytes
 from .models import Model
 
 GIB = 1 << 30
+SHOWN = 4  # races: a message is no place for all there ever were
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -35,7 +37,7 @@ def out_of_memory(device: torch.device, models: Iterable[Model]) -> str:
 def readings(device: torch.device, models: Iterable[Model]) -> Readings:
     """What a user is shown of this rank."""
     used, total = _used_and_total(device)
-    return Readings(used, total, tuple(_holding(model, device) for model in models))
+    return Readings(used, total, tuple(_holding(model, device) for model in models), races=results()[-SHOWN:])
 
 
 def _holding(model: Model, device: torch.device) -> Holding:
@@ -46,8 +48,8 @@ def _holding(model: Model, device: torch.device) -> Holding:
 
 def _used_and_total(device: torch.device) -> tuple[int, int]:
     """Of a GPU what anybody uses; of main memory what this process does."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+    if device.type != "cpu":
+        free, total = torch.accelerator.get_memory_info(device)
         return total - free, total
     page = os.sysconf("SC_PAGE_SIZE")
     resident = int(Path("/proc/self/statm").read_text().split()[1])
@@ -55,6 +57,6 @@ def _used_and_total(device: torch.device) -> tuple[int, int]:
 
 
 def _peak_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

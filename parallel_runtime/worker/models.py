@@ -13,7 +13,8 @@ from torch import nn
 
 from ..errors import Refused
 from ..networks import Network
-from ..specs import ModelSpec, Parallelism, SourceFile, Storage
+from ..specs import Compilation, ModelSpec, Parallelism, SourceFile, Storage
+from .engine.compiling import blocks_in, compile_blocks
 from .engine.divide import divide, undivide
 from .engine.mesh import Axis, ContextMesh, build_mesh, with_own_group
 from .engine.overriding import by_backend
@@ -37,6 +38,7 @@ class Model:
     plan: Network | None = None
     parallelism: Parallelism | None = None
     mesh: ContextMesh = field(default_factory=ContextMesh)
+    compiled: tuple[Compilation, Callable[[], None]] | None = None  # and what makes it eager again
 
     @property
     def name(self) -> str:
@@ -73,6 +75,7 @@ class Model:
 
     def cut(self, mesh: ContextMesh, parallelism: Parallelism) -> None:
         """Every later forward runs over the context ranks of `mesh`."""
+        self.compile(None)
         if self.parallelism is not None:
             self.unite()
         self.parallelism, self.mesh = None, mesh
@@ -101,6 +104,18 @@ class Model:
 
     def finish(self) -> None:
         """After a job that did not fail."""
+
+    def compile(self, compilation: Compilation | None) -> None:
+        """Every later forward runs compiled, block by block where the network's blocks are known; None for eager."""
+        if (self.compiled and self.compiled[0]) == compilation:
+            return
+        if self.compiled is not None:
+            _, undo = self.compiled
+            undo()
+        self.compiled = None
+        if compilation is not None:
+            blocks = blocks_in(self.network, self.plan.plan) if self.plan else [self.network]
+            self.compiled = compilation, compile_blocks(blocks, compilation)
 
     def rest(self) -> None:
         """Give the device's memory back; the next job wakes it."""
@@ -139,6 +154,7 @@ class Models:
         if model.parallelism != parallelism:
             model.cut(self.mesh(parallelism), parallelism)
         model.keep(self._place(storage, parallelism))
+        model.compile(spec.compilation)
         return model
 
     @property

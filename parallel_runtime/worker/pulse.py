@@ -48,7 +48,8 @@ class Pulse:
         self._waited_before = clock.seconds
         self._cancelled = False
         self._last_beat = 0.0
-        self._loading = True
+        self._phase = (True, False)  # is it loading, is it compiling?
+        self._compiling = False
         self._unlike = unlike
         self._previews = Previews()
 
@@ -73,6 +74,11 @@ class Pulse:
     def loading(self, share: float) -> None:
         """Call while the model loads; acts on nothing, since ranks load at their own pace."""
         self._beat(share)
+
+    def compiling(self, begins: bool) -> None:
+        """Call where torch.compile begins, and where it is done."""
+        self._compiling = begins
+        self._beat(None)
 
     def step(self, step: int, total: int, x0: Tensor, x: Tensor) -> None:
         """A sampler's callback. Dropped, not waited for, where the host is behind."""
@@ -100,11 +106,11 @@ class Pulse:
             _check_equal("an evaluation", "prediction", out)
 
     def _beat(self, loaded: float | None) -> None:
-        """That loading is over is said at once: from then on the host waits for less long."""
-        now, loading = time.monotonic(), loaded is not None
-        due = now - self._last_beat > BEAT_SECONDS or loading != self._loading
-        if due and self._channel.offer(Beat(self._job, loaded, self.readings())):
-            self._last_beat, self._loading = now, loading
+        """That loading or compiling is over is said at once: from then on the host waits for less long."""
+        now, phase = time.monotonic(), (loaded is not None, self._compiling)
+        due = now - self._last_beat > BEAT_SECONDS or phase != self._phase
+        if due and self._channel.offer(Beat(self._job, loaded, self.readings(), self._compiling)):
+            self._last_beat, self._phase = now, phase
 
     def _heard_cancel(self) -> bool:
         while not self._cancelled and self._channel.waiting():

@@ -9,6 +9,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ..accelerators import collectives_of
+
 # The host watches for stalls and ends the whole group; a collective that timed out alone would only blur the cause.
 COLLECTIVE_TIMEOUT = timedelta(hours=24)
 
@@ -37,22 +39,22 @@ def neighbours() -> range:
 
 
 def join(device: torch.device, store: str, *, shared: bool) -> None:
-    """Make this rank part of the group: NCCL on CUDA, gloo elsewhere and where ranks share a GPU.
+    """Make this rank part of the group: by its device's own collectives, by gloo where ranks share a device.
 
     `store` is a private file on one machine, so that meeting opens no port; host:port on several.
     """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
     if world_size() == 1:
         return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared else "cpu:gloo"
+    backend = "cpu:gloo" if shared else collectives_of(device.type)
     dist.init_process_group(
         backend,
         store=_store(store),
         rank=rank(),
         world_size=world_size(),
         timeout=COLLECTIVE_TIMEOUT,
-        device_id=device if "nccl" in backend else None,
+        device_id=device if device.type in backend and device.type != "cpu" else None,
     )
 
 
@@ -93,7 +95,7 @@ def unlike(kind: str) -> bool:
 
 def kind_of(device: torch.device) -> str:
     """What decides which random numbers a device draws: on a GPU also how many processors it has."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return device.type
-    properties = torch.cuda.get_device_properties(device)
-    return f"{properties.name} {properties.multi_processor_count}"
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return f"{properties.name} {getattr(properties, 'multi_processor_count', '')}"

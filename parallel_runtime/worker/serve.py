@@ -38,6 +38,7 @@ from ..wire.readings import Readings
 from ..wire.stream import Stream
 from . import demo_loop, link
 from .agent import AGENT_PID
+from .engine.compiling import telling
 from .leash import die_when, end_parent
 from .memory import is_out_of_memory, out_of_memory, readings
 from .models import Load, Models
@@ -118,7 +119,7 @@ class Worker:
         model = self._models.get(request.model, request.parallelism, request.storage, pulse.loading)
         loaded = time.monotonic()
         result: dict[str, Any] | None = None
-        with contextlib.suppress(Cancelled):
+        with contextlib.suppress(Cancelled), telling(pulse.compiling):
             result = self._loops[type(job)](model, job, pulse)
         model.finish()
         if not isinstance(job, EvaluationJob):  # of these the next is a moment away

@@ -58,17 +58,19 @@ class StepCache:
     @contextmanager
     def caching(self) -> Iterator[None]:
         """Nothing is kept from before, and nothing after."""
-        forwards = list(self._forwards())
-        for block, forward in forwards:
-            assert "forward" not in vars(block)
+        forwards = [(block, vars(block).get("forward"), forward) for block, forward in self._forwards()]
+        for block, _, forward in forwards:
             block.forward = forward  # type: ignore[method-assign]
         handle = self._transformer.register_forward_pre_hook(self._note, with_kwargs=True)
         try:
             yield
         finally:
             handle.remove()
-            for block, _ in forwards:
-                del block.forward
+            for block, before, _ in forwards:
+                if before is None:
+                    del block.forward
+                else:  # it is compiled
+                    block.forward = before
             self._branches.clear()
             self._followers.clear()
             self._branch = None

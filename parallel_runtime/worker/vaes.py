@@ -52,8 +52,8 @@ class VAEs:
         else:
             self._models.pop(spec, None)
         gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self._device.type != "cpu":
+            torch.accelerator.empty_cache()
 
     @torch.inference_mode()
     def answer(self, request: Convert, bundle: int, channel: Channel) -> tuple[Done, int | None]:

@@ -40,6 +40,7 @@ class Parallel:
     nnodes: int = 1
     rdzv_endpoint: str = ""
     weights: str = "auto"
+    compile: str = "off"
 
 
 @dataclass(frozen=True, kw_only=True)

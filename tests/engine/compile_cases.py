@@ -6,6 +6,7 @@ import torch
 import torch._dynamo  # before ranks are forked, and not in each of them
 from torch import Tensor, nn
 
+from parallel_runtime.specs import Compilation
 from parallel_runtime.worker.engine.attach import attach
 from parallel_runtime.worker.engine.compiling import compile_blocks
 
@@ -24,7 +25,7 @@ def compiled_error(rank: int, world: int, kind: str, degrees: list[int], backend
     eager = output(transformer, made)
     torch.compiler.reset()
     stacks = [module for module in transformer.children() if isinstance(module, nn.ModuleList)]
-    undo = compile_blocks([block for stack in stacks for block in stack], backend=backend, fullgraph=True)
+    undo = compile_blocks([block for stack in stacks for block in stack], Compilation(backend=backend, fullgraph=True))
     errors = [error(output(transformer, made), eager)]
     undo()
     assert not any("forward" in vars(block) for stack in stacks for block in stack)

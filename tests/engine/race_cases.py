@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -24,4 +25,4 @@ def winners(rank: int, world: int, times: dict[str, list[float]]) -> dict[str, A
     sizes = race.Sizes(batch=1, queries=7, keys=9, heads=2, head_dim=64, dtype=torch.bfloat16)
     race._FOUND.clear()
     won = [race.winner(list(times), sizes, mesh(world, 1).context, seconds, _CPU) for _ in range(2)]
-    return {"won": won, "timed": timed, "results": race.results()}
+    return {"won": won, "timed": timed, "results": [list(astuple(found)) for found in race.results()]}

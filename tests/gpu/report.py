@@ -15,15 +15,28 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 
+from ..comfyui.comfy import find_comfy, why_there_is_none
+
 log = logging.getLogger(__name__)
 
 LIMIT_SECONDS = 600
+TITLES = {
+    "attention": "Attention against float64",
+    "networks": "ComfyUI's own networks against one rank",
+    "group": "The worker group",
+}
+SECTIONS = {  # their columns, and how each is written
+    "attention": {"what": "{}", "dtype": "{}", "error": "{:.1e}", "alone": "{:.1e}", "ms": "{:.3f}"},
+    "networks": {"what": "{}", "weights": "{}", "degrees": "{}", "error": "{:.1e}", "ms": "{:.1f}", "faster": "{:.2f}"},
+    "group": {"what": "{}", "seconds": "{:.2f}"},
+}
 
 
 def main() -> int:
@@ -34,7 +47,15 @@ def main() -> int:
         log.info("torch sees no CUDA device here; --devices cpu tries the report itself")
         return 1
     worlds = [world for world in options.world if world <= (gpus or max(options.world))]
-    found = {"machine": machine(), "parts": [_part(world, options) for world in worlds]}
+    comfy = find_comfy()
+    found = {
+        "machine": machine(),
+        "attention": [_part("report_ranks", world, options) for world in worlds],
+        "networks": [_part("report_networks", world, options, comfy.python) for world in worlds]
+        if comfy
+        else why_there_is_none(),
+        "group": [_part("report_group", max(worlds), options)],
+    }
     text = markdown(found)
     options.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     options.out.with_suffix(".md").write_text(text)
@@ -56,15 +77,15 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _part(world: int, options: argparse.Namespace) -> dict[str, Any]:
+def _part(module: str, world: int, options: argparse.Namespace, python: Path | str = sys.executable) -> dict[str, Any]:
     """What `world` ranks found, or why they found nothing."""
-    out = options.out.with_suffix(f".{world}")
+    out = options.out.with_suffix(f".{world}").absolute()
     out.unlink(missing_ok=True)
     arguments = ["--device", options.devices, "--tokens", str(options.tokens), "--out", str(out)]
-    command = [sys.executable, "-m", "tests.gpu.report_ranks", "--launch", str(world), *arguments]
+    command = [str(python), "-m", f"tests.gpu.{module}", "--launch", str(world), *arguments]
     started = time.monotonic()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, env=os.environ)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, env=_environment())
         failure = "" if done.returncode == 0 else done.stderr[-2000:]
     except subprocess.TimeoutExpired:
         failure = f"nothing was heard for {LIMIT_SECONDS} s"
@@ -73,17 +94,30 @@ def _part(world: int, options: argparse.Namespace) -> dict[str, Any]:
     return {"world": world, "seconds": round(time.monotonic() - started), "rows": rows, "failure": failure}
 
 
+def _environment() -> dict[str, str]:
+    comfy = find_comfy()
+    return {**os.environ, "COMFYUI_PATH": str(comfy.root)} if comfy else dict(os.environ)
+
+
 def markdown(found: dict[str, Any]) -> str:
     lines = ["## Machine", *(f"- {name}: {value}" for name, value in found["machine"].items() if name != "topology")]
     if found["machine"]["topology"]:
         lines += ["", "```", found["machine"]["topology"], "```"]
-    for part in found["parts"]:
-        lines += ["", f"## {part['world']} rank(s), {part['seconds']} s", ""]
-        lines += ["| what | dtype | error | of one process | ms |", "|---|---|---|---|---|"]
-        lines += ["| {what} | {dtype} | {error:.1e} | {alone:.1e} | {ms:.3f} |".format(**row) for row in part["rows"]]
-        if part["failure"]:
-            lines += ["", "It failed:", "```", part["failure"], "```"]
+    for section, columns in SECTIONS.items():
+        if isinstance(found[section], str):
+            lines += ["", f"## {TITLES[section]}", "", found[section]]
+            continue
+        for part in found[section]:
+            lines += ["", f"## {TITLES[section]}: {part['world']} rank(s), {part['seconds']} s", ""]
+            lines += [_line(columns), _line(["---"] * len(columns))]
+            lines += [_line([form.format(row[name]) for name, form in columns.items()]) for row in part["rows"]]
+            if part["failure"]:
+                lines += ["", "It failed:", "```", part["failure"], "```"]
     return "\n".join(lines) + "\n"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _output(*command: str) -> str | None:

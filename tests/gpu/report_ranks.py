@@ -37,7 +37,7 @@ def main() -> int:
     options = _options()
     if not is_rank():
         return launch("tests.gpu.report_ranks", options.launch, sys.argv[1:])
-    device = _join(options.device)
+    device = joined(options.device)
     rows = [row for backend in _backends(device) for row in _rows(backend, options.tokens, device)]
     if int(os.environ["RANK"]) == 0:
         options.out.write_text(json.dumps([*rows, *_races()]))
@@ -45,7 +45,7 @@ def main() -> int:
     return 0
 
 
-def _join(kind: str) -> torch.device:
+def joined(kind: str) -> torch.device:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_grad_enabled(False)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
@@ -79,20 +79,20 @@ def _rows(backend: AttentionBackend, tokens: int, device: torch.device) -> list[
     exact = _reference(query[:, :JUDGED], key, value)
     alone = attend(query, key, value, None, None, backend)
     error = _error(alone[:, :JUDGED], exact)
-    plain = _milliseconds(lambda: attend(query, key, value, None, None, backend), device)
+    plain = milliseconds(lambda: attend(query, key, value, None, None, backend), device)
     found = [_row(f"{backend}, one process", dtype, error, error, plain)]
-    for name, parallelism in _degrees(backend):
+    for name, parallelism in degrees_of(backend):
         mesh = build_mesh(parallelism, device)
         attention, own = _cut(mesh, parallelism, tokens)
         q, k, v = (tensor[:, own] for tensor in (query, key, value))
         got = attention(q, k, v)
         judged = slice(own.start, min(own.stop, JUDGED))
         ours = _error(got[:, : judged.stop - judged.start], exact[:, judged]) if judged.start < judged.stop else 0.0
-        found.append(_row(f"{backend}, {name}", dtype, ours, error, _milliseconds(lambda: attention(q, k, v), device)))  # noqa: B023
+        found.append(_row(f"{backend}, {name}", dtype, ours, error, milliseconds(lambda: attention(q, k, v), device)))  # noqa: B023
     return found
 
 
-def _degrees(backend: AttentionBackend) -> list[tuple[str, Parallelism]]:
+def degrees_of(backend: AttentionBackend) -> list[tuple[str, Parallelism]]:
     world = dist.get_world_size()
     shapes = {(world, 1), (1, world)} | ({(2, world // 2)} if world % 2 == 0 and world > 2 else set())
     ways = [(ring, ulysses, method) for ring, ulysses in sorted(shapes) for method in ("alltoall", "allgather")]
@@ -123,7 +123,7 @@ def _error(out: Tensor, exact: Tensor) -> float:
     return float((out.double() - exact).abs().mean() / exact.std())
 
 
-def _milliseconds(run: Callable[[], Tensor], device: torch.device) -> float:
+def milliseconds(run: Callable[[], Tensor], device: torch.device) -> float:
     times = []
     for _ in range(REPEATS + 1):
         dist.barrier()
@@ -142,13 +142,11 @@ def _row(what: str, dtype: torch.dtype, error: float, alone: float, milliseconds
 
 def _races() -> list[Row]:
     """What the ring's kernels took on a block, as `auto` has measured it."""
-    races: list[Any] = results()
     return [
-        {"what": f"race: {name}, {race['queries']} x {race['keys']}", "dtype": race["dtype"], "error": 0.0,
-         "alone": 0.0, "ms": micro / 1e3}
-        for race in races
-        for name, micro in race["microseconds"].items()
-    ]  # fmt: skip
+        {"what": f"race: {name}, {race.block}", "dtype": "", "error": 0.0, "alone": 0.0, "ms": microseconds / 1e3}
+        for race in results()
+        for name, microseconds in zip(race.kernels, race.microseconds, strict=True)
+    ]
 
 
 def _options() -> argparse.Namespace:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 _GENERATOR = torch.Generator()
+_COMPUTED_IN = [torch.float32]
 
 
 def start_comfyui() -> None:
@@ -30,6 +31,11 @@ def seed(number: int) -> None:
     _GENERATOR.manual_seed(number)
 
 
+def computed_in(dtype: torch.dtype) -> None:
+    """What networks that are built from now on are told to compute in; some keep weights in float32 all the same."""
+    _COMPUTED_IN[:] = [dtype]
+
+
 def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=_GENERATOR)
 
@@ -38,23 +44,28 @@ def uniform(*shape: int) -> Tensor:
     return torch.rand(*shape, generator=_GENERATOR)
 
 
+def kind_of(path: str) -> Any:
+    """The class "module:name" below comfy.ldm."""
+    module, name = path.split(":")
+    return getattr(importlib.import_module(f"comfy.ldm.{module}"), name)
+
+
 def build(path: str, **config: Any) -> nn.Module:
     """A network of class `path`, "module:name" below comfy.ldm."""
     import comfy.ops
 
-    module, name = path.split(":")
-    kind = getattr(importlib.import_module(f"comfy.ldm.{module}"), name)
-    network: nn.Module = kind(
-        **config, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init
+    network: nn.Module = kind_of(path)(
+        **config, dtype=_COMPUTED_IN[0], device="cpu", operations=comfy.ops.disable_weight_init
     ).eval()
     network.unet_config = config  # type: ignore[assignment]  # what a file of it says of itself
     seed(7)
     buffers = [(name, buffer) for name, buffer in network.named_buffers() if name == "pos_embed"]
     for name, tensor in [*network.named_parameters(), *buffers]:
         if tensor.ndim >= 2:
-            tensor.data = normal(*tensor.shape) / math.sqrt(tensor[0].numel())
+            value = normal(*tensor.shape) / math.sqrt(tensor[0].numel())
         else:
-            tensor.data = normal(*tensor.shape) * 0.1 + (1 if name.endswith(("weight", "scale")) else 0)
+            value = normal(*tensor.shape) * 0.1 + (1 if name.endswith(("weight", "scale")) else 0)
+        tensor.data = value.to(tensor.dtype)
     return network.requires_grad_(False)
 
 

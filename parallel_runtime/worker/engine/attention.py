@@ -183,7 +183,8 @@ class ContextAttention:
         return merge.result(query, None if keys is None else keys.dead())
 
     def _raced(self, query: Tensor, held: Arrangement) -> AttentionBackend:
-        return raced(self.parallelism.attention_backend, query, held.largest, self.mesh.context)
+        lanes = self.mesh.cfg.size * self.mesh.data.size
+        return raced(self.parallelism.attention_backend, query, held.largest, self.mesh.context, lanes)
 
     def _visited(self, block: Block, blocks: tuple[int, ...]) -> Iterator[tuple[int, Block]]:
         axis = self.mesh.ring

@@ -5,6 +5,7 @@ Knows no network: names are the plan's. Imports no ComfyUI.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import Refused
-from ...plan import Attends, Plan
+from ...plan import Plan
 from ...specs import Parallelism
 from .between import Residuals, wants_whole
 from .cuts import Cuts
@@ -64,6 +65,7 @@ class _Division:
         self._override = Overriding(self.cuts, mesh, parallelism)
         self._naming = Naming(plan.no_options, self._override)
         self._handles: list[RemovableHandle] = []
+        self._inner: list[nn.Module] = []  # whose forward was replaced
         blocks = [block for site in plan.sites for block in blocks_of(network, site)]
         self._keep(network.register_forward_pre_hook(self._begin, with_kwargs=True))
         for block in blocks:
@@ -75,6 +77,8 @@ class _Division:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+        for module in self._inner:
+            del module.forward
         self._naming.undo()
 
     def _keep(self, handle: RemovableHandle) -> None:
@@ -82,8 +86,13 @@ class _Division:
 
     def _hook(self, block: Block) -> None:
         for module, over in block.scopes:
-            self._keep(module.register_forward_pre_hook(partial(self._enter, over)))
-            self._keep(module.register_forward_hook(self._leave, always_call=True))
+            scope = self._override.scope(over)
+            if module is block.module:
+                self._keep(module.register_forward_pre_hook(partial(self._enter, scope)))
+                self._keep(module.register_forward_hook(self._leave, always_call=True))
+            else:
+                self._inner.append(module)
+                module.forward = _scoped(module.forward, self._override.scopes, scope)
         self._handles += hook(block, self.cuts)
 
     def _begin(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,9 +132,22 @@ class _Division:
         self._override.shared = 0
         self._naming.deactivate()
 
-    def _enter(self, over: Attends, *_: Any) -> None:
-        self._override.scopes.append(over)
+    def _enter(self, scope: int, *_: Any) -> None:
+        self._override.scopes.append(scope)
 
     def _leave(self, *_: Any) -> None:
         if self._override.scopes:
             self._override.scopes.pop()
+
+
+def _scoped(forward: Callable[..., Any], scopes: list[int], scope: int) -> Callable[..., Any]:
+    """`forward` in a scope. Inside of a block no hook will do: by their numbers each block would be another graph."""
+
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        scopes.append(scope)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            scopes.pop()
+
+    return scoped

@@ -15,6 +15,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ...accelerators import ACCELERATORS
 from ...specs import AttentionBackend
 from .masks import additive
 from .mesh import Axis
@@ -27,6 +28,7 @@ _CUDNN_LEADS = (9, 10)  # compute capabilities for which PyTorch itself prefers 
 _NATIVE_BACKENDS = ("auto", "native")
 _BACKENDS_OF_DIFFUSERS = {member.value: member for member in AttentionBackendName}
 _FLASH_FOR_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_CHUNK = 1024  # queries whose scores are held at once
 _BIAS_ALIGNMENT = 16  # the efficient kernel wants bias rows to start at a multiple of this many elements
 
 
@@ -72,6 +74,8 @@ def attend_biased(
     key, value = for_heads(key, query.shape[2]), for_heads(value, query.shape[2])
     if query.device.type == "cpu":
         return _cpu(query, key, value, bias, scale)
+    if query.device.type != "cuda":
+        return _by_products(query, key, value, bias, scale)
     if bias is not None:
         return _efficient(query, key, value, bias, scale)
     if backend in _NATIVE_BACKENDS:
@@ -81,17 +85,22 @@ def attend_biased(
 
 def candidates(query: Tensor) -> list[AttentionBackend]:
     """What "auto" may take for blocks of such queries, the likely fastest first; "native" where there is no choice."""
-    if query.device.type != "cuda" or not _fits_flash(query):
+    found = ACCELERATORS.get(query.device.type)
+    if found is None or not found.kernels or not _fits_flash(query):
         return ["native"]
     cudnn = torch.version.hip is None and torch.cuda.get_device_capability(query.device)[0] in _CUDNN_LEADS
-    return ["_native_cudnn", "_native_flash"] if cudnn else ["_native_flash"]
+    return [kernel for kernel in found.kernels if cudnn or kernel != "_native_cudnn"]
 
 
-def raced(backend: AttentionBackend, query: Tensor, sizes: Sizes, axis: Axis) -> AttentionBackend:
-    """The backend for a ring's blocks: "auto" is decided by a race. Collective over `axis`."""
+def raced(backend: AttentionBackend, query: Tensor, sizes: Sizes, axis: Axis, lanes: int = 1) -> AttentionBackend:
+    """The backend for a ring's blocks: "auto" is decided by a race. Collective over `axis`.
+
+    Of several `lanes` each would have a race of its own, and those that compute the same must not come to other bits:
+    they take the likely winner.
+    """
     if backend != "auto" or isinstance(query, FakeTensor):
         return backend
-    names = candidates(query)
+    names = candidates(query)[: 1 if lanes > 1 else None]
 
     def seconds(name: str) -> float:
         q, k = blocks(sizes, query.device)
@@ -114,6 +123,20 @@ def _fits_flash(query: Tensor) -> bool:
 def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
     out, lse = _FLASH_FOR_CPU(*_heads_first(q, k, v), 0.0, False, attn_mask=bias, scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
+
+
+def _by_products(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Where no kernel is known to give a log-sum-exp: two matrix products a chunk of queries, in float32."""
+    query, key, value = _heads_first(q, k, v)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    outs, sums = [], []
+    for chunk in query.split(_CHUNK, dim=2):
+        scores = (chunk.float() * scale) @ key.float().transpose(-1, -2)
+        scores = scores if bias is None else scores + bias
+        lse = scores.logsumexp(-1, keepdim=True)
+        outs.append(((scores - lse).exp() @ value.float()).to(q.dtype))
+        sums.append(lse)
+    return torch.cat(outs, 2).transpose(1, 2), torch.cat(sums, 2).transpose(1, 2)
 
 
 def _native_flash(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 Override = Callable[..., Tensor]
 
 _NAMES = ("optimized_attention", "optimized_attention_masked")
-_RUNNING: ContextVar[Override | None] = ContextVar("running", default=None)
+_RUNNING: list[Override] = []  # one network at a time runs in a process; what graphs can read
 _USERS: Counter[str] = Counter()
 
 
@@ -43,10 +42,10 @@ class Naming:
                 _unwrap(sys.modules[name])
 
     def activate(self) -> None:
-        _RUNNING.set(self._override)
+        _RUNNING[:] = [self._override]
 
     def deactivate(self) -> None:
-        _RUNNING.set(None)
+        _RUNNING.clear()
 
 
 def _wrap(module: ModuleType) -> None:
@@ -64,8 +63,8 @@ def _unwrap(module: ModuleType) -> None:
 def _passing(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(function)
     def passing(*args: Any, **kwargs: Any) -> Tensor:
-        if (running := _RUNNING.get()) is not None and not kwargs.get("transformer_options"):
-            kwargs["transformer_options"] = {"optimized_attention_override": running}
+        if _RUNNING and not kwargs.get("transformer_options"):
+            kwargs["transformer_options"] = {"optimized_attention_override": _RUNNING[0]}
         return function(*args, **kwargs)
 
     return passing

@@ -1,6 +1,7 @@
 """ComfyUI's attention taken over: its `optimized_attention_override` leads here, where a call's streams are known.
 
-Knows no plan as a whole: scopes say over which streams the attention that runs now is.
+Knows no plan as a whole: scopes say over which streams the attention that runs now is. To torch.compile it is one
+operator: what it decides by changes while a graph runs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...errors import Refused
@@ -18,12 +20,16 @@ from .attention import ContextAttention
 from .cuts import Cuts
 from .kernels import attend
 from .mesh import ContextMesh
+from .opaque import answer_opaquely, enlist
 
 Attention = Callable[..., Tensor]  # ComfyUI's, called as its optimized_attention
 Override = Callable[..., Tensor]  # the same, after the function that it stands for
 
+_OUTSIDE = -1  # of all scopes
+_OF_THE_CALLER = ("transformer_options", "_inside_attn_wrapper")
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True)
 class _Call:
     """Attention as ComfyUI would run it where keys are whole."""
 
@@ -37,18 +43,38 @@ class _Call:
         return self.function(q, k, v, heads, mask=mask, skip_reshape=True, **self.options).unflatten(2, (heads, -1))
 
 
+_SETTINGS: list[_Call] = []  # of all calls that graphs make
+
+
+@torch.compiler.assume_constant_result
+def _number_of(function: Attention, **options: Any) -> int:
+    """Of these settings: a graph passes tensors and numbers only."""
+    call = _Call(function, options)
+    if call not in _SETTINGS:
+        _SETTINGS.append(call)
+    return _SETTINGS.index(call)
+
+
 class Overriding:
-    """The override of a network's attention; `scopes` are the streams of the modules that run, innermost last."""
+    """The override of a network's attention; `scopes` are the numbers of the scopes that run, innermost last."""
 
     def __init__(self, cuts: Cuts, mesh: ContextMesh, parallelism: Parallelism) -> None:
-        self.scopes: list[Attends] = []
+        self.scopes: list[int] = []
         self.previous: Override | None = None
         self.shared = 0  # attentions over all ranks in this forward
         self._cuts = cuts
         self._mesh = mesh
         self._parallelism = parallelism
         self._call: _Call | None = None
+        self._kinds: list[Attends] = []  # by scope
         self._attentions: dict[Cross, ContextAttention] = {}
+        self._number = enlist(self)
+
+    def scope(self, over: Attends) -> int:
+        """The number of a scope."""
+        if over not in self._kinds:
+            self._kinds.append(over)
+        return self._kinds.index(over)
 
     def __call__(
         self,
@@ -61,21 +87,38 @@ class Overriding:
         attn_precision: Any = None,
         skip_reshape: bool = False,
         skip_output_reshape: bool = False,
-        **kwargs: Any,
+        **options: Any,
     ) -> Tensor:
+        options["attn_precision"] = attn_precision
+        scope = self.scopes[-1] if self.scopes else _OUTSIDE
+        traced = torch.compiler.is_compiling() and self.previous is None
         tokens = 2 if skip_reshape else 1
-        cross = self._cross(q.shape[tokens], k.shape[tokens])
-        function = self._function(func)
-        kwargs["attn_precision"] = attn_precision
-        if cross is None:
+        cross = None if traced else self._cross(scope, q.shape[tokens], k.shape[tokens])
+        if not traced and cross is None:
             layout = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
-            return function(q, k, v, heads, mask=mask, **layout, **kwargs)
+            return self._function(func)(q, k, v, heads, mask=mask, **layout, **options)
         size = q.shape[-1] if skip_reshape else q.shape[-1] // heads
         q, k, v = (x.transpose(1, 2) if skip_reshape else x.reshape(*x.shape[:2], -1, size) for x in (q, k, v))
-        self.shared += 1
-        self._call = _Call(function, kwargs)
-        out = self._attention(cross)(q, k, v, _four_dims(mask), kwargs.get("scale"))
+        if cross is None:
+            plain = {name: value for name, value in options.items() if name not in _OF_THE_CALLER}
+            out = answer_opaquely(q, k, v, mask, scope, _number_of(func, **plain), self._number)
+        else:
+            out = self._together(cross, q, k, v, mask, _Call(self._function(func), options))
         return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
+
+    def answer(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scope: int, settings: int) -> Tensor:
+        """What a graph asks for: [B, tokens, heads, head size] of each to the same."""
+        found = _SETTINGS[settings]
+        call = _Call(self._function(found.function), found.options)
+        cross = self._cross(scope, q.shape[1], k.shape[1])
+        if cross is None:
+            return call(q, k, v, mask, call.options.get("scale"))
+        return self._together(cross, q, k, v, mask, call)
+
+    def _together(self, cross: Cross, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: _Call) -> Tensor:
+        self.shared += 1
+        self._call = call
+        return self._attention(cross)(q, k, v, _four_dims(mask), call.options.get("scale"))
 
     def _function(self, func: Attention) -> Attention:
         if (previous := self.previous) is not None:
@@ -83,9 +126,9 @@ class Overriding:
         backend = self._parallelism.attention_backend
         return func if backend == "auto" else by_backend(backend)
 
-    def _cross(self, queries: int, keys: int) -> Cross | None:
+    def _cross(self, scope: int, queries: int, keys: int) -> Cross | None:
         """The streams of an attention of so many tokens; None where it is local."""
-        now = self.scopes[-1] if self.scopes else self._outside()
+        now = self._outside() if scope == _OUTSIDE else self._kinds[scope]
         over = now if isinstance(now, list) else [now]
         for kind in over:
             if kind == "local":

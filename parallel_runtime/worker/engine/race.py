@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...wire.readings import Race
 from .exchange import gather
 from .mesh import Axis
 
@@ -49,16 +50,20 @@ def winner(names: Sequence[str], sizes: Sizes, axis: Axis, seconds: Seconds, dev
     return min(times, key=times.__getitem__)
 
 
-def results() -> list[dict[str, object]]:
-    """Of each race: the sizes, the precision, and microseconds by kernel."""
-    return [
-        {
-            **{name: getattr(sizes, name) for name in ("batch", "queries", "keys", "heads", "head_dim")},
-            "dtype": str(sizes.dtype).removeprefix("torch."),
-            "microseconds": {name: round(1e6 * time) for name, time in times.items()},
-        }
-        for (sizes, _, _), times in _FOUND.items()
-    ]
+def results() -> tuple[Race, ...]:
+    """Of all races so far, the last one last."""
+    return tuple(_result(sizes, times) for (sizes, _, _), times in _FOUND.items())
+
+
+def _result(sizes: Sizes, times: dict[str, float]) -> Race:
+    names = sorted(times, key=times.__getitem__)
+    batch = f"{sizes.batch} x " if sizes.batch > 1 else ""
+    return Race(
+        f"{batch}{sizes.queries} queries x {sizes.keys} keys, {sizes.heads} heads of {sizes.head_dim}, "
+        f"{str(sizes.dtype).removeprefix('torch.')}",
+        tuple(names),
+        tuple(round(1e6 * times[name], 1) for name in names),
+    )
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:

@@ -68,5 +68,5 @@ def _like(x: Tensor, method: VAEMethod, along: int, across: int, dim: int) -> Te
 
 def _same_noise(device: torch.device) -> None:
     torch.manual_seed(2)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(2)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(2)

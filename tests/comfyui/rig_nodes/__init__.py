@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
+from .compiled import Compile
 from .foreign import ForeignGuider, ForeignSampler
 from .graph_ends import Conditioning, Latent, SaveLatent, Wait
 from .odd_conditions import OddCondition
@@ -16,7 +17,16 @@ class TestNodes(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         ends = [Conditioning, Latent, SaveLatent, Wait, OddCondition, OneUlp]
         pictures = [Pictures, SavePictures, SaveConcat, Draw, Seed]
-        foreign = [AttentionPatch, Control, RealControl, ForeignGuider, ForeignSampler, ForeignWrapper, Tampered]
+        foreign = [
+            AttentionPatch,
+            Compile,
+            Control,
+            RealControl,
+            ForeignGuider,
+            ForeignSampler,
+            ForeignWrapper,
+            Tampered,
+        ]
         return [*ends, *pictures, *foreign]
 
 

@@ -1,0 +1,76 @@
+"""torch.compile in the workers: asked for on MODEL or by CP Parallel Config, block by block, with patience."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from .cases import DEGREES
+from .client import Graph
+from .comfy import ComfyInstall
+from .graphs import Job, Parallel, sampling_graph
+from .latents import apart, latent_of
+from .server import Server, running_server
+
+EXACT = 1e-5  # of the latent's standard deviation, float32
+FLUX = Job(family="flux_dev", cfg=3.0, steps=3)
+STALL_SECONDS = 4.0  # compiling takes longer than that; a step of the tiny model does not
+MINUTES = 600.0
+
+
+@pytest.fixture(scope="module")
+def impatient(comfy: ComfyInstall) -> Iterator[Server]:
+    """Keeps what inductor makes in its own folder."""
+    with running_server(comfy, env={"CP_STALL_SECONDS": str(STALL_SECONDS)}) as server:
+        yield server
+
+
+def _compiled(graph: Graph, kind: str, **inputs: object) -> Graph:
+    graph["compiled"] = {"class_type": kind, "inputs": {"model": ["model", 0], **inputs}}
+    graph["sampler"]["inputs"]["model"] = ["compiled", 0]
+    return graph
+
+
+@pytest.mark.parametrize("degrees", ["ring_2", "ulysses_2"])
+@pytest.mark.parametrize("family", ["flux_dev", "wan_t2v"])
+def test_what_is_on_the_model_is_compiled_in_the_workers_without_a_break(
+    server: Server, family: str, degrees: str
+) -> None:
+    job, parallel = replace(FLUX, family=family), DEGREES[degrees]
+    eager = latent_of(server.client.run(sampling_graph(job, "CPSampler", parallel)))
+    graph = sampling_graph(job, "CPSampler", parallel)
+    asked = _compiled(graph, "CPTestCompile", backend="aot_eager", fullgraph=True)
+    assert apart(latent_of(server.client.run(asked, timeout=MINUTES)), eager) <= EXACT
+    again = latent_of(server.client.run(sampling_graph(job, "CPSampler", parallel)))
+    assert apart(again, eager) == 0.0, "the next run, without the node, is eager"
+
+
+def test_a_native_sampler_compiles_nothing_in_comfyuis_process(server: Server) -> None:
+    def native(*, compiled: bool) -> Graph:
+        graph = sampling_graph(FLUX, "KSampler")
+        graph["config"] = {"class_type": "CPParallelConfig", "inputs": vars(DEGREES["ring_2"])}
+        graph["model"] = {"class_type": "CPLoadDiffusionModel",
+                          "inputs": {"unet_name": "flux_dev.safetensors", "cp_config": ["config", 0]}}  # fmt: skip
+        return _compiled(graph, "CPTestCompile", backend="aot_eager", fullgraph=True) if compiled else graph
+
+    eager = latent_of(server.client.run(native(compiled=False)))
+    assert apart(latent_of(server.client.run(native(compiled=True), timeout=MINUTES)), eager) <= EXACT
+
+
+def test_the_first_step_may_compile_for_longer_than_a_stall(impatient: Server) -> None:
+    eager = latent_of(impatient.client.run(sampling_graph(FLUX, "CPSampler", DEGREES["ring_2"])))
+    on: Parallel = replace(DEGREES["ring_2"], compile="on")
+    first = impatient.client.run(sampling_graph(FLUX, "CPSampler", on), timeout=MINUTES)
+    assert list(impatient.scratch.glob("torchinductor*/**/*.so")), "nothing was compiled"
+    assert first.seconds > STALL_SECONDS
+    assert apart(latent_of(first), eager) <= EXACT
+
+
+@pytest.mark.sweep
+def test_comfyuis_own_node_does_the_same(impatient: Server) -> None:
+    parallel = DEGREES["ulysses_2"]
+    eager = latent_of(impatient.client.run(sampling_graph(FLUX, "CPSampler", parallel)))
+    asked = _compiled(sampling_graph(FLUX, "CPSampler", parallel), "TorchCompileModel", backend="inductor")
+    assert apart(latent_of(impatient.client.run(asked, timeout=MINUTES)), eager) <= EXACT

@@ -1,0 +1,82 @@
+"""The table of devices, with devices that are not there: names, collectives, environment, kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from parallel_runtime import accelerators
+from parallel_runtime.accelerators import ACCELERATORS, Accelerator, collectives_of
+from parallel_runtime.host.planning import plan
+from parallel_runtime.host.torchrun import environment, on_this_machine
+from parallel_runtime.specs import ParallelRequest
+
+kernels = pytest.importorskip("parallel_runtime.worker.engine.kernels")
+
+from .engine.reference import attention, random_problem  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("kind", "collectives"),
+    [("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl"), ("npu", "cpu:gloo,npu:hccl"), ("cpu", "cpu:gloo")],
+)
+def test_each_kind_has_its_collectives_and_tensors_of_the_cpu_go_by_gloo(kind: str, collectives: str) -> None:
+    assert collectives_of(kind) == collectives
+
+
+@pytest.mark.parametrize("kind", list(ACCELERATORS))
+def test_devices_are_named_by_their_kind(kind: str) -> None:
+    for devices in ("", "0,1", f"{kind}:0,{kind}:1"):
+        _, placement = plan(ParallelRequest(devices=devices), heads=24, gpus=2, kind=kind)
+        assert placement.devices == (f"{kind}:0", f"{kind}:1")
+
+
+@pytest.mark.parametrize("kind", ["xpu", "npu"])
+def test_kernels_of_cuda_are_refused_elsewhere_by_name(kind: str) -> None:
+    with pytest.raises(ValueError, match=f"flash needs CUDA GPUs, and the workers run on {kind}:0; choose auto"):
+        plan(ParallelRequest(attention_backend="flash"), heads=24, gpus=2, kind=kind)
+
+
+def test_a_kind_that_a_package_brings_is_there_with_it_only() -> None:
+    assert not Accelerator(kind="npu", collectives="hccl", package="a_package_that_nobody_has").here
+    assert Accelerator(kind="npu", collectives="hccl", package="torch").here
+
+
+def test_a_new_row_of_the_table_is_all_that_the_launch_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Accelerator(kind="other", collectives="occl", environment={"OCCL_INTERFACE": "<{interface}>"})
+    monkeypatch.setitem(accelerators.ACCELERATORS, "other", other)
+    assert environment(2, "token", "/folder", on_this_machine("/folder"))["OCCL_INTERFACE"] == "<lo>"
+    assert collectives_of("other") == "cpu:gloo,other:occl"
+
+
+@pytest.mark.parametrize(("masked", "grouped"), [(False, False), (True, False), (False, True)])
+def test_where_no_kernel_gives_a_log_sum_exp_products_do(masked: bool, grouped: bool) -> None:
+    problem = random_problem(14, masked=masked, grouped=grouped)
+    mask = None if problem.mask is None else problem.mask.reshape(problem.mask.shape[0], 1, 1, -1)
+    bias = None if mask is None else kernels.additive(mask, torch.float32)
+    heads = problem.query.shape[2]
+    key, value = (kernels.for_heads(tensor, heads) for tensor in (problem.key, problem.value))
+    out, lse = kernels._by_products(problem.query, key, value, bias, None)
+    same, same_lse = kernels.attend_block(problem.query, problem.key, problem.value, mask, None, "auto")
+    assert (out - attention(problem)).abs().max() <= 1e-5
+    assert (out - same).abs().max() <= 1e-5
+    assert (lse - same_lse).abs().max() <= 1e-4
+
+
+def test_on_a_device_without_such_a_kernel_a_block_stays_there() -> None:
+    with FakeTensorMode():
+        query = torch.empty(1, 2100, 4, 64, device="xpu", dtype=torch.bfloat16)
+        key = torch.empty(1, 70, 2, 64, device="xpu", dtype=torch.bfloat16)
+        assert kernels.candidates(query) == ["native"]
+        out, lse = kernels.attend_block(query, key, key, None, None, "auto")
+        assert (out.shape, out.dtype, out.device.type) == (query.shape, query.dtype, "xpu")
+        assert (lse.shape, lse.dtype) == ((1, 2100, 4, 1), torch.float32)
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="NO CUDA: this PyTorch was built without it")
+def test_rocm_has_no_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with FakeTensorMode():
+        assert kernels.candidates(torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)) == ["_native_flash"]

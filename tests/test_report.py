@@ -1,0 +1,38 @@
+"""CP Plan's words of the kernels that the workers let race."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel_runtime.host.cost import Figures
+from parallel_runtime.host.report import Subject, report
+from parallel_runtime.specs import Parallelism, Placement
+from parallel_runtime.wire.messages import Beat, decode, encode
+from parallel_runtime.wire.readings import Race, Readings
+
+RACE = Race("2304 queries x 2304 keys, 24 heads of 128, bfloat16", ("_native_cudnn", "_native_flash"), (310.5, 480.0))
+WORK = Figures(name="FLUX", heads=24, layers=57, width=3072, weights=10, weight_bytes=20, item_bytes=2).work(1, 4608)
+
+
+def words(**degrees: int) -> str:
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096, "text": 512}, work=WORK)
+    placement = Placement(devices=("cuda:0", "cuda:1"))
+    return report(subject, Parallelism(**degrees), placement, guided=False, automatic=False, races=[RACE])
+
+
+def test_the_kernel_that_won_is_named_with_its_time_and_that_of_the_loser() -> None:
+    line = next(line for line in words(ring_degree=2).splitlines() if line.startswith("Kernel: "))
+    assert line == (
+        "Kernel: _native_cudnn with 310.5 us, before _native_flash with 480 us, for the ring's blocks of "
+        "2304 queries x 2304 keys, 24 heads of 128, bfloat16."
+    )
+
+
+@pytest.mark.parametrize("degrees", [{"ulysses_degree": 2}, {"ring_degree": 2, "attention_backend": "flash"}], ids=str)
+def test_where_nothing_races_nothing_is_said(degrees: dict) -> None:
+    assert "Kernel" not in words(**degrees)
+
+
+def test_a_race_comes_through_with_the_other_readings() -> None:
+    beat = Beat(3, None, Readings(1, 2, races=(RACE,)))
+    assert decode(encode(beat)) == beat
