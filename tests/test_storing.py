@@ -65,6 +65,11 @@ def test_without_main_memory_for_one_copy_weights_are_in_parts():
     assert decide("auto", case(24.0, host=8, workers=4)).storage.mode == "shard"
 
 
+def test_a_worker_alone_has_measured_no_link_and_needs_none():
+    alone = case(None, workers=1, link=replace(SLOW_LINKS, bytes_per_second=0.0))
+    assert decide("auto", alone).storage == Storage()
+
+
 def test_one_worker_has_nobody_to_share_with():
     assert decide("shard", case(24.0, workers=1)).storage.mode == "replicate"
     assert decide("auto", case(24.0, workers=1, link=FAST_LINKS)).storage.mode == "offload"
