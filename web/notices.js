@@ -16,7 +16,8 @@ export function startNotices() {
     cause = now.state === "died" ? now.reason : cause;
     if (now.state === "died" && before.state !== "died") {
       mourning = true;
-      setTimeout(() => tell("error", say("toast.died"), cause || current().reason, 20 * SECONDS), CAUSE_MILLISECONDS);
+      const title = before.state === "starting" ? say("toast.not_started") : say("toast.died");
+      setTimeout(() => tell("error", title, cause || current().reason, 20 * SECONDS), CAUSE_MILLISECONDS);
     } else if (mourning && ["idle", "sampling", "loading"].includes(now.state)) {
       mourning = false;
       tell("success", say("toast.recovered"), say("toast.recovered.detail"), 5 * SECONDS);

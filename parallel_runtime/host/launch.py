@@ -52,7 +52,8 @@ class Processes:
         by_rank: dict[int, Channel] = {}
         pids: dict[int, int] = {}
         while len(by_rank) < self._placement.world_size:
-            self._check_start(deadline, f"only {len(by_rank)} of {self._placement.world_size} workers came up in time")
+            met = f"only {len(by_rank)} of {self._placement.world_size} workers came up in {timeout:.0f} s"
+            self._check_start(deadline, met)
             watch()
             for channel in self._callers():
                 if ready := self._admit(channel):
@@ -210,7 +211,8 @@ class Processes:
             room = "; set TMPDIR to a folder with room" if "No space left" in reason else ""
             raise WorkerStartError(f"the workers{on} ended before they were up{reason}{room}")
         if time.monotonic() > deadline:
-            raise WorkerStartError(f"{late}; on a slow machine raise CP_START_SECONDS{self._last_error()}")
+            way_out = "on a slow or busy machine start this again with a larger CP_START_SECONDS in its environment"
+            raise WorkerStartError(f"{late}; {way_out}{self._last_error()}")
 
     def _last_error(self) -> str:
         return next(filter(None, (last_error(machine.lines) for machine in self._machines)), "")

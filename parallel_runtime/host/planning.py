@@ -192,9 +192,10 @@ def _folded(degrees: Parallelism, heads: int) -> Parallelism:
 
 def _too_much(asked: Parallelism, devices: tuple[str, ...], limit: int, heads: int, nnodes: int) -> str:
     if asked.world_size > limit:
-        where = f"{len(devices)} device(s): {', '.join(devices)}" if devices else f"room for {limit} CPU workers"
+        counted = f"are {len(devices)} devices" if len(devices) > 1 else "is 1 device"
+        where = f"{counted}: {', '.join(devices)}" if devices else f"is room for {limit} CPU workers"
         where += f" on each of {nnodes} machines" if nnodes > 1 and devices else ""
-        reason = f"{_named(asked)} needs {asked.world_size} workers, but there is {where}"
+        reason = f"{_named(asked)} needs {asked.world_size} workers, but there {where}"
     else:
         reason = (
             f"{_named(asked)} splits {heads} attention heads over {asked.ulysses_degree} workers, more than there are"
