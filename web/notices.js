@@ -16,7 +16,7 @@ export function startNotices() {
     cause = now.state === "died" ? now.reason : cause;
     if (now.state === "died" && before.state !== "died") {
       mourning = true;
-      const title = before.state === "starting" ? say("toast.not_started") : say("toast.died");
+      const title = before.state === "starting" ? say("toast.unstarted") : say("toast.died");
       setTimeout(() => tell("error", title, cause || current().reason, 20 * SECONDS), CAUSE_MILLISECONDS);
     } else if (mourning && ["idle", "sampling", "loading"].includes(now.state)) {
       mourning = false;
