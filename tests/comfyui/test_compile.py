@@ -33,6 +33,7 @@ def _compiled(graph: Graph, kind: str, **inputs: object) -> Graph:
     return graph
 
 
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize("degrees", ["ring_2", "ulysses_2"])
 @pytest.mark.parametrize("family", ["flux_dev", "wan_t2v"])
 def test_what_is_on_the_model_is_compiled_in_the_workers_without_a_break(
@@ -59,6 +60,7 @@ def test_a_native_sampler_compiles_nothing_in_comfyuis_process(server: Server) -
     assert apart(latent_of(server.client.run(native(compiled=True), timeout=MINUTES)), eager) <= EXACT
 
 
+@pytest.mark.sweep  # minutes of a C++ compiler
 def test_the_first_step_may_compile_for_longer_than_a_stall(impatient: Server) -> None:
     eager = latent_of(impatient.client.run(sampling_graph(FLUX, "CPSampler", DEGREES["ring_2"])))
     on: Parallel = replace(DEGREES["ring_2"], compile="on")

@@ -84,7 +84,7 @@ def replicated(shared_server: Server) -> Callable[..., Tensor]:
 
 
 @pytest.mark.usefixtures("files")
-@pytest.mark.sweep(one_in=9)
+@pytest.mark.sweep(one_in=24)
 @pytest.mark.parametrize("lora", [0.0, 0.8], ids=["plain", "lora"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FORMATS)
@@ -109,7 +109,7 @@ def in_two(mode: str, **more: object) -> Parallel:
 
 
 @pytest.mark.usefixtures("files")
-@pytest.mark.sweep(one_in=4)
+@pytest.mark.sweep(one_in=9)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("degrees", ["ring_2", "ring_3", "ring_2_x_ulysses_2"])
 def test_a_worker_of_several_holds_little_more_than_its_part(server: Server, degrees: str, family: str) -> None:
