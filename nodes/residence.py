@@ -111,7 +111,11 @@ class Residence:
     ) -> Prospect:
         """Where the weights of a model shall be, for `prompts` a rank. Raises Refused where they fit nowhere."""
         held = self._held.get(spec.unpatched) if group is self._group else None
-        return decide(choice, case, prompts=prompts, before=held.way.storage if held and held.present else None)
+        way = decide(choice, case, prompts=prompts, before=held.way.storage if held and held.present else None)
+        if choice not in ("auto", way.storage.mode):
+            why = "one worker has nobody to share with" if case.allows("offload") else "it has no blocks to fetch"
+            log.info("[CP] weights %s: %s, so %s is whole", choice, why, case.work.figures.name)
+        return way
 
     def case(self, group: WorkerGroup, spec: ModelSpec, work: Work, degrees: Parallelism) -> Case:
         """What `group` has for it at this moment."""
