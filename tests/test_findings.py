@@ -12,10 +12,10 @@ pytest.importorskip("diffusers")
 
 from parallel_runtime.host.cost import ACTIVATIONS, Figures, activation_bytes  # noqa: E402
 from parallel_runtime.jobs import DemoJob  # noqa: E402
-from parallel_runtime.specs import ModelSpec, Parallelism  # noqa: E402
+from parallel_runtime.specs import ModelSpec, Parallelism, Storage  # noqa: E402
 from parallel_runtime.wire.bundles import write_bundle  # noqa: E402
 from parallel_runtime.wire.messages import Sample  # noqa: E402
-from parallel_runtime.worker import memory, serve  # noqa: E402
+from parallel_runtime.worker import link, models, serve  # noqa: E402
 from parallel_runtime.worker.models import Model  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> serve.Done:
 
     worker = serve.Worker(Silent(), CPU, {DemoJob: lambda *_: {"samples": torch.zeros(1)}}, {"": load})  # type: ignore[arg-type]
     bundle = write_bundle({"kind": "DemoJob", **vars(JOB)})
-    return worker._sample(Sample(1, ModelSpec(loader="none"), Parallelism()), bundle)[0]
+    return worker._sample(Sample(1, ModelSpec(loader="none"), Parallelism(), Storage()), bundle)[0]
 
 
 def test_a_run_takes_until_its_result_has_come_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_a_run_takes_until_its_result_has_come_from_the_device(monkeypatch: pyte
 
 def test_the_cache_of_the_device_is_given_back_after_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str] = []
-    monkeypatch.setattr(serve, "give_back_cache", lambda device: given.append(device.type))
+    monkeypatch.setattr(models, "give_back_cache", lambda device: given.append(device.type))
     answer(monkeypatch)
     assert given == ["cpu"]
 
@@ -65,7 +65,7 @@ def test_giving_back_means_the_allocators_cache_on_every_kind_of_device(monkeypa
     calls: list[str] = []
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: calls.append("emptied"))
     for kind in ("cpu", "cuda", "xpu"):
-        memory.give_back_cache(torch.device(kind))
+        link.give_back_cache(torch.device(kind))
     assert calls == ["emptied", "emptied"]
 
 

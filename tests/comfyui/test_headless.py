@@ -64,6 +64,7 @@ def test_a_failed_run_is_told_by_the_exit_code(server: Server, tmp_path: Path) -
     done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].startswith("error ")
+    assert "ring_degree 3" in done.stdout, "why"
 
 
 def test_the_script_is_short_and_needs_nothing(server: Server) -> None:
@@ -82,7 +83,7 @@ def test_comfyuis_own_command_runs_it(server: Server, tmp_path: Path) -> None:
     native = latent_of(server.client.run(graph))
     migrated(graph, tmp_path)
     (told,) = (line for line in README.splitlines() if line.startswith("comfy "))
-    line = [comfy, *shlex.split(told.replace("8188", str(server.port)))[1:]]
+    line = [comfy, *shlex.split(told.replace("8188", str(server.port)).replace("/path/to", str(tmp_path)))[1:]]
     env = {**os.environ, "HOME": str(tmp_path), "DO_NOT_TRACK": "1"}  # it keeps a note of every job
     done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

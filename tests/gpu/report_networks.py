@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from parallel_runtime.worker.engine.divide import divide, undivide
 from parallel_runtime.worker.engine.mesh import build_mesh
-from parallel_runtime.worker.memory import give_back_cache
+from parallel_runtime.worker.link import give_back_cache
 
 from ..bench.launch import is_rank, launch
 from ..networks import tiny
