@@ -74,7 +74,8 @@ def load_mapped(kind: type[Kind], load: Callable[..., Any], arguments: Sequence[
     with _assigned(kind):
         made = load(*arguments)
     patcher: Kind = made if index is None else made[index]
-    patcher.own = {name: parameter.data for name, parameter in patcher.model.named_parameters()}
+    # Not `.data`, which is of a wrapper's class without what makes it one.
+    patcher.own = {name: parameter.detach() for name, parameter in patcher.model.named_parameters()}
     return patcher
 
 

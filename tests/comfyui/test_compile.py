@@ -27,7 +27,7 @@ def impatient(comfy: ComfyInstall) -> Iterator[Server]:
         yield server
 
 
-def _compiled(graph: Graph, kind: str, **inputs: object) -> Graph:
+def compiled(graph: Graph, kind: str, **inputs: object) -> Graph:
     graph["compiled"] = {"class_type": kind, "inputs": {"model": ["model", 0], **inputs}}
     graph["sampler"]["inputs"]["model"] = ["compiled", 0]
     return graph
@@ -42,7 +42,7 @@ def test_what_is_on_the_model_is_compiled_in_the_workers_without_a_break(
     job, parallel = replace(FLUX, family=family), DEGREES[degrees]
     eager = latent_of(server.client.run(sampling_graph(job, "CPSampler", parallel)))
     graph = sampling_graph(job, "CPSampler", parallel)
-    asked = _compiled(graph, "CPTestCompile", backend="aot_eager", fullgraph=True)
+    asked = compiled(graph, "CPTestCompile", backend="aot_eager", fullgraph=True)
     assert apart(latent_of(server.client.run(asked, timeout=MINUTES)), eager) <= EXACT
     again = latent_of(server.client.run(sampling_graph(job, "CPSampler", parallel)))
     assert apart(again, eager) == 0.0, "the next run, without the node, is eager"
@@ -54,7 +54,7 @@ def test_a_native_sampler_compiles_nothing_in_comfyuis_process(server: Server) -
         graph["config"] = {"class_type": "CPParallelConfig", "inputs": vars(DEGREES["ring_2"])}
         graph["model"] = {"class_type": "CPLoadDiffusionModel",
                           "inputs": {"unet_name": "flux_dev.safetensors", "cp_config": ["config", 0]}}  # fmt: skip
-        return _compiled(graph, "CPTestCompile", backend="aot_eager", fullgraph=True) if compiled else graph
+        return compiled(graph, "CPTestCompile", backend="aot_eager", fullgraph=True) if compiled else graph
 
     eager = latent_of(server.client.run(native(compiled=False)))
     assert apart(latent_of(server.client.run(native(compiled=True), timeout=MINUTES)), eager) <= EXACT
@@ -74,5 +74,5 @@ def test_the_first_step_may_compile_for_longer_than_a_stall(impatient: Server) -
 def test_comfyuis_own_node_does_the_same(impatient: Server) -> None:
     parallel = DEGREES["ulysses_2"]
     eager = latent_of(impatient.client.run(sampling_graph(FLUX, "CPSampler", parallel)))
-    asked = _compiled(sampling_graph(FLUX, "CPSampler", parallel), "TorchCompileModel", backend="inductor")
+    asked = compiled(sampling_graph(FLUX, "CPSampler", parallel), "TorchCompileModel", backend="inductor")
     assert apart(latent_of(impatient.client.run(asked, timeout=MINUTES)), eager) <= EXACT

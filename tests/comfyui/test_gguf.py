@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor
 
 from .cases import DEGREES
 from .client import Graph, NodeError
@@ -69,6 +72,29 @@ def test_a_gguf_file_is_sampled_as_with_the_packs_own_loader(
     got = latent_of(gguf_server.client.run(picture(kind, "CPLoadDiffusionModel", DEGREES[degrees], lora=lora)))
     print(f"APART {kind} {degrees} {apart(got, native):.1e}")
     assert apart(got, native) <= bar
+
+
+@pytest.mark.sweep(one_in=2)
+@pytest.mark.parametrize("mode", ["shard", "offload"])
+@pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_its_weights_may_be_elsewhere_to_the_bit(gguf_server: Server, kind: str, lora: bool, mode: str) -> None:
+    def sampled(weights: str) -> Tensor:
+        parallel = replace(DEGREES["ring_2"], weights=weights)
+        return latent_of(gguf_server.client.run(picture(kind, "CPLoadDiffusionModel", parallel, lora=lora)))
+
+    whole = sampled("replicate")
+    assert torch.equal(sampled(mode), whole)
+    for rank in gguf_server.client.get("/api/cp/status")["ranks"]:
+        held = rank["weights"][-1]
+        assert held["fetched"] > held["resident"] / 2
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
+def test_it_comes_back_from_main_memory_the_same(gguf_server: Server, lora: bool) -> None:
+    graph = picture("Q8_0", "CPLoadDiffusionModel", replace(DEGREES["ring_2"], after_sampling="offload"), lora=lora)
+    first, again = (latent_of(gguf_server.client.run({**graph})) for _ in range(2))
+    assert torch.equal(again, first)
 
 
 def test_the_packs_own_node_names_no_file_so_the_way_out_is_named(gguf_server: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from .. import tiny
 from .cases import DEGREES
 from .client import Graph
-from .graphs import Job, sampling_graph
+from .graphs import Job, Parallel, sampling_graph
 from .latents import apart, latent_of
 from .server import Server
+from .test_kin import link, node
 
 JOB = Job(family="flux_dev", steps=1)
 COPIES = 60  # of one block: a file large beside what a worker holds anyway
@@ -35,8 +38,29 @@ def private_bytes(pid: int) -> int:
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
 
 
-def graph_of(file: str, sampler: str) -> Graph:
-    graph = sampling_graph(JOB, sampler, DEGREES["ring_3"] if sampler == "CPSampler" else None)  # type: ignore[arg-type]
+def written_bytes(server: Server) -> int:
+    """What the workers hold beside the pages of files: their own memory, and what they share in a memory file once."""
+    total = 0
+    for process in server.workers().values():
+        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+        total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
+    return total
+
+
+def write_lora(path: Path) -> None:
+    """For a layer of every one of those blocks, so that none of them is any more what the file has."""
+    dice = torch.Generator().manual_seed(5)
+    shape = tiny.tensors(JOB.family)[0]["single_blocks.0.linear1.weight"].shape
+    weights = {}
+    for index in range(COPIES):
+        name = f"diffusion_model.single_blocks.{index}.linear1"
+        weights[f"{name}.lora_up.weight"] = torch.randn(shape[0], 2, generator=dice) * 0.02
+        weights[f"{name}.lora_down.weight"] = torch.randn(2, shape[1], generator=dice) * 0.02
+    save_file(weights, path)
+
+
+def graph_of(file: str, sampler: str, parallel: Parallel = DEGREES["ring_3"]) -> Graph:
+    graph = sampling_graph(JOB, sampler, parallel if sampler == "CPSampler" else None)  # type: ignore[arg-type]
     graph["model"]["inputs"]["unet_name"] = file
     return graph
 
@@ -55,3 +79,22 @@ def test_a_worker_holds_less_than_a_tenth_of_the_file_for_itself(server: Server,
     print(f"a file of {size / 2**20:.0f} MiB, private memory of each worker grew by {grown}")
     assert max(grown.values()) < 0.1
     assert apart(got, latent_of(server.client.run(graph_of(path.name, "KSampler")))) <= 1e-4
+
+
+@pytest.mark.parametrize(("lora", "copies"), [(False, 0), (True, 1)], ids=["the file's", "patched"])
+def test_weights_in_main_memory_are_there_once_for_three_workers(server: Server, lora: bool, copies: int) -> None:
+    path = write_large(server.base / "models" / "diffusion_models", torch.float32)
+    write_lora(server.base / "models" / "loras" / "of_large.safetensors")
+    in_main_memory = replace(DEGREES["ring_3"], weights="offload")
+    graph = graph_of(path.name, "CPSampler", in_main_memory)
+    if lora:
+        graph["lora"] = node(
+            "LoraLoaderModelOnly", model=link("model"), lora_name="of_large.safetensors", strength_model=0.7
+        )
+        graph["sampler"]["inputs"]["model"] = link("lora")
+    server.client.run(sampling_graph(JOB, "CPSampler", in_main_memory))
+    before = written_bytes(server)
+    server.client.run(graph)
+    grown = (written_bytes(server) - before) / path.stat().st_size
+    print(f"a file of {path.stat().st_size / 2**20:.0f} MiB, the workers' own memory grew by {grown:.2f} of it in all")
+    assert abs(grown - copies) < 0.2

@@ -20,6 +20,7 @@ from .comfy import ComfyInstall
 from .graphs import Job, Parallel, longer, sampling_graph
 from .latents import latent_of
 from .server import Server, running_server
+from .test_compile import compiled
 from .test_foreign import hooked
 from .test_kin import link, node, on_the_loader
 from .test_model_patches import Node, with_nodes
@@ -35,6 +36,7 @@ CUTS = {**DEGREES, "cfg_2_x_ring_2": CFG_2}
 MODES = ("shard", "offload")
 JOB = Job(family="flux_dev", cfg=2.0, size=(9, 14), prompt_tokens=(7, 12))
 CACHED_JOB, THRESHOLD = JOBS["flux_dev"], THRESHOLDS["flux_dev"]
+COMPILE = {"backend": "aot_eager", "fullgraph": False}
 SKIPPING = Node("SkipLayerGuidanceDiT", {
     "double_layers": "0", "single_layers": "0", "scale": 3.0, "start_percent": 0.0, "end_percent": 1.0,
     "rescaling_scale": 0.0})  # fmt: skip
@@ -97,6 +99,18 @@ def test_the_bits_are_those_of_whole_weights(
     assert torch.equal(got, replicated(family, name, lora, degrees))
 
 
+@pytest.mark.usefixtures("files")
+@pytest.mark.sweep(one_in=3)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "int8_convrot", "fp8_e5m2", "fp8_mixed", "scaled_fp8_old"])
+def test_weights_of_any_format_travel_as_bytes(
+    server: Server, replicated: Callable[..., Tensor], name: str, mode: str
+) -> None:
+    parallel = replace(CUTS["ring_2"], weights=mode)
+    got = latent_of(server.client.run(picture("flux_dev", name, 0.8, parallel)))
+    assert torch.equal(got, replicated("flux_dev", name, 0.8, "ring_2"))
+
+
 def held(server: Server) -> list[tuple[float, float]]:
     """Of the last model, on each rank: the share of it that is on the device, and in bytes all of it."""
     ranks = server.client.get("/api/cp/status")["ranks"]
@@ -150,6 +164,9 @@ OTHERS: dict[str, Callable[[Parallel], Graph]] = {
     "scheduled LoRA": hooked,
     "a step cache": lambda parallel: sampling_graph(CACHED_JOB, "CPSampler", replace(parallel, step_cache=THRESHOLD)),
     "a native sampler": lambda parallel: on_the_loader(sampling_graph(JOB, "KSampler"), JOB, parallel),
+    "compiled blocks": lambda parallel: compiled(
+        sampling_graph(JOB, "CPSampler", parallel), "CPTestCompile", **COMPILE
+    ),
     "skipped layers": lambda parallel: with_nodes(sampling_graph(JOB, "CPSampler", parallel), (SKIPPING,)),
 }
 

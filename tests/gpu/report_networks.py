@@ -12,17 +12,24 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel_runtime.blocks import blocks_of
+from parallel_runtime.specs import Parallelism, Storage, WeightsMode
 from parallel_runtime.worker.engine.divide import divide, undivide
-from parallel_runtime.worker.engine.mesh import build_mesh
+from parallel_runtime.worker.engine.mesh import ContextMesh, build_mesh
 from parallel_runtime.worker.link import give_back_cache
+from parallel_runtime.worker.weights.buffers import Buffers
+from parallel_runtime.worker.weights.places import place
+from parallel_runtime.worker.weights.store import Store
 
 from ..bench.launch import is_rank, launch
 from ..networks import tiny
@@ -79,6 +86,7 @@ def main() -> int:
     if not is_rank():
         return launch("tests.gpu.report_networks", options.launch, sys.argv[1:])
     device = joined(options.device)
+    os.environ |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}  # as torchrun says of one machine
     tiny.start_comfyui()
     rows: list[Row] = []
     for name, subject in SUBJECTS["whole" if device.type == "cuda" else "tiny"].items():
@@ -105,13 +113,42 @@ def _rows(name: str, subject: Subject, held: str, weights: torch.dtype, device: 
 
     plain = run()
     alone = milliseconds(run, device)
-    rows = [_row(name, held, "1 rank", 0.0, alone, alone)]
-    for way, parallelism in degrees_of("auto"):
-        divide(network, plan_of(network).plan, build_mesh(parallelism, device), parallelism)
-        error = _worst((run() - plain).float().abs().mean() / plain.float().std())
-        rows.append(_row(name, held, way, error, alone, milliseconds(run, device)))
+    rows = [_row(name, held, "ComfyUI's own", 0.0, alone, alone)]
+    blocks = blocks_of(network, plan_of(network).plan)
+    for number, (way, parallelism) in enumerate(degrees_of("auto") or [("1 rank", Parallelism())]):
+        mesh = build_mesh(parallelism, device)
+        divide(network, plan_of(network).plan, mesh, parallelism)
+        for mode in get_args(WeightsMode) if number == 0 else ("replicate",):
+            storage = Storage(mode=mode)
+            with _at_rest(network, blocks, storage, mesh, device) as there:
+                if there:
+                    error = _worst((run() - plain).float().abs().mean() / plain.float().std())
+                    words = way if mode == "replicate" else f"{way}, {mode}"
+                    rows.append(_row(name, held, words, error, alone, milliseconds(run, device)))
         undivide(network)
     return rows
+
+
+@contextmanager
+def _at_rest(
+    network: nn.Module, blocks: list[nn.Module], storage: Storage, mesh: ContextMesh, device: torch.device
+) -> Iterator[bool]:
+    """All of its blocks where `storage` says, beside the weights themselves; no where that cannot be."""
+    where = place(storage, mesh.context, device, Buffers(device))
+    if where is None:
+        yield storage.mode == "replicate"
+        return
+    whole = {module: dict(module._parameters) for block in blocks for module in block.modules()}
+    store = Store(network, where.source(), where.buffers)
+    try:
+        for block in blocks:
+            store.put(block)
+        store.seal()
+        yield True
+    finally:
+        store.close()
+        for module, parameters in whole.items():
+            module._parameters.update(parameters)
 
 
 def _network(subject: Subject, weights: torch.dtype, device: torch.device) -> nn.Module:

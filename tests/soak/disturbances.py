@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ..comfyui.cases import DEGREES
@@ -50,6 +50,11 @@ DEATHS = (signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGTERM, signal
 NAMED = "was killed by SIG|has not been heard of|ended before they were up|while starting|went away with torchrun"
 
 Disturbance = Callable[[Server, random.Random], None]
+
+
+def with_weights(mode: str) -> dict[str, Case]:
+    """The cases, with their models' weights at rest there."""
+    return {name: replace(case, parallel=replace(case.parallel, weights=mode)) for name, case in CASES.items()}
 
 
 def any_case(dice: random.Random, among: Iterable[str] = CASES) -> str:
