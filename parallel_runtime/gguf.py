@@ -5,15 +5,17 @@ The MODEL of its own node does not say which file it came from, so only CP Load 
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import sys
 from typing import Any
 
+import comfy.utils
 import folder_paths
 
 from .errors import Refused
-from .mapped import Kind, load_mapped
+from .mapped import Backup, Kind, load_mapped
 
 LOADER = "ComfyUI-GGUF"
 NODE = "UnetLoaderGGUF"
@@ -43,7 +45,17 @@ def load(kind: type[Kind], folder: str, path: str) -> Kind:
         mmap_released = True  # else the pack copies what is mapped
 
         def clone(self, *args: Any, **kwargs: Any) -> Any:
-            return kind.clone(self, *args, **kwargs)
+            made = kind.clone(self, *args, **kwargs)
+            made.__class__ = OfGGUF  # the pack makes one of its own class
+            return made
+
+        def patch_weight_to_device(self, key: str, *args: Any, **kwargs: Any) -> Any:
+            """The pack writes patches beside a weight's bytes, onto the very tensor that is there."""
+            if key in self.patches:
+                weight = comfy.utils.get_attr(self.model, key)
+                self.backup.setdefault(key, Backup(weight, False))
+                comfy.utils.set_attr_param(self.model, key, copy.copy(weight))
+            return super().patch_weight_to_device(key, *args, **kwargs)
 
     patcher.__class__ = OfGGUF
     return patcher

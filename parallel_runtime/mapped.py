@@ -6,6 +6,7 @@ class says it is dynamic: its main.py replaces the same attribute. Nothing else 
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 Kind = TypeVar("Kind", bound="Mapped")
+Backup = namedtuple("Backup", ["weight", "inplace_update"])  # as ComfyUI's, which has no name
 
 
 class Mapped(ModelPatcher):

@@ -97,6 +97,18 @@ def test_it_comes_back_from_main_memory_the_same(gguf_server: Server, lora: bool
     assert torch.equal(again, first)
 
 
+@pytest.mark.parametrize("mode", ["replicate", "offload"])
+def test_a_lora_goes_without_a_trace(gguf_server: Server, mode: str) -> None:
+    def sampled(*, lora: bool) -> Tensor:
+        parallel = replace(DEGREES["ring_2"], weights=mode)
+        return latent_of(gguf_server.client.run(picture("Q8_0", "CPLoadDiffusionModel", parallel, lora=lora)))
+
+    before, patched, after, again = (sampled(lora=lora) for lora in (False, True, False, True))
+    assert torch.equal(after, before)
+    assert torch.equal(again, patched)
+    assert apart(patched, before) > 1e-3
+
+
 def test_the_packs_own_node_names_no_file_so_the_way_out_is_named(gguf_server: Server) -> None:
     with pytest.raises(NodeError, match=r"ComfyUI-GGUF does not say which file.*CP Load Diffusion Model"):
         gguf_server.client.run(picture("Q8_0", "UnetLoaderGGUF", DEGREES["ring_2"]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,13 +12,11 @@ import comfy.utils
 import torch
 from comfy.model_patcher import key_param_name_to_key
 
-from ...mapped import Mapped
+from ...mapped import Backup, Mapped
 from ..weights.store import Store
 from ..weights.units import weight_bytes
 
 ALL = 1e32  # bytes: more than any device has
-
-Backup = namedtuple("Backup", ["weight", "inplace_update"])  # as ComfyUI's, which has no name
 
 
 @dataclass(frozen=True, eq=False)
