@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 
+REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements.txt"
 # Imported when asked for: each wants other packages.
 COMMANDS = {
     "demo": ".demo.run",
@@ -16,4 +18,11 @@ COMMANDS = {
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
         sys.exit(f"usage: python -m parallel_runtime {{{','.join(COMMANDS)}}} [--help]")
-    sys.exit(importlib.import_module(COMMANDS[sys.argv[1]], __package__).main(sys.argv[2:]))
+    try:
+        command = importlib.import_module(COMMANDS[sys.argv[1]], __package__)
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("torch", "diffusers", "safetensors"):
+            raise
+        install = f"{sys.executable} -m pip install torch -r {REQUIREMENTS}"
+        sys.exit(f"{missing.name} is not installed for {sys.executable}. What is needed: {install}")
+    sys.exit(command.main(sys.argv[2:]))
