@@ -115,6 +115,8 @@ class Residence:
         if choice not in ("auto", way.storage.mode):
             why = "one worker has nobody to share with" if case.allows("offload") else "it has no blocks to fetch"
             log.info("[CP] weights %s: %s, so %s is whole", choice, why, case.work.figures.name)
+        if way.rows and prompts > 1:
+            log.info("[CP] prompts are evaluated one by one: there is no memory for %d together", prompts)
         return way
 
     def case(self, group: WorkerGroup, spec: ModelSpec, work: Work, degrees: Parallelism) -> Case:

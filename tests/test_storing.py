@@ -83,6 +83,17 @@ def test_a_network_without_blocks_is_whole_or_refused():
         decide("auto", asked)
 
 
+def test_what_a_setting_has_limited_names_the_setting_and_numbers_that_say_something():
+    asked = case(24.0)
+    tiny = replace(QWEN, blocks=(), weight_bytes=28 << 20)
+    limited = replace(asked.capacity, device_bytes=4 << 20, limited_by="CP_MEMORY_GIB")
+    asked = replace(asked, work=replace(asked.work, figures=tiny), capacity=limited)
+    with pytest.raises(
+        Refused, match=r"28\.0 MiB of weights.*3\.7 MiB of its device \(CP_MEMORY_GIB says so\).*or raise CP_"
+    ):
+        decide("auto", asked)
+
+
 def test_asked_for_by_name_as_little_is_held_as_can_be():
     for mode in ("shard", "offload"):
         assert decide(mode, case(None)).storage == Storage(mode=mode, resident=0)

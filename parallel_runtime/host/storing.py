@@ -18,10 +18,14 @@ MODES: tuple[WeightsMode, ...] = ("offload", "shard")  # where alike the first: 
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What a worker may take of its device, and the workers of a machine together of main memory; None: no limit."""
+    """What a worker may take of its device, and the workers of a machine together of main memory; None: no limit.
+
+    `limited_by` names the setting that says so, where it is not what is free.
+    """
 
     device_bytes: int | None = None
     host_bytes: int | None = None
+    limited_by: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,13 +140,19 @@ def _hardly_better(best: Storage, before: Storage, case: Case) -> bool:
 def _too_large(case: Case) -> str:
     ways = [case.prospect(Storage(mode=mode)) for mode in MODES if case.allows(mode)] or [case.prospect(Storage())]
     least, figures = min(way.held_bytes + case.beside_bytes(way) for way in ways), case.work.figures
-    host = case.capacity.host_bytes
+    host, limit = case.capacity.host_bytes, case.capacity.limited_by
     return (
-        f"{figures.name} does not fit: {figures.weight_bytes / GIB:.1f} GiB of weights, and for this picture "
-        f"{activation_bytes(case.work, case.degrees) / GIB:.1f} GiB beside them on each device. A worker needs "
-        f"{least / GIB:.1f} GiB at least, and may take {USABLE * (case.capacity.device_bytes or 0) / GIB:.1f} GiB of "
-        f"its device{'' if host is None else f'; {host / GIB:.1f} GiB of main memory are free'}. {_way_out(case)}"
+        f"{figures.name} does not fit: {_size(figures.weight_bytes)} of weights, and for this picture "
+        f"{_size(activation_bytes(case.work, case.degrees))} beside them on each device. A worker needs "
+        f"{_size(least)} at least, and may take {_size(USABLE * (case.capacity.device_bytes or 0))} of "
+        f"its device{f' ({limit} says so)' if limit else ''}"
+        f"{'' if host is None else f'; {_size(host)} of main memory are free'}. {_way_out(case)}"
+        f"{f', or raise {limit}' if limit else ''}"
     )
+
+
+def _size(count: float) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
 
 
 def _way_out(case: Case) -> str:
