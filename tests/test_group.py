@@ -159,7 +159,8 @@ def test_two_hundred_requests_leave_nothing_in_host_and_workers(pair, flux):
     for seed in range(200):
         samples(pair, flux, ULYSSES, steps=1, seed=seed)
     for was, now in zip(before, held(), strict=True):
-        assert (now.descriptors, now.threads) == (was.descriptors, was.threads)
+        assert now.descriptors <= was.descriptors
+        assert now.threads <= was.threads
         assert now.memory_mb - was.memory_mb < 8
 
 

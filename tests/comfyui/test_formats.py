@@ -58,7 +58,7 @@ def native(server_of_files: Server) -> Callable[..., Tensor]:
     return functools.cache(lambda *what: latent_of(server_of_files.client.run(picture(*what))))
 
 
-@pytest.mark.sweep(one_in=6)
+@pytest.mark.sweep(one_in=11)
 @pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("degrees", DEGREES_AND_BARS)
@@ -69,7 +69,7 @@ def test_a_file_of_any_format_is_sampled_as_ksampler_does(
     check(got, native(name, "default", lora), name, degrees)
 
 
-@pytest.mark.sweep(one_in=6)
+@pytest.mark.sweep(one_in=11)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("sampler", ["CPSampler", "KSampler"])
 def test_cp_load_diffusion_model_reads_it_too(
@@ -91,7 +91,7 @@ def test_the_loaders_weight_dtype_counts(
     check(got, native(name, weight_dtype, False), name, "ring_2")
 
 
-@pytest.mark.sweep(one_in=6)
+@pytest.mark.sweep(one_in=11)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_checkpoint_of_any_format_too(server_of_files: Server, name: str) -> None:
     graphs = [sampling_graph(JOB, "KSampler"), sampling_graph(JOB, "CPSampler", DEGREES["ring_2"])]

@@ -61,7 +61,7 @@ def picture(kind: str, loader: str, parallel: Parallel | None, *, lora: bool = F
     return graph
 
 
-@pytest.mark.sweep(one_in=3)
+@pytest.mark.sweep(one_in=7)
 @pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("degrees", "bar"), [("ring_2", 1e-5), ("1_worker", 1e-6)])
@@ -74,7 +74,7 @@ def test_a_gguf_file_is_sampled_as_with_the_packs_own_loader(
     assert apart(got, native) <= bar
 
 
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep(one_in=5)
 @pytest.mark.parametrize("mode", ["shard", "offload"])
 @pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])

@@ -117,7 +117,7 @@ def test_two_advanced_samplers_in_a_row_are_the_native_pair(server: Server) -> N
     assert apart(ours, native) <= BAR
 
 
-@pytest.mark.sweep(one_in=5)
+@pytest.mark.sweep(one_in=7)
 @pytest.mark.parametrize("output", [0, 1], ids=["output", "denoised_output"])
 @pytest.mark.parametrize("guider", GUIDERS)
 def test_a_custom_run_is_the_native_one_with_every_guider(server: Server, guider: str, output: int) -> None:
@@ -146,7 +146,7 @@ def on_the_loader(graph: Graph, job: Job, parallel: Parallel | None = None) -> G
     return graph
 
 
-@pytest.mark.sweep(one_in=5)
+@pytest.mark.sweep(one_in=7)
 @pytest.mark.parametrize("family", ["flux_dev", "flux_schnell", "wan_t2v"])
 @pytest.mark.parametrize("sampler", ["KSampler", "CPSampler"])
 def test_a_model_without_weights_samples_like_one_with_them(server: Server, family: str, sampler: Any) -> None:

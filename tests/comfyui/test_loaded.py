@@ -75,7 +75,7 @@ PATCHED = [
 ]  # fmt: skip
 
 
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize("node", PATCHED, ids=str)
 def test_comfyuis_own_code_inside_blocks_goes_along_with_each_evaluation(server: Server, node: Node) -> None:
     native = latent_of(server.client.run(graph(FLUX, node, loaded=False)))
@@ -90,7 +90,7 @@ REFUSED: list[tuple[str, Node]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize(("name", "refused"), REFUSED, ids=lambda value: str(value))
 def test_what_changes_the_network_is_refused_by_name_with_the_way_out(server: Server, name: str, refused: Node) -> None:
     with pytest.raises(NodeError, match=f"{name}.*(remove it|set both to 0)"):

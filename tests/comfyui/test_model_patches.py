@@ -79,13 +79,13 @@ def name_of(value: Job | tuple[Node, ...]) -> str:
     return value.family if isinstance(value, Job) else "+".join(map(str, value))
 
 
-@pytest.mark.sweep(one_in=4)
+@pytest.mark.sweep(one_in=7)
 @pytest.mark.parametrize(("job", "nodes"), HONOURED, ids=name_of)
 def test_sampling_maths_on_the_model_gives_ksamplers_latent(server: Server, job: Job, nodes: tuple[Node, ...]) -> None:
     check(server, job, nodes, RING_2)
 
 
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize("strength", [1.0, 0.5])
 def test_differential_diffusion_follows_the_greys_of_the_mask(server: Server, strength: float) -> None:
     latents = []
@@ -103,7 +103,7 @@ def test_differential_diffusion_follows_the_greys_of_the_mask(server: Server, st
     assert apart(plain, native) > 100 * BAR
 
 
-@pytest.mark.sweep(one_in=7)
+@pytest.mark.sweep(one_in=11)
 @pytest.mark.parametrize("job", [LONG, replace(WAN, steps=16)], ids=["flux_dev", "wan_t2v"])
 @pytest.mark.parametrize("kind", ["EasyCache", "LazyCache"])
 @pytest.mark.parametrize("degrees", ["1_worker", "ring_2", "ulysses_2"])
@@ -113,7 +113,7 @@ def test_a_step_cache_skips_the_steps_that_it_skips_in_comfyui(
     check(server, job, (step_cache(kind),), DEGREES[degrees])
 
 
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize("kind", ["EasyCache", "LazyCache"])
 def test_a_step_cache_decides_the_same_where_the_prompts_are_shared_out(server: Server, kind: str) -> None:
     nodes = (step_cache(kind),)
@@ -133,7 +133,7 @@ def test_what_lies_on_the_model_is_as_fresh_in_every_run(server: Server) -> None
     assert apart(plain, want) <= BAR
 
 
-@pytest.mark.sweep(one_in=3)
+@pytest.mark.sweep(one_in=5)
 @pytest.mark.parametrize("name", ["os:system", "comfy.utils:os.system", "comfy.utils:torch.load", "comfyx.a:b"])
 def test_a_worker_makes_nothing_that_is_not_comfyuis(comfy: ComfyInstall, name: str) -> None:
     code = (

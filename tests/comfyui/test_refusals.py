@@ -40,7 +40,7 @@ def test_a_device_list_that_is_none_is_refused_with_the_value_found(server: Serv
     assert server.children() == before
 
 
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize(
     ("shape", "says"),
     [
@@ -64,7 +64,7 @@ def test_conditioning_of_another_model_is_refused_with_both_widths(server: Serve
         server.client.run(graph)
 
 
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize("consumer", ["CPSampler", "CPPlan"])
 @pytest.mark.parametrize(
     ("spec", "says"),

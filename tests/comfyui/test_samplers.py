@@ -51,7 +51,7 @@ SIGMAS: dict[str, Graph] = {
 }
 
 
-@pytest.mark.sweep(one_in=4)
+@pytest.mark.sweep(one_in=7)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_every_sampler_node_keeps_its_settings(server: Server, name: str) -> None:
     job = WAN if name in ("SamplerDPMPP_3M_SDE", "SamplerSEEDS2") else FLUX
@@ -64,7 +64,7 @@ def test_every_guider_keeps_its_settings(server: Server, name: str) -> None:
     check(server, guided)
 
 
-@pytest.mark.sweep(one_in=5)
+@pytest.mark.sweep(one_in=7)
 @pytest.mark.parametrize("name", SIGMAS)
 @pytest.mark.parametrize("noise", ["RandomNoise", "DisableNoise"])
 def test_every_schedule_is_followed(server: Server, name: str, noise: str) -> None:
@@ -84,7 +84,7 @@ def test_every_schedule_is_followed(server: Server, name: str, noise: str) -> No
     assert apart(ours, native) <= max(BAR, AMPLIFIED * apart(one_ulp, native)), "FlipSigmas begins by dividing by 1e-4"
 
 
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize("guidance", ["VideoLinearCFGGuidance", "VideoTriangleCFGGuidance"])
 def test_guidance_that_changes_over_a_video_is_followed(server: Server, guidance: str) -> None:
     graphs = [custom(WAN, side, GUIDERS["CFGGuider"], ALGORITHMS["KSamplerSelect"], 0) for side in SIDES.values()]

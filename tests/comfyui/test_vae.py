@@ -39,13 +39,13 @@ WITH_THREE = [
 ]
 
 
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize(("file", "shape"), DECODES)
 def test_decodes_the_same_pictures(vaes: Server, file: str, shape: str) -> None:
     assert both(vaes, decoding, file, shape, TWO) <= BAR
 
 
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize(("file", "shape"), ENCODES)
 def test_encodes_the_same_latents(vaes: Server, file: str, shape: str) -> None:
     assert both(vaes, encoding, file, shape, TWO) <= BAR
@@ -208,7 +208,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize(("file", "over_workers", "says"), PLANS)
 def test_the_plan_has_a_line_for_the_decode(vaes: Server, file: str, over_workers: bool, says: str) -> None:
     graph = sampling_graph(Job(family="wan_t2v", size=(10, 12)), "CPSampler", TWO)
@@ -238,7 +238,7 @@ def test_a_latent_of_another_model_is_comfyuis_own_error_and_workers_live(
     assert vaes.workers() == before
 
 
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize(("make", "file", "shape"), WITH_THREE)
 def test_three_workers_make_the_same(vaes: Server, make: Any, file: str, shape: str) -> None:
     assert both(vaes, make, file, shape, THREE) <= BAR

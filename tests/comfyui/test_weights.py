@@ -86,7 +86,7 @@ def replicated(shared_server: Server) -> Callable[..., Tensor]:
 
 
 @pytest.mark.usefixtures("files")
-@pytest.mark.sweep(one_in=24)
+@pytest.mark.sweep(one_in=47)
 @pytest.mark.parametrize("lora", [0.0, 0.8], ids=["plain", "lora"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FORMATS)
@@ -100,7 +100,7 @@ def test_the_bits_are_those_of_whole_weights(
 
 
 @pytest.mark.usefixtures("files")
-@pytest.mark.sweep(one_in=3)
+@pytest.mark.sweep(one_in=5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "int8_convrot", "fp8_e5m2", "fp8_mixed", "scaled_fp8_old"])
 def test_weights_of_any_format_travel_as_bytes(
@@ -171,7 +171,7 @@ OTHERS: dict[str, Callable[[Parallel], Graph]] = {
 }
 
 
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_changes_weights_or_skips_blocks_does_so_to_the_bit(server: Server, name: str, mode: str) -> None:
@@ -179,7 +179,7 @@ def test_what_changes_weights_or_skips_blocks_does_so_to_the_bit(server: Server,
     assert torch.equal(fetched, whole)
 
 
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", ["unload", "offload"])
 def test_a_model_that_has_gone_comes_back_the_same(server: Server, policy: str, mode: str) -> None:
@@ -230,18 +230,15 @@ def test_two_models_take_turns_without_loading(server: Server, mode: str) -> Non
 
 
 def test_auto_goes_by_what_a_worker_may_take_and_refuses_with_numbers(comfy: ComfyInstall) -> None:
-    """A file of 28 MiB, and a worker that may take 24, and 4."""
+    """A file of 28 MiB, and a worker that may take 24."""
+    sentence = r"FLUX does not fit: 2\d.\d MiB .*(fp8|workers|pixels|smaller).*CP_MEMORY_GIB"
+    with running_server(comfy, env={"CP_MEMORY_GIB": str(24 / 1024)}) as server:
 
-    def run(gib: float, mode: str) -> tuple[Tensor, list[tuple[float, float]]]:
-        with running_server(comfy, env={"CP_MEMORY_GIB": str(gib)}) as server:
-            latent = latent_of(server.client.run(sampling_graph(JOB, "CPSampler", in_two(mode))))
-            return latent, held(server)
+        def sampled(mode: str, job: Job = JOB) -> Tensor:
+            return latent_of(server.client.run(sampling_graph(job, "CPSampler", in_two(mode))))
 
-    whole, _ = run(24 / 1024, "replicate")
-    latent, shares = run(24 / 1024, "auto")
-    assert torch.equal(latent, whole)
-    assert max(share for share, _ in shares) < 0.9, "it did not fit as a whole"
-    with pytest.raises(
-        NodeError, match=r"FLUX does not fit: \d\d.\d MiB of weights.*(fp8|workers|pixels|smaller).*raise CP_MEMORY_GIB"
-    ):
-        run(4 / 1024, "auto")
+        assert torch.equal(sampled("auto"), sampled("replicate"))
+        sampled("auto", replace(JOB, seed=8))
+        assert max(share for share, _ in held(server)) < 0.9, "it did not fit as a whole"
+        with pytest.raises(NodeError, match=sentence):
+            sampled("auto", replace(JOB, size=(256, 256)))
