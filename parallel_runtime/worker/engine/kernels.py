@@ -53,8 +53,6 @@ def attend(
     function = _AttentionBackendRegistry._backends[_BACKENDS_OF_DIFFUSERS["native" if native else backend]]
     if backend == "sage":  # reads other memory than it should through views (huggingface/diffusers#13506)
         query, key, value = (tensor.contiguous() for tensor in (query, key, value))
-    if query.device.type == "cpu":
-        query, key, value = map(_head_by_head, (query, key, value))
     return function(query=query, key=key, value=value, attn_mask=mask, scale=scale)
 
 
@@ -123,7 +121,6 @@ def _fits_flash(query: Tensor) -> bool:
 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    q, k, v = map(_head_by_head, (q, k, v))
     out, lse = _FLASH_FOR_CPU(*_heads_first(q, k, v), 0.0, False, attn_mask=bias, scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
 
@@ -184,11 +181,6 @@ def _of_diffusers(
 
 def _heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-
-
-def _head_by_head(tensor: Tensor) -> Tensor:
-    """With the tokens of a head side by side: a CPU reads them again and again, and a copy costs less than strides."""
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _aligned(bias: Tensor) -> Tensor:
