@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 import comfy.model_management
@@ -14,7 +13,6 @@ from ..parallel_runtime.host.storing import GIB, Capacity
 from ..parallel_runtime.specs import Placement
 
 LIMIT = "CP_MEMORY_GIB"  # of its device that a worker may take; without it what is free, and on the CPU anything
-
 MOST = 2.0**20  # GiB: more than any device has
 
 
@@ -22,7 +20,7 @@ def capacity_for(placement: Placement, link: Link | None, taken: int = 0) -> Cap
     """The least that any worker of the group finds; `taken` of main memory are the workers' already."""
     host = min(link.host_free_bytes) - taken if link and link.host_free_bytes else None
     if limit := number_from(LIMIT, 0.0, "number of GiB"):
-        return Capacity(device_bytes=math.floor(min(limit, MOST) * GIB), host_bytes=host, limited_by=LIMIT)
+        return Capacity(device_bytes=int(min(limit, MOST) * GIB), host_bytes=host, limited_by=LIMIT)
     if placement.devices[0] == "cpu":
         return Capacity(host_bytes=host)
     here = [free_bytes(torch.device(device)) // sharing for device, sharing in Counter(placement.devices).items()]

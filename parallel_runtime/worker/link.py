@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -54,9 +55,11 @@ def free_bytes(device: torch.device) -> int:
 
 
 def give_back_cache(device: torch.device) -> None:
-    """Memory that PyTorch keeps for later looks taken to other processes on the device, as ComfyUI's."""
+    """Memory that PyTorch or the C library keeps for later looks taken to other processes, as ComfyUI's."""
     if device.type != "cpu":
         torch.accelerator.empty_cache()
+    elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc has it
+        trim(0)
 
 
 def _best(run: Callable[[], Tensor | list[Tensor]], device: torch.device) -> float:

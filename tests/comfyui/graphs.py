@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -95,6 +96,18 @@ def with_attention_patch(graph: Graph) -> Graph:
 
 def with_control_net(graph: Graph) -> Graph:
     return _before_the_sampler(graph, "positive", "CPTestControl", into="conditioning")
+
+
+def with_loras(graph: Graph, stack: Sequence[tuple[str, float]]) -> Graph:
+    """The files of `stack`, each with its strength, one after the other on what the sampler samples with."""
+    for index, (name, strength) in enumerate(stack):
+        graph[f"lora_{index}"] = lora_node(graph["sampler"]["inputs"]["model"], name, strength)
+        graph["sampler"]["inputs"]["model"] = [f"lora_{index}", 0]
+    return graph
+
+
+def lora_node(model: list[Any], name: str, strength: float) -> dict[str, Any]:
+    return _node("LoraLoaderModelOnly", model=model, lora_name=name, strength_model=strength)
 
 
 def longer(job: Job, *, steps: int) -> Job:

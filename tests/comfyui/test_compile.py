@@ -49,15 +49,15 @@ def test_what_is_on_the_model_is_compiled_in_the_workers_without_a_break(
 
 
 def test_a_native_sampler_compiles_nothing_in_comfyuis_process(server: Server) -> None:
-    def native(*, compiled: bool) -> Graph:
+    def native(*, asked: bool) -> Graph:
         graph = sampling_graph(FLUX, "KSampler")
         graph["config"] = {"class_type": "CPParallelConfig", "inputs": vars(DEGREES["ring_2"])}
         graph["model"] = {"class_type": "CPLoadDiffusionModel",
                           "inputs": {"unet_name": "flux_dev.safetensors", "cp_config": ["config", 0]}}  # fmt: skip
-        return compiled(graph, "CPTestCompile", backend="aot_eager", fullgraph=True) if compiled else graph
+        return compiled(graph, "CPTestCompile", backend="aot_eager", fullgraph=True) if asked else graph
 
-    eager = latent_of(server.client.run(native(compiled=False)))
-    assert apart(latent_of(server.client.run(native(compiled=True), timeout=MINUTES)), eager) <= EXACT
+    eager = latent_of(server.client.run(native(asked=False)))
+    assert apart(latent_of(server.client.run(native(asked=True), timeout=MINUTES)), eager) <= EXACT
 
 
 @pytest.mark.sweep  # minutes of a C++ compiler

@@ -13,10 +13,10 @@ from torch import Tensor
 from .cases import DEGREES
 from .client import Graph
 from .comfy import ComfyInstall
-from .graphs import Job, Parallel, sampling_graph
+from .graphs import Job, Parallel, sampling_graph, with_loras
 from .latents import apart, latent_of
 from .server import Server
-from .test_kin import link, node, on_the_loader
+from .test_kin import node, on_the_loader
 from .write_formats import FORMATS
 
 JOB = Job(family="flux_dev", cfg=2.0, size=(9, 14), prompt_tokens=(7, 12))
@@ -44,12 +44,7 @@ def file_of(name: str) -> str:
 def picture(name: str, weight_dtype: str, lora: bool, parallel: Parallel | None = None) -> Graph:
     graph = sampling_graph(JOB, "CPSampler" if parallel else "KSampler", parallel)
     graph["model"]["inputs"] |= {"unet_name": file_of(name), "weight_dtype": weight_dtype}
-    if lora:
-        graph["lora"] = node(
-            "LoraLoaderModelOnly", model=link("model"), lora_name="flux_dev.safetensors", strength_model=0.8
-        )
-        graph["sampler"]["inputs"]["model"] = link("lora")
-    return graph
+    return with_loras(graph, [("flux_dev.safetensors", 0.8)] if lora else [])
 
 
 @pytest.fixture(scope="module")

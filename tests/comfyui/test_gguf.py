@@ -13,10 +13,10 @@ from torch import Tensor
 from .cases import DEGREES
 from .client import Graph, NodeError
 from .comfy import ComfyInstall
-from .graphs import Job, Parallel, sampling_graph
+from .graphs import Job, Parallel, sampling_graph, with_loras
 from .latents import apart, latent_of
 from .server import Server, running_server
-from .test_kin import link, node
+from .test_kin import node
 
 JOB = Job(family="flux_dev", cfg=2.0, size=(9, 14), prompt_tokens=(7, 12))
 KINDS = ("F16", "BF16", "Q8_0", "Q5_1", "Q4_0")
@@ -53,12 +53,7 @@ def gguf_server(comfy: ComfyInstall) -> Iterator[Server]:
 def picture(kind: str, loader: str, parallel: Parallel | None, *, lora: bool = False) -> Graph:
     graph = sampling_graph(JOB, "CPSampler" if parallel else "KSampler", parallel)
     graph["model"] = node(loader, unet_name=f"{kind}.gguf")
-    if lora:
-        graph["lora"] = node(
-            "LoraLoaderModelOnly", model=link("model"), lora_name="flux_dev.safetensors", strength_model=0.8
-        )
-        graph["sampler"]["inputs"]["model"] = link("lora")
-    return graph
+    return with_loras(graph, [("flux_dev.safetensors", 0.8)] if lora else [])
 
 
 @pytest.mark.sweep(one_in=7)

@@ -12,7 +12,7 @@ import pytest
 
 from .cases import DEGREES
 from .client import Graph
-from .graphs import Job, Parallel, sampling_graph
+from .graphs import Job, Parallel, sampling_graph, with_loras
 from .latents import apart, latent_of
 from .server import Server
 
@@ -164,11 +164,7 @@ def test_a_lora_on_a_model_without_weights_counts(server: Server) -> None:
         graph = sampling_graph(FLUX, "KSampler")
         if ours:
             on_the_loader(graph, FLUX, DEGREES["ring_2"])
-        graph["lora"] = node(
-            "LoraLoaderModelOnly", model=link("model"), lora_name="flux_dev.safetensors", strength_model=strength
-        )
-        graph["sampler"]["inputs"]["model"] = link("lora")
-        return graph
+        return with_loras(graph, [("flux_dev.safetensors", strength)])
 
     for strength in (1.0, -0.5, 0.0):
         native, ours = (latent_of(server.client.run(graph(strength, ours))) for ours in (False, True))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .cases import DEGREES
 from .client import Graph, NodeError
-from .graphs import Job, Parallel, sampling_graph
+from .graphs import Job, Parallel, lora_node, sampling_graph, with_loras
 from .latents import apart, latent_of
 from .server import Server
 
@@ -217,18 +217,6 @@ def check(server: Server, job: Job, stack: Stack, parallel: Parallel = RING_2) -
 
 def sample(server: Server, job: Job, stack: Stack, parallel: Parallel = RING_2) -> Tensor:
     return latent_of(server.client.run(with_loras(sampling_graph(job, "CPSampler", parallel), stack)))
-
-
-def with_loras(graph: Graph, stack: Stack) -> Graph:
-    for index, (name, strength) in enumerate(stack):
-        graph[f"lora_{index}"] = lora_node(graph["sampler"]["inputs"]["model"], name, strength)
-        graph["sampler"]["inputs"]["model"] = [f"lora_{index}", 0]
-    return graph
-
-
-def lora_node(model: list[Any], name: str, strength: float) -> dict[str, Any]:
-    inputs = {"model": model, "lora_name": name, "strength_model": strength}
-    return {"class_type": "LoraLoaderModelOnly", "inputs": inputs}
 
 
 def lora(server: Server, family: str, rank: int) -> Tensors:

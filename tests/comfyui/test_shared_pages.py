@@ -13,10 +13,9 @@ from safetensors.torch import load_file, save_file
 from .. import tiny
 from .cases import DEGREES
 from .client import Graph
-from .graphs import Job, Parallel, sampling_graph
+from .graphs import Job, Parallel, sampling_graph, with_loras
 from .latents import apart, latent_of
 from .server import Server
-from .test_kin import link, node
 
 JOB = Job(family="flux_dev", steps=1)
 COPIES = 60  # of one block: a file large beside what a worker holds anyway
@@ -33,18 +32,15 @@ def write_large(folder: Path, dtype: torch.dtype) -> Path:
     return path
 
 
-def private_bytes(pid: int) -> int:
+def mapped_bytes(pid: int, *kinds: str) -> int:
+    """What a process maps, of the kinds whose names in /proc's summary begin so."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(kinds))
 
 
 def written_bytes(server: Server) -> int:
     """What the workers hold beside the pages of files: their own memory, and what they share in a memory file once."""
-    total = 0
-    for process in server.workers().values():
-        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
-        total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
-    return total
+    return sum(mapped_bytes(process.pid, "Pss_Anon", "Pss_Shmem") for process in server.workers().values())
 
 
 def write_lora(path: Path) -> None:
@@ -70,9 +66,9 @@ def test_a_worker_holds_less_than_a_tenth_of_the_file_for_itself(server: Server,
     """ComfyUI computes in float32 here: what the file holds in bfloat16 is widened as it is used."""
     path = write_large(server.base / "models" / "diffusion_models", dtype)
     server.client.run(sampling_graph(JOB, "CPSampler", DEGREES["ring_3"]))
-    before = {process.pid: private_bytes(process.pid) for process in server.workers().values()}
+    before = {process.pid: mapped_bytes(process.pid, "Private_") for process in server.workers().values()}
     got = latent_of(server.client.run(graph_of(path.name, "CPSampler")))
-    after = {process.pid: private_bytes(process.pid) for process in server.workers().values()}
+    after = {process.pid: mapped_bytes(process.pid, "Private_") for process in server.workers().values()}
     assert after.keys() == before.keys()
     size = path.stat().st_size
     grown = {pid: (after[pid] - before[pid]) / size for pid in after}
@@ -88,10 +84,7 @@ def test_weights_in_main_memory_are_there_once_for_three_workers(server: Server,
     in_main_memory = replace(DEGREES["ring_3"], weights="offload")
     graph = graph_of(path.name, "CPSampler", in_main_memory)
     if lora:
-        graph["lora"] = node(
-            "LoraLoaderModelOnly", model=link("model"), lora_name="of_large.safetensors", strength_model=0.7
-        )
-        graph["sampler"]["inputs"]["model"] = link("lora")
+        with_loras(graph, [("of_large.safetensors", 0.7)])
     server.client.run(sampling_graph(JOB, "CPSampler", in_main_memory))
     before = written_bytes(server)
     server.client.run(graph)

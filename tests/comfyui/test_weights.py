@@ -17,12 +17,12 @@ from .. import tiny
 from .cases import DEGREES
 from .client import Graph, Interrupted, NodeError
 from .comfy import ComfyInstall
-from .graphs import Job, Parallel, longer, sampling_graph
+from .graphs import Job, Parallel, longer, sampling_graph, with_loras
 from .latents import latent_of
 from .server import Server, running_server
 from .test_compile import compiled
 from .test_foreign import hooked
-from .test_kin import link, node, on_the_loader
+from .test_kin import on_the_loader
 from .test_model_patches import Node, with_nodes
 from .test_step_cache import JOBS, THRESHOLDS
 from .test_wan_pair import pair, wan_pair  # noqa: F401 - a fixture
@@ -66,12 +66,7 @@ def picture(family: str, name: str, lora: float, parallel: Parallel, **options: 
     job = Job(family=family, cfg=2.0, size=(8, 12), prompt_tokens=(7, 12), **{"steps": 2, **options})  # type: ignore[arg-type]
     graph = sampling_graph(job, "CPSampler", parallel)
     graph["model"]["inputs"]["unet_name"] = f"{family}{name and '_'}{name}.safetensors"
-    if lora:
-        graph["lora"] = node(
-            "LoraLoaderModelOnly", model=link("model"), lora_name=f"of_{family}.safetensors", strength_model=lora
-        )
-        graph["sampler"]["inputs"]["model"] = link("lora")
-    return graph
+    return with_loras(graph, [(f"of_{family}.safetensors", lora)] if lora else [])
 
 
 @pytest.fixture(scope="module")
@@ -142,22 +137,14 @@ def test_a_model_stays_loaded_and_its_lora_changes(server: Server, mode: str) ->
     """Strengths there and back: the bits of the first time, loaded once each."""
 
     def run(where: str, strength: float) -> Tensor:
-        return latent_of(server.client.run(with_lora(JOB, in_two(where), strength)))
+        graph = sampling_graph(JOB, "CPSampler", in_two(where))
+        return latent_of(server.client.run(with_loras(graph, [("flux_dev.safetensors", strength)])))
 
     once = {strength: run("replicate", strength) for strength in (0, 1)}
     for strength in (0, 1, 1, 0):
         since = server.log_size()
         assert torch.equal(run(mode, strength), once[strength])
         assert "unloading" not in server.log(since)
-
-
-def with_lora(job: Job, parallel: Parallel, strength: float) -> Graph:
-    graph = sampling_graph(job, "CPSampler", parallel)
-    graph["lora"] = node(
-        "LoraLoaderModelOnly", model=link("model"), lora_name="flux_dev.safetensors", strength_model=strength
-    )
-    graph["sampler"]["inputs"]["model"] = link("lora")
-    return graph
 
 
 OTHERS: dict[str, Callable[[Parallel], Graph]] = {
