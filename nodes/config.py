@@ -47,7 +47,7 @@ class CPParallelConfig(io.ComfyNode):
                 ),
                 io.Int.Input(
                     "ulysses_degree", default=0, min=0, max=64,
-                    tooltip="Workers that swap tokens for attention heads. Fastest on NVLink; at most one worker per "
+                    tooltip="Workers that swap tokens for attention heads. Meant for NVLink; at most one worker per "
                     "head. 0 = auto. Workers in all: the product of the degrees.",
                 ),
                 io.Combo.Input(
@@ -61,7 +61,8 @@ class CPParallelConfig(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "attention_backend", options=list(get_args(AttentionBackend)), default="auto", advanced=True,
-                    tooltip="The attention kernel of each worker, by diffusers' name. auto = PyTorch's best.",
+                    tooltip="The attention kernel of each worker, by diffusers' name. auto = ComfyUI's own attention; "
+                    "for a ring's blocks the fastest of PyTorch's, by a race.",
                 ),
                 io.Combo.Input(
                     "dtype", options=list(get_args(DtypeChoice)), default="auto", advanced=True,
@@ -84,7 +85,8 @@ class CPParallelConfig(io.ComfyNode):
                 io.Float.Input(
                     "step_cache", default=0.0, min=0.0, max=1.0, step=0.01, round=0.001, advanced=True, optional=True,
                     tooltip="Where the first block of the model changes by less than this share from one evaluation "
-                    "to the next, the other blocks are skipped. Faster, not exact; 0.05 to 0.1 is common. 0 = off.",
+                    "to the next, the other blocks are skipped. Faster, not exact; 0.05 to 0.1 is common. 0 = off. "
+                    "Refused where no plan cuts the network, or the loop stays in ComfyUI.",
                 ),
                 io.Combo.Input(
                     "after_sampling", options=list(get_args(AfterSampling)), default="keep", advanced=True,
@@ -115,7 +117,7 @@ class CPParallelConfig(io.ComfyNode):
                     "minutes; a new size may compile again. Torch Compile Model on the MODEL does the same.",
                 ),
             ],
-            outputs=[CPConfig.Output(display_name="cp_config", tooltip="For a CP Sampler.")],
+            outputs=[CPConfig.Output(display_name="cp_config", tooltip="For the CP nodes.")],
         )  # fmt: skip
 
     @classmethod

@@ -9,6 +9,7 @@ import comfy.model_management
 import comfy.samplers
 import torch
 from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
 from torch import Tensor, nn
 
 from ..parallel_runtime.blocks import blocks_of
@@ -38,6 +39,7 @@ class Source:
     network: nn.Module
     plan: Network | None
     figures: Figures
+    together: bool  # something on MODEL sees every prompt and image at once: they cannot be shared out
 
     def tokens(self, latent_shape: tuple[int, ...], text: int) -> dict[str, int]:
         """Of each stream, for a latent [B, C, (T,) H, W] and a prompt of `text` tokens."""
@@ -72,6 +74,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
         weights=describe_weights(model),
         network=network,
         plan=plan,
+        together=bool(model.get_all_wrappers(WrappersMP.DIFFUSION_MODEL)) or any(_patches(model).values()),
         figures=Figures(
             name=plan.name if plan else " with ".join([type(network).__name__, *whole_only]),
             divisible=plan is not None,

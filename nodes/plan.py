@@ -52,7 +52,10 @@ class CPPlan(io.ComfyNode):
             ],
             outputs=[
                 io.String.Output(display_name="report", tooltip="The text that the node shows."),
-                CPConfig.Output(display_name="cp_config", tooltip="A config that works, for a CP Sampler."),
+                CPConfig.Output(
+                    display_name="cp_config",
+                    tooltip="The config given, its degrees written out; an automatic one where it cannot work.",
+                ),
             ],
             is_output_node=True,
         )  # fmt: skip
@@ -67,25 +70,26 @@ class CPPlan(io.ComfyNode):
         cfg: float = 8.0,
         vae: Any = None,
     ) -> io.NodeOutput:
-        text, recommended = explain(model, latent_image, positive, requested(cp_config), cfg, vae)
-        return io.NodeOutput(text, recommended, ui=view(text, recommended))
+        text, recommended, way = explain(model, latent_image, positive, requested(cp_config), cfg, vae)
+        return io.NodeOutput(text, recommended, ui=view(text, recommended, way))
 
 
 def explain(
     model: Any, latent: dict[str, Any], positive: list, request: ParallelRequest, cfg: float, vae: Any = None
-) -> tuple[str, ParallelRequest]:
-    """The report, and a config that works: the one asked for if it does, else the automatic one."""
+) -> tuple[str, ParallelRequest, Prospect | None]:
+    """The report; the config asked for with its degrees, or an automatic one where it cannot work; the weights' place."""
     try:
         source = describe_model(model, request)
     except Refused as refused:
-        return f"This MODEL cannot run in the workers: {refused}", request
+        return f"This MODEL cannot run in the workers: {refused}", request, None
     guided = not math.isclose(cfg, 1.0)
+    apart = guided and not source.together
     subject, figures = subject_of(model, source, latent, positive, request, guided=guided), source.figures
     trouble = ""
     try:
-        degrees, placement = plan_for(figures, request, guided=guided, work=subject.work)
+        degrees, placement = plan_for(figures, request, guided=apart, work=subject.work)
     except Refused as refused:
-        request, degrees, placement = instead(figures, request, guided, subject.work)
+        request, degrees, placement = instead(figures, request, apart, subject.work)
         trouble = f"The CP Parallel Config cannot work: {refused}.\nWith the degrees on auto"
         trouble += f" and devices {request.devices!r}:\n" if request.devices else ":\n"
     link = measured_link(placement)
@@ -108,7 +112,7 @@ def explain(
         subject, degrees, placement, guided=guided, automatic=automatic, link=link, way=way, decode=decode,
         races=kernel_races(placement),
     )  # fmt: skip
-    return trouble + text, recommended
+    return trouble + text, recommended, way
 
 
 def instead(
@@ -143,4 +147,4 @@ def subject_of(
         f"computed in {computed}."
     )
     work = source.work(shape, text, prompts=2 if guided else 1, cached=request.step_cache > 0)
-    return Subject(model=title, latent=shape, tokens=source.tokens(shape, text), work=work)
+    return Subject(model=title, latent=shape, tokens=source.tokens(shape, text), work=work, together=source.together)

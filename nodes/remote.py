@@ -138,13 +138,14 @@ class RemoteSampling:
     ) -> Tensor:
         spec, figures = self.source.spec, self.source.figures
         guided = is_guided(guider)
-        _, placement = plan_for(figures, self.request, guided=guided)
+        degrees = partial(plan_for, figures, self.request, guided=guided and not self.source.together)
+        _, placement = degrees()
         check = comfy.model_management.throw_exception_if_processing_interrupted
         prompts = 2 if guided else 1
         work = self.source.work(shape, _text_tokens(guider), prompts=prompts, cached=self.request.step_cache > 0)
         watcher = Watcher(callback, guider.model_patcher.load_device)
         with borrowed_group(placement, comfy_setup(), check) as group:
-            parallelism, _ = plan_for(figures, self.request, guided=guided, work=work)
+            parallelism, _ = degrees(work=work)
             prompts = -(-sum(map(len, guider.conds.values())) // parallelism.cfg_degree)
             case = residence.case(group, spec, work, parallelism)
             way = residence.decide(group, spec, self.request.weights, case, prompts)

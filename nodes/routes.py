@@ -18,6 +18,7 @@ from ..parallel_runtime.host.runtime import restart_group, resting_group, status
 from ..parallel_runtime.host.status import BUSY
 from ..parallel_runtime.specs import ParallelRequest
 from .ahead import ANY_HEADS
+from .remote_vae import residence as vaes
 from .residence import residence
 from .status import everything
 from .workers import comfy_setup, gpu_kind, visible_gpus
@@ -112,7 +113,7 @@ def _request(values: Any) -> ParallelRequest:
 
 def _free() -> list[str] | None:
     with resting_group() as group:
-        return None if group is None else residence.give_back_all()
+        return None if group is None else [*residence.give_back_all(), *vaes.give_back_all()]
 
 
 def _no(reason: str, code: int = 409) -> web.Response:

@@ -162,6 +162,11 @@ class VAESpec:
     witness: str
 
     @property
+    def title(self) -> str:
+        """For people."""
+        return f"VAE {self.kind}"
+
+    @property
     def unpatched(self) -> VAESpec:
         """What is loaded, as ModelSpec has it."""
         return self

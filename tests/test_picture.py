@@ -33,6 +33,7 @@ def test_weights_are_whole_unless_they_are_sharded():
     sharded = [part.weights for part in parts(degrees, placement, sharded=True)]
     assert covered(sharded[:2])
     assert covered(sharded[2:]), "each half of the workers has all of them"
+    assert {part.weights for part in parts(degrees, placement, held=0.25)} == {(0, 0.25)}, "the rest is fetched"
 
 
 def test_ranks_of_other_machines_are_shown_too():

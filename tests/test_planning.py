@@ -170,3 +170,10 @@ def test_a_step_cache_that_cannot_be_is_refused_by_name(network, threshold, says
 def test_a_list_of_thousands_of_workers_is_refused():
     with pytest.raises(Refused, match="10000 are listed, and 64 workers a machine are the most"):
         plan(ParallelRequest(devices=",".join(["cpu"] * 10000)), heads=24, gpus=0)
+
+
+@pytest.mark.parametrize(("guided", "shape"), [(True, (1, 2, 1, 1)), (False, (2, 1, 1, 1))])
+def test_where_no_plan_cuts_the_sequence_one_prompt_leaves_the_rows_of_its_batch(guided, shape):
+    degrees, placement = plan(ParallelRequest(), heads=1, gpus=4, guided=guided, whole="UNet")
+    assert degrees.shape == shape
+    assert placement.devices == ("cuda:0", "cuda:1"), "the same workers for both"

@@ -65,8 +65,14 @@ def test_the_registry_can_read_the_project():
     assert (ROOT / about["license"]["file"]).is_file()
     assert {"Operating System :: POSIX :: Linux", "Environment :: GPU :: NVIDIA CUDA"} <= set(about["classifiers"])
     assert about["dependencies"] == REQUIREMENTS
-    assert PROJECT["tool"]["comfy"]["requires-comfyui"]
+    oldest = re.search(r'^OLDEST = "(.+)"', (ROOT / "__init__.py").read_text(), re.MULTILINE)
+    assert PROJECT["tool"]["comfy"]["requires-comfyui"] == f">={oldest[1]}"
     assert 'width="400" height="400"' in (ROOT / "web" / "icon.svg").read_text(), "the registry takes no larger one"
+
+
+def test_what_the_registry_leaves_out_is_not_needed_by_the_readmes_commands():
+    left_out = (ROOT / ".comfyignore").read_text().split()
+    assert not [place for place in left_out if place.startswith(("tests", ".ci", "parallel_runtime"))]
 
 
 def test_ci_runs_what_the_readme_tells_and_a_release_is_looked_at_first():

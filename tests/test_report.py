@@ -6,7 +6,8 @@ import pytest
 
 from parallel_runtime.host.cost import Figures
 from parallel_runtime.host.report import Subject, report
-from parallel_runtime.specs import Parallelism, Placement
+from parallel_runtime.host.storing import Prospect
+from parallel_runtime.specs import Parallelism, Placement, Storage
 from parallel_runtime.wire.messages import Beat, decode, encode
 from parallel_runtime.wire.readings import Race, Readings
 
@@ -14,10 +15,11 @@ RACE = Race("2304 queries x 2304 keys, 24 heads of 128, bfloat16", ("_native_cud
 WORK = Figures(name="FLUX", heads=24, layers=57, width=3072, weights=10, weight_bytes=20, item_bytes=2).work(1, 4608)
 
 
-def words(**degrees: int) -> str:
-    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096, "text": 512}, work=WORK)
+def words(*, guided: bool = False, together: bool = False, way: Prospect | None = None, **degrees: int) -> str:
+    tokens = {"image": 4096, "text": 512}
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens=tokens, work=WORK, together=together)
     placement = Placement(devices=("cuda:0", "cuda:1"))
-    return report(subject, Parallelism(**degrees), placement, guided=False, automatic=False, races=[RACE])
+    return report(subject, Parallelism(**degrees), placement, guided=guided, automatic=False, way=way, races=[RACE])
 
 
 def test_the_kernel_that_won_is_named_with_its_time_and_that_of_the_loser() -> None:
@@ -36,3 +38,16 @@ def test_where_nothing_races_nothing_is_said(degrees: dict) -> None:
 def test_a_race_comes_through_with_the_other_readings() -> None:
     beat = Beat(3, None, Readings(1, 2, races=(RACE,)))
     assert decode(encode(beat)) == beat
+
+
+def test_cfg_degree_2_is_advised_where_it_would_gain_and_only_there() -> None:
+    advice, sharded = "cfg_degree 2 would exchange less", Prospect(storage=Storage(mode="shard"), held_bytes=10)
+    assert advice in words(ulysses_degree=2, guided=True)
+    assert advice not in words(ulysses_degree=2, guided=False)
+    assert advice not in words(ulysses_degree=2, guided=True, together=True)
+    assert advice not in words(ulysses_degree=2, guided=True, way=sharded), "each half would have its own weights"
+
+
+def test_what_sees_all_prompts_at_once_is_told() -> None:
+    assert "so all workers share the tokens of both" in words(ulysses_degree=2, guided=True, together=True)
+    assert "data_degree 2 gains nothing" in words(data_degree=2, guided=True, together=True)

@@ -3,7 +3,7 @@
 import { app } from "../../scripts/app.js";
 import { element } from "./elements.js";
 import { openPanel } from "./panel.js";
-import { follow, now as current } from "./status.js";
+import { WORKING, follow, now as current } from "./status.js";
 import { say } from "./words.js";
 
 const SECONDS = 1000;
@@ -18,7 +18,7 @@ export function startNotices() {
       mourning = true;
       const title = before.state === "starting" ? say("toast.unstarted") : say("toast.died");
       setTimeout(() => tell("error", title, cause || current().reason, 20 * SECONDS), CAUSE_MILLISECONDS);
-    } else if (mourning && ["idle", "sampling", "loading"].includes(now.state)) {
+    } else if (mourning && ["idle", "loading", ...WORKING].includes(now.state)) {
       mourning = false;
       tell("success", say("toast.recovered"), say("toast.recovered.detail"), 5 * SECONDS);
     }

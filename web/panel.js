@@ -5,7 +5,7 @@ import { app } from "../../scripts/app.js";
 import { diagnostics, copyText } from "./diagnostics.js";
 import { element, write } from "./elements.js";
 import { rankCard } from "./rank.js";
-import { BUSY, follow, now } from "./status.js";
+import { BUSY, WORKING, follow, now } from "./status.js";
 import { say } from "./words.js";
 
 /** @typedef {import("./status.js").Status} Status */
@@ -99,7 +99,7 @@ function fill(place) {
 function showHead(parts, status) {
   parts.dot.dataset.state = status.state;
   write(parts.state, inWords(status));
-  parts.progress.hidden = !["loading", "sampling"].includes(status.state) || (status.state === "sampling" && !status.steps);
+  parts.progress.hidden = status.state !== "loading" && !(WORKING.includes(status.state) && status.steps);
   parts.progress.value = status.state === "loading" ? status.loaded : status.step / (status.steps || 1);
   const hints = { none: say("none.hint"), cancelled: say("cancelled.hint"), died: say("died.hint") };
   const hint = hints[/** @type {keyof hints} */ (status.state)] ?? "";

@@ -6,13 +6,14 @@ import { api } from "../../scripts/api.js";
  * @typedef {{model: string, resident: number, fetched: number}} Holding
  * @typedef {{rank: number, device: string, machine: string, loaded: number, used_bytes: number | null,
  *   total_bytes: number | null, step_seconds: number | null, waited_seconds: number | null, weights: Holding[]}} Rank
- * @typedef {"none" | "starting" | "loading" | "sampling" | "cancelling" | "cancelled" | "idle" | "died"
- *   | "unknown"} State
+ * @typedef {"none" | "starting" | "loading" | "sampling" | "decoding" | "encoding" | "cancelling" | "cancelled"
+ *   | "idle" | "died" | "unknown"} State
  * @typedef {{state: State, text: string, reason: string, since: number, model: string, loaded: number, step: number,
  *   steps: number, world_size: number, nnodes: number, degrees: Record<string, number> | null, ranks: Rank[]}} Status
  */
 
-export const BUSY = ["starting", "loading", "sampling", "cancelling"];
+export const WORKING = ["sampling", "decoding", "encoding"];
+export const BUSY = ["starting", "loading", ...WORKING, "cancelling"];
 
 /** @type {Status} */
 const UNKNOWN = {

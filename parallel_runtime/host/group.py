@@ -112,7 +112,9 @@ class WorkerGroup:
 
         `on_step(frames, None, None, total)` tells of videos how far they are.
         """
+        self.activity.converting(job.method)
         result = self._run(lambda number: Convert(number, vae), job, room, on_step, watch)
+        self.activity.answered(job)
         (self._vaes.discard if result.value["refused"] else self._vaes.add)(vae)
         return result
 

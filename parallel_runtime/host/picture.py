@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from ..specs import Parallelism, Placement
 
 Share = tuple[float, float]  # from and to, of the whole
-WHOLE: Share = (0.0, 1.0)
 NOTE = "Note"
 
 
@@ -24,10 +23,11 @@ class Part:
     lane: str
 
 
-def parts(degrees: Parallelism, placement: Placement, *, sharded: bool = False) -> list[Part]:
-    """In rank order. Ranks are numbered through data, cfg, ring, ulysses, the last one fastest."""
+def parts(degrees: Parallelism, placement: Placement, *, sharded: bool = False, held: float = 1.0) -> list[Part]:
+    """In rank order. Ranks are numbered through data, cfg, ring, ulysses, the last one fastest. `held` of the weights
+    are on each device, where they are not `sharded`."""
     devices = placement.devices * placement.nnodes
-    return [_part(rank, device, degrees, sharded) for rank, device in enumerate(devices)]
+    return [_part(rank, device, degrees, sharded, (0.0, held)) for rank, device in enumerate(devices)]
 
 
 def table(report: str) -> tuple[list[tuple[str, str]], list[str]]:
@@ -47,7 +47,7 @@ def table(report: str) -> tuple[list[tuple[str, str]], list[str]]:
     return rows, notes
 
 
-def _part(rank: int, device: str, degrees: Parallelism, sharded: bool) -> Part:
+def _part(rank: int, device: str, degrees: Parallelism, sharded: bool, held: Share) -> Part:
     lane, place = divmod(rank, degrees.context_parallel_size)
     data, cfg = divmod(lane, degrees.cfg_degree)
     return Part(
@@ -55,7 +55,7 @@ def _part(rank: int, device: str, degrees: Parallelism, sharded: bool) -> Part:
         device=device,
         tokens=_share(place, degrees.context_parallel_size),
         heads=_share(rank % degrees.ulysses_degree, degrees.ulysses_degree),
-        weights=_share(place, degrees.context_parallel_size) if sharded else WHOLE,
+        weights=_share(place, degrees.context_parallel_size) if sharded else held,
         lane=_lane(data, cfg, degrees),
     )
 

@@ -41,9 +41,10 @@ def plan(
 
     `whole` names a network that no plan can cut by sequence: prompts and images are all there is to share.
 
-    `guided`: positive and negative prompt are both evaluated. Without that, what cfg_degree would have used joins the
-    sequence: the workers stay the same and none is idle. `seconds(degrees)` of one evaluation decides between ring and
-    Ulysses where both are auto; without it Ulysses comes first. Raises Refused where the request cannot work.
+    `guided`: positive and negative prompt are both evaluated, each by itself. Without that, what cfg_degree would have
+    used joins the sequence, or the rows of the batch where no plan cuts it: the workers stay the same.
+    `seconds(degrees)` of one evaluation decides between ring and Ulysses where both are auto; without it Ulysses comes
+    first. Raises Refused where the request cannot work.
     """
     devices = parse_devices(request.devices, gpus, kind)
     nnodes = _machines(request)
@@ -66,7 +67,7 @@ def plan(
     devices = devices[:here] or ("cpu",) * here
     placement = Placement(devices=devices, nnodes=nnodes, rdzv_endpoint=request.rdzv_endpoint if nnodes > 1 else "")
     _check_backend(request.attention_backend, placement)
-    return (asked if guided or whole else _folded(asked, heads)), placement
+    return (asked if guided else _folded(asked, heads, whole=bool(whole))), placement
 
 
 def _undivided(request: ParallelRequest, world: int, network: str) -> Parallelism:
@@ -180,10 +181,12 @@ def _cut(ring: int, ulysses: int, world: int, heads: int, seconds: Seconds | Non
     return min(cuts, key=lambda cut: seconds(Parallelism(ring_degree=cut[0], ulysses_degree=cut[1])))
 
 
-def _folded(degrees: Parallelism, heads: int) -> Parallelism:
+def _folded(degrees: Parallelism, heads: int, *, whole: bool) -> Parallelism:
     """Without a second branch of guidance, the workers that cfg_degree would have given it join the sequence."""
     if degrees.cfg_degree == 1:
         return degrees
+    if whole:
+        return replace(degrees, cfg_degree=1, data_degree=2 * degrees.data_degree)
     twice = 2 * degrees.ulysses_degree
     if heads % twice == 0:
         return replace(degrees, cfg_degree=1, ulysses_degree=twice)

@@ -16,12 +16,14 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What the plan is for: the model in words, the latent's sizes, and the token count of each stream."""
+    """What the plan is for: the model in words, the latent's sizes, and the token count of each stream. `together`:
+    something on the model sees every prompt and image at once."""
 
     model: str
     latent: tuple[int, ...]
     tokens: dict[str, int]
     work: Work
+    together: bool = False
 
 
 def report(
@@ -44,14 +46,14 @@ def report(
         subject.model,
         f"Tokens: {_tokens(subject.tokens)}; {work.rows} image(s) or video(s) in the batch.",
         f"Workers: {placement.world_size}, on {', '.join(placement.devices)}{_machines(placement)}.",
-        f"Degrees: {_degrees(degrees)}{chosen}. {_reason(work, degrees, guided)}",
+        f"Degrees: {_degrees(degrees)}{chosen}. {_reason(subject, degrees, guided)}",
         _memory(work, degrees, link, way),
         _weights(work, degrees, way),
         _traffic(work, degrees),
         *(_kernel(race) for race in races if degrees.ring_degree > 1 and degrees.attention_backend == "auto"),
         _speed(work, degrees, link) if not share_cores(placement) else "",
         decode,
-        *_warnings(work, degrees, placement, guided, link, way),
+        *_warnings(subject, degrees, placement, guided, link, way),
     ]
     return "\n".join(line for line in lines if line)
 
@@ -84,8 +86,8 @@ def _choice(link: Link | None) -> str:
     return ", the fastest by what the workers measured"
 
 
-def _reason(work: Work, degrees: Parallelism, guided: bool) -> str:
-    reasons = []
+def _reason(subject: Subject, degrees: Parallelism, guided: bool) -> str:
+    work, reasons = subject.work, []
     if degrees.cfg_degree == 2:
         reasons.append("Positive and negative prompt run side by side, which exchanges one latent a step.")
     if degrees.ulysses_degree > 1:
@@ -96,6 +98,8 @@ def _reason(work: Work, degrees: Parallelism, guided: bool) -> str:
         reasons.append(f"The images of a batch are shared out over {degrees.data_degree} groups of workers.")
     if not guided and degrees.cfg_degree == 1 and degrees.context_parallel_size > 1:
         reasons.append("At cfg 1 there is one prompt, so all workers share its tokens.")
+    if guided and subject.together and degrees.context_parallel_size > 1:
+        reasons.append("Something on MODEL sees both prompts at once, so all workers share the tokens of both.")
     return " ".join(reasons) or "One worker does everything."
 
 
@@ -172,20 +176,13 @@ def _at_once(degrees: Parallelism) -> str:
 
 
 def _warnings(
-    work: Work, degrees: Parallelism, placement: Placement, guided: bool, link: Link | None, way: Prospect | None
+    subject: Subject, degrees: Parallelism, placement: Placement, guided: bool, link: Link | None, way: Prospect | None
 ) -> list[str]:
-    warnings = []
+    work, warnings = subject.work, []
     if link is not None and link.free_bytes and _needed(work, degrees, way) > min(link.free_bytes):
         warnings.append("Too little memory: set weights to auto, take more workers, or make a smaller picture.")
     if way is not None and way.rows:
         warnings.append("There is no room for several prompts at once: they are evaluated one after the other.")
-    if way is not None and way.storage.mode == "shard" and degrees.cfg_degree > 1:
-        warnings.append("Each half of the workers has its own copy of the weights: cfg_degree 1 would need less.")
-    if degrees.data_degree > work.rows:
-        warnings.append(
-            f"data_degree {degrees.data_degree} with {work.rows} in the batch leaves workers idle: set data_degree to "
-            f"{work.rows} and give the rest to ulysses_degree."
-        )
     if work.figures.heads % degrees.ulysses_degree:
         warnings.append(
             f"{work.figures.heads} heads over ulysses_degree {degrees.ulysses_degree} is uneven: some workers wait for "
@@ -196,6 +193,32 @@ def _warnings(
         warnings.append(f"{workers} workers share the {os.cpu_count()} CPU cores here: exact, but hardly faster.")
     if placement.shared and placement.devices[0] != "cpu":
         warnings.append("A GPU is named twice: exact, but slower than naming it once.")
-    if guided and degrees.cfg_degree == 1 and degrees.context_parallel_size % 2 == 0:
-        warnings.append("With cfg above 1, cfg_degree 2 would exchange less: leave the degrees at 0, or set it.")
-    return [f"Note: {warning}" for warning in warnings]
+    warnings += _of_prompts(subject, degrees, way) if guided else []
+    return [f"Note: {warning}" for warning in [*warnings, *_of_rows(subject, degrees)]]
+
+
+def _of_prompts(subject: Subject, degrees: Parallelism, way: Prospect | None) -> list[str]:
+    sharded = way is not None and way.storage.mode == "shard"
+    if sharded and degrees.cfg_degree > 1:
+        return ["Each half of the workers has its own copy of the weights: cfg_degree 1 would need less."]
+    even = degrees.cfg_degree == 1 and degrees.context_parallel_size % 2 == 0
+    if even and not sharded and not subject.together:
+        return ["With cfg above 1, cfg_degree 2 would exchange less: leave the degrees at 0, or set it."]
+    return []
+
+
+def _of_rows(subject: Subject, degrees: Parallelism) -> list[str]:
+    work, data = subject.work, degrees.data_degree
+    if subject.together and data > 1:
+        return [
+            f"Something on MODEL sees all images and prompts at once, so data_degree {data} gains nothing: each group "
+            "of workers does all of the work."
+        ]
+    if data <= work.rows:
+        return []
+    if not work.figures.divisible:
+        return [f"{work.figures.name} can share out prompts and images only: some workers have nothing to do."]
+    return [
+        f"data_degree {data} with {work.rows} in the batch leaves workers idle: set data_degree to {work.rows} and "
+        "give the rest to ulysses_degree."
+    ]

@@ -8,12 +8,15 @@ from typing import Any, Literal
 
 from ..errors import ParallelError
 from ..jobs import EvaluationJob, Job
-from ..specs import ModelSpec, Parallelism, Placement
+from ..specs import ModelSpec, Parallelism, Placement, VAEMethod
 from ..wire.messages import Beat, Done, Joined, Step
 from ..wire.readings import Readings
 
-State = Literal["none", "starting", "loading", "sampling", "cancelling", "cancelled", "idle", "died"]
-BUSY: tuple[State, ...] = ("starting", "loading", "sampling", "cancelling")
+State = Literal[
+    "none", "starting", "loading", "sampling", "decoding", "encoding", "cancelling", "cancelled", "idle", "died"
+]
+CONVERTING: tuple[State, ...] = ("decoding", "encoding")  # a VAE is at work
+BUSY: tuple[State, ...] = ("starting", "loading", "sampling", *CONVERTING, "cancelling")
 RESTING: tuple[State, ...] = ("idle", "cancelled")
 BETWEEN_EVALUATIONS = 2.0  # seconds in which a native sampler that evaluates here is still at work
 
@@ -31,8 +34,8 @@ class RankStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """`reason` says why a group died or ended. `step` of `steps` are done; both are 0 where the sampler runs in
-    ComfyUI's process. `since` is the time, in seconds of the epoch, at which `state` began."""
+    """`reason` says why a group died or ended. `step` of `steps` are done, or frames of a VAE's video; both are 0 where
+    the sampler runs in ComfyUI's process. `since` is the time, in seconds of the epoch, at which `state` began."""
 
     state: State = "none"
     reason: str = ""
@@ -76,6 +79,10 @@ class Activity:
         ranks = tuple(replace(rank, loaded=0.0) for rank in self.now.ranks)
         self._turn("loading", model=name, degrees=degrees, step=0, steps=0, ranks=ranks)
 
+    def converting(self, method: VAEMethod) -> None:
+        """A VAE is asked for."""
+        self._turn("decoding" if method == "decode" else "encoding", model="", step=0, steps=0)
+
     def heard(self, rank: int, message: Any) -> None:
         """What a rank says of itself and its work."""
         match message:
@@ -86,7 +93,7 @@ class Activity:
             case Beat(loaded=float(loaded), readings=readings):
                 self._note(rank, loaded, readings)
             case Step(step=step, total=total):
-                self._change(step=step + 1, steps=total)
+                self._change(step=step + (self.now.state not in CONVERTING), steps=total)
             case Done(readings=readings):
                 self._note(rank, 1.0, readings)
 

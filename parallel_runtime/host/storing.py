@@ -41,6 +41,11 @@ class Prospect:
     exposed: float = 0.0
     rows: int = 0
 
+    @property
+    def held_share(self) -> float:
+        """Of the weights."""
+        return self.held_bytes / max(1, self.held_bytes + self.fetched_bytes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:

@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
+from .cases import DEGREES
 from .comfy import OUR_ROOT, ComfyInstall, find_comfy, why_there_is_none
 from .server import Server, running_server
 
@@ -46,6 +47,20 @@ def write_vaes(comfy: ComfyInstall, server: Server) -> None:
     if not (models / "vae" / "wan.safetensors").exists():
         command = [str(comfy.python), "-m", "tests.vae.files", str(comfy.root), str(models)]
         subprocess.run(command, cwd=OUR_ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Within a module the cases of as many workers follow one another, up and down by turns: a group serves many."""
+    modules = {path: turn for turn, path in enumerate(dict.fromkeys(item.path for item in items))}
+    items.sort(key=lambda item: (modules[item.path], (-1) ** modules[item.path] * _workers(item)))
+
+
+def _workers(item: pytest.Item) -> int:
+    """That its degrees ask for; two where it does not say."""
+    params = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    asked = [DEGREES[value] for value in params if isinstance(value, str) and value in DEGREES]
+    return max((degrees.ring_degree * degrees.ulysses_degree for degrees in asked), default=2)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -113,14 +113,15 @@ def test_a_step_cache_skips_the_steps_that_it_skips_in_comfyui(
     check(server, job, (step_cache(kind),), DEGREES[degrees])
 
 
-@pytest.mark.sweep(one_in=3)
-@pytest.mark.parametrize("kind", ["EasyCache", "LazyCache"])
-def test_a_step_cache_decides_the_same_where_the_prompts_are_shared_out(server: Server, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "shared"), [("EasyCache", False), ("LazyCache", True)])
+def test_prompts_are_shared_out_unless_the_cache_looks_at_both(server: Server, kind: str, shared: bool) -> None:
+    """EasyCache is around the network and decides by all prompts: workers that had one each would do both."""
     nodes = (step_cache(kind),)
     want = latent_of(server.client.run(with_nodes(sampling_graph(LONG, "KSampler"), nodes)))
-    graph = with_nodes(sampling_graph(LONG, "CPSampler", DEGREES["1_worker"]), nodes)
-    graph["config"]["inputs"]["cfg_degree"] = 2
+    graph = with_nodes(sampling_graph(LONG, "CPSampler", Parallel(devices="cpu,cpu")), nodes)
     assert apart(latent_of(server.client.run(graph)), want) <= BAR
+    degrees = server.client.get("/cp/status")["degrees"]
+    assert (degrees["cfg_degree"], degrees["ring_degree"] * degrees["ulysses_degree"]) == ((2, 1) if shared else (1, 2))
 
 
 def test_what_lies_on_the_model_is_as_fresh_in_every_run(server: Server) -> None:

@@ -57,6 +57,17 @@ def test_a_native_sampler_takes_it_from_the_workers(unet_server: Server) -> None
     assert apart(latent_of(unet_server.client.run(picture(None, loader="CPLoadDiffusionModel"))), want) <= BAR
 
 
+def test_where_the_loop_stays_in_comfyui_both_prompts_are_shared_out_too(unet_server: Server) -> None:
+    """ComfyUI asks for both in one batch, whose rows have to do for prompts."""
+    graph = picture(None, loader="CPLoadDiffusionModel")
+    graph["config"] = node("CPParallelConfig", **vars(Parallel(devices="cpu,cpu")))
+    graph["model"]["inputs"]["cp_config"] = ["config", 0]
+    want = latent_of(unet_server.client.run(picture(None)))
+    assert apart(latent_of(unet_server.client.run(graph)), want) <= BAR
+    degrees = unet_server.client.get("/cp/status")["degrees"]
+    assert (degrees["cfg_degree"], degrees["data_degree"]) == (1, 2)
+
+
 @pytest.mark.parametrize("degrees", ["ring_2", "ulysses_2"])
 def test_cutting_its_sequence_is_refused_with_the_way_out(unet_server: Server, degrees: str) -> None:
     with pytest.raises(NodeError, match=r"UNetModel cannot be cut by sequence.*set both to 0; cfg_degree 2"):

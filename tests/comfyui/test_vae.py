@@ -63,6 +63,17 @@ def test_without_a_config_it_uses_the_workers_that_are_there(vaes: Server) -> No
     assert vaes.workers() == before
 
 
+def test_the_page_follows_a_decode_and_free_drops_the_vae_too(vaes: Server) -> None:
+    graph, since = decoding("wan.safetensors", "1,16,4,12,12", TWO), vaes.client.now()
+    want = result(vaes, graph)["save"]
+    shown = [event.data for event in vaes.client.events(since) if event.kind == "cp.status"]
+    assert "decoding" in [told["state"] for told in shown]
+    assert all(told["step"] <= told["steps"] for told in shown if told["state"] == "decoding")
+    assert vaes.client.get("/cp/status")["state"] == "idle"
+    assert any("VAE" in name for name in vaes.client.post("/cp/free")["freed"])
+    assert torch.equal(result(vaes, decoding("wan.safetensors", "1,16,4,12,12", TWO))["save"], want)
+
+
 def test_two_vaes_in_turn_are_loaded_once_each_and_keep_apart(vaes: Server) -> None:
     shape, files = "1,16,2,5,6", ("wan.safetensors", "other_wan.safetensors")
     want = {file: result(vaes, decoding(file, shape, False))["save"] for file in files}

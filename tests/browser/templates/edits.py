@@ -61,7 +61,10 @@ def inpaint() -> Template:
 
 
 def control() -> Template:
-    about = "ControlNet on Qwen-Image, with edges that are found here in the input picture."
+    about = (
+        "ControlNet on Qwen-Image, with edges that are found here in the input picture. The loop runs in ComfyUI, and "
+        "each evaluation of the model goes to the workers; step_cache has to be 0."
+    )
     t = Template(name="cp_controlnet", title="ControlNet", kind="Qwen-Image, by edges", about=about)
     network = t.add("ModelSamplingAuraFlow", 1, model=model(t, files.QWEN_IMAGE), shift=3.1)
     clip, vae = qwen_text(t)
