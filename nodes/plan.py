@@ -77,7 +77,7 @@ class CPPlan(io.ComfyNode):
 def explain(
     model: Any, latent: dict[str, Any], positive: list, request: ParallelRequest, cfg: float, vae: Any = None
 ) -> tuple[str, ParallelRequest, Prospect | None]:
-    """The report; the config asked for with its degrees, or an automatic one where it cannot work; the weights' place."""
+    """The report; the config that was asked for, or an automatic one, with its degrees; where the weights will be."""
     try:
         source = describe_model(model, request)
     except Refused as refused:

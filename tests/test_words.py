@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LANGUAGES = sorted(path.parent.name for path in (ROOT / "locales").glob("*/main.json"))
 TRANSLATED = [language for language in LANGUAGES if language != "en"]
-SAID_BY_STATE = {"state.idle", "state.none", "state.starting", "state.sampling", "state.cancelling", "state.cancelled",
-                 "state.died", "state.unknown"}  # fmt: skip
+STATES = ("none", "starting", "sampling", "decoding", "encoding", "cancelling", "cancelled", "idle", "died", "unknown")
+SAID_BY_STATE = {f"state.{state}" for state in STATES}
 
 
 def words(language: str) -> dict[str, str]:
