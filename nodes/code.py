@@ -9,8 +9,7 @@ import inspect
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import Enum
 from functools import reduce
 from types import FunctionType, MethodType
@@ -31,15 +30,6 @@ UNSENDABLE = (ModelPatcher, torch.nn.Module)
 
 class Unsendable(Refused):
     """Something that is not ComfyUI's own, or that has no words: workers cannot have it, ComfyUI's process can."""
-
-
-@contextmanager
-def or_else(way_out: str) -> Iterator[None]:
-    """What is refused in here is refused with a way out."""
-    try:
-        yield
-    except Refused as refused:
-        raise type(refused)(f"{refused}; {way_out}") from None
 
 
 def title(thing: Any) -> str:

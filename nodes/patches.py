@@ -9,7 +9,7 @@ from comfy.weight_adapter import WeightAdapterBase
 from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
 
 from ..parallel_runtime.errors import Refused
-from .code import Unsendable, describe, or_else, title
+from .code import Unsendable, describe, title
 
 WAY_OUT = "remove it, or sample this MODEL with KSampler"
 # What the sampling code leaves in model_options by itself, from what is sent otherwise.
@@ -71,10 +71,8 @@ def check_inside(model: ModelPatcher) -> None:
     """Raises Refused, naming everything on MODEL that would be inside the network, where only workers could run it."""
     if found := sorted(_on_network(model)):
         raise Refused(f"CP Sampler cannot honour what is on this MODEL: {'; '.join(found)}. Please {WAY_OUT}")
-    with or_else(WAY_OUT):
-        describe_inside(
-            {key: value for key, value in model.model_options["transformer_options"].items() if key in INSIDE}
-        )
+    options = model.model_options["transformer_options"]
+    describe_inside({key: value for key, value in options.items() if key in INSIDE})
 
 
 def check_sizes(model: ModelPatcher) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import comfy.sample
@@ -12,7 +14,7 @@ import comfy.sampler_helpers
 from comfy_api.latest import io
 
 from ..parallel_runtime.errors import Refused
-from ..parallel_runtime.host.cost import Figures, Work
+from ..parallel_runtime.host.picture import Part, parts
 from ..parallel_runtime.host.report import Subject, report
 from ..parallel_runtime.host.runtime import kernel_races, measured_link
 from ..parallel_runtime.host.storing import Case, Prospect, decide
@@ -70,26 +72,26 @@ class CPPlan(io.ComfyNode):
         cfg: float = 8.0,
         vae: Any = None,
     ) -> io.NodeOutput:
-        text, recommended, way = explain(model, latent_image, positive, requested(cp_config), cfg, vae)
-        return io.NodeOutput(text, recommended, ui=view(text, recommended, way))
+        text, recommended, ranks = explain(model, latent_image, positive, requested(cp_config), cfg, vae)
+        return io.NodeOutput(text, recommended, ui=view(text, ranks))
 
 
 def explain(
     model: Any, latent: dict[str, Any], positive: list, request: ParallelRequest, cfg: float, vae: Any = None
-) -> tuple[str, ParallelRequest, Prospect | None]:
-    """The report; the config that was asked for, or an automatic one, with its degrees; where the weights will be."""
+) -> tuple[str, ParallelRequest, list[Part]]:
+    """The report; the config that was asked for, or an automatic one, with its degrees; what each rank holds."""
     try:
         source = describe_model(model, request)
     except Refused as refused:
-        return f"This MODEL cannot run in the workers: {refused}", request, None
+        return f"This MODEL cannot run in the workers: {refused}", request, []
     guided = not math.isclose(cfg, 1.0)
-    apart = guided and not source.together
     subject, figures = subject_of(model, source, latent, positive, request, guided=guided), source.figures
     trouble = ""
+    choose = partial(plan_for, figures, guided=guided, together=source.together, work=subject.work)
     try:
-        degrees, placement = plan_for(figures, request, guided=apart, work=subject.work)
+        degrees, placement = choose(request)
     except Refused as refused:
-        request, degrees, placement = instead(figures, request, apart, subject.work)
+        request, degrees, placement = instead(choose, request)
         trouble = f"The CP Parallel Config cannot work: {refused}.\nWith the degrees on auto"
         trouble += f" and devices {request.devices!r}:\n" if request.devices else ":\n"
     link = measured_link(placement)
@@ -112,19 +114,21 @@ def explain(
         subject, degrees, placement, guided=guided, automatic=automatic, link=link, way=way, decode=decode,
         races=kernel_races(placement),
     )  # fmt: skip
-    return trouble + text, recommended, way
+    held = way.held_bytes / max(1, figures.weight_bytes) if way is not None else 1.0
+    sharded = way is not None and way.storage.mode == "shard"
+    return trouble + text, recommended, parts(degrees, placement, sharded=sharded, held=held)
 
 
 def instead(
-    figures: Figures, request: ParallelRequest, guided: bool, work: Work
+    choose: Callable[[ParallelRequest], tuple[Parallelism, Placement]], request: ParallelRequest
 ) -> tuple[ParallelRequest, Parallelism, Placement]:
     """What works where `request` does not: its devices with all degrees on auto, or else everything on auto."""
     nothing = ParallelRequest(dtype=request.dtype)
     devices = replace(nothing, devices=request.devices)
     try:
-        return devices, *plan_for(figures, devices, guided=guided, work=work)
+        return devices, *choose(devices)
     except Refused:
-        return nothing, *plan_for(figures, nothing, guided=guided, work=work)
+        return nothing, *choose(nothing)
 
 
 def subject_of(

@@ -138,7 +138,7 @@ class RemoteSampling:
     ) -> Tensor:
         spec, figures = self.source.spec, self.source.figures
         guided = is_guided(guider)
-        degrees = partial(plan_for, figures, self.request, guided=guided and not self.source.together)
+        degrees = partial(plan_for, figures, self.request, guided=guided, together=self.source.together)
         _, placement = degrees()
         check = comfy.model_management.throw_exception_if_processing_interrupted
         prompts = 2 if guided else 1

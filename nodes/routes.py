@@ -112,8 +112,8 @@ def _request(values: Any) -> ParallelRequest:
 
 
 def _free() -> list[str] | None:
-    with resting_group() as group:
-        return None if group is None else [*residence.give_back_all(), *vaes.give_back_all()]
+    with resting_group() as group:  # also between two evaluations of a run
+        return None if group is None or status().state in BUSY else [*residence.give_back_all(), *vaes.give_back_all()]
 
 
 def _no(reason: str, code: int = 409) -> web.Response:

@@ -20,7 +20,12 @@ from ..parallel_runtime.specs import ComfySetup, Parallelism, ParallelRequest, P
 
 
 def plan_for(
-    figures: Figures, request: ParallelRequest, *, guided: bool = False, work: Work | None = None
+    figures: Figures,
+    request: ParallelRequest,
+    *,
+    guided: bool = False,
+    together: bool = False,
+    work: Work | None = None,
 ) -> tuple[Parallelism, Placement]:
     """Degrees and devices; by estimated speed once `work` and what the workers measured are known. Raises Refused."""
     check_step_cache(request, figures)
@@ -31,6 +36,7 @@ def plan_for(
         gpus=visible_gpus(),
         kind=gpu_kind(),
         guided=guided,
+        together=together,
         whole="" if figures.divisible else figures.name,
     )
     parallelism, placement = choose()

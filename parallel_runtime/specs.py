@@ -163,8 +163,8 @@ class VAESpec:
 
     @property
     def title(self) -> str:
-        """For people."""
-        return f"VAE {self.kind}"
+        """Its class, for people."""
+        return self.kind.partition("(")[0].rpartition(".")[2]
 
     @property
     def unpatched(self) -> VAESpec:

@@ -30,10 +30,12 @@ def test_every_lane_covers_the_sequence_once_and_every_ulysses_group_the_heads(d
 def test_weights_are_whole_unless_they_are_sharded():
     degrees, placement = Parallelism(ulysses_degree=2, cfg_degree=2), Placement(devices=("cpu",) * 4)
     assert {part.weights for part in parts(degrees, placement)} == {(0, 1)}
-    sharded = [part.weights for part in parts(degrees, placement, sharded=True)]
+    sharded = [part.weights for part in parts(degrees, placement, sharded=True, held=0.5)]
     assert covered(sharded[:2])
     assert covered(sharded[2:]), "each half of the workers has all of them"
     assert {part.weights for part in parts(degrees, placement, held=0.25)} == {(0, 0.25)}, "the rest is fetched"
+    first, second = (part.weights for part in parts(degrees, placement, sharded=True, held=0.75)[:2])
+    assert (first, second) == ((0, 0.75), (0.25, 1)), "some blocks are resident on both"
 
 
 def test_ranks_of_other_machines_are_shown_too():

@@ -4,7 +4,8 @@ import pytest
 
 from parallel_runtime.errors import Refused
 from parallel_runtime.host.cost import Figures
-from parallel_runtime.host.planning import MAX_CPU_WORKERS, check_step_cache, parse_devices, plan
+from parallel_runtime.host.devices import parse_devices
+from parallel_runtime.host.planning import MAX_CPU_WORKERS, check_step_cache, plan
 from parallel_runtime.specs import Parallelism, ParallelRequest
 
 
@@ -177,3 +178,21 @@ def test_where_no_plan_cuts_the_sequence_one_prompt_leaves_the_rows_of_its_batch
     degrees, placement = plan(ParallelRequest(), heads=1, gpus=4, guided=guided, whole="UNet")
     assert degrees.shape == shape
     assert placement.devices == ("cuda:0", "cuda:1"), "the same workers for both"
+
+
+def test_where_one_worker_has_to_see_all_nobody_does_the_same_beside_it():
+    degrees, placement = plan(ParallelRequest(), heads=1, gpus=4, guided=True, together=True, whole="UNet")
+    assert (degrees.shape, placement.devices) == ((1, 1, 1, 1), ("cuda:0",))
+
+
+@pytest.mark.parametrize("guided", [True, False])
+def test_prompts_that_are_seen_together_share_the_sequence(guided):
+    for request in (ParallelRequest(), ParallelRequest(cfg_degree=2)):
+        degrees, placement = plan(request, heads=24, gpus=4, guided=guided, together=True)
+        assert (degrees.cfg_degree, degrees.context_parallel_size, len(placement.devices)) == (1, 4, 4)
+
+
+def test_what_joins_the_sequence_is_cut_by_the_estimate_too():
+    rings_are_fast = lambda degrees: degrees.ulysses_degree  # noqa: E731
+    degrees, _ = plan(ParallelRequest(cfg_degree=2), heads=24, gpus=4, seconds=rings_are_fast)
+    assert (degrees.ring_degree, degrees.ulysses_degree) == (4, 1)

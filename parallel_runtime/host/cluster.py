@@ -17,9 +17,9 @@ from ..specs import ComfySetup, Placement
 from ..wire.handshake import KEY, read_key
 from ..wire.messages import Denied, Invitation, Left, Machine
 from ..wire.stream import Stream
+from .devices import parse_devices
 from .endpoint import interface_of, listen, parse
 from .gate import Gate
-from .planning import parse_devices
 from .torchrun import GRACE_SECONDS, Rendezvous, cause_of_death
 from .versions import difference
 

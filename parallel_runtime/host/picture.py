@@ -24,10 +24,10 @@ class Part:
 
 
 def parts(degrees: Parallelism, placement: Placement, *, sharded: bool = False, held: float = 1.0) -> list[Part]:
-    """In rank order. Ranks are numbered through data, cfg, ring, ulysses, the last one fastest. `held` of the weights
-    are on each device, where they are not `sharded`."""
+    """In rank order. Ranks are numbered through data, cfg, ring, ulysses, the last one fastest. `held` is the share of
+    the weights that each device has, the same one unless they are `sharded`."""
     devices = placement.devices * placement.nnodes
-    return [_part(rank, device, degrees, sharded, (0.0, held)) for rank, device in enumerate(devices)]
+    return [_part(rank, device, degrees, sharded, held) for rank, device in enumerate(devices)]
 
 
 def table(report: str) -> tuple[list[tuple[str, str]], list[str]]:
@@ -47,15 +47,16 @@ def table(report: str) -> tuple[list[tuple[str, str]], list[str]]:
     return rows, notes
 
 
-def _part(rank: int, device: str, degrees: Parallelism, sharded: bool, held: Share) -> Part:
+def _part(rank: int, device: str, degrees: Parallelism, sharded: bool, held: float) -> Part:
     lane, place = divmod(rank, degrees.context_parallel_size)
+    first = (1 - held) * place / max(1, degrees.context_parallel_size - 1) if sharded else 0.0
     data, cfg = divmod(lane, degrees.cfg_degree)
     return Part(
         rank=rank,
         device=device,
         tokens=_share(place, degrees.context_parallel_size),
         heads=_share(rank % degrees.ulysses_degree, degrees.ulysses_degree),
-        weights=_share(place, degrees.context_parallel_size) if sharded else held,
+        weights=(first, first + held),
         lane=_lane(data, cfg, degrees),
     )
 

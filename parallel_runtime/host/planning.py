@@ -14,11 +14,11 @@ from ..specs import AttentionBackend, Parallelism, ParallelRequest, Placement
 from ..wire.handshake import read_key
 from . import endpoint
 from .cost import Figures
+from .devices import parse_devices
 
 Seconds = Callable[[Parallelism], float]
 
 MAX_DEGREE = 64
-MAX_DIGITS = 4  # of a GPU's number
 MAX_CPU_WORKERS = max(8, os.cpu_count() or 1)
 BACKEND_PACKAGES: dict[AttentionBackend, str] = {
     "flash": "flash_attn",
@@ -34,6 +34,7 @@ def plan(
     gpus: int,
     kind: str = CUDA.kind,
     guided: bool = False,
+    together: bool = False,
     seconds: Seconds | None = None,
     whole: str = "",
 ) -> tuple[Parallelism, Placement]:
@@ -41,7 +42,8 @@ def plan(
 
     `whole` names a network that no plan can cut by sequence: prompts and images are all there is to share.
 
-    `guided`: positive and negative prompt are both evaluated, each by itself. Without that, what cfg_degree would have
+    `guided`: positive and negative prompt are both evaluated; not by workers of their own where something sees all
+    prompts and images `together`. Without that, what cfg_degree would have
     used joins the sequence, or the rows of the batch where no plan cuts it: the workers stay the same.
     `seconds(degrees)` of one evaluation decides between ring and Ulysses where both are auto; without it Ulysses comes
     first. Raises Refused where the request cannot work.
@@ -49,7 +51,11 @@ def plan(
     devices = parse_devices(request.devices, gpus, kind)
     nnodes = _machines(request)
     world = nnodes * max(1, len(devices))
-    asked = _undivided(request, world, whole) if whole else _degrees(request, world, heads, guided, seconds)
+    guided = guided and not together
+    if whole:
+        asked = _undivided(request, 1 if together else world, whole)
+    else:
+        asked = _degrees(request, world, heads, guided, seconds)
     limit = nnodes * (len(devices) or MAX_CPU_WORKERS)
     if asked.world_size > limit or asked.ulysses_degree > heads:
         raise Refused(_too_much(asked, devices, limit, heads, nnodes))
@@ -67,7 +73,9 @@ def plan(
     devices = devices[:here] or ("cpu",) * here
     placement = Placement(devices=devices, nnodes=nnodes, rdzv_endpoint=request.rdzv_endpoint if nnodes > 1 else "")
     _check_backend(request.attention_backend, placement)
-    return (asked if guided else _folded(asked, heads, whole=bool(whole))), placement
+    if guided or asked.cfg_degree == 1:
+        return asked, placement
+    return (_rows_for_prompts(asked) if whole else _folded(asked, request, heads, seconds)), placement
 
 
 def _undivided(request: ParallelRequest, world: int, network: str) -> Parallelism:
@@ -108,33 +116,6 @@ def _machines(request: ParallelRequest) -> int:
         endpoint.interface_of(endpoint.parse(request.rdzv_endpoint)[0])
         read_key()
     return request.nnodes
-
-
-def parse_devices(text: str, gpus: int, kind: str = CUDA.kind) -> tuple[str, ...]:
-    """The devices that `text` lists, every GPU where it is empty, and () for "the CPU, as often as needed"."""
-    names = [name.strip().lower() for name in text.split(",") if name.strip()]
-    if not names:
-        return tuple(f"{kind}:{index}" for index in range(gpus))
-    if len(names) > MAX_DEGREE:
-        raise Refused(f"devices: {len(names)} are listed, and {MAX_DEGREE} workers a machine are the most; name fewer")
-    devices = tuple(_device(name, gpus, kind) for name in names)
-    if "cpu" in devices and len({device == "cpu" for device in devices}) > 1:
-        raise Refused(f"devices: {text!r} mixes CPU and GPUs, which cannot share one picture; name one kind")
-    return devices
-
-
-def _device(name: str, gpus: int, kind: str) -> str:
-    if name == "cpu":
-        return name
-    index = name.removeprefix(f"{kind}:")
-    if not index.isdecimal() or len(index) > MAX_DIGITS:
-        raise Refused(
-            f"devices: {name[:40]!r} is no device; write GPU numbers such as 0,1 or {kind}:0,{kind}:1, or cpu"
-        )
-    if int(index) >= gpus:
-        there = f"GPUs 0 to {gpus - 1}" if gpus else f"no {kind.upper()} GPU that ComfyUI uses"
-        raise Refused(f"devices: there is no GPU {index} here ({there}); leave devices empty to use what there is")
-    return f"{kind}:{int(index)}"
 
 
 def _degrees(request: ParallelRequest, world: int, heads: int, guided: bool, seconds: Seconds | None) -> Parallelism:
@@ -181,16 +162,21 @@ def _cut(ring: int, ulysses: int, world: int, heads: int, seconds: Seconds | Non
     return min(cuts, key=lambda cut: seconds(Parallelism(ring_degree=cut[0], ulysses_degree=cut[1])))
 
 
-def _folded(degrees: Parallelism, heads: int, *, whole: bool) -> Parallelism:
+def _folded(degrees: Parallelism, request: ParallelRequest, heads: int, seconds: Seconds | None) -> Parallelism:
     """Without a second branch of guidance, the workers that cfg_degree would have given it join the sequence."""
-    if degrees.cfg_degree == 1:
-        return degrees
-    if whole:
-        return replace(degrees, cfg_degree=1, data_degree=2 * degrees.data_degree)
-    twice = 2 * degrees.ulysses_degree
-    if heads % twice == 0:
-        return replace(degrees, cfg_degree=1, ulysses_degree=twice)
-    return replace(degrees, cfg_degree=1, ring_degree=2 * degrees.ring_degree)
+    ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
+    if not request.ring_degree and not request.ulysses_degree:
+        ring, ulysses = _cut(0, 0, 2 * ring * ulysses, heads, seconds)
+    elif heads % (2 * ulysses) == 0:
+        ulysses *= 2
+    else:
+        ring *= 2
+    return replace(degrees, cfg_degree=1, ring_degree=ring, ulysses_degree=ulysses)
+
+
+def _rows_for_prompts(degrees: Parallelism) -> Parallelism:
+    """The same where no plan cuts the sequence: they join the rows of the batch."""
+    return replace(degrees, cfg_degree=1, data_degree=2 * degrees.data_degree)
 
 
 def _too_much(asked: Parallelism, devices: tuple[str, ...], limit: int, heads: int, nnodes: int) -> str:

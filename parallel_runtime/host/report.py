@@ -44,7 +44,7 @@ def report(
     chosen = _choice(link) if automatic and degrees.context_parallel_size > 1 else ""
     lines = [
         subject.model,
-        f"Tokens: {_tokens(subject.tokens)}; {work.rows} image(s) or video(s) in the batch.",
+        f"Tokens: {_tokens(subject.tokens) or 'not cut'}; {work.rows} image(s) or video(s) in the batch.",
         f"Workers: {placement.world_size}, on {', '.join(placement.devices)}{_machines(placement)}.",
         f"Degrees: {_degrees(degrees)}{chosen}. {_reason(subject, degrees, guided)}",
         _memory(work, degrees, link, way),
@@ -181,7 +181,7 @@ def _warnings(
     work, warnings = subject.work, []
     if link is not None and link.free_bytes and _needed(work, degrees, way) > min(link.free_bytes):
         warnings.append("Too little memory: set weights to auto, take more workers, or make a smaller picture.")
-    if way is not None and way.rows:
+    if way is not None and way.rows and guided:
         warnings.append("There is no room for several prompts at once: they are evaluated one after the other.")
     if work.figures.heads % degrees.ulysses_degree:
         warnings.append(

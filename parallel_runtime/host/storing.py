@@ -41,11 +41,6 @@ class Prospect:
     exposed: float = 0.0
     rows: int = 0
 
-    @property
-    def held_share(self) -> float:
-        """Of the weights."""
-        return self.held_bytes / max(1, self.held_bytes + self.fetched_bytes)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -118,7 +113,7 @@ def decide(choice: WeightsChoice, case: Case, *, prompts: int = 1, before: Stora
     """
     way = _automatic(case, before) if choice == "auto" else case.prospect(Storage(mode=_asked(choice, case)))
     together = replace(case, work=replace(case.work, rows=case.work.rows * prompts))
-    return way if together.fits(way, usable=1.0) else replace(way, rows=case.work.rows)
+    return way if prompts == 1 or together.fits(way, usable=1.0) else replace(way, rows=case.work.rows)
 
 
 def _asked(mode: WeightsMode, case: Case) -> WeightsMode:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,28 +19,34 @@ from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from parallel_runtime.specs import Parallelism
 from parallel_runtime.worker.engine.mesh import build_mesh
-data, cfg, ring, ulysses = json.loads(sys.argv[1])
-world = data * cfg * ring * ulysses
-dist.init_process_group("fake", store=FakeStore(), rank=world - 1, world_size=world)
-mesh = build_mesh(Parallelism(data_degree=data, cfg_degree=cfg, ring_degree=ring, ulysses_degree=ulysses))
-axes = {name: getattr(mesh, name) for name in ("data", "cfg", "ring", "ulysses", "context")}
-print(json.dumps({
-    "groups": len(distributed_c10d._world.pg_map),
-    "ranks": {name: axis.ranks if axis.group else [] for name, axis in axes.items()},
-    "flat": mesh.flat.size(),
-}))
+answers = []
+for data, cfg, ring, ulysses in json.loads(sys.argv[1]):
+    world = data * cfg * ring * ulysses
+    dist.init_process_group("fake", store=FakeStore(), rank=world - 1, world_size=world)
+    mesh = build_mesh(Parallelism(data_degree=data, cfg_degree=cfg, ring_degree=ring, ulysses_degree=ulysses))
+    axes = {name: getattr(mesh, name) for name in ("data", "cfg", "ring", "ulysses", "context")}
+    answers.append({
+        "groups": len(distributed_c10d._world.pg_map),
+        "ranks": {name: axis.ranks if axis.group else [] for name, axis in axes.items()},
+        "flat": mesh.flat.size(),
+    })
+    dist.destroy_process_group()
+print(json.dumps(answers))
 """
+GROUPS = {(1, 1, 1, 4): 1, (1, 1, 4, 1): 1, (1, 1, 2, 2): 3, (1, 2, 1, 2): 3, (1, 2, 2, 2): 5}
 
 
-@pytest.mark.parametrize(
-    ("shape", "groups"),
-    [((1, 1, 1, 4), 1), ((1, 1, 4, 1), 1), ((1, 1, 2, 2), 3), ((1, 2, 1, 2), 3), ((1, 2, 2, 2), 5)],
-)
-def test_only_ranks_that_talk_apart_have_a_group(shape: tuple[int, ...], groups: int) -> None:
-    command = [sys.executable, "-c", SCRIPT, json.dumps(shape)]
+@pytest.fixture(scope="module")
+def answers() -> dict[tuple[int, ...], Any]:
+    command = [sys.executable, "-c", SCRIPT, json.dumps(list(GROUPS))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
-    found = json.loads(done.stdout)
-    assert found["groups"] <= groups
+    return dict(zip(GROUPS, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("shape", GROUPS, ids=str)
+def test_only_ranks_that_talk_apart_have_a_group(answers: dict[tuple[int, ...], Any], shape: tuple[int, ...]) -> None:
+    found = answers[shape]
+    assert found["groups"] <= GROUPS[shape]
     sizes = {name: len(ranks) for name, ranks in found["ranks"].items()}
     data, cfg, ring, ulysses = (size if size > 1 else 0 for size in shape)
     context = shape[2] * shape[3]

@@ -1,0 +1,36 @@
+"""Devices as a user writes them."""
+
+from __future__ import annotations
+
+from ..accelerators import CUDA
+from ..errors import Refused
+
+MAX_DEVICES = 64
+MAX_DIGITS = 4  # of a GPU's number
+
+
+def parse_devices(text: str, gpus: int, kind: str = CUDA.kind) -> tuple[str, ...]:
+    """The devices that `text` lists, every GPU where it is empty, and () for "the CPU, as often as needed"."""
+    names = [name.strip().lower() for name in text.split(",") if name.strip()]
+    if not names:
+        return tuple(f"{kind}:{index}" for index in range(gpus))
+    if len(names) > MAX_DEVICES:
+        raise Refused(f"devices: {len(names)} are listed, and {MAX_DEVICES} workers a machine are the most; name fewer")
+    devices = tuple(_device(name, gpus, kind) for name in names)
+    if "cpu" in devices and len({device == "cpu" for device in devices}) > 1:
+        raise Refused(f"devices: {text!r} mixes CPU and GPUs, which cannot share one picture; name one kind")
+    return devices
+
+
+def _device(name: str, gpus: int, kind: str) -> str:
+    if name == "cpu":
+        return name
+    index = name.removeprefix(f"{kind}:")
+    if not index.isdecimal() or len(index) > MAX_DIGITS:
+        raise Refused(
+            f"devices: {name[:40]!r} is no device; write GPU numbers such as 0,1 or {kind}:0,{kind}:1, or cpu"
+        )
+    if int(index) >= gpus:
+        there = f"GPUs 0 to {gpus - 1}" if gpus else f"no {kind.upper()} GPU that ComfyUI uses"
+        raise Refused(f"devices: there is no GPU {index} here ({there}); leave devices empty to use what there is")
+    return f"{kind}:{int(index)}"
