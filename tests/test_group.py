@@ -188,6 +188,7 @@ def test_a_payload_over_the_limit_is_refused_unallocated_and_the_group_lives(pai
     job.positive["y"] = torch.zeros(1).expand(1 << 20, 1 << 20)
     with pytest.raises(Refused, match=r"a payload of 4096\.0 GiB is over the limit of 16\.0 GiB"):
         pair.sample(flux, ULYSSES, job)
+    assert pair.activity.now.state == "idle"
     samples(pair, flux, ULYSSES)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import ParallelError, Refused, WorkerDied
 from ..jobs import Job, VAEJob
 from ..specs import ComfySetup, ModelSpec, Parallelism, Placement, Storage, VAESpec
-from ..wire.bundles import write_bundle
+from ..wire.bundles import bundled
 from ..wire.messages import Cancel, Convert, Done, Room, Sample, Stop, Unload, UnloadVAE
 from .launch import Processes
 from .limits import STALL_SECONDS, seconds_from
@@ -172,18 +172,17 @@ class WorkerGroup:
         if self._lost is not None:
             raise self._lost
         number = next(self._jobs)
-        bundle = write_bundle({"kind": type(job).__name__, **vars(job)})
         try:
-            if room is not None:
-                self._make_room(number, room)
-            self._ask(request(number), bundle)
-            answers = self._answers(number, LOAD_SECONDS, on_step, watch)
-        except Refused:
+            with bundled({"kind": type(job).__name__, **vars(job)}) as bundle:
+                if room is not None:
+                    self._make_room(number, room)
+                self._ask(request(number), bundle)
+                answers = self._answers(number, LOAD_SECONDS, on_step, watch)
+        except (Refused, OSError):  # nothing was asked
+            self.activity.answered(job)
             raise
         except ParallelError as error:
             raise self._lose(error) from None
-        finally:
-            os.close(bundle)
         done, result = answers[0]
         return Result(result, done.load_seconds, done.seconds)
 

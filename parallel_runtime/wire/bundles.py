@@ -11,6 +11,8 @@ import json
 import mmap
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,16 @@ DTYPES = {
 }  # fmt: skip
 LIMIT = 16 << 30
 SEALS = 0x1 | 0x2 | 0x4 | 0x8  # F_SEAL_SEAL, SHRINK, GROW, WRITE: a reader's pages can neither vanish nor change
+
+
+@contextmanager
+def bundled(value: Any) -> Iterator[int]:
+    """`write_bundle`'s memory file, for as long as it takes to send it."""
+    bundle = write_bundle(value)
+    try:
+        yield bundle
+    finally:
+        os.close(bundle)
 
 
 def write_bundle(value: Any, *, limit: int = LIMIT) -> int:
