@@ -46,8 +46,7 @@ def _leave_out_what_waits(config: pytest.Config, items: list[pytest.Item]) -> No
     cases: Counter[str] = Counter()
     run, left = [], []
     for item in items:
-        marker = item.get_closest_marker("sweep")
-        one_in = marker.kwargs.get("one_in", 0) if marker else 1
+        one_in = min((marker.kwargs.get("one_in", 0) for marker in item.iter_markers("sweep")), default=1)
         function = item.nodeid.partition("[")[0]
         (run if one_in and cases[function] % one_in == 0 else left).append(item)
         cases[function] += 1

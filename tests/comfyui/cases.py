@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import random
 
+import pytest
+
 from .graphs import TEXTS, Job, Parallel
 
 FAMILIES = tuple(TEXTS)
@@ -17,6 +19,9 @@ DEGREES: dict[str, Parallel] = {
     "ring_3": Parallel(ring_degree=3, ulysses_degree=1),
     "ring_2_x_ulysses_2": Parallel(ring_degree=2, ulysses_degree=2),
 }
+
+# Other degrees are another group of workers, which takes a while: most files are tried with two.
+ALONE = pytest.param("1_worker", marks=pytest.mark.sweep)
 
 # Not heun with normal on Flux: it divides by a sigma of 3e-4, so rounding alone moves the latent by 1e-4 x std.
 VARIATIONS: dict[str, dict[str, object]] = {

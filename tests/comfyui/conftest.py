@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -52,8 +53,14 @@ def write_vaes(comfy: ComfyInstall, server: Server) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Within a module the cases of as many workers follow one another, up and down by turns: a group serves many."""
-    modules = {path: turn for turn, path in enumerate(dict.fromkeys(item.path for item in items))}
-    items.sort(key=lambda item: (modules[item.path], (-1) ** modules[item.path] * _workers(item)))
+    modules: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        modules.setdefault(item.path, []).append(item)
+    turn = 1
+    for members in modules.values():
+        members.sort(key=lambda item: turn * _workers(item))
+        turn = -turn if len({*map(_workers, members)}) > 1 else turn
+    items[:] = [item for members in modules.values() for item in members]
 
 
 def _workers(item: pytest.Item) -> int:

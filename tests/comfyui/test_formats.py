@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from .cases import DEGREES
+from .cases import ALONE, DEGREES
 from .client import Graph
 from .comfy import ComfyInstall
 from .graphs import Job, Parallel, sampling_graph, with_loras
@@ -56,7 +56,7 @@ def native(server_of_files: Server) -> Callable[..., Tensor]:
 @pytest.mark.sweep(one_in=11)
 @pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("degrees", DEGREES_AND_BARS)
+@pytest.mark.parametrize("degrees", ["ring_2", ALONE])
 def test_a_file_of_any_format_is_sampled_as_ksampler_does(
     server: Server, native: Callable[..., Tensor], degrees: str, name: str, lora: bool
 ) -> None:

@@ -19,6 +19,7 @@ from .server import Server, running_server
 from .test_kin import node
 
 JOB = Job(family="flux_dev", cfg=2.0, size=(9, 14), prompt_tokens=(7, 12))
+BARS = [("ring_2", 1e-5), pytest.param("1_worker", 1e-6, marks=pytest.mark.sweep)]
 KINDS = ("F16", "BF16", "Q8_0", "Q5_1", "Q4_0")
 WRITE = """
 import sys, gguf
@@ -59,7 +60,9 @@ def picture(kind: str, loader: str, parallel: Parallel | None, *, lora: bool = F
 @pytest.mark.sweep(one_in=7)
 @pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("degrees", "bar"), [("ring_2", 1e-5), ("1_worker", 1e-6)])
+@pytest.mark.parametrize(
+    ("degrees", "bar"), [("ring_2", 1e-5), pytest.param("1_worker", 1e-6, marks=pytest.mark.sweep)]
+)
 def test_a_gguf_file_is_sampled_as_with_the_packs_own_loader(
     gguf_server: Server, degrees: str, bar: float, kind: str, lora: bool
 ) -> None:

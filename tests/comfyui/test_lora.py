@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .cases import DEGREES
+from .cases import ALONE, DEGREES
 from .client import Graph, NodeError
 from .graphs import Job, Parallel, lora_node, sampling_graph, with_loras
 from .latents import apart, latent_of
@@ -38,7 +38,7 @@ Tensors = dict[str, Tensor]
 @pytest.mark.sweep(one_in=13)
 @pytest.mark.parametrize("rank", [4, 16])
 @pytest.mark.parametrize("family", PLACES)
-@pytest.mark.parametrize("degrees", ["1_worker", "ring_2", "ulysses_2"])
+@pytest.mark.parametrize("degrees", [ALONE, "ring_2", "ulysses_2"])
 def test_a_lora_gives_ksamplers_latent(server: Server, degrees: str, family: str, rank: int) -> None:
     stack = [(write(server, f"{family}_{rank}", lora(server, family, rank)), 0.8)]
     check(server, Job(family=family, cfg=2.0), stack, DEGREES[degrees])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from .cases import DEGREES
+from .cases import ALONE, DEGREES
 from .client import Graph
 from .comfy import OUR_ROOT, ComfyInstall
 from .graphs import TEXTS, Job, Parallel, sampling_graph
@@ -106,7 +106,7 @@ def test_differential_diffusion_follows_the_greys_of_the_mask(server: Server, st
 @pytest.mark.sweep(one_in=11)
 @pytest.mark.parametrize("job", [LONG, replace(WAN, steps=16)], ids=["flux_dev", "wan_t2v"])
 @pytest.mark.parametrize("kind", ["EasyCache", "LazyCache"])
-@pytest.mark.parametrize("degrees", ["1_worker", "ring_2", "ulysses_2"])
+@pytest.mark.parametrize("degrees", [ALONE, "ring_2", "ulysses_2"])
 def test_a_step_cache_skips_the_steps_that_it_skips_in_comfyui(
     server: Server, job: Job, kind: str, degrees: str
 ) -> None:
