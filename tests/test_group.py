@@ -84,7 +84,11 @@ FOUR = [
 
 
 @pytest.mark.parametrize(
-    "parallelisms", [[Parallelism(ring_degree=3), Parallelism(data_degree=3)], FOUR], ids=["3 workers", "4 workers"]
+    "parallelisms",
+    [
+        pytest.param([Parallelism(ring_degree=3), Parallelism(data_degree=3)], id="3 workers"),
+        pytest.param(FOUR, id="4 workers", marks=pytest.mark.sweep),
+    ],
 )
 def test_more_workers_draw_what_one_draws(alone, flux, parallelisms):
     job = {"size": (7, 11), "tokens": 5, "negative_tokens": 2, "batch": 2}

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -19,6 +21,7 @@ def run(name: str, out: Path, *arguments: str) -> list[dict[str, Any]]:
     return json.loads(out.read_text())
 
 
+@pytest.mark.sweep  # half a minute
 def test_a_ring_holds_less_than_ulysses(tmp_path: Path) -> None:
     rows = run("collectives", tmp_path / "rows.json", "--tokens", "1023", "--batch", "2")
     peak = {row["mode"]: row["peak_extra_in_queries"] for row in rows}

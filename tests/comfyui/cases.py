@@ -20,8 +20,9 @@ DEGREES: dict[str, Parallel] = {
     "ring_2_x_ulysses_2": Parallel(ring_degree=2, ulysses_degree=2),
 }
 
-# Other degrees are another group of workers, which takes a while: most files are tried with two.
+# Another number of workers is another group, which takes a while to start: most modules do with two.
 ALONE = pytest.param("1_worker", marks=pytest.mark.sweep)
+FOUR = pytest.param("ring_2_x_ulysses_2", marks=pytest.mark.sweep)
 
 # Not heun with normal on Flux: it divides by a sigma of 3e-4, so rounding alone moves the latent by 1e-4 x std.
 VARIATIONS: dict[str, dict[str, object]] = {

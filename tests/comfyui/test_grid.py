@@ -18,10 +18,10 @@ def test_samplers_with_schedulers_give_ksamplers_latent(server: Server, way: str
 
 
 def dealt(pairs: list[Pair], way: str) -> list[Pair]:
-    """Half of the samplers, a quarter a way, with every scheduler in turn."""
+    """A third of the samplers, a sixth a way, with every scheduler in turn."""
     if os.environ.get("CP_TEST_SWEEP"):
         return pairs
     schedulers = len({scheduler for _, scheduler in pairs})
     samplers = [pairs[start : start + schedulers] for start in range(0, len(pairs), schedulers)]
-    mine = samplers[way == "2 workers, loaded" :: 4]
+    mine = samplers[way == "2 workers, loaded" :: 6]
     return [of_one[index % schedulers] for index, of_one in enumerate(mine)]

@@ -107,7 +107,9 @@ def test_restart_ends_a_run_with_the_reason_and_brings_new_workers(server: Serve
     assert {process.pid for process in server.workers().values()} == after
 
 
-@pytest.mark.parametrize("idle", [True, False], ids=["idle", "in a run"])
+@pytest.mark.parametrize(
+    "idle", [pytest.param(True, id="idle"), pytest.param(False, id="in a run", marks=pytest.mark.sweep)]
+)
 def test_a_killed_worker_is_shown_at_once_with_the_cause(server: Server, idle: bool) -> None:
     server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
     if not idle:

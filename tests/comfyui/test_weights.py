@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import tiny
-from .cases import DEGREES
+from .cases import DEGREES, FOUR
 from .client import Graph, Interrupted, NodeError
 from .comfy import ComfyInstall
 from .graphs import Job, Parallel, longer, sampling_graph, with_loras
@@ -86,7 +86,7 @@ def replicated(shared_server: Server) -> Callable[..., Tensor]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("degrees", list(CUTS)[1:])
+@pytest.mark.parametrize("degrees", ["ring_2", "ulysses_2", "ring_3", FOUR, "cfg_2_x_ring_2"])
 def test_the_bits_are_those_of_whole_weights(
     server: Server, replicated: Callable[..., Tensor], degrees: str, family: str, name: str, mode: str, lora: float
 ) -> None:
