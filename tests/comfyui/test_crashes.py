@@ -38,6 +38,7 @@ def test_a_killed_worker_fails_its_run_at_once_and_the_next_run_works(server: Se
     assert not {process.pid for process in before.values()} & {process.pid for process in server.children()}
 
 
+@pytest.mark.sweep  # test_routes has it too
 def test_a_worker_killed_while_idle_is_replaced(server: Server) -> None:
     want = latent_of(server.client.run(sampling_graph(FLUX, "CPSampler", RING_2)))
     server.workers()[1].kill()

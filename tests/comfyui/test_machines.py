@@ -40,6 +40,14 @@ def guest(comfy: ComfyInstall, host: Server, tmp_path_factory: pytest.TempPathFa
         yield command
 
 
+def test_without_a_token_the_node_says_what_to_do_and_warm_workers_stay(server: Server) -> None:
+    server.client.run(sampling_graph(FLUX, "CPSampler", replace(TWO, nnodes=1)))
+    before = server.workers()
+    with pytest.raises(NodeError, match=r"token of at least 16 characters, found none; .* CP_CLUSTER_TOKEN_FILE"):
+        server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
+    assert server.workers() == before
+
+
 def test_two_machines_sample_what_ksampler_samples(host: Server, guest: Guest) -> None:
     want = latent_of(host.client.run(sampling_graph(FLUX, "KSampler")))
     got = latent_of(host.client.run(sampling_graph(FLUX, "CPSampler", TWO)))
@@ -66,14 +74,6 @@ def test_a_dead_rank_of_the_other_machine_is_an_error_of_the_node_and_the_next_r
     with pytest.raises(Interrupted):
         host.client.finish(prompt, since=since, timeout=10)
     assert list(guest.workers()) == [1]
-
-
-def test_without_a_token_the_node_says_what_to_do_and_warm_workers_stay(server: Server) -> None:
-    server.client.run(sampling_graph(FLUX, "CPSampler", replace(TWO, nnodes=1)))
-    before = server.workers()
-    with pytest.raises(NodeError, match=r"token of at least 16 characters, found none; .* CP_CLUSTER_TOKEN_FILE"):
-        server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
-    assert server.workers() == before
 
 
 @pytest.mark.sweep

@@ -249,7 +249,7 @@ def test_a_latent_of_another_model_is_comfyuis_own_error_and_workers_live(
     assert vaes.workers() == before
 
 
-@pytest.mark.sweep(one_in=3)
+@pytest.mark.sweep  # tests/vae has three ranks too
 @pytest.mark.parametrize(("make", "file", "shape"), WITH_THREE)
 def test_three_workers_make_the_same(vaes: Server, make: Any, file: str, shape: str) -> None:
     assert both(vaes, make, file, shape, THREE) <= BAR
