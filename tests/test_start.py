@@ -20,6 +20,7 @@ from .groups import on_cpu, sabotage, samples, spec_of
 from .tiny import write
 
 
+@pytest.mark.sweep
 def test_a_private_folder_with_a_very_long_path_will_do(tmp_path, monkeypatch):
     (folder := Path(f"{tmp_path}{'/画 ünïcode' * 12}")).mkdir(parents=True)
     monkeypatch.setattr("tempfile.tempdir", str(folder))
