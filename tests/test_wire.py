@@ -143,6 +143,14 @@ def test_the_longest_report_of_a_failure_fits_into_a_packet(channels):
     assert failed.error.startswith("RuntimeError: 🔥")
 
 
+@pytest.mark.parametrize(
+    "single", [torch.tensor(2.5).expand(1), torch.arange(6.0)[2:3].as_strided((1,), (0,))], ids=str
+)
+def test_a_single_number_travels_whatever_its_stride_is(single):
+    assert single.stride() == (0,)
+    assert torch.equal(read_bundle(write_bundle({"sigma": single}))["sigma"], single)
+
+
 def test_a_bundle_goes_along_with_a_message(channels):
     left, right = channels
     left.send(Step(1, 2, 3), write_bundle({"x0": torch.ones(2)}))

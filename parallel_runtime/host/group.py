@@ -17,7 +17,7 @@ from ..wire.messages import Cancel, Convert, Done, Room, Sample, Stop, Unload, U
 from .launch import Processes
 from .limits import STALL_SECONDS, seconds_from
 from .patience import Patience
-from .status import Activity
+from .status import BUSY, Activity
 from .waiting import Waiting
 
 START_SECONDS = seconds_from("CP_START_SECONDS", 180)
@@ -95,7 +95,6 @@ class WorkerGroup:
         self._patches.pop(model.unpatched, None)
         self.activity.asked(model, parallelism, job)
         result = self._run(lambda number: Sample(number, model, parallelism, storage), job, None, on_step, watch)
-        self.activity.answered(job)
         self._patches[model.unpatched] = model.patches
         return result
 
@@ -114,7 +113,6 @@ class WorkerGroup:
         """
         self.activity.converting(job.method)
         result = self._run(lambda number: Convert(number, vae), job, room, on_step, watch)
-        self.activity.answered(job)
         (self._vaes.discard if result.value["refused"] else self._vaes.add)(vae)
         return result
 
@@ -178,11 +176,13 @@ class WorkerGroup:
                     self._make_room(number, room)
                 self._ask(request(number), bundle)
                 answers = self._answers(number, LOAD_SECONDS, on_step, watch)
-        except (Refused, OSError):  # nothing was asked
-            self.activity.answered(job)
+        except Refused:
             raise
         except ParallelError as error:
             raise self._lose(error) from None
+        finally:
+            if self.activity.now.state in BUSY:
+                self.activity.answered(job)
         done, result = answers[0]
         return Result(result, done.load_seconds, done.seconds)
 

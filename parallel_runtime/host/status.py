@@ -76,11 +76,13 @@ class Activity:
         name = model.title
         if isinstance(job, EvaluationJob) and self.now.state == "sampling" and self.now.model == name:
             return
+        self._evaluated = 0.0
         ranks = tuple(replace(rank, loaded=0.0) for rank in self.now.ranks)
         self._turn("loading", model=name, degrees=degrees, step=0, steps=0, ranks=ranks)
 
     def converting(self, method: VAEMethod) -> None:
         """A VAE is asked for."""
+        self._evaluated = 0.0
         self._turn("decoding" if method == "decode" else "encoding", model="", step=0, steps=0)
 
     def heard(self, rank: int, message: Any) -> None:

@@ -122,7 +122,8 @@ def _copy(tensor: Tensor, memory: mmap.mmap, offset: int) -> None:
     if not tensor.numel():
         return
     bytes_ = torch.frombuffer(memory, dtype=torch.uint8, count=tensor.numel() * tensor.element_size(), offset=offset)
-    bytes_.copy_(tensor.detach().contiguous().flatten().view(torch.uint8))
+    flat = tensor.detach().contiguous().flatten()
+    bytes_.copy_(flat.as_strided(flat.shape, (1,)).view(torch.uint8))  # the stride of a single number may be any
 
 
 def _fold(value: Any, where: str, tensors: dict[str, Tensor], seen: dict[int, str]) -> Any:
