@@ -62,7 +62,7 @@ def test_a_run_is_followed_from_its_start_to_idle(server: Server) -> None:
         assert held["resident"] + held["fetched"] > 1e6
     status_when(server, lambda now: now["step"] > first["step"])
     states = [event.data["state"] for event in server.client.events(since) if event.kind == "cp.status"]
-    assert [state for state in ("loading", "sampling") if state in states] == ["loading", "sampling"]
+    assert "loading" not in states[states.index("sampling") :], "it may be too short to be seen, but comes first"
     server.client.interrupt(prompt)
     with pytest.raises(Interrupted):
         server.client.finish(prompt, since=since)
