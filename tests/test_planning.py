@@ -193,6 +193,8 @@ def test_prompts_that_are_seen_together_share_the_sequence(guided):
 
 
 def test_what_joins_the_sequence_is_cut_by_the_estimate_too():
-    rings_are_fast = lambda degrees: degrees.ulysses_degree  # noqa: E731
+    def rings_are_fast(degrees):
+        return degrees.ulysses_degree
+
     degrees, _ = plan(ParallelRequest(cfg_degree=2), heads=24, gpus=4, seconds=rings_are_fast)
     assert (degrees.ring_degree, degrees.ulysses_degree) == (4, 1)

@@ -20,6 +20,7 @@ def test_a_run_after_a_native_samplers_is_not_over_while_it_samples(monkeypatch:
     activity.asked(model, Parallelism(), evaluation)
     activity.answered(evaluation)
     activity.asked(ModelSpec(loader="b"), Parallelism(), run)  # type: ignore[arg-type]
+    assert activity.now.state == "loading"
     activity.heard(0, Beat(1, None))
     activity.rest()
     assert activity.now.state == "sampling"

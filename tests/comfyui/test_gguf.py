@@ -60,9 +60,7 @@ def picture(kind: str, loader: str, parallel: Parallel | None, *, lora: bool = F
 @pytest.mark.sweep(one_in=7)
 @pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("degrees", "bar"), [("ring_2", 1e-5), pytest.param("1_worker", 1e-6, marks=pytest.mark.sweep)]
-)
+@pytest.mark.parametrize(("degrees", "bar"), BARS)
 def test_a_gguf_file_is_sampled_as_with_the_packs_own_loader(
     gguf_server: Server, degrees: str, bar: float, kind: str, lora: bool
 ) -> None:
