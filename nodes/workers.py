@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 
 import comfy.model_management
@@ -16,7 +17,9 @@ from ..parallel_runtime.accelerators import ACCELERATORS, CUDA
 from ..parallel_runtime.host.cost import Figures, Work, evaluation_seconds
 from ..parallel_runtime.host.planning import check_step_cache, plan
 from ..parallel_runtime.host.runtime import measured_link
+from ..parallel_runtime.host.storing import Case, as_one_pays
 from ..parallel_runtime.specs import ComfySetup, Parallelism, ParallelRequest, Placement
+from .capacity import capacity_for
 
 
 def plan_for(
@@ -31,7 +34,6 @@ def plan_for(
     check_step_cache(request, figures)
     choose = partial(
         plan,
-        request,
         heads=figures.heads,
         gpus=visible_gpus(),
         kind=gpu_kind(),
@@ -39,11 +41,18 @@ def plan_for(
         together=together,
         whole="" if figures.divisible else figures.name,
     )
-    parallelism, placement = choose()
+    parallelism, placement = choose(request)
     link = measured_link(placement)
     if work is None or link is None or not link.bytes_per_second:
         return parallelism, placement
-    return choose(seconds=partial(evaluation_seconds, work, link=link))
+    choose = partial(choose, seconds=partial(evaluation_seconds, work, link=link))
+    parallelism, placement = choose(request)
+    if parallelism.cfg_degree == 2 and not request.cfg_degree and request.weights == "auto":
+        case = Case(work=work, degrees=parallelism, capacity=capacity_for(placement, link), link=link)
+        as_one, _ = choose(replace(request, cfg_degree=1))
+        if as_one_pays(case, replace(case, degrees=as_one)):
+            parallelism = as_one
+    return parallelism, placement
 
 
 def visible_gpus() -> int:

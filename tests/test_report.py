@@ -46,6 +46,9 @@ def test_cfg_degree_2_is_advised_where_it_would_gain_and_only_there() -> None:
     assert advice not in words(ulysses_degree=2, guided=False)
     assert advice not in words(ulysses_degree=2, guided=True, together=True)
     assert advice not in words(ulysses_degree=2, guided=True, way=sharded), "each half would have its own weights"
+    assert "each keeps a part of the weights" in words(ulysses_degree=2, guided=True, way=sharded)
+    fetched = Prospect(storage=Storage(mode="offload"), held_bytes=10)
+    assert advice not in words(ulysses_degree=2, guided=True, way=fetched), "auto may have had reasons"
 
 
 def test_what_sees_all_prompts_at_once_is_told() -> None:

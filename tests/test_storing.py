@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from parallel_runtime.errors import Refused
 from parallel_runtime.host.cost import Figures, Link, activation_bytes
-from parallel_runtime.host.storing import USABLE, Capacity, Case, Prospect, decide
+from parallel_runtime.host.storing import USABLE, Capacity, Case, Prospect, as_one_pays, decide
 from parallel_runtime.specs import Parallelism, Storage
 
 GIB = 2**30
@@ -59,6 +60,25 @@ def test_the_faster_source_is_chosen():
     assert chosen(SLOW_LINKS, 500) == "offload"
     assert chosen(FAST_LINKS, 500) == "shard"
     assert chosen(FAST_LINKS, 50_000) == "offload", "where both are hidden"
+
+
+def test_prompts_share_the_workers_where_only_that_finds_weights_a_place_or_shortens_the_wait():
+    def pays(device: float | None, tokens: int = 7000, workers: int = 2, **more: Any) -> bool:
+        asked = case(device, **more)
+        asked = replace(asked, work=replace(asked.work, tokens=tokens, prompts=2))
+        branches = Parallelism(cfg_degree=2, ulysses_degree=workers // 2)
+        return as_one_pays(
+            replace(asked, degrees=branches), replace(asked, degrees=Parallelism(ulysses_degree=workers))
+        )
+
+    assert not pays(None), "it fits as a whole"
+    assert pays(28.0, host=8), "half of the workers have no place for it"
+    assert not pays(4.0, host=8), "nor have all of them"
+    assert pays(24.0, 500, link=FAST_LINKS), "fetching from main memory takes longer than computing"
+    assert not pays(24.0, 500, link=SLOW_LINKS), "and from the other worker as long"
+    assert not pays(24.0, 50_000, link=FAST_LINKS), "hidden behind what is computed"
+    assert not pays(28.0, host=8, workers=4), "two could share it, in each half"
+    assert not pays(24.0, link=None), "nothing was measured"
 
 
 def test_without_main_memory_for_one_copy_weights_are_in_parts():

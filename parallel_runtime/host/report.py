@@ -46,7 +46,7 @@ def report(
         subject.model,
         f"Tokens: {_tokens(subject.tokens) or 'not cut'}; {work.rows} image(s) or video(s) in the batch.",
         f"Workers: {placement.world_size}, on {', '.join(placement.devices)}{_machines(placement)}.",
-        f"Degrees: {_degrees(degrees)}{chosen}. {_reason(subject, degrees, guided)}",
+        f"Degrees: {_degrees(degrees)}{chosen}. {_reason(subject, degrees, guided, way)}",
         _memory(work, degrees, link, way),
         _weights(work, degrees, way),
         _traffic(work, degrees),
@@ -86,7 +86,7 @@ def _choice(link: Link | None) -> str:
     return ", the fastest by what the workers measured"
 
 
-def _reason(subject: Subject, degrees: Parallelism, guided: bool) -> str:
+def _reason(subject: Subject, degrees: Parallelism, guided: bool, way: Prospect | None) -> str:
     work, reasons = subject.work, []
     if degrees.cfg_degree == 2:
         reasons.append("Positive and negative prompt run side by side, which exchanges one latent a step.")
@@ -98,9 +98,15 @@ def _reason(subject: Subject, degrees: Parallelism, guided: bool) -> str:
         reasons.append(f"The images of a batch are shared out over {degrees.data_degree} groups of workers.")
     if not guided and degrees.cfg_degree == 1 and degrees.context_parallel_size > 1:
         reasons.append("At cfg 1 there is one prompt, so all workers share its tokens.")
+    if guided and _sharded(way) and degrees.cfg_degree == 1:
+        reasons.append("All workers have both prompts, and each keeps a part of the weights.")
     if guided and subject.together and degrees.context_parallel_size > 1:
         reasons.append("Something on MODEL sees both prompts at once, so all workers share the tokens of both.")
     return " ".join(reasons) or "One worker does everything."
+
+
+def _sharded(way: Prospect | None) -> bool:
+    return way is not None and way.storage.mode == "shard"
 
 
 def _share(work: Work, degrees: Parallelism) -> str:
@@ -198,11 +204,11 @@ def _warnings(
 
 
 def _of_prompts(subject: Subject, degrees: Parallelism, way: Prospect | None) -> list[str]:
-    sharded = way is not None and way.storage.mode == "shard"
-    if sharded and degrees.cfg_degree > 1:
+    if _sharded(way) and degrees.cfg_degree > 1:
         return ["Each half of the workers has its own copy of the weights: cfg_degree 1 would need less."]
     even = degrees.cfg_degree == 1 and degrees.context_parallel_size % 2 == 0
-    if even and not sharded and not subject.together:
+    in_parts = way is not None and way.storage.mode != "replicate"
+    if even and not in_parts and not subject.together:
         return ["With cfg above 1, cfg_degree 2 would exchange less: leave the degrees at 0, or set it."]
     return []
 

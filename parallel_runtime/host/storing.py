@@ -116,6 +116,29 @@ def decide(choice: WeightsChoice, case: Case, *, prompts: int = 1, before: Stora
     return way if prompts == 1 or together.fits(way, usable=1.0) else replace(way, rows=case.work.rows)
 
 
+def as_one_pays(branches: Case, as_one: Case) -> bool:
+    """Whether weights that fit no device have a place, or are clearly waited for less, where all workers share both
+    prompts (`as_one`), and not where each half of them has a prompt and weights of its own (`branches`)."""
+    if branches.fits(branches.prospect(Storage()), usable=1.0):
+        return False
+    return _seconds(branches) > ALIKE * _seconds(as_one)
+
+
+def _seconds(case: Case) -> float:
+    """Of evaluating all prompts, with weights where auto would have them; infinite where they fit nowhere."""
+    prompts = -(-case.work.prompts // case.degrees.cfg_degree)
+    at_once = replace(case, work=replace(case.work, rows=case.work.rows * prompts, prompts=1))
+    for each, times in ((at_once, 1), (case, prompts)):
+        if ways := _in_parts(each):
+            return times * min(way.seconds for way in ways)
+    return math.inf
+
+
+def _in_parts(case: Case) -> list[Prospect]:
+    """What fits, of the ways not to have all weights on every device."""
+    return [way for mode in MODES if (way := case.fullest(mode))]
+
+
 def _asked(mode: WeightsMode, case: Case) -> WeightsMode:
     return mode if case.allows(mode) else "replicate"
 
@@ -124,7 +147,7 @@ def _automatic(case: Case, before: Storage | None) -> Prospect:
     whole = case.prospect(Storage())
     if case.fits(whole, usable=1.0):
         return whole
-    ways = [way for mode in MODES if (way := case.fullest(mode))]
+    ways = _in_parts(case)
     if not ways:
         raise Refused(_too_large(case))
     least = min(way.seconds for way in ways)
@@ -173,4 +196,4 @@ def _way_out(case: Case) -> str:
 
 
 def _any(case: Case) -> bool:
-    return case.fits(case.prospect(Storage()), usable=1.0) or any(case.fullest(mode) for mode in MODES)
+    return case.fits(case.prospect(Storage()), usable=1.0) or bool(_in_parts(case))

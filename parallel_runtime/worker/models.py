@@ -70,8 +70,7 @@ class Model:
         """ComfyUI's `optimized_attention_override` where a kernel was chosen and this rank holds whole sequences."""
         if self.parallelism is None or self.mesh.context.size > 1 or self.parallelism.attention_backend == "auto":
             return None
-        attend = by_backend(self.parallelism.attention_backend)
-        return lambda _, *args, **kwargs: attend(*args, **kwargs)
+        return by_backend(self.parallelism.attention_backend)
 
     def cut(self, mesh: ContextMesh, parallelism: Parallelism) -> None:
         """Every later forward runs over the context ranks of `mesh`."""

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from parallel_runtime.specs import AttentionBackend
 from parallel_runtime.worker.engine.kernels import attend, attend_block, candidates
 from parallel_runtime.worker.engine.merge import Merge
+from parallel_runtime.worker.engine.overriding import by_backend
 
 from .reference import attention, random_problem
 
@@ -107,3 +108,16 @@ def test_auto_lets_cudnn_race_where_pytorch_prefers_it(
     with FakeTensorMode():
         assert candidates(torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)) == expected
         assert candidates(torch.empty(1, 8, 2, 64, device="cuda")) == ["native"]
+
+
+@pytest.mark.parametrize(("backend", "asks"), [("sage", True), ("flash", True), ("native", False)])
+def test_comfyui_attends_with_masks_that_a_chosen_kernel_does_not_take(backend: AttentionBackend, asks: bool) -> None:
+    tokens, mask = torch.randn(1, 5, 2 * 8), torch.ones(1, 5, 5, dtype=torch.bool)
+    asked = []
+
+    def of_comfyui(q: Tensor, *_: Any, **options: Any) -> Tensor:
+        asked.append(options)
+        return q
+
+    by_backend(backend)(of_comfyui, tokens, tokens, tokens, 2, mask=mask, skip_output_reshape=True)
+    assert asked == ([{"mask": mask, "skip_reshape": False, "skip_output_reshape": True}] if asks else [])

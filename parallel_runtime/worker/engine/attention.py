@@ -12,7 +12,7 @@ from torch import Tensor
 from ...specs import AttentionBackend, Parallelism
 from .arrangement import Arrangement, Wave, arrange
 from .exchange import Pending, allocate, gather
-from .kernels import attend, attend_biased, for_heads, raced
+from .kernels import attend, attend_biased, for_heads, head_by_head, raced
 from .masks import Mask, exchange_mask, same_memory
 from .merge import Merge
 from .mesh import ContextMesh
@@ -155,6 +155,7 @@ class ContextAttention:
         if query.numel() == 0:
             return allocate(query.shape, query)
         mask = None if keys is None else keys.block(0, key.shape[1])
+        key, value = head_by_head(key), head_by_head(value)
         if self.kernel is not None:
             return self.kernel(query, key, value, mask, scale)
         return attend(query, key, value, mask, scale, self.parallelism.attention_backend)

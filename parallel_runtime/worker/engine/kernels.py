@@ -24,6 +24,7 @@ from .race import Sizes, blocks, timed, winner
 # [B, Sq, H, D] of queries, keys and values, a bias, a scale; to an output and its log-sum-exp [B, Sq, H, 1].
 BlockKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], tuple[Tensor, Tensor]]
 
+TAKE_MASKS = ("auto", "native", "_native_cudnn")
 _CUDNN_LEADS = (9, 10)  # compute capabilities for which PyTorch itself prefers cuDNN
 _NATIVE_BACKENDS = ("auto", "native")
 _BACKENDS_OF_DIFFUSERS = {member.value: member for member in AttentionBackendName}
@@ -49,7 +50,7 @@ def attend(
     Backends that take no mask leave masked calls to scaled_dot_product_attention.
     """
     key, value = (for_heads(tensor, query.shape[2]) for tensor in (key, value))
-    native = backend in _NATIVE_BACKENDS or (mask is not None and backend != "_native_cudnn")
+    native = backend in _NATIVE_BACKENDS or (mask is not None and backend not in TAKE_MASKS)
     function = _AttentionBackendRegistry._backends[_BACKENDS_OF_DIFFUSERS["native" if native else backend]]
     if backend == "sage":  # reads other memory than it should through views (huggingface/diffusers#13506)
         query, key, value = (tensor.contiguous() for tensor in (query, key, value))
@@ -114,6 +115,12 @@ def for_heads(tensor: Tensor, heads: int) -> Tensor:
     return tensor if tensor.shape[2] == heads else tensor.repeat_interleave(heads // tensor.shape[2], dim=2)
 
 
+def head_by_head(tensor: Tensor) -> Tensor:
+    """Keys or values with each head's tokens side by side in memory, on the CPU: its kernel reads them again for
+    every few hundred queries."""
+    return tensor if tensor.device.type != "cpu" else tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _fits_flash(query: Tensor) -> bool:
     half = query.dtype in (torch.float16, torch.bfloat16)
     ampere = query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) >= (8, 0)
@@ -121,7 +128,8 @@ def _fits_flash(query: Tensor) -> bool:
 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    out, lse = _FLASH_FOR_CPU(*_heads_first(q, k, v), 0.0, False, attn_mask=bias, scale=scale)
+    q, k, v = _heads_first(q, head_by_head(k), head_by_head(v))
+    out, lse = _FLASH_FOR_CPU(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ...plan import Attends, Cross, Over
 from ...specs import AttentionBackend, Parallelism
 from .attention import ContextAttention
 from .cuts import Cuts
-from .kernels import attend
+from .kernels import TAKE_MASKS, attend
 from .mesh import ContextMesh
 from .opaque import answer_opaquely, enlist
 
@@ -124,7 +125,7 @@ class Overriding:
         if (previous := self.previous) is not None:
             return lambda *args, **kwargs: previous(func, *args, **kwargs)
         backend = self._parallelism.attention_backend
-        return func if backend == "auto" else by_backend(backend)
+        return func if backend == "auto" else partial(by_backend(backend), func)
 
     def _cross(self, scope: int, queries: int, keys: int) -> Cross | None:
         """The streams of an attention of so many tokens; None where it is local."""
@@ -151,11 +152,9 @@ class Overriding:
 
     def _attention(self, cross: Cross) -> ContextAttention:
         if cross not in self._attentions:
-            ours = self._parallelism.attention_backend != "auto" and self.previous is None
             self._attentions[cross] = ContextAttention(
-                self._mesh, self._parallelism, self._cuts.streams, cross.queries, cross.keys,
-                None if ours else self._whole_keys,
-            )  # fmt: skip
+                self._mesh, self._parallelism, self._cuts.streams, cross.queries, cross.keys, self._whole_keys
+            )
         return self._attentions[cross]
 
     def _whole_keys(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -163,19 +162,23 @@ class Overriding:
         return self._call(q, k, v, mask, scale)
 
 
-def by_backend(backend: AttentionBackend) -> Attention:
-    """A function that is called as ComfyUI's optimized_attention, on a kernel of ours."""
+def by_backend(backend: AttentionBackend) -> Override:
+    """A kernel of ours in place of ComfyUI's, but for calls with a mask where it takes none: ComfyUI knows the
+    fastest that does."""
 
-    def attention(
-        q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None, skip_reshape: bool = False,
-        skip_output_reshape: bool = False, **kwargs: Any,
+    def override(
+        func: Attention, q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None,
+        skip_reshape: bool = False, skip_output_reshape: bool = False, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
+        if mask is not None and backend not in TAKE_MASKS:
+            layout = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
+            return func(q, k, v, heads, mask=mask, **layout, **kwargs)
         size = q.shape[-1] if skip_reshape else q.shape[-1] // heads
         q, k, v = (x.transpose(1, 2) if skip_reshape else x.reshape(*x.shape[:2], -1, size) for x in (q, k, v))
         out = attend(q, k, v, _four_dims(mask), kwargs.get("scale"), backend)
         return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
-    return attention
+    return override
 
 
 def _crossing(over: Over) -> Cross:
