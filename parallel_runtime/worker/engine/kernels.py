@@ -128,8 +128,8 @@ def _fits_flash(query: Tensor) -> bool:
 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    q, k, v = _heads_first(q, head_by_head(k), head_by_head(v))
-    out, lse = _FLASH_FOR_CPU(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
+    q, k, v = _heads_first(q, k, v)
+    out, lse = _FLASH_FOR_CPU(q, k.contiguous(), v.contiguous(), 0.0, False, attn_mask=bias, scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
 
 
