@@ -86,7 +86,7 @@ FOUR = [
 @pytest.mark.parametrize(
     "parallelisms",
     [
-        pytest.param([Parallelism(ring_degree=3), Parallelism(data_degree=3)], id="3 workers"),
+        pytest.param([Parallelism(ring_degree=3), Parallelism(data_degree=3)], id="3 workers", marks=pytest.mark.sweep),
         pytest.param(FOUR, id="4 workers", marks=pytest.mark.sweep),
     ],
 )

@@ -71,7 +71,5 @@ def test_an_idle_group_ends_and_one_in_use_does_not(monkeypatch, flux):
             samples(group, flux, Parallelism())
             pids = workers_of(group)
         wait_until(lambda: not any(pid in our_processes() for pid in pids), 10)
-        with borrowed_group(ONE, None) as group:
-            samples(group, flux, Parallelism())
     finally:
         close_group()

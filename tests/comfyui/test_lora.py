@@ -35,7 +35,7 @@ Stack = list[tuple[str, float]]
 Tensors = dict[str, Tensor]
 
 
-@pytest.mark.sweep(one_in=13)
+@pytest.mark.sweep(one_in=19)
 @pytest.mark.parametrize("rank", [4, 16])
 @pytest.mark.parametrize("family", PLACES)
 @pytest.mark.parametrize("degrees", [ALONE, "ring_2", "ulysses_2"])

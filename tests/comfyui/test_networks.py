@@ -51,7 +51,7 @@ def native(server_of_networks: Server) -> Callable[[str], Tensor]:
     return functools.cache(lambda name: latent_of(server_of_networks.client.run(picture(name))))
 
 
-@pytest.mark.sweep(one_in=11)
+@pytest.mark.sweep(one_in=17)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("degrees", BARS)
 def test_it_is_sampled_as_ksampler_does(

@@ -19,7 +19,7 @@ def native_latents() -> dict[Job, torch.Tensor]:
     return {}
 
 
-@pytest.mark.sweep(one_in=7)
+@pytest.mark.sweep(one_in=11)
 @pytest.mark.parametrize(("degrees", "family", "variation"), parity_cases())
 def test_the_latent_is_ksamplers(
     server: Server, native_latents: dict[Job, torch.Tensor], degrees: str, family: str, variation: str

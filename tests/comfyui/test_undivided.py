@@ -42,8 +42,11 @@ def picture(parallel: Parallel | None, *, loader: str = "UNETLoader", size: str 
 
 @pytest.mark.parametrize(
     "parallel",
-    [Parallel(cfg_degree=2), Parallel(data_degree=2, cfg_degree=1), Parallel(data_degree=2, cfg_degree=2)],
-    ids=["prompts", "images", "both"],
+    [
+        pytest.param(Parallel(cfg_degree=2), id="prompts"),
+        pytest.param(Parallel(data_degree=2, cfg_degree=1), id="images"),
+        pytest.param(Parallel(data_degree=2, cfg_degree=2), id="both", marks=pytest.mark.sweep),
+    ],
 )
 def test_it_is_sampled_as_ksampler_does(unet_server: Server, parallel: Parallel) -> None:
     want = latent_of(unet_server.client.run(picture(None)))

@@ -12,7 +12,7 @@ from .conftest import write_vaes
 from .server import Server, running_server
 from .vae_graphs import BAR, TWO, decoding, relative, result
 
-SMALL, LARGE = "1,16,1,9,12", "1,16,1,40,36"  # the fault waits for more than a tile of 32 x 32
+SMALL, LARGE = "1,16,1,9,12", "1,16,1,36,32"  # the fault waits for more than a tile of 32 x 32
 
 
 @pytest.fixture(scope="module")

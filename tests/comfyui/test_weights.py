@@ -81,7 +81,7 @@ def replicated(shared_server: Server) -> Callable[..., Tensor]:
 
 
 @pytest.mark.usefixtures("files")
-@pytest.mark.sweep(one_in=47)
+@pytest.mark.sweep(one_in=101)
 @pytest.mark.parametrize("lora", [0.0, 0.8], ids=["plain", "lora"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FORMATS)

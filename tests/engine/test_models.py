@@ -91,6 +91,7 @@ REPLICAS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sweep(one_in=4)
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_attached_transformer_equals_itself_alone(

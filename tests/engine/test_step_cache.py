@@ -31,6 +31,7 @@ START_SECONDS = 60.0
 WAIT_SECONDS = 4.0
 
 
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_every_rank_decides_on_the_tokens_of_all(
@@ -40,6 +41,7 @@ def test_every_rank_decides_on_the_tokens_of_all(
     assert answers == [[True, False]] * len(answers)
 
 
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_what_ranks_skip_and_compute_is_what_one_process_does(
@@ -54,7 +56,7 @@ def test_lanes_of_guidance_decide_each_for_itself(groups: Groups) -> None:
     assert answers == [[False, False], [False, False], [False, True], [False, True]]
 
 
-@pytest.mark.parametrize("mode", ["voted", "unvoted"])
+@pytest.mark.parametrize("mode", ["voted", pytest.param("unvoted", marks=pytest.mark.sweep)])
 def test_ranks_that_decide_without_asking_wait_for_one_another_for_ever(tmp_path: Path, mode: str) -> None:
     command = [sys.executable, "-m", "tests.engine.lone_ranks", mode, str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

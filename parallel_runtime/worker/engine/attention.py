@@ -155,7 +155,7 @@ class ContextAttention:
         if query.numel() == 0:
             return allocate(query.shape, query)
         mask = None if keys is None else keys.block(0, key.shape[1])
-        key, value = head_by_head(key), head_by_head(value)
+        query, key, value = (head_by_head(tensor) for tensor in (query, key, value))
         if self.kernel is not None:
             return self.kernel(query, key, value, mask, scale)
         return attend(query, key, value, mask, scale, self.parallelism.attention_backend)

@@ -29,6 +29,7 @@ _CUDNN_LEADS = (9, 10)  # compute capabilities for which PyTorch itself prefers 
 _NATIVE_BACKENDS = ("auto", "native")
 _BACKENDS_OF_DIFFUSERS = {member.value: member for member in AttentionBackendName}
 _FLASH_FOR_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_MANY = 512  # tokens: with fewer, a kernel is over before a copy pays
 _CHUNK = 1024  # queries whose scores are held at once
 _BIAS_ALIGNMENT = 16  # the efficient kernel wants bias rows to start at a multiple of this many elements
 
@@ -116,9 +117,10 @@ def for_heads(tensor: Tensor, heads: int) -> Tensor:
 
 
 def head_by_head(tensor: Tensor) -> Tensor:
-    """Keys or values with each head's tokens side by side in memory, on the CPU: its kernel reads them again for
-    every few hundred queries."""
-    return tensor if tensor.device.type != "cpu" else tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    """Many tokens on the CPU with those of each head side by side: its kernel reads them again and again, by heads."""
+    if tensor.device.type != "cpu" or tensor.shape[1] < _MANY:
+        return tensor
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _fits_flash(query: Tensor) -> bool:
@@ -128,8 +130,8 @@ def _fits_flash(query: Tensor) -> bool:
 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    q, k, v = _heads_first(q, k, v)
-    out, lse = _FLASH_FOR_CPU(q, k.contiguous(), v.contiguous(), 0.0, False, attn_mask=bias, scale=scale)
+    q, k, v = (head_by_head(tensor) for tensor in (q, k, v))
+    out, lse = _FLASH_FOR_CPU(*_heads_first(q, k, v), 0.0, False, attn_mask=bias, scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
 
 
