@@ -45,6 +45,7 @@ def doomed(guest, flux):
     group.close(gently=False)
 
 
+@pytest.mark.sweep  # tests/comfyui has it too
 def test_a_killed_rank_of_the_other_machine_fails_the_run_at_once_and_the_next_group_works(doomed, guest, flux):
     kill = Once(lambda: guest.workers()[1].kill())
     with pytest.raises(WorkerDied, match=f"worker rank 1 on {THERE} was killed by SIGKILL"):
