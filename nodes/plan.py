@@ -17,7 +17,7 @@ from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.picture import Part, parts
 from ..parallel_runtime.host.report import Subject, report
 from ..parallel_runtime.host.runtime import kernel_races, measured_link
-from ..parallel_runtime.host.storing import Case, Prospect, decide
+from ..parallel_runtime.host.storing import Case, Prospect, decide, why_whole
 from ..parallel_runtime.specs import Parallelism, ParallelRequest, Placement
 from .capacity import capacity_for
 from .config import CATEGORY, CPConfig, requested
@@ -114,6 +114,8 @@ def explain(
         subject, degrees, placement, guided=guided, automatic=automatic, link=link, way=way, decode=decode,
         races=kernel_races(placement),
     )  # fmt: skip
+    if way is not None and (why := why_whole(request.weights, way, case)):
+        text += f"\nNote: {why}."
     held = way.held_bytes / max(1, figures.weight_bytes) if way is not None else 1.0
     sharded = way is not None and way.storage.mode == "shard"
     return trouble + text, recommended, parts(degrees, placement, sharded=sharded, held=held)

@@ -19,7 +19,7 @@ from comfy.model_patcher import ModelPatcher
 from ..parallel_runtime.errors import ParallelError
 from ..parallel_runtime.host.cost import Work
 from ..parallel_runtime.host.group import WorkerGroup
-from ..parallel_runtime.host.storing import Case, Prospect, decide
+from ..parallel_runtime.host.storing import Case, Prospect, decide, why_whole
 from ..parallel_runtime.specs import AfterSampling, ModelSpec, Parallelism, WeightsChoice
 from .capacity import capacity_for
 
@@ -112,9 +112,8 @@ class Residence:
         """Where the weights of a model shall be, for `prompts` a rank. Raises Refused where they fit nowhere."""
         held = self._held.get(spec.unpatched) if group is self._group else None
         way = decide(choice, case, prompts=prompts, before=held.way.storage if held and held.present else None)
-        if choice not in ("auto", way.storage.mode):
-            why = "one worker has nobody to share with" if case.allows("offload") else "it has no blocks to fetch"
-            log.info("[CP] weights %s: %s, so %s is whole", choice, why, case.work.figures.name)
+        if why := why_whole(choice, way, case):
+            log.info("[CP] %s", why)
         if way.rows and prompts > 1:
             log.info("[CP] prompts are evaluated one by one: there is no memory for %d together", prompts)
         return way

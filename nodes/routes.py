@@ -70,9 +70,10 @@ async def free(_: web.Request) -> web.Response:
 
 async def restart(_: web.Request) -> web.Response:
     """End the workers, also under a run, which fails, and start others: /cp/status says how that goes."""
-    log.info("[CP] the user restarts the workers")
-    restarted = await _aside(lambda: restart_group(BY_THE_USER, comfy_setup()))
-    return web.json_response({"restarted": True}) if restarted else _no("there are no workers to restart")
+    if not await _aside(lambda: restart_group(BY_THE_USER, comfy_setup())):
+        return _no("there are no workers to restart")
+    log.info("[CP] the user has restarted the workers")
+    return web.json_response({"restarted": True})
 
 
 async def check(request: web.Request) -> web.Response:

@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     try:
         text = sys.stdin.read() if from_stdin else options.workflow.read_text(encoding="utf-8")
         result, changes = migrated(json.loads(text))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         log.error("%s is no JSON (%s); give it a workflow that ComfyUI saved", options.workflow, error)
         return 1
     except (OSError, ValueError) as error:

@@ -125,8 +125,10 @@ def test_the_command_works_in_a_pipe_and_says_why_it_cannot(tmp_path):
     done = command("-", stdin=json.dumps(API))
     assert json.loads(done.stdout) == migrated(API)[0]
     (tmp_path / "broken.json").write_text("{")
-    for path in ("broken.json", "missing.json"):
+    (tmp_path / "picture.jpg").write_bytes(b"\xff\xd8")
+    for path, says in (("broken.json", "is no JSON"), ("missing.json", "No such file"), ("picture.jpg", "is no JSON")):
         failed = command(str(tmp_path / path))
         assert failed.returncode == 1
         assert path in failed.stderr
+        assert says in failed.stderr
         assert "Traceback" not in failed.stderr

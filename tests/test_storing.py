@@ -9,7 +9,7 @@ import pytest
 
 from parallel_runtime.errors import Refused
 from parallel_runtime.host.cost import Figures, Link, activation_bytes
-from parallel_runtime.host.storing import USABLE, Capacity, Case, Prospect, as_one_pays, decide
+from parallel_runtime.host.storing import USABLE, Capacity, Case, Prospect, as_one_pays, decide, why_whole
 from parallel_runtime.specs import Parallelism, Storage
 
 GIB = 2**30
@@ -91,7 +91,14 @@ def test_a_worker_alone_has_measured_no_link_and_needs_none():
 
 
 def test_one_worker_has_nobody_to_share_with():
-    assert decide("shard", case(24.0, workers=1)).storage.mode == "replicate"
+    asked = case(24.0, workers=1)
+    way = decide("shard", asked)
+    assert way.storage.mode == "replicate"
+    assert why_whole("shard", way, asked).endswith("one worker has nobody to share with, so Qwen-Image is whole")
+    branches = replace(asked, degrees=Parallelism(cfg_degree=2))
+    assert "set cfg_degree and data_degree to 1" in why_whole("shard", way, branches)
+    assert not why_whole("auto", way, asked)
+    assert not why_whole("offload", decide("offload", asked), asked)
     assert decide("auto", case(24.0, workers=1, link=FAST_LINKS)).storage.mode == "offload"
 
 

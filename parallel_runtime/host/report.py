@@ -82,7 +82,7 @@ def share_cores(placement: Placement) -> bool:
 def _choice(link: Link | None) -> str:
     """How auto came to the degrees."""
     if link is None or not link.bytes_per_second:
-        return ", auto's choice until workers have run and measured this machine"
+        return ", auto's choice until as many workers have run here and measured"
     return ", the fastest by what the workers measured"
 
 
@@ -226,5 +226,5 @@ def _of_rows(subject: Subject, degrees: Parallelism) -> list[str]:
         return [f"{work.figures.name} can share out prompts and images only: some workers have nothing to do."]
     return [
         f"data_degree {data} with {work.rows} in the batch leaves workers idle: set data_degree to {work.rows} and "
-        "give the rest to ulysses_degree."
+        "give the rest to the ring or Ulysses degree."
     ]

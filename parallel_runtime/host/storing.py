@@ -116,6 +116,19 @@ def decide(choice: WeightsChoice, case: Case, *, prompts: int = 1, before: Stora
     return way if prompts == 1 or together.fits(way, usable=1.0) else replace(way, rows=case.work.rows)
 
 
+def why_whole(choice: WeightsChoice, way: Prospect, case: Case) -> str:
+    """Why weights that were to be elsewhere are whole on every device; "" where they are as asked."""
+    if choice in ("auto", way.storage.mode):
+        return ""
+    name, degrees = case.work.figures.name, case.degrees
+    if not case.allows("offload"):
+        return f"weights {choice}: {name} has no blocks to fetch, so it is whole on every device"
+    alone = f"weights {choice}: one worker has nobody to share with, so {name} is whole"
+    if degrees.cfg_degree * degrees.data_degree == 1:
+        return alone
+    return f"{alone} on each; set cfg_degree and data_degree to 1, and all workers share it"
+
+
 def as_one_pays(branches: Case, as_one: Case) -> bool:
     """Whether weights that fit no device have a place, or are clearly waited for less, where all workers share both
     prompts (`as_one`), and not where each half of them has a prompt and weights of its own (`branches`)."""

@@ -208,9 +208,13 @@ def test_free_reaches_the_workers_and_the_next_run_loads_again(server: Server) -
             Parallel(ring_degree=2, ulysses_degree=1, devices="cpu"),
             r"cannot work: ring_degree 2(.*\n)+With the degrees on auto",
         ),
+        (
+            Parallel(ring_degree=1, ulysses_degree=1, cfg_degree=2, weights="shard"),
+            r"Note: weights shard: one worker has nobody to share with.*set cfg_degree and data_degree to 1",
+        ),
         (None, "One worker does everything"),
     ],
-    ids=["fits", "does not fit", "no config"],
+    ids=["fits", "does not fit", "nobody to share with", "no config"],
 )
 def test_the_plan_says_what_will_run_and_what_is_wrong(server: Server, config: Parallel | None, says: str) -> None:
     graph = sampling_graph(FLUX, "CPSampler", config)
