@@ -20,7 +20,7 @@ from ..parallel_runtime.specs import ModelSpec, ParallelRequest
 from .code import LOCAL, Unsendable, describe, reference, title
 from .compiling import compilation
 from .origin import origin
-from .patches import check_inside, describe_functions, describe_options, describe_weights
+from .patches import OVERRIDE, check_inside, describe_functions, describe_options, describe_weights
 from .refusals import check_guider, check_latent
 from .stand_in import network_behind
 from .tampering import check_network
@@ -40,6 +40,7 @@ class Source:
     plan: Network | None
     figures: Figures
     together: bool  # something on MODEL sees every prompt and image at once: they cannot be shared out
+    ringless: bool  # something on MODEL replaces the attention, and gives no log-sum-exp
 
     def tokens(self, latent_shape: tuple[int, ...], text: int) -> dict[str, int]:
         """Of each stream, for a latent [B, C, (T,) H, W] and a prompt of `text` tokens."""
@@ -74,6 +75,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
         weights=describe_weights(model),
         network=network,
         plan=plan,
+        ringless=OVERRIDE in model.model_options["transformer_options"],
         together=bool(model.get_all_wrappers(WrappersMP.DIFFUSION_MODEL)) or any(_patches(model).values()),
         figures=Figures(
             name=plan.name if plan else " with ".join([type(network).__name__, *whole_only]),

@@ -90,12 +90,12 @@ class RemoteEvaluation:
         assert run is not None
         source, spec = run.source, run.source.spec
         work = source.work(*_sizes(each, conds))
-        _, placement = plan_for(source.figures, self._request)
+        _, placement = plan_for(source, self._request)
         check = comfy.model_management.throw_exception_if_processing_interrupted
         with borrowed_group(placement, comfy_setup(), check) as group:
-            parallelism, _ = plan_for(source.figures, self._request, work=work)
+            parallelism, _ = plan_for(source, self._request, work=work)
             if run.storage is None or not group.holds(spec) or run.claimed is not group:
-                case = residence.case(group, spec, work, parallelism)
+                case = residence.case(spec, work, parallelism, placement, group.link)
                 way = residence.decide(group, spec, self._request.weights, case)
                 residence.claim(group, spec, way, case.beside_bytes(way))
                 run.storage = way.storage

@@ -15,7 +15,8 @@ WAY_OUT = "remove it, or sample this MODEL with KSampler"
 # What the sampling code leaves in model_options by itself, from what is sent otherwise.
 MADE_ANEW = {"registered_hooks", "to_load_options", "multigpu_clones", "multigpu_thread_pool", TORCH_COMPILE_KWARGS}
 OUTSIDE = {"wrappers", "callbacks"}  # of transformer_options: around the network, not in it
-INSIDE = ("patches", "patches_replace", "optimized_attention_override")
+OVERRIDE = "optimized_attention_override"
+INSIDE = ("patches", "patches_replace", OVERRIDE)
 KEY = "context_parallel"
 
 

@@ -17,14 +17,14 @@ from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.picture import Part, parts
 from ..parallel_runtime.host.report import Subject, report
 from ..parallel_runtime.host.runtime import kernel_races, measured_link
-from ..parallel_runtime.host.storing import Case, Prospect, decide, why_whole
+from ..parallel_runtime.host.storing import Prospect, decide, why_whole
 from ..parallel_runtime.specs import Parallelism, ParallelRequest, Placement
-from .capacity import capacity_for
 from .config import CATEGORY, CPConfig, requested
 from .describe import Source, describe_model
 from .plan_vae import explain_decode
 from .plan_view import view
 from .refusals import check_conds, check_latent
+from .residence import residence
 from .workers import plan_for
 
 
@@ -87,7 +87,7 @@ def explain(
     guided = not math.isclose(cfg, 1.0)
     subject, figures = subject_of(model, source, latent, positive, request, guided=guided), source.figures
     trouble = ""
-    choose = partial(plan_for, figures, guided=guided, together=source.together, work=subject.work)
+    choose = partial(plan_for, source, guided=guided, together=source.together, work=subject.work)
     try:
         degrees, placement = choose(request)
     except Refused as refused:
@@ -95,19 +95,21 @@ def explain(
         trouble = f"The CP Parallel Config cannot work: {refused}.\nWith the degrees on auto"
         trouble += f" and devices {request.devices!r}:\n" if request.devices else ":\n"
     link = measured_link(placement)
-    recommended = replace(
-        request,
-        ring_degree=degrees.ring_degree,
-        ulysses_degree=degrees.ulysses_degree,
-        cfg_degree=degrees.cfg_degree,
-        data_degree=degrees.data_degree,
-    )
+    recommended = request
+    if link is not None or degrees.cfg_degree == 1 or request.cfg_degree:  # else memory may still decide otherwise
+        recommended = replace(
+            request,
+            ring_degree=degrees.ring_degree,
+            ulysses_degree=degrees.ulysses_degree,
+            cfg_degree=degrees.cfg_degree,
+            data_degree=degrees.data_degree,
+        )
     automatic = not (request.ring_degree or request.ulysses_degree)
     decode = explain_decode(vae, subject.latent, placement, link) if vae is not None else ""
-    case = Case(work=subject.work, degrees=degrees, capacity=capacity_for(placement, link), link=link)
+    case = residence.case(source.spec, subject.work, degrees, placement, link)
     way: Prospect | None = None
     try:
-        way = decide(request.weights, case, prompts=1 + guided if degrees.cfg_degree == 1 else 1)
+        way = decide(request.weights, case)
     except Refused as refused:
         trouble += f"Its weights have no place: {refused}.\n"
     text = report(
@@ -152,5 +154,5 @@ def subject_of(
         f"{figures.weights / 1e9:.2f} billion weights in {figures.weight_bytes / 2**30:.2f} GiB, "
         f"computed in {computed}."
     )
-    work = source.work(shape, text, prompts=2 if guided else 1, cached=request.step_cache > 0)
+    work = source.work(shape, text, prompts=len(positive) + guided, cached=request.step_cache > 0)
     return Subject(model=title, latent=shape, tokens=source.tokens(shape, text), work=work, together=source.together)

@@ -76,7 +76,7 @@ def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
 def _checked(model: ModelPatcher, request: ParallelRequest) -> Source:
     check_requirements()
     source = describe_model(model, request)
-    plan_for(source.figures, request)
+    plan_for(source, request)
     return source
 
 
@@ -136,19 +136,17 @@ class RemoteSampling:
     def _there(
         self, guider: comfy.samplers.CFGGuider, job: SamplingJob, shape: tuple[int, ...], callback: Callback | None
     ) -> Tensor:
-        spec, figures = self.source.spec, self.source.figures
-        guided = is_guided(guider)
-        degrees = partial(plan_for, figures, self.request, guided=guided, together=self.source.together)
+        spec, guided = self.source.spec, is_guided(guider)
+        degrees = partial(plan_for, self.source, self.request, guided=guided, together=self.source.together)
         _, placement = degrees()
         check = comfy.model_management.throw_exception_if_processing_interrupted
-        prompts = 2 if guided else 1
+        prompts = sum(map(len, list(guider.conds.values())[: None if guided else 1]))
         work = self.source.work(shape, _text_tokens(guider), prompts=prompts, cached=self.request.step_cache > 0)
         watcher = Watcher(callback, guider.model_patcher.load_device)
         with borrowed_group(placement, comfy_setup(), check) as group:
             parallelism, _ = degrees(work=work)
-            prompts = -(-sum(map(len, guider.conds.values())) // parallelism.cfg_degree)
-            case = residence.case(group, spec, work, parallelism)
-            way = residence.decide(group, spec, self.request.weights, case, prompts)
+            case = residence.case(spec, work, parallelism, placement, group.link)
+            way = residence.decide(group, spec, self.request.weights, case)
             residence.claim(group, spec, way, case.beside_bytes(way))
             job = replace(job, rows=way.rows)
             if group.holds(spec):

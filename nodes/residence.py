@@ -17,10 +17,10 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ..parallel_runtime.errors import ParallelError
-from ..parallel_runtime.host.cost import Work
+from ..parallel_runtime.host.cost import Link, Work
 from ..parallel_runtime.host.group import WorkerGroup
 from ..parallel_runtime.host.storing import Case, Prospect, decide, why_whole
-from ..parallel_runtime.specs import AfterSampling, ModelSpec, Parallelism, WeightsChoice
+from ..parallel_runtime.specs import AfterSampling, ModelSpec, Parallelism, Placement, WeightsChoice
 from .capacity import capacity_for
 
 log = logging.getLogger(__name__)
@@ -106,23 +106,21 @@ class Residence:
         self._group: WorkerGroup | None = None
         self._held: dict[ModelSpec, Held] = {}
 
-    def decide(
-        self, group: WorkerGroup, spec: ModelSpec, choice: WeightsChoice, case: Case, prompts: int = 1
-    ) -> Prospect:
-        """Where the weights of a model shall be, for `prompts` a rank. Raises Refused where they fit nowhere."""
+    def decide(self, group: WorkerGroup, spec: ModelSpec, choice: WeightsChoice, case: Case) -> Prospect:
+        """Where the weights of a model shall be. Raises Refused where they fit nowhere."""
         held = self._held.get(spec.unpatched) if group is self._group else None
-        way = decide(choice, case, prompts=prompts, before=held.way.storage if held and held.present else None)
+        way = decide(choice, case, before=held.way.storage if held and held.present else None)
         if why := why_whole(choice, way, case):
             log.info("[CP] %s", why)
-        if way.rows and prompts > 1:
-            log.info("[CP] prompts are evaluated one by one: there is no memory for %d together", prompts)
+        if way.rows:
+            log.info("[CP] prompts are evaluated one by one: there is no memory for %d together", case.prompts)
         return way
 
-    def case(self, group: WorkerGroup, spec: ModelSpec, work: Work, degrees: Parallelism) -> Case:
-        """What `group` has for it at this moment."""
-        taken = self._main_memory(spec) if group is self._group else 0
-        capacity = capacity_for(group.placement, group.link, taken)
-        return Case(work=work, degrees=degrees, capacity=capacity, link=group.link)
+    def case(self, spec: ModelSpec, work: Work, degrees: Parallelism, placement: Placement, link: Link | None) -> Case:
+        """What workers on `placement` have for it at this moment."""
+        here = self._group is not None and self._group.alive and self._group.placement == placement
+        capacity = capacity_for(placement, link, self._main_memory(spec) if here else 0)
+        return Case(work=work, degrees=degrees, capacity=capacity, link=link)
 
     def claim(self, group: WorkerGroup, spec: ModelSpec, way: Prospect, more_bytes: int) -> None:
         """Have ComfyUI make room on every device of `group` for its workers' weights, and for so much beside them."""

@@ -14,16 +14,17 @@ import comfyui_version
 import torch
 
 from ..parallel_runtime.accelerators import ACCELERATORS, CUDA
-from ..parallel_runtime.host.cost import Figures, Work, evaluation_seconds
+from ..parallel_runtime.host.cost import Work, evaluation_seconds
 from ..parallel_runtime.host.planning import check_step_cache, plan
 from ..parallel_runtime.host.runtime import measured_link
-from ..parallel_runtime.host.storing import Case, as_one_pays
+from ..parallel_runtime.host.storing import as_one_pays
 from ..parallel_runtime.specs import ComfySetup, Parallelism, ParallelRequest, Placement
-from .capacity import capacity_for
+from .describe import Source
+from .residence import residence
 
 
 def plan_for(
-    figures: Figures,
+    source: Source,
     request: ParallelRequest,
     *,
     guided: bool = False,
@@ -31,6 +32,7 @@ def plan_for(
     work: Work | None = None,
 ) -> tuple[Parallelism, Placement]:
     """Degrees and devices; by estimated speed once `work` and what the workers measured are known. Raises Refused."""
+    figures = source.figures
     check_step_cache(request, figures)
     choose = partial(
         plan,
@@ -39,6 +41,7 @@ def plan_for(
         kind=gpu_kind(),
         guided=guided,
         together=together,
+        ringless=source.ringless,
         whole="" if figures.divisible else figures.name,
     )
     parallelism, placement = choose(request)
@@ -48,9 +51,9 @@ def plan_for(
     choose = partial(choose, seconds=partial(evaluation_seconds, work, link=link))
     parallelism, placement = choose(request)
     if parallelism.cfg_degree == 2 and not request.cfg_degree and request.weights == "auto":
-        case = Case(work=work, degrees=parallelism, capacity=capacity_for(placement, link), link=link)
         as_one, _ = choose(replace(request, cfg_degree=1))
-        if as_one_pays(case, replace(case, degrees=as_one)):
+        branches = residence.case(source.spec, work, parallelism, placement, link)
+        if as_one_pays(branches, replace(branches, degrees=as_one)):
             parallelism = as_one
     return parallelism, placement
 

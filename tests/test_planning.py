@@ -142,6 +142,23 @@ def test_guidance_takes_two_halves_of_the_gpus_and_gives_them_back_at_cfg_1():
     assert shape(False, data_degree=2, gpus=0, ring_degree=1, ulysses_degree=1) == (2, 1, 1, 1)
 
 
+def test_under_an_attention_of_another_node_there_is_no_ring():
+    def shape(gpus, heads=24, guided=False, **request):
+        asked = ParallelRequest(**request)
+        return plan(asked, heads=heads, gpus=gpus, guided=guided, ringless=True, seconds=lambda d: d.ulysses_degree)[
+            0
+        ].shape
+
+    assert shape(4) == (1, 1, 1, 4)
+    assert shape(4, guided=True) == (1, 2, 1, 2)
+    assert shape(2, cfg_degree=2) == (1, 1, 1, 2)
+    assert shape(4, cfg_degree=2, ulysses_degree=2) == (1, 1, 1, 4)
+    assert shape(4, heads=2) == (1, 1, 1, 2)
+    assert shape(4, ulysses_degree=2) == (1, 1, 1, 2)
+    with pytest.raises(Refused, match=r"a node on MODEL replaces the attention .* ring_degree is 2; set it to 1"):
+        shape(4, ring_degree=2)
+
+
 def test_degrees_check_themselves():
     with pytest.raises(ValueError, match="ring_degree starts at 1"):
         Parallelism(ring_degree=0)

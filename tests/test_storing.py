@@ -156,9 +156,30 @@ def test_what_the_workers_have_stays_where_another_is_hardly_better():
 def test_prompts_are_evaluated_one_by_one_where_both_at_once_have_no_room():
     def together(device: float) -> Prospect:
         asked = case(device)
-        asked = replace(asked, work=replace(asked.work, tokens=100_000, rows=3))
-        return decide("replicate", asked, prompts=2)
+        asked = replace(asked, work=replace(asked.work, tokens=100_000, rows=3, prompts=2))
+        ways = [decide(choice, asked) for choice in ("replicate", "auto")]
+        assert ways[0] == ways[1]
+        return ways[0]
 
     needed = activation_bytes(QWEN.work(3, 100_000), Parallelism(ulysses_degree=2)) / GIB
     assert together(40 + 2.1 * needed).rows == 0
     assert together(40 + 1.5 * needed).rows == 3
+
+
+def test_weights_are_in_parts_only_where_one_prompt_at_a_time_has_no_room_beside_whole_ones():
+    def chosen(device: float, prompts: int) -> tuple[str, int]:
+        asked = case(device)
+        way = decide("auto", replace(asked, work=replace(asked.work, tokens=100_000, prompts=prompts)))
+        return way.storage.mode, way.rows
+
+    needed = activation_bytes(QWEN.work(1, 100_000), Parallelism(ulysses_degree=2)) / GIB
+    assert chosen(40 + 1.1 * needed, 1) == ("replicate", 0)
+    assert chosen(40 + 1.1 * needed, 2) == ("replicate", 1)
+    assert chosen(40 + 0.9 * needed, 2) == ("offload", 0)
+    assert chosen(1.7 * needed, 2) == ("offload", 1)
+
+
+def test_a_worker_alone_is_told_what_would_work_by_a_link_that_it_has_not():
+    alone = case(12.0, workers=1, link=replace(SLOW_LINKS, bytes_per_second=0.0))
+    with pytest.raises(Refused, match=r"Qwen-Image does not fit: .* 2 workers on as many devices would fit"):
+        decide("auto", replace(alone, work=replace(alone.work, tokens=100_000)))

@@ -87,7 +87,7 @@ def attention_seconds(work: Work, parallelism: Parallelism, link: Link) -> float
     ring, ulysses = parallelism.ring_degree, parallelism.ulysses_degree
     share = work.activation_bytes / (ring * ulysses)
     compute = 4 * work.rows * work.tokens**2 * work.figures.width / (ring * ulysses) / link.flops_per_second
-    if parallelism.context_parallel_size == 1:  # a worker alone has measured no link
+    if parallelism.context_parallel_size == 1 or not link.bytes_per_second:  # a worker alone has measured none
         return compute
     swap = 4 * share * (ulysses - 1) / ulysses / link.bytes_per_second
     exposed = max(0.0, 2 * share / link.bytes_per_second - compute / ring)

@@ -35,6 +35,7 @@ def plan(
     kind: str = CUDA.kind,
     guided: bool = False,
     together: bool = False,
+    ringless: bool = False,
     seconds: Seconds | None = None,
     whole: str = "",
 ) -> tuple[Parallelism, Placement]:
@@ -45,6 +46,7 @@ def plan(
     `guided`: positive and negative prompt are both evaluated; not by workers of their own where something sees all
     prompts and images `together`. Without that, what cfg_degree would have
     used joins the sequence, or the rows of the batch where no plan cuts it: the workers stay the same.
+    `ringless`: a node's attention gives no log-sum-exp to merge blocks by.
     `seconds(degrees)` of one evaluation decides between ring and Ulysses where both are auto; without it Ulysses comes
     first. Raises Refused where the request cannot work.
     """
@@ -55,7 +57,12 @@ def plan(
     if whole:
         asked = _undivided(request, 1 if together else world, whole)
     else:
-        asked = _degrees(request, world, heads, guided, seconds)
+        if ringless and request.ring_degree > 1:
+            raise Refused(
+                "a node on MODEL replaces the attention and gives no log-sum-exp, which a ring needs, and ring_degree "
+                f"is {request.ring_degree}; set it to 1 and use ulysses_degree, or take that node away"
+            )
+        asked = _degrees(request, world, heads, guided, ringless, seconds)
     limit = nnodes * (len(devices) or MAX_CPU_WORKERS)
     if asked.world_size > limit or asked.ulysses_degree > heads:
         raise Refused(_too_much(asked, devices, limit, heads, nnodes))
@@ -75,7 +82,7 @@ def plan(
     _check_backend(request.attention_backend, placement)
     if guided or asked.cfg_degree == 1:
         return asked, placement
-    return (_rows_for_prompts(asked) if whole else _folded(asked, request, heads, seconds)), placement
+    return (_rows_for_prompts(asked) if whole else _folded(asked, request, heads, ringless, seconds)), placement
 
 
 def _undivided(request: ParallelRequest, world: int, network: str) -> Parallelism:
@@ -118,7 +125,9 @@ def _machines(request: ParallelRequest) -> int:
     return request.nnodes
 
 
-def _degrees(request: ParallelRequest, world: int, heads: int, guided: bool, seconds: Seconds | None) -> Parallelism:
+def _degrees(
+    request: ParallelRequest, world: int, heads: int, guided: bool, ringless: bool, seconds: Seconds | None
+) -> Parallelism:
     """Fill in what is 0: the two branches of guidance first, then Ulysses as far as heads divide, then the ring."""
     _check_range(request)
     ring, ulysses, cfg, data = request.ring_degree, request.ulysses_degree, request.cfg_degree, request.data_degree
@@ -127,7 +136,7 @@ def _degrees(request: ParallelRequest, world: int, heads: int, guided: bool, sec
     if cfg == 0:
         # Each branch of guidance would have a copy of the weights, which were to be as small as they can.
         cfg = 2 if guided and free and rest % 2 == 0 and request.weights != "shard" else 1
-    ring, ulysses = _cut(ring, ulysses, max(1, rest // cfg), heads, seconds)
+    ring, ulysses = _cut(ring or int(ringless), ulysses, max(1, rest // cfg), heads, seconds)
     return Parallelism(
         ring_degree=ring,
         ulysses_degree=ulysses,
@@ -162,12 +171,14 @@ def _cut(ring: int, ulysses: int, world: int, heads: int, seconds: Seconds | Non
     return min(cuts, key=lambda cut: seconds(Parallelism(ring_degree=cut[0], ulysses_degree=cut[1])))
 
 
-def _folded(degrees: Parallelism, request: ParallelRequest, heads: int, seconds: Seconds | None) -> Parallelism:
+def _folded(
+    degrees: Parallelism, request: ParallelRequest, heads: int, ringless: bool, seconds: Seconds | None
+) -> Parallelism:
     """Without a second branch of guidance, the workers that cfg_degree would have given it join the sequence."""
     ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
     if not request.ring_degree and not request.ulysses_degree:
-        ring, ulysses = _cut(0, 0, 2 * ring * ulysses, heads, seconds)
-    elif heads % (2 * ulysses) == 0:
+        ring, ulysses = _cut(int(ringless), 0, 2 * ring * ulysses, heads, seconds)
+    elif ringless or heads % (2 * ulysses) == 0:
         ulysses *= 2
     else:
         ring *= 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..specs import Parallelism, Placement
 from ..wire.readings import Race
@@ -124,6 +124,8 @@ def _memory(work: Work, degrees: Parallelism, link: Link | None, way: Prospect |
 
 def _needed(work: Work, degrees: Parallelism, way: Prospect | None) -> int:
     """By one worker, at its peak."""
+    if way is not None and way.rows:
+        work = replace(work, prompts=1)
     if way is None or not way.fetched_bytes:
         return memory_bytes(work, degrees)
     return way.held_bytes + BUFFERS * max(work.figures.blocks) + activation_bytes(work, degrees)

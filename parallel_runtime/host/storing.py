@@ -55,6 +55,16 @@ class Case:
     def blocks(self) -> tuple[int, ...]:
         return self.work.figures.blocks
 
+    @property
+    def prompts(self) -> int:
+        """That a rank evaluates in one batch."""
+        return -(-self.work.prompts // self.degrees.cfg_degree)
+
+    @property
+    def one_by_one(self) -> Case:
+        """The same with one prompt an evaluation, and not all of a rank's in one batch."""
+        return replace(self, work=replace(self.work, prompts=1))
+
     def allows(self, mode: WeightsMode) -> bool:
         """Without blocks that a plan knows weights are whole, and so are parts without anybody to share them with."""
         alone = mode == "shard" and self.degrees.context_parallel_size == 1
@@ -78,7 +88,7 @@ class Case:
     def beside_bytes(self, way: Prospect) -> int:
         """What a device needs at the peak beside the weights at rest."""
         buffers = BUFFERS * max(self.blocks) if way.fetched_bytes else 0
-        return buffers + activation_bytes(self.work, self.degrees)
+        return buffers + activation_bytes((self.one_by_one if way.rows else self).work, self.degrees)
 
     def fits(self, way: Prospect, *, usable: float = USABLE) -> bool:
         device, host = self.capacity.device_bytes, self.capacity.host_bytes
@@ -94,7 +104,9 @@ class Case:
 
     def _compute(self) -> float:
         known = self.link is not None and self.link.flops_per_second > 0
-        return evaluation_seconds(self.work, self.degrees, self.link) if known and self.link is not None else 0.0
+        if not known or self.link is None:
+            return 0.0
+        return self.prompts * evaluation_seconds(self.work, self.degrees, self.link)
 
     def _travel(self, mode: WeightsMode, fetched: int) -> float:
         if self.link is None:
@@ -105,15 +117,41 @@ class Case:
         return fetched * (others if shard else 1.0) / speed if speed else 0.0
 
 
-def decide(choice: WeightsChoice, case: Case, *, prompts: int = 1, before: Storage | None = None) -> Prospect:
-    """What `choice` comes to, for so many `prompts` a rank. `before` is what the workers have: they keep it where
-    another is hardly better.
+def decide(choice: WeightsChoice, case: Case, *, before: Storage | None = None) -> Prospect:
+    """What `choice` comes to. `before` is what the workers have: they keep it where another is hardly better.
 
-    Raises Refused where auto finds no way, with the numbers and what would work.
+    The prompts of a rank are evaluated at once where there is memory for that, else one by one, which costs whole
+    weights nothing, and others a second fetch. Raises Refused where auto finds no way, with the numbers and what would
+    work.
     """
-    way = _automatic(case, before) if choice == "auto" else case.prospect(Storage(mode=_asked(choice, case)))
-    together = replace(case, work=replace(case.work, rows=case.work.rows * prompts))
-    return way if prompts == 1 or together.fits(way, usable=1.0) else replace(way, rows=case.work.rows)
+    if choice != "auto":
+        storage = Storage(mode=_asked(choice, case))
+        way = case.prospect(storage)
+        return way if case.fits(way, usable=1.0) else _in_turn(case.one_by_one.prospect(storage), case)
+    asked, ways = _first(case)
+    if not ways:
+        raise Refused(_too_large(asked))
+    best = _best(ways, asked, before)
+    return best if asked is case else _in_turn(best, case)
+
+
+def _first(case: Case) -> tuple[Case, list[Prospect]]:
+    """What fits: whole weights before others, and all prompts at once before one by one."""
+    each = case.one_by_one
+    for ways in (_whole, _in_parts):
+        for asked in (case, each):
+            if found := ways(asked):
+                return asked, found
+    return each, []
+
+
+def _whole(case: Case) -> list[Prospect]:
+    whole = case.prospect(Storage())
+    return [whole] if case.fits(whole, usable=1.0) else []
+
+
+def _in_turn(way: Prospect, case: Case) -> Prospect:
+    return replace(way, rows=case.work.rows) if case.prompts > 1 else way
 
 
 def why_whole(choice: WeightsChoice, way: Prospect, case: Case) -> str:
@@ -132,19 +170,14 @@ def why_whole(choice: WeightsChoice, way: Prospect, case: Case) -> str:
 def as_one_pays(branches: Case, as_one: Case) -> bool:
     """Whether weights that fit no device have a place, or are clearly waited for less, where all workers share both
     prompts (`as_one`), and not where each half of them has a prompt and weights of its own (`branches`)."""
-    if branches.fits(branches.prospect(Storage()), usable=1.0):
-        return False
-    return _seconds(branches) > ALIKE * _seconds(as_one)
+    return not _whole(branches) and _seconds(branches) > ALIKE * _seconds(as_one)
 
 
 def _seconds(case: Case) -> float:
     """Of evaluating all prompts, with weights where auto would have them; infinite where they fit nowhere."""
-    prompts = -(-case.work.prompts // case.degrees.cfg_degree)
-    at_once = replace(case, work=replace(case.work, rows=case.work.rows * prompts, prompts=1))
-    for each, times in ((at_once, 1), (case, prompts)):
-        if ways := _in_parts(each):
-            return times * min(way.seconds for way in ways)
-    return math.inf
+    asked, ways = _first(case)
+    times = 1 if asked is case else case.prompts
+    return times * min((way.seconds for way in ways), default=math.inf)
 
 
 def _in_parts(case: Case) -> list[Prospect]:
@@ -156,13 +189,7 @@ def _asked(mode: WeightsMode, case: Case) -> WeightsMode:
     return mode if case.allows(mode) else "replicate"
 
 
-def _automatic(case: Case, before: Storage | None) -> Prospect:
-    whole = case.prospect(Storage())
-    if case.fits(whole, usable=1.0):
-        return whole
-    ways = _in_parts(case)
-    if not ways:
-        raise Refused(_too_large(case))
+def _best(ways: list[Prospect], case: Case, before: Storage | None) -> Prospect:
     least = min(way.seconds for way in ways)
     best = next(way for way in ways if way.seconds <= least * ALIKE)
     return case.prospect(before) if before is not None and _hardly_better(best.storage, before, case) else best
@@ -209,4 +236,4 @@ def _way_out(case: Case) -> str:
 
 
 def _any(case: Case) -> bool:
-    return case.fits(case.prospect(Storage()), usable=1.0) or bool(_in_parts(case))
+    return bool(_first(case)[1])

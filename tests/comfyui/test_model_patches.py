@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from .cases import ALONE, DEGREES
-from .client import Graph
+from .client import Graph, NodeError
 from .comfy import OUR_ROOT, ComfyInstall
 from .graphs import TEXTS, Job, Parallel, sampling_graph
 from .latents import apart, latent_of
@@ -158,6 +158,17 @@ def check(server: Server, job: Job, nodes: tuple[Node, ...], parallel: Parallel)
 
 def sample(server: Server, job: Job, nodes: tuple[Node, ...], parallel: Parallel) -> torch.Tensor:
     return latent_of(server.client.run(with_nodes(sampling_graph(job, "CPSampler", parallel), nodes)))
+
+
+def test_under_an_attention_of_another_node_auto_takes_no_ring_and_a_ring_is_refused(server: Server) -> None:
+    nodes = (Node("ModelAttentionBackend", {"attention": "pytorch attention"}),)
+    want = latent_of(server.client.run(with_nodes(sampling_graph(FLUX, "KSampler"), nodes)))
+    workers = Parallel(devices="cpu,cpu", cfg_degree=1)
+    for _ in range(2):  # the second by what the workers measured
+        got = server.client.run(with_nodes(sampling_graph(FLUX, "CPSampler", workers), nodes))
+        assert apart(latent_of(got), want) <= BAR
+    with pytest.raises(NodeError, match="a node on MODEL replaces the attention"):
+        server.client.run(with_nodes(sampling_graph(FLUX, "CPSampler", RING_2), nodes))
 
 
 def with_nodes(graph: Graph, nodes: tuple[Node, ...]) -> Graph:
