@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from parallel_runtime.host.cost import Figures
+from parallel_runtime.host.cost import Figures, Work
 from parallel_runtime.host.report import Subject, report
 from parallel_runtime.host.storing import Prospect
 from parallel_runtime.specs import Parallelism, Placement, Storage
@@ -15,9 +17,11 @@ RACE = Race("2304 queries x 2304 keys, 24 heads of 128, bfloat16", ("_native_cud
 WORK = Figures(name="FLUX", heads=24, layers=57, width=3072, weights=10, weight_bytes=20, item_bytes=2).work(1, 4608)
 
 
-def words(*, guided: bool = False, together: bool = False, way: Prospect | None = None, **degrees: int) -> str:
+def words(
+    *, guided: bool = False, together: bool = False, way: Prospect | None = None, work: Work = WORK, **degrees: int
+) -> str:
     tokens = {"image": 4096, "text": 512}
-    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens=tokens, work=WORK, together=together)
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens=tokens, work=work, together=together)
     placement = Placement(devices=("cuda:0", "cuda:1"))
     return report(subject, Parallelism(**degrees), placement, guided=guided, automatic=False, way=way, races=[RACE])
 
@@ -49,6 +53,18 @@ def test_cfg_degree_2_is_advised_where_it_would_gain_and_only_there() -> None:
     assert "each keeps a part of the weights" in words(ulysses_degree=2, guided=True, way=sharded)
     fetched = Prospect(storage=Storage(mode="offload"), held_bytes=10)
     assert advice not in words(ulysses_degree=2, guided=True, way=fetched), "auto may have had reasons"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "rows", "says"), [(1, 0, "one prompt"), (2, 0, "2 prompts at once"), (2, 1, "one prompt")]
+)
+def test_the_seconds_of_an_evaluation_are_of_the_prompts_in_it(prompts: int, rows: int, says: str) -> None:
+    figures = replace(WORK.figures, blocks=(5,) * 4)
+    way = Prospect(
+        storage=Storage(mode="shard", resident=1), held_bytes=10, fetched_bytes=15, seconds=2.0, exposed=0.5, rows=rows
+    )
+    text = words(ulysses_degree=2, guided=True, way=way, work=figures.work(1, 4608, prompts=prompts))
+    assert f"2.00 s for {says}, 0.50 s of them waiting" in text
 
 
 def test_what_sees_all_prompts_at_once_is_told() -> None:

@@ -147,7 +147,9 @@ def _weights(work: Work, degrees: Parallelism, way: Prospect | None) -> str:
     if not way.seconds:
         return f"{text}. How fast is known once workers run."
     hidden = f"{way.exposed:.2f} s of them waiting for weights" if way.exposed else "all of it hidden behind computing"
-    return f"{text}: {way.seconds:.2f} s for one prompt, {hidden}."
+    prompts = 1 if way.rows else -(-work.prompts // degrees.cfg_degree)
+    what = "one prompt" if prompts == 1 else f"{prompts} prompts at once"
+    return f"{text}: {way.seconds:.2f} s for {what}, {hidden}."
 
 
 def _traffic(work: Work, degrees: Parallelism) -> str:
