@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +15,7 @@ import comfyui_version
 import torch
 
 from ..parallel_runtime.accelerators import ACCELERATORS, CUDA
+from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.cost import Work, evaluation_seconds
 from ..parallel_runtime.host.planning import check_step_cache, plan
 from ..parallel_runtime.host.runtime import measured_link
@@ -51,10 +53,11 @@ def plan_for(
     choose = partial(choose, seconds=partial(evaluation_seconds, work, link=link))
     parallelism, placement = choose(request)
     if parallelism.cfg_degree == 2 and not request.cfg_degree and request.weights == "auto":
-        as_one, _ = choose(replace(request, cfg_degree=1))
         branches = residence.case(source.spec, work, parallelism, placement, link)
-        if as_one_pays(branches, replace(branches, degrees=as_one)):
-            parallelism = as_one
+        with suppress(Refused):  # one sequence has no use for all devices that are named
+            as_one, _ = choose(replace(request, cfg_degree=1))
+            if as_one_pays(branches, replace(branches, degrees=as_one)):
+                parallelism = as_one
     return parallelism, placement
 
 
