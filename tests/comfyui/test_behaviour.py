@@ -99,7 +99,7 @@ def test_cancel_ends_the_run_at_once_and_keeps_the_workers_warm(server: Server, 
     server.client.post("/interrupt", **({"prompt_id": prompt} if this_prompt else {}))
     with pytest.raises(Interrupted):
         server.client.finish(prompt, since=since, timeout=10)
-    assert time.monotonic() - asked_at < 4, "long before the run's own end, also on a busy machine"
+    assert time.monotonic() - asked_at < 2
     again = latent_of(server.client.run(sampling_graph(FLUX, "CPSampler", RING_2)))
     assert torch.equal(again, fresh), "bit for bit"
     assert server.workers() == workers
