@@ -150,12 +150,13 @@ class ContextAttention:
         keys: Mask | None,
     ) -> Tensor:
         """`query` [B, Sq, heads, D] over the ring; this rank's block of it are `key` and `value`."""
+        query = head_by_head(query)
         if self.mesh.ring.size > 1:
             return self._ring(held, scale, query, key, value, keys)
         if query.numel() == 0:
             return allocate(query.shape, query)
         mask = None if keys is None else keys.block(0, key.shape[1])
-        query, key, value = (head_by_head(tensor) for tensor in (query, key, value))
+        key, value = head_by_head(key), head_by_head(value)
         if self.kernel is not None:
             return self.kernel(query, key, value, mask, scale)
         return attend(query, key, value, mask, scale, self.parallelism.attention_backend)
