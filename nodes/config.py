@@ -12,6 +12,7 @@ from ..parallel_runtime.specs import (
     AttentionBackend,
     CompileChoice,
     DtypeChoice,
+    GraphsChoice,
     ParallelRequest,
     RotateMethod,
     WeightsChoice,
@@ -116,6 +117,12 @@ class CPParallelConfig(io.ComfyNode):
                     tooltip="on: torch.compile for each block of the model in the workers. The first step takes "
                     "minutes; a new size may compile again. Torch Compile Model on the MODEL does the same.",
                 ),
+                io.Combo.Input(
+                    "cuda_graphs", options=list(get_args(GraphsChoice)), default="auto", advanced=True, optional=True,
+                    tooltip="Record an evaluation of the model once as a CUDA graph, and replay it: one launch a step, "
+                    "the same bits. auto: where the CPU would launch it slower than the GPU computes. on: always. "
+                    "Recorded sizes hold GPU memory, four at most, until the model is unloaded.",
+                ),
             ],
             outputs=[CPConfig.Output(display_name="cp_config", tooltip="For the CP nodes.")],
         )  # fmt: skip
@@ -138,6 +145,7 @@ class CPParallelConfig(io.ComfyNode):
         rdzv_endpoint: str = "",
         weights: WeightsChoice = "auto",
         compile: CompileChoice = "off",
+        cuda_graphs: GraphsChoice = "auto",
     ) -> io.NodeOutput:
         return io.NodeOutput(
             ParallelRequest(
@@ -156,5 +164,6 @@ class CPParallelConfig(io.ComfyNode):
                 rdzv_endpoint=rdzv_endpoint,
                 weights=weights,
                 compile=compile,
+                cuda_graphs=cuda_graphs,
             )
         )

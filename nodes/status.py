@@ -108,4 +108,5 @@ def _rank(rank: RankStatus) -> dict[str, Any]:
         "step_seconds": readings.step_seconds or None if readings else None,
         "waited_seconds": readings.waited_seconds if readings else None,
         "weights": [asdict(holding) for holding in readings.weights] if readings else [],
+        "graphs": asdict(readings.graphs) if readings else None,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -14,6 +15,7 @@ AfterSampling = Literal["keep", "offload", "unload"]
 WeightsMode = Literal["replicate", "shard", "offload"]
 WeightsChoice = Literal["auto", "replicate", "shard", "offload"]
 CompileChoice = Literal["off", "on"]
+GraphsChoice = Literal["auto", "on", "off"]
 VAEMethod = Literal["decode", "encode"]
 DEMO = "demo"  # the loader of the demo model
 
@@ -25,7 +27,8 @@ class Parallelism:
     The world is data_degree x cfg_degree x ring_degree x ulysses_degree; the ranks of one Ulysses group are
     neighbours. Data groups share the rows of a batch, cfg groups the branches of guidance.
     `rotate_method` is diffusers' word for how a ring moves keys and values: `alltoall` rotates the blocks point to
-    point, `allgather` collects them all at once. Degrees are resolved numbers here: "auto" is gone by now.
+    point, `allgather` collects them all at once. `cuda_graphs`: are evaluations of a network recorded and replayed;
+    with "auto" those that the host launches slower than its device computes. Degrees are resolved numbers here.
     """
 
     ring_degree: int = 1
@@ -35,6 +38,7 @@ class Parallelism:
     rotate_method: RotateMethod = "alltoall"
     convert_to_fp32: bool = True
     attention_backend: AttentionBackend = "auto"
+    cuda_graphs: GraphsChoice = "auto"
 
     def __post_init__(self) -> None:
         for name in ("ring_degree", "ulysses_degree", "cfg_degree", "data_degree"):
@@ -76,7 +80,7 @@ class ParallelRequest:
     """What a CP Parallel Config node says. 0 and "auto" are decided when the model is known; `devices` is a list such
     as "0,1", "cuda:0,cuda:1" or "cpu,cpu", and empty for all. `step_cache` is a threshold, 0 for no cache. Of `nnodes`
     machines each gives as many devices as this one, which the others reach at `rdzv_endpoint`, "address:port".
-    `compile` is torch.compile as it comes; a MODEL may say more of it (ModelSpec)."""
+    `compile` is torch.compile as it comes; a MODEL may say more of it (ModelSpec). `cuda_graphs`: see Parallelism."""
 
     ring_degree: int = 0
     ulysses_degree: int = 0
@@ -93,6 +97,17 @@ class ParallelRequest:
     rdzv_endpoint: str = ""
     weights: WeightsChoice = "auto"
     compile: CompileChoice = "off"
+    cuda_graphs: GraphsChoice = "auto"
+
+    def with_degrees(self, **degrees: int) -> Parallelism:
+        """What is asked for beside them stays as it is."""
+        return Parallelism(
+            **degrees,
+            rotate_method=self.rotate_method,
+            convert_to_fp32=self.convert_to_fp32,
+            attention_backend=self.attention_backend,
+            cuda_graphs=self.cuda_graphs,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +119,12 @@ class Compilation:
     fullgraph: bool = False
     dynamic: bool | None = None
     options: str = "{}"
+
+    @property
+    def records(self) -> bool:
+        """Does the compiler make CUDA graphs of its own?"""
+        by_mode = self.mode is not None and "no-cudagraphs" not in self.mode and self.mode != "default"
+        return by_mode or bool(json.loads(self.options).get("triton.cudagraphs"))
 
 
 @dataclass(frozen=True, kw_only=True)

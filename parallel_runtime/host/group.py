@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -20,12 +21,15 @@ from .patience import Patience
 from .status import BUSY, Activity
 from .waiting import Waiting
 
+log = logging.getLogger(__name__)
+
 START_SECONDS = seconds_from("CP_START_SECONDS", 180)
 LOAD_SECONDS = seconds_from("CP_LOAD_SECONDS", 600)
 CANCEL_SECONDS = seconds_from("CP_CANCEL_SECONDS", 10)
 UNLOAD_SECONDS = 10.0  # a group that takes longer to drop its models is ended, which drops them too
 
 WHOLE = Storage()
+WITHOUT_GRAPHS = "It was recording the model as CUDA graphs: the next runs of this model do without"
 
 OnStep = Callable[[int, Any, Any, int], None]
 
@@ -94,8 +98,12 @@ class WorkerGroup:
         assert parallelism.world_size == self.placement.world_size
         self._patches.pop(model.unpatched, None)
         self.activity.asked(model, parallelism, job)
+        if model.unpatched in self.activity.unrecordable:
+            parallelism = dataclasses.replace(parallelism, cuda_graphs="off")
         result = self._run(lambda number: Sample(number, model, parallelism, storage), job, None, on_step, watch)
         self._patches[model.unpatched] = model.patches
+        for reason in self.activity.unrecorded():
+            log.info("[CP] not recorded as CUDA graphs: %s", reason)
         return result
 
     def convert(
@@ -240,6 +248,9 @@ class WorkerGroup:
 
     def _lose(self, error: ParallelError) -> ParallelError:
         """The group is over. What to raise."""
+        if self._sentence is None and self.activity.recording:
+            self.activity.give_up_recording()
+            error.args = (f"{error}. {WITHOUT_GRAPHS}",)
         self._lost = self._sentence or error
         self.activity.lost(self._lost)
         self.close(gently=False)

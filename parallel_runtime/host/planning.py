@@ -10,7 +10,7 @@ from math import prod
 
 from ..accelerators import CUDA
 from ..errors import Refused
-from ..specs import AttentionBackend, Parallelism, ParallelRequest, Placement
+from ..specs import AttentionBackend, GraphsChoice, Parallelism, ParallelRequest, Placement
 from ..wire.handshake import read_key
 from . import endpoint
 from .cost import Figures
@@ -80,6 +80,7 @@ def plan(
     devices = devices[:here] or ("cpu",) * here
     placement = Placement(devices=devices, nnodes=nnodes, rdzv_endpoint=request.rdzv_endpoint if nnodes > 1 else "")
     _check_backend(request.attention_backend, placement)
+    _check_graphs(request.cuda_graphs, placement)
     if guided or asked.cfg_degree == 1:
         return asked, placement
     return (_rows_for_prompts(asked) if whole else _folded(asked, request, heads, ringless, seconds)), placement
@@ -95,13 +96,7 @@ def _undivided(request: ParallelRequest, world: int, network: str) -> Parallelis
             "images of a batch"
         )
     data = request.data_degree
-    return Parallelism(
-        cfg_degree=request.cfg_degree or (2 if world // data >= 2 else 1),
-        data_degree=data,
-        rotate_method=request.rotate_method,
-        convert_to_fp32=request.convert_to_fp32,
-        attention_backend=request.attention_backend,
-    )
+    return request.with_degrees(cfg_degree=request.cfg_degree or (2 if world // data >= 2 else 1), data_degree=data)
 
 
 def check_step_cache(request: ParallelRequest, figures: Figures) -> None:
@@ -137,15 +132,7 @@ def _degrees(
         # Each branch of guidance would have a copy of the weights, which were to be as small as they can.
         cfg = 2 if guided and free and rest % 2 == 0 and request.weights != "shard" else 1
     ring, ulysses = _cut(ring or int(ringless), ulysses, max(1, rest // cfg), heads, seconds)
-    return Parallelism(
-        ring_degree=ring,
-        ulysses_degree=ulysses,
-        cfg_degree=cfg,
-        data_degree=data,
-        rotate_method=request.rotate_method,
-        convert_to_fp32=request.convert_to_fp32,
-        attention_backend=request.attention_backend,
-    )
+    return request.with_degrees(ring_degree=ring, ulysses_degree=ulysses, cfg_degree=cfg, data_degree=data)
 
 
 def _check_range(request: ParallelRequest) -> None:
@@ -241,3 +228,11 @@ def _check_backend(backend: AttentionBackend, placement: Placement) -> None:
     package = BACKEND_PACKAGES.get(backend)
     if package and importlib.util.find_spec(package) is None:
         raise Refused(f"attention_backend {backend} needs the package {package}, which is not installed; choose auto")
+
+
+def _check_graphs(choice: GraphsChoice, placement: Placement) -> None:
+    if choice == "on" and not all(device.startswith(CUDA.kind) for device in placement.devices):
+        raise Refused(
+            f"cuda_graphs on needs CUDA GPUs, and the workers run on {placement.devices[0]}; choose auto, which "
+            "records where it can"
+        )

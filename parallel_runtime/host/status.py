@@ -10,7 +10,7 @@ from ..errors import ParallelError
 from ..jobs import EvaluationJob, Job
 from ..specs import ModelSpec, Parallelism, Placement, VAEMethod
 from ..wire.messages import Beat, Done, Joined, Step
-from ..wire.readings import Readings
+from ..wire.readings import Busy, Readings
 
 State = Literal[
     "none", "starting", "loading", "sampling", "decoding", "encoding", "cancelling", "cancelled", "idle", "died"
@@ -30,6 +30,7 @@ class RankStatus:
     machine: str = ""
     loaded: float = 0.0
     readings: Readings | None = None
+    busy: Busy = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +55,14 @@ class Status:
 
 
 class Activity:
-    """Follows a group; `now` is what it is doing."""
+    """Follows a group; `now` is what it is doing. Outlives it, and what ended it while it recorded: `unrecordable` are
+    models that the next groups evaluate as they are."""
 
     def __init__(self) -> None:
         self.now = Status()
+        self.unrecordable: set[ModelSpec] = set()
+        self._asked: ModelSpec | None = None
+        self._told: set[str] = set()
         self._evaluated = 0.0
 
     def starting(self, placement: Placement) -> None:
@@ -73,7 +78,7 @@ class Activity:
 
     def asked(self, model: ModelSpec, degrees: Parallelism, job: Job) -> None:
         """A request begins. Between two evaluations of one run nothing is said to begin."""
-        name = model.title
+        name, self._asked = model.title, model.unpatched
         if isinstance(job, EvaluationJob) and self.now.state == "sampling" and self.now.model == name:
             return
         self._evaluated = 0.0
@@ -88,8 +93,8 @@ class Activity:
     def heard(self, rank: int, message: Any) -> None:
         """What a rank says of itself and its work."""
         match message:
-            case Beat(loaded=None, readings=readings):
-                self._note(rank, 1.0, readings)
+            case Beat(loaded=None, readings=readings, busy=busy):
+                self._note(rank, 1.0, readings, busy)
                 if self.now.state == "loading":
                     self._turn("sampling")
             case Beat(loaded=float(loaded), readings=readings):
@@ -101,6 +106,29 @@ class Activity:
 
     def cancelling(self) -> None:
         self._turn("cancelling")
+
+    @property
+    def recording(self) -> bool:
+        """Is any worker at it?"""
+        return any(rank.busy == "recording" for rank in self.now.ranks)
+
+    def unrecorded(self) -> list[str]:
+        """Why workers evaluate something as it is instead of recording it: what was not told before."""
+        reasons = {reason for rank in self.now.ranks if rank.readings for reason in rank.readings.graphs.eager}
+        news = sorted(f"{self.now.model}: {reason}" for reason in reasons)
+        news = [reason for reason in news if reason not in self._told]
+        self._told.update(news)
+        return news
+
+    def give_up_recording(self) -> None:
+        """The group is lost, and it was recording."""
+        if self._asked is not None:
+            self.unrecordable.add(self._asked)
+
+    @property
+    def replaying(self) -> bool:
+        """Do workers replay what they have recorded?"""
+        return any(rank.readings and rank.readings.graphs.replays for rank in self.now.ranks)
 
     def answered(self, job: Job) -> None:
         """Every rank has done what was asked."""
@@ -141,8 +169,8 @@ class Activity:
     def _change(self, **known: Any) -> None:
         self.now = replace(self.now, **known)
 
-    def _note(self, rank: int, loaded: float, readings: Readings | None) -> None:
+    def _note(self, rank: int, loaded: float, readings: Readings | None, busy: Busy = "") -> None:
         ranks = list(self.now.ranks)
         if rank < len(ranks):
-            ranks[rank] = replace(ranks[rank], loaded=loaded, readings=readings or ranks[rank].readings)
+            ranks[rank] = replace(ranks[rank], loaded=loaded, readings=readings or ranks[rank].readings, busy=busy)
             self._change(ranks=tuple(ranks))

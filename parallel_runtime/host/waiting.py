@@ -16,6 +16,7 @@ from .patience import Patience
 from .status import Activity
 
 FAILURE_SECONDS = 0.3
+IN_REPLAYS = "They replayed CUDA graphs: if this happens again, set cuda_graphs to off"
 
 
 class Waiting:
@@ -51,7 +52,7 @@ class Waiting:
                     steps.append((step, x0, x, total))
                 case Done():
                     self.answers[rank] = (message, value)
-                case Beat(loaded=None, compiling=True):
+                case Beat(loaded=None, busy="compiling"):
                     self.patience.compiling(rank)
                 case Beat(loaded=None):
                     self.patience.sampling(rank)
@@ -85,7 +86,8 @@ class Waiting:
 
     def _check_stall(self) -> None:
         if lost := self.patience.lost([rank for rank in range(len(self._channels)) if rank not in self.answers]):
+            replaying = self._activity.replaying
             raise WorkerDied(
                 f"worker {self._processes.named(lost[0])} has not been heard of for {lost[1]:.0f} s; "
-                "the next run starts fresh workers"
+                f"the next run starts fresh workers{'. ' + IN_REPLAYS if replaying else ''}"
             )

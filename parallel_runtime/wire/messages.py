@@ -23,7 +23,7 @@ from typing import Any
 from .. import jobs, specs
 from ..errors import ProtocolError
 from ..specs import ComfySetup, ModelSpec, Parallelism, Storage, VAESpec
-from .readings import Readings
+from .readings import Busy, Readings
 
 # What host and worker must agree on: the code of the messages themselves, as each of them has it loaded.
 PROTOCOL = hashlib.sha256(
@@ -120,13 +120,13 @@ class Joined:
 
 @dataclass(frozen=True)
 class Beat:
-    """Still at work. `loaded` is None while sampling, else the share of the model that is loaded. `compiling`: the next
-    sign of life is a compiled graph away."""
+    """Still at work. `loaded` is None while sampling, else the share of the model that is loaded. `busy`: the next sign
+    of life is a compiled graph away, or a recorded one."""
 
     job: int
     loaded: float | None = None
     readings: Readings | None = None
-    compiling: bool = False
+    busy: Busy = ""
 
 
 @dataclass(frozen=True)

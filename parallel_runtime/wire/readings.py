@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Busy = Literal["", "compiling", "recording"]  # with what makes later evaluations faster
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,17 @@ class Race:
 
 
 @dataclass(frozen=True)
+class Graphs:
+    """Forwards that a rank has recorded: how many kinds of calls, how often they were replayed in all, the bytes of
+    its device that they hold; and why others are `eager`, in a few words each."""
+
+    keys: int = 0
+    replays: int = 0
+    bytes: int = 0
+    eager: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Readings:
     """What a rank says of itself. `used_bytes` of its device are taken, by whomever; on the CPU by this process.
     Seconds are those of the last step, 0 before there was one. `waited_seconds` of them went by until tensors of other
@@ -35,3 +49,4 @@ class Readings:
     step_seconds: float = 0.0
     waited_seconds: float | None = None
     races: tuple[Race, ...] = ()
+    graphs: Graphs = Graphs()

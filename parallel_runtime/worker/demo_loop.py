@@ -37,7 +37,7 @@ def load(spec: ModelSpec, device: torch.device, on_share: Callable[[float], None
     (file,) = spec.files
     network = transformer.load(file.path, device)
     on_share(1.0)
-    return DemoModel(spec, network)
+    return DemoModel(spec, network, device=device)
 
 
 def run(model: DemoModel, job: DemoJob, pulse: Pulse) -> dict[str, Any]:
@@ -59,7 +59,10 @@ def run(model: DemoModel, job: DemoJob, pulse: Pulse) -> dict[str, Any]:
 def _velocity(model: DemoModel, job: DemoJob, x: Tensor, sigma: Tensor, pulse: Pulse) -> Tensor:
     prompts = [job.positive] if job.cfg == 1.0 else [job.positive, job.negative]
     pulse.vote()
-    mine = [model(x, sigma, _on(x.device, prompts[index])) for index in model.branches.mine(len(prompts))]
+    mine = []
+    for index in model.branches.mine(len(prompts)):
+        pulse.evaluating()
+        mine.append(model(x, sigma, _on(x.device, prompts[index])))
     done = torch.stack(mine) if mine else x.new_empty((0, *x.shape))
     positive, *negative = model.branches.collect(done, len(prompts))
     return negative[0] + job.cfg * (positive - negative[0]) if negative else positive

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..wire.readings import Holding, Readings
+from ..wire.readings import Graphs, Holding, Readings
 from .engine.race import results
 from .link import free_bytes
 from .models import Model
@@ -37,7 +37,25 @@ def out_of_memory(device: torch.device, models: Iterable[Model]) -> str:
 def readings(device: torch.device, models: Iterable[Model]) -> Readings:
     """What a user is shown of this rank."""
     used, total = _used_and_total(device)
-    return Readings(used, total, tuple(_holding(model, device) for model in models), races=results()[-SHOWN:])
+    present = list(models)
+    return Readings(
+        used,
+        total,
+        tuple(_holding(model, device) for model in present),
+        races=results()[-SHOWN:],
+        graphs=_sum(model.recording.told for model in present),
+    )
+
+
+def _sum(told: Iterable[Graphs]) -> Graphs:
+    of = list(told)
+    reasons = dict.fromkeys(reason for graphs in of for reason in graphs.eager)
+    return Graphs(
+        keys=sum(graphs.keys for graphs in of),
+        replays=sum(graphs.replays for graphs in of),
+        bytes=sum(graphs.bytes for graphs in of),
+        eager=tuple(reasons),
+    )
 
 
 def _holding(model: Model, device: torch.device) -> Holding:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from ..networks import Network
 from ..specs import Compilation, ModelSpec, Parallelism, SourceFile, Storage
 from .engine.compiling import blocks_in, compile_blocks
 from .engine.divide import divide, undivide
+from .engine.exchange import any_of
 from .engine.mesh import Axis, ContextMesh, build_mesh, with_own_group
 from .engine.overriding import by_backend
+from .engine.recording import Recording
 from .lanes import Lanes
 from .link import give_back_cache
 from .ranks import machine, machines
@@ -25,6 +28,8 @@ from .spread import check_same_file
 from .step_cache import StepCache
 from .weights.buffers import Buffers
 from .weights.places import Place, place
+
+CPU = torch.device("cpu")
 
 OnShare = Callable[[float], None]
 
@@ -39,6 +44,11 @@ class Model:
     parallelism: Parallelism | None = None
     mesh: ContextMesh = field(default_factory=ContextMesh)
     compiled: tuple[Compilation, Callable[[], None]] | None = None  # and what makes it eager again
+    device: torch.device = CPU  # that its evaluations run on
+    recording: Recording = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.recording = Recording(self.network, self.device, self.reach, self.known, self.objection)
 
     @property
     def name(self) -> str:
@@ -65,6 +75,19 @@ class Model:
         assert self.plan is not None
         return StepCache(self.network, self.plan.plan, self.mesh, threshold)
 
+    def reach(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What of a call's arguments the network can see. Raises Unrecordable."""
+        return kwargs
+
+    def known(self) -> Sequence[Any]:
+        """Objects among them that are the same in each call."""
+        return ()
+
+    def objection(self) -> str:
+        """Why no forward is to be recorded just now; "" for no reason."""
+        asked = self.compiled and self.compiled[0]
+        return "torch.compile records it by itself" if asked and asked.records else ""
+
     @property
     def attention(self) -> Callable[..., Any] | None:
         """ComfyUI's `optimized_attention_override` where a kernel was chosen and this rank holds whole sequences."""
@@ -77,9 +100,12 @@ class Model:
         self.compile(None)
         if self.parallelism is not None:
             self.unite()
+        self.recording.drop()
         self.parallelism, self.mesh = None, mesh
         self.divide(parallelism)
         self.parallelism = parallelism
+        self.recording.choice = parallelism.cuda_graphs
+        self.recording.agree = partial(any_of, mesh.context)
 
     def divide(self, parallelism: Parallelism) -> None:
         if self.mesh.context.size > 1:
@@ -112,12 +138,15 @@ class Model:
             _, undo = self.compiled
             undo()
         self.compiled = None
+        self.recording.drop()
+        self.recording.compiled = compilation is not None
         if compilation is not None:
             blocks = blocks_in(self.network, self.plan.plan) if self.plan else [self.network]
             self.compiled = compilation, compile_blocks(blocks, compilation)
 
     def rest(self) -> None:
         """Give the device's memory back; the next job wakes it."""
+        self.recording.drop()
         self.network.to("cpu")
 
     def wake(self, device: torch.device) -> None:

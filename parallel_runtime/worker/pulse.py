@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,8 +16,9 @@ from torch import Tensor
 from ..wire.bundles import write_bundle
 from ..wire.channel import Channel
 from ..wire.messages import Beat, Cancel, Step
-from ..wire.readings import Readings
+from ..wire.readings import Busy, Readings
 from .engine.exchange import clock
+from .engine.moments import HostMoment, Lead, Moment, Now
 from .preview import Previews
 from .ranks import agree, everybodys, rank
 
@@ -29,7 +31,8 @@ class Cancelled(Exception):
 
 
 class Pulse:
-    """`unlike`: the ranks' devices are of several kinds, and might draw other random numbers: compare their latents."""
+    """`unlike`: the ranks' devices are of several kinds, and might draw other random numbers: compare their latents.
+    `now` tells the time of this rank's device."""
 
     def __init__(
         self,
@@ -38,23 +41,27 @@ class Pulse:
         readings: Callable[[], Readings | None] = lambda: None,
         *,
         unlike: bool = False,
+        now: Now = HostMoment,
     ) -> None:
         self._channel = channel
         self._job = job
         self._readings = readings
-        self._last_step = 0.0
+        self._now = now
+        self._lead = Lead(now)
+        self._steps: deque[Moment] = deque()  # the last whose time was told, and those that are under way
         self._step_seconds = 0.0
         self._waited_seconds: float | None = None
         self._waited_before = clock.seconds
         self._cancelled = False
         self._last_beat = 0.0
-        self._phase = (True, False)  # is it loading, is it compiling?
-        self._compiling = False
+        self._phase: tuple[bool, Busy] = (True, "")  # is it loading, what is it busy with?
+        self._busy: Busy = ""
         self._unlike = unlike
         self._previews = Previews()
 
     def readings(self) -> Readings | None:
         """This rank's, with the time that its last step took, and what of it was spent waiting for others."""
+        self._time_steps()
         readings = self._readings()
         step, waited = self._step_seconds, self._waited_seconds
         return readings and replace(readings, step_seconds=step, waited_seconds=waited)
@@ -67,9 +74,14 @@ class Pulse:
             raise Cancelled
 
     def beat(self) -> None:
-        """Call before each evaluation of the model."""
+        """Call where a run might have been silent for a while."""
         self._previews.flush()
         self._beat(None)
+
+    def evaluating(self) -> None:
+        """Call before each evaluation of the model: it may be launched when the one before the last has ended."""
+        self.beat()
+        self._lead.follow(self.beat)
 
     def loading(self, share: float) -> None:
         """Call while the model loads; acts on nothing, since ranks load at their own pace."""
@@ -77,20 +89,33 @@ class Pulse:
 
     def compiling(self, begins: bool) -> None:
         """Call where torch.compile begins, and where it is done."""
-        self._compiling = begins
+        self._be_busy("compiling" if begins else "")
+
+    def recording(self, begins: bool) -> None:
+        """Call where the recording of a forward begins, and where it is done."""
+        self._be_busy("recording" if begins else "")
+
+    def _be_busy(self, busy: Busy) -> None:
+        self._busy = busy
         self._beat(None)
 
     def step(self, step: int, total: int, x0: Tensor, x: Tensor) -> None:
         """A sampler's callback. Dropped, not waited for, where the host is behind."""
-        now, waited = time.monotonic(), clock.seconds
-        if self._last_step:
-            self._step_seconds = now - self._last_step
+        waited = clock.seconds
+        if self._steps:
             self._waited_seconds = None if waited is None else waited - (self._waited_before or 0.0)
-        self._last_step, self._waited_before = now, waited
+        self._waited_before = waited
+        self._steps.append(self._now())
+        self._time_steps()
         if DEBUG or self._unlike:
             _check_equal(f"step {step + 1} of {total}", "latent", x0, x)
         if rank() == 0:
             self._previews.offer({"x0": x0, "x": x}, partial(self._send_step, Step(self._job, step, total)))
+
+    def _time_steps(self) -> None:
+        """By when the device ended them: the host may have launched the next one already."""
+        while len(self._steps) > 1 and self._steps[1].passed:
+            self._step_seconds = self._steps[1].since(self._steps.popleft())
 
     def _send_step(self, step: Step, latents: dict[str, Tensor]) -> None:
         self._channel.offer(step, write_bundle(latents))
@@ -106,10 +131,10 @@ class Pulse:
             _check_equal("an evaluation", "prediction", out)
 
     def _beat(self, loaded: float | None) -> None:
-        """That loading or compiling is over is said at once: from then on the host waits for less long."""
-        now, phase = time.monotonic(), (loaded is not None, self._compiling)
+        """That loading is over, and what else it is busy with, is said at once: by that the host waits."""
+        now, phase = time.monotonic(), (loaded is not None, self._busy)
         due = now - self._last_beat > BEAT_SECONDS or phase != self._phase
-        if due and self._channel.offer(Beat(self._job, loaded, self.readings(), self._compiling)):
+        if due and self._channel.offer(Beat(self._job, loaded, self.readings(), self._busy)):
             self._last_beat, self._phase = now, phase
 
     def _heard_cancel(self) -> bool:

@@ -39,6 +39,7 @@ from ..wire.stream import Stream
 from . import demo_loop, link
 from .agent import AGENT_PID
 from .engine.compiling import telling
+from .engine.moments import now_on
 from .leash import die_when, end_parent
 from .memory import is_out_of_memory, out_of_memory, readings
 from .models import Load, Models
@@ -113,10 +114,11 @@ class Worker:
 
     def _sample(self, request: Sample, bundle: int) -> tuple[Done, int | None]:
         job = read_job(read_bundle(bundle))
-        pulse = Pulse(self._channel, request.job, self._readings, unlike=self._unlike)
+        pulse = Pulse(self._channel, request.job, self._readings, unlike=self._unlike, now=now_on(self._device))
         pulse.loading(0.0)
         started = time.monotonic()
         model = self._models.get(request.model, request.parallelism, request.storage, pulse.loading)
+        model.recording.telling = pulse.recording
         loaded = time.monotonic()
         result: dict[str, Any] | None = None
         with contextlib.suppress(Cancelled), telling(pulse.compiling):

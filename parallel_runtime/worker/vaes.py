@@ -20,13 +20,14 @@ from ..specs import VAESpec
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
 from ..wire.messages import Convert, Done
+from .engine.exchange import any_of
 from .engine.mesh import Axis, first_ranks
 from .pulse import Cancelled, Pulse
 from .ranks import machines, rank, world_size
 from .rows import Share
 from .rows.converting import convert, share_of
 from .rows.trial import limit, trial
-from .watch import Watch, any_of
+from .watch import Watch
 
 CPU = torch.device("cpu")
 Trial = tuple[VAESpec, str, int, int, bool]

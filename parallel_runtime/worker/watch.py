@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..jobs import VAEJob
-from .engine.exchange import gather
+from .engine.exchange import any_of
 from .engine.mesh import Axis
 from .pulse import Pulse
 
@@ -57,10 +56,3 @@ def _gate(model: nn.Module, method: str) -> nn.Module | None:
     part = getattr(model, "decoder" if method == "decode" else "encoder", None)
     found = [module for module in part.modules() if isinstance(module, nn.Conv2d | nn.Conv3d)] if part else []
     return (found[-1] if method == "decode" else found[0]) if found else None
-
-
-def any_of(ranks: Axis, flag: bool) -> bool:
-    """True on each of `ranks` when it is true on any. Collective among them alone, on the CPU."""
-    voters = Axis(size=ranks.size, index=ranks.index, ranks=ranks.ranks)
-    (votes,) = gather(torch.tensor([int(flag)]), [1] * voters.size, voters).wait()
-    return bool(votes.any())

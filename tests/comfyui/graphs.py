@@ -42,6 +42,7 @@ class Parallel:
     rdzv_endpoint: str = ""
     weights: str = "auto"
     compile: str = "off"
+    cuda_graphs: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

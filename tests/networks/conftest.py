@@ -9,7 +9,16 @@ import pytest
 from ..comfyui.comfy import find_comfy, why_there_is_none
 from ..engine.conftest import Group, Groups, Ranks
 
-MODULES = ("cases", "between_cases", "mutations", "caching_cases", "scale_cases", "weight_cases", "compile_cases")
+MODULES = (
+    "cases",
+    "between_cases",
+    "mutations",
+    "caching_cases",
+    "scale_cases",
+    "weight_cases",
+    "compile_cases",
+    "recorded_cases",
+)
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ def load(spec: ModelSpec, device: torch.device, on_share: Callable[[float], None
     patcher.merged = Merged()
     on_share(1.0)
     network = patcher.model.diffusion_model
-    return ComfyModel(spec, network, network_of(network), patcher=patcher)
+    return ComfyModel(spec, network, network_of(network), patcher=patcher, device=device)
 
 
 def _arguments(spec: ModelSpec) -> list[Any]:

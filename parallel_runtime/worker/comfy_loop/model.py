@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..weights.places import Place
 from ..weights.store import Store
 from ..weights.units import fetched_of, large_layers
 from .code import rebuild
+from .reach import reaching
 from .weights import Away, Weights
 
 Patches = Mapping[str, list[Any]]
@@ -31,6 +32,11 @@ class ComfyModel(Model):
     patcher: Any = None
     patched: tuple[str, dict[str, list[Any]]] = field(default=("", {}))
     place: Place | None = None
+    caching: bool = False  # does a step cache decide which blocks run?
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.patcher.merged.moved = self.recording.drop
 
     @property
     def weight_bytes(self) -> int:
@@ -72,8 +78,25 @@ class ComfyModel(Model):
                         comfy.model_management.unload_model_and_clones(loaded.model)
         comfy.model_management.load_models_gpu([patcher])
 
+    def reach(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return reaching(kwargs, self.attention)
+
+    def known(self) -> Sequence[Any]:
+        return () if self.attention is None else (self.attention,)
+
+    def objection(self) -> str:
+        current = self.patcher.model.current_patcher
+        if self.place is not None:
+            return "weights are fetched block by block"
+        if self.caching:
+            return "a step cache decides which blocks run"
+        if current is not None and (current.hook_patches or current.forced_hooks):
+            return "hooks (scheduled LoRA) change weights from step to step"
+        return super().objection()
+
     def skipping(self, cache: StepCache | None) -> None:
         """What `cache` skips need not be fetched."""
+        self.caching = cache is not None
         if store := self.patcher.merged.store:
             store.skips = cache.skips if cache else lambda block: False
 

@@ -104,7 +104,7 @@ def _applied(model: ComfyModel, pulse: Pulse, *, together: bool) -> Callable[...
     """Around each evaluation of the model: a sign of life, and the rows of the batch spread over the lanes."""
 
     def apply(executor: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        pulse.beat()
+        pulse.evaluating()
         if together:
             return executor(x, *args, **kwargs)
         return spread_rows(model.rows, executor, x.shape[0], x, *args, **kwargs)

@@ -45,6 +45,7 @@ class Merged:
     away: Away | None = None
     store: Store | None = None
     in_file_bytes: int = 0
+    moved: Callable[[], None] = lambda: None  # hears when weights are no longer where they were
 
 
 class Weights(Mapped):
@@ -97,6 +98,7 @@ class Weights(Mapped):
 
     def load(self, device_to: torch.device | None = None, *args: Any, **kwargs: Any) -> None:
         """Module by module, so that the host hears of it."""
+        self.merged.moved()
         store = self._stored(device_to) if self.merged.away is not None else None
         modules = [(name, module) for name, module in self.model.named_modules() if not list(module.children())]
         for index, (name, module) in enumerate(modules):
@@ -110,6 +112,8 @@ class Weights(Mapped):
             self.model.model_loaded_weight_memory = self.model_size()
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
+        if unpatch_weights:
+            self.merged.moved()
         if unpatch_weights and (store := self.merged.store):
             self.unpatch_hooks()
             store.close()
@@ -184,6 +188,7 @@ class Weights(Mapped):
 
     def _repatch(self, device: torch.device) -> int:
         """ComfyUI's own answer to any change is to unload the model and to load it again."""
+        self.merged.moved()
         before, now = self.merged.patches, self.patches
         with self.use_ejected(skip_and_inject_on_exit_only=True):
             for key in sorted(key for key in before.keys() | now if not _same(before.get(key, []), now.get(key, []))):

@@ -16,6 +16,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from ...errors import Refused
 from ...plan import Plan
 from ...specs import Compilation
+from .graphs import unwatched
 from .sites import blocks_of
 
 
@@ -61,7 +62,8 @@ def _words(compilation: Compilation) -> dict[str, Any]:
 def _or_refused(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return forward(*args, **kwargs)
+            with unwatched():
+                return forward(*args, **kwargs)
         except BackendCompilerFailed as failed:
             raise Refused(
                 f"torch.compile with {backend} failed on this machine: {failed.inner_exception}; set compile to off, "

@@ -128,6 +128,15 @@ def trade(give: Mapping[int, Tensor], take: Mapping[int, Sequence[int]], axis: A
     return Pending(_start(operations), arriving, received)
 
 
+def any_of(axis: Axis, flag: bool) -> bool:
+    """True on each rank of `axis` when it is true on any. Collective among them alone, on the CPU."""
+    if axis.size == 1:
+        return flag
+    voters = Axis(size=axis.size, index=axis.index, ranks=axis.ranks)
+    (votes,) = gather(torch.tensor([int(flag)]), [1] * voters.size, voters).wait()
+    return bool(votes.any())
+
+
 def _to_wire(tensor: Tensor, axis: Axis) -> Tensor:
     return tensor if axis.wire is None else tensor.to(axis.wire)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -162,6 +162,7 @@ class Overriding:
         return self._call(q, k, v, mask, scale)
 
 
+@cache
 def by_backend(backend: AttentionBackend) -> Override:
     """A kernel of ours in place of ComfyUI's, but for calls with a mask where it takes none: ComfyUI knows the
     fastest that does."""

@@ -1,0 +1,159 @@
+"""Workers that record all that they may, by tape: KSampler's latent all the same, whatever changes between the runs.
+
+A tape gets wrong what a CUDA graph would get wrong. Older tests run with it too: CP_TEST_FAULT=tape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ..groups import faulty
+from .cases import ALONE, DEGREES, FOUR, job
+from .client import NodeError
+from .comfy import ComfyInstall
+from .graphs import Job, Parallel, sampling_graph, with_attention_patch, with_control_net
+from .latents import apart, latent_of
+from .server import Server, running_server
+from .test_kin import on_the_loader
+from .test_lora import lora, with_loras, write
+
+BAR = 1e-4  # of the latent's standard deviation, float32
+TWO = DEGREES["ulysses_2"]
+FLUX = Job(family="flux_dev", cfg=2.0, steps=6)
+WAN = replace(FLUX, family="wan_t2v")
+
+
+@pytest.fixture(scope="module")
+def server(comfy: ComfyInstall) -> Iterator[Server]:
+    with running_server(comfy, env={"CP_TEST_FAULT": faulty("tape")["CP_TEST_FAULT"]}) as server:
+        yield server
+
+
+def graphs(server: Server) -> list[dict[str, Any]]:
+    """What each worker says of its recordings."""
+    return [rank["graphs"] for rank in server.client.get("/cp/status")["ranks"]]
+
+
+def replays(server: Server) -> int:
+    """Of the worker that replayed least."""
+    return min(told["replays"] for told in graphs(server))
+
+
+def native(server: Server, asked: Job) -> Tensor:
+    return latent_of(server.client.run(sampling_graph(asked, "KSampler")))
+
+
+def ours(server: Server, asked: Job, parallel: Parallel | None = TWO) -> Tensor:
+    return latent_of(server.client.run(sampling_graph(asked, "CPSampler", parallel)))
+
+
+def is_the_same(server: Server, asked: Job, parallel: Parallel | None = TWO) -> None:
+    assert apart(ours(server, asked, parallel), native(server, asked)) <= BAR
+
+
+@pytest.mark.parametrize("degrees", [ALONE, "ring_2", "ulysses_2", FOUR])
+@pytest.mark.parametrize("family", ["flux_dev", "wan_t2v", "qwen_image", "ltxv"])
+def test_a_run_is_replayed_and_is_ksamplers(server: Server, family: str, degrees: str) -> None:
+    is_the_same(server, replace(FLUX, family=family), DEGREES[degrees])
+    once = replays(server)
+    is_the_same(server, replace(FLUX, family=family, seed=8, steps=7), DEGREES[degrees])
+    assert replays(server) >= once + 7, "steps of other lengths are the same forward"
+
+
+@pytest.mark.parametrize(
+    "variation",
+    ["batch_of_two", "odd_size_guided", "unequal_prompts", "inpainting", "two_prompts_one_area", "sde", "masked_text"],
+)
+def test_what_workflows_do(server: Server, variation: str) -> None:
+    is_the_same(server, replace(job("flux_dev", variation), steps=6))
+    before = replays(server)
+    is_the_same(server, replace(job("flux_dev", variation), steps=6, seed=11))
+    assert replays(server) > before
+
+
+def test_prompts_and_images_in_lanes(server: Server) -> None:
+    for parallel in (Parallel(cfg_degree=2, devices="cpu,cpu"), Parallel(data_degree=2, cfg_degree=1)):
+        is_the_same(server, replace(FLUX, batch=2), parallel)
+        assert replays(server) > 0
+
+
+def test_a_lora_changes_what_is_replayed(server: Server) -> None:
+    names = [write(server, f"recorded_{rank}", lora(server, "flux_dev", rank)) for rank in (4, 8)]
+    stacks: list[list[tuple[str, float]]] = [[], [(names[0], 1.0)], [(names[1], -0.6)], [(names[0], 0.5)], []]
+    seen = []
+    for stack in stacks:
+        for _ in range(2):  # of which the second replays from its first step on
+            latents = [
+                latent_of(server.client.run(with_loras(sampling_graph(FLUX, kind, parallel), stack)))
+                for kind, parallel in (("KSampler", None), ("CPSampler", TWO))
+            ]
+            assert apart(latents[1], latents[0]) <= BAR
+        seen.append(latents[1])
+    assert all(apart(a, b) > 0.01 for a, b in zip(seen, seen[1:], strict=False)), "each stack has a picture of its own"
+
+
+def test_two_models_in_turn_keep_their_recordings(server: Server) -> None:
+    for asked in (FLUX, WAN, FLUX, WAN):
+        is_the_same(server, asked)
+    before = replays(server)
+    for asked in (FLUX, WAN):
+        is_the_same(server, asked)
+    assert replays(server) >= before + 2 * FLUX.steps
+
+
+def test_a_control_net_is_recorded(server: Server) -> None:
+    want, got = (
+        latent_of(server.client.run(with_control_net(sampling_graph(FLUX, kind, parallel))))
+        for kind, parallel in (("KSampler", None), ("CPSampler", TWO))
+    )
+    assert apart(got, want) <= BAR
+
+
+def test_evaluations_for_a_native_sampler_are_recorded(server: Server) -> None:
+    want, before = native(server, FLUX), replays(server)
+    graph = on_the_loader(sampling_graph(FLUX, "KSampler"), FLUX, TWO)
+    assert apart(latent_of(server.client.run(graph)), want) <= BAR
+    assert replays(server) > before
+
+
+def test_no_more_than_four_sizes_are_held_and_all_go_when_memory_is_freed(server: Server) -> None:
+    for width in (8, 10, 12, 14, 18, 20):
+        asked = replace(FLUX, size=(8, width), steps=20)
+        is_the_same(server, asked)
+        told = graphs(server)
+        assert all(1 <= rank["keys"] <= 4 and rank["bytes"] > 0 for rank in told), told
+    server.client.free()
+    is_the_same(server, replace(FLUX, steps=1))
+    assert all((rank["keys"], rank["bytes"]) == (0, 0) for rank in graphs(server))
+
+
+def test_what_decides_inside_stays_eager_and_is_told_once(server: Server) -> None:
+    since = server.log_size()
+    for _ in range(2):
+        graph = with_attention_patch(sampling_graph(FLUX, "CPSampler", Parallel(devices="cpu,cpu", cfg_degree=1)))
+        try:
+            server.client.run(graph)
+        except NodeError:
+            pass
+    is_the_same(server, FLUX, replace(TWO, step_cache=0.6) if False else TWO)
+    ours(server, replace(FLUX, steps=8), replace(TWO, step_cache=0.6))
+    ours(server, replace(FLUX, steps=8), replace(TWO, step_cache=0.6))
+    assert server.log(since).count("not recorded as CUDA graphs: flux_dev.safetensors: a step cache") == 1
+
+
+def test_off_records_nothing_and_on_is_refused_without_a_gpu(server: Server) -> None:
+    ours(server, replace(FLUX, size=(6, 10)), replace(TWO, cuda_graphs="off"))
+    assert all(rank["keys"] == 0 for rank in graphs(server))
+    with pytest.raises(NodeError, match="cuda_graphs on needs CUDA GPUs, and the workers run on cpu; choose auto"):
+        ours(server, FLUX, replace(TWO, cuda_graphs="on"))
+
+
+def test_the_bits_are_those_of_workers_that_record_nothing(server: Server) -> None:
+    for asked in (FLUX, WAN):
+        assert torch.equal(ours(server, asked), ours(server, asked, replace(TWO, cuda_graphs="off")))

@@ -1,0 +1,59 @@
+"""ComfyUI's networks, recorded: by tape, which gets wrong what a CUDA graph would, alone and cut for several ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from ..engine.conftest import Groups
+from .zoo import CASES
+
+BY_VALUES = {"hidream i1": "reads on the host"}  # which experts a token goes to
+
+
+def check(networks: Groups, case: str, ring: int, ulysses: int) -> None:
+    answers = networks(ring * ulysses).run(
+        "tests.networks.recorded_cases:replayed", name=case, ring=ring, ulysses=ulysses
+    )
+    for answer in answers:
+        assert answer["replayed"] == answer["eager"], answer["reasons"]
+        assert len(set(answer["eager"])) == 2, "the inputs are alike"
+        if case in BY_VALUES:
+            assert answer["replays"] == 0
+            assert any(BY_VALUES[case] in reason for reason in answer["reasons"])
+        else:
+            assert (answer["replays"], answer["reasons"]) == (2, [])
+
+
+@pytest.mark.sweep(one_in=4)
+@pytest.mark.parametrize("case", list(CASES))
+def test_alone(networks: Groups, case: str) -> None:
+    check(networks, case, 1, 1)
+
+
+def test_what_decides_by_values_stays_eager(networks: Groups) -> None:
+    check(networks, "hidream i1", 1, 1)
+    check(networks, "hidream i1", 1, 2)
+
+
+@pytest.mark.sweep(one_in=5)
+@pytest.mark.parametrize("case", list(CASES))
+def test_two_ranks_in_a_ring(networks: Groups, case: str) -> None:
+    check(networks, case, 2, 1)
+
+
+@pytest.mark.sweep(one_in=6)
+@pytest.mark.parametrize("case", list(CASES))
+def test_three_ranks_in_a_ring(networks: Groups, case: str) -> None:
+    check(networks, case, 3, 1)
+
+
+@pytest.mark.sweep(one_in=4)
+@pytest.mark.parametrize("case", list(CASES))
+def test_two_ranks_of_ulysses(networks: Groups, case: str) -> None:
+    check(networks, case, 1, 2)
+
+
+@pytest.mark.sweep(one_in=8)
+@pytest.mark.parametrize("case", list(CASES))
+def test_two_by_two_ranks(networks: Groups, case: str) -> None:
+    check(networks, case, 2, 2)

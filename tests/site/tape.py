@@ -1,0 +1,121 @@
+"""A CUDA graph's semantics on the CPU: operators are recorded with their tensors, and replayed without any Python.
+
+What a graph would get wrong a tape gets wrong too: an input that was not copied in, a branch taken by value, a number
+read on the host, memory that somebody reuses. With CP_TEST_FAULT=tape workers record with it all that "auto" may.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+RECORDING = "parallel_runtime.worker.engine.recording"
+READ_ON_THE_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+def tensors_in(*values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+class Tape(TorchDispatchMode):
+    """`Tape(run)`; change the inputs in place, `replay()`: `out` holds what run() would give now."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self._steps: list[tuple[str, Any, Any, Any, Any]] = []
+        with self:
+            self.out = run()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._reads_numbers(function, args, kwargs):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {function} reads on the host")
+        out = function(*args, **kwargs)
+        made, given = tensors_in(out), {t.untyped_storage().data_ptr() for t in tensors_in(args, kwargs)}
+        if function.namespace == "c10d":
+            self._steps.append(("wire", function, args, kwargs, out))
+        elif function._schema.is_mutable:
+            self._steps.append(("write", function, args, kwargs, out))
+        elif made and not all(t.untyped_storage().data_ptr() in given for t in made):  # else views
+            self._steps.append(("make", function, args, kwargs, out))
+            self.nbytes += sum(t.nbytes for t in made)
+        return out
+
+    @staticmethod
+    def _reads_numbers(function: Any, args: Any, kwargs: Any) -> bool:
+        if "index" in function.__name__:  # only a mask's shape depends on values
+            return any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1:], kwargs)[:1])
+        return any(tag in function.tags for tag in READ_ON_THE_HOST)
+
+    def replay(self) -> None:
+        pending: list[Any] = []
+        for kind, function, args, kwargs, out in self._steps:
+            if kind != "wire":
+                _settle(pending)
+            got = function(*args, **kwargs)
+            if kind == "wire":
+                pending += [
+                    work for work in pytree.tree_leaves(got) if hasattr(work, "wait") and not torch.is_tensor(work)
+                ]
+            elif kind == "make":
+                for there, new in zip(tensors_in(out), tensors_in(got), strict=True):
+                    if there.data_ptr() != new.data_ptr():
+                        there.copy_(new)
+        _settle(pending)
+
+
+def _settle(pending: list[Any]) -> None:
+    for work in pending:
+        work.wait()
+    pending.clear()
+
+
+class TapeRecorder:
+    """In place of CudaRecorder."""
+
+    @staticmethod
+    def rehearse(run: Callable[[], Any]) -> Any:
+        return run()
+
+    @staticmethod
+    def record(run: Callable[[], Any]) -> Tape:
+        return Tape(run)
+
+
+def record_with_tapes(recording: Any) -> None:
+    """From now on this module records every call at its second evaluation, as if every launch were slow."""
+    recording.graphs.recorder_for = lambda device: TapeRecorder()
+    recording.WARM, recording.LAUNCHED = 1, 0.0
+
+
+class _Finder:
+    """Has the module of recordings use tapes when it is imported."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != RECORDING:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        assert spec is not None
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            record_with_tapes(module)
+
+        loader.exec_module = exec_module
+        return spec
+
+
+def install(_: str) -> None:
+    sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
