@@ -1,7 +1,7 @@
 """One rank does something bad at a chosen moment: see sitecustomize.py.
 
-CP_TEST_FAULT is `rank place deed`, such as `1 gather abort`, or several with `;` between them. The workers' own code
-knows nothing of it: a function of theirs is replaced when its module is imported.
+CP_TEST_FAULT is `rank place deed`, such as `1 gather abort`, or `tape` (see tape.py), or several with `;` between them.
+The workers' own code knows nothing of it: a function of theirs is replaced when its module is imported.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ PLACES = {  # module, function, which call of it
     "step": ("parallel_runtime.worker.pulse", "Pulse.step", 3),
     "reply": ("parallel_runtime.wire.channel", "Channel.send", 3),  # after Ready and Joined
     "convert": ("parallel_runtime.worker.rows.converting", "convert", 1),
+    "record": ("parallel_runtime.worker.engine.recording", "Recording._attempt", 1),
     "group_norm": ("parallel_runtime.worker.rows.statistics", "group_norm", 1),
 }
 ROOM = 16 * 32 * 32  # elements; what is larger is out of memory
@@ -94,7 +95,6 @@ class Saboteur:
 
 
 def install(fault: str) -> None:
-    for each in fault.split(";"):
-        rank, place, deed = each.split()
-        if os.environ.get("RANK") == rank:  # torchrun's agent has none
-            sys.meta_path.insert(0, Saboteur(place, deed))  # type: ignore[arg-type]
+    rank, place, deed = fault.split()
+    if os.environ.get("RANK") == rank:  # torchrun's agent has none
+        sys.meta_path.insert(0, Saboteur(place, deed))  # type: ignore[arg-type]

@@ -47,5 +47,5 @@ def beside(name: str) -> Any:
 
 
 sys.meta_path.insert(0, AcceptTinyFiles)  # type: ignore[arg-type]
-if fault := os.environ.get("CP_TEST_FAULT"):
+for fault in filter(None, os.environ.get("CP_TEST_FAULT", "").split(";")):
     beside("tape" if fault == "tape" else "sabotage").install(fault)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 RECORDING = "parallel_runtime.worker.engine.recording"
 READ_ON_THE_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+OF_SUCH = ("is_nonzero", "item", "equal", "allclose")  # made of operators that do
 
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:
@@ -54,7 +55,8 @@ class Tape(TorchDispatchMode):
     def _reads_numbers(function: Any, args: Any, kwargs: Any) -> bool:
         if "index" in function.__name__:  # only a mask's shape depends on values
             return any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1:], kwargs)[:1])
-        return any(tag in function.tags for tag in READ_ON_THE_HOST)
+        made_of_such = function.__name__.partition(".")[0] in OF_SUCH
+        return made_of_such or any(tag in function.tags for tag in READ_ON_THE_HOST)
 
     def replay(self) -> None:
         pending: list[Any] = []

@@ -27,7 +27,7 @@ IN_USE = 16  # evaluations: what was replayed within so many stays
 SEEN = 64  # calls that are remembered before they are recorded
 WARM = 2  # evaluations before a choice is made: the first says nothing of how long a launch takes
 LAUNCHED = 0.7  # of an evaluation's time: whose launch takes longer gains by a recording
-SMALL = 1024  # elements: so many in main memory are compared by value
+SMALL = 1024  # elements: so many in main memory are compared by value, and lie anywhere in a line
 LINE = 64  # bytes: kernels are chosen by an address's place in such a line
 PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, Enum)
 
@@ -99,7 +99,9 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _offset(tensor: Tensor) -> int:
-    """Elements from the beginning of a line."""
+    """Elements from the beginning of a line, of tensors that are long enough for it to matter."""
+    if tensor.numel() <= SMALL:
+        return 0
     return int(tensor.storage_offset()) % max(1, LINE // tensor.element_size())
 
 

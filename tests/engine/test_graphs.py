@@ -1,0 +1,80 @@
+"""What a forward makes in main memory and sends to its device: locked once, and the same in every replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel_runtime.worker.engine.graphs import Constants
+
+AWAY = torch.device("meta")  # a device that is not the CPU, and is always there
+
+SENT: dict[str, Callable[[Tensor], Tensor]] = {
+    "to a tensor": lambda x: torch.arange(4).to(x),
+    "to a device": lambda x: torch.arange(4).to(AWAY),
+    "to a device and dtype": lambda x: torch.arange(4).to(AWAY, torch.bfloat16),
+    "by name": lambda x: torch.arange(4).to(device="meta", dtype=torch.float16),
+    "made there": lambda x: torch.tensor([1, 2, 3], device=AWAY),
+    "copied": lambda x: torch.zeros(4, device=AWAY).copy_(torch.ones(4)),
+}
+
+
+def kept() -> tuple[Constants, list[Tensor]]:
+    pinned: list[Tensor] = []
+
+    def pin(made: Tensor) -> Tensor:
+        pinned.append(made.clone())
+        return pinned[-1]
+
+    return Constants(pin), pinned
+
+
+@pytest.mark.parametrize("way", list(SENT))
+def test_each_is_locked_once_and_found_again(way: str) -> None:
+    x = torch.zeros(2, device=AWAY)
+    plain = SENT[way](x)
+    constants, pinned = kept()
+    with constants:
+        rehearsed = SENT[way](x)
+    with constants.again():
+        captured = SENT[way](x)
+    assert len(pinned) == 1
+    assert not any(tensor.is_meta for tensor in pinned)
+    for got in (rehearsed, captured):
+        assert (got.device, got.dtype, got.shape) == (plain.device, plain.dtype, plain.shape)
+
+
+def test_what_stays_on_the_cpu_or_on_the_device_is_nobodys_business() -> None:
+    constants, pinned = kept()
+    with constants:
+        assert torch.arange(4).to(torch.float64).dtype == torch.float64
+        torch.zeros(2, device=AWAY).to(torch.float16)
+        torch.tensor([1, 2])
+    assert pinned == []
+
+
+@pytest.mark.parametrize("other", [torch.arange(5), torch.arange(4) + 1], ids=["shape", "value"])
+def test_another_constant_the_second_time_is_no_constant(other: Tensor) -> None:
+    constants, _ = kept()
+    with constants:
+        torch.arange(4).to(AWAY)
+    with constants.again(), pytest.raises(RuntimeError, match="other numbers from main memory each time"):
+        other.to(AWAY)
+    with constants.again():
+        torch.arange(4).to(AWAY)
+        with pytest.raises(RuntimeError, match="other numbers from main memory each time"):
+            torch.arange(4).to(AWAY)
+
+
+def test_too_many_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Constants, "MOST_BYTES", 100)
+    constants, pinned = kept()
+    with constants:
+        for _ in range(50):
+            assert torch.ones(16).to(AWAY).is_meta
+    assert sum(tensor.nbytes for tensor in pinned) < 200
+    with pytest.raises(RuntimeError, match="from main memory"), constants.again():
+        pass

@@ -1,0 +1,335 @@
+"""Forwards recorded and replayed, by tape: which calls are the same, what stays eager; a tape sees mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parallel_runtime.worker.engine import recording
+from parallel_runtime.worker.engine.recording import KEYS, Recording
+
+from ..site.tape import Tape, TapeRecorder
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """Counts how often its Python runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.weight = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+        self.runs = 0
+
+    def forward(self, x: Tensor, t: Tensor, scale: float = 1.0, more: Any = None, **_: Any) -> Any:
+        self.runs += 1
+        return scale * (x @ self.weight).add_(t[:, None])
+
+
+@pytest.fixture(autouse=True)
+def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(recording.graphs, "recorder_for", lambda device: TapeRecorder())
+    with torch.inference_mode():
+        yield
+
+
+def made(net: nn.Module, **settings: Any) -> Recording:
+    return Recording(net, CPU, **{"choice": "on", **settings})
+
+
+def inputs(seed: int = 0, rows: int = 2) -> tuple[Tensor, Tensor]:
+    dice = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 8, generator=dice), torch.rand(rows, generator=dice)
+
+
+def eagerly(net: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return net._call_impl(*args, **kwargs)
+
+
+def test_the_first_call_is_eager_the_second_recorded_and_the_rest_replayed_with_the_same_bits() -> None:
+    net = Net()
+    told = made(net)
+    for seed in range(6):
+        before = net.runs
+        assert torch.equal(net(*inputs(seed)), eagerly(net, *inputs(seed)))
+        python = net.runs - before - 1
+        assert python == (1, 2, 0, 0, 0, 0)[seed], "once rehearsed, once recorded, and then no more"
+    assert (told.told.keys, told.told.replays, told.told.eager) == (1, 4, ())
+    assert told.told.bytes > 0
+
+
+def test_what_a_replay_gave_is_the_callers_own() -> None:
+    net = Net()
+    made(net)
+    outs = [net(*inputs(seed)) for seed in range(4)]
+    assert all(torch.equal(out, eagerly(net, *inputs(seed))) for seed, out in enumerate(outs))
+    given = inputs(4)
+    kept = given[0].clone()
+    net(*given)
+    assert torch.equal(given[0], kept)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x, t: ((x, t), {"scale": 2.0}),
+        lambda x, t: ((x, t), {"more": [None]}),
+        lambda x, t: ((torch.cat([x, x]), torch.cat([t, t])), {}),
+        lambda x, t: ((x.t().contiguous().t(), t), {}),
+        lambda x, t: ((x.double(), t.double()), {}),
+        lambda x, t: ((x, t[:1].expand(2)), {}),
+        lambda x, t: ((x, t), {"more": x}),
+        lambda x, t: ((x, t), {"more": x.clone()}),
+    ],
+    ids=["number", "none", "rows", "layout", "dtype", "expanded", "twice", "another tensor"],
+)
+def test_a_call_that_python_can_tell_apart_is_another(other: Callable[..., Any]) -> None:
+    net = Net().double() if "double" in other.__code__.co_names else Net()
+    told = made(net)
+    plain = [tensor.to(net.weight.dtype) for tensor in inputs()]
+    for _ in range(3):
+        net(*plain)
+    assert told.told.keys == 1
+    for _ in range(3):
+        args, kwargs = other(*inputs())
+        got = net(*args, **kwargs)
+        assert torch.equal(got, eagerly(net, *args, **kwargs))
+    same = all(a.dtype == b.dtype for a, b in zip(args, plain, strict=True)) and net.weight.dtype == torch.float64
+    assert told.told.keys == (1 if same else 2)
+
+
+def test_a_large_input_lies_in_its_line_where_the_callers_does_and_a_small_one_anywhere() -> None:
+    net = Net()
+    told = made(net)
+    rows = torch.cat([inputs(seed, 400)[0] for seed in range(2)])
+    for start in (0, 2, 0, 2, 0, 2):  # 2 rows are a line
+        part, t = rows[start : start + 300], torch.rand(600)[start : start + 300]
+        assert torch.equal(net(part, t), eagerly(net, part, t))
+    assert told.told.keys == 1
+    shifted = rows.flatten()[3 : 3 + 300 * 8].view(300, 8)
+    for _ in range(3):
+        assert torch.equal(net(shifted, t), eagerly(net, shifted, t))
+    assert told.told.keys == 2
+
+
+def test_a_dims_row_that_is_there_once_is_copied_once() -> None:
+    net = Net()
+    told = made(net)
+    for seed in range(4):
+        x, t = inputs(seed)
+        assert torch.equal(net(x, t[:1].expand(2)), eagerly(net, x, t[:1].expand(2)))
+    assert told.told.replays == 2
+
+
+def test_no_more_than_four_calls_are_held_the_longest_unused_goes() -> None:
+    net = Net()
+    told = made(net)
+    for rows in range(1, 8):
+        for _ in range(recording.IN_USE):
+            assert torch.equal(net(*inputs(rows=rows)), eagerly(net, *inputs(rows=rows)))
+        assert told.told.keys == min(rows, KEYS)
+
+
+def test_calls_in_turn_do_not_throw_each_other_out() -> None:
+    net = Net()
+    told = made(net)
+    for _ in range(4):
+        for rows in range(1, KEYS + 2):
+            net(*inputs(rows=rows))
+    before = net.runs
+    for rows in range(1, KEYS + 2):
+        net(*inputs(rows=rows))
+    assert net.runs - before == 1, "the fifth is eager, and the four stay"
+    assert told.told.eager == (f"more than {KEYS} kinds of calls take turns",)
+
+
+def test_lists_that_a_forward_empties_are_full_again_for_the_next() -> None:
+    class Popping(Net):
+        def forward(self, x: Tensor, t: Tensor, control: Any = None, **_: Any) -> Tensor:
+            return super().forward(x, t) + control["output"].pop()
+
+    net = Popping()
+    told = made(net)
+    for seed in range(4):
+        residual = inputs(seed + 10)[0]
+        got = net(*inputs(seed), control={"output": [residual]})
+        assert torch.equal(got, eagerly(net, *inputs(seed), control={"output": [residual]}))
+    assert told.told.replays == 2
+
+
+def test_several_outputs_come_as_they_were() -> None:
+    class Two(Net):
+        def forward(self, x: Tensor, t: Tensor, **_: Any) -> Any:
+            return [super().forward(x, t), t * 2]
+
+    net = Two()
+    made(net)
+    for seed in range(4):
+        got, want = net(*inputs(seed)), eagerly(net, *inputs(seed))
+        assert isinstance(got, list)
+        assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("read", [lambda x: float(x.max()), lambda x: len(x[x > 0]), lambda x: bool((x > 0).any())])
+def test_what_reads_numbers_on_the_host_stays_eager_and_says_so(read: Callable[[Tensor], float]) -> None:
+    class Reading(Net):
+        def forward(self, x: Tensor, t: Tensor, **_: Any) -> Tensor:
+            return super().forward(x, t) * read(x)
+
+    net = Reading()
+    told = made(net)
+    for seed in range(4):
+        assert torch.equal(net(*inputs(seed)), eagerly(net, *inputs(seed)))
+    assert told.told.replays == 0
+    assert told.told.keys == 0
+    assert len(told.told.eager) == 1
+    assert "reads on the host" in told.told.eager[0]
+
+
+def test_what_is_another_each_time_stays_eager() -> None:
+    class Dice(Net):
+        def forward(self, x: Tensor, t: Tensor, **_: Any) -> Tensor:
+            return super().forward(x, t) + torch.rand_like(x)
+
+    net = Dice()
+    told = made(net)
+    for seed in range(4):
+        net(*inputs(seed))
+    assert told.told.keys == 0
+    assert told.told.eager == ("a replay of it gave other numbers",)
+
+
+def test_objects_among_the_arguments_keep_it_eager_unless_they_are_known() -> None:
+    net, thing = Net(), object()
+    told = made(net)
+    for _ in range(3):
+        net(*inputs(), more={"code": [thing]})
+    assert (told.told.keys, told.told.eager) == (0, ("it is given a object ([1]['more']['code'][0])",))
+    known = made(Net(), known=lambda: [thing])
+    for _ in range(3):
+        known.network(*inputs(), more={"code": [thing]})
+    assert known.told.keys == 1
+
+
+def test_a_failure_of_another_rank_keeps_this_one_eager_too() -> None:
+    net, votes = Net(), []
+
+    def agree(flag: bool) -> bool:
+        votes.append(flag)
+        return True
+
+    told = made(net, agree=agree)
+    for seed in range(4):
+        assert torch.equal(net(*inputs(seed)), eagerly(net, *inputs(seed)))
+    assert votes == [False], "asked once, and never again for this call"
+    assert (told.told.keys, told.told.eager) == (0, ("another worker could not record it",))
+
+
+def test_a_recording_begins_and_ends_aloud_also_where_it_fails() -> None:
+    said: list[bool] = []
+    net = Net()
+    made(net, telling=said.append)
+    for _ in range(3):
+        net(*inputs())
+    assert said == [True, False]
+
+    class Broken(TapeRecorder):
+        @staticmethod
+        def record(run: Callable[[], Any]) -> Tape:
+            raise RuntimeError("no room in here\nand a traceback")
+
+    told = made(net, telling=said.append)
+    told._recorder = Broken()
+    for _ in range(3):
+        assert torch.equal(net(*inputs()), eagerly(net, *inputs()))
+    assert said == [True, False] * 2
+    assert told.told.eager == ("recording it failed: no room in here",)
+
+
+class Clock:
+    """A device that needs so long for an evaluation, however fast its launch is."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.moments = 0
+
+    def __call__(self) -> Any:
+        self.moments += 1
+        return Instant(self.moments * self.seconds)
+
+
+class Instant:
+    passed = True
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def wait(self) -> None:
+        pass
+
+    def since(self, earlier: Any) -> float:
+        return float(self.at - earlier.at)
+
+
+@pytest.mark.parametrize(("seconds", "keys"), [(1e-9, 1), (60.0, 0)], ids=["led by the host", "led by the device"])
+def test_auto_records_what_the_host_leads_and_asks_all(seconds: float, keys: int) -> None:
+    net, asked = Net(), []
+
+    def agree(flag: bool) -> bool:
+        asked.append(flag)
+        return flag
+
+    told = made(net, choice="auto", agree=agree)
+    told._now = Clock(seconds)
+    for seed in range(5):
+        assert torch.equal(net(*inputs(seed)), eagerly(net, *inputs(seed)))
+    assert told.told.keys == keys
+    assert asked[0] == bool(keys)
+    assert told.told.eager == (() if keys else ("its device takes longer than its launch",))
+
+
+def test_off_and_an_objection_leave_it_alone() -> None:
+    net = Net()
+    told = made(net, choice="off")
+    for _ in range(3):
+        net(*inputs())
+    assert told.told == recording.Graphs()
+    objecting = made(net, objection=lambda: "not now")
+    for _ in range(3):
+        net(*inputs())
+    assert objecting.told == recording.Graphs(eager=("not now",))
+
+
+def test_weights_that_move_take_their_recordings_with_them() -> None:
+    """Without `drop` the tape, as a graph, reads where they were."""
+    net = Net()
+    told = made(net)
+    for _ in range(3):
+        net(*inputs())
+    net.weight = nn.Parameter(net.weight * 2, requires_grad=False)
+    assert not torch.equal(net(*inputs()), eagerly(net, *inputs()))
+    told.drop()
+    assert told.told.keys == 0
+    for _ in range(3):
+        assert torch.equal(net(*inputs()), eagerly(net, *inputs()))
+    assert told.told.keys == 1
+
+
+def test_a_tape_sees_an_input_that_was_not_copied_in() -> None:
+    net = Net()
+    x, t = inputs()
+    tape = Tape(lambda: net._call_impl(x, t))
+    tape.replay()
+    assert torch.equal(tape.out, eagerly(net, *inputs()))
+    tape.replay()
+    other = inputs(5)
+    assert not torch.equal(tape.out, eagerly(net, *other))
+    for there, new in zip((x, t), other, strict=True):
+        there.copy_(new)
+    tape.replay()
+    assert torch.equal(tape.out, eagerly(net, *other))

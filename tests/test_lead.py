@@ -1,0 +1,121 @@
+"""A host that launches faster than its device computes waits: progress, clocks and a cancel tell the truth."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+from parallel_runtime.wire.channel import Channel
+from parallel_runtime.wire.messages import Cancel
+from parallel_runtime.worker.engine.moments import HostMoment, Lead
+from parallel_runtime.worker.pulse import Cancelled, Pulse
+
+EVALUATION = 0.15  # seconds that the device needs for one
+STEPS = 40
+
+
+class Device:
+    """Does one thing after the other, each when it is through with those before; whoever launches does not wait."""
+
+    def __init__(self) -> None:
+        self.free_at = time.monotonic()
+        self.ahead = 0.0  # seconds of work that lay before it at most
+
+    def launch(self, seconds: float) -> None:
+        self.free_at = max(self.free_at, time.monotonic()) + seconds
+        self.ahead = max(self.ahead, self.free_at - time.monotonic())
+
+    def now(self) -> Moment:
+        return Moment(max(self.free_at, time.monotonic()))
+
+
+class Moment:
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    @property
+    def passed(self) -> bool:
+        return time.monotonic() >= self.at
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.at - time.monotonic()))
+
+    def since(self, earlier: Moment) -> float:
+        return self.at - earlier.at
+
+
+class Rank:
+    """A run of many steps, as a rank runs it, on such a device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("RANK", "LOCAL_RANK"):
+            monkeypatch.setenv(name, "0")
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.host, self.device = Channel(ours), Device()
+        self.pulse = Pulse(Channel(theirs), 7, now=self.device.now)
+        self.evaluations = 0
+
+    def run(self) -> None:
+        x = torch.zeros(1)
+        for step in range(STEPS):
+            self.pulse.vote()
+            self.pulse.evaluating()
+            self.device.launch(EVALUATION)
+            self.evaluations += 1
+            self.pulse.step(step, STEPS, x, x)
+
+    def cancel_after(self, seconds: float) -> threading.Timer:
+        timer = threading.Timer(seconds, self.host.send, [Cancel(7)])
+        timer.start()
+        return timer
+
+
+def test_a_cancel_is_heard_within_a_step_and_finds_no_more_than_one_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, began = Rank(monkeypatch), time.monotonic()
+    rank.cancel_after(3.5 * EVALUATION)
+    with pytest.raises(Cancelled):
+        rank.run()
+    rank.device.now().wait()  # all that was launched
+    late = time.monotonic() - began - 3.5 * EVALUATION
+    assert late < 2 * EVALUATION + 0.5
+    assert rank.evaluations <= 6, "of forty"
+
+
+def test_the_host_is_at_most_one_evaluation_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    lead = Lead(device.now)
+    waits = 0
+
+    def meanwhile() -> None:
+        nonlocal waits
+        waits += 1
+
+    for _ in range(6):
+        lead.follow(meanwhile)
+        device.launch(EVALUATION)
+    assert EVALUATION < device.ahead <= 2.2 * EVALUATION, "one runs, and one waits behind it: the device never idles"
+    assert waits > 10, "a rank that waits for its device can say that it lives"
+
+
+def test_a_step_takes_as_long_as_its_device_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch)
+    rank.pulse._readings = lambda: None
+    x = torch.zeros(1)
+    for step in range(6):
+        rank.pulse.evaluating()
+        rank.device.launch(EVALUATION)
+        rank.pulse.step(step, 6, x, x)
+        if step > 3:
+            assert rank.pulse._step_seconds == pytest.approx(EVALUATION, rel=0.3)
+
+
+def test_on_the_cpu_nobody_waits() -> None:
+    lead, waits = Lead(HostMoment), []
+    for _ in range(3):
+        lead.follow(lambda: waits.append(1))
+    assert waits == []
