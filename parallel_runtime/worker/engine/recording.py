@@ -23,7 +23,7 @@ from .graphs import Graph, Recorder
 from .moments import Moment, Now, now_on
 
 KEYS = 4  # recordings of a model
-IN_USE = 16  # evaluations: what was replayed within so many stays
+TURNS = 16  # evaluations: what made place for another and comes back within so many takes turns with it
 SEEN = 64  # calls that are remembered before they are recorded
 WARM = 2  # evaluations before a choice is made: the first says nothing of how long a launch takes
 LAUNCHED = 0.7  # of an evaluation's time: whose launch takes longer gains by a recording
@@ -126,7 +126,6 @@ def _twin(tensor: Tensor) -> Tensor:
 class _Recorded:
     graph: Graph
     inputs: list[Tensor]
-    used: int = 0  # the number of the evaluation that replayed it last
 
     @property
     def nbytes(self) -> int:
@@ -186,6 +185,7 @@ class Recording:
     _held: OrderedDict[Hashable, _Recorded] = field(default_factory=OrderedDict)
     _trials: OrderedDict[Hashable, _Trial] = field(default_factory=OrderedDict)
     _eager: set[Hashable] = field(default_factory=set)
+    _gone: dict[Hashable, int] = field(default_factory=dict)  # what made place for others, and when it was wanted last
     _reasons: dict[str, None] = field(default_factory=dict)
     _evaluations: int = 0
     _replays: int = 0
@@ -216,14 +216,14 @@ class Recording:
             return self._timed(trial, args, kwargs)
         if not self._pays(trial):
             return self._stay_eager(call, "its device takes longer than its launch", self._plainly(args, kwargs))
-        if not self._has_place():
+        if not self._has_place(call.key):
             self._tell(f"more than {KEYS} kinds of calls take turns")
             return self._plainly(args, kwargs)
         return self._record(call, self._recorder)
 
     def drop(self) -> None:
         """Forget all recordings: weights have moved, or memory is wanted."""
-        for state in (self._held, self._trials, self._eager):
+        for state in (self._held, self._trials, self._eager, self._gone):
             state.clear()
         self._recorder = graphs.recorder_for(self.device)  # the memory that recordings share goes with the last one
 
@@ -245,7 +245,6 @@ class Recording:
 
     def _replay(self, recorded: _Recorded, call: Call) -> Any:
         self._held.move_to_end(call.key)
-        recorded.used = self._evaluations
         self._replays += 1
         return recorded.replay(call.tensors)
 
@@ -275,13 +274,15 @@ class Recording:
         self._tell(reason)
         return out
 
-    def _has_place(self) -> bool:
-        """For one more, in place of the one that was used least lately."""
-        if len(self._held) >= KEYS:
-            key, oldest = next(iter(self._held.items()))
-            if self._evaluations - oldest.used < IN_USE:
-                return False
-            del self._held[key]
+    def _has_place(self, key: Hashable) -> bool:
+        """For one more, in place of the one that was used least lately; not where these two only take turns."""
+        if len(self._held) < KEYS:
+            return True
+        if self._evaluations - self._gone.get(key, -TURNS) < TURNS:
+            self._gone[key] = self._evaluations
+            return False
+        oldest, _ = self._held.popitem(last=False)
+        self._gone[oldest] = self._evaluations
         return True
 
     def _record(self, call: Call, recorder: Recorder) -> Any:
@@ -305,7 +306,6 @@ class Recording:
                 return self._stay_eager(call, reason or "a replay on another worker gave other numbers", out)
         finally:
             self.telling(False)
-        recorded.used = self._evaluations
         self._held[call.key] = recorded
         self._trials.pop(call.key)
         return out
