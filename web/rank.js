@@ -71,6 +71,7 @@ function showWeights(place, rank) {
   const lines = rank.weights.map((held) => [
     held.model, say(held.fetched ? "holds.fetched" : "holds", { resident: gib(held.resident), fetched: gib(held.fetched) }),
   ]);
+  if (rank.graphs?.keys) lines.push(["CUDA graphs", say("holds.recorded", { keys: rank.graphs.keys, size: gib(rank.graphs.bytes) })]);
   if (!lines.length && rank.used_bytes !== null) lines.push([say("holds.none"), ""]);
   while (place.children.length > lines.length) place.lastElementChild?.remove();
   while (place.children.length < lines.length) {

@@ -4,8 +4,10 @@ import { api } from "../../scripts/api.js";
 
 /**
  * @typedef {{model: string, resident: number, fetched: number}} Holding
+ * @typedef {{keys: number, replays: number, bytes: number, eager: string[]}} Graphs
  * @typedef {{rank: number, device: string, machine: string, loaded: number, used_bytes: number | null,
- *   total_bytes: number | null, step_seconds: number | null, waited_seconds: number | null, weights: Holding[]}} Rank
+ *   total_bytes: number | null, step_seconds: number | null, waited_seconds: number | null, weights: Holding[],
+ *   graphs: Graphs | null}} Rank
  * @typedef {"none" | "starting" | "loading" | "sampling" | "decoding" | "encoding" | "cancelling" | "cancelled"
  *   | "idle" | "died" | "unknown"} State
  * @typedef {{state: State, text: string, reason: string, since: number, model: string, loaded: number, step: number,
