@@ -47,6 +47,10 @@ class RemoteVAE:
         self.expected: tuple[int, ...] = ()  # the shape that ComfyUI was told of last
 
     def __getattr__(self, name: str) -> Any:
+        """The network's. How to copy or to store it is not for the network to say, and while a copy is made there is
+        none."""
+        if name.startswith("__") or "_vae" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no {name}", name=name, obj=self)
         return getattr(self._vae.first_stage_model, name)
 
     @property
