@@ -15,7 +15,7 @@ from ..parallel_runtime.host.group import WorkerGroup
 from ..parallel_runtime.host.runtime import borrowed_group
 from ..parallel_runtime.jobs import EvaluationJob
 from ..parallel_runtime.specs import ParallelRequest, Storage
-from .describe import Source, describe_model
+from .describe import Source, describe_model, patched_inside
 from .patches import check_sizes, describe_inside
 from .residence import residence
 from .workers import comfy_setup, plan_for
@@ -81,7 +81,7 @@ class RemoteEvaluation:
         assert self._run is not None, "an evaluation outside of a run"
         each, conds = _told_apart(arguments, method)
         options = arguments.get("transformer_options")
-        result = self._answer(method, each, conds, None if options is None else describe_inside(options))
+        result = self._answer(method, each, conds, options)
         like = next(iter(arguments.values()))
         return _like(result, like[0] if isinstance(like, list) else like)
 
@@ -90,10 +90,11 @@ class RemoteEvaluation:
         assert run is not None
         source, spec = run.source, run.source.spec
         work = source.work(*_sizes(each, conds))
-        _, placement = plan_for(source, self._request)
+        together = patched_inside(options or {})
+        _, placement = plan_for(source, self._request, together=together)
         check = comfy.model_management.throw_exception_if_processing_interrupted
         with borrowed_group(placement, comfy_setup(), check) as group:
-            parallelism, _ = plan_for(source, self._request, work=work)
+            parallelism, _ = plan_for(source, self._request, together=together, work=work)
             if run.storage is None or not group.holds(spec) or run.claimed is not group:
                 case = residence.case(spec, work, parallelism, placement, group.link)
                 way = residence.decide(group, spec, self._request.weights, case)
@@ -104,10 +105,11 @@ class RemoteEvaluation:
             known = prompts.find(conds)
             job = EvaluationJob(
                 each=each,
-                options=options,
+                options=None if options is None else describe_inside(options),
                 prompt=prompts.add(conds) if known is None else known,
                 conds=conds if known is None else None,
                 patches=None if group.holds(spec) else source.weights,
+                together=together,
                 method=method,
             )
             try:

@@ -137,7 +137,7 @@ class RemoteSampling:
         self, guider: comfy.samplers.CFGGuider, job: SamplingJob, shape: tuple[int, ...], callback: Callback | None
     ) -> Tensor:
         spec, guided = self.source.spec, is_guided(guider)
-        degrees = partial(plan_for, self.source, self.request, guided=guided, together=self.source.together)
+        degrees = partial(plan_for, self.source, self.request, guided=guided, together=job.together)
         _, placement = degrees()
         check = comfy.model_management.throw_exception_if_processing_interrupted
         prompts = sum(map(len, list(guider.conds.values())[: None if guided else 1]))

@@ -9,19 +9,32 @@ import pytest
 from ..engine.conftest import Group, Ranks
 from .comfy import ComfyInstall
 
+VAE, TOGETHER = "tests.comfyui.vae_scenes:", "tests.comfyui.together_scenes:"
+SHARED_OUT = ["nothing", "no patches", "an empty list", "several empty lists"]
+
 
 @pytest.fixture(scope="module")
-def alone(comfy: ComfyInstall) -> Iterator[Group]:
-    """One process that has ComfyUI and our pack imported."""
-    modules = [f"tests.comfyui.{name}" for name in ("vae_scenes",)]
-    process = Ranks(comfy.python, modules, {"COMFYUI_PATH": str(comfy.root)})
-    yield Group(process, 1)
-    process.close()
+def processes(comfy: ComfyInstall) -> Iterator[Ranks]:
+    """That have ComfyUI and our pack imported."""
+    modules = [f"tests.comfyui.{name}" for name in ("vae_scenes", "together_scenes")]
+    ranks = Ranks(comfy.python, modules, {"COMFYUI_PATH": str(comfy.root)})
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def alone(processes: Ranks) -> Group:
+    return Group(processes, 1)
+
+
+@pytest.fixture
+def two(processes: Ranks) -> Group:
+    return Group(processes, 2)
 
 
 @pytest.mark.parametrize("how", ["copy", "deepcopy"])
 def test_a_copy_of_a_cp_vae_is_one(alone: Group, how: str) -> None:
-    (made,) = alone.run("tests.comfyui.vae_scenes:copies", how=how)
+    (made,) = alone.run(f"{VAE}copies", how=how)
     assert made["kind"] == ["DividedVAE", "RemoteVAE"]
     assert made["shared"] == (how == "copy")
     assert made["one"], "what it asks is the VAE that it is a copy of"
@@ -32,7 +45,23 @@ def test_a_copy_of_a_cp_vae_is_one(alone: Group, how: str) -> None:
 def test_a_cp_vae_says_what_it_has_also_while_it_is_made(alone: Group) -> None:
     """Python asks for these of an object that has no attributes yet."""
     names = ["decoder", "anything", "_vae", "__deepcopy__", "__setstate__", "__getstate_of_a_kind__"]
-    (whole,) = alone.run("tests.comfyui.vae_scenes:answers", half_made=False, names=names)
-    (half,) = alone.run("tests.comfyui.vae_scenes:answers", half_made=True, names=names)
+    (whole,) = alone.run(f"{VAE}answers", half_made=False, names=names)
+    (half,) = alone.run(f"{VAE}answers", half_made=True, names=names)
     assert whole == {**dict.fromkeys(names, False), "decoder": True, "_vae": True}
     assert half == dict.fromkeys(names, False)
+
+
+@pytest.mark.parametrize("of_guider", [False, True], ids=["on MODEL", "on the guider"])
+@pytest.mark.parametrize("patches", [*SHARED_OUT, "a patch"])
+def test_prompts_are_shared_out_by_workers_as_they_are_by_the_host(two: Group, patches: str, of_guider: bool) -> None:
+    """A batch of two, and two prompts: two rows are one prompt's, four are those of both."""
+    for rank in two.run(f"{TOGETHER}rows_sampled", patches=patches, of_guider=of_guider):
+        assert rank["sent"] == (patches == "a patch")
+        assert rank["planned"] == (rank["sent"] and not of_guider)
+        assert rank["rows"] == ([4, 4] if rank["sent"] else [2, 2])
+
+
+@pytest.mark.parametrize("patches", [*SHARED_OUT, "a patch"])
+def test_a_patch_inside_the_network_sees_all_rows_of_an_evaluation(two: Group, patches: str) -> None:
+    rows = [4] if patches == "a patch" else [2]
+    assert two.run(f"{TOGETHER}rows_evaluated", patches=patches) == [rows, rows]
