@@ -12,13 +12,12 @@ from comfy.model_patcher import ModelPatcher
 
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.group import WorkerGroup
-from ..parallel_runtime.host.runtime import borrowed_group
 from ..parallel_runtime.jobs import EvaluationJob
 from ..parallel_runtime.specs import ParallelRequest, Storage
 from .describe import Source, describe_model, patched_inside
 from .patches import check_sizes, describe_inside
 from .residence import residence
-from .workers import comfy_setup, plan_for
+from .workers import borrowed
 
 KEEP = 8  # prompts that a worker keeps: see worker/comfy_loop/evaluation.py
 
@@ -91,12 +90,10 @@ class RemoteEvaluation:
         source, spec = run.source, run.source.spec
         work = source.work(*_sizes(each, conds))
         together = patched_inside(options or {})
-        _, placement = plan_for(source, self._request, together=together)
         check = comfy.model_management.throw_exception_if_processing_interrupted
-        with borrowed_group(placement, comfy_setup(), check) as group:
-            parallelism, _ = plan_for(source, self._request, together=together, work=work)
+        with borrowed(source, self._request, work, together=together) as (group, division):
             if run.storage is None or not group.holds(spec) or run.claimed is not group:
-                case = residence.case(spec, work, parallelism, placement, group.link)
+                case = residence.case(spec, work, division, group.link)
                 way = residence.decide(group, spec, self._request.weights, case)
                 residence.claim(group, spec, way, case.beside_bytes(way))
                 run.storage = way.storage
@@ -113,7 +110,7 @@ class RemoteEvaluation:
                 method=method,
             )
             try:
-                return group.sample(spec, parallelism, job, storage=run.storage, watch=check).value["out"]
+                return group.sample(spec, division.degrees, job, storage=run.storage, watch=check).value["out"]
             except BaseException:
                 prompts.forget()
                 raise

@@ -178,8 +178,8 @@ def placement_for(request: ParallelRequest | None) -> Placement:
     """The workers that a VAE uses: as asked; else the group that is there; else one on every device. Raises Refused."""
     live = live_placement()
     if request is None:
-        return live or plan(ParallelRequest(), heads=ANY_HEADS, gpus=visible_gpus(), kind=gpu_kind())[1]
-    asked = plan(request, heads=ANY_HEADS, gpus=visible_gpus(), kind=gpu_kind())[1]
+        return live or plan(ParallelRequest(), heads=ANY_HEADS, gpus=visible_gpus(), kind=gpu_kind()).placement
+    asked = plan(request, heads=ANY_HEADS, gpus=visible_gpus(), kind=gpu_kind()).placement
     of_heads = request.ring_degree and not request.ulysses_degree  # a sampler may have started fewer with it
     return live if of_heads and live is not None and set(live.devices) <= set(asked.devices) else asked
 

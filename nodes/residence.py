@@ -20,7 +20,7 @@ from ..parallel_runtime.errors import ParallelError
 from ..parallel_runtime.host.cost import Link, Work
 from ..parallel_runtime.host.group import WorkerGroup
 from ..parallel_runtime.host.storing import Case, Prospect, decide, why_whole
-from ..parallel_runtime.specs import AfterSampling, ModelSpec, Parallelism, Placement, WeightsChoice
+from ..parallel_runtime.specs import AfterSampling, Division, ModelSpec, WeightsChoice
 from .capacity import capacity_for
 
 log = logging.getLogger(__name__)
@@ -116,11 +116,12 @@ class Residence:
             log.info("[CP] prompts are evaluated one by one: there is no memory for %d together", case.prompts)
         return way
 
-    def case(self, spec: ModelSpec, work: Work, degrees: Parallelism, placement: Placement, link: Link | None) -> Case:
-        """What workers on `placement` have for it at this moment."""
+    def case(self, spec: ModelSpec, work: Work, division: Division, link: Link | None) -> Case:
+        """What these workers have for it at this moment."""
+        placement = division.placement
         here = self._group is not None and self._group.alive and self._group.placement == placement
         capacity = capacity_for(placement, link, self._main_memory(spec) if here else 0)
-        return Case(work=work, degrees=degrees, capacity=capacity, link=link)
+        return Case(work=work, degrees=division.degrees, capacity=capacity, link=link)
 
     def claim(self, group: WorkerGroup, spec: ModelSpec, way: Prospect, more_bytes: int) -> None:
         """Have ComfyUI make room on every device of `group` for its workers' weights, and for so much beside them."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..specs import Parallelism, Placement
+from ..specs import Division, Parallelism, Placement
 from ..wire.readings import Race
 from .cost import Link, Work, activation_bytes, bytes_per_layer, evaluation_seconds, memory_bytes
 from .storing import BUFFERS, Prospect
@@ -28,8 +28,7 @@ class Subject:
 
 def report(
     subject: Subject,
-    degrees: Parallelism,
-    placement: Placement,
+    division: Division,
     *,
     guided: bool,
     automatic: bool,
@@ -40,7 +39,7 @@ def report(
 ) -> str:
     """Several lines, `decode` among them; `link` is None where no worker group has measured this machine yet, `way`
     where the weights fit nowhere. `races` are those of kernels that its workers have run."""
-    work = subject.work
+    work, degrees, placement = subject.work, division.degrees, division.placement
     chosen = _choice(link) if automatic and degrees.context_parallel_size > 1 else ""
     lines = [
         subject.model,
