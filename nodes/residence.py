@@ -19,6 +19,7 @@ from comfy.model_patcher import ModelPatcher
 from ..parallel_runtime.errors import ParallelError
 from ..parallel_runtime.host.cost import Link, Work
 from ..parallel_runtime.host.group import WorkerGroup
+from ..parallel_runtime.host.runtime import undisturbed
 from ..parallel_runtime.host.storing import Case, Prospect, decide, why_whole
 from ..parallel_runtime.specs import AfterSampling, Division, ModelSpec, WeightsChoice
 from .capacity import capacity_for
@@ -90,13 +91,18 @@ class Held:
             resident.model.device = CPU
 
     def give_back(self, *, offload: bool = False) -> None:
-        """Have the workers drop it, or `offload` its weights to main memory; a group that cannot is ended."""
-        self.forget()
-        self.present = offload
-        if self.group.alive:
-            log.info("[CP] %s the workers' model", "offloading" if offload else "unloading")
-            with contextlib.suppress(ParallelError):
-                self.group.unload(self.spec, offload=offload)
+        """Have the workers drop it, or `offload` its weights to main memory; a group that cannot is ended.
+
+        ComfyUI may want it on one thread while the page does on another: the second finds nothing left.
+        """
+        with undisturbed(self.group) as group:
+            there = self.present or any(resident.loaded_size() for resident in self.residents)
+            self.forget()
+            self.present = offload
+            if group is not None and there:
+                log.info("[CP] %s the workers' model", "offloading" if offload else "unloading")
+                with contextlib.suppress(ParallelError):
+                    group.unload(self.spec, offload=offload)
 
 
 class Residence:

@@ -94,6 +94,19 @@ def resting_group() -> Iterator[WorkerGroup | None]:
         _lock.release()
 
 
+@contextmanager
+def undisturbed(group: WorkerGroup) -> Iterator[WorkerGroup | None]:
+    """`group` once nobody else uses or ends it; None where it has ended, also while we wait for that."""
+    while not _lock.acquire(timeout=POLL_SECONDS):
+        if _group is not group:  # who has the lock starts another one, which may take minutes
+            yield None
+            return
+    try:
+        yield group if _group is group and group.alive else None
+    finally:
+        _lock.release()
+
+
 def restart_group(reason: str, comfy: ComfySetup | None) -> bool:
     """End the group, also under a run, which fails with `reason`; another like it starts on a thread of its own, also
     where one did not come up. False where there is none to restart.
@@ -184,14 +197,13 @@ def _stop_clock() -> None:
 
 
 def _end_idle() -> None:
-    if threading.current_thread() is _idle and _lock.acquire(blocking=False):
-        try:
+    """Unless somebody has borrowed the group meanwhile; who only lets its models go is waited for."""
+    with _lock:
+        if threading.current_thread() is _idle:
             reason = f"ended after {float(IDLE_SECONDS):g} s without a run"
             log.info("[CP] the workers are %s", reason)
             _close()
             _activity.ended(reason)
-        finally:
-            _lock.release()
 
 
 def _close(*, gently: bool = True) -> None:

@@ -10,13 +10,14 @@ from ..engine.conftest import Group, Ranks
 from .comfy import ComfyInstall
 
 VAE, TOGETHER = "tests.comfyui.vae_scenes:", "tests.comfyui.together_scenes:"
+RESIDENCE = "tests.comfyui.residence_scenes:"
 SHARED_OUT = ["nothing", "no patches", "an empty list", "several empty lists"]
 
 
 @pytest.fixture(scope="module")
 def processes(comfy: ComfyInstall) -> Iterator[Ranks]:
     """That have ComfyUI and our pack imported."""
-    modules = [f"tests.comfyui.{name}" for name in ("vae_scenes", "together_scenes")]
+    modules = [f"tests.comfyui.{name}" for name in ("vae_scenes", "together_scenes", "residence_scenes")]
     ranks = Ranks(comfy.python, modules, {"COMFYUI_PATH": str(comfy.root)})
     yield ranks
     ranks.close()
@@ -65,3 +66,22 @@ def test_prompts_are_shared_out_by_workers_as_they_are_by_the_host(two: Group, p
 def test_a_patch_inside_the_network_sees_all_rows_of_an_evaluation(two: Group, patches: str) -> None:
     rows = [4] if patches == "a patch" else [2]
     assert two.run(f"{TOGETHER}rows_evaluated", patches=patches) == [rows, rows]
+
+
+def test_comfyui_and_the_page_let_models_go_at_once_and_the_workers_stay(alone: Group) -> None:
+    (rounds,) = alone.run(f"{RESIDENCE}unloaded_by_both", times=2)
+    for found in rounds:
+        assert found["alive"], "a healthy group was ended"
+        assert found["listed"] == []
+        assert found["freed"] in ([], ["demo"], ["demo"] * 2), "whoever came first"
+
+
+def test_a_group_whose_idle_time_ends_while_a_model_is_let_go_ends_afterwards(alone: Group) -> None:
+    (found,) = alone.run(f"{RESIDENCE}idle_while_unloading")
+    assert found == {"error": None, "alive meanwhile": True, "reason": "ended after 0.25 s without a run"}
+
+
+def test_to_let_a_model_go_waits_for_no_group_that_is_started(alone: Group) -> None:
+    (found,) = alone.run(f"{RESIDENCE}unloading_a_group_that_is_replaced")
+    assert found["waited"] < 1
+    assert found["starting"], "too late to tell"
