@@ -91,12 +91,9 @@ class RemoteEvaluation:
         work = source.work(*_sizes(each, conds))
         together = patched_inside(options or {})
         check = comfy.model_management.throw_exception_if_processing_interrupted
-        with borrowed(source, self._request, work, together=together) as (group, division):
+        with borrowed(source, self._request, work, together=together, measure=run.storage is None) as (group, division):
             if run.storage is None or not group.holds(spec) or run.claimed is not group:
-                case = residence.case(spec, work, division, group.link)
-                way = residence.decide(group, spec, self._request.weights, case)
-                residence.claim(group, spec, way, case.beside_bytes(way))
-                run.storage = way.storage
+                run.storage = residence.lodge(group, spec, division, work, self._request.weights).storage
             run.claimed = group
             prompts = _prompts.setdefault(group, Prompts())
             known = prompts.find(conds)

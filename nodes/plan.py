@@ -16,7 +16,7 @@ from comfy_api.latest import io
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.picture import Part, parts
 from ..parallel_runtime.host.report import Subject, report
-from ..parallel_runtime.host.runtime import kernel_races, measured_link
+from ..parallel_runtime.host.runtime import kernel_races, last_readings, measure_at_rest, measured_link
 from ..parallel_runtime.host.storing import Prospect, decide, why_whole
 from ..parallel_runtime.specs import Division, ParallelRequest
 from .config import CATEGORY, CPConfig, requested
@@ -95,6 +95,8 @@ def explain(
         trouble = f"The CP Parallel Config cannot work: {refused}.\nWith the degrees on auto"
         trouble += f" and devices {request.devices!r}:\n" if request.devices else ":\n"
     degrees, link = division.degrees, measured_link(division.placement)
+    measure_at_rest(division.placement)
+    free = [told.free_bytes + told.own_bytes for told in last_readings(division.placement)]
     recommended = request
     if link is not None or degrees.cfg_degree == 1 or request.cfg_degree:  # else memory may still decide otherwise
         recommended = replace(
@@ -114,7 +116,7 @@ def explain(
         trouble += f"Its weights have no place: {refused}.\n"
     text = report(
         subject, division, guided=guided, automatic=automatic, link=link, way=way, decode=decode,
-        races=kernel_races(division.placement),
+        free=min(free, default=None), races=kernel_races(division.placement),
     )  # fmt: skip
     if way is not None and (why := why_whole(request.weights, way, case)):
         text += f"\nNote: {why}."

@@ -141,9 +141,7 @@ class RemoteSampling:
         work = self.source.work(shape, _text_tokens(guider), prompts=prompts, cached=self.request.step_cache > 0)
         watcher = Watcher(callback, guider.model_patcher.load_device)
         with borrowed(self.source, self.request, work, guided=guided, together=job.together) as (group, division):
-            case = residence.case(spec, work, division, group.link)
-            way = residence.decide(group, spec, self.request.weights, case)
-            residence.claim(group, spec, way, case.beside_bytes(way))
+            way = residence.lodge(group, spec, division, work, self.request.weights)
             job = replace(job, rows=way.rows)
             if group.holds(spec):
                 job = replace(job, patches=None)

@@ -159,11 +159,14 @@ class RemoteVAE:
             raise
 
     def _claim(self, group: WorkerGroup, method: VAEMethod, shape: tuple[int, ...]) -> None:
-        """Have ComfyUI make room: for all of the weights, and a worker's share of the activations."""
+        """Have ComfyUI make room: for all of the weights, and a worker's share of the activations. What is missing then
+        is no reason to refuse: this is ComfyUI's own estimate, which is high, and it goes on with tiles."""
         vae, workers = self._vae, len(group.placement.devices)
         whole = (vae.memory_used_decode if method == "decode" else vae.memory_used_encode)(shape, vae.vae_dtype)
         way = Prospect(storage=Storage(), held_bytes=vae.model_size())
         residence.claim(group, self._spec, way, int(whole / workers))
+        there = vae.model_size() if group.holds(self._spec) else 0
+        residence.make_room(group, self._spec, vae.model_size() - there + int(whole / workers))
 
     def _chunk_bytes(self) -> int:
         """What ComfyUI would cut time by here: asked once, so that no rank goes by its own memory."""

@@ -56,12 +56,21 @@ def plan_for(
 
 @contextmanager
 def borrowed(
-    source: Source, request: ParallelRequest, work: Work, *, guided: bool = False, together: bool = False
+    source: Source,
+    request: ParallelRequest,
+    work: Work,
+    *,
+    guided: bool = False,
+    together: bool = False,
+    measure: bool = True,
 ) -> Iterator[tuple[WorkerGroup, Division]]:
-    """The workers for this work, which nobody else uses or ends meanwhile, and how it is divided among them. Raises
-    Refused, and WorkerStartError."""
+    """The workers for this work, which nobody else uses or ends meanwhile, and how it is divided among them by what
+    they have at this moment, or, without `measure`, had when they were asked last. Raises Refused, and
+    WorkerStartError."""
     divide = partial(plan_for, source, request, guided=guided, together=together)
     with borrowed_group(divide().placement, comfy_setup(), throw_exception_if_processing_interrupted) as group:
+        if measure:
+            group.measure(throw_exception_if_processing_interrupted)
         division = divide(work=work)
         assert division.placement == group.placement
         yield group, division

@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ..groups import wait_until, workers_of
+from ..groups import faulty, wait_until, workers_of
 from .pack import node_module, pack_module
 
 import comfy.model_management  # isort: skip  # the pack's module has made ComfyUI importable
 
-residence, routes = node_module("residence"), node_module("routes")
+residence, routes, capacity = (node_module(name) for name in ("residence", "routes", "capacity"))
 runtime, storing = pack_module("parallel_runtime.host.runtime"), pack_module("parallel_runtime.host.storing")
 specs = pack_module("parallel_runtime.specs")
 
@@ -70,6 +70,18 @@ def unloading_a_group_that_is_replaced(rank: int, world: int) -> dict[str, Any]:
             starting = runtime.live_placement() is None
         return {"waited": waited, "starting": starting, "alive": group.alive}
     finally:
+        runtime.close_group()
+
+
+def main_memory(rank: int, world: int, times: int) -> list[int]:
+    """What planning goes by, each time after the workers were asked; there is less of it at each."""
+    runtime.close_group()
+    os.environ |= faulty("0 main_memory dwindle")
+    try:
+        with runtime.borrowed_group(ONE, None) as group:
+            return [group.measure() and capacity.capacity_for(ONE).host_bytes for _ in range(times)]
+    finally:
+        del os.environ["CP_TEST_FAULT"]
         runtime.close_group()
 
 

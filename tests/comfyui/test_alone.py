@@ -85,3 +85,9 @@ def test_to_let_a_model_go_waits_for_no_group_that_is_started(alone: Group) -> N
     (found,) = alone.run(f"{RESIDENCE}unloading_a_group_that_is_replaced")
     assert found["waited"] < 1
     assert found["starting"], "too late to tell"
+
+
+def test_what_is_free_is_counted_each_time_and_not_when_the_workers_started(alone: Group) -> None:
+    ((first, second, third),) = alone.run(f"{RESIDENCE}main_memory", times=3)
+    assert second < 0.8 * first
+    assert third < 0.9 * second
