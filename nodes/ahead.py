@@ -62,5 +62,5 @@ def _start(prompt: Prompt, request: ParallelRequest) -> None:
     running, waiting = PromptServer.instance.prompt_queue.get_current_queue_volatile()
     if any(task[2] == prompt for task in (*running, *waiting)):
         with contextlib.suppress(Refused):  # the node will say it
-            _, placement = plan(request, heads=ANY_HEADS, gpus=visible_gpus(), kind=gpu_kind())
-            start_ahead(placement, comfy_setup())
+            division = plan(request, heads=ANY_HEADS, gpus=visible_gpus(), kind=gpu_kind())
+            start_ahead(division.placement, comfy_setup())

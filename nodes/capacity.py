@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
+from collections.abc import Collection, Sequence
 
 import comfy.model_management
 import torch
+from comfy.model_patcher import ModelPatcher
 
-from ..parallel_runtime.host.cost import Link
 from ..parallel_runtime.host.limits import number_from
+from ..parallel_runtime.host.runtime import last_readings
 from ..parallel_runtime.host.storing import GIB, Capacity
 from ..parallel_runtime.specs import Placement
 
 LIMIT = "CP_MEMORY_GIB"  # of its device that a worker may take; without it what is free, and on the CPU anything
 MOST = 2.0**20  # GiB: more than any device has
+ALL = 1e30  # bytes: ComfyUI's own word for everything
 
 
-def capacity_for(placement: Placement, link: Link | None, taken: int = 0) -> Capacity:
-    """The least that any worker of the group finds; `taken` of main memory are the workers' already."""
-    host = min(link.host_free_bytes) - taken if link and link.host_free_bytes else None
-    if limit := number_from(LIMIT, 0.0, "number of GiB"):
-        return Capacity(device_bytes=int(min(limit, MOST) * GIB), host_bytes=host, limited_by=LIMIT)
+def capacity_for(placement: Placement, own: int = 0) -> Capacity:
+    """The least that any worker of the group finds at this moment; `own` bytes of main memory are the model's that is
+    asked for, which it has already."""
+    readings = last_readings(placement)
+    host = min(told.host_free_bytes for told in readings) + own if readings else None
+    if limit := limit_bytes():
+        return Capacity(device_bytes=limit, host_bytes=host, limited_by=LIMIT)
     if placement.devices[0] == "cpu":
         return Capacity(host_bytes=host)
     here = [free_bytes(torch.device(device)) // sharing for device, sharing in Counter(placement.devices).items()]
-    others = link.free_bytes[len(placement.devices) :] if link else ()
+    others = [told.free_bytes + told.own_bytes for told in readings[len(placement.devices) :]]
     return Capacity(device_bytes=min([*here, *others]), host_bytes=host)
+
+
+def limit_bytes() -> int:
+    """What the user lets a worker have of its device; 0 for what is free."""
+    return int(min(number_from(LIMIT, 0.0, "number of GiB"), MOST) * GIB)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -33,3 +44,14 @@ def free_bytes(device: torch.device) -> int:
     loaded = comfy.model_management.current_loaded_models
     held = sum(model.model_loaded_memory() for model in loaded if model.device == device)
     return int(comfy.model_management.get_free_memory(device)) + held
+
+
+def let_go(devices: Collection[str], kept: Sequence[ModelPatcher]) -> None:
+    """Have ComfyUI give back all that it can of these devices, but for the models `kept`. What it lists is unloaded;
+    of what it no longer lists memory may be left until it is collected."""
+    loaded = comfy.model_management.current_loaded_models
+    keep = [model for model in loaded if any(model.model is one for one in kept)]
+    for device in dict.fromkeys(devices):
+        comfy.model_management.free_memory(ALL, torch.device(device), keep)
+    gc.collect()
+    comfy.model_management.soft_empty_cache()

@@ -76,7 +76,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
         network=network,
         plan=plan,
         ringless=OVERRIDE in model.model_options["transformer_options"],
-        together=bool(model.get_all_wrappers(WrappersMP.DIFFUSION_MODEL)) or any(_patches(model).values()),
+        together=keeps_together(model, model.model_options),
         figures=Figures(
             name=plan.name if plan else " with ".join([type(network).__name__, *whole_only]),
             divisible=plan is not None,
@@ -89,6 +89,18 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
             item_bytes=(dtype_here if dtype == "auto" else getattr(torch, dtype)).itemsize,
         ),
     )
+
+
+def keeps_together(model: ModelPatcher, options: dict[str, Any]) -> bool:
+    """Whether prompts and images are shared out to nobody, where `model` runs with these model options: a wrapper
+    around the network (EasyCache) may watch one prompt to decide on all, and so may a patch inside it (NAG)."""
+    around = bool(model.get_all_wrappers(WrappersMP.DIFFUSION_MODEL))
+    return around or patched_inside(options.get("transformer_options", {}))
+
+
+def patched_inside(options: dict[str, Any]) -> bool:
+    """Whether a patch in these transformer_options sees what is inside the network."""
+    return any(options.get("patches", {}).values())
 
 
 def _patches(model: ModelPatcher) -> dict[str, Any]:
@@ -131,6 +143,7 @@ def describe_job(
         wrappers=describe_functions(model.wrappers, "wrapper"),
         callbacks=describe_functions(model.callbacks, "callback"),
         patches=source.weights,
+        together=keeps_together(model, guider.model_options),
         latent_shapes=[list(shape) for shape in latent_shapes or ()] if several else None,
     )
 

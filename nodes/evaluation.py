@@ -12,13 +12,12 @@ from comfy.model_patcher import ModelPatcher
 
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.group import WorkerGroup
-from ..parallel_runtime.host.runtime import borrowed_group
 from ..parallel_runtime.jobs import EvaluationJob
 from ..parallel_runtime.specs import ParallelRequest, Storage
-from .describe import Source, describe_model
+from .describe import Source, describe_model, patched_inside
 from .patches import check_sizes, describe_inside
 from .residence import residence
-from .workers import comfy_setup, plan_for
+from .workers import borrowed
 
 KEEP = 8  # prompts that a worker keeps: see worker/comfy_loop/evaluation.py
 
@@ -81,7 +80,7 @@ class RemoteEvaluation:
         assert self._run is not None, "an evaluation outside of a run"
         each, conds = _told_apart(arguments, method)
         options = arguments.get("transformer_options")
-        result = self._answer(method, each, conds, None if options is None else describe_inside(options))
+        result = self._answer(method, each, conds, options)
         like = next(iter(arguments.values()))
         return _like(result, like[0] if isinstance(like, list) else like)
 
@@ -90,28 +89,25 @@ class RemoteEvaluation:
         assert run is not None
         source, spec = run.source, run.source.spec
         work = source.work(*_sizes(each, conds))
-        _, placement = plan_for(source, self._request)
+        together = patched_inside(options or {})
         check = comfy.model_management.throw_exception_if_processing_interrupted
-        with borrowed_group(placement, comfy_setup(), check) as group:
-            parallelism, _ = plan_for(source, self._request, work=work)
+        with borrowed(source, self._request, work, together=together, measure=run.storage is None) as (group, division):
             if run.storage is None or not group.holds(spec) or run.claimed is not group:
-                case = residence.case(spec, work, parallelism, placement, group.link)
-                way = residence.decide(group, spec, self._request.weights, case)
-                residence.claim(group, spec, way, case.beside_bytes(way))
-                run.storage = way.storage
+                run.storage = residence.lodge(group, spec, division, work, self._request.weights).storage
             run.claimed = group
             prompts = _prompts.setdefault(group, Prompts())
             known = prompts.find(conds)
             job = EvaluationJob(
                 each=each,
-                options=options,
+                options=None if options is None else describe_inside(options),
                 prompt=prompts.add(conds) if known is None else known,
                 conds=conds if known is None else None,
                 patches=None if group.holds(spec) else source.weights,
+                together=together,
                 method=method,
             )
             try:
-                return group.sample(spec, parallelism, job, storage=run.storage, watch=check).value["out"]
+                return group.sample(spec, division.degrees, job, storage=run.storage, watch=check).value["out"]
             except BaseException:
                 prompts.forget()
                 raise

@@ -16,9 +16,9 @@ from comfy_api.latest import io
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.picture import Part, parts
 from ..parallel_runtime.host.report import Subject, report
-from ..parallel_runtime.host.runtime import kernel_races, measured_link
+from ..parallel_runtime.host.runtime import kernel_races, last_readings, measure_at_rest, measured_link
 from ..parallel_runtime.host.storing import Prospect, decide, why_whole
-from ..parallel_runtime.specs import Parallelism, ParallelRequest, Placement
+from ..parallel_runtime.specs import Division, ParallelRequest
 from .config import CATEGORY, CPConfig, requested
 from .describe import Source, describe_model
 from .plan_vae import explain_decode
@@ -89,12 +89,14 @@ def explain(
     trouble = ""
     choose = partial(plan_for, source, guided=guided, together=source.together, work=subject.work)
     try:
-        degrees, placement = choose(request)
+        division = choose(request)
     except Refused as refused:
-        request, degrees, placement = instead(choose, request)
+        request, division = instead(choose, request)
         trouble = f"The CP Parallel Config cannot work: {refused}.\nWith the degrees on auto"
         trouble += f" and devices {request.devices!r}:\n" if request.devices else ":\n"
-    link = measured_link(placement)
+    degrees, link = division.degrees, measured_link(division.placement)
+    measure_at_rest(division.placement)
+    free = [told.free_bytes + told.own_bytes for told in last_readings(division.placement)]
     recommended = request
     if link is not None or degrees.cfg_degree == 1 or request.cfg_degree:  # else memory may still decide otherwise
         recommended = replace(
@@ -105,34 +107,34 @@ def explain(
             data_degree=degrees.data_degree,
         )
     automatic = not (request.ring_degree or request.ulysses_degree)
-    decode = explain_decode(vae, subject.latent, placement, link) if vae is not None else ""
-    case = residence.case(source.spec, subject.work, degrees, placement, link)
+    decode = explain_decode(vae, subject.latent, division.placement, link) if vae is not None else ""
+    case = residence.case(source.spec, subject.work, division, link)
     way: Prospect | None = None
     try:
         way = decide(request.weights, case)
     except Refused as refused:
         trouble += f"Its weights have no place: {refused}.\n"
     text = report(
-        subject, degrees, placement, guided=guided, automatic=automatic, link=link, way=way, decode=decode,
-        races=kernel_races(placement),
+        subject, division, guided=guided, automatic=automatic, link=link, way=way, decode=decode,
+        free=min(free, default=None), races=kernel_races(division.placement),
     )  # fmt: skip
     if way is not None and (why := why_whole(request.weights, way, case)):
         text += f"\nNote: {why}."
     held = way.held_bytes / max(1, figures.weight_bytes) if way is not None else 1.0
     sharded = way is not None and way.storage.mode == "shard"
-    return trouble + text, recommended, parts(degrees, placement, sharded=sharded, held=held)
+    return trouble + text, recommended, parts(division, sharded=sharded, held=held)
 
 
 def instead(
-    choose: Callable[[ParallelRequest], tuple[Parallelism, Placement]], request: ParallelRequest
-) -> tuple[ParallelRequest, Parallelism, Placement]:
+    choose: Callable[[ParallelRequest], Division], request: ParallelRequest
+) -> tuple[ParallelRequest, Division]:
     """What works where `request` does not: its devices with all degrees on auto, or else everything on auto."""
     nothing = ParallelRequest(dtype=request.dtype)
     devices = replace(nothing, devices=request.devices)
     try:
-        return devices, *choose(devices)
+        return devices, choose(devices)
     except Refused:
-        return nothing, *choose(nothing)
+        return nothing, choose(nothing)
 
 
 def subject_of(

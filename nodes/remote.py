@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ..parallel_runtime.errors import Refused, WorkerFailed
 from ..parallel_runtime.host.group import Result
-from ..parallel_runtime.host.runtime import borrowed_group
 from ..parallel_runtime.jobs import SamplingJob
 from ..parallel_runtime.specs import ParallelRequest, Placement
 from .code import Unsendable
@@ -36,7 +35,7 @@ from .refusals import check_conds, check_guider, check_sampler
 from .requirements import check_requirements
 from .residence import residence
 from .stand_in import weightless
-from .workers import comfy_setup, plan_for
+from .workers import borrowed, plan_for
 
 log = logging.getLogger(__name__)
 
@@ -137,29 +136,26 @@ class RemoteSampling:
         self, guider: comfy.samplers.CFGGuider, job: SamplingJob, shape: tuple[int, ...], callback: Callback | None
     ) -> Tensor:
         spec, guided = self.source.spec, is_guided(guider)
-        degrees = partial(plan_for, self.source, self.request, guided=guided, together=self.source.together)
-        _, placement = degrees()
         check = comfy.model_management.throw_exception_if_processing_interrupted
         prompts = sum(map(len, list(guider.conds.values())[: None if guided else 1]))
         work = self.source.work(shape, _text_tokens(guider), prompts=prompts, cached=self.request.step_cache > 0)
         watcher = Watcher(callback, guider.model_patcher.load_device)
-        with borrowed_group(placement, comfy_setup(), check) as group:
-            parallelism, _ = degrees(work=work)
-            case = residence.case(spec, work, parallelism, placement, group.link)
-            way = residence.decide(group, spec, self.request.weights, case)
-            residence.claim(group, spec, way, case.beside_bytes(way))
+        with borrowed(self.source, self.request, work, guided=guided, together=job.together) as (group, division):
+            way = residence.lodge(group, spec, division, work, self.request.weights)
             job = replace(job, rows=way.rows)
             if group.holds(spec):
                 job = replace(job, patches=None)
             try:
-                result = group.sample(spec, parallelism, job, storage=way.storage, on_step=watcher.on_step, watch=check)
+                result = group.sample(
+                    spec, division.degrees, job, storage=way.storage, on_step=watcher.on_step, watch=check
+                )
             except WorkerFailed as failed:
                 log.error("[CP] rank %d:\n%s", failed.rank, failed.traceback)
                 raise
             finally:
                 residence.settle(spec, self.request.after_sampling)
         watcher.finish(result.value["last"])
-        self._log(result, placement)
+        self._log(result, division.placement)
         return result.value["samples"]
 
     def _log(self, result: Result, placement: Placement) -> None:

@@ -47,6 +47,10 @@ class RemoteVAE:
         self.expected: tuple[int, ...] = ()  # the shape that ComfyUI was told of last
 
     def __getattr__(self, name: str) -> Any:
+        """The network's. How to copy or to store it is not for the network to say, and while a copy is made there is
+        none."""
+        if name.startswith("__") or "_vae" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no {name}", name=name, obj=self)
         return getattr(self._vae.first_stage_model, name)
 
     @property
@@ -155,11 +159,14 @@ class RemoteVAE:
             raise
 
     def _claim(self, group: WorkerGroup, method: VAEMethod, shape: tuple[int, ...]) -> None:
-        """Have ComfyUI make room: for all of the weights, and a worker's share of the activations."""
+        """Have ComfyUI make room: for all of the weights, and a worker's share of the activations. What is missing then
+        is no reason to refuse: this is ComfyUI's own estimate, which is high, and it goes on with tiles."""
         vae, workers = self._vae, len(group.placement.devices)
         whole = (vae.memory_used_decode if method == "decode" else vae.memory_used_encode)(shape, vae.vae_dtype)
         way = Prospect(storage=Storage(), held_bytes=vae.model_size())
         residence.claim(group, self._spec, way, int(whole / workers))
+        there = vae.model_size() if group.holds(self._spec) else 0
+        residence.make_room(group, self._spec, vae.model_size() - there + int(whole / workers))
 
     def _chunk_bytes(self) -> int:
         """What ComfyUI would cut time by here: asked once, so that no rank goes by its own memory."""
@@ -174,8 +181,8 @@ def placement_for(request: ParallelRequest | None) -> Placement:
     """The workers that a VAE uses: as asked; else the group that is there; else one on every device. Raises Refused."""
     live = live_placement()
     if request is None:
-        return live or plan(ParallelRequest(), heads=ANY_HEADS, gpus=visible_gpus(), kind=gpu_kind())[1]
-    asked = plan(request, heads=ANY_HEADS, gpus=visible_gpus(), kind=gpu_kind())[1]
+        return live or plan(ParallelRequest(), heads=ANY_HEADS, gpus=visible_gpus(), kind=gpu_kind()).placement
+    asked = plan(request, heads=ANY_HEADS, gpus=visible_gpus(), kind=gpu_kind()).placement
     of_heads = request.ring_degree and not request.ulysses_degree  # a sampler may have started fewer with it
     return live if of_heads and live is not None and set(live.devices) <= set(asked.devices) else asked
 

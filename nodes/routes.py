@@ -84,12 +84,12 @@ async def check(request: web.Request) -> web.Response:
         return _no(f"no CP Parallel Config: {error}", 400)
     gpus = visible_gpus()
     try:
-        degrees, placement = plan(asked, heads=ANY_HEADS, gpus=gpus, kind=gpu_kind(), guided=True)
+        division = plan(asked, heads=ANY_HEADS, gpus=gpus, kind=gpu_kind(), guided=True)
     except Refused as refused:
         return web.json_response({"gpus": gpus, "reason": str(refused)})
-    return web.json_response(
-        {"gpus": gpus, "reason": "", "workers": placement.world_size, "devices": placement.devices, **_four(degrees)}
-    )
+    placement = division.placement
+    told = {"workers": placement.world_size, "devices": placement.devices, **_four(division.degrees)}
+    return web.json_response({"gpus": gpus, "reason": "", **told})
 
 
 def _four(degrees: Any) -> dict[str, int]:

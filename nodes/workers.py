@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import comfy.model_management
@@ -13,14 +13,15 @@ import comfy.options
 import comfy.samplers
 import comfyui_version
 import torch
+from comfy.model_management import throw_exception_if_processing_interrupted
 
 from ..parallel_runtime.accelerators import ACCELERATORS, CUDA
-from ..parallel_runtime.errors import Refused
-from ..parallel_runtime.host.cost import Work, evaluation_seconds
-from ..parallel_runtime.host.planning import check_step_cache, plan
-from ..parallel_runtime.host.runtime import measured_link
-from ..parallel_runtime.host.storing import as_one_pays
-from ..parallel_runtime.specs import ComfySetup, Parallelism, ParallelRequest, Placement
+from ..parallel_runtime.host.choosing import choose
+from ..parallel_runtime.host.cost import Work
+from ..parallel_runtime.host.group import WorkerGroup
+from ..parallel_runtime.host.runtime import borrowed_group, measured_link
+from ..parallel_runtime.host.storing import Case
+from ..parallel_runtime.specs import ComfySetup, Division, ParallelRequest
 from .describe import Source
 from .residence import residence
 
@@ -32,33 +33,47 @@ def plan_for(
     guided: bool = False,
     together: bool = False,
     work: Work | None = None,
-) -> tuple[Parallelism, Placement]:
+) -> Division:
     """Degrees and devices; by estimated speed once `work` and what the workers measured are known. Raises Refused."""
-    figures = source.figures
-    check_step_cache(request, figures)
-    choose = partial(
-        plan,
-        heads=figures.heads,
+
+    def case(division: Division) -> Case:
+        assert work is not None
+        return residence.case(source.spec, work, division, measured_link(division.placement))
+
+    return choose(
+        request,
+        source.figures,
         gpus=visible_gpus(),
         kind=gpu_kind(),
         guided=guided,
         together=together,
         ringless=source.ringless,
-        whole="" if figures.divisible else figures.name,
+        work=work,
+        measured=measured_link,
+        case=case,
     )
-    parallelism, placement = choose(request)
-    link = measured_link(placement)
-    if work is None or link is None or not link.bytes_per_second:
-        return parallelism, placement
-    choose = partial(choose, seconds=partial(evaluation_seconds, work, link=link))
-    parallelism, placement = choose(request)
-    if parallelism.cfg_degree == 2 and not request.cfg_degree and request.weights == "auto":
-        branches = residence.case(source.spec, work, parallelism, placement, link)
-        with suppress(Refused):  # one sequence has no use for all devices that are named
-            as_one, _ = choose(replace(request, cfg_degree=1))
-            if as_one_pays(branches, replace(branches, degrees=as_one)):
-                parallelism = as_one
-    return parallelism, placement
+
+
+@contextmanager
+def borrowed(
+    source: Source,
+    request: ParallelRequest,
+    work: Work,
+    *,
+    guided: bool = False,
+    together: bool = False,
+    measure: bool = True,
+) -> Iterator[tuple[WorkerGroup, Division]]:
+    """The workers for this work, which nobody else uses or ends meanwhile, and how it is divided among them by what
+    they have at this moment, or, without `measure`, had when they were asked last. Raises Refused, and
+    WorkerStartError."""
+    divide = partial(plan_for, source, request, guided=guided, together=together)
+    with borrowed_group(divide().placement, comfy_setup(), throw_exception_if_processing_interrupted) as group:
+        if measure:
+            group.measure(throw_exception_if_processing_interrupted)
+        division = divide(work=work)
+        assert division.placement == group.placement
+        yield group, division
 
 
 def visible_gpus() -> int:

@@ -20,6 +20,7 @@ class SamplingJob:
     samplers may draw from it. ComfyUI's own code on the MODEL is described (nodes/code.py): in `model_options`, in
     `wrappers` and `callbacks` as [kind, key, functions], and in `patches` by weight. `patches` is None where the
     workers have the model's. `latent_shapes` are those of several latents (audio and video) that are packed into one.
+    `together`: something on the MODEL sees every prompt and image at once, so that they are shared out to nobody.
     `step_cache` is the threshold of first-block caching, 0 for none. `rows` of a batch go through the network at once,
     0 for all of them, those of several prompts too.
     """
@@ -40,6 +41,7 @@ class SamplingJob:
     wrappers: list[list[Any]]
     callbacks: list[list[Any]]
     patches: dict[str, list[Any]] | None
+    together: bool
     latent_shapes: list[Any] | None = None
     step_cache: float = 0.0
     rows: int = 0
@@ -62,7 +64,7 @@ class EvaluationJob:
 
     `each` is what changes from call to call (x [B, C, (T,) H, W] or a list of such, timestep, a ControlNet's
     residuals), by argument; `options` the described transformer_options. Conditions stay with the workers: `conds` is
-    None where they have those numbered `prompt` already.
+    None where they have those numbered `prompt` already. `together`: something in the options sees all rows at once.
     """
 
     each: dict[str, Any]
@@ -70,6 +72,7 @@ class EvaluationJob:
     prompt: int
     conds: dict[str, Any] | None
     patches: dict[str, list[Any]] | None
+    together: bool
     method: str = "forward"
 
 

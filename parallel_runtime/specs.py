@@ -223,3 +223,18 @@ class Placement:
     @property
     def shared(self) -> bool:
         return len(set(self.devices)) < len(self.devices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """How a run is divided, and among whom: one rank of `placement` for each share of `degrees`."""
+
+    degrees: Parallelism
+    placement: Placement
+
+    def __post_init__(self) -> None:
+        if self.degrees.world_size != self.placement.world_size:
+            raise ValueError(
+                f"degrees {self.degrees.shape} make {self.degrees.world_size} shares, and there are "
+                f"{self.placement.world_size} workers"
+            )

@@ -28,7 +28,7 @@ def test_each_kind_has_its_collectives_and_tensors_of_the_cpu_go_by_gloo(kind: s
 @pytest.mark.parametrize("kind", list(ACCELERATORS))
 def test_devices_are_named_by_their_kind(kind: str) -> None:
     for devices in ("", "0,1", f"{kind}:0,{kind}:1"):
-        _, placement = plan(ParallelRequest(devices=devices), heads=24, gpus=2, kind=kind)
+        placement = plan(ParallelRequest(devices=devices), heads=24, gpus=2, kind=kind).placement
         assert placement.devices == (f"{kind}:0", f"{kind}:1")
 
 

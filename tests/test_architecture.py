@@ -44,7 +44,7 @@ def test_nodes_know_only_the_host_side():
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_file_has_one_noun(path):
-    assert len(path.read_text().splitlines()) <= 250
+    assert len(path.read_text().splitlines()) <= 400
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name not in ("define_schema",):
             assert (node.end_lineno or 0) - node.lineno < 60, f"{node.name} is long"

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from parallel_runtime.host.picture import parts, table
-from parallel_runtime.specs import Parallelism, Placement
+from parallel_runtime.specs import Division, Parallelism, Placement
 
 MESHES = list(itertools.product((1, 2), (1, 2), (1, 3), (1, 4)))
 
@@ -15,7 +15,7 @@ MESHES = list(itertools.product((1, 2), (1, 2), (1, 3), (1, 4)))
 @pytest.mark.parametrize(("data", "cfg", "ring", "ulysses"), MESHES)
 def test_every_lane_covers_the_sequence_once_and_every_ulysses_group_the_heads(data, cfg, ring, ulysses):
     degrees = Parallelism(data_degree=data, cfg_degree=cfg, ring_degree=ring, ulysses_degree=ulysses)
-    shown = parts(degrees, Placement(devices=("cpu",) * degrees.world_size))
+    shown = parts(Division(degrees=degrees, placement=Placement(devices=("cpu",) * degrees.world_size)))
     assert [part.rank for part in shown] == list(range(degrees.world_size))
     size = degrees.context_parallel_size
     for lane in range(data * cfg):
@@ -28,19 +28,23 @@ def test_every_lane_covers_the_sequence_once_and_every_ulysses_group_the_heads(d
 
 
 def test_weights_are_whole_unless_they_are_sharded():
-    degrees, placement = Parallelism(ulysses_degree=2, cfg_degree=2), Placement(devices=("cpu",) * 4)
-    assert {part.weights for part in parts(degrees, placement)} == {(0, 1)}
-    sharded = [part.weights for part in parts(degrees, placement, sharded=True, held=0.5)]
+    degrees = Parallelism(ulysses_degree=2, cfg_degree=2)
+    four = Division(degrees=degrees, placement=Placement(devices=("cpu",) * 4))
+    assert {part.weights for part in parts(four)} == {(0, 1)}
+    sharded = [part.weights for part in parts(four, sharded=True, held=0.5)]
     assert covered(sharded[:2])
     assert covered(sharded[2:]), "each half of the workers has all of them"
-    assert {part.weights for part in parts(degrees, placement, held=0.25)} == {(0, 0.25)}, "the rest is fetched"
-    first, second = (part.weights for part in parts(degrees, placement, sharded=True, held=0.75)[:2])
+    assert {part.weights for part in parts(four, held=0.25)} == {(0, 0.25)}, "the rest is fetched"
+    first, second = (part.weights for part in parts(four, sharded=True, held=0.75)[:2])
     assert (first, second) == ((0, 0.75), (0.25, 1)), "some blocks are resident on both"
 
 
 def test_ranks_of_other_machines_are_shown_too():
     there = Placement(devices=("cuda:0", "cuda:1"), nnodes=2, rdzv_endpoint="10.0.0.1:29500")
-    assert [part.device for part in parts(Parallelism(ulysses_degree=4), there)] == ["cuda:0", "cuda:1"] * 2
+    assert [part.device for part in parts(Division(degrees=Parallelism(ulysses_degree=4), placement=there))] == [
+        "cuda:0",
+        "cuda:1",
+    ] * 2
 
 
 def test_a_report_comes_out_as_a_table_with_its_notes_apart():

@@ -10,8 +10,8 @@ from parallel_runtime.specs import Parallelism, ParallelRequest
 
 
 def planned(*, heads=24, gpus=0, **request):
-    parallelism, placement = plan(ParallelRequest(**request), heads=heads, gpus=gpus)
-    return parallelism.ring_degree, parallelism.ulysses_degree, placement.devices
+    division = plan(ParallelRequest(**request), heads=heads, gpus=gpus)
+    return division.degrees.ring_degree, division.degrees.ulysses_degree, division.placement.devices
 
 
 def test_without_gpus_and_without_wishes_there_is_one_worker_on_the_cpu():
@@ -94,7 +94,8 @@ MACHINES = {"nnodes": 2, "rdzv_endpoint": "127.0.0.1:29500"}
 
 
 def test_every_machine_gives_as_many_devices_as_this_one():
-    degrees, placement = plan(ParallelRequest(**MACHINES), heads=24, gpus=4)
+    division = plan(ParallelRequest(**MACHINES), heads=24, gpus=4)
+    degrees, placement = division.degrees, division.placement
     assert degrees.ulysses_degree == placement.world_size == 8
     assert placement.devices == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
     assert (placement.nnodes, placement.rdzv_endpoint) == (2, "127.0.0.1:29500")
@@ -127,7 +128,7 @@ def test_devices_are_read_as_people_write_them():
 
 def test_guidance_takes_two_halves_of_the_gpus_and_gives_them_back_at_cfg_1():
     def shape(guided, gpus=4, heads=24, **request):
-        return plan(ParallelRequest(**request), heads=heads, gpus=gpus, guided=guided)[0].shape
+        return plan(ParallelRequest(**request), heads=heads, gpus=gpus, guided=guided).degrees.shape
 
     assert shape(True) == (1, 2, 1, 2)
     assert shape(False) == (1, 1, 1, 4)
@@ -145,9 +146,9 @@ def test_guidance_takes_two_halves_of_the_gpus_and_gives_them_back_at_cfg_1():
 def test_under_an_attention_of_another_node_there_is_no_ring():
     def shape(gpus, heads=24, guided=False, **request):
         asked = ParallelRequest(**request)
-        return plan(asked, heads=heads, gpus=gpus, guided=guided, ringless=True, seconds=lambda d: d.ulysses_degree)[
-            0
-        ].shape
+        return plan(
+            asked, heads=heads, gpus=gpus, guided=guided, ringless=True, seconds=lambda d: d.ulysses_degree
+        ).degrees.shape
 
     assert shape(4) == (1, 1, 1, 4)
     assert shape(4, guided=True) == (1, 2, 1, 2)
@@ -192,26 +193,27 @@ def test_a_list_of_thousands_of_workers_is_refused():
 
 @pytest.mark.parametrize(("guided", "shape"), [(True, (1, 2, 1, 1)), (False, (2, 1, 1, 1))])
 def test_where_no_plan_cuts_the_sequence_one_prompt_leaves_the_rows_of_its_batch(guided, shape):
-    degrees, placement = plan(ParallelRequest(), heads=1, gpus=4, guided=guided, whole="UNet")
-    assert degrees.shape == shape
-    assert placement.devices == ("cuda:0", "cuda:1"), "the same workers for both"
+    division = plan(ParallelRequest(), heads=1, gpus=4, guided=guided, whole="UNet")
+    assert division.degrees.shape == shape
+    assert division.placement.devices == ("cuda:0", "cuda:1"), "the same workers for both"
 
 
 def test_where_one_worker_has_to_see_all_nobody_does_the_same_beside_it():
-    degrees, placement = plan(ParallelRequest(), heads=1, gpus=4, guided=True, together=True, whole="UNet")
-    assert (degrees.shape, placement.devices) == ((1, 1, 1, 1), ("cuda:0",))
+    division = plan(ParallelRequest(), heads=1, gpus=4, guided=True, together=True, whole="UNet")
+    assert (division.degrees.shape, division.placement.devices) == ((1, 1, 1, 1), ("cuda:0",))
 
 
 @pytest.mark.parametrize("guided", [True, False])
 def test_prompts_that_are_seen_together_share_the_sequence(guided):
     for request in (ParallelRequest(), ParallelRequest(cfg_degree=2)):
-        degrees, placement = plan(request, heads=24, gpus=4, guided=guided, together=True)
-        assert (degrees.cfg_degree, degrees.context_parallel_size, len(placement.devices)) == (1, 4, 4)
+        division = plan(request, heads=24, gpus=4, guided=guided, together=True)
+        degrees = division.degrees
+        assert (degrees.cfg_degree, degrees.context_parallel_size, len(division.placement.devices)) == (1, 4, 4)
 
 
 def test_what_joins_the_sequence_is_cut_by_the_estimate_too():
     def rings_are_fast(degrees):
         return degrees.ulysses_degree
 
-    degrees, _ = plan(ParallelRequest(cfg_degree=2), heads=24, gpus=4, seconds=rings_are_fast)
+    degrees = plan(ParallelRequest(cfg_degree=2), heads=24, gpus=4, seconds=rings_are_fast).degrees
     assert (degrees.ring_degree, degrees.ulysses_degree) == (4, 1)

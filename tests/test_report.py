@@ -9,7 +9,7 @@ import pytest
 from parallel_runtime.host.cost import Figures, Work
 from parallel_runtime.host.report import Subject, report
 from parallel_runtime.host.storing import Prospect
-from parallel_runtime.specs import Parallelism, Placement, Storage
+from parallel_runtime.specs import Division, Parallelism, Placement, Storage
 from parallel_runtime.wire.messages import Beat, decode, encode
 from parallel_runtime.wire.readings import Race, Readings
 
@@ -22,8 +22,8 @@ def words(
 ) -> str:
     tokens = {"image": 4096, "text": 512}
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens=tokens, work=work, together=together)
-    placement = Placement(devices=("cuda:0", "cuda:1"))
-    return report(subject, Parallelism(**degrees), placement, guided=guided, automatic=False, way=way, races=[RACE])
+    division = Division(degrees=Parallelism(**degrees), placement=Placement(devices=("cuda:0", "cuda:1")))
+    return report(subject, division, guided=guided, automatic=False, way=way, races=[RACE])
 
 
 def test_the_kernel_that_won_is_named_with_its_time_and_that_of_the_loser() -> None:

@@ -16,7 +16,7 @@ from parallel_runtime.wire.messages import Beat
 def test_a_run_after_a_native_samplers_is_not_over_while_it_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "BETWEEN_EVALUATIONS", 0.0)
     activity, model, run = Activity(), ModelSpec(loader="a"), object()
-    evaluation: Any = EvaluationJob(each={}, options=None, prompt=1, conds=None, patches=None, method="forward")
+    evaluation: Any = EvaluationJob(each={}, options=None, prompt=1, conds=None, patches=None, together=False)
     activity.asked(model, Parallelism(), evaluation)
     activity.answered(evaluation)
     activity.asked(ModelSpec(loader="b"), Parallelism(), run)  # type: ignore[arg-type]

@@ -17,9 +17,7 @@ QWEN = Figures(
     name="Qwen-Image", heads=24, layers=60, width=3072, weights=20 * 10**9, weight_bytes=40 * GIB, item_bytes=2,
     blocks=(39 * GIB // 60,) * 60,
 )  # fmt: skip
-SLOW_LINKS = Link(
-    bytes_per_second=1e10, flops_per_second=1.4e14, host_bytes_per_second=2e10, host_free_bytes=(128 * GIB,)
-)
+SLOW_LINKS = Link(bytes_per_second=1e10, flops_per_second=1.4e14, host_bytes_per_second=2e10)
 FAST_LINKS = replace(SLOW_LINKS, bytes_per_second=3e11)
 
 

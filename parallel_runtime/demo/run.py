@@ -17,7 +17,7 @@ from ..errors import ParallelError
 from ..host.group import WorkerGroup
 from ..host.planning import plan
 from ..jobs import DemoJob
-from ..specs import DEMO, ModelSpec, Parallelism, ParallelRequest, Placement, SourceFile
+from ..specs import DEMO, Division, ModelSpec, Parallelism, ParallelRequest, Placement, SourceFile
 from . import HEADS, MODEL, codec
 from .words import encode
 
@@ -84,11 +84,12 @@ def draw(options: argparse.Namespace) -> list[Run]:
     if not ring and not ulysses and not options.devices:
         ulysses = 2
     request = ParallelRequest(ring_degree=ring, ulysses_degree=ulysses, devices=devices)
-    parallelism, placement = plan(request, heads=HEADS, gpus=gpus)
+    division = plan(request, heads=HEADS, gpus=gpus)
     job = job_of(options)
-    runs = [run(parallelism, placement, job)]
-    if placement.world_size > 1:
-        runs.append(run(Parallelism(), Placement(devices=placement.devices[:1]), job))
+    runs = [run(division, job)]
+    if division.placement.world_size > 1:
+        one = Placement(devices=division.placement.devices[:1])
+        runs.append(run(Division(degrees=Parallelism(), placement=one), job))
     return runs
 
 
@@ -107,16 +108,17 @@ def job_of(options: argparse.Namespace) -> DemoJob:
     )
 
 
-def run(parallelism: Parallelism, placement: Placement, job: DemoJob) -> Run:
+def run(division: Division, job: DemoJob) -> Run:
+    degrees, placement = division.degrees, division.placement
     stat = MODEL.stat()
     spec = ModelSpec(loader=DEMO, files=(SourceFile(path=str(MODEL), size=stat.st_size, mtime_ns=stat.st_mtime_ns),))
     steps = len(job.sigmas) - 1
     print(f"starting {placement.world_size} worker(s) on {', '.join(placement.devices)} ...", flush=True)
     with WorkerGroup(placement) as group, tqdm(total=steps, unit="step") as bar:
-        result = group.sample(spec, parallelism, job, on_step=lambda step, *_: bar.update(step + 1 - bar.n))
+        result = group.sample(spec, degrees, job, on_step=lambda step, *_: bar.update(step + 1 - bar.n))
         bar.update(steps - bar.n)
     samples = result.value["samples"]
-    return Run(parallelism=parallelism, devices=placement.devices, samples=samples, steps=steps, seconds=result.seconds)
+    return Run(parallelism=degrees, devices=placement.devices, samples=samples, steps=steps, seconds=result.seconds)
 
 
 def save(samples: Tensor, out: Path) -> None:

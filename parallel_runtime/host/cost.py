@@ -22,14 +22,12 @@ KEPT = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What the workers measured when they met: bytes/s between two of them, FLOP/s of one, free bytes on each, bytes/s
-    from main memory to a device while all copy, free bytes of the main memory of each one's machine."""
+    """What the workers measured when they met: bytes/s between two of them, FLOP/s of one, bytes/s from main memory to
+    a device while all copy."""
 
     bytes_per_second: float
     flops_per_second: float
-    free_bytes: tuple[int, ...] = ()
     host_bytes_per_second: float = 0.0
-    host_free_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

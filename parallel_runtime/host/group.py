@@ -14,7 +14,8 @@ from ..errors import ParallelError, Refused, WorkerDied
 from ..jobs import Job, VAEJob
 from ..specs import ComfySetup, ModelSpec, Parallelism, Placement, Storage, VAESpec
 from ..wire.bundles import bundled
-from ..wire.messages import Cancel, Convert, Done, Room, Sample, Stop, Unload, UnloadVAE
+from ..wire.messages import Cancel, Convert, Done, Measure, Room, Sample, Stop, Unload, UnloadVAE
+from ..wire.readings import Readings
 from .launch import Processes
 from .limits import STALL_SECONDS, seconds_from
 from .patience import Patience
@@ -126,17 +127,21 @@ class WorkerGroup:
 
     def unload(self, model: ModelSpec | VAESpec, *, offload: bool = False) -> None:
         """Have every rank give this model's memory back: drop it, or `offload` its weights to main memory."""
-        number = next(self._jobs)
         if not offload:
             self._forget(model)
-        try:
-            if isinstance(model, VAESpec):
-                self._ask(UnloadVAE(number, model, offload))
-            else:
-                self._ask(Unload(number, model, offload))
-            self._answers(number, UNLOAD_SECONDS, lambda *_: None, lambda: None)
-        except ParallelError as error:
-            raise self._lose(error) from None
+        number = next(self._jobs)
+        if isinstance(model, VAESpec):
+            self._tell(number, UnloadVAE(number, model, offload), UNLOAD_SECONDS)
+        else:
+            self._tell(number, Unload(number, model, offload), UNLOAD_SECONDS)
+
+    def measure(self, watch: Callable[[], None] = lambda: None) -> tuple[Readings, ...]:
+        """What each rank says of its memory at this moment, in rank order; `watch` as in `sample`."""
+        if self._lost is not None:
+            raise self._lost
+        number = next(self._jobs)
+        answers = self._tell(number, Measure(number), LOAD_SECONDS, watch)
+        return tuple(answers[rank].readings or Readings(0, 0) for rank in sorted(answers))
 
     def look(self) -> None:
         """Notice that an idle group has lost a worker."""
@@ -166,6 +171,16 @@ class WorkerGroup:
             self._vaes.discard(model)
         else:
             self._patches.pop(model.unpatched, None)
+
+    def _tell(
+        self, number: int, message: Any, limit: float, watch: Callable[[], None] = lambda: None
+    ) -> dict[int, Done]:
+        """What has nothing to load, and answers with a word."""
+        try:
+            self._ask(message)
+            return {rank: done for rank, (done, _) in self._answers(number, limit, lambda *_: None, watch).items()}
+        except ParallelError as error:
+            raise self._lose(error) from None
 
     def _run(
         self,

@@ -81,9 +81,7 @@ class Processes:
         return Link(
             bytes_per_second=coarse(min(answer.bytes_per_second for answer in joined.values())),
             flops_per_second=coarse(min(answer.flops_per_second for answer in joined.values())),
-            free_bytes=tuple(joined[rank].free_bytes for rank in ranks),
             host_bytes_per_second=coarse(min(answer.host_bytes_per_second for answer in joined.values())),
-            host_free_bytes=tuple(joined[rank].host_free_bytes for rank in ranks),
         )
 
     def running(self) -> bool:

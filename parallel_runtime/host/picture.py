@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..specs import Parallelism, Placement
+from ..specs import Division, Parallelism
 
 Share = tuple[float, float]  # from and to, of the whole
 NOTE = "Note"
@@ -23,11 +23,11 @@ class Part:
     lane: str
 
 
-def parts(degrees: Parallelism, placement: Placement, *, sharded: bool = False, held: float = 1.0) -> list[Part]:
+def parts(division: Division, *, sharded: bool = False, held: float = 1.0) -> list[Part]:
     """In rank order. Ranks are numbered through data, cfg, ring, ulysses, the last one fastest. `held` is the share of
     the weights that each device has, the same one unless they are `sharded`."""
-    devices = placement.devices * placement.nnodes
-    return [_part(rank, device, degrees, sharded, held) for rank, device in enumerate(devices)]
+    devices = division.placement.devices * division.placement.nnodes
+    return [_part(rank, device, division.degrees, sharded, held) for rank, device in enumerate(devices)]
 
 
 def table(report: str) -> tuple[list[tuple[str, str]], list[str]]:

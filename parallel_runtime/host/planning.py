@@ -10,7 +10,7 @@ from math import prod
 
 from ..accelerators import CUDA
 from ..errors import Refused
-from ..specs import AttentionBackend, GraphsChoice, Parallelism, ParallelRequest, Placement
+from ..specs import AttentionBackend, Division, GraphsChoice, Parallelism, ParallelRequest, Placement
 from ..wire.handshake import read_key
 from . import endpoint
 from .cost import Figures
@@ -38,7 +38,7 @@ def plan(
     ringless: bool = False,
     seconds: Seconds | None = None,
     whole: str = "",
-) -> tuple[Parallelism, Placement]:
+) -> Division:
     """Degrees and devices for a model with `heads` attention heads on a host with `gpus` visible GPUs of a `kind`.
 
     `whole` names a network that no plan can cut by sequence: prompts and images are all there is to share.
@@ -81,9 +81,9 @@ def plan(
     placement = Placement(devices=devices, nnodes=nnodes, rdzv_endpoint=request.rdzv_endpoint if nnodes > 1 else "")
     _check_backend(request.attention_backend, placement)
     _check_graphs(request.cuda_graphs, placement)
-    if guided or asked.cfg_degree == 1:
-        return asked, placement
-    return (_rows_for_prompts(asked) if whole else _folded(asked, request, heads, ringless, seconds)), placement
+    if not guided and asked.cfg_degree == 2:
+        asked = _rows_for_prompts(asked) if whole else _folded(asked, request, heads, ringless, seconds)
+    return Division(degrees=asked, placement=placement)
 
 
 def _undivided(request: ParallelRequest, world: int, network: str) -> Parallelism:
@@ -161,19 +161,22 @@ def _cut(ring: int, ulysses: int, world: int, heads: int, seconds: Seconds | Non
 def _folded(
     degrees: Parallelism, request: ParallelRequest, heads: int, ringless: bool, seconds: Seconds | None
 ) -> Parallelism:
-    """Without a second branch of guidance, the workers that cfg_degree would have given it join the sequence."""
+    """Without a second branch of guidance, the workers that cfg_degree would have given it join the sequence: all of
+    them, and where neither heads nor a ring have room for them the rows of the batch."""
     ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
-    if not request.ring_degree and not request.ulysses_degree:
-        ring, ulysses = _cut(int(ringless), 0, 2 * ring * ulysses, heads, seconds)
-    elif ringless or heads % (2 * ulysses) == 0:
+    if not (ringless or request.ring_degree or request.ulysses_degree):
+        ring, ulysses = _cut(0, 0, 2 * ring * ulysses, heads, seconds)
+    elif heads % (2 * ulysses) == 0 or (ringless and 2 * ulysses <= heads):
         ulysses *= 2
+    elif ringless:
+        return _rows_for_prompts(degrees)
     else:
         ring *= 2
     return replace(degrees, cfg_degree=1, ring_degree=ring, ulysses_degree=ulysses)
 
 
 def _rows_for_prompts(degrees: Parallelism) -> Parallelism:
-    """The same where no plan cuts the sequence: they join the rows of the batch."""
+    """The same where the sequence cannot be cut further: they join the rows of the batch."""
     return replace(degrees, cfg_degree=1, data_degree=2 * degrees.data_degree)
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..specs import Parallelism, Placement
+from ..specs import Division, Parallelism, Placement
 from ..wire.readings import Race
 from .cost import Link, Work, activation_bytes, bytes_per_layer, evaluation_seconds, memory_bytes
 from .storing import BUFFERS, Prospect
@@ -28,32 +28,33 @@ class Subject:
 
 def report(
     subject: Subject,
-    degrees: Parallelism,
-    placement: Placement,
+    division: Division,
     *,
     guided: bool,
     automatic: bool,
     link: Link | None = None,
+    free: int | None = None,
     way: Prospect | None = None,
     decode: str = "",
     races: Sequence[Race] = (),
 ) -> str:
-    """Several lines, `decode` among them; `link` is None where no worker group has measured this machine yet, `way`
+    """Several lines, `decode` among them; `link` is None where no worker group has measured this machine yet, and so
+    is `free`, the bytes that the worker with the least could take of its device at this moment; `way`
     where the weights fit nowhere. `races` are those of kernels that its workers have run."""
-    work = subject.work
+    work, degrees, placement = subject.work, division.degrees, division.placement
     chosen = _choice(link) if automatic and degrees.context_parallel_size > 1 else ""
     lines = [
         subject.model,
         f"Tokens: {_tokens(subject.tokens) or 'not cut'}; {work.rows} image(s) or video(s) in the batch.",
         f"Workers: {placement.world_size}, on {', '.join(placement.devices)}{_machines(placement)}.",
         f"Degrees: {_degrees(degrees)}{chosen}. {_reason(subject, degrees, guided, way)}",
-        _memory(work, degrees, link, way),
+        _memory(work, degrees, free, way),
         _weights(work, degrees, way),
         _traffic(work, degrees),
         *(_kernel(race) for race in races if degrees.ring_degree > 1 and degrees.attention_backend == "auto"),
         _speed(work, degrees, link) if not share_cores(placement) else "",
         decode,
-        *_warnings(subject, degrees, placement, guided, link, way),
+        *_warnings(subject, degrees, placement, guided, free, way),
     ]
     return "\n".join(line for line in lines if line)
 
@@ -114,12 +115,12 @@ def _share(work: Work, degrees: Parallelism) -> str:
     return f"{least} or {least + 1}" if more else str(least)
 
 
-def _memory(work: Work, degrees: Parallelism, link: Link | None, way: Prospect | None) -> str:
+def _memory(work: Work, degrees: Parallelism, free: int | None, way: Prospect | None) -> str:
     held = way.held_bytes if way else work.figures.weight_bytes
     text = f"Memory: about {_needed(work, degrees, way) / GIB:.2f} GiB a worker, {held / GIB:.2f} of it weights"
-    if link is None or not link.free_bytes:
+    if free is None:
         return f"{text}. What is free is known once workers run."
-    return f"{text}; the fullest had {min(link.free_bytes) / GIB:.2f} GiB free when it started."
+    return f"{text}; the fullest has {free / GIB:.2f} GiB free now."
 
 
 def _needed(work: Work, degrees: Parallelism, way: Prospect | None) -> int:
@@ -186,10 +187,10 @@ def _at_once(degrees: Parallelism) -> str:
 
 
 def _warnings(
-    subject: Subject, degrees: Parallelism, placement: Placement, guided: bool, link: Link | None, way: Prospect | None
+    subject: Subject, degrees: Parallelism, placement: Placement, guided: bool, free: int | None, way: Prospect | None
 ) -> list[str]:
     work, warnings = subject.work, []
-    if link is not None and link.free_bytes and _needed(work, degrees, way) > min(link.free_bytes):
+    if free is not None and _needed(work, degrees, way) > free:
         warnings.append("Too little memory: set weights to auto, take more workers, or make a smaller picture.")
     if way is not None and way.rows and guided:
         warnings.append("There is no room for several prompts at once: they are evaluated one after the other.")

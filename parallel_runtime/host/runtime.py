@@ -4,6 +4,7 @@ when nobody has used it for long enough."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -11,12 +12,12 @@ from contextlib import contextmanager
 
 from ..errors import ParallelError
 from ..specs import ComfySetup, Placement
-from ..wire.readings import Race
+from ..wire.readings import Race, Readings
 from .cost import Link
 from .group import WorkerGroup
 from .launch import POLL_SECONDS
 from .limits import IDLE_SECONDS
-from .status import RESTING, Activity, Status
+from .status import BUSY, RESTING, Activity, Status
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +61,22 @@ def measured_link(placement: Placement) -> Link | None:
 
 def kernel_races(placement: Placement) -> tuple[Race, ...]:
     """What the live group's workers have found out about kernels, if it is the one for `placement`."""
+    readings = last_readings(placement)
+    return readings[0].races if readings else ()
+
+
+def last_readings(placement: Placement) -> tuple[Readings, ...]:
+    """What each rank of the live group has said of itself last, if it is the group for `placement`."""
     ranks = _activity.now.ranks if measured_link(placement) is not None else ()
-    return ranks[0].readings.races if ranks and ranks[0].readings else ()
+    told = tuple(rank.readings for rank in ranks if rank.readings is not None)
+    return told if len(told) == len(ranks) else ()
+
+
+def measure_at_rest(placement: Placement) -> None:
+    """Have the live group say anew how much memory there is, if it is the one for `placement` and not at work."""
+    with resting_group() as group, contextlib.suppress(ParallelError):
+        if group is not None and group.placement == placement and _activity.now.state not in BUSY:
+            group.measure()
 
 
 def live_placement() -> Placement | None:
@@ -90,6 +105,19 @@ def resting_group() -> Iterator[WorkerGroup | None]:
         return
     try:
         yield _group if _group is not None and _group.alive else None
+    finally:
+        _lock.release()
+
+
+@contextmanager
+def undisturbed(group: WorkerGroup) -> Iterator[WorkerGroup | None]:
+    """`group` once nobody else uses or ends it; None where it has ended, also while we wait for that."""
+    while not _lock.acquire(timeout=POLL_SECONDS):
+        if _group is not group:  # who has the lock starts another one, which may take minutes
+            yield None
+            return
+    try:
+        yield group if _group is group and group.alive else None
     finally:
         _lock.release()
 
@@ -184,14 +212,13 @@ def _stop_clock() -> None:
 
 
 def _end_idle() -> None:
-    if threading.current_thread() is _idle and _lock.acquire(blocking=False):
-        try:
+    """Unless somebody has borrowed the group meanwhile; who only lets its models go is waited for."""
+    with _lock:
+        if threading.current_thread() is _idle:
             reason = f"ended after {float(IDLE_SECONDS):g} s without a run"
             log.info("[CP] the workers are %s", reason)
             _close()
             _activity.ended(reason)
-        finally:
-            _lock.release()
 
 
 def _close(*, gently: bool = True) -> None:

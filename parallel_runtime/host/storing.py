@@ -205,16 +205,16 @@ def _too_large(case: Case) -> str:
     least, figures = min(way.held_bytes + case.beside_bytes(way) for way in ways), case.work.figures
     host, limit = case.capacity.host_bytes, case.capacity.limited_by
     return (
-        f"{figures.name} does not fit: {_size(figures.weight_bytes)} of weights, and for this picture "
-        f"{_size(activation_bytes(case.work, case.degrees))} beside them on each device. A worker needs "
-        f"{_size(least)} at least, and may take {_size(USABLE * (case.capacity.device_bytes or 0))} of "
+        f"{figures.name} does not fit: {size_in_words(figures.weight_bytes)} of weights, and for this picture "
+        f"{size_in_words(activation_bytes(case.work, case.degrees))} beside them on each device. A worker needs "
+        f"{size_in_words(least)} at least, and may take {size_in_words(USABLE * (case.capacity.device_bytes or 0))} of "
         f"its device{f' ({limit} says so)' if limit else ''}"
-        f"{'' if host is None else f'; {_size(host)} of main memory are free'}. {_way_out(case)}"
+        f"{'' if host is None else f'; {size_in_words(host)} of main memory are free'}. {_way_out(case)}"
         f"{f', or raise {limit}' if limit else ''}"
     )
 
 
-def _size(count: float) -> str:
+def size_in_words(count: float) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
 
 

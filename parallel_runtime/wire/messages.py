@@ -1,7 +1,7 @@
 """Every message there is. They travel as JSON: readable in a log, and free of class identity.
 
-host -> each rank       Welcome  Sample (with a bundle)  Room (with memory)  Convert (with a bundle)  Cancel  Unload
-                        UnloadVAE  Stop
+host -> each rank       Welcome  Measure  Sample (with a bundle)  Room (with memory)  Convert (with a bundle)  Cancel
+                        Unload  UnloadVAE  Stop
 rank -> host            Ready  Joined  Beat  Step (with a bundle)  Done (rank 0: with a bundle)  Failed
 machine -> host         Machine  Left
 host -> machine         Invitation  Denied
@@ -40,6 +40,13 @@ class Welcome:
     store: str
     shared: bool
     comfy: ComfySetup | None
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Tell how much memory there is at this moment."""
+
+    job: int
 
 
 @dataclass(frozen=True)
@@ -108,13 +115,11 @@ class Ready:
 @dataclass(frozen=True)
 class Joined:
     """This rank is ready for jobs. What it measured: FLOP/s of its device, bytes/s to the next rank (0: there is
-    none), bytes free on its device; bytes/s from main memory to it while all ranks copy, bytes free in main memory."""
+    none), and bytes/s from main memory to it while all ranks copy."""
 
     flops_per_second: float
     bytes_per_second: float
-    free_bytes: int
     host_bytes_per_second: float = 0.0
-    host_free_bytes: int = 0
     readings: Readings | None = None
 
 
@@ -203,7 +208,7 @@ class Left:
 
 
 Message = (
-    Welcome | Sample | Room | Convert | Cancel | Unload | UnloadVAE | Stop
+    Welcome | Measure | Sample | Room | Convert | Cancel | Unload | UnloadVAE | Stop
     | Ready | Joined | Beat | Step | Done | Failed
     | Machine | Invitation | Denied | Left
 )  # fmt: skip

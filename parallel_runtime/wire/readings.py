@@ -40,6 +40,8 @@ class Graphs:
 @dataclass(frozen=True)
 class Readings:
     """What a rank says of itself. `used_bytes` of its device are taken, by whomever; on the CPU by this process.
+    `free_bytes` of it are there for anybody, `spare_bytes` are kept by this rank for its next tensors, and
+    `host_free_bytes` of main memory can be taken. All are of the moment at which they are told.
     Seconds are those of the last step, 0 before there was one. `waited_seconds` of them went by until tensors of other
     ranks were there; None where nobody can say, as with NCCL, which waits on the device."""
 
@@ -50,3 +52,15 @@ class Readings:
     waited_seconds: float | None = None
     races: tuple[Race, ...] = ()
     graphs: Graphs = Graphs()
+    free_bytes: int = 0
+    spare_bytes: int = 0
+    host_free_bytes: int = 0
+
+    @property
+    def own_bytes(self) -> int:
+        """Of its device that this rank has, for its models and for its next tensors."""
+        return self.spare_bytes + sum(holding.resident for holding in self.weights)
+
+    def others_bytes(self, model: str) -> int:
+        """Of its device that this rank has for other models."""
+        return sum(holding.resident for holding in self.weights if holding.model != model)

@@ -54,6 +54,13 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def spare_bytes(device: torch.device) -> int:
+    """What PyTorch keeps of a device for this process's next tensors."""
+    if device.type == "cpu":
+        return 0
+    return torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+
+
 def give_back_cache(device: torch.device) -> None:
     """Memory that PyTorch or the C library keeps for later looks taken to other processes, as ComfyUI's."""
     if device.type != "cpu":

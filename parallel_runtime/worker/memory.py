@@ -11,7 +11,7 @@ import torch
 
 from ..wire.readings import Graphs, Holding, Readings
 from .engine.race import results
-from .link import free_bytes
+from .link import free_bytes, host_free_bytes, spare_bytes
 from .models import Model
 
 GIB = 1 << 30
@@ -35,7 +35,7 @@ def out_of_memory(device: torch.device, models: Iterable[Model]) -> str:
 
 
 def readings(device: torch.device, models: Iterable[Model]) -> Readings:
-    """What a user is shown of this rank."""
+    """What a user is shown of this rank, and the host plans by."""
     used, total = _used_and_total(device)
     present = list(models)
     return Readings(
@@ -44,6 +44,9 @@ def readings(device: torch.device, models: Iterable[Model]) -> Readings:
         tuple(_holding(model, device) for model in present),
         races=results()[-SHOWN:],
         graphs=_sum(model.recording.told for model in present),
+        free_bytes=free_bytes(device),
+        spare_bytes=spare_bytes(device),
+        host_free_bytes=host_free_bytes(),
     )
 
 

@@ -20,7 +20,7 @@ from .engine.divide import divide, undivide
 from .engine.exchange import any_of
 from .engine.mesh import Axis, ContextMesh, build_mesh, with_own_group
 from .engine.overriding import by_backend
-from .engine.recording import Recording
+from .engine.recording import Recording, Unrecordable  # noqa: F401
 from .lanes import Lanes
 from .link import give_back_cache
 from .ranks import machine, machines

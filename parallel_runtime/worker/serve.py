@@ -26,6 +26,7 @@ from ..wire.messages import (
     Done,
     Failed,
     Joined,
+    Measure,
     Ready,
     Room,
     Sample,
@@ -74,9 +75,7 @@ class Worker:
         return Joined(
             link.flops_per_second(self._device),
             speed,
-            link.free_bytes(self._device),
             link.host_bytes_per_second(self._device),
-            link.host_free_bytes(),
             self._readings(),
         )
 
@@ -101,6 +100,8 @@ class Worker:
                     self._channel.send(Done(job, readings=self._readings()))
                 case Sample():
                     self._channel.send(*self._sample(message, payload(bundle)))
+                case Measure(job=job):
+                    self._channel.send(Done(job, readings=self._readings()))
                 case Room():
                     assert bundle is not None
                     self._vaes.make_room(bundle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -229,3 +230,39 @@ def test_auto_goes_by_what_a_worker_may_take_and_refuses_with_numbers(comfy: Com
         assert max(share for share, _ in held(server)) < 0.9, "it did not fit as a whole"
         with pytest.raises(NodeError, match=sentence):
             sampled("auto", replace(JOB, size=(256, 256)))
+
+
+def test_what_a_worker_may_take_counts_all_of_its_models_and_anew_at_each_run(comfy: ComfyInstall) -> None:
+    """Of files of 28 and 11 MiB a worker that may take 34 has one; ComfyUI is asked to let the other go."""
+    with running_server(comfy, env={"CP_MEMORY_GIB": str(34 / 1024)}) as server:
+
+        def run(family: str, mode: str) -> str:
+            since = server.log_size()
+            server.client.run(sampling_graph(replace(JOB, family=family), "CPSampler", in_two(mode)))
+            return server.log(since)
+
+        run("flux_dev", "auto")
+        assert "lets go" not in run("flux_dev", "auto"), "it was there already"
+        said = run("wan_t2v", "auto")
+        assert re.search(r"are free there, as CP_MEMORY_GIB says: ComfyUI lets go of what it can\n", said)
+        assert "unloading the workers' model" in said
+        for rank in server.client.get("/cp/status")["ranks"]:
+            assert [held["model"] for held in rank["weights"]] == ["wan_t2v.safetensors"]
+        assert "lets go" not in run("flux_dev", "replicate"), "the limit is auto's"
+
+
+def test_what_nobody_can_let_go_of_is_refused_with_numbers_before_a_worker_loads(comfy: ComfyInstall) -> None:
+    full = {"CP_TEST_FAULT": "0 memory full;1 memory full", "CP_MEMORY_GIB": "1"}
+    with running_server(comfy, env=full) as server:
+        for _ in range(2):
+            since = server.log_size()
+            with pytest.raises(NodeError, match=r"FLUX does not fit: 2\d\.\d MiB of weights.*CP_MEMORY_GIB says so"):
+                server.client.run(sampling_graph(JOB, "CPSampler", in_two("auto")))
+            assert "ComfyUI lets go of what it can" in server.log(since)
+        workers = server.workers()
+        held = [rank["weights"] for rank in server.client.get("/cp/status")["ranks"]]
+        assert [[one["model"] for one in of_rank] for of_rank in held] == [["somebody else's"]] * 2, (
+            "nothing was loaded"
+        )
+        server.client.run(sampling_graph(JOB, "CPSampler", in_two("replicate")))
+        assert server.workers() == workers

@@ -6,6 +6,7 @@ The workers' own code knows nothing of it: a function of theirs is replaced when
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -22,6 +23,8 @@ PLACES = {  # module, function, which call of it
     "evaluation": ("parallel_runtime.worker.demo_loop", "DemoModel.__call__", 3),
     "gather": ("parallel_runtime.worker.engine.exchange", "gather", 3),
     "step": ("parallel_runtime.worker.pulse", "Pulse.step", 3),
+    "main_memory": ("parallel_runtime.worker.link", "host_free_bytes", 1),
+    "memory": ("parallel_runtime.worker.memory", "readings", 1),
     "reply": ("parallel_runtime.wire.channel", "Channel.send", 3),  # after Ready and Joined
     "convert": ("parallel_runtime.worker.rows.converting", "convert", 1),
     "record": ("parallel_runtime.worker.engine.recording", "Recording._attempt", 1),
@@ -47,7 +50,18 @@ def refuse_large(tensors: Sequence[Any]) -> None:
         raise torch.OutOfMemoryError("sabotage")
 
 
-ALWAYS: dict[str, Callable[[Any], Any]] = {"out_of_memory": lambda made: made, "shift": lambda made: made + 0.5}
+def with_another_model(readings: Any) -> Any:
+    """This rank says that it holds a model that nobody can take from it."""
+    from parallel_runtime.wire.readings import Holding
+
+    return dataclasses.replace(readings, weights=(*readings.weights, Holding("somebody else's", 1 << 40)))
+
+
+ALWAYS: dict[str, Callable[[Any], Any]] = {
+    "out_of_memory": lambda made: made,
+    "shift": lambda made: made + 0.5,
+    "full": with_another_model,
+}
 
 
 class Saboteur:
@@ -84,6 +98,8 @@ class Saboteur:
             calls += 1
             if self.deed == "out_of_memory":
                 refuse_large(args)
+            if self.deed == "dwindle":
+                return function(*args, **kwargs) // calls
             if self.deed in ALWAYS:
                 return ALWAYS[self.deed](function(*args, **kwargs))
             if calls == self.call and self.deed != "deviate":

@@ -49,7 +49,8 @@ class Evaluations:
         if job.method != "forward":
             return {"out": getattr(model.network, job.method)(**arguments)}
         x = next(iter(job.each.values()))
-        out = spread_rows(model.rows, model.network, len(x if torch.is_tensor(x) else x[0]), **arguments)
+        rows = len(x if torch.is_tensor(x) else x[0])
+        out = model.network(**arguments) if job.together else spread_rows(model.rows, model.network, rows, **arguments)
         for tensor in out if isinstance(out, list | tuple) else [out]:
             pulse.evaluated(tensor)
         return {"out": out}

@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy.patcher_extension import WrappersMP
 
-from ..engine.recording import Unrecordable
+from ..models import Unrecordable
 
 OPTIONS = "transformer_options"
 OVERRIDE = "optimized_attention_override"

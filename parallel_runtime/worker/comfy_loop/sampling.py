@@ -39,20 +39,16 @@ def run(model: ComfyModel, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
         pulse.step(step, total, x0, x)
 
     patcher = _patcher(model, job, pulse)
-    # A wrapper around the network (EasyCache) may watch one prompt to decide on all, and so may a patch inside it
-    # (NAG): they are shown all of them.
-    inside = patcher.model_options["transformer_options"].get("patches")
-    together = bool(patcher.get_all_wrappers(WrappersMP.DIFFUSION_MODEL)) or bool(inside)
-    branches = Branches(model.branches, pulse, together=together, rows=job.rows)
+    branches = Branches(model.branches, pulse, together=job.together, rows=job.rows)
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, branches)
-    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _applied(model, pulse, together=together))
+    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _applied(model, pulse, together=job.together))
     cache = model.step_cache(job.step_cache)
     model.load(patcher)
     model.skipping(cache)
     pulse.beat()
     with cached(cache, patcher):
         samples = _sample(job, patcher, on_step)
-    return {"samples": samples, "last": last, "skipped": cache.tally(shared=not together) if cache else None}
+    return {"samples": samples, "last": last, "skipped": cache.tally(shared=not job.together) if cache else None}
 
 
 def _sample(job: SamplingJob, patcher: ModelPatcher, on_step: OnStep) -> Tensor:

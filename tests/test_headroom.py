@@ -1,0 +1,59 @@
+"""Whether there is room on a device is told by what its ranks say at this moment, and by nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel_runtime.host.headroom import shortage
+from parallel_runtime.specs import Placement
+from parallel_runtime.wire.readings import Holding, Readings
+
+GIB = 2**30
+TWO = Placement(devices=("cuda:0", "cuda:1"))
+SHARED = Placement(devices=("cuda:0", "cuda:0"))
+MACHINES = Placement(devices=("cuda:0",), nnodes=2, rdzv_endpoint="10.0.0.1:29500")
+
+
+def rank(free: float, spare: float = 0.0, **held: float) -> Readings:
+    """In GiB: what is free for anybody, what it keeps, and its models."""
+    weights = tuple(Holding(model, int(size * GIB)) for model, size in held.items())
+    return Readings(0, 80 * GIB, weights, free_bytes=int(free * GIB), spare_bytes=int(spare * GIB))
+
+
+def lacks(placement: Placement, *ranks: Readings, needed: float, limit: float | None = None) -> str:
+    limited = None if limit is None else int(limit * GIB)
+    return str(shortage(placement, ranks, "flux", int(needed * GIB), limit=limited, limited_by="CP_MEMORY_GIB") or "")
+
+
+def test_what_a_rank_has_for_this_model_is_free_for_it_and_what_it_has_for_others_is_not() -> None:
+    assert not lacks(TWO, rank(20), rank(20), needed=20)
+    assert not lacks(TWO, rank(2, 3, flux=15), rank(20), needed=20)
+    assert (
+        lacks(TWO, rank(5, wan=15), rank(20), needed=20) == "20.0 GiB are needed on cuda:0, and 5.0 GiB are free there"
+    )
+
+
+def test_the_device_that_lacks_most_is_named() -> None:
+    assert lacks(TWO, rank(19), rank(7), needed=20) == "20.0 GiB are needed on cuda:1, and 7.0 GiB are free there"
+    assert lacks(MACHINES, rank(30), rank(7), needed=20).startswith("20.0 GiB are needed on cuda:0 of machine 2, and 7")
+
+
+def test_ranks_of_one_device_share_what_is_free_of_it() -> None:
+    assert not lacks(SHARED, rank(40), rank(40), needed=20)
+    assert not lacks(SHARED, rank(10, flux=15), rank(10, flux=15), needed=20)
+    assert lacks(SHARED, rank(30), rank(30), needed=20) == "40.0 GiB are needed on cuda:0, and 30.0 GiB are free there"
+    found = shortage(SHARED, (rank(30), rank(30)), "flux", 20 * GIB, limit=None, limited_by="")
+    assert found is not None
+    assert found.each == 15 * GIB
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_limit_counts_what_the_rank_has_for_other_models(device: str) -> None:
+    one = Placement(devices=(device,))
+    assert not lacks(one, rank(80, flux=9), needed=10, limit=10)
+    said = lacks(one, rank(80, wan=9), needed=10, limit=10)
+    assert said == f"10.0 GiB are needed on {device}, and 1.0 GiB are free there, as CP_MEMORY_GIB says"
+
+
+def test_main_memory_is_anybodys() -> None:
+    assert not lacks(Placement(devices=("cpu",)), rank(0), needed=10)
