@@ -217,10 +217,12 @@ class Models:
         return self._loaders[spec.loader if spec.loader in self._loaders else ""](spec, self._device, on_share)
 
     def _place(self, storage: Storage, parallelism: Parallelism) -> Place | None:
-        """Parts are gathered over a communicator of their own. Collective when it is new."""
-        key = (storage, parallelism.shape if storage.mode == "shard" else ())
+        """Parts are gathered over a communicator of their own, which others do not pay for. Collective when it is new."""
+        gathered = storage.mode == "shard"
+        key = (storage, parallelism.shape if gathered else ())
         if key not in self._places:
-            self._places[key] = place(storage, self._axis(parallelism), self._device, self._buffers)
+            axis = self._axis(parallelism) if gathered else Axis()
+            self._places[key] = place(storage, axis, self._device, self._buffers)
         return self._places[key]
 
     def _axis(self, parallelism: Parallelism) -> Axis:
