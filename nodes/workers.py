@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import comfy.model_management
 import comfy.options
@@ -17,12 +18,15 @@ import torch
 from ..parallel_runtime.accelerators import ACCELERATORS, CUDA
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.cost import Work, evaluation_seconds
+from ..parallel_runtime.host.devices import why_one_gpu
 from ..parallel_runtime.host.planning import check_step_cache, plan
 from ..parallel_runtime.host.runtime import measured_link
 from ..parallel_runtime.host.storing import as_one_pays
 from ..parallel_runtime.specs import ComfySetup, Parallelism, ParallelRequest, Placement
 from .describe import Source
 from .residence import residence
+
+log = logging.getLogger(__name__)
 
 
 def plan_for(
@@ -63,7 +67,17 @@ def plan_for(
 
 def visible_gpus() -> int:
     """How many GPUs ComfyUI sees, if it uses any."""
-    return torch.accelerator.device_count() if comfy.model_management.get_torch_device().type in ACCELERATORS else 0
+    if comfy.model_management.get_torch_device().type not in ACCELERATORS:
+        return 0
+    gpus = torch.accelerator.device_count()
+    if why := why_one_gpu(gpus):
+        _say_once(why)
+    return gpus
+
+
+@cache
+def _say_once(why: str) -> None:
+    log.warning("[CP] there is one GPU: %s", why)
 
 
 def gpu_kind() -> str:

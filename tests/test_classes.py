@@ -1,4 +1,4 @@
-"""A plan belongs to exactly the classes that it names: a subclass may be another network, and nobody has compared it."""
+"""A plan belongs to exactly the classes that it names: a subclass may be another network, which nobody compared."""
 
 from __future__ import annotations
 

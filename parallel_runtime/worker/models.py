@@ -217,7 +217,7 @@ class Models:
         return self._loaders[spec.loader if spec.loader in self._loaders else ""](spec, self._device, on_share)
 
     def _place(self, storage: Storage, parallelism: Parallelism) -> Place | None:
-        """Parts are gathered over a communicator of their own, which others do not pay for. Collective when it is new."""
+        """Parts are gathered over a communicator of their own, which costs all others nothing. Collective when new."""
         gathered = storage.mode == "shard"
         key = (storage, parallelism.shape if gathered else ())
         if key not in self._places:

@@ -1,4 +1,4 @@
-"""A communicator costs memory and time on a GPU: weights have one of their own only where parts of them are gathered."""
+"""A communicator costs memory and time on a GPU: weights have one of their own only where parts are gathered."""
 
 from __future__ import annotations
 

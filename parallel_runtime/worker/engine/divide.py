@@ -109,8 +109,8 @@ class _Division:
         if previous is None and self._chosen:
             function, module = next(iter(self._chosen.items()))
             raise Refused(
-                f"{module} chooses an attention of its own ({function}), which a network that is cut would not use; set "
-                "ring and Ulysses degrees to 1, or choose an attention_backend"
+                f"{module} chooses an attention of its own ({function}), which a network that is cut would not use; "
+                "set ring and Ulysses degrees to 1, or choose an attention_backend"
             )
         self.cuts.whole_between = wants_whole(options)
         self._override.previous = previous
