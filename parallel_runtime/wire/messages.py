@@ -141,8 +141,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Done:
+    """Nothing is under way here any more. `refused`: why the job cannot be done, "" where another rank says it."""
+
     job: int
     cancelled: bool = False
+    refused: str | None = None
     load_seconds: float = 0.0
     seconds: float = 0.0
     readings: Readings | None = None
