@@ -14,7 +14,7 @@ def own_attentions(network: nn.Module) -> dict[str, str]:
     """What the modules choose, a function's name, to the first of those that do."""
     found: dict[str, str] = {}
     for path, module in network.named_modules():
-        function = getattr(module, "function", None)
-        if type(module).__name__ == KIND and function is not None:
+        function = getattr(module, "function", None) if type(module).__name__ == KIND else None
+        if function is not None:
             found.setdefault(getattr(function, "__name__", type(function).__name__), path)
     return found
