@@ -43,7 +43,9 @@ class Waiting:
     def agreed(self) -> dict[int, tuple[Done, Any]]:
         """The answers of all ranks, once it is over. Raises Refused where they are one."""
         if self.refused is not None:
-            raise Refused(self.refused[1])
+            rank, sentence = self.refused
+            machine = self._processes.machine_of(rank)
+            raise Refused(f"{sentence} (on {machine})" if machine else sentence)
         return self.answers
 
     def listen(self) -> list[tuple[int, Any, Any, int]]:
