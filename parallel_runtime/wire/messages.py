@@ -141,11 +141,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Done:
-    """Nothing is under way here any more. `refused`: why the job cannot be done, "" where another rank says it."""
-
     job: int
     cancelled: bool = False
-    refused: str | None = None
+    refused: str | None = None  # why it cannot be done, "" where another rank says it; the rank is at rest
     load_seconds: float = 0.0
     seconds: float = 0.0
     readings: Readings | None = None
