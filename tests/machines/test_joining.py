@@ -208,12 +208,11 @@ def test_another_model_under_the_same_path_there_is_refused(net, folder, tmp_pat
     theirs = write(tmp_path / "theirs", "flux_schnell", seed=99)
     assert ours.stat().st_size == theirs.stat().st_size
     see_theirs = ("unshare", "--mount", "sh", "-c", f'mount --bind {theirs} {ours} && exec "$@"', "sh")
-    with joining(folder, namespace=net.there, wrapper=see_theirs):
-        with WorkerGroup(on_two_machines()) as group:
-            for _ in range(2):
-                with pytest.raises(Refused, match=rf"^{ours} is another file .* \(on {THERE}\)$"):
-                    group.sample(spec_of(ours), ULYSSES, flux_job())
-            assert group.alive
+    with joining(folder, namespace=net.there, wrapper=see_theirs), WorkerGroup(on_two_machines()) as group:
+        for _ in range(2):
+            with pytest.raises(Refused, match=rf"^{ours} is another file .* \(on {THERE}\)$"):
+                group.sample(spec_of(ours), ULYSSES, flux_job())
+        assert group.alive
 
 
 @pytest.mark.sweep
