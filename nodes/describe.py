@@ -16,6 +16,7 @@ from ..parallel_runtime.blocks import blocks_of
 from ..parallel_runtime.host.cost import Figures, Work
 from ..parallel_runtime.jobs import SamplingJob
 from ..parallel_runtime.networks import Network, network_of
+from ..parallel_runtime.own_attention import own_attentions
 from ..parallel_runtime.specs import ModelSpec, ParallelRequest
 from .code import LOCAL, Unsendable, describe, reference, title
 from .compiling import compilation
@@ -62,6 +63,9 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
     check_network(network)
     plan = network_of(network)
     whole_only = sorted(INSIDE_BLOCKS & {kind for kind, found in _patches(model).items() if found})
+    replaced = OVERRIDE in model.model_options["transformer_options"]
+    if not replaced and request.attention_backend == "auto":
+        whole_only += [f"{function} in {module}" for function, module in own_attentions(network).items()]
     if plan is not None and whole_only:
         plan = None
     dtype_here = cast or model.model.get_dtype_inference()
@@ -75,7 +79,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
         weights=describe_weights(model),
         network=network,
         plan=plan,
-        ringless=OVERRIDE in model.model_options["transformer_options"],
+        ringless=replaced,
         together=keeps_together(model, model.model_options),
         figures=Figures(
             name=plan.name if plan else " with ".join([type(network).__name__, *whole_only]),

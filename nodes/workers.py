@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 
 import comfy.model_management
 import comfy.options
@@ -18,12 +19,15 @@ from comfy.model_management import throw_exception_if_processing_interrupted
 from ..parallel_runtime.accelerators import ACCELERATORS, CUDA
 from ..parallel_runtime.host.choosing import choose
 from ..parallel_runtime.host.cost import Work
+from ..parallel_runtime.host.devices import why_one_gpu
 from ..parallel_runtime.host.group import WorkerGroup
 from ..parallel_runtime.host.runtime import borrowed_group, measured_link
 from ..parallel_runtime.host.storing import Case
 from ..parallel_runtime.specs import ComfySetup, Division, ParallelRequest
 from .describe import Source
 from .residence import residence
+
+log = logging.getLogger(__name__)
 
 
 def plan_for(
@@ -78,7 +82,17 @@ def borrowed(
 
 def visible_gpus() -> int:
     """How many GPUs ComfyUI sees, if it uses any."""
-    return torch.accelerator.device_count() if comfy.model_management.get_torch_device().type in ACCELERATORS else 0
+    if comfy.model_management.get_torch_device().type not in ACCELERATORS:
+        return 0
+    gpus = torch.accelerator.device_count()
+    if why := why_one_gpu(gpus):
+        _say_once(why)
+    return gpus
+
+
+@cache
+def _say_once(why: str) -> None:
+    log.warning("[CP] there is one GPU: %s", why)
 
 
 def gpu_kind() -> str:

@@ -1,6 +1,7 @@
 """
 ParallelError
-  Refused            the request cannot be honoured; says what was found and the way out (also a ValueError)
+  Refused            the request cannot be honoured; says what was found and the way out (also a ValueError). Whoever
+                     refuses, workers too, goes on afterwards
   WorkerStartError   the group did not come up
   WorkerDied         the group went away, or stopped answering, in the middle of a request
   WorkerFailed       a rank raised; names rank and exception, carries the traceback
@@ -15,7 +16,7 @@ class ParallelError(Exception):
 
 
 class Refused(ParallelError, ValueError):
-    """Bad input, found before any worker was asked."""
+    """Bad input, or what workers cannot do as they are asked to."""
 
 
 class WorkerStartError(ParallelError):

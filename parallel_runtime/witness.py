@@ -18,18 +18,16 @@ BUILT_BY = (  # what does not show in its modules
 
 
 def witness(model: nn.Module, dtype: torch.dtype) -> str:
-    """Of how it is built, and of samples of every weight, rounded to `dtype`."""
+    """Of how it is built, and of samples of every weight, rounded to `dtype`. Weights may be on several devices."""
     digest = hashlib.sha256(str(model).encode())
     digest.update(repr([getattr(model, name, None) for name in BUILT_BY]).encode())
-    pieces: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in model.state_dict().values():
         if tensor.is_floating_point():
-            pieces.setdefault(tensor.device, []).append(_sample(tensor).to(dtype))
-    for samples in pieces.values():
-        digest.update(torch.cat(samples).cpu().view(torch.uint8).numpy().tobytes())
+            digest.update(_sample(tensor).to(dtype).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """In main memory, one after another."""
     flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
+    return flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].cpu().contiguous()

@@ -1,5 +1,7 @@
 """What a launch sets for GPUs and networks: transfers first, one interface by its whole name, a user's word last."""
 
+import os
+
 import pytest
 
 from parallel_runtime.host.torchrun import environment, on_this_machine
@@ -39,3 +41,31 @@ def test_what_a_user_sets_stays(monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth3")
     found = environment(2, "token", "/folder", on_this_machine("/folder"))
     assert (found["TORCH_NCCL_HIGH_PRIORITY"], found["NCCL_SOCKET_IFNAME"]) == ("0", "eth3")
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("comfyuis", "workers"),
+    [
+        ("backend:cudaMallocAsync", None),
+        ("expandable_segments:True,backend:cudaMallocAsync", "expandable_segments:True"),
+        ("backend: cudaMallocAsync, max_split_size_mb:128", " max_split_size_mb:128"),
+        (
+            "roundup_power2_divisions:[256:1,>:4],backend:cudaMallocAsync,max_split_size_mb:64",
+            "roundup_power2_divisions:[256:1,>:4],max_split_size_mb:64",
+        ),
+        ("backend:native,expandable_segments:True", "backend:native,expandable_segments:True"),
+    ],
+)
+def test_workers_have_an_allocator_of_their_own_and_the_rest_of_what_a_user_wrote(monkeypatch, name, comfyuis, workers):
+    monkeypatch.setenv(name, comfyuis)
+    assert environment(2, "token", "/folder", on_this_machine("/folder")).get(name) == workers
+    assert os.environ[name] == comfyuis, "ComfyUI's own process keeps it"
+
+
+def test_what_is_like_that_word_elsewhere_stays(monkeypatch):
+    monkeypatch.setenv("SOME_ALLOC_CONF", "backend:cudaMallocAsync")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    found = environment(2, "token", "/folder", on_this_machine("/folder"))
+    assert found["SOME_ALLOC_CONF"] == "backend:cudaMallocAsync"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in found

@@ -161,13 +161,6 @@ def test_a_worker_out_of_memory_says_what_it_held_and_what_to_change(doomed, flu
         doomed.sample(flux, ULYSSES, flux_job(size=(256, 256)))
 
 
-def test_a_checkpoint_that_changed_on_disk_is_not_sampled_with(doomed, tmp_path):
-    spec = spec_of(write(tmp_path, "flux_schnell"))
-    os.utime(spec.files[0].path, ns=(0, 0))
-    with pytest.raises(WorkerFailed, match="changed on disk"):
-        doomed.sample(spec, ULYSSES, flux_job())
-
-
 def test_a_rank_that_hangs_while_idle_is_named_also_by_who_asks_next(doomed, flux, monkeypatch):
     samples(doomed, flux, ULYSSES)
     monkeypatch.setattr(group_module, "UNLOAD_SECONDS", 1.0)

@@ -112,6 +112,41 @@ def test_a_cancel_while_loading_waits_ten_seconds(patience, clock):
     assert lost_after(patience, clock, 10) is not None
 
 
+def test_after_a_refusal_a_rank_that_samples_has_ten_seconds_to_refuse_too(patience, clock):
+    for rank in (0, 1):
+        patience.hear(rank)
+        patience.sampling(rank)
+    clock(100)
+    patience.refused()
+    clock(5)
+    patience.refused()
+    clock(-5)
+    assert lost_after(patience, clock, 10) is not None
+
+
+def test_a_rank_that_works_on_after_another_one_refused_is_no_longer_silent(patience, clock):
+    for rank in (0, 1):
+        patience.hear(rank)
+        patience.sampling(rank)
+    patience.refused()
+    for _ in range(5):
+        clock(8)
+        patience.hear(0)
+        patience.hear(1)
+        assert patience.lost([0, 1]) is None
+    assert lost_after(patience, clock, 10) is not None
+
+
+@pytest.mark.parametrize("phase", ["loads", "compiles"])
+def test_after_a_refusal_a_rank_that_loads_or_compiles_is_waited_for_as_long_as_ever(patience, clock, phase):
+    for rank in (0, 1):
+        patience.hear(rank)
+        if phase == "compiles":
+            patience.compiling(rank)
+    patience.refused()
+    assert lost_after(patience, clock, 600) is not None
+
+
 def test_ranks_that_have_answered_are_not_waited_for(patience, clock):
     clock(10_000)
     assert patience.lost([]) is None

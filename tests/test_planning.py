@@ -4,7 +4,7 @@ import pytest
 
 from parallel_runtime.errors import Refused
 from parallel_runtime.host.cost import Figures
-from parallel_runtime.host.devices import parse_devices
+from parallel_runtime.host.devices import parse_devices, why_one_gpu
 from parallel_runtime.host.planning import MAX_CPU_WORKERS, check_step_cache, plan
 from parallel_runtime.specs import Parallelism, ParallelRequest
 
@@ -217,3 +217,50 @@ def test_what_joins_the_sequence_is_cut_by_the_estimate_too():
 
     degrees = plan(ParallelRequest(cfg_degree=2), heads=24, gpus=4, seconds=rings_are_fast).degrees
     assert (degrees.ring_degree, degrees.ulysses_degree) == (4, 1)
+
+
+@pytest.fixture
+def one_shown(monkeypatch):
+    """As ComfyUI's main.py leaves it on Windows."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr("sys.argv", ["main.py", "--listen"])
+
+
+HIDDEN = "CUDA_VISIBLE_DEVICES is 0, which ComfyUI sets by itself on Windows: start it with --cuda-device all"
+
+
+@pytest.mark.usefixtures("one_shown")
+@pytest.mark.parametrize("request_", [{"devices": "0,1"}, {"ring_degree": 2}, {"cfg_degree": 2, "data_degree": 2}])
+def test_where_comfyui_hides_gpus_that_are_asked_for_the_way_to_them_is_said(request_):
+    with pytest.raises(Refused, match=HIDDEN):
+        planned(gpus=1, **request_)
+
+
+@pytest.mark.usefixtures("one_shown")
+def test_other_refusals_say_nothing_of_hidden_gpus():
+    for gpus, request_ in (
+        (0, {"devices": "cuda:0"}),
+        (2, {"devices": "0,7"}),
+        (1, {"devices": "cpu", "ring_degree": 2}),
+    ):
+        with pytest.raises(Refused) as refused:
+            planned(gpus=gpus, **request_)
+        assert "Windows" not in str(refused.value)
+
+
+@pytest.mark.parametrize("shown", [None, "", "1", "0,1"])
+def test_gpus_that_the_user_chose_are_not_hidden(monkeypatch, shown):
+    monkeypatch.setattr("sys.argv", ["main.py"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert why_one_gpu(1) == ""
+
+
+@pytest.mark.usefixtures("one_shown")
+@pytest.mark.parametrize("flags", [["--cuda-device", "0"], ["--cuda-device=0"]])
+def test_nor_are_they_where_cuda_device_says_so(monkeypatch, flags):
+    assert why_one_gpu(1)
+    assert why_one_gpu(2) == why_one_gpu(0) == ""
+    monkeypatch.setattr("sys.argv", ["main.py", *flags])
+    assert why_one_gpu(1) == ""

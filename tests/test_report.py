@@ -70,3 +70,19 @@ def test_the_seconds_of_an_evaluation_are_of_the_prompts_in_it(prompts: int, row
 def test_what_sees_all_prompts_at_once_is_told() -> None:
     assert "so all workers share the tokens of both" in words(ulysses_degree=2, guided=True, together=True)
     assert "data_degree 2 gains nothing" in words(data_degree=2, guided=True, together=True)
+
+
+def test_a_plan_for_one_gpu_says_where_comfyui_hides_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def notes(*devices: str) -> list[str]:
+        subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=WORK)
+        degrees = Parallelism(ulysses_degree=len(devices))
+        text = report(subject, degrees, Placement(devices=devices), guided=False, automatic=True)
+        return [line for line in text.splitlines() if "--cuda-device all" in line]
+
+    monkeypatch.setattr("sys.argv", ["main.py"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    (line,) = notes("cuda:0")
+    assert line.startswith("Note: CUDA_VISIBLE_DEVICES is 0, which ComfyUI sets by itself on Windows")
+    assert notes("cpu") == notes("cuda:0", "cuda:1") == []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert notes("cuda:0") == []

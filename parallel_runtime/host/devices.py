@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 from ..accelerators import CUDA
 from ..errors import Refused
 
@@ -22,6 +25,17 @@ def parse_devices(text: str, gpus: int, kind: str = CUDA.kind) -> tuple[str, ...
     return devices
 
 
+def why_one_gpu(gpus: int) -> str:
+    """Why there is one alone, where ComfyUI hides others: on Windows main.py does, unless --cuda-device is given."""
+    asked = any(argument.startswith("--cuda-device") for argument in sys.argv)
+    if gpus != 1 or asked or os.environ.get("CUDA_VISIBLE_DEVICES") != "0":
+        return ""
+    return (
+        "CUDA_VISIBLE_DEVICES is 0, which ComfyUI sets by itself on Windows: start it with --cuda-device all to use "
+        "every GPU"
+    )
+
+
 def _device(name: str, gpus: int, kind: str) -> str:
     if name == "cpu":
         return name
@@ -32,5 +46,6 @@ def _device(name: str, gpus: int, kind: str) -> str:
         )
     if int(index) >= gpus:
         there = f"GPUs 0 to {gpus - 1}" if gpus else f"no {kind.upper()} GPU that ComfyUI uses"
-        raise Refused(f"devices: there is no GPU {index} here ({there}); leave devices empty to use what there is")
+        way_out = why_one_gpu(gpus) or "leave devices empty to use what there is"
+        raise Refused(f"devices: there is no GPU {index} here ({there}); {way_out}")
     return f"{kind}:{int(index)}"

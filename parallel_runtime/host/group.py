@@ -6,16 +6,17 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..errors import ParallelError, Refused, WorkerDied
 from ..jobs import Job, VAEJob
 from ..specs import ComfySetup, ModelSpec, Parallelism, Placement, Storage, VAESpec
 from ..wire.bundles import bundled
-from ..wire.messages import Cancel, Convert, Done, Measure, Room, Sample, Stop, Unload, UnloadVAE
+from ..wire.messages import Cancel, Convert, Done, Measure, Sample, Stop, Unload, UnloadVAE
 from ..wire.readings import Readings
+from .asking import ask, make_room
 from .launch import Processes
 from .limits import STALL_SECONDS, seconds_from
 from .patience import Patience
@@ -33,6 +34,8 @@ WHOLE = Storage()
 WITHOUT_GRAPHS = "It was recording the model as CUDA graphs: the next runs of this model do without"
 
 OnStep = Callable[[int, Any, Any, int], None]
+Watch = Callable[[], None]
+Request = Callable[[int], Sample | Convert]  # given its number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +55,7 @@ class WorkerGroup:
         self,
         placement: Placement,
         comfy: ComfySetup | None = None,
-        watch: Callable[[], None] = lambda: None,
+        watch: Watch = lambda: None,
         activity: Activity | None = None,
     ) -> None:
         self.placement = placement
@@ -64,6 +67,7 @@ class WorkerGroup:
         self._lost: ParallelError | None = None  # what ended the group
         self._sentence: ParallelError | None = None  # who ended it, where that was us
         self._processes = Processes(placement, self.activity)
+        self._ask = partial(ask, self._processes, placement)
         try:
             self.link = self._processes.meet(comfy, START_SECONDS, watch)
         except BaseException as error:
@@ -89,19 +93,24 @@ class WorkerGroup:
         *,
         storage: Storage = WHOLE,
         on_step: OnStep = lambda *_: None,
-        watch: Callable[[], None] = lambda: None,
+        watch: Watch = lambda: None,
     ) -> Result:
-        """Run `job` on every rank and return rank 0's result.
+        """Run `job` on every rank and return rank 0's result. Raises Refused; the group and its models stay.
 
         `storage` says where the weights are meanwhile.
         `on_step(step, x0, x, total)` follows the sampler's callback; `watch` is called about every POLL_SECONDS.
         """
         assert parallelism.world_size == self.placement.world_size
-        self._patches.pop(model.unpatched, None)
+        before = self._patches.pop(model.unpatched, None)
         self.activity.asked(model, parallelism, job)
         if model.unpatched in self.activity.unrecordable:
             parallelism = dataclasses.replace(parallelism, cuda_graphs="off")
-        result = self._run(lambda number: Sample(number, model, parallelism, storage), job, None, on_step, watch)
+        try:
+            result = self._run(lambda number: Sample(number, model, parallelism, storage), job, None, on_step, watch)
+        except Refused:
+            if before == model.patches:
+                self._patches[model.unpatched] = before
+            raise
         self._patches[model.unpatched] = model.patches
         for reason in self.activity.unrecorded():
             log.info("[CP] not recorded as CUDA graphs: %s", reason)
@@ -114,7 +123,7 @@ class WorkerGroup:
         room: int,
         *,
         on_step: OnStep = lambda *_: None,
-        watch: Callable[[], None] = lambda: None,
+        watch: Watch = lambda: None,
     ) -> Result:
         """Run a VAE on every rank of this machine, which write into the memory file `room`. Returns rank 0's result.
 
@@ -172,9 +181,7 @@ class WorkerGroup:
         else:
             self._patches.pop(model.unpatched, None)
 
-    def _tell(
-        self, number: int, message: Any, limit: float, watch: Callable[[], None] = lambda: None
-    ) -> dict[int, Done]:
+    def _tell(self, number: int, message: Any, limit: float, watch: Watch = lambda: None) -> dict[int, Done]:
         """What has nothing to load, and answers with a word."""
         try:
             self._ask(message)
@@ -182,21 +189,14 @@ class WorkerGroup:
         except ParallelError as error:
             raise self._lose(error) from None
 
-    def _run(
-        self,
-        request: Callable[[int], Sample | Convert],
-        job: Job,
-        room: int | None,
-        on_step: OnStep,
-        watch: Callable[[], None],
-    ) -> Result:
+    def _run(self, request: Request, job: Job, room: int | None, on_step: OnStep, watch: Watch) -> Result:
         if self._lost is not None:
             raise self._lost
         number = next(self._jobs)
         try:
             with bundled({"kind": type(job).__name__, **vars(job)}) as bundle:
                 if room is not None:
-                    self._make_room(number, room)
+                    make_room(self._processes, self.placement, number, room)
                 self._ask(request(number), bundle)
                 answers = self._answers(number, LOAD_SECONDS, on_step, watch)
         except Refused:
@@ -209,29 +209,10 @@ class WorkerGroup:
         done, result = answers[0]
         return Result(result, done.load_seconds, done.seconds)
 
-    def _make_room(self, job: int, room: int) -> None:
-        """For the ranks of this machine; others have no memory in common with it."""
-        for rank in range(len(self.placement.devices)):
-            self._send(rank, Room(job), os.dup(room))
-
-    def _ask(self, message: Any, bundle: int | None = None) -> None:
-        """`bundle` goes to the ranks of this machine; where there are several, to rank 0, which passes it on."""
-        for rank in range(len(self._processes.channels)):
-            copy = None
-            if bundle is not None and (rank == 0 or self.placement.nnodes == 1):
-                copy = os.dup(bundle)
-            self._send(rank, message, copy)
-
-    def _send(self, rank: int, message: Any, bundle: int | None) -> None:
-        try:
-            self._processes.channels[rank].send(message, bundle)
-        except OSError:
-            raise self._processes.died(rank) from None
-
-    def _answers(
-        self, job: int, limit: float, on_step: OnStep, watch: Callable[[], None]
-    ) -> dict[int, tuple[Done, Any]]:
-        waiting = Waiting(self._processes, job, self._patience(limit), self.activity)
+    def _answers(self, job: int, limit: float, on_step: OnStep, watch: Watch) -> dict[int, tuple[Done, Any]]:
+        ranks, stall = len(self._processes.channels), float(STALL_SECONDS)
+        patience = Patience(ranks, load=limit, stall=stall, cancel=CANCEL_SECONDS)
+        waiting = Waiting(self._processes, job, patience, self.activity)
         try:
             while not waiting.over:
                 watch()
@@ -242,11 +223,7 @@ class WorkerGroup:
         except BaseException:
             self._cancel(waiting, job)
             raise
-        return waiting.answers
-
-    def _patience(self, limit: float) -> Patience:
-        ranks = len(self._processes.channels)
-        return Patience(ranks, load=limit, stall=float(STALL_SECONDS), cancel=CANCEL_SECONDS)
+        return waiting.agreed()
 
     def _cancel(self, waiting: Waiting, job: int) -> None:
         """Stop the job on every rank. What goes wrong here ends the group; the caller's exception is the news."""

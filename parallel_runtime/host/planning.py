@@ -14,7 +14,7 @@ from ..specs import AttentionBackend, Division, GraphsChoice, Parallelism, Paral
 from ..wire.handshake import read_key
 from . import endpoint
 from .cost import Figures
-from .devices import parse_devices
+from .devices import parse_devices, why_one_gpu
 
 Seconds = Callable[[Parallelism], float]
 
@@ -65,7 +65,8 @@ def plan(
         asked = _degrees(request, world, heads, guided, ringless, seconds)
     limit = nnodes * (len(devices) or MAX_CPU_WORKERS)
     if asked.world_size > limit or asked.ulysses_degree > heads:
-        raise Refused(_too_much(asked, devices, limit, heads, nnodes))
+        hidden = f". {why}" if "cpu" not in devices and (why := why_one_gpu(gpus)) else ""
+        raise Refused(_too_much(asked, devices, limit, heads, nnodes) + hidden)
     here, left = divmod(asked.world_size, nnodes)
     if left:
         raise Refused(

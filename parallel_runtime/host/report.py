@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ..specs import Division, Parallelism, Placement
 from ..wire.readings import Race
 from .cost import Link, Work, activation_bytes, bytes_per_layer, evaluation_seconds, memory_bytes
+from .devices import why_one_gpu
 from .storing import BUFFERS, Prospect
 
 GIB = 2**30
@@ -204,6 +205,8 @@ def _warnings(
         warnings.append(f"{workers} workers share the {os.cpu_count()} CPU cores here: exact, but hardly faster.")
     if placement.shared and placement.devices[0] != "cpu":
         warnings.append("A GPU is named twice: exact, but slower than naming it once.")
+    if placement.devices == ("cuda:0",) and (why := why_one_gpu(1)):
+        warnings.append(f"{why}.")
     warnings += _of_prompts(subject, degrees, way) if guided else []
     return [f"Note: {warning}" for warning in [*warnings, *_of_rows(subject, degrees)]]
 

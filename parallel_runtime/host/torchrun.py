@@ -23,6 +23,8 @@ from .journal import journal
 
 PACKAGE = Path(__file__).resolve().parents[1]
 GRACE_SECONDS = 5.0
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+COMFYUIS_ALLOCATOR = "backend:cudaMallocAsync"
 LOG_LINES = 200
 
 log = logging.getLogger(__name__)
@@ -133,7 +135,18 @@ def environment(workers: int, token: str, folder: str, rendezvous: Rendezvous) -
         "OMP_NUM_THREADS": cores,
         "TORCHINDUCTOR_COMPILE_THREADS": cores,  # a pool of processes in each worker
     }
-    return {**ours, **os.environ, **rendezvous.secrets, "CP_TOKEN": token, "CP_FOLDER": folder, **ENVIRONMENT}
+    theirs = _with_an_allocator_of_their_own(os.environ)
+    return {**ours, **theirs, **rendezvous.secrets, "CP_TOKEN": token, "CP_FOLDER": folder, **ENVIRONMENT}
+
+
+def _with_an_allocator_of_their_own(environment: Mapping[str, str]) -> dict[str, str]:
+    """Without the allocator that ComfyUI's main.py asks for in its own process; what else a user set of it stays."""
+    made = dict(environment)
+    for name in ALLOCATOR:
+        words = made.pop(name, "").split(",")
+        if kept := [word for word in words if word and "".join(word.split()) != COMFYUIS_ALLOCATOR]:
+            made[name] = ",".join(kept)
+    return made
 
 
 def on_this_machine(folder: str) -> Rendezvous:

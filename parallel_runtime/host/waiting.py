@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from multiprocessing.connection import wait
 from typing import Any
 
-from ..errors import ParallelError, WorkerDied, WorkerFailed
+from ..errors import ParallelError, Refused, WorkerDied, WorkerFailed
 from ..wire.bundles import read_bundle
 from ..wire.messages import Beat, Done, Failed, Step
 from .launch import POLL_SECONDS, Processes
@@ -34,6 +34,20 @@ class Waiting:
     def over(self) -> bool:
         return len(self.answers) == len(self._channels)
 
+    @property
+    def refused(self) -> tuple[int, str] | None:
+        """The rank that refused, and its sentence: some only say that another one did."""
+        said = [(rank, done.refused) for rank, (done, _) in sorted(self.answers.items()) if done.refused is not None]
+        return max(said, key=lambda refusal: bool(refusal[1]), default=None)
+
+    def agreed(self) -> dict[int, tuple[Done, Any]]:
+        """The answers of all ranks, once it is over. Raises Refused where they are one."""
+        if self.refused is not None:
+            rank, sentence = self.refused
+            machine = self._processes.machine_of(rank)
+            raise Refused(f"{sentence} (on {machine})" if machine else sentence)
+        return self.answers
+
     def listen(self) -> list[tuple[int, Any, Any, int]]:
         """Wait up to POLL_SECONDS for what the ranks say; the steps that rank 0 reported, oldest first."""
         steps = []
@@ -50,8 +64,10 @@ class Waiting:
                 case Step(step=step, total=total):
                     x0, x = (value["x0"], value["x"]) if value else (None, None)
                     steps.append((step, x0, x, total))
-                case Done():
+                case Done(refused=refused):
                     self.answers[rank] = (message, value)
+                    if refused is not None:
+                        self.patience.refused()
                 case Beat(loaded=None, busy="compiling"):
                     self.patience.compiling(rank)
                 case Beat(loaded=None):
@@ -86,6 +102,10 @@ class Waiting:
 
     def _check_stall(self) -> None:
         if lost := self.patience.lost([rank for rank in range(len(self._channels)) if rank not in self.answers]):
+            if refused := self.refused:
+                rank, sentence = refused
+                alone = f"worker {self._processes.named(lost[0])} did not refuse, and waits for it"
+                raise WorkerFailed(rank, f"Refused: {sentence}", alone, "", self._processes.machine_of(rank))
             replaying = self._activity.replaying
             raise WorkerDied(
                 f"worker {self._processes.named(lost[0])} has not been heard of for {lost[1]:.0f} s; "

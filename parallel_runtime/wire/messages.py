@@ -148,6 +148,7 @@ class Step:
 class Done:
     job: int
     cancelled: bool = False
+    refused: str | None = None  # why it cannot be done, "" where another rank says it; the rank is at rest
     load_seconds: float = 0.0
     seconds: float = 0.0
     readings: Readings | None = None

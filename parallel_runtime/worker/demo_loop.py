@@ -60,9 +60,10 @@ def _velocity(model: DemoModel, job: DemoJob, x: Tensor, sigma: Tensor, pulse: P
     prompts = [job.positive] if job.cfg == 1.0 else [job.positive, job.negative]
     pulse.vote()
     mine = []
-    for index in model.branches.mine(len(prompts)):
-        pulse.evaluating()
-        mine.append(model(x, sigma, _on(x.device, prompts[index])))
+    with model.branches.refusing_together():
+        for index in model.branches.mine(len(prompts)):
+            pulse.evaluating()
+            mine.append(model(x, sigma, _on(x.device, prompts[index])))
     done = torch.stack(mine) if mine else x.new_empty((0, *x.shape))
     positive, *negative = model.branches.collect(done, len(prompts))
     return negative[0] + job.cfg * (positive - negative[0]) if negative else positive

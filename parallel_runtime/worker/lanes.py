@@ -6,14 +6,17 @@ Every lane holds all inputs, does its share, and ends with all results, so that 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .engine.exchange import gather
+from .engine.exchange import any_of, gather
 from .engine.mesh import Axis
 from .engine.sizes import chunk_range, chunk_sizes
+from .ranks import refusing_together
 
 
 class Lanes:
@@ -30,6 +33,10 @@ class Lanes:
         """Which of `total` items this lane does: contiguous, sizes differ by at most one, maybe none."""
         start, size = chunk_range(total, self._axis.size, self._axis.index)
         return range(start, start + size)
+
+    def refusing_together(self) -> AbstractContextManager[None]:
+        """Around a lane's share: what one lane refuses all do, or they would wait in `collect` for what never comes."""
+        return refusing_together(partial(any_of, self._axis)) if self._axis.size > 1 else nullcontext()
 
     def collect(self, done: Tensor, total: int) -> Tensor:
         """[items of this lane, ...] of every lane to [total, ...], in order."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +13,7 @@ from torch import nn
 
 from ..errors import Refused
 from ..networks import Network
-from ..specs import Compilation, ModelSpec, Parallelism, SourceFile, Storage
+from ..specs import Compilation, ModelSpec, Parallelism, Storage
 from .engine.compiling import blocks_in, compile_blocks
 from .engine.divide import divide, undivide
 from .engine.exchange import any_of
@@ -23,8 +22,8 @@ from .engine.overriding import by_backend
 from .engine.recording import Recording, Unrecordable  # noqa: F401
 from .lanes import Lanes
 from .link import give_back_cache
-from .ranks import machine, machines
-from .spread import check_same_file
+from .ranks import refusing_together
+from .spread import check_files
 from .step_cache import StepCache
 from .weights.buffers import Buffers
 from .weights.places import Place, place
@@ -175,7 +174,9 @@ class Models:
         """The model that `spec` names, cut as `parallelism` says and kept as `storage` does. Loads and cuts anew only
         what differs."""
         if spec.unpatched not in self._models:
-            self._models[spec.unpatched] = self._load(spec, on_share)
+            with refusing_together():
+                loaded = self._load(spec, on_share)
+            self._models[spec.unpatched] = loaded
         model = self._models[spec.unpatched]
         model.spec = spec
         model.wake(self._device)
@@ -207,20 +208,29 @@ class Models:
         self._buffers.give_back()
         give_back_cache(self._device)
 
+    def recover(self) -> None:
+        """After a job that was refused in its middle: nothing is on its way, and nobody holds its tensors."""
+        for model in self.loaded:
+            model.finish()
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        self._give_back()
+
     def _give_back(self) -> None:
         gc.collect()
         self.rest()
 
     def _load(self, spec: ModelSpec, on_share: OnShare) -> Model:
-        for file in spec.files:
-            _check_file(file)
+        check_files(spec.files)
         return self._loaders[spec.loader if spec.loader in self._loaders else ""](spec, self._device, on_share)
 
     def _place(self, storage: Storage, parallelism: Parallelism) -> Place | None:
-        """Parts are gathered over a communicator of their own. Collective when it is new."""
-        key = (storage, parallelism.shape if storage.mode == "shard" else ())
+        """Parts are gathered over a communicator of their own, which costs all others nothing. Collective when new."""
+        gathered = storage.mode == "shard"
+        key = (storage, parallelism.shape if gathered else ())
         if key not in self._places:
-            self._places[key] = place(storage, self._axis(parallelism), self._device, self._buffers)
+            axis = self._axis(parallelism) if gathered else Axis()
+            self._places[key] = place(storage, axis, self._device, self._buffers)
         return self._places[key]
 
     def _axis(self, parallelism: Parallelism) -> Axis:
@@ -235,16 +245,3 @@ class Models:
         if shape not in self._meshes:
             self._meshes[shape] = build_mesh(parallelism, self._device)
         return self._meshes[shape]
-
-
-def _check_file(file: SourceFile) -> None:
-    if machine() == 0:
-        _check_unchanged(file)
-    if machines() > 1:
-        check_same_file(file.path)
-
-
-def _check_unchanged(file: SourceFile) -> None:
-    stat = os.stat(file.path)
-    if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
-        raise Refused(f"{file.path} changed on disk after it was loaded in the graph; run the loader node again")

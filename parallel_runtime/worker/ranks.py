@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from ..accelerators import collectives_of
+from ..errors import Refused
 
 # The host watches for stalls and ends the whole group; a collective that timed out alone would only blur the cause.
 COLLECTIVE_TIMEOUT = timedelta(hours=24)
@@ -76,6 +79,19 @@ def agree(flag: bool) -> bool:
     votes = torch.tensor(int(flag))
     dist.all_reduce(votes, dist.ReduceOp.MAX)
     return bool(votes)
+
+
+@contextmanager
+def refusing_together(agree: Callable[[bool], bool] = agree) -> Iterator[None]:
+    """What one rank refuses in here all refuse as they leave, so that none is waited for afterwards; all, or those that
+    `agree` asks. Each of them has to come by, and none may refuse in here what others exchange with it. Collective."""
+    refused: Refused | None = None
+    try:
+        yield
+    except Refused as error:
+        refused = error
+    if agree(refused is not None):
+        raise refused or Refused()
 
 
 def everybodys(number: int) -> list[int]:

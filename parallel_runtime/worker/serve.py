@@ -14,6 +14,7 @@ from typing import Any
 import diffusers
 import torch
 
+from ..errors import Refused
 from ..jobs import DemoJob, EvaluationJob, Job
 from ..specs import DEMO, ComfySetup, Parallelism
 from ..wire.bundles import read_bundle, write_bundle
@@ -50,6 +51,7 @@ from .spread import payload
 from .vaes import VAEs
 
 TOKEN = "CP_TOKEN"
+SENTENCE = 2000  # characters of a refusal, which has to fit into a packet whatever they are
 
 Loop = Callable[[Any, Any, Pulse], dict[str, Any]]
 
@@ -114,8 +116,17 @@ class Worker:
                     pass  # it lost the race with the answer
 
     def _sample(self, request: Sample, bundle: int) -> tuple[Done, int | None]:
+        """A refusal is an answer: this rank is at rest again, and whether all are is for the host to see."""
         job = read_job(read_bundle(bundle))
         pulse = Pulse(self._channel, request.job, self._readings, unlike=self._unlike, now=now_on(self._device))
+        try:
+            return self._run(request, job, pulse)
+        except Refused as refused:
+            said = str(refused)[:SENTENCE]
+        self._models.recover()
+        return Done(request.job, refused=said, readings=pulse.readings()), None
+
+    def _run(self, request: Sample, job: Job, pulse: Pulse) -> tuple[Done, int | None]:
         pulse.loading(0.0)
         started = time.monotonic()
         model = self._models.get(request.model, request.parallelism, request.storage, pulse.loading)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import Refused
+from ..specs import SourceFile
 from ..wire.bundles import empty_bundle
-from .ranks import machines
+from .ranks import machine, machines
 
 PIECE_BYTES = 256 << 20
 SAMPLES = 64
 SAMPLE_BYTES = 64 << 10
+NOTHING = bytes(hashlib.sha256().digest_size)  # in place of a file's fingerprint
 
 
 def payload(bundle: int | None) -> int:
@@ -33,16 +36,46 @@ def payload(bundle: int | None) -> int:
     return fd
 
 
-def check_same_file(path: str) -> None:
+def check_files(files: Iterable[SourceFile]) -> None:
+    """Raises Refused for the first that is not what it was; looks at all of them, since others may wait for that."""
+    refused: list[Refused] = []
+    for file in files:
+        try:
+            _check(file)
+        except Refused as error:
+            refused.append(error)
+    if refused:
+        raise refused[0]
+
+
+def _check(file: SourceFile) -> None:
+    """Collective where there are several machines."""
+    if machines() > 1:
+        _check_same(file.path)
+    if machine() == 0:
+        _check_unchanged(file)
+
+
+def _check_unchanged(file: SourceFile) -> None:
+    try:
+        stat = os.stat(file.path)
+    except FileNotFoundError:
+        raise Refused(f"{file.path} is gone since it was loaded in the graph; run the loader node again") from None
+    if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
+        raise Refused(f"{file.path} changed on disk after it was loaded in the graph; run the loader node again")
+
+
+def _check_same(path: str) -> None:
     """Raises Refused where `path` is missing on this machine, or is another file than on rank 0's.
 
     Files of one architecture differ in neither names nor size: samples of the weights are compared. Times may differ.
     """
-    if not os.path.isfile(path):
-        raise Refused(f"there is no file {path} on this machine; every machine needs the model at the same path")
-    ours = torch.frombuffer(bytearray(_fingerprint(path)), dtype=torch.uint8)
+    there = os.path.isfile(path)
+    ours = torch.frombuffer(bytearray(_fingerprint(path) if there else NOTHING), dtype=torch.uint8)
     theirs = ours.clone()
     dist.broadcast(theirs, src=0)
+    if not there:
+        raise Refused(f"there is no file {path} on this machine; every machine needs the model at the same path")
     if not torch.equal(ours, theirs):
         raise Refused(f"{path} is another file on this machine than on the machine of ComfyUI; copy it from there")
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel_runtime.errors import Refused
+from parallel_runtime.specs import AttentionBackend
 from parallel_runtime.worker.engine.divide import divide, undivide
 
 from ..engine.meshes import mesh, parallelism
@@ -152,6 +153,35 @@ def foreign_masks(rank: int, world: int) -> str:
     except ValueError as why:
         return str(why)
     return ""
+
+
+class ComfyAttention(nn.Module):
+    """As newer versions of ComfyUI put it into a network: an attention that the file chooses, or None."""
+
+    function: Callable[..., Tensor] | None = None
+
+
+def attention_int8(*_: Any, **__: Any) -> Tensor:
+    raise AssertionError("an override goes first")
+
+
+def own_attention(
+    rank: int, world: int, chosen: bool, overridden: bool = False, backend: AttentionBackend = "auto"
+) -> dict[str, Any]:
+    """A network whose second block may have chosen its attention, by Ulysses."""
+    network, inputs = made("flux")
+    options = {"optimized_attention_override": Counting()} if overridden else {}
+    wants = forward(network, inputs, **options)
+    block: Any = network.get_submodule("double_blocks.1")
+    block.comfy_attention = ComfyAttention()
+    block.comfy_attention.function = attention_int8 if chosen else None
+    divide(network, plan_of(network).plan, mesh(1, world), parallelism(1, world, attention_backend=backend))
+    try:
+        return {"error": error(forward(network, inputs, **options), wants)}
+    except Refused as why:
+        return {"refused": str(why)}
+    finally:
+        undivide(network)
 
 
 torch.set_grad_enabled(False)

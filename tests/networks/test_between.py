@@ -104,3 +104,19 @@ def test_a_chosen_backend_computes_the_same(networks: Groups, ring: int, ulysses
 def test_a_mask_of_some_pairs_is_refused(networks: Groups) -> None:
     answers = networks(2).run("tests.networks.between_cases:foreign_masks")
     assert all("50 x 50 pairs of tokens" in said for said in answers)
+
+
+def test_an_attention_that_the_file_chose_is_refused_by_name(networks: Groups) -> None:
+    for answer in networks(2).run("tests.networks.between_cases:own_attention", chosen=True):
+        assert "double_blocks.1.comfy_attention chooses an attention of its own (attention_int8)" in answer["refused"]
+        assert "degrees to 1, or choose an attention_backend" in answer["refused"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [{"chosen": False}, {"chosen": True, "overridden": True}, {"chosen": True, "backend": "native"}],
+    ids=["none chosen", "under another node's", "under a chosen backend"],
+)
+def test_an_attention_that_comfyui_would_not_use_either_is_none(networks: Groups, case: dict[str, Any]) -> None:
+    for answer in networks(2).run("tests.networks.between_cases:own_attention", **case):
+        assert answer["error"] <= EXACT

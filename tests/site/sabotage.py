@@ -26,6 +26,7 @@ PLACES = {  # module, function, which call of it
     "main_memory": ("parallel_runtime.worker.link", "host_free_bytes", 1),
     "memory": ("parallel_runtime.worker.memory", "readings", 1),
     "reply": ("parallel_runtime.wire.channel", "Channel.send", 3),  # after Ready and Joined
+    "attention": ("parallel_runtime.worker.engine.overriding", "Overriding._together", 10),
     "convert": ("parallel_runtime.worker.rows.converting", "convert", 1),
     "record": ("parallel_runtime.worker.engine.recording", "Recording._attempt", 1),
     "group_norm": ("parallel_runtime.worker.rows.statistics", "group_norm", 1),
@@ -36,6 +37,10 @@ ROOM = 16 * 32 * 32  # elements; what is larger is out of memory
 def do(deed: str) -> None:
     if deed == "raise":
         raise RuntimeError("sabotage")
+    if deed == "refuse":
+        from parallel_runtime.errors import Refused
+
+        raise Refused("sabotage cannot be honoured; leave it")
     if deed == "abort":
         os.abort()
     if deed == "exit":

@@ -43,7 +43,8 @@ class Branches:
             return executor(model, conds, x, *rest)
         mine = [wanted[position] for position in self._lanes.mine(len(wanted))]
         ours: Conds = [cond if index in mine else None for index, cond in enumerate(conds)]
-        out = executor(model, ours, x, *rest)
+        with self._lanes.refusing_together():
+            out = executor(model, ours, x, *rest)
         done = torch.stack([out[index] for index in mine]) if mine else x.new_empty((0, *x.shape))
         for index, prediction in zip(wanted, self._lanes.collect(done, len(wanted)), strict=True):
             out[index] = prediction

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from functools import reduce
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,12 +18,15 @@ from ...errors import Refused
 from ...specs import ComfySetup
 
 VRAM_FLAGS = {"--cpu", "--gpu-only", "--highvram", "--normalvram", "--lowvram", "--novram"}
+# What workers do themselves, or without: weights have places here, and graphs and allocators have to agree with NCCL.
+OFF = ("--disable-dynamic-vram", "--disable-comfy-compiler")
+ON = {"--enable-dynamic-vram", "--enable-comfy-compiler", "--cuda-malloc"}
 PACKAGES = ("comfy", "comfy_extras")
 EXTRA_NODES = "comfy_extras.nodes_"
 
 
 def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
-    """Raises ImportError where `setup.root` is no ComfyUI. Dynamic VRAM stays off: only main.py turns it on.
+    """Raises ImportError where `setup.root` is no ComfyUI, Refused for a version that insists on what is to be `OFF`.
 
     Its root goes first on the path, as in the host: `import nodes` in ComfyUI's code means its nodes, not ours.
     """
@@ -37,6 +42,29 @@ def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
 
     found = comfy.model_management.get_torch_device()
     assert found.type == device.type, f"ComfyUI runs on {found}, this rank on {device}"
+    _check_off()
+
+
+def _check_off() -> None:
+    """Only main.py turns dynamic VRAM on, in the versions that we know; the compiler goes by its flag."""
+    import comfy.cli_args
+    import comfy.memory_management
+    import comfy.model_patcher
+    import comfyui_version
+
+    args, patcher = comfy.cli_args.args, comfy.model_patcher
+    dynamic = getattr(patcher, "ModelPatcherDynamic", ())
+    for what, on, flag in (
+        ("dynamic VRAM", getattr(comfy.memory_management, "aimdo_enabled", False), OFF[0]),
+        ("dynamic VRAM", issubclass(patcher.CoreModelPatcher, dynamic), OFF[0]),
+        ("its model compiler", not getattr(args, "disable_comfy_compiler", True), OFF[1]),
+        ("its model compiler", getattr(args, "enable_comfy_compiler", False), OFF[1]),
+    ):
+        if on:
+            raise Refused(
+                f"ComfyUI {comfyui_version.__version__} has {what} on in a worker, where it must be off; start ComfyUI "
+                f"with {flag}, or with another version"
+            )
 
 
 def _check_version(setup: ComfySetup) -> None:
@@ -51,10 +79,19 @@ def _check_version(setup: ComfySetup) -> None:
 
 
 def _flags(setup: ComfySetup, device: torch.device) -> list[str]:
-    """The host's, for this rank's device. ComfyUI lets --cpu stand beside no other flag on video memory."""
+    """The host's, for a worker on this device. ComfyUI lets --cpu stand beside no other flag on video memory."""
+    off = [flag for flag in OFF if flag in _known_flags()]
+    kept = [flag for flag in setup.flags if flag not in {*OFF, *ON, "--cpu"}]
     if device.type != "cpu":
-        return [flag for flag in setup.flags if flag != "--cpu"]
-    return ["--cpu", *(flag for flag in setup.flags if flag not in VRAM_FLAGS)]
+        return [*kept, *off]
+    return ["--cpu", *(flag for flag in kept if flag not in VRAM_FLAGS), *off]
+
+
+def _known_flags() -> set[str]:
+    """ComfyUI parses its flags as it is imported, and ends the process for one that it does not know."""
+    import comfy.options
+
+    return set(re.findall(r'"(--[a-z-]+)"', Path(comfy.options.__file__).with_name("cli_args.py").read_text()))
 
 
 def named(reference: str) -> Any:

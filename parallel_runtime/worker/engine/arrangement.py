@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ...errors import Refused
 from .holdings import Holding
 from .mesh import ContextMesh
 from .race import Sizes
@@ -51,7 +52,7 @@ class Arrangement:
 def arrange(
     mesh: ContextMesh, streams: Streams, sides: tuple[tuple[str, ...], tuple[str, ...]], query: Tensor, key: Tensor
 ) -> Arrangement:
-    """For queries [B, own tokens, H, D] of the streams `sides[0]` and keys of `sides[1]`; ValueError for others."""
+    """For queries [B, own tokens, H, D] of the streams `sides[0]` and keys of `sides[1]`; Refused for others."""
     queries, keys = (streams.held(names, mesh.context.index) for names in sides)
     _check(query, key, queries.size, keys.size, sides)
     ranks, heads, key_heads = mesh.ulysses.size, query.shape[2], key.shape[2]
@@ -110,9 +111,9 @@ def _by_place(spread: tuple[int, ...], ranks: int) -> list[tuple[int, ...]]:
 
 def _check(query: Tensor, key: Tensor, queries: int, keys: int, sides: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
     if query.shape[1] != queries or key.shape[1] != keys:
-        raise ValueError(
+        raise Refused(
             f"attention of {sides[0]} over {sides[1]} expects {queries} queries and {keys} keys on this rank, got "
             f"{query.shape[1]} and {key.shape[1]}; name its streams in the plan, or mark it local if its keys are whole"
         )
     if query.shape[2] % key.shape[2]:
-        raise ValueError(f"{query.shape[2]} query heads cannot be grouped under {key.shape[2]} key heads")
+        raise Refused(f"{query.shape[2]} query heads cannot be grouped under {key.shape[2]} key heads")

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import Refused
+from ...own_attention import own_attentions
 from ...plan import Plan
 from ...specs import Parallelism
 from .between import Residuals, wants_whole
@@ -62,6 +63,7 @@ class _Division:
         self.cuts = Cuts(plan, mesh.context)
         self._plan = plan
         self._ring = mesh.ring.size
+        self._chosen = own_attentions(network) if parallelism.attention_backend == "auto" else {}
         self._override = Overriding(self.cuts, mesh, parallelism)
         self._naming = Naming(plan.no_options, self._override)
         self._handles: list[RemovableHandle] = []
@@ -103,6 +105,12 @@ class _Division:
             raise Refused(
                 f"a node replaces the attention ({_OVERRIDE}), and gives no log-sum-exp, which a ring needs; set "
                 "ring_degree to 1 and use Ulysses, or take that node away"
+            )
+        if previous is None and self._chosen:
+            function, module = next(iter(self._chosen.items()))
+            raise Refused(
+                f"{module} chooses an attention of its own ({function}), which a network that is cut would not use; "
+                "set ring and Ulysses degrees to 1, or choose an attention_backend"
             )
         self.cuts.whole_between = wants_whole(options)
         self._override.previous = previous

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import Refused
 from .exchange import gather
 from .mesh import Axis
 from .sizes import chunk_range
@@ -99,12 +100,12 @@ def exchange_mask(mask: Tensor, batch: int, heads: int, lengths: Sequence[int], 
 
     `mask` is [B, S] bool or int (non-zero: attend), [B, S] additive float, or [B, 1 or heads, 1, S] of either;
     `lengths` are the global lengths of the attention's streams, in the order in which its keys are concatenated.
-    Raises ValueError for masks that differ between queries: a rank sees only its own.
+    Raises Refused for masks that differ between queries: a rank sees only its own.
     """
     keys = _tokens_first(mask, batch, heads)
     sizes = _sizes(lengths, axis.size)
     if keys.shape[0] not in (sizes[axis.index], sum(lengths)):
-        raise ValueError(
+        raise Refused(
             f"the attention mask covers {keys.shape[0]} keys, but this rank holds {sizes[axis.index]} of "
             f"{sum(lengths)}; cut it like the keys in the plan, or leave it whole"
         )
@@ -131,7 +132,7 @@ def _tokens_first(mask: Tensor, batch: int, heads: int) -> Tensor:
         mask = mask[:, None, None, :]
     shape = tuple(mask.shape)
     if mask.ndim != 4 or shape[2] != 1 or shape[1] not in (1, heads) or shape[0] not in (1, batch):
-        raise ValueError(
+        raise Refused(
             f"context parallelism takes key-padding masks, [{batch}, keys] or [{batch}, 1, 1, keys], got {shape}; a "
             "mask that differs between queries cannot be cut: mark the attention as local in the plan, or run it on "
             "one rank"

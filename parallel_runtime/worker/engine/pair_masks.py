@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...errors import Refused
 from .masks import Mask, known_to_hide
 from .mesh import ContextMesh
 from .sizes import chunk_range
@@ -36,7 +37,7 @@ class PairMask(Mask):
 def pair_mask(mask: Tensor, queries: Sequence[int], keys: Sequence[int], mesh: ContextMesh) -> PairMask:
     """From `mask` [1 or B, 1 or heads, queries, keys] of all tokens, given the lengths of both sides' streams."""
     if tuple(mask.shape[-2:]) != (sum(queries), sum(keys)):
-        raise ValueError(
+        raise Refused(
             f"a mask of {mask.shape[-2]} x {mask.shape[-1]} pairs of tokens was made from a part of {sum(queries)} x "
             f"{sum(keys)}; it cannot be made whole again: set ring and Ulysses degrees to 1"
         )

@@ -258,9 +258,9 @@ class Recording:
         return self._trials[key]
 
     def _timed(self, trial: _Trial, args: Any, kwargs: dict[str, Any]) -> Any:
-        trial.evaluations += 1
         begun, started = self._now(), time.perf_counter()
         out = self._plainly(args, kwargs)
+        trial.evaluations += 1  # one that was refused in its middle says nothing
         trial.launch_seconds = time.perf_counter() - started
         trial.moments = begun, self._now()
         return out

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ...errors import Refused
 from .exchange import allocate, allocate_kept
 from .holdings import Holding, Part
 from .sizes import chunk_sizes
@@ -38,10 +39,10 @@ class Streams:
         self._kept.clear()
 
     def see(self, stream: str, length: int, where: str) -> None:
-        """Record the global length of `stream` [tokens]; ValueError if this forward has seen another one."""
+        """Record the global length of `stream` [tokens]; Refused if this forward has seen another one."""
         known = self._lengths.setdefault(stream, length)
         if known != length:
-            raise ValueError(
+            raise Refused(
                 f"{where} has {length} tokens, but stream {stream!r} was cut with {known} earlier in this forward; "
                 "tensors that the plan puts into one stream must have one global length"
             )
@@ -51,10 +52,10 @@ class Streams:
         return stream in self._lengths
 
     def length(self, stream: str) -> int:
-        """Global length of `stream`; ValueError before its first cut."""
+        """Global length of `stream`; Refused before its first cut."""
         if stream not in self._lengths:
             seen = ", ".join(f"{name}={length}" for name, length in self._lengths.items()) or "none"
-            raise ValueError(f"stream {stream!r} is used before the plan cut it in this forward (cut so far: {seen})")
+            raise Refused(f"stream {stream!r} is used before the plan cut it in this forward (cut so far: {seen})")
         return self._lengths[stream]
 
     def held(self, names: tuple[str, ...], index: int) -> Holding:

@@ -29,7 +29,7 @@ class Place:
 
 
 def place(storage: Storage, axis: Axis, device: torch.device, buffers: Buffers) -> Place | None:
-    """`axis` is the ranks that share a sequence; None where weights are whole."""
+    """`axis` is the ranks that a shard's parts are on, of a group of its own; None where weights are whole."""
     if storage.mode == "offload":
         staged = device.type != "cpu"
 

@@ -124,6 +124,8 @@ class ForeignWrapper(io.ComfyNode):
             patched.set_model_unet_function_wrapper(_evaluated)
         elif kind == "transformer_option":
             patched.model_options["transformer_options"]["cp_test_attention"] = False
+        elif kind == "unheard_of_patch":  # ComfyUI's own function, in a place that no plan has heard of
+            patched.set_model_patch(comfy.model_management.get_torch_device_name, kind)
         elif kind == "no_file":
             patched.cached_patcher_init = None
         else:
@@ -151,11 +153,21 @@ class Tampered(io.ComfyNode):
             network.forward_orig = MethodType(_negated, network)
         elif kind == "block":
             network.double_blocks[0].forward = MethodType(_negated, network.double_blocks[0])
+        elif kind == "own attention":
+            network.double_blocks[1].comfy_attention = ComfyAttention()
         elif kind == "hook":
             network.double_blocks[0].register_forward_hook(lambda module, args, out: (-out[0], out[1]))
         else:
             patched.set_model_unet_function_wrapper(partial(_tampering, network if kind == "meanwhile" else None))
         return io.NodeOutput(patched)
+
+
+class ComfyAttention(torch.nn.Module):
+    """As newer versions of ComfyUI have it in a network whose file chooses an attention."""
+
+    @staticmethod
+    def function(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("this version of ComfyUI does not call it")
 
 
 def _negated(network: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,104 @@
+"""Workers of a later ComfyUI: what they must not share with it is off, or the group says by name why it does not start.
+
+That version is the one that is here, with lines of a later one added.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from .comfy import OUR_ROOT, ComfyInstall
+
+COMPILER = '\nparser.add_argument("--disable-comfy-compiler", action="store_true")\n'
+START = """
+import json, sys
+from parallel_runtime.errors import ParallelError
+from parallel_runtime.host.group import WorkerGroup
+from parallel_runtime.specs import ComfySetup, Placement
+try:
+    WorkerGroup(Placement(devices=("cpu",)), ComfySetup(root=sys.argv[1], flags=tuple(sys.argv[2:]))).close()
+except ParallelError as error:
+    print(json.dumps(str(error)))
+else:
+    print(json.dumps(""))
+"""
+FLAGS = """
+import json, sys, torch
+from parallel_runtime.specs import ComfySetup
+from parallel_runtime.worker.comfy_loop.comfyui import import_comfyui
+import_comfyui(ComfySetup(root=sys.argv[1], flags=tuple(sys.argv[2:])), torch.device("cpu"))
+print(json.dumps(sys.argv))
+"""
+
+
+def later(comfy: ComfyInstall, folder: Path, added: dict[str, str], flags: str = "") -> Path:
+    """A ComfyUI in `folder` with lines `added` to modules of its package, and `flags` where it adds its own."""
+    for path in comfy.root.iterdir():
+        if path.name != "comfy":
+            (folder / path.name).symlink_to(path)
+    (folder / "comfy").mkdir()
+    for path in (comfy.root / "comfy").iterdir():
+        made = folder / "comfy" / path.name
+        made.symlink_to(path) if path.is_dir() else shutil.copy(path, made)
+    for name, lines in added.items():
+        with (folder / "comfy" / name).open("a") as file:
+            file.write(lines)
+    arguments = folder / "comfy" / "cli_args.py"
+    text, parsing = arguments.read_text(), "\nif comfy.options.args_parsing:"
+    assert parsing in text
+    arguments.write_text(text.replace(parsing, f"{flags}{parsing}", 1))
+    return folder
+
+
+def answer(comfy: ComfyInstall, script: str, root: Path, flags: Sequence[str] = ()) -> str | list[str]:
+    command = [str(comfy.python), "-c", script, str(root), *flags]
+    done = subprocess.run(command, cwd=OUR_ROOT, capture_output=True, text=True, timeout=180)
+    assert not done.returncode, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("added", "says"),
+    [
+        (
+            {"memory_management.py": "\naimdo_enabled = True\n"},
+            "has dynamic VRAM on in a worker.*--disable-dynamic-vram",
+        ),
+        pytest.param(
+            {"model_patcher.py": "\nCoreModelPatcher = ModelPatcherDynamic\n"},
+            "has dynamic VRAM on in a worker",
+            marks=pytest.mark.sweep,
+        ),
+        ({"cli_args.py": "\nargs.disable_comfy_compiler = False\n"}, "has its model compiler on in a worker"),
+    ],
+    ids=["memory", "patcher", "compiler"],
+)
+def test_a_version_that_insists_is_refused_by_name(
+    comfy: ComfyInstall, tmp_path: Path, added: dict[str, str], says: str
+) -> None:
+    said = answer(comfy, START, later(comfy, tmp_path, added))
+    assert isinstance(said, str)
+    assert re.search(f"could not start: Refused: ComfyUI .* {says}", said), said
+
+
+def test_flags_that_this_version_does_not_know_are_not_passed(comfy: ComfyInstall) -> None:
+    text = (comfy.root / "comfy" / "cli_args.py").read_text()
+    given = answer(comfy, FLAGS, comfy.root)
+    for flag in ("--disable-comfy-compiler", "--disable-dynamic-vram"):
+        assert (flag in given) == (f'"{flag}"' in text)
+
+
+def test_what_workers_do_not_share_is_off_whatever_a_user_chose_for_comfyui(
+    comfy: ComfyInstall, tmp_path: Path
+) -> None:
+    root = later(comfy, tmp_path, {}, COMPILER)
+    flags = ["--enable-dynamic-vram", "--cuda-malloc", "--disable-comfy-compiler", "--force-fp32"]
+    given = answer(comfy, FLAGS, root, flags)
+    assert given == ["main.py", "--cpu", "--force-fp32", "--disable-dynamic-vram", "--disable-comfy-compiler"]
