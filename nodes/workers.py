@@ -16,11 +16,11 @@ import torch
 
 from ..parallel_runtime.accelerators import ACCELERATORS, CUDA
 from ..parallel_runtime.errors import Refused
-from ..parallel_runtime.host.cost import Work, evaluation_seconds
+from ..parallel_runtime.host.cost import Work, evaluation_seconds, rotating
 from ..parallel_runtime.host.planning import check_step_cache, plan
 from ..parallel_runtime.host.runtime import measured_link
 from ..parallel_runtime.host.storing import as_one_pays
-from ..parallel_runtime.specs import ComfySetup, Parallelism, ParallelRequest, Placement
+from ..parallel_runtime.specs import ComfySetup, Parallelism, ParallelRequest, Placement, RotateMethod
 from .describe import Source
 from .residence import residence
 
@@ -49,7 +49,7 @@ def plan_for(
     parallelism, placement = choose(request)
     link = measured_link(placement)
     if work is None or link is None or not link.bytes_per_second:
-        return parallelism, placement
+        return _rotated(parallelism, "alltoall"), placement
     choose = partial(choose, seconds=partial(evaluation_seconds, work, link=link))
     parallelism, placement = choose(request)
     if parallelism.cfg_degree == 2 and not request.cfg_degree and request.weights == "auto":
@@ -58,7 +58,12 @@ def plan_for(
             as_one, _ = choose(replace(request, cfg_degree=1))
             if as_one_pays(branches, replace(branches, degrees=as_one)):
                 parallelism = as_one
-    return parallelism, placement
+    return _rotated(parallelism, rotating(work, parallelism, link)), placement
+
+
+def _rotated(parallelism: Parallelism, method: RotateMethod) -> Parallelism:
+    """With what `auto` comes to."""
+    return replace(parallelism, rotate_method=method) if parallelism.rotate_method == "auto" else parallelism
 
 
 def visible_gpus() -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...errors import Refused
 from ...jobs import EvaluationJob
+from ..advice import Watch
 from ..lanes import spread_rows
 from ..pulse import Pulse
 from .code import rebuild
@@ -24,6 +25,7 @@ class Evaluations:
 
     def __init__(self) -> None:
         self._prompts: dict[int, dict[str, Any]] = {}
+        self._watch = Watch()
 
     def __call__(self, model: ComfyModel, job: EvaluationJob, pulse: Pulse) -> dict[str, Any]:
         """Returns {"out": what the network gives: a tensor [B, C_out, (T,) H, W], or several in a list}."""
@@ -48,8 +50,10 @@ class Evaluations:
                 options.setdefault("optimized_attention_override", model.attention)
         if job.method != "forward":
             return {"out": getattr(model.network, job.method)(**arguments)}
-        x = next(iter(job.each.values()))
-        out = spread_rows(model.rows, model.network, len(x if torch.is_tensor(x) else x[0]), **arguments)
+        given = arguments[next(iter(job.each))]
+        x = given if torch.is_tensor(given) else given[0]
+        with self._watch(model, x):
+            out = spread_rows(model.rows, model.network, len(x), **arguments)
         for tensor in out if isinstance(out, list | tuple) else [out]:
             pulse.evaluated(tensor)
         return {"out": out}
