@@ -54,7 +54,8 @@ class CPParallelConfig(io.ComfyNode):
                 io.Combo.Input(
                     "rotate_method", options=list(get_args(RotateMethod)), default="alltoall", advanced=True,
                     tooltip="How a ring moves keys and values: alltoall passes blocks on while computing, allgather "
-                    "collects them all first (more memory).",
+                    "collects them all first (more memory). auto = allgather where there is room and the link is fast, "
+                    "else alltoall.",
                 ),
                 io.Boolean.Input(
                     "convert_to_fp32", default=True, advanced=True,
@@ -62,8 +63,8 @@ class CPParallelConfig(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "attention_backend", options=list(get_args(AttentionBackend)), default="auto", advanced=True,
-                    tooltip="The attention kernel of each worker, by diffusers' name. auto = ComfyUI's own attention; "
-                    "for a ring's blocks the fastest of PyTorch's, by a race.",
+                    tooltip="The attention kernel of each worker, by diffusers' name. auto = where workers share a "
+                    "sequence the fastest that is there, by a race; one worker has ComfyUI's own attention.",
                 ),
                 io.Combo.Input(
                     "dtype", options=list(get_args(DtypeChoice)), default="auto", advanced=True,

@@ -12,6 +12,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor, nn
 
+from ..parallel_runtime.accelerators import CUDA
 from ..parallel_runtime.blocks import blocks_of
 from ..parallel_runtime.host.cost import Figures, Work
 from ..parallel_runtime.jobs import SamplingJob
@@ -42,6 +43,7 @@ class Source:
     figures: Figures
     together: bool  # something on MODEL sees every prompt and image at once: they cannot be shared out
     ringless: bool  # something on MODEL replaces the attention, and gives no log-sum-exp
+    recorded: bool = False  # where the host would lead, its evaluations are replayed
 
     def tokens(self, latent_shape: tuple[int, ...], text: int) -> dict[str, int]:
         """Of each stream, for a latent [B, C, (T,) H, W] and a prompt of `text` tokens."""
@@ -49,7 +51,8 @@ class Source:
 
     def work(self, latent_shape: tuple[int, ...], text: int, *, prompts: int = 1, cached: bool = False) -> Work:
         tokens = sum(self.tokens(latent_shape, text).values())
-        return self.figures.work(latent_shape[0], tokens, prompts=prompts, cached=cached)
+        recorded = self.recorded and not cached
+        return self.figures.work(latent_shape[0], tokens, prompts=prompts, cached=cached, recorded=recorded)
 
 
 def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
@@ -69,6 +72,8 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
     if plan is not None and whole_only:
         plan = None
     dtype_here = cast or model.model.get_dtype_inference()
+    together = keeps_together(model, model.model_options)
+    graphs = request.cuda_graphs != "off" and comfy.model_management.get_torch_device().type == CUDA.kind
     return Source(
         spec=replace(
             spec,
@@ -80,7 +85,8 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
         network=network,
         plan=plan,
         ringless=replaced,
-        together=keeps_together(model, model.model_options),
+        together=together,
+        recorded=graphs and not (together or replaced),
         figures=Figures(
             name=plan.name if plan else " with ".join([type(network).__name__, *whole_only]),
             divisible=plan is not None,

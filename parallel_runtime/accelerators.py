@@ -18,6 +18,7 @@ class Accelerator:
     `collectives` is the backend of torch.distributed between such devices. `environment` is that of the launch, where
     {interface} stands for the network interface. `kernels` are those with a log-sum-exp for half precision that "auto"
     may take for a ring's blocks, without a mask, the likely fastest first; none: there is one that runs everywhere.
+    `whole` are those that race with ComfyUI's own attention where keys are whole.
     """
 
     kind: str
@@ -25,6 +26,7 @@ class Accelerator:
     package: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     kernels: tuple[AttentionBackend, ...] = ()
+    whole: tuple[AttentionBackend, ...] = ()
 
     @property
     def here(self) -> bool:
@@ -42,6 +44,7 @@ CUDA = Accelerator(
         "TORCH_NCCL_HIGH_PRIORITY": "1",
     },
     kernels=("_native_cudnn", "_native_flash"),
+    whole=("_native_cudnn", "_native_flash", "flash", "_flash_3"),
 )
 XPU = Accelerator(kind="xpu", collectives="xccl", environment={"CCL_KVS_IFACE": "{interface}"})
 NPU = Accelerator(

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Literal
 
-RotateMethod = Literal["alltoall", "allgather"]
+RotateMethod = Literal["alltoall", "allgather", "auto"]
 AttentionBackend = Literal["auto", "native", "_native_flash", "_native_cudnn", "flash", "_flash_3", "sage"]
 DtypeName = Literal["bfloat16", "float16", "float32"]
 DtypeChoice = Literal["auto", "bfloat16", "float16", "float32"]
@@ -27,8 +27,9 @@ class Parallelism:
     The world is data_degree x cfg_degree x ring_degree x ulysses_degree; the ranks of one Ulysses group are
     neighbours. Data groups share the rows of a batch, cfg groups the branches of guidance.
     `rotate_method` is diffusers' word for how a ring moves keys and values: `alltoall` rotates the blocks point to
-    point, `allgather` collects them all at once. `cuda_graphs`: are evaluations of a network recorded and replayed;
-    with "auto" those that the host launches slower than its device computes. Degrees are resolved numbers here.
+    point, `allgather` collects them all at once; the host decides what `auto` is (host/cost.py), and where nobody did
+    it is `alltoall`. `cuda_graphs`: are evaluations of a network recorded and replayed; with "auto" those that the
+    host launches slower than its device computes. Degrees are resolved numbers here.
     """
 
     ring_degree: int = 1

@@ -12,6 +12,7 @@ from parallel_runtime.host.planning import plan
 from parallel_runtime.host.torchrun import environment, on_this_machine
 from parallel_runtime.specs import ParallelRequest
 
+choosing = pytest.importorskip("parallel_runtime.worker.engine.choosing")
 kernels = pytest.importorskip("parallel_runtime.worker.engine.kernels")
 
 from .engine.reference import attention, random_problem  # noqa: E402
@@ -68,7 +69,7 @@ def test_on_a_device_without_such_a_kernel_a_block_stays_there() -> None:
     with FakeTensorMode():
         query = torch.empty(1, 2100, 4, 64, device="xpu", dtype=torch.bfloat16)
         key = torch.empty(1, 70, 2, 64, device="xpu", dtype=torch.bfloat16)
-        assert kernels.candidates(query) == ["native"]
+        assert choosing.candidates(query) == ["native"]
         out, lse = kernels.attend_block(query, key, key, None, None, "auto")
         assert (out.shape, out.dtype, out.device.type) == (query.shape, query.dtype, "xpu")
         assert (lse.shape, lse.dtype) == ((1, 2100, 4, 1), torch.float32)
@@ -79,4 +80,4 @@ def test_rocm_has_no_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with FakeTensorMode():
-        assert kernels.candidates(torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)) == ["_native_flash"]
+        assert choosing.candidates(torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)) == ["_native_flash"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,12 +20,20 @@ WORK = Figures(name="FLUX", heads=24, layers=57, width=3072, weights=10, weight_
 
 
 def words(
-    *, guided: bool = False, together: bool = False, way: Prospect | None = None, work: Work = WORK, **degrees: int
+    *,
+    guided: bool = False,
+    together: bool = False,
+    way: Prospect | None = None,
+    work: Work = WORK,
+    races: Sequence[Race] = (RACE,),
+    **degrees: Any,
 ) -> str:
     tokens = {"image": 4096, "text": 512}
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens=tokens, work=work, together=together)
-    division = Division(degrees=Parallelism(**degrees), placement=Placement(devices=("cuda:0", "cuda:1")))
-    return report(subject, division, guided=guided, automatic=False, way=way, races=[RACE])
+    asked = Parallelism(**degrees)
+    devices = tuple(f"cuda:{number}" for number in range(asked.world_size))
+    division = Division(degrees=asked, placement=Placement(devices=devices))
+    return report(subject, division, guided=guided, automatic=False, way=way, races=races)
 
 
 def test_the_kernel_that_won_is_named_with_its_time_and_that_of_the_loser() -> None:
@@ -32,6 +42,25 @@ def test_the_kernel_that_won_is_named_with_its_time_and_that_of_the_loser() -> N
         "Kernel: _native_cudnn with 310.5 us, before _native_flash with 480 us, for the ring's blocks of "
         "2304 queries x 2304 keys, 24 heads of 128, bfloat16."
     )
+
+
+def test_where_keys_are_whole_a_race_is_told_for_that() -> None:
+    race = replace(RACE, kernels=("_native_cudnn", "auto"), what="whole")
+    text = words(ulysses_degree=2, races=[race])
+    assert "Kernel: _native_cudnn with 310.5 us, before ComfyUI's own with 480 us, for whole keys, 2304 queries" in text
+    assert "Kernel" not in words(ring_degree=2, races=[race])
+    assert "Kernel" not in words(races=[race])
+
+
+@pytest.mark.parametrize(("own", "advised"), [(480.0, True), (350.0, False), (300.0, False)])
+def test_one_worker_is_told_of_a_kernel_that_is_clearly_faster_than_comfyuis_own(own: float, advised: bool) -> None:
+    kernels, times = zip(*sorted({"auto": own, "_native_cudnn": 310.5}.items(), key=lambda one: one[1]), strict=True)
+    race = replace(RACE, kernels=kernels, microseconds=times, what="alone")
+    text = words(races=[race])
+    assert ("set attention_backend to _native_cudnn in CP Parallel Config" in text) == advised
+    assert ("ComfyUI's own, with 480 us" in text) == advised
+    assert "Kernel" not in words(races=[race], attention_backend="native")
+    assert "Kernel" not in words(races=[race], ulysses_degree=2)
 
 
 @pytest.mark.parametrize("degrees", [{"ulysses_degree": 2}, {"ring_degree": 2, "attention_backend": "flash"}], ids=str)
@@ -75,8 +104,8 @@ def test_what_sees_all_prompts_at_once_is_told() -> None:
 def test_a_plan_for_one_gpu_says_where_comfyui_hides_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def notes(*devices: str) -> list[str]:
         subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=WORK)
-        degrees = Parallelism(ulysses_degree=len(devices))
-        text = report(subject, degrees, Placement(devices=devices), guided=False, automatic=True)
+        division = Division(degrees=Parallelism(ulysses_degree=len(devices)), placement=Placement(devices=devices))
+        text = report(subject, division, guided=False, automatic=True)
         return [line for line in text.splitlines() if "--cuda-device all" in line]
 
     monkeypatch.setattr("sys.argv", ["main.py"])

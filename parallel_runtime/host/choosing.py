@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import partial
 
 from ..errors import Refused
-from ..specs import Division, ParallelRequest, Placement
-from .cost import Figures, Link, Work, evaluation_seconds
+from ..specs import Division, ParallelRequest, Placement, RotateMethod
+from .cost import Figures, Link, Work, evaluation_seconds, rotating
 from .planning import check_step_cache, plan
 from .storing import Case, as_one_pays
 
@@ -47,14 +47,22 @@ def choose(
     division = divide(request)
     link = measured(division.placement)
     if work is None or link is None or not link.bytes_per_second:
-        return division
-    divide = partial(divide, seconds=partial(evaluation_seconds, work, link=link))
+        return _rotated(division, "alltoall")
+    room = case(division).capacity.device_bytes
+    divide = partial(divide, seconds=partial(evaluation_seconds, work, link=link, device_bytes=room))
     division = divide(request)
     if division.degrees.cfg_degree == 2 and not request.cfg_degree and request.weights == "auto":
         as_one, branches = _as_one(divide, request, division), case(division)
         if as_one is not None and as_one_pays(branches, replace(branches, degrees=as_one.degrees)):
-            return as_one
-    return division
+            division = as_one
+    return _rotated(division, rotating(work, division.degrees, link, room))
+
+
+def _rotated(division: Division, method: RotateMethod) -> Division:
+    """With what `auto` comes to."""
+    if division.degrees.rotate_method != "auto":
+        return division
+    return replace(division, degrees=replace(division.degrees, rotate_method=method))
 
 
 def _as_one(divide: Divide, request: ParallelRequest, branches: Division) -> Division | None:

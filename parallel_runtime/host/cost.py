@@ -1,18 +1,35 @@
 """What a way of cutting costs: bytes, seconds, memory, from the sizes of model and sequence. Arithmetic only.
 
-The model is that of DESIGN: Ulysses waits for its all-to-alls, a ring hides a transfer behind the attention of the
-block it has, if the block is long enough.
+Ulysses waits for its all-to-alls; a ring hides a transfer behind the attention of the block it has, if the block is
+long enough. Both cost packing, a ring also merging; and an evaluation lasts as long as its launches, at least.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..specs import Parallelism
+from ..specs import Parallelism, RotateMethod
 
-# One pass over a block costs more in several pieces than in one: launches, and the merge of the partial results.
-RING_OVERHEAD = 0.06
+# Calibrated by a rank's share of FLUX.1 dev at 1024 px and of Wan 2.1 14B at 480p on one H100 (2026-11-22), of whose
+# matrix product the workers say 2 ** 49 FLOP/s. Shares of that speed that the linear layers reach, with all that is
+# between them, and attention:
+LINEAR, ATTENTION = 0.91, 0.62
+PASSED = 12  # widths squared: the weights of a layer that a token passes. Modulation is of whole pictures.
+# FLOP for each byte that goes through memory; no slower than main memory.
+FLOP_PER_BYTE = 245
+LEAST_BYTES_PER_SECOND = 1e10
+# Passes over a tensor of a rank's tokens: packing for Ulysses and back, for a ring, merging one block.
+PACKED, PACKED_FOR_RING, MERGED = 10, 4, 5
+# Seconds of the device a layer: kernels that are too small for it once the work is divided, and those of each block.
+DIVIDED, BLOCK = 215e-6, 27.5e-6
+# Seconds of the host a layer where launches are not recorded: its own, for each rank, for each block of a ring; and
+# what the one of host and device who is done sooner adds to the other.
+LAUNCHED, LAUNCHED_BY_RANKS, LAUNCHED_BY_BLOCKS, LAG = 1.09e-3, 150e-6, 190e-6, 0.1
+# Of what is free beside weights and activations, what a ring may collect keys and values in.
+COLLECTS = 1 / 8
+# Bytes/s from which all may send to all at once: through one bus or one network card they would wait for each other.
+FAST = 3e10
 # Live activations of a transformer block, in tensors of [local tokens, width]: residuals, q, k, v, MLP; and what is
 # packed and passed on in an attention over ring and Ulysses, up to 10 where buffers are too large to be kept.
 ACTIVATIONS = 20
@@ -46,21 +63,28 @@ class Figures:
     item_bytes: int
     blocks: tuple[int, ...] = ()
 
-    def work(self, rows: int, tokens: int, *, prompts: int = 1, cached: bool = False) -> Work:
+    def work(self, rows: int, tokens: int, *, prompts: int = 1, cached: bool = False, recorded: bool = False) -> Work:
         """One evaluation of `rows` sequences of `tokens`, of each of so many `prompts`."""
-        return Work(figures=self, rows=rows, tokens=tokens, prompts=1 if cached else prompts, cached=cached)
+        prompts = 1 if cached else prompts
+        return Work(figures=self, rows=rows, tokens=tokens, prompts=prompts, cached=cached, recorded=recorded)
+
+    @property
+    def passed(self) -> int:
+        """Weights that every token is multiplied by."""
+        return min(self.weights, PASSED * self.layers * self.width**2) if self.layers else self.weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One evaluation: `tokens` of all streams together; `cached`: with a step cache. Workers evaluate `prompts` in one
-    batch, unless they are in lanes of their own."""
+    """One evaluation: `tokens` of all streams together; `cached`: with a step cache; `recorded`: its launches are
+    replayed. Workers evaluate `prompts` in one batch, unless they are in lanes of their own."""
 
     figures: Figures
     tokens: int
     rows: int = 1
     prompts: int = 1
     cached: bool = False
+    recorded: bool = False
 
     @property
     def activation_bytes(self) -> int:
@@ -80,24 +104,73 @@ def bytes_per_layer(work: Work, parallelism: Parallelism) -> float:
     return 4 * share * (ulysses - 1) / ulysses + 2 * share * (ring - 1)
 
 
+def evaluation_seconds(work: Work, parallelism: Parallelism, link: Link, *, device_bytes: int | None = None) -> float:
+    """One evaluation on one rank, its transfers included: as long as the device takes, or as the host to launch it.
+    `device_bytes`: see `rotating`."""
+    parallelism = replace(parallelism, rotate_method=rotating(work, parallelism, link, device_bytes))
+    figures, ranks = work.figures, parallelism.context_parallel_size
+    linear = 2 * figures.passed * work.rows * work.tokens / ranks / (LINEAR * link.flops_per_second)
+    device = linear + figures.layers * attention_seconds(work, parallelism, link)
+    host = 0.0 if work.recorded else figures.layers * _launching(parallelism)
+    return max(device, host) + LAG * min(device, host)
+
+
 def attention_seconds(work: Work, parallelism: Parallelism, link: Link) -> float:
     """One attention layer on one rank, its transfers included."""
     ring, ulysses = parallelism.ring_degree, parallelism.ulysses_degree
     share = work.activation_bytes / (ring * ulysses)
-    compute = 4 * work.rows * work.tokens**2 * work.figures.width / (ring * ulysses) / link.flops_per_second
+    compute = 4 * work.rows * work.tokens**2 * work.figures.width / (ring * ulysses)
+    compute /= ATTENTION * link.flops_per_second
     if parallelism.context_parallel_size == 1 or not link.bytes_per_second:  # a worker alone has measured none
         return compute
+    passes = PACKED * (ulysses > 1) + (PACKED_FOR_RING + MERGED * _blocks(parallelism)) * (ring > 1)
+    touched = passes * share / max(link.flops_per_second / FLOP_PER_BYTE, LEAST_BYTES_PER_SECOND)
+    small = DIVIDED + BLOCK * _blocks(parallelism) * (ring > 1)
+    return compute + touched + small + _waiting(share, compute, parallelism, link)
+
+
+def _waiting(share: float, compute: float, parallelism: Parallelism, link: Link) -> float:
+    """Seconds for transfers that nothing is computed behind."""
+    ring, ulysses = parallelism.ring_degree, parallelism.ulysses_degree
     swap = 4 * share * (ulysses - 1) / ulysses / link.bytes_per_second
-    exposed = max(0.0, 2 * share / link.bytes_per_second - compute / ring)
-    return compute * (1 + RING_OVERHEAD * (ring > 1)) + swap + (ring - 1) * exposed
+    hop, block = 2 * share / link.bytes_per_second, compute / ring
+    if parallelism.rotate_method == "allgather":
+        return swap + max(0.0, (ring - 1) * hop - block)
+    return swap + (ring - 1) * max(0.0, hop - block)
 
 
-def evaluation_seconds(work: Work, parallelism: Parallelism, link: Link) -> float:
-    """One evaluation on one rank: the linear layers, 2 FLOP a weight and token, and every attention."""
-    linear = (
-        2 * work.figures.weights * work.rows * work.tokens / parallelism.context_parallel_size / link.flops_per_second
-    )
-    return linear + work.figures.layers * attention_seconds(work, parallelism, link)
+def _blocks(parallelism: Parallelism) -> int:
+    """That a rank attends to one by one."""
+    return min(2, parallelism.ring_degree) if parallelism.rotate_method == "allgather" else parallelism.ring_degree
+
+
+def _launching(parallelism: Parallelism) -> float:
+    """Seconds of the host a layer."""
+    ranks, ring = parallelism.context_parallel_size, parallelism.ring_degree
+    divided = LAUNCHED_BY_RANKS * ranks + LAUNCHED_BY_BLOCKS * _blocks(parallelism) * (ring > 1)
+    return LAUNCHED + divided * (ranks > 1)
+
+
+def rotating(work: Work, parallelism: Parallelism, link: Link, device_bytes: int | None) -> RotateMethod:
+    """How a ring's keys and values go round where it is asked to find out: all at once where there is room for them,
+    the link is fast, and less hiding costs less than fewer blocks gain. A worker may take `device_bytes` of its device,
+    None: nobody knows."""
+    if parallelism.rotate_method != "auto":
+        return parallelism.rotate_method
+    if parallelism.ring_degree == 1 or link.bytes_per_second < FAST or device_bytes is None:
+        return "alltoall"
+    ways: dict[RotateMethod, float] = {
+        way: attention_seconds(work, replace(parallelism, rotate_method=way), link) for way in ("alltoall", "allgather")
+    }
+    free = device_bytes - memory_bytes(work, parallelism)
+    roomy = collected_bytes(work, parallelism) <= COLLECTS * free
+    return "allgather" if roomy and ways["allgather"] <= ways["alltoall"] else "alltoall"
+
+
+def collected_bytes(work: Work, parallelism: Parallelism) -> int:
+    """Keys and values of a whole ring, as one rank has them when they are collected."""
+    rows = -(-work.rows // parallelism.data_degree) * -(-work.prompts // parallelism.cfg_degree)
+    return 2 * rows * work.activation_bytes // work.rows // parallelism.ulysses_degree
 
 
 def memory_bytes(work: Work, parallelism: Parallelism) -> int:

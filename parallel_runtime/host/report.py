@@ -10,6 +10,7 @@ from ..specs import Division, Parallelism, Placement
 from ..wire.readings import Race
 from .cost import Link, Work, activation_bytes, bytes_per_layer, evaluation_seconds, memory_bytes
 from .devices import why_one_gpu
+from .races import told
 from .storing import BUFFERS, Prospect
 
 GIB = 2**30
@@ -52,7 +53,7 @@ def report(
         _memory(work, degrees, free, way),
         _weights(work, degrees, way),
         _traffic(work, degrees),
-        *(_kernel(race) for race in races if degrees.ring_degree > 1 and degrees.attention_backend == "auto"),
+        *told(races, degrees),
         _speed(work, degrees, link) if not share_cores(placement) else "",
         decode,
         *_warnings(subject, degrees, placement, guided, free, way),
@@ -95,7 +96,10 @@ def _reason(subject: Subject, degrees: Parallelism, guided: bool, way: Prospect 
     if degrees.ulysses_degree > 1:
         reasons.append(f"Ulysses gives each of {degrees.ulysses_degree} workers {_share(work, degrees)} heads.")
     if degrees.ring_degree > 1:
-        reasons.append(f"The ring passes keys and values between {degrees.ring_degree} workers while they compute.")
+        how = (
+            "collects keys and values of" if degrees.rotate_method == "allgather" else "passes keys and values between"
+        )
+        reasons.append(f"The ring {how} {degrees.ring_degree} workers while they compute.")
     if degrees.data_degree > 1:
         reasons.append(f"The images of a batch are shared out over {degrees.data_degree} groups of workers.")
     if not guided and degrees.cfg_degree == 1 and degrees.context_parallel_size > 1:
@@ -162,12 +166,6 @@ def _traffic(work: Work, degrees: Parallelism) -> str:
         f"Traffic: each worker sends {layer / 2**20:.2f} MiB in each of {work.figures.layers} layers, "
         f"{layer * work.figures.layers / 2**20:.1f} MiB an evaluation."
     )
-
-
-def _kernel(race: Race) -> str:
-    fastest, *others = (f"{name} with {time:g} us" for name, time in zip(race.kernels, race.microseconds, strict=True))
-    behind = f", before {', '.join(others)}" if others else ""
-    return f"Kernel: {fastest}{behind}, for the ring's blocks of {race.block}."
 
 
 def _speed(work: Work, degrees: Parallelism, link: Link | None) -> str:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Busy = Literal["", "compiling", "recording"]  # with what makes later evaluations faster
+WORTH_TELLING = 1.15  # times as fast as ComfyUI's own: a user is told of that
+# Blocks of a ring's keys, whole keys of a sequence that workers share, or those of a worker that has all of it.
+RacedFor = Literal["block", "whole", "alone"]
 
 
 @dataclass(frozen=True)
@@ -19,11 +22,18 @@ class Holding:
 
 @dataclass(frozen=True)
 class Race:
-    """Kernels that raced for blocks of a ring, the winner first, with the microseconds that each took."""
+    """Kernels that raced for attentions of these sizes, the winner first, with the microseconds that each took. "auto"
+    is ComfyUI's own."""
 
     block: str
     kernels: tuple[str, ...]
     microseconds: tuple[float, ...]
+    what: RacedFor = "block"
+
+    def __str__(self) -> str:
+        own, times = "ComfyUI's own", zip(self.kernels, self.microseconds, strict=True)
+        told = ", ".join(f"{own if name == 'auto' else name} {time:g} us" for name, time in times)
+        return f"{told}, for {self.block}"
 
 
 @dataclass(frozen=True)

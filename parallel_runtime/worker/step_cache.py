@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..plan import Names, Plan, Site
-from .engine.attach import streams_of
 from .engine.divide import divided
 from .engine.exchange import gather
 from .engine.mesh import Axis, ContextMesh
+from .engine.streams import streams_of
 
 Forward = Callable[..., Any]
 Carried = list[Any]  # tensors, or None for a stream that a last block gives up, as SD3's does

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from dataclasses import astuple
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
-from parallel_runtime.worker.engine import race
+from parallel_runtime.accelerators import ACCELERATORS, Accelerator
+from parallel_runtime.worker.engine import choosing, kernels, operators, race
+from parallel_runtime.worker.engine.attention import ContextAttention
 
-from .meshes import mesh
+from . import cases
+from .meshes import mesh, parallelism
+from .reference import random_problem
 
 _CPU = torch.device("cpu")
 
@@ -25,4 +31,68 @@ def winners(rank: int, world: int, times: dict[str, list[float]]) -> dict[str, A
     sizes = race.Sizes(batch=1, queries=7, keys=9, heads=2, head_dim=64, dtype=torch.bfloat16)
     race._FOUND.clear()
     won = [race.winner(list(times), sizes, mesh(world, 1).context, seconds, _CPU) for _ in range(2)]
-    return {"won": won, "timed": timed, "results": [list(astuple(found)) for found in race.results()]}
+    return {"won": won, "timed": timed, "results": [list(astuple(found)[:3]) for found in race.results()]}
+
+
+class CountedKernel(operators.Operator):
+    """Of a name that has another kernel on GPUs: the CPU's, where this rank has it."""
+
+    def lacks(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str:
+        return "it takes no mask" if mask is not None and not self.masks else ""
+
+
+def kernels_taken(
+    rank: int,
+    world: int,
+    degrees: list[int],
+    options: dict[str, Any],
+    masked: bool,
+    seconds: dict[str, list[float]],
+    capability: list[int] | None = None,
+) -> dict[str, Any]:
+    """An attention whose kernels take `seconds[name][rank]` (none on a rank: has none): the error of this rank's rows,
+    which kernels attended, and what raced. "auto" is what attends where nothing is chosen."""
+    taken: list[str] = []
+    operator = operators.by_pytorch
+
+    def own(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        taken.append("auto")
+        return operator(q, *(kernels.for_heads(x, q.shape[2]) for x in (k, v)), mask, scale)
+
+    def counted(name: str) -> operators.Operator:
+        def whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+            if seconds[name][rank] < 0:
+                raise RuntimeError("No available kernel. Aborting execution.")
+            taken.append(name)
+            return operator(q, k, v, mask, scale)
+
+        return CountedKernel(whole=whole, block=lambda *_: None, dims=64, masks=name == "_native_cudnn")  # type: ignore[arg-type, return-value]
+
+    names = tuple(name for name in seconds if name != "auto")
+    row = Accelerator(kind="cpu", collectives="gloo", whole=names)  # type: ignore[arg-type]
+    timed: list[str] = []
+
+    def clock(run: Any, _: Any) -> float:
+        run()
+        timed.append(taken[-1])
+        return seconds[taken[-1]][rank]
+
+    race._FOUND.clear()
+    kernels._TRIED.clear()
+    place, problem = mesh(*degrees), random_problem(21, masked=masked)
+    with (
+        patch.dict(ACCELERATORS, cpu=row),
+        patch.dict(operators.OPERATORS, {name: counted(name) for name in names}),
+        patch.object(choosing, "fits_flash", lambda _: True),
+        patch.object(choosing, "timed", clock),
+        patch.object(torch.cuda, "get_device_capability", lambda _: tuple(capability or (8, 0))),
+    ):
+        streams = cases.together(problem, place, parallelism(*degrees)).streams
+        attention = ContextAttention(place, parallelism(*degrees, **options), streams, tuple(problem.lengths), own=own)
+        q, k, v = (cases.own(tensor, problem, place) for tensor in (problem.query, problem.key, problem.value))
+        mask = cases.masked_as(problem, "4d bool", place) if masked else None
+        errors = []
+        for _ in range(2):
+            taken.clear()
+            errors.append(cases._compare(attention(q, k, v, mask), problem, place))
+    return {"error": max(errors), "taken": taken, "timed": sorted(set(timed)), "raced": len(race.results())}

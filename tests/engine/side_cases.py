@@ -39,16 +39,16 @@ def replica_errors(rank: int, world: int, degrees: list[int], seeds: list[int], 
         exchange.empty, exchange.zeros = torch.empty, torch.zeros
 
 
-def pair_errors(rank: int, world: int, degrees: list[int], seeds: list[int]) -> list[float]:
+def pair_errors(rank: int, world: int, degrees: list[int], seeds: list[int], method: str) -> list[float]:
     """Errors where each query has a mask of its own, and some no key at all."""
     exchange.empty = exchange.zeros = nan_filled
     try:
-        return [_pair_error(mesh(*degrees), seed, degrees) for seed in seeds]
+        return [_pair_error(mesh(*degrees), seed, degrees, method) for seed in seeds]
     finally:
         exchange.empty, exchange.zeros = torch.empty, torch.zeros
 
 
-def _pair_error(place: ContextMesh, seed: int, degrees: list[int]) -> float:
+def _pair_error(place: ContextMesh, seed: int, degrees: list[int], method: str) -> float:
     problem = random_problem(seed, masked=False)
     choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     batch, tokens, heads, _ = problem.query.shape
@@ -59,7 +59,7 @@ def _pair_error(place: ContextMesh, seed: int, degrees: list[int]) -> float:
     scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
     whole = (scores.softmax(-1).nan_to_num(0.0) @ v).transpose(1, 2)
     given = mask if choose.random() < 0.5 else torch.zeros(shape).masked_fill(~mask, -torch.inf)
-    got = run(problem, degrees, given, {}, place)
+    got = run(problem, degrees, given, {"rotate_method": method}, place)
     kept = rows(problem, place)
     return _distance(got[:, kept], own(whole, problem, place)[:, kept], whole) if kept.any() else 0.0
 

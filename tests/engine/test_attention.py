@@ -43,9 +43,11 @@ def test_queries_of_another_stream_than_the_keys_are_exact(
     assert max(error for errors in answers for error in errors) <= BAR
 
 
+@pytest.mark.parametrize("rotate_method", ["alltoall", "allgather"])
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
-def test_a_mask_of_each_query_is_exact(groups: Groups, degrees: tuple[int, ...]) -> None:
-    answers = groups(_world(degrees)).run(f"{SIDES}:pair_errors", degrees=degrees, seeds=_seeds(6, "pairs", degrees))
+def test_a_mask_of_each_query_is_exact(groups: Groups, degrees: tuple[int, ...], rotate_method: str) -> None:
+    call = {"degrees": degrees, "seeds": _seeds(6, "pairs", degrees), "method": rotate_method}
+    answers = groups(_world(degrees)).run(f"{SIDES}:pair_errors", **call)
     assert max(error for errors in answers for error in errors) <= BAR
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from parallel_runtime.specs import Parallelism
 from parallel_runtime.worker.engine.attach import attach, detach
@@ -44,23 +46,52 @@ def test_an_attention_stays_on_the_device(
 
 
 def _attention(
-    mesh: ContextMesh, degrees: tuple[int, int], key_heads: int = 24
+    mesh: ContextMesh, degrees: tuple[int, int], key_heads: int = 24, **options: Any
 ) -> tuple[ContextAttention, Tensor, Tensor]:
     streams = Streams(mesh.context.size)
     for name, length in LENGTHS.items():
         streams.see(name, length, name)
-    attend_together = ContextAttention(mesh, _degrees(degrees), streams, tuple(LENGTHS))
+    attend_together = ContextAttention(mesh, _degrees(degrees, **options), streams, tuple(LENGTHS))
     own = streams.held(tuple(LENGTHS), mesh.context.index).size
     query, key = (torch.empty(1, own, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (24, key_heads))
     return attend_together, query, key
 
 
-def _launches(degrees: tuple[int, int]) -> dict[str, int]:
+class FromMainMemory(TorchDispatchMode):
+    """Fails where a tensor of the CPU goes to the device: a CUDA graph could not be made of that."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        given, made = (
+            [x.device.type for x in tree_leaves(xs) if isinstance(x, Tensor)] for xs in ((args, kwargs), out)
+        )
+        assert not ("cpu" in given and "cuda" in made), function
+        return out
+
+
+@pytest.mark.parametrize("mask", [None, "keys", "pairs"])
+@pytest.mark.parametrize("method", ["alltoall", "allgather"])
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_nothing_in_an_attention_comes_from_main_memory(
+    degrees: tuple[int, int], method: str, mask: str | None
+) -> None:
+    with fake_group(4, 1):
+        options = _degrees(degrees, rotate_method=method)
+        mesh = build_mesh(options, torch.device("cuda", 0))
+        with fake_cuda(), FromMainMemory():
+            attend_together, query, key = _attention(mesh, degrees, rotate_method=method)
+            total = sum(LENGTHS.values())
+            shapes = {"keys": (1, query.shape[1]), "pairs": (1, 1, total, total)}
+            given = None if mask is None else torch.ones(shapes[mask], dtype=torch.bool, device="cuda")
+            attend_together(query, key, key, given)
+
+
+def _launches(degrees: tuple[int, int], **options: Any) -> dict[str, int]:
     """Of the second layer: what the first one found out is known."""
     with fake_group(degrees[0] * degrees[1]):
         mesh = build_mesh(_degrees(degrees), torch.device("cuda", 0))
         with fake_cuda():
-            attend_together, query, key = _attention(mesh, degrees)
+            attend_together, query, key = _attention(mesh, degrees, **options)
             attend_together(query, key, key)
             with Launches() as launches:
                 attend_together(query, key, key)
@@ -77,7 +108,17 @@ def test_a_ring_sends_one_message_a_hop() -> None:
     found = _launches((8, 1))
     assert (found.pop("send"), found.pop("recv_")) == (7, 7)
     assert found.pop("_scaled_dot_product_cudnn_attention") == 8
-    assert sum(found.values()) <= 1 + 7 * 4, found  # packing, and a merge in four
+    assert found.pop("addcmul") + found.pop("addcmul_") == 7
+    assert found.pop("mul") == 1, "each block's output is read once, as it is, and nothing is copied to float32"
+    assert sum(found.values()) <= 3, found  # packing, and what each block weighs
+
+
+def test_a_ring_that_collects_attends_to_two_blocks() -> None:
+    found = _launches((8, 1), rotate_method="allgather")
+    assert (found.pop("send"), found.pop("recv_")) == (7, 7)
+    assert found.pop("_scaled_dot_product_cudnn_attention") == 2
+    assert (found.pop("mul"), found.pop("addcmul")) == (1, 1), "one merge"
+    assert sum(found.values()) <= 3, found  # packing, and what each block weighs
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,8 +137,8 @@ def test_a_transformer_stays_on_the_device(kind: str) -> None:
                 assert out.device.type == "cuda"
 
 
-def _degrees(degrees: tuple[int, int]) -> Parallelism:
-    return Parallelism(ring_degree=degrees[0], ulysses_degree=degrees[1])
+def _degrees(degrees: tuple[int, int], **options: Any) -> Parallelism:
+    return Parallelism(ring_degree=degrees[0], ulysses_degree=degrees[1], **options)
 
 
 def _moved(value: Any) -> Any:

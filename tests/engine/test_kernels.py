@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise, permutations
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
-from diffusers.models import attention_dispatch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel_runtime.specs import AttentionBackend
-from parallel_runtime.worker.engine.kernels import attend, attend_block, candidates
-from parallel_runtime.worker.engine.merge import Merge
+from parallel_runtime.worker.engine import kernels, operators
+from parallel_runtime.worker.engine.choosing import candidates, rivals
+from parallel_runtime.worker.engine.kernels import attend, attend_block
+from parallel_runtime.worker.engine.merge import GOES, Merge
 from parallel_runtime.worker.engine.overriding import by_backend
 
 from .reference import attention, random_problem
@@ -67,8 +70,7 @@ def test_cuda_kernels_are_called_with_arguments_that_they_take(
     if dtype == torch.float32 and backend not in ("auto", "native"):
         pytest.skip("half precision only")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    for name, stand_in in PACKAGES.items():
-        monkeypatch.setattr(attention_dispatch, name, stand_in, raising=False)
+    monkeypatch.setattr(operators, "_imported", PACKAGES.get)
     with FakeTensorMode():
         query = torch.empty(70, 2, 12, 64, device="cuda", dtype=dtype).transpose(0, 1)
         key = torch.empty(37, 2, 12, 64, device="cuda", dtype=dtype).transpose(0, 1)
@@ -77,21 +79,29 @@ def test_cuda_kernels_are_called_with_arguments_that_they_take(
         assert out.shape == query.shape
         assert lse.shape == (2, 70, 12, 1)
         assert lse.dtype == torch.float32
+        assert attend(query, key, key, mask, None, backend).shape == query.shape
 
 
-def _flash_attn_3(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def _flash(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None, return_attn_probs: bool = False) -> Any:
+    return _with_lse(q) if return_attn_probs else torch.empty_like(q)
+
+
+def _sage(
+    q: Tensor, k: Tensor, v: Tensor, *, tensor_layout: str, sm_scale: float | None, return_lse: bool = False
+) -> Any:
+    assert tensor_layout == "NHD"
+    return _with_lse(q) if return_lse else torch.empty_like(q)
+
+
+def _with_lse(q: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
 
 
-def _flash_attn_2(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (*_flash_attn_3(q), q.new_empty(0), q.new_empty(2))
-
-
-# What the packages that are not here return, by the names that diffusers calls them.
+# Packages that are not here, by what they take and return.
 PACKAGES: dict[str, Any] = {
-    "_wrapped_flash_attn_forward": _flash_attn_2,
-    "_wrapped_flash_attn_3": lambda q, **_: (torch.empty_like(q), _flash_attn_3(q)[1].permute(0, 2, 1)),
-    "sageattn": lambda q, k, v, **_: _flash_attn_3(q),
+    "flash_attn": SimpleNamespace(flash_attn_func=_flash),
+    "flash_attn_interface": SimpleNamespace(flash_attn_func=_flash),
+    "sageattention": SimpleNamespace(sageattn=_sage),
 }
 
 
@@ -121,3 +131,149 @@ def test_comfyui_attends_with_masks_that_a_chosen_kernel_does_not_take(backend: 
 
     by_backend(backend)(of_comfyui, tokens, tokens, tokens, 2, mask=mask, skip_output_reshape=True)
     assert asked == ([{"mask": mask, "skip_reshape": False, "skip_output_reshape": True}] if asks else [])
+
+
+EXPLICIT = [name for name in get_args(AttentionBackend) if name not in ("auto", "native")]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What the log says of backends, from the start."""
+    monkeypatch.setattr(kernels, "_TRIED", {})
+    monkeypatch.setattr(kernels, "_TOLD", set())
+    return caplog
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("backend", EXPLICIT)
+def test_where_a_chosen_backend_has_no_kernel_attention_is_that_of_auto_and_the_log_names_it_once(
+    backend: AttentionBackend, masked: bool, told: pytest.LogCaptureFixture
+) -> None:
+    problem = random_problem(15, masked=masked, grouped=True)
+    mask = None if problem.mask is None else problem.mask.reshape(problem.mask.shape[0], -1, 1, problem.key.shape[1])
+    mask = mask if mask is None or mask.shape[1] in (1, problem.query.shape[2]) else None
+    given = problem.query, problem.key, problem.value, mask, None
+    for _ in range(2):
+        assert torch.equal(attend(*given, backend), attend(*given, "auto"))
+        for one, other in zip(attend_block(*given, backend), attend_block(*given, "auto"), strict=True):
+            assert torch.equal(one, other)
+    assert len({record.getMessage() for record in told.records}) == len(told.records), "said once"
+    assert all(f"attention_backend {backend} has no kernel" in record.getMessage() for record in told.records)
+    assert told.records
+
+
+@needs_cuda_build
+@pytest.mark.parametrize(
+    ("backend", "change", "says"),
+    [
+        ("flash", {"masked": True}, "it takes no mask"),
+        ("_flash_3", {"dtype": torch.float32}, "it takes bfloat16 or float16, not float32"),
+        ("sage", {"head_dim": 256}, "it takes heads of up to 128, not of 256"),
+        ("_native_flash", {"head_dim": 264}, "it takes heads of up to 256, not of 264"),
+        ("_native_cudnn", {"masked": True}, "PyTorch has none for a mask"),
+        ("flash", {"head_dim": 72}, "FlashAttention has had enough of 72"),
+        ("sage", {"head_dim": 72}, "Unsupported head_dim: 72"),
+    ],
+)
+def test_a_call_that_a_kernel_does_not_take_goes_elsewhere_and_the_next_one_comes_back(
+    backend: AttentionBackend,
+    change: dict[str, Any],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    told: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(operators, "_imported", CHOOSY.get)
+    taken: list[str] = []
+    found = operators.OPERATORS[backend]
+
+    def counted(*given: Any) -> Tensor:
+        out = found.whole(*given)
+        taken.append(backend)
+        return out
+
+    monkeypatch.setitem(operators.OPERATORS, backend, replace(found, whole=counted))
+    with FakeTensorMode():
+        for given, expected in ((change, 0), ({}, 1), (change, 1), ({}, 2)):
+            assert _fake_attention(backend, **given)
+            assert len(taken) == expected, given
+    assert [says in record.getMessage() for record in told.records] == [True]
+
+
+def _fake_attention(
+    backend: AttentionBackend, *, masked: bool = False, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64
+) -> bool:
+    query = torch.empty(2, 9, 4, head_dim, device="cuda", dtype=dtype)
+    mask = torch.ones(2, 1, 1, 9, device="cuda", dtype=torch.bool) if masked else None
+    return attend(query, query, query, mask, None, backend).shape == query.shape
+
+
+def _choosy(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    if q.shape[-1] == 72:
+        raise RuntimeError("FlashAttention has had enough of 72\nand of much else")
+    return _flash(q, k, v, **options)
+
+
+def _choosy_sage(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    if q.shape[-1] == 72:
+        raise ValueError("Unsupported head_dim: 72")
+    return _sage(q, k, v, **options)
+
+
+CHOOSY: dict[str, Any] = {
+    "flash_attn": SimpleNamespace(flash_attn_func=_choosy),
+    "flash_attn_interface": SimpleNamespace(flash_attn_func=_choosy),
+    "sageattention": SimpleNamespace(sageattn=_choosy_sage),
+}
+
+
+@needs_cuda_build
+@pytest.mark.parametrize("fault", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_device_that_fails_is_no_kernel_that_is_not_there(
+    fault: type[RuntimeError], monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise fault("of the device")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(operators, "_imported", {"flash_attn": SimpleNamespace(flash_attn_func=failing)}.get)
+    with FakeTensorMode(), pytest.raises(fault, match="of the device"):
+        _fake_attention("flash")
+    assert not told.records
+
+
+def test_a_package_that_is_not_here_is_named(told: pytest.LogCaptureFixture) -> None:
+    operators._imported.cache_clear()
+    assert "needs the package a_package_that_nobody_has" in operators.missing("a_package_that_nobody_has")
+
+
+@pytest.mark.parametrize(("version", "records"), [(91002, False), (91499, False), (91500, True), (None, False)])
+def test_cudnn_before_9_15_is_not_recorded(version: int | None, records: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert operators.cudnn_records() == records
+    with FakeTensorMode():
+        query = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
+        assert ("_native_cudnn" in candidates(query)) == records
+        assert ("_native_cudnn" in rivals(query)) == records
+        assert "_native_cudnn" in rivals(query, recorded=False)
+        assert rivals(query)[0] == "auto", "ComfyUI's own is what others have to beat"
+        assert "_native_flash" not in rivals(query, masked=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [2, 3, GOES, GOES + 3])
+def test_many_blocks_merge_as_float64_would(count: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(count)
+    outs = [torch.randn(2, 5, 3, 8, generator=generator).to(dtype) for _ in range(count)]
+    lses = [9 * torch.randn(2, 5, 3, 1, generator=generator) for _ in range(count)]
+    expected = sum(
+        out.double() * weight for out, weight in zip(outs, torch.stack(lses).double().softmax(0), strict=True)
+    )
+    merge = Merge(in_float32=True)
+    for out, lse in zip(outs, lses, strict=True):
+        merge.add(out.clone(), lse)
+    merged = merge.result(outs[0], None)
+    assert merged.dtype == dtype
+    # In half precision the only rounding is that of the result.
+    assert torch.allclose(merged.double(), expected, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)

@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+import torch
+
+from parallel_runtime.accelerators import ACCELERATORS, Accelerator
+from parallel_runtime.specs import AttentionBackend, ModelSpec, Parallelism
+from parallel_runtime.worker.advice import Watch
+from parallel_runtime.worker.engine import advising, choosing, race
+from parallel_runtime.worker.engine.mesh import Axis, ContextMesh
+from parallel_runtime.worker.engine.operators import OPERATORS, Operator, by_pytorch
+from parallel_runtime.worker.models import Model
+
 from .conftest import Groups
 
 CASES = "tests.engine.race_cases"
@@ -20,3 +36,148 @@ def test_the_kernel_whose_slowest_rank_is_fastest_wins_on_every_rank(groups: Gro
 def test_one_kernel_alone_is_not_raced(groups: Groups) -> None:
     for answer in groups(2).run(f"{CASES}:winners", times={"only": [1.0, 1.0]}):
         assert answer == {"won": ["only", "only"], "timed": [], "results": []}
+
+
+@pytest.mark.parametrize(
+    ("times", "won"),
+    [
+        ({"own": [2.0, 2.0], "fast": [1.0, math.nan]}, "own"),
+        ({"own": [2.0, 2.0], "fast": [0.0, 1.0]}, "own"),
+        ({"own": [2.0, 2.0], "fast": [-1.0, -1.0]}, "own"),
+        ({"own": [2.0, 2.0], "fast": [1.0, math.inf], "other": [1.5, 1.5]}, "other"),
+    ],
+)
+def test_where_a_rank_measured_nothing_sensible_nothing_is_believed(
+    groups: Groups, times: dict[str, list[float]], won: str
+) -> None:
+    for answer in groups(2).run(f"{CASES}:winners", times=times):
+        assert answer["won"] == [won, won]
+        assert answer["timed"] == list(times), "once: nobody races anew in every forward"
+        assert bool(answer["results"]) == (won != "own")
+
+
+FAST = {"auto": [3.0, 3.0], "_native_cudnn": [1.0, 2.0], "_native_flash": [2.5, 2.5], "flash": [0.5, 4.0]}
+
+
+@pytest.mark.parametrize(
+    ("masked", "seconds", "kernel"),
+    [
+        (False, FAST, "_native_cudnn"),  # whose slowest rank is the fastest
+        (True, FAST, "_native_cudnn"),  # the only one that takes masks
+        (True, FAST | {"_native_cudnn": [-1.0, -1.0]}, "auto"),
+        (False, FAST | {"_native_cudnn": [1.0, -1.0], "_native_flash": [4.0, 1.0]}, "auto"),
+        (False, FAST | {"_native_cudnn": [math.nan, 1.0]}, "auto"),
+    ],
+)
+def test_where_keys_are_whole_all_ranks_take_the_winner_of_a_race_with_comfyuis_own(
+    groups: Groups, masked: bool, seconds: dict[str, list[float]], kernel: str
+) -> None:
+    answers = groups(2).run(f"{CASES}:kernels_taken", degrees=[1, 2], options={}, masked=masked, seconds=seconds)
+    for answer in answers:
+        assert answer["error"] <= 1e-5
+        assert set(answer["taken"]) == {kernel}
+
+
+@pytest.mark.parametrize(("capability", "kernel"), [([8, 9], "auto"), ([9, 0], "_native_cudnn")])
+def test_several_lanes_take_what_is_likely_and_do_not_race(groups: Groups, capability: list[int], kernel: str) -> None:
+    seconds = {name: [1.0] * 4 for name in FAST} | {"flash": [0.1] * 4}
+    given = {"degrees": [1, 2, 2], "options": {}, "masked": False, "seconds": seconds, "capability": capability}
+    for answer in groups(4).run(f"{CASES}:kernels_taken", **given):
+        assert (answer["timed"], set(answer["taken"])) == ([], {kernel})
+
+
+@pytest.mark.parametrize("degrees", [[1, 2], [2, 1]], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_backend_that_one_rank_does_not_have_is_none_for_all(
+    groups: Groups, degrees: list[int], masked: bool
+) -> None:
+    seconds = {"auto": [3.0, 3.0], "_native_cudnn": [1.0, -1.0]}
+    options = {"attention_backend": "_native_cudnn"}
+    answers = groups(2).run(f"{CASES}:kernels_taken", degrees=degrees, options=options, masked=masked, seconds=seconds)
+    for answer in answers:
+        assert answer["error"] <= 1e-5
+        assert "_native_cudnn" not in answer["taken"]
+    assert ([set(answer["taken"]) for answer in answers] == [{"auto"}] * 2) == (degrees == [1, 2])
+
+
+@pytest.mark.parametrize("backend", [name for name in get_args(AttentionBackend) if name not in ("auto", "native")])
+@pytest.mark.parametrize(("world", "degrees"), [(2, [2, 1]), (2, [1, 2]), (4, [2, 2])], ids=str)
+def test_a_backend_that_nobody_has_leaves_the_result_as_it_is(
+    groups: Groups, world: int, degrees: list[int], backend: str
+) -> None:
+    options = {"attention_backend": backend}
+    for errors in groups(world).run(
+        "tests.engine.cases:random_errors", degrees=degrees, seeds=[1, 2, 3], options=options
+    ):
+        assert max(errors) <= 1e-5
+
+
+def attended(tokens: int, *, masked: bool = False) -> torch.Tensor:
+    query = torch.randn(1, 2, tokens, 8, generator=torch.Generator().manual_seed(tokens))
+    mask = torch.ones(tokens, tokens, dtype=torch.bool) if masked else None
+    return torch.nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+
+
+@pytest.fixture
+def kernel_here(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """The CPU under the name of another kernel, and the times of both."""
+    times = {"auto": 2.0, "_native_cudnn": 1.0}
+    row = Accelerator(kind="cpu", collectives="gloo", whole=("_native_cudnn",))
+    operator = Operator(whole=by_pytorch, block=lambda *_: None, dims=64)  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(Operator, "lacks", lambda *_: "")
+    monkeypatch.setitem(ACCELERATORS, "cpu", row)
+    monkeypatch.setitem(OPERATORS, "_native_cudnn", operator)
+    monkeypatch.setattr(choosing, "fits_flash", lambda _: True)
+    order = iter(list(times) * 9)
+    monkeypatch.setattr(choosing, "timed", lambda run, _: (run(), times[next(order)])[1])
+    monkeypatch.setattr(race, "_FOUND", {})
+    monkeypatch.setattr(advising, "_TOLD", set())
+    return times
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(1.0, True), (1.8, False)])
+def test_one_worker_keeps_its_bits_and_is_told_once_of_a_kernel_that_is_clearly_faster(
+    kernel_here: dict[str, float], seconds: float, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel_here["_native_cudnn"] = seconds
+    expected = {tokens: attended(tokens) for tokens in (1024, 1100)}
+    with advising.Advising():
+        for _ in range(2):
+            for tokens, alone in expected.items():
+                assert torch.equal(attended(tokens), alone)
+    assert [result.what for result in race.results()] == ["alone", "alone"], "each size once"
+    said = [record.getMessage() for record in caplog.records]
+    races = [text for text in said if text.startswith("[CP] kernels: ")]
+    assert len(races) == 2, "the log has the times of both sizes"
+    assert all("ComfyUI's own 2e+06 us, for 1" in text for text in races)
+    said = [text for text in said if text not in races]
+    assert ["set attention_backend to _native_cudnn" in text for text in said] == [True] * told
+
+
+def test_small_and_masked_attentions_of_one_worker_are_left_alone(kernel_here: dict[str, float]) -> None:
+    with advising.Advising():
+        attended(1000)
+        attended(1100, masked=True)
+    assert race.results() == ()
+
+
+def test_the_first_evaluation_of_each_shape_is_watched_where_comfyui_chooses() -> None:
+    def watched(watch: Watch, model: Model, rows: int) -> bool:
+        return isinstance(watch(model, torch.empty(rows, 4, 8, 8, device="meta")), advising.Advising)
+
+    model, watch = Model(ModelSpec(loader="test"), torch.nn.Identity()), Watch()
+    model.parallelism = Parallelism()
+    assert [watched(watch, model, rows) for rows in (1, 1, 2, 1, 2)] == [True, False, True, False, False]
+    model.parallelism = Parallelism(attention_backend="native")
+    assert not watched(Watch(), model, 1)
+    model.parallelism, model.mesh = Parallelism(ulysses_degree=2), ContextMesh(context=Axis(size=2))
+    assert not watched(Watch(), model, 1)
+    assert not isinstance(Watch()(model, torch.empty(1)), advising.Advising)
+
+
+def test_what_runs_comfyuis_networks_does_without_diffusers() -> None:
+    modules = "models, engine.divide, engine.attention, engine.kernels, engine.choosing, engine.overriding"
+    names = ", ".join(f"parallel_runtime.worker.{name}" for name in modules.split(", "))
+    code = f"import sys, {names}; print(*({{name.partition('.')[0] for name in sys.modules}} & {{'diffusers'}}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...errors import Refused
 from ...jobs import EvaluationJob
+from ..advice import Watch
 from ..lanes import spread_rows
 from ..pulse import Pulse
 from .code import rebuild
@@ -24,6 +25,7 @@ class Evaluations:
 
     def __init__(self) -> None:
         self._prompts: dict[int, dict[str, Any]] = {}
+        self._watch = Watch()
 
     def __call__(self, model: ComfyModel, job: EvaluationJob, pulse: Pulse) -> dict[str, Any]:
         """Returns {"out": what the network gives: a tensor [B, C_out, (T,) H, W], or several in a list}."""
@@ -48,9 +50,11 @@ class Evaluations:
                 options.setdefault("optimized_attention_override", model.attention)
         if job.method != "forward":
             return {"out": getattr(model.network, job.method)(**arguments)}
-        x = next(iter(job.each.values()))
-        rows = len(x if torch.is_tensor(x) else x[0])
-        out = model.network(**arguments) if job.together else spread_rows(model.rows, model.network, rows, **arguments)
+        given = arguments[next(iter(job.each))]
+        x = given if torch.is_tensor(given) else given[0]
+        rows = 1 if job.together else len(x)  # what sees all of them at once gets them as one
+        with self._watch(model, x):
+            out = spread_rows(model.rows, model.network, rows, **arguments)
         for tensor in out if isinstance(out, list | tuple) else [out]:
             pulse.evaluated(tensor)
         return {"out": out}

@@ -15,6 +15,7 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ...jobs import SamplingJob
+from ..advice import Watch
 from ..lanes import spread_rows
 from ..pulse import Pulse
 from .branches import Branches
@@ -98,12 +99,14 @@ def _patcher(model: ComfyModel, job: SamplingJob, pulse: Pulse) -> ModelPatcher:
 
 def _applied(model: ComfyModel, pulse: Pulse, *, together: bool) -> Callable[..., Tensor]:
     """Around each evaluation of the model: a sign of life, and the rows of the batch spread over the lanes."""
+    watch = Watch()
 
     def apply(executor: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         pulse.evaluating()
-        if together:
-            return executor(x, *args, **kwargs)
-        return spread_rows(model.rows, executor, x.shape[0], x, *args, **kwargs)
+        with watch(model, x):
+            if together:
+                return executor(x, *args, **kwargs)
+            return spread_rows(model.rows, executor, x.shape[0], x, *args, **kwargs)
 
     return apply
 

@@ -8,6 +8,8 @@ divide      make a network of ComfyUI's parallel, and undo it; overriding takes 
 cuts        where streams are cut and put back together, as a plan says; streams are their lengths, holdings a
             rank's part of them; sites are a plan's names found in a network, hooking puts cuts there
 attention   one attention over cut streams: ulysses and ring move data, kernels compute, masks follow the keys
+choosing    which kernel that is, the same on all ranks, by a race; operators are what there is, advising is for one
+            worker
 backend     the one hook into diffusers' attention; processors are ours where diffusers' own pass it by
 exchange    the collectives
 """

@@ -23,9 +23,8 @@ from .kernels import check_backend
 from .mesh import ContextMesh, adopt_mesh, build_mesh
 from .processors import Aware, aware
 from .sites import Block, blocks_of
-from .streams import Streams
+from .streams import ATTACHED, Streams
 
-_ATTRIBUTE = "_context_parallel_attachment"
 _ABSENT = object()
 # Say that they are aware, but make calls that would stay local, or be cut and must not be; with what to use instead.
 _PARTLY_AWARE = {
@@ -75,7 +74,7 @@ def attach(
     backend are replaced by ours where we have one. Raises ValueError, and changes nothing, when it is attached already,
     when plan, mesh and transformer do not fit, or when an attention processor cannot be made parallel.
     """
-    if hasattr(transformer, _ATTRIBUTE):
+    if hasattr(transformer, ATTACHED):
         raise ValueError(f"this {type(transformer).__name__} is attached already; detach it first")
     if getattr(transformer, "_parallel_config", None) is not None:
         raise ValueError("diffusers' enable_parallelism was called on this transformer; load it anew and attach it")
@@ -83,7 +82,7 @@ def attach(
     check_backend(parallelism.attention_backend, device)
     context_mesh = _resolve(mesh, parallelism, device)
     if context_mesh.context.size == 1:
-        setattr(transformer, _ATTRIBUTE, _attach_alone(transformer, parallelism))
+        setattr(transformer, ATTACHED, _attach_alone(transformer, parallelism))
         return
     plan = (plan or plan_of(transformer)).replicating(*replicated)
     cuts = Cuts(plan, context_mesh.context)
@@ -92,12 +91,12 @@ def attach(
     handles = [transformer.register_forward_pre_hook(_begin(routes, cuts))]
     handles += [handle for block in blocks for handle in hook(block, cuts)]
     handles.append(transformer.register_forward_hook(_end(cuts), always_call=True))
-    setattr(transformer, _ATTRIBUTE, _Attachment(handles, _apply(routes), cuts.streams))
+    setattr(transformer, ATTACHED, _Attachment(handles, _apply(routes), cuts.streams))
 
 
 def detach(transformer: nn.Module) -> None:
     """Make `transformer` plain again, exactly as it was before `attach`; ValueError if it is not attached."""
-    attachment = getattr(transformer, _ATTRIBUTE, None)
+    attachment = getattr(transformer, ATTACHED, None)
     if attachment is None:
         raise ValueError(f"this {type(transformer).__name__} is not attached")
     for handle in attachment.handles:
@@ -107,13 +106,7 @@ def detach(transformer: nn.Module) -> None:
             vars(owner).pop(name, None)
         else:
             setattr(owner, name, value)
-    delattr(transformer, _ATTRIBUTE)
-
-
-def streams_of(transformer: nn.Module) -> Streams | None:
-    """The cut streams of the forward in progress; None where this rank holds the whole sequence."""
-    attachment = getattr(transformer, _ATTRIBUTE, None)
-    return attachment.streams if attachment is not None else None
+    delattr(transformer, ATTACHED)
 
 
 def from_context_parallel_config(config: Any) -> Parallelism:

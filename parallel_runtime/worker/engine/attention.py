@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -11,20 +11,21 @@ from torch import Tensor
 
 from ...specs import AttentionBackend, Parallelism
 from .arrangement import Arrangement, Wave, arrange
+from .choosing import chosen_for_blocks, chosen_for_whole
 from .exchange import Pending, allocate, gather
-from .kernels import attend, attend_biased, for_heads, head_by_head, raced
-from .masks import Mask, exchange_mask, same_memory
+from .kernels import attempt, attend_biased, attend_natively, for_heads, head_by_head
+from .masks import Mask, ToldApart, exchange_mask, same_memory
 from .merge import Merge
 from .mesh import ContextMesh
 from .opaque import attend_opaquely, enlist
+from .operators import Whole
 from .pair_masks import pair_mask
-from .ring import Block, Stop, collect, packed_bytes, rotate, stops
+from .race import Sizes
+from .ring import Block, Owners, Stop, collect, packed_bytes, rotate, stops
 from .sizes import chunk_sizes
 from .streams import KEPT_BYTES, Streams
 from .ulysses import Parcel, Spare, place, split, to_heads, to_tokens
 
-# Attention over whole keys: query, key, value [B, tokens, heads, D], mask [B, 1 or heads, 1 or Sq, Sk], scale.
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], Tensor]
 OnHeads = Callable[[Tensor, Tensor, Tensor, Mask | None], Tensor]
 
 
@@ -32,8 +33,8 @@ OnHeads = Callable[[Tensor, Tensor, Tensor, Mask | None], Tensor]
 class ContextAttention:
     """Attention of the ranks of a context mesh; `queries` and `keys` are the streams that each concatenates.
 
-    `keys` None: those of the queries. `kernel` attends where keys are whole, [B, tokens, H, D] each and a mask
-    [B, 1 or H, 1 or queries, keys]; None: what `parallelism` says.
+    `keys` None: those of the queries. `own` attends where keys are whole and no other kernel is chosen, [B, tokens, H,
+    D] each and a mask [B, 1 or H, 1 or queries, keys]; none is where `fixed` says so. None: PyTorch's choice.
     """
 
     mesh: ContextMesh
@@ -41,7 +42,8 @@ class ContextAttention:
     streams: Streams
     queries: tuple[str, ...]
     keys: tuple[str, ...] | None = None
-    kernel: Kernel | None = None
+    own: Whole | None = None
+    fixed: Callable[[], bool] = lambda: False
     number: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -153,13 +155,17 @@ class ContextAttention:
         query = head_by_head(query)
         if self.mesh.ring.size > 1:
             return self._ring(held, scale, query, key, value, keys)
+        mask = None if keys is None else keys.block(0, key.shape[1])
+        backend = self._chosen(query, held, None if keys is None else keys.told_apart)
         if query.numel() == 0:
             return allocate(query.shape, query)
-        mask = None if keys is None else keys.block(0, key.shape[1])
         key, value = head_by_head(key), head_by_head(value)
-        if self.kernel is not None:
-            return self.kernel(query, key, value, mask, scale)
-        return attend(query, key, value, mask, scale, self.parallelism.attention_backend)
+        out = None if backend == "auto" else attempt(query, key, value, mask, scale, backend)
+        return self._own(query, key, value, mask, scale) if out is None else out
+
+    @property
+    def _own(self) -> Whole:
+        return self.own or attend_natively
 
     def _ring(
         self,
@@ -171,24 +177,34 @@ class ContextAttention:
         keys: Mask | None,
     ) -> Tensor:
         merge, blocks = Merge(in_float32=self.parallelism.convert_to_fp32), held.blocks
-        backend = self.streams.kept((held, "race"), lambda: self._raced(query, held))
-        for owner, (k, v) in self._visited((key, value), blocks):
+        backend = self._chosen(query, held, None)
+        for owners, (k, v) in self._visited((key, value), blocks):
             if query.numel() == 0 or k.numel() == 0:
                 continue
             bias = None
             if keys is not None:
-                start, size = sum(blocks[:owner]), blocks[owner]
-                if keys.hides(start, size):
+                spans = tuple((sum(blocks[:owner]), blocks[owner]) for owner in owners if blocks[owner])
+                if all(keys.hides(*span) for span in spans):
                     continue
-                bias = keys.bias(start, size, query.dtype)
+                bias = keys.bias(spans, query.dtype)
             merge.add(*attend_biased(query, k, v, bias, scale, backend))
         return merge.result(query, None if keys is None else keys.dead())
 
-    def _raced(self, query: Tensor, held: Arrangement) -> AttentionBackend:
-        lanes = self.mesh.cfg.size * self.mesh.data.size
-        return raced(self.parallelism.attention_backend, query, held.largest, self.mesh.context, lanes)
+    def _chosen(self, query: Tensor, held: Arrangement, mask: ToldApart | None) -> AttentionBackend:
+        """The kernel of this forward's attentions that are alike."""
+        if self.fixed():
+            return "auto"
+        return self.streams.kept((held, "kernel", mask), lambda: self._choose(query, held.largest, mask))
 
-    def _visited(self, block: Block, blocks: tuple[int, ...]) -> Iterator[tuple[int, Block]]:
+    def _choose(self, query: Tensor, largest: Sizes, mask: ToldApart | None) -> AttentionBackend:
+        backend, axis, lanes = self.parallelism.attention_backend, self.mesh.context, self.mesh.lanes
+        recorded = self.parallelism.cuda_graphs != "off"
+        if self.mesh.ring.size > 1:
+            return chosen_for_blocks(backend, query, largest, axis, lanes, recorded)
+        sizes = replace(largest, what="whole", mask=mask)
+        return chosen_for_whole(backend, query, sizes, axis, self._own, lanes, recorded)
+
+    def _visited(self, block: Block, blocks: tuple[int, ...]) -> Iterator[tuple[Owners, Block]]:
         axis = self.mesh.ring
         if self.parallelism.rotate_method == "allgather":
             return collect(block, blocks, axis)

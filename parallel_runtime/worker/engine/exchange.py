@@ -87,6 +87,16 @@ def gather(chunk: Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
     return _collect(whole, chunk.contiguous(), sizes, axis)
 
 
+def gather_others(chunk: Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
+    """The same of all other ranks, those after this one first: [sum of their sizes, ...]."""
+    order = [(axis.index + step) % axis.size for step in range(1, axis.size)]
+    theirs = [sizes[peer] for peer in order]
+    others = allocate((sum(theirs), *chunk.shape[1:]), chunk)
+    arriving = _at_wire(others, axis)
+    places = dict(zip(order, arriving.split(theirs), strict=True))
+    return Pending(_swap(_to_wire(chunk.contiguous(), axis), places, axis), [arriving], [others])
+
+
 def gather_evenly(whole: Tensor, chunk: Tensor, axis: Axis) -> Pending:
     """All-gather of flat chunks of one size into `whole`, in rank order."""
     if whole.device.type == "cpu" or axis.wire is not None:
@@ -100,11 +110,18 @@ def _collect(whole: Tensor, chunk: Tensor, sizes: Sequence[int], axis: Axis) -> 
     wired = _to_wire(chunk, axis)
     places = arriving.split(list(sizes))
     places[axis.index].copy_(wired)
-    # Each rank starts with another peer, so that no link carries everybody's first message.
+    return Pending(_swap(wired, places, axis), [arriving], [whole])
+
+
+def _swap(wired: Tensor, places: Mapping[int, Tensor] | Sequence[Tensor], axis: Axis) -> list[dist.Work]:
+    """What this rank has to all others, and theirs into their places.
+
+    Each rank starts with another peer, so that no link carries everybody's first message.
+    """
     others = [(axis.index + step) % axis.size for step in range(1, axis.size)]
     operations = [_p2p(dist.isend, wired, peer, axis) for peer in others]
     operations += [_p2p(dist.irecv, places[peer], peer, axis) for peer in reversed(others)]
-    return Pending(_start(operations), [arriving], [whole])
+    return _start(operations)
 
 
 def hop(block: Sequence[Tensor], spare: Sequence[Tensor], axis: Axis) -> Pending:

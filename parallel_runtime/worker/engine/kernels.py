@@ -6,56 +6,77 @@ heads, each for a group of neighbouring query heads. Knows no ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
+import logging
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import TypeVar, cast
 
 import torch
-from diffusers.models import attention_dispatch
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from ...accelerators import ACCELERATORS
 from ...specs import AttentionBackend
 from .masks import additive
-from .mesh import Axis
-from .race import Sizes, blocks, timed, winner
+from .opaque import attend_opaquely, enlist
+from .operators import OPERATORS, by_pytorch, heads_first, missing
 
-# [B, Sq, H, D] of queries, keys and values, a bias, a scale; to an output and its log-sum-exp [B, Sq, H, 1].
-BlockKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], tuple[Tensor, Tensor]]
+Made = TypeVar("Made")
 
-TAKE_MASKS = ("auto", "native", "_native_cudnn")
-_CUDNN_LEADS = (9, 10)  # compute capabilities for which PyTorch itself prefers cuDNN
-_NATIVE_BACKENDS = ("auto", "native")
-_BACKENDS_OF_DIFFUSERS = {member.value: member for member in AttentionBackendName}
 _FLASH_FOR_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _MANY = 512  # tokens: with fewer, a kernel is over before a copy pays
 _CHUNK = 1024  # queries whose scores are held at once
 _BIAS_ALIGNMENT = 16  # the efficient kernel wants bias rows to start at a multiple of this many elements
+# What kernels raise for a call that they have nothing for; faults of the device are RuntimeErrors too.
+NO_KERNEL = (RuntimeError, ValueError, TypeError, AssertionError)
+FAULTS = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "AcceleratorError", None)]))  # since PyTorch 2.8
+
+log = logging.getLogger(__name__)
+
+_TRIED: dict[Hashable, str] = {}  # by kind of call: why a backend has no kernel for it, "" where it has
+_TOLD: set[tuple[str, str]] = set()
 
 
 def check_backend(backend: AttentionBackend, device: torch.device) -> None:
-    """ValueError or RuntimeError if `backend` cannot run on `device` here, before anything is changed."""
-    if backend in _NATIVE_BACKENDS:
+    """ValueError if `backend` cannot run on `device` here, before anything is changed."""
+    if backend not in OPERATORS:
         return
     if device.type == "cpu":
         raise ValueError(f'attention_backend {backend!r} needs a GPU; on the CPU use "auto" or "native"')
-    attention_dispatch._check_attention_backend_requirements(_BACKENDS_OF_DIFFUSERS[backend])
+    if why := missing(OPERATORS[backend].package) if OPERATORS[backend].package else "":
+        raise ValueError(f'attention_backend {backend!r} is not here: {why}; use "auto"')
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, backend: AttentionBackend
 ) -> Tensor:
-    """Plain attention through diffusers' own backends. `mask`: [B, 1 or H, 1 or Sq, Sk], bool or additive.
+    """Plain attention. `mask`: [B, 1 or H, 1 or Sq, Sk], bool or additive. What `backend` has no kernel for goes where
+    it would with "auto": PyTorch's own choice."""
+    if torch.compiler.is_compiling() and backend in OPERATORS:
+        return attend_opaquely(query, key, value, mask, scale, _NUMBERS[backend])
+    out = attempt(query, key, value, mask, scale, backend)
+    return attend_natively(query, key, value, mask, scale) if out is None else out
 
-    Backends that take no mask leave masked calls to scaled_dot_product_attention.
-    """
+
+def attend_natively(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """PyTorch's own choice, which has something for every call."""
+    return by_pytorch(query, for_heads(key, query.shape[2]), for_heads(value, query.shape[2]), mask, scale)
+
+
+def attempt(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, backend: AttentionBackend
+) -> Tensor | None:
+    """What the kernel of this name makes of a call; None where it has none, which the log says once."""
+    if backend == "auto":
+        return None
+    if backend == "native":
+        return attend_natively(query, key, value, mask, scale)
+    operator = OPERATORS[backend]
     key, value = (for_heads(tensor, query.shape[2]) for tensor in (key, value))
-    native = backend in _NATIVE_BACKENDS or (mask is not None and backend not in TAKE_MASKS)
-    function = _AttentionBackendRegistry._backends[_BACKENDS_OF_DIFFUSERS["native" if native else backend]]
-    if backend == "sage":  # reads other memory than it should through views (huggingface/diffusers#13506)
-        query, key, value = (tensor.contiguous() for tensor in (query, key, value))
-    return function(query=query, key=key, value=value, attn_mask=mask, scale=scale)
+    return _try(
+        (backend, "whole", *_kind(query, key, value, mask)),
+        lambda: operator.lacks(query, key, value, mask),
+        lambda: operator.whole(query, key, value, mask, scale),
+    )
 
 
 def attend_block(
@@ -64,7 +85,7 @@ def attend_block(
     """Attention over one block of keys: output [B, Sq, H, D] and its log-sum-exp [B, Sq, H, 1], float32.
 
     `mask` is [B, 1 or H, 1, Sk]. Where it hides the whole block the output is finite and its log-sum-exp hugely
-    negative.
+    negative. What `backend` has no kernel for goes where it would with "auto".
     """
     return attend_biased(query, key, value, None if mask is None else additive(mask, query.dtype), scale, backend)
 
@@ -74,41 +95,21 @@ def attend_biased(
 ) -> tuple[Tensor, Tensor]:
     """`attend_block` with its mask as a finite bias already."""
     key, value = for_heads(key, query.shape[2]), for_heads(value, query.shape[2])
+    if (operator := OPERATORS.get(backend)) is not None:
+        found = _try(
+            (backend, "block", *_kind(query, key, value, bias)),
+            lambda: operator.lacks(query, key, value, None) if bias is None else "it gives no log-sum-exp with a mask",
+            lambda: operator.block(query, key, value, scale),
+        )
+        if found is not None:
+            return found
     if query.device.type == "cpu":
         return _cpu(query, key, value, bias, scale)
     if query.device.type != "cuda":
         return _by_products(query, key, value, bias, scale)
-    if bias is not None:
-        return _efficient(query, key, value, bias, scale)
-    if backend in _NATIVE_BACKENDS:
-        backend = candidates(query)[0] if backend == "auto" else "native"
-    return _BLOCK_KERNELS[backend](query, key, value, None, scale)
-
-
-def candidates(query: Tensor) -> list[AttentionBackend]:
-    """What "auto" may take for blocks of such queries, the likely fastest first; "native" where there is no choice."""
-    found = ACCELERATORS.get(query.device.type)
-    if found is None or not found.kernels or not _fits_flash(query):
-        return ["native"]
-    cudnn = torch.version.hip is None and torch.cuda.get_device_capability(query.device)[0] in _CUDNN_LEADS
-    return [kernel for kernel in found.kernels if cudnn or kernel != "_native_cudnn"]
-
-
-def raced(backend: AttentionBackend, query: Tensor, sizes: Sizes, axis: Axis, lanes: int = 1) -> AttentionBackend:
-    """The backend for a ring's blocks: "auto" is decided by a race. Collective over `axis`.
-
-    Of several `lanes` each would have a race of its own, and those that compute the same must not come to other bits:
-    they take the likely winner.
-    """
-    if backend != "auto" or isinstance(query, FakeTensor):
-        return backend
-    names = candidates(query)[: 1 if lanes > 1 else None]
-
-    def seconds(name: str) -> float:
-        q, k = blocks(sizes, query.device)
-        return timed(lambda: _BLOCK_KERNELS[name](q, k, k, None, None), query.device)
-
-    return cast(AttentionBackend, winner(names, sizes, axis, seconds, query.device))
+    if bias is None and fits_flash(query):
+        return OPERATORS["_native_flash"].block(query, key, value, scale)
+    return _efficient(query, key, value, bias, scale)
 
 
 def for_heads(tensor: Tensor, heads: int) -> Tensor:
@@ -123,90 +124,88 @@ def head_by_head(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _fits_flash(query: Tensor) -> bool:
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    ampere = query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) >= (8, 0)
-    return half and ampere and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+def fits_flash(query: Tensor) -> bool:
+    """Does PyTorch's own flash kernel take such queries, and the keys and values that go with them?"""
+    return query.shape[-1] % 8 == 0 and not OPERATORS["_native_flash"].lacks(query, query, query, None)
+
+
+def tell_once(backend: str, why: str) -> None:
+    """That a backend is not taken for some calls; by the first rank, for all of them."""
+    if (backend, why) in _TOLD or (dist.is_initialized() and dist.get_rank() > 0):
+        return
+    _TOLD.add((backend, why))
+    log.warning(
+        "[CP] attention_backend %s has no kernel for some calls: %s. These go where auto would send them, all others "
+        "go on with it",
+        backend,
+        why,
+    )
+
+
+_ATTENDING = {name: partial(attend, backend=cast(AttentionBackend, name)) for name in OPERATORS}
+_NUMBERS = {name: enlist(attending) for name, attending in _ATTENDING.items()}
+
+
+def _kind(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Hashable, ...]:
+    """What kernels choose by, but for sizes that they all take."""
+    masked = None if mask is None else (mask.dtype, mask.shape)
+    return query.device, query.dtype, key.dtype, query.shape, key.shape[1], value.shape[-1], masked
+
+
+def _try(call: Hashable, lacks: Callable[[], str], run: Callable[[], Made]) -> Made | None:
+    """What `run` makes, or None. Calls of a kind are looked into once: what failed then is not tried again, and who
+    has attended once is trusted, also where nothing could be asked (in a graph)."""
+    why = _TRIED.get(call)
+    if why == "":
+        return run()
+    if why is None:
+        why = lacks()
+        if not why:
+            try:
+                made = run()
+            except NO_KERNEL as error:
+                if isinstance(error, FAULTS):
+                    raise
+                why = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+            else:
+                _TRIED[call] = ""
+                return made
+        _TRIED[call] = why
+        tell_once(call[0], why)  # type: ignore[index]
+    return None
 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
     q, k, v = (head_by_head(tensor) for tensor in (q, k, v))
-    out, lse = _FLASH_FOR_CPU(*_heads_first(q, k, v), 0.0, False, attn_mask=bias, scale=scale)
+    out, lse = _FLASH_FOR_CPU(*heads_first(q, k, v), 0.0, False, attn_mask=bias, scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
 
 
 def _by_products(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
     """Where no kernel is known to give a log-sum-exp: two matrix products a chunk of queries, in float32."""
-    query, key, value = _heads_first(q, k, v)
+    query, key, value = heads_first(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     outs, sums = [], []
+    at = 0
     for chunk in query.split(_CHUNK, dim=2):
         scores = (chunk.float() * scale) @ key.float().transpose(-1, -2)
-        scores = scores if bias is None else scores + bias
+        if bias is not None:
+            scores = scores + (bias if bias.shape[2] == 1 else bias.narrow(2, at, chunk.shape[2]))
+        at += chunk.shape[2]
         lse = scores.logsumexp(-1, keepdim=True)
         outs.append(((scores - lse).exp() @ value.float()).to(q.dtype))
         sums.append(lse)
     return torch.cat(outs, 2).transpose(1, 2), torch.cat(sums, 2).transpose(1, 2)
 
 
-def _native_flash(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    flash = torch.ops.aten._scaled_dot_product_flash_attention
-    out, lse, *_rest = flash(*_heads_first(q, k, v), 0.0, False, return_debug_mask=False, scale=scale)
-    return out.transpose(1, 2), lse.transpose(1, 2).unsqueeze(-1)
-
-
 def _efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
     if bias is not None:
         bias = _aligned(bias).expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-    out, lse, *_rest = efficient(*_heads_first(q, k, v), bias, True, 0.0, False, scale=scale)
+    out, lse, *_rest = efficient(*heads_first(q, k, v), bias, True, 0.0, False, scale=scale)
     return out.transpose(1, 2), lse[..., : q.shape[1]].transpose(1, 2).unsqueeze(-1)
-
-
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    return _of_diffusers(attention_dispatch._cudnn_attention_forward_op, q, k, v, scale)
-
-
-def _flash_2(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    return _of_diffusers(attention_dispatch._flash_attention_forward_op, q, k, v, scale)
-
-
-def _flash_3(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    out, lse = attention_dispatch._wrapped_flash_attn_3(q=q, k=k, v=v, softmax_scale=scale, causal=False)
-    return out, lse.unsqueeze(-1)  # diffusers has turned it to [B, S, H]
-
-
-def _sage(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    q, k, v = (tensor.contiguous() for tensor in (q, k, v))
-    return _of_diffusers(attention_dispatch._sage_attention_forward_op, q, k, v, scale)
-
-
-def _of_diffusers(
-    forward_op: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """diffusers' forward ops give the log-sum-exp as [B, S, H], some with a trailing 1."""
-    out, lse = forward_op(None, q, k, v, scale=scale, return_lse=True, _save_ctx=False)
-    return out, lse if lse.ndim == 4 else lse.unsqueeze(-1)
-
-
-def _heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 def _aligned(bias: Tensor) -> Tensor:
     keys = bias.shape[-1]
     return torch.nn.functional.pad(bias, (0, -keys % _BIAS_ALIGNMENT))[..., :keys]
-
-
-def _native(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    return (_native_flash if _fits_flash(q) else _efficient)(q, k, v, None, scale)
-
-
-_BLOCK_KERNELS: dict[str, BlockKernel] = {
-    "native": _native,
-    "_native_flash": _native_flash,
-    "_native_cudnn": _cudnn,
-    "flash": _flash_2,
-    "_flash_3": _flash_3,
-    "sage": _sage,
-}

@@ -13,14 +13,19 @@ from .exchange import gather
 from .mesh import Axis
 from .sizes import chunk_range
 
+ToldApart = tuple[torch.dtype, bool, bool, bool]  # a mask's dtype; does it tell batch, heads, queries apart?
+Spans = tuple[tuple[int, int], ...]  # of keys: (start, size) of each
+
 
 class Mask:
     """The mask of all keys of an attention, for the queries of this rank: bool or additive float.
 
     What layers ask for again and again is made once. A kind of mask says how: `_block`, `_heads`, `_dead`, `_hides`.
+    `told_apart` is the same on all ranks, however few heads and queries one has.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, told_apart: ToldApart) -> None:
+        self.told_apart = told_apart
         self._made: dict[Hashable, Any] = {}
 
     def block(self, start: int, size: int) -> Tensor:
@@ -28,9 +33,13 @@ class Mask:
         takes it."""
         return self._once(("block", start, size), lambda: self._block(start, size))
 
-    def bias(self, start: int, size: int, dtype: torch.dtype) -> Tensor:
-        """The same as a finite bias, see `additive`."""
-        return self._once(("bias", start, size, dtype), lambda: additive(self.block(start, size), dtype))
+    def bias(self, spans: Spans, dtype: torch.dtype) -> Tensor:
+        """The same as a finite bias, see `additive`, of the keys of several such spans, one after the other."""
+        return self._once(("bias", spans, dtype), lambda: additive(self._blocks(spans), dtype))
+
+    def _blocks(self, spans: Spans) -> Tensor:
+        blocks = [self.block(start, size) for start, size in spans]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, -1)
 
     def heads(self, start: int, size: int) -> Mask:
         """The same for some of the heads."""
@@ -65,15 +74,15 @@ class Mask:
 class KeyMask(Mask):
     """The same for all queries: `keys` [S, B, 1 or heads] in context order."""
 
-    def __init__(self, keys: Tensor) -> None:
-        super().__init__()
+    def __init__(self, keys: Tensor, told_apart: ToldApart | None = None) -> None:
+        super().__init__(told_apart or (keys.dtype, keys.shape[1] > 1, keys.shape[2] > 1, False))
         self.keys = keys
 
     def _block(self, start: int, size: int) -> Tensor:
         return self.keys[start : start + size].permute(1, 2, 0).unsqueeze(2).contiguous()
 
     def _heads(self, start: int, size: int) -> KeyMask:
-        return self if self.keys.shape[2] == 1 else KeyMask(self.keys[:, :, start : start + size])
+        return self if self.keys.shape[2] == 1 else KeyMask(self.keys[:, :, start : start + size], self.told_apart)
 
     def _dead(self) -> Tensor:
         alive = self.keys if self.keys.dtype == torch.bool else self.keys > -torch.inf

@@ -45,6 +45,11 @@ class ContextMesh:
     device_mesh: DeviceMesh | None = None
     flat: DeviceMesh | None = None
 
+    @property
+    def lanes(self) -> int:
+        """How many times there are ranks that share a sequence."""
+        return self.data.size * self.cfg.size
+
 
 def build_mesh(parallelism: Parallelism, device: torch.device | None = None) -> ContextMesh:
     """The mesh of a group of `parallelism.world_size` ranks that compute on `device`.

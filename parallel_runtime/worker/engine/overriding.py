@@ -19,7 +19,7 @@ from ...plan import Attends, Cross, Over
 from ...specs import AttentionBackend, Parallelism
 from .attention import ContextAttention
 from .cuts import Cuts
-from .kernels import TAKE_MASKS, attend
+from .kernels import attempt
 from .mesh import ContextMesh
 from .opaque import answer_opaquely, enlist
 
@@ -97,35 +97,40 @@ class Overriding:
         cross = None if traced else self._cross(scope, q.shape[tokens], k.shape[tokens])
         if not traced and cross is None:
             layout = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
-            return self._function(func)(q, k, v, heads, mask=mask, **layout, **options)
+            return self._local(func)(q, k, v, heads, mask=mask, **layout, **options)
         size = q.shape[-1] if skip_reshape else q.shape[-1] // heads
-        q, k, v = (x.transpose(1, 2) if skip_reshape else x.reshape(*x.shape[:2], -1, size) for x in (q, k, v))
+        q, k, v = (_by_heads(x, size, skip_reshape) for x in (q, k, v))
         if cross is None:
             plain = {name: value for name, value in options.items() if name not in _OF_THE_CALLER}
             out = answer_opaquely(q, k, v, mask, scope, _number_of(func, **plain), self._number)
         else:
-            out = self._together(cross, q, k, v, mask, _Call(self._function(func), options))
+            out = self._together(cross, q, k, v, mask, _Call(self._own(func), options))
         return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
     def answer(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scope: int, settings: int) -> Tensor:
         """What a graph asks for: [B, tokens, heads, head size] of each to the same."""
         found = _SETTINGS[settings]
-        call = _Call(self._function(found.function), found.options)
         cross = self._cross(scope, q.shape[1], k.shape[1])
         if cross is None:
+            call = _Call(self._local(found.function), found.options)
             return call(q, k, v, mask, call.options.get("scale"))
-        return self._together(cross, q, k, v, mask, call)
+        return self._together(cross, q, k, v, mask, _Call(self._own(found.function), found.options))
 
     def _together(self, cross: Cross, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: _Call) -> Tensor:
         self.shared += 1
         self._call = call
         return self._attention(cross)(q, k, v, _four_dims(mask), call.options.get("scale"))
 
-    def _function(self, func: Attention) -> Attention:
-        if (previous := self.previous) is not None:
-            return lambda *args, **kwargs: previous(func, *args, **kwargs)
+    def _own(self, func: Attention) -> Attention:
+        """What attends where no kernel of ours is chosen: ComfyUI's, or a node's."""
+        if (previous := self.previous) is None:
+            return func
+        return lambda *args, **kwargs: previous(func, *args, **kwargs)
+
+    def _local(self, func: Attention) -> Attention:
+        """What attends to tokens that no other rank has a part of."""
         backend = self._parallelism.attention_backend
-        return func if backend == "auto" else partial(by_backend(backend), func)
+        return self._own(func) if self.previous or backend == "auto" else partial(by_backend(backend), func)
 
     def _cross(self, scope: int, queries: int, keys: int) -> Cross | None:
         """The streams of an attention of so many tokens; None where it is local."""
@@ -153,8 +158,9 @@ class Overriding:
     def _attention(self, cross: Cross) -> ContextAttention:
         if cross not in self._attentions:
             self._attentions[cross] = ContextAttention(
-                self._mesh, self._parallelism, self._cuts.streams, cross.queries, cross.keys, self._whole_keys
-            )
+                self._mesh, self._parallelism, self._cuts.streams, cross.queries, cross.keys,
+                own=self._whole_keys, fixed=lambda: self.previous is not None,
+            )  # fmt: skip
         return self._attentions[cross]
 
     def _whole_keys(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -162,24 +168,48 @@ class Overriding:
         return self._call(q, k, v, mask, scale)
 
 
-@cache
-def by_backend(backend: AttentionBackend) -> Override:
-    """A kernel of ours in place of ComfyUI's, but for calls with a mask where it takes none: ComfyUI knows the
-    fastest that does."""
+@dataclass(eq=False)
+class ByBackend:
+    """A kernel of ours in place of ComfyUI's, but for calls that it has nothing for: ComfyUI knows who has."""
 
-    def override(
-        func: Attention, q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None,
-        skip_reshape: bool = False, skip_output_reshape: bool = False, **kwargs: Any,
+    backend: AttentionBackend
+
+    def __post_init__(self) -> None:
+        self._number = enlist(self)
+
+    def __call__(
+        self, func: Attention, q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None,
+        skip_reshape: bool = False, skip_output_reshape: bool = False, **options: Any,
     ) -> Tensor:  # fmt: skip
-        if mask is not None and backend not in TAKE_MASKS:
-            layout = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
-            return func(q, k, v, heads, mask=mask, **layout, **kwargs)
         size = q.shape[-1] if skip_reshape else q.shape[-1] // heads
-        q, k, v = (x.transpose(1, 2) if skip_reshape else x.reshape(*x.shape[:2], -1, size) for x in (q, k, v))
-        out = attend(q, k, v, _four_dims(mask), kwargs.get("scale"), backend)
+        by_heads = _by_heads(q, size, skip_reshape), _by_heads(k, size, skip_reshape), _by_heads(v, size, skip_reshape)
+        if torch.compiler.is_compiling():
+            plain = {name: value for name, value in options.items() if name not in _OF_THE_CALLER}
+            out = answer_opaquely(*by_heads, mask, _OUTSIDE, _number_of(func, **plain), self._number)
+        else:
+            found = attempt(*by_heads, _four_dims(mask), options.get("scale"), self.backend)
+            if found is None:
+                layout = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
+                return func(q, k, v, heads, mask=mask, **layout, **options)
+            out = found
         return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
-    return override
+    def answer(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scope: int, settings: int) -> Tensor:
+        """What a graph asks for: [B, tokens, heads, head size] of each to the same."""
+        call = _SETTINGS[settings]
+        found = attempt(q, k, v, _four_dims(mask), call.options.get("scale"), self.backend)
+        return call(q, k, v, mask, call.options.get("scale")) if found is None else found
+
+
+@cache
+def by_backend(backend: AttentionBackend) -> ByBackend:
+    """The one of this name."""
+    return ByBackend(backend)
+
+
+def _by_heads(x: Tensor, size: int, heads_first: bool) -> Tensor:
+    """[B, tokens, heads, head size] of what ComfyUI's attention is called with."""
+    return x.transpose(1, 2) if heads_first else x.reshape(*x.shape[:2], -1, size)
 
 
 def _crossing(over: Over) -> Cross:

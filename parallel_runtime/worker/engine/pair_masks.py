@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import Refused
-from .masks import Mask, known_to_hide
+from .masks import Mask, ToldApart, known_to_hide
 from .mesh import ContextMesh
 from .sizes import chunk_range
 
@@ -16,15 +16,15 @@ from .sizes import chunk_range
 class PairMask(Mask):
     """[1 or B, 1 or heads, queries of this rank's Ulysses group, all keys in context order], bool or additive float."""
 
-    def __init__(self, pairs: Tensor) -> None:
-        super().__init__()
+    def __init__(self, pairs: Tensor, told_apart: ToldApart | None = None) -> None:
+        super().__init__(told_apart or (pairs.dtype, pairs.shape[0] > 1, pairs.shape[1] > 1, True))
         self.pairs = pairs
 
     def _block(self, start: int, size: int) -> Tensor:
         return self.pairs[..., start : start + size].contiguous()
 
     def _heads(self, start: int, size: int) -> PairMask:
-        return self if self.pairs.shape[1] == 1 else PairMask(self.pairs[:, start : start + size])
+        return self if self.pairs.shape[1] == 1 else PairMask(self.pairs[:, start : start + size], self.told_apart)
 
     def _dead(self) -> Tensor:
         alive = self.pairs if self.pairs.dtype == torch.bool else self.pairs > -torch.inf
@@ -45,17 +45,17 @@ def pair_mask(mask: Tensor, queries: Sequence[int], keys: Sequence[int], mesh: C
         mask = mask != 0
     parts, group = mesh.context.size, mesh.ulysses.size
     first = mesh.ring.index * group
-    rows = _places(queries, parts, range(first, first + group)).to(mask.device)
-    columns = _places(keys, parts, range(parts)).to(mask.device)
+    rows = _places(queries, parts, range(first, first + group), mask.device)
+    columns = _places(keys, parts, range(parts), mask.device)
     return PairMask(mask.index_select(-2, rows).index_select(-1, columns))
 
 
-def _places(lengths: Sequence[int], parts: int, ranks: range) -> Tensor:
+def _places(lengths: Sequence[int], parts: int, ranks: range, device: torch.device) -> Tensor:
     """Where the tokens of these ranks are among all, rank by rank."""
     starts = [sum(lengths[:n]) for n in range(len(lengths))]
     chunks = []
     for rank in ranks:
         for start, length in zip(starts, lengths, strict=True):
             first, size = chunk_range(length, parts, rank)
-            chunks.append(torch.arange(start + first, start + first + size))
+            chunks.append(torch.arange(start + first, start + first + size, device=device))
     return torch.cat(chunks)

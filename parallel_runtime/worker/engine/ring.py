@@ -1,6 +1,7 @@
 """Attention against the key and value blocks of a whole ring: rotated point to point, or collected at once.
 
-A block travels as one message, [2, batch, tokens, heads, head_dim]: its keys, then its values. No sizes are exchanged.
+A block that rotates is one message, [2, batch, tokens, heads, head_dim]: its keys, then its values. Blocks that are
+collected come tokens first, [tokens, batch, 2, heads, head_dim], and are one block then. No sizes are exchanged.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .exchange import gather, hop
+from .exchange import gather_others, hop
 from .mesh import Axis
 
 Block = tuple[Tensor, Tensor]
+Owners = tuple[int, ...]  # whose keys a block has, in this order
 Spare = Callable[[Sequence[int], str], Tensor]  # memory of this shape for this use
 
 
@@ -50,27 +52,24 @@ def packed_bytes(block: Block, sizes: Sequence[int]) -> int:
     return 2 * batch * max(sizes) * heads * dim * block[0].element_size()
 
 
-def rotate(block: Block, stops: Sequence[Stop], axis: Axis) -> Iterator[tuple[int, Block]]:
-    """(owner's index, its keys and values): blocks travel from rank to rank, one hop while the caller computes.
+def rotate(block: Block, stops: Sequence[Stop], axis: Axis) -> Iterator[tuple[Owners, Block]]:
+    """(owner's index, keys and values): blocks travel from rank to rank, one hop while the caller computes.
 
     axis.size - 1 hops. Who asks for the next block must have begun all work on the last one.
     """
     torch.stack(block, out=stops[0].packed)
     for step, here in enumerate(stops):
         coming = hop([here.packed], [stops[step + 1].packed], axis) if step + 1 < axis.size else None
-        yield here.owner, here.block if step else block
+        yield (here.owner,), here.block if step else block
         if coming is not None:
             coming.wait()
 
 
-def collect(block: Block, sizes: Sequence[int], axis: Axis) -> Iterator[tuple[int, Block]]:
-    """All blocks at once, while the caller computes on its own. Extra memory: the keys and values of the ring."""
-    batch, _, heads, dim = block[0].shape
-    per_token = 2 * batch * heads * dim
-    pending = gather(torch.stack(block).view(-1), [per_token * size for size in sizes], axis)
-    yield axis.index, block
-    blocks = pending.wait()[0].split([per_token * size for size in sizes])
-    for step in range(1, axis.size):
-        owner = (axis.index + step) % axis.size
-        key, value = blocks[owner].view(2, batch, sizes[owner], heads, dim)
-        yield owner, (key, value)
+def collect(block: Block, sizes: Sequence[int], axis: Axis) -> Iterator[tuple[Owners, Block]]:
+    """The own block, then all others as one, which travel meanwhile. Extra memory: the keys and values of the ring."""
+    packed = torch.stack([tensor.transpose(0, 1) for tensor in block], dim=2)
+    pending = gather_others(packed, sizes, axis)
+    yield (axis.index,), block
+    (others,) = pending.wait()
+    key, value = others.transpose(0, 1).unbind(2)
+    yield tuple((axis.index + step) % axis.size for step in range(1, axis.size)), (key, value)

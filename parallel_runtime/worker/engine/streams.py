@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import Refused
 from .exchange import allocate, allocate_kept
@@ -18,6 +18,8 @@ from .holdings import Holding, Part
 from .sizes import chunk_sizes
 
 KEPT_BYTES = 32 << 20  # of one buffer; where buffers are larger, allocating them is nothing beside filling them
+
+ATTACHED = "_context_parallel_attachment"  # the attribute of a transformer of diffusers' that is made parallel
 
 Made = TypeVar("Made")
 
@@ -82,6 +84,13 @@ class Streams:
             return allocate(shape, like)
         self._kept[key] = allocate_kept(shape, like)
         return self._kept[key]  # type: ignore[no-any-return]
+
+
+def streams_of(transformer: nn.Module) -> Streams | None:
+    """The cut streams of the forward in progress, of what `attach` made parallel; None where this rank holds the whole
+    sequence."""
+    attachment = getattr(transformer, ATTACHED, None)
+    return attachment.streams if attachment is not None else None
 
 
 def _sum_by_rank(chunks: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
