@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     left = list(planned(options, gpus))
     for number, (part, setting) in enumerate(left):
         title = f"{part.title}{_where(part, setting)}"
-        seconds = min(deadline - time.monotonic(), _about(left[number:]))
+        seconds = max(0.0, min(deadline - time.monotonic(), _about(left[number:])))
         log.info("[%d of %d] %s; what is left takes about %.1f min", number + 1, len(left), title, seconds / 60)
         page.section(title)
         longest = LONGER * part.seconds * options.minutes / MINUTES
