@@ -1,4 +1,4 @@
-"""python -m parallel_runtime demo | join HOST:PORT | migrate WORKFLOW.json | networks draft|check FILE"""
+"""python -m parallel_runtime demo | join HOST:PORT | migrate WORKFLOW.json | networks draft|check FILE | report"""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ COMMANDS = {
     "join": ".host.join",
     "migrate": ".migrate",
     "networks": ".worker.workbench.command",
+    "report": ".report.command",
 }
 
 if __name__ == "__main__":

@@ -24,4 +24,4 @@ def test_a_python_without_our_packages_is_told_how_to_get_them() -> None:
 
 
 def test_a_command_that_is_none_is_told_those_that_are() -> None:
-    assert "usage: python -m parallel_runtime {demo,join,migrate,networks}" in said("drmo")
+    assert "usage: python -m parallel_runtime {demo,join,migrate,networks,report}" in said("drmo")

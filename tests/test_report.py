@@ -115,3 +115,23 @@ def test_a_plan_for_one_gpu_says_where_comfyui_hides_the_others(monkeypatch: pyt
     assert notes("cpu") == notes("cuda:0", "cuda:1") == []
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert notes("cuda:0") == []
+
+
+@pytest.mark.parametrize(
+    ("placement", "untried"),
+    [
+        (Placement(devices=("cuda:0", "cuda:1")), "Several GPUs at once"),
+        (Placement(devices=("cuda:0",), nnodes=2, rdzv_endpoint="10.0.0.1:29500"), "Several machines with GPUs"),
+        (Placement(devices=("xpu:0",)), "Devices of the kind xpu"),
+        (Placement(devices=("cuda:0", "cuda:0")), ""),
+        (Placement(devices=("cuda:0",)), ""),
+        (Placement(devices=("cpu", "cpu")), ""),
+    ],
+)
+def test_what_nobody_has_run_on_hardware_is_said(placement: Placement, untried: str) -> None:
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=WORK)
+    text = report(
+        subject, Parallelism(ring_degree=placement.world_size), placement, guided=False, automatic=False, races=[]
+    )
+    said = [line.partition(" have not been tried on hardware yet")[0] for line in text.splitlines() if "tried" in line]
+    assert said == ([f"Note: {untried}"] if untried else [])

@@ -61,7 +61,9 @@ function after(owner, name, act) {
  * @param {HTMLElement} text
  */
 async function summarise(node, text) {
-  const linked = node.inputs?.some((/** @type {any} */ slot) => slot.widget && slot.link != null);
+  const linked = node.inputs?.some(
+    (/** @type {any} */ slot, /** @type {number} */ index) => slot.widget && node.isInputConnected(index),
+  );
   const values = Object.fromEntries(
     node.widgets.filter((/** @type {any} */ one) => one.name !== WIDGET).map((/** @type {any} */ one) => [one.name, one.value]),
   );

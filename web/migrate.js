@@ -88,8 +88,8 @@ function copyWidgets(old, made) {
 function linksOf(old) {
   const { graph } = old;
   const inputs = old.inputs
-    .filter((/** @type {any} */ slot) => slot.link != null)
-    .map((/** @type {any} */ slot) => ({ name: slot.name, link: graph.getLink(slot.link) }));
+    .map((/** @type {any} */ slot, /** @type {number} */ index) => ({ name: slot.name, link: old.getInputLink(index) }))
+    .filter((/** @type {any} */ { link }) => link);
   const outputs = old.outputs.flatMap((/** @type {any} */ slot, /** @type {number} */ index) =>
     (slot.links ?? []).map((/** @type {any} */ id) => ({ index, link: graph.getLink(id) })),
   );

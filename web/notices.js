@@ -33,12 +33,17 @@ export function startNotices() {
  * @param {{words: string, open: () => void}} [link] where it leads; to the panel unless said
  */
 export function tell(severity, summary, detail, life, link = { words: say("toast.open"), open: openPanel }) {
-  app.extensionManager.toast.add({ severity, summary, detail, life });
+  const toasts = /** @type {any} */ (app.extensionManager.toast); // from 1.58 or so on they hold a link themselves
+  if (toasts[severity]) {
+    toasts[severity](summary, { description: detail, duration: life, action: { label: link.words, onClick: link.open } });
+    return;
+  }
+  toasts.add({ severity, summary, detail, life });
   requestAnimationFrame(() => requestAnimationFrame(() => addLink(summary, link)));
 }
 
 /**
- * ComfyUI's toasts hold text only: a link is put under ours.
+ * Older toasts hold text only: a link is put under ours.
  * @param {string} summary
  * @param {{words: string, open: () => void}} link
  */

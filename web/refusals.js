@@ -60,8 +60,8 @@ function literal(text) {
 function upstream(node) {
   const found = new Set([node]);
   for (const one of found) {
-    for (const { link } of one.inputs ?? []) {
-      const origin = link == null ? null : one.graph.getNodeById(one.graph.getLink(link)?.origin_id);
+    for (const index of (one.inputs ?? []).keys()) {
+      const origin = one.getInputNode(index);
       if (origin) found.add(origin);
     }
   }

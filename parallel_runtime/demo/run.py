@@ -17,8 +17,8 @@ from ..errors import ParallelError
 from ..host.group import WorkerGroup
 from ..host.planning import plan
 from ..jobs import DemoJob
-from ..specs import DEMO, Division, ModelSpec, Parallelism, ParallelRequest, Placement, SourceFile
-from . import HEADS, MODEL, codec
+from ..specs import Division, Parallelism, ParallelRequest, Placement
+from . import HEADS, codec, spec
 from .words import encode
 
 
@@ -110,12 +110,10 @@ def job_of(options: argparse.Namespace) -> DemoJob:
 
 def run(division: Division, job: DemoJob) -> Run:
     degrees, placement = division.degrees, division.placement
-    stat = MODEL.stat()
-    spec = ModelSpec(loader=DEMO, files=(SourceFile(path=str(MODEL), size=stat.st_size, mtime_ns=stat.st_mtime_ns),))
     steps = len(job.sigmas) - 1
     print(f"starting {placement.world_size} worker(s) on {', '.join(placement.devices)} ...", flush=True)
     with WorkerGroup(placement) as group, tqdm(total=steps, unit="step") as bar:
-        result = group.sample(spec, degrees, job, on_step=lambda step, *_: bar.update(step + 1 - bar.n))
+        result = group.sample(spec(), degrees, job, on_step=lambda step, *_: bar.update(step + 1 - bar.n))
         bar.update(steps - bar.n)
     samples = result.value["samples"]
     return Run(parallelism=degrees, devices=placement.devices, samples=samples, steps=steps, seconds=result.seconds)

@@ -79,6 +79,11 @@ class WorkerGroup:
     def alive(self) -> bool:
         return self._processes.running()
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the ranks, in their order; other machines have theirs."""
+        return tuple(self._processes.pids)
+
     def holds(self, model: ModelSpec | VAESpec) -> bool:
         """Have the workers got `model`, weight patches and all?"""
         if isinstance(model, VAESpec):

@@ -32,7 +32,7 @@ class Processes:
         self.channels: list[Channel] = []
         self._activity = activity
         self._placement = placement
-        self._pids: list[int] = []
+        self.pids: list[int] = []
         self._pidfds: list[int] = []
         self._token = secrets.token_hex(16)
         self._cluster: Cluster | None = None
@@ -60,8 +60,8 @@ class Processes:
                     by_rank[ready.rank], pids[ready.rank] = channel, ready.pid
         ranks = range(self._placement.world_size)
         self.channels = [by_rank[rank] for rank in ranks]
-        self._pids = [pids[rank] for rank in ranks]
-        here = self._pids[: len(self._placement.devices)]
+        self.pids = [pids[rank] for rank in ranks]
+        here = self.pids[: len(self._placement.devices)]
         self._pidfds = [os.pidfd_open(pid) for pid in here] if hasattr(os, "pidfd_open") else []
         self._welcome(comfy)
         joined: dict[int, Joined] = {}
@@ -186,7 +186,7 @@ class Processes:
             channel.send(Welcome(devices[machine][place], store, shared, setups[machine]))
 
     def _cause_of_death(self, rank: int) -> str:
-        return self._machine(rank).cause_of_death(self._pids[rank])
+        return self._machine(rank).cause_of_death(self.pids[rank])
 
     def _joined(self, rank: int, channel: Channel) -> Joined:
         try:

@@ -205,8 +205,22 @@ def _warnings(
         warnings.append("A GPU is named twice: exact, but slower than naming it once.")
     if placement.devices == ("cuda:0",) and (why := why_one_gpu(1)):
         warnings.append(f"{why}.")
+    if untried := _untried(placement):
+        warnings.append(f"{untried} have not been tried on hardware yet, only one H100 has: see the README.")
     warnings += _of_prompts(subject, degrees, way) if guided else []
     return [f"Note: {warning}" for warning in [*warnings, *_of_rows(subject, degrees)]]
+
+
+def _untried(placement: Placement) -> str:
+    """What of this placement nobody has run; "" for nothing."""
+    if placement.devices[0] == "cpu":
+        return ""
+    if placement.nnodes > 1:
+        return "Several machines with GPUs"
+    kind = placement.devices[0].partition(":")[0]
+    if kind != "cuda":
+        return f"Devices of the kind {kind}"
+    return "Several GPUs at once" if len(set(placement.devices)) > 1 else ""
 
 
 def _of_prompts(subject: Subject, degrees: Parallelism, way: Prospect | None) -> list[str]:

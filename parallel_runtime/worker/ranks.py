@@ -16,6 +16,12 @@ from ..errors import Refused
 
 # The host watches for stalls and ends the whole group; a collective that timed out alone would only blur the cause.
 COLLECTIVE_TIMEOUT = timedelta(hours=24)
+ONE_CARD = "CP_NCCL_ON_ONE_CARD"
+
+
+def another_host(rank: int) -> dict[str, str]:
+    """NCCL refuses two ranks of one host on one GPU; each that says this passes for a host of its own."""
+    return {"NCCL_HOSTID": f"rank{rank}", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
 def rank() -> int:
@@ -44,12 +50,16 @@ def neighbours() -> range:
 def join(device: torch.device, store: str, *, shared: bool) -> None:
     """Make this rank part of the group: by its device's own collectives, by gloo where ranks share a device.
 
-    `store` is a private file on one machine, so that meeting opens no port; host:port on several.
+    `store` is a private file on one machine, so that meeting opens no port; host:port on several. With ONE_CARD set
+    ranks that share a GPU use NCCL all the same, through sockets: to try NCCL's code where there is one GPU.
     """
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
     if world_size() == 1:
         return
+    if shared and device.type == "cuda" and os.environ.get(ONE_CARD):
+        os.environ |= another_host(rank())
+        shared = False
     backend = "cpu:gloo" if shared else collectives_of(device.type)
     dist.init_process_group(
         backend,

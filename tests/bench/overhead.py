@@ -3,7 +3,8 @@
     python -m tests.bench.overhead [--worlds 2 8] [--tokens 64] [--head-dim 8] [--rounds 200] [--json out.json]
 
 One process of one thread, in a process group whose collectives do nothing, with so little to compute that what is
-left is overhead. Plain, ours and diffusers' own take turns; medians. FLUX has 24 heads and 57 such layers.
+left is overhead. Plain, ours and diffusers' own take turns; medians. FLUX has 24 heads and 57 such layers. Of 57
+of ours also what the host launches and calls, eager and recorded: counts, since a CPU has no graphs to time.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from parallel_runtime.report.diffusers_own import log_sum_exp_on_the_cpu
 from parallel_runtime.specs import Parallelism
 from parallel_runtime.worker.engine.attention import ContextAttention
 from parallel_runtime.worker.engine.mesh import build_mesh
 from parallel_runtime.worker.engine.streams import Streams
 
-from .diffusers_own import log_sum_exp_on_the_cpu
+from .host_work import LAYERS, counted
 from .vae_layers import vae_layers
 
 log = logging.getLogger(__name__)
@@ -52,7 +54,9 @@ def main() -> int:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     with torch.inference_mode(), log_sum_exp_on_the_cpu():
         medians = _medians(_modes(world, options) | vae_layers(world), options.rounds)
-    Path(os.environ["OVERHEAD_OUT"]).write_text(json.dumps({"world": world, "microseconds": medians}))
+        counts = {f"ours {name}": _counts(ring, ulysses, options) for name, ring, ulysses in _degrees(world)}
+    found = {"world": world, "microseconds": medians, "launches_and_calls": counts}
+    Path(os.environ["OVERHEAD_OUT"]).write_text(json.dumps(found))
     return 0
 
 
@@ -103,6 +107,12 @@ def _ours(ring: int, ulysses: int, tokens: int) -> ContextAttention:
     return ContextAttention(build_mesh(parallelism, torch.device("cpu")), parallelism, streams, ("image",))
 
 
+def _counts(ring: int, ulysses: int, options: argparse.Namespace) -> dict[str, list[int]]:
+    tokens = options.tokens // (ring * ulysses)
+    inputs = tuple(torch.randn(1, tokens, HEADS, options.head_dim) for _ in range(3))
+    return counted(_ours(ring, ulysses, tokens * ring * ulysses), inputs)
+
+
 def _diffusers(ring: int, ulysses: int) -> ParallelConfig:
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     config = ParallelConfig(
@@ -132,6 +142,16 @@ def _report(row: dict[str, Any]) -> None:
         if name.startswith("ours") and (plain := found.get(name.replace("ours", "plain"))):
             beside = f"{microseconds - plain:+6.0f} us"
         log.info("  %-18s %8.0f us %s", name, microseconds, beside)
+    for name, ways in row["launches_and_calls"].items():
+        for way, (launches, calls) in ways.items():
+            log.info(
+                "  %-18s %8d launches, %d calls of Python functions for %d of them, %s",
+                name,
+                launches,
+                calls,
+                LAYERS,
+                way,
+            )
 
 
 def _options() -> argparse.Namespace:

@@ -34,3 +34,11 @@ def test_every_mode_is_timed_and_exact(tmp_path: Path) -> None:
     ours = [row for row in rows if row["mode"].startswith("ours")]
     assert {row["mode"] for row in ours} == {"ours ulysses", "ours ring", "ours allgather"}
     assert all(row["error"] < 1e-5 for row in ours)
+
+
+def test_a_recorded_attention_is_a_few_launches_whatever_it_holds(tmp_path: Path) -> None:
+    (row,) = run("overhead", tmp_path / "rows.json", "--worlds", "2", "--rounds", "2")
+    assert set(row["launches_and_calls"]) == {"ours ring", "ours ulysses"}
+    for ways in row["launches_and_calls"].values():
+        assert ways["recorded"][0] <= 6, "three inputs copied in, one graph, one output copied out"
+        assert all(now * 20 < before for now, before in zip(ways["recorded"], ways["eager"], strict=True))

@@ -14,6 +14,8 @@ from ..comfyui.comfy import OUR_ROOT
 from ..comfyui.server import Server
 
 EXAMPLE = OUR_ROOT / "example_workflows" / "cp_demo.json"
+TAB = '.side-bar-button:has([class~="icon-[lucide--cpu]"])'  # of our panel, in every language
+TOAST = '.p-toast-message-text, [data-testid="toast"]'  # of older pages, and from 1.58 or so on
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--no-sandbox",
@@ -45,6 +47,12 @@ LISTEN = """() => {
 PREVIEWS = "() => app.graph.nodes.filter(node => node.type === 'PreviewImage').map(node => node.imgs?.[0]?.src)"
 
 
+def front_end() -> tuple[str, ...]:
+    """ComfyUI's flags for the page in the folder CP_TEST_FRONT_END, the `static` of an unpacked frontend package."""
+    root = os.environ.get("CP_TEST_FRONT_END")
+    return ("--front-end-root", str(Path(root).expanduser().absolute())) if root else ()
+
+
 def chromium() -> str | None:
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
@@ -62,7 +70,7 @@ def comfyui_page(
     page = context.pages[0]
     page.goto(home)
     page.wait_for_function("window.app?.extensionManager && window.app.graph")
-    page.wait_for_selector(".cp-workers-tab-button")
+    page.wait_for_selector(TAB)
     yield page
     context.close()
 

@@ -10,7 +10,7 @@ import pytest
 
 from ..comfyui.comfy import find_comfy, why_there_is_none
 from ..comfyui.server import Server, running_server
-from .comfyui_page import chromium, comfyui_page
+from .comfyui_page import chromium, comfyui_page, front_end
 
 WHY_NONE = "NO BROWSER: pip install playwright, and apt-get install chromium (or set CHROMIUM to its path)"
 
@@ -29,7 +29,7 @@ def browser() -> Iterator[tuple[Any, str]]:
 def server() -> Iterator[Server]:
     if (comfy := find_comfy()) is None:
         pytest.skip(why_there_is_none())
-    with running_server(comfy) as server:
+    with running_server(comfy, flags=front_end()) as server:
         yield server
 
 

@@ -16,7 +16,7 @@ from playwright.sync_api import sync_playwright
 from ..comfyui.comfy import OUR_ROOT, find_comfy, why_there_is_none
 from ..comfyui.graphs import Job, Parallel, longer, sampling_graph
 from ..comfyui.server import running_server
-from .comfyui_page import EXAMPLE, chromium, comfyui_page, run_example
+from .comfyui_page import EXAMPLE, TAB, chromium, comfyui_page, run_example
 
 PANEL = OUR_ROOT / "web" / "docs" / "panel.jpg"
 PANEL_SHOWN = (0, 37, 1000, 760)
@@ -40,7 +40,7 @@ def main() -> None:
         page.wait_for_timeout(SETTLE_MILLISECONDS)
         take(page, SHOWN, EXAMPLE.with_suffix(".jpg"))
         server.client.queue(sampling_graph(LONG, "CPSampler", TWO))
-        page.locator(".cp-workers-tab-button").click()
+        page.locator(TAB).click()
         page.wait_for_function("document.querySelector('.cp-state').textContent.startsWith('Step')")
         page.wait_for_timeout(SETTLE_MILLISECONDS)
         take(page, PANEL_SHOWN, PANEL)

@@ -11,24 +11,25 @@ import pytest
 
 from ..comfyui.graphs import Job, Parallel, longer, sampling_graph
 from ..comfyui.server import Server
+from .comfyui_page import TAB, TOAST
 
 FLUX = Job(family="flux_dev", cfg=2.0)
 LONG = longer(FLUX, steps=2000)
 TWO = Parallel(ulysses_degree=2)
-TAB = ".cp-workers-tab-button"
+
 STATE = ".cp-state"
 OPEN = "() => app.extensionManager.command.execute('CPSampler.OpenPanel')"
 SEEN_SECONDS = 2
 START_MILLISECONDS = 90_000
-REMEMBER = """() => {
+REMEMBER = """selector => {
     window.told = [];
     window.died = 0;
     new MutationObserver(() => {
-        for (const toast of document.querySelectorAll('.p-toast-summary')) window.told.push(toast.textContent);
+        for (const toast of document.querySelectorAll(selector)) window.told.push(toast.textContent);
         if (document.querySelector('.cp-state')?.textContent === 'Died') window.died ||= Date.now();
     }).observe(document.body, { childList: true, subtree: true, characterData: true });
 }"""  # toasts go away, and a busy machine looks late
-TOLD = "words => window.told.includes(words)"
+TOLD = "words => window.told.some(said => said.includes(words))"
 STARTS = "words => document.querySelector('.cp-state')?.textContent.startsWith(words)"
 
 
@@ -68,14 +69,14 @@ def test_the_panel_follows_a_run_a_kill_and_a_recovery(page: Any, server: Server
     page.evaluate(OPEN)
     shows(page, "Step")
 
-    page.evaluate(REMEMBER)
+    page.evaluate(REMEMBER, TOAST)
     killed = time.time()
     server.workers()[1].kill()
     shows(page, "Died")
     assert page.evaluate("window.died") / 1000 - killed < SEEN_SECONDS
     page.wait_for_function("document.querySelector('.cp-hint').textContent.includes('rank 1 was killed by SIGKILL')")
     page.wait_for_function(TOLD, arg="A GPU worker died")
-    page.locator(".cp-link").first.wait_for()
+    page.get_by_role("button", name="Show GPU workers").first.wait_for()
 
     server.client.settle()
     server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
@@ -114,7 +115,7 @@ def test_diagnostics_hold_the_state_and_no_secret(page: Any, server: Server) -> 
     server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.locator(TAB).click()
-    page.evaluate(REMEMBER)
+    page.evaluate(REMEMBER, TOAST)
     page.locator("[data-cp=copy]").click()
     page.wait_for_function(TOLD, arg="Diagnostics copied")
     text = page.evaluate("() => navigator.clipboard.readText()")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .comfyui_page import TOAST
 from .graphs import TEXT, put_sampler
 from .renderers import BOTH
 
@@ -30,8 +31,9 @@ def test_a_click_selects_the_config_that_cannot_work(page: Any) -> None:
     put_sampler(page, kind="CPSampler")
     page.evaluate(CONFIG)
     page.get_by_test_id("queue-button").click()
-    page.get_by_text("The run was refused").wait_for()
-    assert page.get_by_text("ring_degree 3 x ulysses_degree 1 needs 3 workers").count()
+    toast = page.locator(TOAST).filter(has_text="The run was refused")
+    toast.wait_for()
+    assert "ring_degree 3 x ulysses_degree 1 needs 3 workers" in toast.inner_text()
     page.get_by_role("button", name="Show CP Parallel Config").click()
     assert page.evaluate(SELECTED) == ["CPParallelConfig"]
     page.wait_for_function(IN_SIGHT, arg="CPParallelConfig")

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m tests.gpu.backend_ranks FOLDER [cuda]
 
-Rank 0 writes FOLDER/errors.json: {case: [error of the ranks, of one process]}, mean difference over the reference's
-deviation on the rank that is further off, or {case: "why the backend is not here"}.
+Rank 0 writes FOLDER/errors.json: for each case {"error": of the ranks, "alone": of one process}, mean difference over
+the reference's deviation on the rank that is further off; {"missing": why the backend is not here}; {"failed": why}.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel_runtime.report import cases as report
+from parallel_runtime.report.cases import Row, found
 from parallel_runtime.worker.engine.kernels import attend, check_backend
 from parallel_runtime.worker.engine.mesh import ContextMesh, build_mesh
 
@@ -29,9 +31,9 @@ from .backend_cases import Case, cases
 SEEDS = range(4)
 
 
-def errors(case: Case, place: ContextMesh, device: torch.device) -> list[float]:
-    """[of this rank's rows, of the same rows where one process computes everything], the mean over some problems."""
-    summed = [0.0, 0.0]
+def errors(case: Case, place: ContextMesh, device: torch.device) -> Row:
+    """Of this rank's rows, and of the same rows where one process computes everything: the mean over some problems."""
+    summed = {"error": 0.0, "alone": 0.0}
     for seed in SEEDS:
         problem = _problem(case, seed, device)
         reference = attention(problem)
@@ -41,8 +43,8 @@ def errors(case: Case, place: ContextMesh, device: torch.device) -> list[float]:
         got = engine.run(problem, list(case.degrees), own_mask, {"attention_backend": case.backend}, place)
         rows = engine.rows(problem, place)
         expected = engine.own(reference, problem, place)[:, rows]
-        for index, out in enumerate((got[:, rows], engine.own(alone, problem, place)[:, rows])):
-            summed[index] += _error(out, expected, reference) / len(SEEDS)
+        for name, out in (("error", got[:, rows]), ("alone", engine.own(alone, problem, place)[:, rows])):
+            summed[name] += _error(out, expected, reference) / len(SEEDS)
     return summed
 
 
@@ -73,18 +75,13 @@ def main(folder: Path, device: torch.device) -> None:
     torch.set_grad_enabled(False)
     dist.init_process_group("gloo")
     places = {case.degrees: build_mesh(parallelism(*case.degrees), device) for case in cases()}
-    found: dict[str, Any] = {}
+    rows: dict[str, Row] = {}
     for case in cases():
-        found[str(case)] = _missing(case, device) or _over_ranks(errors(case, places[case.degrees], device))
+        missing, find = _missing(case, device), partial(errors, case, places[case.degrees], device)
+        rows[str(case)] = {"missing": missing} if missing else found(report.Case({}, find))
     if dist.get_rank() == 0:
-        (folder / "errors.json").write_text(json.dumps(found))
+        (folder / "errors.json").write_text(json.dumps(rows))
     dist.destroy_process_group()
-
-
-def _over_ranks(own: list[float]) -> list[float]:
-    worst = torch.tensor(own, dtype=torch.float64)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return worst.tolist()
 
 
 if __name__ == "__main__":

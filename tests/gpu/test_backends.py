@@ -13,9 +13,8 @@ import pytest
 
 pytest.importorskip("diffusers")
 
+from ..groups import faulty
 from .backend_cases import RANKS, Case, cases
-
-pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[2]
 EXACT = 1e-5
@@ -24,20 +23,32 @@ OF_ONE_PROCESS = 2.0  # a block's output is rounded before it is merged
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("backends")
+    return tried(tmp_path_factory.mktemp("backends"), "cuda", {})
+
+
+def tried(folder: Path, device: str, fault: dict[str, str]) -> dict[str, Any]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    command = [*launch, "-m", "tests.gpu.backend_ranks", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [*launch, "-m", "tests.gpu.backend_ranks", str(folder), device]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **fault}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads((folder / "errors.json").read_text())
     return found
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_two_ranks_on_one_card_lose_no_more_than_one_process(errors: dict[str, Any], case: Case) -> None:
     found = errors[str(case)]
-    if isinstance(found, str):
-        pytest.skip(f"{case.backend} is not here: {found}")
-    ours, alone = found
-    assert ours <= max(EXACT, OF_ONE_PROCESS * alone)
+    if "missing" in found:
+        pytest.skip(f"{case.backend} is not here: {found['missing']}")
+    assert "failed" not in found
+    assert found["error"] <= max(EXACT, OF_ONE_PROCESS * found["alone"])
+
+
+def test_a_case_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
+    found = tried(tmp_path, "cpu", faulty(";".join(f"{rank} attend raise" for rank in range(RANKS))))
+    here = {name: row for name, row in found.items() if "missing" not in row}
+    assert [row["failed"] for row in here.values() if "failed" in row] == ["RuntimeError: sabotage"]
+    assert all(row["error"] <= max(EXACT, OF_ONE_PROCESS * row["alone"]) for row in here.values() if "error" in row)
+    assert len(here) > 8

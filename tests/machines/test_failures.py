@@ -58,7 +58,7 @@ def test_a_killed_rank_of_the_other_machine_fails_the_run_at_once_and_the_next_g
 
 @pytest.mark.sweep
 def test_a_killed_rank_of_comfyuis_machine_is_named_without_an_address(doomed, guest, flux):
-    kill = Once(lambda: os.kill(doomed._processes._pids[0], signal.SIGKILL))
+    kill = Once(lambda: os.kill(doomed.pids[0], signal.SIGKILL))
     with pytest.raises(WorkerDied, match="worker rank 0 was killed by SIGKILL"):
         doomed.sample(flux, ULYSSES, flux_job(steps=100_000), on_step=kill)
     assert time.monotonic() - kill.at < 2

@@ -1,0 +1,63 @@
+"""How long a run takes: the device by its events, the host until its last launch has returned."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .cases import Row
+
+LONG_SECONDS = 0.5  # a run that takes longer is repeated less
+GIB = 2**30
+
+
+def clocked(run: Callable[[], Any], device: torch.device) -> Row:
+    """ms, host_ms and the peak of memory in GiB: medians of some runs after one that warms up. Collective where there
+    is a group, whose ranks begin together."""
+    rounds = 2 if _slowest(_once(run, device)[0]) > 1e3 * LONG_SECONDS else 5
+    if device.type != "cpu":
+        torch.cuda.reset_peak_memory_stats(device)
+    times = [_once(run, device) for _ in range(rounds)]
+    ms, host_ms = (statistics.median(column) for column in zip(*times, strict=True))
+    row = {"ms": ms, "host_ms": host_ms}
+    return row if device.type == "cpu" else row | {"gib": torch.cuda.max_memory_allocated(device) / GIB}
+
+
+def _once(run: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+    if _together():
+        dist.barrier()
+    wait(device)
+    started = time.perf_counter()
+    if device.type == "cpu":
+        run()
+        return (took := 1e3 * (time.perf_counter() - started)), took
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    host = 1e3 * (time.perf_counter() - started)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end), host
+
+
+def wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def _slowest(milliseconds: float) -> float:
+    """Of all ranks, so that all repeat alike."""
+    if not _together():
+        return milliseconds
+    told = torch.tensor(milliseconds, dtype=torch.float64)
+    dist.all_reduce(told, dist.ReduceOp.MAX)
+    return float(told)
+
+
+def _together() -> bool:
+    return dist.is_initialized() and dist.get_backend() != "fake"

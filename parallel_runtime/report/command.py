@@ -1,0 +1,159 @@
+"""What a machine can do, as Markdown and JSON to paste into an issue. Downloads nothing.
+
+Every row is told and written as it is found, and parts run in processes of their own: what breaks in one is a row, and
+the others go on. What there is no time for is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import logging
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .cases import Row, Setting
+from .page import Page, in_a_line
+from .running import ROOT, rows_of
+
+log = logging.getLogger(__name__)
+
+MINUTES = 10.0
+LONGER = 3  # times what a part takes on an H100, before it is cut off; more where there are more minutes
+SHORTEST_SECONDS = 20.0  # a part that has less is not begun
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """`seconds` is a guess of what it takes on an H100. `by` shares its work out: `ranks` of its own, the `workers` of
+    the product, or `nobody`."""
+
+    name: str
+    title: str
+    seconds: float
+    by: str
+    comfyui: bool = True
+
+
+PARTS = (  # what is found soon, and matters most, first
+    Part(name="attention", title="Attention against float64", seconds=25, by="ranks", comfyui=False),
+    Part(name="group", title="The worker group", seconds=70, by="workers", comfyui=False),
+    Part(name="networks", title="ComfyUI's own networks against one rank", seconds=35, by="ranks"),
+    Part(name="vae", title="CP VAE against one process", seconds=70, by="workers"),
+    Part(name="share", title="A rank's share of an evaluation, without wires", seconds=150, by="nobody"),
+    Part(name="diffusers_own", title="The same, diffusers' own", seconds=35, by="nobody", comfyui=False),
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _options(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    gpus = torch.cuda.device_count() if options.devices == "cuda" else 0
+    if options.devices == "cuda" and not gpus:
+        log.info("torch sees no CUDA device here; --devices cpu tries the report itself, with tiny networks")
+        return 1
+    page, deadline = Page(options.out, machine()), time.monotonic() + 60 * options.minutes
+    left = list(planned(options, gpus))
+    for number, (part, setting) in enumerate(left):
+        title = f"{part.title}{_where(part, setting)}"
+        seconds = max(0.0, min(deadline - time.monotonic(), _about(left[number:])))
+        log.info("[%d of %d] %s; what is left takes about %.1f min", number + 1, len(left), title, seconds / 60)
+        page.section(title)
+        longest = LONGER * part.seconds * options.minutes / MINUTES
+        for row in _rows(part, setting, min(deadline - time.monotonic(), longest)):
+            page.add(row)
+            log.info("  %s", in_a_line(row))
+    log.info("written: %s.md and .jsonl", options.out)
+    return 0
+
+
+def planned(options: argparse.Namespace, gpus: int) -> Iterator[tuple[Part, Setting]]:
+    """Each part on as many ranks as there are GPUs; with one GPU also on several ranks of it, for their errors."""
+    base = Setting(kind=options.devices, comfyui=find_comfyui(options.comfyui), tokens=options.tokens)
+    worlds = [world for world in options.world if world <= (gpus or max(options.world))]
+    settings = [replace(base, world=world) for world in worlds]
+    if gpus == 1:
+        settings += [replace(base, world=world, one_card=True) for world in options.world if world in (2, 4)]
+    for part in PARTS:
+        if part.name not in (options.only or [part.name]):
+            continue
+        if part.by == "ranks":
+            yield from ((part, setting) for setting in settings)
+        else:
+            yield part, max(settings, key=lambda each: min(each.world, 2)) if part.by == "workers" else base
+
+
+def machine() -> dict[str, Any]:
+    """What results depend on."""
+    there = torch.cuda.is_available()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "diffusers": importlib.metadata.version("diffusers"),
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if there else None,
+        "cudnn": torch.backends.cudnn.version() if there else None,
+        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "topology": _output("nvidia-smi", "topo", "-m"),
+    }
+
+
+def find_comfyui(told: str) -> str:
+    """The checkout that was told, that COMFYUI_PATH names, or in whose custom_nodes we are; "" for none."""
+    places = [Path(place).expanduser() for place in (told, os.environ.get("COMFYUI_PATH", "")) if place]
+    places += [ROOT.parent.parent] if ROOT.parent.name == "custom_nodes" else []
+    return next((str(place.absolute()) for place in places if (place / "comfy" / "cli_args.py").is_file()), "")
+
+
+def _rows(part: Part, setting: Setting, seconds: float) -> Iterator[Row]:
+    if part.comfyui and not setting.comfyui:
+        yield {"what": "not run", "note": "no ComfyUI here; --comfyui names its folder"}
+    elif seconds < SHORTEST_SECONDS:
+        yield {"what": "not run", "note": "the time is over; --minutes gives more, --only fewer parts"}
+    else:
+        setting = setting if part.comfyui else replace(setting, comfyui="")
+        processes = setting.world if part.by == "ranks" else 1
+        yield from rows_of(part.name, setting, processes=processes, seconds=seconds)
+
+
+def _where(part: Part, setting: Setting) -> str:
+    if part.by == "nobody":
+        return ""
+    several = f": {setting.world} {part.by}" if setting.world > 1 else f": one {part.by.removesuffix('s')}"
+    return f"{several} on one card, over NCCL; times would say nothing" if setting.one_card else several
+
+
+def _about(parts: Sequence[tuple[Part, Setting]]) -> float:
+    """Seconds."""
+    return sum(part.seconds for part, _ in parts)
+
+
+def _output(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m parallel_runtime report", description=__doc__)
+    parser.add_argument("--devices", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny networks, for a trial")
+    parser.add_argument("--world", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of ranks")
+    parser.add_argument("--tokens", type=int, default=4608, help="of the attention that is compared with float64")
+    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these parts alone")
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help="what there is no time for is left out, and said"
+    )
+    parser.add_argument("--comfyui", default="", help="its folder; else COMFYUI_PATH, or the one around this pack")
+    parser.add_argument("--out", type=Path, default=Path("report"), help="report.md and report.jsonl")
+    return parser.parse_args(arguments)

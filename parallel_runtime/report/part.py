@@ -1,0 +1,47 @@
+"""One rank of a part of the report, or the process that has the workers of one: runs its cases, tells each row at once.
+
+    python -m parallel_runtime.report.part PART SETTING
+
+SETTING is JSON. Rows go to standard output, a line of JSON each; whatever else is printed goes to standard error.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from ..worker.comfy_loop.comfyui import import_comfyui
+from ..worker.link import give_back_cache
+from ..worker.ranks import join, rank
+from .cases import REST, Setting, found, unbroken
+
+
+def main(name: str, setting: Setting) -> None:
+    rows = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    device = torch.device(setting.devices[rank()])
+    join(device, os.environ["REPORT_STORE"], shared=setting.one_card)
+    part = importlib.import_module(f".{name}", __package__)
+    if setting.comfyui:
+        import_comfyui(setting.comfy, device)
+    with torch.inference_mode():
+        for case in unbroken({"what": REST}, part.cases(setting, device)):
+            row = found(case)
+            if rank() == 0:
+                rows.write(json.dumps(row) + "\n")
+                rows.flush()
+            gc.collect()  # of the next one there would be no room beside what this one held
+            give_back_cache(device)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.path.remove(os.getcwd())  # our folders `nodes` and `tests` must not hide ComfyUI's modules of the same names
+    main(sys.argv[1], Setting(**json.loads(sys.argv[2])))

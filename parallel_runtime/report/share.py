@@ -1,0 +1,111 @@
+"""A rank's share of one evaluation: a group that delivers nothing, so that what is left is all that a rank does beside
+the wires. Eager, recorded as one CUDA graph, compiled and recorded. What it computes is garbage: only times count."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ..specs import Compilation, Parallelism
+from ..worker.engine import recording
+from ..worker.engine.compiling import blocks_in, compile_blocks
+from ..worker.engine.mesh import build_mesh
+from .cases import Case, Row, Setting, unbroken
+from .clock import GIB, clocked
+from .networks import divided, plan_of
+from .subjects import Subject, subjects
+
+WORLDS = (2, 4, 8)
+NO_GRAPHS = "no CUDA graphs here"
+Run = Callable[[], Tensor]
+
+
+def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
+    for subject in subjects(tiny=setting.tiny):
+        told = {"what": subject.name}
+        yield from unbroken(told, _of_subject(subject, told, device))
+
+
+def degrees(world: int) -> Iterator[tuple[str, Parallelism]]:
+    """Ulysses first: alone it is also compiled."""
+    yield f"Ulysses {world}", Parallelism(ulysses_degree=world)
+    yield f"ring {world}", Parallelism(ring_degree=world)
+    if world > 2:
+        yield f"ring 2 x Ulysses {world // 2}", Parallelism(ring_degree=2, ulysses_degree=world // 2)
+
+
+@contextmanager
+def group_of_nobody(world: int) -> Iterator[None]:
+    """A group of which this process is rank 0, and nobody is another: what it should be sent never comes."""
+    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+    os.environ |= {"RANK": "0", "WORLD_SIZE": str(world)}
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        os.environ |= {name: value for name, value in before.items() if value is not None}
+
+
+class Clock:
+    """Rows of one run in its modes, and how much faster each is than the first of all."""
+
+    def __init__(self, run: Run, device: torch.device) -> None:
+        self._run, self._device = run, device
+        self._alone = 0.0
+
+    def cases(self, told: Row) -> Iterator[Case]:
+        yield Case(told | {"mode": "eager"}, self.eager)
+        yield Case(told | {"mode": "recorded"}, self.recorded)
+
+    def eager(self) -> Row:
+        return self._row(self._run)
+
+    def recorded(self) -> Row:
+        """As the product records, less the copies of inputs and output, which are a few launches."""
+        recorder = recording.graphs.recorder_for(self._device)
+        if recorder is None:
+            return {"note": NO_GRAPHS}
+        recorder.rehearse(self._run)
+        graph = recorder.record(self._run)
+        return self._row(graph.replay) | {"graph_gib": graph.nbytes / GIB}
+
+    def _row(self, run: Callable[[], Any]) -> Row:
+        times = clocked(run, self._device)
+        self._alone = self._alone or times["ms"]
+        return times | {"faster": self._alone / times["ms"]}
+
+
+def _of_subject(subject: Subject, told: Row, device: torch.device) -> Iterator[Case]:
+    network, inputs = subject.build(torch.bfloat16, device), subject.inputs(device)
+    clock = Clock(lambda: network(**inputs, transformer_options={}), device)
+    yield from clock.cases(told | {"degrees": "1 rank"})
+    for world in WORLDS:
+        with group_of_nobody(world):
+            for words, parallelism in degrees(world):
+                with divided(network, build_mesh(parallelism, device), parallelism):
+                    yield from clock.cases(told | {"degrees": words})
+    for world in (8, 1, 4, 2):  # last, since compiling takes its time
+        degree = f"Ulysses {world}" if world > 1 else "1 rank"
+        compiled = told | {"degrees": degree, "mode": "compiled and recorded"}
+        yield Case(compiled, partial(_compiled, network, clock, world, device))
+
+
+def _compiled(network: nn.Module, clock: Clock, world: int, device: torch.device) -> Row:
+    if device.type != "cuda":
+        return {"note": NO_GRAPHS}
+    parallelism, plan = Parallelism(ulysses_degree=world), plan_of(network).plan
+    with group_of_nobody(world), divided(network, build_mesh(parallelism, device), parallelism):
+        undo = compile_blocks(blocks_in(network, plan), Compilation())
+        try:
+            return clock.recorded()
+        finally:
+            undo()
