@@ -17,12 +17,14 @@ class Tokens:
     """Hidden states: cut where they come whole, left where they are cut; their length tells which.
 
     The first sight of a stream in a forward sets its length. `flat` dims from `dim` on are one row of tokens: with 3,
-    [B, T, H, W, C] becomes [B, own tokens, 1, 1, C].
+    [B, T, H, W, C] becomes [B, own tokens, 1, 1, C]. `again`: blocks run several times in a forward, from whole tokens to
+    whole tokens; each time the length may be another.
     """
 
     streams: Names
     dim: int = 1
     flat: int = 1
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,16 @@ class Cross:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Window:
+    """An attention in which tokens see those that are near: so many on each side as an attribute of the module says,
+    and all if it is None. The mask that the module makes of the tokens it is given is passed over.
+    """
+
+    streams: Names
+    width: str | int  # the attribute, or what it says
+
+
+@dataclass(frozen=True, kw_only=True)
 class Frames:
     """A module that reshapes its `tokens` by frames, and reads `conditions` frame by frame; all are arguments.
 
@@ -117,7 +129,7 @@ Word = (
     | Callable[[Any, Callable[[Any, Any], Any]], Any]
     | None
 )
-Over = Names | Cross | Local
+Over = Names | Cross | Window | Local
 Attends = Over | list[Over]  # several are told apart by their lengths
 
 
@@ -129,8 +141,8 @@ class Site:
     blocks that are given any other are refused. `attends`: the streams of the attention inside; `within` says it for
     modules below, by name, where a block has them. `gathers`: the last block's outputs are made whole, or those of each
     block, where the network's own code between blocks needs it. `returns` are the streams of what blocks return, if not
-    those of their Tokens in order. `frames`: blocks that reshape their tokens by frames. `aside`: beside the trunk;
-    first-block caching leaves it alone.
+    those of their Tokens in order. `frames`: blocks that reshape their tokens by frames. `unless`: arguments that keep
+    blocks whole when they are given. `aside`: beside the trunk; first-block caching leaves it alone.
     """
 
     name: str
@@ -141,6 +153,7 @@ class Site:
     gathers: bool | Literal["each"] = False
     returns: tuple[Names, ...] | None = None
     frames: Frames | None = None
+    unless: Names = ()
     aside: bool = False
 
     @property

@@ -29,4 +29,7 @@ NETWORK = Network(
     width=lambda net: net.transformer.dim,
     layers=lambda net: len(net.transformer.layers),
     tokens=patches((1,), text=False, stream="audio"),
+    fits=lambda net: (
+        not any(getattr(part, "feat_scale", False) or hasattr(part, "depthwise_conv") for part in net.modules())
+    ),
 )

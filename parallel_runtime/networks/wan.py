@@ -3,6 +3,8 @@
 The text is read as keys only, and is whole on every rank.
 """
 
+from dataclasses import replace
+
 from ..plan import Along, Plan, Site, Tokens, Whole
 from .network import Network, inputs_of, layers, video
 
@@ -47,5 +49,16 @@ VACE = Network(
     width=lambda net: net.dim,
     text_width=inputs_of("text_embedding.0"),
     layers=layers("blocks", "vace_blocks"),
+    tokens=video(1, 2, 2),
+)
+
+# Frame by frame, with keys that are kept from call to call, it runs whole on every rank.
+CAUSAL = Network(
+    name="Wan, causal",
+    kinds=("comfy.ldm.wan.ar_model:CausalWanModel",),
+    plan=Plan((replace(BLOCKS, unless=("kv_cache", "crossattn_cache")), HEAD), main="video"),
+    width=lambda net: net.dim,
+    text_width=inputs_of("text_embedding.0"),
+    layers=layers("blocks"),
     tokens=video(1, 2, 2),
 )

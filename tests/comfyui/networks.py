@@ -133,4 +133,61 @@ NETWORKS: dict[str, Network] = {
     ),
     "cogvideox": Network(build=tiny.cogvideox, model="CogVideoX_T2V", latent=(FRAMES,)),
     "lens": Network(build=tiny.lens, model="Lens", latent=(FLUX2_SIZE,), dim=192, tokens=24, more={"mask_valid": 11}),
+    "wan_scail": wan(
+        "WAN21_SCAIL", kind="SCAILWanModel", model_type="scail", in_dim=20,
+        conditions=SEEN | tensors(reference_latents=[(1, 16, 1, 9, 14)], pose_video_latent=(1, 16, 3, 5, 7)),
+    ),
+    "wan_scail_2": wan(
+        "WAN21_SCAIL2", kind="SCAIL2WanModel", model_type="scail2", in_dim=20,
+        conditions=SEEN | {"values": {"ref_mask_flag": False}} | tensors(
+            reference_latents=[(1, 16, 1, 9, 14)], pose_video_latent=(1, 16, 3, 5, 7),
+            ref_mask_28ch=(1, 4, 28, 9, 14), driving_mask_28ch=(1, 3, 28, 5, 7)),
+    ),
+    "wan_animate": Network(
+        build=tiny.wan_animate, model="WAN22_Animate", latent=((16, 3, 10, 14),),
+        more=SEEN | tensors(pose_video_latent=(1, 16, 2, 10, 14), concat_latent_image=(1, 16, 3, 10, 14)),
+    ),
+    "wan_s2v": Network(
+        build=tiny.wan_s2v, model="WAN22_S2V", latent=((16, 3, 10, 14),),
+        more=tensors(
+            audio_embed=(1, 25, 48, 12), reference_latents=[(1, 16, 1, 10, 14)], reference_motion=(1, 16, 19, 10, 14),
+            control_video=(1, 16, 3, 10, 14)),
+    ),
+    "humo": wan(
+        "WAN21_HuMo", kind="HumoWanModel", model_type="humo", sides=(16, 3, 10, 14),
+        conditions=tensors(audio_embed=(1, 3, 8, 5, 1280), reference_latents=[(1, 16, 1, 10, 14)]),
+    ),
+    "wandancer": Network(
+        build=tiny.wan_dancer, model="WAN22_WanDancer", latent=((16, 3, 10, 16),),
+        more=SEEN | {"values": {"fps": 15, "audio_inject_scale": 0.8}} | tensors(
+            audio_embed=(1, 10, 35), concat_latent_image=(1, 16, 3, 10, 16)),
+    ),
+    "chroma_radiance": Network(build=tiny.chroma_radiance, model="ChromaRadiance", latent=((3, 36, 44),)),
+    "aura_flow": Network(build=tiny.aura_flow, model="AuraFlow", latent=((4, 17, 23),)),
+    "pixart": Network(build=tiny.pixart, model="PixArtSigma", latent=((4, 34, 46),)),
+    "hunyuan_dit": Network(
+        build=tiny.hunyuan_dit, model="HunyuanDiT1", latent=((4, 17, 23),), tokens=12,
+        more={"mask_valid": 5} | tensors(conditioning_mt5xl=(1, 9, 128), attention_mask_mt5xl=(1, 9)),
+    ),
+    "mage_flow": Network(
+        build=tiny.mage_flow, model="MageFlow", latent=(FLUX2_SIZE,), more=ALL_VALID | references((1, 128, 5, 6))
+    ),
+    "z_image_pixels": Network(build=tiny.lumina_pixels, model="ZImagePixelSpace", latent=((3, 33, 45),)),
+    "ideogram4": Network(build=tiny.ideogram4, model="Ideogram4", latent=(FLUX2_SIZE,), more={"mask_valid": 5}),
+    "pixeldit": Network(build=tiny.pixeldit, model="PixelDiTT2I", latent=((3, 33, 45),)),
+    "pid": Network(
+        build=tiny.pid, model="PiD", latent=((3, 33, 45),),
+        more={"numbers": {"degrade_sigma": [0.4]}} | tensors(lq_latent=(1, 16, 5, 6)),
+    ),
+    "cosmos1": Network(build=tiny.cosmos1, model="CosmosT2V", latent=((16, 3, 10, 14),)),
+    "mochi": Network(
+        build=tiny.mochi, model="GenmoMochi", latent=((12, 3, 10, 14),), tokens=24, more={"mask_valid": 5}
+    ),
+    "minimax_h3": Network(
+        build=tiny.minimax_h3, model="MiniMaxH3", latent=((24, 3, 5, 7), (32, 2, 11)), batch=1
+    ),
+    "hidream_o1": Network(
+        build=tiny.hidream_o1, model="HiDreamO1", latent=((3, 160, 224),),
+        more={"numbers": {"text_input_ids": [[11, 12, 13, 14, 15, 16, 17, 151673]]}},
+    ),
 }  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_LEARNT = ("pos_embed", "inv_freq")  # buffers that come with the weights
+_LEARNT = ("pos_embed", "inv_freq", "beta")  # buffers that come with the weights
 _GENERATOR = torch.Generator()
 _COMPUTED_IN = [torch.float32]
 
@@ -59,6 +59,11 @@ def build(path: str, **config: Any) -> nn.Module:
         **config, dtype=_COMPUTED_IN[0], device="cpu", operations=comfy.ops.disable_weight_init
     ).eval()
     network.unet_config = config  # type: ignore[assignment]  # what a file of it says of itself
+    return filled(network)
+
+
+def filled(network: nn.Module) -> nn.Module:
+    """Random weights in it."""
     seed(7)
     buffers = [(name, buffer) for name, buffer in network.named_buffers() if name.endswith(_LEARNT)]
     for name, tensor in [*network.named_parameters(), *buffers]:
@@ -388,3 +393,43 @@ def wan_dancer() -> nn.Module:
         "wan.model_wandancer:WanDancerModel", **WAN | dict(model_type="wandancer", in_dim=36, audio_inject_layers=[0]),
         music_latent_dim=256,
     )  # fmt: skip
+
+
+def causal_wan(by_frame: bool = False) -> nn.Module:
+    """`by_frame`: as ComfyUI's autoregressive sampler calls it, with a frame before in its caches."""
+    network = build("wan.ar_model:CausalWanModel", **WAN)
+
+    def with_caches(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        batch, tokens = kwargs["x"].shape[0], math.prod(kwargs["x"].shape[2:]) // 4
+        keys = network.init_kv_caches(batch, 2 * tokens, "cpu", torch.float32)  # type: ignore[operator]
+        texts = network.init_crossattn_caches(batch, "cpu", torch.float32)  # type: ignore[operator]
+        state = {"start_frame": 0, "kv_caches": keys, "crossattn_caches": texts}
+        return args, kwargs | {"transformer_options": kwargs["transformer_options"] | {"ar_state": state}}
+
+    if by_frame:
+        network.register_forward_pre_hook(with_caches, with_kwargs=True)
+    return network
+
+
+def ace_step15() -> nn.Module:
+    return build(
+        "ace.ace_step15:AceStepConditionGenerationModel", hidden_size=192, text_hidden_dim=96, num_dit_layers=3,
+        num_lyric_layers=1, num_timbre_layers=1, num_tokenizer_layers=1, num_heads=4, num_kv_heads=2, head_dim=64,
+        intermediate_size=256, sliding_window=5, fsq_dim=192, encoder_hidden_size=192, encoder_intermediate_size=256,
+        encoder_num_heads=4,
+    )  # fmt: skip
+
+
+def minimax_music() -> nn.Module:
+    """ComfyUI fixes its widths: layers of these are put in place of those that make it large."""
+    import comfy.ops
+
+    kind = kind_of("minimax_music.dit:MiniMaxMusic3DiT")
+    wide = {"dtype": _COMPUTED_IN[0], "operations": comfy.ops.disable_weight_init}
+    network = kind(device="meta", **wide)
+    inner, transformer = network.diffusion_transformer, network.diffusion_transformer.transformer
+    block = type(transformer.layers[0])
+    transformer.layers = nn.ModuleList(block(192, 64, 256, device="cpu", **wide) for _ in range(2))
+    transformer.project_in, transformer.project_out = nn.Linear(2304, 192, bias=False), nn.Linear(192, 128, bias=False)
+    inner.to_timestep_embed = nn.Sequential(nn.Linear(256, 192), nn.SiLU(), nn.Linear(192, 192))
+    return filled(network.to_empty(device="cpu").eval())

@@ -248,6 +248,16 @@ def stable_audio(**more: Any) -> Inputs:
     return given | more
 
 
+def ace_step15() -> Inputs:
+    given = dict(x=normal(2, 64, 35), timestep=times(2), context=normal(2, 7, 96))
+    return given | dict(lyric_embed=normal(2, 9, 96), refer_audio=normal(2, 64, 40))
+
+
+def minimax_music(length: int) -> Inputs:
+    given = dict(x=normal(1, 128, length), timestep=times(1), context=normal(1, 20, 8 * 4096))
+    return given | dict(conditioning_scale=torch.ones(1, 1, 1))
+
+
 five_b = partial(tiny.wan, in_dim=48, out_dim=48)
 hunyuan_15 = partial(tiny.hunyuan, **tiny.HUNYUAN_15)
 z_image, lumina2 = partial(tiny.lumina, True), partial(tiny.lumina, False)
@@ -364,4 +374,9 @@ CASES: dict[str, Case] = {
     "hidream o1, a later step": Case(tiny.hidream_o1, hidream_o1),
     "stable audio": Case(tiny.stable_audio, stable_audio),
     "stable audio 3": Case(tiny.stable_audio_3, lambda: stable_audio(local_add_cond=normal(2, 17, 37))),
+    "causal wan": Case(tiny.causal_wan, wan),
+    "causal wan, frame by frame": Case(partial(tiny.causal_wan, by_frame=True), partial(wan, size=(1, 10, 14))),
+    "ace-step 1.5": Case(tiny.ace_step15, ace_step15),
+    "minimax music": Case(tiny.minimax_music, partial(minimax_music, 37)),
+    "minimax music, two windows": Case(tiny.minimax_music, partial(minimax_music, 900)),
 }

@@ -38,6 +38,11 @@ class Cuts:
             state.clear()
         self.whole_between = False
 
+    def _begin_again(self) -> None:
+        whole_between = self.whole_between
+        self.clear()
+        self.whole_between = whole_between
+
     def holds(self, stream: str) -> bool:
         """Do the network's own variables hold this stream cut at this moment?"""
         return stream in self._held
@@ -71,6 +76,8 @@ class Cuts:
         if isinstance(word, Tokens):
             return self._tokens(value, word, where)
         if isinstance(word, Whole):
+            if not any(map(self.streams.knows, word.streams)):
+                return value
             return self.join(value, word.streams, word.dim, where)
         if isinstance(word, Count):
             self._see_rest(word.streams, value.shape[word.dim] if isinstance(value, Tensor) else value, where)
@@ -104,6 +111,8 @@ class Cuts:
     def _tokens(self, value: Tensor, word: Tokens, where: str) -> Tensor:
         shape = value.shape[word.dim : word.dim + word.flat]
         (stream, *others) = word.streams
+        if word.again and stream not in self._held:
+            self._begin_again()
         if not others and not self.streams.knows(stream):
             self._shapes[word.streams] = shape
             self.streams.see(stream, shape.numel(), where)

@@ -68,7 +68,7 @@ def _fill(
     block: Block, frames: Frames, cuts: Cuts, parts: list[_Part | None], _: nn.Module, args: Any, kwargs: Any
 ) -> Any:
     block.check(args, kwargs)
-    given = dict(zip(block.parameters, args, strict=False)) | kwargs
+    given = block.named(args, kwargs)
     tokens, total, held = given[frames.tokens], cuts.total((frames.stream,)), cuts.held((frames.stream,))
     parts[:] = [None]
     if tokens.shape[1] != held or held == total:
