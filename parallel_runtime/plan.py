@@ -17,8 +17,8 @@ class Tokens:
     """Hidden states: cut where they come whole, left where they are cut; their length tells which.
 
     The first sight of a stream in a forward sets its length. `flat` dims from `dim` on are one row of tokens: with 3,
-    [B, T, H, W, C] becomes [B, own tokens, 1, 1, C]. `again`: blocks run several times in a forward, from whole tokens to
-    whole tokens; each time the length may be another.
+    [B, T, H, W, C] becomes [B, own tokens, 1, 1, C]. `again`: blocks run several times in a forward, from whole tokens
+    to whole tokens; each time the length may be another.
     """
 
     streams: Names
@@ -141,8 +141,8 @@ class Site:
     blocks that are given any other are refused. `attends`: the streams of the attention inside; `within` says it for
     modules below, by name, where a block has them. `gathers`: the last block's outputs are made whole, or those of each
     block, where the network's own code between blocks needs it. `returns` are the streams of what blocks return, if not
-    those of their Tokens in order. `frames`: blocks that reshape their tokens by frames. `unless`: arguments that keep
-    blocks whole when they are given. `aside`: beside the trunk; first-block caching leaves it alone.
+    those of their Tokens in order. `frames`: blocks that reshape their tokens by frames. `aside`: beside the trunk;
+    first-block caching leaves it alone.
     """
 
     name: str
@@ -153,7 +153,6 @@ class Site:
     gathers: bool | Literal["each"] = False
     returns: tuple[Names, ...] | None = None
     frames: Frames | None = None
-    unless: Names = ()
     aside: bool = False
 
     @property

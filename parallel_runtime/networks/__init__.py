@@ -46,13 +46,13 @@ from .network import Network
 __all__ = ["NETWORKS", "Network", "network_of"]
 
 NETWORKS: tuple[Network, ...] = (
-    ace_step15.NETWORK, aura_flow.NETWORK, boogu.NETWORK, chroma.NETWORK, chroma_radiance.NETWORK, cogvideox.NETWORK, cosmos.NETWORK,
-    cosmos1.NETWORK, ernie_image.NETWORK, flux.NETWORK, hidream.NETWORK, hidream_o1.NETWORK, hunyuan_dit.NETWORK,
-    hunyuan_video.NETWORK, ideogram4.NETWORK, joyimage.NETWORK, kandinsky5.NETWORK, krea2.NETWORK, lens.NETWORK,
-    ltxv.LTXV, ltxv.LTXAV, lumina.NETWORK, lumina_pixels.NETWORK, mage_flow.NETWORK, minimax_h3.NETWORK, minimax_music.NETWORK,
-    mochi.NETWORK, omnigen2.NETWORK, pixart.NETWORK, pixeldit.PIXELDIT, pixeldit.PID, qwen_image.NETWORK, sd3.NETWORK,
-    stable_audio.NETWORK, wan.NETWORK, wan.CAUSAL, wan.VACE, wan_driven.ANIMATE, wan_driven.S2V, wan_driven.HUMO,
-    wan_driven.DANCER,
+    ace_step15.NETWORK, aura_flow.NETWORK, boogu.NETWORK, chroma.NETWORK, chroma_radiance.NETWORK, cogvideox.NETWORK,
+    cosmos.NETWORK, cosmos1.NETWORK, ernie_image.NETWORK, flux.NETWORK, hidream.NETWORK, hidream_o1.NETWORK,
+    hunyuan_dit.NETWORK, hunyuan_video.NETWORK, ideogram4.NETWORK, joyimage.NETWORK, kandinsky5.NETWORK,
+    krea2.NETWORK, lens.NETWORK, ltxv.LTXV, ltxv.LTXAV, lumina.NETWORK, lumina_pixels.NETWORK, mage_flow.NETWORK,
+    minimax_h3.NETWORK, minimax_music.NETWORK, mochi.NETWORK, omnigen2.NETWORK, pixart.NETWORK, pixeldit.PIXELDIT,
+    pixeldit.PID, qwen_image.NETWORK, sd3.NETWORK, stable_audio.NETWORK, wan.NETWORK, wan.VACE,
+    wan_driven.ANIMATE, wan_driven.S2V, wan_driven.HUMO, wan_driven.DANCER,
 )  # fmt: skip
 _BY_CLASS = {kind: network for network in NETWORKS for kind in network.kinds}
 

@@ -22,7 +22,7 @@ NETWORK = Network(
         no_options=("comfy.ldm.ace.ace_step15",),
     ),
     heads=lambda net: net.decoder.layers[0].self_attn.num_heads,
-    width=lambda net: net.decoder.layers[0].self_attn.hidden_size,
+    width=lambda net: net.decoder.layers[0].self_attn.num_heads * net.decoder.layers[0].self_attn.head_dim,
     layers=lambda net: len(net.decoder.layers),
     tokens=lambda net, *sizes: patches((net.decoder.patch_size,), text=False, stream="audio")(net, *sizes),
 )

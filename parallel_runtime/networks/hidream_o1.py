@@ -27,6 +27,7 @@ NETWORK = Network(
         replicated=frozenset(PREFIX),
     ),
     heads=lambda net: net.text_config.num_attention_heads,
+    width=lambda net: net.text_config.num_attention_heads * net.text_config.head_dim,
     layers=lambda net: net.text_config.num_hidden_layers,
     tokens=lambda net, shape, text: (
         patches((net.patch_size, net.patch_size), text=False, stream="image")(net, shape, text) | {"prefix": text}

@@ -21,6 +21,7 @@ NETWORK = Network(
         main="joint",
     ),
     heads=lambda net: net.blocks[0].attn.heads,
+    width=lambda net: net.blocks[0].attn.heads * net.blocks[0].attn.head_dim,
     layers=layers("blocks"),
     tokens=joint(2),
 )

@@ -29,5 +29,5 @@ NETWORK = Network(
     ),
     width=lambda net: net.hidden_size_x,
     layers=layers("blocks"),
-    tokens=lambda net, shape, text: video(1, 2, 2, text=True)(net, shape, text) | {"prompt": text},
+    tokens=video(1, 2, 2, text=True),
 )

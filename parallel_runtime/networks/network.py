@@ -20,8 +20,8 @@ class Network:
 
     `heads`: of its attention. `width`: heads x head size. `layers`: blocks that run one after another. `tokens`: what a
     latent of this shape, [B, C, (T,) H, W], and so many text tokens make of each stream that the plan cuts.
-    `text_width` and `pooled_width` are those of a prompt, None where the network does not say. `fits`: whether the plan is
-    for this one of the class; it runs undivided if not.
+    `text_width` and `pooled_width` are those of a prompt, None where the network does not say. `fits`: whether the plan
+    is for this one of the class; it runs undivided if not.
     """
 
     name: str

@@ -1,9 +1,8 @@
-"""Wan 2.1 and 2.2: text and image to video, first and last frame, 5B, Fun control, camera, SCAIL, VACE.
+"""Wan 2.1 and 2.2: text and image to video, first and last frame, 5B, Fun control, camera, SCAIL, causal
+(all frames at once), VACE.
 
 The text is read as keys only, and is whole on every rank.
 """
-
-from dataclasses import replace
 
 from ..plan import Along, Plan, Site, Tokens, Whole
 from .network import Network, inputs_of, layers, video
@@ -25,6 +24,7 @@ NETWORK = Network(
         "comfy.ldm.wan.model:CameraWanModel",
         "comfy.ldm.wan.model:SCAILWanModel",
         "comfy.ldm.wan.model:SCAIL2WanModel",
+        "comfy.ldm.wan.ar_model:CausalWanModel",  # not frame by frame, with the keys that its sampler keeps
     ),
     plan=Plan((BLOCKS, HEAD), main="video"),
     width=lambda net: net.dim,
@@ -49,16 +49,5 @@ VACE = Network(
     width=lambda net: net.dim,
     text_width=inputs_of("text_embedding.0"),
     layers=layers("blocks", "vace_blocks"),
-    tokens=video(1, 2, 2),
-)
-
-# Frame by frame, with keys that are kept from call to call, it runs whole on every rank.
-CAUSAL = Network(
-    name="Wan, causal",
-    kinds=("comfy.ldm.wan.ar_model:CausalWanModel",),
-    plan=Plan((replace(BLOCKS, unless=("kv_cache", "crossattn_cache")), HEAD), main="video"),
-    width=lambda net: net.dim,
-    text_width=inputs_of("text_embedding.0"),
-    layers=layers("blocks"),
     tokens=video(1, 2, 2),
 )

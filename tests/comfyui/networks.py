@@ -186,6 +186,11 @@ NETWORKS: dict[str, Network] = {
     "minimax_h3": Network(
         build=tiny.minimax_h3, model="MiniMaxH3", latent=((24, 3, 5, 7), (32, 2, 11)), batch=1
     ),
+    "causal_wan": Network(build=tiny.causal_wan, model="WAN21_CausalAR_T2V", latent=(FRAMES,)),
+    "ace_step_15": Network(
+        build=tiny.ace_step15, model="ACEStep15", latent=((64, 35),),
+        more=tensors(conditioning_lyrics=(1, 9, 96), reference_audio_timbre_latents=[(1, 64, 40)]),
+    ),
     "hidream_o1": Network(
         build=tiny.hidream_o1, model="HiDreamO1", latent=((3, 160, 224),),
         more={"numbers": {"text_input_ids": [[11, 12, 13, 14, 15, 16, 17, 151673]]}},

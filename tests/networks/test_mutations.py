@@ -55,6 +55,8 @@ CASES = [
     "hidream o1",
     "hidream o1, a later step",
     "stable audio 3",
+    "ace-step 1.5",
+    "minimax music, two windows",
 ]
 
 

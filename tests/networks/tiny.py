@@ -248,8 +248,8 @@ def chroma_radiance() -> nn.Module:
         "chroma_radiance.model:ChromaRadiance", image_model="chroma_radiance", in_channels=3, out_channels=3,
         context_in_dim=96, hidden_size=96, mlp_ratio=4.0, num_heads=3, depth=19, depth_single_blocks=38,
         axes_dim=[8, 12, 12], theta=10000, patch_size=4, qkv_bias=True, in_dim=64, out_dim=96, hidden_dim=64,
-        n_layers=2, txt_ids_dims=[], vec_in_dim=None, nerf_hidden_size=8, nerf_mlp_ratio=2, nerf_depth=2,
-        nerf_max_freqs=4, nerf_tile_size=0, nerf_final_head_type="conv", nerf_embedder_dtype=None, use_x0=True,
+        n_layers=2, txt_ids_dims=[], vec_in_dim=None, nerf_hidden_size=16, nerf_mlp_ratio=2, nerf_depth=1,
+        nerf_max_freqs=4, nerf_tile_size=0, nerf_final_head_type="conv", nerf_embedder_dtype=None, use_x0=False,
         use_sequential_txt_ids=True,
     )  # fmt: skip
 
@@ -280,12 +280,14 @@ def mage_flow() -> nn.Module:
 
 
 def lumina_pixels() -> nn.Module:
-    return build(
+    network = build(
         "lumina.model:NextDiTPixelSpace", patch_size=4, in_channels=3, dim=288, n_layers=2, n_refiner_layers=2,
         n_heads=6, n_kv_heads=6, axes_dims=[16, 16, 16], axes_lens=[300, 512, 512], rope_theta=256.0,
         ffn_dim_multiplier=8 / 3, z_image_modulation=True, time_scale=1000.0, qk_norm=True, cap_feat_dim=96,
-        pad_tokens_multiple=32, decoder_hidden_size=32, decoder_num_res_blocks=2,
+        pad_tokens_multiple=32, decoder_hidden_size=64, decoder_num_res_blocks=1,
     )  # fmt: skip
+    network.dec_net.final_layer.linear.weight.mul_(0.3)  # what it returns is divided by the time
+    return network
 
 
 def ideogram4() -> nn.Module:
@@ -395,20 +397,8 @@ def wan_dancer() -> nn.Module:
     )  # fmt: skip
 
 
-def causal_wan(by_frame: bool = False) -> nn.Module:
-    """`by_frame`: as ComfyUI's autoregressive sampler calls it, with a frame before in its caches."""
-    network = build("wan.ar_model:CausalWanModel", **WAN)
-
-    def with_caches(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        batch, tokens = kwargs["x"].shape[0], math.prod(kwargs["x"].shape[2:]) // 4
-        keys = network.init_kv_caches(batch, 2 * tokens, "cpu", torch.float32)  # type: ignore[operator]
-        texts = network.init_crossattn_caches(batch, "cpu", torch.float32)  # type: ignore[operator]
-        state = {"start_frame": 0, "kv_caches": keys, "crossattn_caches": texts}
-        return args, kwargs | {"transformer_options": kwargs["transformer_options"] | {"ar_state": state}}
-
-    if by_frame:
-        network.register_forward_pre_hook(with_caches, with_kwargs=True)
-    return network
+def causal_wan() -> nn.Module:
+    return build("wan.ar_model:CausalWanModel", **WAN)
 
 
 def ace_step15() -> nn.Module:

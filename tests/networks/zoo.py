@@ -375,7 +375,6 @@ CASES: dict[str, Case] = {
     "stable audio": Case(tiny.stable_audio, stable_audio),
     "stable audio 3": Case(tiny.stable_audio_3, lambda: stable_audio(local_add_cond=normal(2, 17, 37))),
     "causal wan": Case(tiny.causal_wan, wan),
-    "causal wan, frame by frame": Case(partial(tiny.causal_wan, by_frame=True), partial(wan, size=(1, 10, 14))),
     "ace-step 1.5": Case(tiny.ace_step15, ace_step15),
     "minimax music": Case(tiny.minimax_music, partial(minimax_music, 37)),
     "minimax music, two windows": Case(tiny.minimax_music, partial(minimax_music, 900)),

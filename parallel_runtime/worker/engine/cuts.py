@@ -76,16 +76,19 @@ class Cuts:
         if isinstance(word, Tokens):
             return self._tokens(value, word, where)
         if isinstance(word, Whole):
-            if not any(map(self.streams.knows, word.streams)):
-                return value
             return self.join(value, word.streams, word.dim, where)
+        if isinstance(word, Count | Index | Slices):
+            return self._numbers(value, word, where)
+        return self._accompanying(value, word, where)
+
+    def _numbers(self, value: Any, word: Count | Index | Slices, where: str) -> Any:
         if isinstance(word, Count):
             self._see_rest(word.streams, value.shape[word.dim] if isinstance(value, Tensor) else value, where)
             return value
-        if isinstance(word, Index):
-            return self._index(value, word)
-        if isinstance(word, Slices):
-            return [self._range(part, word) for part in value]
+        return self._index(value, word) if isinstance(word, Index) else [self._range(part, word) for part in value]
+
+    def _accompanying(self, value: Any, word: Any, where: str) -> Any:
+        """Cut once for all blocks that are given the same."""
         last, made = self._made.get(where, (None, None))
         if last is not value:
             made = self._along(value, word, where) if isinstance(word, Along) else word(value, self._cutter(where))

@@ -30,8 +30,6 @@ def hook(block: Block, cuts: Cuts) -> list[RemovableHandle]:
 @torch.compiler.disable
 def _cut(block: Block, cuts: Cuts, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     block.check(args, kwargs)
-    if block.stays_whole(args, kwargs):
-        return None
     positional = list(args)
     for name, (place, word) in block.words.items():
         where = f"{block.site.name}({name})"

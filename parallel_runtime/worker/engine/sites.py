@@ -32,18 +32,15 @@ class Block:
         if self.site.frames is None and all(isinstance(word, Whole | Count) for _, word in self.words.values()):
             return
         given = self.named(args, kwargs)
-        known = self.words.keys() | {*self.site.whole, *self.site.unless} | _ALWAYS_WHOLE | self._framed
+        known = self.words.keys() | set(self.site.whole) | _ALWAYS_WHOLE | self._framed
         if strangers := [str(name) for name, value in given.items() if value is not None and name not in known]:
             raise Refused(
                 f"{self.site.name} ({type(self.module).__name__}) is given {', '.join(strangers)}, of which its plan "
                 "does not know; set ring and Ulysses degrees to 1"
             )
 
-    def stays_whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Is it given what keeps it whole?"""
-        return bool(self.site.unless) and any(self.named(args, kwargs).get(n) is not None for n in self.site.unless)
-
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+        """What it is given, by name; what has none, by its place."""
         return {self.parameters[n] if n < len(self.parameters) else n: value for n, value in enumerate(args)} | kwargs
 
     @property
