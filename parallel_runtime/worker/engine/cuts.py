@@ -149,7 +149,7 @@ class Cuts:
         if word.per and length < total:
             value = value.repeat_interleave(-(-total // length), word.dim).narrow(word.dim, 0, total)
         elif word.at_end and length < total:
-            before = value.narrow(word.dim, 0, 1).expand(*_at(value.shape, word.dim, total - length))
+            before = value.narrow(word.dim, 0, 1).repeat_interleave(total - length, word.dim)
             behind = self._position(total - length, word.streams)
             own = self._own(torch.cat([before, value], word.dim), word.streams, word.dim)
             return own.narrow(word.dim, behind, own.shape[word.dim] - behind).contiguous()
@@ -236,12 +236,6 @@ class Cuts:
         sizes = chunk_sizes(self.streams.length(stream), self._axis.size)
         own = part.narrow(dim, 0, sizes[self._axis.index]).movedim(dim, 0)
         return gather(own, sizes, self._axis).wait()[0].movedim(0, dim)
-
-
-def _at(shape: torch.Size, dim: int, size: int) -> list[int]:
-    sides = list(shape)
-    sides[dim] = size
-    return sides
 
 
 def _misfit(where: str, found: int, streams: Names, expected: str) -> Refused:
