@@ -11,7 +11,8 @@ from ..networks import tiny
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """`model` is the class of comfy.supported_models; `latent` are the sides after the batch, of each part."""
+    """`model` is the class of comfy.supported_models; `latent` are the sides after the batch, of each part; `beside`
+    are the shapes of weights that its file has beside the network."""
 
     build: Any
     model: str
@@ -19,6 +20,7 @@ class Network:
     dim: int = 96
     tokens: int = 7
     batch: int = 2
+    beside: dict[str, tuple[int, ...]] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -62,6 +64,13 @@ def qwen(**more: Any) -> Network:
 
 def hunyuan(model: str, sides: tuple[int, ...], more: dict[str, Any], batch: int = 2, **config: Any) -> Network:
     return Network(build=partial(tiny.hunyuan, **config), model=model, latent=(sides,), more=more, batch=batch)
+
+
+def seconds(name: str, learned: bool) -> dict[str, tuple[int, ...]]:
+    """What turns a piece's start or length into a condition."""
+    stem = f"conditioner.conditioners.seconds_{name}.embedder.embedding"
+    shapes = {f"{stem}.1.weight": (768, 256 + learned), f"{stem}.1.bias": (768,)}
+    return shapes | ({f"{stem}.0.weights": (128,)} if learned else {})
 
 
 SEEN = {"seen": (1, 257, 1280)}
@@ -190,6 +199,16 @@ NETWORKS: dict[str, Network] = {
     "ace_step_15": Network(
         build=tiny.ace_step15, model="ACEStep15", latent=((64, 35),),
         more=tensors(conditioning_lyrics=(1, 9, 96), reference_audio_timbre_latents=[(1, 64, 40)]),
+    ),
+    "stable_audio": Network(
+        build=partial(tiny.stable_audio, io_channels=64, cond_token_dim=768, project_cond_tokens=True,
+                      global_cond_dim=1536),
+        model="StableAudio", latent=((64, 37),), dim=768, beside=seconds("start", learned=True) | seconds("total", True),
+    ),
+    "stable_audio_3": Network(
+        build=partial(tiny.stable_audio_3, io_channels=256, cond_token_dim=768, project_cond_tokens=True,
+                      global_cond_dim=768, local_add_cond_dim=257),
+        model="StableAudio3", latent=((256, 37),), dim=768, beside=seconds("total", learned=False),
     ),
     "hidream_o1": Network(
         build=tiny.hidream_o1, model="HiDreamO1", latent=((3, 160, 224),),

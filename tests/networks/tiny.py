@@ -357,18 +357,22 @@ def hidream_o1(keeps: bool = True) -> nn.Module:
     return network
 
 
+STABLE_AUDIO = dict(
+    io_channels=16, embed_dim=192, cond_token_dim=64, project_cond_tokens=False, global_cond_dim=64, depth=2,
+    num_heads=3,
+)  # fmt: skip
+STABLE_AUDIO_3 = dict(
+    num_memory_tokens=3, attn_kwargs={"qk_norm": "rms", "differential": True}, norm_type="rms_norm",
+    local_add_cond_dim=17, global_cond_shared_embed=True, global_cond_type="adaLN", timestep_features_type="expo",
+)  # fmt: skip
+
+
 def stable_audio(**changes: Any) -> nn.Module:
-    return build(
-        "audio.dit:AudioDiffusionTransformer", io_channels=16, embed_dim=192, cond_token_dim=64,
-        project_cond_tokens=False, global_cond_dim=64, depth=2, num_heads=3, **changes,
-    )  # fmt: skip
+    return build("audio.dit:AudioDiffusionTransformer", **STABLE_AUDIO | changes)
 
 
-def stable_audio_3() -> nn.Module:
-    return stable_audio(
-        num_memory_tokens=3, attn_kwargs={"qk_norm": "rms", "differential": True}, norm_type="rms_norm",
-        local_add_cond_dim=17, global_cond_shared_embed=True, global_cond_type="adaLN", timestep_features_type="expo",
-    )  # fmt: skip
+def stable_audio_3(**changes: Any) -> nn.Module:
+    return stable_audio(**STABLE_AUDIO_3 | changes)
 
 
 class _Faces(nn.Module):
