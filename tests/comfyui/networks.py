@@ -203,7 +203,8 @@ NETWORKS: dict[str, Network] = {
     "stable_audio": Network(
         build=partial(tiny.stable_audio, io_channels=64, cond_token_dim=768, project_cond_tokens=True,
                       global_cond_dim=1536),
-        model="StableAudio", latent=((64, 37),), dim=768, beside=seconds("start", learned=True) | seconds("total", True),
+        model="StableAudio", latent=((64, 37),), dim=768,
+        beside=seconds("start", learned=True) | seconds("total", learned=True),
     ),
     "stable_audio_3": Network(
         build=partial(tiny.stable_audio_3, io_channels=256, cond_token_dim=768, project_cond_tokens=True,
