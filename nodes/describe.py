@@ -90,6 +90,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
         figures=Figures(
             name=plan.name if plan else " with ".join([type(network).__name__, *whole_only]),
             divisible=plan is not None,
+            skippable=plan is not None and bool(plan.plan.trunk),
             heads=plan.heads(network) if plan else 1,
             layers=plan.layers(network) if plan else 0,
             width=plan.width(network) if plan else 0,

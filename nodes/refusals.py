@@ -15,7 +15,7 @@ from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.networks import Network
 from .code import Unsendable, reference, title
 
-DIMS = ("batch", "channels", "height", "width")
+SIDES = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}  # of a latent, by its dimensions
 GUIDER_STATE = {"model_patcher", "model_options", "original_conds", "conds", "inner_model", "loaded_models"}
 
 
@@ -40,7 +40,7 @@ def check_sampler(sampler: comfy.samplers.Sampler) -> None:
 def check_latent(model: ModelPatcher, latent: Tensor) -> None:
     """Raises Refused for a latent that MODEL cannot take, with the shape found and the shape wanted."""
     form = model.get_model_object("latent_format")
-    dims = ("batch", "channels", "frames", "height", "width") if form.latent_dimensions == 3 else DIMS
+    dims = ("batch", "channels", *SIDES[form.latent_dimensions])
     if latent.ndim != len(dims) or latent.shape[1] != form.latent_channels or not latent.numel():
         raise Refused(
             f"the LATENT has the shape {tuple(latent.shape)}; this MODEL wants [{', '.join(dims)}] with "

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import pytest
+from torch import nn
 
 from parallel_runtime.networks import NETWORKS, network_of
 
@@ -14,7 +15,7 @@ KINDS = [kind for network in NETWORKS for kind in network.kinds]
 
 def class_named(kind: str, *bases: type, **body: Any) -> type:
     module, _, name = kind.partition(":")
-    return type(name, bases, {"__module__": module, **body})
+    return type(name, bases or (nn.Module,), {"__module__": module, **body})
 
 
 @pytest.mark.parametrize("kind", KINDS)

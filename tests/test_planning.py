@@ -165,16 +165,15 @@ def test_degrees_check_themselves():
         Parallelism(ring_degree=0)
 
 
-def figures(name, divisible=True):
-    return Figures(
-        name=name, divisible=divisible, heads=24, layers=57, width=3072, weights=12, weight_bytes=24, item_bytes=2
-    )
+def figures(name, **more):
+    return Figures(name=name, heads=24, layers=57, width=3072, weights=12, weight_bytes=24, item_bytes=2, **more)
 
 
 @pytest.mark.parametrize(
     ("network", "threshold", "says"),
     [
         (figures("SDXL", divisible=False), 0.1, r"step_cache 0\.1: a SDXL model has no blocks .* set step_cache to 0"),
+        (figures("Mochi", skippable=False), 0.1, r"step_cache 0\.1: a Mochi model has no blocks"),
         (figures("Flux"), -0.1, r"step_cache is a share from 0 \(off\) to 1, got -0\.1"),
         (figures("Flux"), float("nan"), "step_cache is a share .* got nan"),
     ],

@@ -49,12 +49,14 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """A network in numbers. `divisible`: a plan says how its sequence is cut. `width` = heads x head size. `weights`
+    """A network in numbers. `divisible`: a plan says how its sequence is cut; `skippable`: a step cache may leave its
+    blocks out. `width` = heads x head size. `weights`
     are counted, `weight_bytes` those of the file's format, `item_bytes` of one number in what it computes. `blocks`:
     the bytes of each block that a plan knows."""
 
     name: str
     divisible: bool = True
+    skippable: bool = True
     heads: int
     layers: int
     width: int

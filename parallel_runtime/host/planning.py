@@ -104,7 +104,7 @@ def check_step_cache(request: ParallelRequest, figures: Figures) -> None:
     """Raises Refused where a threshold is asked for that is none, or of a family whose blocks cannot be skipped."""
     if not 0 <= request.step_cache <= 1:
         raise Refused(f"step_cache is a share from 0 (off) to 1, got {request.step_cache:g}")
-    if request.step_cache and not figures.divisible:
+    if request.step_cache and not (figures.divisible and figures.skippable):
         raise Refused(
             f"step_cache {request.step_cache:g}: a {figures.name} model has no blocks that workers can skip; set "
             "step_cache to 0"

@@ -6,33 +6,53 @@ A network is known by its class. One without a plan runs undivided.
 from __future__ import annotations
 
 from . import (
+    ace_step15,
+    aura_flow,
     boogu,
     chroma,
+    chroma_radiance,
     cogvideox,
     cosmos,
+    cosmos1,
     ernie_image,
     flux,
     hidream,
+    hidream_o1,
+    hunyuan_dit,
     hunyuan_video,
+    ideogram4,
     joyimage,
     kandinsky5,
     krea2,
     lens,
     ltxv,
     lumina,
+    lumina_pixels,
+    mage_flow,
+    minimax_h3,
+    minimax_music,
+    mochi,
     omnigen2,
+    pixart,
+    pixeldit,
     qwen_image,
     sd3,
+    stable_audio,
     wan,
+    wan_driven,
 )  # fmt: skip
 from .network import Network
 
 __all__ = ["NETWORKS", "Network", "network_of"]
 
 NETWORKS: tuple[Network, ...] = (
-    boogu.NETWORK, chroma.NETWORK, cogvideox.NETWORK, cosmos.NETWORK, ernie_image.NETWORK, flux.NETWORK,
-    hidream.NETWORK, hunyuan_video.NETWORK, joyimage.NETWORK, kandinsky5.NETWORK, krea2.NETWORK, lens.NETWORK,
-    ltxv.LTXV, ltxv.LTXAV, lumina.NETWORK, omnigen2.NETWORK, qwen_image.NETWORK, sd3.NETWORK, wan.NETWORK, wan.VACE,
+    ace_step15.NETWORK, aura_flow.NETWORK, boogu.NETWORK, chroma.NETWORK, chroma_radiance.NETWORK, cogvideox.NETWORK,
+    cosmos.NETWORK, cosmos1.NETWORK, ernie_image.NETWORK, flux.NETWORK, hidream.NETWORK, hidream_o1.NETWORK,
+    hunyuan_dit.NETWORK, hunyuan_video.NETWORK, ideogram4.NETWORK, joyimage.NETWORK, kandinsky5.NETWORK,
+    krea2.NETWORK, lens.NETWORK, ltxv.LTXV, ltxv.LTXAV, lumina.NETWORK, lumina_pixels.NETWORK, mage_flow.NETWORK,
+    minimax_h3.NETWORK, minimax_music.NETWORK, mochi.NETWORK, omnigen2.NETWORK, pixart.NETWORK, pixeldit.PIXELDIT,
+    pixeldit.PID, qwen_image.NETWORK, sd3.NETWORK, stable_audio.NETWORK, wan.NETWORK, wan.VACE,
+    wan_driven.ANIMATE, wan_driven.S2V, wan_driven.HUMO, wan_driven.DANCER,
 )  # fmt: skip
 _BY_CLASS = {kind: network for network in NETWORKS for kind in network.kinds}
 
@@ -43,4 +63,5 @@ def network_of(network: object) -> Network | None:
     A subclass is another class, whatever it changes: nobody has compared it with the plan.
     """
     kind = type(network)
-    return _BY_CLASS.get(f"{kind.__module__}:{kind.__qualname__}")
+    found = _BY_CLASS.get(f"{kind.__module__}:{kind.__qualname__}")
+    return found if found is not None and found.fits(network) else None

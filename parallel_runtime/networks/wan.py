@@ -1,4 +1,5 @@
-"""Wan 2.1 and 2.2: text and image to video, first and last frame, 5B, Fun control, camera, VACE.
+"""Wan 2.1 and 2.2: text and image to video, first and last frame, 5B, Fun control, camera, SCAIL, causal
+(all frames at once), VACE.
 
 The text is read as keys only, and is whole on every rank.
 """
@@ -18,7 +19,13 @@ HEAD = Site("head", {"x": Whole(VIDEO)})
 
 NETWORK = Network(
     name="Wan",
-    kinds=("comfy.ldm.wan.model:WanModel", "comfy.ldm.wan.model:CameraWanModel"),
+    kinds=(
+        "comfy.ldm.wan.model:WanModel",
+        "comfy.ldm.wan.model:CameraWanModel",
+        "comfy.ldm.wan.model:SCAILWanModel",
+        "comfy.ldm.wan.model:SCAIL2WanModel",
+        "comfy.ldm.wan.ar_model:CausalWanModel",  # not frame by frame, with the keys that its sampler keeps
+    ),
     plan=Plan((BLOCKS, HEAD), main="video"),
     width=lambda net: net.dim,
     text_width=inputs_of("text_embedding.0"),

@@ -98,7 +98,7 @@ class StepCache:
 
     def _forwards(self) -> Iterator[tuple[nn.Module, Forward]]:
         for number, site in enumerate(self._plan.trunk):
-            modules = list(self._transformer.get_submodule(site.name))  # type: ignore[call-overload]
+            modules = list(self._transformer.get_submodule(site.name).children())
             if number == 0:
                 head = modules.pop(0)
                 yield head, self._leading(head, site)
@@ -117,7 +117,8 @@ class StepCache:
                 return plain(*args, **kwargs)
             (before,) = _copied(read(args, kwargs))
             out = plain(*args, **kwargs)
-            self._decide(_listed(out)[watched] - before, streams)
+            change = _listed(out)[watched] - before
+            self._decide(change if site.outputs[watched][0].dim else change[None], streams)
             return out
 
         return forward

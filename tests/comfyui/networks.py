@@ -11,7 +11,8 @@ from ..networks import tiny
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """`model` is the class of comfy.supported_models; `latent` are the sides after the batch, of each part."""
+    """`model` is the class of comfy.supported_models; `latent` are the sides after the batch, of each part; `beside`
+    are the shapes of weights that its file has beside the network."""
 
     build: Any
     model: str
@@ -19,6 +20,7 @@ class Network:
     dim: int = 96
     tokens: int = 7
     batch: int = 2
+    beside: dict[str, tuple[int, ...]] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -62,6 +64,13 @@ def qwen(**more: Any) -> Network:
 
 def hunyuan(model: str, sides: tuple[int, ...], more: dict[str, Any], batch: int = 2, **config: Any) -> Network:
     return Network(build=partial(tiny.hunyuan, **config), model=model, latent=(sides,), more=more, batch=batch)
+
+
+def seconds(name: str, learned: bool) -> dict[str, tuple[int, ...]]:
+    """What turns a piece's start or length into a condition."""
+    stem = f"conditioner.conditioners.seconds_{name}.embedder.embedding"
+    shapes = {f"{stem}.1.weight": (768, 256 + learned), f"{stem}.1.bias": (768,)}
+    return shapes | ({f"{stem}.0.weights": (128,)} if learned else {})
 
 
 SEEN = {"seen": (1, 257, 1280)}
@@ -133,4 +142,77 @@ NETWORKS: dict[str, Network] = {
     ),
     "cogvideox": Network(build=tiny.cogvideox, model="CogVideoX_T2V", latent=(FRAMES,)),
     "lens": Network(build=tiny.lens, model="Lens", latent=(FLUX2_SIZE,), dim=192, tokens=24, more={"mask_valid": 11}),
+    "wan_scail": wan(
+        "WAN21_SCAIL", kind="SCAILWanModel", model_type="scail", in_dim=20,
+        conditions=SEEN | tensors(reference_latents=[(1, 16, 1, 9, 14)], pose_video_latent=(1, 16, 3, 5, 7)),
+    ),
+    "wan_scail_2": wan(
+        "WAN21_SCAIL2", kind="SCAIL2WanModel", model_type="scail2", in_dim=20,
+        conditions=SEEN | {"values": {"ref_mask_flag": False}} | tensors(
+            reference_latents=[(1, 16, 1, 9, 14)], pose_video_latent=(1, 16, 3, 5, 7),
+            ref_mask_28ch=(1, 4, 28, 9, 14), driving_mask_28ch=(1, 3, 28, 5, 7)),
+    ),
+    "wan_animate": Network(
+        build=tiny.wan_animate, model="WAN22_Animate", latent=((16, 3, 10, 14),),
+        more=SEEN | tensors(pose_video_latent=(1, 16, 2, 10, 14), concat_latent_image=(1, 16, 3, 10, 14)),
+    ),
+    "wan_s2v": Network(
+        build=tiny.wan_s2v, model="WAN22_S2V", latent=((16, 3, 10, 14),),
+        more=tensors(
+            audio_embed=(1, 25, 48, 12), reference_latents=[(1, 16, 1, 10, 14)], reference_motion=(1, 16, 19, 10, 14),
+            control_video=(1, 16, 3, 10, 14)),
+    ),
+    "humo": wan(
+        "WAN21_HuMo", kind="HumoWanModel", model_type="humo", sides=(16, 3, 10, 14),
+        conditions=tensors(audio_embed=(1, 3, 8, 5, 1280), reference_latents=[(1, 16, 1, 10, 14)]),
+    ),
+    "wandancer": Network(
+        build=tiny.wan_dancer, model="WAN22_WanDancer", latent=((16, 3, 10, 16),),
+        more=SEEN | {"values": {"fps": 15, "audio_inject_scale": 0.8}} | tensors(
+            audio_embed=(1, 10, 35), concat_latent_image=(1, 16, 3, 10, 16)),
+    ),
+    "chroma_radiance": Network(build=tiny.chroma_radiance, model="ChromaRadiance", latent=((3, 36, 44),)),
+    "aura_flow": Network(build=tiny.aura_flow, model="AuraFlow", latent=((4, 17, 23),)),
+    "pixart": Network(build=tiny.pixart, model="PixArtSigma", latent=((4, 34, 46),)),
+    "hunyuan_dit": Network(
+        build=tiny.hunyuan_dit, model="HunyuanDiT1", latent=((4, 17, 23),), tokens=12,
+        more={"mask_valid": 5} | tensors(conditioning_mt5xl=(1, 9, 128), attention_mask_mt5xl=(1, 9)),
+    ),
+    "mage_flow": Network(
+        build=tiny.mage_flow, model="MageFlow", latent=(FLUX2_SIZE,), more=ALL_VALID | references((1, 128, 5, 6))
+    ),
+    "z_image_pixels": Network(build=tiny.lumina_pixels, model="ZImagePixelSpace", latent=((3, 33, 45),)),
+    "ideogram4": Network(build=tiny.ideogram4, model="Ideogram4", latent=(FLUX2_SIZE,), more={"mask_valid": 5}),
+    "pixeldit": Network(build=tiny.pixeldit, model="PixelDiTT2I", latent=((3, 33, 45),)),
+    "pid": Network(
+        build=tiny.pid, model="PiD", latent=((3, 33, 45),),
+        more={"numbers": {"degrade_sigma": [0.4]}} | tensors(lq_latent=(1, 16, 5, 6)),
+    ),
+    "cosmos1": Network(build=tiny.cosmos1, model="CosmosT2V", latent=((16, 3, 10, 14),)),
+    "mochi": Network(
+        build=tiny.mochi, model="GenmoMochi", latent=((12, 3, 10, 14),), tokens=24, more={"mask_valid": 5}
+    ),
+    "minimax_h3": Network(
+        build=tiny.minimax_h3, model="MiniMaxH3", latent=((24, 3, 5, 7), (32, 2, 11)), batch=1
+    ),
+    "causal_wan": Network(build=tiny.causal_wan, model="WAN21_CausalAR_T2V", latent=(FRAMES,)),
+    "ace_step_15": Network(
+        build=tiny.ace_step15, model="ACEStep15", latent=((64, 35),),
+        more=tensors(conditioning_lyrics=(1, 9, 96), reference_audio_timbre_latents=[(1, 64, 40)]),
+    ),
+    "stable_audio": Network(
+        build=partial(tiny.stable_audio, io_channels=64, cond_token_dim=768, project_cond_tokens=True,
+                      global_cond_dim=1536),
+        model="StableAudio", latent=((64, 37),), dim=768,
+        beside=seconds("start", learned=True) | seconds("total", learned=True),
+    ),
+    "stable_audio_3": Network(
+        build=partial(tiny.stable_audio_3, io_channels=256, cond_token_dim=768, project_cond_tokens=True,
+                      global_cond_dim=768, local_add_cond_dim=257),
+        model="StableAudio3", latent=((256, 37),), dim=768, beside=seconds("total", learned=False),
+    ),
+    "hidream_o1": Network(
+        build=tiny.hidream_o1, model="HiDreamO1", latent=((3, 160, 224),),
+        more={"numbers": {"text_input_ids": [[11, 12, 13, 14, 15, 16, 17, 151673]]}},
+    ),
 }  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from ..networks.tiny import start_comfyui
+from ..networks.tiny import normal, start_comfyui
 
 
 def main(folder: str) -> None:
@@ -19,6 +19,7 @@ def main(folder: str) -> None:
         built = network.build()
         tiny = {"model": network.model, "final": built.unet_config}
         weights = {key: tensor.contiguous() for key, tensor in built.state_dict().items()}
+        weights |= {key: normal(*shape) * 0.1 for key, shape in network.beside.items()}
         save_file(weights, Path(folder) / f"{name}.safetensors", metadata={"cp_tiny": json.dumps(tiny)})
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_runtime.networks import Network, network_of
-from parallel_runtime.worker.engine.divide import divide, undivide
+from parallel_runtime.worker.engine.divide import divide, divided, undivide
 
 from ..engine.meshes import mesh, parallelism
 from . import tiny
@@ -25,6 +25,24 @@ def parity(rank: int, world: int, name: str, ring: int, ulysses: int) -> dict[st
     together = divided_forward(network, inputs, ring, ulysses)
     again = forward(network, inputs)
     return {"error": error(together, plain), "left": error(again, plain), "bits": digest(together)}
+
+
+def planned(rank: int, world: int, name: str, text: int) -> dict[str, Any]:
+    """What planning knows of a network, and how long the streams were that a forward over the ranks cut."""
+    network, inputs = made(name)
+    known, cut = plan_of(network), {}
+    divide(network, known.plan, mesh(world, 1), parallelism(world, 1))
+    network.register_forward_hook(lambda net, *_: cut.update(divided(net).lengths), prepend=True)  # type: ignore[union-attr]
+    forward(network, inputs)
+    undivide(network)
+    latent = inputs["x"][0] if isinstance(inputs["x"], list) else inputs["x"]
+    return {
+        "tokens": known.tokens(network, latent.shape, text),
+        "cut": cut,
+        "main": known.plan.main,
+        "layers": known.layers(network),
+        "head size": known.width(network) / known.heads(network),
+    }
 
 
 def made(name: str) -> tuple[nn.Module, Inputs]:

@@ -44,9 +44,11 @@ def survivors(rank: int, world: int, name: str) -> dict[str, Any]:
 def mutants(plan: Plan) -> Iterator[tuple[str, Plan]]:
     for number, site in enumerate(plan.sites):
         before, after = plan.sites[:number], plan.sites[number + 1 :]
-        yield site.name, replace(plan, sites=before + after)
-        for what, fewer in _fewer(site):
-            yield f"{site.name}: {what}", replace(plan, sites=(*before, fewer, *after))
+        for what, sites in [(site.name, ()), *((f"{site.name}: {what}", (fewer,)) for what, fewer in _fewer(site))]:
+            try:
+                yield what, replace(plan, sites=(*before, *sites, *after))
+            except ValueError:  # it is no plan at all
+                continue
     for name in plan.no_options:
         yield name, replace(plan, no_options=tuple(other for other in plan.no_options if other != name))
     for stream in plan.replicated:
@@ -64,6 +66,8 @@ def _fewer(site: Site) -> Iterator[tuple[str, Site]]:
         yield f"whole {name}", replace(site, whole=tuple(other for other in site.whole if other != name))
     if site.attends is not None:
         yield "attends", replace(site, attends=None)
+    if site.frames is not None:
+        yield "frames", replace(site, frames=None)
     if site.gathers:
         yield "gathers", replace(site, gathers=False)
 
@@ -105,7 +109,9 @@ def _raises(network: nn.Module, plan: Plan, inputs: Inputs, index: int) -> bool:
 class _Alone(ContextAttention):
     """Attends to this rank's own tokens."""
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    def _run(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
         if mask is not None and mask.shape[2] == 1:
             total = sum(self.streams.length(name) for name in self.keys or self.queries)
             assert mask.shape[-1] in (key.shape[1], total)

@@ -17,6 +17,26 @@ def check(networks: Groups, case: str, ring: int, ulysses: int) -> None:
     assert len({answer["bits"] for answer in answers}) == 1, "ranks differ"
 
 
+PLANNED = [
+    "flux", "chroma", "wan scail", "wan s2v", "humo", "wan animate", "wandancer", "causal wan", "chroma radiance",
+    "aura flow", "pixart", "hunyuan dit", "mage-flow references", "z-image in pixels", "ideogram 4", "pixeldit", "pid",
+    "cosmos 1", "mochi", "minimax h3", "hidream o1", "stable audio", "ace-step 1.5", "minimax music",
+]  # fmt: skip
+TEXT = 7  # tokens in most of these
+
+
+@pytest.mark.sweep(one_in=12)
+@pytest.mark.parametrize("case", PLANNED)
+def test_planning_knows_its_figures(networks: Groups, case: str) -> None:
+    """Its tokens are those of the latent and of the text; references and the like may join them."""
+    found = networks(2).run("tests.networks.cases:planned", name=case, text=TEXT)[0]
+    assert found["layers"] >= 1
+    assert found["head size"] in (32, 48, 64)
+    main, planned = found["main"], found["tokens"]
+    assert found["cut"][main] / 2 <= planned[main] <= found["cut"][main]
+    assert planned.keys() - {"text"} <= found["cut"].keys()
+
+
 @pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize("case", list(CASES))
 def test_three_ranks_in_a_ring(networks: Groups, case: str) -> None:

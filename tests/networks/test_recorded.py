@@ -7,7 +7,18 @@ import pytest
 from ..engine.conftest import Groups
 from .zoo import CASES
 
-BY_VALUES = {"hidream i1": "reads on the host"}  # which experts a token goes to
+BY_VALUES = dict.fromkeys(
+    [
+        "hidream i1",  # which experts a token goes to
+        "hidream o1",  # where the text's tokens are
+        "hidream o1, a later step",  # whose keys are kept
+        "ideogram 4, padded",  # which tokens are padding
+        "minimax h3",  # the time
+        "minimax h3 masks",
+        "ace-step 1.5",  # which voices there are
+    ],
+    "reads on the host",
+)
 
 
 def check(networks: Groups, case: str, ring: int, ulysses: int) -> None:

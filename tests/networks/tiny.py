@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_LEARNT = ("pos_embed", "inv_freq", "beta")  # buffers that come with the weights
 _GENERATOR = torch.Generator()
 _COMPUTED_IN = [torch.float32]
 
@@ -37,7 +38,7 @@ def computed_in(dtype: torch.dtype) -> None:
 
 
 def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=_GENERATOR)
+    return torch.randn(shape, generator=_GENERATOR)
 
 
 def uniform(*shape: int) -> Tensor:
@@ -58,8 +59,13 @@ def build(path: str, **config: Any) -> nn.Module:
         **config, dtype=_COMPUTED_IN[0], device="cpu", operations=comfy.ops.disable_weight_init
     ).eval()
     network.unet_config = config  # type: ignore[assignment]  # what a file of it says of itself
+    return filled(network)
+
+
+def filled(network: nn.Module) -> nn.Module:
+    """Random weights in it."""
     seed(7)
-    buffers = [(name, buffer) for name, buffer in network.named_buffers() if name == "pos_embed"]
+    buffers = [(name, buffer) for name, buffer in network.named_buffers() if name.endswith(_LEARNT)]
     for name, tensor in [*network.named_parameters(), *buffers]:
         if tensor.ndim >= 2:
             value = normal(*tensor.shape) / math.sqrt(tensor[0].numel())
@@ -235,3 +241,189 @@ def lens() -> nn.Module:
         "lens.model:LensTransformer2DModel", in_channels=128, out_channels=32, num_layers=2, attention_head_dim=64,
         num_attention_heads=3, enc_hidden_dim=96, selected_layer_index=(0, 1), axes_dims_rope=(16, 24, 24),
     )  # fmt: skip
+
+
+def chroma_radiance() -> nn.Module:
+    return build(
+        "chroma_radiance.model:ChromaRadiance", image_model="chroma_radiance", in_channels=3, out_channels=3,
+        context_in_dim=96, hidden_size=96, mlp_ratio=4.0, num_heads=3, depth=19, depth_single_blocks=38,
+        axes_dim=[8, 12, 12], theta=10000, patch_size=4, qkv_bias=True, in_dim=64, out_dim=96, hidden_dim=64,
+        n_layers=2, txt_ids_dims=[], vec_in_dim=None, nerf_hidden_size=16, nerf_mlp_ratio=2, nerf_depth=1,
+        nerf_max_freqs=4, nerf_tile_size=0, nerf_final_head_type="conv", nerf_embedder_dtype=None, use_x0=False,
+        use_sequential_txt_ids=True,
+    )  # fmt: skip
+
+
+def aura_flow() -> nn.Module:
+    return build(
+        "aura.mmdit:MMDiT", dim=192, n_layers=4, n_double_layers=2, n_heads=3, global_conddim=192, cond_seq_dim=96,
+        max_seq=64,
+    )  # fmt: skip
+
+
+def pixart() -> nn.Module:
+    return build("pixart.pixartms:PixArtMS", hidden_size=192, depth=2, num_heads=3, caption_channels=96)
+
+
+def hunyuan_dit() -> nn.Module:
+    return build(
+        "hydit.models:HunYuanDiT", hidden_size=192, depth=6, num_heads=3, text_states_dim=96, text_states_dim_t5=128,
+        text_len=7, text_len_t5=9, size_cond=True, use_style_cond=True,
+    )  # fmt: skip
+
+
+def mage_flow() -> nn.Module:
+    return build(
+        "mage_flow.model:MageFlowTransformer2DModel", num_layers=2, attention_head_dim=64, num_attention_heads=3,
+        joint_attention_dim=96, axes_dims_rope=(16, 24, 24),
+    )  # fmt: skip
+
+
+def lumina_pixels() -> nn.Module:
+    network = build(
+        "lumina.model:NextDiTPixelSpace", patch_size=4, in_channels=3, dim=288, n_layers=2, n_refiner_layers=2,
+        n_heads=6, n_kv_heads=6, axes_dims=[16, 16, 16], axes_lens=[300, 512, 512], rope_theta=256.0,
+        ffn_dim_multiplier=8 / 3, z_image_modulation=True, time_scale=1000.0, qk_norm=True, cap_feat_dim=96,
+        pad_tokens_multiple=32, decoder_hidden_size=64, decoder_num_res_blocks=1,
+    )  # fmt: skip
+    network.dec_net.final_layer.linear.weight.mul_(0.3)  # what it returns is divided by the time
+    return network
+
+
+def ideogram4() -> nn.Module:
+    return build(
+        "ideogram4.model:Ideogram4Transformer2DModel", num_layers=2, num_attention_heads=3, attention_head_dim=64,
+        intermediate_size=256, adaln_dim=64, llm_features_dim=96, mrope_section=(12, 10, 10),
+    )  # fmt: skip
+
+
+PIXELDIT = dict(
+    num_groups=3, hidden_size=192, pixel_hidden_size=8, pixel_attn_hidden_size=96, pixel_num_groups=3, patch_depth=3,
+    pixel_depth=1, patch_size=4, txt_embed_dim=96, txt_max_length=40,
+)  # fmt: skip
+
+
+def pixeldit() -> nn.Module:
+    return build("pixeldit.model:PixDiT_T2I", **PIXELDIT)
+
+
+def pid() -> nn.Module:
+    return build(
+        "pixeldit.pid:PidNet", **PIXELDIT, lq_hidden_dim=16, lq_num_res_blocks=1, sr_scale=1,
+        latent_spatial_down_factor=8, pit_lq_inject=True, rope_ref_h=64, rope_ref_w=64,
+    )  # fmt: skip
+
+
+def cosmos1() -> nn.Module:
+    return build(
+        "cosmos.model:GeneralDIT", max_img_h=64, max_img_w=64, max_frames=16, in_channels=16, out_channels=16,
+        patch_spatial=2, patch_temporal=1, model_channels=192, num_blocks=2, num_heads=3, crossattn_emb_channels=96,
+        pos_emb_cls="rope3d", use_adaln_lora=True, adaln_lora_dim=32, affline_emb_norm=True, block_x_format="THWBD",
+        extra_per_block_abs_pos_emb=True, extra_per_block_abs_pos_emb_type="learnable",
+    )  # fmt: skip
+
+
+def mochi() -> nn.Module:
+    return build(
+        "genmo.joint_model.asymm_models_joint:AsymmDiTJoint", patch_size=2, in_channels=12, hidden_size_x=192,
+        hidden_size_y=96, depth=2, num_heads=3, mlp_ratio_x=64.0, mlp_ratio_y=4.0, use_t5=True, t5_feat_dim=96,
+        learn_sigma=False, timestep_scale=1000.0, qk_norm=True, qkv_bias=False, out_bias=True, timestep_mlp_bias=True,
+        patch_embed_bias=True,
+    )  # fmt: skip
+
+
+def minimax_h3(**changes: Any) -> nn.Module:
+    return build(
+        "minimax.model:MiniMaxH3Model", hidden_size=192, num_layers=2, token_refiner_num_layers=1,
+        num_attention_heads=3, attention_head_dim=64, ffn_hidden_size=256, text_dim=96, timestep_input_dim=64,
+        time_embed_hidden_size=64, time_embed_dim=64, rope_inv_freq_len=8, **changes,
+    )  # fmt: skip
+
+
+def hidream_o1(keeps: bool = True) -> nn.Module:
+    """`keeps`: keys of what comes before the picture, for later calls."""
+    network = build(
+        "hidream_o1.model:HiDreamO1Transformer",
+        text_config_overrides=dict(
+            vocab_size=151936, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=64, rope_dims=[12, 10, 10],
+        ),
+        vision_config_overrides=dict(
+            hidden_size=64, num_heads=2, intermediate_size=64, depth=1, num_position_embeddings=64,
+        ),
+    )  # fmt: skip
+    if not keeps:
+        network.register_forward_pre_hook(lambda net, _: net.clear_kv_cache())
+    return network
+
+
+STABLE_AUDIO = dict(
+    io_channels=16, embed_dim=192, cond_token_dim=64, project_cond_tokens=False, global_cond_dim=64, depth=2,
+    num_heads=3,
+)  # fmt: skip
+STABLE_AUDIO_3 = dict(
+    num_memory_tokens=3, attn_kwargs={"qk_norm": "rms", "differential": True}, norm_type="rms_norm",
+    local_add_cond_dim=17, global_cond_shared_embed=True, global_cond_type="adaLN", timestep_features_type="expo",
+)  # fmt: skip
+
+
+def stable_audio(**changes: Any) -> nn.Module:
+    return build("audio.dit:AudioDiffusionTransformer", **STABLE_AUDIO | changes)
+
+
+def stable_audio_3(**changes: Any) -> nn.Module:
+    return stable_audio(**STABLE_AUDIO_3 | changes)
+
+
+class _Faces(nn.Module):
+    """In place of the encoder of faces, 25 million weights on pictures of 512 pixels, which runs before any cut."""
+
+    def get_motion(self, pictures: Tensor) -> Tensor:
+        return nn.functional.adaptive_avg_pool2d(pictures[:, :2], 16).flatten(1)
+
+
+def wan_animate(faces: bool = True) -> nn.Module:
+    config = WAN | dict(model_type="animate", in_dim=36, num_layers=10)
+    network = build("wan.model_animate:AnimateWanModel", **config)
+    if not faces:
+        network.motion_encoder = _Faces()
+    return network
+
+
+def wan_s2v() -> nn.Module:
+    return wan("WanModel_S2V", model_type="s2v", audio_dim=48, audio_inject_layers=[0, 1])
+
+
+def wan_dancer() -> nn.Module:
+    return build(
+        "wan.model_wandancer:WanDancerModel", **WAN | dict(model_type="wandancer", in_dim=36, audio_inject_layers=[0]),
+        music_latent_dim=256,
+    )  # fmt: skip
+
+
+def causal_wan() -> nn.Module:
+    return build("wan.ar_model:CausalWanModel", **WAN)
+
+
+def ace_step15() -> nn.Module:
+    return build(
+        "ace.ace_step15:AceStepConditionGenerationModel", hidden_size=192, text_hidden_dim=96, num_dit_layers=3,
+        num_lyric_layers=1, num_timbre_layers=1, num_tokenizer_layers=1, num_heads=4, num_kv_heads=2, head_dim=64,
+        intermediate_size=256, sliding_window=5, fsq_dim=192, encoder_hidden_size=192, encoder_intermediate_size=256,
+        encoder_num_heads=4,
+    )  # fmt: skip
+
+
+def minimax_music() -> nn.Module:
+    """ComfyUI fixes its widths: layers of these are put in place of those that make it large."""
+    import comfy.ops
+
+    kind = kind_of("minimax_music.dit:MiniMaxMusic3DiT")
+    wide = {"dtype": _COMPUTED_IN[0], "operations": comfy.ops.disable_weight_init}
+    network = kind(device="meta", **wide)
+    inner, transformer = network.diffusion_transformer, network.diffusion_transformer.transformer
+    block = type(transformer.layers[0])
+    transformer.layers = nn.ModuleList(block(192, 64, 256, device="cpu", **wide) for _ in range(2))
+    transformer.project_in, transformer.project_out = nn.Linear(2304, 192, bias=False), nn.Linear(192, 128, bias=False)
+    inner.to_timestep_embed = nn.Sequential(nn.Linear(256, 192), nn.SiLU(), nn.Linear(192, 192))
+    return filled(network.to_empty(device="cpu").eval())

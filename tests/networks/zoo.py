@@ -157,6 +157,107 @@ def ernie_image(text: int = 7) -> Inputs:
     return dict(x=normal(2, 128, 9, 13), timesteps=times(2, LATE), context=normal(2, text, 96))
 
 
+def wan_scail() -> Inputs:
+    given = dict(reference_latent=normal(2, 20, 1, 9, 14), pose_latents=normal(2, 20, 3, 5, 7))
+    return wan(channels=20, clip_fea=normal(2, 257, 1280)) | given
+
+
+def wan_scail2() -> Inputs:
+    masks = dict(ref_mask_latents=normal(2, 28, 4, 9, 14), sam_latents=normal(2, 28, 3, 5, 7))
+    return wan_scail() | masks | dict(ref_mask_flag=False)
+
+
+def wan_animate() -> Inputs:
+    given = wan(channels=36, size=(3, 10, 14), clip_fea=normal(2, 257, 1280))
+    return given | dict(pose_latents=normal(2, 16, 2, 10, 14), face_pixel_values=normal(2, 3, 4, 32, 32))
+
+
+def wan_s2v(**more: Any) -> Inputs:
+    return wan(size=(3, 10, 14), audio_embed=normal(2, 25, 48, 12), reference_latent=normal(2, 16, 1, 10, 14)) | more
+
+
+def wan_s2v_motion() -> Inputs:
+    return wan_s2v(reference_motion=normal(2, 16, 19, 10, 14), control_video=normal(2, 16, 3, 10, 14))
+
+
+def wan_humo() -> Inputs:
+    return wan(size=(3, 10, 14), audio_embed=normal(2, 3, 8, 5, 1280), reference_latent=normal(2, 16, 1, 10, 14))
+
+
+def wan_dancer(fps: int) -> Inputs:
+    given = wan(channels=36, size=(3, 10, 16), clip_fea=normal(2, 257, 1280), audio_embed=normal(2, 10, 35))
+    return given | dict(clip_fea_ref=normal(2, 257, 1280), fps=fps, audio_inject_scale=0.8)
+
+
+def hunyuan_dit(**more: Any) -> Inputs:
+    masks = dict(text_embedding_mask=padding(2, 7, 5), text_embedding_mask_t5=padding(2, 9, 4))
+    given = dict(x=normal(2, 4, 17, 23), t=times(2, LATE), context=normal(2, 7, 96))
+    size = torch.tensor([[1024.0, 768.0, 1024.0, 768.0, 0.0, 0.0]] * 2)
+    return given | masks | dict(encoder_hidden_states_t5=normal(2, 9, 128), image_meta_size=size) | more
+
+
+def pixels(**more: Any) -> Inputs:
+    return dict(x=normal(2, 3, 33, 45), timesteps=times(2), context=normal(2, 7, 96)) | more
+
+
+def renamed(given: Inputs, **names: str) -> Inputs:
+    return {names.get(name, name): value for name, value in given.items()}
+
+
+def radiance() -> Inputs:
+    return renamed(pixels(x=normal(2, 3, 36, 44), guidance=torch.zeros(2)), timesteps="timestep")
+
+
+def mage_flow() -> Inputs:
+    mask, references = padding(2, 7, 5), [normal(2, 128, 5, 6)]
+    return dict(x=normal(2, 128, 9, 13), timestep=times(2), context=normal(2, 7, 96)) | dict(
+        attention_mask=mask, ref_latents=references
+    )
+
+
+def ideogram4(text: int = 11, batch: int = 2, **more: Any) -> Inputs:
+    return dict(x=normal(batch, 128, 9, 13), timesteps=times(batch), context=normal(batch, text, 96)) | more
+
+
+def mochi(valid: int = 5) -> Inputs:
+    given = dict(x=normal(1, 12, 3, 10, 14), timestep=times(1), context=normal(1, 24, 96))
+    return given | dict(attention_mask=padding(1, 24, valid).bool(), num_tokens=valid)
+
+
+def minimax_h3(text: int = 7, **more: Any) -> Inputs:
+    sizes = normal(1, 24, 3, 5, 7), normal(1, 32, 2, 11)
+    return dict(x=list(sizes), timestep=times(1, (700.0, 700.0)), context=normal(1, text, 96)) | more
+
+
+def minimax_h3_masks() -> Inputs:
+    masks = dict(denoise_mask=uniform(1, 1, 3, 5, 7).round(decimals=1), audio_denoise_mask=uniform(1, 1, 1, 22))
+    return minimax_h3(**masks)
+
+
+def hidream_o1(text: int = 9) -> Inputs:
+    from comfy.ldm.hidream_o1.conditioning import build_extra_conds
+
+    picture = normal(2, 3, 160, 224)
+    ids = torch.randint(0, 1000, (1, text), generator=torch.Generator().manual_seed(3))
+    ids[:, -1] = 151673  # the time's token
+    return dict(x=picture, timesteps=times(2, LATE)) | build_extra_conds(ids, picture)
+
+
+def stable_audio(**more: Any) -> Inputs:
+    given = dict(x=normal(2, 16, 37), timestep=times(2), context=normal(2, 7, 64), global_embed=normal(2, 64))
+    return given | more
+
+
+def ace_step15() -> Inputs:
+    given = dict(x=normal(2, 64, 35), timestep=times(2), context=normal(2, 7, 96))
+    return given | dict(lyric_embed=normal(2, 9, 96), refer_audio=normal(2, 64, 40))
+
+
+def minimax_music(length: int) -> Inputs:
+    given = dict(x=normal(1, 128, length), timestep=times(1), context=normal(1, 20, 8 * 4096))
+    return given | dict(conditioning_scale=torch.ones(1, 1, 1))
+
+
 five_b = partial(tiny.wan, in_dim=48, out_dim=48)
 hunyuan_15 = partial(tiny.hunyuan, **tiny.HUNYUAN_15)
 z_image, lumina2 = partial(tiny.lumina, True), partial(tiny.lumina, False)
@@ -244,4 +345,37 @@ CASES: dict[str, Case] = {
     "lens": Case(tiny.lens, lens),
     "ernie image": Case(tiny.ernie_image, ernie_image),
     "ernie image, 1 text token": Case(tiny.ernie_image, partial(ernie_image, 1)),
+    "wan scail": Case(partial(tiny.wan, "SCAILWanModel", model_type="scail", in_dim=20), wan_scail),
+    "wan scail 2": Case(partial(tiny.wan, "SCAIL2WanModel", model_type="scail2", in_dim=20), wan_scail2),
+    "wan animate": Case(partial(tiny.wan_animate, faces=False), wan_animate),
+    "wan s2v": Case(tiny.wan_s2v, wan_s2v),
+    "wan s2v with motion": Case(tiny.wan_s2v, wan_s2v_motion),
+    "humo": Case(partial(tiny.wan, "HumoWanModel", model_type="humo"), wan_humo),
+    "wandancer": Case(tiny.wan_dancer, partial(wan_dancer, 30)),
+    "wandancer, all of the dance": Case(tiny.wan_dancer, partial(wan_dancer, 15)),
+    "chroma radiance": Case(tiny.chroma_radiance, radiance),
+    "aura flow": Case(tiny.aura_flow, lambda: renamed(image(), timesteps="timestep") | dict(x=normal(2, 4, 17, 23))),
+    "pixart": Case(tiny.pixart, lambda: image() | dict(x=normal(2, 4, 34, 46))),
+    "hunyuan dit": Case(tiny.hunyuan_dit, hunyuan_dit),
+    "hunyuan dit residuals": Case(tiny.hunyuan_dit, lambda: hunyuan_dit(control=residuals("output"))),
+    "mage-flow references": Case(tiny.mage_flow, mage_flow),
+    "z-image in pixels": Case(tiny.lumina_pixels, lambda: pixels(num_tokens=7)),
+    "ideogram 4": Case(tiny.ideogram4, partial(ideogram4, attention_mask=None)),
+    "ideogram 4, padded": Case(tiny.ideogram4, lambda: ideogram4(attention_mask=padding(2, 11, 6))),
+    "ideogram 4, the image alone": Case(tiny.ideogram4, lambda: ideogram4(context=None)),
+    "pixeldit": Case(tiny.pixeldit, pixels),
+    "pid": Case(tiny.pid, lambda: pixels(lq_latent=normal(2, 16, 5, 6), degrade_sigma=torch.tensor([0.4]))),
+    "cosmos 1": Case(tiny.cosmos1, lambda: video(size=(3, 10, 14))),
+    "mochi": Case(tiny.mochi, mochi),
+    "mochi, 1 text token": Case(tiny.mochi, partial(mochi, 1)),
+    "minimax h3": Case(tiny.minimax_h3, minimax_h3),
+    "minimax h3 masks": Case(tiny.minimax_h3, minimax_h3_masks),
+    "hidream o1": Case(partial(tiny.hidream_o1, keeps=False), hidream_o1),
+    "hidream o1, a later step": Case(tiny.hidream_o1, hidream_o1),
+    "stable audio": Case(tiny.stable_audio, stable_audio),
+    "stable audio 3": Case(tiny.stable_audio_3, lambda: stable_audio(local_add_cond=normal(2, 17, 37))),
+    "causal wan": Case(tiny.causal_wan, wan),
+    "ace-step 1.5": Case(tiny.ace_step15, ace_step15),
+    "minimax music": Case(tiny.minimax_music, partial(minimax_music, 37)),
+    "minimax music, two windows": Case(tiny.minimax_music, partial(minimax_music, 900)),
 }

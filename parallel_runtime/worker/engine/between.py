@@ -46,6 +46,9 @@ class Residuals(list[Any]):
     def __iter__(self) -> Iterator[Any]:
         return map(self._cut, super().__iter__())
 
+    def pop(self, index: Any = -1) -> Any:
+        return self._cut(super().pop(index))
+
     def _cut(self, residual: Any) -> Any:
         if not isinstance(residual, Tensor) or not self._cuts.holds(self._main):
             return residual

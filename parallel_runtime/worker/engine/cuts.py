@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import Refused
-from ...plan import Along, Index, Names, Plan, Slices, Tokens, Whole, Word
+from ...plan import Along, Count, Index, Names, Plan, Slices, Tokens, Whole, Word
 from .exchange import gather
 from .mesh import Axis
 from .sizes import chunk_range, chunk_sizes
@@ -38,6 +38,11 @@ class Cuts:
             state.clear()
         self.whole_between = False
 
+    def _begin_again(self) -> None:
+        whole_between = self.whole_between
+        self.clear()
+        self.whole_between = whole_between
+
     def holds(self, stream: str) -> bool:
         """Do the network's own variables hold this stream cut at this moment?"""
         return stream in self._held
@@ -49,10 +54,21 @@ class Cuts:
         """How many tokens of these streams this rank holds."""
         return self.streams.held(streams, self._axis.index).size
 
+    def total(self, streams: Names) -> int:
+        """How many tokens there are of these streams."""
+        return sum(self.streams.length(stream) for stream in streams)
+
+    def first(self, stream: str) -> int:
+        """Which of a stream's tokens is the first that this rank holds."""
+        start, size = chunk_range(self.streams.length(stream), self._axis.size, self._axis.index)
+        return start if size else 0
+
     def cut(self, value: Any, word: Word, where: str) -> Any:
         """What becomes of an argument; `where` names it."""
         if value is None or word is None:
             return value
+        if isinstance(word, list):
+            return self.cut(value, self.fitting(value, word, where), where)
         if isinstance(word, tuple):
             return type(value)(
                 [self.cut(v, w, f"{where}[{n}]") for n, (v, w) in enumerate(zip(value, word, strict=True))]
@@ -61,10 +77,18 @@ class Cuts:
             return self._tokens(value, word, where)
         if isinstance(word, Whole):
             return self.join(value, word.streams, word.dim, where)
-        if isinstance(word, Index):
-            return self._index(value, word)
-        if isinstance(word, Slices):
-            return [self._range(part, word) for part in value]
+        if isinstance(word, Count | Index | Slices):
+            return self._numbers(value, word, where)
+        return self._accompanying(value, word, where)
+
+    def _numbers(self, value: Any, word: Count | Index | Slices, where: str) -> Any:
+        if isinstance(word, Count):
+            self._see_rest(word.streams, value.shape[word.dim] if isinstance(value, Tensor) else value, where)
+            return value
+        return self._index(value, word) if isinstance(word, Index) else [self._range(part, word) for part in value]
+
+    def _accompanying(self, value: Any, word: Any, where: str) -> Any:
+        """Cut once for all blocks that are given the same."""
         last, made = self._made.get(where, (None, None))
         if last is not value:
             made = self._along(value, word, where) if isinstance(word, Along) else word(value, self._cutter(where))
@@ -74,13 +98,28 @@ class Cuts:
     def _cutter(self, where: str) -> Any:
         return lambda value, word: self.cut(value, word, f"{where} inside")
 
+    def fitting(self, value: Any, words: list[Any], where: str) -> Any:
+        """The word whose streams have as many tokens as `value` has, whole or held."""
+        tensor = value if isinstance(value, Tensor) else value[0]
+        for word in words:
+            if tensor.shape[word.dim] in (self.total(word.streams), self.held(word.streams)):
+                return word
+        raise _misfit(where, tensor.shape[words[0].dim], words[0].streams, str(self.total(words[0].streams)))
+
+    def _see_rest(self, streams: Names, length: int, where: str) -> None:
+        unknown = [stream for stream in streams if not self.streams.knows(stream)] or [streams[-1]]
+        rest = length - self.total(tuple(stream for stream in streams if stream != unknown[0]))
+        self.streams.see(unknown[0], rest, where)
+
     def _tokens(self, value: Tensor, word: Tokens, where: str) -> Tensor:
         shape = value.shape[word.dim : word.dim + word.flat]
         (stream, *others) = word.streams
+        if word.again and stream not in self._held:
+            self._begin_again()
         if not others and not self.streams.knows(stream):
             self._shapes[word.streams] = shape
             self.streams.see(stream, shape.numel(), where)
-        total, held = self._total(word.streams), self.held(word.streams)
+        total, held = self.total(word.streams), self.held(word.streams)
         self._held.update(word.streams)
         cut = shape.numel() == held and total != held
         self._came_cut.setdefault(word.streams, cut)
@@ -106,9 +145,14 @@ class Cuts:
             )
         if word.ndim not in (None, value.ndim) or value.shape[word.dim] == 1:
             return value
-        total, length = self._total(word.streams), value.shape[word.dim]
+        total, length = self.total(word.streams), value.shape[word.dim]
         if word.per and length < total:
             value = value.repeat_interleave(-(-total // length), word.dim).narrow(word.dim, 0, total)
+        elif word.at_end and length < total:
+            before = value.narrow(word.dim, 0, 1).repeat_interleave(total - length, word.dim)
+            behind = self._position(total - length, word.streams)
+            own = self._own(torch.cat([before, value], word.dim), word.streams, word.dim)
+            return own.narrow(word.dim, behind, own.shape[word.dim] - behind).contiguous()
         elif length != total:
             raise _misfit(where, length, word.streams, str(total))
         return self._own(value, word.streams, word.dim).contiguous()
@@ -124,14 +168,24 @@ class Cuts:
     def _index(self, at: int, word: Index) -> int:
         streams = (word.stream,)
         if word.to_end:
-            return self.held(streams) - self._position(self._total(streams) - at, streams)
+            return self.held(streams) - self._position(self.total(streams) - at, streams)
         return self._position(at, streams)
 
     def _range(self, part: Any, word: Slices) -> tuple[Any, ...]:
         held = self.held(word.after)
-        counted = self._total(word.after) if self.whole_between else held  # by the network's own code, in its variables
+        counted = self.total(word.after) if self.whole_between else held  # by the network's own code, in its variables
         start, end, *rest = part
-        return (*(self._position(at - counted, word.streams, held) if at else at for at in (start, end)), *rest)
+        own = [self._position(at - counted, word.streams, held) if at else at for at in (start, end)]
+        places = slice(start - counted, end - counted)
+        return (*own, *(self._said_of(item, word.streams, places, own, held) for item in rest))
+
+    def _said_of(self, item: Any, streams: Names, places: slice, own: list[int], held: int) -> Any:
+        """What is said of each position of a range, for those that are held."""
+        if not isinstance(item, Tensor):
+            return item
+        whole = item.new_zeros(self.total(streams), *item.shape[1:])
+        whole[places] = item
+        return self._own(whole, streams, 0)[own[0] - held : own[1] - held]
 
     def _position(self, at: int, streams: Names, own: int = 0) -> int:
         """Where a position of the whole streams is in what is held of them, behind `own` tokens."""
@@ -157,7 +211,7 @@ class Cuts:
         if value is None:
             return None
         self._held.difference_update(streams)
-        total, held, shape = self._total(streams), self.held(streams), self._shapes.get(streams, ())
+        total, held, shape = self.total(streams), self.held(streams), self._shapes.get(streams, ())
         length = value.shape[dim]
         if length != held:
             whole = value.shape[dim : dim + len(shape)] if len(shape) > 1 else value.shape[dim : dim + 1]
@@ -182,9 +236,6 @@ class Cuts:
         sizes = chunk_sizes(self.streams.length(stream), self._axis.size)
         own = part.narrow(dim, 0, sizes[self._axis.index]).movedim(dim, 0)
         return gather(own, sizes, self._axis).wait()[0].movedim(0, dim)
-
-    def _total(self, streams: Names) -> int:
-        return sum(self.streams.length(stream) for stream in streams)
 
 
 def _misfit(where: str, found: int, streams: Names, expected: str) -> Refused:

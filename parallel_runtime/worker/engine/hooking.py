@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .cuts import Cuts
+from .framing import frame
 from .sites import Block
 
 
 def hook(block: Block, cuts: Cuts) -> list[RemovableHandle]:
     """Have what `block` is given cut, and what it returns made whole where its plan or the forward asks for it."""
-    handles = []
+    handles = [] if block.site.frames is None else frame(block, block.site.frames, cuts)
     if block.words:
         handles.append(block.module.register_forward_pre_hook(partial(_cut, block, cuts), with_kwargs=True))
     if block.site.outputs:
@@ -41,9 +42,11 @@ def _cut(block: Block, cuts: Cuts, _: nn.Module, args: tuple[Any, ...], kwargs: 
 
 @torch.compiler.disable
 def _join(block: Block, cuts: Cuts, _: nn.Module, __: Any, output: Any) -> Any:
-    if not (cuts.whole_between or (block.last and block.site.gathers)):
+    if not (cuts.whole_between or (block.last and block.site.gathers) or block.site.gathers == "each"):
         return None
     outputs = [output] if isinstance(output, Tensor) else list(output)
-    for at, streams in enumerate(block.site.outputs):
-        outputs[at] = cuts.join(outputs[at], streams, 1, f"output {at} of {block.site.name}")
+    for at, words in enumerate(block.site.outputs):
+        where = f"output {at} of {block.site.name}"
+        word = words[0] if len(words) == 1 else cuts.fitting(outputs[at], words, where)
+        outputs[at] = cuts.join(outputs[at], word.streams, word.dim, where)
     return outputs[0] if isinstance(output, Tensor) else type(output)(outputs)

@@ -17,6 +17,7 @@ from torch import Tensor
 Override = Callable[..., Tensor]
 
 _NAMES = ("optimized_attention", "optimized_attention_masked")
+_CHOOSES = "optimized_attention_for_device"  # which of them
 _RUNNING: list[Override] = []  # one network at a time runs in a process; what graphs can read
 _USERS: Counter[str] = Counter()
 
@@ -52,12 +53,22 @@ def _wrap(module: ModuleType) -> None:
     for name in _NAMES:
         if name in vars(module):
             setattr(module, name, _passing(getattr(module, name)))
+    if _CHOOSES in vars(module):
+        setattr(module, _CHOOSES, _choosing(getattr(module, _CHOOSES)))
 
 
 def _unwrap(module: ModuleType) -> None:
-    for name in _NAMES:
+    for name in (*_NAMES, _CHOOSES):
         if name in vars(module):
             setattr(module, name, getattr(module, name).__wrapped__)
+
+
+def _choosing(function: Callable[..., Callable[..., Tensor]]) -> Callable[..., Callable[..., Tensor]]:
+    @functools.wraps(function)
+    def choosing(*args: Any, **kwargs: Any) -> Callable[..., Tensor]:
+        return _passing(function(*args, **kwargs))
+
+    return choosing
 
 
 def _passing(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import Refused
-from ...plan import Attends, Cross, Over
+from ...plan import Attends, Cross, Over, Window
 from ...specs import AttentionBackend, Parallelism
 from .attention import ContextAttention
 from .cuts import Cuts
@@ -104,7 +104,7 @@ class Overriding:
             plain = {name: value for name, value in options.items() if name not in _OF_THE_CALLER}
             out = answer_opaquely(q, k, v, mask, scope, _number_of(func, **plain), self._number)
         else:
-            out = self._together(cross, q, k, v, mask, _Call(self._own(func), options))
+            out = self._together(cross, q, k, v, self._of_all(mask, scope, q), _Call(self._own(func), options))
         return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
     def answer(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scope: int, settings: int) -> Tensor:
@@ -114,7 +114,16 @@ class Overriding:
         if cross is None:
             call = _Call(self._local(found.function), found.options)
             return call(q, k, v, mask, call.options.get("scale"))
+        mask = self._of_all(mask, scope, q)
         return self._together(cross, q, k, v, mask, _Call(self._own(found.function), found.options))
+
+    def _of_all(self, mask: Tensor | None, scope: int, query: Tensor) -> Tensor | None:
+        """The mask; of a window, that of all tokens."""
+        kind = self._kinds[scope]
+        if not isinstance(kind, Window):
+            return mask
+        total, width = self._cuts.total(kind.streams), int(kind.width)
+        return self._cuts.streams.kept(("near", total, width), lambda: _near(total, width, query.device))
 
     def _together(self, cross: Cross, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: _Call) -> Tensor:
         self.shared += 1
@@ -214,7 +223,16 @@ def _by_heads(x: Tensor, size: int, heads_first: bool) -> Tensor:
 
 def _crossing(over: Over) -> Cross:
     assert not isinstance(over, str)
-    return over if isinstance(over, Cross) else Cross(queries=over, keys=over)
+    if isinstance(over, Cross):
+        return over
+    streams = over.streams if isinstance(over, Window) else over
+    return Cross(queries=streams, keys=streams)
+
+
+def _near(total: int, width: int, device: torch.device) -> Tensor:
+    """[1, 1, total, total]: True where two tokens are no further apart than `width`."""
+    places = torch.arange(total, device=device)
+    return ((places[:, None] - places).abs() <= width)[None, None]
 
 
 def _four_dims(mask: Tensor | None) -> Tensor | None:

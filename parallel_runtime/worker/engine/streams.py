@@ -49,6 +49,11 @@ class Streams:
                 "tensors that the plan puts into one stream must have one global length"
             )
 
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Of all streams that this forward has cut so far, [tokens]."""
+        return dict(self._lengths)
+
     def knows(self, stream: str) -> bool:
         """Has it been cut in this forward?"""
         return stream in self._lengths

@@ -20,7 +20,8 @@ CATEGORY = "cp test"
 
 class Conditioning(io.ComfyNode):
     """`spec`: tokens, dim and optionally pooled (its width), guidance, mask_valid (the first n tokens count), tensors
-    (name to a shape, or to a list of shapes), seen (the shape of what CLIP vision saw) and values (name to value)."""
+    (name to a shape, or to a list of shapes), numbers (name to a tensor's values), seen (the shape of what CLIP vision
+    saw) and values (name to value)."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -123,6 +124,8 @@ def _conditioning(spec: dict[str, Any], dice: torch.Generator) -> list[list[Any]
         options["attention_mask"] = (torch.arange(spec["tokens"]) < spec["mask_valid"]).long()[None]
     for name, shape in spec.get("tensors", {}).items():
         options[name] = _drawn(shape, dice)
+    for name, values in spec.get("numbers", {}).items():
+        options[name] = torch.tensor(values)
     if "seen" in spec:
         seen = options["clip_vision_output"] = comfy.clip_vision.Output()
         seen["penultimate_hidden_states"] = seen["last_hidden_state"] = _drawn(spec["seen"], dice)

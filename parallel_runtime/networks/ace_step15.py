@@ -1,0 +1,28 @@
+"""ACE-Step 1.5. Half of its layers attend in a window. Its attention is called without transformer_options."""
+
+from ..plan import Along, Plan, Site, Tokens, Window
+from .network import Network, patches
+
+AUDIO = ("audio",)
+
+NETWORK = Network(
+    name="ACE-Step 1.5",
+    kinds=("comfy.ldm.ace.ace_step15:AceStepConditionGenerationModel",),
+    plan=Plan(
+        (
+            Site(
+                "decoder.layers",
+                {"hidden_states": Tokens(AUDIO), "position_embeddings": Along(AUDIO, -2)},
+                within={"self_attn": Window(streams=AUDIO, width="sliding_window"), "cross_attn": "local"},
+                whole=("temb", "encoder_hidden_states"),
+                gathers=True,
+            ),
+        ),
+        main="audio",
+        no_options=("comfy.ldm.ace.ace_step15",),
+    ),
+    heads=lambda net: net.decoder.layers[0].self_attn.num_heads,
+    width=lambda net: net.decoder.layers[0].self_attn.num_heads * net.decoder.layers[0].self_attn.head_dim,
+    layers=lambda net: len(net.decoder.layers),
+    tokens=lambda net, *sizes: patches((net.decoder.patch_size,), text=False, stream="audio")(net, *sizes),
+)

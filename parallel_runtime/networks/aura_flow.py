@@ -1,0 +1,24 @@
+"""AuraFlow. The parent slices the text off right before its last layer."""
+
+from ..plan import Plan, Site, Tokens, Whole
+from .network import Network, image, inputs_of, layers
+
+IMAGE, TEXT = ("image",), ("text",)
+BOTH = TEXT + IMAGE
+
+NETWORK = Network(
+    name="AuraFlow",
+    kinds=("comfy.ldm.aura.mmdit:MMDiT",),
+    plan=Plan(
+        (
+            Site("double_layers", {"c": Tokens(TEXT), "x": Tokens(IMAGE)}, attends=BOTH, whole=("global_cond",)),
+            Site("single_layers", {"cx": Tokens(BOTH)}, attends=BOTH, whole=("global_cond",)),
+            Site("final_linear", {0: Whole(IMAGE)}),
+        )
+    ),
+    heads=lambda net: net.single_layers[0].attn.n_heads,
+    width=lambda net: net.final_linear.in_features,
+    text_width=inputs_of("cond_seq_linear"),
+    layers=layers("double_layers", "single_layers"),
+    tokens=image(2),
+)

@@ -1,0 +1,27 @@
+"""Cosmos 1. Tokens come as [frames, rows, columns, B, C]; positions are added to them between blocks, whole."""
+
+from ..plan import Along, Plan, Site, Tokens
+from .network import Network, video
+
+VIDEO = ("video",)
+
+NETWORK = Network(
+    name="Cosmos 1",
+    kinds=("comfy.ldm.cosmos.model:GeneralDIT",),
+    plan=Plan(
+        (
+            Site(
+                "blocks",
+                {"x": Tokens(VIDEO, dim=0, flat=3), "rope_emb_L_1_1_D": Along(VIDEO, 0)},
+                attends=VIDEO,
+                within={"blocks.1": "local"},
+                whole=("emb_B_D", "crossattn_emb", "crossattn_mask", "adaln_lora_B_3D"),
+                gathers="each",
+            ),
+        ),
+        main="video",
+    ),
+    width=lambda net: net.model_channels,
+    layers=lambda net: net.num_blocks,
+    tokens=video(1, 2, 2),
+)

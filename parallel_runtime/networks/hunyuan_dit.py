@@ -1,0 +1,29 @@
+"""Hunyuan DiT. The second half of its blocks is given what the first half left. The text is read as keys only."""
+
+from ..plan import Along, Plan, Site, Tokens, Whole
+from .network import Network, image, layers
+
+IMAGE = ("image",)
+
+NETWORK = Network(
+    name="Hunyuan DiT",
+    kinds=("comfy.ldm.hydit.models:HunYuanDiT",),
+    plan=Plan(
+        (
+            Site(
+                "blocks",
+                {"x": Tokens(IMAGE), "freq_cis_img": Along(IMAGE, 0), "skip": Tokens(IMAGE)},
+                attends=IMAGE,
+                within={"attn2": "local"},
+                whole=("c", "text_states"),
+                returns=(IMAGE,),
+                aside=True,  # what a block leaves for later cannot be skipped
+            ),
+            Site("final_layer", {"x": Whole(IMAGE)}),
+        ),
+        residuals=("output",),
+        no_options=("comfy.ldm.hydit.attn_layers",),
+    ),
+    layers=layers("blocks"),
+    tokens=image(2, text=False),
+)

@@ -1,0 +1,29 @@
+"""MiniMax Music 3: it runs over windows of a long piece, one after the other. Its attention is called without
+transformer_options."""
+
+from ..plan import Along, Plan, Site, Tokens
+from .network import Network, patches
+
+AUDIO = ("audio",)
+
+NETWORK = Network(
+    name="MiniMax Music 3",
+    kinds=("comfy.ldm.minimax_music.dit:MiniMaxMusic3DiT",),
+    plan=Plan(
+        (
+            Site(
+                "diffusion_transformer.transformer.layers",
+                {"x": Tokens(AUDIO, again=True), "rotation_matrix": Along(AUDIO, 2)},
+                attends=AUDIO,
+                gathers=True,
+                aside=True,  # a window is not what the one before was
+            ),
+        ),
+        main="audio",
+        no_options=("comfy.ldm.minimax_music.dit",),
+    ),
+    heads=lambda net: net.diffusion_transformer.transformer.layers[0].self_attn.num_heads,
+    width=lambda net: net.diffusion_transformer.transformer.project_in.out_features,
+    layers=lambda net: len(net.diffusion_transformer.transformer.layers),
+    tokens=patches((1,), text=False, stream="audio"),
+)
