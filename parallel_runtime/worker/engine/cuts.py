@@ -176,16 +176,16 @@ class Cuts:
         counted = self.total(word.after) if self.whole_between else held  # by the network's own code, in its variables
         start, end, *rest = part
         own = [self._position(at - counted, word.streams, held) if at else at for at in (start, end)]
-        places = slice(start - counted, end - counted)
-        return (*own, *(self._said_of(item, word.streams, places, own, held) for item in rest))
+        places, mine = _slice_after(counted, start, end), _slice_after(held, *own)
+        return (*own, *(self._said_of(item, word.streams, places, mine) for item in rest))
 
-    def _said_of(self, item: Any, streams: Names, places: slice, own: list[int], held: int) -> Any:
+    def _said_of(self, item: Any, streams: Names, places: slice, mine: slice) -> Any:
         """What is said of each position of a range, for those that are held."""
         if not isinstance(item, Tensor):
             return item
         whole = item.new_zeros(self.total(streams), *item.shape[1:])
         whole[places] = item
-        return self._own(whole, streams, 0)[own[0] - held : own[1] - held]
+        return self._own(whole, streams, 0)[mine]
 
     def _position(self, at: int, streams: Names, own: int = 0) -> int:
         """Where a position of the whole streams is in what is held of them, behind `own` tokens."""
@@ -236,6 +236,10 @@ class Cuts:
         sizes = chunk_sizes(self.streams.length(stream), self._axis.size)
         own = part.narrow(dim, 0, sizes[self._axis.index]).movedim(dim, 0)
         return gather(own, sizes, self._axis).wait()[0].movedim(0, dim)
+
+
+def _slice_after(before: int, start: int | None, end: int | None) -> slice:
+    return slice(*(at - before if at else at for at in (start, end)))
 
 
 def _misfit(where: str, found: int, streams: Names, expected: str) -> Refused:
