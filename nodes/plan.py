@@ -157,4 +157,11 @@ def subject_of(
         f"computed in {computed}."
     )
     work = source.work(shape, text, prompts=len(positive) + guided, cached=request.step_cache > 0)
-    return Subject(model=title, latent=shape, tokens=source.tokens(shape, text), work=work, together=source.together)
+    return Subject(
+        model=title,
+        latent=shape,
+        tokens=source.tokens(shape, text),
+        work=work,
+        together=source.together,
+        compiled=source.spec.compilation is not None,
+    )

@@ -134,3 +134,37 @@ def test_what_nobody_has_run_on_hardware_is_said(placement: Placement, untried: 
     text = report(subject, division, guided=False, automatic=False, races=[])
     said = [line.partition(" have not been tried on hardware yet")[0] for line in text.splitlines() if "tried" in line]
     assert said == ([f"Note: {untried}"] if untried else [])
+
+
+@pytest.mark.parametrize(
+    ("degrees", "recorded", "compiled", "says"),
+    [
+        (
+            {},
+            True,
+            False,
+            "where the CPU would launch it slower than the GPU computes, which keeps about 0.53 GiB more",
+        ),
+        (
+            {"cuda_graphs": "on"},
+            True,
+            False,
+            "is recorded as a CUDA graph, which keeps about 0.53 GiB more; with compile",
+        ),
+        ({}, True, True, "compiled and recorded is the fastest way"),
+        ({"cuda_graphs": "off"}, True, False, "kernel by kernel"),
+        ({}, False, False, "kernel by kernel"),
+    ],
+)
+def test_how_evaluations_are_launched_is_told_of_gpus(degrees: dict, recorded: bool, compiled: bool, says: str) -> None:
+    work = replace(WORK, recorded=recorded)
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4608}, work=work, compiled=compiled)
+
+    def launch(device: str) -> list[str]:
+        division = Division(degrees=Parallelism(**degrees), placement=Placement(devices=(device,)))
+        text = report(subject, division, guided=False, automatic=False)
+        return [line for line in text.splitlines() if line.startswith("Launch: ")]
+
+    assert launch("cpu") == []
+    (line,) = launch("cuda:0")
+    assert says in line

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..accelerators import CUDA
 from ..specs import Division, Parallelism, Placement
 from ..wire.readings import Race
 from .cost import Link, Work, activation_bytes, bytes_per_layer, evaluation_seconds, memory_bytes
@@ -19,13 +20,14 @@ GIB = 2**30
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """What the plan is for: the model in words, the latent's sizes, and the token count of each stream. `together`:
-    something on the model sees every prompt and image at once."""
+    something on the model sees every prompt and image at once; `compiled`: its blocks are."""
 
     model: str
     latent: tuple[int, ...]
     tokens: dict[str, int]
     work: Work
     together: bool = False
+    compiled: bool = False
 
 
 def report(
@@ -53,6 +55,7 @@ def report(
         _memory(work, degrees, free, way),
         _weights(work, degrees, way),
         _traffic(work, degrees),
+        _launch(subject, division, way),
         *told(races, degrees),
         _speed(work, degrees, link) if not share_cores(placement) else "",
         decode,
@@ -166,6 +169,19 @@ def _traffic(work: Work, degrees: Parallelism) -> str:
         f"Traffic: each worker sends {layer / 2**20:.2f} MiB in each of {work.figures.layers} layers, "
         f"{layer * work.figures.layers / 2**20:.1f} MiB an evaluation."
     )
+
+
+def _launch(subject: Subject, division: Division, way: Prospect | None) -> str:
+    """Where GPUs could be led by the host."""
+    choice, work = division.degrees.cuda_graphs, subject.work
+    if not division.placement.devices[0].startswith(CUDA.kind):
+        return ""
+    if choice == "off" or not work.recorded or (way is not None and way.fetched_bytes):
+        return "Launch: kernel by kernel, in every evaluation."
+    where = "" if choice == "on" else " where the CPU would launch it slower than the GPU computes"
+    held = activation_bytes(work, division.degrees) / GIB
+    faster = "compiled and recorded is the fastest way" if subject.compiled else "with compile on it is the fastest way"
+    return f"Launch: an evaluation is recorded as a CUDA graph{where}, which keeps about {held:.2f} GiB more; {faster}."
 
 
 def _speed(work: Work, degrees: Parallelism, link: Link | None) -> str:

@@ -38,14 +38,15 @@ def readings(device: torch.device, models: Iterable[Model]) -> Readings:
     """What a user is shown of this rank, and the host plans by."""
     used, total = _used_and_total(device)
     present = list(models)
+    graphs = _sum(model.recording.told for model in present)
     return Readings(
         used,
         total,
         tuple(_holding(model, device) for model in present),
         races=results()[-SHOWN:],
-        graphs=_sum(model.recording.told for model in present),
+        graphs=graphs,
         free_bytes=free_bytes(device),
-        spare_bytes=spare_bytes(device),
+        spare_bytes=max(0, spare_bytes(device) - graphs.bytes),
         host_free_bytes=host_free_bytes(),
     )
 

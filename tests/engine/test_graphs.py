@@ -52,6 +52,7 @@ def test_what_stays_on_the_cpu_or_on_the_device_is_nobodys_business() -> None:
     with constants:
         assert torch.arange(4).to(torch.float64).dtype == torch.float64
         torch.zeros(2, device=AWAY).to(torch.float16)
+        torch.as_tensor(torch.zeros(2, device=AWAY), device=AWAY)
         torch.tensor([1, 2])
     assert pinned == []
 

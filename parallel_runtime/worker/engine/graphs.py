@@ -73,7 +73,6 @@ class _CudaGraph:
             torch.cuda.set_stream(stream)
         if failed:
             self.out = None
-            self._graph.reset()
             raise RuntimeError(f"{type(failed[0]).__name__}: {failed[0]}") from failed[0]
         self.nbytes = max(0, torch.cuda.memory_reserved() - before)
 
@@ -110,7 +109,7 @@ class Constants(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.tensor, torch.as_tensor) and _is_away(kwargs.get("device")):
+        if func in (torch.tensor, torch.as_tensor) and not torch.is_tensor(args[0]) and _is_away(kwargs.get("device")):
             made = func(*args, **{**kwargs, "device": "cpu"})
             return self._kept_one(made).to(kwargs["device"], non_blocking=True)
         if func is Tensor.to and args[0].device.type == "cpu":
