@@ -130,8 +130,7 @@ def test_a_plan_for_one_gpu_says_where_comfyui_hides_the_others(monkeypatch: pyt
 )
 def test_what_nobody_has_run_on_hardware_is_said(placement: Placement, untried: str) -> None:
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=WORK)
-    text = report(
-        subject, Parallelism(ring_degree=placement.world_size), placement, guided=False, automatic=False, races=[]
-    )
+    division = Division(degrees=Parallelism(ring_degree=placement.world_size), placement=placement)
+    text = report(subject, division, guided=False, automatic=False)
     said = [line.partition(" have not been tried on hardware yet")[0] for line in text.splitlines() if "tried" in line]
     assert said == ([f"Note: {untried}"] if untried else [])
