@@ -99,13 +99,7 @@ def explain(
     free = [told.free_bytes + told.own_bytes for told in last_readings(division.placement)]
     recommended = request
     if link is not None or degrees.cfg_degree == 1 or request.cfg_degree:  # else memory may still decide otherwise
-        recommended = replace(
-            request,
-            ring_degree=degrees.ring_degree,
-            ulysses_degree=degrees.ulysses_degree,
-            cfg_degree=degrees.cfg_degree,
-            data_degree=degrees.data_degree,
-        )
+        recommended = replace(request, **degrees.by_name)
     automatic = not (request.ring_degree or request.ulysses_degree)
     decode = explain_decode(vae, subject.latent, division.placement, link) if vae is not None else ""
     case = residence.case(source.spec, subject.work, division, link)

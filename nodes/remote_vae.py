@@ -17,7 +17,6 @@ from torch import Tensor
 from ..parallel_runtime.autoencoders import COMPARED
 from ..parallel_runtime.errors import WorkerFailed
 from ..parallel_runtime.host.group import Result, WorkerGroup
-from ..parallel_runtime.host.planning import plan
 from ..parallel_runtime.host.room import Room
 from ..parallel_runtime.host.runtime import borrowed_group, live_placement
 from ..parallel_runtime.host.storing import Prospect
@@ -26,11 +25,10 @@ from ..parallel_runtime.random_states import random_states, set_random_states
 from ..parallel_runtime.specs import ParallelRequest, Placement, Storage, VAEMethod, VAESpec
 from .describe_vae import Undivided
 from .residence import Residence
-from .workers import comfy_setup, gpu_kind, visible_gpus
+from .workers import comfy_setup, plan_any
 
 log = logging.getLogger(__name__)
 
-ANY_HEADS = 5040  # divides well: a VAE has none to share out
 residence = Residence()  # of VAEs, which take no diffusion model's place
 
 
@@ -181,10 +179,11 @@ def placement_for(request: ParallelRequest | None) -> Placement:
     """The workers that a VAE uses: as asked; else the group that is there; else one on every device. Raises Refused."""
     live = live_placement()
     if request is None:
-        return live or plan(ParallelRequest(), heads=ANY_HEADS, gpus=visible_gpus(), kind=gpu_kind()).placement
-    asked = plan(request, heads=ANY_HEADS, gpus=visible_gpus(), kind=gpu_kind()).placement
-    of_heads = request.ring_degree and not request.ulysses_degree  # a sampler may have started fewer with it
-    return live if of_heads and live is not None and set(live.devices) <= set(asked.devices) else asked
+        return live or plan_any(ParallelRequest()).placement
+    asked = plan_any(request).placement
+    if live is not None and request.by_heads and set(live.devices) <= set(asked.devices):
+        return live  # a sampler's model may need fewer
+    return asked
 
 
 def _sizes(sizes: tuple[int, ...], ratio: Any, scale: Any) -> list[int]:

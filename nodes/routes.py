@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import asdict
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import comfy.model_management
 from aiohttp import web
@@ -13,15 +13,13 @@ from server import PromptServer
 
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.journal import LINES, journal
-from ..parallel_runtime.host.planning import plan
 from ..parallel_runtime.host.runtime import restart_group, resting_group, status
 from ..parallel_runtime.host.status import BUSY
 from ..parallel_runtime.specs import ParallelRequest
-from .ahead import ANY_HEADS
 from .remote_vae import residence as vaes
 from .residence import residence
 from .status import everything
-from .workers import comfy_setup, gpu_kind, visible_gpus
+from .workers import comfy_setup, plan_any, visible_gpus
 
 log = logging.getLogger(__name__)
 
@@ -79,37 +77,17 @@ async def restart(_: web.Request) -> web.Response:
 async def check(request: web.Request) -> web.Response:
     """What a CP Parallel Config with these values would use, or why it cannot work."""
     try:
-        asked = _request(await request.json())
-    except (ValueError, TypeError) as error:
+        asked = ParallelRequest.of(await request.json())
+    except ValueError as error:
         return _no(f"no CP Parallel Config: {error}", 400)
     gpus = visible_gpus()
     try:
-        division = plan(asked, heads=ANY_HEADS, gpus=gpus, kind=gpu_kind(), guided=True)
+        division = plan_any(asked, guided=True)
     except Refused as refused:
         return web.json_response({"gpus": gpus, "reason": str(refused)})
     placement = division.placement
-    told = {"workers": placement.world_size, "devices": placement.devices, **_four(division.degrees)}
+    told = {"workers": placement.world_size, "devices": placement.devices, **division.degrees.by_name}
     return web.json_response({"gpus": gpus, "reason": "", **told})
-
-
-def _four(degrees: Any) -> dict[str, int]:
-    return {name: getattr(degrees, name) for name in ("ring_degree", "ulysses_degree", "cfg_degree", "data_degree")}
-
-
-def _request(values: Any) -> ParallelRequest:
-    """Raises TypeError and ValueError for what a CP Parallel Config cannot hold."""
-    if not isinstance(values, dict):
-        raise TypeError("expected an object of widget values")
-    usual = vars(ParallelRequest())
-    hints = get_type_hints(ParallelRequest)
-    known = {name: values[name] for name in usual.keys() & values.keys()}
-    for name, value in known.items():
-        kind = type(usual[name])
-        if not (isinstance(value, kind) and isinstance(value, bool) == (kind is bool)) and hints[name] is not float:
-            raise TypeError(f"{name} is {value!r}")
-        if value not in (get_args(hints[name]) or [value]) or value != value:
-            raise ValueError(f"{name} is {value!r}")
-    return ParallelRequest(**known)
 
 
 def _free() -> list[str] | None:

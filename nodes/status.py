@@ -38,7 +38,7 @@ def described(now: Status) -> dict[str, Any]:
         "steps": now.steps,
         "world_size": now.placement.world_size if now.placement else 0,
         "nnodes": now.placement.nnodes if now.placement else 0,
-        "degrees": _degrees(now),
+        "degrees": now.degrees.by_name if now.degrees else None,
         "ranks": [_rank(rank) for rank in now.ranks],
     }
 
@@ -87,13 +87,6 @@ def _publish() -> None:
 
 
 _pause = threading.Event()  # never set
-
-
-def _degrees(now: Status) -> dict[str, int] | None:
-    if now.degrees is None:
-        return None
-    names = ("ring_degree", "ulysses_degree", "cfg_degree", "data_degree")
-    return {name: getattr(now.degrees, name) for name in names}
 
 
 def _rank(rank: RankStatus) -> dict[str, Any]:

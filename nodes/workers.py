@@ -21,6 +21,7 @@ from ..parallel_runtime.host.choosing import choose
 from ..parallel_runtime.host.cost import Work
 from ..parallel_runtime.host.devices import why_one_gpu
 from ..parallel_runtime.host.group import WorkerGroup
+from ..parallel_runtime.host.planning import plan
 from ..parallel_runtime.host.runtime import borrowed_group, measured_link
 from ..parallel_runtime.host.storing import Case
 from ..parallel_runtime.specs import ComfySetup, Division, ParallelRequest
@@ -28,6 +29,13 @@ from .describe import Source
 from .residence import residence
 
 log = logging.getLogger(__name__)
+
+ANY_HEADS = 5040  # divides well
+
+
+def plan_any(request: ParallelRequest, *, guided: bool = False) -> Division:
+    """Degrees and devices where no model is known, or a VAE, which has no heads to share out. Raises Refused."""
+    return plan(request, heads=ANY_HEADS, gpus=visible_gpus(), kind=gpu_kind(), guided=guided)
 
 
 def plan_for(

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cache
+from typing import Any, Literal, get_args, get_type_hints
+
+from .errors import Refused
 
 RotateMethod = Literal["alltoall", "allgather", "auto"]
 AttentionBackend = Literal["auto", "native", "_native_flash", "_native_cudnn", "flash", "_flash_3", "sage"]
@@ -17,6 +21,7 @@ WeightsChoice = Literal["auto", "replicate", "shard", "offload"]
 CompileChoice = Literal["off", "on"]
 GraphsChoice = Literal["auto", "on", "off"]
 VAEMethod = Literal["decode", "encode"]
+DEGREES = ("ring_degree", "ulysses_degree", "cfg_degree", "data_degree")
 DEMO = "demo"  # the loader of the demo model
 
 
@@ -42,11 +47,15 @@ class Parallelism:
     cuda_graphs: GraphsChoice = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("ring_degree", "ulysses_degree", "cfg_degree", "data_degree"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} starts at 1, got {getattr(self, name)}")
+        for name, degree in self.by_name.items():
+            if degree < 1:
+                raise ValueError(f"{name} starts at 1, got {degree}")
         if self.cfg_degree > 2:
             raise ValueError(f"cfg_degree is 1 or 2 (positive and negative prompt), got {self.cfg_degree}")
+
+    @property
+    def by_name(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in DEGREES}
 
     @property
     def context_parallel_size(self) -> int:
@@ -100,6 +109,19 @@ class ParallelRequest:
     compile: CompileChoice = "off"
     cuda_graphs: GraphsChoice = "auto"
 
+    @classmethod
+    def of(cls, values: object) -> ParallelRequest:
+        """What widgets of these values, by name, say; others are passed over. Raises Refused for what a widget cannot
+        hold; whether it can work is decided where the devices are known."""
+        if not isinstance(values, Mapping):
+            raise Refused("expected an object of widget values")
+        return cls(**{name: _held(name, kind, values[name]) for name, kind in widgets().items() if name in values})
+
+    @property
+    def by_heads(self) -> bool:
+        """Does the number of workers depend on the model's heads?"""
+        return bool(self.ring_degree and not self.ulysses_degree)
+
     def with_degrees(self, **degrees: int) -> Parallelism:
         """What is asked for beside them stays as it is."""
         return Parallelism(
@@ -109,6 +131,24 @@ class ParallelRequest:
             attention_backend=self.attention_backend,
             cuda_graphs=self.cuda_graphs,
         )
+
+
+@cache
+def widgets() -> dict[str, Any]:
+    """What each of a ParallelRequest's values is, by name."""
+    return get_type_hints(ParallelRequest)
+
+
+IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+def _held(name: str, kind: Any, value: Any) -> Any:
+    options = get_args(kind)
+    kind = str if options else kind
+    types = (float, int) if kind is float else (kind,)
+    if type(value) not in types or value != value or value not in (options or (value,)):
+        raise Refused(f"{name} is {value!r}, and not {'one of ' * bool(options)}{', '.join(options) or IN_WORDS[kind]}")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
