@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -14,15 +14,13 @@ import comfy.sampler_helpers
 from comfy_api.latest import io
 
 from ..parallel_runtime.errors import Refused
-from ..parallel_runtime.host.picture import Part, parts
-from ..parallel_runtime.host.report import Subject, report
+from ..parallel_runtime.host.report import Report, Row, Subject, report
 from ..parallel_runtime.host.runtime import kernel_races, last_readings, measure_at_rest, measured_link
 from ..parallel_runtime.host.storing import Prospect, decide, why_whole
 from ..parallel_runtime.specs import Division, ParallelRequest
 from .config import CATEGORY, CPConfig, requested
 from .describe import Source, describe_model
 from .plan_vae import explain_decode
-from .plan_view import view
 from .refusals import check_conds, check_latent
 from .residence import residence
 from .workers import plan_for
@@ -72,28 +70,30 @@ class CPPlan(io.ComfyNode):
         cfg: float = 8.0,
         vae: Any = None,
     ) -> io.NodeOutput:
-        text, recommended, ranks = explain(model, latent_image, positive, requested(cp_config), cfg, vae)
-        return io.NodeOutput(text, recommended, ui=view(text, ranks))
+        said, recommended = explain(model, latent_image, positive, requested(cp_config), cfg, vae)
+        shown = {**said.table, "parts": [asdict(part) for part in said.parts]}  # web/plan.js draws it
+        return io.NodeOutput(said.text, recommended, ui={"text": (said.text,), "cp_plan": [shown]})
 
 
 def explain(
     model: Any, latent: dict[str, Any], positive: list, request: ParallelRequest, cfg: float, vae: Any = None
-) -> tuple[str, ParallelRequest, list[Part]]:
-    """The report; the config that was asked for, or an automatic one, with its degrees; what each rank holds."""
+) -> tuple[Report, ParallelRequest]:
+    """The report; the config that was asked for, or an automatic one, with its degrees."""
     try:
         source = describe_model(model, request)
     except Refused as refused:
-        return f"This MODEL cannot run in the workers: {refused}", request, []
+        return Report(rows=(_trouble(f"This MODEL cannot run in the workers: {refused}"),)), request
     guided = not math.isclose(cfg, 1.0)
-    subject, figures = subject_of(model, source, latent, positive, request, guided=guided), source.figures
-    trouble = ""
+    subject = subject_of(model, source, latent, positive, request, guided=guided)
+    troubles: list[Row] = []
     choose = partial(plan_for, source, guided=guided, together=source.together, work=subject.work)
     try:
         division = choose(request)
     except Refused as refused:
         request, division = instead(choose, request)
-        trouble = f"The CP Parallel Config cannot work: {refused}.\nWith the degrees on auto"
-        trouble += f" and devices {request.devices!r}:\n" if request.devices else ":\n"
+        devices = f" and devices {request.devices!r}" if request.devices else ""
+        troubles.append(_trouble(f"The CP Parallel Config cannot work: {refused}."))
+        troubles.append(Row("", f"With the degrees on auto{devices}:"))
     degrees, link = division.degrees, measured_link(division.placement)
     measure_at_rest(division.placement)
     free = [told.free_bytes + told.own_bytes for told in last_readings(division.placement)]
@@ -107,16 +107,17 @@ def explain(
     try:
         way = decide(request.weights, case)
     except Refused as refused:
-        trouble += f"Its weights have no place: {refused}.\n"
-    text = report(
+        troubles.append(_trouble(f"Its weights have no place: {refused}."))
+    said = report(
         subject, division, guided=guided, automatic=automatic, link=link, way=way, decode=decode,
-        free=min(free, default=None), races=kernel_races(division.placement),
+        free=min(free, default=None), races=kernel_races(division.placement), troubles=troubles,
+        whole=why_whole(request.weights, way, case) if way is not None else "",
     )  # fmt: skip
-    if way is not None and (why := why_whole(request.weights, way, case)):
-        text += f"\nNote: {why}."
-    held = way.held_bytes / max(1, figures.weight_bytes) if way is not None else 1.0
-    sharded = way is not None and way.storage.mode == "shard"
-    return trouble + text, recommended, parts(division, sharded=sharded, held=held)
+    return said, recommended
+
+
+def _trouble(text: str) -> Row:
+    return Row("", text, "trouble")
 
 
 def instead(

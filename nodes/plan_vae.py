@@ -18,11 +18,11 @@ def explain_decode(vae: Any, latent: tuple[int, ...], placement: Placement, link
     try:
         check_vae(whole)
     except Undivided as reason:
-        return f"Decode: in ComfyUI's process; CP VAE would not divide it: {reason}."
+        return f"in ComfyUI's process; CP VAE would not divide it: {reason}."
     if whole.latent_dim == 2 and len(latent) == 5:  # as ComfyUI does: a video's first frame
         latent = (*latent[:2], *latent[3:])
     if len(latent) != whole.latent_dim + 2:
-        return f"Decode: this VAE takes latents of {whole.latent_dim + 2} dims; the sampler's has {len(latent)}."
+        return f"this VAE takes latents of {whole.latent_dim + 2} dims; the sampler's has {len(latent)}."
     decode = Decode(
         kind=kind_of(whole.first_stage_model),
         latent=latent,

@@ -1,4 +1,4 @@
-"""The plan's picture shows what the ranks of a mesh really share out, and its table loses no line of the report."""
+"""The plan's picture shows what the ranks of a mesh really share out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from parallel_runtime.host.picture import parts, table
+from parallel_runtime.host.picture import parts
 from parallel_runtime.specs import Division, Parallelism, Placement
 
 MESHES = list(itertools.product((1, 2), (1, 2), (1, 3), (1, 4)))
@@ -45,19 +45,6 @@ def test_ranks_of_other_machines_are_shown_too():
         "cuda:0",
         "cuda:1",
     ] * 2
-
-
-def test_a_report_comes_out_as_a_table_with_its_notes_apart():
-    report = "flux (a: b.safetensors), 2 layers.\nTokens: 4 + 5.\nSpeed: fast: very.\nNote: uneven: slow.\nand so on"
-    assert table(report) == (
-        [
-            ("Model", "flux (a: b.safetensors), 2 layers."),
-            ("Tokens", "4 + 5."),
-            ("Speed", "fast: very."),
-            ("", "and so on"),
-        ],
-        ["uneven: slow."],
-    )
 
 
 def covered(shares: list[tuple[float, float]]) -> bool:

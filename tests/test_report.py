@@ -1,4 +1,4 @@
-"""CP Plan's words of the kernels that the workers let race."""
+"""CP Plan's words, and the rows that they are views of."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from parallel_runtime.host.cost import Figures, Work
-from parallel_runtime.host.report import Subject, report
+from parallel_runtime.host.report import Report, Row, Subject, report
 from parallel_runtime.host.storing import Prospect
 from parallel_runtime.specs import Division, Parallelism, Placement, Storage
 from parallel_runtime.wire.messages import Beat, decode, encode
@@ -33,7 +33,7 @@ def words(
     asked = Parallelism(**degrees)
     devices = tuple(f"cuda:{number}" for number in range(asked.world_size))
     division = Division(degrees=asked, placement=Placement(devices=devices))
-    return report(subject, division, guided=guided, automatic=False, way=way, races=races)
+    return report(subject, division, guided=guided, automatic=False, way=way, races=races).text
 
 
 def test_the_kernel_that_won_is_named_with_its_time_and_that_of_the_loser() -> None:
@@ -105,7 +105,7 @@ def test_a_plan_for_one_gpu_says_where_comfyui_hides_the_others(monkeypatch: pyt
     def notes(*devices: str) -> list[str]:
         subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=WORK)
         division = Division(degrees=Parallelism(ulysses_degree=len(devices)), placement=Placement(devices=devices))
-        text = report(subject, division, guided=False, automatic=True)
+        text = report(subject, division, guided=False, automatic=True).text
         return [line for line in text.splitlines() if "--cuda-device all" in line]
 
     monkeypatch.setattr("sys.argv", ["main.py"])
@@ -131,7 +131,7 @@ def test_a_plan_for_one_gpu_says_where_comfyui_hides_the_others(monkeypatch: pyt
 def test_what_nobody_has_run_on_hardware_is_said(placement: Placement, untried: str) -> None:
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=WORK)
     division = Division(degrees=Parallelism(ring_degree=placement.world_size), placement=placement)
-    text = report(subject, division, guided=False, automatic=False, races=[])
+    text = report(subject, division, guided=False, automatic=False, races=[]).text
     said = [line.partition(" have not been tried on hardware yet")[0] for line in text.splitlines() if "tried" in line]
     assert said == ([f"Note: {untried}"] if untried else [])
 
@@ -162,9 +162,46 @@ def test_how_evaluations_are_launched_is_told_of_gpus(degrees: dict, recorded: b
 
     def launch(device: str) -> list[str]:
         division = Division(degrees=Parallelism(**degrees), placement=Placement(devices=(device,)))
-        text = report(subject, division, guided=False, automatic=False)
+        text = report(subject, division, guided=False, automatic=False).text
         return [line for line in text.splitlines() if line.startswith("Launch: ")]
 
     assert launch("cpu") == []
     (line,) = launch("cuda:0")
     assert says in line
+
+
+def test_text_and_table_say_the_same_whatever_stands_in_the_words() -> None:
+    rows = (
+        Row("", "The CP Parallel Config cannot work: Note: no such device.", "trouble"),
+        Row("", "With the degrees on auto:"),
+        Row("Model", "flux (a: b.safetensors), 2 layers.", "model"),
+        Row("Speed", "fast: very,\nand so on."),
+        Row("Note", "uneven: slow.", "note"),
+    )
+    report = Report(rows=rows)
+    assert report.text == (
+        "The CP Parallel Config cannot work: Note: no such device.\nWith the degrees on auto:\n"
+        "flux (a: b.safetensors), 2 layers.\nSpeed: fast: very,\nand so on.\nNote: uneven: slow."
+    )
+    assert report.table == {
+        "troubles": ["The CP Parallel Config cannot work: Note: no such device."],
+        "rows": [
+            ("", "With the degrees on auto:"),
+            ("Model", "flux (a: b.safetensors), 2 layers."),
+            ("Speed", "fast: very,\nand so on."),
+        ],
+        "notes": ["uneven: slow."],
+    }
+
+
+def test_a_refusal_comes_first_and_a_reason_for_whole_weights_last() -> None:
+    trouble = Row("", "Its weights have no place: 20 GiB.", "trouble")
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={}, work=WORK)
+    one = Division(degrees=Parallelism(), placement=Placement(devices=("cpu",)))
+    said = report(subject, one, guided=False, automatic=True, troubles=[trouble], whole="FLUX is whole", decode="0 s.")
+    assert [row.title for row in said.rows] == [
+        "", "Model", "Tokens", "Workers", "Degrees", "Memory", "Traffic", "Decode", "Note",
+    ]  # fmt: skip
+    assert said.text.startswith("Its weights have no place: 20 GiB.\nFLUX\nTokens: not cut")
+    assert said.text.endswith("Decode: 0 s.\nNote: FLUX is whole.")
+    assert [part.device for part in said.parts] == ["cpu"]

@@ -16,7 +16,7 @@ const GAP = 4;
 /**
  * @typedef {{rank: number, device: string, lane: string, tokens: [number, number], heads: [number, number],
  *   weights: [number, number]}} Part shares from 0 to 1
- * @typedef {{rows: [string, string][], notes: string[], parts: Part[], world_size: number}} Plan
+ * @typedef {{troubles: string[], rows: [string, string][], notes: string[], parts: Part[]}} Plan
  */
 
 /** @param {any} node a new CP Plan */
@@ -40,15 +40,15 @@ export function addPlan(node) {
 }
 
 /** @param {Plan} plan */
-function shown({ rows, notes, parts, world_size }) {
+function shown({ troubles, rows, notes, parts }) {
   const table = element(
     "table.cp-table",
     {},
-    element("tbody", {}, ...rows.map(([name, value]) =>
+    element("tbody", {}, ...[...troubles.map((trouble) => ["", trouble]), ...rows].map(([name, value]) =>
       element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, value)))),
   );
   const warnings = notes.map((note) => element("p.cp-note", {}, note));
-  const more = world_size > SHOWN ? [element("p.cp-hint", {}, say("plan.more", { count: world_size - SHOWN }))] : [];
+  const more = parts.length > SHOWN ? [element("p.cp-hint", {}, say("plan.more", { count: parts.length - SHOWN }))] : [];
   return [...warnings, ...(parts.length ? [picture(parts.slice(0, SHOWN)), ...more] : []), table];
 }
 

@@ -103,7 +103,7 @@ def decode_line(decode: Decode, workers: int, link: Link | None) -> str:
     used = min(workers, decode.sides[0])
     here, share = (decode.activation_bytes / GIB, decode.activation_bytes / used / GIB)
     text = (
-        f"Decode: about {here:.2f} GiB in ComfyUI's process beside {decode.weight_bytes / GIB:.2f} of weights, "
+        f"about {here:.2f} GiB in ComfyUI's process beside {decode.weight_bytes / GIB:.2f} of weights, "
         f"{share:.2f} on each of {used} worker(s) with CP VAE"
     )
     alone = decode_seconds(decode, 1, link) if link is not None else None

@@ -1,4 +1,4 @@
-"""A plan to look at: which rank holds which part of sequence, heads and weights, and the report as a table."""
+"""A plan to look at: which rank holds which part of sequence, heads and weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from ..specs import Division, Parallelism
 
 Share = tuple[float, float]  # from and to, of the whole
-NOTE = "Note"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,23 +27,6 @@ def parts(division: Division, *, sharded: bool = False, held: float = 1.0) -> li
     the weights that each device has, the same one unless they are `sharded`."""
     devices = division.placement.devices * division.placement.nnodes
     return [_part(rank, device, division.degrees, sharded, held) for rank, device in enumerate(devices)]
-
-
-def table(report: str) -> tuple[list[tuple[str, str]], list[str]]:
-    """The lines of a report as (name, value), and what it warns of. What has no name belongs to the line before."""
-    rows: list[tuple[str, str]] = []
-    notes: list[str] = []
-    for line in report.splitlines():
-        name, named, value = line.partition(": ")
-        if named and name == NOTE:
-            notes.append(value)
-        elif named and " " not in name:
-            rows.append((name, value))
-        elif rows:
-            rows.append(("", line))
-        else:
-            rows.append(("Model", line))
-    return rows, notes
 
 
 def _part(rank: int, device: str, degrees: Parallelism, sharded: bool, held: float) -> Part:

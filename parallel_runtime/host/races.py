@@ -25,7 +25,7 @@ def _kernel(race: Race) -> str:
     fastest, *others = (f"{OWN if name == 'auto' else name} with {time:g} us" for name, time in times.items())
     behind = f", before {', '.join(others)}" if others else ""
     where = "the ring's blocks of" if race.what == "block" else "whole keys,"
-    return f"Kernel: {fastest}{behind}, for {where} {race.block}."
+    return f"{fastest}{behind}, for {where} {race.block}."
 
 
 def _advice(race: Race, times: dict[str, float]) -> str:
@@ -34,6 +34,6 @@ def _advice(race: Race, times: dict[str, float]) -> str:
     if times.get("auto", 0.0) <= WORTH_TELLING * times[fastest]:
         return ""
     return (
-        f"Kernel: ComfyUI's own, with {times['auto']:g} us for {race.block}. {fastest} takes {times[fastest]:g} us: "
+        f"ComfyUI's own, with {times['auto']:g} us for {race.block}. {fastest} takes {times[fastest]:g} us: "
         f"set attention_backend to {fastest} in CP Parallel Config to have it; its rounding is another."
     )

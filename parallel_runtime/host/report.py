@@ -1,20 +1,58 @@
-"""A plan in words that a user understands: what will run where, what it needs, what is wrong and what to do."""
+"""A plan in words that a user understands: what will run where, what it needs, what is wrong and what to do. Each thing
+is a row; the text, and the page's table and picture, are made of them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ..accelerators import CUDA
 from ..specs import Division, Parallelism, Placement
 from ..wire.readings import Race
 from .cost import Link, Work, activation_bytes, bytes_per_layer, evaluation_seconds, memory_bytes
 from .devices import why_one_gpu
+from .picture import Part, parts
 from .races import told
 from .storing import BUFFERS, Prospect
 
 GIB = 2**30
+Kind = Literal["model", "row", "note", "trouble"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that a report says, and whether it is what the plan is for, a part of it, advice, or a refusal."""
+
+    title: str
+    text: str
+    kind: Kind = "row"
+
+    @property
+    def line(self) -> str:
+        return f"{self.title}: {self.text}" if self.title and self.kind in ("row", "note") else self.text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All that is to say, in order, and what each rank holds: nothing where the MODEL cannot run in the workers."""
+
+    rows: tuple[Row, ...]
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return "\n".join(row.line for row in self.rows)
+
+    @property
+    def table(self) -> dict[str, list]:
+        """Titles with their texts; what is wrong and what is advised stands apart."""
+        return {
+            "troubles": [row.text for row in self.rows if row.kind == "trouble"],
+            "rows": [(row.title, row.text) for row in self.rows if row.kind in ("model", "row")],
+            "notes": [row.text for row in self.rows if row.kind == "note"],
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,27 +79,34 @@ def report(
     way: Prospect | None = None,
     decode: str = "",
     races: Sequence[Race] = (),
-) -> str:
-    """Several lines, `decode` among them; `link` is None where no worker group has measured this machine yet, and so
-    is `free`, the bytes that the worker with the least could take of its device at this moment; `way`
-    where the weights fit nowhere. `races` are those of kernels that its workers have run."""
+    troubles: Sequence[Row] = (),
+    whole: str = "",
+) -> Report:
+    """`link` is None where no worker group has measured this machine yet, and so is `free`, the bytes that the worker
+    with the least could take of its device at this moment; `way` where the weights fit nowhere. `decode` is of a VAE,
+    `races` are those of kernels that its workers have run. What was refused, the `troubles`, comes first; `whole` says
+    why weights are on every device that were to be elsewhere."""
     work, degrees, placement = subject.work, division.degrees, division.placement
     chosen = _choice(link) if automatic and degrees.context_parallel_size > 1 else ""
-    lines = [
-        subject.model,
-        f"Tokens: {_tokens(subject.tokens) or 'not cut'}; {work.rows} image(s) or video(s) in the batch.",
-        f"Workers: {placement.world_size}, on {', '.join(placement.devices)}{_machines(placement)}.",
-        f"Degrees: {_degrees(degrees)}{chosen}. {_reason(subject, degrees, guided, way)}",
-        _memory(work, degrees, free, way),
-        _weights(work, degrees, way),
-        _traffic(work, degrees),
-        _launch(subject, division, way),
-        *told(races, degrees),
-        _speed(work, degrees, link) if not share_cores(placement) else "",
-        decode,
-        *_warnings(subject, degrees, placement, guided, free, way),
+    notes = [*_warnings(subject, degrees, placement, guided, free, way), f"{whole}." if whole else ""]
+    rows = [
+        *troubles,
+        Row("Model", subject.model, "model"),
+        Row("Tokens", f"{_tokens(subject.tokens) or 'not cut'}; {work.rows} image(s) or video(s) in the batch."),
+        Row("Workers", f"{placement.world_size}, on {', '.join(placement.devices)}{_machines(placement)}."),
+        Row("Degrees", f"{_degrees(degrees)}{chosen}. {_reason(subject, degrees, guided, way)}"),
+        Row("Memory", _memory(work, degrees, free, way)),
+        Row("Weights", _weights(work, degrees, way)),
+        Row("Traffic", _traffic(work, degrees)),
+        Row("Launch", _launch(subject, division, way)),
+        *(Row("Kernel", text) for text in told(races, degrees)),
+        Row("Speed", _speed(work, degrees, link) if not share_cores(placement) else ""),
+        Row("Decode", decode),
+        *(Row("Note", text, "note") for text in notes),
     ]
-    return "\n".join(line for line in lines if line)
+    held = way.held_bytes / max(1, work.figures.weight_bytes) if way is not None else 1.0
+    shown = parts(division, sharded=_sharded(way), held=held)
+    return Report(rows=tuple(row for row in rows if row.text), parts=tuple(shown))
 
 
 def _machines(placement: Placement) -> str:
@@ -125,7 +170,7 @@ def _share(work: Work, degrees: Parallelism) -> str:
 
 def _memory(work: Work, degrees: Parallelism, free: int | None, way: Prospect | None) -> str:
     held = way.held_bytes if way else work.figures.weight_bytes
-    text = f"Memory: about {_needed(work, degrees, way) / GIB:.2f} GiB a worker, {held / GIB:.2f} of it weights"
+    text = f"about {_needed(work, degrees, way) / GIB:.2f} GiB a worker, {held / GIB:.2f} of it weights"
     if free is None:
         return f"{text}. What is free is known once workers run."
     return f"{text}; the fullest has {free / GIB:.2f} GiB free now."
@@ -145,11 +190,11 @@ def _weights(work: Work, degrees: Parallelism, way: Prospect | None) -> str:
     if way is None:
         return ""
     if not way.fetched_bytes:
-        return f"Weights: {way.storage.mode}, whole on every device."
+        return f"{way.storage.mode}, whole on every device."
     blocks, resident = len(work.figures.blocks), way.storage.resident
     source = "main memory" if way.storage.mode == "offload" else f"{degrees.context_parallel_size} workers"
     text = (
-        f"Weights: {way.storage.mode}. Each worker has {resident} of {blocks} blocks, "
+        f"{way.storage.mode}. Each worker has {resident} of {blocks} blocks, "
         f"{way.held_bytes / GIB:.2f} GiB in all; {way.fetched_bytes / GIB:.2f} GiB "
         f"come from {source} in every evaluation"
     )
@@ -163,10 +208,10 @@ def _weights(work: Work, degrees: Parallelism, way: Prospect | None) -> str:
 
 def _traffic(work: Work, degrees: Parallelism) -> str:
     if degrees.context_parallel_size == 1:
-        return "Traffic: none inside the model."
+        return "none inside the model."
     layer = bytes_per_layer(work, degrees)
     return (
-        f"Traffic: each worker sends {layer / 2**20:.2f} MiB in each of {work.figures.layers} layers, "
+        f"each worker sends {layer / 2**20:.2f} MiB in each of {work.figures.layers} layers, "
         f"{layer * work.figures.layers / 2**20:.1f} MiB an evaluation."
     )
 
@@ -177,11 +222,11 @@ def _launch(subject: Subject, division: Division, way: Prospect | None) -> str:
     if not division.placement.devices[0].startswith(CUDA.kind):
         return ""
     if choice == "off" or not work.recorded or (way is not None and way.fetched_bytes):
-        return "Launch: kernel by kernel, in every evaluation."
+        return "kernel by kernel, in every evaluation."
     where = "" if choice == "on" else " where the CPU would launch it slower than the GPU computes"
     held = activation_bytes(work, division.degrees) / GIB
     faster = "compiled and recorded is the fastest way" if subject.compiled else "with compile on it is the fastest way"
-    return f"Launch: an evaluation is recorded as a CUDA graph{where}, which keeps about {held:.2f} GiB more; {faster}."
+    return f"an evaluation is recorded as a CUDA graph{where}, which keeps about {held:.2f} GiB more; {faster}."
 
 
 def _speed(work: Work, degrees: Parallelism, link: Link | None) -> str:
@@ -190,7 +235,7 @@ def _speed(work: Work, degrees: Parallelism, link: Link | None) -> str:
     several = evaluation_seconds(work, degrees, link)
     alone = evaluation_seconds(work, Parallelism(), link)
     return (
-        f"Speed: one evaluation of one prompt is estimated {alone / several:.2f} times as fast as on one worker, "
+        f"one evaluation of one prompt is estimated {alone / several:.2f} times as fast as on one worker, "
         f"{_at_once(degrees)}at the measured "
         f"{link.bytes_per_second / 1e9:.1f} GB/s and {link.flops_per_second / 1e12:.1f} TFLOP/s."
     )
@@ -224,7 +269,7 @@ def _warnings(
     if untried := _untried(placement):
         warnings.append(f"{untried} have not been tried on hardware yet, only one H100 has: see the README.")
     warnings += _of_prompts(subject, degrees, way) if guided else []
-    return [f"Note: {warning}" for warning in [*warnings, *_of_rows(subject, degrees)]]
+    return [*warnings, *_of_rows(subject, degrees)]
 
 
 def _untried(placement: Placement) -> str:
