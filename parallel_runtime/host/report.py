@@ -31,7 +31,7 @@ class Row:
 
     @property
     def line(self) -> str:
-        return f"{self.title}: {self.text}" if self.title and self.kind in ("row", "note") else self.text
+        return f"{self.title}: {self.text}" if self.title and self.kind != "model" else self.text
 
 
 @dataclass(frozen=True, kw_only=True)
