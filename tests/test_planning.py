@@ -225,7 +225,7 @@ def one_shown(monkeypatch):
     monkeypatch.setattr("sys.argv", ["main.py", "--listen"])
 
 
-HIDDEN = "CUDA_VISIBLE_DEVICES is 0, which ComfyUI sets by itself on Windows: start it with --cuda-device all"
+HIDDEN = "CUDA_VISIBLE_DEVICES is 0, which hides the other GPUs: start ComfyUI without it, or on Windows"
 
 
 @pytest.mark.usefixtures("one_shown")

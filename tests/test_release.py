@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import tomllib
@@ -94,3 +95,9 @@ def test_every_symptom_has_a_page_and_every_page_is_found():
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / "troubleshooting").glob("*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text()):
             assert (path.parent / target).exists(), (path.name, target)
+
+
+def test_the_readme_names_every_option():
+    table = (ROOT / "README.md").read_text().split("**CP Parallel Config.**")[1].split("What auto takes")[0]
+    options = set(json.loads((ROOT / "locales" / "de" / "nodeDefs.json").read_text())["CPParallelConfig"]["inputs"])
+    assert options == set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))

@@ -96,6 +96,12 @@ def test_the_seconds_of_an_evaluation_are_of_the_prompts_in_it(prompts: int, row
     assert f"2.00 s for {says}, 0.50 s of them waiting" in text
 
 
+def test_how_a_ring_moves_keys_is_told() -> None:
+    assert "The ring passes keys and values between 2 workers while they compute." in words(ring_degree=2)
+    collected = words(ring_degree=2, rotate_method="allgather")
+    assert "The ring collects keys and values of all 2 workers before they compute." in collected
+
+
 def test_what_sees_all_prompts_at_once_is_told() -> None:
     assert "so all workers share the tokens of both" in words(ulysses_degree=2, guided=True, together=True)
     assert "data_degree 2 gains nothing" in words(data_degree=2, guided=True, together=True)
@@ -111,7 +117,7 @@ def test_a_plan_for_one_gpu_says_where_comfyui_hides_the_others(monkeypatch: pyt
     monkeypatch.setattr("sys.argv", ["main.py"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     (line,) = notes("cuda:0")
-    assert line.startswith("Note: CUDA_VISIBLE_DEVICES is 0, which ComfyUI sets by itself on Windows")
+    assert line.startswith("Note: CUDA_VISIBLE_DEVICES is 0, which hides the other GPUs: start ComfyUI without it")
     assert notes("cpu") == notes("cuda:0", "cuda:1") == []
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert notes("cuda:0") == []

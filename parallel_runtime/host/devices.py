@@ -26,13 +26,13 @@ def parse_devices(text: str, gpus: int, kind: str = CUDA.kind) -> tuple[str, ...
 
 
 def why_one_gpu(gpus: int) -> str:
-    """Why there is one alone, where ComfyUI hides others: on Windows main.py does, unless --cuda-device is given."""
+    """Why there is one alone, where the environment may hide others. On Windows main.py sees to that by itself."""
     asked = any(argument.startswith("--cuda-device") for argument in sys.argv)
     if gpus != 1 or asked or os.environ.get("CUDA_VISIBLE_DEVICES") != "0":
         return ""
     return (
-        "CUDA_VISIBLE_DEVICES is 0, which ComfyUI sets by itself on Windows: start it with --cuda-device all to use "
-        "every GPU"
+        "CUDA_VISIBLE_DEVICES is 0, which hides the other GPUs: start ComfyUI without it, or on Windows, where ComfyUI "
+        "sets it by itself, with --cuda-device all"
     )
 
 

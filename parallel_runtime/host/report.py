@@ -145,9 +145,11 @@ def _reason(subject: Subject, degrees: Parallelism, guided: bool, way: Prospect 
         reasons.append(f"Ulysses gives each of {degrees.ulysses_degree} workers {_share(work, degrees)} heads.")
     if degrees.ring_degree > 1:
         how = (
-            "collects keys and values of" if degrees.rotate_method == "allgather" else "passes keys and values between"
+            "collects keys and values of all {} workers before they compute"
+            if degrees.rotate_method == "allgather"
+            else "passes keys and values between {} workers while they compute"
         )
-        reasons.append(f"The ring {how} {degrees.ring_degree} workers while they compute.")
+        reasons.append(f"The ring {how.format(degrees.ring_degree)}.")
     if degrees.data_degree > 1:
         reasons.append(f"The images of a batch are shared out over {degrees.data_degree} groups of workers.")
     if not guided and degrees.cfg_degree == 1 and degrees.context_parallel_size > 1:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_runtime.worker.engine import recording
-from parallel_runtime.worker.engine.recording import KEYS, Recording
+from parallel_runtime.worker.engine.recording import KEYS, NOTHING_TO_GAIN, Recording
 
 from ..site.tape import Tape, TapeRecorder
 
@@ -146,7 +146,7 @@ def test_calls_in_turn_do_not_throw_each_other_out() -> None:
         for rows in range(1, KEYS + 2):
             net(*inputs(rows=rows))
     assert net.runs - before == 10, "one is eager, and four stay"
-    assert told.told.eager == (f"more than {KEYS} kinds of calls take turns",)
+    assert told.told.eager == (f"more than {KEYS} sizes, prompt lengths or the like take turns",)
 
 
 def test_lists_that_a_forward_empties_are_full_again_for_the_next() -> None:
@@ -291,7 +291,7 @@ def test_auto_records_what_the_host_leads_and_asks_all(seconds: float, keys: int
         assert torch.equal(net(*inputs(seed)), eagerly(net, *inputs(seed)))
     assert told.told.keys == keys
     assert asked[0] == bool(keys)
-    assert told.told.eager == (() if keys else ("its device takes longer than its launch",))
+    assert told.told.eager == (() if keys else (NOTHING_TO_GAIN,))
 
 
 def test_off_and_an_objection_leave_it_alone() -> None:

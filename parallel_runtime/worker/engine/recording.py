@@ -30,6 +30,7 @@ LAUNCHED = 0.7  # of an evaluation's time: whose launch takes longer gains by a 
 SMALL = 1024  # elements: so many in main memory are compared by value, and lie anywhere in a line
 LINE = 64  # bytes: kernels are chosen by an address's place in such a line
 PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, Enum)
+NOTHING_TO_GAIN = "nothing to gain, the GPU computes longer than the CPU launches"
 
 Agree = Callable[[bool], bool]  # true on every rank that shares the forward when it is true on any
 
@@ -215,9 +216,9 @@ class Recording:
         if trial.evaluations < self._warm:
             return self._timed(trial, args, kwargs)
         if not self._pays(trial):
-            return self._stay_eager(call, "its device takes longer than its launch", self._plainly(args, kwargs))
+            return self._stay_eager(call, NOTHING_TO_GAIN, self._plainly(args, kwargs))
         if not self._has_place(call.key):
-            self._tell(f"more than {KEYS} kinds of calls take turns")
+            self._tell(f"more than {KEYS} sizes, prompt lengths or the like take turns")
             return self._plainly(args, kwargs)
         return self._record(call, self._recorder)
 
