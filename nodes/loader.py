@@ -16,7 +16,6 @@ from ..parallel_runtime.mapped import Mapped, load_mapped
 from ..parallel_runtime.specs import ParallelRequest
 from .config import CATEGORY, CPConfig, requested
 from .evaluation import RemoteEvaluation
-from .requirements import check_requirements
 from .stand_in import Weightless, weightless
 
 
@@ -45,7 +44,6 @@ class CPLoadDiffusionModel(io.ComfyNode):
 
     @classmethod
     def execute(cls, unet_name: str, cp_config: ParallelRequest | None = None) -> io.NodeOutput:
-        check_requirements()
         return io.NodeOutput(load_without_weights(unet_name, requested(cp_config)))
 
 

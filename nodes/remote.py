@@ -32,7 +32,6 @@ from .describe import Source, describe_job, describe_model
 from .evaluation import RemoteEvaluation
 from .patches import KEY
 from .refusals import check_conds, check_guider, check_sampler
-from .requirements import check_requirements
 from .residence import residence
 from .stand_in import weightless
 from .workers import borrowed, plan_for
@@ -73,7 +72,6 @@ def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
 
 
 def _checked(model: ModelPatcher, request: ParallelRequest) -> Source:
-    check_requirements()
     source = describe_model(model, request)
     plan_for(source, request)
     return source

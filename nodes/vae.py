@@ -10,7 +10,6 @@ from ..parallel_runtime.specs import ParallelRequest
 from .config import CATEGORY, CPConfig, requested
 from .divided_vae import divided
 from .remote_vae import placement_for
-from .requirements import check_requirements
 
 
 class CPVAE(io.ComfyNode):
@@ -36,7 +35,6 @@ class CPVAE(io.ComfyNode):
 
     @classmethod
     def execute(cls, vae: Any, cp_config: ParallelRequest | None = None) -> io.NodeOutput:
-        check_requirements()
         request = None if cp_config is None else requested(cp_config)
         placement_for(request)  # refused here, not in the middle of a graph
         return io.NodeOutput(divided(vae, request))

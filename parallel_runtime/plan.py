@@ -5,7 +5,7 @@ streams of tokens its attention runs. Names are the network's own. Knows no mode
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Names = tuple[str, ...]  # of streams, in the order in which they are concatenated
@@ -201,10 +201,6 @@ class Plan:
         carried = (stream for site in self.sites for *_, streams in site.carries for stream in streams)
         words = (word for site in self.sites for word in site.args.values())
         return frozenset(carried).union(*(word.streams for word in words if isinstance(word, Count)))
-
-    def replicating(self, *streams: str) -> Plan:
-        """This plan with `streams` whole on every rank too; ValueError for those that it does not know."""
-        return replace(self, replicated=self.replicated.union(streams))
 
     @property
     def trunk(self) -> list[Site]:

@@ -30,7 +30,7 @@ def test_a_private_folder_with_a_very_long_path_will_do(tmp_path, monkeypatch):
 
 
 def test_strangers_at_the_socket_are_shown_the_door(monkeypatch):
-    greetings = [b"rubbish", b'{"type": "Ready"}', encode(Ready(0, 1, "tökén", PROTOCOL, ())), encode(Beat(1))]
+    greetings = [b"rubbish", b'{"type": "Ready"}', encode(Ready(0, 1, "tökén", PROTOCOL)), encode(Beat(1))]
     meet = Processes.meet
 
     def with_strangers(self, *arguments):
@@ -56,7 +56,7 @@ def test_workers_of_another_version_are_refused_at_the_handshake(monkeypatch):
 
     def with_an_old_worker(self, *arguments):
         worker = Channel.connect(self._address)
-        worker.send(Ready(0, 1, self._token, "another", ()))
+        worker.send(Ready(0, 1, self._token, "another"))
         return meet(self, *arguments)
 
     monkeypatch.setattr(Processes, "meet", with_an_old_worker)

@@ -39,7 +39,7 @@ MESSAGES = [
     Welcome("cpu", "/tmp/store", True, None),
     Sample(3, MODEL, Parallelism(ring_degree=2, ulysses_degree=4, rotate_method="allgather"), Storage(mode="shard")),
     Cancel(3),
-    Ready(1, 99, "token", "1f2e", ("2.13",)),
+    Ready(1, 99, "token", "1f2e"),
     Joined(1e12, 0.0),
     Measure(3),
     Beat(1),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import sys
 
 import torch
@@ -19,7 +18,6 @@ def versions() -> tuple[str, ...]:
         f"CP Sampler {_digest()}",
         f"Python {sys.version_info.major}.{sys.version_info.minor}",
         f"PyTorch {torch.__version__}",
-        f"diffusers {importlib.metadata.version('diffusers')}",
     )
 
 

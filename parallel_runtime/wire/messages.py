@@ -109,7 +109,6 @@ class Ready:
     pid: int
     token: str
     protocol: str
-    versions: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from ..demo import transformer
+from ..for_diffusers import attach, detach
 from ..jobs import DemoJob
 from ..specs import ModelSpec, Parallelism
-from .engine.attach import attach, detach
 from .lanes import spread_rows
 from .models import Model
 from .pulse import Pulse

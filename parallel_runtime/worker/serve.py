@@ -11,12 +11,11 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-import diffusers
 import torch
 
 from ..errors import Refused
 from ..jobs import DemoJob, EvaluationJob, Job
-from ..specs import DEMO, ComfySetup, Parallelism
+from ..specs import DEMO, ComfySetup, ModelSpec, Parallelism
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
 from ..wire.handshake import KEY
@@ -38,13 +37,13 @@ from ..wire.messages import (
 )
 from ..wire.readings import Readings
 from ..wire.stream import Stream
-from . import demo_loop, link
+from . import link
 from .agent import AGENT_PID
 from .engine.compiling import telling
 from .engine.moments import now_on
 from .leash import die_when, end_parent
 from .memory import is_out_of_memory, out_of_memory, readings
-from .models import Load, Models
+from .models import Load, Model, Models, OnShare
 from .pulse import Cancelled, Pulse
 from .ranks import join, kind_of, rank, unlike, world_size
 from .spread import payload
@@ -158,15 +157,14 @@ def main(address: str) -> None:
     logging.basicConfig(level=logging.WARNING, format=f"[CP rank {rank()}] %(message)s")
     channel = _call(address)
     die_when(channel.wait_for_hangup, _end_torchrun)
-    versions = (torch.__version__, diffusers.__version__)
-    channel.send(Ready(rank(), os.getpid(), os.environ.pop(TOKEN), PROTOCOL, versions))
+    channel.send(Ready(rank(), os.getpid(), os.environ.pop(TOKEN), PROTOCOL))
     try:
         welcome, _ = channel.receive()
         assert isinstance(welcome, Welcome)
         device = torch.device(welcome.device)
         join(device, welcome.store, shared=welcome.shared)
         loops, loaders = _comfy_loop(welcome.comfy, device)
-        worker = Worker(channel, device, {DemoJob: demo_loop.run, **loops}, {DEMO: demo_loop.load, **loaders})
+        worker = Worker(channel, device, {DemoJob: _run_demo, **loops}, {DEMO: _load_demo, **loaders})
         channel.send(worker.joined())
         worker.serve()
     except EOFError:
@@ -196,3 +194,15 @@ def _comfy_loop(comfy: ComfySetup | None, device: torch.device) -> tuple[dict[ty
 
     loops, load = start(comfy, device)
     return loops, {"": load}
+
+
+def _load_demo(spec: ModelSpec, device: torch.device, on_share: OnShare) -> Model:
+    from .demo_loop import load  # diffusers, which takes seconds and nothing of ComfyUI's needs
+
+    return load(spec, device, on_share)
+
+
+def _run_demo(model: Any, job: DemoJob, pulse: Pulse) -> dict[str, Any]:
+    from .demo_loop import run
+
+    return run(model, job, pulse)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ..plan import Names, Plan, Site
-from .engine.divide import divided
 from .engine.exchange import gather
 from .engine.mesh import Axis, ContextMesh
 from .engine.streams import streams_of
@@ -145,7 +144,7 @@ class StepCache:
     def _decide(self, change: Tensor, of: Names) -> None:
         branch = self._branch
         assert branch is not None, "an evaluation of no branch"
-        streams = divided(self._transformer) or streams_of(self._transformer)
+        streams = streams_of(self._transformer)
         if streams is not None:
             change = streams.held(of, self._mesh.context.index).drop(change)
         self._skipping = branch.change is not None and self._repeats(change, branch.change)

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from parallel_runtime.for_diffusers import attach, detach
 from parallel_runtime.report.diffusers_own import parallel as diffusers_parallel
 from parallel_runtime.specs import Parallelism
-from parallel_runtime.worker.engine.attach import attach, detach
 from parallel_runtime.worker.engine.mesh import ContextMesh, build_mesh
 
 from .flux_like import build, inputs

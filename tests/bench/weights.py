@@ -24,8 +24,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from parallel_runtime.for_diffusers import attach
 from parallel_runtime.specs import Parallelism
-from parallel_runtime.worker.engine.attach import attach
 from parallel_runtime.worker.engine.mesh import ContextMesh, build_mesh, with_own_group
 from parallel_runtime.worker.weights.buffers import Buffers
 from parallel_runtime.worker.weights.host_copy import HostCopy

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel_runtime.worker.engine.attach import attach
-from parallel_runtime.worker.engine.diffusers_plans import plan_of
+from parallel_runtime.for_diffusers import attach
+from parallel_runtime.for_diffusers.plans import plan_of
 from parallel_runtime.worker.step_cache import StepCache
 
 from ..first_block import change_between

@@ -6,8 +6,8 @@ import torch
 import torch._dynamo  # before ranks are forked, and not in each of them
 from torch import Tensor, nn
 
+from parallel_runtime.for_diffusers import attach
 from parallel_runtime.specs import Compilation
-from parallel_runtime.worker.engine.attach import attach
 from parallel_runtime.worker.engine.compiling import compile_blocks
 
 from .cases import together

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_runtime.worker.engine.attach import attach
-from parallel_runtime.worker.engine.diffusers_plans import plan_of
+from parallel_runtime.for_diffusers import attach
+from parallel_runtime.for_diffusers.plans import plan_of
 from parallel_runtime.worker.engine.mesh import Axis
 from parallel_runtime.worker.step_cache import StepCache
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from parallel_runtime.for_diffusers import attach, detach
+from parallel_runtime.for_diffusers.plans import plan_of
 from parallel_runtime.plan import Site
-from parallel_runtime.worker.engine.attach import attach, detach
-from parallel_runtime.worker.engine.diffusers_plans import plan_of
 
 from .meshes import mesh, parallelism
 from .tiny import build, inputs

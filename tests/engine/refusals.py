@@ -12,9 +12,9 @@ from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProc
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from parallel_runtime.for_diffusers import attach, detach
+from parallel_runtime.for_diffusers.plans import plan_of
 from parallel_runtime.plan import Site, Tokens
-from parallel_runtime.worker.engine.attach import attach, detach
-from parallel_runtime.worker.engine.diffusers_plans import plan_of
 from parallel_runtime.worker.engine.mesh import build_mesh
 
 from .cases import run

@@ -10,11 +10,11 @@ from diffusers import ContextParallelConfig
 from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.attention_processor import Attention
 
+from parallel_runtime.for_diffusers import attach, detach, from_context_parallel_config
+from parallel_runtime.for_diffusers.backend import backend_name
+from parallel_runtime.for_diffusers.processors import aware
 from parallel_runtime.specs import Parallelism
-from parallel_runtime.worker.engine.attach import attach, detach, from_context_parallel_config
-from parallel_runtime.worker.engine.backend import backend_name
 from parallel_runtime.worker.engine.mesh import build_mesh
-from parallel_runtime.worker.engine.processors import aware
 
 from .tiny import build, inputs
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from parallel_runtime.for_diffusers import attach, detach
 from parallel_runtime.specs import Parallelism
-from parallel_runtime.worker.engine.attach import attach, detach
 from parallel_runtime.worker.engine.attention import ContextAttention
 from parallel_runtime.worker.engine.mesh import ContextMesh, build_mesh
 from parallel_runtime.worker.engine.streams import Streams

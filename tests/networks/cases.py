@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from parallel_runtime.networks import Network, network_of
-from parallel_runtime.worker.engine.divide import divide, divided, undivide
+from parallel_runtime.worker.engine.divide import divide, undivide
+from parallel_runtime.worker.engine.streams import streams_of
 
 from ..engine.meshes import mesh, parallelism
 from . import tiny
@@ -32,7 +33,7 @@ def planned(rank: int, world: int, name: str, text: int) -> dict[str, Any]:
     network, inputs = made(name)
     known, cut = plan_of(network), {}
     divide(network, known.plan, mesh(world, 1), parallelism(world, 1))
-    network.register_forward_hook(lambda net, *_: cut.update(divided(net).lengths), prepend=True)  # type: ignore[union-attr]
+    network.register_forward_hook(lambda net, *_: cut.update(streams_of(net).lengths), prepend=True)  # type: ignore[union-attr]
     forward(network, inputs)
     undivide(network)
     latent = inputs["x"][0] if isinstance(inputs["x"], list) else inputs["x"]

@@ -24,9 +24,8 @@ from .naming import Naming
 from .overriding import Overriding
 from .scales import agree_on_scales
 from .sites import Block, blocks_of
-from .streams import Streams
+from .streams import DIVIDED
 
-_ATTRIBUTE = "_context_parallel_division"
 _OVERRIDE = "optimized_attention_override"
 
 
@@ -37,23 +36,17 @@ def divide(network: nn.Module, plan: Plan, mesh: ContextMesh, parallelism: Paral
     changed, when it is divided already or when plan and network do not fit. A forward raises Refused for what the plan
     does not know.
     """
-    if hasattr(network, _ATTRIBUTE):
+    if hasattr(network, DIVIDED):
         raise ValueError(f"this {type(network).__name__} is divided already; undivide it first")
-    setattr(network, _ATTRIBUTE, _Division(network, plan, mesh, parallelism))
+    setattr(network, DIVIDED, _Division(network, plan, mesh, parallelism))
 
 
 def undivide(network: nn.Module) -> None:
     """Make `network` plain again; ValueError if it is not divided."""
-    if not hasattr(network, _ATTRIBUTE):
+    if not hasattr(network, DIVIDED):
         raise ValueError(f"this {type(network).__name__} is not divided")
-    getattr(network, _ATTRIBUTE).remove()
-    delattr(network, _ATTRIBUTE)
-
-
-def divided(network: nn.Module) -> Streams | None:
-    """The cut streams of the forward in progress; None for a network that is not divided."""
-    division = getattr(network, _ATTRIBUTE, None)
-    return division.cuts.streams if division is not None else None
+    getattr(network, DIVIDED).remove()
+    delattr(network, DIVIDED)
 
 
 class _Division:
@@ -61,6 +54,7 @@ class _Division:
 
     def __init__(self, network: nn.Module, plan: Plan, mesh: ContextMesh, parallelism: Parallelism) -> None:
         self.cuts = Cuts(plan, mesh.context)
+        self.streams = self.cuts.streams
         self._plan = plan
         self._ring = mesh.ring.size
         self._chosen = own_attentions(network) if parallelism.attention_backend == "auto" else {}
@@ -128,7 +122,7 @@ class _Division:
 
     def _end(self, network: nn.Module, _: Any, output: Any) -> None:
         unfinished = self.cuts.holds(self._plan.main)
-        alone = self.cuts.streams.knows(self._plan.main) and not self._override.shared
+        alone = self.streams.knows(self._plan.main) and not self._override.shared
         self._clear()
         if output is not None and (unfinished or alone):  # None: it raised
             missing = "its tokens were not put together" if unfinished else "its attention passed the workers by"

@@ -42,7 +42,6 @@ class ContextMesh:
     ring: Axis = Axis()
     ulysses: Axis = Axis()
     context: Axis = Axis()
-    device_mesh: DeviceMesh | None = None
     flat: DeviceMesh | None = None
 
     @property
@@ -70,16 +69,16 @@ def build_mesh(parallelism: Parallelism, device: torch.device | None = None) -> 
             f"{degrees} makes {parallelism.world_size} ranks, but the group has {dist.get_world_size()}; change the "
             "degrees, or pass a DeviceMesh with one more dim for the other ranks"
         )
-    wire = _wire(device or torch.device("cpu"))
+    wire = wire_of(device or torch.device("cpu"))
     sizes = {name: size for name, size in zip(AXES, parallelism.shape, strict=True) if size > 1}
     mesh = init_device_mesh(wire.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     staged = wire if device is not None and wire.type != device.type else None
-    axes = {name: _axis(mesh[name].get_group(), staged) for name in sizes}
+    axes = {name: axis_of(mesh[name].get_group(), staged) for name in sizes}
     context = _context(mesh, axes, staged)
     flat = DeviceMesh.from_group(context.group, wire.type) if context.group is not None else None
     for axis in (*axes.values(), context):
         _as_patient_as_the_world(axis, wire)
-    return ContextMesh(**axes, context=context, device_mesh=mesh, flat=flat)
+    return ContextMesh(**axes, context=context, flat=flat)
 
 
 def with_own_group(axis: Axis, device: torch.device) -> Axis:
@@ -92,7 +91,7 @@ def with_own_group(axis: Axis, device: torch.device) -> Axis:
     ]
     made = replace(axis, group=groups[dist.get_rank() // axis.size])
     assert tuple(dist.get_process_group_ranks(made.group)) == axis.ranks
-    _as_patient_as_the_world(made, _wire(device))
+    _as_patient_as_the_world(made, wire_of(device))
     return made
 
 
@@ -101,33 +100,11 @@ def first_ranks(count: int, device: torch.device) -> Axis:
 
     No group is made: point to point, and so in everything in exchange.py, any ranks of the world may talk.
     """
-    wire = _wire(device)
+    wire = wire_of(device)
     index = dist.get_rank() if dist.is_initialized() else 0
     assert index < count
     staged = wire if wire.type != device.type else None
     return Axis(size=count, index=index, ranks=tuple(range(count)), wire=staged)
-
-
-def adopt_mesh(mesh: DeviceMesh, parallelism: Parallelism, device: torch.device | None = None) -> ContextMesh:
-    """The same from a DeviceMesh of the caller's, which may have dims of its own (fsdp, data).
-
-    It must have "ring" and "ulysses", ring first, with the sizes that `parallelism` says, and "data" and "cfg" where
-    those are parallel too; ValueError otherwise. Collective over the mesh, as `build_mesh`.
-    """
-    _check_dims(mesh, parallelism)
-    wire = _wire(device or torch.device(mesh.device_type))
-    staged = wire if device is not None and wire.type != device.type else None
-    axes = {name: _axis(mesh[name].get_group(), staged) for name in ("ring", "ulysses")}
-    for name in LANES:
-        if getattr(parallelism, f"{name}_degree") > 1:
-            axes[name] = _axis(mesh[name].get_group(), staged)
-    both = mesh["ring", "ulysses"]
-    flat = both._flatten()
-    context = _axis(flat.get_group(), staged)
-    expected = axes["ring"].index * axes["ulysses"].size + axes["ulysses"].index
-    if context.index != expected or _row(both, axes["ring"].index) != axes["ulysses"].ranks:
-        raise ValueError(f"the mesh must hold its ranks in ascending order along ring and ulysses, got {both}")
-    return ContextMesh(**axes, context=context, device_mesh=mesh, flat=flat)
 
 
 def _context(mesh: DeviceMesh, axes: Mapping[str, Axis], wire: torch.device | None) -> Axis:
@@ -137,8 +114,8 @@ def _context(mesh: DeviceMesh, axes: Mapping[str, Axis], wire: torch.device | No
         return parts[0] if parts else Axis()
     if len(axes) == 2:
         assert dist.group.WORLD is not None
-        return _axis(dist.group.WORLD, wire)
-    return _axis(mesh["ring", "ulysses"]._flatten().get_group(), wire)
+        return axis_of(dist.group.WORLD, wire)
+    return axis_of(mesh["ring", "ulysses"]._flatten().get_group(), wire)
 
 
 def _as_patient_as_the_world(axis: Axis, wire: torch.device) -> None:
@@ -149,27 +126,13 @@ def _as_patient_as_the_world(axis: Axis, wire: torch.device) -> None:
         axis.group._get_backend(wire)._set_default_timeout(timeout)
 
 
-def _axis(group: dist.ProcessGroup, wire: torch.device | None) -> Axis:
+def axis_of(group: dist.ProcessGroup, wire: torch.device | None) -> Axis:
+    """Of the ranks of `group`, which it takes `wire` to talk to."""
     ranks = tuple(dist.get_process_group_ranks(group))
     return Axis(size=len(ranks), index=dist.get_rank(group), ranks=ranks, group=group, wire=wire)
 
 
-def _row(mesh: DeviceMesh, index: int) -> tuple[int, ...]:
-    return tuple(mesh.mesh[index].tolist())
-
-
-def _check_dims(mesh: DeviceMesh, parallelism: Parallelism) -> None:
-    names = mesh.mesh_dim_names or ()
-    if not {"ring", "ulysses"} <= set(names) or names.index("ring") > names.index("ulysses"):
-        raise ValueError(f'the mesh needs a "ring" dim and a "ulysses" dim after it (size 1 if unused), got {names}')
-    for name in AXES:
-        degree = getattr(parallelism, f"{name}_degree")
-        size = mesh.size(names.index(name)) if name in names else 1
-        if size != degree and not (name in LANES and degree == 1):
-            raise ValueError(f"{name}_degree is {degree}, but the mesh has {size} ranks along {name!r}: {mesh}")
-
-
-def _wire(device: torch.device) -> torch.device:
+def wire_of(device: torch.device) -> torch.device:
     """Where collectives take tensors: gloo moves CPU tensors only, also for ranks that share one GPU."""
     if device.type == "cpu" or not dist.is_initialized():
         return device

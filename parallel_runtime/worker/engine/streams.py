@@ -19,7 +19,7 @@ from .sizes import chunk_sizes
 
 KEPT_BYTES = 32 << 20  # of one buffer; where buffers are larger, allocating them is nothing beside filling them
 
-ATTACHED = "_context_parallel_attachment"  # the attribute of a transformer of diffusers' that is made parallel
+DIVIDED = "_context_parallel"  # the attribute of a network that is cut; what is there has its `streams`
 
 Made = TypeVar("Made")
 
@@ -91,11 +91,10 @@ class Streams:
         return self._kept[key]  # type: ignore[no-any-return]
 
 
-def streams_of(transformer: nn.Module) -> Streams | None:
-    """The cut streams of the forward in progress, of what `attach` made parallel; None where this rank holds the whole
-    sequence."""
-    attachment = getattr(transformer, ATTACHED, None)
-    return attachment.streams if attachment is not None else None
+def streams_of(network: nn.Module) -> Streams | None:
+    """The cut streams of the forward in progress; None where this rank holds the whole sequence."""
+    found: Streams | None = getattr(getattr(network, DIVIDED, None), "streams", None)
+    return found
 
 
 def _sum_by_rank(chunks: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...plan import Along, Cross, Index, Names, Plan, Site, Tokens, Whole, Word
+from ..plan import Along, Cross, Index, Names, Plan, Site, Tokens, Whole, Word
 
 IMAGE, TEXT, VIDEO, AUDIO, JOINT = ("image",), ("text",), ("video",), ("audio",), ("joint",)
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from ...plan import Attends, Cross, Plan
-from ...specs import Parallelism
-from .attention import ContextAttention
+from ..plan import Attends, Cross, Plan
+from ..specs import Parallelism
+from ..worker.engine.attention import ContextAttention
+from ..worker.engine.cuts import Cuts
+from ..worker.engine.hooking import hook
+from ..worker.engine.kernels import check_backend
+from ..worker.engine.mesh import ContextMesh
+from ..worker.engine.sites import Block, blocks_of
+from ..worker.engine.streams import DIVIDED, Streams
+from .adopting import mesh_for
 from .backend import backend_name
-from .cuts import Cuts
-from .diffusers_plans import plan_of
-from .hooking import hook
-from .kernels import check_backend
-from .mesh import ContextMesh, adopt_mesh, build_mesh
+from .plans import plan_of
 from .processors import Aware, aware
-from .sites import Block, blocks_of
-from .streams import ATTACHED, Streams
 
 _ABSENT = object()
 # Say that they are aware, but make calls that would stay local, or be cut and must not be; with what to use instead.
@@ -74,29 +74,30 @@ def attach(
     backend are replaced by ours where we have one. Raises ValueError, and changes nothing, when it is attached already,
     when plan, mesh and transformer do not fit, or when an attention processor cannot be made parallel.
     """
-    if hasattr(transformer, ATTACHED):
+    if hasattr(transformer, DIVIDED):
         raise ValueError(f"this {type(transformer).__name__} is attached already; detach it first")
     if getattr(transformer, "_parallel_config", None) is not None:
         raise ValueError("diffusers' enable_parallelism was called on this transformer; load it anew and attach it")
     device = next(transformer.parameters()).device
     check_backend(parallelism.attention_backend, device)
-    context_mesh = _resolve(mesh, parallelism, device)
+    context_mesh = mesh_for(mesh, parallelism, device)
     if context_mesh.context.size == 1:
-        setattr(transformer, ATTACHED, _attach_alone(transformer, parallelism))
+        setattr(transformer, DIVIDED, _attach_alone(transformer, parallelism))
         return
-    plan = (plan or plan_of(transformer)).replicating(*replicated)
+    plan = plan or plan_of(transformer)
+    plan = replace(plan, replicated=plan.replicated.union(replicated))
     cuts = Cuts(plan, context_mesh.context)
     blocks = [block for site in plan.sites for block in blocks_of(transformer, site)]
     routes = list(_routes(transformer, blocks, context_mesh, parallelism, cuts.streams))
     handles = [transformer.register_forward_pre_hook(_begin(routes, cuts))]
     handles += [handle for block in blocks for handle in hook(block, cuts)]
     handles.append(transformer.register_forward_hook(_end(cuts), always_call=True))
-    setattr(transformer, ATTACHED, _Attachment(handles, _apply(routes), cuts.streams))
+    setattr(transformer, DIVIDED, _Attachment(handles, _apply(routes), cuts.streams))
 
 
 def detach(transformer: nn.Module) -> None:
     """Make `transformer` plain again, exactly as it was before `attach`; ValueError if it is not attached."""
-    attachment = getattr(transformer, ATTACHED, None)
+    attachment = getattr(transformer, DIVIDED, None)
     if attachment is None:
         raise ValueError(f"this {type(transformer).__name__} is not attached")
     for handle in attachment.handles:
@@ -106,39 +107,7 @@ def detach(transformer: nn.Module) -> None:
             vars(owner).pop(name, None)
         else:
             setattr(owner, name, value)
-    delattr(transformer, ATTACHED)
-
-
-def from_context_parallel_config(config: Any) -> Parallelism:
-    """The Parallelism that a diffusers ContextParallelConfig (or a ParallelConfig around one) asks for.
-
-    `ulysses_anything` and `ring_anything` are always on here. A mesh in it goes to `attach`.
-    """
-    config = getattr(config, "context_parallel_config", config)
-    return Parallelism(
-        ring_degree=config.ring_degree or 1,
-        ulysses_degree=config.ulysses_degree or 1,
-        cfg_degree=_cfg_degree(getattr(config, "mesh", None)),
-        rotate_method=config.rotate_method,
-        convert_to_fp32=config.convert_to_fp32,
-    )
-
-
-def _cfg_degree(mesh: DeviceMesh | None) -> int:
-    names = mesh.mesh_dim_names if mesh is not None else None
-    return mesh.size(names.index("cfg")) if mesh is not None and names and "cfg" in names else 1
-
-
-def _resolve(mesh: ContextMesh | DeviceMesh | None, parallelism: Parallelism, device: torch.device) -> ContextMesh:
-    if mesh is None:
-        return build_mesh(parallelism, device)
-    if isinstance(mesh, DeviceMesh):
-        return adopt_mesh(mesh, parallelism, device)
-    for name in ("ring", "ulysses"):
-        size, degree = getattr(mesh, name).size, getattr(parallelism, f"{name}_degree")
-        if size != degree:
-            raise ValueError(f"{name}_degree is {degree}, but the mesh has {size} ranks along {name!r}")
-    return mesh
+    delattr(transformer, DIVIDED)
 
 
 def _routes(

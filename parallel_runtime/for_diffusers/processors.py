@@ -17,7 +17,7 @@ from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVid
 from diffusers.models.transformers.transformer_lumina2 import Lumina2AttnProcessor2_0
 from torch import Tensor, nn
 
-from .attention import ContextAttention
+from ..worker.engine.attention import ContextAttention
 
 
 def aware(processor: Any) -> Any:

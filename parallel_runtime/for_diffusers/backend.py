@@ -13,9 +13,9 @@ from typing import Any
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor
 
-from ...specs import AttentionBackend
-from .attention import ContextAttention
-from .kernels import attend
+from ..specs import AttentionBackend
+from ..worker.engine.attention import ContextAttention
+from ..worker.engine.kernels import attend
 
 
 @cache

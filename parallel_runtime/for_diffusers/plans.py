@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from ...plan import Along, Names, Plan, Site, Tokens, Whole, Word
-from . import diffusers_videos as videos
+from ..plan import Along, Names, Plan, Site, Tokens, Whole, Word
+from . import videos
 
 IMAGE, TEXT, JOINT = ("image",), ("text",), ("joint",)
 

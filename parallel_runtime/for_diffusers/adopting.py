@@ -1,0 +1,81 @@
+"""What a caller of diffusers has already, as ours: PyTorch's DeviceMesh, diffusers' ContextParallelConfig."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..specs import Parallelism
+from ..worker.engine.mesh import AXES, LANES, ContextMesh, axis_of, build_mesh, wire_of
+
+
+def from_context_parallel_config(config: Any) -> Parallelism:
+    """The Parallelism that a diffusers ContextParallelConfig (or a ParallelConfig around one) asks for.
+
+    `ulysses_anything` and `ring_anything` are always on here. A mesh in it goes to `attach`.
+    """
+    config = getattr(config, "context_parallel_config", config)
+    return Parallelism(
+        ring_degree=config.ring_degree or 1,
+        ulysses_degree=config.ulysses_degree or 1,
+        cfg_degree=_cfg_degree(getattr(config, "mesh", None)),
+        rotate_method=config.rotate_method,
+        convert_to_fp32=config.convert_to_fp32,
+    )
+
+
+def mesh_for(mesh: ContextMesh | DeviceMesh | None, parallelism: Parallelism, device: torch.device) -> ContextMesh:
+    """Built where there is none, adopted where it is PyTorch's; ValueError where degrees and mesh disagree."""
+    if mesh is None:
+        return build_mesh(parallelism, device)
+    if isinstance(mesh, DeviceMesh):
+        return adopt_mesh(mesh, parallelism, device)
+    for name in ("ring", "ulysses"):
+        size, degree = getattr(mesh, name).size, getattr(parallelism, f"{name}_degree")
+        if size != degree:
+            raise ValueError(f"{name}_degree is {degree}, but the mesh has {size} ranks along {name!r}")
+    return mesh
+
+
+def adopt_mesh(mesh: DeviceMesh, parallelism: Parallelism, device: torch.device | None = None) -> ContextMesh:
+    """The same from a DeviceMesh of the caller's, which may have dims of its own (fsdp, data).
+
+    It must have "ring" and "ulysses", ring first, with the sizes that `parallelism` says, and "data" and "cfg" where
+    those are parallel too; ValueError otherwise. Collective over the mesh, as `build_mesh`.
+    """
+    _check_dims(mesh, parallelism)
+    wire = wire_of(device or torch.device(mesh.device_type))
+    staged = wire if device is not None and wire.type != device.type else None
+    axes = {name: axis_of(mesh[name].get_group(), staged) for name in ("ring", "ulysses")}
+    for name in LANES:
+        if getattr(parallelism, f"{name}_degree") > 1:
+            axes[name] = axis_of(mesh[name].get_group(), staged)
+    both = mesh["ring", "ulysses"]
+    flat = both._flatten()
+    context = axis_of(flat.get_group(), staged)
+    expected = axes["ring"].index * axes["ulysses"].size + axes["ulysses"].index
+    if context.index != expected or _row(both, axes["ring"].index) != axes["ulysses"].ranks:
+        raise ValueError(f"the mesh must hold its ranks in ascending order along ring and ulysses, got {both}")
+    return ContextMesh(**axes, context=context, flat=flat)
+
+
+def _cfg_degree(mesh: DeviceMesh | None) -> int:
+    names = mesh.mesh_dim_names if mesh is not None else None
+    return mesh.size(names.index("cfg")) if mesh is not None and names and "cfg" in names else 1
+
+
+def _row(mesh: DeviceMesh, index: int) -> tuple[int, ...]:
+    return tuple(mesh.mesh[index].tolist())
+
+
+def _check_dims(mesh: DeviceMesh, parallelism: Parallelism) -> None:
+    names = mesh.mesh_dim_names or ()
+    if not {"ring", "ulysses"} <= set(names) or names.index("ring") > names.index("ulysses"):
+        raise ValueError(f'the mesh needs a "ring" dim and a "ulysses" dim after it (size 1 if unused), got {names}')
+    for name in AXES:
+        degree = getattr(parallelism, f"{name}_degree")
+        size = mesh.size(names.index(name)) if name in names else 1
+        if size != degree and not (name in LANES and degree == 1):
+            raise ValueError(f"{name}_degree is {degree}, but the mesh has {size} ranks along {name!r}: {mesh}")
