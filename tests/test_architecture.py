@@ -1,6 +1,7 @@
 """Who may import whom. The layers are the design; this test is what keeps them."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,14 @@ def test_file_has_one_noun(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name not in ("define_schema",):
             assert (node.end_lineno or 0) - node.lineno < 60, f"{node.name} is long"
+
+
+def test_files_that_the_design_names_are_there():
+    folders = (RUNTIME, ROOT / "nodes", ROOT / "tests")
+    there = [f"/{path.relative_to(ROOT)}" for folder in folders for path in folder.rglob("*.py")]
+    named = re.findall(r"`([\w/]+\.py)`", (RUNTIME / "DESIGN.md").read_text())
+    assert named
+    assert not [name for name in named if not any(path.endswith(f"/{name}") for path in there)]
 
 
 def test_nothing_pickles_evaluates_or_swallows():
