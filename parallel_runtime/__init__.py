@@ -6,6 +6,7 @@ networks      how ComfyUI's networks are cut: one plan each
 host          the ComfyUI side: starts a worker group and talks to it
 worker        the torchrun side: loads a network, makes it parallel, runs the denoising loop
 mapped, gguf  a model by ComfyUI's own loaders, the same on both sides
+for_diffusers context parallelism for scripts around diffusers' transformers, beside ComfyUI
 demo          a small trained model, and the whole path without ComfyUI
 
 This package imports comfy only in worker/comfy_loop, mapped and gguf, and always imports itself relatively: ComfyUI and

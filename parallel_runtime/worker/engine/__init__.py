@@ -1,7 +1,6 @@
-"""Exact context-parallel attention for ComfyUI's networks and diffusers' transformers, at any size. Knows no
-model family and no sampler.
+"""Exact context-parallel attention for networks of any size. Needs PyTorch alone; knows no model family, no sampler and
+not who uses it: the workers for ComfyUI's networks, ../../for_diffusers for diffusers' transformers.
 
-attach      make a transformer of diffusers' parallel, and undo it; diffusers_plans are its plans
 mesh        this rank's place in the world, and its groups
 divide      make a network of ComfyUI's parallel, and undo it; overriding takes its attention, between what is done
             between its blocks
@@ -10,6 +9,5 @@ cuts        where streams are cut and put back together, as a plan says; streams
 attention   one attention over cut streams: ulysses and ring move data, kernels compute, masks follow the keys
 choosing    which kernel that is, the same on all ranks, by a race; operators are what there is, advising is for one
             worker
-backend     the one hook into diffusers' attention; processors are ours where diffusers' own pass it by
 exchange    the collectives
 """
