@@ -10,6 +10,7 @@ mapped, gguf         a model by ComfyUI's own loaders, the same on both sides
 blocks, own_attention, witness, random_states
                      what both sides find out alike, of a network, of a VAE's weights and of torch
 accelerators         kinds of devices, and what differs between them
+for_diffusers        context parallelism for scripts around diffusers' transformers, beside ComfyUI
 demo                 a small trained model, and the whole path without ComfyUI
 report, migrate      commands: what a machine can do, and CP nodes for native ones in a saved workflow
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 
-REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements.txt"
+from .demo import REQUIREMENTS
+
 # Imported when asked for: each wants other packages.
 COMMANDS = {
     "demo": ".demo.run",

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 RUNTIME = ROOT / "parallel_runtime"
 COMFY = {"comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "server", "execution"}
-HEAVY = {"diffusers", "transformers"}
+HEAVY = {"diffusers", "transformers", "for_diffusers"}
+WITH_DIFFUSERS = ("for_diffusers/", "demo/transformer.py", "report/diffusers_own.py", "worker/demo_loop.py")
 BOTH_SIDES = {"mapped", "gguf"}  # what the host's ComfyUI and the workers' load models with
 LAYERS = {path.stem for path in RUNTIME.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__init__", "__main__"}
 FORBIDDEN = {
@@ -17,6 +20,7 @@ FORBIDDEN = {
     "host": COMFY | HEAVY | BOTH_SIDES | {"worker"},
     "networks": COMFY | HEAVY | {"torch"} | LAYERS - {"plan"},
     "worker": COMFY | BOTH_SIDES | {"host"},
+    "for_diffusers": COMFY | BOTH_SIDES | {"host", "demo", "demo_loop"},
     "worker/comfy_loop": HEAVY | {"host", "engine"},
     "demo": COMFY | BOTH_SIDES | {"worker"},
 }
@@ -36,6 +40,23 @@ def test_layer_imports_only_what_it_may(layer):
 def test_beside_the_layers_only_what_loads_models_knows_comfyui():
     knowing = {path.stem for path in RUNTIME.glob("*.py") if imported(path) & (COMFY | HEAVY)}
     assert knowing == BOTH_SIDES
+
+
+def test_diffusers_has_a_room_and_the_demo_and_is_imported_nowhere_else():
+    knowing = {place_of(path) for path in SOURCES if imported(path) & HEAVY}
+    assert not [place for place in knowing if not place.startswith(WITH_DIFFUSERS)]
+
+
+def test_what_samples_in_comfyui_is_imported_without_diffusers():
+    """Both halves of it; ComfyUI's own modules are those of its tests."""
+    ours = [path for layer in ("host", "wire", "networks", "worker") for path in (RUNTIME / layer).rglob("*.py")]
+    mine = [path for path in ours if not place_of(path).startswith((*WITH_DIFFUSERS, "worker/comfy_loop/"))]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in mine if "__" not in path.stem]
+    script = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)\nprint(*sys.modules)"
+    command = [sys.executable, "-c", script, *modules]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300).stdout.split()
+    assert "parallel_runtime.worker.serve" in found
+    assert not HEAVY & {part for name in found for part in name.split(".")}
 
 
 def test_nodes_know_only_the_host_side():
@@ -68,6 +89,10 @@ def test_nothing_pickles_evaluates_or_swallows():
                 assert node.type is not None, path
                 assert not (isinstance(node.type, ast.Name) and node.type.id == "Exception"), path
         assert not imported(path) & {"pickle", "cloudpickle", "dill", "shared_memory"}, path
+
+
+def place_of(path: Path) -> str:
+    return str(path.relative_to(RUNTIME if path.is_relative_to(RUNTIME) else ROOT))
 
 
 def imported(path: Path) -> set[str]:

@@ -19,7 +19,7 @@ def said(*arguments: str, bare: bool = False) -> str:
 def test_a_python_without_our_packages_is_told_how_to_get_them() -> None:
     told = said("demo", bare=True)
     assert "torch is not installed" in told
-    assert f"-m pip install torch -r {ROOT / 'requirements.txt'}" in told
+    assert f"-m pip install torch -r {ROOT / 'parallel_runtime' / 'for_diffusers' / 'requirements.txt'}" in told
     assert "Traceback" not in told
 
 

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from parallel_runtime.demo import codec
-from parallel_runtime.demo.draw import COLOURS, SHAPES, Picture, draw
-from parallel_runtime.demo.judge import judge
-from parallel_runtime.demo.subjects import any_picture, any_wording
+
+from .demo_training.draw import COLOURS, SHAPES, Picture, draw
+from .demo_training.fitting import encode
+from .demo_training.judge import judge
+from .demo_training.subjects import any_picture, any_wording
 
 
 @pytest.fixture(autouse=True)
@@ -31,21 +33,21 @@ STAR = Picture(shape="star", colour="red", background="white", x=0.1, y=-0.1, ra
 def test_a_round_trip_keeps_the_picture() -> None:
     for shape in SHAPES:
         image = draw(replace(STAR, shape=shape), 128, 192)
-        again = codec.decode(codec.encode(image[None]))[0].permute(2, 0, 1)
+        again = codec.decode(encode(image[None]))[0].permute(2, 0, 1)
         assert -10 * math.log10((again - image).square().mean()) > 25
 
 
 def test_latents_have_unit_variance_after_fluxs_own_scaling() -> None:
     rng = random.Random(1)
     images = [draw(any_picture(rng, any_wording(rng), 128, 128)[0], 128, 128) for _ in range(200)]
-    latents = (codec.encode(torch.stack(images)) - 0.1159) * 0.3611
+    latents = (encode(torch.stack(images)) - 0.1159) * 0.3611
     assert latents.shape == (200, 16, 16, 16)
     assert latents.var().item() == pytest.approx(1, abs=0.15)
 
 
 def test_sides_must_be_multiples_of_eight() -> None:
     with pytest.raises(ValueError, match="multiples of 8"):
-        codec.encode(torch.zeros(1, 3, 100, 128))
+        encode(torch.zeros(1, 3, 100, 128))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from parallel_runtime.demo import MODEL, transformer
-from parallel_runtime.demo.draw import COLOURS, SHAPES
-from parallel_runtime.demo.judge import judge
-from parallel_runtime.demo.sample import Evaluate, euler
-from parallel_runtime.demo.subjects import backdrop
+
+from .demo_training.draw import COLOURS, SHAPES
+from .demo_training.judge import judge
+from .demo_training.sample import Evaluate, euler
+from .demo_training.subjects import backdrop
 
 FIRST_SEED = 70_000  # the model and its settings were chosen on seeds below 10 000
 CHOSEN_ON, ALL = 48, 72  # ... and on the first 48 of the 72 pairs of shape and colour: the other 24 are asked here

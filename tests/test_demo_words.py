@@ -7,8 +7,10 @@ import random
 import pytest
 import torch
 
-from parallel_runtime.demo.subjects import any_picture, any_wording
-from parallel_runtime.demo.words import LONGEST, REGISTERS, WIDTH, encode, parse, vocabulary
+from parallel_runtime.demo.words import COLOURS, LONGEST, REGISTERS, SHAPES, WIDTH, encode, parse, vocabulary
+
+from .demo_training import draw
+from .demo_training.subjects import any_picture, any_wording
 
 
 def test_a_prompt_has_one_token_a_word_one_to_start_and_the_registers() -> None:
@@ -63,6 +65,10 @@ def test_a_second_shape_is_refused() -> None:
 def test_a_prompt_that_is_too_long_is_refused() -> None:
     with pytest.raises(ValueError, match="at most"):
         encode("a " * LONGEST)
+
+
+def test_there_is_a_word_for_all_that_was_drawn_in_its_order() -> None:
+    assert (tuple(draw.COLOURS), tuple(draw.SHAPES)) == (COLOURS, SHAPES)
 
 
 def test_every_prompt_it_was_trained_on_can_be_read_back() -> None:

@@ -71,9 +71,30 @@ def test_the_registry_can_read_the_project():
     assert 'width="400" height="400"' in (ROOT / "web" / "icon.svg").read_text(), "the registry takes no larger one"
 
 
-def test_what_the_registry_leaves_out_is_not_needed_by_the_readmes_commands():
+def test_the_registry_gets_what_users_reach_and_no_tests():
+    """The demo's command works there too; README's other one is for a git clone."""
     left_out = (ROOT / ".comfyignore").read_text().split()
-    assert not [place for place in left_out if place.startswith(("tests", ".ci", "parallel_runtime"))]
+    assert left_out == [".github/", "tests/"]
+    product = [path for layer in ("nodes", "parallel_runtime") for path in (ROOT / layer).rglob("*.py")]
+    assert not [path for path in product if re.search(r"^\s*(from|import) tests\b", path.read_text(), re.MULTILINE)]
+    assert "tests" not in (ROOT / "parallel_runtime" / "demo" / "run.sh").read_text()
+
+
+def test_what_the_readmes_commands_install_stands_in_one_list_each():
+    assert "optional-dependencies" not in PROJECT["project"], "the pack is no package that pip installs"
+    for command in ("tests/run", "parallel_runtime/demo/run.sh"):
+        (listed,) = re.findall(r"^\.ci/setup (.+)$", (ROOT / command).read_text(), re.MULTILINE)
+        assert (ROOT / listed).is_file()
+
+
+def test_ci_keeps_pytorch_and_comfyui_between_runs():
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    (cached,) = re.findall(r"uses: actions/cache@v\d\n +with:\n +path: \|\n((?: {12}.+\n)+) +key: (.+)", workflow)
+    assert {"~/.cache/pip", ".comfyui"} <= set(cached[0].split())
+    read = re.findall(r"'([^']+)'", cached[1])
+    assert {".ci/setup", ".ci/comfyui"} <= set(read), "their versions stand there"
+    assert all((ROOT / name).is_file() for name in read)
+    assert workflow.index("actions/cache") < workflow.index("run: .ci/run")
 
 
 def test_ci_runs_what_the_readme_tells_and_a_release_is_looked_at_first():

@@ -19,7 +19,7 @@ from ..host.planning import plan
 from ..jobs import DemoJob
 from ..specs import Division, Parallelism, ParallelRequest, Placement
 from . import HEADS, codec, spec
-from .words import encode
+from .words import conditions, encode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,17 +94,13 @@ def draw(options: argparse.Namespace) -> list[Run]:
 
 
 def job_of(options: argparse.Namespace) -> DemoJob:
-    def cond(prompt: str) -> dict[str, Tensor]:
-        cross_attn, pooled = encode(prompt)
-        return {"c_crossattn": cross_attn, "y": pooled}
-
     generator = torch.Generator().manual_seed(options.seed)
     return DemoJob(
         noise=torch.randn(1, codec.CHANNELS, options.height // 8, options.width // 8, generator=generator),
         sigmas=torch.linspace(1, 0, options.steps + 1),
         cfg=options.cfg,
-        positive=cond(options.prompt),
-        negative=cond(""),
+        positive=conditions(*encode(options.prompt)),
+        negative=conditions(*encode("")),
     )
 
 

@@ -3,5 +3,5 @@
 # Options: --help. Python: $PYTHON, else python3 (3.11 or newer); what is missing is installed into .venv.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-.ci/setup requirements.txt
+.ci/setup parallel_runtime/for_diffusers/requirements.txt
 exec .venv/bin/python -m parallel_runtime demo "$@"

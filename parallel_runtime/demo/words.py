@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .draw import COLOURS, SHAPES
-
+COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "white", "black")
+SHAPES = ("circle", "square", "triangle", "star", "cross", "ring", "heart", "diamond")
 SIZES = ("small", "large")
 PLACES = ("left", "right", "top", "bottom", "center")
 GRAMMAR = ("a", "at", "in", "on", "background")
@@ -33,8 +33,8 @@ LONGEST = WIDTH - 1 - len(ROWS)
 # that every prompt has give this small model enough of them to find its place by.
 REGISTERS = 16
 KINDS: dict[str, tuple[str, ...]] = {
-    "shape": tuple(SHAPES),
-    "colour": tuple(COLOURS),
+    "shape": SHAPES,
+    "colour": COLOURS,
     "background": BACKDROPS,
     "size": SIZES,
     "place": PLACES,
@@ -68,6 +68,11 @@ def encode(prompt: str) -> tuple[Tensor, Tensor]:
     said = [1 + ROWS.index(name) for name in names if name not in GRAMMAR]
     pooled = table[torch.tensor(said, dtype=torch.long)].sum(0, keepdim=True)
     return torch.cat([_registers(), table[rows] + table[places]])[None], pooled
+
+
+def conditions(cross_attn: Tensor, pooled: Tensor) -> dict[str, Tensor]:
+    """The two under the names that ComfyUI's model conditions have."""
+    return {"c_crossattn": cross_attn, "y": pooled}
 
 
 def _registers() -> Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
+import diffusers
 from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +28,9 @@ from .backend import backend_name
 from .plans import plan_of
 from .processors import Aware, aware
 
+TESTED = "0.42"  # what requirements.txt asks for
 _ABSENT = object()
+log = logging.getLogger(__name__)
 # Say that they are aware, but make calls that would stay local, or be cut and must not be; with what to use instead.
 _PARTLY_AWARE = {
     "FluxIPAdapterAttnProcessor": "FluxAttnProcessor (no IP-Adapter)",
@@ -80,6 +85,7 @@ def attach(
         raise ValueError("diffusers' enable_parallelism was called on this transformer; load it anew and attach it")
     device = next(transformer.parameters()).device
     check_backend(parallelism.attention_backend, device)
+    _tell_of_another(diffusers.__version__)
     context_mesh = mesh_for(mesh, parallelism, device)
     if context_mesh.context.size == 1:
         setattr(transformer, DIVIDED, _attach_alone(transformer, parallelism))
@@ -108,6 +114,12 @@ def detach(transformer: nn.Module) -> None:
         else:
             setattr(owner, name, value)
     delattr(transformer, DIVIDED)
+
+
+@cache
+def _tell_of_another(version: str) -> None:
+    if not version.startswith(f"{TESTED}."):
+        log.warning("[CP] attach was tested with diffusers %s, and %s is installed", TESTED, version)
 
 
 def _routes(

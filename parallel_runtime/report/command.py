@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import logging
 import os
 import platform
@@ -17,10 +18,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from ..demo import REQUIREMENTS
 from .cases import Row, Setting
 from .page import Page, in_a_line
 from .running import ROOT, rows_of
@@ -41,16 +43,16 @@ class Part:
     title: str
     seconds: float
     by: str
-    comfyui: bool = True
+    needs: Literal["ComfyUI", "diffusers", "no more"] = "ComfyUI"
 
 
 PARTS = (  # what is found soon, and matters most, first
-    Part(name="attention", title="Attention against float64", seconds=25, by="ranks", comfyui=False),
-    Part(name="group", title="The worker group", seconds=70, by="workers", comfyui=False),
+    Part(name="attention", title="Attention against float64", seconds=25, by="ranks", needs="no more"),
+    Part(name="group", title="The worker group", seconds=70, by="workers", needs="diffusers"),
     Part(name="networks", title="ComfyUI's own networks against one rank", seconds=35, by="ranks"),
     Part(name="vae", title="CP VAE against one process", seconds=70, by="workers"),
     Part(name="share", title="A rank's share of an evaluation, without wires", seconds=150, by="nobody"),
-    Part(name="diffusers_own", title="The same, diffusers' own", seconds=35, by="nobody", comfyui=False),
+    Part(name="diffusers_own", title="The same, diffusers' own", seconds=35, by="nobody", needs="diffusers"),
 )
 
 
@@ -98,7 +100,7 @@ def machine() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "diffusers": importlib.metadata.version("diffusers"),
+        "diffusers": importlib.metadata.version("diffusers") if _has_diffusers() else None,
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if there else None,
         "cudnn": torch.backends.cudnn.version() if there else None,
@@ -116,14 +118,20 @@ def find_comfyui(told: str) -> str:
 
 
 def _rows(part: Part, setting: Setting, seconds: float) -> Iterator[Row]:
-    if part.comfyui and not setting.comfyui:
+    if part.needs == "ComfyUI" and not setting.comfyui:
         yield {"what": "not run", "note": "no ComfyUI here; --comfyui names its folder"}
+    elif part.needs == "diffusers" and not _has_diffusers():
+        yield {"what": "not run", "note": f"no diffusers here; {sys.executable} -m pip install -r {REQUIREMENTS}"}
     elif seconds < SHORTEST_SECONDS:
         yield {"what": "not run", "note": "the time is over; --minutes gives more, --only fewer parts"}
     else:
-        setting = setting if part.comfyui else replace(setting, comfyui="")
+        setting = setting if part.needs == "ComfyUI" else replace(setting, comfyui="")
         processes = setting.world if part.by == "ranks" else 1
         yield from rows_of(part.name, setting, processes=processes, seconds=seconds)
+
+
+def _has_diffusers() -> bool:
+    return importlib.util.find_spec("diffusers") is not None
 
 
 def _where(part: Part, setting: Setting) -> str:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ..demo import spec
-from ..demo.sample import conditions
-from ..demo.words import encode
+from ..demo.words import conditions, encode
 from ..errors import WorkerDied
 from ..host.group import WorkerGroup
 from ..jobs import DemoJob

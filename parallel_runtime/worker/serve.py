@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..demo import check_diffusers
 from ..errors import Refused
 from ..jobs import DemoJob, EvaluationJob, Job
 from ..specs import DEMO, ComfySetup, ModelSpec, Parallelism
@@ -197,6 +198,7 @@ def _comfy_loop(comfy: ComfySetup | None, device: torch.device) -> tuple[dict[ty
 
 
 def _load_demo(spec: ModelSpec, device: torch.device, on_share: OnShare) -> Model:
+    check_diffusers()
     from .demo_loop import load  # diffusers, which takes seconds and nothing of ComfyUI's needs
 
     return load(spec, device, on_share)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from parallel_runtime.demo.words import PLACES, SIZES
+
 from .draw import COLOURS, SHAPES, Picture
-from .words import PLACES, SIZES
 
 CELL = 8  # pixels: centres and radii are multiples of a latent pixel, which leaves fewer patches to learn
 RADII = {"": 48, "small": 32, "large": 56}  # on a canvas whose shorter side is 128

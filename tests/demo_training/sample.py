@@ -12,15 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import codec
-from .words import encode
+from parallel_runtime.demo import codec
+from parallel_runtime.demo.words import conditions, encode
 
 Evaluate = Callable[[Tensor, Tensor, dict[str, Any]], Tensor]
-
-
-def conditions(cross_attn: Tensor, pooled: Tensor) -> dict[str, Tensor]:
-    """A prompt's two tensors under the names that ComfyUI's model conditions have."""
-    return {"c_crossattn": cross_attn, "y": pooled}
 
 
 @torch.no_grad()

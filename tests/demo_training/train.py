@@ -1,6 +1,6 @@
 """Trains the demo model from nothing on drawn pictures: rectified flow, AdamW, an average of the weights.
 
-    python -m parallel_runtime.demo.train --out cp_demo_flux.safetensors --minutes 60 --seed 0
+    python -m tests.demo_training.train --out cp_demo_flux.safetensors --minutes 60 --seed 0
 
 Writes --out again and again while it runs (the averaged weights so far), beside it the state to resume from and a
 grid of samples. The shipped model was trained in stages, each with --resume --anew on the one before; the first ones
@@ -24,11 +24,13 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from . import HEADS, codec, transformer
+from parallel_runtime.demo import HEADS, codec, transformer
+from parallel_runtime.demo.words import WIDTH, conditions, encode
+
+from . import fitting
 from .draw import draw
-from .sample import Evaluate, conditions, euler
+from .sample import Evaluate, euler
 from .subjects import any_picture, any_wording
-from .words import WIDTH, encode
 
 ARCHITECTURE = {
     "patch_size": 1,
@@ -86,7 +88,7 @@ def batch(rng: random.Random) -> tuple[Tensor, Tensor, Tensor]:
     height, width = rng.choice(SIZES)
     wording = any_wording(rng)
     pairs = [any_picture(rng, wording, height, width) for _ in range(TOKENS * 256 // (height * width))]
-    latents = codec.encode(torch.stack([draw(picture, height, width) for picture, _ in pairs]))
+    latents = fitting.encode(torch.stack([draw(picture, height, width) for picture, _ in pairs]))
     silent = rng.random() < DROPPED
     told = [encode("" if silent else prompt) for _, prompt in pairs]
     cross, pooled = (torch.cat(parts) for parts in zip(*told, strict=True))
@@ -101,7 +103,7 @@ def loss(evaluate: Evaluate, latents: Tensor, cross: Tensor, pooled: Tensor) -> 
     mixed = (1 - level) * latents + level * noise
     with torch.autocast("cpu", torch.bfloat16):
         guess = evaluate(mixed, sigma, conditions(cross, pooled))
-    return ((guess.float() - noise + latents).square().mean((0, 2, 3)) * codec.weights()).mean()
+    return ((guess.float() - noise + latents).square().mean((0, 2, 3)) * fitting.weights()).mean()
 
 
 def advance(run: Run, rate: float) -> float:
@@ -202,7 +204,7 @@ def main() -> None:
     if not codec.FILE.exists():
         rng = random.Random(args.seed)
         drawn = [any_picture(rng, any_wording(rng), 128, 128)[0] for _ in range(2000)]
-        save_file(codec.fit([draw(picture, 128, 128) for picture in drawn]), codec.FILE)
+        save_file(fitting.fit([draw(picture, 128, 128) for picture in drawn]), codec.FILE)
     if args.resume:
         resume(run, args.out.with_suffix(".state"))
     if args.anew:
