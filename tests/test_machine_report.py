@@ -15,7 +15,8 @@ import pytest
 
 pytest.importorskip("diffusers")
 
-from parallel_runtime.report.command import planned
+from parallel_runtime.report.command import planned, seconds_for
+from parallel_runtime.report.page import in_a_line
 
 from .comfyui.comfy import find_comfy
 from .groups import faulty
@@ -88,6 +89,13 @@ def check_shares(rows: list[dict[str, Any]]) -> None:
         assert modes[network, "Ulysses 8", "compiled and recorded"]["note"] == "no CUDA graphs here"
 
 
+def test_a_figure_on_the_terminal_says_what_it_is() -> None:
+    row = {"what": "FLUX", "mode": "eager", "error": 0.0, "ms": 12.1, "host_ms": 3.0, "faster": 1.5, "graph_gib": 0.5}
+    assert in_a_line(row) == (
+        "FLUX, eager, error 0.0e+00, 12.1 ms, 3 ms of the host, 1.50 x as fast as the first, 0.50 GiB of a graph"
+    )
+
+
 def test_a_case_that_fails_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:
     found, text, _ = reported(tmp_path, "--only", "attention", fault="1 report raise")
     (rows,) = found.values()
@@ -123,3 +131,13 @@ def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
 def test_one_gpu_is_also_tried_by_several_ranks_on_it(gpus: int, ranks: list[tuple[int, bool]]) -> None:
     options = argparse.Namespace(devices="cuda", comfyui="", tokens=4608, world=[1, 2, 4, 8], only=["attention"])
     assert [(setting.world, setting.one_card) for _, setting in planned(options, gpus)] == ranks
+
+
+def test_a_part_that_is_alone_has_all_of_the_time() -> None:
+    options = argparse.Namespace(devices="cuda", comfyui="", tokens=4608, world=[1], only=["attention", "group"])
+    left = list(planned(options, 2))
+    assert [part.name for part, _ in left] == ["attention", "group"]
+    assert seconds_for(left[1:], 60.0, 1) == 60.0
+    assert seconds_for(left, 60.0, 1) < 20 < seconds_for(left[:1], 60.0, 1) == 60.0
+    assert seconds_for(left, 600.0, 10) == pytest.approx(600 * 25 / 95), "what others do not need"
+    assert seconds_for(left, 95.0, 10) == 75.0, "not all that there is, for others come after it"

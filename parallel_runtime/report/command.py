@@ -70,8 +70,8 @@ def main(arguments: Sequence[str]) -> int:
         seconds = max(0.0, min(deadline - time.monotonic(), _about(left[number:])))
         log.info("[%d of %d] %s; what is left takes about %.1f min", number + 1, len(left), title, seconds / 60)
         page.section(title)
-        longest = LONGER * part.seconds * options.minutes / MINUTES
-        for row in _rows(part, setting, min(deadline - time.monotonic(), longest)):
+        longest = seconds_for(left[number:], deadline - time.monotonic(), options.minutes)
+        for row in _rows(part, setting, longest):
             page.add(row)
             log.info("  %s", in_a_line(row))
     log.info("written: %s.md and .jsonl", options.out)
@@ -92,6 +92,13 @@ def planned(options: argparse.Namespace, gpus: int) -> Iterator[tuple[Part, Sett
             yield from ((part, setting) for setting in settings)
         else:
             yield part, max(settings, key=lambda each: min(each.world, 2)) if part.by == "workers" else base
+
+
+def seconds_for(left: Sequence[tuple[Part, Setting]], there: float, minutes: float) -> float:
+    """The most that the first part of those that are left may take of the seconds that are there: all for the last."""
+    part, _ = left[0]
+    share = there * part.seconds / _about(left)
+    return min(there, max(share, LONGER * part.seconds * minutes / MINUTES))
 
 
 def machine() -> dict[str, Any]:

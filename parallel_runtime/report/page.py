@@ -29,6 +29,13 @@ TITLES = {
     "seconds": "time", "ms": "time", "host_ms": "of the host", "faster": "as fast as the first", "gib": "memory",
     "graph_gib": "of a graph",
 }  # fmt: skip
+ON_A_LINE = {  # where no title stands above
+    "workers": "workers: {}",
+    "error": "error {}",
+    "host_ms": "{} of the host",
+    "faster": "{} as fast as the first",
+    "graph_gib": "{} of a graph",
+}
 
 
 class Page:
@@ -67,7 +74,7 @@ def note_of(row: Row) -> str:
 
 def in_a_line(row: Row) -> str:
     """For the terminal."""
-    cells = [f"{name} {_cell(row, name)}" if name == "error" else _cell(row, name) for name in COLUMNS if name in row]
+    cells = [ON_A_LINE.get(name, "{}").format(_cell(row, name)) for name in COLUMNS if name in row]
     return ", ".join(cells if "failed" not in row else [*cells, note_of(row)])
 
 

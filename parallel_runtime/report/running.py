@@ -39,7 +39,7 @@ def rows_of(part: str, setting: Setting, *, processes: int, seconds: float) -> I
             _end(ranks)
         codes = [rank.wait() for rank in ranks]
         if late.is_set():
-            yield {"what": REST, "failed": f"cut off after {seconds:.0f} s"}
+            yield {"what": REST, "failed": f"not done after {seconds:.0f} s: too slow, or it hangs"}
         elif any(codes):
             errors.seek(0)
             last = " ".join(errors.read()[-WORDS:].split())
