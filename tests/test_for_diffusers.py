@@ -11,17 +11,20 @@ import pytest
 
 pytest.importorskip("diffusers")
 
-from parallel_runtime import for_diffusers
+from parallel_runtime import demo, for_diffusers
+from parallel_runtime.errors import Refused
 from parallel_runtime.for_diffusers import attaching
+from parallel_runtime.report import command
+from parallel_runtime.report.cases import Setting
 
 ROOT = Path(__file__).parents[1]
 ROOM = ROOT / "parallel_runtime" / "for_diffusers"
 
 
 def test_the_example_gives_on_two_ranks_what_one_gives() -> None:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, *command, "-m", "parallel_runtime.for_diffusers.example"],
+        [sys.executable, *torchrun, "-m", "parallel_runtime.for_diffusers.example"],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -43,3 +46,12 @@ def test_another_diffusers_than_the_tested_one_is_told_once(caplog: pytest.LogCa
     assert [record.getMessage() for record in caplog.records] == [
         "[CP] attach was tested with diffusers 0.42, and 0.43.0 is installed"
     ]
+
+
+def test_where_diffusers_is_missing_demo_and_report_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(Refused, match=f"-m pip install -r {ROOM / 'requirements.txt'}$"):
+        demo.check_diffusers()
+    (part,) = (part for part in command.PARTS if part.name == "group")
+    (row,) = command._rows(part, Setting(kind="cpu", comfyui="", tokens=67), 60.0)
+    assert str(row["note"]).startswith("no diffusers here; ")
