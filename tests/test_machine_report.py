@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import uuid
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,13 @@ import pytest
 
 pytest.importorskip("diffusers")
 
-from parallel_runtime.report.command import planned, seconds_for
+from parallel_runtime.errors import Refused
+from parallel_runtime.report.command import main, planned, seconds_for
 from parallel_runtime.report.page import in_a_line
 
 from .comfyui.comfy import find_comfy
-from .groups import faulty
+from .comfyui.processes import MARK, marked_processes, wait_until_none
+from .groups import faulty, wait_until
 
 ROOT = Path(__file__).parents[1]
 EXACT = 1e-5
@@ -118,6 +122,74 @@ def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
     notes = [row["note"] for rows in found.values() for row in rows]
     assert len(notes) == 6
     assert any(note.startswith("the time is over") for note in notes)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT], ids=lambda how: how.name)
+def test_no_rank_outlives_a_report_that_was_ended(tmp_path: Path, how: signal.Signals) -> None:
+    mark, lines = uuid.uuid4().hex, tmp_path / "report.jsonl"
+    command = [sys.executable, "-m", "parallel_runtime", "report", "--devices", "cpu", "--only", "attention"]
+    report = subprocess.Popen(
+        [*command, "--world", "2", "--tokens", "67", "--minutes", "60", "--out", str(tmp_path / "report")],
+        cwd=ROOT, env=os.environ | faulty("1 report SIGSTOP") | {MARK: mark}, stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what runs in the background ignores it
+    )  # fmt: skip
+    try:
+        wait_until(lambda: lines.exists() and len(lines.read_text().splitlines()) == 3, 300)
+        report.send_signal(how)
+        said, _ = report.communicate(timeout=60)
+        assert wait_until_none(mark, 5) == []
+        assert report.returncode == (1 if how == signal.SIGINT else -how)
+        assert ("stopped; what was found until then is in" in said) == (how == signal.SIGINT)
+    finally:
+        for process in marked_processes(mark):
+            process.kill()
+
+
+BRIEF = ("--devices", "cpu", "--only", "attention", "--minutes", "0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--world", "0"), "argument --world: starts at 1, got 0"),
+        (("--world", "2", "-1"), "argument --world: starts at 1, got -1"),
+        (("--tokens", "-3"), "argument --tokens: starts at 1, got -3"),
+        (("--tokens", "many"), "argument --tokens: invalid count value: 'many'"),
+        (("--minutes", "nan"), "argument --minutes: nan is no length of time"),
+        (("--minutes", "-5"), "argument --minutes: -5 is no length of time"),
+        (("--comfyui", "/nowhere"), "argument --comfyui: there is no ComfyUI in /nowhere"),
+    ],
+)
+def test_arguments_that_cannot_be_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*BRIEF, "--out", str(tmp_path / "report"), *arguments])
+    assert says in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("told", "written"),
+    [("h100-2.13", "h100-2.13"), ("report.md", "report"), ("report.jsonl", "report"), ("", "report")],
+)
+def test_it_is_written_under_the_name_that_was_told(tmp_path: Path, told: str, written: str) -> None:
+    """A folder has it in it."""
+    assert main([*BRIEF, "--out", str(tmp_path / told)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {f"{written}.md", f"{written}.jsonl"}
+
+
+def test_a_place_that_cannot_be_written_is_said(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    caplog.set_level("INFO")
+    assert main([*BRIEF, "--out", str(tmp_path / "nowhere" / "report")]) == 1
+    assert "the report cannot be written" in caplog.text
+    assert "--out names another place" in caplog.text
+
+
+def test_more_ranks_than_there_are_gpus_are_refused() -> None:
+    options = argparse.Namespace(devices="cuda", comfyui="", tokens=4608, world=[8], only=["group"])
+    with pytest.raises(Refused, match="--world 8 leaves nothing to run on 2 CUDA devices"):
+        list(planned(options, 2))
 
 
 @pytest.mark.parametrize(

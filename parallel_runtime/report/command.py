@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 
 from ..demo import REQUIREMENTS
+from ..errors import Refused
 from .cases import Row, Setting
 from .page import Page, in_a_line
 from .running import ROOT, rows_of
@@ -63,28 +64,45 @@ def main(arguments: Sequence[str]) -> int:
     if options.devices == "cuda" and not gpus:
         log.info("torch sees no CUDA device here; --devices cpu tries the report itself, with tiny networks")
         return 1
-    page, deadline = Page(options.out, machine()), time.monotonic() + 60 * options.minutes
-    left = list(planned(options, gpus))
+    try:
+        parts, page = list(planned(options, gpus)), Page(options.out, machine())
+    except Refused as refused:
+        log.info("%s", refused)
+        return 1
+    try:
+        _report(parts, page, options.minutes)
+    except KeyboardInterrupt:
+        log.info("stopped; what was found until then is in %s.md and .jsonl", page.out)
+        return 1
+    log.info("written: %s.md and .jsonl", page.out)
+    return 0
+
+
+def _report(left: Sequence[tuple[Part, Setting]], page: Page, length: float) -> None:
+    """`length` is in minutes."""
+    deadline = time.monotonic() + 60 * length
     for number, (part, setting) in enumerate(left):
         title = f"{part.title}{_where(part, setting)}"
         seconds = max(0.0, min(deadline - time.monotonic(), _about(left[number:])))
         log.info("[%d of %d] %s; what is left takes about %.1f min", number + 1, len(left), title, seconds / 60)
         page.section(title)
-        longest = seconds_for(left[number:], deadline - time.monotonic(), options.minutes)
+        longest = seconds_for(left[number:], deadline - time.monotonic(), length)
         for row in _rows(part, setting, longest):
             page.add(row)
             log.info("  %s", in_a_line(row))
-    log.info("written: %s.md and .jsonl", options.out)
-    return 0
 
 
 def planned(options: argparse.Namespace, gpus: int) -> Iterator[tuple[Part, Setting]]:
-    """Each part on as many ranks as there are GPUs; with one GPU also on several ranks of it, for their errors."""
+    """Each part on as many ranks as there are GPUs; with one GPU also on several ranks of it, for their errors.
+
+    Raises Refused where all numbers of ranks are larger than that."""
     base = Setting(kind=options.devices, comfyui=find_comfyui(options.comfyui), tokens=options.tokens)
     worlds = [world for world in options.world if world <= (gpus or max(options.world))]
     settings = [replace(base, world=world) for world in worlds]
     if gpus == 1:
         settings += [replace(base, world=world, one_card=True) for world in options.world if world in (2, 4)]
+    if not settings:
+        raise Refused(f"--world {min(options.world)} leaves nothing to run on {gpus} CUDA devices; make it smaller")
     for part in PARTS:
         if part.name not in (options.only or [part.name]):
             continue
@@ -121,7 +139,11 @@ def find_comfyui(told: str) -> str:
     """The checkout that was told, that COMFYUI_PATH names, or in whose custom_nodes we are; "" for none."""
     places = [Path(place).expanduser() for place in (told, os.environ.get("COMFYUI_PATH", "")) if place]
     places += [ROOT.parent.parent] if ROOT.parent.name == "custom_nodes" else []
-    return next((str(place.absolute()) for place in places if (place / "comfy" / "cli_args.py").is_file()), "")
+    return next((str(place.absolute()) for place in places if _is_checkout(place)), "")
+
+
+def _is_checkout(place: Path) -> bool:
+    return (place / "comfy" / "cli_args.py").is_file()
 
 
 def _rows(part: Part, setting: Setting, seconds: float) -> Iterator[Row]:
@@ -153,6 +175,25 @@ def _about(parts: Sequence[tuple[Part, Setting]]) -> float:
     return sum(part.seconds for part, _ in parts)
 
 
+def count(told: str) -> int:
+    """Of the command line, as the next two. Raises ValueError, in argparse's words or our own."""
+    if (number := int(told)) < 1:
+        raise argparse.ArgumentTypeError(f"starts at 1, got {told}")
+    return number
+
+
+def minutes(told: str) -> float:
+    if not (length := float(told)) >= 0:
+        raise argparse.ArgumentTypeError(f"{told} is no length of time; give minutes, such as 10")
+    return length
+
+
+def checkout(told: str) -> str:
+    if told and not _is_checkout(Path(told).expanduser()):
+        raise argparse.ArgumentTypeError(f"there is no ComfyUI in {told}; name the folder that has its main.py")
+    return told
+
+
 def _output(*command: str) -> str | None:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
@@ -163,12 +204,16 @@ def _output(*command: str) -> str | None:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m parallel_runtime report", description=__doc__)
     parser.add_argument("--devices", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny networks, for a trial")
-    parser.add_argument("--world", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of ranks")
-    parser.add_argument("--tokens", type=int, default=4608, help="of the attention that is compared with float64")
+    parser.add_argument("--world", type=count, nargs="+", default=[1, 2, 4, 8], help="numbers of ranks")
+    parser.add_argument("--tokens", type=count, default=4608, help="of the attention that is compared with float64")
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these parts alone")
     parser.add_argument(
-        "--minutes", type=float, default=MINUTES, help="what there is no time for is left out, and said"
+        "--minutes", type=minutes, default=MINUTES, help="what there is no time for is left out, and said"
     )
-    parser.add_argument("--comfyui", default="", help="its folder; else COMFYUI_PATH, or the one around this pack")
-    parser.add_argument("--out", type=Path, default=Path("report"), help="report.md and report.jsonl")
+    parser.add_argument(
+        "--comfyui", type=checkout, default="", help="its folder; else COMFYUI_PATH, or the one around this pack"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("report"), help="of report.md and .jsonl; a folder has them in it"
+    )
     return parser.parse_args(arguments)

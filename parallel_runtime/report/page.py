@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..errors import Refused
 from .cases import Row
 
+NAME, ENDINGS = "report", (".jsonl", ".md")
 COLUMNS = {  # of all parts, in their order, and how each is written
     "what": "{}",
     "dtype": "{}",
@@ -39,14 +41,18 @@ ON_A_LINE = {  # where no title stands above
 
 
 class Page:
-    """`out` is where the files go, without their endings."""
+    """`out` is where the files go, without their endings; a folder has them in it. Raises Refused where they cannot."""
 
     def __init__(self, out: Path, machine: dict[str, Any]) -> None:
-        self._lines, self._text = out.with_suffix(".jsonl"), out.with_suffix(".md")
+        self.out = out / NAME if out.is_dir() else out.with_suffix("") if out.suffix in ENDINGS else out
+        self._lines, self._text = (self.out.with_name(self.out.name + ending) for ending in ENDINGS)
         self._machine = machine
         self._sections: list[tuple[str, list[Row]]] = []
-        self._lines.write_text(json.dumps({"machine": machine}) + "\n")
-        self._write()
+        try:
+            self._lines.write_text(json.dumps({"machine": machine}) + "\n")
+            self._write()
+        except OSError as error:
+            raise Refused(f"the report cannot be written: {error}; --out names another place") from None
 
     def section(self, title: str) -> None:
         self._sections.append((title, []))

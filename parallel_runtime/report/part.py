@@ -17,16 +17,19 @@ import torch
 import torch.distributed as dist
 
 from ..worker.comfy_loop.comfyui import import_comfyui
+from ..worker.leash import die_with_parent
 from ..worker.link import give_back_cache
 from ..worker.ranks import join, rank
 from .cases import REST, Setting, found, unbroken
+
+STORE, PARENT = "REPORT_STORE", "REPORT_PARENT"
 
 
 def main(name: str, setting: Setting) -> None:
     rows = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     device = torch.device(setting.devices[rank()])
-    join(device, os.environ["REPORT_STORE"], shared=setting.one_card)
+    join(device, os.environ[STORE], shared=setting.one_card)
     part = importlib.import_module(f".{name}", __package__)
     if setting.comfyui:
         import_comfyui(setting.comfy, device)
@@ -43,5 +46,6 @@ def main(name: str, setting: Setting) -> None:
 
 
 if __name__ == "__main__":
+    die_with_parent(int(os.environ[PARENT]))  # it may be killed, or its terminal closed
     sys.path.remove(os.getcwd())  # our folders `nodes` and `tests` must not hide ComfyUI's modules of the same names
     main(sys.argv[1], Setting(**json.loads(sys.argv[2])))

@@ -18,6 +18,7 @@ from typing import IO
 from ..accelerators import environment
 from ..worker.ranks import ONE_CARD
 from .cases import REST, Row, Setting
+from .part import PARENT, STORE
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_SECONDS = 5.0  # for the others when one has failed
@@ -49,7 +50,7 @@ def rows_of(part: str, setting: Setting, *, processes: int, seconds: float) -> I
 
 def _start(part: str, setting: Setting, rank: int, world: int, folder: str, errors: IO[str]) -> subprocess.Popen[str]:
     place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
-    mine = {name: str(value) for name, value in place.items()} | {"REPORT_STORE": f"{folder}/store"}
+    mine = {name: str(value) for name, value in place.items()} | {STORE: f"{folder}/store", PARENT: str(os.getpid())}
     mine |= {ONE_CARD: "1"} if setting.one_card else {}
     quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
