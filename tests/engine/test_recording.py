@@ -205,6 +205,29 @@ def test_what_is_another_each_time_stays_eager() -> None:
     assert told.told.eager == ("a replay of it gave other numbers",)
 
 
+def test_numbers_that_are_none_are_equal_to_themselves_and_to_nothing_else() -> None:
+    nan, inf = torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.inf])
+    assert recording._equal([nan, inf], [nan.clone(), inf.clone()])
+    assert not recording._equal(nan, torch.tensor([1.0, 0.0]))
+    assert not recording._equal(inf, torch.tensor([1.0, torch.finfo(torch.float32).max]))
+
+
+def test_no_more_is_remembered_than_is_of_use() -> None:
+    class Reading(Net):
+        def forward(self, x: Tensor, t: Tensor, **_: Any) -> Tensor:
+            return x * float(x.max()) + len(x)
+
+    net = Reading()
+    told = made(net)
+    for rows in range(1, 100):
+        for _ in range(2):
+            net(*inputs(rows=rows))
+    for number in range(20):
+        net(*inputs(), more={"code": [type(f"Kind{number}", (), {})()]})
+    assert max(len(told._eager), len(told._trials), len(told._gone)) <= recording.SEEN
+    assert len(told.told.eager) == recording.TOLD
+
+
 def test_objects_among_the_arguments_keep_it_eager_unless_they_are_known() -> None:
     net, thing = Net(), object()
     told = made(net)

@@ -24,7 +24,8 @@ from .moments import Moment, Now, now_on
 
 KEYS = 4  # recordings of a model
 TURNS = 16  # evaluations: what made place for another and comes back within so many takes turns with it
-SEEN = 64  # calls that are remembered before they are recorded
+SEEN = 64  # calls that are remembered beside those that are recorded
+TOLD = 8  # reasons: a message is no place for more
 WARM = 2  # evaluations before a choice is made: the first says nothing of how long a launch takes
 LAUNCHED = 0.7  # of an evaluation's time: whose launch takes longer gains by a recording
 SMALL = 1024  # elements: so many in main memory are compared by value, and lie anywhere in a line
@@ -184,8 +185,8 @@ class Recording:
     agree: Agree = bool
     compiled: bool = False
     _held: OrderedDict[Hashable, _Recorded] = field(default_factory=OrderedDict)
-    _trials: OrderedDict[Hashable, _Trial] = field(default_factory=OrderedDict)
-    _eager: set[Hashable] = field(default_factory=set)
+    _trials: dict[Hashable, _Trial] = field(default_factory=dict)
+    _eager: dict[Hashable, None] = field(default_factory=dict)
     _gone: dict[Hashable, int] = field(default_factory=dict)  # what made place for others, and when it was wanted last
     _reasons: dict[str, None] = field(default_factory=dict)
     _evaluations: int = 0
@@ -243,6 +244,7 @@ class Recording:
 
     def _tell(self, reason: str) -> None:
         self._reasons.setdefault(reason)
+        _forget_oldest(self._reasons, TOLD)
 
     def _replay(self, recorded: _Recorded, call: Call) -> Any:
         self._held.move_to_end(call.key)
@@ -254,8 +256,7 @@ class Recording:
             if self._held and self.agree(self._is_tight()):
                 self.drop()
             self._trials[key] = _Trial()
-            while len(self._trials) > SEEN:
-                self._trials.popitem(last=False)
+            _forget_oldest(self._trials)
         return self._trials[key]
 
     def _timed(self, trial: _Trial, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -270,7 +271,8 @@ class Recording:
         return self.choice == "on" or self.agree(trial.launched > LAUNCHED)
 
     def _stay_eager(self, call: Call, reason: str, out: Any) -> Any:
-        self._eager.add(call.key)
+        self._eager[call.key] = None
+        _forget_oldest(self._eager)
         self._trials.pop(call.key, None)
         self._tell(reason)
         return out
@@ -284,6 +286,7 @@ class Recording:
             return False
         oldest, _ = self._held.popitem(last=False)
         self._gone[oldest] = self._evaluations
+        _forget_oldest(self._gone)
         return True
 
     def _record(self, call: Call, recorder: Recorder) -> Any:
@@ -337,10 +340,15 @@ class Recording:
         return torch.accelerator.get_memory_info(self.device)[0] + max(0, cached - held) < held
 
 
+def _forget_oldest(remembered: dict[Any, Any], most: int = SEEN) -> None:
+    while len(remembered) > most:
+        del remembered[next(iter(remembered))]
+
+
 def _equal(one: Any, other: Any) -> bool:
     """To the bit: numbers that are none are equal to themselves."""
     pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
-    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) if torch.is_tensor(a) else a == b for a, b in pairs)
+    return all(bool(((a == b) | ((a != a) & (b != b))).all()) if torch.is_tensor(a) else a == b for a, b in pairs)
 
 
 def _first_line(error: RuntimeError) -> str:
