@@ -189,7 +189,9 @@ def _call(address: str) -> Channel:
 
 
 def _comfy_loop(comfy: ComfySetup | None, device: torch.device) -> tuple[dict[type, Loop], dict[str, Load]]:
-    if comfy is None:
+    if comfy is None:  # the demo is all that will be asked for
+        with contextlib.suppress(Refused):
+            _demo()
         return {}, {}
     from .comfy_loop import start  # ComfyUI exists only once its root is known
 
@@ -197,14 +199,19 @@ def _comfy_loop(comfy: ComfySetup | None, device: torch.device) -> tuple[dict[ty
     return loops, {"": load}
 
 
-def _load_demo(spec: ModelSpec, device: torch.device, on_share: OnShare) -> Model:
+def _demo() -> Any:
+    """Raises Refused without diffusers, which takes seconds to import: nothing of ComfyUI's needs it."""
     check_diffusers()
-    from .demo_loop import load  # diffusers, which takes seconds and nothing of ComfyUI's needs
+    from . import demo_loop
 
-    return load(spec, device, on_share)
+    return demo_loop
+
+
+def _load_demo(spec: ModelSpec, device: torch.device, on_share: OnShare) -> Model:
+    model: Model = _demo().load(spec, device, on_share)
+    return model
 
 
 def _run_demo(model: Any, job: DemoJob, pulse: Pulse) -> dict[str, Any]:
-    from .demo_loop import run
-
-    return run(model, job, pulse)
+    result: dict[str, Any] = _demo().run(model, job, pulse)
+    return result
