@@ -3,6 +3,7 @@ middle of an exchange still ends the group. Real processes, CPU and gloo, no Com
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -150,4 +151,6 @@ def test_a_cancel_and_a_refusal_at_once_leave_the_group_warm(
         with pytest.raises((Stop, Refused)):
             group.sample(flux, ULYSSES, flux_job(**JOB), on_step=stop)
         assert group.alive
+        with contextlib.suppress(Refused):  # where the cancel was heard first, the refusal is still to come
+            samples(group, flux, ULYSSES, **JOB)
         assert torch.equal(samples(group, flux, ULYSSES, **JOB), fresh[ULYSSES])
