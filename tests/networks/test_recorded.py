@@ -7,18 +7,17 @@ import pytest
 from ..engine.conftest import Groups
 from .zoo import CASES
 
-BY_VALUES = dict.fromkeys(
-    [
-        "hidream i1",  # which experts a token goes to
-        "hidream o1",  # where the text's tokens are
-        "hidream o1, a later step",  # whose keys are kept
-        "ideogram 4, padded",  # which tokens are padding
-        "minimax h3",  # the time
-        "minimax h3 masks",
-        "ace-step 1.5",  # which voices there are
-    ],
-    "reads on the host",
+BY_VALUES = (
+    "hidream i1",  # which experts a token goes to
+    "hidream o1",  # where the text's tokens are
+    "hidream o1, a later step",  # whose keys are kept
+    "ideogram 4, padded",  # which tokens are padding
+    "minimax h3",  # the time
+    "minimax h3 masks",
+    "ace-step 1.5",  # which voices there are
 )
+
+IN_A_RING = "flux redux, hidden pairs"  # the CPU leaves out a block that is hidden from all
 
 
 def check(networks: Groups, case: str, ring: int, ulysses: int) -> None:
@@ -28,9 +27,9 @@ def check(networks: Groups, case: str, ring: int, ulysses: int) -> None:
     for answer in answers:
         assert answer["replayed"] == answer["eager"], answer["reasons"]
         assert len(set(answer["eager"])) == 2, "the inputs are alike"
-        if case in BY_VALUES:
+        if case in BY_VALUES or (ring > 1 and case == IN_A_RING):
             assert answer["replays"] == 0
-            assert any(BY_VALUES[case] in reason for reason in answer["reasons"])
+            assert any("reads on the host" in reason or "another worker" in reason for reason in answer["reasons"])
         else:
             assert (answer["replays"], answer["reasons"]) == (2, [])
 

@@ -33,13 +33,16 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.nbytes = 0
         self._steps: list[tuple[str, Any, Any, Any, Any]] = []
+        self._reads: list[str] = []
         with self:
             self.out = run()
+        if self._reads:  # not in the middle: other ranks would wait in an exchange
+            raise RuntimeError(f"operation not permitted when stream is capturing: {self._reads[0]} reads on the host")
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._reads_numbers(function, args, kwargs):
-            raise RuntimeError(f"operation not permitted when stream is capturing: {function} reads on the host")
+            self._reads.append(str(function))
         out = function(*args, **kwargs)
         made, given = tensors_in(out), {t.untyped_storage().data_ptr() for t in tensors_in(args, kwargs)}
         if function.namespace == "c10d":
