@@ -9,6 +9,7 @@ from ..engine.conftest import Groups
 from .zoo import CASES
 
 WHERE = "tests.networks.weight_cases:parity"
+OUTSIDE = {"ltx-2": 0.35}  # much of the tiny one lies outside its blocks: the connectors of its texts
 
 
 @pytest.mark.sweep(one_in=12)
@@ -25,7 +26,7 @@ def test_sharded_over_a_ring_of_two(networks: Groups, case: str) -> None:
 def test_in_main_memory_once(networks: Groups, mode: str, case: str) -> None:
     for answer in networks(2).run(WHERE, name=case, mode=mode, ulysses=2):
         assert answer["equal"]
-        assert answer["held"] < 0.25
+        assert answer["held"] < OUTSIDE.get(case, 0.25)
         assert bool(answer["fetches"]) == (mode == "staged"), "on the CPU they are there already"
 
 
