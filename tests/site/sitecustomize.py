@@ -6,20 +6,21 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 DETECTION = "comfy.model_detection"
 
 
-class AcceptTinyFiles:
-    """ComfyUI's detection of models hard-codes widths; what files say of themselves goes first (tiny_override.py)."""
+class WhenImported:
+    """A finder of one module: `then` is called with it as soon as it has been imported."""
 
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != DETECTION:
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self.name, self.then = name, then
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        if name != self.name:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         assert spec is not None
@@ -28,10 +29,15 @@ class AcceptTinyFiles:
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            beside("tiny_override").install_tiny_override(module)
+            self.then(module)
 
         loader.exec_module = exec_module
         return spec
+
+
+def accept_tiny_files(detection: ModuleType) -> None:
+    """ComfyUI's detection of models hard-codes widths; what files say of themselves goes first (tiny_override.py)."""
+    beside("tiny_override").install_tiny_override(detection)
 
 
 def beside(name: str) -> Any:
@@ -46,6 +52,10 @@ def beside(name: str) -> Any:
     return module
 
 
-sys.meta_path.insert(0, AcceptTinyFiles)  # type: ignore[arg-type]
+sys.meta_path.insert(0, WhenImported(DETECTION, accept_tiny_files))  # type: ignore[arg-type]
 for fault in filter(None, os.environ.get("CP_TEST_FAULT", "").split(";")):
-    beside("tape" if fault == "tape" else "sabotage").install(fault)
+    if fault == "tape":
+        tape = beside("tape")
+        sys.meta_path.insert(0, WhenImported(tape.RECORDING, tape.record_with_tapes))  # type: ignore[arg-type]
+    else:
+        beside("sabotage").install(fault)

@@ -6,11 +6,7 @@ read on the host, memory that somebody reuses. With CP_TEST_FAULT=tape workers r
 
 from __future__ import annotations
 
-import importlib.machinery
-import sys
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,27 +96,3 @@ def record_with_tapes(recording: Any) -> None:
     """From now on this module records every call at its second evaluation, as if every launch were slow."""
     recording.graphs.recorder_for = lambda device: TapeRecorder()
     recording.WARM, recording.LAUNCHED = 1, 0.0
-
-
-class _Finder:
-    """Has the module of recordings use tapes when it is imported."""
-
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != RECORDING:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        assert spec is not None
-        loader: Any = spec.loader
-        execute = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            record_with_tapes(module)
-
-        loader.exec_module = exec_module
-        return spec
-
-
-def install(_: str) -> None:
-    sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
