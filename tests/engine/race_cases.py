@@ -84,6 +84,7 @@ def kernels_taken(
         patch.dict(ACCELERATORS, cpu=row),
         patch.dict(operators.OPERATORS, {name: counted(name) for name in names}),
         patch.object(choosing, "fits_flash", lambda _: True),
+        patch.object(choosing, "cudnn_records", lambda: True),  # PyTorch for the CPU has no cuDNN
         patch.object(choosing, "timed", clock),
         patch.object(torch.cuda, "get_device_capability", lambda _: tuple(capability or (8, 0))),
     ):

@@ -128,6 +128,7 @@ def kernel_here(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     monkeypatch.setitem(ACCELERATORS, "cpu", row)
     monkeypatch.setitem(OPERATORS, "_native_cudnn", operator)
     monkeypatch.setattr(choosing, "fits_flash", lambda _: True)
+    monkeypatch.setattr(choosing, "cudnn_records", lambda: True)  # PyTorch for the CPU has no cuDNN
     order = iter(list(times) * 9)
     monkeypatch.setattr(choosing, "timed", lambda run, _: (run(), times[next(order)])[1])
     monkeypatch.setattr(race, "_FOUND", {})
