@@ -87,7 +87,7 @@ class CPParallelConfig(io.ComfyNode):
                 _widget(
                     "nnodes", min=1, max=64, advanced=True, optional=True,
                     tooltip="Machines, this one included. Each gives as many devices as this one; the others run "
-                    "the join command and share a token with this one: see the README.",
+                    "the join command and share a token with this one: see docs/several-machines.md.",
                 ),
                 _widget(
                     "rdzv_endpoint", advanced=True, optional=True,

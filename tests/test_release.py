@@ -58,6 +58,20 @@ def test_another_tag_is_not_published():
     assert "v1.2.3, not v9.9.9" in line
 
 
+def test_the_address_is_set_in_one_place_and_the_readmes_command_is_one(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "README.md"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    for address in ("https://example.com/first", "https://example.com/second"):
+        runpy.run_path(str(ROOT / ".ci" / "release"))["named"](address, tmp_path)
+        assert tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]["urls"]["Repository"] == address
+        (command,) = re.findall(r"^git clone .+$", (tmp_path / "README.md").read_text(), re.MULTILINE)
+        assert command == f"git clone {address} context-parallel-sampler"
+
+
+def test_the_readme_is_a_first_page():
+    assert len((ROOT / "README.md").read_bytes()) <= 12_000
+
+
 def test_the_registry_can_read_the_project():
     about = PROJECT["project"]
     assert re.fullmatch(r"[a-z][a-z0-9]*([-_.][a-z0-9]+)*", about["name"])
@@ -110,15 +124,31 @@ def test_the_forms_for_issues_ask_for_diagnostics():
 
 
 def test_every_symptom_has_a_page_and_every_page_is_found():
-    readme = (ROOT / "README.md").read_text()
-    linked = set(re.findall(r"\(docs/troubleshooting/([\w-]+\.md)\)", readme))
-    assert linked == {path.name for path in (ROOT / "docs" / "troubleshooting").glob("*.md")}
-    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / "troubleshooting").glob("*.md")]:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text()):
-            assert (path.parent / target).exists(), (path.name, target)
+    index = ROOT / "docs" / "troubleshooting" / "README.md"
+    linked = re.findall(r"\]\(([\w-]+\.md)\)", index.read_text())
+    assert set(linked) == {path.name for path in index.parent.glob("*.md")} - {index.name}
 
 
-def test_the_readme_names_every_option():
-    table = (ROOT / "README.md").read_text().split("**CP Parallel Config.**")[1].split("What auto takes")[0]
+def test_every_page_is_reached_from_the_readme_and_no_link_is_dead():
+    reached, left = set(), [ROOT / "README.md"]
+    while left:
+        page = left.pop()
+        reached.add(page)
+        for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+            aim = (page.parent / target).resolve() if target else page
+            assert aim.exists(), (page.name, target)
+            assert not heading or heading in anchors(aim), (page.name, target, heading)
+            if aim.suffix == ".md" and aim not in reached:
+                left.append(aim)
+    assert set((ROOT / "docs").rglob("*.md")) <= reached
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_help_page_names_every_option():
+    table = (ROOT / "web" / "docs" / "CPParallelConfig.md").read_text().split("| output |")[0]
     options = set(json.loads((ROOT / "locales" / "de" / "nodeDefs.json").read_text())["CPParallelConfig"]["inputs"])
-    assert options == set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
+    assert options == set(re.findall(r"^\| (\w+) \|", table, re.MULTILINE)) - {"input"}

@@ -269,7 +269,7 @@ def _warnings(
     if placement.devices == ("cuda:0",) and (why := why_one_gpu(1)):
         warnings.append(f"{why}.")
     if untried := _untried(placement):
-        warnings.append(f"{untried} have not been tried on hardware yet, only one H100 has: see the README.")
+        warnings.append(f"{untried} have not been tried on hardware yet, only one H100 has: see docs/devices.md.")
     warnings += _of_prompts(subject, degrees, way) if guided else []
     return [*warnings, *_of_rows(subject, degrees)]
 

@@ -1,4 +1,4 @@
-"""The README's ways to run a workflow without ComfyUI's page, after the migrate command has put a CP node into it."""
+"""The ways of docs/scripts.md to run a workflow without the page, after migrate has put a CP node into it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .server import Server
 JOB = longer(Job(family="flux_schnell"), steps=8)
 
 
-README = (OUR_ROOT / "README.md").read_text()
+PAGE = (OUR_ROOT / "docs" / "scripts.md").read_text()
 
 
 def script(server: Server) -> str:
-    """The README's only block of Python, with this server's address in it."""
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    """The page's only block of Python, with this server's address in it."""
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert "http://127.0.0.1:8188" in block
     return block.replace("8188", str(server.port))
 
@@ -82,7 +82,7 @@ def test_comfyuis_own_command_runs_it(server: Server, tmp_path: Path) -> None:
     graph = sampling_graph(JOB, "KSampler")
     native = latent_of(server.client.run(graph))
     migrated(graph, tmp_path)
-    (told,) = (line for line in README.splitlines() if line.startswith("comfy "))
+    (told,) = (line for line in PAGE.splitlines() if line.startswith("comfy "))
     line = [comfy, *shlex.split(told.replace("8188", str(server.port)).replace("/path/to", str(tmp_path)))[1:]]
     env = {**os.environ, "HOME": str(tmp_path), "DO_NOT_TRACK": "1"}  # it keeps a note of every job
     done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
