@@ -92,7 +92,7 @@ def _missing(backend: AttentionBackend, device: torch.device) -> str | None:
 
 
 def _cut(mesh: ContextMesh, parallelism: Parallelism, tokens: int) -> tuple[ContextAttention, slice]:
-    streams = Streams(mesh.context.size)
+    streams = Streams(mesh.context)
     streams.see("image", tokens, "report")
     sizes = streams.spread(("image",))
     start = sum(sizes[: mesh.context.index])

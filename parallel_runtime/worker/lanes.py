@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .engine.exchange import any_of, gather
 from .engine.mesh import Axis
-from .engine.sizes import chunk_range, chunk_sizes
+from .engine.streams import chunk_range, chunk_sizes
 from .ranks import refusing_together
 
 

@@ -146,7 +146,7 @@ class StepCache:
         assert branch is not None, "an evaluation of no branch"
         streams = streams_of(self._transformer)
         if streams is not None:
-            change = streams.held(of, self._mesh.context.index).drop(change)
+            change = streams.held(of).drop(change)
         self._skipping = branch.change is not None and self._repeats(change, branch.change)
         self.evaluations += 1
         self.skipped += self._skipping

@@ -70,10 +70,10 @@ def _degrees(world: int) -> dict[str, Parallelism]:
 @torch.no_grad()
 def _measure(name: str, parallelism: Parallelism, options: argparse.Namespace) -> dict[str, Any]:
     mesh = build_mesh(parallelism)
-    streams = Streams(mesh.context.size)
+    streams = Streams(mesh.context)
     streams.see("image", options.tokens, "bench")
     attend = ContextAttention(mesh, parallelism, streams, ("image",))
-    own = streams.held(("image",), mesh.context.index).size
+    own = streams.held(("image",)).size
     shape = (options.batch, own, options.heads, options.head_dim)
     query, key, value = (torch.randn(shape).to(getattr(torch, options.dtype)) for _ in range(3))
     attend(query, key, value)

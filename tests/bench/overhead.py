@@ -102,9 +102,10 @@ def _degrees(world: int) -> list[tuple[str, int, int]]:
 
 def _ours(ring: int, ulysses: int, tokens: int) -> ContextAttention:
     parallelism = Parallelism(ring_degree=ring, ulysses_degree=ulysses)
-    streams = Streams(parallelism.world_size)
+    mesh = build_mesh(parallelism, torch.device("cpu"))
+    streams = Streams(mesh.context)
     streams.see("image", tokens, "bench")
-    return ContextAttention(build_mesh(parallelism, torch.device("cpu")), parallelism, streams, ("image",))
+    return ContextAttention(mesh, parallelism, streams, ("image",))
 
 
 def _counts(ring: int, ulysses: int, options: argparse.Namespace) -> dict[str, list[int]]:

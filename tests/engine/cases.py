@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_runtime.specs import Parallelism
-from parallel_runtime.worker.engine import arrangement, exchange
+from parallel_runtime.worker.engine import exchange, ulysses
 from parallel_runtime.worker.engine.attention import ContextAttention
 from parallel_runtime.worker.engine.kernels import attend
 from parallel_runtime.worker.engine.masks import exchange_mask
 from parallel_runtime.worker.engine.mesh import ContextMesh
-from parallel_runtime.worker.engine.sizes import chunk_range
-from parallel_runtime.worker.engine.streams import Streams
+from parallel_runtime.worker.engine.streams import Streams, chunk_range
 
 from .meshes import mesh, parallelism, staged_mesh
 from .reference import Problem, attention, random_problem
@@ -39,11 +38,11 @@ def random_errors(
 
 def waves_errors(rank: int, world: int, degrees: list[int], seeds: list[int], grouped: bool) -> list[float]:
     """The same where heads travel in waves, as they do where much is sent."""
-    worth, arrangement.WORTH_HIDING = arrangement.WORTH_HIDING, 0
+    worth, ulysses.WORTH_HIDING = ulysses.WORTH_HIDING, 0
     try:
         return random_errors(rank, world, degrees, seeds, {}, grouped)
     finally:
-        arrangement.WORTH_HIDING = worth
+        ulysses.WORTH_HIDING = worth
 
 
 def errors_of_layers(rank: int, world: int, degrees: list[int], seed: int) -> list[float]:
@@ -168,7 +167,7 @@ def run(
 
 def together(problem: Problem, place: ContextMesh, degrees: Parallelism) -> ContextAttention:
     """The attention of a forward over the tokens of `problem`."""
-    streams = Streams(place.context.size)
+    streams = Streams(place.context)
     for name, length in problem.lengths.items():
         streams.see(name, length, name)
     return ContextAttention(place, degrees, streams, tuple(problem.lengths))

@@ -37,7 +37,7 @@ def in_one_graph(rank: int, world: int, degrees: list[int], masked: bool) -> lis
     """Errors of a graph around an attention, as it was captured and as it was lowered."""
     place, problem = mesh(*degrees), random_problem(9, masked=False)
     attend_together = together(problem, place, parallelism(*degrees))
-    tokens = attend_together.streams.held(("text", "image"), place.context.index).size
+    tokens = attend_together.streams.held(("text", "image")).size
     q, k, v = (torch.randn(1, tokens, 4, 8) for _ in range(3))
     mask = torch.rand(1, tokens) < 0.7 if masked else None
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel_runtime.worker.engine.mesh import first_ranks
-from parallel_runtime.worker.engine.sizes import chunk_sizes
+from parallel_runtime.worker.engine.streams import chunk_sizes
 from parallel_runtime.worker.rows import Rows, Share
 from parallel_runtime.worker.rows.trial import trial
 

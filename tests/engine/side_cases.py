@@ -101,7 +101,7 @@ def _replica_error(place: ContextMesh, seed: int, degrees: list[int], replicated
 
 
 def _seen(lengths: dict[str, int], place: ContextMesh, replicated: frozenset[str]) -> Streams:
-    streams = Streams(place.context.size, replicated)
+    streams = Streams(place.context, replicated)
     for name, length in lengths.items():
         streams.see(name, length, name)
     return streams

@@ -48,11 +48,11 @@ def test_an_attention_stays_on_the_device(
 def _attention(
     mesh: ContextMesh, degrees: tuple[int, int], key_heads: int = 24, **options: Any
 ) -> tuple[ContextAttention, Tensor, Tensor]:
-    streams = Streams(mesh.context.size)
+    streams = Streams(mesh.context)
     for name, length in LENGTHS.items():
         streams.see(name, length, name)
     attend_together = ContextAttention(mesh, _degrees(degrees, **options), streams, tuple(LENGTHS))
-    own = streams.held(tuple(LENGTHS), mesh.context.index).size
+    own = streams.held(tuple(LENGTHS)).size
     query, key = (torch.empty(1, own, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (24, key_heads))
     return attend_together, query, key
 

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...errors import Refused
 from ...specs import AttentionBackend, Parallelism
-from .arrangement import Arrangement, Wave, arrange
 from .choosing import chosen_for_blocks, chosen_for_whole
 from .exchange import Pending, allocate, gather
 from .kernels import attempt, attend_biased, attend_natively, for_heads, head_by_head
@@ -22,11 +22,26 @@ from .operators import Whole
 from .pair_masks import pair_mask
 from .race import Sizes
 from .ring import Block, Owners, Stop, collect, packed_bytes, rotate, stops
-from .sizes import chunk_sizes
-from .streams import KEPT_BYTES, Streams
-from .ulysses import Parcel, Spare, place, split, to_heads, to_tokens
+from .streams import KEPT_BYTES, Holding, Streams, chunk_sizes
+from .ulysses import Parcel, Spare, Wave, place, split, to_heads, to_tokens, waves
 
 OnHeads = Callable[[Tensor, Tensor, Tensor, Mask | None], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arrangement:
+    """What an attention goes by beyond its tensors: found out once a forward, of shapes alone, so alike on all ranks.
+
+    `blocks` are the keys at each place of the ring, `largest` what the busiest rank attends to of them at once.
+    `repeat_keys`: first give each query head keys of its own.
+    """
+
+    queries: Holding
+    keys: Holding
+    blocks: tuple[int, ...]
+    largest: Sizes
+    repeat_keys: bool
+    waves: tuple[Wave, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,12 +82,42 @@ class ContextAttention:
         if torch.is_grad_enabled() and query.requires_grad:
             raise ValueError("context parallelism here is for inference; wrap the call in torch.no_grad()")
         shapes = (self, query.shape, key.shape, query.dtype)
-        held = self.streams.kept(shapes, lambda: arrange(self.mesh, self.streams, self._sides, query, key))
+        held = self.streams.kept(shapes, lambda: self._arrange(query, key))
         keys = None if mask is None else self._all_keys(mask, query, held)
         on_heads: OnHeads = partial(self._on_heads, held, scale)
         attend_all = on_heads if self.mesh.ulysses.size == 1 else partial(self._traded, held, on_heads)
         out = attend_all(held.queries.drop(query), held.keys.drop(key), held.keys.drop(value), keys)
         return held.queries.restore(out, self._replica)
+
+    def _arrange(self, query: Tensor, key: Tensor) -> Arrangement:
+        """For queries [B, own tokens, H, D]; Refused for others."""
+        queries, keys = map(self.streams.held, self._sides)
+        self._check(query, key, queries.size, keys.size)
+        ranks, heads, key_heads = self.mesh.ulysses.size, query.shape[2], key.shape[2]
+        repeat = bool(key_heads % ranks)  # a rank's query heads may need a part of a group
+        counts = (heads, heads if repeat else key_heads)
+        spreads = self.streams.spread(self._sides[0]), self.streams.spread(self._sides[1])
+        made = waves(self.mesh, query, counts, spreads, self._sides[0] == self._sides[1])
+        of_queries, blocks = (_by_place(spread, ranks) for spread in spreads)
+        largest = Sizes(
+            batch=query.shape[0],
+            queries=max(of_queries),
+            keys=max(blocks),
+            heads=-(-heads // (ranks * max(1, len(made)))),
+            head_dim=query.shape[3],
+            dtype=query.dtype,
+        )
+        return Arrangement(queries=queries, keys=keys, blocks=blocks, largest=largest, repeat_keys=repeat, waves=made)
+
+    def _check(self, query: Tensor, key: Tensor, queries: int, keys: int) -> None:
+        if query.shape[1] != queries or key.shape[1] != keys:
+            raise Refused(
+                f"attention of {self._sides[0]} over {self._sides[1]} expects {queries} queries and {keys} keys on "
+                f"this rank, got {query.shape[1]} and {key.shape[1]}; name its streams in the plan, or mark it local "
+                "if its keys are whole"
+            )
+        if query.shape[2] % key.shape[2]:
+            raise Refused(f"{query.shape[2]} query heads cannot be grouped under {key.shape[2]} key heads")
 
     def _replica(self, chunk: Tensor, length: int) -> Tensor:
         """[B, own tokens, H, D] of every rank makes [B, `length`, H, D] on each."""
@@ -223,6 +268,11 @@ class ContextAttention:
     @property
     def _sides(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return self.queries, self.queries if self.keys is None else self.keys
+
+
+def _by_place(spread: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """Tokens at each place of the ring, of `ranks` ranks each."""
+    return tuple(sum(spread[start : start + ranks]) for start in range(0, len(spread), ranks))
 
 
 class _Exchanged:

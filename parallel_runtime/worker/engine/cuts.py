@@ -14,8 +14,6 @@ from ...errors import Refused
 from ...plan import Along, Count, Index, Names, Plan, Slices, Tokens, Whole, Word
 from .exchange import gather
 from .mesh import Axis
-from .sizes import chunk_range, chunk_sizes
-from .standins import hold
 from .streams import Streams
 
 
@@ -23,7 +21,7 @@ class Cuts:
     """Cuts and joins for the ranks of `axis`. Its `streams` live for one forward, as what it remembers does."""
 
     def __init__(self, plan: Plan, axis: Axis) -> None:
-        self.streams = Streams(axis.size, plan.replicated)
+        self.streams = Streams(axis, plan.replicated)
         self._replicated = plan.replicated
         self._axis = axis
         self._shapes: dict[Names, torch.Size] = {}  # of tokens that came in several dims
@@ -52,7 +50,7 @@ class Cuts:
 
     def held(self, streams: Names) -> int:
         """How many tokens of these streams this rank holds."""
-        return self.streams.held(streams, self._axis.index).size
+        return self.streams.held(streams).size
 
     def total(self, streams: Names) -> int:
         """How many tokens there are of these streams."""
@@ -60,7 +58,7 @@ class Cuts:
 
     def first(self, stream: str) -> int:
         """Which of a stream's tokens is the first that this rank holds."""
-        start, size = chunk_range(self.streams.length(stream), self._axis.size, self._axis.index)
+        start, size = self.streams.own(stream)
         return start if size else 0
 
     def cut(self, value: Any, word: Word, where: str) -> Any:
@@ -159,10 +157,7 @@ class Cuts:
 
     def _own(self, value: Tensor, streams: Names, dim: int) -> Tensor:
         parts = value.split([self.streams.length(stream) for stream in streams], dim)
-        own = [
-            part if stream in self._replicated else hold(part, dim, self._axis.size, self._axis.index)
-            for part, stream in zip(parts, streams, strict=True)
-        ]
+        own = [self.streams.hold(part, stream, dim) for part, stream in zip(parts, streams, strict=True)]
         return own[0] if len(own) == 1 else torch.cat(own, dim)
 
     def _index(self, at: int, word: Index) -> int:
@@ -191,7 +186,7 @@ class Cuts:
         """Where a position of the whole streams is in what is held of them, behind `own` tokens."""
         for stream in streams:
             length, held = self.streams.length(stream), self.held((stream,))
-            start = 0 if stream in self._replicated else chunk_range(length, self._axis.size, self._axis.index)[0]
+            start = 0 if stream in self._replicated else self.streams.own(stream)[0]
             own += min(max(min(at, length) - start, 0), held)
             at = max(at - length, 0)
         return own
@@ -203,7 +198,7 @@ class Cuts:
             raise _misfit("a residual", value.shape[1], (stream,), str(length))
         if value.shape[1] == length or stream in self._replicated:
             return self._own(value, (stream,), 1)
-        start, size = chunk_range(length, self._axis.size, self._axis.index)
+        start, size = self.streams.own(stream)
         return value[:, start : start + size]
 
     def join(self, value: Any, streams: Names, dim: int, where: str) -> Any:
@@ -233,7 +228,7 @@ class Cuts:
     def _gathered(self, part: Tensor, stream: str, dim: int) -> Tensor:
         if stream in self._replicated:
             return part
-        sizes = chunk_sizes(self.streams.length(stream), self._axis.size)
+        sizes = self.streams.sizes(stream)
         own = part.narrow(dim, 0, sizes[self._axis.index]).movedim(dim, 0)
         return gather(own, sizes, self._axis).wait()[0].movedim(0, dim)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import Refused
 from .exchange import gather
 from .mesh import Axis
-from .sizes import chunk_range
+from .streams import chunk_range, spread
 
 ToldApart = tuple[torch.dtype, bool, bool, bool]  # a mask's dtype; does it tell batch, heads, queries apart?
 Spans = tuple[tuple[int, int], ...]  # of keys: (start, size) of each
@@ -112,7 +112,7 @@ def exchange_mask(mask: Tensor, batch: int, heads: int, lengths: Sequence[int], 
     Raises Refused for masks that differ between queries: a rank sees only its own.
     """
     keys = _tokens_first(mask, batch, heads)
-    sizes = _sizes(lengths, axis.size)
+    sizes = spread(lengths, axis.size)
     if keys.shape[0] not in (sizes[axis.index], sum(lengths)):
         raise Refused(
             f"the attention mask covers {keys.shape[0]} keys, but this rank holds {sizes[axis.index]} of "
@@ -153,7 +153,3 @@ def _slice(keys: Tensor, lengths: Sequence[int], parts: int, index: int) -> Tens
     """What rank `index` has of the keys of all streams."""
     ranges = [chunk_range(length, parts, index) for length in lengths]
     return torch.cat([part.narrow(0, *own) for part, own in zip(keys.split(list(lengths)), ranges, strict=True)])
-
-
-def _sizes(lengths: Sequence[int], parts: int) -> list[int]:
-    return [sum(chunk_range(length, parts, index)[1] for length in lengths) for index in range(parts)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...errors import Refused
 from .masks import Mask, ToldApart, known_to_hide
 from .mesh import ContextMesh
-from .sizes import chunk_range
+from .streams import chunk_range
 
 
 class PairMask(Mask):

@@ -1,12 +1,15 @@
-"""The token streams of the forward in progress: one global length each, seen first where a plan cuts them.
+"""The token streams of the forward in progress: how long they are, and who holds which of their tokens.
 
-What depends only on them, and memory that every layer wants alike, is kept here until the forward is over.
+Who holds what goes by a global count alone, so that no size is ever sent. What depends only on the lengths, and memory
+that every layer wants alike, is kept here until the forward is over.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -14,25 +17,105 @@ from torch import Tensor, nn
 
 from ...errors import Refused
 from .exchange import allocate, allocate_kept
-from .holdings import Holding, Part
-from .sizes import chunk_sizes
+from .mesh import Axis
 
 KEPT_BYTES = 32 << 20  # of one buffer; where buffers are larger, allocating them is nothing beside filling them
 
 DIVIDED = "_context_parallel"  # the attribute of a network that is cut; what is there has its `streams`
 
 Made = TypeVar("Made")
+Whole = Callable[[Tensor, int], Tensor]
+
+
+@lru_cache(maxsize=4096)
+def chunk_sizes(total: int, parts: int) -> tuple[int, ...]:
+    """Sizes of `parts` contiguous chunks of `total` items that differ by at most one, larger ones first.
+
+    A chunk is empty where there are more parts than items. This is the one rule of who holds how much.
+    """
+    assert total >= 0
+    assert parts >= 1
+    base, extra = divmod(total, parts)
+    return (base + 1,) * extra + (base,) * (parts - extra)
+
+
+@lru_cache(maxsize=4096)
+def chunk_range(total: int, parts: int, index: int) -> tuple[int, int]:
+    """(start, size) of chunk `index` among the chunks of `chunk_sizes`."""
+    sizes = chunk_sizes(total, parts)
+    return sum(sizes[:index]), sizes[index]
+
+
+def spread(lengths: Sequence[int], parts: int) -> tuple[int, ...]:
+    """How many tokens each rank has of its own, of streams of these lengths together."""
+    return tuple(map(sum, zip(*(chunk_sizes(length, parts) for length in lengths), strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """`held` tokens of one stream, of which `own` from `start` on are the rank's own: those that it attends for.
+
+    Cut streams are held as the own chunk, replicated ones whole. Where a chunk is empty a stand-in is held, which no
+    attention sees and no gather shows: layers of diffusers reshape with -1, and fail on tensors of no elements.
+    """
+
+    held: int
+    start: int
+    own: int
+    replica: bool
+
+    @classmethod
+    def of(cls, length: int, axis: Axis, replica: bool) -> Part:
+        start, own = chunk_range(length, axis.size, axis.index)
+        if replica:
+            return cls(held=length, start=start, own=own, replica=True)
+        return cls(held=max(own, min(length, 1)), start=0, own=own, replica=False)
+
+    def restore(self, own: Tensor, whole: Whole) -> Tensor:
+        """What is held again: all ranks' tokens of a replica, and zeros for a stand-in."""
+        if self.replica:
+            return whole(own, self.held)
+        return own if self.held == self.own else own.new_zeros((own.shape[0], self.held, *own.shape[2:]))
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What this rank holds of streams that are concatenated."""
+
+    parts: Sequence[Part]
+
+    @property
+    def size(self) -> int:
+        return sum(part.held for part in self.parts)
+
+    @property
+    def _all_own(self) -> bool:
+        return not any(part.replica or part.held != part.own for part in self.parts)
+
+    def drop(self, held: Tensor, dim: int = 1) -> Tensor:
+        """The own tokens alone."""
+        if self._all_own:
+            return held
+        pieces = zip(held.split([part.held for part in self.parts], dim), self.parts, strict=True)
+        return torch.cat([piece.narrow(dim, part.start, part.own) for piece, part in pieces], dim)
+
+    def restore(self, out: Tensor, whole: Whole) -> Tensor:
+        """The way back, along dim 1. `whole` makes a replica of the own chunks of all ranks, given its length."""
+        if self._all_own:
+            return out
+        pieces = zip(out.split([part.own for part in self.parts], 1), self.parts, strict=True)
+        return torch.cat([part.restore(piece, whole) for piece, part in pieces], 1)
 
 
 class Streams:
-    """Lengths of the streams of one forward, and how they are spread over `parts` ranks. Cleared between forwards.
+    """Lengths of the streams of one forward, cut over the ranks of `axis`. Cleared between forwards.
 
     Streams that are `replicated` every rank holds whole; each still has its own chunk to attend for.
     """
 
-    def __init__(self, parts: int, replicated: frozenset[str] = frozenset()) -> None:
+    def __init__(self, axis: Axis, replicated: frozenset[str] = frozenset()) -> None:
         self.replicated = replicated
-        self._parts = parts
+        self._axis = axis
         self._lengths: dict[str, int] = {}
         self._kept: dict[Hashable, Any] = {}
 
@@ -65,13 +148,28 @@ class Streams:
             raise Refused(f"stream {stream!r} is used before the plan cut it in this forward (cut so far: {seen})")
         return self._lengths[stream]
 
-    def held(self, names: tuple[str, ...], index: int) -> Holding:
-        """What rank `index` holds of `names`."""
-        return Holding([Part.of(self.length(name), self._parts, index, name in self.replicated) for name in names])
+    def sizes(self, stream: str) -> tuple[int, ...]:
+        """Each rank's own tokens of `stream`."""
+        return chunk_sizes(self.length(stream), self._axis.size)
+
+    def own(self, stream: str) -> tuple[int, int]:
+        """(start, size) of this rank's own chunk of `stream`."""
+        return chunk_range(self.length(stream), self._axis.size, self._axis.index)
+
+    def held(self, names: tuple[str, ...]) -> Holding:
+        """What this rank holds of `names`."""
+        return Holding([Part.of(self.length(name), self._axis, name in self.replicated) for name in names])
+
+    def hold(self, whole: Tensor, stream: str, dim: int) -> Tensor:
+        """What this rank holds of all of a stream, or the first token where its chunk is empty. A view."""
+        if stream in self.replicated:
+            return whole
+        start, size = self.own(stream)
+        return whole.narrow(dim, start, size) if size else whole.narrow(dim, 0, min(whole.shape[dim], 1))
 
     def spread(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """Tokens that are each rank's own of `names` together, in context order."""
-        return _sum_by_rank([chunk_sizes(self.length(name), self._parts) for name in names])
+        return spread([self.length(name) for name in names], self._axis.size)
 
     def kept(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What `make` made when this forward first asked for `key`."""
@@ -95,7 +193,3 @@ def streams_of(network: nn.Module) -> Streams | None:
     """The cut streams of the forward in progress; None where this rank holds the whole sequence."""
     found: Streams | None = getattr(getattr(network, DIVIDED, None), "streams", None)
     return found
-
-
-def _sum_by_rank(chunks: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(sum(sizes) for sizes in zip(*chunks, strict=True))

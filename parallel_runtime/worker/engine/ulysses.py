@@ -14,9 +14,15 @@ import torch
 from torch import Tensor
 
 from .exchange import Pending, exchange
-from .mesh import Axis
-from .sizes import chunk_range, chunk_sizes
+from .mesh import Axis, ContextMesh
+from .streams import chunk_range, chunk_sizes
 
+WAVES = 2  # at most: more would cut kernels too small
+# Of queries, keys and values that a rank sends in a layer. What travels behind the first wave's kernels costs their
+# launches once more, some 60 us; 32 MiB travel for 100 us at NVLink's speed.
+WORTH_HIDING = 32 << 20
+
+Spreads = tuple[tuple[int, ...], tuple[int, ...]]  # tokens of each context rank: of the queries, of the keys
 Spare = Callable[[Sequence[int], str], Tensor]  # memory of this shape for this use
 
 
@@ -104,10 +110,59 @@ def parcel(
     )
 
 
-def first_head(heads: int, ranks: int, index: int, wave: int, waves: int) -> int:
-    """The first of this rank's heads in a wave."""
-    start, own = chunk_range(heads, ranks, index)
-    return start + chunk_range(own, waves, wave)[0]
+@dataclass(frozen=True, kw_only=True)
+class Wave:
+    """Heads that travel, and are attended to, together; `first` is the first of this rank's query heads in it.
+
+    `there` are queries, keys and values in one parcel, or, where keys are other tokens, queries and then the rest.
+    """
+
+    number: int
+    first: int
+    there: tuple[Parcel, ...]
+    back: Parcel
+
+
+def waves(
+    mesh: ContextMesh, query: Tensor, heads: tuple[int, int], spreads: Spreads, together: bool
+) -> tuple[Wave, ...]:
+    """For queries [B, tokens, H, D] and keys of so many `heads`, `together` where both are of the same tokens.
+
+    None where there is nobody to trade with.
+    """
+    axis, first = mesh.ulysses, mesh.ring.index * mesh.ulysses.size
+    if axis.size == 1:
+        return ()
+    of_queries, of_keys = heads[:1], (heads[1], heads[1])
+    queries, keys = (spread[first : first + axis.size] for spread in spreads)
+    there = [((*of_queries, *of_keys), queries)] if together else [(of_queries, queries), (of_keys, keys)]
+    number = _worthwhile(query, heads, spreads, axis.size)
+    return tuple(_wave(query, there, axis, wave, number) for wave in range(number))
+
+
+def _wave(
+    query: Tensor, there: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], axis: Axis, wave: int, waves: int
+) -> Wave:
+    def packed(heads: tuple[int, ...], tokens: tuple[int, ...]) -> Parcel:
+        return parcel(heads, tokens, axis.index, query.shape[0], query.shape[3], wave, waves)
+
+    heads, tokens = there[0]
+    start, own = chunk_range(heads[0], axis.size, axis.index)
+    return Wave(
+        number=wave,
+        first=start + chunk_range(own, waves, wave)[0],
+        there=tuple(packed(*each) for each in there),
+        back=packed(heads[:1], tokens),
+    )
+
+
+def _worthwhile(query: Tensor, heads: tuple[int, int], spreads: Spreads, ranks: int) -> int:
+    """Of global counts alone: ranks that disagree would wait for each other's waves."""
+    (of_queries, of_keys), (queries, keys) = heads, map(max, spreads)
+    if of_keys < of_queries and of_keys % (ranks * WAVES):
+        return 1
+    sent = query.shape[0] * query.shape[3] * query.element_size() * (of_queries * queries + 2 * of_keys * keys)
+    return WAVES if sent >= WORTH_HIDING else 1
 
 
 def to_heads(tensors: Sequence[Tensor], parcel: Parcel, axis: Axis, spare: Spare) -> Pending:

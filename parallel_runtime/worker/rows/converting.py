@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...errors import Refused
 from ...specs import VAEMethod
 from ..engine.mesh import Axis
-from ..engine.sizes import chunk_sizes
+from ..engine.streams import chunk_sizes
 from .dividing import divided
 from .mode import Rows
 from .share import Share

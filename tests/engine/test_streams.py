@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from parallel_runtime.worker.engine.sizes import chunk_range, chunk_sizes
-from parallel_runtime.worker.engine.streams import Streams
+from parallel_runtime.worker.engine.mesh import Axis
+from parallel_runtime.worker.engine.streams import Streams, chunk_range, chunk_sizes
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
@@ -25,14 +25,14 @@ def test_more_ranks_than_tokens_leaves_ranks_without() -> None:
 
 
 def test_streams_spread_together_rank_by_rank() -> None:
-    streams = Streams(3)
+    streams = Streams(Axis(size=3))
     streams.see("text", 2, "here")
     streams.see("image", 7, "there")
     assert streams.spread(("text", "image")) == (4, 3, 2)
 
 
 def test_a_stream_has_one_length_until_the_next_forward() -> None:
-    streams = Streams(2)
+    streams = Streams(Axis(size=2))
     streams.see("text", 7, "first")
     with pytest.raises(ValueError, match="second has 8 tokens, but stream 'text' was cut with 7"):
         streams.see("text", 8, "second")
@@ -42,4 +42,4 @@ def test_a_stream_has_one_length_until_the_next_forward() -> None:
 
 def test_a_stream_that_was_never_cut_has_no_length() -> None:
     with pytest.raises(ValueError, match="'audio' is used before the plan cut it"):
-        Streams(2).length("audio")
+        Streams(Axis(size=2)).length("audio")
