@@ -1,13 +1,11 @@
 """The graph side: the only code that knows ComfyUI's nodes."""
 
-import folder_paths
 from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
-from ..parallel_runtime.demo import MODEL
 from .ahead import on_prompt
 from .config import CPParallelConfig
-from .demo import CPDemoConditioning, CPDemoDecode
+from .demo import CPDemoConditioning, CPDemoDecode, CPDemoModel
 from .loader import CPLoadDiffusionModel
 from .plan import CPPlan
 from .routes import add_routes
@@ -18,8 +16,7 @@ from .vae import CPVAE
 
 class ContextParallelExtension(ComfyExtension):
     async def on_load(self) -> None:
-        """Load Diffusion Model lists the embedded demo model too; queued prompts are heard of; the page is served."""
-        folder_paths.add_model_folder_path("diffusion_models", str(MODEL.parent))
+        """Queued prompts are heard of; the page is served."""
         PromptServer.instance.add_on_prompt_handler(on_prompt)
         add_routes()
         start_publishing()
@@ -33,6 +30,7 @@ class ContextParallelExtension(ComfyExtension):
             CPPlan,
             CPLoadDiffusionModel,
             CPVAE,
+            CPDemoModel,
             CPDemoConditioning,
             CPDemoDecode,
         ]

@@ -1,13 +1,33 @@
-"""Two small nodes for the embedded model: words to CONDITIONING, LATENT to IMAGE."""
+"""Three small nodes for the embedded model: its MODEL, words to CONDITIONING, LATENT to IMAGE."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import comfy.sd
 from comfy_api.latest import io
 
-from ..parallel_runtime.demo import codec, words
+from ..parallel_runtime.demo import MODEL, codec, words
 from .config import CATEGORY
+
+
+class CPDemoModel(io.ComfyNode):
+    """Not by ComfyUI's list of diffusion models: there it would be chosen in workflows that have nothing to do with us."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPDemoModel",
+            display_name="CP Demo Model",
+            category=f"{CATEGORY}/demo",
+            description="The small model that comes with this pack: 128 x 128 pixels, drawn shapes, no download.",
+            inputs=[],
+            outputs=[io.Model.Output(tooltip="For every sampler, with CP Demo Conditioning and CP Demo Decode.")],
+        )
+
+    @classmethod
+    def execute(cls) -> io.NodeOutput:
+        return io.NodeOutput(comfy.sd.load_diffusion_model(str(MODEL)))
 
 
 class CPDemoConditioning(io.ComfyNode):

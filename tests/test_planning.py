@@ -1,7 +1,11 @@
 """What the user asks for becomes degrees and devices, or one sentence with the numbers and the way out."""
 
+import json
+from pathlib import Path
+
 import pytest
 
+from parallel_runtime.demo import HEADS
 from parallel_runtime.errors import Refused
 from parallel_runtime.host.cost import Figures
 from parallel_runtime.host.devices import parse_devices, why_one_gpu
@@ -34,6 +38,15 @@ def test_the_degree_that_is_given_decides_the_other():
     assert planned(gpus=4, ulysses_degree=2)[:2] == (2, 2)
     assert planned(ring_degree=2) == (2, 1, ("cpu", "cpu"))
     assert planned(ulysses_degree=2, ring_degree=2)[2] == ("cpu",) * 4
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2, 3, 4, 5, 8])
+def test_the_example_runs_as_it_is_on_any_number_of_gpus(gpus):
+    example = Path(__file__).parents[1] / "example_workflows" / "cp_demo.json"
+    nodes = json.loads(example.read_text(encoding="utf-8"))["nodes"]
+    (config,) = (node for node in nodes if node["type"] == "CPParallelConfig")
+    request = ParallelRequest.of(config["widgets_values_named"])
+    assert plan(request, heads=HEADS, gpus=gpus, guided=True).placement.world_size == max(1, gpus)
 
 
 def test_only_the_devices_that_are_needed_are_taken():

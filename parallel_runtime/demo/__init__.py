@@ -1,4 +1,4 @@
-"""A small trained model and what goes with it. Its folder is also one of ComfyUI's for diffusion models."""
+"""A small trained model and what goes with it."""
 
 import importlib.util
 import sys

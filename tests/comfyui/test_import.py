@@ -38,6 +38,16 @@ def test_comfyui_offers_our_nodes(server: Server) -> None:
     assert "IMPORT FAILED" not in server.log()
 
 
+def test_the_demo_model_takes_no_users_models_place(server: Server) -> None:
+    nodes = server.client.get("/object_info")
+    for loader in ("UNETLoader", "CPLoadDiffusionModel"):
+        listed = nodes[loader]["input"]["required"]["unet_name"]
+        names = listed[0] if isinstance(listed[0], list) else listed[1]["options"]
+        assert "flux_dev.safetensors" in names
+        assert [name for name in names if "demo" in name] == []
+    assert nodes["CPDemoModel"]["output"] == ["MODEL"]
+
+
 def test_cp_sampler_takes_what_ksampler_takes_in_its_order(server: Server) -> None:
     nodes = server.client.get("/object_info")
     native, ours = nodes["KSampler"], nodes["CPSampler"]
