@@ -12,7 +12,7 @@ from .config import CATEGORY
 
 
 class CPDemoModel(io.ComfyNode):
-    """Not by ComfyUI's list of diffusion models: there it would be chosen in workflows that have nothing to do with us."""
+    """Not in ComfyUI's list of diffusion models: there it would be chosen in workflows of somebody else's."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
