@@ -195,7 +195,7 @@ def test_the_host_being_killed_leaves_no_process(flux, tmp_path, torchrun):
         os.kill(*agents, signal.SIGSTOP)
     host.kill()
     host.wait()
-    wait_until(lambda: not (our_processes().keys() & {*pids, *agents}), 3)
+    wait_until(lambda: not (our_processes().keys() & {*pids, *agents}), 10)
     wait_until(lambda: not list(scratch.glob("cp-*")), 3)
 
 

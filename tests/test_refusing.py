@@ -45,8 +45,8 @@ def refused(group: WorkerGroup, model: ModelSpec, degrees: Parallelism, says: st
     assert group.activity.now.state == "idle"
 
 
-@pytest.mark.sweep(one_in=2)
-@pytest.mark.parametrize("degrees", [ULYSSES, RING, PROMPTS, ROWS], ids=["ulysses", "ring", "prompts", "rows"])
+@pytest.mark.sweep(one_in=4)
+@pytest.mark.parametrize("degrees", [PROMPTS, RING, ULYSSES, ROWS], ids=["prompts", "ring", "ulysses", "rows"])
 def test_what_all_ranks_refuse_is_said_and_the_next_run_is_as_from_fresh_workers(
     monkeypatch: pytest.MonkeyPatch, flux: ModelSpec, fresh: dict[Parallelism, torch.Tensor], degrees: Parallelism
 ) -> None:
@@ -66,8 +66,11 @@ def test_what_all_ranks_refuse_is_said_and_the_next_run_is_as_from_fresh_workers
 
 @pytest.mark.parametrize(
     ("fault", "degrees"),
-    [("1 load refuse", ULYSSES), ("1 evaluation refuse", PROMPTS), ("0 evaluation refuse", PROMPTS)],
-    ids=["while loading", "a lane of prompts", "the other lane"],
+    [
+        pytest.param("1 load refuse", ULYSSES, id="while loading"),
+        pytest.param("1 evaluation refuse", PROMPTS, id="a lane of prompts"),
+        pytest.param("0 evaluation refuse", PROMPTS, id="the other lane", marks=pytest.mark.sweep),
+    ],
 )
 def test_what_one_refuses_where_none_waits_for_it_all_refuse(
     monkeypatch: pytest.MonkeyPatch,
