@@ -24,10 +24,9 @@ from .engine.exchange import any_of
 from .engine.mesh import Axis, first_ranks
 from .pulse import Cancelled, Pulse
 from .ranks import machines, rank, world_size
-from .rows import Share
-from .rows.converting import convert, share_of
-from .rows.trial import limit, trial
-from .watch import Watch
+from .vae.converting import convert, limit, share_of, trial
+from .vae.share import Share
+from .vae.watch import Watch
 
 CPU = torch.device("cpu")
 Trial = tuple[VAESpec, str, int, int, bool]

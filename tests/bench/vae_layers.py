@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel_runtime.worker.engine.mesh import Axis
-from parallel_runtime.worker.rows import Rows, Share
+from parallel_runtime.worker.vae.dividing import Rows
+from parallel_runtime.worker.vae.share import Share
 
 ROWS, CHANNELS = 8, 32
 Call = Callable[[], Tensor]

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from parallel_runtime.worker.engine.mesh import first_ranks
 from parallel_runtime.worker.engine.streams import chunk_sizes
-from parallel_runtime.worker.rows import Rows, Share
-from parallel_runtime.worker.rows.trial import trial
+from parallel_runtime.worker.vae.converting import trial
+from parallel_runtime.worker.vae.dividing import Rows
+from parallel_runtime.worker.vae.share import Share
 
 Net = Callable[[Tensor], Tensor]
 CPU = torch.device("cpu")

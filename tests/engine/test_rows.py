@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 from parallel_runtime.errors import Refused
 from parallel_runtime.worker.engine.mesh import Axis
-from parallel_runtime.worker.rows import Rows, Share
-from parallel_runtime.worker.rows.trial import limit
+from parallel_runtime.worker.vae.converting import limit
+from parallel_runtime.worker.vae.dividing import Rows
+from parallel_runtime.worker.vae.share import Share
 
 from .conftest import Groups
 from .row_cases import NETS

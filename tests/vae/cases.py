@@ -13,8 +13,8 @@ from parallel_runtime.autoencoders import COMPARED, Compared, kind_of
 from parallel_runtime.worker.comfy_loop.autoencoder import chunked_alike, unlimited
 from parallel_runtime.worker.engine.mesh import Axis, first_ranks
 from parallel_runtime.worker.engine.streams import chunk_sizes
-from parallel_runtime.worker.rows import Share
-from parallel_runtime.worker.rows.converting import convert
+from parallel_runtime.worker.vae.converting import convert
+from parallel_runtime.worker.vae.share import Share
 
 from . import zoo
 

@@ -63,7 +63,7 @@ def measure(name: str, method: str, ranks: int, latent: tuple[int, ...] = ()) ->
     from parallel_runtime.worker.comfy_loop.autoencoder import chunked_alike, unlimited
     from parallel_runtime.worker.engine import exchange
     from parallel_runtime.worker.engine.mesh import Axis
-    from parallel_runtime.worker.rows.converting import convert, longer_side, share_of
+    from parallel_runtime.worker.vae.converting import convert, longer_side, share_of
 
     from .real import REAL
 

@@ -33,7 +33,7 @@ def measure(name: str, method: str, latent: tuple[int, ...], world: int) -> dict
     from parallel_runtime.autoencoders import COMPARED, kind_of
     from parallel_runtime.worker.engine import exchange
     from parallel_runtime.worker.engine.mesh import first_ranks
-    from parallel_runtime.worker.rows.converting import convert, share_of
+    from parallel_runtime.worker.vae.converting import convert, share_of
 
     from . import zoo
 
@@ -66,7 +66,8 @@ def measure(name: str, method: str, latent: tuple[int, ...], world: int) -> dict
 
 def overhead() -> float:
     from parallel_runtime.worker.engine.mesh import Axis
-    from parallel_runtime.worker.rows import Rows, Share
+    from parallel_runtime.worker.vae.dividing import Rows
+    from parallel_runtime.worker.vae.share import Share
 
     x = torch.randn(1, 8, 1, 4)
 
@@ -83,7 +84,7 @@ def overhead() -> float:
 
 
 def _small(share: Any, world: int) -> Any:
-    from parallel_runtime.worker.rows import Share
+    from parallel_runtime.worker.vae.share import Share
 
     return Share(ranks=share.ranks, dim=share.dim, units=(2,) * world)
 

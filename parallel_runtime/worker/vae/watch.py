@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..jobs import VAEJob
-from .engine.exchange import any_of
-from .engine.mesh import Axis
-from .pulse import Pulse
+from ...jobs import VAEJob
+from ..engine.exchange import any_of
+from ..engine.mesh import Axis
+from ..pulse import Pulse
 
 VOTE_EVERY = 32  # functions that are divided; a cancel waits for so many
 

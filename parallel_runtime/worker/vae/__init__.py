@@ -2,9 +2,3 @@
 
 Knows torch and the engine's exchanges, neither ComfyUI nor any VAE.
 """
-
-from .dividing import divided
-from .mode import Rows
-from .share import Share
-
-__all__ = ["Rows", "Share", "divided"]

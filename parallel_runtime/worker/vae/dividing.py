@@ -1,0 +1,101 @@
+"""A model, for a while, on this rank's rows: under a mode in which torch's functions know that a tensor is some rows of
+a larger one. No convolution is hooked, so those, padding in a forward, caches of time chunks and copied blocks are all
+the same thing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ...errors import Refused
+from . import functions
+from .share import Share
+
+ATTENTION = ("optimized_attention", "optimized_vae_attention")  # what ComfyUI's VAE blocks call, attributes of theirs
+
+
+@contextmanager
+def divided(model: nn.Module, rows: Rows, over_time: Collection[str] = ()) -> Iterator[None]:
+    """Within it `model` runs on this rank's rows. Modules of the classes `over_time` ("module.Class") attend along
+    time only, each pixel for itself, and are left as they are."""
+    found = [(module, name) for module in model.modules() for name in ATTENTION if name in vars(module)]
+    before = [getattr(module, name) for module, name in found]
+    local = [module for module in model.modules() if f"{type(module).__module__}.{type(module).__name__}" in over_time]
+    hooks = [module.register_forward_pre_hook(lambda *_: rows.enter_local()) for module in local]
+    hooks += [module.register_forward_hook(lambda *_: rows.leave_local(), always_call=True) for module in local]
+    try:
+        for module, name in found:
+            setattr(module, name, rows.attention)
+        with rows:
+            yield
+    finally:
+        for (module, name), kept in zip(found, before, strict=True):
+            setattr(module, name, kept)
+        for hook in hooks:
+            hook.remove()
+
+
+class Rows(TorchFunctionMode):
+    """`tick` is called before each function that is handled here: equally often, in the same places, on every rank."""
+
+    def __init__(self, share: Share, tick: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.share = share
+        self._tick = tick
+        self._local = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention and not self._local:
+            raise Refused(f"attention of {tuple(args[0].shape)}, which is none of the blocks that can be divided")
+        handler = HANDLERS.get(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        self._tick()
+        return handler(self.share, func, *args, **(kwargs or {}))
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """In place of a block's `optimized_attention`."""
+        self._tick()
+        return functions.attend(self.share, query, key, value)
+
+    def enter_local(self) -> None:
+        """What attends from now on looks across no cut."""
+        self._local += 1
+
+    def leave_local(self) -> None:
+        self._local -= 1
+
+
+T = Tensor
+REDUCTIONS = (
+    torch.mean, T.mean, torch.sum, T.sum, torch.var, T.var, torch.std, T.std, torch.var_mean, torch.norm, T.norm,
+    torch.amax, T.amax, torch.amin, T.amin, torch.softmax, T.softmax, F.softmax, torch.cumsum, T.cumsum, torch.flip,
+    T.flip,
+)  # fmt: skip
+ACROSS = (
+    F.unfold, F.fold, F.grid_sample, F.instance_norm, torch.roll, T.roll, F.max_pool2d, F.max_pool3d,
+    F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, torch.fft.fft2, torch.fft.rfft2, torch.fft.fftn,
+)  # fmt: skip
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    F.pad: functions.pad,
+    F.conv2d: functions.convolution,
+    F.conv3d: functions.convolution,
+    torch.cudnn_convolution: functions.cudnn_convolution,
+    F.conv_transpose2d: functions.transposed,
+    F.conv_transpose3d: functions.transposed,
+    F.group_norm: functions.group_norm,
+    F.interpolate: functions.interpolate,
+    F.avg_pool2d: functions.pool,
+    F.avg_pool3d: functions.pool,
+    **dict.fromkeys((torch.randn, torch.rand, torch.randn_like, torch.rand_like), functions.noise),
+    **dict.fromkeys(REDUCTIONS, functions.reduce),
+    **dict.fromkeys(ACROSS, functions.refuse),
+}

@@ -1,0 +1,114 @@
+"""Which rows (dim -2) or columns (dim -1) of every activation are whose, and the neighbours' at an edge, which travel
+while the inside is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...errors import Refused
+from ..engine.exchange import gather, trade
+from ..engine.mesh import Axis
+
+Answer = Callable[[], tuple[Tensor | None, Tensor | None]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Share:
+    """Rank i of `ranks` holds `units[i]` rows of the latent. A level of the network that is f times as fine has f times
+    as many everywhere."""
+
+    ranks: Axis
+    dim: int
+    units: tuple[int, ...]
+    _weights: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.dim in (-2, -1)
+        assert len(self.units) == self.ranks.size
+        assert min(self.units) >= 1, "a rank without rows: use fewer ranks"
+
+    @property
+    def index(self) -> int:
+        return self.ranks.index
+
+    @property
+    def own(self) -> int:
+        return self.units[self.index]
+
+    @property
+    def before(self) -> int:
+        """Units of the ranks before this one."""
+        return sum(self.units[: self.index])
+
+    def factor(self, x: Tensor, what: str) -> int:
+        """How fine the level of `x` is. Raises Refused where these cannot be this rank's rows."""
+        rows = x.shape[self.dim]
+        if rows % self.own:
+            raise Refused(f"{what} of {tuple(x.shape)}: dim {self.dim} is no multiple of this rank's {self.own} rows")
+        return rows // self.own
+
+    def cut(self, x: Tensor, factor: int) -> Tensor:
+        """This rank's rows of a whole tensor."""
+        return x.narrow(self.dim, self.before * factor, self.own * factor)
+
+    def whole(self, x: Tensor, what: str = "a gather") -> Tensor:
+        """The rows of all ranks. Collective."""
+        factor = self.factor(x, what)
+        (rows,) = gather(x.movedim(self.dim, 0), [units * factor for units in self.units], self.ranks).wait()
+        return rows.movedim(0, self.dim)
+
+    def weights(self, device: torch.device) -> Tensor:
+        """What each rank's mean counts in the mean of all: its share of the rows, float32."""
+        if device not in self._weights:
+            total = sum(self.units)
+            self._weights[device] = torch.tensor([units / total for units in self.units], device=device)
+        return self._weights[device]
+
+
+def ask(share: Share, x: Tensor, before: int, after: int) -> Answer:
+    """Start to fetch so many rows before and after this rank's. The answer waits for them: None at an outer edge, and
+    where none were asked for. Collective."""
+    factor = share.factor(x, "padding")
+    if min(share.units) * factor < max(before, after):
+        return _from_afar(share, x, before, after)
+    rows, last = x.shape[share.dim], share.ranks.size - 1
+    give, take, shape = {}, {}, list(x.shape)
+    if share.index > 0:
+        if after:
+            give[share.index - 1] = x.narrow(share.dim, 0, after)
+        if before:
+            take[share.index - 1] = [*shape]
+            take[share.index - 1][share.dim] = before
+    if share.index < last:
+        if before:
+            give[share.index + 1] = x.narrow(share.dim, rows - before, before)
+        if after:
+            take[share.index + 1] = [*shape]
+            take[share.index + 1][share.dim] = after
+    if not give and not take:
+        return lambda: (None, None)
+    pending = trade(give, take, share.ranks, like=x)
+
+    def answer() -> tuple[Tensor | None, Tensor | None]:
+        got = dict(zip(take, pending.wait(), strict=True))
+        return got.get(share.index - 1), got.get(share.index + 1)
+
+    return answer
+
+
+def _from_afar(share: Share, x: Tensor, before: int, after: int) -> Answer:
+    """From further than the next rank: rare, and small, since some rank has fewer rows than a convolution is wide.
+    Beyond the outer edges are zeros."""
+    whole, rows = share.whole(x), x.shape[share.dim]
+    around = [0, 0] * -share.dim
+    around[-2:] = before, after
+    start = share.before * (rows // share.own)
+    wide = F.pad(whole, around)
+    top, _, bottom = wide.narrow(share.dim, start, before + rows + after).split([before, rows, after], share.dim)
+    first, last = share.index == 0, share.index == share.ranks.size - 1
+    return lambda: (None if first or not before else top, None if last or not after else bottom)
