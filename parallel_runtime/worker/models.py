@@ -18,11 +18,11 @@ from ..specs import Compilation, ModelSpec, Parallelism, Storage
 from .engine.compiling import compile_blocks
 from .engine.divide import divide, undivide
 from .engine.exchange import any_of
+from .engine.memory import give_back_cache
 from .engine.mesh import Axis, ContextMesh, build_mesh, with_own_group
 from .engine.overriding import by_backend
 from .engine.recording import Recording, Unrecordable  # noqa: F401
 from .lanes import Lanes
-from .link import give_back_cache
 from .ranks import refusing_together
 from .spread import check_files
 from .step_cache import StepCache
