@@ -15,7 +15,8 @@ from parallel_runtime.jobs import DemoJob  # noqa: E402
 from parallel_runtime.specs import ModelSpec, Parallelism, Storage  # noqa: E402
 from parallel_runtime.wire.bundles import write_bundle  # noqa: E402
 from parallel_runtime.wire.messages import Sample  # noqa: E402
-from parallel_runtime.worker import link, models, serve  # noqa: E402
+from parallel_runtime.worker import models, serve  # noqa: E402
+from parallel_runtime.worker.engine import memory  # noqa: E402
 from parallel_runtime.worker.models import Model  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -65,7 +66,7 @@ def test_giving_back_means_the_allocators_cache_on_every_kind_of_device(monkeypa
     calls: list[str] = []
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: calls.append("emptied"))
     for kind in ("cpu", "cuda", "xpu"):
-        link.give_back_cache(torch.device(kind))
+        memory.give_back_cache(torch.device(kind))
     assert calls == ["emptied", "emptied"]
 
 

@@ -18,10 +18,9 @@ from ..plan import Attends, Cross, Plan
 from ..specs import Parallelism
 from ..worker.engine.attention import ContextAttention
 from ..worker.engine.cuts import Cuts
-from ..worker.engine.hooking import hook
+from ..worker.engine.hooking import Block, cut_blocks, hook
 from ..worker.engine.kernels import check_backend
 from ..worker.engine.mesh import ContextMesh
-from ..worker.engine.sites import Block, blocks_of
 from ..worker.engine.streams import DIVIDED, Streams
 from .adopting import mesh_for
 from .backend import backend_name
@@ -93,7 +92,7 @@ def attach(
     plan = plan or plan_of(transformer)
     plan = replace(plan, replicated=plan.replicated.union(replicated))
     cuts = Cuts(plan, context_mesh.context)
-    blocks = [block for site in plan.sites for block in blocks_of(transformer, site)]
+    blocks = cut_blocks(transformer, plan)
     routes = list(_routes(transformer, blocks, context_mesh, parallelism, cuts.streams))
     handles = [transformer.register_forward_pre_hook(_begin(routes, cuts))]
     handles += [handle for block in blocks for handle in hook(block, cuts)]

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ..worker.comfy_loop.comfyui import import_comfyui
+from ..worker.engine.memory import give_back_cache
 from ..worker.leash import die_with_parent
-from ..worker.link import give_back_cache
 from ..worker.ranks import join, rank
 from .cases import REST, Setting, found, unbroken
 

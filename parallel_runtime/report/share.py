@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ..blocks import blocks_of
 from ..specs import Compilation, Parallelism
 from ..worker.engine import recording
-from ..worker.engine.compiling import blocks_in, compile_blocks
+from ..worker.engine.compiling import compile_blocks
 from ..worker.engine.mesh import build_mesh
 from .cases import Case, Row, Setting, unbroken
 from .clock import GIB, clocked
@@ -104,7 +105,7 @@ def _compiled(network: nn.Module, clock: Clock, world: int, device: torch.device
         return {"note": NO_GRAPHS}
     parallelism, plan = Parallelism(ulysses_degree=world), plan_of(network).plan
     with group_of_nobody(world), divided(network, build_mesh(parallelism, device), parallelism):
-        undo = compile_blocks(blocks_in(network, plan), Compilation())
+        undo = compile_blocks(blocks_of(network, plan, carrying=True), Compilation())
         try:
             return clock.recorded()
         finally:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -40,33 +37,6 @@ def host_bytes_per_second(device: torch.device) -> float:
     block = torch.ones((64 if cuda else 4) << 20, dtype=torch.uint8, pin_memory=cuda)
     place = torch.empty_like(block, device=device)
     return block.nbytes / _best(lambda: place.copy_(block, non_blocking=True), device)
-
-
-def host_free_bytes() -> int:
-    """Main memory that could be taken without swapping."""
-    told = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(told["MemAvailable"].split()[0]) << 10
-
-
-def free_bytes(device: torch.device) -> int:
-    if device.type != "cpu":
-        return torch.accelerator.get_memory_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def spare_bytes(device: torch.device) -> int:
-    """What PyTorch keeps of a device for this process's next tensors."""
-    if device.type == "cpu":
-        return 0
-    return torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
-
-
-def give_back_cache(device: torch.device) -> None:
-    """Memory that PyTorch or the C library keeps for later looks taken to other processes, as ComfyUI's."""
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
-    elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc has it
-        trim(0)
 
 
 def _best(run: Callable[[], Tensor | list[Tensor]], device: torch.device) -> float:

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from ..wire.readings import Graphs, Holding, Readings
+from .engine.memory import free_bytes, host_free_bytes, spare_bytes
 from .engine.race import results
-from .link import free_bytes, host_free_bytes, spare_bytes
 from .models import Model
 
 GIB = 1 << 30

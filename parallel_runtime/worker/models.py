@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..blocks import blocks_of
 from ..errors import Refused
 from ..networks import Network
 from ..specs import Compilation, ModelSpec, Parallelism, Storage
-from .engine.compiling import blocks_in, compile_blocks
+from .engine.compiling import compile_blocks
 from .engine.divide import divide, undivide
 from .engine.exchange import any_of
+from .engine.memory import give_back_cache
 from .engine.mesh import Axis, ContextMesh, build_mesh, with_own_group
 from .engine.overriding import by_backend
 from .engine.recording import Recording, Unrecordable  # noqa: F401
 from .lanes import Lanes
-from .link import give_back_cache
 from .ranks import refusing_together
 from .spread import check_files
 from .step_cache import StepCache
@@ -140,7 +141,7 @@ class Model:
         self.recording.drop()
         self.recording.compiled = compilation is not None
         if compilation is not None:
-            blocks = blocks_in(self.network, self.plan.plan) if self.plan else [self.network]
+            blocks = blocks_of(self.network, self.plan.plan, carrying=True) if self.plan else [self.network]
             self.compiled = compilation, compile_blocks(blocks, compilation)
 
     def rest(self) -> None:

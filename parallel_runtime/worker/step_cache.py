@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..blocks import modules_of
 from ..plan import Names, Plan, Site
 from .engine.exchange import gather
 from .engine.mesh import Axis, ContextMesh
@@ -97,7 +98,7 @@ class StepCache:
 
     def _forwards(self) -> Iterator[tuple[nn.Module, Forward]]:
         for number, site in enumerate(self._plan.trunk):
-            modules = list(self._transformer.get_submodule(site.name).children())
+            modules = modules_of(self._transformer, site)
             if number == 0:
                 head = modules.pop(0)
                 yield head, self._leading(head, site)

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from parallel_runtime.blocks import blocks_of
 from parallel_runtime.specs import Compilation
-from parallel_runtime.worker.engine.compiling import blocks_in, compile_blocks
+from parallel_runtime.worker.engine.compiling import compile_blocks
 from parallel_runtime.worker.engine.divide import divide, undivide
 
 from ..engine.meshes import mesh, parallelism
@@ -31,7 +32,7 @@ def compiled(rank: int, world: int, name: str, ring: int, ulysses: int, backend:
 
 def _compiled(network: nn.Module, inputs: Any, backend: str) -> tuple[list[Tensor], dict[str, int]]:
     counters.clear()
-    undo = compile_blocks(blocks_in(network, plan_of(network).plan), Compilation(backend=backend))
+    undo = compile_blocks(blocks_of(network, plan_of(network).plan, carrying=True), Compilation(backend=backend))
     try:
         out = forward(network, inputs)
     finally:

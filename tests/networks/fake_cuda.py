@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallel_runtime.blocks import blocks_of
 from parallel_runtime.specs import Parallelism
-from parallel_runtime.worker.engine.compiling import blocks_in
 from parallel_runtime.worker.engine.divide import divide, undivide
 from parallel_runtime.worker.engine.mesh import build_mesh
 
@@ -67,7 +67,7 @@ def _runs(network: nn.Module, run: Run) -> Iterator[tuple[str, Any]]:
 def _waits(network: nn.Module, run: Run) -> dict[str, Any]:
     inside, outside = Launches(lambda: True), Launches(lambda: True)
     try:
-        with fake_cuda(), outside, _within(blocks_in(network, plan_of(network).plan), inside):
+        with fake_cuda(), outside, _within(blocks_of(network, plan_of(network).plan, carrying=True), inside):
             out = run()
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:600]}

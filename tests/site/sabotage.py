@@ -23,7 +23,7 @@ PLACES = {  # module, function, which call of it
     "evaluation": ("parallel_runtime.worker.demo_loop", "DemoModel.__call__", 3),
     "gather": ("parallel_runtime.worker.engine.exchange", "gather", 3),
     "step": ("parallel_runtime.worker.pulse", "Pulse.step", 3),
-    "main_memory": ("parallel_runtime.worker.link", "host_free_bytes", 1),
+    "main_memory": ("parallel_runtime.worker.engine.memory", "host_free_bytes", 1),
     "memory": ("parallel_runtime.worker.memory", "readings", 1),
     "reply": ("parallel_runtime.wire.channel", "Channel.send", 3),  # after Ready and Joined
     "attention": ("parallel_runtime.worker.engine.overriding", "Overriding._together", 10),

@@ -14,15 +14,8 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import BackendCompilerFailed
 
 from ...errors import Refused
-from ...plan import Plan
 from ...specs import Compilation
 from .graphs import unwatched
-from .sites import blocks_of
-
-
-def blocks_in(network: nn.Module, plan: Plan) -> list[nn.Module]:
-    """The blocks that a plan's tokens pass."""
-    return [block.module for site in plan.sites if site.carries for block in blocks_of(network, site)]
 
 
 def compile_blocks(blocks: Iterable[nn.Module], compilation: Compilation) -> Callable[[], None]:

@@ -18,12 +18,11 @@ from ...plan import Plan
 from ...specs import Parallelism
 from .between import Residuals, wants_whole
 from .cuts import Cuts
-from .hooking import hook
+from .hooking import Block, cut_blocks, hook
 from .mesh import ContextMesh
 from .naming import Naming
 from .overriding import Overriding
 from .scales import agree_on_scales
-from .sites import Block, blocks_of
 from .streams import DIVIDED
 
 _OVERRIDE = "optimized_attention_override"
@@ -62,7 +61,7 @@ class _Division:
         self._naming = Naming(plan.no_options, self._override)
         self._handles: list[RemovableHandle] = []
         self._inner: list[nn.Module] = []  # whose forward was replaced
-        blocks = [block for site in plan.sites for block in blocks_of(network, site)]
+        blocks = cut_blocks(network, plan)
         self._keep(network.register_forward_pre_hook(self._begin, with_kwargs=True))
         for block in blocks:
             self._hook(block)

@@ -1,10 +1,15 @@
-"""Torch's hooks at the inputs and outputs of a plan's blocks, where values are cut and put together again.
+"""A plan's sites in a network: which module is given what, and hooks that cut values and put them together again.
 
-They run outside of whatever wraps a module's forward (offloading, caching), in any order of attaching.
+They run outside of whatever wraps a module's forward (offloading, caching), in any order of attaching. Modules that
+reshape their tokens by frames see the part that a rank holds filled up to whole frames; each frame there attends to
+keys of its own.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,14 +17,96 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ...blocks import modules_of
+from ...errors import Refused
+from ...plan import Attends, Count, Frames, Plan, Site, Whole, Window, Word
 from .cuts import Cuts
-from .framing import frame
-from .sites import Block
+
+_ALWAYS_WHOLE = {"transformer_options"}
+_Kind = inspect.Parameter
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One module of a site. `words`: argument to (its place among positional ones, what becomes of it)."""
+
+    site: Site
+    module: nn.Module
+    last: bool
+    words: dict[str | int, tuple[int | None, Word]]
+    scopes: list[tuple[nn.Module, Attends]]
+    parameters: list[str]
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refused where it is given what is neither cut nor known to be whole: silence would be a wrong result."""
+        if self.site.frames is None and all(isinstance(word, Whole | Count) for _, word in self.words.values()):
+            return
+        given = self.named(args, kwargs)
+        known = self.words.keys() | set(self.site.whole) | _ALWAYS_WHOLE | self._framed
+        if strangers := [str(name) for name, value in given.items() if value is not None and name not in known]:
+            raise Refused(
+                f"{self.site.name} ({type(self.module).__name__}) is given {', '.join(strangers)}, of which its plan "
+                "does not know; set ring and Ulysses degrees to 1"
+            )
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+        """What it is given, by name; what has none, by its place."""
+        return {self.parameters[n] if n < len(self.parameters) else n: value for n, value in enumerate(args)} | kwargs
+
+    @property
+    def _framed(self) -> set[str | None]:
+        frames = self.site.frames
+        return set() if frames is None else {frames.tokens, *frames.conditions, frames.until}
+
+
+def cut_blocks(network: nn.Module, plan: Plan) -> list[Block]:
+    """The modules of all sites; ValueError where the network has not what the plan names."""
+    return [block for site in plan.sites for block in _of_site(network, site)]
+
+
+def _of_site(network: nn.Module, site: Site) -> Iterator[Block]:
+    modules = modules_of(network, site)
+    for module in modules:
+        parameters, open_ended = _parameters(module)
+        words = {name: (place, word) for name, place, word in _places(site, parameters, open_ended, module)}
+        scopes: list[tuple[nn.Module, Attends]] = [] if site.attends is None else [(module, site.attends)]
+        below = dict(module.named_modules())
+        scopes += [(below[name], _widened(over, below[name])) for name, over in site.within.items() if name in below]
+        yield Block(site, module, module is modules[-1], words, scopes, parameters)
+
+
+def _widened(over: Attends, module: nn.Module) -> Attends:
+    if not isinstance(over, Window) or isinstance(over.width, int):
+        return over
+    width = getattr(module, over.width)
+    return over.streams if width is None else replace(over, width=width)
+
+
+def _parameters(module: nn.Module) -> tuple[list[str], bool]:
+    """Names of positional arguments, and whether any others may come by name."""
+    found = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    named = [one.name for one in found if one.kind in (_Kind.POSITIONAL_OR_KEYWORD, _Kind.KEYWORD_ONLY)]
+    return named, any(one.kind == _Kind.VAR_KEYWORD for one in found)
+
+
+def _places(site: Site, parameters: list[str], more: bool, module: nn.Module) -> Iterator[tuple[Any, int | None, Word]]:
+    for name, word in site.args.items():
+        if isinstance(name, int):
+            yield parameters[name] if name < len(parameters) else name, name, word
+        elif name in parameters:
+            yield name, parameters.index(name), word
+        elif more:
+            yield name, None, word
+        else:
+            raise ValueError(
+                f"the plan names argument {name!r} of {site.name} ({type(module).__name__}), whose forward takes "
+                f"{', '.join(parameters)}"
+            )
 
 
 def hook(block: Block, cuts: Cuts) -> list[RemovableHandle]:
     """Have what `block` is given cut, and what it returns made whole where its plan or the forward asks for it."""
-    handles = [] if block.site.frames is None else frame(block, block.site.frames, cuts)
+    handles = [] if block.site.frames is None else _frame(block, block.site.frames, cuts)
     if block.words:
         handles.append(block.module.register_forward_pre_hook(partial(_cut, block, cuts), with_kwargs=True))
     if block.site.outputs:
@@ -50,3 +137,76 @@ def _join(block: Block, cuts: Cuts, _: nn.Module, __: Any, output: Any) -> Any:
         word = words[0] if len(words) == 1 else cuts.fitting(outputs[at], words, where)
         outputs[at] = cuts.join(outputs[at], word.streams, word.dim, where)
     return outputs[0] if isinstance(output, Tensor) else type(output)(outputs)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Held tokens in whole frames: `tokens` of them from frame `first` to `last`, behind `front` that are filled in."""
+
+    first: int
+    last: int
+    front: int
+    tokens: int
+    size: int  # of a frame
+
+    @classmethod
+    def of(cls, start: int, held: int, tokens: int, frames: int) -> _Part:
+        """Of `held` tokens from `start` on, where the first `tokens` of all are of so many `frames`."""
+        size = tokens // frames
+        end = min(start + held, tokens)
+        if start >= end:  # none of a frame: the module still wants one
+            return cls(first=0, last=1, front=0, tokens=0, size=size)
+        first = start // size
+        return cls(first=first, last=-(-end // size), front=start - first * size, tokens=end - start, size=size)
+
+    @property
+    def length(self) -> int:
+        return (self.last - self.first) * self.size
+
+    def fill(self, held: Tensor) -> Tensor:
+        own, others = held[:, : self.tokens], held[:, self.tokens :]
+        before, behind = (
+            held.new_zeros(held.shape[0], count, *held.shape[2:])
+            for count in (self.front, self.length - self.front - self.tokens)
+        )
+        return torch.cat([before, own, behind, others], 1)
+
+    def drop(self, filled: Tensor) -> Tensor:
+        return torch.cat([filled[:, self.front : self.front + self.tokens], filled[:, self.length :]], 1)
+
+
+def _frame(block: Block, frames: Frames, cuts: Cuts) -> list[RemovableHandle]:
+    """Have `block` see whole frames, and its caller what it passed."""
+    parts: list[_Part | None] = []  # of the calls that run
+    return [
+        block.module.register_forward_pre_hook(partial(_fill, block, frames, cuts, parts), with_kwargs=True),
+        block.module.register_forward_hook(partial(_drop, parts)),
+    ]
+
+
+@torch.compiler.disable
+def _fill(
+    block: Block, frames: Frames, cuts: Cuts, parts: list[_Part | None], _: nn.Module, args: Any, kwargs: Any
+) -> Any:
+    block.check(args, kwargs)
+    given = block.named(args, kwargs)
+    tokens, total, held = given[frames.tokens], cuts.total((frames.stream,)), cuts.held((frames.stream,))
+    parts[:] = [None]
+    if tokens.shape[1] != held or held == total:
+        return None
+    conditions = {name: given[name] for name in frames.conditions if given.get(name) is not None}
+    count = next(iter(conditions.values())).shape[1] // frames.each
+    part = _Part.of(cuts.first(frames.stream), held, given[frames.until] if frames.until else total, count)
+    given[frames.tokens] = part.fill(tokens)
+    for name, value in conditions.items():
+        given[name] = value[:, part.first * frames.each : part.last * frames.each]
+    if frames.until:
+        given[frames.until] = part.length
+    parts[:] = [part]
+    return (), given
+
+
+@torch.compiler.disable
+def _drop(parts: list[_Part | None], _: nn.Module, __: Any, output: Tensor) -> Tensor:
+    (part,) = parts
+    return output if part is None else part.drop(output)

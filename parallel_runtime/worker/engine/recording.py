@@ -20,6 +20,7 @@ from ...specs import GraphsChoice
 from ...wire.readings import Graphs
 from . import graphs
 from .graphs import Graph, Recorder
+from .memory import free_bytes, spare_bytes
 from .moments import Moment, Now, now_on
 
 KEYS = 4  # recordings of a model
@@ -333,11 +334,8 @@ class Recording:
 
     def _is_tight(self) -> bool:
         """Would another evaluation by itself find less memory than recordings hold?"""
-        if self.device.type == "cpu":
-            return False
         held = self.told.bytes
-        cached = torch.accelerator.memory_reserved(self.device) - torch.accelerator.memory_allocated(self.device)
-        return torch.accelerator.get_memory_info(self.device)[0] + max(0, cached - held) < held
+        return self.device.type != "cpu" and free_bytes(self.device) + max(0, spare_bytes(self.device) - held) < held
 
 
 def _forget_oldest(remembered: dict[Any, Any], most: int = SEEN) -> None:
