@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..specs import Parallelism
-from ..worker.engine.mesh import AXES, LANES, ContextMesh, axis_of, build_mesh, wire_of
+from ..worker.engine.mesh import AXES, LANES, ContextMesh, World, axis_of, build_mesh, wire_of
 
 
 def from_context_parallel_config(config: Any) -> Parallelism:
@@ -48,13 +48,14 @@ def adopt_mesh(mesh: DeviceMesh, parallelism: Parallelism, device: torch.device 
     _check_dims(mesh, parallelism)
     wire = wire_of(device or torch.device(mesh.device_type))
     staged = wire if device is not None and wire.type != device.type else None
-    axes = {name: axis_of(mesh[name].get_group(), staged) for name in ("ring", "ulysses")}
+    world = World()
+    axes = {name: axis_of(mesh[name].get_group(), staged, world) for name in ("ring", "ulysses")}
     for name in LANES:
         if getattr(parallelism, f"{name}_degree") > 1:
-            axes[name] = axis_of(mesh[name].get_group(), staged)
+            axes[name] = axis_of(mesh[name].get_group(), staged, world)
     both = mesh["ring", "ulysses"]
     flat = both._flatten()
-    context = axis_of(flat.get_group(), staged)
+    context = axis_of(flat.get_group(), staged, world)
     expected = axes["ring"].index * axes["ulysses"].size + axes["ulysses"].index
     if context.index != expected or _row(both, axes["ring"].index) != axes["ulysses"].ranks:
         raise ValueError(f"the mesh must hold its ranks in ascending order along ring and ulysses, got {both}")

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..specs import AttentionBackend, Parallelism
 from ..worker.engine.attention import ContextAttention
 from ..worker.engine.kernels import attend, check_backend
-from ..worker.engine.mesh import ContextMesh, build_mesh
+from ..worker.engine.mesh import ContextMesh, World, build_mesh
 from ..worker.engine.race import results
 from ..worker.engine.streams import Streams
 from .cases import Case, Row, Setting, mean_error
@@ -28,12 +28,13 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
     shape = (1, setting.tokens, HEADS, HEAD_DIM)
     inputs = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3)]
     exact = _reference(inputs[0][:, :JUDGED], *inputs[1:])
+    world = World()
     for backend in get_args(AttentionBackend):
         if (why := _missing(backend, device)) is None:
-            yield from _of_backend(backend, inputs, exact, setting, device)
+            yield from _of_backend(backend, inputs, exact, setting, device, world)
         elif setting.world == 1:
             yield Case({"what": backend}, partial(dict, note=f"not here: {why}"))
-    for race in results():
+    for race in results(world):
         for name, microseconds in zip(race.kernels, race.microseconds, strict=True):
             yield Case({"what": f"race: {name}, {race.block}"}, partial(dict, ms=microseconds / 1e3))
 
@@ -56,7 +57,7 @@ def ways(world: int, backend: AttentionBackend = "auto") -> Iterator[tuple[str, 
 
 
 def _of_backend(
-    backend: AttentionBackend, inputs: list[Tensor], exact: Tensor, setting: Setting, device: torch.device
+    backend: AttentionBackend, inputs: list[Tensor], exact: Tensor, setting: Setting, device: torch.device, world: World
 ) -> Iterator[Case]:
     query, key, value = inputs
     told = {"what": backend, "dtype": str(query.dtype).removeprefix("torch.")}
@@ -67,7 +68,7 @@ def _of_backend(
 
     yield case("one process", partial(attend, query, key, value, None, None, backend), slice(0, JUDGED))
     for words, parallelism in ways(setting.world, backend):
-        mesh = build_mesh(parallelism, device)
+        mesh = build_mesh(parallelism, device, world)
         attention, own = _cut(mesh, parallelism, setting.tokens)
         yield case(words, partial(attention, query[:, own], key[:, own], value[:, own]), own)
 

@@ -11,6 +11,7 @@ import torch
 
 from ..wire.readings import Graphs, Holding, Readings
 from .engine.memory import free_bytes, host_free_bytes, spare_bytes
+from .engine.mesh import World
 from .engine.race import results
 from .models import Model
 
@@ -34,7 +35,7 @@ def out_of_memory(device: torch.device, models: Iterable[Model]) -> str:
     )
 
 
-def readings(device: torch.device, models: Iterable[Model]) -> Readings:
+def readings(device: torch.device, models: Iterable[Model], world: World) -> Readings:
     """What a user is shown of this rank, and the host plans by."""
     used, total = _used_and_total(device)
     present = list(models)
@@ -43,7 +44,7 @@ def readings(device: torch.device, models: Iterable[Model]) -> Readings:
         used,
         total,
         tuple(_holding(model, device) for model in present),
-        races=results()[-SHOWN:],
+        races=results(world)[-SHOWN:],
         graphs=graphs,
         free_bytes=free_bytes(device),
         spare_bytes=max(0, spare_bytes(device) - graphs.bytes),

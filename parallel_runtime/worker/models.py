@@ -19,7 +19,7 @@ from .engine.compiling import compile_blocks
 from .engine.divide import divide, undivide
 from .engine.exchange import any_of
 from .engine.memory import give_back_cache
-from .engine.mesh import Axis, ContextMesh, build_mesh, with_own_group
+from .engine.mesh import Axis, ContextMesh, World, build_mesh, with_own_group
 from .engine.overriding import by_backend
 from .engine.recording import Recording, Unrecordable  # noqa: F401
 from .lanes import Lanes
@@ -163,6 +163,7 @@ class Models:
     """
 
     def __init__(self, device: torch.device, loaders: Mapping[str, Load]) -> None:
+        self.world = World()
         self._device = device
         self._loaders = loaders
         self._models: dict[ModelSpec, Model] = {}
@@ -244,5 +245,5 @@ class Models:
         """The mesh of this shape. Collective when it is new."""
         shape = parallelism.shape
         if shape not in self._meshes:
-            self._meshes[shape] = build_mesh(parallelism, self._device)
+            self._meshes[shape] = build_mesh(parallelism, self._device, self.world)
         return self._meshes[shape]

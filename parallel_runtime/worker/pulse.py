@@ -17,7 +17,7 @@ from ..wire.bundles import write_bundle
 from ..wire.channel import Channel
 from ..wire.messages import Beat, Cancel, Step
 from ..wire.readings import Busy, Readings
-from .engine.exchange import clock
+from .engine.mesh import World
 from .engine.moments import HostMoment, Lead, Moment, Now
 from .preview import Previews
 from .ranks import agree, everybodys, rank
@@ -32,7 +32,7 @@ class Cancelled(Exception):
 
 class Pulse:
     """`unlike`: the ranks' devices are of several kinds, and might draw other random numbers: compare their latents.
-    `now` tells the time of this rank's device."""
+    `now` tells the time of this rank's device, `world` how long it stood still for others."""
 
     def __init__(
         self,
@@ -42,6 +42,7 @@ class Pulse:
         *,
         unlike: bool = False,
         now: Now = HostMoment,
+        world: World | None = None,
     ) -> None:
         self._channel = channel
         self._job = job
@@ -51,7 +52,8 @@ class Pulse:
         self._steps: deque[Moment] = deque()  # the last whose time was told, and those that are under way
         self._step_seconds = 0.0
         self._waited_seconds: float | None = None
-        self._waited_before = clock.seconds
+        self._world = world or World()
+        self._waited_before = self._world.waited_seconds
         self._cancelled = False
         self._last_beat = 0.0
         self._phase: tuple[bool, Busy] = (True, "")  # is it loading, what is it busy with?
@@ -101,7 +103,7 @@ class Pulse:
 
     def step(self, step: int, total: int, x0: Tensor, x: Tensor) -> None:
         """A sampler's callback. Dropped, not waited for, where the host is behind."""
-        waited = clock.seconds
+        waited = self._world.waited_seconds
         if self._steps:
             self._waited_seconds = None if waited is None else waited - (self._waited_before or 0.0)
         self._waited_before = waited

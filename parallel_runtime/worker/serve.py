@@ -118,7 +118,8 @@ class Worker:
     def _sample(self, request: Sample, bundle: int) -> tuple[Done, int | None]:
         """A refusal is an answer: this rank is at rest again, and whether all are is for the host to see."""
         job = read_job(read_bundle(bundle))
-        pulse = Pulse(self._channel, request.job, self._readings, unlike=self._unlike, now=now_on(self._device))
+        now, world = now_on(self._device), self._models.world
+        pulse = Pulse(self._channel, request.job, self._readings, unlike=self._unlike, now=now, world=world)
         try:
             return self._run(request, job, pulse)
         except Refused as refused:
@@ -146,7 +147,7 @@ class Worker:
         return done, found
 
     def _readings(self) -> Readings:
-        return readings(self._device, self._models.loaded)
+        return readings(self._device, self._models.loaded, self._models.world)
 
 
 def read_job(fields: dict[str, Any]) -> Job:

@@ -29,9 +29,10 @@ def winners(rank: int, world: int, times: dict[str, list[float]]) -> dict[str, A
         return times[name][rank]
 
     sizes = race.Sizes(batch=1, queries=7, keys=9, heads=2, head_dim=64, dtype=torch.bfloat16)
-    race._FOUND.clear()
-    won = [race.winner(list(times), sizes, mesh(world, 1).context, seconds, _CPU) for _ in range(2)]
-    return {"won": won, "timed": timed, "results": [list(astuple(found)[:3]) for found in race.results()]}
+    axis = mesh(world, 1).context
+    axis.world.races.clear()
+    won = [race.winner(list(times), sizes, axis, seconds, _CPU) for _ in range(2)]
+    return {"won": won, "timed": timed, "results": [list(astuple(found)[:3]) for found in race.results(axis.world)]}
 
 
 class CountedKernel(operators.Operator):
@@ -77,9 +78,9 @@ def kernels_taken(
         timed.append(taken[-1])
         return seconds[taken[-1]][rank]
 
-    race._FOUND.clear()
-    kernels._TRIED.clear()
     place, problem = mesh(*degrees), random_problem(21, masked=masked)
+    place.context.world.races.clear()
+    kernels._TRIED.clear()
     with (
         patch.dict(ACCELERATORS, cpu=row),
         patch.dict(operators.OPERATORS, {name: counted(name) for name in names}),
@@ -96,4 +97,9 @@ def kernels_taken(
         for _ in range(2):
             taken.clear()
             errors.append(cases._compare(attention(q, k, v, mask), problem, place))
-    return {"error": max(errors), "taken": taken, "timed": sorted(set(timed)), "raced": len(race.results())}
+    return {
+        "error": max(errors),
+        "taken": taken,
+        "timed": sorted(set(timed)),
+        "raced": len(race.results(place.context.world)),
+    }

@@ -140,7 +140,7 @@ EXPLICIT = [name for name in get_args(AttentionBackend) if name not in ("auto", 
 def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """What the log says of backends, from the start."""
     monkeypatch.setattr(kernels, "_TRIED", {})
-    monkeypatch.setattr(kernels, "_TOLD", set())
+    kernels.tell_once.cache_clear()
     return caplog
 
 

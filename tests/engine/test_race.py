@@ -12,8 +12,8 @@ import torch
 
 from parallel_runtime.accelerators import ACCELERATORS, Accelerator
 from parallel_runtime.specs import AttentionBackend, ModelSpec, Parallelism
-from parallel_runtime.worker.advice import Watch
-from parallel_runtime.worker.engine import advising, choosing, race
+from parallel_runtime.worker.advice import Advising, Watch
+from parallel_runtime.worker.engine import choosing, race
 from parallel_runtime.worker.engine.mesh import Axis, ContextMesh
 from parallel_runtime.worker.engine.operators import OPERATORS, Operator, by_pytorch
 from parallel_runtime.worker.models import Model
@@ -131,8 +131,6 @@ def kernel_here(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     monkeypatch.setattr(choosing, "cudnn_records", lambda: True)  # PyTorch for the CPU has no cuDNN
     order = iter(list(times) * 9)
     monkeypatch.setattr(choosing, "timed", lambda run, _: (run(), times[next(order)])[1])
-    monkeypatch.setattr(race, "_FOUND", {})
-    monkeypatch.setattr(advising, "_TOLD", set())
     return times
 
 
@@ -142,11 +140,12 @@ def test_one_worker_keeps_its_bits_and_is_told_once_of_a_kernel_that_is_clearly_
 ) -> None:
     kernel_here["_native_cudnn"] = seconds
     expected = {tokens: attended(tokens) for tokens in (1024, 1100)}
-    with advising.Advising():
+    rank = Axis()
+    with Advising(rank):
         for _ in range(2):
             for tokens, alone in expected.items():
                 assert torch.equal(attended(tokens), alone)
-    assert [result.what for result in race.results()] == ["alone", "alone"], "each size once"
+    assert [result.what for result in race.results(rank.world)] == ["alone", "alone"], "each size once"
     said = [record.getMessage() for record in caplog.records]
     races = [text for text in said if text.startswith("[CP] kernels: ")]
     assert len(races) == 2, "the log has the times of both sizes"
@@ -156,15 +155,16 @@ def test_one_worker_keeps_its_bits_and_is_told_once_of_a_kernel_that_is_clearly_
 
 
 def test_small_and_masked_attentions_of_one_worker_are_left_alone(kernel_here: dict[str, float]) -> None:
-    with advising.Advising():
+    rank = Axis()
+    with Advising(rank):
         attended(1000)
         attended(1100, masked=True)
-    assert race.results() == ()
+    assert race.results(rank.world) == ()
 
 
 def test_the_first_evaluation_of_each_shape_is_watched_where_comfyui_chooses() -> None:
     def watched(watch: Watch, model: Model, rows: int) -> bool:
-        return isinstance(watch(model, torch.empty(rows, 4, 8, 8, device="meta")), advising.Advising)
+        return isinstance(watch(model, torch.empty(rows, 4, 8, 8, device="meta")), Advising)
 
     model, watch = Model(ModelSpec(loader="test"), torch.nn.Identity()), Watch()
     model.parallelism = Parallelism()
@@ -173,7 +173,7 @@ def test_the_first_evaluation_of_each_shape_is_watched_where_comfyui_chooses() -
     assert not watched(Watch(), model, 1)
     model.parallelism, model.mesh = Parallelism(ulysses_degree=2), ContextMesh(context=Axis(size=2))
     assert not watched(Watch(), model, 1)
-    assert not isinstance(Watch()(model, torch.empty(1)), advising.Advising)
+    assert not isinstance(Watch()(model, torch.empty(1)), Advising)
 
 
 def test_what_runs_comfyuis_networks_does_without_diffusers() -> None:

@@ -162,10 +162,10 @@ def _right(out: Tensor, given: tuple[Tensor, Tensor, Tensor], mask: Tensor | Non
     return bool(away <= tolerance * expected.std())  # not where it is not a number
 
 
-def advice(query: Tensor, own: Whole, sizes: Sizes) -> str:
+def advice(query: Tensor, own: Whole, sizes: Sizes, alone: Axis) -> str:
     """What a worker that has the sequence to itself could gain by another kernel than its own: the name of one that is
     worth telling of, or ""."""
-    names, alone = rivals(query), Axis()
+    names = rivals(query)
     if isinstance(query, FakeTensor) or len(names) == 1:
         return ""
 

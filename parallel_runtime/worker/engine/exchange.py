@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .mesh import Axis
+from .mesh import Axis, World
 
 empty = torch.empty  # tests put functions here that fill with NaN
 zeros = torch.zeros
@@ -32,36 +32,27 @@ def allocate_kept(shape: Sequence[int], like: Tensor) -> Tensor:
     return zeros(tuple(shape), dtype=like.dtype, device=like.device)
 
 
-class Clock:
-    """How long this process has stood still for transfers. Those of NCCL wait on the device, where nobody sees it."""
-
-    def __init__(self) -> None:
-        self.seconds: float | None = None
-
-    def wait(self, works: Sequence[dist.Work], arriving: Sequence[Tensor]) -> None:
-        began = time.monotonic()
-        for work in works:
-            work.wait()
-        if all(tensor.device.type == "cpu" for tensor in arriving):
-            self.seconds = (self.seconds or 0.0) + time.monotonic() - began
-
-
-clock = Clock()
-
-
 class Pending:
     """A transfer under way. Its buffers may not be touched before `wait`, which returns what was received.
 
-    `arriving` are the tensors that the collective writes, `received` those that the caller wants it in.
+    `arriving` are the tensors that the collective writes, `received` those that the caller wants it in. `world` hears
+    how long this process stood still for it. Transfers of NCCL wait on the device, where nobody sees it.
     """
 
-    def __init__(self, works: Sequence[dist.Work], arriving: Sequence[Tensor], received: list[Tensor]) -> None:
+    def __init__(
+        self, works: Sequence[dist.Work], arriving: Sequence[Tensor], received: list[Tensor], world: World
+    ) -> None:
+        self._world = world
         self._works = works
         self._arriving = arriving
         self._received = received
 
     def wait(self) -> list[Tensor]:
-        clock.wait(self._works, self._arriving)
+        began = time.monotonic()
+        for work in self._works:
+            work.wait()
+        if all(tensor.device.type == "cpu" for tensor in self._arriving):
+            self._world.waited_seconds = (self._world.waited_seconds or 0.0) + time.monotonic() - began
         for arrived, tensor in zip(self._arriving, self._received, strict=True):
             if arrived is not tensor:
                 tensor.copy_(arrived)
@@ -75,7 +66,7 @@ def exchange(
     arriving = _at_wire(received, axis)
     options: Any = {"group": axis.group, "async_op": True}
     work = dist.all_to_all_single(arriving, _to_wire(send, axis), counts_in, counts_out, **options)
-    return Pending([work], [arriving], [received])
+    return Pending([work], [arriving], [received], axis.world)
 
 
 def gather(chunk: Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
@@ -94,7 +85,7 @@ def gather_others(chunk: Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
     others = allocate((sum(theirs), *chunk.shape[1:]), chunk)
     arriving = _at_wire(others, axis)
     places = dict(zip(order, arriving.split(theirs), strict=True))
-    return Pending(_swap(_to_wire(chunk.contiguous(), axis), places, axis), [arriving], [others])
+    return Pending(_swap(_to_wire(chunk.contiguous(), axis), places, axis), [arriving], [others], axis.world)
 
 
 def gather_evenly(whole: Tensor, chunk: Tensor, axis: Axis) -> Pending:
@@ -102,7 +93,7 @@ def gather_evenly(whole: Tensor, chunk: Tensor, axis: Axis) -> Pending:
     if whole.device.type == "cpu" or axis.wire is not None:
         return _collect(whole, chunk, [chunk.numel()] * axis.size, axis)
     work = dist.all_gather_into_tensor(whole, chunk, group=axis.group, async_op=True)
-    return Pending([work], [whole], [whole])
+    return Pending([work], [whole], [whole], axis.world)
 
 
 def _collect(whole: Tensor, chunk: Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
@@ -110,7 +101,7 @@ def _collect(whole: Tensor, chunk: Tensor, sizes: Sequence[int], axis: Axis) -> 
     wired = _to_wire(chunk, axis)
     places = arriving.split(list(sizes))
     places[axis.index].copy_(wired)
-    return Pending(_swap(wired, places, axis), [arriving], [whole])
+    return Pending(_swap(wired, places, axis), [arriving], [whole], axis.world)
 
 
 def _swap(wired: Tensor, places: Mapping[int, Tensor] | Sequence[Tensor], axis: Axis) -> list[dist.Work]:
@@ -130,7 +121,7 @@ def hop(block: Sequence[Tensor], spare: Sequence[Tensor], axis: Axis) -> Pending
     arriving = [_at_wire(tensor, axis) for tensor in spare]
     operations = [_p2p(dist.isend, _to_wire(tensor, axis), after, axis) for tensor in block]
     operations += [_p2p(dist.irecv, tensor, before, axis) for tensor in arriving]
-    return Pending(_start(operations), arriving, list(spare))
+    return Pending(_start(operations), arriving, list(spare), axis.world)
 
 
 def trade(give: Mapping[int, Tensor], take: Mapping[int, Sequence[int]], axis: Axis, *, like: Tensor) -> Pending:
@@ -142,14 +133,14 @@ def trade(give: Mapping[int, Tensor], take: Mapping[int, Sequence[int]], axis: A
     arriving = [_at_wire(tensor, axis) for tensor in received]
     operations = [_p2p(dist.isend, _to_wire(tensor.contiguous(), axis), peer, axis) for peer, tensor in give.items()]
     operations += [_p2p(dist.irecv, place, peer, axis) for peer, place in zip(take, arriving, strict=True)]
-    return Pending(_start(operations), arriving, received)
+    return Pending(_start(operations), arriving, received, axis.world)
 
 
 def any_of(axis: Axis, flag: bool) -> bool:
     """True on each rank of `axis` when it is true on any. Collective among them alone, on the CPU."""
     if axis.size == 1:
         return flag
-    voters = Axis(size=axis.size, index=axis.index, ranks=axis.ranks)
+    voters = Axis(size=axis.size, index=axis.index, ranks=axis.ranks, world=axis.world)
     (votes,) = gather(torch.tensor([int(flag)]), [1] * voters.size, voters).wait()
     return bool(votes.any())
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar, cast
 
 import torch
@@ -33,7 +33,6 @@ FAULTS = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "AcceleratorErro
 log = logging.getLogger(__name__)
 
 _TRIED: dict[Hashable, str] = {}  # by kind of call: why a backend has no kernel for it, "" where it has
-_TOLD: set[tuple[str, str]] = set()
 
 
 def check_backend(backend: AttentionBackend, device: torch.device) -> None:
@@ -129,11 +128,11 @@ def fits_flash(query: Tensor) -> bool:
     return query.shape[-1] % 8 == 0 and not OPERATORS["_native_flash"].lacks(query, query, query, None)
 
 
+@cache
 def tell_once(backend: str, why: str) -> None:
     """That a backend is not taken for some calls; by the first rank, for all of them."""
-    if (backend, why) in _TOLD or (dist.is_initialized() and dist.get_rank() > 0):
+    if dist.is_initialized() and dist.get_rank() > 0:
         return
-    _TOLD.add((backend, why))
     log.warning(
         "[CP] attention_backend %s has no kernel for some calls: %s. These go where auto would send them, all others "
         "go on with it",

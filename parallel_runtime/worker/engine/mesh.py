@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,22 @@ LANES = ("data", "cfg")  # axes along which whole evaluations are shared out
 AXES = (*LANES, "ring", "ulysses")
 
 
+@dataclass(eq=False)
+class World:
+    """What this rank learns as long as its group lives: the seconds of kernels that have raced, by who raced with what;
+    of which it has advised; how long it has stood still for transfers (None: nobody could see)."""
+
+    races: dict[tuple[Any, ...], dict[str, float]] = field(default_factory=dict)
+    advised: set[str] = field(default_factory=set)
+    waited_seconds: float | None = None
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Axis:
     """The ranks along one axis: how many, which one this is, their global ranks and group (None: this rank alone).
 
-    `wire` is where collectives want their tensors when they cannot take this rank's own (None: they can).
+    `wire` is where collectives want their tensors when they cannot take this rank's own (None: they can). `world` is
+    the same for all axes of a group.
     """
 
     size: int = 1
@@ -28,6 +40,7 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
     group: dist.ProcessGroup | None = None
     wire: torch.device | None = None
+    world: World = field(default_factory=World)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,11 +50,11 @@ class ContextMesh:
     `flat` is the one-dim DeviceMesh of those ranks (None: alone), for sharding weights over them.
     """
 
-    data: Axis = Axis()
-    cfg: Axis = Axis()
-    ring: Axis = Axis()
-    ulysses: Axis = Axis()
-    context: Axis = Axis()
+    data: Axis = field(default_factory=Axis)
+    cfg: Axis = field(default_factory=Axis)
+    ring: Axis = field(default_factory=Axis)
+    ulysses: Axis = field(default_factory=Axis)
+    context: Axis = field(default_factory=Axis)
     flat: DeviceMesh | None = None
 
     @property
@@ -50,14 +63,15 @@ class ContextMesh:
         return self.data.size * self.cfg.size
 
 
-def build_mesh(parallelism: Parallelism, device: torch.device | None = None) -> ContextMesh:
-    """The mesh of a group of `parallelism.world_size` ranks that compute on `device`.
+def build_mesh(parallelism: Parallelism, device: torch.device | None = None, world: World | None = None) -> ContextMesh:
+    """The mesh of a group of `parallelism.world_size` ranks that compute on `device`; `world` is the group's so far.
 
     Every rank of the group must call it together, once per shape: groups are made here. A world of one rank needs
     no process group. Raises ValueError when the degrees and the group disagree.
     """
+    alone = Axis(world=world or World())
     if parallelism.world_size == 1:
-        return ContextMesh()
+        return ContextMesh(context=alone)
     degrees = _degrees(parallelism)
     if not dist.is_initialized():
         raise ValueError(
@@ -73,8 +87,8 @@ def build_mesh(parallelism: Parallelism, device: torch.device | None = None) -> 
     sizes = {name: size for name, size in zip(AXES, parallelism.shape, strict=True) if size > 1}
     mesh = init_device_mesh(wire.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     staged = wire if device is not None and wire.type != device.type else None
-    axes = {name: axis_of(mesh[name].get_group(), staged) for name in sizes}
-    context = _context(mesh, axes, staged)
+    axes = {name: axis_of(mesh[name].get_group(), staged, alone.world) for name in sizes}
+    context = _context(mesh, axes, staged, alone)
     flat = DeviceMesh.from_group(context.group, wire.type) if context.group is not None else None
     for axis in (*axes.values(), context):
         _as_patient_as_the_world(axis, wire)
@@ -107,15 +121,15 @@ def first_ranks(count: int, device: torch.device) -> Axis:
     return Axis(size=count, index=index, ranks=tuple(range(count)), wire=staged)
 
 
-def _context(mesh: DeviceMesh, axes: Mapping[str, Axis], wire: torch.device | None) -> Axis:
+def _context(mesh: DeviceMesh, axes: Mapping[str, Axis], wire: torch.device | None, alone: Axis) -> Axis:
     """Ring and Ulysses together; a group of its own only where no other has just these ranks."""
     parts = [axes[name] for name in ("ring", "ulysses") if name in axes]
     if len(parts) < 2:
-        return parts[0] if parts else Axis()
+        return parts[0] if parts else alone
     if len(axes) == 2:
         assert dist.group.WORLD is not None
-        return axis_of(dist.group.WORLD, wire)
-    return axis_of(mesh["ring", "ulysses"]._flatten().get_group(), wire)
+        return axis_of(dist.group.WORLD, wire, alone.world)
+    return axis_of(mesh["ring", "ulysses"]._flatten().get_group(), wire, alone.world)
 
 
 def _as_patient_as_the_world(axis: Axis, wire: torch.device) -> None:
@@ -126,10 +140,10 @@ def _as_patient_as_the_world(axis: Axis, wire: torch.device) -> None:
         axis.group._get_backend(wire)._set_default_timeout(timeout)
 
 
-def axis_of(group: dist.ProcessGroup, wire: torch.device | None) -> Axis:
+def axis_of(group: dist.ProcessGroup, wire: torch.device | None, world: World) -> Axis:
     """Of the ranks of `group`, which it takes `wire` to talk to."""
     ranks = tuple(dist.get_process_group_ranks(group))
-    return Axis(size=len(ranks), index=dist.get_rank(group), ranks=ranks, group=group, wire=wire)
+    return Axis(size=len(ranks), index=dist.get_rank(group), ranks=ranks, group=group, wire=wire, world=world)
 
 
 def wire_of(device: torch.device) -> torch.device:

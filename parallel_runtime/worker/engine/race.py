@@ -1,6 +1,6 @@
 """Which of several kernels is fastest on these machines for the sizes at hand: timed once, agreed on by the ranks.
 
-Knows no kernel. What was found is kept as long as the process lives, and told by `results`.
+Knows no kernel. What was found is kept as long as the group lives, and told by `results`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from ...wire.readings import Race, RacedFor
 from .exchange import gather
 from .masks import ToldApart
-from .mesh import Axis
+from .mesh import Axis, World
 
 REPEATS = 3
 RUNS = 4  # between two looks at the clock
@@ -42,9 +42,6 @@ class Sizes:
     mask: ToldApart | None = None
 
 
-_FOUND: dict[tuple[Sizes, tuple[int, ...], tuple[str, ...]], dict[str, float]] = {}
-
-
 def winner(names: Sequence[str], sizes: Sizes, axis: Axis, seconds: Seconds, device: torch.device) -> str:
     """The name whose slowest rank is the fastest. Collective over `axis` for sizes that it has not raced with.
 
@@ -58,19 +55,19 @@ def timed_by_all(
     names: Sequence[str], sizes: Sizes, axis: Axis, seconds: Seconds, device: torch.device
 ) -> dict[str, float]:
     """Seconds of those that every rank has, on the slowest; none where it is not known. Collective as `winner`."""
-    entry = (sizes, axis.ranks, tuple(names))
-    if entry not in _FOUND and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    entry, found = (sizes, axis.ranks, tuple(names)), axis.world.races
+    if entry not in found and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return {}
-    if entry not in _FOUND:
-        measured = [found if (found := seconds(name)) > 0 else math.nan for name in names]
+    if entry not in found:
+        measured = [taken if (taken := seconds(name)) > 0 else math.nan for name in names]
         own = torch.tensor(measured, dtype=torch.float32, device=device)
         if axis.size > 1:
             (everybodys,) = gather(own[None], [1] * axis.size, axis).wait()
             own = everybodys.amax(dim=0)  # not a number where any is not
-        _FOUND[entry] = _sensible(dict(zip(names, own.tolist(), strict=True)), axis)
-        if axis.index == 0 and len(_FOUND[entry]) > 1:
-            log.warning("[CP] kernels: %s", _result(sizes, _FOUND[entry]))  # a worker's log begins with warnings
-    return _FOUND[entry]
+        found[entry] = _sensible(dict(zip(names, own.tolist(), strict=True)), axis)
+        if axis.index == 0 and len(found[entry]) > 1:
+            log.warning("[CP] kernels: %s", _result(sizes, found[entry]))  # a worker's log begins with warnings
+    return found[entry]
 
 
 def _sensible(times: dict[str, float], axis: Axis) -> dict[str, float]:
@@ -81,9 +78,9 @@ def _sensible(times: dict[str, float], axis: Axis) -> dict[str, float]:
     return {name: seconds for name, seconds in times.items() if math.isfinite(seconds)}
 
 
-def results() -> tuple[Race, ...]:
+def results(world: World) -> tuple[Race, ...]:
     """Of all races so far, the last one last."""
-    return tuple(_result(sizes, times) for (sizes, _, _), times in _FOUND.items() if len(times) > 1)
+    return tuple(_result(sizes, times) for (sizes, _, _), times in world.races.items() if len(times) > 1)
 
 
 def _result(sizes: Sizes, times: dict[str, float]) -> Race:
