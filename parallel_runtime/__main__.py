@@ -12,7 +12,7 @@ COMMANDS = {
     "demo": ".demo.run",
     "join": ".host.join",
     "migrate": ".migrate",
-    "networks": ".worker.workbench.command",
+    "networks": ".worker.workbench",
     "report": ".report.command",
 }
 

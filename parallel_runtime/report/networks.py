@@ -14,9 +14,8 @@ from ..networks import Network, network_of
 from ..specs import Parallelism, Storage, WeightsMode
 from ..worker.engine.divide import divide, undivide
 from ..worker.engine.mesh import ContextMesh, build_mesh
-from ..worker.weights.buffers import Buffers
 from ..worker.weights.places import place
-from ..worker.weights.store import Store
+from ..worker.weights.store import Buffers, Store
 from .attention import ways
 from .cases import Case, Row, Setting, mean_error, unbroken
 from .clock import clocked

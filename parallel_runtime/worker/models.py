@@ -26,8 +26,8 @@ from .lanes import Lanes
 from .ranks import refusing_together
 from .spread import check_files
 from .step_cache import StepCache
-from .weights.buffers import Buffers
 from .weights.places import Place, place
+from .weights.store import Buffers
 
 CPU = torch.device("cpu")
 

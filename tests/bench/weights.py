@@ -27,11 +27,8 @@ from torch import Tensor
 from parallel_runtime.for_diffusers import attach
 from parallel_runtime.specs import Parallelism
 from parallel_runtime.worker.engine.mesh import ContextMesh, build_mesh, with_own_group
-from parallel_runtime.worker.weights.buffers import Buffers
-from parallel_runtime.worker.weights.host_copy import HostCopy
-from parallel_runtime.worker.weights.shards import Shards
-from parallel_runtime.worker.weights.store import Source, Store
-from parallel_runtime.worker.weights.units import weight_bytes
+from parallel_runtime.worker.weights.places import HostCopy, Shards
+from parallel_runtime.worker.weights.store import Buffers, Source, Store, weight_bytes
 
 from .flux_like import build, inputs
 from .launch import is_rank, join, launch

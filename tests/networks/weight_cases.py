@@ -16,11 +16,8 @@ from parallel_runtime.blocks import blocks_of
 from parallel_runtime.worker.engine.divide import divide, undivide
 from parallel_runtime.worker.engine.mesh import with_own_group
 from parallel_runtime.worker.weights import store as store_module
-from parallel_runtime.worker.weights.buffers import Buffers
-from parallel_runtime.worker.weights.host_copy import HostCopy
-from parallel_runtime.worker.weights.shards import Shards
-from parallel_runtime.worker.weights.store import Source, Store
-from parallel_runtime.worker.weights.units import fetched_of, large_layers, weight_bytes
+from parallel_runtime.worker.weights.places import HostCopy, Shards
+from parallel_runtime.worker.weights.store import Buffers, Source, Store, fetched_of, large_layers, weight_bytes
 
 from ..bench.memory import peak_bytes
 from ..engine.meshes import mesh, parallelism

@@ -16,8 +16,7 @@ from ..models import Model
 from ..ranks import agree
 from ..step_cache import StepCache
 from ..weights.places import Place
-from ..weights.store import Store
-from ..weights.units import fetched_of, large_layers
+from ..weights.store import Store, fetched_of, large_layers
 from .code import rebuild
 from .reach import reaching
 from .weights import Away, Weights

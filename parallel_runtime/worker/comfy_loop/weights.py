@@ -13,8 +13,7 @@ import torch
 from comfy.model_patcher import key_param_name_to_key
 
 from ...mapped import Backup, Mapped
-from ..weights.store import Store
-from ..weights.units import weight_bytes
+from ..weights.store import Store, weight_bytes
 
 ALL = 1e32  # bytes: more than any device has
 

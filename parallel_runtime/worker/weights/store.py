@@ -1,4 +1,5 @@
-"""The weights of one network that come just before they are needed, one block ahead, into two buffers in turn."""
+"""The weights of one network that come just before they are needed, one block ahead, into two buffers in turn; and
+which modules those are: its blocks, and large layers outside of them."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..ranks import everybodys
-from .buffers import Buffers
 from .slab import Slab
 
 BLOCKS = 2  # buffers that blocks take in turn; layers outside of blocks share one more
+LARGE = 0.02  # of the model's weights: less is whole on every device
 
 
 def released(memory: Tensor) -> None:
@@ -41,6 +42,32 @@ class Source(Protocol):
     def restore(self) -> list[int]: ...
     def fetch(self, number: int, memory: Tensor) -> Arriving: ...
     def close(self) -> None: ...
+
+
+class Buffers:
+    """Memory that blocks are fetched into: a few storages of a device, which all of its models use in turn. They grow
+    and are given back while views of them stay what they are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+    def memory(self, number: int, size: int) -> Tensor:
+        """The first `size` bytes of storage `number`."""
+        storage = self._storages.setdefault(number, torch.UntypedStorage(0, device=self._device))
+        if storage.nbytes() < size:
+            storage.resize_(0)  # nothing worth copying
+            storage.resize_(size)
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (size,), (1,))
+
+    def give_back(self) -> None:
+        """Until `memory` is asked for again, views of it must not be read."""
+        for storage in self._storages.values():
+            storage.resize_(0)
 
 
 class Store:
@@ -169,3 +196,23 @@ class Store:
         self._there[slot] = number
         self._arriving[slot] = self._source.fetch(number, self._memory(number))
         self.fetches += 1
+
+
+def fetched_of(blocks: list[nn.Module], resident: int) -> list[nn.Module]:
+    """Without `resident` ones, which are spread evenly."""
+    total = len(blocks)
+    return [
+        block for number, block in enumerate(blocks) if (number + 1) * resident // total == number * resident // total
+    ]
+
+
+def large_layers(network: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """Layers outside of `blocks` whose weights count."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    least = LARGE * weight_bytes(network)
+    layers = [module for module in network.modules() if not list(module.children()) and id(module) not in inside]
+    return [layer for layer in layers if weight_bytes(layer) > least]
+
+
+def weight_bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())

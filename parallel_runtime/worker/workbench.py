@@ -1,0 +1,226 @@
+"""python -m parallel_runtime networks draft|check SUBJECT.py: see networks/README.md.
+
+A plan's first draft comes from three forwards: what changes with the latent, what with the text. It finds stacks,
+streams and most arguments. It cannot see the order of streams, which attention is local, or what the forwards did not
+bring (masks, references, times of their own). A check is a plan on two and three CPU ranks against the network
+undivided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from torch import Tensor, nn
+
+from ..networks import network_of
+from ..specs import Parallelism
+from .engine.divide import divide, undivide
+from .engine.mesh import build_mesh
+
+EXACT = 1e-5
+WAYS = (Parallelism(ring_degree=2), Parallelism(ulysses_degree=2), Parallelism(ring_degree=3))
+
+Shapes = dict[str, dict[str, tuple[int, ...]]]  # stack: argument: shape, and "returns"
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m parallel_runtime networks", description="The command line of the workbench."
+    )
+    parser.add_argument(
+        "action", choices=("draft", "check"), help="print a plan's first draft, or try the plan there is"
+    )
+    parser.add_argument(
+        "subject", type=Path, help="a file with network() and inputs(rows=0, text=0), see networks/README.md"
+    )
+    parser.add_argument("--comfyui", type=Path, default=Path(), help="a checkout of ComfyUI")
+    told = parser.parse_args(arguments)
+    if told.action == "draft":
+        sys.stdout.write(draft(told.subject, told.comfyui))
+        return 0
+    return check(told.subject, told.comfyui)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """`more_rows` is the same call with a larger latent, `more_text` with a longer prompt."""
+
+    network: nn.Module
+    call: dict[str, Any]
+    more_rows: dict[str, Any]
+    more_text: dict[str, Any]
+
+
+def load_subject(path: Path, comfyui: Path) -> Subject:
+    """Runs the file at `path`, with ComfyUI importable and set to the CPU and float32."""
+    if not path.is_file():
+        raise SystemExit(f"{path} is no file; write one as networks/README.md shows")
+    sys.path.append(str(comfyui.resolve()))
+    sys.argv = ["main.py", "--cpu", "--force-fp32", "--use-pytorch-cross-attention"]
+    spec = importlib.util.spec_from_file_location("subject", path)
+    assert spec is not None
+    assert spec.loader is not None
+    made: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    torch.manual_seed(1)
+    network = randomized(made.network())
+    return Subject(network, *(_seeded(made, **more) for more in ({}, {"rows": 2}, {"text": 3})))
+
+
+def randomized(network: nn.Module) -> nn.Module:
+    for name, parameter in network.named_parameters():
+        noise = torch.randn(parameter.shape) / max(parameter[0].numel() if parameter.ndim > 1 else 100, 1) ** 0.5
+        around = 1.0 if parameter.ndim < 2 and name.endswith(("weight", "scale")) else 0.0
+        parameter.data = (noise + around).to(parameter.dtype)
+    return network.eval().requires_grad_(False)
+
+
+def run(network: nn.Module, call: dict[str, Any]) -> list[Tensor]:
+    with torch.inference_mode():
+        out = network(**{name: _copied(value) for name, value in call.items()}, transformer_options={})
+    return [out] if isinstance(out, Tensor) else list(out)
+
+
+def _seeded(made: Any, **more: int) -> dict[str, Any]:
+    torch.manual_seed(2)
+    call: dict[str, Any] = made.inputs(**more)
+    return call
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)([_copied(item) for item in value])
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def check(path: Path, comfyui: Path) -> int:
+    """Says how far each way is from one process; 1 where one is not exact, or is refused."""
+    network = load_subject(path, comfyui).network
+    if network_of(network) is None:
+        kind = type(network)
+        sys.stdout.write(f"no plan for {kind.__module__}:{kind.__qualname__} is registered\n")
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        failed = 0
+        for number, way in enumerate(WAYS):
+            out = Path(folder) / f"said{number}"
+            arguments = (path, comfyui, way, f"{folder}/store{number}", out)
+            processes.start_processes(_rank, arguments, nprocs=way.world_size, start_method="spawn")
+            said, exact = out.read_text().split("\n")
+            sys.stdout.write(f"ring {way.ring_degree}, ulysses {way.ulysses_degree}: {said}\n")
+            failed |= exact != "True"
+    return failed
+
+
+def _rank(rank: int, path: Path, comfyui: Path, way: Parallelism, store: str, out: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    world = way.world_size
+    shared = dist.FileStore(store, world)
+    dist.init_process_group("cpu:gloo", store=shared, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    said, exact = _compare(load_subject(path, comfyui), way)
+    if rank == 0:
+        out.write_text(f"{said}\n{exact}")
+    dist.destroy_process_group()
+
+
+def _compare(subject: Subject, way: Parallelism) -> tuple[str, bool]:
+    found = network_of(subject.network)
+    assert found is not None
+    mesh, worst = build_mesh(way), 0.0
+    for call in (subject.call, subject.more_rows, subject.more_text):
+        wants = run(subject.network, call)
+        divide(subject.network, found.plan, mesh, way)
+        try:
+            got = run(subject.network, call)
+        except ValueError as refused:
+            return " ".join(str(refused).split()), False
+        finally:
+            undivide(subject.network)
+        worst = max(
+            [worst, *((a - b).abs().max().item() / b.abs().max().item() for a, b in zip(got, wants, strict=True))]
+        )
+    return f"{worst:.1e} of the largest value", worst <= EXACT
+
+
+def draft(path: Path, comfyui: Path) -> str:
+    """The sites of a plan as Python, to be completed."""
+    subject = load_subject(path, comfyui)
+    seen = [_observe(subject.network, call) for call in (subject.call, subject.more_rows, subject.more_text)]
+    lines = [f"# {type(subject.network).__module__}:{type(subject.network).__qualname__}"]
+    for stack in seen[0]:
+        lines += _site(stack, [shapes[stack] for shapes in seen])
+    return "\n".join([*lines, "# then: the final layer or gathers=True, the order of streams, within={...}", ""])
+
+
+def _observe(network: nn.Module, call: dict[str, Any]) -> Shapes:
+    seen: Shapes = {}
+    handles = []
+    for name, stack in network.named_modules():
+        if isinstance(stack, nn.ModuleList) and len(stack) and "." not in name:
+            handles.append(stack[0].register_forward_hook(_recorder(seen, name), with_kwargs=True))
+    run(network, call)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def _recorder(seen: Shapes, stack: str) -> Any:
+    def record(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        names = list(inspect.signature(type(block).forward).parameters)[1:]
+        given = {names[n] if n < len(names) else str(n): value for n, value in enumerate(args)} | kwargs
+        tensors = {name: shape for name, value in given.items() for shape in _shapes(value)}
+        seen[stack] = tensors | {f"returns {n}": shape for n, shape in enumerate(_shapes(out))}
+
+    return record
+
+
+def _shapes(value: Any) -> Iterator[tuple[int, ...]]:
+    if isinstance(value, Tensor):
+        yield tuple(value.shape)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _shapes(item)
+
+
+def _site(stack: str, runs: list[dict[str, tuple[int, ...]]]) -> list[str]:
+    given = {name: shape for name, shape in runs[0].items() if not name.startswith("returns ")}
+    returned = {shape for name, shape in runs[0].items() if name not in given}
+    found = {name: next(((dim, cause) for dim in range(len(shape)) if (cause := _cause(name, dim, runs))), None)
+             for name, shape in given.items()}  # fmt: skip
+    tokens = {name: follows for name, follows in found.items() if follows and given[name] in returned}
+    streams = list(dict.fromkeys(cause for _, cause in tokens.values()))
+    words, whole = [], []
+    for name, follows in found.items():
+        if follows is None or (name not in tokens and follows[1] not in [*streams, "joint"]):
+            whole.append(name)  # what follows a stream without tokens here is read as keys
+            continue
+        dim, cause = follows
+        over = streams if cause == "joint" and "joint" not in streams else [cause]
+        rest = f", {dim}" if dim != 1 else ""
+        words.append(f'"{name}": {"Tokens" if name in tokens else "Along"}({tuple(over)}{rest})')
+    return (
+        [f'Site("{stack}", {{{", ".join(words)}}}, attends={tuple(streams)}, whole={tuple(whole)}),'] if words else []
+    )
+
+
+def _cause(name: str, dim: int, runs: list[dict[str, tuple[int, ...]]]) -> str:
+    """Which stream a dim follows: it grew with the latent, with the text, or with both."""
+    base, rows, text = (run.get(name, ()) for run in runs)
+    if len(rows) <= dim or len(text) <= dim:
+        return ""
+    grew = (rows[dim] != base[dim], text[dim] != base[dim])
+    return {(True, False): "image", (False, True): "text", (True, True): "joint"}.get(grew, "")
