@@ -10,7 +10,6 @@ from . import (
     aura_flow,
     boogu,
     chroma,
-    chroma_radiance,
     cogvideox,
     cosmos,
     cosmos1,
@@ -27,8 +26,6 @@ from . import (
     lens,
     ltxv,
     lumina,
-    lumina_pixels,
-    mage_flow,
     minimax_h3,
     minimax_music,
     mochi,
@@ -39,20 +36,19 @@ from . import (
     sd3,
     stable_audio,
     wan,
-    wan_driven,
 )  # fmt: skip
 from .network import Network
 
 __all__ = ["NETWORKS", "Network", "network_of"]
 
 NETWORKS: tuple[Network, ...] = (
-    ace_step15.NETWORK, aura_flow.NETWORK, boogu.NETWORK, chroma.NETWORK, chroma_radiance.NETWORK, cogvideox.NETWORK,
+    ace_step15.NETWORK, aura_flow.NETWORK, boogu.NETWORK, chroma.NETWORK, chroma.RADIANCE, cogvideox.NETWORK,
     cosmos.NETWORK, cosmos1.NETWORK, ernie_image.NETWORK, flux.NETWORK, hidream.NETWORK, hidream_o1.NETWORK,
     hunyuan_dit.NETWORK, hunyuan_video.NETWORK, ideogram4.NETWORK, joyimage.NETWORK, kandinsky5.NETWORK,
-    krea2.NETWORK, lens.NETWORK, ltxv.LTXV, ltxv.LTXAV, lumina.NETWORK, lumina_pixels.NETWORK, mage_flow.NETWORK,
+    krea2.NETWORK, lens.NETWORK, ltxv.LTXV, ltxv.LTXAV, lumina.NETWORK, lumina.PIXELS, qwen_image.MAGE_FLOW,
     minimax_h3.NETWORK, minimax_music.NETWORK, mochi.NETWORK, omnigen2.NETWORK, pixart.NETWORK, pixeldit.PIXELDIT,
     pixeldit.PID, qwen_image.NETWORK, sd3.NETWORK, stable_audio.NETWORK, wan.NETWORK, wan.VACE,
-    wan_driven.ANIMATE, wan_driven.S2V, wan_driven.HUMO, wan_driven.DANCER,
+    wan.ANIMATE, wan.S2V, wan.HUMO, wan.DANCER,
 )  # fmt: skip
 _BY_CLASS = {kind: network for network in NETWORKS for kind in network.kinds}
 

@@ -1,7 +1,10 @@
-"""Chroma: FLUX's blocks, with modulation from a layer of its own."""
+"""Chroma: FLUX's blocks, with modulation from a layer of its own. Radiance has them on patches of pixels; its decoder
+of pixels runs whole on every rank."""
+
+from dataclasses import replace
 
 from ..plan import Along, Plan, Site, Tokens, Whole
-from .network import Network, image, inputs_of, layers
+from .network import Network, image, inputs_of, layers, patches
 
 IMAGE, TEXT = ("image",), ("text",)
 BOTH = TEXT + IMAGE
@@ -26,4 +29,12 @@ NETWORK = Network(
     text_width=inputs_of("txt_in"),
     layers=layers("double_blocks", "single_blocks"),
     tokens=image(2),
+)
+
+RADIANCE = replace(
+    NETWORK,
+    name="Chroma Radiance",
+    kinds=("comfy.ldm.chroma_radiance.model:ChromaRadiance",),
+    plan=Plan(tuple(replace(site, gathers=True) for site in PLAN.sites if site.carries)),
+    tokens=lambda net, *sizes: patches((net.patch_size, net.patch_size), text=True, stream="image")(net, *sizes),
 )

@@ -1,4 +1,9 @@
-"""Lumina 2 and Z-Image: text and image in one stream, after a refiner of the image alone."""
+"""Lumina 2 and Z-Image: text and image in one stream, after a refiner of the image alone.
+
+Z-Image on patches of pixels slices the text off right after the blocks; its decoder of pixels runs whole on every rank.
+"""
+
+from dataclasses import replace
 
 from ..plan import Along, Plan, Site, Slices, Tokens, Whole
 from .network import Network, joint, layers
@@ -34,4 +39,12 @@ NETWORK = Network(
     width=lambda net: net.dim,
     layers=layers("noise_refiner", "layers"),
     tokens=joint(2),
+)
+
+PIXELS = replace(
+    NETWORK,
+    name="Z-Image in pixels",
+    kinds=("comfy.ldm.lumina.model:NextDiTPixelSpace",),
+    plan=Plan(tuple(replace(site, gathers=True) for site in PLAN.sites if site.carries), main="joint"),
+    tokens=lambda net, *sizes: joint(net.patch_size)(net, *sizes),
 )

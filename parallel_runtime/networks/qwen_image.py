@@ -1,4 +1,6 @@
-"""Qwen-Image, Edit, 2509 and 2511."""
+"""Qwen-Image, Edit, 2509 and 2511, and Mage-Flow, which has its blocks."""
+
+from dataclasses import replace
 
 from ..plan import Along, Index, Plan, Site, Tokens, Whole
 from .network import Network, image, inputs_of, layers
@@ -33,4 +35,8 @@ NETWORK = Network(
     text_width=inputs_of("txt_in"),
     layers=layers("transformer_blocks"),
     tokens=image(2),
+)
+
+MAGE_FLOW = replace(
+    NETWORK, name="Mage-Flow", kinds=("comfy.ldm.mage_flow.model:MageFlowTransformer2DModel",), tokens=image(1)
 )

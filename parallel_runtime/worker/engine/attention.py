@@ -14,12 +14,11 @@ from ...specs import AttentionBackend, Parallelism
 from .choosing import chosen_for_blocks, chosen_for_whole
 from .exchange import Pending, allocate, gather
 from .kernels import attempt, attend_biased, attend_natively, for_heads, head_by_head
-from .masks import Mask, ToldApart, exchange_mask, same_memory
+from .masks import Mask, ToldApart, exchange_mask, pair_mask, same_memory
 from .merge import Merge
 from .mesh import ContextMesh
 from .opaque import attend_opaquely, enlist
 from .operators import Whole
-from .pair_masks import pair_mask
 from .race import Sizes
 from .ring import Block, Owners, Stop, collect, packed_bytes, rotate, stops
 from .streams import KEPT_BYTES, Holding, Streams, chunk_sizes

@@ -1,4 +1,5 @@
-"""Key-padding masks over cut streams: checked, exchanged in the order of the keys, handed out per block."""
+"""Masks over cut streams, handed out per block: of keys, checked and exchanged in their order, and of pairs of tokens,
+of which every rank holds the whole mask, and takes the rows of its queries. Knows no kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ...errors import Refused
 from .exchange import gather
-from .mesh import Axis
+from .mesh import Axis, ContextMesh
 from .streams import chunk_range, spread
 
 ToldApart = tuple[torch.dtype, bool, bool, bool]  # a mask's dtype; does it tell batch, heads, queries apart?
@@ -153,3 +154,51 @@ def _slice(keys: Tensor, lengths: Sequence[int], parts: int, index: int) -> Tens
     """What rank `index` has of the keys of all streams."""
     ranges = [chunk_range(length, parts, index) for length in lengths]
     return torch.cat([part.narrow(0, *own) for part, own in zip(keys.split(list(lengths)), ranges, strict=True)])
+
+
+class PairMask(Mask):
+    """[1 or B, 1 or heads, queries of this rank's Ulysses group, all keys in context order], bool or additive float."""
+
+    def __init__(self, pairs: Tensor, told_apart: ToldApart | None = None) -> None:
+        super().__init__(told_apart or (pairs.dtype, pairs.shape[0] > 1, pairs.shape[1] > 1, True))
+        self.pairs = pairs
+
+    def _block(self, start: int, size: int) -> Tensor:
+        return self.pairs[..., start : start + size].contiguous()
+
+    def _heads(self, start: int, size: int) -> PairMask:
+        return self if self.pairs.shape[1] == 1 else PairMask(self.pairs[:, start : start + size], self.told_apart)
+
+    def _dead(self) -> Tensor:
+        alive = self.pairs if self.pairs.dtype == torch.bool else self.pairs > -torch.inf
+        return ~alive.any(dim=-1, keepdim=True).transpose(1, 2)
+
+    def _hides(self, start: int, size: int) -> bool:
+        return known_to_hide(self.pairs[..., start : start + size])
+
+
+def pair_mask(mask: Tensor, queries: Sequence[int], keys: Sequence[int], mesh: ContextMesh) -> PairMask:
+    """From `mask` [1 or B, 1 or heads, queries, keys] of all tokens, given the lengths of both sides' streams."""
+    if tuple(mask.shape[-2:]) != (sum(queries), sum(keys)):
+        raise Refused(
+            f"a mask of {mask.shape[-2]} x {mask.shape[-1]} pairs of tokens was made from a part of {sum(queries)} x "
+            f"{sum(keys)}; it cannot be made whole again: set ring and Ulysses degrees to 1"
+        )
+    if not mask.is_floating_point() and mask.dtype != torch.bool:
+        mask = mask != 0
+    parts, group = mesh.context.size, mesh.ulysses.size
+    first = mesh.ring.index * group
+    rows = _places(queries, parts, range(first, first + group), mask.device)
+    columns = _places(keys, parts, range(parts), mask.device)
+    return PairMask(mask.index_select(-2, rows).index_select(-1, columns))
+
+
+def _places(lengths: Sequence[int], parts: int, ranks: range, device: torch.device) -> Tensor:
+    """Where the tokens of these ranks are among all, rank by rank."""
+    starts = [sum(lengths[:n]) for n in range(len(lengths))]
+    chunks = []
+    for rank in ranks:
+        for start, length in zip(starts, lengths, strict=True):
+            first, size = chunk_range(length, parts, rank)
+            chunks.append(torch.arange(start + first, start + first + size, device=device))
+    return torch.cat(chunks)
