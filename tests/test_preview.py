@@ -2,7 +2,7 @@
 
 import torch
 
-from parallel_runtime.worker.preview import Previews, _Coming
+from parallel_runtime.worker.pulse import Previews, _Coming
 
 
 def test_on_the_cpu_a_step_leaves_at_once() -> None:

@@ -4,8 +4,8 @@ A room beside the engine, which it uses and which does not know it; nothing that
 Only here and in the demo is diffusers imported. README.md has the whole of it, example.py runs.
 
 attaching   attach and detach; adopting takes a caller's own mesh and diffusers' config
-plans       how diffusers' transformers are cut, videos those that make videos
-backend     the one hook into diffusers' attention; processors are ours where diffusers' own pass it by
+plans       how diffusers' transformers are cut
+processors  the one hook into diffusers' attention, and processors of ours where diffusers' own pass it by
 """
 
 from ..plan import Plan

@@ -23,9 +23,8 @@ from ..worker.engine.kernels import check_backend
 from ..worker.engine.mesh import ContextMesh
 from ..worker.engine.streams import DIVIDED, Streams
 from .adopting import mesh_for
-from .backend import backend_name
 from .plans import plan_of
-from .processors import Aware, aware
+from .processors import Aware, aware, backend_name
 
 TESTED = "0.42"  # what requirements.txt asks for
 _ABSENT = object()

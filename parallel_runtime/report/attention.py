@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..specs import AttentionBackend, Parallelism
 from ..worker.engine.attention import ContextAttention
+from ..worker.engine.choosing import results
 from ..worker.engine.kernels import attend, check_backend
 from ..worker.engine.mesh import ContextMesh, World, build_mesh
-from ..worker.engine.race import results
 from ..worker.engine.streams import Streams
 from .cases import Case, Row, Setting, mean_error
 from .clock import clocked

@@ -3,7 +3,7 @@
 serve       its life; agent, leash and rendezvous are its torchrun, ranks its place among the others, spread what only
             rank 0 was given
 models      the models of this rank; vaes are its VAEs, memory is what it holds, link how fast it is
-pulse       what a run says and hears; preview is the latents of a step
+pulse       what a run says and hears, the latents of its steps among it
 lanes       prompts and images over groups of ranks; step_cache leaves blocks out, advice looks for faster kernels
 engine      networks cut, attention over ranks, forwards recorded
 comfy_loop  ComfyUI's own loading and sampling; demo_loop is the demo's, without ComfyUI

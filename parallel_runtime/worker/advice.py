@@ -16,10 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from ..specs import ModelSpec
-from .engine.choosing import advice
+from .engine.choosing import Sizes, advice, described
 from .engine.mesh import Axis
 from .engine.operators import heads_first
-from .engine.race import Sizes, described
 from .models import Model
 
 WORTH_A_LOOK = 1024  # tokens

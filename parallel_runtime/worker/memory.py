@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from ..wire.readings import Graphs, Holding, Readings
+from .engine.choosing import results
 from .engine.memory import free_bytes, host_free_bytes, spare_bytes
 from .engine.mesh import World
-from .engine.race import results
 from .models import Model
 
 GIB = 1 << 30

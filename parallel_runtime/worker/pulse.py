@@ -7,7 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,11 +19,13 @@ from ..wire.messages import Beat, Cancel, Step
 from ..wire.readings import Busy, Readings
 from .engine.mesh import World
 from .engine.moments import HostMoment, Lead, Moment, Now
-from .preview import Previews
 from .ranks import agree, everybodys, rank
 
 BEAT_SECONDS = 1.0
 DEBUG = os.environ.get("CP_DEBUG", "0") not in ("", "0")
+
+
+Send = Callable[[dict[str, Tensor]], None]
 
 
 class Cancelled(Exception):
@@ -146,6 +148,49 @@ class Pulse:
                 os.close(bundle)
             self._cancelled = isinstance(message, Cancel) and message.job == self._job
         return self._cancelled
+
+
+@dataclass(frozen=True)
+class _Coming:
+    latents: dict[str, Tensor]
+    send: Send
+    arrived: Callable[[], bool]
+
+
+class Previews:
+    """The latents of a step on their way to the host, without making the device wait: they leave when they are here.
+
+    At most one is on its way: a step that comes meanwhile is dropped.
+    """
+
+    def __init__(self) -> None:
+        self._coming: _Coming | None = None
+
+    def offer(self, latents: dict[str, Tensor], send: Send) -> None:
+        """`send` is called with them in main memory: at once on the CPU, else by a later `offer` or `flush`."""
+        self.flush()
+        if self._coming is None:
+            self._coming = _Coming(*_copied(latents, send))
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what has arrived."""
+        if self._coming is not None and self._coming.arrived():
+            coming, self._coming = self._coming, None
+            coming.send(coming.latents)
+
+
+def _copied(latents: dict[str, Tensor], send: Send) -> tuple[dict[str, Tensor], Send, Callable[[], bool]]:
+    device = next(iter(latents.values())).device
+    if device.type == "cpu":
+        return latents, send, lambda: True
+    copies = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        for name, tensor in latents.items()
+    }
+    event = torch.Event(device=device)
+    event.record()
+    return copies, send, event.query
 
 
 def _check_equal(after: str, what: str, *tensors: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.accelerators import ACCELERATORS, Accelerator
-from parallel_runtime.worker.engine import choosing, kernels, operators, race
+from parallel_runtime.worker.engine import choosing, kernels, operators
 from parallel_runtime.worker.engine.attention import ContextAttention
 
 from . import cases
@@ -28,11 +28,11 @@ def winners(rank: int, world: int, times: dict[str, list[float]]) -> dict[str, A
         timed.append(name)
         return times[name][rank]
 
-    sizes = race.Sizes(batch=1, queries=7, keys=9, heads=2, head_dim=64, dtype=torch.bfloat16)
+    sizes = choosing.Sizes(batch=1, queries=7, keys=9, heads=2, head_dim=64, dtype=torch.bfloat16)
     axis = mesh(world, 1).context
     axis.world.races.clear()
-    won = [race.winner(list(times), sizes, axis, seconds, _CPU) for _ in range(2)]
-    return {"won": won, "timed": timed, "results": [list(astuple(found)[:3]) for found in race.results(axis.world)]}
+    won = [choosing.winner(list(times), sizes, axis, seconds, _CPU) for _ in range(2)]
+    return {"won": won, "timed": timed, "results": [list(astuple(found)[:3]) for found in choosing.results(axis.world)]}
 
 
 class CountedKernel(operators.Operator):
@@ -101,5 +101,5 @@ def kernels_taken(
         "error": max(errors),
         "taken": taken,
         "timed": sorted(set(timed)),
-        "raced": len(race.results(place.context.world)),
+        "raced": len(choosing.results(place.context.world)),
     }

@@ -11,8 +11,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.attention_processor import Attention
 
 from parallel_runtime.for_diffusers import attach, detach, from_context_parallel_config
-from parallel_runtime.for_diffusers.backend import backend_name
-from parallel_runtime.for_diffusers.processors import aware
+from parallel_runtime.for_diffusers.processors import aware, backend_name
 from parallel_runtime.specs import Parallelism
 from parallel_runtime.worker.engine.mesh import build_mesh
 

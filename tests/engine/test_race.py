@@ -13,7 +13,7 @@ import torch
 from parallel_runtime.accelerators import ACCELERATORS, Accelerator
 from parallel_runtime.specs import AttentionBackend, ModelSpec, Parallelism
 from parallel_runtime.worker.advice import Advising, Watch
-from parallel_runtime.worker.engine import choosing, race
+from parallel_runtime.worker.engine import choosing
 from parallel_runtime.worker.engine.mesh import Axis, ContextMesh
 from parallel_runtime.worker.engine.operators import OPERATORS, Operator, by_pytorch
 from parallel_runtime.worker.models import Model
@@ -145,7 +145,7 @@ def test_one_worker_keeps_its_bits_and_is_told_once_of_a_kernel_that_is_clearly_
         for _ in range(2):
             for tokens, alone in expected.items():
                 assert torch.equal(attended(tokens), alone)
-    assert [result.what for result in race.results(rank.world)] == ["alone", "alone"], "each size once"
+    assert [result.what for result in choosing.results(rank.world)] == ["alone", "alone"], "each size once"
     said = [record.getMessage() for record in caplog.records]
     races = [text for text in said if text.startswith("[CP] kernels: ")]
     assert len(races) == 2, "the log has the times of both sizes"
@@ -159,7 +159,7 @@ def test_small_and_masked_attentions_of_one_worker_are_left_alone(kernel_here: d
     with Advising(rank):
         attended(1000)
         attended(1100, masked=True)
-    assert race.results(rank.world) == ()
+    assert choosing.results(rank.world) == ()
 
 
 def test_the_first_evaluation_of_each_shape_is_watched_where_comfyui_chooses() -> None:

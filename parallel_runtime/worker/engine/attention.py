@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import Refused
 from ...specs import AttentionBackend, Parallelism
-from .choosing import chosen_for_blocks, chosen_for_whole
+from .choosing import Sizes, chosen_for_blocks, chosen_for_whole
 from .exchange import Pending, allocate, gather
 from .kernels import attempt, attend_biased, attend_natively, for_heads, head_by_head
 from .masks import Mask, ToldApart, exchange_mask, pair_mask, same_memory
@@ -19,7 +19,6 @@ from .merge import Merge
 from .mesh import ContextMesh
 from .opaque import attend_opaquely, enlist
 from .operators import Whole
-from .race import Sizes
 from .ring import Block, Owners, Stop, collect, packed_bytes, rotate, stops
 from .streams import KEPT_BYTES, Holding, Streams, chunk_sizes
 from .ulysses import Parcel, Spare, Wave, place, split, to_heads, to_tokens, waves
