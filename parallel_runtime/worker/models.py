@@ -36,11 +36,11 @@ OnShare = Callable[[float], None]
 
 @dataclass(eq=False)
 class Model:
-    """A network on this rank, and how it is cut just now; `plan` is None where it can only run whole."""
+    """A network on this rank, and how it is cut just now; `architecture` is None where it can only run whole."""
 
     spec: ModelSpec
     network: nn.Module
-    plan: Network | None = None
+    architecture: Network | None = None
     parallelism: Parallelism | None = None
     mesh: ContextMesh = field(default_factory=ContextMesh)
     compiled: tuple[Compilation, Callable[[], None]] | None = None  # and what makes it eager again
@@ -52,7 +52,7 @@ class Model:
 
     @property
     def name(self) -> str:
-        return self.plan.name if self.plan else type(self.network).__name__
+        return self.architecture.name if self.architecture else type(self.network).__name__
 
     @property
     def weight_bytes(self) -> int:
@@ -72,8 +72,8 @@ class Model:
         """A cache for one run; None at threshold 0."""
         if not threshold:
             return None
-        assert self.plan is not None
-        return StepCache(self.network, self.plan.plan, self.mesh, threshold)
+        assert self.architecture is not None
+        return StepCache(self.network, self.architecture.plan, self.mesh, threshold)
 
     def reach(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """What of a call's arguments the network can see. Raises Unrecordable."""
@@ -109,9 +109,9 @@ class Model:
 
     def divide(self, parallelism: Parallelism) -> None:
         if self.mesh.context.size > 1:
-            if self.plan is None:
+            if self.architecture is None:
                 raise Refused(f"{self.name} cannot be cut by sequence: set ring_degree and ulysses_degree to 1")
-            divide(self.network, self.plan.plan, self.mesh, parallelism)
+            divide(self.network, self.architecture.plan, self.mesh, parallelism)
 
     def unite(self) -> None:
         """Undo `divide`."""
@@ -141,7 +141,9 @@ class Model:
         self.recording.drop()
         self.recording.compiled = compilation is not None
         if compilation is not None:
-            blocks = blocks_of(self.network, self.plan.plan, carrying=True) if self.plan else [self.network]
+            blocks = (
+                blocks_of(self.network, self.architecture.plan, carrying=True) if self.architecture else [self.network]
+            )
             self.compiled = compilation, compile_blocks(blocks, compilation)
 
     def rest(self) -> None:

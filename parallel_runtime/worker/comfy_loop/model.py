@@ -51,11 +51,11 @@ class ComfyModel(Model):
         if place is not self.place:
             self.rest()
             self.place = place
-            self.patcher.merged.away = self._away(place) if place and self.plan else None
+            self.patcher.merged.away = self._away(place) if place and self.architecture else None
 
     def _away(self, place: Place) -> Away:
-        assert self.plan is not None
-        blocks = blocks_of(self.network, self.plan.plan)
+        assert self.architecture is not None
+        blocks = blocks_of(self.network, self.architecture.plan)
         return Away(
             blocks=fetched_of(blocks, place.resident),
             others=[] if place.resident else large_layers(self.network, blocks),
