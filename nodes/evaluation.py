@@ -2,55 +2,30 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
-import comfy.model_management
 import torch
 from comfy.model_patcher import ModelPatcher
 
 from ..parallel_runtime.errors import Refused
-from ..parallel_runtime.host.group import WorkerGroup
+from ..parallel_runtime.host.planning import plan
 from ..parallel_runtime.jobs import EvaluationJob
-from ..parallel_runtime.specs import ParallelRequest, Storage
+from ..parallel_runtime.specs import ParallelRequest
 from .describe import Source, describe_model, patched_inside
+from .lease import Lease, leased
 from .patches import check_sizes, describe_inside
-from .residence import residence
-from .workers import borrowed
-
-KEEP = 8  # prompts that a worker keeps: see worker/comfy_loop/evaluation.py
-
-
-class Prompts:
-    """Which conditions the workers of a group have, by number."""
-
-    def __init__(self) -> None:
-        self._next = 0
-        self._sent: list[tuple[int, dict[str, Any]]] = []
-
-    def find(self, conds: dict[str, Any]) -> int | None:
-        return next((number for number, sent in self._sent if _equal(sent, conds)), None)
-
-    def add(self, conds: dict[str, Any]) -> int:
-        self._next += 1
-        self._sent = [*self._sent, (self._next, conds)][-KEEP:]
-        return self._next
-
-    def forget(self) -> None:
-        self._sent = []
-
-
-_prompts: weakref.WeakKeyDictionary[WorkerGroup, Prompts] = weakref.WeakKeyDictionary()
+from .residence import Held
 
 
 @dataclass(eq=False)
 class _Run:
-    """From ComfyUI's `pre_run` to its `cleanup`: what is sampled with, and whether the workers have been asked."""
+    """From ComfyUI's `pre_run` to its `cleanup`: what is sampled with, and what the workers had of it when they were
+    asked last."""
 
     source: Source
-    claimed: WorkerGroup | None = None
-    storage: Storage | None = None
+    lease: Lease | None = None
+    held: Held | None = None
 
 
 class RemoteEvaluation:
@@ -87,35 +62,30 @@ class RemoteEvaluation:
     def _answer(self, method: str, each: dict[str, Any], conds: dict[str, Any], options: dict[str, Any] | None) -> Any:
         run = self._run
         assert run is not None
-        source, spec = run.source, run.source.spec
+        source, together = run.source, patched_inside(options or {})
         work = source.work(*_sizes(each, conds))
-        together = patched_inside(options or {})
-        check = comfy.model_management.throw_exception_if_processing_interrupted
-        with borrowed(source, self._request, work, together=together, measure=run.storage is None) as (group, division):
-            if run.storage is None or not group.holds(spec) or run.claimed is not group:
-                run.storage = residence.lodge(group, spec, division, work, self._request.weights).storage
-            run.claimed = group
-            prompts = _prompts.setdefault(group, Prompts())
-            known = prompts.find(conds)
-            job = EvaluationJob(
-                each=each,
-                options=None if options is None else describe_inside(options),
-                prompt=prompts.add(conds) if known is None else known,
-                conds=conds if known is None else None,
-                patches=None if group.holds(spec) else source.weights,
-                together=together,
-                method=method,
-            )
-            try:
-                return group.sample(spec, division.degrees, job, storage=run.storage, watch=check).value["out"]
-            except BaseException:
-                prompts.forget()
-                raise
+        job = EvaluationJob(
+            each=each,
+            options=None if options is None else describe_inside(options),
+            conds=conds,
+            patches=source.weights,
+            together=together,
+            method=method,
+        )
+        wish = source.wish(self._request, together=together)
+        with leased(source.spec, plan(wish).placement) as lease:
+            run.lease = lease
+            if run.held is not None and run.held is lease.held and lease.group.holds(source.spec):
+                division = lease.divide_again(wish, work, run.held)
+            else:
+                division = lease.divide(wish, work)
+                run.held = lease.held
+            return lease.run(division, job).value["out"]
 
     def settle(self) -> None:
         """Do after a run what the user wants done with the model."""
-        if self._run is not None and self._run.claimed is not None:
-            residence.settle(self._run.source.spec, self._request.after_sampling)
+        if self._run is not None and self._run.lease is not None:
+            self._run.lease.settle(self._request.after_sampling)
         self._run = None
 
 
@@ -140,13 +110,3 @@ def _like(value: Any, like: torch.Tensor) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_like(part, like) for part in value)
     return value.to(like.device) if torch.is_tensor(value) else value
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if torch.is_tensor(a) and torch.is_tensor(b):
-        return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return type(a) is type(b) and not torch.is_tensor(a) and a == b

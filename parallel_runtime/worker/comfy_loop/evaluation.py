@@ -16,7 +16,7 @@ from ..pulse import Pulse
 from .code import rebuild
 from .model import ComfyModel
 
-KEEP = 8  # the host counts along: see nodes/evaluation.py
+KEEP = 8  # the host counts along: see host/sent.py
 METHODS = ("forward", "preprocess_text_embeds")  # of a network, that ComfyUI's code outside of it calls
 
 
