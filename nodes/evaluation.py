@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,19 +12,9 @@ from ..parallel_runtime.host.planning import plan
 from ..parallel_runtime.jobs import EvaluationJob
 from ..parallel_runtime.specs import ParallelRequest
 from .describe import Source, describe_model, patched_inside
-from .lease import Lease, leased
+from .lease import leased
 from .patches import check_sizes, describe_inside
 from .residence import Held
-
-
-@dataclass(eq=False)
-class _Run:
-    """From ComfyUI's `pre_run` to its `cleanup`: what is sampled with, and what the workers had of it when they were
-    asked last."""
-
-    source: Source
-    lease: Lease | None = None
-    held: Held | None = None
 
 
 class RemoteEvaluation:
@@ -33,7 +22,8 @@ class RemoteEvaluation:
 
     def __init__(self, request: ParallelRequest) -> None:
         self._request = request
-        self._run: _Run | None = None
+        self._source: Source | None = None  # from ComfyUI's `pre_run` to its `cleanup`: what is sampled with
+        self._held: Held | None = None  # and what the workers had of it when they were asked last
 
     def begin(self, model: ModelPatcher) -> None:
         """Raises Refused for a MODEL whose network no worker could have."""
@@ -48,21 +38,21 @@ class RemoteEvaluation:
                 "in ComfyUI's process; remove them, or sample with KSampler"
             )
         check_sizes(model)
-        self._run = _Run(describe_model(model, self._request))
+        self._source = describe_model(model, self._request)
 
     def __call__(self, method: str, arguments: dict[str, Any]) -> Any:
         """What ComfyUI's network would give, where its first argument is and in its dtype. Raises Refused."""
-        assert self._run is not None, "an evaluation outside of a run"
+        assert self._source is not None, "an evaluation outside of a run"
         each, conds = _told_apart(arguments, method)
         options = arguments.get("transformer_options")
-        result = self._answer(method, each, conds, options)
+        result = self._answer(self._source, method, each, conds, options)
         like = next(iter(arguments.values()))
         return _like(result, like[0] if isinstance(like, list) else like)
 
-    def _answer(self, method: str, each: dict[str, Any], conds: dict[str, Any], options: dict[str, Any] | None) -> Any:
-        run = self._run
-        assert run is not None
-        source, together = run.source, patched_inside(options or {})
+    def _answer(
+        self, source: Source, method: str, each: dict[str, Any], conds: dict[str, Any], options: dict[str, Any] | None
+    ) -> Any:
+        together = patched_inside(options or {})
         work = source.work(*_sizes(each, conds))
         job = EvaluationJob(
             each=each,
@@ -74,19 +64,15 @@ class RemoteEvaluation:
         )
         wish = source.wish(self._request, together=together)
         with leased(source.spec, plan(wish).placement) as lease:
-            run.lease = lease
-            if run.held is not None and run.held is lease.held and lease.group.holds(source.spec):
-                division = lease.divide_again(wish, work, run.held)
-            else:
-                division = lease.divide(wish, work)
-                run.held = lease.held
+            division = lease.divide(wish, work, self._held)
+            self._held = lease.held
             return lease.run(division, job).value["out"]
 
     def settle(self) -> None:
         """Do after a run what the user wants done with the model."""
-        if self._run is not None and self._run.lease is not None:
-            self._run.lease.settle(self._request.after_sampling)
-        self._run = None
+        if self._held is not None:
+            self._held.settle(self._request.after_sampling)
+        self._source = self._held = None
 
 
 def _told_apart(arguments: dict[str, Any], method: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -41,7 +41,8 @@ def leased(spec: ModelSpec, placement: Placement, after: AfterSampling = "keep")
         try:
             yield lease
         finally:
-            lease.settle(after)
+            if lease.held is not None:
+                lease.held.settle(after)
 
 
 def foreseen(spec: ModelSpec, wish: Wish, work: Work) -> tuple[Division, Case, WorkerGroup | None]:
@@ -68,18 +69,16 @@ class Lease:
         """What its workers have of the model, if it has its place there."""
         return self.group.held.get(self.spec.unpatched)
 
-    def divide(self, wish: Wish, work: Work) -> Division:
+    def divide(self, wish: Wish, work: Work, before: Held | None = None) -> Division:
         """How the work is divided by what the workers have at this moment: its weights find a place, and there is room
-        for both on every device. Raises Refused, with the numbers, before any worker has taken memory."""
-        self.group.measure(check_interrupt)
+        for both on every device. `before` is what they had of the model earlier in the same run: if they still have it,
+        it stays. Raises Refused, with the numbers, before any worker has taken memory."""
+        settled = before is not None and before is self.held and self.group.holds(self.spec)
+        if not settled:
+            self.group.measure(check_interrupt)
         case = _case(self.group, self.spec, wish, work, self.group.placement)
-        way = self._lodged(case, wish.request.weights)
+        way = before.way if before is not None and settled else self._lodged(case, wish.request.weights)
         return Division(degrees=case.degrees, placement=self.group.placement, storage=way.storage, rows=way.rows)
-
-    def divide_again(self, wish: Wish, work: Work, held: Held) -> Division:
-        """The same within one run, whose weights have found their place."""
-        case = _case(self.group, self.spec, wish, work, self.group.placement)
-        return Division(degrees=case.degrees, placement=self.group.placement, storage=held.way.storage)
 
     def run(
         self, division: Division, job: Job, *, room: int | None = None, on_step: OnStep = lambda *_: None
@@ -97,11 +96,6 @@ class Lease:
         except WorkerFailed as failed:
             log.error("[CP] rank %d:\n%s", failed.rank, failed.traceback)
             raise
-
-    def settle(self, after: AfterSampling) -> None:
-        """Do after a run what the user wants done with its model."""
-        if after != "keep" and self.held is not None:
-            self.held.give_back(offload=after == "offload")
 
     def claim(self, way: Prospect, beside: int, limit: int = 0) -> Shortage | None:
         """Have ComfyUI make room on every device for the weights, and for so many bytes beside them; what is missing
@@ -155,7 +149,8 @@ class Lease:
                     "the picture or video smaller"
                 )
         except Refused:
-            self.settle("unload")
+            if self.held is not None:
+                self.held.give_back()
             raise
         return way
 

@@ -91,8 +91,10 @@ class RemoteVAE:
 
     def settle(self) -> None:
         """Do after a use what the user wants done with it."""
-        if self._request is not None and (group := runtime.live) is not None:
-            Lease(group, self._spec).settle(self._request.after_sampling)
+        group = runtime.live
+        held = group.held.get(self._spec.unpatched) if group is not None else None
+        if held is not None and self._request is not None:
+            held.settle(self._request.after_sampling)
 
     def _convert(
         self,

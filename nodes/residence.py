@@ -19,7 +19,7 @@ from ..parallel_runtime.errors import ParallelError
 from ..parallel_runtime.host.group import WorkerGroup
 from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.host.storing import Prospect
-from ..parallel_runtime.specs import ModelSpec
+from ..parallel_runtime.specs import AfterSampling, ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,11 @@ class Held:
         for resident in self.residents:
             resident.model.model_loaded_weight_memory = 0
             resident.model.device = CPU
+
+    def settle(self, after: AfterSampling) -> None:
+        """Do after a run what the user wants done with its model."""
+        if after != "keep":
+            self.give_back(offload=after == "offload")
 
     def give_back(self, *, offload: bool = False) -> bool:
         """Have the workers drop it, or `offload` its weights to main memory; a group that cannot is ended. Says whether

@@ -16,7 +16,6 @@ from typing import Any, get_type_hints
 import folder_paths
 
 from ..parallel_runtime.host.limits import IDLE_SECONDS, STALL_SECONDS
-from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.specs import ParallelRequest
 
 PREFIX = "CPSampler."
@@ -81,8 +80,7 @@ def refresh() -> Settings:
 
 def _apply(settings: Settings) -> None:
     STALL_SECONDS.choose(settings.StallSeconds)
-    if IDLE_SECONDS.choose(settings.IdleSeconds):
-        runtime.restart_clock()
+    IDLE_SECONDS.choose(settings.IdleSeconds)
     for package in PACKAGES:
         level = "NOTSET" if settings.LogLevel == Settings.LogLevel else settings.LogLevel  # as ComfyUI's own
         logging.getLogger(package).setLevel(level if level in (*LEVELS, "NOTSET") else "NOTSET")

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .specs import VAEMethod
 
+PROMPTS = 8  # whose conditions a worker keeps, and the host counts along
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingJob:

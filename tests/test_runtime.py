@@ -70,6 +70,7 @@ def test_an_idle_group_ends_and_one_in_use_does_not(monkeypatch, flux):
             assert group.alive
             samples(group, flux, Parallelism())
             pids = workers_of(group)
-        wait_until(lambda: not any(pid in our_processes() for pid in pids), 10)
+        wait_until(lambda: runtime.status().state == "none", 10)
+        assert not any(pid in our_processes() for pid in pids)
     finally:
         runtime.close()

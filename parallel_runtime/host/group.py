@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from ..errors import ParallelError, Refused, WorkerDied
@@ -16,7 +15,6 @@ from ..specs import ComfySetup, ModelSpec, Parallelism, Placement, Storage
 from ..wire.bundles import bundled
 from ..wire.messages import Cancel, Done, Measure, Run, Stop, Unload
 from ..wire.readings import Readings
-from .asking import ask, make_room
 from .launch import Processes
 from .limits import STALL_SECONDS, seconds_from
 from .patience import Patience
@@ -67,7 +65,6 @@ class WorkerGroup:
         self._lost: ParallelError | None = None  # what ended the group
         self._sentence: ParallelError | None = None  # who ended it, where that was us
         self._processes = Processes(placement, self.activity)
-        self._ask = partial(ask, self._processes, placement)
         try:
             self.link = self._processes.meet(comfy, START_SECONDS, watch)
         except BaseException as error:
@@ -122,8 +119,8 @@ class WorkerGroup:
         try:
             with self._sent.all_of(job, model) as lean, bundled({"kind": type(job).__name__, **vars(lean)}) as bundle:
                 if room is not None:
-                    make_room(self._processes, self.placement, number, room)
-                self._ask(Run(number, model, parallelism, storage), bundle)
+                    self._processes.make_room(number, room)
+                self._processes.ask(Run(number, model, parallelism, storage), bundle)
                 answers = self._answers(number, LOAD_SECONDS, on_step, watch)
         except Refused:
             raise
@@ -144,13 +141,13 @@ class WorkerGroup:
         number = next(self._jobs)
         self._tell(number, Unload(number, model, offload), UNLOAD_SECONDS)
 
-    def measure(self, watch: Callable[[], None] = lambda: None) -> tuple[Readings, ...]:
-        """What each rank says of its memory at this moment, in rank order; `watch` as in `sample`."""
+    def measure(self, watch: Watch = lambda: None) -> tuple[Readings, ...]:
+        """What each rank says of its memory at this moment, in rank order; `watch` as in `run`."""
         if self._lost is not None:
             raise self._lost
         number = next(self._jobs)
-        answers = self._tell(number, Measure(number), LOAD_SECONDS, watch)
-        return tuple(answers[rank].readings or Readings(0, 0) for rank in sorted(answers))
+        self._tell(number, Measure(number), LOAD_SECONDS, watch)
+        return self.readings
 
     def look(self) -> None:
         """Notice that an idle group has lost a worker."""
@@ -175,11 +172,11 @@ class WorkerGroup:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _tell(self, number: int, message: Any, limit: float, watch: Watch = lambda: None) -> dict[int, Done]:
-        """What has nothing to load, and answers with a word."""
+    def _tell(self, number: int, message: Any, limit: float, watch: Watch = lambda: None) -> None:
+        """What has nothing to load, and is answered with a word."""
         try:
-            self._ask(message)
-            return {rank: done for rank, (done, _) in self._answers(number, limit, lambda *_: None, watch).items()}
+            self._processes.ask(message)
+            self._answers(number, limit, lambda *_: None, watch)
         except ParallelError as error:
             raise self._lose(error) from None
 
@@ -204,7 +201,7 @@ class WorkerGroup:
         waiting.patience.cancelled = True
         self.activity.cancelling()
         try:
-            self._ask(Cancel(job))
+            self._processes.ask(Cancel(job))
             while not waiting.over:
                 for _ in waiting.listen():
                     pass

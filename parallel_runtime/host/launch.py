@@ -12,11 +12,12 @@ import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
+from typing import Any
 
 from ..errors import ProtocolError, WorkerDied, WorkerStartError
 from ..specs import ComfySetup, Placement
 from ..wire.channel import Channel, short_path
-from ..wire.messages import PROTOCOL, Failed, Joined, Ready, Welcome
+from ..wire.messages import PROTOCOL, Failed, Joined, Ready, Room, Welcome
 from .cluster import Cluster, Remote
 from .cost import Link, coarse
 from .status import Activity
@@ -84,6 +85,17 @@ class Processes:
             host_bytes_per_second=coarse(min(answer.host_bytes_per_second for answer in joined.values())),
         )
 
+    def ask(self, message: Any, bundle: int | None = None) -> None:
+        """Every rank. `bundle` goes to those of this machine; where there are several, to rank 0, which passes it on.
+        Raises WorkerDied."""
+        for rank in range(len(self.channels)):
+            self._send(rank, message, bundle if rank == 0 or self._placement.nnodes == 1 else None)
+
+    def make_room(self, job: int, room: int) -> None:
+        """For the ranks of this machine; others have no memory in common with it. Raises WorkerDied."""
+        for rank in range(len(self._placement.devices)):
+            self._send(rank, Room(job), room)
+
     def running(self) -> bool:
         """Every torchrun is there, and so is every rank of this machine that we have met."""
         ended = select.select(self._pidfds, [], [], 0)[0] if self._pidfds else []
@@ -131,6 +143,13 @@ class Processes:
         for pidfd in pidfds:
             os.close(pidfd)
         self._torchrun.close()
+
+    def _send(self, rank: int, message: Any, bundle: int | None) -> None:
+        copy = None if bundle is None else os.dup(bundle)
+        try:
+            self.channels[rank].send(message, copy)
+        except OSError:
+            raise self.died(rank) from None
 
     @property
     def _machines(self) -> list[Torchrun | Remote]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -29,7 +30,7 @@ class Runtime:
         self._activity = Activity()
         self._lock = threading.RLock()  # who holds it may use the group, start or end it
         self._closing = threading.Event()
-        self._idle: threading.Timer | None = None
+        self._used = 0.0  # last
 
     @property
     def live(self) -> WorkerGroup | None:
@@ -52,10 +53,9 @@ class Runtime:
 
         with self._alone(go_on):
             try:
-                self._stop_clock()
                 yield self._current(placement, comfy, watch)
             finally:
-                self._start_clock()
+                self._used = time.monotonic()
 
     @contextmanager
     def undisturbed(self, group: WorkerGroup) -> Iterator[WorkerGroup | None]:
@@ -76,13 +76,21 @@ class Runtime:
         threading.Thread(target=self._start_ahead, args=(placement, comfy), name="start workers", daemon=True).start()
 
     def status(self) -> Status:
-        """What the group is doing. Notices that an idle one has died: ask a few times a second."""
+        """What the group is doing. Notices that an idle one has died, and ends one that was idle for long enough: ask a
+        few times a second."""
         self._activity.rest()
         group = self.group
         if group is not None and self._activity.now.state in RESTING and not group.alive:
             with self._alone() as alone:
                 if alone:
                     group.look()
+        if self._unused:
+            with self._alone() as alone:
+                if alone and self._unused:
+                    reason = f"ended after {float(IDLE_SECONDS):g} s without a run"
+                    log.info("[CP] the workers are %s", reason)
+                    self._close()
+                    self._activity.ended(reason)
         return self._activity.now
 
     def restart(self, reason: str, comfy: ComfySetup | None) -> bool:
@@ -100,29 +108,26 @@ class Runtime:
             self._lock.acquire()
         try:
             if self.group is group:  # nobody has replaced it meanwhile
-                self._stop_clock()
                 self._close(gently=False)
         finally:
             self._lock.release()
         self.start_ahead(group.placement, group.comfy)
         return True
 
-    def restart_clock(self) -> None:
-        """The idle limit is another one now."""
-        with self._alone() as alone:
-            if alone:
-                self._stop_clock()
-                self._start_clock()
-
     def close(self) -> None:
         """End the group, if there is one; a run that uses it fails."""
         self._closing.set()
         free = self._lock.acquire(timeout=CLOSE_SECONDS)
-        self._stop_clock()
         self._close(gently=free)
         self._closing.clear()
         if free:
             self._lock.release()
+
+    @property
+    def _unused(self) -> bool:
+        """There is a group, and for longer than it may."""
+        idle = self.group is not None and self._activity.now.state not in BUSY
+        return idle and 0 < float(IDLE_SECONDS) < time.monotonic() - self._used
 
     @contextmanager
     def _alone(self, go_on: Callable[[], bool] = lambda: False) -> Iterator[bool]:
@@ -152,33 +157,13 @@ class Runtime:
             with self._alone() as alone:
                 if alone and self.live is None:
                     self._current(placement, comfy, self._unless_closing)
-                    self._start_clock()
+                    self._used = time.monotonic()
         except ParallelError as error:
             log.debug("[CP] no workers started ahead: %s", error)
 
     def _unless_closing(self) -> None:
         if self._closing.is_set():
             raise ParallelError("ComfyUI is closing")
-
-    def _start_clock(self) -> None:
-        if (seconds := float(IDLE_SECONDS)) and self.group is not None:
-            self._idle = threading.Timer(seconds, self._end_idle)
-            self._idle.daemon = True
-            self._idle.start()
-
-    def _stop_clock(self) -> None:
-        if self._idle is not None:
-            self._idle.cancel()
-            self._idle = None
-
-    def _end_idle(self) -> None:
-        """Unless somebody has borrowed the group meanwhile; who only lets its models go is waited for."""
-        with self._lock:
-            if threading.current_thread() is self._idle:
-                reason = f"ended after {float(IDLE_SECONDS):g} s without a run"
-                log.info("[CP] the workers are %s", reason)
-                self._close()
-                self._activity.ended(reason)
 
     def _close(self, *, gently: bool = True) -> None:
         if self.group is not None:

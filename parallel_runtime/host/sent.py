@@ -10,10 +10,8 @@ from typing import Any
 import torch
 
 from ..errors import Refused
-from ..jobs import EvaluationJob, Job, SamplingJob, VAEJob
+from ..jobs import PROMPTS, EvaluationJob, Job, SamplingJob, VAEJob
 from ..specs import ModelSpec
-
-KEEP = 8  # prompts that a worker keeps: see worker/comfy_loop/evaluation.py
 
 
 class Sent:
@@ -58,7 +56,7 @@ class Sent:
             if _equal(conds, job.conds):
                 return replace(job, prompt=number, conds=None)
         self._numbered += 1
-        self._prompts = [*self._prompts, (self._numbered, job.conds or {})][-KEEP:]
+        self._prompts = [*self._prompts, (self._numbered, job.conds or {})][-PROMPTS:]
         return replace(job, prompt=self._numbered)
 
 
