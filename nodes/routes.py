@@ -12,7 +12,7 @@ from aiohttp import web
 from server import PromptServer
 
 from ..parallel_runtime.errors import Refused
-from ..parallel_runtime.host.journal import LINES, journal
+from ..parallel_runtime.host.journal import LINES
 from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.host.status import BUSY
 from ..parallel_runtime.specs import ParallelRequest
@@ -46,7 +46,7 @@ async def get_logs(request: web.Request) -> web.Response:
         lines = int(request.query.get("lines") or LINES)
     except ValueError:
         return _no("rank and lines are whole numbers", 400)
-    return web.json_response({"lines": [asdict(line) for line in journal.tail(lines, rank)]})
+    return web.json_response({"lines": [asdict(line) for line in runtime.journal.tail(lines, rank)]})
 
 
 async def stop(_: web.Request) -> web.Response:

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from server import PromptServer
 
-from ..parallel_runtime.host.journal import journal
-from ..parallel_runtime.host.limits import IDLE_SECONDS, STALL_SECONDS
 from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.host.status import RankStatus, Status
 from .settings import PACKAGES, refresh
@@ -49,8 +47,8 @@ def everything() -> dict[str, Any]:
     return {
         **described(runtime.status()),
         "gpus": visible_gpus(),
-        "idle_seconds": float(IDLE_SECONDS),
-        "stall_seconds": float(STALL_SECONDS),
+        "idle_seconds": float(runtime.idle),
+        "stall_seconds": float(runtime.stall),
         "versions": {"context-parallel-sampler": VERSION, "torch": torch.__version__, "os": platform.system()},
     }
 
@@ -71,7 +69,7 @@ def in_words(now: Status) -> str:
 def start_publishing() -> None:
     """From now on what changes is sent to every page, and saved settings come into force."""
     for package in PACKAGES:
-        logging.getLogger(package).addHandler(journal)
+        logging.getLogger(package).addHandler(runtime.journal)
     threading.Thread(target=_publish, name="cp status", daemon=True).start()
 
 

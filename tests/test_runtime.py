@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from parallel_runtime.host import runtime as module
 from parallel_runtime.host.runtime import runtime
 from parallel_runtime.specs import Parallelism, Placement
 
@@ -62,8 +61,8 @@ def test_closing_does_not_wait_for_a_group_that_is_being_started():
     assert runtime.live is None
 
 
-def test_an_idle_group_ends_and_one_in_use_does_not(monkeypatch, flux):
-    monkeypatch.setattr(module, "IDLE_SECONDS", 0.5)
+def test_an_idle_group_ends_and_one_in_use_does_not(flux):
+    runtime.idle.choose(0.5)
     try:
         with runtime.borrowed(ONE, None) as group:
             time.sleep(1)
@@ -73,4 +72,5 @@ def test_an_idle_group_ends_and_one_in_use_does_not(monkeypatch, flux):
         wait_until(lambda: runtime.status().state == "none", 10)
         assert not any(pid in our_processes() for pid in pids)
     finally:
+        runtime.idle.choose(None)
         runtime.close()

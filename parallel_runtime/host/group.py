@@ -16,7 +16,7 @@ from ..wire.bundles import bundled
 from ..wire.messages import Cancel, Done, Measure, Run, Stop, Unload
 from ..wire.readings import Readings
 from .launch import Processes
-from .limits import STALL_SECONDS, seconds_from
+from .limits import Limit, seconds_from
 from .patience import Patience
 from .sent import Sent
 from .status import BUSY, Activity
@@ -55,10 +55,12 @@ class WorkerGroup:
         comfy: ComfySetup | None = None,
         watch: Watch = lambda: None,
         activity: Activity | None = None,
+        stall: Limit | None = None,
     ) -> None:
         self.placement = placement
         self.activity = activity or Activity()
         self.comfy = comfy
+        self.stall = stall or Limit("CP_STALL_SECONDS", 120)  # seconds without a sign of life
         self._jobs = itertools.count(1)
         self._sent = Sent()
         self.held: dict[ModelSpec, Any] = {}  # what its borrowers keep of each model that has its place there
@@ -181,7 +183,7 @@ class WorkerGroup:
             raise self._lose(error) from None
 
     def _answers(self, job: int, limit: float, on_step: OnStep, watch: Watch) -> dict[int, tuple[Done, Any]]:
-        ranks, stall = len(self._processes.channels), float(STALL_SECONDS)
+        ranks, stall = len(self._processes.channels), float(self.stall)
         patience = Patience(ranks, load=limit, stall=stall, cancel=CANCEL_SECONDS)
         waiting = Waiting(self._processes, job, patience, self.activity)
         try:

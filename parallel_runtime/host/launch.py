@@ -20,6 +20,7 @@ from ..wire.channel import Channel, short_path
 from ..wire.messages import PROTOCOL, Failed, Joined, Ready, Room, Welcome
 from .cluster import Cluster, Remote
 from .cost import Link, coarse
+from .journal import Journal
 from .status import Activity
 from .torchrun import GRACE_SECONDS, Torchrun, last_error, on_this_machine
 
@@ -37,7 +38,7 @@ class Processes:
         self._pidfds: list[int] = []
         self._token = secrets.token_hex(16)
         self._cluster: Cluster | None = None
-        self._torchrun, self._server = _meeting_place()
+        self._torchrun, self._server = _meeting_place(activity.journal)
         self._address = os.path.join(self._torchrun.folder, "socket")
         self._server.listen(placement.world_size)
         self._server.settimeout(POLL_SECONDS)
@@ -235,11 +236,11 @@ class Processes:
         return next(filter(None, (last_error(machine.lines) for machine in self._machines)), "")
 
 
-def _meeting_place() -> tuple[Torchrun, socket.socket]:
+def _meeting_place(journal: Journal) -> tuple[Torchrun, socket.socket]:
     """A torchrun with its private folder, and our socket in it. Raises WorkerStartError where there is no room."""
     torchrun, server = None, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        torchrun = Torchrun()
+        torchrun = Torchrun(journal)
         with short_path(os.path.join(torchrun.folder, "socket")) as address:
             server.bind(address)
     except OSError as error:

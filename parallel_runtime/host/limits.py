@@ -44,7 +44,3 @@ class Limit:
 
     def __float__(self) -> float:
         return float(self._seconds)
-
-
-STALL_SECONDS = Limit("CP_STALL_SECONDS", 120)
-IDLE_SECONDS = Limit("CP_IDLE_SECONDS", 0)  # 0: never

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from ..errors import ParallelError
 from ..specs import ComfySetup, Placement
 from .group import WorkerGroup
+from .journal import Journal
 from .launch import POLL_SECONDS
-from .limits import IDLE_SECONDS
+from .limits import Limit
 from .status import BUSY, RESTING, Activity, Status
 
 log = logging.getLogger(__name__)
@@ -27,10 +28,17 @@ class Runtime:
 
     def __init__(self) -> None:
         self.group: WorkerGroup | None = None  # look at it; to use it borrow it
+        self.stall = Limit("CP_STALL_SECONDS", 120)
+        self.idle = Limit("CP_IDLE_SECONDS", 0)  # 0: never
         self._activity = Activity()
         self._lock = threading.RLock()  # who holds it may use the group, start or end it
         self._closing = threading.Event()
         self._used = 0.0  # last
+
+    @property
+    def journal(self) -> Journal:
+        """What was printed and logged last."""
+        return self._activity.journal
 
     @property
     def live(self) -> WorkerGroup | None:
@@ -87,7 +95,7 @@ class Runtime:
         if self._unused:
             with self._alone() as alone:
                 if alone and self._unused:
-                    reason = f"ended after {float(IDLE_SECONDS):g} s without a run"
+                    reason = f"ended after {float(self.idle):g} s without a run"
                     log.info("[CP] the workers are %s", reason)
                     self._close()
                     self._activity.ended(reason)
@@ -127,7 +135,7 @@ class Runtime:
     def _unused(self) -> bool:
         """There is a group, and for longer than it may."""
         idle = self.group is not None and self._activity.now.state not in BUSY
-        return idle and 0 < float(IDLE_SECONDS) < time.monotonic() - self._used
+        return idle and 0 < float(self.idle) < time.monotonic() - self._used
 
     @contextmanager
     def _alone(self, go_on: Callable[[], bool] = lambda: False) -> Iterator[bool]:
@@ -149,7 +157,7 @@ class Runtime:
         if self.group is None:
             machines = f" on each of {placement.nnodes} machines" if placement.nnodes > 1 else ""
             log.info("[CP] starting %d worker(s): %s%s", placement.world_size, ", ".join(placement.devices), machines)
-            self.group = WorkerGroup(placement, comfy, watch, self._activity)
+            self.group = WorkerGroup(placement, comfy, watch, self._activity, self.stall)
         return self.group
 
     def _start_ahead(self, placement: Placement, comfy: ComfySetup | None) -> None:

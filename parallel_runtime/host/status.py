@@ -11,6 +11,7 @@ from ..jobs import EvaluationJob, Job, VAEJob
 from ..specs import ModelSpec, Parallelism, Placement
 from ..wire.messages import Beat, Done, Joined, Step
 from ..wire.readings import Busy, Readings
+from .journal import Journal
 
 State = Literal[
     "none", "starting", "loading", "sampling", "decoding", "encoding", "cancelling", "cancelled", "idle", "died"
@@ -60,6 +61,7 @@ class Activity:
 
     def __init__(self) -> None:
         self.now = Status()
+        self.journal = Journal()
         self.unrecordable: set[ModelSpec] = set()
         self._asked: ModelSpec | None = None
         self._told: set[str] = set()

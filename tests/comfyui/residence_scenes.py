@@ -16,9 +16,8 @@ from .pack import node_module, pack_module
 import comfy.model_management  # isort: skip  # the pack's module has made ComfyUI importable
 
 lease, routes, capacity = (node_module(name) for name in ("lease", "routes", "capacity"))
-host, limits, storing = (pack_module(f"parallel_runtime.host.{name}") for name in ("runtime", "limits", "storing"))
+runtime, storing = pack_module("parallel_runtime.host.runtime").runtime, pack_module("parallel_runtime.host.storing")
 specs = pack_module("parallel_runtime.specs")
-runtime = host.runtime
 
 ONE = specs.Placement(devices=("cpu",))
 MODELS = [specs.ModelSpec(loader=specs.DEMO, weight_dtype=dtype) for dtype in ("float32", "bfloat16")]
@@ -42,7 +41,7 @@ def _unloaded_by_both() -> dict[str, Any]:
 
 def idle_while_unloading(rank: int, world: int) -> dict[str, Any]:
     """The group's idle time is over while ComfyUI lets a model go, in a run of its own."""
-    limits.IDLE_SECONDS.choose(SLOW_SECONDS / 2)
+    runtime.idle.choose(SLOW_SECONDS / 2)
     try:
         group = _holding_models()
         with _slow(group), ThreadPoolExecutor() as threads:
@@ -54,7 +53,7 @@ def idle_while_unloading(rank: int, world: int) -> dict[str, Any]:
         wait_until(lambda: runtime.status().state == "none" and runtime.status().reason != "", 10)
         return {"error": error and repr(error), "alive meanwhile": alive, "reason": runtime.status().reason}
     finally:
-        limits.IDLE_SECONDS.choose(None)
+        runtime.idle.choose(None)
         runtime.close()
 
 
