@@ -27,7 +27,7 @@ from .patches import OVERRIDE, check_inside, describe_functions, describe_option
 from .refusals import check_guider, check_latent
 from .stand_in import network_behind
 from .tampering import check_network
-from .workers import gpu_kind, visible_gpus
+from .workers import wish_here
 
 # Patches that see one block's queries, keys or output: those of all tokens, or the numbers are others.
 INSIDE_BLOCKS = {"attn1_patch", "attn2_patch", "attn1_output_patch", "attn2_output_patch", "mlp_patch"}
@@ -50,11 +50,8 @@ class Source:
     def wish(self, request: ParallelRequest, *, guided: bool = False, together: bool = False) -> Wish:
         """What a run of it asks of this host. Raises Refused for a step cache that there cannot be."""
         check_step_cache(request, self.figures)
-        whole = "" if self.figures.divisible else self.figures.name
-        return Wish(
-            request=request, heads=self.figures.heads, gpus=visible_gpus(), kind=gpu_kind(), guided=guided,
-            together=together, ringless=self.ringless, whole=whole,
-        )  # fmt: skip
+        whole, heads = "" if self.figures.divisible else self.figures.name, self.figures.heads
+        return wish_here(request, heads=heads, guided=guided, together=together, ringless=self.ringless, whole=whole)
 
     def tokens(self, latent_shape: tuple[int, ...], text: int) -> dict[str, int]:
         """Of each stream, for a latent [B, C, (T,) H, W] and a prompt of `text` tokens."""

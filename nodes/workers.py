@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from functools import cache
+from typing import Any
 
 import comfy.model_management
 import comfy.options
@@ -23,7 +24,12 @@ log = logging.getLogger(__name__)
 
 def plan_any(request: ParallelRequest, *, guided: bool = False) -> Division:
     """Degrees and devices where no model is known, or a VAE, which has no heads to share out. Raises Refused."""
-    return plan(Wish(request=request, gpus=visible_gpus(), kind=gpu_kind(), guided=guided))
+    return plan(wish_here(request, guided=guided))
+
+
+def wish_here(request: ParallelRequest, **found: Any) -> Wish:
+    """`request`, on this host; what was `found` out about the model is in a Wish's own words."""
+    return Wish(request=request, gpus=visible_gpus(), kind=gpu_kind(), **found)
 
 
 def visible_gpus() -> int:

@@ -25,6 +25,7 @@ from .engine.mesh import Axis, ContextMesh, World, build_mesh, with_own_group
 from .engine.overriding import by_backend
 from .engine.recording import Recording, Unrecordable  # noqa: F401
 from .lanes import Lanes
+from .pulse import Pulse
 from .ranks import refusing_together
 from .spread import check_files
 from .step_cache import StepCache
@@ -156,6 +157,7 @@ class Model:
 
 
 Load = Callable[[ModelSpec, torch.device, OnShare, Job], Model]
+Loop = Callable[[Any, Any, Pulse], dict[str, Any]]  # what runs a kind of job on a Model
 VAE = "vae"  # the loader of all of them
 
 

@@ -8,7 +8,6 @@ import os
 import shutil
 import time
 import typing
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ from .engine.compiling import telling
 from .engine.moments import now_on
 from .leash import die_when, end_parent
 from .memory import is_out_of_memory, out_of_memory, readings
-from .models import Load, Model, Models, OnShare
+from .models import Load, Loop, Model, Models, OnShare
 from .pulse import Cancelled, Pulse
 from .ranks import join, kind_of, rank, unlike, world_size
 from .spread import payload
@@ -50,8 +49,6 @@ from .vaes import VAEs
 
 TOKEN = "CP_TOKEN"
 SENTENCE = 2000  # characters of a refusal, which has to fit into a packet whatever they are
-
-Loop = Callable[[Any, Any, Pulse], dict[str, Any]]
 
 
 class Worker:

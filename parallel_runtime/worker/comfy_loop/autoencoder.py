@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...autoencoders import COMPARED, kind_of
 from ...errors import Refused
-from ...jobs import VAEJob
+from ...jobs import Job, VAEJob
 from ...mapped import Mapped, load_mapped
 from ...specs import ModelSpec
 from ...witness import witness
@@ -24,8 +24,9 @@ from .comfyui import named
 NO_LIMIT = 1e9  # GiB
 
 
-def load(spec: ModelSpec, device: torch.device, on_share: Callable[[float], None], job: VAEJob) -> VAE:
+def load(spec: ModelSpec, device: torch.device, on_share: Callable[[float], None], job: Job) -> VAE:
     """Machines without a part in it have nothing of it. Raises Refused."""
+    assert isinstance(job, VAEJob)
     if machine():
         return VAE(spec, nn.Identity(), device=device)
     try:
