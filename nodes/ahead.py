@@ -9,7 +9,7 @@ from typing import Any
 from server import PromptServer
 
 from ..parallel_runtime.errors import Refused
-from ..parallel_runtime.host.runtime import start_ahead
+from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.specs import ParallelRequest
 from .config import requested
 from .workers import comfy_setup, plan_any
@@ -53,4 +53,4 @@ def _start(prompt: Prompt, request: ParallelRequest) -> None:
     running, waiting = PromptServer.instance.prompt_queue.get_current_queue_volatile()
     if any(task[2] == prompt for task in (*running, *waiting)):
         with contextlib.suppress(Refused):  # the node will say it
-            start_ahead(plan_any(request).placement, comfy_setup())
+            runtime.start_ahead(plan_any(request).placement, comfy_setup())

@@ -10,20 +10,22 @@ import comfy.model_management
 import torch
 from comfy.model_patcher import ModelPatcher
 
+from ..parallel_runtime.host.group import WorkerGroup
 from ..parallel_runtime.host.limits import number_from
-from ..parallel_runtime.host.runtime import last_readings
 from ..parallel_runtime.host.storing import GIB, Capacity
-from ..parallel_runtime.specs import Placement
+from ..parallel_runtime.specs import ModelSpec, Placement
 
 LIMIT = "CP_MEMORY_GIB"  # of its device that a worker may take; without it what is free, and on the CPU anything
 MOST = 2.0**20  # GiB: more than any device has
 ALL = 1e30  # bytes: ComfyUI's own word for everything
 
 
-def capacity_for(placement: Placement, own: int = 0) -> Capacity:
-    """The least that any worker of the group finds at this moment; `own` bytes of main memory are the model's that is
-    asked for, which it has already."""
-    readings = last_readings(placement)
+def capacity_for(placement: Placement, group: WorkerGroup | None, spec: ModelSpec) -> Capacity:
+    """The least that any worker found when it was asked last, what it has of this model included; where there is no
+    `group` yet, what is free here."""
+    readings = group.readings if group is not None else ()
+    held = group.held.get(spec.unpatched) if group is not None else None
+    own = held.way.fetched_bytes if held and held.way.storage.mode == "offload" else 0  # once a machine
     host = min(told.host_free_bytes for told in readings) + own if readings else None
     if limit := limit_bytes():
         return Capacity(device_bytes=limit, host_bytes=host, limited_by=LIMIT)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..parallel_runtime.accelerators import CUDA
 from ..parallel_runtime.blocks import blocks_of
 from ..parallel_runtime.host.cost import Figures, Work
+from ..parallel_runtime.host.planning import Wish, check_step_cache
 from ..parallel_runtime.jobs import SamplingJob
 from ..parallel_runtime.networks import Network, network_of
 from ..parallel_runtime.own_attention import own_attentions
@@ -26,6 +27,7 @@ from .patches import OVERRIDE, check_inside, describe_functions, describe_option
 from .refusals import check_guider, check_latent
 from .stand_in import network_behind
 from .tampering import check_network
+from .workers import wish_here
 
 # Patches that see one block's queries, keys or output: those of all tokens, or the numbers are others.
 INSIDE_BLOCKS = {"attn1_patch", "attn2_patch", "attn1_output_patch", "attn2_output_patch", "mlp_patch"}
@@ -44,6 +46,12 @@ class Source:
     together: bool  # something on MODEL sees every prompt and image at once: they cannot be shared out
     ringless: bool  # something on MODEL replaces the attention, and gives no log-sum-exp
     recorded: bool = False  # where the host would lead, its evaluations are replayed
+
+    def wish(self, request: ParallelRequest, *, guided: bool = False, together: bool = False) -> Wish:
+        """What a run of it asks of this host. Raises Refused for a step cache that there cannot be."""
+        check_step_cache(request, self.figures)
+        whole, heads = "" if self.figures.divisible else self.figures.name, self.figures.heads
+        return wish_here(request, heads=heads, guided=guided, together=together, ringless=self.ringless, whole=whole)
 
     def tokens(self, latent_shape: tuple[int, ...], text: int) -> dict[str, int]:
         """Of each stream, for a latent [B, C, (T,) H, W] and a prompt of `text` tokens."""

@@ -9,7 +9,7 @@ import comfy.sd
 
 from ..parallel_runtime.autoencoders import COMPARED, kind_of
 from ..parallel_runtime.errors import Refused
-from ..parallel_runtime.specs import VAESpec
+from ..parallel_runtime.specs import ModelSpec
 from ..parallel_runtime.witness import witness
 from .code import reference
 
@@ -20,16 +20,16 @@ class Undivided(Exception):
     """A VAE, or a call of it, that ComfyUI's own process does; says why."""
 
 
-def describe_vae(vae: comfy.sd.VAE) -> VAESpec:
+def describe_vae(vae: comfy.sd.VAE) -> ModelSpec:
     """Raises Undivided."""
     check_vae(vae)
     model = vae.first_stage_model
-    factory, arguments = _origin(vae)
-    return VAESpec(
-        kind=kind_of(model),
-        factory=factory,
+    loader, arguments = _origin(vae)
+    return ModelSpec(
+        loader=loader,
         arguments=arguments,
-        dtype=str(vae.vae_dtype).removeprefix("torch."),  # type: ignore[arg-type]
+        weight_dtype=str(vae.vae_dtype).removeprefix("torch."),
+        kind=kind_of(model),
         witness=witness(model, vae.vae_dtype),
     )
 

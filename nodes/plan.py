@@ -14,16 +14,15 @@ import comfy.sampler_helpers
 from comfy_api.latest import io
 
 from ..parallel_runtime.errors import Refused
+from ..parallel_runtime.host.planning import Wish, plan
 from ..parallel_runtime.host.report import Report, Row, Subject, report
-from ..parallel_runtime.host.runtime import kernel_races, last_readings, measure_at_rest, measured_link
 from ..parallel_runtime.host.storing import Prospect, decide, why_whole
-from ..parallel_runtime.specs import Division, ParallelRequest
+from ..parallel_runtime.specs import ParallelRequest
 from .config import CATEGORY, CPConfig, requested
 from .describe import Source, describe_model
+from .lease import foreseen
 from .plan_vae import explain_decode
 from .refusals import check_conds, check_latent
-from .residence import residence
-from .workers import plan_for
 
 
 class CPPlan(io.ComfyNode):
@@ -86,31 +85,30 @@ def explain(
     guided = not math.isclose(cfg, 1.0)
     subject = subject_of(model, source, latent, positive, request, guided=guided)
     troubles: list[Row] = []
-    choose = partial(plan_for, source, guided=guided, together=source.together, work=subject.work)
+    work, wish = subject.work, partial(source.wish, guided=guided, together=source.together)
     try:
-        division = choose(request)
+        division, case, group = foreseen(source.spec, wish(request), work)
     except Refused as refused:
-        request, division = instead(choose, request)
+        request = instead(wish, request)
+        division, case, group = foreseen(source.spec, wish(request), work)
         devices = f" and devices {request.devices!r}" if request.devices else ""
         troubles.append(_trouble(f"The CP Parallel Config cannot work: {refused}."))
         troubles.append(Row("", f"With the degrees on auto{devices}:"))
-    degrees, link = division.degrees, measured_link(division.placement)
-    measure_at_rest(division.placement)
-    free = [told.free_bytes + told.own_bytes for told in last_readings(division.placement)]
+    degrees, readings = division.degrees, group.readings if group is not None else ()
+    free = [told.free_bytes + told.own_bytes for told in readings]
     recommended = request
-    if link is not None or degrees.cfg_degree == 1 or request.cfg_degree:  # else memory may still decide otherwise
+    if group is not None or degrees.cfg_degree == 1 or request.cfg_degree:  # else memory may still decide otherwise
         recommended = replace(request, **degrees.by_name)
     automatic = not (request.ring_degree or request.ulysses_degree)
-    decode = explain_decode(vae, subject.latent, division.placement, link) if vae is not None else ""
-    case = residence.case(source.spec, subject.work, division, link)
+    decode = explain_decode(vae, subject.latent, division.placement, case.link) if vae is not None else ""
     way: Prospect | None = None
     try:
         way = decide(request.weights, case)
     except Refused as refused:
         troubles.append(_trouble(f"Its weights have no place: {refused}."))
     said = report(
-        subject, division, guided=guided, automatic=automatic, link=link, way=way, decode=decode,
-        free=min(free, default=None), races=kernel_races(division.placement), troubles=troubles,
+        subject, division, guided=guided, automatic=automatic, link=case.link, way=way, decode=decode,
+        free=min(free, default=None), races=readings[0].races if readings else (), troubles=troubles,
         whole=why_whole(request.weights, way, case) if way is not None else "",
     )  # fmt: skip
     return said, recommended
@@ -120,16 +118,15 @@ def _trouble(text: str) -> Row:
     return Row("", text, "trouble")
 
 
-def instead(
-    choose: Callable[[ParallelRequest], Division], request: ParallelRequest
-) -> tuple[ParallelRequest, Division]:
+def instead(wish: Callable[[ParallelRequest], Wish], request: ParallelRequest) -> ParallelRequest:
     """What works where `request` does not: its devices with all degrees on auto, or else everything on auto."""
     nothing = ParallelRequest(dtype=request.dtype)
     devices = replace(nothing, devices=request.devices)
     try:
-        return devices, choose(devices)
+        plan(wish(devices))
     except Refused:
-        return nothing, choose(nothing)
+        return nothing
+    return devices
 
 
 def subject_of(

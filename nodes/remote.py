@@ -15,26 +15,25 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import comfy.model_management
 import comfy.samplers
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
-from ..parallel_runtime.errors import Refused, WorkerFailed
+from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.group import Result
+from ..parallel_runtime.host.planning import plan
 from ..parallel_runtime.jobs import SamplingJob
 from ..parallel_runtime.specs import ParallelRequest, Placement
 from .code import Unsendable
 from .compiling import leave_eager
 from .describe import Source, describe_job, describe_model
 from .evaluation import RemoteEvaluation
+from .lease import leased
 from .patches import KEY
 from .refusals import check_conds, check_guider, check_sampler
-from .residence import residence
 from .stand_in import weightless
-from .workers import borrowed, plan_for
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
 
 def _checked(model: ModelPatcher, request: ParallelRequest) -> Source:
     source = describe_model(model, request)
-    plan_for(source, request)
+    plan(source.wish(request))
     return source
 
 
@@ -133,25 +132,14 @@ class RemoteSampling:
     def _there(
         self, guider: comfy.samplers.CFGGuider, job: SamplingJob, shape: tuple[int, ...], callback: Callback | None
     ) -> Tensor:
-        spec, guided = self.source.spec, is_guided(guider)
-        check = comfy.model_management.throw_exception_if_processing_interrupted
+        guided = is_guided(guider)
         prompts = sum(map(len, list(guider.conds.values())[: None if guided else 1]))
         work = self.source.work(shape, _text_tokens(guider), prompts=prompts, cached=self.request.step_cache > 0)
         watcher = Watcher(callback, guider.model_patcher.load_device)
-        with borrowed(self.source, self.request, work, guided=guided, together=job.together) as (group, division):
-            way = residence.lodge(group, spec, division, work, self.request.weights)
-            job = replace(job, rows=way.rows)
-            if group.holds(spec):
-                job = replace(job, patches=None)
-            try:
-                result = group.sample(
-                    spec, division.degrees, job, storage=way.storage, on_step=watcher.on_step, watch=check
-                )
-            except WorkerFailed as failed:
-                log.error("[CP] rank %d:\n%s", failed.rank, failed.traceback)
-                raise
-            finally:
-                residence.settle(spec, self.request.after_sampling)
+        wish = self.source.wish(self.request, guided=guided, together=job.together)
+        with leased(self.source.spec, plan(wish).placement, self.request.after_sampling) as lease:
+            division = lease.divide(wish, work)
+            result = lease.run(division, replace(job, rows=division.rows), on_step=watcher.on_step)
         watcher.finish(result.value["last"])
         self._log(result, division.placement)
         return result.value["samples"]

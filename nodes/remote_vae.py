@@ -15,21 +15,19 @@ import torch
 from torch import Tensor
 
 from ..parallel_runtime.autoencoders import COMPARED
-from ..parallel_runtime.errors import WorkerFailed
-from ..parallel_runtime.host.group import Result, WorkerGroup
+from ..parallel_runtime.errors import Refused, WorkerFailed
+from ..parallel_runtime.host.group import Result
 from ..parallel_runtime.host.room import Room
-from ..parallel_runtime.host.runtime import borrowed_group, live_placement
+from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.host.storing import Prospect
 from ..parallel_runtime.jobs import VAEJob
 from ..parallel_runtime.random_states import random_states, set_random_states
-from ..parallel_runtime.specs import ParallelRequest, Placement, Storage, VAEMethod, VAESpec
+from ..parallel_runtime.specs import Division, ModelSpec, Parallelism, ParallelRequest, Placement, Storage, VAEMethod
 from .describe_vae import Undivided
-from .residence import Residence
-from .workers import comfy_setup, plan_any
+from .lease import Lease, leased
+from .workers import plan_any
 
 log = logging.getLogger(__name__)
-
-residence = Residence()  # of VAEs, which take no diffusion model's place
 
 
 class RemoteVAE:
@@ -37,7 +35,7 @@ class RemoteVAE:
 
     comfy_has_chunked_io = True
 
-    def __init__(self, vae: comfy.sd.VAE, spec: VAESpec, request: ParallelRequest | None) -> None:
+    def __init__(self, vae: comfy.sd.VAE, spec: ModelSpec, request: ParallelRequest | None) -> None:
         self._vae = vae
         self._spec = spec
         self._request = request
@@ -93,7 +91,10 @@ class RemoteVAE:
 
     def settle(self) -> None:
         """Do after a use what the user wants done with it."""
-        residence.settle(self._spec, self._request.after_sampling if self._request else "keep")
+        group = runtime.live
+        held = group.held.get(self._spec.unpatched) if group is not None else None
+        if held is not None and self._request is not None:
+            held.settle(self._request.after_sampling)
 
     def _convert(
         self,
@@ -105,9 +106,9 @@ class RemoteVAE:
         shape: tuple[int, ...],
     ) -> None:
         self._check(method, x, unit)
-        check = comfy.model_management.throw_exception_if_processing_interrupted
-        with borrowed_group(placement_for(self._request), comfy_setup(), check) as group:
-            self._claim(group, method, tuple(x.shape))
+        placement = placement_for(self._request)
+        with leased(self._spec, placement) as lease:
+            self._claim(lease, method, tuple(x.shape))
             job = VAEJob(
                 method=method,
                 x=x,
@@ -117,15 +118,13 @@ class RemoteVAE:
                 offset=offset,
                 random_states=random_states(self._vae.device),
                 chunk_bytes=self._chunk_bytes(),
-                weights=None if self._spec.factory or group.holds(self._spec) else dict(self._vae.get_sd()),
+                weights=None if self._spec.loader else dict(self._vae.get_sd()),
             )
-            result = self._asked(group, job, room)
-        if refused := result.value["refused"]:
-            raise Undivided(refused)
+            result = self._asked(lease, job, room)
         set_random_states(result.value["random_states"], self._vae.device)
         log.info(
             "[CP] VAE %sd on %d worker(s) in %.2f s, loaded in %.2f s",
-            method, min(len(group.placement.devices), max(x.shape[-2:]) // unit), result.seconds, result.load_seconds,
+            method, min(len(placement.devices), max(x.shape[-2:]) // unit), result.seconds, result.load_seconds,
         )  # fmt: skip
 
     def _check(self, method: VAEMethod, x: Tensor, unit: int) -> None:
@@ -136,7 +135,7 @@ class RemoteVAE:
         if not (x.shape[-2] // unit and x.shape[-1] // unit):
             raise Undivided(f"{x.shape[-1]} x {x.shape[-2]} pixels make no row of a latent")
 
-    def _asked(self, group: WorkerGroup, job: VAEJob, room: Room) -> Result:
+    def _asked(self, lease: Lease, job: VAEJob, room: Room) -> Result:
         bar: comfy.utils.ProgressBar | None = None
 
         def on_step(frames: int, x0: Any, x: Any, total: int) -> None:
@@ -144,27 +143,24 @@ class RemoteVAE:
             bar = bar or comfy.utils.ProgressBar(total)
             bar.update_absolute(frames, total)
 
+        placement = lease.group.placement
+        by_rows = Division(degrees=Parallelism(ring_degree=placement.world_size), placement=placement)
         try:
-            return group.convert(
-                self._spec, job, room.fd, on_step=on_step,
-                watch=comfy.model_management.throw_exception_if_processing_interrupted,
-            )  # fmt: skip
+            return lease.run(by_rows, job, room=room.fd, on_step=on_step)
+        except Refused as refused:
+            raise Undivided(str(refused)) from None
         except WorkerFailed as failed:
             if failed.out_of_memory:  # ComfyUI goes on with tiles
                 log.warning("[CP] VAE: %s", failed)
                 raise torch.OutOfMemoryError(str(failed)) from failed
-            log.error("[CP] rank %d:\n%s", failed.rank, failed.traceback)
             raise
 
-    def _claim(self, group: WorkerGroup, method: VAEMethod, shape: tuple[int, ...]) -> None:
+    def _claim(self, lease: Lease, method: VAEMethod, shape: tuple[int, ...]) -> None:
         """Have ComfyUI make room: for all of the weights, and a worker's share of the activations. What is missing then
         is no reason to refuse: this is ComfyUI's own estimate, which is high, and it goes on with tiles."""
-        vae, workers = self._vae, len(group.placement.devices)
+        vae, workers = self._vae, len(lease.group.placement.devices)
         whole = (vae.memory_used_decode if method == "decode" else vae.memory_used_encode)(shape, vae.vae_dtype)
-        way = Prospect(storage=Storage(), held_bytes=vae.model_size())
-        residence.claim(group, self._spec, way, int(whole / workers))
-        there = vae.model_size() if group.holds(self._spec) else 0
-        residence.make_room(group, self._spec, vae.model_size() - there + int(whole / workers))
+        lease.claim(Prospect(storage=Storage(), held_bytes=vae.model_size()), int(whole / workers))
 
     def _chunk_bytes(self) -> int:
         """What ComfyUI would cut time by here: asked once, so that no rank goes by its own memory."""
@@ -177,7 +173,8 @@ class RemoteVAE:
 
 def placement_for(request: ParallelRequest | None) -> Placement:
     """The workers that a VAE uses: as asked; else the group that is there; else one on every device. Raises Refused."""
-    live = live_placement()
+    group = runtime.live
+    live = group.placement if group is not None else None
     if request is None:
         return live or plan_any(ParallelRequest()).placement
     asked = plan_any(request).placement

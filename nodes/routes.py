@@ -12,12 +12,10 @@ from aiohttp import web
 from server import PromptServer
 
 from ..parallel_runtime.errors import Refused
-from ..parallel_runtime.host.journal import LINES, journal
-from ..parallel_runtime.host.runtime import restart_group, resting_group, status
+from ..parallel_runtime.host.journal import LINES
+from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.host.status import BUSY
 from ..parallel_runtime.specs import ParallelRequest
-from .remote_vae import residence as vaes
-from .residence import residence
 from .status import everything
 from .workers import comfy_setup, plan_any, visible_gpus
 
@@ -48,13 +46,13 @@ async def get_logs(request: web.Request) -> web.Response:
         lines = int(request.query.get("lines") or LINES)
     except ValueError:
         return _no("rank and lines are whole numbers", 400)
-    return web.json_response({"lines": [asdict(line) for line in journal.tail(lines, rank)]})
+    return web.json_response({"lines": [asdict(line) for line in runtime.journal.tail(lines, rank)]})
 
 
 async def stop(_: web.Request) -> web.Response:
     """Cancel the run that uses the workers, as ComfyUI's own /interrupt does; they stay warm."""
     running, _waiting = PromptServer.instance.prompt_queue.get_current_queue_volatile()
-    if status().state not in BUSY or not running:
+    if runtime.status().state not in BUSY or not running:
         return _no("no run uses the workers")
     comfy.model_management.interrupt_current_processing()
     return web.json_response({"stopped": True})
@@ -68,7 +66,7 @@ async def free(_: web.Request) -> web.Response:
 
 async def restart(_: web.Request) -> web.Response:
     """End the workers, also under a run, which fails, and start others: /cp/status says how that goes."""
-    if not await _aside(lambda: restart_group(BY_THE_USER, comfy_setup())):
+    if not await _aside(lambda: runtime.restart(BY_THE_USER, comfy_setup())):
         return _no("there are no workers to restart")
     log.info("[CP] the user has restarted the workers")
     return web.json_response({"restarted": True})
@@ -91,8 +89,10 @@ async def check(request: web.Request) -> web.Response:
 
 
 def _free() -> list[str] | None:
-    with resting_group() as group:  # also between two evaluations of a run
-        return None if group is None or status().state in BUSY else [*residence.give_back_all(), *vaes.give_back_all()]
+    with runtime.resting() as group:
+        held = [] if group is None else list(group.held.values())
+        freed = [model.spec.title for model in held if model.give_back()]
+        return None if group is None else freed
 
 
 def _no(reason: str, code: int = 409) -> web.Response:

@@ -15,8 +15,7 @@ from typing import Any, get_type_hints
 
 import folder_paths
 
-from ..parallel_runtime.host.limits import IDLE_SECONDS, STALL_SECONDS
-from ..parallel_runtime.host.runtime import restart_clock
+from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.specs import ParallelRequest
 
 PREFIX = "CPSampler."
@@ -80,9 +79,8 @@ def refresh() -> Settings:
 
 
 def _apply(settings: Settings) -> None:
-    STALL_SECONDS.choose(settings.StallSeconds)
-    if IDLE_SECONDS.choose(settings.IdleSeconds):
-        restart_clock()
+    runtime.stall.choose(settings.StallSeconds)
+    runtime.idle.choose(settings.IdleSeconds)
     for package in PACKAGES:
         level = "NOTSET" if settings.LogLevel == Settings.LogLevel else settings.LogLevel  # as ComfyUI's own
         logging.getLogger(package).setLevel(level if level in (*LEVELS, "NOTSET") else "NOTSET")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import threading
+import time
 import tomllib
 from dataclasses import asdict
 from pathlib import Path
@@ -13,9 +14,7 @@ from typing import Any
 import torch
 from server import PromptServer
 
-from ..parallel_runtime.host.journal import journal
-from ..parallel_runtime.host.limits import IDLE_SECONDS, STALL_SECONDS
-from ..parallel_runtime.host.runtime import status
+from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.host.status import RankStatus, Status
 from .settings import PACKAGES, refresh
 from .workers import visible_gpus
@@ -46,10 +45,10 @@ def described(now: Status) -> dict[str, Any]:
 def everything() -> dict[str, Any]:
     """The same with what does not change while a group lives."""
     return {
-        **described(status()),
+        **described(runtime.status()),
         "gpus": visible_gpus(),
-        "idle_seconds": float(IDLE_SECONDS),
-        "stall_seconds": float(STALL_SECONDS),
+        "idle_seconds": float(runtime.idle),
+        "stall_seconds": float(runtime.stall),
         "versions": {"context-parallel-sampler": VERSION, "torch": torch.__version__, "os": platform.system()},
     }
 
@@ -70,7 +69,7 @@ def in_words(now: Status) -> str:
 def start_publishing() -> None:
     """From now on what changes is sent to every page, and saved settings come into force."""
     for package in PACKAGES:
-        logging.getLogger(package).addHandler(journal)
+        logging.getLogger(package).addHandler(runtime.journal)
     threading.Thread(target=_publish, name="cp status", daemon=True).start()
 
 
@@ -79,14 +78,11 @@ def _publish() -> None:
     sent: Status | None = None
     while True:
         refresh()
-        now = status()
+        now = runtime.status()
         if now != sent:
             PromptServer.instance.send_sync(EVENT, described(now))
             sent = now
-        _pause.wait(LOOK_SECONDS)
-
-
-_pause = threading.Event()  # never set
+        time.sleep(LOOK_SECONDS)
 
 
 def _rank(rank: RankStatus) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .specs import VAEMethod
 
+PROMPTS = 8  # whose conditions a worker keeps, and the host counts along
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingJob:
@@ -63,17 +65,18 @@ class EvaluationJob:
     """One call of ComfyUI's `diffusion_model`, or of another `method` of it: as ComfyUI passes it, less the conditions.
 
     `each` is what changes from call to call (x [B, C, (T,) H, W] or a list of such, timestep, a ControlNet's
-    residuals), by argument; `options` the described transformer_options. Conditions stay with the workers: `conds` is
-    None where they have those numbered `prompt` already. `together`: something in the options sees all rows at once.
+    residuals), by argument; `options` the described transformer_options. Conditions stay with the workers, numbered
+    `prompt` by the group: `conds` is None where they have these already. `together`: something in the options sees all
+    rows at once.
     """
 
     each: dict[str, Any]
     options: dict[str, Any] | None
-    prompt: int
     conds: dict[str, Any] | None
     patches: dict[str, list[Any]] | None
     together: bool
     method: str = "forward"
+    prompt: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

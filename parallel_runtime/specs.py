@@ -186,6 +186,8 @@ class ModelSpec:
     holds unquantised weights in, `compute_dtype` what it computes in, "" for its own choice. `patches` identifies the
     stack of weight patches (LoRA and the like) on it, "" for none; the patches come with the job. `compilation` is None
     for a network that runs as it is.
+    A VAE is one of the classes `kind` (autoencoders.py), whose weights and structure `witness` tells from all others.
+    Without a `loader` its weights come with the job, and `arguments` are its file's metadata.
     """
 
     loader: str
@@ -196,42 +198,20 @@ class ModelSpec:
     compute_dtype: str = ""
     patches: str = ""
     compilation: Compilation | None = None
+    kind: str = ""
+    witness: str = ""
 
     @property
     def title(self) -> str:
-        """The file's name, for people; the loader's where there is none."""
+        """The file's name, for people; the loader's where there is none; a VAE's class."""
+        if self.kind:
+            return self.kind.partition("(")[0].rpartition(".")[2]
         return os.path.basename(self.files[0].path) if self.files else self.loader
 
     @property
     def unpatched(self) -> ModelSpec:
         """What is loaded: the same for every stack of patches, whatever it is computed in, and compiled or not."""
         return replace(self, patches="", compute_dtype="", compilation=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class VAESpec:
-    """A VAE by description.
-
-    `kind` names its classes (see autoencoders.py). ComfyUI's function `factory`, "module:name", makes it from
-    `arguments` (JSON); where there is none ("") its weights come along when the workers have not got it, and
-    `arguments` are the file's metadata. `witness` tells its weights and structure from all others (witness.py).
-    """
-
-    kind: str
-    factory: str
-    arguments: str
-    dtype: DtypeName
-    witness: str
-
-    @property
-    def title(self) -> str:
-        """Its class, for people."""
-        return self.kind.partition("(")[0].rpartition(".")[2]
-
-    @property
-    def unpatched(self) -> VAESpec:
-        """What is loaded, as ModelSpec has it."""
-        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,10 +248,13 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """How a run is divided, and among whom: one rank of `placement` for each share of `degrees`."""
+    """How a run is divided, and among whom: one rank of `placement` for each share of `degrees`. Its weights are in
+    `storage`, and `rows` of a batch are evaluated at once, 0: all, those of several prompts too."""
 
     degrees: Parallelism
     placement: Placement
+    storage: Storage = Storage()
+    rows: int = 0
 
     def __post_init__(self) -> None:
         if self.degrees.world_size != self.placement.world_size:

@@ -67,7 +67,7 @@ def flux_job(
 
 
 def samples(group: WorkerGroup, model: ModelSpec, parallelism: Parallelism, **job: Any) -> torch.Tensor:
-    return group.sample(model, parallelism, flux_job(**job)).value["samples"]
+    return group.run(model, parallelism, flux_job(**job)).value["samples"]
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> None:

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel_runtime import accelerators
 from parallel_runtime.accelerators import ACCELERATORS, Accelerator, collectives_of
-from parallel_runtime.host.planning import plan
+from parallel_runtime.host.planning import Wish, plan
 from parallel_runtime.host.torchrun import environment, on_this_machine
 from parallel_runtime.specs import ParallelRequest
 
@@ -29,14 +29,14 @@ def test_each_kind_has_its_collectives_and_tensors_of_the_cpu_go_by_gloo(kind: s
 @pytest.mark.parametrize("kind", list(ACCELERATORS))
 def test_devices_are_named_by_their_kind(kind: str) -> None:
     for devices in ("", "0,1", f"{kind}:0,{kind}:1"):
-        placement = plan(ParallelRequest(devices=devices), heads=24, gpus=2, kind=kind).placement
+        placement = plan(Wish(request=ParallelRequest(devices=devices), heads=24, gpus=2, kind=kind)).placement
         assert placement.devices == (f"{kind}:0", f"{kind}:1")
 
 
 @pytest.mark.parametrize("kind", ["xpu", "npu"])
 def test_kernels_of_cuda_are_refused_elsewhere_by_name(kind: str) -> None:
     with pytest.raises(ValueError, match=f"flash needs CUDA GPUs, and the workers run on {kind}:0; choose auto"):
-        plan(ParallelRequest(attention_backend="flash"), heads=24, gpus=2, kind=kind)
+        plan(Wish(request=ParallelRequest(attention_backend="flash"), heads=24, gpus=2, kind=kind))
 
 
 def test_a_kind_that_a_package_brings_is_there_with_it_only() -> None:

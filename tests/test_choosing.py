@@ -12,6 +12,7 @@ import pytest
 from parallel_runtime.errors import Refused
 from parallel_runtime.host.choosing import choose
 from parallel_runtime.host.cost import Figures, Link
+from parallel_runtime.host.planning import Wish
 from parallel_runtime.host.storing import Capacity, Case, decide
 from parallel_runtime.specs import Division, Parallelism, ParallelRequest, Placement
 
@@ -43,17 +44,11 @@ def chosen(
     """What a run gets before its workers have started and after they have measured, and what that case then is."""
     work = figures.work(1, tokens, prompts=prompts)
 
-    def case(division: Division) -> Case:
-        capacity = Capacity(device_bytes=int(gib * GIB), host_bytes=int(host_gib * GIB))
-        return Case(work=work, degrees=division.degrees, capacity=capacity, link=link)
-
-    def measured(placement: Placement) -> Link | None:
-        return link if placement == before.placement else None
-
-    given: dict[str, Any] = {"gpus": gpus, "kind": "cuda", "guided": prompts > 1, "case": case, **found}
-    before = choose(request, figures, **given)
-    after = choose(request, figures, work=work, measured=measured, **given)
-    return before, after, case(after)
+    capacity = Capacity(device_bytes=int(gib * GIB), host_bytes=int(host_gib * GIB))
+    whole = "" if figures.divisible else figures.name
+    wish = Wish(request=request, heads=figures.heads, gpus=gpus, guided=prompts > 1, whole=whole, **found)
+    before, after = (choose(wish, work, measured, capacity) for measured in (None, link))
+    return before, after, Case(work=work, degrees=after.degrees, capacity=capacity, link=link)
 
 
 def test_under_an_attention_of_another_node_both_prompts_go_to_the_workers_that_are_there() -> None:

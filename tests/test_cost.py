@@ -18,7 +18,7 @@ from parallel_runtime.host.cost import (
     memory_bytes,
     rotating,
 )
-from parallel_runtime.host.planning import plan
+from parallel_runtime.host.planning import Wish, plan
 from parallel_runtime.specs import Parallelism, ParallelRequest
 
 FLUX = Figures(
@@ -76,12 +76,8 @@ def test_wan_as_it_was_measured(ring: int, ulysses: int, measured: float) -> Non
 
 
 def degrees(work: Work, link: Link, gpus: int = 8, **request: Any) -> tuple[int, int]:
-    chosen = plan(
-        ParallelRequest(**request),
-        heads=work.figures.heads,
-        gpus=gpus,
-        seconds=lambda d: evaluation_seconds(work, d, link),
-    ).degrees
+    wish = Wish(request=ParallelRequest(**request), heads=work.figures.heads, gpus=gpus)
+    chosen = plan(wish, lambda d: evaluation_seconds(work, d, link)).degrees
     return chosen.ring_degree, chosen.ulysses_degree
 
 

@@ -71,14 +71,14 @@ def test_a_fault_of_one_rank_is_named_in_time_and_leaves_nothing(tmp_path, monke
     rank = PLACES.index(place) % 2
     before = held()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(group_module, "STALL_SECONDS", 3.0)
     monkeypatch.setattr(group_module, "LOAD_SECONDS", 4.0)
     sabotage(monkeypatch, f"{rank} {place} {deed}")
     group = WorkerGroup(on_cpu(ULYSSES))
+    group.stall.choose(3.0)
     pids = [group._processes._torchrun.agent.pid, *workers_of(group)]
     started = time.monotonic()
     with pytest.raises((WorkerDied, WorkerFailed), match=DEEDS[deed].format(rank=rank)):
-        group.sample(flux, ULYSSES, flux_job())
+        group.run(flux, ULYSSES, flux_job())
     assert time.monotonic() - started < 10
     assert not group.alive
     assert not our_processes().keys() & {*pids}
@@ -97,18 +97,18 @@ def test_a_killed_worker_fails_the_run_at_once_and_by_name(doomed, flux):
             os.kill(workers_of(doomed)[1], signal.SIGKILL)
 
     with pytest.raises(WorkerDied, match="rank 1 was killed by SIGKILL"):
-        doomed.sample(flux, ULYSSES, flux_job(steps=100_000), on_step=kill)
+        doomed.run(flux, ULYSSES, flux_job(steps=100_000), on_step=kill)
     assert time.monotonic() - killed < 2
     assert not doomed.alive
 
 
-def test_a_stopped_worker_fails_the_run_within_the_stall_limit(doomed, flux, monkeypatch):
+def test_a_stopped_worker_fails_the_run_within_the_stall_limit(doomed, flux):
     samples(doomed, flux, ULYSSES)
-    monkeypatch.setattr(group_module, "STALL_SECONDS", 2.0)
+    doomed.stall.choose(2.0)
     pids = workers_of(doomed)
     started = time.monotonic()
     with pytest.raises(WorkerDied, match=r"rank 1 has not been heard of for \d s"):
-        doomed.sample(flux, ULYSSES, flux_job(steps=100_000), on_step=lambda step, *_: os.kill(pids[1], signal.SIGSTOP))
+        doomed.run(flux, ULYSSES, flux_job(steps=100_000), on_step=lambda step, *_: os.kill(pids[1], signal.SIGSTOP))
     assert time.monotonic() - started < 15
     wait_until(lambda: not any(pid in our_processes() for pid in pids), 3)
 
@@ -128,7 +128,7 @@ def test_a_cancel_while_a_rank_hangs_is_not_kept_waiting_for_the_stall_limit(doo
             raise Stop
 
     with pytest.raises(Stop):
-        doomed.sample(flux, ULYSSES, flux_job(steps=100_000), on_step=stop_a_rank, watch=cancel_a_little_later)
+        doomed.run(flux, ULYSSES, flux_job(steps=100_000), on_step=stop_a_rank, watch=cancel_a_little_later)
     assert time.monotonic() - stopped < 6
     assert not doomed.alive
 
@@ -146,7 +146,7 @@ def test_an_exception_in_a_worker_names_rank_error_and_line(doomed, flux):
     job = flux_job()
     job.positive["c_crossattn"] = torch.randn(1, 7, 5)
     with pytest.raises(WorkerFailed, match=r"worker rank \d failed: RuntimeError: .*shapes cannot be.*\.py:\d+"):
-        doomed.sample(flux, ULYSSES, job)
+        doomed.run(flux, ULYSSES, job)
     assert not doomed.alive
 
 
@@ -158,7 +158,7 @@ def test_a_worker_out_of_memory_says_what_it_held_and_what_to_change(doomed, flu
     with pytest.raises(
         WorkerFailed, match=r"rank 1 .*out of memory on cpu.* held FluxTransformer2DModel .* GiB of weights.*smaller"
     ):
-        doomed.sample(flux, ULYSSES, flux_job(size=(256, 256)))
+        doomed.run(flux, ULYSSES, flux_job(size=(256, 256)))
 
 
 def test_a_rank_that_hangs_while_idle_is_named_also_by_who_asks_next(doomed, flux, monkeypatch):
@@ -180,7 +180,7 @@ def test_the_host_being_killed_leaves_no_process(flux, tmp_path, torchrun):
         "from parallel_runtime.host.group import WorkerGroup\n"
         "parallelism = Parallelism(ulysses_degree=2)\n"
         "group = WorkerGroup(on_cpu(parallelism))\n"
-        f"group.sample(spec_of({flux.files[0].path!r}), parallelism, flux_job(steps=100000),\n"
+        f"group.run(spec_of({flux.files[0].path!r}), parallelism, flux_job(steps=100000),\n"
         "    on_step=lambda step, *_: print(*workers_of(group), flush=True) if step == 2 else None)\n"
     )
     (scratch := tmp_path / "scratch").mkdir()
@@ -205,4 +205,4 @@ def test_torchrun_being_killed_is_named_and_leaves_no_process(doomed, flux):
     os.kill(doomed._processes._torchrun.agent.pid, signal.SIGKILL)
     wait_until(lambda: not any(pid in our_processes() for pid in pids), 3)
     with pytest.raises(WorkerDied, match="went away with torchrun, which was killed by SIGKILL"):
-        doomed.sample(flux, ULYSSES, flux_job())
+        doomed.run(flux, ULYSSES, flux_job())

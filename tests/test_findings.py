@@ -14,7 +14,7 @@ from parallel_runtime.host.cost import ACTIVATIONS, Figures, activation_bytes  #
 from parallel_runtime.jobs import DemoJob  # noqa: E402
 from parallel_runtime.specs import ModelSpec, Parallelism, Storage  # noqa: E402
 from parallel_runtime.wire.bundles import write_bundle  # noqa: E402
-from parallel_runtime.wire.messages import Sample  # noqa: E402
+from parallel_runtime.wire.messages import Run  # noqa: E402
 from parallel_runtime.worker import models, serve  # noqa: E402
 from parallel_runtime.worker.engine import memory  # noqa: E402
 from parallel_runtime.worker.models import Model  # noqa: E402
@@ -44,7 +44,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> serve.Done:
 
     worker = serve.Worker(Silent(), CPU, {DemoJob: lambda *_: {"samples": torch.zeros(1)}}, {"": load})  # type: ignore[arg-type]
     bundle = write_bundle({"kind": "DemoJob", **vars(JOB)})
-    return worker._sample(Sample(1, ModelSpec(loader="none"), Parallelism(), Storage()), bundle)[0]
+    return worker._answer(Run(1, ModelSpec(loader="none"), Parallelism(), Storage()), bundle)[0]
 
 
 def test_a_run_takes_until_its_result_has_come_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

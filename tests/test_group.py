@@ -100,7 +100,7 @@ def test_more_workers_draw_what_one_draws(alone, flux, parallelisms):
 
 def test_only_what_changed_is_loaded_again(pair, flux, other_flux):
     def load_seconds(model, parallelism):
-        return pair.sample(model, parallelism, flux_job()).load_seconds
+        return pair.run(model, parallelism, flux_job()).load_seconds
 
     pids = workers_of(pair)
     first = samples(pair, flux, ULYSSES)
@@ -114,7 +114,7 @@ def test_only_what_changed_is_loaded_again(pair, flux, other_flux):
 
 def test_models_stay_until_they_are_given_back(pair, flux, other_flux):
     def load_seconds(model):
-        return pair.sample(model, ULYSSES, flux_job()).load_seconds
+        return pair.run(model, ULYSSES, flux_job()).load_seconds
 
     load_seconds(flux), load_seconds(other_flux)
     assert max(load_seconds(flux), load_seconds(other_flux)) < 0.1
@@ -130,7 +130,7 @@ def test_models_stay_until_they_are_given_back(pair, flux, other_flux):
 
 def test_every_step_is_reported_in_order(pair, flux):
     steps = []
-    pair.sample(flux, ULYSSES, flux_job(steps=6), on_step=lambda step, x0, x, total: steps.append((step, total)))
+    pair.run(flux, ULYSSES, flux_job(steps=6), on_step=lambda step, x0, x, total: steps.append((step, total)))
     assert steps == sorted(set(steps))
     assert steps[0] == (0, 6)
     assert steps[-1] == (5, 6)
@@ -146,7 +146,7 @@ def test_an_interrupt_cancels_every_rank_and_the_group_stays_warm(pair, flux, wh
             raise Stop
 
     with pytest.raises(Stop):
-        pair.sample(flux, ULYSSES, flux_job(steps=100_000), **{where: interrupt})
+        pair.run(flux, ULYSSES, flux_job(steps=100_000), **{where: interrupt})
 
     assert time.monotonic() - started < 5
     assert pair.alive
@@ -174,7 +174,7 @@ def test_a_host_that_is_behind_does_not_hold_up_the_workers(alone, flux):
 
     def seconds(steps, on_step):
         job = replace(flux_job(steps=steps, size=(2, 2), tokens=1), cfg=1.0)
-        return alone.sample(flux, Parallelism(), job, on_step=on_step).seconds
+        return alone.run(flux, Parallelism(), job, on_step=on_step).seconds
 
     usual = 10 * seconds(32, lambda *_: None)
     assert seconds(320, lambda step, *_: time.sleep(2 * usual) if step == 0 else None) < 1.8 * usual
@@ -183,7 +183,7 @@ def test_a_host_that_is_behind_does_not_hold_up_the_workers(alone, flux):
 def test_noise_levels_that_are_no_numbers_give_a_latent_that_is_none(pair, flux):
     job = flux_job()
     job.sigmas[1] = math.nan
-    assert pair.sample(flux, ULYSSES, job).value["samples"].isnan().all()
+    assert pair.run(flux, ULYSSES, job).value["samples"].isnan().all()
     assert samples(pair, flux, ULYSSES).isfinite().all()
 
 
@@ -191,7 +191,7 @@ def test_a_payload_over_the_limit_is_refused_unallocated_and_the_group_lives(pai
     job = flux_job()
     job.positive["y"] = torch.zeros(1).expand(1 << 20, 1 << 20)
     with pytest.raises(Refused, match=r"a payload of 4096\.0 GiB is over the limit of 16\.0 GiB"):
-        pair.sample(flux, ULYSSES, job)
+        pair.run(flux, ULYSSES, job)
     assert pair.activity.now.state == "idle"
     samples(pair, flux, ULYSSES)
 
@@ -200,7 +200,7 @@ def test_a_job_that_cannot_travel_is_refused_and_the_group_lives(pair, flux):
     job = flux_job()
     job.positive["control"] = object()
     with pytest.raises(Refused, match=r"positive\.control"):
-        pair.sample(flux, ULYSSES, job)
+        pair.run(flux, ULYSSES, job)
     assert pair.alive
     samples(pair, flux, ULYSSES)
 

@@ -9,12 +9,12 @@ from parallel_runtime.demo import HEADS
 from parallel_runtime.errors import Refused
 from parallel_runtime.host.cost import Figures
 from parallel_runtime.host.devices import parse_devices, why_one_gpu
-from parallel_runtime.host.planning import MAX_CPU_WORKERS, check_step_cache, plan
+from parallel_runtime.host.planning import MAX_CPU_WORKERS, Wish, check_step_cache, plan
 from parallel_runtime.specs import Parallelism, ParallelRequest
 
 
 def planned(*, heads=24, gpus=0, **request):
-    division = plan(ParallelRequest(**request), heads=heads, gpus=gpus)
+    division = plan(Wish(request=ParallelRequest(**request), heads=heads, gpus=gpus))
     return division.degrees.ring_degree, division.degrees.ulysses_degree, division.placement.devices
 
 
@@ -46,7 +46,7 @@ def test_the_example_runs_as_it_is_on_any_number_of_gpus(gpus):
     nodes = json.loads(example.read_text(encoding="utf-8"))["nodes"]
     (config,) = (node for node in nodes if node["type"] == "CPParallelConfig")
     request = ParallelRequest.of(config["widgets_values_named"])
-    assert plan(request, heads=HEADS, gpus=gpus, guided=True).placement.world_size == max(1, gpus)
+    assert plan(Wish(request=request, heads=HEADS, gpus=gpus, guided=True)).placement.world_size == max(1, gpus)
 
 
 def test_only_the_devices_that_are_needed_are_taken():
@@ -107,7 +107,7 @@ MACHINES = {"nnodes": 2, "rdzv_endpoint": "127.0.0.1:29500"}
 
 
 def test_every_machine_gives_as_many_devices_as_this_one():
-    division = plan(ParallelRequest(**MACHINES), heads=24, gpus=4)
+    division = plan(Wish(request=ParallelRequest(**MACHINES), heads=24, gpus=4))
     degrees, placement = division.degrees, division.placement
     assert degrees.ulysses_degree == placement.world_size == 8
     assert placement.devices == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
@@ -141,7 +141,7 @@ def test_devices_are_read_as_people_write_them():
 
 def test_guidance_takes_two_halves_of_the_gpus_and_gives_them_back_at_cfg_1():
     def shape(guided, gpus=4, heads=24, **request):
-        return plan(ParallelRequest(**request), heads=heads, gpus=gpus, guided=guided).degrees.shape
+        return plan(Wish(request=ParallelRequest(**request), heads=heads, gpus=gpus, guided=guided)).degrees.shape
 
     assert shape(True) == (1, 2, 1, 2)
     assert shape(False) == (1, 1, 1, 4)
@@ -159,9 +159,8 @@ def test_guidance_takes_two_halves_of_the_gpus_and_gives_them_back_at_cfg_1():
 def test_under_an_attention_of_another_node_there_is_no_ring():
     def shape(gpus, heads=24, guided=False, **request):
         asked = ParallelRequest(**request)
-        return plan(
-            asked, heads=heads, gpus=gpus, guided=guided, ringless=True, seconds=lambda d: d.ulysses_degree
-        ).degrees.shape
+        wish = Wish(request=asked, heads=heads, gpus=gpus, guided=guided, ringless=True)
+        return plan(wish, lambda d: d.ulysses_degree).degrees.shape
 
     assert shape(4) == (1, 1, 1, 4)
     assert shape(4, guided=True) == (1, 2, 1, 2)
@@ -200,25 +199,25 @@ def test_a_step_cache_that_cannot_be_is_refused_by_name(network, threshold, says
 
 def test_a_list_of_thousands_of_workers_is_refused():
     with pytest.raises(Refused, match="10000 are listed, and 64 workers a machine are the most"):
-        plan(ParallelRequest(devices=",".join(["cpu"] * 10000)), heads=24, gpus=0)
+        plan(Wish(request=ParallelRequest(devices=",".join(["cpu"] * 10000)), heads=24, gpus=0))
 
 
 @pytest.mark.parametrize(("guided", "shape"), [(True, (1, 2, 1, 1)), (False, (2, 1, 1, 1))])
 def test_where_no_plan_cuts_the_sequence_one_prompt_leaves_the_rows_of_its_batch(guided, shape):
-    division = plan(ParallelRequest(), heads=1, gpus=4, guided=guided, whole="UNet")
+    division = plan(Wish(request=ParallelRequest(), heads=1, gpus=4, guided=guided, whole="UNet"))
     assert division.degrees.shape == shape
     assert division.placement.devices == ("cuda:0", "cuda:1"), "the same workers for both"
 
 
 def test_where_one_worker_has_to_see_all_nobody_does_the_same_beside_it():
-    division = plan(ParallelRequest(), heads=1, gpus=4, guided=True, together=True, whole="UNet")
+    division = plan(Wish(request=ParallelRequest(), heads=1, gpus=4, guided=True, together=True, whole="UNet"))
     assert (division.degrees.shape, division.placement.devices) == ((1, 1, 1, 1), ("cuda:0",))
 
 
 @pytest.mark.parametrize("guided", [True, False])
 def test_prompts_that_are_seen_together_share_the_sequence(guided):
     for request in (ParallelRequest(), ParallelRequest(cfg_degree=2)):
-        division = plan(request, heads=24, gpus=4, guided=guided, together=True)
+        division = plan(Wish(request=request, heads=24, gpus=4, guided=guided, together=True))
         degrees = division.degrees
         assert (degrees.cfg_degree, degrees.context_parallel_size, len(division.placement.devices)) == (1, 4, 4)
 
@@ -227,7 +226,7 @@ def test_what_joins_the_sequence_is_cut_by_the_estimate_too():
     def rings_are_fast(degrees):
         return degrees.ulysses_degree
 
-    degrees = plan(ParallelRequest(cfg_degree=2), heads=24, gpus=4, seconds=rings_are_fast).degrees
+    degrees = plan(Wish(request=ParallelRequest(cfg_degree=2), heads=24, gpus=4), rings_are_fast).degrees
     assert (degrees.ring_degree, degrees.ulysses_degree) == (4, 1)
 
 

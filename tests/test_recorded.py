@@ -66,7 +66,7 @@ def test_a_cancel_in_the_middle_of_replays_leaves_them_right(recording: WorkerGr
             raise Stop
 
     with pytest.raises(Stop):
-        recording.sample(flux, ULYSSES, flux_job(seed=4, steps=500), on_step=stop)
+        recording.run(flux, ULYSSES, flux_job(seed=4, steps=500), on_step=stop)
     assert torch.equal(samples(recording, flux, ULYSSES, seed=3), want)
 
 

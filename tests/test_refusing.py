@@ -40,7 +40,7 @@ def fresh(flux: ModelSpec) -> Iterator[dict[Parallelism, torch.Tensor]]:
 
 def refused(group: WorkerGroup, model: ModelSpec, degrees: Parallelism, says: str = SENTENCE) -> None:
     with pytest.raises(Refused, match=says):
-        group.sample(model, degrees, flux_job(**JOB))
+        group.run(model, degrees, flux_job(**JOB))
     assert group.alive
     assert group.activity.now.state == "idle"
 
@@ -56,7 +56,7 @@ def test_what_all_ranks_refuse_is_said_and_the_next_run_is_as_from_fresh_workers
         pids = workers_of(group)
         for _ in places:
             refused(group, flux, degrees)
-        after = group.sample(flux, degrees, flux_job(**JOB))
+        after = group.run(flux, degrees, flux_job(**JOB))
         assert torch.equal(after.value["samples"], fresh[degrees])
         assert after.load_seconds < 0.1, "the model was still there"
         for others, want in fresh.items():
@@ -98,7 +98,7 @@ def test_what_one_refuses_in_the_middle_of_an_exchange_ends_the_group(
         started = time.monotonic()
         failure = r"worker rank 1 failed: Refused: sabotage cannot be honoured; leave it \(worker rank 0 did not refuse"
         with pytest.raises(WorkerFailed, match=failure):
-            group.sample(flux, ULYSSES, flux_job(**JOB))
+            group.run(flux, ULYSSES, flux_job(**JOB))
         assert time.monotonic() - started < 6
         assert not group.alive
         assert not our_processes().keys() & {*pids}
@@ -115,7 +115,7 @@ def test_lanes_of_several_ranks_of_which_one_refuses_alone_end_too(
     both = Parallelism(cfg_degree=2, ulysses_degree=2)
     with WorkerGroup(on_cpu(both)) as group:
         with pytest.raises(WorkerFailed, match=r"Refused: sabotage cannot be honoured; leave it \("):
-            group.sample(flux, both, flux_job(**JOB))
+            group.run(flux, both, flux_job(**JOB))
         assert not group.alive
 
 
@@ -136,7 +136,7 @@ def test_a_checkpoint_that_changed_on_disk_is_refused_and_the_other_models_stay(
     refused(pair, spec, ULYSSES, "changed on disk after" if change == "touched" else "is gone since it was loaded")
     assert not pair.holds(spec)
     assert pair.holds(flux)
-    after = pair.sample(flux, ULYSSES, flux_job())
+    after = pair.run(flux, ULYSSES, flux_job())
     assert torch.equal(after.value["samples"], before)
     assert after.load_seconds < 0.1
     assert torch.equal(samples(pair, spec_of(write(tmp_path, "flux_schnell", seed=5)), ULYSSES), before) is False
@@ -152,7 +152,7 @@ def test_a_cancel_and_a_refusal_at_once_leave_the_group_warm(
             raise Stop
 
         with pytest.raises((Stop, Refused)):
-            group.sample(flux, ULYSSES, flux_job(**JOB), on_step=stop)
+            group.run(flux, ULYSSES, flux_job(**JOB), on_step=stop)
         assert group.alive
         with contextlib.suppress(Refused):  # where the cancel was heard first, the refusal is still to come
             samples(group, flux, ULYSSES, **JOB)

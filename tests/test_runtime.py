@@ -8,8 +8,7 @@ import time
 
 import pytest
 
-from parallel_runtime.host import runtime
-from parallel_runtime.host.runtime import borrowed_group, close_group, start_ahead
+from parallel_runtime.host.runtime import runtime
 from parallel_runtime.specs import Parallelism, Placement
 
 from .groups import our_processes, samples, spec_of, wait_until, workers_of
@@ -26,50 +25,52 @@ ONE = Placement(devices=("cpu",))
 
 def test_a_dead_group_is_replaced_and_an_equal_one_is_kept(flux):
     try:
-        with borrowed_group(ONE, None) as first:
+        with runtime.borrowed(ONE, None) as first:
             pass
-        with borrowed_group(ONE, None) as again:
+        with runtime.borrowed(ONE, None) as again:
             assert again is first
         os.kill(workers_of(first)[0], signal.SIGKILL)
         wait_until(lambda: not first.alive, 5)
-        with borrowed_group(ONE, None) as second:
+        with runtime.borrowed(ONE, None) as second:
             assert second is not first
             samples(second, flux, Parallelism())
     finally:
-        close_group()
+        runtime.close()
 
 
 def test_a_group_that_was_started_ahead_is_the_one_that_is_borrowed():
     try:
-        start_ahead(ONE, None)
-        wait_until(lambda: runtime.measured_link(ONE) is not None, 60)
-        with borrowed_group(ONE, None) as group:
+        runtime.start_ahead(ONE, None)
+        wait_until(lambda: runtime.live is not None, 60)
+        with runtime.borrowed(ONE, None) as group:
             pids = workers_of(group)
-        start_ahead(Placement(devices=("cpu", "cpu")), None)
+        runtime.start_ahead(Placement(devices=("cpu", "cpu")), None)
         time.sleep(0.5)
-        with borrowed_group(ONE, None) as again:
+        with runtime.borrowed(ONE, None) as again:
             assert workers_of(again) == pids, "a live group gave way to one that nobody has asked for yet"
     finally:
-        close_group()
+        runtime.close()
 
 
 def test_closing_does_not_wait_for_a_group_that_is_being_started():
-    start_ahead(ONE, None)
+    runtime.start_ahead(ONE, None)
     time.sleep(0.5)
     before = time.monotonic()
-    close_group()
+    runtime.close()
     assert time.monotonic() - before < 2
-    assert runtime.measured_link(ONE) is None
+    assert runtime.live is None
 
 
-def test_an_idle_group_ends_and_one_in_use_does_not(monkeypatch, flux):
-    monkeypatch.setattr(runtime, "IDLE_SECONDS", 0.5)
+def test_an_idle_group_ends_and_one_in_use_does_not(flux):
+    runtime.idle.choose(0.5)
     try:
-        with borrowed_group(ONE, None) as group:
+        with runtime.borrowed(ONE, None) as group:
             time.sleep(1)
             assert group.alive
             samples(group, flux, Parallelism())
             pids = workers_of(group)
-        wait_until(lambda: not any(pid in our_processes() for pid in pids), 10)
+        wait_until(lambda: runtime.status().state == "none", 10)
+        assert not any(pid in our_processes() for pid in pids)
     finally:
-        close_group()
+        runtime.idle.choose(None)
+        runtime.close()

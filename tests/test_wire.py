@@ -23,7 +23,7 @@ from parallel_runtime.wire.messages import (
     Machine,
     Measure,
     Ready,
-    Sample,
+    Run,
     Step,
     Welcome,
     decode,
@@ -37,7 +37,7 @@ MODEL = ModelSpec(
 MESSAGES = [
     Welcome("cuda:0", "/tmp/store", False, ComfySetup(root="/comfy", flags=("--cpu", "--port", "1"))),
     Welcome("cpu", "/tmp/store", True, None),
-    Sample(3, MODEL, Parallelism(ring_degree=2, ulysses_degree=4, rotate_method="allgather"), Storage(mode="shard")),
+    Run(3, MODEL, Parallelism(ring_degree=2, ulysses_degree=4, rotate_method="allgather"), Storage(mode="shard")),
     Cancel(3),
     Ready(1, 99, "token", "1f2e"),
     Joined(1e12, 0.0),

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from ..errors import ParallelError
 from ..host.group import WorkerGroup
-from ..host.planning import plan
+from ..host.planning import Wish, plan
 from ..jobs import DemoJob
 from ..specs import Division, Parallelism, ParallelRequest, Placement
 from . import HEADS, codec, spec
@@ -84,7 +84,7 @@ def draw(options: argparse.Namespace) -> list[Run]:
     if not ring and not ulysses and not options.devices:
         ulysses = 2
     request = ParallelRequest(ring_degree=ring, ulysses_degree=ulysses, devices=devices)
-    division = plan(request, heads=HEADS, gpus=gpus)
+    division = plan(Wish(request=request, heads=HEADS, gpus=gpus))
     job = job_of(options)
     runs = [run(division, job)]
     if division.placement.world_size > 1:
@@ -109,7 +109,7 @@ def run(division: Division, job: DemoJob) -> Run:
     steps = len(job.sigmas) - 1
     print(f"starting {placement.world_size} worker(s) on {', '.join(placement.devices)} ...", flush=True)
     with WorkerGroup(placement) as group, tqdm(total=steps, unit="step") as bar:
-        result = group.sample(spec(), degrees, job, on_step=lambda step, *_: bar.update(step + 1 - bar.n))
+        result = group.run(spec(), degrees, job, on_step=lambda step, *_: bar.update(step + 1 - bar.n))
         bar.update(steps - bar.n)
     samples = result.value["samples"]
     return Run(parallelism=degrees, devices=placement.devices, samples=samples, steps=steps, seconds=result.seconds)

@@ -7,19 +7,18 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from ..errors import ParallelError, Refused, WorkerDied
-from ..jobs import Job, VAEJob
-from ..specs import ComfySetup, ModelSpec, Parallelism, Placement, Storage, VAESpec
+from ..jobs import Job
+from ..specs import ComfySetup, ModelSpec, Parallelism, Placement, Storage
 from ..wire.bundles import bundled
-from ..wire.messages import Cancel, Convert, Done, Measure, Sample, Stop, Unload, UnloadVAE
+from ..wire.messages import Cancel, Done, Measure, Run, Stop, Unload
 from ..wire.readings import Readings
-from .asking import ask, make_room
 from .launch import Processes
-from .limits import STALL_SECONDS, seconds_from
+from .limits import Limit, seconds_from
 from .patience import Patience
+from .sent import Sent
 from .status import BUSY, Activity
 from .waiting import Waiting
 
@@ -35,7 +34,6 @@ WITHOUT_GRAPHS = "It was recording the model as CUDA graphs: the next runs of th
 
 OnStep = Callable[[int, Any, Any, int], None]
 Watch = Callable[[], None]
-Request = Callable[[int], Sample | Convert]  # given its number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,17 +55,18 @@ class WorkerGroup:
         comfy: ComfySetup | None = None,
         watch: Watch = lambda: None,
         activity: Activity | None = None,
+        stall: Limit | None = None,
     ) -> None:
         self.placement = placement
         self.activity = activity or Activity()
         self.comfy = comfy
+        self.stall = stall or Limit("CP_STALL_SECONDS", 120)  # seconds without a sign of life
         self._jobs = itertools.count(1)
-        self._patches: dict[ModelSpec, str] = {}  # of each model that the workers hold
-        self._vaes: set[VAESpec] = set()  # that the workers hold
+        self._sent = Sent()
+        self.held: dict[ModelSpec, Any] = {}  # what its borrowers keep of each model that has its place there
         self._lost: ParallelError | None = None  # what ended the group
         self._sentence: ParallelError | None = None  # who ended it, where that was us
         self._processes = Processes(placement, self.activity)
-        self._ask = partial(ask, self._processes, placement)
         try:
             self.link = self._processes.meet(comfy, START_SECONDS, watch)
         except BaseException as error:
@@ -84,78 +83,73 @@ class WorkerGroup:
         """Of the ranks, in their order; other machines have theirs."""
         return tuple(self._processes.pids)
 
-    def holds(self, model: ModelSpec | VAESpec) -> bool:
-        """Have the workers got `model`, weight patches and all?"""
-        if isinstance(model, VAESpec):
-            return model in self._vaes
-        return self._patches.get(model.unpatched) == model.patches
+    @property
+    def readings(self) -> tuple[Readings, ...]:
+        """What each rank has said of itself last, in rank order; () where one has said nothing."""
+        told = tuple(rank.readings for rank in self.activity.now.ranks if rank.readings is not None)
+        return told if len(told) == len(self.activity.now.ranks) else ()
 
-    def sample(
+    def holds(self, model: ModelSpec) -> bool:
+        """Have the workers got `model`, weight patches and all?"""
+        return self._sent.holds(model)
+
+    def run(
         self,
         model: ModelSpec,
         parallelism: Parallelism,
         job: Job,
         *,
         storage: Storage = WHOLE,
+        room: int | None = None,
         on_step: OnStep = lambda *_: None,
         watch: Watch = lambda: None,
     ) -> Result:
         """Run `job` on every rank and return rank 0's result. Raises Refused; the group and its models stay.
 
-        `storage` says where the weights are meanwhile.
-        `on_step(step, x0, x, total)` follows the sampler's callback; `watch` is called about every POLL_SECONDS.
+        `storage` says where the weights are meanwhile; the ranks of a VAE write into the memory file `room`. What the
+        workers have of `job` already is not sent again.
+        `on_step(step, x0, x, total)` follows the sampler's callback, and tells of a VAE's video how far it is;
+        `watch` is called about every POLL_SECONDS.
         """
         assert parallelism.world_size == self.placement.world_size
-        before = self._patches.pop(model.unpatched, None)
+        if self._lost is not None:
+            raise self._lost
+        number = next(self._jobs)
         self.activity.asked(model, parallelism, job)
         if model.unpatched in self.activity.unrecordable:
             parallelism = dataclasses.replace(parallelism, cuda_graphs="off")
         try:
-            result = self._run(lambda number: Sample(number, model, parallelism, storage), job, None, on_step, watch)
+            with self._sent.all_of(job, model) as lean, bundled({"kind": type(job).__name__, **vars(lean)}) as bundle:
+                if room is not None:
+                    self._processes.make_room(number, room)
+                self._processes.ask(Run(number, model, parallelism, storage), bundle)
+                answers = self._answers(number, LOAD_SECONDS, on_step, watch)
         except Refused:
-            if before == model.patches:
-                self._patches[model.unpatched] = before
             raise
-        self._patches[model.unpatched] = model.patches
+        except ParallelError as error:
+            raise self._lose(error) from None
+        finally:
+            if self.activity.now.state in BUSY:
+                self.activity.answered(job)
         for reason in self.activity.unrecorded():
             log.info("[CP] not recorded as CUDA graphs: %s", reason)
-        return result
+        done, result = answers[0]
+        return Result(result, done.load_seconds, done.seconds)
 
-    def convert(
-        self,
-        vae: VAESpec,
-        job: VAEJob,
-        room: int,
-        *,
-        on_step: OnStep = lambda *_: None,
-        watch: Watch = lambda: None,
-    ) -> Result:
-        """Run a VAE on every rank of this machine, which write into the memory file `room`. Returns rank 0's result.
-
-        `on_step(frames, None, None, total)` tells of videos how far they are.
-        """
-        self.activity.converting(job.method)
-        result = self._run(lambda number: Convert(number, vae), job, room, on_step, watch)
-        (self._vaes.discard if result.value["refused"] else self._vaes.add)(vae)
-        return result
-
-    def unload(self, model: ModelSpec | VAESpec, *, offload: bool = False) -> None:
+    def unload(self, model: ModelSpec, *, offload: bool = False) -> None:
         """Have every rank give this model's memory back: drop it, or `offload` its weights to main memory."""
         if not offload:
-            self._forget(model)
+            self._sent.drop(model)
         number = next(self._jobs)
-        if isinstance(model, VAESpec):
-            self._tell(number, UnloadVAE(number, model, offload), UNLOAD_SECONDS)
-        else:
-            self._tell(number, Unload(number, model, offload), UNLOAD_SECONDS)
+        self._tell(number, Unload(number, model, offload), UNLOAD_SECONDS)
 
-    def measure(self, watch: Callable[[], None] = lambda: None) -> tuple[Readings, ...]:
-        """What each rank says of its memory at this moment, in rank order; `watch` as in `sample`."""
+    def measure(self, watch: Watch = lambda: None) -> tuple[Readings, ...]:
+        """What each rank says of its memory at this moment, in rank order; `watch` as in `run`."""
         if self._lost is not None:
             raise self._lost
         number = next(self._jobs)
-        answers = self._tell(number, Measure(number), LOAD_SECONDS, watch)
-        return tuple(answers[rank].readings or Readings(0, 0) for rank in sorted(answers))
+        self._tell(number, Measure(number), LOAD_SECONDS, watch)
+        return self.readings
 
     def look(self) -> None:
         """Notice that an idle group has lost a worker."""
@@ -180,42 +174,16 @@ class WorkerGroup:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _forget(self, model: ModelSpec | VAESpec) -> None:
-        if isinstance(model, VAESpec):
-            self._vaes.discard(model)
-        else:
-            self._patches.pop(model.unpatched, None)
-
-    def _tell(self, number: int, message: Any, limit: float, watch: Watch = lambda: None) -> dict[int, Done]:
-        """What has nothing to load, and answers with a word."""
+    def _tell(self, number: int, message: Any, limit: float, watch: Watch = lambda: None) -> None:
+        """What has nothing to load, and is answered with a word."""
         try:
-            self._ask(message)
-            return {rank: done for rank, (done, _) in self._answers(number, limit, lambda *_: None, watch).items()}
+            self._processes.ask(message)
+            self._answers(number, limit, lambda *_: None, watch)
         except ParallelError as error:
             raise self._lose(error) from None
-
-    def _run(self, request: Request, job: Job, room: int | None, on_step: OnStep, watch: Watch) -> Result:
-        if self._lost is not None:
-            raise self._lost
-        number = next(self._jobs)
-        try:
-            with bundled({"kind": type(job).__name__, **vars(job)}) as bundle:
-                if room is not None:
-                    make_room(self._processes, self.placement, number, room)
-                self._ask(request(number), bundle)
-                answers = self._answers(number, LOAD_SECONDS, on_step, watch)
-        except Refused:
-            raise
-        except ParallelError as error:
-            raise self._lose(error) from None
-        finally:
-            if self.activity.now.state in BUSY:
-                self.activity.answered(job)
-        done, result = answers[0]
-        return Result(result, done.load_seconds, done.seconds)
 
     def _answers(self, job: int, limit: float, on_step: OnStep, watch: Watch) -> dict[int, tuple[Done, Any]]:
-        ranks, stall = len(self._processes.channels), float(STALL_SECONDS)
+        ranks, stall = len(self._processes.channels), float(self.stall)
         patience = Patience(ranks, load=limit, stall=stall, cancel=CANCEL_SECONDS)
         waiting = Waiting(self._processes, job, patience, self.activity)
         try:
@@ -235,7 +203,7 @@ class WorkerGroup:
         waiting.patience.cancelled = True
         self.activity.cancelling()
         try:
-            self._ask(Cancel(job))
+            self._processes.ask(Cancel(job))
             while not waiting.over:
                 for _ in waiting.listen():
                     pass

@@ -51,6 +51,3 @@ def rank_of(text: str) -> int | None:
     """Our workers' own log, and torch's tracebacks, begin with the rank."""
     found = re.match(r"\[(?:CP )?(?:rank|default) ?(\d{1,4})\]", text)
     return int(found[1]) if found else None
-
-
-journal = Journal()

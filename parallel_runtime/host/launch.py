@@ -12,13 +12,15 @@ import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import wait
+from typing import Any
 
 from ..errors import ProtocolError, WorkerDied, WorkerStartError
 from ..specs import ComfySetup, Placement
 from ..wire.channel import Channel, short_path
-from ..wire.messages import PROTOCOL, Failed, Joined, Ready, Welcome
+from ..wire.messages import PROTOCOL, Failed, Joined, Ready, Room, Welcome
 from .cluster import Cluster, Remote
 from .cost import Link, coarse
+from .journal import Journal
 from .status import Activity
 from .torchrun import GRACE_SECONDS, Torchrun, last_error, on_this_machine
 
@@ -36,7 +38,7 @@ class Processes:
         self._pidfds: list[int] = []
         self._token = secrets.token_hex(16)
         self._cluster: Cluster | None = None
-        self._torchrun, self._server = _meeting_place()
+        self._torchrun, self._server = _meeting_place(activity.journal)
         self._address = os.path.join(self._torchrun.folder, "socket")
         self._server.listen(placement.world_size)
         self._server.settimeout(POLL_SECONDS)
@@ -83,6 +85,17 @@ class Processes:
             flops_per_second=coarse(min(answer.flops_per_second for answer in joined.values())),
             host_bytes_per_second=coarse(min(answer.host_bytes_per_second for answer in joined.values())),
         )
+
+    def ask(self, message: Any, bundle: int | None = None) -> None:
+        """Every rank. `bundle` goes to those of this machine; where there are several, to rank 0, which passes it on.
+        Raises WorkerDied."""
+        for rank in range(len(self.channels)):
+            self._send(rank, message, bundle if rank == 0 or self._placement.nnodes == 1 else None)
+
+    def make_room(self, job: int, room: int) -> None:
+        """For the ranks of this machine; others have no memory in common with it. Raises WorkerDied."""
+        for rank in range(len(self._placement.devices)):
+            self._send(rank, Room(job), room)
 
     def running(self) -> bool:
         """Every torchrun is there, and so is every rank of this machine that we have met."""
@@ -131,6 +144,13 @@ class Processes:
         for pidfd in pidfds:
             os.close(pidfd)
         self._torchrun.close()
+
+    def _send(self, rank: int, message: Any, bundle: int | None) -> None:
+        copy = None if bundle is None else os.dup(bundle)
+        try:
+            self.channels[rank].send(message, copy)
+        except OSError:
+            raise self.died(rank) from None
 
     @property
     def _machines(self) -> list[Torchrun | Remote]:
@@ -216,11 +236,11 @@ class Processes:
         return next(filter(None, (last_error(machine.lines) for machine in self._machines)), "")
 
 
-def _meeting_place() -> tuple[Torchrun, socket.socket]:
+def _meeting_place(journal: Journal) -> tuple[Torchrun, socket.socket]:
     """A torchrun with its private folder, and our socket in it. Raises WorkerStartError where there is no room."""
     torchrun, server = None, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        torchrun = Torchrun()
+        torchrun = Torchrun(journal)
         with short_path(os.path.join(torchrun.folder, "socket")) as address:
             server.bind(address)
     except OSError as error:

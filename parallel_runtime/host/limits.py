@@ -36,19 +36,11 @@ class Limit:
         self.fixed = bool(os.environ.get(variable, "").strip())
         self._seconds = seconds_from(variable, default)
 
-    def choose(self, seconds: float | None) -> bool:
-        """Take `seconds`, None for the usual. Says whether that changed anything."""
+    def choose(self, seconds: float | None) -> None:
+        """Take `seconds`, None for the usual; what is no such number is not used."""
         chosen = self.usual if seconds is None else seconds
-        if self.fixed or chosen == self._seconds or not (math.isfinite(chosen) and chosen >= 0):
-            return False
-        if chosen == 0 and self.usual:
-            return False
-        self._seconds = chosen
-        return True
+        if not self.fixed and math.isfinite(chosen) and (chosen > 0 or chosen == self.usual):
+            self._seconds = chosen
 
     def __float__(self) -> float:
         return float(self._seconds)
-
-
-STALL_SECONDS = Limit("CP_STALL_SECONDS", 120)
-IDLE_SECONDS = Limit("CP_IDLE_SECONDS", 0)  # 0: never

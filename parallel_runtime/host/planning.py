@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 from ..accelerators import CUDA
@@ -19,6 +19,7 @@ from .devices import parse_devices, why_one_gpu
 Seconds = Callable[[Parallelism], float]
 
 MAX_DEGREE = 64
+ANY_HEADS = 5040  # divides well: where no model is known, or a VAE, which has no heads to share out
 MAX_CPU_WORKERS = max(8, os.cpu_count() or 1)
 BACKEND_PACKAGES: dict[AttentionBackend, str] = {
     "flash": "flash_attn",
@@ -27,35 +28,39 @@ BACKEND_PACKAGES: dict[AttentionBackend, str] = {
 }
 
 
-def plan(
-    request: ParallelRequest,
-    *,
-    heads: int,
-    gpus: int,
-    kind: str = CUDA.kind,
-    guided: bool = False,
-    together: bool = False,
-    ringless: bool = False,
-    seconds: Seconds | None = None,
-    whole: str = "",
-) -> Division:
-    """Degrees and devices for a model with `heads` attention heads on a host with `gpus` visible GPUs of a `kind`.
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What a run asks for: `request`, for a model with `heads` attention heads, on a host with `gpus` visible GPUs of a
+    `kind`.
 
     `whole` names a network that no plan can cut by sequence: prompts and images are all there is to share.
-
     `guided`: positive and negative prompt are both evaluated; not by workers of their own where something sees all
-    prompts and images `together`. Without that, what cfg_degree would have
-    used joins the sequence, or the rows of the batch where no plan cuts it: the workers stay the same.
+    prompts and images `together`. Without that, what cfg_degree would have used joins the sequence, or the rows of the
+    batch where no plan cuts it: the workers stay the same.
     `ringless`: a node's attention gives no log-sum-exp to merge blocks by.
-    `seconds(degrees)` of one evaluation decides between ring and Ulysses where both are auto; without it Ulysses comes
-    first. Raises Refused where the request cannot work.
     """
-    devices = parse_devices(request.devices, gpus, kind)
+
+    request: ParallelRequest
+    heads: int = ANY_HEADS
+    gpus: int
+    kind: str = CUDA.kind
+    guided: bool = False
+    together: bool = False
+    ringless: bool = False
+    whole: str = ""
+
+
+def plan(wish: Wish, seconds: Seconds | None = None) -> Division:
+    """Degrees and devices. `seconds(degrees)` of one evaluation decides between ring and Ulysses where both are auto;
+    without it Ulysses comes first. Raises Refused where the request cannot work.
+    """
+    request, heads, gpus = wish.request, wish.heads, wish.gpus
+    devices = parse_devices(request.devices, gpus, wish.kind)
     nnodes = _machines(request)
     world = nnodes * max(1, len(devices))
-    guided = guided and not together
+    guided, ringless, whole = wish.guided and not wish.together, wish.ringless, wish.whole
     if whole:
-        asked = _undivided(request, 1 if together else world, whole)
+        asked = _undivided(request, 1 if wish.together else world, whole)
     else:
         if ringless and request.ring_degree > 1:
             raise Refused(

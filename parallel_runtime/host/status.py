@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import ParallelError
-from ..jobs import EvaluationJob, Job
-from ..specs import ModelSpec, Parallelism, Placement, VAEMethod
+from ..jobs import EvaluationJob, Job, VAEJob
+from ..specs import ModelSpec, Parallelism, Placement
 from ..wire.messages import Beat, Done, Joined, Step
 from ..wire.readings import Busy, Readings
+from .journal import Journal
 
 State = Literal[
     "none", "starting", "loading", "sampling", "decoding", "encoding", "cancelling", "cancelled", "idle", "died"
@@ -60,6 +61,7 @@ class Activity:
 
     def __init__(self) -> None:
         self.now = Status()
+        self.journal = Journal()
         self.unrecordable: set[ModelSpec] = set()
         self._asked: ModelSpec | None = None
         self._told: set[str] = set()
@@ -82,13 +84,11 @@ class Activity:
         if isinstance(job, EvaluationJob) and self.now.state == "sampling" and self.now.model == name:
             return
         self._evaluated = 0.0
+        if isinstance(job, VAEJob):
+            self._turn("decoding" if job.method == "decode" else "encoding", model="", step=0, steps=0)
+            return
         ranks = tuple(replace(rank, loaded=0.0) for rank in self.now.ranks)
         self._turn("loading", model=name, degrees=degrees, step=0, steps=0, ranks=ranks)
-
-    def converting(self, method: VAEMethod) -> None:
-        """A VAE is asked for."""
-        self._evaluated = 0.0
-        self._turn("decoding" if method == "decode" else "encoding", model="", step=0, steps=0)
 
     def heard(self, rank: int, message: Any) -> None:
         """What a rank says of itself and its work."""

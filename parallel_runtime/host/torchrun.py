@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from .. import accelerators
-from .journal import journal
+from .journal import Journal
 
 PACKAGE = Path(__file__).resolve().parents[1]
 GRACE_SECONDS = 5.0
@@ -45,7 +45,8 @@ class Torchrun:
     machine = ""  # this one
     agent: subprocess.Popen[bytes]
 
-    def __init__(self) -> None:
+    def __init__(self, journal: Journal | None = None) -> None:
+        self._journal = journal or Journal()
         self.folder = tempfile.mkdtemp(prefix="cp-")
         self.lines: deque[str] = deque(maxlen=LOG_LINES)
         self._started = False
@@ -120,7 +121,7 @@ class Torchrun:
         for line in stream:
             text = line.decode(errors="replace").rstrip()
             self.lines.append(text)
-            journal.note(text, hide=self._secrets)
+            self._journal.note(text, hide=self._secrets)
             log.log(logging.INFO if text.startswith("[CP rank") else logging.DEBUG, "%s", text)
         stream.close()
 

@@ -120,5 +120,5 @@ class Trial:
         noise = torch.randn(1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
         told, untold = (conditions(*encode(prompt)) for prompt in ("a red circle on a white background", ""))
         job = DemoJob(noise=noise, sigmas=torch.linspace(1, 0, steps + 1), cfg=2.0, positive=told, negative=untold)
-        made: Tensor = self.group.sample(spec(), self._parallelism, job, on_step=on_step).value["samples"]
+        made: Tensor = self.group.run(spec(), self._parallelism, job, on_step=on_step).value["samples"]
         return made

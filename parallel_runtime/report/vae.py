@@ -19,7 +19,7 @@ from ..host.group import WorkerGroup
 from ..host.room import Room
 from ..jobs import VAEJob
 from ..random_states import random_states
-from ..specs import Placement, VAESpec
+from ..specs import ModelSpec, Parallelism, Placement
 from ..witness import witness
 from .cases import Case, Row, Setting, mean_error
 from .clock import GIB, wait
@@ -59,12 +59,14 @@ class Decode:
         self._x = torch.randn(latent, generator=torch.Generator().manual_seed(0)).to(device, dtype)
         self._spec = self._described(self._vae.first_stage_model, dtype)
 
-    def _described(self, model: nn.Module, dtype: torch.dtype) -> VAESpec:
+    def _described(self, model: nn.Module, dtype: torch.dtype) -> ModelSpec:
         """With weights on two devices, as ComfyUI's dynamic VRAM leaves them."""
         model.encoder.to(self._device)  # type: ignore[operator]
         arguments = json.dumps({"tae_latent_channels": self._x.shape[1]})
-        name = str(dtype).removeprefix("torch.")
-        return VAESpec(kind=kind_of(model), factory="", arguments=arguments, dtype=name, witness=witness(model, dtype))  # type: ignore[arg-type]
+        return ModelSpec(
+            loader="", arguments=arguments, weight_dtype=str(dtype).removeprefix("torch."), kind=kind_of(model),
+            witness=witness(model, dtype),
+        )  # fmt: skip
 
     def alone(self) -> Row:
         model = self._vae.first_stage_model.to(self._device, self._x.dtype)
@@ -77,9 +79,9 @@ class Decode:
         """The second time: the first one loads, and tries on a small picture whether dividing is exact."""
         room = Room(self._whole.shape, self._whole.dtype)
         try:
-            for again in (False, True):
-                result = group.convert(self._spec, self._job(again), room.fd)
-                assert not result.value["refused"], result.value["refused"]
+            degrees = Parallelism(ring_degree=group.placement.world_size)
+            for _ in range(2):
+                result = group.run(self._spec, degrees, self._job(), room=room.fd)
             return {"error": mean_error(room.tensor, self._whole.cpu()), "seconds": result.seconds} | held(group)
         finally:
             room.close()
@@ -88,11 +90,11 @@ class Decode:
         group.unload(self._spec)
         return held(group)
 
-    def _job(self, again: bool) -> VAEJob:
+    def _job(self) -> VAEJob:
         return VAEJob(
             method="decode", x=self._x, unit=1, shape=list(self._whole.shape),
             dtype=str(self._whole.dtype).removeprefix("torch."), offset=0, random_states=random_states(self._device),
-            chunk_bytes=0, weights=None if again else dict(self._vae.get_sd()),
+            chunk_bytes=0, weights=dict(self._vae.get_sd()),
         )  # fmt: skip
 
 

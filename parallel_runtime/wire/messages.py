@@ -1,7 +1,6 @@
 """Every message there is. They travel as JSON: readable in a log, and free of class identity.
 
-host -> each rank       Welcome  Measure  Sample (with a bundle)  Room (with memory)  Convert (with a bundle)  Cancel
-                        Unload  UnloadVAE  Stop
+host -> each rank       Welcome  Measure  Room (with memory)  Run (with a bundle)  Cancel  Unload  Stop
 rank -> host            Ready  Joined  Beat  Step (with a bundle)  Done (rank 0: with a bundle)  Failed
 machine -> host         Machine  Left
 host -> machine         Invitation  Denied
@@ -22,7 +21,7 @@ from typing import Any
 
 from .. import jobs, specs
 from ..errors import ProtocolError
-from ..specs import ComfySetup, ModelSpec, Parallelism, Storage, VAESpec
+from ..specs import ComfySetup, ModelSpec, Parallelism, Storage
 from .readings import Busy, Readings
 
 # What host and worker must agree on: the code of the messages themselves, as each of them has it loaded.
@@ -50,7 +49,7 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Sample:
+class Run:
     """Run one job. It names its model, and a worker runs it with that model or fails."""
 
     job: int
@@ -79,23 +78,6 @@ class Room:
     into, each its share."""
 
     job: int
-
-
-@dataclass(frozen=True)
-class Convert:
-    """Run one VAEJob."""
-
-    job: int
-    vae: VAESpec
-
-
-@dataclass(frozen=True)
-class UnloadVAE:
-    """As Unload."""
-
-    job: int
-    vae: VAESpec
-    offload: bool
 
 
 @dataclass(frozen=True)
@@ -208,7 +190,7 @@ class Left:
 
 
 Message = (
-    Welcome | Measure | Sample | Room | Convert | Cancel | Unload | UnloadVAE | Stop
+    Welcome | Measure | Room | Run | Cancel | Unload | Stop
     | Ready | Joined | Beat | Step | Done | Failed
     | Machine | Invitation | Denied | Left
 )  # fmt: skip

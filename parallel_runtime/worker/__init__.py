@@ -2,7 +2,7 @@
 
 serve       its life; agent, leash and rendezvous are its torchrun, ranks its place among the others, spread what only
             rank 0 was given
-models      the models of this rank; vaes are its VAEs, memory is what it holds, link how fast it is
+models      the models and VAEs of this rank; vaes runs these, memory is what it holds, link how fast it is
 pulse       what a run says and hears, the latents of its steps among it
 lanes       prompts and images over groups of ranks; step_cache leaves blocks out, advice looks for faster kernels
 engine      networks cut, attention over ranks, forwards recorded

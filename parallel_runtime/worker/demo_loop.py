@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..demo import transformer
 from ..for_diffusers import attach, detach
-from ..jobs import DemoJob
+from ..jobs import DemoJob, Job
 from ..specs import ModelSpec, Parallelism
 from .lanes import spread_rows
 from .models import Model
@@ -33,7 +33,7 @@ class DemoModel(Model):
         return spread_rows(self.rows, transformer.evaluate, x.shape[0], self.network, x, timestep, cond)
 
 
-def load(spec: ModelSpec, device: torch.device, on_share: Callable[[float], None]) -> DemoModel:
+def load(spec: ModelSpec, device: torch.device, on_share: Callable[[float], None], _: Job) -> DemoModel:
     (file,) = spec.files
     network = transformer.load(file.path, device)
     on_share(1.0)

@@ -13,8 +13,10 @@ from torch import nn
 
 from ..blocks import blocks_of
 from ..errors import Refused
+from ..jobs import Job
 from ..networks import Network
 from ..specs import Compilation, ModelSpec, Parallelism, Storage
+from ..wire.messages import Run
 from .engine.compiling import compile_blocks
 from .engine.divide import divide, undivide
 from .engine.exchange import any_of
@@ -23,6 +25,7 @@ from .engine.mesh import Axis, ContextMesh, World, build_mesh, with_own_group
 from .engine.overriding import by_backend
 from .engine.recording import Recording, Unrecordable  # noqa: F401
 from .lanes import Lanes
+from .pulse import Pulse
 from .ranks import refusing_together
 from .spread import check_files
 from .step_cache import StepCache
@@ -155,13 +158,15 @@ class Model:
         self.network.to(device)
 
 
-Load = Callable[[ModelSpec, torch.device, OnShare], Model]
+Load = Callable[[ModelSpec, torch.device, OnShare, Job], Model]
+Loop = Callable[[Any, Any, Pulse], dict[str, Any]]  # what runs a kind of job on a Model
+VAE = "vae"  # the loader of all of them
 
 
 class Models:
-    """Holds models by what was loaded. Meshes are kept, so that groups are built once a shape.
+    """Holds models and VAEs by what was loaded. Meshes are kept, so that groups are built once a shape.
 
-    `loaders` go by the specs' `loader`; "" is for all others.
+    `loaders` go by the specs' `loader`; "" is for all others, and VAE for VAEs.
     """
 
     def __init__(self, device: torch.device, loaders: Mapping[str, Load]) -> None:
@@ -174,19 +179,19 @@ class Models:
         self._places: dict[tuple[Storage, tuple[int, ...]], Place | None] = {}
         self._buffers = Buffers(device)
 
-    def get(self, spec: ModelSpec, parallelism: Parallelism, storage: Storage, on_share: OnShare) -> Model:
-        """The model that `spec` names, cut as `parallelism` says and kept as `storage` does. Loads and cuts anew only
-        what differs."""
+    def get(self, request: Run, on_share: OnShare, job: Job) -> Model:
+        """The model that `request` names for `job`, cut and kept as it says. Loads and cuts anew only what differs."""
+        spec, parallelism = request.model, request.parallelism
         if spec.unpatched not in self._models:
             with refusing_together():
-                loaded = self._load(spec, on_share)
+                loaded = self._load(spec, on_share, job)
             self._models[spec.unpatched] = loaded
         model = self._models[spec.unpatched]
         model.spec = spec
         model.wake(self._device)
         if model.parallelism != parallelism:
             model.cut(self.mesh(parallelism), parallelism)
-        model.keep(self._place(storage, parallelism))
+        model.keep(self._place(request.storage, parallelism))
         model.compile(spec.compilation)
         return model
 
@@ -224,9 +229,10 @@ class Models:
         gc.collect()
         self.rest()
 
-    def _load(self, spec: ModelSpec, on_share: OnShare) -> Model:
+    def _load(self, spec: ModelSpec, on_share: OnShare, job: Job) -> Model:
         check_files(spec.files)
-        return self._loaders[spec.loader if spec.loader in self._loaders else ""](spec, self._device, on_share)
+        name = VAE if spec.kind else spec.loader
+        return self._loaders[name if name in self._loaders else ""](spec, self._device, on_share, job)
 
     def _place(self, storage: Storage, parallelism: Parallelism) -> Place | None:
         """Parts are gathered over a communicator of their own, which costs all others nothing. Collective when new."""

@@ -8,14 +8,13 @@ import os
 import shutil
 import time
 import typing
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..demo import check_diffusers
 from ..errors import Refused
-from ..jobs import DemoJob, EvaluationJob, Job
+from ..jobs import DemoJob, EvaluationJob, Job, VAEJob
 from ..specs import DEMO, ComfySetup, ModelSpec, Parallelism
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
@@ -23,17 +22,15 @@ from ..wire.handshake import KEY
 from ..wire.messages import (
     PROTOCOL,
     Cancel,
-    Convert,
     Done,
     Failed,
     Joined,
     Measure,
     Ready,
     Room,
-    Sample,
+    Run,
     Stop,
     Unload,
-    UnloadVAE,
     Welcome,
 )
 from ..wire.readings import Readings
@@ -44,7 +41,7 @@ from .engine.compiling import telling
 from .engine.moments import now_on
 from .leash import die_when, end_parent
 from .memory import is_out_of_memory, out_of_memory, readings
-from .models import Load, Model, Models, OnShare
+from .models import Load, Loop, Model, Models, OnShare
 from .pulse import Cancelled, Pulse
 from .ranks import join, kind_of, rank, unlike, world_size
 from .spread import payload
@@ -52,8 +49,6 @@ from .vaes import VAEs
 
 TOKEN = "CP_TOKEN"
 SENTENCE = 2000  # characters of a refusal, which has to fit into a packet whatever they are
-
-Loop = Callable[[Any, Any, Pulse], dict[str, Any]]
 
 
 class Worker:
@@ -63,9 +58,9 @@ class Worker:
         self._channel = channel
         self._device = device
         self._models = Models(device, loaders)
-        self._loops = loops
-        self._unlike = False
         self._vaes = VAEs(device)
+        self._loops: dict[type, Loop] = {VAEJob: self._vaes, **loops}
+        self._unlike = False
 
     def joined(self) -> Joined:
         """Measure this rank. Collective."""
@@ -100,22 +95,17 @@ class Worker:
                 case Unload(job=job, model=model, offload=offload):
                     (self._models.offload if offload else self._models.drop)(model)
                     self._channel.send(Done(job, readings=self._readings()))
-                case Sample():
-                    self._channel.send(*self._sample(message, payload(bundle)))
+                case Run():
+                    self._channel.send(*self._answer(message, payload(bundle)))
                 case Measure(job=job):
                     self._channel.send(Done(job, readings=self._readings()))
                 case Room():
                     assert bundle is not None
                     self._vaes.make_room(bundle)
-                case Convert():
-                    self._channel.send(*self._vaes.answer(message, payload(bundle), self._channel))
-                case UnloadVAE(job=job, vae=vae, offload=offload):
-                    self._vaes.unload(vae, offload=offload)
-                    self._channel.send(Done(job))
                 case Cancel():
                     pass  # it lost the race with the answer
 
-    def _sample(self, request: Sample, bundle: int) -> tuple[Done, int | None]:
+    def _answer(self, request: Run, bundle: int) -> tuple[Done, int | None]:
         """A refusal is an answer: this rank is at rest again, and whether all are is for the host to see."""
         job = read_job(read_bundle(bundle))
         now, world = now_on(self._device), self._models.world
@@ -124,20 +114,22 @@ class Worker:
             return self._run(request, job, pulse)
         except Refused as refused:
             said = str(refused)[:SENTENCE]
+        finally:
+            self._vaes.leave_room()
         self._models.recover()
         return Done(request.job, refused=said, readings=pulse.readings()), None
 
-    def _run(self, request: Sample, job: Job, pulse: Pulse) -> tuple[Done, int | None]:
+    def _run(self, request: Run, job: Job, pulse: Pulse) -> tuple[Done, int | None]:
         pulse.loading(0.0)
         started = time.monotonic()
-        model = self._models.get(request.model, request.parallelism, request.storage, pulse.loading)
+        model = self._models.get(request, pulse.loading, job)
         model.recording.telling = pulse.recording
         loaded = time.monotonic()
         result: dict[str, Any] | None = None
         with contextlib.suppress(Cancelled), telling(pulse.compiling):
             result = self._loops[type(job)](model, job, pulse)
         model.finish()
-        if not isinstance(job, EvaluationJob):  # of these the next is a moment away
+        if not isinstance(job, EvaluationJob | VAEJob):  # of these the next is a moment away
             self._models.rest()
         if result is None:
             return Done(request.job, cancelled=True, readings=pulse.readings()), None
@@ -196,8 +188,7 @@ def _comfy_loop(comfy: ComfySetup | None, device: torch.device) -> tuple[dict[ty
         return {}, {}
     from .comfy_loop import start  # ComfyUI exists only once its root is known
 
-    loops, load = start(comfy, device)
-    return loops, {"": load}
+    return start(comfy, device)
 
 
 def _demo() -> Any:
@@ -208,8 +199,8 @@ def _demo() -> Any:
     return demo_loop
 
 
-def _load_demo(spec: ModelSpec, device: torch.device, on_share: OnShare) -> Model:
-    model: Model = _demo().load(spec, device, on_share)
+def _load_demo(spec: ModelSpec, device: torch.device, on_share: OnShare, job: Job) -> Model:
+    model: Model = _demo().load(spec, device, on_share, job)
     return model
 
 

@@ -1,124 +1,83 @@
-"""The VAEs of this rank, and the requests that use them. Knows no VAE by name; comfy_loop makes them."""
+"""ComfyUI's VAEs on this rank: each runs its own forward on its rows. Knows no VAE by name; comfy_loop makes them."""
 
 from __future__ import annotations
 
-import gc
 import mmap
 import os
-import time
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..autoencoders import COMPARED
 from ..errors import Refused
 from ..jobs import VAEJob
 from ..random_states import random_states, set_random_states
-from ..specs import VAESpec
-from ..wire.bundles import read_bundle, write_bundle
-from ..wire.channel import Channel
-from ..wire.messages import Convert, Done
+from ..specs import ModelSpec, Parallelism
 from .engine.exchange import any_of
 from .engine.mesh import Axis, first_ranks
-from .pulse import Cancelled, Pulse
-from .ranks import machines, rank, world_size
+from .models import Model
+from .pulse import Pulse
+from .ranks import machine, neighbours, rank
 from .vae.converting import convert, limit, share_of, trial
 from .vae.share import Share
 from .vae.watch import Watch
 
-CPU = torch.device("cpu")
-Trial = tuple[VAESpec, str, int, int, bool]
+Trial = tuple[ModelSpec, str, int, int, bool]
+
+
+class VAE(Model):
+    """Nothing of it is cut: its forward runs under a mode that divides."""
+
+    def divide(self, parallelism: Parallelism) -> None:
+        pass
+
+    def unite(self) -> None:
+        pass
 
 
 class VAEs:
-    """Holds VAEs until the host says. Only the ranks of ComfyUI's machine take part: pixels are not for a network."""
+    """What decodes and encodes. Only the ranks of ComfyUI's machine take part: pixels are not for a network."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._models: dict[VAESpec, nn.Module] = {}
         self._trials: dict[Trial, str] = {}
         self._room: int | None = None
 
     def make_room(self, fd: int) -> None:
         """The memory for the result of the next request."""
-        self._leave_room()
+        self.leave_room()
         self._room = fd
 
-    def unload(self, spec: VAESpec, *, offload: bool) -> None:
-        if offload and spec in self._models:
-            self._models[spec].to(CPU)
-        else:
-            self._models.pop(spec, None)
-        gc.collect()
-        if self._device.type != "cpu":
-            torch.accelerator.empty_cache()
+    def leave_room(self) -> None:
+        if self._room is not None:
+            os.close(self._room)
+            self._room = None
 
-    @torch.inference_mode()
-    def answer(self, request: Convert, bundle: int, channel: Channel) -> tuple[Done, int | None]:
-        """Rank 0's bundle: {"refused": why these workers cannot, or "", "random_states": as the run left them}."""
-        fields = read_bundle(bundle)
-        assert fields.pop("kind") == VAEJob.__name__
-        if rank() >= _ranks_here():
-            return Done(request.job), None
-        pulse = Pulse(channel, request.job)
-        pulse.loading(0.0)
-        started = time.monotonic()
-        try:
-            refused, loaded = self._try(request.vae, VAEJob(**fields), pulse)
-        except Cancelled:
-            return Done(request.job, cancelled=True), None
-        finally:
-            self._leave_room()
-        done = Done(request.job, load_seconds=loaded - started, seconds=time.monotonic() - loaded)
-        if rank():
-            return done, None
-        return done, write_bundle({"refused": refused, "random_states": random_states(self._device)})
+    def __call__(self, vae: VAE, job: VAEJob, pulse: Pulse) -> dict[str, Any]:
+        """Returns {"random_states": as the run left them}. Raises Refused, on all ranks at the same place."""
+        if machine() == 0:
+            self._run(vae, job, pulse)
+        return {"random_states": random_states(self._device)}
 
-    def _try(self, spec: VAESpec, job: VAEJob, pulse: Pulse) -> tuple[str, float]:
-        """What all ranks say against it, and when it was loaded."""
-        everybody = first_ranks(_ranks_here(), self._device)
-        refused = _said(everybody, self._load(spec, job))
-        loaded = time.monotonic()
-        if refused:
-            self._models.pop(spec, None)
-            return refused, loaded
-        try:
-            self._run(spec, job, pulse)
-        except Refused as error:  # of shapes, so all raise it, at the same place
-            refused = str(error)
-        return refused, loaded
-
-    def _load(self, spec: VAESpec, job: VAEJob) -> str:
-        """Why not, or ""."""
-        from .comfy_loop.autoencoder import build  # ComfyUI exists only once its root is known
-
-        try:
-            if spec not in self._models:
-                self._models[spec] = build(spec, job.weights, self._device)
-            self._models[spec].to(self._device)
-        except (Refused, OSError) as error:
-            return str(error)
-        return ""
-
-    def _run(self, spec: VAESpec, job: VAEJob, pulse: Pulse) -> None:
-        from .comfy_loop.autoencoder import chunked_alike
+    def _run(self, vae: VAE, job: VAEJob, pulse: Pulse) -> None:
+        from .comfy_loop.autoencoder import chunked_alike  # ComfyUI exists only once its root is known
 
         rows = max(job.x.shape[-2:]) // job.unit
-        count = min(_ranks_here(), rows)
+        count = min(len(neighbours()), rows)
         if rank() >= count:
             return
         ranks = first_ranks(count, self._device)
-        share, compared, model = share_of(job.x, job.unit, ranks), COMPARED[spec.kind], self._models[spec]
+        share, compared = share_of(job.x, job.unit, ranks), COMPARED[vae.spec.kind]
         with chunked_alike(compared.chunk_size, job.chunk_bytes) as chunks:
-            self._test(spec, job, share, chunks)
+            self._test(vae, job, share, chunks)
             chunks(share.own, sum(share.units))
             set_random_states(job.random_states, self._device)
-            watch = Watch(pulse, ranks, model, job)
+            watch = Watch(pulse, ranks, vae.network, job)
             with watch:
                 convert(
-                    model,
+                    vae.network,
                     job.method,
                     job.x,
                     share,
@@ -129,22 +88,22 @@ class VAEs:
                     device=self._device,
                 )
 
-    def _test(self, spec: VAESpec, job: VAEJob, share: Share, chunks: Any) -> None:
+    def _test(self, vae: VAE, job: VAEJob, share: Share, chunks: Any) -> None:
         """Once for each class, way and number of ranks. Raises Refused, on all ranks, where the class fails."""
         count = share.ranks.size
-        key = (spec, job.method, count, share.dim, job.x.ndim == 5 and job.x.shape[2] > 1)
+        key = (vae.spec, job.method, count, share.dim, job.x.ndim == 5 and job.x.shape[2] > 1)
         if count == 1:
             return
         if key not in self._trials:
-            self._trials[key] = _said(share.ranks, self._fails(spec, job, share, chunks))
+            self._trials[key] = _said(share.ranks, self._fails(vae, job, share, chunks))
         if self._trials[key]:
             raise Refused(self._trials[key])
 
-    def _fails(self, spec: VAESpec, job: VAEJob, share: Share, chunks: Any) -> str:
-        model, over_time = self._models[spec], COMPARED[spec.kind].over_time
+    def _fails(self, vae: VAE, job: VAEJob, share: Share, chunks: Any) -> str:
+        over_time = COMPARED[vae.spec.kind].over_time
         try:
             apart = trial(
-                model,
+                vae.network,
                 job.method,
                 job.x,
                 job.unit,
@@ -166,15 +125,6 @@ class VAEs:
         memory = mmap.mmap(self._room, 0)
         whole = torch.frombuffer(memory, dtype=dtype, count=size, offset=job.offset * dtype.itemsize).view(job.shape)
         return share.cut(whole, whole.shape[share.dim] // sum(share.units))
-
-    def _leave_room(self) -> None:
-        if self._room is not None:
-            os.close(self._room)
-            self._room = None
-
-
-def _ranks_here() -> int:
-    return world_size() // machines()
 
 
 def _said(ranks: Axis, refused: str) -> str:

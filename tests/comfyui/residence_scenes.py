@@ -15,8 +15,8 @@ from .pack import node_module, pack_module
 
 import comfy.model_management  # isort: skip  # the pack's module has made ComfyUI importable
 
-residence, routes, capacity = (node_module(name) for name in ("residence", "routes", "capacity"))
-runtime, storing = pack_module("parallel_runtime.host.runtime"), pack_module("parallel_runtime.host.storing")
+lease, routes, capacity = (node_module(name) for name in ("lease", "routes", "capacity"))
+runtime, storing = pack_module("parallel_runtime.host.runtime").runtime, pack_module("parallel_runtime.host.storing")
 specs = pack_module("parallel_runtime.specs")
 
 ONE = specs.Placement(devices=("cpu",))
@@ -41,7 +41,7 @@ def _unloaded_by_both() -> dict[str, Any]:
 
 def idle_while_unloading(rank: int, world: int) -> dict[str, Any]:
     """The group's idle time is over while ComfyUI lets a model go, in a run of its own."""
-    runtime.IDLE_SECONDS.choose(SLOW_SECONDS / 2)
+    runtime.idle.choose(SLOW_SECONDS / 2)
     try:
         group = _holding_models()
         with _slow(group), ThreadPoolExecutor() as threads:
@@ -53,8 +53,8 @@ def idle_while_unloading(rank: int, world: int) -> dict[str, Any]:
         wait_until(lambda: runtime.status().state == "none" and runtime.status().reason != "", 10)
         return {"error": error and repr(error), "alive meanwhile": alive, "reason": runtime.status().reason}
     finally:
-        runtime.IDLE_SECONDS.choose(None)
-        runtime.close_group()
+        runtime.idle.choose(None)
+        runtime.close()
 
 
 def unloading_a_group_that_is_replaced(rank: int, world: int) -> dict[str, Any]:
@@ -62,35 +62,35 @@ def unloading_a_group_that_is_replaced(rank: int, world: int) -> dict[str, Any]:
     group = _holding_models()
     try:
         with ThreadPoolExecutor() as threads:
-            threads.submit(runtime.restart_group, "a test", None)
-            wait_until(lambda: runtime.live_placement() is None, 5)
+            threads.submit(runtime.restart, "a test", None)
+            wait_until(lambda: runtime.live is None, 5)
             before = time.monotonic()
             comfy.model_management.unload_all_models()
             waited = time.monotonic() - before
-            starting = runtime.live_placement() is None
+            starting = runtime.live is None
         return {"waited": waited, "starting": starting, "alive": group.alive}
     finally:
-        runtime.close_group()
+        runtime.close()
 
 
 def main_memory(rank: int, world: int, times: int) -> list[int]:
     """What planning goes by, each time after the workers were asked; there is less of it at each."""
-    runtime.close_group()
+    runtime.close()
     os.environ |= faulty("0 main_memory dwindle")
     try:
-        with runtime.borrowed_group(ONE, None) as group:
-            return [group.measure() and capacity.capacity_for(ONE).host_bytes for _ in range(times)]
+        with runtime.borrowed(ONE, None) as group:
+            return [group.measure() and capacity.capacity_for(ONE, group, MODELS[0]).host_bytes for _ in range(times)]
     finally:
         del os.environ["CP_TEST_FAULT"]
-        runtime.close_group()
+        runtime.close()
 
 
 def _holding_models() -> Any:
     comfy.model_management.unload_all_models()
-    with runtime.borrowed_group(ONE, None) as group:
+    with runtime.borrowed(ONE, None) as group:
         way = storing.Prospect(storage=specs.Storage(), held_bytes=1 << 20)
         for model in MODELS:
-            residence.residence.claim(group, model, way, 0)
+            lease.Lease(group, model).claim(way, 0)
     assert _listed() == ["WorkerModel"] * len(MODELS)
     return group
 

@@ -10,10 +10,12 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from parallel_runtime.specs import ModelSpec, Parallelism, Storage
+from parallel_runtime.wire.messages import Run
 from parallel_runtime.worker.models import Model, Models
 from parallel_runtime.worker.weights.places import Place
 
 from ..fake_cuda import fake_group
+from ..groups import flux_job
 
 SPEC = ModelSpec(loader="tests", files=(), weight_dtype="float32")
 SHAPES = [Parallelism(ulysses_degree=4), Parallelism(ring_degree=2, ulysses_degree=2)]
@@ -49,7 +51,7 @@ def models() -> Models:
 
 
 def place_of(models: Models, parallelism: Parallelism, storage: Storage) -> Place | None:
-    model = models.get(SPEC, parallelism, storage, lambda share: None)
+    model = models.get(Run(1, SPEC, parallelism, storage), lambda share: None, flux_job())
     assert isinstance(model, Kept)
     return model.place
 

@@ -14,7 +14,7 @@ from ..groups import flux_job
 
 
 def samples(group: WorkerGroup, model: ModelSpec, parallelism: Parallelism, **job: object) -> Tensor:
-    return group.sample(model, parallelism, flux_job(**job)).value["samples"]  # type: ignore[arg-type]
+    return group.run(model, parallelism, flux_job(**job)).value["samples"]  # type: ignore[arg-type]
 
 
 def difference(a: Tensor, b: Tensor) -> float:

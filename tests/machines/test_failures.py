@@ -49,7 +49,7 @@ def doomed(guest, flux):
 def test_a_killed_rank_of_the_other_machine_fails_the_run_at_once_and_the_next_group_works(doomed, guest, flux):
     kill = Once(lambda: guest.workers()[1].kill())
     with pytest.raises(WorkerDied, match=f"worker rank 1 on {THERE} was killed by SIGKILL"):
-        doomed.sample(flux, ULYSSES, flux_job(steps=100_000), on_step=kill)
+        doomed.run(flux, ULYSSES, flux_job(steps=100_000), on_step=kill)
     assert time.monotonic() - kill.at < 2
     assert not doomed.alive
     with WorkerGroup(on_two_machines()) as group:
@@ -60,7 +60,7 @@ def test_a_killed_rank_of_the_other_machine_fails_the_run_at_once_and_the_next_g
 def test_a_killed_rank_of_comfyuis_machine_is_named_without_an_address(doomed, guest, flux):
     kill = Once(lambda: os.kill(doomed.pids[0], signal.SIGKILL))
     with pytest.raises(WorkerDied, match="worker rank 0 was killed by SIGKILL"):
-        doomed.sample(flux, ULYSSES, flux_job(steps=100_000), on_step=kill)
+        doomed.run(flux, ULYSSES, flux_job(steps=100_000), on_step=kill)
     assert time.monotonic() - kill.at < 2
     wait_until(lambda: not guest.started(), 3)
 
@@ -71,7 +71,7 @@ def test_a_killed_join_command_leaves_no_process_and_the_next_group_waits_for_th
         group = WorkerGroup(on_two_machines())
         kill = Once(first.process.kill)
         with pytest.raises(WorkerDied, match=f"worker rank 1 on {THERE} went away"):
-            group.sample(flux, ULYSSES, flux_job(steps=100_000), on_step=kill)
+            group.run(flux, ULYSSES, flux_job(steps=100_000), on_step=kill)
         assert time.monotonic() - kill.at < 3
         wait_until(lambda: not first.started(), 3)
     with joining(folder, namespace=net.there), WorkerGroup(on_two_machines()) as group:
@@ -83,7 +83,7 @@ def test_a_machine_that_is_silently_gone_fails_the_run_and_its_workers_end(net, 
     pull = Once(lambda: net.cable("down"))
     try:
         with pytest.raises(WorkerDied, match=f"worker rank 1 on {THERE} went away"):
-            doomed.sample(flux, ULYSSES, flux_job(steps=100_000), on_step=pull)
+            doomed.run(flux, ULYSSES, flux_job(steps=100_000), on_step=pull)
         assert time.monotonic() - pull.at < LOST_SECONDS
         doomed.close(gently=False)
         wait_until(lambda: not guest.started(), LOST_SECONDS)
@@ -102,7 +102,7 @@ def test_a_killed_host_leaves_no_worker_on_the_other_machine(guest, flux, tmp_pa
         "from tests.groups import *\n"
         "from parallel_runtime.host.group import WorkerGroup\n"
         f"group = WorkerGroup(Placement(devices=('cpu',), nnodes=2, rdzv_endpoint='{HERE}:{PORT}'))\n"
-        f"group.sample(spec_of({flux.path!r}), Parallelism(ulysses_degree=2), flux_job(steps=100000),\n"
+        f"group.run(spec_of({flux.path!r}), Parallelism(ulysses_degree=2), flux_job(steps=100000),\n"
         "    on_step=lambda step, *_: print(flush=True) if step == 2 else None)\n"
     )
     host = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)

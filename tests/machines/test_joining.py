@@ -211,7 +211,7 @@ def test_another_model_under_the_same_path_there_is_refused(net, folder, tmp_pat
     with joining(folder, namespace=net.there, wrapper=see_theirs), WorkerGroup(on_two_machines()) as group:
         for _ in range(2):
             with pytest.raises(Refused, match=rf"^{ours} is another file .* \(on {THERE}\)$"):
-                group.sample(spec_of(ours), ULYSSES, flux_job())
+                group.run(spec_of(ours), ULYSSES, flux_job())
         assert group.alive
 
 
@@ -221,7 +221,7 @@ def test_a_model_that_is_missing_there_is_named(net, folder, tmp_path):
     hide = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {ours.parent} && exec "$@"', "sh")
     with joining(folder, namespace=net.there, wrapper=hide), WorkerGroup(on_two_machines()) as group:
         with pytest.raises(Refused, match=rf"^there is no file {ours} on this machine.* \(on {THERE}\)$"):
-            group.sample(spec_of(ours), ULYSSES, flux_job())
+            group.run(spec_of(ours), ULYSSES, flux_job())
         assert group.alive
 
 

@@ -56,7 +56,7 @@ def test_a_cancel_stops_every_machine_and_the_group_stays_warm(pair, guest, flux
     workers = guest.workers()
     started = time.monotonic()
     with pytest.raises(Stop):
-        pair.sample(flux, ULYSSES, flux_job(steps=100_000), on_step=Once(interrupt))
+        pair.run(flux, ULYSSES, flux_job(steps=100_000), on_step=Once(interrupt))
     assert time.monotonic() - started < 5
     assert guest.workers() == workers
     assert torch.equal(samples(pair, flux, ULYSSES, steps=5), before)

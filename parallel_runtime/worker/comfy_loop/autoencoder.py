@@ -13,21 +13,35 @@ from torch import Tensor, nn
 
 from ...autoencoders import COMPARED, kind_of
 from ...errors import Refused
+from ...jobs import Job, VAEJob
 from ...mapped import Mapped, load_mapped
-from ...specs import VAESpec
+from ...specs import ModelSpec
 from ...witness import witness
+from ..ranks import machine
+from ..vaes import VAE
 from .comfyui import named
 
 NO_LIMIT = 1e9  # GiB
 
 
-def build(spec: VAESpec, weights: Mapping[str, Tensor] | None, device: torch.device) -> nn.Module:
+def load(spec: ModelSpec, device: torch.device, on_share: Callable[[float], None], job: Job) -> VAE:
+    """Machines without a part in it have nothing of it. Raises Refused."""
+    assert isinstance(job, VAEJob)
+    if machine():
+        return VAE(spec, nn.Identity(), device=device)
+    try:
+        return VAE(spec, build(spec, job.weights, device), device=device)
+    except OSError as error:
+        raise Refused(str(error)) from None
+
+
+def build(spec: ModelSpec, weights: Mapping[str, Tensor] | None, device: torch.device) -> nn.Module:
     """The autoencoder that `spec` describes. Raises Refused where ComfyUI makes another one of it here."""
-    if spec.factory:
-        model = load_mapped(Mapped, named(spec.factory), json.loads(spec.arguments), None).model
+    if spec.loader:
+        model = load_mapped(Mapped, named(spec.loader), json.loads(spec.arguments), None).model
     else:
         model = _of_weights(spec, weights)
-    dtype = getattr(torch, spec.dtype)
+    dtype = getattr(torch, spec.weight_dtype)
     model = model.to(dtype)
     if kind_of(model) != spec.kind:
         raise Refused(f"ComfyUI makes a {kind_of(model)} of its weights in a worker")
@@ -67,10 +81,10 @@ def chunked_alike(function: str, bytes_: int) -> Iterator[Callable[[int, int], N
         setattr(home, name, theirs)
 
 
-def _of_weights(spec: VAESpec, weights: Mapping[str, Tensor] | None) -> nn.Module:
+def _of_weights(spec: ModelSpec, weights: Mapping[str, Tensor] | None) -> nn.Module:
     if weights is None:
         raise Refused("its weights did not come with it")
-    vae = comfy.sd.VAE(sd=dict(weights), metadata=json.loads(spec.arguments), dtype=getattr(torch, spec.dtype))
+    vae = comfy.sd.VAE(sd=dict(weights), metadata=json.loads(spec.arguments), dtype=getattr(torch, spec.weight_dtype))
     if vae.first_stage_model is None:
         raise Refused("ComfyUI does not recognise it by its weights alone; take it from Load VAE or Load Checkpoint")
     return vae.first_stage_model

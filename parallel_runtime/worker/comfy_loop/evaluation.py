@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from ...errors import Refused
-from ...jobs import EvaluationJob
+from ...jobs import PROMPTS, EvaluationJob
 from ..advice import Watch
 from ..lanes import spread_rows
 from ..pulse import Pulse
 from .code import rebuild
 from .model import ComfyModel
 
-KEEP = 8  # the host counts along: see nodes/evaluation.py
 METHODS = ("forward", "preprocess_text_embeds")  # of a network, that ComfyUI's code outside of it calls
 
 
@@ -35,7 +34,7 @@ class Evaluations:
         device = comfy.model_management.get_torch_device()
         if job.conds is not None:
             self._prompts[job.prompt] = moved(job.conds, device)
-            for oldest in list(self._prompts)[:-KEEP]:
+            for oldest in list(self._prompts)[:-PROMPTS]:
                 del self._prompts[oldest]
         if job.prompt not in self._prompts:
             raise Refused("the conditions of this prompt were not sent")

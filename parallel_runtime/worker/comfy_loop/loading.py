@@ -11,6 +11,7 @@ import torch
 
 from ... import gguf
 from ...errors import Refused
+from ...jobs import Job
 from ...mapped import load_mapped
 from ...networks import network_of
 from ...specs import ModelSpec
@@ -21,7 +22,7 @@ from .weights import Merged, Weights
 PACKS: dict[str, Callable[..., Any]] = {gguf.LOADER: gguf.load}  # other packs' loaders that workers may call
 
 
-def load(spec: ModelSpec, device: torch.device, on_share: Callable[[float], None]) -> ComfyModel:
+def load(spec: ModelSpec, device: torch.device, on_share: Callable[[float], None], _: Job) -> ComfyModel:
     """Raises Refused where this rank's ComfyUI holds the weights in another dtype than the host's."""
     assert comfy.model_management.get_torch_device().type == device.type
     on_share(0.0)

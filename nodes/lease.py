@@ -1,0 +1,173 @@
+"""A run's lease of the workers: it has them alone, how it is divided among them, and memory for it on their devices.
+
+Whatever asks workers for something asks through one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import comfy.model_management
+from comfy.model_management import throw_exception_if_processing_interrupted as check_interrupt
+
+from ..parallel_runtime.errors import ParallelError, Refused, WorkerFailed
+from ..parallel_runtime.host.choosing import choose
+from ..parallel_runtime.host.cost import Work
+from ..parallel_runtime.host.group import OnStep, Result, WorkerGroup
+from ..parallel_runtime.host.headroom import Shortage, shortage
+from ..parallel_runtime.host.planning import Wish, plan
+from ..parallel_runtime.host.runtime import runtime
+from ..parallel_runtime.host.storing import Case, Prospect, decide, why_whole
+from ..parallel_runtime.jobs import Job
+from ..parallel_runtime.specs import AfterSampling, Division, ModelSpec, Placement, WeightsChoice
+from .capacity import LIMIT, capacity_for, let_go, limit_bytes
+from .residence import Held
+from .workers import comfy_setup
+
+log = logging.getLogger(__name__)
+
+KEEP = 2  # models that workers hold at once, where there is room: as many as Wan 2.2 samples one video with
+
+
+@contextmanager
+def leased(spec: ModelSpec, placement: Placement, after: AfterSampling = "keep") -> Iterator[Lease]:
+    """The workers, which nobody else uses or ends meanwhile; in the end what a user wants is done with the model.
+    Raises WorkerStartError."""
+    with runtime.borrowed(placement, comfy_setup(), check_interrupt) as group:
+        lease = Lease(group, spec)
+        try:
+            yield lease
+        finally:
+            if lease.held is not None:
+                lease.held.settle(after)
+
+
+def foreseen(spec: ModelSpec, wish: Wish, work: Work) -> tuple[Division, Case, WorkerGroup | None]:
+    """What a run would get at this moment, and what it would go by; the workers, if there are any. Raises Refused."""
+    placement = plan(wish).placement
+    with runtime.resting() as group, suppress(ParallelError):
+        if group is not None and group.placement == placement:
+            group.measure()
+    group = runtime.group
+    group = group if group is not None and group.placement == placement else None
+    case = _case(group, spec, wish, work, placement)
+    return Division(degrees=case.degrees, placement=placement), case, group
+
+
+class Lease:
+    """Of the workers of one group, for requests of one model or VAE."""
+
+    def __init__(self, group: WorkerGroup, spec: ModelSpec) -> None:
+        self.group = group
+        self.spec = spec
+
+    @property
+    def held(self) -> Held | None:
+        """What its workers have of the model, if it has its place there."""
+        return self.group.held.get(self.spec.unpatched)
+
+    def divide(self, wish: Wish, work: Work, before: Held | None = None) -> Division:
+        """How the work is divided by what the workers have at this moment: its weights find a place, and there is room
+        for both on every device. `before` is what they had of the model earlier in the same run: if they still have it,
+        it stays. Raises Refused, with the numbers, before any worker has taken memory."""
+        settled = before is not None and before is self.held and self.group.holds(self.spec)
+        if not settled:
+            self.group.measure(check_interrupt)
+        case = _case(self.group, self.spec, wish, work, self.group.placement)
+        way = before.way if before is not None and settled else self._lodged(case, wish.request.weights)
+        return Division(degrees=case.degrees, placement=self.group.placement, storage=way.storage, rows=way.rows)
+
+    def run(
+        self, division: Division, job: Job, *, room: int | None = None, on_step: OnStep = lambda *_: None
+    ) -> Result:
+        try:
+            return self.group.run(
+                self.spec,
+                division.degrees,
+                job,
+                storage=division.storage,
+                room=room,
+                on_step=on_step,
+                watch=check_interrupt,
+            )
+        except WorkerFailed as failed:
+            log.error("[CP] rank %d:\n%s", failed.rank, failed.traceback)
+            raise
+
+    def claim(self, way: Prospect, beside: int, limit: int = 0) -> Shortage | None:
+        """Have ComfyUI make room on every device for the weights, and for so many bytes beside them; what is missing
+        after it has let go of others where it must. `limit` is what a worker may have of its device, 0 for what is
+        free."""
+        residents = self._placed(way).residents
+        comfy.model_management.soft_empty_cache()  # it counts as free, but workers cannot have it
+        comfy.model_management.load_models_gpu(residents, memory_required=beside)
+        devices = self.group.placement.devices
+        if devices[0] == "cpu" and not limit:
+            return None
+        if lack := self._missing(way.held_bytes + beside, limit):
+            log.info("[CP] %s: ComfyUI lets go of what it can", lack)
+            let_go(devices, residents)
+            lack = self._missing(way.held_bytes + beside, limit)
+        return lack
+
+    def _placed(self, way: Prospect) -> Held:
+        """Its place among what the workers hold, as the last one used; the oldest makes room for it."""
+        listed, key = self.group.held, self.spec.unpatched
+        held = listed.pop(key, None)
+        if held is None or held.way.held_bytes != way.held_bytes:
+            if held is not None:
+                held.forget()
+            held = Held.by(self.group, key, way)
+        held.way = way
+        # VAEs take no diffusion model's place.
+        alike = [other for other in listed.values() if bool(other.spec.kind) == bool(key.kind)]
+        for oldest in alike[: -(KEEP - 1)]:
+            oldest.give_back()
+        listed[key] = held
+        return held
+
+    def _missing(self, needed: int, limit: int) -> Shortage | None:
+        readings = self.group.measure(check_interrupt)
+        return shortage(self.group.placement, readings, self.spec.title, needed, limit=limit or None, limited_by=LIMIT)
+
+    def _lodged(self, case: Case, choice: WeightsChoice) -> Prospect:
+        limit = limit_bytes() if choice == "auto" else 0
+        way = self._decided(case, choice)
+        lack = self.claim(way, case.beside_bytes(way), limit)
+        try:
+            if lack is not None and choice == "auto":  # ComfyUI had counted on what it could not let go of
+                case = replace(case, capacity=replace(case.capacity, device_bytes=lack.each))
+                way = self._decided(case, choice)
+                lack = self.claim(way, case.beside_bytes(way), limit)
+            if lack is not None:
+                raise Refused(
+                    f"{case.work.figures.name} does not fit: {lack}, also after ComfyUI has let go of what it could. "
+                    "End what else uses that device, set weights to auto, shard or offload, take more workers, or make "
+                    "the picture or video smaller"
+                )
+        except Refused:
+            if self.held is not None:
+                self.held.give_back()
+            raise
+        return way
+
+    def _decided(self, case: Case, choice: WeightsChoice) -> Prospect:
+        """Where the weights shall be. Raises Refused where they fit nowhere."""
+        way = decide(choice, case, before=self.held.way.storage if self.held else None)
+        if why := why_whole(choice, way, case):
+            log.info("[CP] %s", why)
+        if way.rows:
+            log.info("[CP] prompts are evaluated one by one: there is no memory for %d together", case.prompts)
+        return way
+
+
+def _case(group: WorkerGroup | None, spec: ModelSpec, wish: Wish, work: Work, placement: Placement) -> Case:
+    """What is known of the workers who are asked, or, where there are none yet, of their devices."""
+    link = group.link if group is not None else None
+    capacity = capacity_for(placement, group, spec)
+    division = choose(wish, work, link, capacity)
+    assert division.placement == placement
+    return Case(work=work, degrees=division.degrees, capacity=capacity, link=link)
