@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import Refused
 from ...specs import AttentionBackend, Parallelism
-from .choosing import Sizes, chosen_for_blocks, chosen_for_whole
+from .choosing import Sizes, chosen
 from .exchange import Pending, allocate, gather
 from .kernels import attempt, attend_biased, attend_natively, for_heads, head_by_head
 from .masks import Mask, ToldApart, exchange_mask, pair_mask, same_memory
@@ -242,10 +242,8 @@ class ContextAttention:
     def _choose(self, query: Tensor, largest: Sizes, mask: ToldApart | None) -> AttentionBackend:
         backend, axis, lanes = self.parallelism.attention_backend, self.mesh.context, self.mesh.lanes
         recorded = self.parallelism.cuda_graphs != "off"
-        if self.mesh.ring.size > 1:
-            return chosen_for_blocks(backend, query, largest, axis, lanes, recorded)
-        sizes = replace(largest, what="whole", mask=mask)
-        return chosen_for_whole(backend, query, sizes, axis, self._own, lanes, recorded)
+        sizes = largest if self.mesh.ring.size > 1 else replace(largest, what="whole", mask=mask)
+        return chosen(backend, query, sizes, axis, self._own, lanes, recorded)
 
     def _visited(self, block: Block, blocks: tuple[int, ...]) -> Iterator[tuple[Owners, Block]]:
         axis = self.mesh.ring

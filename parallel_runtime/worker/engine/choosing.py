@@ -76,29 +76,7 @@ def rivals(query: Tensor, *, masked: bool = False, recorded: bool = True) -> lis
     return ["auto", *(kernel for kernel in there if kernel != "_native_cudnn" or cudnn)]
 
 
-def chosen_for_blocks(
-    backend: AttentionBackend, query: Tensor, sizes: Sizes, axis: Axis, lanes: int = 1, recorded: bool = True
-) -> AttentionBackend:
-    """The kernel of a ring's blocks. Collective over `axis` for what it has not been asked. `recorded`: as candidates.
-
-    Of several `lanes` each would have a race of its own, and those that compute the same must not come to other bits:
-    they take the likely winner.
-    """
-    if isinstance(query, FakeTensor):
-        return candidates(query, recorded=recorded)[0] if backend == "auto" else backend
-
-    def seconds(name: str) -> float:
-        return _seconds(name, sizes, query.device, None)
-
-    if backend != "auto":
-        if backend == "native" or _everywhere(backend, query, sizes, axis):
-            return backend
-        tell_once(backend, "not every rank has it for a ring's blocks")
-    names = candidates(query, recorded=recorded)[: 1 if lanes > 1 else None]
-    return cast(AttentionBackend, winner(names, sizes, axis, seconds, query.device))
-
-
-def chosen_for_whole(
+def chosen(
     backend: AttentionBackend,
     query: Tensor,
     sizes: Sizes,
@@ -107,17 +85,26 @@ def chosen_for_whole(
     lanes: int = 1,
     recorded: bool = True,
 ) -> AttentionBackend:
-    """The kernel where keys are whole, "auto" for `own`. Collective over `axis` for what it has not been asked; of
-    several `lanes`, as for blocks, none has a race."""
+    """The kernel of a ring's blocks, or of whole keys, "auto" for `own`, as `sizes` say. `recorded`: as candidates.
+    Collective over `axis` for what it has not been asked.
+
+    Of several `lanes` each would have a race of its own, and those that compute the same must not come to other bits:
+    they take the likely winner.
+    """
+    blocks = sizes.what == "block"
     if isinstance(query, FakeTensor):
-        return backend
+        return candidates(query, recorded=recorded)[0] if blocks and backend == "auto" else backend
     if backend != "auto":
         if backend == "native" or _everywhere(backend, query, sizes, axis):
             return backend
-        tell_once(backend, "not every rank has it where keys are whole")
-    names = rivals(query, masked=sizes.mask is not None, recorded=recorded)
-    if lanes > 1:
-        return _likely(names, query, sizes, axis, recorded)
+        where = "for a ring's blocks" if blocks else "where keys are whole"
+        tell_once(backend, f"not every rank has it {where}")
+    if blocks:
+        names = candidates(query, recorded=recorded)[: 1 if lanes > 1 else None]
+    else:
+        names = rivals(query, masked=sizes.mask is not None, recorded=recorded)
+        if lanes > 1:
+            return _likely(names, query, sizes, axis, recorded)
 
     def seconds(name: str) -> float:
         return _seconds(name, sizes, query.device, own)
