@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from parallel_runtime.worker.engine.mesh import Axis
+from parallel_runtime.specs import Parallelism
+from parallel_runtime.worker.engine.attention import ContextAttention
+from parallel_runtime.worker.engine.mesh import Axis, ContextMesh
 from parallel_runtime.worker.engine.streams import Streams, chunk_range, chunk_sizes
 
 
@@ -43,3 +46,12 @@ def test_a_stream_has_one_length_until_the_next_forward() -> None:
 def test_a_stream_that_was_never_cut_has_no_length() -> None:
     with pytest.raises(ValueError, match="'audio' is used before the plan cut it"):
         Streams(Axis(size=2)).length("audio")
+
+
+def test_kernels_of_a_ring_race_with_all_heads_however_much_there_is_to_send() -> None:
+    axis = Axis(size=2)
+    streams = Streams(axis)
+    streams.see("image", 2 * 8192, "here")
+    attention = ContextAttention(ContextMesh(ring=axis, context=axis), Parallelism(ring_degree=2), streams, ("image",))
+    tokens = torch.empty(1, 8192, 24, 128, device="meta")
+    assert attention._arrange(tokens, tokens).largest.heads == 24
