@@ -10,6 +10,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
 from types import FunctionType, MethodType
@@ -20,12 +21,19 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ..parallel_runtime.errors import Refused
+from .patch_files import patch_file
 
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(comfy.samplers.__file__)))
 PACKAGES = ("comfy", "comfy_extras")
 LOCAL = ".<locals>."
 PLAIN = (bool, int, float, str)
-UNSENDABLE = (ModelPatcher, torch.nn.Module)
+
+
+@dataclass(frozen=True, eq=False)
+class Words:
+    """What has been described already, or stands for something that cannot be."""
+
+    words: Any
 
 
 class Unsendable(Refused):
@@ -88,6 +96,10 @@ class _Describer:
             return _container(value, what, inner)
         if isinstance(value, torch.Tensor):
             return _tensor(value, what)
+        if isinstance(value, Words):
+            return value.words
+        if isinstance(value, ModelPatcher):
+            return _model(value, what)
         if isinstance(value, FunctionType):
             return _function(value, what, inner)
         if isinstance(value, MethodType):
@@ -97,7 +109,7 @@ class _Describer:
     def _object(self, value: Any, what: str, inner: Callable[[Any], Any]) -> dict[str, Any]:
         if id(value) in self._numbers:
             return {"kind": "same", "number": self._numbers[id(value)]}
-        if isinstance(value, UNSENDABLE) or not hasattr(value, "__dict__") or not is_comfyui(type(value)):
+        if isinstance(value, torch.nn.Module) or not hasattr(value, "__dict__") or not is_comfyui(type(value)):
             raise Unsendable(f"{what} holds a {title(type(value))}, which cannot be sent to the workers")
         name, attributes = reference(type(value), what), inner(vars(value))
         number = self._numbers.setdefault(id(value), len(self._numbers))
@@ -141,6 +153,14 @@ def _function(function: FunctionType, what: str, inner: Callable[[Any], Any]) ->
         "defaults": inner(function.__defaults__),
         "keyword_defaults": inner(function.__kwdefaults__),
     }
+
+
+def _model(value: ModelPatcher, what: str) -> dict[str, Any]:
+    try:
+        return patch_file(value)
+    except LookupError as why:
+        kinds = f"{title(type(value))} with a {title(type(value.model))}"
+        raise Unsendable(f"{what} holds a {kinds}, which cannot be sent to the workers: {why}") from None
 
 
 def _tensor(value: torch.Tensor, what: str) -> torch.Tensor:

@@ -22,6 +22,7 @@ from ..parallel_runtime.own_attention import own_attentions
 from ..parallel_runtime.specs import ModelSpec, ParallelRequest
 from .code import LOCAL, Unsendable, describe, reference, title
 from .compiling import compilation
+from .encoded import side_of
 from .origin import origin
 from .patches import OVERRIDE, check_inside, describe_functions, describe_options, describe_weights
 from .refusals import check_guider, check_latent
@@ -103,7 +104,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
             layers=plan.layers(network) if plan else 0,
             width=plan.width(network) if plan else 0,
             weights=sum(parameter.numel() for parameter in network.parameters()),
-            weight_bytes=comfy.model_management.module_size(network),
+            weight_bytes=sum(map(comfy.model_management.module_size, [network, *_beside(model)])),
             blocks=tuple(map(comfy.model_management.module_size, blocks_of(network, plan.plan))) if plan else (),
             item_bytes=(dtype_here if dtype == "auto" else getattr(torch, dtype)).itemsize,
         ),
@@ -120,6 +121,11 @@ def keeps_together(model: ModelPatcher, options: dict[str, Any]) -> bool:
 def patched_inside(options: dict[str, Any]) -> bool:
     """Whether a patch in these transformer_options sees what is inside the network."""
     return any(options.get("patches", {}).values())
+
+
+def _beside(model: ModelPatcher) -> list[nn.Module]:
+    """What patches bring along."""
+    return list(dict.fromkeys(beside.model for beside in model.model_patches_models()))
 
 
 def _patches(model: ModelPatcher) -> dict[str, Any]:
@@ -145,6 +151,7 @@ def describe_job(
     kind, attributes = check_guider(guider)
     model = guider.model_patcher
     _check_sendable(model)
+    shape = latent_shapes[0] if latent_shapes else noise.shape
     return SamplingJob(
         guider=kind,
         guider_attributes=attributes,
@@ -158,7 +165,7 @@ def describe_job(
         random_seed=torch.initial_seed(),
         random_state=torch.get_rng_state(),
         model_sampling=_sampling(model.get_model_object("model_sampling")),
-        model_options=describe_options(guider.model_options),
+        model_options=describe_options(guider.model_options, side_of(source.network, shape)),
         wrappers=describe_functions(model.wrappers, "wrapper"),
         callbacks=describe_functions(model.callbacks, "callback"),
         patches=source.weights,
