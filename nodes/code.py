@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import comfy.samplers
@@ -101,10 +101,17 @@ class _Describer:
         if isinstance(value, ModelPatcher):
             return _model(value, what)
         if isinstance(value, FunctionType):
-            return _function(value, what, inner)
+            return _function(value, what, inner, lambda cell: self._cell(cell, inner))
         if isinstance(value, MethodType):
             return {"kind": "method", "of": inner(value.__self__), "name": value.__name__}
         return _named(value, what) or self._object(value, what, inner)
+
+    def _cell(self, cell: CellType, inner: Callable[[Any], Any]) -> dict[str, Any]:
+        """A variable that functions hold on to, and may share."""
+        if id(cell) in self._numbers:
+            return {"kind": "same", "number": self._numbers[id(cell)]}
+        held = inner(cell.cell_contents)
+        return {"kind": "cell", "of": held, "number": self._numbers.setdefault(id(cell), len(self._numbers))}
 
     def _object(self, value: Any, what: str, inner: Callable[[Any], Any]) -> dict[str, Any]:
         if id(value) in self._numbers:
@@ -140,7 +147,9 @@ def _container(value: Any, what: str, inner: Callable[[Any], Any]) -> Any:
     raise Unsendable(f"{what} holds a {title(type(value))}, which cannot be sent to the workers")
 
 
-def _function(function: FunctionType, what: str, inner: Callable[[Any], Any]) -> dict[str, Any]:
+def _function(
+    function: FunctionType, what: str, inner: Callable[[Any], Any], cell: Callable[[CellType], Any]
+) -> dict[str, Any]:
     if LOCAL not in function.__qualname__:
         return {"kind": "name", "name": reference(function, what)}
     if not is_comfyui(function):
@@ -149,9 +158,10 @@ def _function(function: FunctionType, what: str, inner: Callable[[Any], Any]) ->
         "kind": "function",
         "name": f"{_module(function)}:{function.__qualname__}",
         "line": function.__code__.co_firstlineno,
-        "cells": [inner(cell.cell_contents) for cell in function.__closure__ or ()],
+        "cells": [cell(held) for held in function.__closure__ or ()],
         "defaults": inner(function.__defaults__),
         "keyword_defaults": inner(function.__kwdefaults__),
+        "attributes": inner({name: value for name, value in vars(function).items() if name != "__wrapped__"}),
     }
 
 

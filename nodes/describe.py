@@ -16,6 +16,7 @@ from ..parallel_runtime.accelerators import CUDA
 from ..parallel_runtime.blocks import blocks_of
 from ..parallel_runtime.host.cost import Figures, Work
 from ..parallel_runtime.host.planning import Wish, check_step_cache
+from ..parallel_runtime.inside_blocks import see_all_tokens
 from ..parallel_runtime.jobs import SamplingJob
 from ..parallel_runtime.networks import Network, network_of
 from ..parallel_runtime.own_attention import own_attentions
@@ -30,8 +31,6 @@ from .stand_in import network_behind
 from .tampering import check_network
 from .workers import wish_here
 
-# Patches that see one block's queries, keys or output: those of all tokens, or the numbers are others.
-INSIDE_BLOCKS = {"attn1_patch", "attn2_patch", "attn1_output_patch", "attn2_output_patch", "mlp_patch"}
 OBJECTS = {"model_sampling", "manual_cast_dtype"}  # that a MODEL may have replaced and workers can have
 
 
@@ -74,7 +73,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
     network = network_behind(model)
     check_network(network)
     plan = network_of(network)
-    whole_only = sorted(INSIDE_BLOCKS & {kind for kind, found in _patches(model).items() if found})
+    whole_only = see_all_tokens(_patches(model))
     replaced = OVERRIDE in model.model_options["transformer_options"]
     if not replaced and request.attention_backend == "auto":
         whole_only += [f"{function} in {module}" for function, module in own_attentions(network).items()]
@@ -97,7 +96,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
         together=together,
         recorded=graphs and not (together or replaced),
         figures=Figures(
-            name=plan.name if plan else " with ".join([type(network).__name__, *whole_only]),
+            name=plan.name if plan else " with ".join([type(network).__name__, *filter(None, [", ".join(whole_only)])]),
             divisible=plan is not None,
             skippable=plan is not None and bool(plan.plan.trunk),
             heads=plan.heads(network) if plan else 1,

@@ -41,11 +41,13 @@ class Patch:
     job: Job
     inputs: dict[str, Any] = field(default_factory=dict)
     also: Graph = field(default_factory=dict)
-    z_image: bool = False
+    instead: str = ""  # of the job's network: text of this `dim` goes with it, and this `shape` of latent
+    dim: int = 96
+    shape: str = ""
 
     @property
     def family(self) -> str:
-        return "z_image" if self.z_image else self.job.family
+        return self.instead or self.job.family
 
 
 def vae(name: str) -> Graph:
@@ -80,7 +82,7 @@ def fun(file: str, hint: str = HINT, inpaint: str = "", mask: bool = False, job:
         if shape:
             also[name], inputs[name] = picture(shape, seed=len(name)), link(name)  # type: ignore[assignment]
     return Patch(
-        node="ZImageFunControlnet", file=file, job=job, z_image=True,
+        node="ZImageFunControlnet", file=file, job=job, instead="z_image",
         inputs=inputs | ({"mask": link("mask")} if mask else {}), also=also,
     )  # fmt: skip
 
@@ -102,6 +104,11 @@ PATCHES = {
         inputs={"clip_vision_output": link("seen")},
         also={"seen": node("CPTestSeen", tokens=12, width=48)},
     ),
+    "Anima LLLite": Patch(
+        node="AnimaLLLiteApply", file="anima_lllite", job=QWEN, instead="anima", dim=1024, shape="1,16,1,17,23",
+        inputs={"image": link("hint"), "strength": 0.9, "start_percent": 0.0, "end_percent": 1.0},
+        also={"hint": picture()},
+    ),
 }  # fmt: skip
 
 
@@ -114,6 +121,7 @@ def server_of_patches(comfy: ComfyInstall, shared_server: Server) -> Server:
     (models / "model_patches").mkdir(exist_ok=True)
     environment = os.environ | {"COMFYUI_PATH": str(comfy.root), "PYTHONPATH": SITE, "OMP_NUM_THREADS": "1"}
     command = [comfy.python, "-m", "tests.comfyui.write_patches", models / "model_patches"]
+    command.append(models / "diffusion_models")
     subprocess.run(command, check=True, cwd=OUR_ROOT, env=environment)
     return shared_server
 
@@ -126,10 +134,12 @@ def server(server_of_patches: Server, vaes: Server) -> Server:
 def sampled(what: str, parallel: Parallel | None = None, *, lora: str = "", fp8: bool = False) -> Graph:
     patch = PATCHES[what]
     graph = sampling_graph(patch.job, "CPSampler" if parallel else "KSampler", parallel) | patch.also
-    if patch.z_image:
-        graph["model"]["inputs"]["unet_name"] = "z_image.safetensors"
+    if patch.instead:
+        graph["model"]["inputs"]["unet_name"] = f"{patch.instead}.safetensors"
         for text in "positive", "negative":
-            graph[text]["inputs"]["spec"] = json.dumps({"tokens": 7, "dim": 96})
+            graph[text]["inputs"]["spec"] = json.dumps({"tokens": 7, "dim": patch.dim})
+    if patch.shape:
+        graph["latent"]["inputs"]["shape"] = patch.shape
     if fp8:
         graph["model"]["inputs"]["weight_dtype"] = "fp8_e4m3fn"
     if lora:
@@ -187,7 +197,7 @@ def test_with_a_lora_or_in_fp8_too(
     check(server, native, what, degrees, **changed)
 
 
-@pytest.mark.parametrize("what", ["canny", "Fun lite", "USO"])
+@pytest.mark.parametrize("what", ["canny", "Fun lite", "USO", "Anima LLLite"])
 def test_it_does_something(server: Server, native: Callable[..., Tensor], what: str) -> None:
     graph = sampled(what)
     graph["sampler"]["inputs"]["model"] = link("model")

@@ -1,8 +1,9 @@
-"""Writes tiny files for Load Model Patch: `python -m tests.comfyui.write_patches FOLDER`, in ComfyUI's python, with
-tests/site on PYTHONPATH, so that ComfyUI's classes are as small as the files."""
+"""Writes tiny files for Load Model Patch: `python -m tests.comfyui.write_patches FOLDER NETWORKS`, in ComfyUI's python,
+with tests/site on PYTHONPATH, so that ComfyUI's classes are as small as the files. Anima is one of the NETWORKS."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ..networks.tiny import filled, start_comfyui
+from ..networks.tiny import anima, filled, lllite, start_comfyui
 
 FUN_LITE = {"n_control_layers": 3, "additional_in_dim": 17, "refiner_control": True}
 FLOAT8 = torch.float8_e4m3fn
 
 
-def main(folder: str) -> None:
+def main(folder: str, networks: str) -> None:
     start_comfyui()
     import comfy_extras.nodes_model_patch as patches
     from comfy.ldm.lumina.controlnet import ZImage_Control
@@ -35,6 +36,10 @@ def main(folder: str) -> None:
             weights = {key: value.flip(0).contiguous() for key, value in weights.items()}
         save_file(weights, Path(folder) / f"{name}.safetensors")
         save_file({key: value.to(FLOAT8) for key, value in weights.items()}, Path(folder) / f"{name}_fp8.safetensors")
+    save_file(lllite(192).state_dict(), Path(folder) / "anima_lllite.safetensors")
+    network = anima()
+    tiny = {"cp_tiny": json.dumps({"model": "Anima", "final": network.unet_config})}
+    save_file(network.state_dict(), Path(networks) / "anima.safetensors", metadata=tiny)
     pickled = weights_of(made["qwen_canny"], prefix="")
     torch.save({key: value * 0.7 for key, value in pickled.items()}, Path(folder) / "qwen_pickled.pt")
 
@@ -47,4 +52,4 @@ def weights_of(build: Any, prefix: str) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

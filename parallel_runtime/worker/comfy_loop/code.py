@@ -87,10 +87,16 @@ class _Rebuilder:
             code,
             vars(module_named(module)),
             argdefs=self.rebuild(described["defaults"]),
-            closure=tuple(CellType(self.rebuild(cell)) for cell in described["cells"]),
+            closure=tuple(self.rebuild(described["cells"])),
         )
+        function.__qualname__ = path
         function.__kwdefaults__ = self.rebuild(described["keyword_defaults"])
+        vars(function).update(self.rebuild(described["attributes"]))
         return function
+
+    def _cell(self, described: dict[str, Any]) -> CellType:
+        made = self._made[described["number"]] = CellType(self.rebuild(described["of"]))
+        return made
 
     def _object(self, described: dict[str, Any]) -> Any:
         kind = named(described["class"])
