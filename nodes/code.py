@@ -10,9 +10,10 @@ import os
 import sys
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import comfy.samplers
@@ -20,12 +21,19 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ..parallel_runtime.errors import Refused
+from .patch_files import patch_file
 
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(comfy.samplers.__file__)))
 PACKAGES = ("comfy", "comfy_extras")
 LOCAL = ".<locals>."
 PLAIN = (bool, int, float, str)
-UNSENDABLE = (ModelPatcher, torch.nn.Module)
+
+
+@dataclass(frozen=True, eq=False)
+class Words:
+    """What has been described already, or stands for something that cannot be."""
+
+    words: Any
 
 
 class Unsendable(Refused):
@@ -88,16 +96,27 @@ class _Describer:
             return _container(value, what, inner)
         if isinstance(value, torch.Tensor):
             return _tensor(value, what)
+        if isinstance(value, Words):
+            return value.words
+        if isinstance(value, ModelPatcher):
+            return _model(value, what)
         if isinstance(value, FunctionType):
-            return _function(value, what, inner)
+            return _function(value, what, inner, lambda cell: self._cell(cell, inner))
         if isinstance(value, MethodType):
             return {"kind": "method", "of": inner(value.__self__), "name": value.__name__}
         return _named(value, what) or self._object(value, what, inner)
 
+    def _cell(self, cell: CellType, inner: Callable[[Any], Any]) -> dict[str, Any]:
+        """A variable that functions hold on to, and may share."""
+        if id(cell) in self._numbers:
+            return {"kind": "same", "number": self._numbers[id(cell)]}
+        held = inner(cell.cell_contents)
+        return {"kind": "cell", "of": held, "number": self._numbers.setdefault(id(cell), len(self._numbers))}
+
     def _object(self, value: Any, what: str, inner: Callable[[Any], Any]) -> dict[str, Any]:
         if id(value) in self._numbers:
             return {"kind": "same", "number": self._numbers[id(value)]}
-        if isinstance(value, UNSENDABLE) or not hasattr(value, "__dict__") or not is_comfyui(type(value)):
+        if isinstance(value, torch.nn.Module) or not hasattr(value, "__dict__") or not is_comfyui(type(value)):
             raise Unsendable(f"{what} holds a {title(type(value))}, which cannot be sent to the workers")
         name, attributes = reference(type(value), what), inner(vars(value))
         number = self._numbers.setdefault(id(value), len(self._numbers))
@@ -128,7 +147,9 @@ def _container(value: Any, what: str, inner: Callable[[Any], Any]) -> Any:
     raise Unsendable(f"{what} holds a {title(type(value))}, which cannot be sent to the workers")
 
 
-def _function(function: FunctionType, what: str, inner: Callable[[Any], Any]) -> dict[str, Any]:
+def _function(
+    function: FunctionType, what: str, inner: Callable[[Any], Any], cell: Callable[[CellType], Any]
+) -> dict[str, Any]:
     if LOCAL not in function.__qualname__:
         return {"kind": "name", "name": reference(function, what)}
     if not is_comfyui(function):
@@ -137,10 +158,19 @@ def _function(function: FunctionType, what: str, inner: Callable[[Any], Any]) ->
         "kind": "function",
         "name": f"{_module(function)}:{function.__qualname__}",
         "line": function.__code__.co_firstlineno,
-        "cells": [inner(cell.cell_contents) for cell in function.__closure__ or ()],
+        "cells": [cell(held) for held in function.__closure__ or ()],
         "defaults": inner(function.__defaults__),
         "keyword_defaults": inner(function.__kwdefaults__),
+        "attributes": inner({name: value for name, value in vars(function).items() if name != "__wrapped__"}),
     }
+
+
+def _model(value: ModelPatcher, what: str) -> dict[str, Any]:
+    try:
+        return patch_file(value)
+    except LookupError as why:
+        kinds = f"{title(type(value))} with a {title(type(value.model))}"
+        raise Unsendable(f"{what} holds a {kinds}, which cannot be sent to the workers: {why}") from None
 
 
 def _tensor(value: torch.Tensor, what: str) -> torch.Tensor:

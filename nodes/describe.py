@@ -16,12 +16,14 @@ from ..parallel_runtime.accelerators import CUDA
 from ..parallel_runtime.blocks import blocks_of
 from ..parallel_runtime.host.cost import Figures, Work
 from ..parallel_runtime.host.planning import Wish, check_step_cache
+from ..parallel_runtime.inside_blocks import see_all_tokens
 from ..parallel_runtime.jobs import SamplingJob
 from ..parallel_runtime.networks import Network, network_of
 from ..parallel_runtime.own_attention import own_attentions
 from ..parallel_runtime.specs import ModelSpec, ParallelRequest
 from .code import LOCAL, Unsendable, describe, reference, title
 from .compiling import compilation
+from .encoded import side_of
 from .origin import origin
 from .patches import OVERRIDE, check_inside, describe_functions, describe_options, describe_weights
 from .refusals import check_guider, check_latent
@@ -29,8 +31,6 @@ from .stand_in import network_behind
 from .tampering import check_network
 from .workers import wish_here
 
-# Patches that see one block's queries, keys or output: those of all tokens, or the numbers are others.
-INSIDE_BLOCKS = {"attn1_patch", "attn2_patch", "attn1_output_patch", "attn2_output_patch", "mlp_patch"}
 OBJECTS = {"model_sampling", "manual_cast_dtype"}  # that a MODEL may have replaced and workers can have
 
 
@@ -73,7 +73,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
     network = network_behind(model)
     check_network(network)
     plan = network_of(network)
-    whole_only = sorted(INSIDE_BLOCKS & {kind for kind, found in _patches(model).items() if found})
+    whole_only = see_all_tokens(_patches(model))
     replaced = OVERRIDE in model.model_options["transformer_options"]
     if not replaced and request.attention_backend == "auto":
         whole_only += [f"{function} in {module}" for function, module in own_attentions(network).items()]
@@ -96,14 +96,14 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
         together=together,
         recorded=graphs and not (together or replaced),
         figures=Figures(
-            name=plan.name if plan else " with ".join([type(network).__name__, *whole_only]),
+            name=plan.name if plan else " with ".join([type(network).__name__, *filter(None, [", ".join(whole_only)])]),
             divisible=plan is not None,
             skippable=plan is not None and bool(plan.plan.trunk),
             heads=plan.heads(network) if plan else 1,
             layers=plan.layers(network) if plan else 0,
             width=plan.width(network) if plan else 0,
             weights=sum(parameter.numel() for parameter in network.parameters()),
-            weight_bytes=comfy.model_management.module_size(network),
+            weight_bytes=sum(map(comfy.model_management.module_size, [network, *_beside(model)])),
             blocks=tuple(map(comfy.model_management.module_size, blocks_of(network, plan.plan))) if plan else (),
             item_bytes=(dtype_here if dtype == "auto" else getattr(torch, dtype)).itemsize,
         ),
@@ -120,6 +120,11 @@ def keeps_together(model: ModelPatcher, options: dict[str, Any]) -> bool:
 def patched_inside(options: dict[str, Any]) -> bool:
     """Whether a patch in these transformer_options sees what is inside the network."""
     return any(options.get("patches", {}).values())
+
+
+def _beside(model: ModelPatcher) -> list[nn.Module]:
+    """What patches bring along."""
+    return list(dict.fromkeys(beside.model for beside in model.model_patches_models()))
 
 
 def _patches(model: ModelPatcher) -> dict[str, Any]:
@@ -145,6 +150,7 @@ def describe_job(
     kind, attributes = check_guider(guider)
     model = guider.model_patcher
     _check_sendable(model)
+    shape = latent_shapes[0] if latent_shapes else noise.shape
     return SamplingJob(
         guider=kind,
         guider_attributes=attributes,
@@ -158,7 +164,7 @@ def describe_job(
         random_seed=torch.initial_seed(),
         random_state=torch.get_rng_state(),
         model_sampling=_sampling(model.get_model_object("model_sampling")),
-        model_options=describe_options(guider.model_options),
+        model_options=describe_options(guider.model_options, side_of(source.network, shape)),
         wrappers=describe_functions(model.wrappers, "wrapper"),
         callbacks=describe_functions(model.callbacks, "callback"),
         patches=source.weights,

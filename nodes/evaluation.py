@@ -12,6 +12,7 @@ from ..parallel_runtime.host.planning import plan
 from ..parallel_runtime.jobs import EvaluationJob
 from ..parallel_runtime.specs import ParallelRequest
 from .describe import Source, describe_model, patched_inside
+from .encoded import side_of
 from .lease import leased
 from .patches import check_sizes, describe_inside
 from .residence import Held
@@ -53,10 +54,11 @@ class RemoteEvaluation:
         self, source: Source, method: str, each: dict[str, Any], conds: dict[str, Any], options: dict[str, Any] | None
     ) -> Any:
         together = patched_inside(options or {})
-        work = source.work(*_sizes(each, conds))
+        shape, text = _sizes(each, conds)
+        work = source.work(shape, text)
         job = EvaluationJob(
             each=each,
-            options=None if options is None else describe_inside(options),
+            options=None if options is None else describe_inside(options, side_of(source.network, shape)),
             conds=conds,
             patches=source.weights,
             together=together,

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from comfy.model_patcher import ModelPatcher
 from safetensors import safe_open
-from torch import Tensor
 
 from ..parallel_runtime import gguf
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.specs import ModelSpec, SourceFile
 from .code import reference, title
+from .files import SAFE, comparable, file_of
 
 PIECES = 16
 PREFIXES = ("model.diffusion_model.", "")
@@ -90,7 +90,7 @@ def _files(model: ModelPatcher, arguments: tuple[Any, ...]) -> tuple[SourceFile,
     for path in paths:
         if not os.path.exists(path):
             raise Refused(f"the file of this MODEL is gone: {path}")
-    now = tuple(_file(path) for path in paths if os.path.isfile(path))
+    now = tuple(file_of(path) for path in paths if os.path.isfile(path))
     if model.model not in _first_seen and all(_still_holds(file.path, model) for file in now):
         _first_seen[model.model] = now
     if _first_seen.get(model.model) != now:
@@ -99,17 +99,12 @@ def _files(model: ModelPatcher, arguments: tuple[Any, ...]) -> tuple[SourceFile,
     return now
 
 
-def _file(path: str) -> SourceFile:
-    stat = os.stat(path)
-    return SourceFile(path=os.path.realpath(path), size=stat.st_size, mtime_ns=stat.st_mtime_ns)
-
-
 def _still_holds(path: str, model: ModelPatcher) -> bool:
     """Compares the first rows of some weights, from all over the model. False where most of them differ.
 
     A weight with a LoRA in it is no witness, nor is one that the loader holds under another name or in another shape.
     """
-    if not path.endswith((".safetensors", ".sft")):
+    if not path.endswith(SAFE):
         return True
     slots = dict(model.model.diffusion_model.named_parameters())
     patched = {key.removeprefix("diffusion_model.") for key in (*model.patches, *model.backup)}
@@ -120,11 +115,7 @@ def _still_holds(path: str, model: ModelPatcher) -> bool:
         rows = [
             (file.get_slice(prefix + name)[:1], slots[name])
             for name in known[:: max(1, len(known) // PIECES)]
-            if _comparable(slots[name], file.get_slice(prefix + name).get_shape())
+            if comparable(slots[name], file.get_slice(prefix + name).get_shape())
         ]
     differing = sum(not torch.equal(row.to(slot.dtype), slot[:1].detach().cpu()) for row, slot in rows)
     return 2 * differing <= len(rows)
-
-
-def _comparable(slot: Tensor, shape: list[int]) -> bool:
-    return type(slot.data) is Tensor and list(slot.shape) == list(shape) and not slot.is_meta

@@ -10,6 +10,7 @@ from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
 
 from ..parallel_runtime.errors import Refused
 from .code import Unsendable, describe, title
+from .encoded import Side, encoded_ahead
 
 WAY_OUT = "remove it, or sample this MODEL with KSampler"
 # What the sampling code leaves in model_options by itself, from what is sent otherwise.
@@ -20,10 +21,10 @@ INSIDE = ("patches", "patches_replace", OVERRIDE)
 KEY = "context_parallel"
 
 
-def describe_options(options: dict[str, Any]) -> dict[str, Any]:
-    """A guider's model_options. Raises Unsendable for what is not ComfyUI's own."""
+def describe_options(options: dict[str, Any], side: Side | None) -> dict[str, Any]:
+    """A guider's model_options, for a latent of this side. Raises Unsendable for what is not ComfyUI's own."""
     described = {key: value for key, value in options.items() if key not in MADE_ANEW}
-    inside = options.get("transformer_options", {})
+    inside = encoded_ahead(options.get("transformer_options", {}), side)
     described["transformer_options"] = {key: value for key, value in inside.items() if key not in OUTSIDE}
     return describe({key: value for key, value in described.items() if not _empty(value)}, "a model option")
 
@@ -49,13 +50,14 @@ def describe_weights(model: ModelPatcher) -> dict[str, list[Any]]:
     return described
 
 
-def describe_inside(options: dict[str, Any]) -> dict[str, Any]:
-    """The transformer_options that a network's blocks read. Raises Refused for foreign code among them.
+def describe_inside(options: dict[str, Any], side: Side | None) -> dict[str, Any]:
+    """The transformer_options that a network's blocks read, for a latent of this side. Raises Refused for foreign code
+    among them.
 
     Foreign objects are left out: only foreign code could read them, and that is around the network, or refused here.
     """
     described = {}
-    for key, value in options.items():
+    for key, value in encoded_ahead(options, side).items():
         if key in OUTSIDE or _empty(value):
             continue
         try:
@@ -73,7 +75,7 @@ def check_inside(model: ModelPatcher) -> None:
     if found := sorted(_on_network(model)):
         raise Refused(f"CP Sampler cannot honour what is on this MODEL: {'; '.join(found)}. Please {WAY_OUT}")
     options = model.model_options["transformer_options"]
-    describe_inside({key: value for key, value in options.items() if key in INSIDE})
+    describe_inside({key: value for key, value in options.items() if key in INSIDE}, None)
 
 
 def check_sizes(model: ModelPatcher) -> None:

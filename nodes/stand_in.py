@@ -54,6 +54,10 @@ class Weightless(Hollow):
         self.patch_model(load_weights=False)
         return super().partially_load(device_to, extra_memory, force_patch_weights)
 
+    def model_patches_models(self) -> list[ModelPatcher]:
+        """They run where the network does."""
+        return []
+
     def pre_run(self) -> None:
         super().pre_run()
         self.evaluation.begin(self)

@@ -39,6 +39,7 @@ NETWORK = Network(
     width=lambda net: net.dim,
     layers=layers("noise_refiner", "layers"),
     tokens=joint(2),
+    padded=lambda net: net.patch_size,
 )
 
 PIXELS = replace(

@@ -21,7 +21,8 @@ class Network:
     `heads`: of its attention. `width`: heads x head size. `layers`: blocks that run one after another. `tokens`: what a
     latent of this shape, [B, C, (T,) H, W], and so many text tokens make of each stream that the plan cuts.
     `text_width` and `pooled_width` are those of a prompt, None where the network does not say. `fits`: whether the plan
-    is for this one of the class; it runs undivided if not.
+    is for this one of the class; it runs undivided if not. `padded`: to multiples of what the latent is padded that
+    patches between its blocks are shown.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Network:
     text_width: Callable[[Any], int | None] = lambda net: None
     pooled_width: Callable[[Any], int | None] = lambda net: None
     fits: Callable[[Any], bool] = lambda net: True
+    padded: Callable[[Any], int] = lambda net: 1
 
 
 def inputs_of(path: str) -> Callable[[Any], int | None]:

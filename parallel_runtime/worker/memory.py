@@ -64,7 +64,7 @@ def _sum(told: Iterable[Graphs]) -> Graphs:
 
 
 def _holding(model: Model, device: torch.device) -> Holding:
-    tensors = list(model.network.parameters())
+    tensors = [tensor for network in (model.network, *model.beside) for tensor in network.parameters()]
     resident = sum(tensor.nbytes for tensor in tensors if tensor.device.type == device.type) - model.away_bytes
     return Holding(model.spec.title, resident, sum(tensor.nbytes for tensor in tensors) - resident)
 

@@ -126,6 +126,11 @@ class Model:
         """Of the weights, those that are not on the device of the others."""
         return 0
 
+    @property
+    def beside(self) -> Sequence[nn.Module]:
+        """Other networks that came with it in its last job."""
+        return ()
+
     def keep(self, place: Place | None) -> None:
         """Have the weights at rest there; None: whole on the device."""
         assert place is None, f"{self.name} is only whole"

@@ -128,14 +128,21 @@ def test_what_lies_around_a_model_gives_ksamplers_picture(server: Server, what: 
     assert apart(got, want) <= (0.05 if "dtype" in what else BAR)
 
 
-def test_patches_inside_blocks_leave_the_prompts_to_be_shared_out(server: Server) -> None:
+@pytest.mark.parametrize("degrees", ["ring_2", "ulysses_2"])
+def test_guidance_inside_blocks_is_of_each_token_and_runs_on_a_part_of_them(server: Server, degrees: str) -> None:
+    picture = on_the_model("NAGuidance", nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5)
+    want = latent_of(server.client.run(picture(None)))
+    assert apart(latent_of(server.client.run(picture(DEGREES[degrees]))), want) <= 1e-5
+
+
+def test_patches_inside_blocks_leave_the_prompts_together(server: Server) -> None:
+    """This one looks at both."""
     picture = on_the_model("NAGuidance", nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5)
     want = latent_of(server.client.run(picture(None)))
     assert apart(latent_of(server.client.run(picture(Parallel(cfg_degree=2)))), want) <= BAR
-    with pytest.raises(
-        NodeError, match=r"with attn1_output_patch cannot be cut by sequence, got ring_degree 2.*cfg_degree"
-    ):
-        server.client.run(picture(RING_2))
+    server.client.run(picture(Parallel(devices="cpu,cpu")))
+    degrees = server.client.get("/cp/status")["degrees"]
+    assert (degrees["cfg_degree"], degrees["ring_degree"] * degrees["ulysses_degree"]) == (1, 2)
 
 
 def test_one_line_of_the_log_says_why_the_loop_stays_in_comfyuis_process(server: Server) -> None:

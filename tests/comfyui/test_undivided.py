@@ -70,3 +70,21 @@ def test_a_native_sampler_takes_it_from_the_workers_which_share_out_both_prompts
 def test_cutting_its_sequence_is_refused_with_the_way_out(unet_server: Server, degrees: str) -> None:
     with pytest.raises(NodeError, match=r"UNetModel cannot be cut by sequence.*set both to 0; cfg_degree 2"):
         unet_server.client.run(picture(replace(DEGREES[degrees], devices="")))
+
+
+def test_patches_that_share_a_variable_share_it_in_the_workers(unet_server: Server) -> None:
+    """HyperTile's second patch undoes what the first says that it did. It needs all tokens, and is named."""
+
+    def tiled(parallel: Parallel | None) -> Graph:
+        graph = picture(parallel, size="1,4,64,64")
+        tiles = {"tile_size": 64, "swap_size": 2, "max_depth": 0, "scale_depth": False}
+        graph["tiled"] = node("HyperTile", model=["model", 0], **tiles)
+        graph["sampler"]["inputs"]["model"] = ["tiled", 0]
+        return graph
+
+    want = latent_of(unet_server.client.run(tiled(None)))
+    plain = latent_of(unet_server.client.run(picture(None, size="1,4,64,64")))
+    assert apart(plain, want) > 1e-3, "it does something"
+    assert apart(latent_of(unet_server.client.run(tiled(Parallel(cfg_degree=1, data_degree=2)))), want) <= BAR
+    with pytest.raises(NodeError, match=r"UNetModel with attn1_patch of HyperTile, attn1_output_patch of HyperTile"):
+        unet_server.client.run(tiled(DEGREES["ulysses_2"]))

@@ -18,6 +18,7 @@ MODULES = (
     "weight_cases",
     "compile_cases",
     "recorded_cases",
+    "inside_cases",
 )
 
 

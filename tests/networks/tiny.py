@@ -186,6 +186,25 @@ def hidream() -> nn.Module:
     )  # fmt: skip
 
 
+def lllite(width: int) -> nn.Module:
+    """The network of Anima LLLite, which says by its weights how large it is."""
+    import comfy.ops
+    from comfy.ldm.anima.lllite import AnimaLLLite
+
+    modules = [f"lllite_dit_blocks_{n}_{part}" for n in range(2) for part in ("self_attn_q_proj", "self_attn_k_proj")]
+    modules += ["lllite_dit_blocks_0_self_attn_v_proj", "lllite_dit_blocks_1_cross_attn_q_proj",
+                "lllite_dit_blocks_0_mlp_layer1"]  # fmt: skip
+    sizes: dict[str, Tensor] = {
+        "lllite_conditioning1.conv1.weight": torch.empty(8, 3, 4, 4),
+        "lllite_conditioning1.conv3.weight": torch.empty(16, 8, 4, 4),
+        "lllite_conditioning1.proj.weight": torch.empty(24, 16, 1, 1),
+    }
+    for name in modules:
+        sizes[f"{name}.down.weight"] = torch.empty(12, width)
+        sizes[f"{name}.cond_to_film.weight"] = torch.empty(24, 24)
+    return filled(AnimaLLLite(sizes, None, device="cpu", dtype=torch.float32, operations=comfy.ops.manual_cast))
+
+
 def kandinsky5(visual_embed_dim: int = 64) -> nn.Module:
     return build(
         "kandinsky5.model:Kandinsky5", in_text_dim=96, in_text_dim2=64, time_dim=64, model_dim=192, ff_dim=256,

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 DETECTION = "comfy.model_detection"
+PATCHES = os.path.join("comfy_extras", "nodes_model_patch.py")
 
 
 class WhenImported:
@@ -40,6 +41,19 @@ def accept_tiny_files(detection: ModuleType) -> None:
     beside("tiny_override").install_tiny_override(detection)
 
 
+def accept_tiny_patches() -> None:
+    """ComfyUI imports its extra nodes by their file, so that no finder is asked for them."""
+    loader: Any = importlib.machinery.SourceFileLoader
+    execute = loader.exec_module
+
+    def exec_module(self: Any, module: ModuleType) -> None:
+        execute(self, module)
+        if self.path.endswith(PATCHES):
+            beside("tiny_patches").shrink(module)
+
+    loader.exec_module = exec_module
+
+
 def beside(name: str) -> Any:
     """The module of this name in this folder."""
     spec = importlib.util.spec_from_file_location(
@@ -53,6 +67,7 @@ def beside(name: str) -> Any:
 
 
 sys.meta_path.insert(0, WhenImported(DETECTION, accept_tiny_files))  # type: ignore[arg-type]
+accept_tiny_patches()
 for fault in filter(None, os.environ.get("CP_TEST_FAULT", "").split(";")):
     if fault == "tape":
         tape = beside("tape")

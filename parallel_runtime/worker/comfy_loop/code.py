@@ -6,26 +6,33 @@ Names outside ComfyUI's own packages are refused (comfyui.named); nothing is eva
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
 
+from ...errors import Refused
 from .comfyui import module_named, named
+from .encoded import Encoded
 
 LOCAL = ".<locals>."
 
 
-def rebuild(described: Any) -> Any:
-    return _Rebuilder().rebuild(described)
+PatchModel = Callable[[dict[str, Any]], Any]
+
+
+def rebuild(described: Any, patch_model: PatchModel | None = None) -> Any:
+    """`patch_model` makes the models that patches bring along; a description without such needs none."""
+    return _Rebuilder(patch_model).rebuild(described)
 
 
 class _Rebuilder:
     """Remembers the numbered objects of one description."""
 
-    def __init__(self) -> None:
+    def __init__(self, patch_model: PatchModel | None) -> None:
         self._made: dict[int, Any] = {}
+        self._patch_model = patch_model
 
     def rebuild(self, described: Any) -> Any:
         if isinstance(described, list | tuple):
@@ -58,6 +65,14 @@ class _Rebuilder:
     def _method(self, described: dict[str, Any]) -> Any:
         return getattr(self.rebuild(described["of"]), described["name"])
 
+    def _model_patch(self, described: dict[str, Any]) -> Any:
+        if self._patch_model is None:
+            raise Refused(f"the model patch {described['path']} is where the workers have no place for it; remove it")
+        return self._patch_model(described)
+
+    def _encoded(self, described: dict[str, Any]) -> Encoded:
+        return Encoded(described)
+
     def _same(self, described: dict[str, Any]) -> Any:
         return self._made[described["number"]]
 
@@ -72,10 +87,16 @@ class _Rebuilder:
             code,
             vars(module_named(module)),
             argdefs=self.rebuild(described["defaults"]),
-            closure=tuple(CellType(self.rebuild(cell)) for cell in described["cells"]),
+            closure=tuple(self.rebuild(described["cells"])),
         )
+        function.__qualname__ = path
         function.__kwdefaults__ = self.rebuild(described["keyword_defaults"])
+        vars(function).update(self.rebuild(described["attributes"]))
         return function
+
+    def _cell(self, described: dict[str, Any]) -> CellType:
+        made = self._made[described["number"]] = CellType(self.rebuild(described["of"]))
+        return made
 
     def _object(self, described: dict[str, Any]) -> Any:
         kind = named(described["class"])

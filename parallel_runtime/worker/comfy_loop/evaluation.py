@@ -15,6 +15,8 @@ from ..lanes import spread_rows
 from ..pulse import Pulse
 from .code import rebuild
 from .model import ComfyModel
+from .patch_models import PatchModels
+from .weights import Weights
 
 METHODS = ("forward", "preprocess_text_embeds")  # of a network, that ComfyUI's code outside of it calls
 
@@ -28,10 +30,10 @@ class Evaluations:
 
     def __call__(self, model: ComfyModel, job: EvaluationJob, pulse: Pulse) -> dict[str, Any]:
         """Returns {"out": what the network gives: a tensor [B, C_out, (T,) H, W], or several in a list}."""
-        patcher = model.clone(job.patches, pulse.loading)
+        patcher, device = model.clone(job.patches, pulse.loading), comfy.model_management.get_torch_device()
+        options = None if job.options is None else _options(model, job.options, patcher)
         model.load(patcher)
         pulse.beat()
-        device = comfy.model_management.get_torch_device()
         if job.conds is not None:
             self._prompts[job.prompt] = moved(job.conds, device)
             for oldest in list(self._prompts)[:-PROMPTS]:
@@ -43,10 +45,10 @@ class Evaluations:
         arguments = {**moved(job.each, device), **self._prompts[job.prompt]}
         if model.spec.compute_dtype:  # a cp_config may ask for another than ComfyUI's process computes in
             arguments = _cast(arguments, getattr(torch, model.spec.compute_dtype))
-        if job.options is not None:
-            options = arguments["transformer_options"] = moved(rebuild(job.options), device)
+        if options is not None:
+            arguments["transformer_options"] = moved(options, device)
             if model.attention is not None:
-                options.setdefault("optimized_attention_override", model.attention)
+                arguments["transformer_options"].setdefault("optimized_attention_override", model.attention)
         if job.method != "forward":
             return {"out": getattr(model.network, job.method)(**arguments)}
         given = arguments[next(iter(job.each))]
@@ -57,6 +59,15 @@ class Evaluations:
         for tensor in out if isinstance(out, list | tuple) else [out]:
             pulse.evaluated(tensor)
         return {"out": out}
+
+
+def _options(model: ComfyModel, described: dict[str, Any], patcher: Weights) -> dict[str, Any]:
+    """The transformer_options, on `patcher` too: with it ComfyUI loads what patches bring along."""
+    patch_models = PatchModels(model)
+    options: dict[str, Any] = rebuild(described, patch_models)
+    patch_models.settle()
+    patcher.model_options["transformer_options"] = options
+    return options
 
 
 def _cast(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from ..step_cache import StepCache
 from ..weights.places import Place
 from ..weights.store import Store, fetched_of, large_layers
 from .code import rebuild
+from .patch_models import beside, let_go
 from .reach import reaching
 from .weights import Away, Weights
 
@@ -69,11 +70,12 @@ class ComfyModel(Model):
         ComfyUI would do so by each rank's own memory, and ranks that gather must stay alike."""
         device = patcher.load_device
         if device.type != "cpu":
-            needed = 1.1 * (patcher.model_size() - patcher.loaded_size())
+            together = [patcher, *patcher.model_patches_models()]
+            needed = 1.1 * sum(one.model_size() - one.loaded_size() for one in together)
             needed += comfy.model_management.minimum_inference_memory()
             if agree(comfy.model_management.get_free_memory(device) < needed):
                 for loaded in list(comfy.model_management.current_loaded_models):
-                    if loaded.model is not None and not patcher.is_clone(loaded.model):
+                    if loaded.model is not None and not any(one.is_clone(loaded.model) for one in together):
                         comfy.model_management.unload_model_and_clones(loaded.model)
         comfy.model_management.load_models_gpu([patcher])
 
@@ -117,8 +119,13 @@ class ComfyModel(Model):
         made.patches_uuid = uuid.uuid5(uuid.NAMESPACE_OID, f"{self.spec.patches} {self.spec.compute_dtype}")
         return made
 
+    @property
+    def beside(self) -> list[torch.nn.Module]:
+        return [patcher.model for patcher in beside(self)]
+
     def rest(self) -> None:
         comfy.model_management.unload_model_and_clones(self.patcher)
+        let_go(self)
 
     def wake(self, device: torch.device) -> None:
         """ComfyUI loads the clone that a job runs with."""

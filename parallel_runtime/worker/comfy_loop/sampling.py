@@ -23,6 +23,7 @@ from .caching import cached
 from .code import rebuild
 from .comfyui import named
 from .model import ComfyModel
+from .patch_models import PatchModels
 
 KEY = "context_parallel"
 
@@ -84,16 +85,18 @@ def _patcher(model: ComfyModel, job: SamplingJob, pulse: Pulse) -> ModelPatcher:
     """The MODEL of the host: with its weight patches, and with the code that lies on it."""
     patcher = model.clone(job.patches, pulse.loading)
     patcher.add_object_patch("model_sampling", rebuild_sampling(job.model_sampling))
-    for key, value in rebuild(job.model_options).items():
+    patch_models = PatchModels(model)
+    for key, value in rebuild(job.model_options, patch_models).items():
         patcher.model_options[key] = value
     if model.attention is not None:
         patcher.model_options["transformer_options"].setdefault("optimized_attention_override", model.attention)
     for kind, key, functions in job.wrappers:
-        for function in rebuild(functions):
+        for function in rebuild(functions, patch_models):
             patcher.add_wrapper_with_key(kind, key, function)
     for kind, key, functions in job.callbacks:
         for function in rebuild(functions):
             patcher.add_callback_with_key(kind, key, function)
+    patch_models.settle()
     return patcher
 
 

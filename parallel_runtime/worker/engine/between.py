@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import Refused
+from ...inside_blocks import INSIDE, see_all_tokens
 from .cuts import Cuts
 
 BEFORE = {"post_input"}
@@ -23,11 +24,12 @@ OF_UNETS = {
 
 def wants_whole(options: Mapping[str, Any]) -> bool:
     """Must tokens be whole between blocks for what `transformer_options` brings? Refused where that is not enough."""
-    patches = {kind for kind, functions in (options.get("patches") or {}).items() if functions}
-    if inside := sorted(patches - BEFORE - BETWEEN - OF_UNETS):
+    given = options.get("patches") or {}
+    patches = {kind for kind, functions in given.items() if functions}
+    if inside := sorted(patches - BEFORE - BETWEEN - OF_UNETS - set(INSIDE)) + see_all_tokens(given):
         raise Refused(
-            f"{', '.join(inside)} patches run inside blocks, where a worker holds a part of the tokens; take the "
-            "node that sets them away, or set ring and Ulysses degrees to 1"
+            f"{', '.join(inside)} would run inside blocks, where a worker holds a part of the tokens; take the node "
+            "that sets it away, or set ring and Ulysses degrees to 1"
         )
     return bool(patches & BETWEEN) or bool((options.get("patches_replace") or {}).get("dit"))
 

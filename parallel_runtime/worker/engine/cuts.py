@@ -29,17 +29,18 @@ class Cuts:
         self._held: set[str] = set()
         self._came_cut: dict[Names, bool] = {}  # to the first block of a stack
         self.whole_between = False  # are tokens made whole after each block of this forward?
+        self.patched_inside = False  # does a patch run inside its blocks?
 
     def clear(self) -> None:
         self.streams.clear()
         for state in (self._shapes, self._made, self._held, self._came_cut):
             state.clear()
-        self.whole_between = False
+        self.whole_between = self.patched_inside = False
 
     def _begin_again(self) -> None:
-        whole_between = self.whole_between
+        of_forward = self.whole_between, self.patched_inside
         self.clear()
-        self.whole_between = whole_between
+        self.whole_between, self.patched_inside = of_forward
 
     def holds(self, stream: str) -> bool:
         """Do the network's own variables hold this stream cut at this moment?"""

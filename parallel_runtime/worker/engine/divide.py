@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import Refused
+from ...inside_blocks import are_inside
 from ...own_attention import own_attentions
 from ...plan import Plan
 from ...specs import Parallelism
@@ -106,6 +107,7 @@ class _Division:
                 "set ring and Ulysses degrees to 1, or choose an attention_backend"
             )
         self.cuts.whole_between = wants_whole(options)
+        self.cuts.patched_inside = are_inside(options.get("patches") or {})
         self._override.previous = previous
         options[_OVERRIDE] = self._override
         kwargs["transformer_options"] = options

@@ -21,6 +21,7 @@ from ...blocks import modules_of
 from ...errors import Refused
 from ...plan import Attends, Count, Frames, Plan, Site, Whole, Window, Word
 from .cuts import Cuts
+from .inside import of_own_tokens
 
 _ALWAYS_WHOLE = {"transformer_options"}
 _Kind = inspect.Parameter
@@ -124,6 +125,8 @@ def _cut(block: Block, cuts: Cuts, _: nn.Module, args: tuple[Any, ...], kwargs: 
             kwargs[str(name)] = cuts.cut(kwargs[str(name)], word, where)
         elif place is not None and place < len(positional):
             positional[place] = cuts.cut(positional[place], word, where)
+    if cuts.patched_inside and "transformer_options" in kwargs:
+        kwargs["transformer_options"] = of_own_tokens(kwargs["transformer_options"], block.site, cuts)
     return tuple(positional), kwargs
 
 

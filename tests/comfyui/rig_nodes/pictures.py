@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import comfy.clip_vision
 import folder_paths
 import safetensors.torch
 import torch
@@ -30,6 +31,27 @@ class Pictures(io.ComfyNode):
     def execute(cls, shape: str, seed: int, nonce: int) -> io.NodeOutput:
         sizes = [int(size) for size in shape.split(",")]
         return io.NodeOutput(torch.rand(sizes, generator=torch.Generator().manual_seed(seed)))
+
+
+class Seen(io.ComfyNode):
+    """What a vision encoder of 27 layers made of a picture."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPTestSeen",
+            category=CATEGORY,
+            is_dev_only=True,
+            inputs=[io.Int.Input("tokens"), io.Int.Input("width")],
+            outputs=[io.ClipVisionOutput.Output()],
+        )
+
+    @classmethod
+    def execute(cls, tokens: int, width: int) -> io.NodeOutput:
+        seen = comfy.clip_vision.Output()
+        seen.all_hidden_states = torch.randn(1, 27, tokens, width, generator=torch.Generator().manual_seed(2))
+        seen.penultimate_hidden_states = seen.all_hidden_states[:, -2]
+        return io.NodeOutput(seen)
 
 
 class SavePictures(io.ComfyNode):

@@ -1,0 +1,87 @@
+"""Pictures that a model patch would have a VAE encode in the middle of a run, encoded before it: workers have no VAE.
+
+The patch is asked itself, by a call in which its blocks do nothing, so that its own code scales and encodes.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import comfy.sd
+import torch
+from torch import Tensor, nn
+
+from ..parallel_runtime.networks import network_of
+from .code import Words, title
+
+ENCODING = (  # that encode a picture of the latent's size where the one they have encoded is of another
+    "comfy_extras.nodes_model_patch.DiffSynthCnetPatch",
+    "comfy_extras.nodes_model_patch.ZImageControlPatch",
+)
+PAST = 1 << 20  # a block that no network has
+Side = tuple[int, int]
+_encoded: weakref.WeakKeyDictionary[Any, dict[Side, Any]] = weakref.WeakKeyDictionary()
+
+
+def side_of(network: nn.Module, latent: Sequence[int]) -> Side:
+    """Height and width of a latent [B, C, (T,) H, W] as the network shows it to patches between its blocks."""
+    height, width = latent[-2:]
+    plan = network_of(network)
+    patch = plan.padded(network) if plan else 1
+    return -(-height // patch) * patch, -(-width // patch) * patch
+
+
+def encoded_ahead(options: dict[str, Any], side: Side | None) -> dict[str, Any]:
+    """transformer_options whose patches have their pictures encoded for a latent of this side, and no VAE; None where
+    nobody will run them."""
+    patches = options.get("patches") or {}
+    settled = {patch: _without_vae(patch, side) for found in patches.values() for patch in found if _encodes(patch)}
+    if not settled:
+        return options
+    return {
+        **options,
+        "patches": {
+            kind: [settled[patch] if _encodes(patch) else patch for patch in found] for kind, found in patches.items()
+        },
+    }
+
+
+def _encodes(patch: Any) -> bool:
+    return title(type(patch)) in ENCODING and isinstance(patch.vae, comfy.sd.VAE)
+
+
+def _without_vae(patch: Any, side: Side | None) -> Any:
+    settled = copy.copy(patch)
+    if side is not None:
+        known = _encoded.setdefault(patch, {})
+        if side not in known:
+            known[side] = _asked(patch, side)
+        vars(settled).update(known[side])
+    settled.vae = Words({"kind": "encoded", "compression": patch.vae.spacial_compression_encode()})
+    return settled
+
+
+def _asked(patch: Any, side: Side) -> dict[str, Any]:
+    """What it keeps of its pictures for a latent of this size."""
+    trial = copy.copy(patch)
+    trial.model_patch = SimpleNamespace(model=_Idle(patch.model_patch.model))
+    nothing = torch.zeros(1, 1, 1)
+    trial({"x": torch.empty(1, 1, *side, device="meta"), "img": nothing, "txt": nothing, "block_index": PAST})
+    return {name: value for name, value in vars(trial).items() if name.startswith("encoded_image")}
+
+
+class _Idle:
+    """A patch's model without its blocks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def control_block(self, *_: Any) -> Tensor:
+        return torch.zeros(1, 1, 1)

@@ -1,0 +1,71 @@
+"""Which file a model came from that lies on a MODEL as a patch: Load Model Patch does not say, so its folder is
+searched.
+
+A file is the one when the first rows of its weights are the model's, as it was when the model was first seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import folder_paths
+import torch
+from comfy.model_patcher import ModelPatcher
+from safetensors import safe_open
+
+from ..parallel_runtime.errors import Refused
+from ..parallel_runtime.specs import SourceFile
+from .files import SAFE, comparable, file_of
+
+FOLDER = "model_patches"
+_found: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, SourceFile]] = weakref.WeakKeyDictionary()
+
+
+def patch_file(model: ModelPatcher) -> dict[str, Any]:
+    """The words for a model that ModelPatchLoader makes: `path`, the `size` and `mtime_ns` that pin it, and whether its
+    weights are the file's, `assigned`, or copies in the dtype of its class. Raises LookupError saying why workers
+    cannot have it, Refused where its file is another one now."""
+    if model.patches or model.object_patches or model.hook_patches:
+        raise LookupError("it is patched itself")
+    path, file = _found.get(model.model) or _search(model)
+    try:
+        now = file_of(path)
+    except FileNotFoundError:
+        raise Refused(f"the file of this model patch is gone: {path}") from None
+    if now != file:
+        raise Refused(f"{path} changed on disk after this model patch was loaded from it; run Load Model Patch again")
+    pinned = {"path": path, "size": file.size, "mtime_ns": file.mtime_ns}
+    return {"kind": "model_patch", **pinned, "assigned": model.is_dynamic()}
+
+
+def _search(model: ModelPatcher) -> tuple[str, SourceFile]:
+    for path in _candidates():
+        if _holds(path, model.model):
+            _found[model.model] = path, file_of(path)
+            return _found[model.model]
+    raise LookupError(f"no file in models/{FOLDER} has its weights")
+
+
+def _candidates() -> Iterator[str]:
+    for name in folder_paths.get_filename_list(FOLDER):
+        path = folder_paths.get_full_path(FOLDER, name)
+        if path is not None and path.endswith(SAFE):
+            yield path
+
+
+def _holds(path: str, model: torch.nn.Module) -> bool:
+    """Does the file have most of the model's weights, none of them with another first row, and most of them to the bit?
+    The loader renames and joins some, and rounds some, but not to another dtype than most of the file's."""
+    slots = dict(model.named_parameters())
+    with safe_open(path, framework="pt", device="cpu") as file:
+        names = {part: name for name in file.keys() for part in (name.partition(".")[2], name)}  # noqa: SIM118
+        rows = [
+            (file.get_slice(names[name])[:1], slot[:1].detach().cpu())
+            for name, slot in slots.items()
+            if name in names and slot.ndim and comparable(slot, file.get_slice(names[name]).get_shape())
+        ]
+    if 2 * len(rows) <= len(slots) or not all(torch.equal(row.to(held.dtype), held) for row, held in rows):
+        return False
+    return 2 * sum(torch.equal(row.double(), held.double()) for row, held in rows) > len(rows)

@@ -1,0 +1,98 @@
+"""What CP nodes do with ComfyUI's own workflows is read off them, and nothing that is new there passes for known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .comfy import ComfyInstall
+from .stock import Read, read, stock, table
+from .stock_verdicts import class_of
+
+Json = dict[str, Any]
+
+
+def node(number: int, kind: str, values: list[Any], outputs: str = "", **inputs: tuple[str, int]) -> Json:
+    """`inputs`: the type of each socket, and the number of its link."""
+    sockets = [{"name": name, "type": of, "link": link} for name, (of, link) in inputs.items()]
+    given = [{"name": outputs, "type": outputs}] if outputs else []
+    return {"id": number, "type": kind, "widgets_values": values, "inputs": sockets, "outputs": given}
+
+
+def canvas(file: str, *on_the_way: Json, cfg: float = 4.0, controlled: bool = False) -> Json:
+    """A loader (its link is 1), what is on the way from it, and a KSampler at link 9; the prompt is link 5."""
+    text = "ControlNetApplyAdvanced" if controlled else "CLIPTextEncode"
+    nodes = [
+        node(1, "UNETLoader", [file], "MODEL"),
+        *on_the_way,
+        node(2, text, [], "CONDITIONING"),
+        node(3, "KSampler", [1, "fixed", 20, cfg], model=("MODEL", 9), positive=("CONDITIONING", 5)),
+    ]
+    last = on_the_way[-1]["id"] if on_the_way else 1
+    return {"nodes": nodes, "links": [[1, 1, 0, 0, 0, "MODEL"], [9, last, 0, 3, 0, "MODEL"], [5, 2, 0, 3, 1, "X"]]}
+
+
+def patch(kind: str) -> Json:
+    return node(7, kind, [], "MODEL", model=("MODEL", 1))
+
+
+@pytest.mark.parametrize(
+    ("workflow", "outcome", "why"),
+    [
+        (canvas("flux1-dev.safetensors"), "divided", ""),
+        (canvas("flux1-dev.safetensors", patch("LoraLoaderModelOnly")), "divided", ""),
+        (canvas("wan2.2_i2v_14B_fp8_scaled.safetensors", controlled=True), "in ComfyUI's loop", "ControlNet"),
+        (canvas("sd_xl_base_1.0.safetensors"), "by lanes", "UNetModel has no plan"),
+        (canvas("sd_xl_base_1.0.safetensors", cfg=1), "undivided", "UNetModel has no plan"),
+        (canvas("flux1-dev.safetensors", patch("HyperTile")), "undivided", "attn1_patch of HyperTile"),
+        (canvas("flux1-dev.safetensors", patch("SomethingNew")), "not known", "SomethingNew"),
+        (canvas("a_new_network.safetensors"), "not known", "file's name"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_a_workflow_is_told_by_its_nodes_and_its_file(workflow: Json, outcome: str, why: str) -> None:
+    worst = read("one", workflow).worst
+    assert worst is not None
+    assert worst.outcome == outcome
+    assert why in worst.why
+
+
+def test_a_model_reaches_a_sampler_inside_of_subgraphs_and_past_what_is_bypassed() -> None:
+    inner = {
+        "id": "inside",
+        "inputs": [{"name": "unet"}],
+        "nodes": [node(3, "KSampler", [1, "fixed", 20, 4.0], model=("MODEL", 8))],
+        "links": [{"id": 8, "origin_id": -10, "origin_slot": 0, "target_id": 3, "target_slot": 0}],
+    }
+    bypassed = patch("SomethingNew") | {"mode": 4}
+    outer = {
+        "nodes": [
+            node(1, "UNETLoader", ["sd_xl_base_1.0.safetensors"], "MODEL"),
+            bypassed,
+            node(5, "inside", [], unet=("MODEL", 9)),
+        ],
+        "links": [[1, 1, 0, 7, 0, "MODEL"], [9, 7, 0, 5, 0, "MODEL"]],
+        "definitions": {"subgraphs": [inner]},
+    }
+    (verdict,) = read("nested", outer).of_samplers
+    assert (verdict.network, verdict.outcome) == ("UNetModel", "by lanes")
+
+
+def test_a_native_sampler_without_a_cp_node_is_counted_as_left() -> None:
+    workflow = canvas("flux1-dev.safetensors")
+    workflow["nodes"][-1]["type"] = "SamplerCustom"
+    assert read("custom", workflow) == Read("custom", swapped=0, left=1, of_samplers=())
+
+
+def test_longer_names_go_before_shorter_ones() -> None:
+    assert class_of("pid_flux1_1024_to_4096_4step_bf16.safetensors") == "PidNet"
+    assert class_of("some/folder/wan2.1_14B_SCAIL_2_fp16.safetensors") == "SCAIL2WanModel"
+    assert class_of("wan_animate_2_int8_convrot.safetensors") == "WanAnimate2Model"
+
+
+def test_every_workflow_of_the_installed_package_is_migrated_and_known(comfy: ComfyInstall) -> None:
+    version, found = stock(comfy)
+    assert len(found) > 100
+    assert [one.name for one in found if one.worst and one.worst.outcome == "not known"] == []
+    assert version in table(version, found)

@@ -1,0 +1,55 @@
+"""Writes tiny files for Load Model Patch: `python -m tests.comfyui.write_patches FOLDER NETWORKS`, in ComfyUI's python,
+with tests/site on PYTHONPATH, so that ComfyUI's classes are as small as the files. Anima is one of the NETWORKS."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from ..networks.tiny import anima, filled, lllite, start_comfyui
+
+FUN_LITE = {"n_control_layers": 3, "additional_in_dim": 17, "refiner_control": True}
+FLOAT8 = torch.float8_e4m3fn
+
+
+def main(folder: str, networks: str) -> None:
+    start_comfyui()
+    import comfy_extras.nodes_model_patch as patches
+    from comfy.ldm.lumina.controlnet import ZImage_Control
+
+    made = {
+        "qwen_canny": patches.QwenImageBlockWiseControlNet,
+        "qwen_depth": patches.QwenImageBlockWiseControlNet,
+        "qwen_inpaint": lambda **how: patches.QwenImageBlockWiseControlNet(additional_in_dim=4, **how),
+        "z_image_fun": ZImage_Control,
+        "z_image_fun_lite": lambda **how: ZImage_Control(**FUN_LITE, **how),
+        "uso_style": patches.SigLIPMultiFeatProjModel,
+    }
+    for name, build in made.items():
+        weights = weights_of(build, prefix="feature_embedder." if name == "uso_style" else "")
+        if name == "qwen_depth":
+            weights = {key: value.flip(0).contiguous() for key, value in weights.items()}
+        save_file(weights, Path(folder) / f"{name}.safetensors")
+        save_file({key: value.to(FLOAT8) for key, value in weights.items()}, Path(folder) / f"{name}_fp8.safetensors")
+    save_file(lllite(192).state_dict(), Path(folder) / "anima_lllite.safetensors")
+    network = anima()
+    tiny = {"cp_tiny": json.dumps({"model": "Anima", "final": network.unet_config})}
+    save_file(network.state_dict(), Path(networks) / "anima.safetensors", metadata=tiny)
+    pickled = weights_of(made["qwen_canny"], prefix="")
+    torch.save({key: value * 0.7 for key, value in pickled.items()}, Path(folder) / "qwen_pickled.pt")
+
+
+def weights_of(build: Any, prefix: str) -> dict[str, torch.Tensor]:
+    import comfy.ops
+
+    network = filled(build(device="cpu", dtype=torch.float32, operations=comfy.ops.manual_cast))
+    return {prefix + name: value.contiguous() for name, value in network.state_dict().items()}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
