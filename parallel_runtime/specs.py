@@ -65,7 +65,8 @@ class Parallelism:
             raise Refused(f"shares start at 0, got {_listed(self.shares)}")
         if not all(sum(self.shares[first : first + together]) for first in range(0, count, together)):
             raise Refused(
-                f"of {together} workers that share a sequence one has a share above 0, got {_listed(self.shares)}"
+                f"shares {_listed(self.shares)} leave nobody to do the work: of each {together} workers that share a "
+                "sequence one needs a share above 0"
             )
 
     @property
@@ -76,6 +77,14 @@ class Parallelism:
     def context_parallel_size(self) -> int:
         """Ranks that share one sequence."""
         return self.ring_degree * self.ulysses_degree
+
+    @property
+    def largest_share(self) -> tuple[int, int]:
+        """Of a sequence, that one rank has at most: so many of so many parts."""
+        each = self.context_parallel_size
+        shares = self.shares or (1,) * self.world_size
+        lanes = [shares[first : first + each] for first in range(0, len(shares), each)]
+        return max(((max(lane), sum(lane)) for lane in lanes), key=lambda part: part[0] / part[1])
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -109,7 +118,8 @@ class ParallelRequest:
     """What a CP Parallel Config node says. 0 and "auto" are decided when the model is known; `devices` is a list such
     as "0,1", "cuda:0,cuda:1" or "cpu,cpu", and empty for all. `step_cache` is a threshold, 0 for no cache. Of `nnodes`
     machines each gives as many devices as this one, which the others reach at `rdzv_endpoint`, "address:port".
-    `compile` is torch.compile as it comes; a MODEL may say more of it (ModelSpec). `cuda_graphs`: see Parallelism."""
+    `compile` is torch.compile as it comes; a MODEL may say more of it (ModelSpec). `cuda_graphs`: see Parallelism.
+    `shares` are "auto", "equal", or a number for each worker, such as "3,2"."""
 
     ring_degree: int = 0
     ulysses_degree: int = 0
@@ -127,6 +137,7 @@ class ParallelRequest:
     weights: WeightsChoice = "auto"
     compile: CompileChoice = "off"
     cuda_graphs: GraphsChoice = "auto"
+    shares: str = "auto"
 
     @classmethod
     def of(cls, values: object) -> ParallelRequest:

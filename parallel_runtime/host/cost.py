@@ -185,4 +185,5 @@ def activation_bytes(work: Work, parallelism: Parallelism) -> int:
     rows = -(-work.rows // parallelism.data_degree)
     batch = rows * -(-work.prompts // parallelism.cfg_degree)
     tensors = (ACTIVATIONS + KEPT * work.cached) * batch
-    return tensors * work.activation_bytes // work.rows // parallelism.context_parallel_size
+    part, of = parallelism.largest_share
+    return tensors * work.activation_bytes // work.rows * part // of
