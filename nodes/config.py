@@ -112,6 +112,12 @@ class CPParallelConfig(io.ComfyNode):
                     "the same bits. auto: where the CPU would launch it slower than the GPU computes. on: always. "
                     "Recorded sizes hold GPU memory, four at most, until the model is unloaded.",
                 ),
+                _widget(
+                    "shares", advanced=True, optional=True,
+                    tooltip="How much of the work each worker gets, for cards that are not alike. Numbers such as 3,2: "
+                    "in the order of devices, one for each worker. equal: all alike. auto: by what the workers "
+                    "measure.",
+                ),
             ],
             outputs=[CPConfig.Output(display_name="cp_config", tooltip="For the CP nodes.")],
         )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..parallel_runtime.errors import Refused, WorkerFailed
 from ..parallel_runtime.host.group import Result
 from ..parallel_runtime.host.room import Room
 from ..parallel_runtime.host.runtime import runtime
+from ..parallel_runtime.host.shares import asked_for
 from ..parallel_runtime.host.storing import Prospect
 from ..parallel_runtime.jobs import VAEJob
 from ..parallel_runtime.random_states import random_states, set_random_states
@@ -119,6 +121,7 @@ class RemoteVAE:
                 random_states=random_states(self._vae.device),
                 chunk_bytes=self._chunk_bytes(),
                 weights=None if self._spec.loader else dict(self._vae.get_sd()),
+                shares=shares_for(self._request, lease.group.placement),
             )
             result = self._asked(lease, job, room)
         set_random_states(result.value["random_states"], self._vae.device)
@@ -177,10 +180,17 @@ def placement_for(request: ParallelRequest | None) -> Placement:
     live = group.placement if group is not None else None
     if request is None:
         return live or plan_any(ParallelRequest()).placement
-    asked = plan_any(request).placement
+    asked = plan_any(replace(request, shares="equal")).placement
     if live is not None and request.by_heads and set(live.devices) <= set(asked.devices):
         return live  # a sampler's model may need fewer
     return asked
+
+
+def shares_for(request: ParallelRequest | None, placement: Placement) -> list[int]:
+    """Of the rows, for the workers of ComfyUI's machine; none: all alike. Raises Refused."""
+    asked = asked_for(request.shares, placement.world_size) if request else ()
+    here = asked[: len(placement.devices)]
+    return list(here) if any(here) else []
 
 
 def _sizes(sizes: tuple[int, ...], ratio: Any, scale: Any) -> list[int]:

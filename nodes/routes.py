@@ -14,6 +14,7 @@ from server import PromptServer
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.journal import LINES
 from ..parallel_runtime.host.runtime import runtime
+from ..parallel_runtime.host.shares import percent_of
 from ..parallel_runtime.host.status import BUSY
 from ..parallel_runtime.specs import ParallelRequest
 from .status import everything
@@ -85,6 +86,7 @@ async def check(request: web.Request) -> web.Response:
         return web.json_response({"gpus": gpus, "reason": str(refused)})
     placement = division.placement
     told = {"workers": placement.world_size, "devices": placement.devices, **division.degrees.by_name}
+    told["shares"] = percent_of(division) if len(set(division.degrees.shares)) > 1 else []
     return web.json_response({"gpus": gpus, "reason": "", **told})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -86,6 +86,7 @@ class VAEJob:
     The ranks write its result [shape] of `dtype` into the room that the request came with, from element `offset` on.
     `random_states` are those of the host's generators by type of device. `chunk_bytes` is what ComfyUI would go by on
     the host where a VAE cuts time by the device's memory. `weights` is its state dict where the workers need it.
+    `shares` of the rows are one for each rank of ComfyUI's machine, or none: all alike.
     """
 
     method: VAEMethod
@@ -97,6 +98,7 @@ class VAEJob:
     random_states: dict[str, Tensor]
     chunk_bytes: int
     weights: dict[str, Tensor] | None
+    shares: list[int] = field(default_factory=list)
 
 
 Job = SamplingJob | EvaluationJob | DemoJob | VAEJob

@@ -34,7 +34,8 @@ class Parallelism:
     `rotate_method` is diffusers' word for how a ring moves keys and values: `alltoall` rotates the blocks point to
     point, `allgather` collects them all at once; the host decides what `auto` is (host/cost.py), and where nobody did
     it is `alltoall`. `cuda_graphs`: are evaluations of a network recorded and replayed; with "auto" those that the
-    host launches slower than its device computes. Degrees are resolved numbers here.
+    host launches slower than its device computes. Degrees are resolved numbers here. `shares` are of the ranks, in
+    rank order: each gets work in proportion to its own; none: all get alike.
     """
 
     ring_degree: int = 1
@@ -45,6 +46,7 @@ class Parallelism:
     convert_to_fp32: bool = True
     attention_backend: AttentionBackend = "auto"
     cuda_graphs: GraphsChoice = "auto"
+    shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, degree in self.by_name.items():
@@ -52,6 +54,20 @@ class Parallelism:
                 raise ValueError(f"{name} starts at 1, got {degree}")
         if self.cfg_degree > 2:
             raise ValueError(f"cfg_degree is 1 or 2 (positive and negative prompt), got {self.cfg_degree}")
+        if self.shares:
+            self._check_shares()
+
+    def _check_shares(self) -> None:
+        count, together = len(self.shares), self.context_parallel_size
+        if count != self.world_size:
+            raise Refused(f"shares are one a worker, {self.world_size} of them, got {count}: {_listed(self.shares)}")
+        if min(self.shares) < 0:
+            raise Refused(f"shares start at 0, got {_listed(self.shares)}")
+        if not all(sum(self.shares[first : first + together]) for first in range(0, count, together)):
+            raise Refused(
+                f"shares {_listed(self.shares)} leave nobody to do the work: of each {together} workers that share a "
+                "sequence one needs a share above 0"
+            )
 
     @property
     def by_name(self) -> dict[str, int]:
@@ -63,6 +79,14 @@ class Parallelism:
         return self.ring_degree * self.ulysses_degree
 
     @property
+    def largest_share(self) -> tuple[int, int]:
+        """Of a sequence, that one rank has at most: so many of so many parts."""
+        each = self.context_parallel_size
+        shares = self.shares or (1,) * self.world_size
+        lanes = [shares[first : first + each] for first in range(0, len(shares), each)]
+        return max(((max(lane), sum(lane)) for lane in lanes), key=lambda part: part[0] / part[1])
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         """Sizes of the mesh's dims: data, cfg, ring, ulysses."""
         return (self.data_degree, self.cfg_degree, self.ring_degree, self.ulysses_degree)
@@ -70,6 +94,10 @@ class Parallelism:
     @property
     def world_size(self) -> int:
         return self.data_degree * self.cfg_degree * self.context_parallel_size
+
+
+def _listed(shares: tuple[int, ...]) -> str:
+    return ",".join(map(str, shares))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +118,8 @@ class ParallelRequest:
     """What a CP Parallel Config node says. 0 and "auto" are decided when the model is known; `devices` is a list such
     as "0,1", "cuda:0,cuda:1" or "cpu,cpu", and empty for all. `step_cache` is a threshold, 0 for no cache. Of `nnodes`
     machines each gives as many devices as this one, which the others reach at `rdzv_endpoint`, "address:port".
-    `compile` is torch.compile as it comes; a MODEL may say more of it (ModelSpec). `cuda_graphs`: see Parallelism."""
+    `compile` is torch.compile as it comes; a MODEL may say more of it (ModelSpec). `cuda_graphs`: see Parallelism.
+    `shares` are "auto", "equal", or a number for each worker, such as "3,2"."""
 
     ring_degree: int = 0
     ulysses_degree: int = 0
@@ -108,6 +137,7 @@ class ParallelRequest:
     weights: WeightsChoice = "auto"
     compile: CompileChoice = "off"
     cuda_graphs: GraphsChoice = "auto"
+    shares: str = "auto"
 
     @classmethod
     def of(cls, values: object) -> ParallelRequest:
@@ -130,6 +160,7 @@ class ParallelRequest:
             convert_to_fp32=self.convert_to_fp32,
             attention_backend=self.attention_backend,
             cuda_graphs=self.cuda_graphs,
+            shares=(),
         )
 
 

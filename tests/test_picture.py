@@ -39,6 +39,14 @@ def test_weights_are_whole_unless_they_are_sharded():
     assert (first, second) == ((0, 0.75), (0.25, 1)), "some blocks are resident on both"
 
 
+def test_shares_are_drawn_as_they_are():
+    degrees = Parallelism(ring_degree=2, ulysses_degree=2, shares=(1, 2, 3, 4))
+    shown = parts(Division(degrees=degrees, placement=Placement(devices=("cpu",) * 4)))
+    assert [round(to - start, 9) for start, to in (part.tokens for part in shown)] == [0.1, 0.2, 0.3, 0.4]
+    assert covered([part.tokens for part in shown])
+    assert [part.heads for part in shown] == [(0, 0.4), (0.4, 1)] * 2, "1 + 3 and 2 + 4: a ring's keys keep their heads"
+
+
 def test_ranks_of_other_machines_are_shown_too():
     there = Placement(devices=("cuda:0", "cuda:1"), nnodes=2, rdzv_endpoint="10.0.0.1:29500")
     assert [part.device for part in parts(Division(degrees=Parallelism(ulysses_degree=4), placement=there))] == [

@@ -82,11 +82,32 @@ def test_heads_need_not_divide():
         ({"ring_degree": -1}, 24, 1, "degrees are 0 .auto. to 64.*got ring_degree -1"),
         ({"ring_degree": 2**40}, 24, 1, "got ring_degree 1099511627776"),
         ({"devices": "9" * 5000}, 24, 1, "devices: '9{40}' is no device"),
+        ({"shares": "3,2,1"}, 24, 2, "shares 3,2,1 names 3, and the number of workers is 2: name 2, one for each"),
+        ({"shares": "3"}, 24, 4, "shares 3 names 1, and the number of workers is 4: name 4"),
+        ({"shares": "3;2"}, 24, 2, "shares is auto, equal, or a whole number for each .* such as 3,2, and not '3;2'"),
+        ({"shares": "3,-2"}, 24, 2, "a whole number for each worker"),
+        ({"shares": "0,0"}, 24, 2, "shares 0,0 leave nobody to do the work"),
+        ({"shares": "1,1,0,0", "data_degree": 2}, 24, 4, "of each 2 workers that share a sequence one needs"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_in_one_sentence(request_, heads, gpus, sentence):
     with pytest.raises(Refused, match=sentence):
         planned(heads=heads, gpus=gpus, **request_)
+
+
+def shares_of(**request):
+    return plan(ParallelRequest(**request), heads=24, gpus=2).degrees.shares
+
+
+@pytest.mark.parametrize(
+    ("shares", "come_to"), [("auto", ()), ("", ()), ("equal", (1, 1)), ("3,2", (3, 2)), (" 60 , 40 ", (60, 40))]
+)
+def test_shares_are_the_workers_in_their_order(shares, come_to):
+    assert shares_of(shares=shares) == come_to
+
+
+def test_workers_that_join_another_lane_keep_their_shares():
+    assert shares_of(cfg_degree=2, shares="3,2") == (3, 2)
 
 
 def test_every_plan_uses_exactly_its_devices():

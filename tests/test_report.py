@@ -96,6 +96,23 @@ def test_the_seconds_of_an_evaluation_are_of_the_prompts_in_it(prompts: int, row
     assert f"2.00 s for {says}, 0.50 s of them waiting" in text
 
 
+def test_unequal_shares_are_told_in_percent_and_one_without_work_is_advised_against() -> None:
+    said = words(ulysses_degree=2, shares=(3, 2))
+    assert "Shares: cuda:0 60 %, cuda:1 40 %" in said
+    assert "Nothing is left" not in said
+    assert "Shares:" not in words(ulysses_degree=2, shares=(3, 3))
+    assert "Nothing is left for cuda:1, which waits for the others all the same: leave it out" in words(
+        ulysses_degree=2, shares=(5, 0)
+    )
+
+
+def test_memory_is_that_of_the_worker_with_the_most_tokens() -> None:
+    def gib(**degrees: Any) -> float:
+        return float(words(**degrees).split("Memory: about ")[1].split(" GiB")[0])
+
+    assert gib(ulysses_degree=2, shares=(3, 1)) == pytest.approx(1.5 * gib(ulysses_degree=2), abs=0.02)
+
+
 def test_how_a_ring_moves_keys_is_told() -> None:
     assert "The ring passes keys and values between 2 workers while they compute." in words(ring_degree=2)
     collected = words(ring_degree=2, rotate_method="allgather")

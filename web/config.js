@@ -110,8 +110,27 @@ async function judged(values) {
   const degrees = ["ring", "ulysses", "cfg", "data"]
     .map((name) => `${name} ${values[`${name}_degree`] || say("auto")}`)
     .join(" x ");
-  if (values.nnodes > 1) return [say("config.machines", { degrees, workers: found.workers, nnodes: values.nnodes }), false];
+  const shares = found.shares.map(shared).join(", ");
+  return [[made(values, found, degrees), shares].filter(Boolean).join("; "), false];
+}
+
+/**
+ * @param {Record<string, any>} values
+ * @param {any} found
+ * @param {string} degrees
+ */
+function made(values, found, degrees) {
+  if (values.nnodes > 1) return say("config.machines", { degrees, workers: found.workers, nnodes: values.nnodes });
   const onCpu = found.workers === 1 ? "config.cpu.one" : "config.cpu";
   const key = found.devices[0] === "cpu" ? onCpu : "config.equals";
-  return [say(key, { degrees, workers: found.workers, gpus: found.gpus }), false];
+  return say(key, { degrees, workers: found.workers, gpus: found.gpus });
+}
+
+/**
+ * @param {[string, number]} share a device, and its percent of the work
+ * @param {number} rank
+ */
+function shared([device, percent], rank) {
+  const [kind, index] = device.split(":");
+  return say("config.share", { worker: kind === "cpu" ? say("rank", { rank }) : `GPU ${index}`, percent });
 }

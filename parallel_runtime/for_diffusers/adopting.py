@@ -31,12 +31,12 @@ def mesh_for(mesh: ContextMesh | DeviceMesh | None, parallelism: Parallelism, de
     if mesh is None:
         return build_mesh(parallelism, device)
     if isinstance(mesh, DeviceMesh):
-        return adopt_mesh(mesh, parallelism, device)
+        return adopt_mesh(mesh, parallelism, device).shared(parallelism.shares)
     for name in ("ring", "ulysses"):
         size, degree = getattr(mesh, name).size, getattr(parallelism, f"{name}_degree")
         if size != degree:
             raise ValueError(f"{name}_degree is {degree}, but the mesh has {size} ranks along {name!r}")
-    return mesh
+    return mesh.shared(parallelism.shares)
 
 
 def adopt_mesh(mesh: DeviceMesh, parallelism: Parallelism, device: torch.device | None = None) -> ContextMesh:

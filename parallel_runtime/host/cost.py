@@ -38,13 +38,22 @@ KEPT = 6
 
 
 @dataclass(frozen=True, kw_only=True)
+class Speed:
+    """FLOP/s of one worker, of matrix products and in attention; 0 for not measured."""
+
+    products: float
+    attention: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Link:
     """What the workers measured when they met: bytes/s between two of them, FLOP/s of one, bytes/s from main memory to
-    a device while all copy."""
+    a device while all copy; and the speed of each of the `ranks`, as it was measured."""
 
     bytes_per_second: float
     flops_per_second: float
     host_bytes_per_second: float = 0.0
+    ranks: tuple[Speed, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +126,15 @@ def evaluation_seconds(work: Work, parallelism: Parallelism, link: Link, *, devi
     return max(device, host) + LAG * min(device, host)
 
 
+def alone_seconds(work: Work, speed: Speed) -> float:
+    """What this worker would compute for, had it all of the work; 0 where its speed is not known."""
+    if not (speed.products and speed.attention):
+        return 0.0
+    linear = 2 * work.figures.passed * work.rows * work.tokens
+    attention = 4 * work.rows * work.tokens**2 * work.figures.width * work.figures.layers
+    return linear / (LINEAR * speed.products) + attention / speed.attention
+
+
 def attention_seconds(work: Work, parallelism: Parallelism, link: Link) -> float:
     """One attention layer on one rank, its transfers included."""
     ring, ulysses = parallelism.ring_degree, parallelism.ulysses_degree
@@ -185,4 +203,5 @@ def activation_bytes(work: Work, parallelism: Parallelism) -> int:
     rows = -(-work.rows // parallelism.data_degree)
     batch = rows * -(-work.prompts // parallelism.cfg_degree)
     tensors = (ACTIVATIONS + KEPT * work.cached) * batch
-    return tensors * work.activation_bytes // work.rows // parallelism.context_parallel_size
+    part, of = parallelism.largest_share
+    return tensors * work.activation_bytes // work.rows * part // of

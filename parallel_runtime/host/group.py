@@ -15,6 +15,7 @@ from ..specs import ComfySetup, ModelSpec, Parallelism, Placement, Storage
 from ..wire.bundles import bundled
 from ..wire.messages import Cancel, Done, Measure, Run, Stop, Unload
 from ..wire.readings import Readings
+from .balance import Balance
 from .launch import Processes
 from .limits import Limit, seconds_from
 from .patience import Patience
@@ -38,11 +39,13 @@ Watch = Callable[[], None]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """`value` is what the workers' loop returned; the times are rank 0's, in seconds."""
+    """`value` is what the workers' loop returned; the times are rank 0's, in seconds, and what each rank `computed` in
+    a step, None where it could not say."""
 
     value: dict[str, Any]
     load_seconds: float
     seconds: float
+    computed: tuple[float | None, ...] = ()
 
 
 class WorkerGroup:
@@ -69,6 +72,7 @@ class WorkerGroup:
         self._processes = Processes(placement, self.activity)
         try:
             self.link = self._processes.meet(comfy, START_SECONDS, watch)
+            self.balance = Balance(self.link, alike=placement.shared)
         except BaseException as error:
             self.close(gently=False)
             self.activity.failed(error)
@@ -116,13 +120,14 @@ class WorkerGroup:
             raise self._lost
         number = next(self._jobs)
         self.activity.asked(model, parallelism, job)
+        asked = parallelism
         if model.unpatched in self.activity.unrecordable:
-            parallelism = dataclasses.replace(parallelism, cuda_graphs="off")
+            asked = dataclasses.replace(parallelism, cuda_graphs="off")
         try:
             with self._sent.all_of(job, model) as lean, bundled({"kind": type(job).__name__, **vars(lean)}) as bundle:
                 if room is not None:
                     self._processes.make_room(number, room)
-                self._processes.ask(Run(number, model, parallelism, storage), bundle)
+                self._processes.ask(Run(number, model, asked, storage), bundle)
                 answers = self._answers(number, LOAD_SECONDS, on_step, watch)
         except Refused:
             raise
@@ -134,7 +139,9 @@ class WorkerGroup:
         for reason in self.activity.unrecorded():
             log.info("[CP] not recorded as CUDA graphs: %s", reason)
         done, result = answers[0]
-        return Result(result, done.load_seconds, done.seconds)
+        told = [answers[rank][0].readings for rank in sorted(answers)]
+        self.balance.learn(model, parallelism, computed := tuple(one and one.computed_seconds for one in told))
+        return Result(result, done.load_seconds, done.seconds, computed)
 
     def unload(self, model: ModelSpec, *, offload: bool = False) -> None:
         """Have every rank give this model's memory back: drop it, or `offload` its weights to main memory."""

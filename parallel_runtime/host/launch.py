@@ -19,7 +19,7 @@ from ..specs import ComfySetup, Placement
 from ..wire.channel import Channel, short_path
 from ..wire.messages import PROTOCOL, Failed, Joined, Ready, Room, Welcome
 from .cluster import Cluster, Remote
-from .cost import Link, coarse
+from .cost import Link, Speed, coarse
 from .journal import Journal
 from .status import Activity
 from .torchrun import GRACE_SECONDS, Torchrun, last_error, on_this_machine
@@ -84,6 +84,10 @@ class Processes:
             bytes_per_second=coarse(min(answer.bytes_per_second for answer in joined.values())),
             flops_per_second=coarse(min(answer.flops_per_second for answer in joined.values())),
             host_bytes_per_second=coarse(min(answer.host_bytes_per_second for answer in joined.values())),
+            ranks=tuple(
+                Speed(products=joined[rank].flops_per_second, attention=joined[rank].attention_flops_per_second)
+                for rank in ranks
+            ),
         )
 
     def ask(self, message: Any, bundle: int | None = None) -> None:

@@ -36,15 +36,27 @@ def _part(rank: int, device: str, degrees: Parallelism, sharded: bool, held: flo
     return Part(
         rank=rank,
         device=device,
-        tokens=_share(place, degrees.context_parallel_size),
-        heads=_share(rank % degrees.ulysses_degree, degrees.ulysses_degree),
+        tokens=_share(place, _of_lane(degrees, lane)),
+        heads=_share(rank % degrees.ulysses_degree, _of_heads(degrees, lane)),
         weights=(first, first + held),
         lane=_lane(data, cfg, degrees),
     )
 
 
-def _share(index: int, of: int) -> Share:
-    return index / of, (index + 1) / of
+def _of_lane(degrees: Parallelism, lane: int) -> tuple[int, ...]:
+    """The shares of ranks that have one sequence."""
+    count = degrees.context_parallel_size
+    return degrees.shares[lane * count :][:count] or (1,) * count
+
+
+def _of_heads(degrees: Parallelism, lane: int) -> tuple[int, ...]:
+    """Of all ranks of a ring that have the same heads."""
+    shares = _of_lane(degrees, lane)
+    return tuple(sum(shares[place :: degrees.ulysses_degree]) for place in range(degrees.ulysses_degree))
+
+
+def _share(index: int, shares: tuple[int, ...]) -> Share:
+    return sum(shares[:index]) / sum(shares), sum(shares[: index + 1]) / sum(shares)
 
 
 def _lane(data: int, cfg: int, degrees: Parallelism) -> str:

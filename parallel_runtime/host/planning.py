@@ -15,6 +15,7 @@ from ..wire.handshake import read_key
 from . import endpoint
 from .cost import Figures
 from .devices import parse_devices, why_one_gpu
+from .shares import asked_for
 
 Seconds = Callable[[Parallelism], float]
 
@@ -89,7 +90,7 @@ def plan(wish: Wish, seconds: Seconds | None = None) -> Division:
     _check_graphs(request.cuda_graphs, placement)
     if not guided and asked.cfg_degree == 2:
         asked = _rows_for_prompts(asked) if whole else _folded(asked, request, heads, ringless, seconds)
-    return Division(degrees=asked, placement=placement)
+    return Division(degrees=replace(asked, shares=asked_for(request.shares, asked.world_size)), placement=placement)
 
 
 def _undivided(request: ParallelRequest, world: int, network: str) -> Parallelism:

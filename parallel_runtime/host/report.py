@@ -11,6 +11,7 @@ from typing import Literal
 from ..accelerators import CUDA
 from ..specs import Division, Parallelism, Placement
 from ..wire.readings import Race
+from . import shares
 from .cost import Link, Work, activation_bytes, bytes_per_layer, evaluation_seconds, memory_bytes
 from .devices import why_one_gpu
 from .picture import Part, parts
@@ -88,13 +89,18 @@ def report(
     why weights are on every device that were to be elsewhere."""
     work, degrees, placement = subject.work, division.degrees, division.placement
     chosen = _choice(link) if automatic and degrees.context_parallel_size > 1 else ""
-    notes = [*_warnings(subject, degrees, placement, guided, free, way), f"{whole}." if whole else ""]
+    notes = [
+        *_warnings(subject, degrees, placement, guided, free, way),
+        f"{whole}." if whole else "",
+        shares.idle(division),
+    ]
     rows = [
         *troubles,
         Row("Model", subject.model, "model"),
         Row("Tokens", f"{_tokens(subject.tokens) or 'not cut'}; {work.rows} image(s) or video(s) in the batch."),
         Row("Workers", f"{placement.world_size}, on {', '.join(placement.devices)}{_machines(placement)}."),
         Row("Degrees", f"{_degrees(degrees)}{chosen}. {_reason(subject, degrees, guided, way)}"),
+        Row("Shares", shares.in_words(division)),
         Row("Memory", _memory(work, degrees, free, way)),
         Row("Weights", _weights(work, degrees, way)),
         Row("Traffic", _traffic(work, degrees)),
@@ -166,6 +172,8 @@ def _sharded(way: Prospect | None) -> bool:
 
 
 def _share(work: Work, degrees: Parallelism) -> str:
+    if len(set(degrees.shares)) > 1:
+        return "its share of the"
     least, more = divmod(work.figures.heads, degrees.ulysses_degree)
     return f"{least} or {least + 1}" if more else str(least)
 

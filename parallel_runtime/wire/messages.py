@@ -96,12 +96,13 @@ class Ready:
 @dataclass(frozen=True)
 class Joined:
     """This rank is ready for jobs. What it measured: FLOP/s of its device, bytes/s to the next rank (0: there is
-    none), and bytes/s from main memory to it while all ranks copy."""
+    none), bytes/s from main memory to it while all ranks copy, and FLOP/s in attention."""
 
     flops_per_second: float
     bytes_per_second: float
     host_bytes_per_second: float = 0.0
     readings: Readings | None = None
+    attention_flops_per_second: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ class Lanes:
         return self._axis.size
 
     def mine(self, total: int) -> range:
-        """Which of `total` items this lane does: contiguous, sizes differ by at most one, maybe none."""
-        start, size = chunk_range(total, self._axis.size, self._axis.index)
+        """Which of `total` items this lane does: contiguous, by the lanes' shares, maybe none."""
+        start, size = chunk_range(total, self._axis.parts, self._axis.index)
         return range(start, start + size)
 
     def refusing_together(self) -> AbstractContextManager[None]:
@@ -42,7 +42,7 @@ class Lanes:
         """[items of this lane, ...] of every lane to [total, ...], in order."""
         if self._axis.size == 1:
             return done
-        (whole,) = gather(done, chunk_sizes(total, self._axis.size), self._axis).wait()
+        (whole,) = gather(done, chunk_sizes(total, self._axis.parts), self._axis).wait()
         return whole
 
 
@@ -55,7 +55,7 @@ def spread_rows(lanes: Lanes, evaluate: Callable[..., Any], batch: int, *args: A
     Its result is one such tensor, or a list of them. What ComfyUI's transformer_options hold is of the run as a whole,
     but for the noise level of each row and which prompt it belongs to.
     """
-    if lanes.count == 1 or batch == 1:
+    if lanes.count == 1:
         return evaluate(*args, **kwargs)
     mine = lanes.mine(batch)
     rows = slice(mine.start, mine.stop) if mine else slice(0, 1)  # an idle lane learns the output's shape from row 0

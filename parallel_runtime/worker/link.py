@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from .engine.exchange import hop
 from .engine.mesh import Axis
 
 REPEATS = 3
+HEAD_SIZE = 128
 
 
 def flops_per_second(device: torch.device) -> float:
@@ -20,6 +22,13 @@ def flops_per_second(device: torch.device) -> float:
     size, dtype = (384, torch.float32) if device.type == "cpu" else (4096, torch.bfloat16)
     a = torch.ones(size, size, device=device, dtype=dtype)
     return 2 * size**3 / _best(lambda: a @ a, device)
+
+
+def attention_flops_per_second(device: torch.device) -> float:
+    """Of one attention, in the same precision, as PyTorch computes it: cards differ in both, and not alike."""
+    heads, tokens, dtype = (4, 512, torch.float32) if device.type == "cpu" else (24, 4096, torch.bfloat16)
+    q = torch.ones(1, heads, tokens, HEAD_SIZE, device=device, dtype=dtype)
+    return 4 * heads * tokens**2 * HEAD_SIZE / _best(lambda: F.scaled_dot_product_attention(q, q, q), device)
 
 
 def bytes_per_second(world: Axis, device: torch.device) -> float:

@@ -255,8 +255,8 @@ class Models:
         return self._axes[shape]
 
     def mesh(self, parallelism: Parallelism) -> ContextMesh:
-        """The mesh of this shape. Collective when it is new."""
+        """The mesh of this shape, with these shares. Collective when the shape is new."""
         shape = parallelism.shape
         if shape not in self._meshes:
             self._meshes[shape] = build_mesh(parallelism, self._device, self.world)
-        return self._meshes[shape]
+        return self._meshes[shape].shared(parallelism.shares)

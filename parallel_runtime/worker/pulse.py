@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable
@@ -54,6 +55,7 @@ class Pulse:
         self._steps: deque[Moment] = deque()  # the last whose time was told, and those that are under way
         self._step_seconds = 0.0
         self._waited_seconds: float | None = None
+        self._computed: list[float] = []  # seconds of each step that this rank did not wait in
         self._world = world or World()
         self._waited_before = self._world.waited_seconds
         self._cancelled = False
@@ -68,7 +70,8 @@ class Pulse:
         self._time_steps()
         readings = self._readings()
         step, waited = self._step_seconds, self._waited_seconds
-        return readings and replace(readings, step_seconds=step, waited_seconds=waited)
+        computed = statistics.median(self._computed) if self._computed else None
+        return readings and replace(readings, step_seconds=step, waited_seconds=waited, computed_seconds=computed)
 
     def vote(self, agree: Callable[[bool], bool] = agree) -> None:
         """Call on every rank at the same places, or on all those that `agree` asks. Raises Cancelled on all of them or
@@ -111,6 +114,8 @@ class Pulse:
         self._waited_before = waited
         self._steps.append(self._now())
         self._time_steps()
+        if self._waited_seconds is not None:
+            self._computed.append(self._step_seconds - self._waited_seconds)
         if DEBUG or self._unlike:
             _check_equal(f"step {step + 1} of {total}", "latent", x0, x)
         if rank() == 0:

@@ -74,6 +74,7 @@ class Worker:
             speed,
             link.host_bytes_per_second(self._device),
             self._readings(),
+            link.attention_flops_per_second(self._device),
         )
 
     def serve(self) -> None:

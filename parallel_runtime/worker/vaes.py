@@ -16,15 +16,16 @@ from ..jobs import VAEJob
 from ..random_states import random_states, set_random_states
 from ..specs import ModelSpec, Parallelism
 from .engine.exchange import any_of
-from .engine.mesh import Axis, first_ranks
+from .engine.mesh import Axis, ranks_with
+from .engine.streams import chunk_sizes
 from .models import Model
 from .pulse import Pulse
-from .ranks import machine, neighbours, rank
+from .ranks import machine, neighbours
 from .vae.converting import convert, limit, share_of, trial
 from .vae.share import Share
 from .vae.watch import Watch
 
-Trial = tuple[ModelSpec, str, int, int, bool]
+Trial = tuple[ModelSpec, str, tuple[int, ...], int, bool]
 
 
 class VAE(Model):
@@ -64,11 +65,9 @@ class VAEs:
     def _run(self, vae: VAE, job: VAEJob, pulse: Pulse) -> None:
         from .comfy_loop.autoencoder import chunked_alike  # ComfyUI exists only once its root is known
 
-        rows = max(job.x.shape[-2:]) // job.unit
-        count = min(len(neighbours()), rows)
-        if rank() >= count:
+        ranks = ranks_with(_rows_of_each(max(job.x.shape[-2:]) // job.unit, tuple(job.shares)), self._device)
+        if ranks is None:
             return
-        ranks = first_ranks(count, self._device)
         share, compared = share_of(job.x, job.unit, ranks), COMPARED[vae.spec.kind]
         with chunked_alike(compared.chunk_size, job.chunk_bytes) as chunks:
             self._test(vae, job, share, chunks)
@@ -89,9 +88,9 @@ class VAEs:
                 )
 
     def _test(self, vae: VAE, job: VAEJob, share: Share, chunks: Any) -> None:
-        """Once for each class, way and number of ranks. Raises Refused, on all ranks, where the class fails."""
+        """Once for each class, way and set of ranks. Raises Refused, on all ranks, where the class fails."""
         count = share.ranks.size
-        key = (vae.spec, job.method, count, share.dim, job.x.ndim == 5 and job.x.shape[2] > 1)
+        key = (vae.spec, job.method, share.ranks.ranks, share.dim, job.x.ndim == 5 and job.x.shape[2] > 1)
         if count == 1:
             return
         if key not in self._trials:
@@ -125,6 +124,15 @@ class VAEs:
         memory = mmap.mmap(self._room, 0)
         whole = torch.frombuffer(memory, dtype=dtype, count=size, offset=job.offset * dtype.itemsize).view(job.shape)
         return share.cut(whole, whole.shape[share.dim] // sum(share.units))
+
+
+def _rows_of_each(rows: int, shares: tuple[int, ...]) -> list[int]:
+    """Of each rank of ComfyUI's machine. Rank 0 has one at least: it speaks for all."""
+    sizes = list(chunk_sizes(rows, shares or len(neighbours())))
+    if not sizes[0]:
+        sizes[sizes.index(max(sizes))] -= 1
+        sizes[0] = 1
+    return sizes
 
 
 def _said(ranks: Axis, refused: str) -> str:

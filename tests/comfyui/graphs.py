@@ -43,6 +43,7 @@ class Parallel:
     weights: str = "auto"
     compile: str = "off"
     cuda_graphs: str = "auto"
+    shares: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from parallel_runtime.worker.engine import exchange, ulysses
 from parallel_runtime.worker.engine.attention import ContextAttention
 from parallel_runtime.worker.engine.kernels import attend
 from parallel_runtime.worker.engine.masks import exchange_mask
-from parallel_runtime.worker.engine.mesh import ContextMesh
+from parallel_runtime.worker.engine.mesh import Axis, ContextMesh
 from parallel_runtime.worker.engine.streams import Streams, chunk_range
 
 from .meshes import mesh, parallelism, staged_mesh
@@ -145,10 +145,10 @@ def masks_follow_their_owner(rank: int, world: int, degrees: list[int]) -> None:
     place = mesh(*degrees).context
     lengths = [5, 11]
     whole = torch.arange(16.0)[None]
-    ranges = [chunk_range(length, place.size, index) for index in range(place.size) for length in lengths]
+    ranges = [chunk_range(length, place.parts, index) for index in range(place.size) for length in lengths]
     expected = [start + offset + place for (start, size), offset in zip(ranges, [0, 5] * place.size, strict=True)
                 for place in range(size)]  # fmt: skip
-    for given in (whole, torch.tensor([_own_values(lengths, place.size, place.index)])):
+    for given in (whole, torch.tensor([_own_values(lengths, place)])):
         keys = exchange_mask(given, 1, 1, lengths, place).keys
         assert keys.flatten().tolist() == expected, (given, keys.flatten().tolist())
 
@@ -218,14 +218,14 @@ def masked_as(problem: Problem, form: str, place: ContextMesh) -> Tensor:
 
 
 def chunk(whole: Tensor, place: ContextMesh, at_least: int) -> Tensor:
-    start, size = chunk_range(whole.shape[1], place.context.size, place.context.index)
+    start, size = chunk_range(whole.shape[1], place.context.parts, place.context.index)
     return whole[:, start : start + size] if size else whole[:, :at_least]
 
 
-def _own_values(lengths: list[int], parts: int, index: int) -> list[float]:
+def _own_values(lengths: list[int], place: Axis) -> list[float]:
     values, offset = [], 0
     for length in lengths:
-        start, size = chunk_range(length, parts, index)
+        start, size = chunk_range(length, place.parts, place.index)
         values += [float(offset + start + step) for step in range(size)]
         offset += length
     return values

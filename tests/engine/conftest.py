@@ -18,7 +18,17 @@ _ROOT = Path(__file__).parents[2]
 _LIMIT = 120.0
 
 
-CASES = ("cases", "side_cases", "model_cases", "cache_cases", "compile_cases", "race_cases", "device_cases", "refusals")
+CASES = (
+    "cases",
+    "side_cases",
+    "model_cases",
+    "cache_cases",
+    "compile_cases",
+    "race_cases",
+    "device_cases",
+    "share_cases",
+    "refusals",
+)
 
 
 class Ranks:

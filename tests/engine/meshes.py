@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,12 +13,16 @@ from parallel_runtime.specs import Parallelism
 from parallel_runtime.worker.engine.mesh import ContextMesh, build_mesh
 
 
-def parallelism(ring: int, ulysses: int, cfg: int = 1, **options: Any) -> Parallelism:
-    return Parallelism(ring_degree=ring, ulysses_degree=ulysses, cfg_degree=cfg, **options)
+def parallelism(ring: int, ulysses: int, cfg: int = 1, shares: Sequence[int] = (), **options: Any) -> Parallelism:
+    return Parallelism(ring_degree=ring, ulysses_degree=ulysses, cfg_degree=cfg, shares=tuple(shares), **options)
+
+
+def mesh(ring: int, ulysses: int, cfg: int = 1, shares: Sequence[int] = ()) -> ContextMesh:
+    return _mesh(ring, ulysses, cfg).shared(tuple(shares))
 
 
 @cache
-def mesh(ring: int, ulysses: int, cfg: int = 1) -> ContextMesh:
+def _mesh(ring: int, ulysses: int, cfg: int) -> ContextMesh:
     return build_mesh(parallelism(ring, ulysses, cfg))
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel_runtime.worker.engine.mesh import first_ranks
+from parallel_runtime.worker.engine.mesh import first_ranks, ranks_with
 from parallel_runtime.worker.engine.streams import chunk_sizes
 from parallel_runtime.worker.vae.converting import trial
 from parallel_runtime.worker.vae.dividing import Rows
@@ -65,11 +65,15 @@ NETS: dict[str, Net] = {
 }
 
 
-def apart(rank: int, world: int, net: str, dim: int, rows: int) -> float:
-    """Of this rank's rows from the whole's."""
+def apart(rank: int, world: int, net: str, dim: int, rows: int, shares: Sequence[int] = ()) -> float:
+    """Of this rank's rows from the whole's; 0 where it has none."""
     sizes = (2 * rows, 6) if dim == -2 else (6, 2 * rows)
     x = torch.randn(2, 8, *sizes, generator=torch.Generator().manual_seed(3))
-    share = Share(ranks=first_ranks(world, CPU), dim=dim, units=chunk_sizes(rows, world))
+    units = chunk_sizes(rows, tuple(shares) or world)
+    ranks = ranks_with(units, CPU)
+    if ranks is None:
+        return 0.0
+    share = Share(ranks=ranks, dim=dim, units=chunk_sizes(rows, ranks.parts))
     torch.manual_seed(4)
     whole = NETS[net](x)
     torch.manual_seed(4)

@@ -7,16 +7,18 @@ import zlib
 import pytest
 
 from .conftest import Groups
+from .degrees import ALIKE, Degrees
+from .degrees import EVERY as DEGREES
+from .degrees import world_of as _world
 
 BAR = 1e-5
-DEGREES = [(2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (1, 4), (2, 2)]
 CASES = "tests.engine.cases"
 SIDES = "tests.engine.side_cases"
 
 
 @pytest.mark.parametrize("rotate_method", ["alltoall", "allgather"])
 @pytest.mark.parametrize("degrees", [*DEGREES, (2, 1, 2), (1, 2, 2)], ids=str)
-def test_random_attention_equals_one_process(groups: Groups, degrees: tuple[int, ...], rotate_method: str) -> None:
+def test_random_attention_equals_one_process(groups: Groups, degrees: Degrees, rotate_method: str) -> None:
     seeds = _seeds(20, degrees, rotate_method)
     options = {"rotate_method": rotate_method}
     answers = groups(_world(degrees)).run(f"{CASES}:random_errors", degrees=degrees, seeds=seeds, options=options)
@@ -26,7 +28,7 @@ def test_random_attention_equals_one_process(groups: Groups, degrees: tuple[int,
 
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
-def test_fewer_key_heads_than_query_heads_are_exact(groups: Groups, degrees: tuple[int, ...]) -> None:
+def test_fewer_key_heads_than_query_heads_are_exact(groups: Groups, degrees: Degrees) -> None:
     seeds = _seeds(12, "grouped", degrees)
     call = {"degrees": degrees, "seeds": seeds, "options": {}, "grouped": True}
     answers = groups(_world(degrees)).run(f"{CASES}:random_errors", **call)
@@ -36,7 +38,7 @@ def test_fewer_key_heads_than_query_heads_are_exact(groups: Groups, degrees: tup
 @pytest.mark.parametrize("replicated", [[], ["audio"], ["text"]], ids=str)
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
 def test_queries_of_another_stream_than_the_keys_are_exact(
-    groups: Groups, degrees: tuple[int, ...], replicated: list[str]
+    groups: Groups, degrees: Degrees, replicated: list[str]
 ) -> None:
     call = {"degrees": degrees, "seeds": _seeds(12, "cross", degrees, replicated), "replicated": replicated}
     answers = groups(_world(degrees)).run(f"{SIDES}:cross_errors", **call)
@@ -45,7 +47,7 @@ def test_queries_of_another_stream_than_the_keys_are_exact(
 
 @pytest.mark.parametrize("rotate_method", ["alltoall", "allgather"])
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
-def test_a_mask_of_each_query_is_exact(groups: Groups, degrees: tuple[int, ...], rotate_method: str) -> None:
+def test_a_mask_of_each_query_is_exact(groups: Groups, degrees: Degrees, rotate_method: str) -> None:
     call = {"degrees": degrees, "seeds": _seeds(6, "pairs", degrees), "method": rotate_method}
     answers = groups(_world(degrees)).run(f"{SIDES}:pair_errors", **call)
     assert max(error for errors in answers for error in errors) <= BAR
@@ -53,46 +55,44 @@ def test_a_mask_of_each_query_is_exact(groups: Groups, degrees: tuple[int, ...],
 
 @pytest.mark.parametrize("replicated", [["text"], ["image"], ["text", "image"]], ids=str)
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
-def test_streams_that_every_rank_holds_whole_are_exact(
-    groups: Groups, degrees: tuple[int, ...], replicated: list[str]
-) -> None:
+def test_streams_that_every_rank_holds_whole_are_exact(groups: Groups, degrees: Degrees, replicated: list[str]) -> None:
     call = {"degrees": degrees, "seeds": _seeds(12, "replica", degrees, replicated), "replicated": replicated}
     answers = groups(_world(degrees)).run(f"{SIDES}:replica_errors", **call)
     assert max(error for errors in answers for error in errors) <= BAR
 
 
 @pytest.mark.parametrize("degrees", [(3, 1), (1, 3), (2, 2)], ids=str)
-def test_staging_on_the_way_to_the_wire_is_exact(groups: Groups, degrees: tuple[int, ...]) -> None:
+def test_staging_on_the_way_to_the_wire_is_exact(groups: Groups, degrees: Degrees) -> None:
     answers = groups(_world(degrees)).run(f"{CASES}:staged_errors", degrees=degrees, seeds=list(range(6)))
     assert max(error for errors in answers for error in errors) <= BAR
 
 
-@pytest.mark.parametrize("degrees", DEGREES, ids=str)
-def test_attention_kept_local_is_noticed(groups: Groups, degrees: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("degrees", ALIKE, ids=str)
+def test_attention_kept_local_is_noticed(groups: Groups, degrees: Degrees) -> None:
     answers = groups(_world(degrees)).run(f"{CASES}:local_errors", degrees=degrees, seeds=[1, 2, 3])
     assert all(max(errors) > 0.1 for errors in answers), answers
 
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
-def test_a_query_without_any_key_gives_zero_and_harms_no_other(groups: Groups, degrees: tuple[int, ...]) -> None:
+def test_a_query_without_any_key_gives_zero_and_harms_no_other(groups: Groups, degrees: Degrees) -> None:
     assert max(groups(_world(degrees)).run(f"{CASES}:rows_without_keys", degrees=degrees)) <= BAR
 
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
-def test_masks_arrive_in_the_order_of_the_keys(groups: Groups, degrees: tuple[int, ...]) -> None:
+def test_masks_arrive_in_the_order_of_the_keys(groups: Groups, degrees: Degrees) -> None:
     groups(_world(degrees)).run(f"{CASES}:masks_follow_their_owner", degrees=degrees)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("degrees", [(1, 2), (1, 3), (1, 4), (2, 2)], ids=str)
-def test_heads_that_travel_in_waves_are_exact(groups: Groups, degrees: tuple[int, ...], grouped: bool) -> None:
+def test_heads_that_travel_in_waves_are_exact(groups: Groups, degrees: Degrees, grouped: bool) -> None:
     call = {"degrees": degrees, "seeds": _seeds(8, "waves", degrees), "grouped": grouped}
     answers = groups(_world(degrees)).run(f"{CASES}:waves_errors", **call)
     assert max(error for errors in answers for error in errors) <= BAR
 
 
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
-def test_layers_that_share_memory_and_masks_are_exact(groups: Groups, degrees: tuple[int, ...]) -> None:
+def test_layers_that_share_memory_and_masks_are_exact(groups: Groups, degrees: Degrees) -> None:
     for seed in (1, 2):
         answers = groups(_world(degrees)).run(f"{CASES}:errors_of_layers", degrees=degrees, seed=seed)
         assert max(error for errors in answers for error in errors) <= BAR
@@ -114,20 +114,13 @@ def test_a_mask_is_exchanged_once_a_forward(groups: Groups) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("degrees", [(3, 1), (1, 4), (2, 2)], ids=str)
 def test_low_precision_loses_no_more_than_one_process(
-    groups: Groups, degrees: tuple[int, ...], dtype: str, in_fp32: bool
+    groups: Groups, degrees: Degrees, dtype: str, in_fp32: bool
 ) -> None:
     answers = groups(_world(degrees)).run(
         f"{CASES}:low_precision_errors", degrees=degrees, dtype=dtype, in_fp32=in_fp32
     )
     for ours, alone in answers:
         assert ours <= (1.5 if in_fp32 else 2.0) * alone  # a block's output is rounded before it is merged
-
-
-def _world(degrees: tuple[int, ...]) -> int:
-    world = 1
-    for degree in degrees:
-        world *= degree
-    return world
 
 
 def _seeds(count: int, *of: object) -> list[int]:

@@ -29,6 +29,13 @@ def test_divided_is_the_same(groups: Groups, net: str, world: int, rows: int) ->
         assert max(groups(world).run(f"{CASES}:apart", net=net, dim=dim, rows=rows)) <= BAR
 
 
+@pytest.mark.parametrize("shares", [(1, 4, 2), (5, 0, 3), (0, 1, 12)], ids=str)
+@pytest.mark.parametrize("net", NETS)
+def test_rows_by_shares_are_the_same(groups: Groups, net: str, shares: tuple[int, ...]) -> None:
+    for dim in (-2, -1):
+        assert max(groups(3).run(f"{CASES}:apart", net=net, dim=dim, rows=13, shares=shares)) <= BAR
+
+
 @pytest.mark.parametrize(("world", "rows"), SIZES, ids=str)
 def test_attention_sees_all_rows(groups: Groups, world: int, rows: int) -> None:
     assert max(groups(world).run(f"{CASES}:attention_apart", rows=rows)) <= BAR

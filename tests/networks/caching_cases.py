@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,12 +18,13 @@ from .zoo import Inputs
 STEPS = (1.0, 0.999, 0.5, 0.4995, 0.4993)
 
 
-def cached(rank: int, world: int, name: str, ring: int, ulysses: int) -> dict[str, Any]:
+def cached(rank: int, world: int, name: str, ring: int, ulysses: int, shares: Sequence[int] = ()) -> dict[str, Any]:
     """Five evaluations, the third of which is far from the others."""
     network, inputs = made(name)
     alone, skipped = _run(network, inputs, ContextMesh())
-    divide(network, plan_of(network).plan, mesh(ring, ulysses), parallelism(ring, ulysses))
-    together, skipped_together = _run(network, inputs, mesh(ring, ulysses))
+    degrees = (ring, ulysses, 1, tuple(shares))
+    divide(network, plan_of(network).plan, mesh(*degrees), parallelism(*degrees))
+    together, skipped_together = _run(network, inputs, mesh(*degrees))
     undivide(network)
     errors = [error(got, want) for got, want in zip(together, alone, strict=True)]
     return {"skipped": skipped, "together": skipped_together, "error": max(errors)}

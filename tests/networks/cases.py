@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,11 +20,11 @@ tiny.start_comfyui()
 from .zoo import CASES, Inputs  # noqa: E402
 
 
-def parity(rank: int, world: int, name: str, ring: int, ulysses: int) -> dict[str, Any]:
+def parity(rank: int, world: int, name: str, ring: int, ulysses: int, shares: Sequence[int] = ()) -> dict[str, Any]:
     """How far the divided network is from the plain one, and the plain one afterwards from itself."""
     network, inputs = made(name)
     plain = forward(network, inputs)
-    together = divided_forward(network, inputs, ring, ulysses)
+    together = divided_forward(network, inputs, ring, ulysses, shares)
     again = forward(network, inputs)
     return {"error": error(together, plain), "left": error(again, plain), "bits": digest(together)}
 
@@ -58,8 +59,11 @@ def plan_of(network: nn.Module) -> Network:
     return found
 
 
-def divided_forward(network: nn.Module, inputs: Inputs, ring: int, ulysses: int, **options: Any) -> list[Tensor]:
-    divide(network, plan_of(network).plan, mesh(ring, ulysses), parallelism(ring, ulysses))
+def divided_forward(
+    network: nn.Module, inputs: Inputs, ring: int, ulysses: int, shares: Sequence[int] = (), **options: Any
+) -> list[Tensor]:
+    degrees = (ring, ulysses, 1, tuple(shares))
+    divide(network, plan_of(network).plan, mesh(*degrees), parallelism(*degrees))
     try:
         return forward(network, inputs, **options)
     finally:

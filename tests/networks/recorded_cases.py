@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,13 +21,14 @@ from .zoo import Inputs
 CPU = torch.device("cpu")
 
 
-def replayed(rank: int, world: int, name: str, ring: int, ulysses: int) -> dict[str, Any]:
+def replayed(rank: int, world: int, name: str, ring: int, ulysses: int, shares: Sequence[int] = ()) -> dict[str, Any]:
     """The bits of two inputs, eager and by replays, and what the recording says of itself."""
     network, first = made(name)
     tiny.seed(12)
     second = CASES[name].inputs()
     if world > 1:
-        divide(network, plan_of(network).plan, mesh(ring, ulysses), parallelism(ring, ulysses))
+        degrees = (ring, ulysses, 1, tuple(shares))
+        divide(network, plan_of(network).plan, mesh(*degrees), parallelism(*degrees))
     try:
         eager = [bits(network, inputs) for inputs in (first, second)]
         record_with_tapes(recording)

@@ -12,6 +12,7 @@ import importlib.util
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -31,9 +32,11 @@ PLACES = {  # module, function, which call of it
     "record": ("parallel_runtime.worker.engine.recording", "Recording._attempt", 1),
     "report": ("parallel_runtime.report.attention", "_apart", 3),
     "attend": ("parallel_runtime.worker.engine.kernels", "attend", 10),
+    "tokens": ("parallel_runtime.worker.engine.attention", "ContextAttention._run", 1),
     "group_norm": ("parallel_runtime.worker.vae.functions", "group_norm", 1),
 }
 ROOM = 16 * 32 * 32  # elements; what is larger is out of memory
+PACE = {"pace": 4e-3, "slow": 8e-3}  # seconds that a block takes for each token of a rank, so that all else is little
 
 
 def do(deed: str) -> None:
@@ -105,6 +108,9 @@ class Saboteur:
             calls += 1
             if self.deed == "out_of_memory":
                 refuse_large(args)
+            if self.deed in PACE:
+                time.sleep(PACE[self.deed] * args[1].shape[1])
+                return function(*args, **kwargs)
             if self.deed == "dwindle":
                 return function(*args, **kwargs) // calls
             if self.deed in ALWAYS:

@@ -92,7 +92,8 @@ class ContextAttention:
         queries, keys = map(self.streams.held, self._sides)
         self._check(query, key, queries.size, keys.size)
         ranks, heads, key_heads = self.mesh.ulysses.size, query.shape[2], key.shape[2]
-        repeat = bool(key_heads % ranks)  # a rank's query heads may need a part of a group
+        by_rank = chunk_sizes(heads, self.mesh.ulysses.parts)
+        repeat = any(own % (heads // key_heads) for own in by_rank)  # a rank's query heads need a part of a group
         counts = (heads, heads if repeat else key_heads)
         spreads = self.streams.spread(self._sides[0]), self.streams.spread(self._sides[1])
         made = waves(self.mesh, query, counts, spreads, self._sides[0] == self._sides[1])
@@ -101,7 +102,7 @@ class ContextAttention:
             batch=query.shape[0],
             queries=max(of_queries),
             keys=max(blocks),
-            heads=-(-heads // (ranks * max(1, len(made)))),
+            heads=-(-max(by_rank) // max(1, len(made))),
             head_dim=query.shape[3],
             dtype=query.dtype,
         )
@@ -120,7 +121,7 @@ class ContextAttention:
     def _replica(self, chunk: Tensor, length: int) -> Tensor:
         """[B, own tokens, H, D] of every rank makes [B, `length`, H, D] on each."""
         axis = self.mesh.context
-        (whole,) = gather(chunk.transpose(0, 1), chunk_sizes(length, axis.size), axis).wait()
+        (whole,) = gather(chunk.transpose(0, 1), chunk_sizes(length, axis.parts), axis).wait()
         return whole.transpose(0, 1)
 
     def _all_keys(self, mask: Tensor, query: Tensor, held: Arrangement) -> Mask:

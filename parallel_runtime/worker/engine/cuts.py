@@ -208,15 +208,16 @@ class Cuts:
             return None
         self._held.difference_update(streams)
         total, held, shape = self.total(streams), self.held(streams), self._shapes.get(streams, ())
-        length = value.shape[dim]
-        if length != held:
-            whole = value.shape[dim : dim + len(shape)] if len(shape) > 1 else value.shape[dim : dim + 1]
-            if whole.numel() != total:
-                raise _misfit(where, whole.numel(), streams, f"{total} (whole) or {held} (this rank's)")
-            return value
-        if len(shape) > 1 and value.shape[dim : dim + len(shape)] == shape and total != held:
-            return value
-        if self._came_cut.get(streams) and not self.whole_between:
+        flat = max(1, len(shape))
+        found = value.shape[dim:][:flat]
+        if found[0] != held or (flat > 1 and found == shape and total != held):
+            if found.numel() != total:
+                raise _misfit(where, found.numel(), streams, f"{total} (whole) or {held} (this rank's)")
+            if not self.streams.somebody_holds_all(streams):
+                return value
+            rows = value.reshape(*value.shape[:dim], total, *(1,) * (flat - 1), *value.shape[dim + flat :])
+            value = self._own(rows, streams, dim)
+        elif self._came_cut.get(streams) and not self.whole_between:
             raise Refused(
                 f"{where} would be whole, but its blocks were given a part; set ring and Ulysses degrees to 1"
             )

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...errors import Refused
 from .exchange import gather
-from .mesh import Axis, ContextMesh
-from .streams import chunk_range, spread
+from .mesh import Axis, ContextMesh, Parts
+from .streams import chunk_range, somebody_holds_all, spread
 
 ToldApart = tuple[torch.dtype, bool, bool, bool]  # a mask's dtype; does it tell batch, heads, queries apart?
 Spans = tuple[tuple[int, int], ...]  # of keys: (start, size) of each
@@ -113,14 +113,16 @@ def exchange_mask(mask: Tensor, batch: int, heads: int, lengths: Sequence[int], 
     Raises Refused for masks that differ between queries: a rank sees only its own.
     """
     keys = _tokens_first(mask, batch, heads)
-    sizes = spread(lengths, axis.size)
+    sizes = spread(lengths, axis.parts)
     if keys.shape[0] not in (sizes[axis.index], sum(lengths)):
         raise Refused(
             f"the attention mask covers {keys.shape[0]} keys, but this rank holds {sizes[axis.index]} of "
             f"{sum(lengths)}; cut it like the keys in the plan, or leave it whole"
         )
     if keys.shape[0] != sizes[axis.index]:
-        return KeyMask(torch.cat([_slice(keys, lengths, axis.size, index) for index in range(axis.size)]))
+        if not somebody_holds_all(lengths, axis.parts):
+            return KeyMask(torch.cat([_slice(keys, lengths, axis, index) for index in range(axis.size)]))
+        keys = _slice(keys, lengths, axis, axis.index)
     wire = keys.to(torch.uint8) if keys.dtype == torch.bool else keys
     (whole,) = gather(wire, sizes, axis).wait()
     return KeyMask(whole.to(keys.dtype))
@@ -150,9 +152,9 @@ def _tokens_first(mask: Tensor, batch: int, heads: int) -> Tensor:
     return mask.expand(batch, -1, -1, -1).squeeze(2).permute(2, 0, 1)
 
 
-def _slice(keys: Tensor, lengths: Sequence[int], parts: int, index: int) -> Tensor:
+def _slice(keys: Tensor, lengths: Sequence[int], axis: Axis, index: int) -> Tensor:
     """What rank `index` has of the keys of all streams."""
-    ranges = [chunk_range(length, parts, index) for length in lengths]
+    ranges = [chunk_range(length, axis.parts, index) for length in lengths]
     return torch.cat([part.narrow(0, *own) for part, own in zip(keys.split(list(lengths)), ranges, strict=True)])
 
 
@@ -186,14 +188,14 @@ def pair_mask(mask: Tensor, queries: Sequence[int], keys: Sequence[int], mesh: C
         )
     if not mask.is_floating_point() and mask.dtype != torch.bool:
         mask = mask != 0
-    parts, group = mesh.context.size, mesh.ulysses.size
+    context, group = mesh.context, mesh.ulysses.size
     first = mesh.ring.index * group
-    rows = _places(queries, parts, range(first, first + group), mask.device)
-    columns = _places(keys, parts, range(parts), mask.device)
+    rows = _places(queries, context.parts, range(first, first + group), mask.device)
+    columns = _places(keys, context.parts, range(context.size), mask.device)
     return PairMask(mask.index_select(-2, rows).index_select(-1, columns))
 
 
-def _places(lengths: Sequence[int], parts: int, ranks: range, device: torch.device) -> Tensor:
+def _places(lengths: Sequence[int], parts: Parts, ranks: range, device: torch.device) -> Tensor:
     """Where the tokens of these ranks are among all, rank by rank."""
     starts = [sum(lengths[:n]) for n in range(len(lengths))]
     chunks = []

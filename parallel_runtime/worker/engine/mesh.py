@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -15,6 +15,8 @@ from ...specs import Parallelism
 
 LANES = ("data", "cfg")  # axes along which whole evaluations are shared out
 AXES = (*LANES, "ring", "ulysses")
+
+Parts = int | tuple[int, ...]  # how many alike, or the share of each
 
 
 @dataclass(eq=False)
@@ -32,7 +34,8 @@ class Axis:
     """The ranks along one axis: how many, which one this is, their global ranks and group (None: this rank alone).
 
     `wire` is where collectives want their tensors when they cannot take this rank's own (None: they can). `world` is
-    the same for all axes of a group.
+    the same for all axes of a group. What is shared out along the axis goes by `shares`, one a rank; by none all get
+    alike.
     """
 
     size: int = 1
@@ -41,6 +44,11 @@ class Axis:
     group: dist.ProcessGroup | None = None
     wire: torch.device | None = None
     world: World = field(default_factory=World)
+    shares: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> Parts:
+        return self.shares or self.size
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,6 +69,25 @@ class ContextMesh:
     def lanes(self) -> int:
         """How many times there are ranks that share a sequence."""
         return self.data.size * self.cfg.size
+
+    def shared(self, shares: tuple[int, ...]) -> ContextMesh:
+        """The same ranks with these shares of a Parallelism; none: all alike.
+
+        Tokens go by each rank's own. Heads go by the shares of all ranks that have them, since a ring's keep theirs,
+        and rows of a batch by those of all ranks of a lane. Of prompts each lane has as many.
+        """
+        shares = shares or (1,) * (self.lanes * self.context.size)
+        lane = self.data.index * self.cfg.size + self.cfg.index
+        own = shares[lane * self.context.size :][: self.context.size]
+        of_heads = tuple(sum(own[place :: self.ulysses.size]) for place in range(self.ulysses.size))
+        each = self.cfg.size * self.context.size
+        of_rows = tuple(sum(shares[first : first + each]) for first in range(0, len(shares), each))
+        return replace(
+            self,
+            context=replace(self.context, shares=own),
+            ulysses=replace(self.ulysses, shares=of_heads),
+            data=replace(self.data, shares=of_rows),
+        )
 
 
 def build_mesh(parallelism: Parallelism, device: torch.device | None = None, world: World | None = None) -> ContextMesh:
@@ -92,7 +119,7 @@ def build_mesh(parallelism: Parallelism, device: torch.device | None = None, wor
     flat = DeviceMesh.from_group(context.group, wire.type) if context.group is not None else None
     for axis in (*axes.values(), context):
         _as_patient_as_the_world(axis, wire)
-    return ContextMesh(**axes, context=context, flat=flat)
+    return ContextMesh(**axes, context=context, flat=flat).shared(parallelism.shares)
 
 
 def with_own_group(axis: Axis, device: torch.device) -> Axis:
@@ -119,6 +146,17 @@ def first_ranks(count: int, device: torch.device) -> Axis:
     assert index < count
     staged = wire if wire.type != device.type else None
     return Axis(size=count, index=index, ranks=tuple(range(count)), wire=staged)
+
+
+def ranks_with(sizes: Sequence[int], device: torch.device) -> Axis | None:
+    """Of the first ranks of the world those for whom there is something, with `sizes` as their shares; None where this
+    is none of them. As `first_ranks`."""
+    everybody = first_ranks(len(sizes), device)
+    taking = tuple(rank for rank, size in enumerate(sizes) if size)
+    if everybody.index not in taking:
+        return None
+    shares = tuple(size for size in sizes if size)
+    return replace(everybody, size=len(taking), index=taking.index(everybody.index), ranks=taking, shares=shares)
 
 
 def _context(mesh: DeviceMesh, axes: Mapping[str, Axis], wire: torch.device | None, alone: Axis) -> Axis:

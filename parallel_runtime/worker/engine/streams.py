@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...errors import Refused
 from .exchange import allocate, allocate_kept
-from .mesh import Axis
+from .mesh import Axis, Parts
 
 KEPT_BYTES = 32 << 20  # of one buffer; where buffers are larger, allocating them is nothing beside filling them
 
@@ -28,27 +28,42 @@ Whole = Callable[[Tensor, int], Tensor]
 
 
 @lru_cache(maxsize=4096)
-def chunk_sizes(total: int, parts: int) -> tuple[int, ...]:
-    """Sizes of `parts` contiguous chunks of `total` items that differ by at most one, larger ones first.
+def chunk_sizes(total: int, parts: Parts) -> tuple[int, ...]:
+    """Sizes of contiguous chunks of `total` items: of so many parts alike, or in proportion to these shares.
 
-    A chunk is empty where there are more parts than items. This is the one rule of who holds how much.
+    Each is its quota, rounded down or up: up where most would be lost, the earlier chunk first. So alike ones differ by
+    at most one, larger ones first. A chunk is empty where its share is 0, or too small for an item. This is the one
+    rule of who holds how much.
     """
     assert total >= 0
-    assert parts >= 1
-    base, extra = divmod(total, parts)
-    return (base + 1,) * extra + (base,) * (parts - extra)
+    shares = (1,) * parts if isinstance(parts, int) else parts
+    whole = sum(shares)
+    assert whole > 0
+    assert min(shares) >= 0
+    sizes = [total * share // whole for share in shares]
+    by_loss = sorted(range(len(shares)), key=lambda index: -(total * shares[index] % whole))
+    for index in by_loss[: total - sum(sizes)]:
+        sizes[index] += 1
+    return tuple(sizes)
 
 
 @lru_cache(maxsize=4096)
-def chunk_range(total: int, parts: int, index: int) -> tuple[int, int]:
+def chunk_range(total: int, parts: Parts, index: int) -> tuple[int, int]:
     """(start, size) of chunk `index` among the chunks of `chunk_sizes`."""
     sizes = chunk_sizes(total, parts)
     return sum(sizes[:index]), sizes[index]
 
 
-def spread(lengths: Sequence[int], parts: int) -> tuple[int, ...]:
+def spread(lengths: Sequence[int], parts: Parts) -> tuple[int, ...]:
     """How many tokens each rank has of its own, of streams of these lengths together."""
     return tuple(map(sum, zip(*(chunk_sizes(length, parts) for length in lengths), strict=True)))
+
+
+def somebody_holds_all(lengths: Sequence[int], parts: Parts) -> bool:
+    """Does a rank hold as many tokens of these cut streams as there are? It cannot tell by a tensor's length whether
+    all have cut it: where it matters, all ranks have to do what serves both."""
+    held = zip(*([max(own, min(length, 1)) for own in chunk_sizes(length, parts)] for length in lengths), strict=True)
+    return sum(lengths) in map(sum, held)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +81,7 @@ class Part:
 
     @classmethod
     def of(cls, length: int, axis: Axis, replica: bool) -> Part:
-        start, own = chunk_range(length, axis.size, axis.index)
+        start, own = chunk_range(length, axis.parts, axis.index)
         if replica:
             return cls(held=length, start=start, own=own, replica=True)
         return cls(held=max(own, min(length, 1)), start=0, own=own, replica=False)
@@ -150,11 +165,11 @@ class Streams:
 
     def sizes(self, stream: str) -> tuple[int, ...]:
         """Each rank's own tokens of `stream`."""
-        return chunk_sizes(self.length(stream), self._axis.size)
+        return chunk_sizes(self.length(stream), self._axis.parts)
 
     def own(self, stream: str) -> tuple[int, int]:
         """(start, size) of this rank's own chunk of `stream`."""
-        return chunk_range(self.length(stream), self._axis.size, self._axis.index)
+        return chunk_range(self.length(stream), self._axis.parts, self._axis.index)
 
     def held(self, names: tuple[str, ...]) -> Holding:
         """What this rank holds of `names`."""
@@ -169,7 +184,12 @@ class Streams:
 
     def spread(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """Tokens that are each rank's own of `names` together, in context order."""
-        return spread([self.length(name) for name in names], self._axis.size)
+        return spread([self.length(name) for name in names], self._axis.parts)
+
+    def somebody_holds_all(self, names: tuple[str, ...]) -> bool:
+        """Of those of `names` that are cut."""
+        lengths = [self.length(name) for name in names if name not in self.replicated]
+        return bool(lengths) and somebody_holds_all(lengths, self._axis.parts)
 
     def kept(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What `make` made when this forward first asked for `key`."""

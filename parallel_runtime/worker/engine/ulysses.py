@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from .exchange import Pending, exchange
-from .mesh import Axis, ContextMesh
+from .mesh import Axis, ContextMesh, Parts
 from .streams import chunk_range, chunk_sizes
 
 WAVES = 2  # at most: more would cut kernels too small
@@ -90,15 +91,23 @@ class Parcel:
 
 @lru_cache(maxsize=1024)
 def parcel(
-    heads: tuple[int, ...], tokens: tuple[int, ...], index: int, batch: int, dim: int, wave: int, waves: int
+    heads: tuple[int, ...],
+    parts: Parts,
+    tokens: tuple[int, ...],
+    index: int,
+    batch: int,
+    dim: int,
+    wave: int,
+    waves: int,
 ) -> Parcel:
-    """Tensors of `heads` each in part `wave` of `waves`. Their heads divide by the ranks, or are equally many."""
-    ranks = len(tokens)
-    assert len(set(heads)) == 1 or not any(count % ranks for count in heads)
-    by_rank = [sum(_counts(count, ranks, wave, waves)[rank] for count in heads) for rank in range(ranks)]
-    own = tuple(_counts(count, ranks, wave, waves)[index] for count in heads)
+    """Tensors of `heads` each in part `wave` of `waves`. Ranks have the same multiple of each tensor's heads."""
+    runs = tuple(_runs(count, parts, wave, waves) for count in heads)
+    assert len({tuple(run.ranks for run in of_tensor) for of_tensor in runs}) == 1
+    counts = [_counts(count, parts, wave, waves) for count in heads]
+    by_rank = [sum(of_rank) for of_rank in zip(*counts, strict=True)]
+    own = tuple(of_tensor[index] for of_tensor in counts)
     return Parcel(
-        runs=tuple(_runs(count, ranks, wave, waves) for count in heads),
+        runs=runs,
         heads=own,
         tokens=tokens,
         index=index,
@@ -136,7 +145,7 @@ def waves(
     of_queries, of_keys = heads[:1], (heads[1], heads[1])
     queries, keys = (spread[first : first + axis.size] for spread in spreads)
     there = [((*of_queries, *of_keys), queries)] if together else [(of_queries, queries), (of_keys, keys)]
-    number = _worthwhile(query, heads, spreads, axis.size)
+    number = _worthwhile(query, heads, spreads, axis.parts)
     return tuple(_wave(query, there, axis, wave, number) for wave in range(number))
 
 
@@ -144,10 +153,10 @@ def _wave(
     query: Tensor, there: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], axis: Axis, wave: int, waves: int
 ) -> Wave:
     def packed(heads: tuple[int, ...], tokens: tuple[int, ...]) -> Parcel:
-        return parcel(heads, tokens, axis.index, query.shape[0], query.shape[3], wave, waves)
+        return parcel(heads, axis.parts, tokens, axis.index, query.shape[0], query.shape[3], wave, waves)
 
     heads, tokens = there[0]
-    start, own = chunk_range(heads[0], axis.size, axis.index)
+    start, own = chunk_range(heads[0], axis.parts, axis.index)
     return Wave(
         number=wave,
         first=start + chunk_range(own, waves, wave)[0],
@@ -156,10 +165,10 @@ def _wave(
     )
 
 
-def _worthwhile(query: Tensor, heads: tuple[int, int], spreads: Spreads, ranks: int) -> int:
+def _worthwhile(query: Tensor, heads: tuple[int, int], spreads: Spreads, parts: Parts) -> int:
     """Of global counts alone: ranks that disagree would wait for each other's waves."""
     (of_queries, of_keys), (queries, keys) = heads, map(max, spreads)
-    if of_keys < of_queries and of_keys % (ranks * WAVES):
+    if of_keys < of_queries and any(own % WAVES for own in chunk_sizes(of_keys, parts)):
         return 1
     sent = query.shape[0] * query.shape[3] * query.element_size() * (of_queries * queries + 2 * of_keys * keys)
     return WAVES if sent >= WORTH_HIDING else 1
@@ -193,15 +202,14 @@ def place(returned: Tensor, parcel: Parcel, out: Tensor) -> None:
         run.of(out).copy_(segment)
 
 
-def _runs(heads: int, ranks: int, wave: int, waves: int) -> tuple[Run, ...]:
-    fewer, extra = divmod(heads, ranks)
-    spans = ((extra, 0, fewer + 1), (ranks - extra, extra * (fewer + 1), fewer))
-    return tuple(_run(*span, *chunk_range(span[2], waves, wave)) for span in spans if span[0])
+def _runs(heads: int, parts: Parts, wave: int, waves: int) -> tuple[Run, ...]:
+    runs, first = [], 0
+    for own, alike in groupby(chunk_sizes(heads, parts)):
+        start, count = chunk_range(own, waves, wave)
+        runs.append(Run(ranks=len(list(alike)), first=first, heads=own, start=start, count=count))
+        first += runs[-1].ranks * own
+    return tuple(runs)
 
 
-def _run(ranks: int, first: int, heads: int, start: int, count: int) -> Run:
-    return Run(ranks=ranks, first=first, heads=heads, start=start, count=count)
-
-
-def _counts(heads: int, ranks: int, wave: int, waves: int) -> list[int]:
-    return [chunk_range(own, waves, wave)[1] for own in chunk_sizes(heads, ranks)]
+def _counts(heads: int, parts: Parts, wave: int, waves: int) -> list[int]:
+    return [chunk_range(own, waves, wave)[1] for own in chunk_sizes(heads, parts)]

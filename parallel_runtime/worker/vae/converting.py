@@ -35,7 +35,7 @@ def share_of(x: Tensor, unit: int, ranks: Axis) -> Share:
     units, left = divmod(x.shape[dim], unit)
     if left:
         raise Refused(f"{x.shape[dim]} pixels are no multiple of the {unit} that make a row of the latent")
-    return Share(ranks=ranks, dim=dim, units=chunk_sizes(units, ranks.size))
+    return Share(ranks=ranks, dim=dim, units=chunk_sizes(units, ranks.parts))
 
 
 def convert(

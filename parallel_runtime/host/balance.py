@@ -1,0 +1,111 @@
+"""Which shares `auto` comes to: by what ranks measured when they joined, then by how long each of them computed in real
+steps. Arithmetic only. Shares change between runs, and settle: a shape that is recorded or compiled is worth something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+
+from ..specs import ModelSpec, Parallelism
+from .cost import Link, Work, alone_seconds
+
+PARTS = 64  # for each worker
+BEHIND = 1.05  # times the mean: from there on the slowest rank is waited for
+APART = 1.1  # the same of one measurement, when the workers met
+LEAST = 0.05  # seconds of computing in a step: what is shorter says nothing of the device
+TWICE = 2
+
+
+Key = tuple[ModelSpec, Parallelism]
+Shares = tuple[int, ...]
+
+
+@dataclass(eq=False)
+class _Tried:
+    """The shares of one model on one division. How long the slowest rank computes, in means of all: `before` by the
+    shares that these replaced, and `settled` where nothing better was found."""
+
+    shares: Shares
+    behind: int = 0  # runs in a row
+    before: tuple[float, Shares] | None = None
+    settled: float = 1.0
+
+    def ran(self, slowest: float, better: Shares) -> None:
+        """By these shares; from the speeds alone `better` ones would follow. What does not go by shares alone, such as
+        whole heads, might have them take turns for ever: those that gained nothing give way to the last, which stay."""
+        self.behind = self.behind + 1 if slowest > BEHIND * self.settled else 0
+        if self.behind < TWICE:
+            return
+        self.behind = 0
+        if self.before is not None and slowest >= self.before[0]:
+            self.settled, self.shares = self.before
+            self.before = None
+        else:
+            self.before, self.shares, self.settled = (slowest, self.shares), better, 1.0
+
+
+class Balance:
+    """Of one group, as long as it lives. `alike`: its ranks have a device in common, so that none starts with less."""
+
+    def __init__(self, link: Link, *, alike: bool) -> None:
+        self._link = link
+        self._alike = alike
+        self._tried: dict[Key, _Tried] = {}
+
+    def shares(self, model: ModelSpec, degrees: Parallelism, work: Work) -> Shares:
+        """Of a run whose shares nobody has chosen; none: all alike."""
+        key = _key(model, degrees)
+        if key not in self._tried:
+            self._tried[key] = _Tried(self._at_first(degrees, work))
+        return self._tried[key].shares
+
+    def learn(self, model: ModelSpec, degrees: Parallelism, seconds: Sequence[float | None]) -> None:
+        """How long each rank computed in a step of a run by these degrees, None: it could not say."""
+        known = [each for each in seconds if each is not None]
+        shares = degrees.shares or (1,) * degrees.world_size
+        if degrees.world_size == 1 or len(known) < len(seconds) or max(known) < LEAST:
+            return
+        tried = self._tried.get(_key(model, degrees))
+        if tried is None or not _same(tried.shares, shares):  # somebody chose them
+            return
+        taking = [each for each, share in zip(known, shares, strict=True) if share]
+        tried.ran(max(taking) * len(taking) / sum(taking), parts(_speeds(degrees, shares, known)))
+
+    def _at_first(self, degrees: Parallelism, work: Work) -> Shares:
+        ranks = self._link.ranks
+        if self._alike or len(ranks) != degrees.world_size:
+            return ()
+        seconds = [alone_seconds(work, speed) for speed in ranks]
+        if not all(seconds) or max(seconds) <= APART * sum(seconds) / len(seconds):
+            return ()
+        return parts([1 / each for each in seconds])
+
+
+def parts(speeds: Sequence[float]) -> Shares:
+    """Whole numbers in proportion to `speeds`, about PARTS for each worker; nobody who has a speed goes without."""
+    mean = sum(speeds) / len(speeds)
+    sizes = [max(round(PARTS * speed / mean), int(speed > 0)) for speed in speeds]
+    common = gcd(*sizes)
+    return tuple(size // common for size in sizes)
+
+
+def _speeds(degrees: Parallelism, shares: Shares, seconds: Sequence[float]) -> list[float]:
+    """What each rank did of the work in a second. Lanes of prompts have as much to do whatever their shares, lanes of
+    rows in proportion to theirs."""
+    size, speeds = degrees.context_parallel_size, []
+    each = size * degrees.cfg_degree
+    for rank, (share, took) in enumerate(zip(shares, seconds, strict=True)):
+        lane, rows = rank // size * size, rank // each * each
+        work = share / sum(shares[lane : lane + size]) * sum(shares[rows : rows + each]) / degrees.cfg_degree
+        speeds.append(work / took if took else 0.0)
+    return speeds
+
+
+def _key(model: ModelSpec, degrees: Parallelism) -> Key:
+    return model.unpatched, replace(degrees, shares=())
+
+
+def _same(some: Shares, others: Shares) -> bool:
+    return (some or (1,) * len(others)) == others

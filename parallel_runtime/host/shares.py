@@ -1,0 +1,55 @@
+"""How much of the work each worker gets: what `shares` of a CP Parallel Config say, and how it is told."""
+
+from __future__ import annotations
+
+import re
+
+from ..errors import Refused
+from ..specs import Division
+
+NUMBERS = re.compile(r"\s*\d+(\s*,\s*\d+)*\s*")
+
+
+def asked_for(shares: str, workers: int) -> tuple[int, ...]:
+    """Of each of so many workers, in rank order; none where the host is to find out. Raises Refused."""
+    if shares.strip() in ("", "auto"):
+        return ()
+    if shares.strip() == "equal":
+        return (1,) * workers
+    if not NUMBERS.fullmatch(shares):
+        raise Refused(f"shares is auto, equal, or a whole number for each worker such as 3,2, and not {shares!r}")
+    numbers = tuple(int(number) for number in shares.split(","))
+    if len(numbers) != workers:
+        raise Refused(
+            f"shares {shares.strip()} names {len(numbers)}, and the number of workers is {workers}: name {workers}, "
+            "one for each in the order of devices, or choose auto"
+        )
+    return numbers
+
+
+def percent_of(division: Division) -> list[tuple[str, int]]:
+    """Each worker's device, and its share of all the work in percent."""
+    devices = division.placement.devices * division.placement.nnodes
+    shares = division.degrees.shares or (1,) * len(devices)
+    return [(device, round(100 * share / sum(shares))) for device, share in zip(devices, shares, strict=True)]
+
+
+def in_words(division: Division) -> str:
+    """For CP Plan; "" where all have alike."""
+    shares = division.degrees.shares
+    if len(set(shares)) < 2:
+        return ""
+    told = ", ".join(f"{device} {share} %" for device, share in percent_of(division))
+    return f"{told}: tokens in proportion, heads as far as whole heads go."
+
+
+def idle(division: Division) -> str:
+    """What to do about workers without work; "" where there are none."""
+    if 0 not in division.degrees.shares:
+        return ""
+    devices, nnodes = division.placement.devices, division.placement.nnodes
+    without = [device for device, share in zip(devices * nnodes, division.degrees.shares, strict=True) if not share]
+    return (
+        f"Nothing is left for {', '.join(without)}, which waits for the others all the same: leave it out of devices, "
+        "and out of shares."
+    )

@@ -1,0 +1,62 @@
+"""Workers of unequal shares in a real ComfyUI: KSampler's latent, the VAE's pictures, the same bits from a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from .cases import DEGREES
+from .client import NodeError
+from .graphs import Job, Parallel, sampling_graph
+from .latents import apart, latent_of
+from .server import Server
+from .test_networks import native, picture, server_of_networks  # noqa: F401 - fixtures
+from .vae_graphs import BAR as VAE_BAR
+from .vae_graphs import THREE, TWO, both, decoding
+
+BAR = 1e-5  # of the latent's standard deviation
+SHARED = {
+    "3,2": replace(DEGREES["ulysses_2"], shares="3,2"),
+    "1,4,2": replace(DEGREES["ring_3"], shares="1,4,2"),
+    "1,4,2 by heads": Parallel(ring_degree=1, ulysses_degree=3, shares="1,4,2"),
+}
+NAMES = ["flux_kontext", "wan_phantom", "qwen_edit", "ltx2"]
+
+
+@pytest.mark.sweep(one_in=5)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shared", SHARED)
+def test_networks_are_sampled_as_ksampler_does(
+    server: Server,
+    native: Callable[[str], Tensor],  # noqa: F811
+    shared: str,
+    name: str,
+) -> None:
+    assert apart(latent_of(server.client.run(picture(name, SHARED[shared]))), native(name)) <= BAR
+
+
+@pytest.mark.sweep(one_in=2)
+@pytest.mark.parametrize(("file", "shape"), [("wan.safetensors", "1,16,2,11,7"), ("taef1", "1,16,9,14")])
+@pytest.mark.parametrize("parallel", [replace(TWO, shares="3,2"), replace(THREE, shares="1,4,2")], ids=["2", "3"])
+def test_pictures_are_the_vaes_own(vaes: Server, parallel: Parallel, file: str, shape: str) -> None:
+    assert both(vaes, decoding, file, shape, parallel) <= VAE_BAR
+
+
+@pytest.mark.parametrize("shared", ["3,2", pytest.param("1,4,2", marks=pytest.mark.sweep)])
+def test_a_shard_gives_the_bits_of_whole_weights(server: Server, shared: str) -> None:
+    job = Job(family="flux_dev", cfg=2.0, steps=2)
+    latents = [
+        latent_of(server.client.run(sampling_graph(job, "CPSampler", replace(SHARED[shared], weights=weights))))
+        for weights in ("replicate", "shard")
+    ]
+    assert torch.equal(*latents)
+
+
+def test_another_number_of_shares_than_workers_is_refused(server: Server) -> None:
+    graph = sampling_graph(Job(family="flux_dev"), "CPSampler", replace(DEGREES["ulysses_2"], shares="1,4,2"))
+    with pytest.raises(NodeError, match="shares 1,4,2 names 3, and the number of workers is 2: name 2"):
+        server.client.run(graph)
