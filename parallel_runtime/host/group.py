@@ -140,7 +140,8 @@ class WorkerGroup:
             log.info("[CP] not recorded as CUDA graphs: %s", reason)
         done, result = answers[0]
         told = [answers[rank][0].readings for rank in sorted(answers)]
-        self.balance.learn(model, parallelism, computed := tuple(one and one.computed_seconds for one in told))
+        computed = tuple(None if one is None else one.computed_seconds for one in told)
+        self.balance.learn(model, parallelism, computed)
         return Result(result, done.load_seconds, done.seconds, computed)
 
     def unload(self, model: ModelSpec, *, offload: bool = False) -> None:
