@@ -173,10 +173,10 @@ def _model(value: ModelPatcher, what: str) -> dict[str, Any]:
         raise Unsendable(f"{what} holds a {kinds}, which cannot be sent to the workers: {why}") from None
 
 
-def _tensor(value: torch.Tensor, what: str) -> torch.Tensor:
+def _tensor(value: torch.Tensor, what: str) -> Any:
     if value.is_meta:
         raise Refused(f"{what} holds a weight that is not in ComfyUI's memory, so it cannot be sent to the workers")
-    return value
+    return value if value.device.type == "cpu" else {"kind": "on_device", "of": value}
 
 
 def _module(thing: Any) -> str:

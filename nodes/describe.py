@@ -25,7 +25,14 @@ from .code import LOCAL, Unsendable, describe, reference, title
 from .compiling import compilation
 from .encoded import side_of
 from .origin import origin
-from .patches import OVERRIDE, check_inside, describe_functions, describe_options, describe_weights
+from .patches import (
+    OVERRIDE,
+    attributes_of,
+    check_inside,
+    describe_functions,
+    describe_options,
+    describe_weights,
+)
 from .refusals import check_guider, check_latent
 from .stand_in import network_behind
 from .tampering import check_network
@@ -164,6 +171,7 @@ def describe_job(
         random_seed=torch.initial_seed(),
         random_state=torch.get_rng_state(),
         model_sampling=_sampling(model.get_model_object("model_sampling")),
+        attributes=attributes_of(model),
         model_options=describe_options(guider.model_options, side_of(source.network, shape)),
         wrappers=describe_functions(model.wrappers, "wrapper"),
         callbacks=describe_functions(model.callbacks, "callback"),
@@ -174,7 +182,7 @@ def describe_job(
 
 
 def _check_sendable(model: ModelPatcher) -> None:
-    for name in model.object_patches.keys() - OBJECTS:
+    for name in model.object_patches.keys() - OBJECTS - attributes_of(model).keys():
         raise Unsendable(f"the MODEL has a replaced {name}")
     for name, models in model.additional_models.items():
         if models:

@@ -14,7 +14,7 @@ from ..parallel_runtime.specs import ParallelRequest
 from .describe import Source, describe_model, patched_inside
 from .encoded import side_of
 from .lease import leased
-from .patches import check_sizes, describe_inside
+from .patches import check_attributes, check_sizes, describe_inside
 from .residence import Held
 
 
@@ -39,6 +39,7 @@ class RemoteEvaluation:
                 "in ComfyUI's process; remove them, or sample with KSampler"
             )
         check_sizes(model)
+        check_attributes(model)
         self._source = describe_model(model, self._request)
 
     def __call__(self, method: str, arguments: dict[str, Any]) -> Any:

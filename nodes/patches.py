@@ -92,7 +92,24 @@ def check_sizes(model: ModelPatcher) -> None:
 def _on_network(model: ModelPatcher) -> list[str]:
     found = ["weight wrappers"] if model.weight_wrapper_patches else []
     found += [f"the injection {name}" for name, injections in model.injections.items() if injections]
-    return found + [f"a replaced {name}" for name in model.object_patches if name.startswith("diffusion_model")]
+    replaced = {name for name in model.object_patches if name.startswith("diffusion_model")}
+    return found + [f"a replaced {name}" for name in replaced - attributes_of(model).keys()]
+
+
+def attributes_of(model: ModelPatcher) -> dict[str, Any]:
+    """Plain values that MODEL has in place of its network's own, by name."""
+    found = {name: value for name, value in model.object_patches.items() if name.startswith("diffusion_model.")}
+    return {
+        name: value for name, value in found.items() if value is None or isinstance(value, bool | int | float | str)
+    }
+
+
+def check_attributes(model: ModelPatcher) -> None:
+    """Raises Refused for those: ComfyUI would set them on the network that is here."""
+    if found := sorted(attributes_of(model)):
+        raise Refused(
+            f"a replaced {', '.join(found)} cannot be honoured while the sampler runs in ComfyUI's process; {WAY_OUT}"
+        )
 
 
 def _authors(key: str, value: Any) -> str:

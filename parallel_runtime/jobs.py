@@ -19,12 +19,12 @@ class SamplingJob:
     Code is named, never sent: `guider` is `module:name` inside ComfyUI, `sampler` what nodes/code.py describes. `conds`
     maps the guider's condition names to ComfyUI's condition dicts, described likewise. Latents are full-size
     [B, C, (T,) H, W] float32; `sigmas` is 1-D. `random_state` is the host's global CPU generator at that moment:
-    samplers may draw from it. ComfyUI's own code on the MODEL is described (nodes/code.py): in `model_options`, in
-    `wrappers` and `callbacks` as [kind, key, functions], and in `patches` by weight. `patches` is None where the
-    workers have the model's. `latent_shapes` are those of several latents (audio and video) that are packed into one.
-    `together`: something on the MODEL sees every prompt and image at once, so that they are shared out to nobody.
-    `step_cache` is the threshold of first-block caching, 0 for none. `rows` of a batch go through the network at once,
-    0 for all of them, those of several prompts too.
+    samplers may draw from it. `attributes` are plain values in place of the network's own. ComfyUI's own code on the
+    MODEL is described (nodes/code.py): in `model_options`, in `wrappers` and `callbacks` as [kind, key, functions], and
+    in `patches` by weight. `patches` is None where the workers have the model's. `latent_shapes` are those of several
+    latents (audio and video) that are packed into one. `together`: something on the MODEL sees every prompt and image
+    at once, so that they are shared out to nobody. `step_cache` is the threshold of first-block caching, 0 for none.
+    `rows` of a batch go through the network at once, 0 for all of them, those of several prompts too.
     """
 
     guider: str
@@ -39,6 +39,7 @@ class SamplingJob:
     random_seed: int
     random_state: Tensor
     model_sampling: dict[str, Any]
+    attributes: dict[str, Any]
     model_options: dict[str, Any]
     wrappers: list[list[Any]]
     callbacks: list[list[Any]]

@@ -80,9 +80,12 @@ HONOURED = {  # on the way of a MODEL: the workers have what they put there
     "QwenImageDiffsynthControlnet", "ZImageFunControlnet", "AnimaLLLiteApply", "NAGuidance", "ModelAttentionBackend",
     "ComfySwitchNode", "Reroute",
 }  # fmt: skip
-WHOLE = {"WanInfiniteTalkToVideo": "attn2_patch of MultiTalkCrossAttnPatch", "HyperTile": "attn1_patch of HyperTile"}
+WHOLE = {
+    "FluxKVCache": "attn1_patch of KV_Attn_Input",
+    "WanInfiniteTalkToVideo": "attn2_patch of MultiTalkCrossAttnPatch",
+    "HyperTile": "attn1_patch of HyperTile",
+}
 REFUSED = {
-    "FluxKVCache": "it replaces an attribute of the network (diffusion_model.params.default_ref_method)",
     "SamplerARVideo": "its sampler calls the network's blocks itself",
 }
 STAYS = {  # a run that leaves ComfyUI's process evaluation by evaluation

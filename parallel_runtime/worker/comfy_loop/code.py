@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
+import comfy.model_management
 import torch
 
 from ...errors import Refused
@@ -58,6 +59,10 @@ class _Rebuilder:
 
     def _enum(self, described: dict[str, Any]) -> Any:
         return named(described["class"])[described["name"]]
+
+    def _on_device(self, described: dict[str, Any]) -> torch.Tensor:
+        made: torch.Tensor = described["of"].to(comfy.model_management.get_torch_device())
+        return made
 
     def _name(self, described: dict[str, Any]) -> Any:
         return named(described["name"])

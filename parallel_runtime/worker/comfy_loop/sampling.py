@@ -85,6 +85,8 @@ def _patcher(model: ComfyModel, job: SamplingJob, pulse: Pulse) -> ModelPatcher:
     """The MODEL of the host: with its weight patches, and with the code that lies on it."""
     patcher = model.clone(job.patches, pulse.loading)
     patcher.add_object_patch("model_sampling", rebuild_sampling(job.model_sampling))
+    for name, value in job.attributes.items():
+        patcher.add_object_patch(name, value)
     patch_models = PatchModels(model)
     for key, value in rebuild(job.model_options, patch_models).items():
         patcher.model_options[key] = value
