@@ -179,14 +179,14 @@ def check(server: Server, native: Callable[..., Tensor], what: str, degrees: str
     assert apart(got, want) <= max(BARS[degrees], READ_IN_PLACE if PATCHES[what].family == "flux_dev" else 0)
 
 
-@pytest.mark.sweep(one_in=5)
+@pytest.mark.sweep(one_in=7)
 @pytest.mark.parametrize("what", PATCHES)
 @pytest.mark.parametrize("degrees", [ALONE, "ulysses_2", "ring_2", "ring_3", FOUR])
 def test_it_gives_ksamplers_latent(server: Server, native: Callable[..., Tensor], degrees: str, what: str) -> None:
     check(server, native, what, degrees)
 
 
-@pytest.mark.sweep(one_in=5)
+@pytest.mark.sweep(one_in=7)
 @pytest.mark.parametrize("what", ["canny", "Fun lite", "USO"])
 @pytest.mark.parametrize("degrees", ["ulysses_2", "ring_2", ALONE])
 @pytest.mark.parametrize("how", ["lora", "fp8"])
@@ -202,6 +202,25 @@ def test_it_does_something(server: Server, native: Callable[..., Tensor], what: 
     graph = sampled(what)
     graph["sampler"]["inputs"]["model"] = link("model")
     assert apart(latent_of(server.client.run(graph)), native(what)) > 1e-2
+
+
+@pytest.mark.parametrize("degrees", ["1_worker"])
+def test_on_one_worker_it_is_ksamplers_to_the_bit(server: Server, native: Callable[..., Tensor], degrees: str) -> None:
+    check(server, native, "canny", degrees)
+
+
+def test_workers_read_its_file_once(server: Server, native: Callable[..., Tensor]) -> None:
+    """Another file that looks the same, name, size and time, takes its place after the first run."""
+    check(server, native, "depth", "ulysses_2")
+    path = server.base / "models" / "model_patches" / "qwen_depth.safetensors"
+    status = path.stat()
+    kept = path.rename(path.with_name("kept"))
+    path.write_bytes(path.with_name("qwen_canny.safetensors").read_bytes())
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    try:
+        check(server, native, "depth", "ulysses_2")
+    finally:
+        kept.replace(path)
 
 
 @pytest.mark.sweep(one_in=3)

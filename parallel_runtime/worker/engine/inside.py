@@ -18,7 +18,7 @@ def of_own_tokens(options: dict[str, Any], site: Site, cuts: Cuts) -> dict[str, 
     places = options.get("img_slice")
     if places and isinstance(over, tuple) and places[1] == cuts.total(over):
         own["img_slice"] = list(cuts.cut([tuple(places)], Slices(over), "img_slice")[0])
-    if data := options.get("model_patch_data"):
+    if (data := options.get("model_patch_data")) and site.carries:
         (_, _, streams), *_ = site.carries
         own["model_patch_data"] = {
             patch: cuts.cut(value, Along(streams), f"model_patch_data of patch {number}")
