@@ -170,4 +170,5 @@ def _case(group: WorkerGroup | None, spec: ModelSpec, wish: Wish, work: Work, pl
     capacity = capacity_for(placement, group, spec)
     division = choose(wish, work, link, capacity)
     assert division.placement == placement
-    return Case(work=work, degrees=division.degrees, capacity=capacity, link=link)
+    degrees = group.balanced(spec, division.degrees, work) if group is not None else division.degrees
+    return Case(work=work, degrees=degrees, capacity=capacity, link=link)

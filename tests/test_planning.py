@@ -96,7 +96,7 @@ def test_what_cannot_work_is_refused_in_one_sentence(request_, heads, gpus, sent
 
 
 def shares_of(**request):
-    return plan(ParallelRequest(**request), heads=24, gpus=2).degrees.shares
+    return plan(Wish(request=ParallelRequest(**request), heads=24, gpus=2)).degrees.shares
 
 
 @pytest.mark.parametrize(

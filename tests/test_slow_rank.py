@@ -31,16 +31,14 @@ def slowed(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerGroup]:
 
 
 def run(group: WorkerGroup, model: ModelSpec) -> Result:
-    shares = group.balance.shares(model, RING, WORK)
-    degrees = Parallelism(ring_degree=2, shares=shares)
-    return group.sample(model, degrees, flux_job(steps=3, size=(12, 8), tokens=6))
+    return group.run(model, group.balanced(model, RING, WORK), flux_job(steps=3, size=(12, 8), tokens=6))
 
 
 def test_a_rank_of_half_the_speed_has_a_third_after_two_runs(slowed: WorkerGroup, model: ModelSpec) -> None:
     before = run(slowed, model)
-    assert slowed.balance.shares(model, RING, WORK) == (), "one run may be chance"
+    assert slowed.balanced(model, RING, WORK).shares == (), "one run may be chance"
     run(slowed, model)
-    fast, slow = slowed.balance.shares(model, RING, WORK)
+    fast, slow = slowed.balanced(model, RING, WORK).shares
     assert slow / (fast + slow) == pytest.approx(1 / 3, abs=0.03)
     after = run(slowed, model)
     first, second = (seconds or 0.0 for seconds in before.computed)

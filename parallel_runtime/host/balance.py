@@ -4,6 +4,7 @@ steps. Arithmetic only. Shares change between runs, and settle: a shape that is 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
@@ -11,10 +12,14 @@ from math import gcd
 from ..specs import ModelSpec, Parallelism
 from .cost import Link, Work, alone_seconds
 
+log = logging.getLogger(__name__)
+
 PARTS = 64  # for each worker
 BEHIND = 1.05  # times the mean: from there on the slowest rank is waited for
 APART = 1.1  # the same of one measurement, when the workers met
-LEAST = 0.05  # seconds of computing in a step: what is shorter says nothing of the device
+# Seconds of computing in a step: what is shorter says nothing of the device. Workers that have one in common take it
+# from each other.
+LEAST, LEAST_TOGETHER = 0.02, 0.4
 TWICE = 2
 
 
@@ -47,7 +52,7 @@ class _Tried:
 
 
 class Balance:
-    """Of one group, as long as it lives. `alike`: its ranks have a device in common, so that none starts with less."""
+    """Of one group, as long as it lives. `alike`: its ranks have a device in common, and so none starts with less."""
 
     def __init__(self, link: Link, *, alike: bool) -> None:
         self._link = link
@@ -56,6 +61,8 @@ class Balance:
 
     def shares(self, model: ModelSpec, degrees: Parallelism, work: Work) -> Shares:
         """Of a run whose shares nobody has chosen; none: all alike."""
+        if degrees.context_parallel_size * degrees.data_degree == 1:  # prompts are one each
+            return ()
         key = _key(model, degrees)
         if key not in self._tried:
             self._tried[key] = _Tried(self._at_first(degrees, work))
@@ -65,13 +72,19 @@ class Balance:
         """How long each rank computed in a step of a run by these degrees, None: it could not say."""
         known = [each for each in seconds if each is not None]
         shares = degrees.shares or (1,) * degrees.world_size
-        if degrees.world_size == 1 or len(known) < len(seconds) or max(known) < LEAST:
+        if len(known) < len(seconds) or max(known) < (LEAST_TOGETHER if self._alike else LEAST):
             return
         tried = self._tried.get(_key(model, degrees))
         if tried is None or not _same(tried.shares, shares):  # somebody chose them
             return
         taking = [each for each, share in zip(known, shares, strict=True) if share]
-        tried.ran(max(taking) * len(taking) / sum(taking), parts(_speeds(degrees, shares, known)))
+        slowest, before = max(taking) * len(taking) / sum(taking), tried.shares
+        tried.ran(slowest, parts(_speeds(degrees, shares, known)))
+        if tried.shares != before:
+            log.info(
+                "[CP] worker %d computed %.0f %% longer than all on average: from the next run on shares are %s",
+                known.index(max(known)), 100 * (slowest - 1), ",".join(map(str, tried.shares)) or "equal",
+            )  # fmt: skip
 
     def _at_first(self, degrees: Parallelism, work: Work) -> Shares:
         ranks = self._link.ranks

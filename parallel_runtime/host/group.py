@@ -16,6 +16,7 @@ from ..wire.bundles import bundled
 from ..wire.messages import Cancel, Done, Measure, Run, Stop, Unload
 from ..wire.readings import Readings
 from .balance import Balance
+from .cost import Work
 from .launch import Processes
 from .limits import Limit, seconds_from
 from .patience import Patience
@@ -92,6 +93,12 @@ class WorkerGroup:
         """What each rank has said of itself last, in rank order; () where one has said nothing."""
         told = tuple(rank.readings for rank in self.activity.now.ranks if rank.readings is not None)
         return told if len(told) == len(self.activity.now.ranks) else ()
+
+    def balanced(self, model: ModelSpec, degrees: Parallelism, work: Work) -> Parallelism:
+        """With the shares that these workers can do at this moment, where nobody has chosen any."""
+        if degrees.shares:
+            return degrees
+        return dataclasses.replace(degrees, shares=self.balance.shares(model, degrees, work))
 
     def holds(self, model: ModelSpec) -> bool:
         """Have the workers got `model`, weight patches and all?"""
