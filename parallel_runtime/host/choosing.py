@@ -9,16 +9,19 @@ from functools import partial
 
 from ..errors import Refused
 from ..specs import Division, RotateMethod
-from .cost import Link, Work, evaluation_seconds, rotating
+from .cost import Link, Work, activation_bytes, evaluation_seconds, rotating
+from .pipelines import balanced
 from .planning import Seconds, Wish, plan
-from .storing import Capacity, Case, as_one_pays
+from .storing import USABLE, Capacity, Case, as_one_pays
 
 
 def choose(wish: Wish, work: Work, link: Link | None, capacity: Capacity) -> Division:
     """For `work`, by estimated speed once the workers have measured their `link`, and by their `capacity`. Raises
     Refused where the wish cannot be honoured."""
+    if (division := plan(wish)).degrees.pipeline_degree > 1:
+        return _rotated(_in_stages(division, work, capacity), "alltoall")
     if link is None or not link.bytes_per_second:
-        return _rotated(plan(wish), "alltoall")
+        return _rotated(division, "alltoall")
     seconds = partial(evaluation_seconds, work, link=link, device_bytes=capacity.device_bytes)
     division = plan(wish, seconds)
     if division.degrees.cfg_degree == 2 and not wish.request.cfg_degree and wish.request.weights == "auto":
@@ -26,6 +29,13 @@ def choose(wish: Wish, work: Work, link: Link | None, capacity: Capacity) -> Div
         if as_one is not None and as_one_pays(case(degrees=division.degrees), case(degrees=as_one.degrees)):
             division = as_one
     return _rotated(division, rotating(work, division.degrees, link, capacity.device_bytes))
+
+
+def _in_stages(division: Division, work: Work, capacity: Capacity) -> Division:
+    """With the blocks that each stage has, by what is left of a device beside what is computed there."""
+    room = capacity.device_bytes
+    beside = activation_bytes(replace(work, prompts=1), division.degrees)
+    return balanced(division, work.figures, None if room is None else int(USABLE * room) - beside)
 
 
 def _rotated(division: Division, method: RotateMethod) -> Division:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ..errors import Refused
 from ..specs import Parallelism, Storage, WeightsChoice, WeightsMode
 from .cost import Link, Work, activation_bytes, evaluation_seconds
+from .pipelines import held_bytes
 
 GIB = 2**30
 USABLE = 0.92  # of a device that is filled on purpose
@@ -66,14 +67,18 @@ class Case:
         return replace(self, work=replace(self.work, prompts=1))
 
     def allows(self, mode: WeightsMode) -> bool:
-        """Without blocks that a plan knows weights are whole, and so are parts without anybody to share them with."""
+        """Without blocks that a plan knows weights are whole, and so are parts without anybody to share them with; a
+        stage of a pipeline has its blocks on its device."""
+        if self.degrees.pipeline_degree > 1:
+            return mode == "replicate"
         alone = mode == "shard" and self.degrees.context_parallel_size == 1
         return mode == "replicate" or not (alone or len(self.blocks) <= BUFFERS)
 
     def prospect(self, storage: Storage) -> Prospect:
         whole, ranks = self.work.figures.weight_bytes, self.degrees.context_parallel_size
         if storage.mode == "replicate":
-            return Prospect(storage=storage, held_bytes=whole, seconds=self._compute())
+            held = held_bytes(self.work.figures, self.degrees)
+            return Prospect(storage=storage, held_bytes=held, seconds=self._compute())
         fetched = sum(self.blocks) * (len(self.blocks) - storage.resident) // len(self.blocks)
         kept = -(-fetched // ranks) if storage.mode == "shard" else 0
         exposed = max(0.0, self._travel(storage.mode, fetched) - self._compute())
