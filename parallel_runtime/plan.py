@@ -145,8 +145,8 @@ class Site:
     caching leaves it alone.
 
     `gives` names the arguments that a block's outputs go on from, in order: those with Tokens where it is None. A block
-    of another stage of a pipeline gives zeros like them; with none, (), every stage has all of these blocks. `beside`:
-    they are not in turn behind the stack before, but each belongs to the stage of the block at this place in it.
+    of another stage of a pipeline gives what has their shapes; with none, (), every stage has all of these blocks.
+    `beside`: they are not in turn behind the stack before, but each belongs to the stage of the block at this place.
     """
 
     name: str
@@ -178,6 +178,11 @@ class Site:
     def given_on(self) -> tuple[str | int, ...]:
         """The arguments that what a block gives goes on from."""
         return tuple(dict.fromkeys(name for name, *_ in self._tokens)) if self.gives is None else self.gives
+
+    @property
+    def again(self) -> bool:
+        """Do its blocks run several times in a forward?"""
+        return any(word.again for *_, words in self._tokens for word in words)
 
     @property
     def _tokens(self) -> list[tuple[str | int, int | None, list[Tokens]]]:

@@ -93,6 +93,7 @@ class Parallelism:
         shares = self.shares or (1,) * self.world_size
         lanes = [shares[first : first + each] for first in range(0, len(shares), each)]
         return max(((max(lane), sum(lane)) for lane in lanes), key=lambda part: part[0] / part[1])
+
     @property
     def dims(self) -> tuple[int, int, int, int, int]:
         """Sizes of the mesh's: pipeline, data, cfg, ring, ulysses."""

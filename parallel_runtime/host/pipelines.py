@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from ..errors import Refused
 from ..loads import share_out
@@ -32,6 +33,11 @@ def check_pipeline(request: ParallelRequest, whole: str = "") -> None:
         raise Refused(
             f"weights {request.weights}: a stage of a pipeline has its own blocks alone, all of them on its device, "
             f"and pipeline_degree is {stages}; set weights to auto, or pipeline_degree to 1"
+        )
+    if request.shares not in ("auto", "equal"):
+        raise Refused(
+            f"shares {request.shares}: workers of a pipeline pass equal parts on, and pipeline_degree is {stages}; set "
+            "shares to equal, or pipeline_degree to 1"
         )
     if request.step_cache:
         raise Refused(
@@ -111,3 +117,11 @@ def filled(work: Work, degrees: Parallelism) -> float:
     """The share of a step in which a stage computes: it waits while the pipeline fills and empties."""
     flights = in_flight(work, degrees)
     return flights / (flights + degrees.pipeline_degree - 1)
+
+
+def weight_shares(figures: Figures, degrees: Parallelism) -> list[tuple[float, float]]:
+    """From and to, of all weights, what each stage has of its own; none where there is no pipeline."""
+    if degrees.pipeline_degree == 1:
+        return []
+    ends = list(accumulate((stage.nbytes for stage in stages_of(figures, degrees)), initial=outside_bytes(figures)))
+    return [(begin / figures.weight_bytes, end / figures.weight_bytes) for begin, end in pairwise(ends)]

@@ -15,8 +15,8 @@ from ..wire.handshake import read_key
 from . import endpoint
 from .cost import Figures
 from .devices import parse_devices, why_one_gpu
-from .shares import asked_for
 from .pipelines import check_pipeline
+from .shares import asked_for
 
 Seconds = Callable[[Parallelism], float]
 

@@ -231,13 +231,20 @@ def _way_out(case: Case) -> str:
     if figures.weight_bytes > 1.5 * figures.weights and _any(replace(case, work=replace(case.work, figures=half))):
         return "A file in fp8 would fit"
     for factor in (2, 4, 8):
-        more = replace(case.degrees, ring_degree=case.degrees.ring_degree * factor)
+        more = _times(case.degrees, factor)
         if _any(replace(case, degrees=more)):
             return f"{more.world_size} workers on as many devices would fit"
     for part in (2, 4, 8, 16):
         if _any(replace(case, work=replace(case.work, tokens=max(1, case.work.tokens // part)))):
             return f"A picture or video with 1/{part} of the pixels would fit"
     return "Take a smaller model"
+
+
+def _times(degrees: Parallelism, factor: int) -> Parallelism:
+    """So many times the workers."""
+    if degrees.pipeline_degree > 1:
+        return replace(degrees, pipeline_degree=degrees.pipeline_degree * factor, stages=())
+    return replace(degrees, ring_degree=degrees.ring_degree * factor)
 
 
 def _any(case: Case) -> bool:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
-from parallel_runtime.worker.weights.units import weight_bytes
-from torch import nn
+from torch import Tensor, nn
 
 from parallel_runtime.errors import Refused
+from parallel_runtime.networks import Network
 from parallel_runtime.specs import Parallelism
 from parallel_runtime.stages import counts_of, units_of
 from parallel_runtime.worker.engine.divide import divide, undivide
 from parallel_runtime.worker.engine.mesh import ContextMesh, build_mesh
 from parallel_runtime.worker.engine.stages import Elsewhere, Stages, settle, unsettle
+from parallel_runtime.worker.weights.store import weight_bytes
 
-from .cases import digest, error, forward, made, plan_of
+from .cases import Inputs, digest, error, forward, made, plan_of
 
 _MESHES: dict[tuple[int, ...], ContextMesh] = {}
 
@@ -103,3 +105,33 @@ def refused_by_one(rank: int, world: int, name: str) -> dict[str, Any]:
     except Refused as refused:
         said = str(refused)
     return {"said": said, "error": error(forward(network, inputs), plain)}
+
+
+LOUD = (ValueError, RuntimeError, TypeError)
+
+
+def with_one_word_less(rank: int, world: int, name: str) -> dict[str, Any]:
+    """{the word that was dropped: how wrong the result is, or "refused"}, of the words that say what blocks give."""
+    network, inputs = made(name)
+    known, plain = plan_of(network), forward(network, inputs)
+    answer: dict[str, Any] = {}
+    for number, site in enumerate(known.plan.sites):
+        for word in [word for word in ("gives", "beside") if getattr(site, word) is not None]:
+            sites = (*known.plan.sites[:number], replace(site, **{word: None}), *known.plan.sites[number + 1 :])
+            plan = replace(known.plan, sites=sites)
+            answer[f"{site.name} {word}"] = _in_two(network, replace(known, plan=plan), inputs, plain, rank)
+    return answer
+
+
+def _in_two(network: nn.Module, known: Network, inputs: Inputs, plain: list[Tensor], rank: int) -> float | str:
+    degrees = Parallelism(pipeline_degree=2)
+    counts = counts_of(network, known, degrees)
+    others = settle(network, known.plan, counts, rank)
+    cut = Stages(network, known.plan, _mesh(degrees).pipeline, counts)
+    try:
+        return error(forward(network, inputs), plain)
+    except LOUD:
+        return "refused"
+    finally:
+        cut.remove()
+        unsettle(others)

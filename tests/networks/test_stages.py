@@ -52,3 +52,10 @@ def test_what_one_stage_refuses_all_do_and_the_next_forward_is_right(networks: G
     answers = networks(3).run("tests.networks.stage_cases:refused_by_one", name="flux")
     assert sorted(answer["said"] for answer in answers) == ["", "", "no more"]
     assert [answer["error"] for answer in answers] == [0.0] * 3
+
+
+@pytest.mark.parametrize("case", ["hunyuan dit", "wan vace", "pid", "omnigen 2 references", "hidream o1"])
+def test_nothing_wrong_gets_through_a_plan_without_a_word_on_stages(networks: Groups, case: str) -> None:
+    for answer in networks(2).run("tests.networks.stage_cases:with_one_word_less", name=case):
+        assert answer
+        assert all(said == "refused" or said <= SAME for said in answer.values())

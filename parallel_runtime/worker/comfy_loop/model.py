@@ -123,6 +123,7 @@ class ComfyModel(Model):
     @property
     def beside(self) -> list[torch.nn.Module]:
         return [patcher.model for patcher in beside(self)]
+
     def let_go(self) -> None:
         self.rest()
         self.patcher.size = 0  # it was that of other blocks

@@ -1,8 +1,8 @@
 """A network in the stages of a pipeline: each rank computes its own blocks, and passes tokens on to who has the next.
 
-Every rank runs the network's own forward from beginning to end. Blocks of other stages give zeros in the shapes of what
-they would give; where a block of another stage than the last one begins, its tokens travel. So what lies between blocks
-is the network's own code, on the rank where its numbers are real.
+Every rank runs the network's own forward from beginning to end. Blocks of other stages give what is no number, in the
+shapes of what they would give; where a block of another stage than the last one begins, its tokens travel. So what lies
+between blocks is the network's own code, on the rank where its numbers are real.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ HERE = "_real_on_stage"  # of a tensor that a block gave: the stage whose number
 
 
 class Elsewhere(nn.Module):
-    """In the place of a block that another stage has: zeros like the arguments that it would have gone on from.
+    """In the place of a block that another stage has. It gives what is no number, in the shapes of the arguments that
+    the block would have gone on from: where the plan is wrong, that is seen in the answer.
 
     What else the network asks of its block it is told by the block itself, whose weights nobody touches.
     """
@@ -46,12 +47,22 @@ class Elsewhere(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["block"], name)
 
-    def _zeros(self, names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Parameter):  # a weight that goes back to where it is in the file
+            setattr(self.__dict__["block"], name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _nothing(self, names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
         given: dict[str | int, Any] = dict(enumerate(args))
         given.update(zip(names, args, strict=False))
         given.update(kwargs)
-        out = tuple(tree_map_only(Tensor, torch.zeros_like, given[name]) for name in self._given_on)
+        out = tuple(tree_map_only(Tensor, _no_numbers, given[name]) for name in self._given_on)
         return out[0] if len(out) == 1 else out
+
+
+def _no_numbers(like: Tensor) -> Tensor:
+    return torch.full_like(like, torch.nan)
 
 
 def _elsewhere(seat: Seat) -> Elsewhere:
@@ -60,7 +71,7 @@ def _elsewhere(seat: Seat) -> Elsewhere:
     names = [one.name for one in signature.parameters.values() if one.kind == one.POSITIONAL_OR_KEYWORD][1:]
 
     def forward(self: Elsewhere, *args: Any, **kwargs: Any) -> Any:
-        return self._zeros(names, *args, **kwargs)
+        return self._nothing(names, *args, **kwargs)
 
     forward.__signature__ = signature  # type: ignore[attr-defined]
     return type(type(seat.block).__name__, (Elsewhere,), {"forward": forward})(seat)
@@ -93,15 +104,16 @@ class Stages:
         self.passing = Passing(axis)
         self._axis = axis
         self._flying = False
+        self._unit = 0  # that ran last in this forward
         self._latest: int | None = None  # whose block ran last in this forward; None: what there is all computed
         self._sources: list[int | None] = []  # of a block's tokens: the stages where they are real
         self._kept = _kept_for_later(plan)
         begin = network.register_forward_pre_hook(self._begin, with_kwargs=True)
         self._handles: list[RemovableHandle] = [begin]
         blocks = {block.module: block for block in cut_blocks(network, plan)}
-        for unit, owner in zip(units_of(network, plan), owners(counts), strict=True):
+        for number, (unit, owner) in enumerate(zip(units_of(network, plan), owners(counts), strict=True)):
             for seat in unit:
-                self._hook(blocks[seat.block], owner)
+                self._hook(blocks[seat.block], number, owner)
         self._handles.append(network.register_forward_hook(self._end, always_call=True))
 
     def remove(self) -> None:
@@ -128,16 +140,16 @@ class Stages:
         """What was computed `in_flight` from the answers of forwards: the last stage's, on every rank."""
         return self._from(self._axis.size - 1, list(out))
 
-    def _hook(self, block: Block, owner: int) -> None:
+    def _hook(self, block: Block, number: int, owner: int) -> None:
         module = block.module
         self._handles += [
-            module.register_forward_pre_hook(partial(self._look, block), prepend=True, with_kwargs=True),
+            module.register_forward_pre_hook(partial(self._look, block, number), prepend=True, with_kwargs=True),
             module.register_forward_pre_hook(partial(self._cross, block, owner), with_kwargs=True),
             module.register_forward_hook(partial(self._label, owner)),
         ]
 
     def _begin(self, network: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
-        self._latest = None
+        self._latest, self._unit = None, 0
         if self._kept and any((kwargs.get("control") or {}).values()):
             raise Refused(
                 f"{type(network).__name__}: a ControlNet adds to what {self._kept} keep for later blocks, which may "
@@ -145,8 +157,14 @@ class Stages:
             )
 
     @torch.compiler.disable
-    def _look(self, block: Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _look(self, block: Block, number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before anything is cut: what is cut is another tensor."""
+        if number < self._unit and not block.site.again:
+            raise Refused(
+                f"{block.site.name} runs in another order than its plan says; this ComfyUI needs another one: set "
+                "pipeline_degree to 1"
+            )
+        self._unit = number
         self._sources = [getattr(tensor, HERE, self._latest) for tensor in _tokens(block, args, kwargs)]
 
     @torch.compiler.disable
@@ -195,6 +213,11 @@ class Stages:
         """These tensors of the stage `owner`, on every rank."""
         if owner != self._axis.index:
             return self.passing.take(owner, tensors)
+        if any(bool(tensor.isnan().any()) for tensor in tensors):
+            raise Refused(
+                "what comes out of the pipeline is not a number: this ComfyUI or this input needs another plan, or the "
+                "model gives none either way; set pipeline_degree to 1 to see which"
+            )
         for peer in range(self._axis.size):
             if peer != owner:
                 self.passing.give(peer, tensors)
