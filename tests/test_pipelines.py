@@ -8,7 +8,7 @@ import pytest
 
 from parallel_runtime.errors import Refused
 from parallel_runtime.host.choosing import choose
-from parallel_runtime.host.cost import Figures
+from parallel_runtime.host.cost import Figures, Link
 from parallel_runtime.host.pipelines import check_stages, held_bytes, stages_of
 from parallel_runtime.host.planning import Wish, plan
 from parallel_runtime.host.report import Subject, report
@@ -121,3 +121,33 @@ def test_cp_plan_says_what_each_stage_computes_and_holds_and_what_travels() -> N
     assert "Where cards are linked well, Ulysses and ring are faster." in said.text
     assert [part.lane for part in said.parts] == ["stage 1/2", "stage 2/2"]
     assert said.parts[0].weights[1] == said.parts[1].weights[0] > 0.6
+
+
+@pytest.mark.parametrize(
+    ("gib", "host_gib", "link_bytes", "stages"),
+    [
+        (24, 64, 1e9, 1),  # it fits
+        (9.5, 64, 1e9, 1),  # main memory has it, behind a bus
+        (9.5, 4, 3e11, 1),  # parts, over a fast link
+        (9.5, 4, 1e8, 2),
+        (4, 4, 1e8, 1),  # too little for stages too: refused, as without them
+    ],
+)
+def test_auto_takes_stages_where_nothing_else_fits_without_fetching_over_a_slow_link(
+    gib: float, host_gib: float, link_bytes: float, stages: int
+) -> None:
+    work = FLUX.work(1, 4608)
+    capacity = Capacity(device_bytes=int(gib * GIB), host_bytes=int(host_gib * GIB))
+    link = Link(bytes_per_second=link_bytes, flops_per_second=1e14, host_bytes_per_second=2e10)
+    wish = Wish(request=ParallelRequest(pipeline_degree=0), heads=24, gpus=2)
+    assert choose(wish, work, link, capacity).degrees.pipeline_degree == stages
+    never = replace(wish, request=ParallelRequest())
+    assert choose(never, work, link, capacity).degrees.pipeline_degree == 1
+
+
+def test_cp_plan_says_why_auto_took_stages() -> None:
+    case = chosen(24)
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=case.work)
+    division = replace(plan(Wish(request=ParallelRequest(pipeline_degree=2), heads=24, gpus=2)), degrees=case.degrees)
+    said = report(subject, division, guided=False, automatic=True, way=decide("auto", case), resorted=True)
+    assert "Auto's choice: the weights have no other place without being fetched over a slow link." in said.text

@@ -20,6 +20,7 @@ from .races import told
 from .storing import BUFFERS, Prospect, size_in_words
 
 GIB = 2**30
+WHY = " Auto's choice: the weights have no other place without being fetched over a slow link."
 Kind = Literal["model", "row", "note", "trouble"]
 
 
@@ -83,11 +84,12 @@ def report(
     races: Sequence[Race] = (),
     troubles: Sequence[Row] = (),
     whole: str = "",
+    resorted: bool = False,
 ) -> Report:
     """`link` is None where no worker group has measured this machine yet, and so is `free`, the bytes that the worker
     with the least could take of its device at this moment; `way` where the weights fit nowhere. `decode` is of a VAE,
     `races` are those of kernels that its workers have run. What was refused, the `troubles`, comes first; `whole` says
-    why weights are on every device that were to be elsewhere."""
+    why weights are on every device that were to be elsewhere. `resorted`: auto made it a pipeline."""
     work, degrees, placement = subject.work, division.degrees, division.placement
     chosen = _choice(link) if automatic and degrees.context_parallel_size > 1 else ""
     notes = [
@@ -102,7 +104,7 @@ def report(
         Row("Workers", f"{placement.world_size}, on {', '.join(placement.devices)}{_machines(placement)}."),
         Row("Degrees", f"{_degrees(degrees)}{chosen}. {_reason(subject, degrees, guided, way)}"),
         Row("Shares", shares.in_words(division)),
-        Row("Stages", _stages(work, degrees)),
+        Row("Stages", _stages(work, degrees, resorted)),
         Row("Memory", _memory(work, degrees, free, way)),
         Row("Weights", _weights(work, degrees, way)),
         Row("Traffic", _traffic(work, degrees)),
@@ -173,8 +175,9 @@ def _reason(subject: Subject, degrees: Parallelism, guided: bool, way: Prospect 
     return " ".join(reasons) or "One worker does everything."
 
 
-def _stages(work: Work, degrees: Parallelism) -> str:
-    """Of each stage of a pipeline: its blocks, what they compute, and what they take; and how long it stands still."""
+def _stages(work: Work, degrees: Parallelism, resorted: bool) -> str:
+    """Of each stage of a pipeline: its blocks, what they compute, and what they take; how long it stands still; and
+    why there is one, if auto made it."""
     if degrees.pipeline_degree == 1 or not (stages := stages_of(work.figures, degrees)):
         return ""
     each = (
@@ -184,7 +187,8 @@ def _stages(work: Work, degrees: Parallelism) -> str:
     )
     flights = in_flight(work, degrees)
     follow = f"{flights} evaluations follow each other" if flights > 1 else "one evaluation goes"
-    return f"{'; '.join(each)}. {follow} through them: a stage computes {filled(work, degrees):.0%} of the time. Exact."
+    busy = f"a stage computes {filled(work, degrees):.0%} of the time"
+    return f"{'; '.join(each)}. {follow} through them: {busy}. Exact.{WHY if resorted else ''}"
 
 
 def _sharded(way: Prospect | None) -> bool:

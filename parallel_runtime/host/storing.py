@@ -13,6 +13,7 @@ from .pipelines import held_bytes
 GIB = 2**30
 USABLE = 0.92  # of a device that is filled on purpose
 ALIKE = 1.1  # predictions that are no further apart say nothing
+SLOW = 4e9  # bytes/s: an Ethernet, and no bus
 BUFFERS = 2  # blocks that are on the device beside those at rest
 MODES: tuple[WeightsMode, ...] = ("offload", "shard")  # where alike the first: it has nobody to wait for
 
@@ -176,6 +177,22 @@ def as_one_pays(branches: Case, as_one: Case) -> bool:
     """Whether weights that fit no device have a place, or are clearly waited for less, where all workers share both
     prompts (`as_one`), and not where each half of them has a prompt and weights of its own (`branches`)."""
     return not _whole(branches) and _seconds(branches) > ALIKE * _seconds(as_one)
+
+
+def fits_whole(case: Case) -> bool:
+    """Without fetching anything."""
+    return any(_whole(each) for each in (case, case.one_by_one))
+
+
+def has_place_nearby(case: Case) -> bool:
+    """Whether its weights are whole on each device, or fetched over a link that is not slow."""
+    link = case.link
+    fast = {
+        "offload": link is None or not 0 < link.host_bytes_per_second < SLOW,
+        "shard": link is None or not 0 < link.bytes_per_second < SLOW,
+    }
+    ways = [way for each in (case, case.one_by_one) for way in _in_parts(each)]
+    return fits_whole(case) or any(fast[way.storage.mode] for way in ways)
 
 
 def _seconds(case: Case) -> float:
