@@ -1,4 +1,4 @@
-"""CP Sampler in the stages of a pipeline gives KSampler's latent: each worker with its own blocks, of any format."""
+"""CP Sampler in the stages of a pipeline: each worker with its own blocks, of any format; parity is test_parity's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from .cases import DEGREES, FAMILIES, VARIATIONS, job
+from .cases import DEGREES, job
 from .client import Graph, Interrupted, NodeError
 from .comfy import ComfyInstall
 from .graphs import Job, Parallel, Sampler, longer, sampling_graph, with_loras
@@ -17,20 +17,10 @@ from .server import Server
 from .test_kin import on_the_loader
 from .test_shared_pages import JOB, graph_of, mapped_bytes, write_large, write_lora
 
-TWO, THREE = Parallel(pipeline_degree=2), Parallel(pipeline_degree=3)
+TWO, THREE = DEGREES["pipeline_2"], Parallel(pipeline_degree=3)
 FOUR = [Parallel(pipeline_degree=2, cfg_degree=2), Parallel(pipeline_degree=2, ulysses_degree=2),
         Parallel(pipeline_degree=2, data_degree=2)]  # fmt: skip
 EXACT, BAR = 1e-5, 1e-4  # of the latent's standard deviation: rows are evaluated one by one; where tokens are cut
-
-
-@pytest.mark.sweep(one_in=12)
-@pytest.mark.parametrize("variation", list(VARIATIONS))
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_latent_is_ksamplers(server: Server, family: str, variation: str) -> None:
-    asked = job(family, variation)
-    want = latent_of(server.client.run(sampling_graph(asked, "KSampler")))
-    got = latent_of(server.client.run(sampling_graph(asked, "CPSampler", TWO)))
-    assert apart(got, want) <= EXACT
 
 
 @pytest.mark.sweep
