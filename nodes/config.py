@@ -118,6 +118,12 @@ class CPParallelConfig(io.ComfyNode):
                     "in the order of devices, one for each worker. equal: all alike. auto: by what the workers "
                     "measure.",
                 ),
+                _widget(
+                    "pipeline_degree", min=0, max=64, advanced=True, optional=True,
+                    tooltip="Stages of a pipeline: each has its own part of the model's blocks, and passes the tokens "
+                    "on. For models that do not fit, and for slow links; exact. Prompts and images follow each other "
+                    "through the stages. 1 = none, 0 = where nothing else fits.",
+                ),
             ],
             outputs=[CPConfig.Output(display_name="cp_config", tooltip="For the CP nodes.")],
         )  # fmt: skip

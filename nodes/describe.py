@@ -15,12 +15,16 @@ from torch import Tensor, nn
 from ..parallel_runtime.accelerators import CUDA
 from ..parallel_runtime.blocks import blocks_of
 from ..parallel_runtime.host.cost import Figures, Work
+from ..parallel_runtime.host.pipelines import check_stages
 from ..parallel_runtime.host.planning import Wish, check_step_cache
 from ..parallel_runtime.inside_blocks import see_all_tokens
 from ..parallel_runtime.jobs import SamplingJob
+from ..parallel_runtime.loads import Load
 from ..parallel_runtime.networks import Network, network_of
 from ..parallel_runtime.own_attention import own_attentions
+from ..parallel_runtime.plan import Plan
 from ..parallel_runtime.specs import ModelSpec, ParallelRequest
+from ..parallel_runtime.stages import units_of
 from .code import LOCAL, Unsendable, describe, reference, title
 from .compiling import compilation
 from .encoded import side_of
@@ -55,8 +59,9 @@ class Source:
     recorded: bool = False  # where the host would lead, its evaluations are replayed
 
     def wish(self, request: ParallelRequest, *, guided: bool = False, together: bool = False) -> Wish:
-        """What a run of it asks of this host. Raises Refused for a step cache that there cannot be."""
+        """What a run of it asks of this host. Raises Refused for a step cache or stages that there cannot be."""
         check_step_cache(request, self.figures)
+        check_stages(request, self.figures)
         whole, heads = "" if self.figures.divisible else self.figures.name, self.figures.heads
         return wish_here(request, heads=heads, guided=guided, together=together, ringless=self.ringless, whole=whole)
 
@@ -112,9 +117,15 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
             weights=sum(parameter.numel() for parameter in network.parameters()),
             weight_bytes=sum(map(comfy.model_management.module_size, [network, *_beside(model)])),
             blocks=tuple(map(comfy.model_management.module_size, blocks_of(network, plan.plan))) if plan else (),
+            loads=_loads(network, plan.plan) if plan else (),
             item_bytes=(dtype_here if dtype == "auto" else getattr(torch, dtype)).itemsize,
         ),
     )
+
+
+def _loads(network: nn.Module, plan: Plan) -> tuple[Load, ...]:
+    size = comfy.model_management.module_size
+    return tuple(Load(sum(size(seat.block) for seat in unit), len(unit)) for unit in units_of(network, plan))
 
 
 def keeps_together(model: ModelPatcher, options: dict[str, Any]) -> bool:

@@ -45,7 +45,7 @@ class Settings:
     @property
     def request(self) -> ParallelRequest:
         """What a node without a cp_config asks for."""
-        return ParallelRequest(ring_degree=self.RingDegree, ulysses_degree=self.UlyssesDegree)
+        return ParallelRequest(ring_degree=self.RingDegree, ulysses_degree=self.UlyssesDegree, pipeline_degree=0)
 
 
 class _Store:

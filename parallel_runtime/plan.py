@@ -4,7 +4,7 @@ streams of tokens its attention runs. Names are the network's own. Knows no mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -141,8 +141,12 @@ class Site:
     blocks that are given any other are refused. `attends`: the streams of the attention inside; `within` says it for
     modules below, by name, where a block has them. `gathers`: the last block's outputs are made whole, or those of each
     block, where the network's own code between blocks needs it. `returns` are the streams of what blocks return, if not
-    those of their Tokens in order. `frames`: blocks that reshape their tokens by frames. `aside`: beside the trunk;
-    first-block caching leaves it alone.
+    of what it `gives`. `frames`: blocks that reshape their tokens by frames. `aside`: beside the trunk; first-block
+    caching leaves it alone.
+
+    `gives` names the arguments that a block's outputs go on from, in order: those with Tokens where it is None. A block
+    of another stage of a pipeline gives what has their shapes; with none, (), every stage has all of these blocks.
+    `beside`: they are not in turn behind the stack before, but each belongs to the stage of the block at this place.
     """
 
     name: str
@@ -154,6 +158,8 @@ class Site:
     returns: tuple[Names, ...] | None = None
     frames: Frames | None = None
     aside: bool = False
+    gives: tuple[str | int, ...] | None = None
+    beside: Callable[[Any], Sequence[int]] | None = None
 
     @property
     def carries(self) -> list[tuple[str | int, int | None, Names]]:
@@ -165,7 +171,18 @@ class Site:
         """What a block returns; several words for one output are told apart by their lengths."""
         if self.returns is not None:
             return tuple([Tokens(streams)] for streams in self.returns)
-        return tuple(words for *_, words in self._tokens)
+        given = {name: [words for other, _, words in self._tokens if other == name] for name in self.args}
+        return tuple(words for name in self.given_on or given for words in given[name])
+
+    @property
+    def given_on(self) -> tuple[str | int, ...]:
+        """The arguments that what a block gives goes on from."""
+        return tuple(dict.fromkeys(name for name, *_ in self._tokens)) if self.gives is None else self.gives
+
+    @property
+    def again(self) -> bool:
+        """Do its blocks run several times in a forward?"""
+        return any(word.again for *_, words in self._tokens for word in words)
 
     @property
     def _tokens(self) -> list[tuple[str | int, int | None, list[Tokens]]]:

@@ -21,7 +21,7 @@ WeightsChoice = Literal["auto", "replicate", "shard", "offload"]
 CompileChoice = Literal["off", "on"]
 GraphsChoice = Literal["auto", "on", "off"]
 VAEMethod = Literal["decode", "encode"]
-DEGREES = ("ring_degree", "ulysses_degree", "cfg_degree", "data_degree")
+DEGREES = ("ring_degree", "ulysses_degree", "cfg_degree", "data_degree", "pipeline_degree")
 DEMO = "demo"  # the loader of the demo model
 
 
@@ -29,8 +29,10 @@ DEMO = "demo"  # the loader of the demo model
 class Parallelism:
     """How one sampling job is divided over the ranks of a group.
 
-    The world is data_degree x cfg_degree x ring_degree x ulysses_degree; the ranks of one Ulysses group are
-    neighbours. Data groups share the rows of a batch, cfg groups the branches of guidance.
+    The world is pipeline_degree x data_degree x cfg_degree x ring_degree x ulysses_degree; the ranks of one Ulysses
+    group are neighbours, and stages of a pipeline are furthest apart: between machines first. Data groups share the
+    rows of a batch, cfg groups the branches of guidance, stages the blocks of the network: each has so many of them in
+    turn as `stages` says, () for about as many as the others.
     `rotate_method` is diffusers' word for how a ring moves keys and values: `alltoall` rotates the blocks point to
     point, `allgather` collects them all at once; the host decides what `auto` is (host/cost.py), and where nobody did
     it is `alltoall`. `cuda_graphs`: are evaluations of a network recorded and replayed; with "auto" those that the
@@ -42,6 +44,8 @@ class Parallelism:
     ulysses_degree: int = 1
     cfg_degree: int = 1
     data_degree: int = 1
+    pipeline_degree: int = 1
+    stages: tuple[int, ...] = ()
     rotate_method: RotateMethod = "alltoall"
     convert_to_fp32: bool = True
     attention_backend: AttentionBackend = "auto"
@@ -54,6 +58,10 @@ class Parallelism:
                 raise ValueError(f"{name} starts at 1, got {degree}")
         if self.cfg_degree > 2:
             raise ValueError(f"cfg_degree is 1 or 2 (positive and negative prompt), got {self.cfg_degree}")
+        if self.pipeline_degree > 1 and self.ring_degree > 1:
+            raise ValueError(f"a stage of a pipeline has no ring, got ring_degree {self.ring_degree}")
+        if self.stages and (len(self.stages) != self.pipeline_degree or min(self.stages) < 1):
+            raise ValueError(f"stages {self.stages} are not {self.pipeline_degree}")
         if self.shares:
             self._check_shares()
 
@@ -87,13 +95,18 @@ class Parallelism:
         return max(((max(lane), sum(lane)) for lane in lanes), key=lambda part: part[0] / part[1])
 
     @property
+    def dims(self) -> tuple[int, int, int, int, int]:
+        """Sizes of the mesh's: pipeline, data, cfg, ring, ulysses."""
+        return (self.pipeline_degree, *self.shape)
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Sizes of the mesh's dims: data, cfg, ring, ulysses."""
+        """The same of one stage: data, cfg, ring, ulysses."""
         return (self.data_degree, self.cfg_degree, self.ring_degree, self.ulysses_degree)
 
     @property
     def world_size(self) -> int:
-        return self.data_degree * self.cfg_degree * self.context_parallel_size
+        return self.pipeline_degree * self.data_degree * self.cfg_degree * self.context_parallel_size
 
 
 def _listed(shares: tuple[int, ...]) -> str:
@@ -138,6 +151,7 @@ class ParallelRequest:
     compile: CompileChoice = "off"
     cuda_graphs: GraphsChoice = "auto"
     shares: str = "auto"
+    pipeline_degree: int = 1
 
     @classmethod
     def of(cls, values: object) -> ParallelRequest:
@@ -152,10 +166,11 @@ class ParallelRequest:
         """Does the number of workers depend on the model's heads?"""
         return bool(self.ring_degree and not self.ulysses_degree)
 
-    def with_degrees(self, **degrees: int) -> Parallelism:
+    def with_degrees(self, *, stages: tuple[int, ...] = (), **degrees: int) -> Parallelism:
         """What is asked for beside them stays as it is."""
         return Parallelism(
             **degrees,
+            stages=stages,
             rotate_method=self.rotate_method,
             convert_to_fp32=self.convert_to_fp32,
             attention_backend=self.attention_backend,

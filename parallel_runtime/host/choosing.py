@@ -9,23 +9,53 @@ from functools import partial
 
 from ..errors import Refused
 from ..specs import Division, RotateMethod
-from .cost import Link, Work, evaluation_seconds, rotating
+from .cost import Link, Work, activation_bytes, evaluation_seconds, rotating
+from .pipelines import balanced, check_stages
 from .planning import Seconds, Wish, plan
-from .storing import Capacity, Case, as_one_pays
+from .storing import USABLE, Capacity, Case, as_one_pays, fits_whole, has_place_nearby
 
 
 def choose(wish: Wish, work: Work, link: Link | None, capacity: Capacity) -> Division:
     """For `work`, by estimated speed once the workers have measured their `link`, and by their `capacity`. Raises
     Refused where the wish cannot be honoured."""
+    if (division := plan(wish)).degrees.pipeline_degree > 1:
+        return _rotated(_in_stages(division, work, capacity), "alltoall")
     if link is None or not link.bytes_per_second:
-        return _rotated(plan(wish), "alltoall")
+        return _rotated(division, "alltoall")
     seconds = partial(evaluation_seconds, work, link=link, device_bytes=capacity.device_bytes)
     division = plan(wish, seconds)
     if division.degrees.cfg_degree == 2 and not wish.request.cfg_degree and wish.request.weights == "auto":
         as_one, case = _as_one(wish, seconds, division), partial(Case, work=work, capacity=capacity, link=link)
         if as_one is not None and as_one_pays(case(degrees=division.degrees), case(degrees=as_one.degrees)):
             division = as_one
+    if wish.request.pipeline_degree == 0:
+        division = _resorted(wish, division, Case(work=work, degrees=division.degrees, capacity=capacity, link=link))
     return _rotated(division, rotating(work, division.degrees, link, capacity.device_bytes))
+
+
+def _resorted(wish: Wish, division: Division, case: Case) -> Division:
+    """A pipeline of the same workers, where nothing else has a place for the weights without fetching them over a slow
+    link."""
+    asked, figures = wish.request, case.work.figures
+    stages = division.degrees.world_size // asked.data_degree
+    chosen = asked.ring_degree or asked.ulysses_degree or asked.cfg_degree or asked.weights != "auto"
+    if chosen or stages == 1 or not figures.divisible or has_place_nearby(case):
+        return division
+    request = replace(asked, pipeline_degree=stages, ring_degree=1, ulysses_degree=1, cfg_degree=1)
+    request = replace(request, devices=",".join(division.placement.devices))
+    with suppress(Refused):
+        check_stages(request, figures)
+        staged = _in_stages(plan(replace(wish, request=request)), case.work, case.capacity)
+        if staged.placement == division.placement and fits_whole(replace(case, degrees=staged.degrees)):
+            return staged
+    return division
+
+
+def _in_stages(division: Division, work: Work, capacity: Capacity) -> Division:
+    """With the blocks that each stage has, by what is left of a device beside what is computed there."""
+    room = capacity.device_bytes
+    beside = activation_bytes(replace(work, prompts=1), division.degrees)
+    return balanced(division, work.figures, None if room is None else int(USABLE * room) - beside)
 
 
 def _rotated(division: Division, method: RotateMethod) -> Division:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from ..loads import Load
 from ..specs import Parallelism, RotateMethod
 
 # Calibrated by a rank's share of FLUX.1 dev at 1024 px and of Wan 2.1 14B at 480p on one H100 (2026-11-22), of whose
@@ -61,7 +62,7 @@ class Figures:
     """A network in numbers. `divisible`: a plan says how its sequence is cut; `skippable`: a step cache may leave its
     blocks out. `width` = heads x head size. `weights`
     are counted, `weight_bytes` those of the file's format, `item_bytes` of one number in what it computes. `blocks`:
-    the bytes of each block that a plan knows."""
+    the bytes of each block that a plan knows, `loads` what may be a stage's of a pipeline, in turn."""
 
     name: str
     divisible: bool = True
@@ -73,6 +74,7 @@ class Figures:
     weight_bytes: int
     item_bytes: int
     blocks: tuple[int, ...] = ()
+    loads: tuple[Load, ...] = ()
 
     def work(self, rows: int, tokens: int, *, prompts: int = 1, cached: bool = False, recorded: bool = False) -> Work:
         """One evaluation of `rows` sequences of `tokens`, of each of so many `prompts`."""
@@ -122,8 +124,17 @@ def evaluation_seconds(work: Work, parallelism: Parallelism, link: Link, *, devi
     figures, ranks = work.figures, parallelism.context_parallel_size
     linear = 2 * figures.passed * work.rows * work.tokens / ranks / (LINEAR * link.flops_per_second)
     device = linear + figures.layers * attention_seconds(work, parallelism, link)
-    host = 0.0 if work.recorded else figures.layers * _launching(parallelism)
-    return max(device, host) + LAG * min(device, host)
+    staged = parallelism.pipeline_degree > 1
+    host = 0.0 if work.recorded and not staged else figures.layers * _launching(parallelism)
+    return (max(device, host) + LAG * min(device, host)) * (_in_stages(work, parallelism) if staged else 1.0)
+
+
+def _in_stages(work: Work, parallelism: Parallelism) -> float:
+    """The time of an evaluation, as a share of what one stage that had all blocks would take: while the pipeline fills
+    and empties, stages stand still."""
+    flights = -(-work.rows // parallelism.data_degree) * -(-work.prompts // parallelism.cfg_degree)
+    stages = parallelism.pipeline_degree
+    return (flights + stages - 1) / (flights * stages)
 
 
 def alone_seconds(work: Work, speed: Speed) -> float:

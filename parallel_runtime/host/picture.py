@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..specs import Division, Parallelism
@@ -22,15 +23,16 @@ class Part:
     lane: str
 
 
-def parts(division: Division, *, sharded: bool = False, held: float = 1.0) -> list[Part]:
-    """In rank order. Ranks are numbered through data, cfg, ring, ulysses, the last one fastest. `held` is the share of
-    the weights that each device has, the same one unless they are `sharded`."""
+def parts(division: Division, *, sharded: bool = False, held: float = 1.0, stages: Sequence[Share] = ()) -> list[Part]:
+    """In rank order. Ranks are numbered through pipeline, data, cfg, ring, ulysses, the last one fastest. `held` is the
+    share of the weights that each device has, the same one unless they are `sharded`, or of `stages`."""
     devices = division.placement.devices * division.placement.nnodes
-    return [_part(rank, device, division.degrees, sharded, held) for rank, device in enumerate(devices)]
+    return [_part(rank, device, division.degrees, sharded, held, stages) for rank, device in enumerate(devices)]
 
 
-def _part(rank: int, device: str, degrees: Parallelism, sharded: bool, held: float) -> Part:
+def _part(rank: int, device: str, degrees: Parallelism, sharded: bool, held: float, stages: Sequence[Share]) -> Part:
     lane, place = divmod(rank, degrees.context_parallel_size)
+    stage, lane = divmod(lane, degrees.cfg_degree * degrees.data_degree)
     first = (1 - held) * place / max(1, degrees.context_parallel_size - 1) if sharded else 0.0
     data, cfg = divmod(lane, degrees.cfg_degree)
     return Part(
@@ -38,8 +40,8 @@ def _part(rank: int, device: str, degrees: Parallelism, sharded: bool, held: flo
         device=device,
         tokens=_share(place, _of_lane(degrees, lane)),
         heads=_share(rank % degrees.ulysses_degree, _of_heads(degrees, lane)),
-        weights=(first, first + held),
-        lane=_lane(data, cfg, degrees),
+        weights=stages[stage] if stages else (first, first + held),
+        lane=_lane(stage, data, cfg, degrees),
     )
 
 
@@ -59,8 +61,8 @@ def _share(index: int, shares: tuple[int, ...]) -> Share:
     return sum(shares[:index]) / sum(shares), sum(shares[: index + 1]) / sum(shares)
 
 
-def _lane(data: int, cfg: int, degrees: Parallelism) -> str:
-    names = []
+def _lane(stage: int, data: int, cfg: int, degrees: Parallelism) -> str:
+    names = [f"stage {stage + 1}/{degrees.pipeline_degree}"] if degrees.pipeline_degree > 1 else []
     if degrees.data_degree > 1:
         names.append(f"images {data + 1}/{degrees.data_degree}")
     if degrees.cfg_degree > 1:

@@ -15,6 +15,7 @@ from ..wire.handshake import read_key
 from . import endpoint
 from .cost import Figures
 from .devices import parse_devices, why_one_gpu
+from .pipelines import check_pipeline
 from .shares import asked_for
 
 Seconds = Callable[[Parallelism], float]
@@ -59,11 +60,13 @@ def plan(wish: Wish, seconds: Seconds | None = None) -> Division:
     devices = parse_devices(request.devices, gpus, wish.kind)
     nnodes = _machines(request)
     world = nnodes * max(1, len(devices))
-    guided, ringless, whole = wish.guided and not wish.together, wish.ringless, wish.whole
+    check_pipeline(request, wish.whole)
+    guided, whole = wish.guided and not wish.together, wish.whole
+    ringless = wish.ringless or request.pipeline_degree > 1
     if whole:
         asked = _undivided(request, 1 if wish.together else world, whole)
     else:
-        if ringless and request.ring_degree > 1:
+        if ringless and request.ring_degree > 1 and request.pipeline_degree == 1:
             raise Refused(
                 "a node on MODEL replaces the attention and gives no log-sum-exp, which a ring needs, and ring_degree "
                 f"is {request.ring_degree}; set it to 1 and use ulysses_degree, or take that node away"
@@ -134,12 +137,18 @@ def _degrees(
     _check_range(request)
     ring, ulysses, cfg, data = request.ring_degree, request.ulysses_degree, request.cfg_degree, request.data_degree
     free = not ring and not ulysses
-    rest = max(1, world // data)
+    rest = max(1, world // (data * max(1, request.pipeline_degree)))
     if cfg == 0:
         # Each branch of guidance would have a copy of the weights, which were to be as small as they can.
         cfg = 2 if guided and free and rest % 2 == 0 and request.weights != "shard" else 1
     ring, ulysses = _cut(ring or int(ringless), ulysses, max(1, rest // cfg), heads, seconds)
-    return request.with_degrees(ring_degree=ring, ulysses_degree=ulysses, cfg_degree=cfg, data_degree=data)
+    return request.with_degrees(
+        ring_degree=ring,
+        ulysses_degree=ulysses,
+        cfg_degree=cfg,
+        data_degree=data,
+        pipeline_degree=max(1, request.pipeline_degree),
+    )
 
 
 def _check_range(request: ParallelRequest) -> None:
@@ -207,24 +216,27 @@ def _nearest(asked: Parallelism, limit: int, heads: int, nnodes: int) -> Paralle
     """Degrees, none larger than asked but the ring's, that use as many of the workers as they can."""
     goal = min(asked.world_size, limit)
     shapes = [
-        (data, cfg, ring, ulysses)
+        (stages, data, cfg, ring, ulysses)
+        for stages in range(1, min(asked.pipeline_degree, limit) + 1)
         for data in range(1, min(asked.data_degree, limit) + 1)
         for cfg in range(1, asked.cfg_degree + 1)
         for ulysses in range(1, min(asked.ulysses_degree, heads, limit) + 1)
-        for ring in range(1, limit // (data * cfg * ulysses) + 1)
-        if data * cfg * ulysses * ring % nnodes == 0
+        for ring in range(1, (limit // (stages * data * cfg * ulysses) if stages == 1 else 1) + 1)
+        if stages * data * cfg * ulysses * ring % nnodes == 0 and stages * data * cfg * ulysses * ring <= limit
     ]
-    wanted = asked.shape
+    wanted = asked.dims
     best = min(
-        shapes, key=lambda s: (abs(prod(s) - goal), sum(abs(a - b) for a, b in zip(s, wanted, strict=True)), s[2])
+        shapes, key=lambda s: (abs(prod(s) - goal), sum(abs(a - b) for a, b in zip(s, wanted, strict=True)), s[3])
     )
-    data, cfg, ring, ulysses = best
-    return replace(asked, data_degree=data, cfg_degree=cfg, ring_degree=ring, ulysses_degree=ulysses)
+    stages, data, cfg, ring, ulysses = best
+    return replace(
+        asked, pipeline_degree=stages, data_degree=data, cfg_degree=cfg, ring_degree=ring, ulysses_degree=ulysses
+    )
 
 
 def _named(degrees: Parallelism) -> str:
     names = ["ring_degree", "ulysses_degree"]
-    names += [name for name in ("cfg_degree", "data_degree") if getattr(degrees, name) > 1]
+    names += [name for name in ("cfg_degree", "data_degree", "pipeline_degree") if getattr(degrees, name) > 1]
     return " x ".join(f"{name} {getattr(degrees, name)}" for name in names)
 
 

@@ -15,10 +15,12 @@ from . import shares
 from .cost import Link, Work, activation_bytes, bytes_per_layer, evaluation_seconds, memory_bytes
 from .devices import why_one_gpu
 from .picture import Part, parts
+from .pipelines import filled, in_flight, outside_bytes, passed_bytes, stages_of, weight_shares
 from .races import told
-from .storing import BUFFERS, Prospect
+from .storing import BUFFERS, Prospect, size_in_words
 
 GIB = 2**30
+WHY = " Auto's choice: the weights have no other place without being fetched over a slow link."
 Kind = Literal["model", "row", "note", "trouble"]
 
 
@@ -82,11 +84,12 @@ def report(
     races: Sequence[Race] = (),
     troubles: Sequence[Row] = (),
     whole: str = "",
+    resorted: bool = False,
 ) -> Report:
     """`link` is None where no worker group has measured this machine yet, and so is `free`, the bytes that the worker
     with the least could take of its device at this moment; `way` where the weights fit nowhere. `decode` is of a VAE,
     `races` are those of kernels that its workers have run. What was refused, the `troubles`, comes first; `whole` says
-    why weights are on every device that were to be elsewhere."""
+    why weights are on every device that were to be elsewhere. `resorted`: auto made it a pipeline."""
     work, degrees, placement = subject.work, division.degrees, division.placement
     chosen = _choice(link) if automatic and degrees.context_parallel_size > 1 else ""
     notes = [
@@ -101,6 +104,7 @@ def report(
         Row("Workers", f"{placement.world_size}, on {', '.join(placement.devices)}{_machines(placement)}."),
         Row("Degrees", f"{_degrees(degrees)}{chosen}. {_reason(subject, degrees, guided, way)}"),
         Row("Shares", shares.in_words(division)),
+        Row("Stages", _stages(work, degrees, resorted)),
         Row("Memory", _memory(work, degrees, free, way)),
         Row("Weights", _weights(work, degrees, way)),
         Row("Traffic", _traffic(work, degrees)),
@@ -111,7 +115,7 @@ def report(
         *(Row("Note", text, "note") for text in notes),
     ]
     held = way.held_bytes / max(1, work.figures.weight_bytes) if way is not None else 1.0
-    shown = parts(division, sharded=_sharded(way), held=held)
+    shown = parts(division, sharded=_sharded(way), held=held, stages=weight_shares(work.figures, degrees))
     return Report(rows=tuple(row for row in rows if row.text), parts=tuple(shown))
 
 
@@ -126,7 +130,7 @@ def _tokens(tokens: dict[str, int]) -> str:
 
 
 def _degrees(degrees: Parallelism) -> str:
-    names = ("data_degree", "cfg_degree") if degrees.data_degree > 1 else ("cfg_degree",)
+    names = ("pipeline_degree", "data_degree", "cfg_degree")
     shown = [name for name in names if getattr(degrees, name) > 1] + ["ring_degree", "ulysses_degree"]
     return " x ".join(f"{name} {getattr(degrees, name)}" for name in shown)
 
@@ -147,6 +151,10 @@ def _reason(subject: Subject, degrees: Parallelism, guided: bool, way: Prospect 
     work, reasons = subject.work, []
     if degrees.cfg_degree == 2:
         reasons.append("Positive and negative prompt run side by side, which exchanges one latent a step.")
+    if degrees.pipeline_degree > 1:
+        reasons.append(
+            f"A pipeline: each of {degrees.pipeline_degree} stages has a part of the blocks, and passes the tokens on."
+        )
     if degrees.ulysses_degree > 1:
         reasons.append(f"Ulysses gives each of {degrees.ulysses_degree} workers {_share(work, degrees)} heads.")
     if degrees.ring_degree > 1:
@@ -165,6 +173,22 @@ def _reason(subject: Subject, degrees: Parallelism, guided: bool, way: Prospect 
     if guided and subject.together and degrees.context_parallel_size > 1:
         reasons.append("Something on MODEL sees both prompts at once, so all workers share the tokens of both.")
     return " ".join(reasons) or "One worker does everything."
+
+
+def _stages(work: Work, degrees: Parallelism, resorted: bool) -> str:
+    """Of each stage of a pipeline: its blocks, what they compute, and what they take; how long it stands still; and
+    why there is one, if auto made it."""
+    if degrees.pipeline_degree == 1 or not (stages := stages_of(work.figures, degrees)):
+        return ""
+    each = (
+        f"{number} has blocks {stage.first + 1} to {stage.first + stage.count} ({stage.work:.0%} of the work, "
+        f"{size_in_words(stage.nbytes)})"
+        for number, stage in enumerate(stages, 1)
+    )
+    flights = in_flight(work, degrees)
+    follow = f"{flights} evaluations follow each other" if flights > 1 else "one evaluation goes"
+    busy = f"a stage computes {filled(work, degrees):.0%} of the time"
+    return f"{'; '.join(each)}. {follow} through them: {busy}. Exact.{WHY if resorted else ''}"
 
 
 def _sharded(way: Prospect | None) -> bool:
@@ -199,6 +223,9 @@ def _weights(work: Work, degrees: Parallelism, way: Prospect | None) -> str:
     """Of each worker: what it has, what it fetches, and what it waits for that."""
     if way is None:
         return ""
+    if degrees.pipeline_degree > 1:
+        outside = size_in_words(outside_bytes(work.figures))
+        return f"each stage has its own blocks alone, and the {outside} that lie outside of blocks."
     if not way.fetched_bytes:
         return f"{way.storage.mode}, whole on every device."
     blocks, resident = len(work.figures.blocks), way.storage.resident
@@ -217,13 +244,22 @@ def _weights(work: Work, degrees: Parallelism, way: Prospect | None) -> str:
 
 
 def _traffic(work: Work, degrees: Parallelism) -> str:
+    passed = _passed(work, degrees)
     if degrees.context_parallel_size == 1:
-        return "none inside the model."
+        return passed or "none inside the model."
     layer = bytes_per_layer(work, degrees)
     return (
         f"each worker sends {layer / 2**20:.2f} MiB in each of {work.figures.layers} layers, "
-        f"{layer * work.figures.layers / 2**20:.1f} MiB an evaluation."
-    )
+        f"{layer * work.figures.layers / 2**20:.1f} MiB an evaluation. {passed}"
+    ).strip()
+
+
+def _passed(work: Work, degrees: Parallelism) -> str:
+    """From stage to stage of a pipeline."""
+    if degrees.pipeline_degree == 1:
+        return ""
+    each = passed_bytes(work) / degrees.context_parallel_size / 2**20
+    return f"A stage passes {each:.2f} MiB on in each evaluation, and the last one gives a latent to all in each step."
 
 
 def _launch(subject: Subject, division: Division, way: Prospect | None) -> str:
@@ -231,6 +267,8 @@ def _launch(subject: Subject, division: Division, way: Prospect | None) -> str:
     choice, work = division.degrees.cuda_graphs, subject.work
     if not division.placement.devices[0].startswith(CUDA.kind):
         return ""
+    if division.degrees.pipeline_degree > 1:
+        return "kernel by kernel: stages of a pipeline wait for each other in the middle of an evaluation."
     if choice == "off" or not work.recorded or (way is not None and way.fetched_bytes):
         return "kernel by kernel, in every evaluation."
     where = "" if choice == "on" else " where the CPU would launch it slower than the GPU computes"
@@ -279,7 +317,16 @@ def _warnings(
     if untried := _untried(placement):
         warnings.append(f"{untried} have not been tried on hardware yet, only one H100 has: see docs/devices.md.")
     warnings += _of_prompts(subject, degrees, way) if guided else []
-    return [*warnings, *_of_rows(subject, degrees)]
+    return [*warnings, *_of_stages(work, degrees), *_of_rows(subject, degrees)]
+
+
+def _of_stages(work: Work, degrees: Parallelism) -> list[str]:
+    if degrees.pipeline_degree <= in_flight(work, degrees):
+        return []
+    return [
+        f"Stages stand still {1 - filled(work, degrees):.0%} of the time: a pipeline is for weights that fit nowhere "
+        "else and for slow links. Where cards are linked well, Ulysses and ring are faster."
+    ]
 
 
 def _untried(placement: Placement) -> str:

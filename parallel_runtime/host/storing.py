@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from ..errors import Refused
 from ..specs import Parallelism, Storage, WeightsChoice, WeightsMode
 from .cost import Link, Work, activation_bytes, evaluation_seconds
+from .pipelines import held_bytes
 
 GIB = 2**30
 USABLE = 0.92  # of a device that is filled on purpose
 ALIKE = 1.1  # predictions that are no further apart say nothing
+SLOW = 4e9  # bytes/s: an Ethernet, and no bus
 BUFFERS = 2  # blocks that are on the device beside those at rest
 MODES: tuple[WeightsMode, ...] = ("offload", "shard")  # where alike the first: it has nobody to wait for
 
@@ -66,14 +68,18 @@ class Case:
         return replace(self, work=replace(self.work, prompts=1))
 
     def allows(self, mode: WeightsMode) -> bool:
-        """Without blocks that a plan knows weights are whole, and so are parts without anybody to share them with."""
+        """Without blocks that a plan knows weights are whole, and so are parts without anybody to share them with; a
+        stage of a pipeline has its blocks on its device."""
+        if self.degrees.pipeline_degree > 1:
+            return mode == "replicate"
         alone = mode == "shard" and self.degrees.context_parallel_size == 1
         return mode == "replicate" or not (alone or len(self.blocks) <= BUFFERS)
 
     def prospect(self, storage: Storage) -> Prospect:
         whole, ranks = self.work.figures.weight_bytes, self.degrees.context_parallel_size
         if storage.mode == "replicate":
-            return Prospect(storage=storage, held_bytes=whole, seconds=self._compute())
+            held = held_bytes(self.work.figures, self.degrees)
+            return Prospect(storage=storage, held_bytes=held, seconds=self._compute())
         fetched = sum(self.blocks) * (len(self.blocks) - storage.resident) // len(self.blocks)
         kept = -(-fetched // ranks) if storage.mode == "shard" else 0
         exposed = max(0.0, self._travel(storage.mode, fetched) - self._compute())
@@ -173,6 +179,22 @@ def as_one_pays(branches: Case, as_one: Case) -> bool:
     return not _whole(branches) and _seconds(branches) > ALIKE * _seconds(as_one)
 
 
+def fits_whole(case: Case) -> bool:
+    """Without fetching anything."""
+    return any(_whole(each) for each in (case, case.one_by_one))
+
+
+def has_place_nearby(case: Case) -> bool:
+    """Whether its weights are whole on each device, or fetched over a link that is not slow."""
+    link = case.link
+    fast = {
+        "offload": link is None or not 0 < link.host_bytes_per_second < SLOW,
+        "shard": link is None or not 0 < link.bytes_per_second < SLOW,
+    }
+    ways = [way for each in (case, case.one_by_one) for way in _in_parts(each)]
+    return fits_whole(case) or any(fast[way.storage.mode] for way in ways)
+
+
 def _seconds(case: Case) -> float:
     """Of evaluating all prompts, with weights where auto would have them; infinite where they fit nowhere."""
     asked, ways = _first(case)
@@ -226,13 +248,20 @@ def _way_out(case: Case) -> str:
     if figures.weight_bytes > 1.5 * figures.weights and _any(replace(case, work=replace(case.work, figures=half))):
         return "A file in fp8 would fit"
     for factor in (2, 4, 8):
-        more = replace(case.degrees, ring_degree=case.degrees.ring_degree * factor)
+        more = _times(case.degrees, factor)
         if _any(replace(case, degrees=more)):
             return f"{more.world_size} workers on as many devices would fit"
     for part in (2, 4, 8, 16):
         if _any(replace(case, work=replace(case.work, tokens=max(1, case.work.tokens // part)))):
             return f"A picture or video with 1/{part} of the pixels would fit"
     return "Take a smaller model"
+
+
+def _times(degrees: Parallelism, factor: int) -> Parallelism:
+    """So many times the workers."""
+    if degrees.pipeline_degree > 1:
+        return replace(degrees, pipeline_degree=degrees.pipeline_degree * factor, stages=())
+    return replace(degrees, ring_degree=degrees.ring_degree * factor)
 
 
 def _any(case: Case) -> bool:

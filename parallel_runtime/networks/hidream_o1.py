@@ -22,6 +22,7 @@ NETWORK = Network(
                 whole=("attention_mask", "optimized_attention", "past_key_value"),
                 gathers=True,
                 aside=True,  # layers return their keys too
+                gives=(),  # and keep them from step to step
             ),
         ),
         replicated=frozenset(PREFIX),

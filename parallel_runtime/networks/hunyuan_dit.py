@@ -16,7 +16,7 @@ NETWORK = Network(
                 attends=IMAGE,
                 within={"attn2": "local"},
                 whole=("c", "text_states"),
-                returns=(IMAGE,),
+                gives=("x",),
                 aside=True,  # what a block leaves for later cannot be skipped
             ),
             Site("final_layer", {"x": Whole(IMAGE)}),

@@ -1,12 +1,14 @@
 """OmniGen 2: refiners of the image and of references, then one stream of all."""
 
+from typing import Any
+
 from ..plan import Along, Plan, Site, Tokens, Whole
 from .network import Network, joint, layers
 
 IMAGE, REFERENCES, JOINT = ("image",), ("references",), ("joint",)
 
 
-def refiner(name: str, streams: tuple[str, ...]) -> Site:
+def refiner(name: str, streams: tuple[str, ...], **more: Any) -> Site:
     return Site(
         name,
         {"hidden_states": Tokens(streams), "image_rotary_emb": Along(streams)},
@@ -14,10 +16,16 @@ def refiner(name: str, streams: tuple[str, ...]) -> Site:
         whole=("temb",),
         gathers=True,
         aside=True,
+        **more,
     )
 
 
-REFINERS = (refiner("noise_refiner", IMAGE), refiner("ref_image_refiner", REFERENCES))
+def _with_the_last(net: Any) -> list[int]:
+    """What both refine is joined next: one stage must have it all."""
+    return [len(net.noise_refiner) - 1] * len(net.ref_image_refiner)
+
+
+REFINERS = (refiner("noise_refiner", IMAGE), refiner("ref_image_refiner", REFERENCES, beside=_with_the_last))
 
 PLAN = Plan(
     (

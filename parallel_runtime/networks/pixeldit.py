@@ -15,7 +15,7 @@ BLOCKS = Site(
     whole=("c", "attn_mask"),
     gathers=True,
 )
-GATES = Site("lq_proj.gate_modules", {"x": Tokens(IMAGE), "lq": Along(IMAGE)}, whole=("sigma",), aside=True)
+GATES = Site("lq_proj.gate_modules", {"x": Tokens(IMAGE), "lq": Along(IMAGE)}, whole=("sigma",), aside=True, gives=())
 
 
 def pixels(name: str, kind: str, *sites: Site) -> Network:

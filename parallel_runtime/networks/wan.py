@@ -35,7 +35,14 @@ NETWORK = Network(
     tokens=video(1, 2, 2),
 )
 
-VACE_BLOCKS = replace(BLOCKS, name="vace_blocks", args={"c": Tokens(VIDEO), **BLOCKS.args}, aside=True)
+VACE_BLOCKS = replace(
+    BLOCKS,
+    name="vace_blocks",
+    args={"c": Tokens(VIDEO), **BLOCKS.args},
+    aside=True,
+    gives=("c", "c"),
+    beside=lambda net: list(net.vace_layers_mapping),
+)
 VACE = replace(
     NETWORK,
     name="Wan VACE",

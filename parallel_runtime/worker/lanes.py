@@ -5,10 +5,10 @@ Every lane holds all inputs, does its share, and ends with all results, so that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,13 @@ from .engine.exchange import any_of, gather
 from .engine.mesh import Axis
 from .engine.streams import chunk_range, chunk_sizes
 from .ranks import refusing_together
+
+
+class Flights(Protocol):
+    """A pipeline: forwards that follow each other `in_flight`, and what came of them."""
+
+    def in_flight(self) -> AbstractContextManager[None]: ...
+    def answers(self, out: Sequence[Tensor]) -> list[Tensor]: ...
 
 
 class Lanes:
@@ -59,20 +66,32 @@ def spread_rows(lanes: Lanes, evaluate: Callable[..., Any], batch: int, *args: A
         return evaluate(*args, **kwargs)
     mine = lanes.mine(batch)
     rows = slice(mine.start, mine.stop) if mine else slice(0, 1)  # an idle lane learns the output's shape from row 0
-
-    def cut(value: Any) -> Any:
-        if torch.is_tensor(value):
-            return value[rows] if value.ndim and value.shape[0] == batch else value
-        if isinstance(value, list | tuple):
-            return type(value)(cut(item) for item in value)
-        if type(value) is dict and "sample_sigmas" in value:
-            return _options(value, rows, batch)
-        return {name: cut(item) for name, item in value.items()} if type(value) is dict else value
-
-    out = evaluate(*cut(args), **cut(kwargs))
+    out = evaluate(*_cut(args, rows, batch), **_cut(kwargs, rows, batch))
     if torch.is_tensor(out):
         return lanes.collect(out[: len(mine)], batch)
     return [lanes.collect(part[: len(mine)], batch) for part in out]
+
+
+def row_by_row(evaluate: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`evaluate(x, *args, **kwargs)` one row after another, so that each is in another stage of a pipeline."""
+    if x.shape[0] == 1:
+        return evaluate(x, *args, **kwargs)
+    parts = []
+    for row in range(x.shape[0]):
+        given, named = (_cut(value, slice(row, row + 1), x.shape[0]) for value in ((x, *args), kwargs))
+        parts.append(evaluate(*given, **named))
+    return torch.cat(parts) if torch.is_tensor(parts[0]) else [torch.cat(part) for part in zip(*parts, strict=True)]
+
+
+def _cut(value: Any, rows: slice, batch: int) -> Any:
+    """What is said of these rows of a batch."""
+    if torch.is_tensor(value):
+        return value[rows] if value.ndim and value.shape[0] == batch else value
+    if isinstance(value, list | tuple):
+        return type(value)(_cut(item, rows, batch) for item in value)
+    if type(value) is dict and "sample_sigmas" in value:
+        return _options(value, rows, batch)
+    return {name: _cut(item, rows, batch) for name, item in value.items()} if type(value) is dict else value
 
 
 def _options(options: dict[str, Any], rows: slice, batch: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ..errors import Refused
 from ..jobs import Job
 from ..networks import Network
 from ..specs import Compilation, ModelSpec, Parallelism, Storage
+from ..stages import Seat, counts_of
 from ..wire.messages import Run
 from .engine.compiling import compile_blocks
 from .engine.divide import divide, undivide
@@ -24,6 +25,7 @@ from .engine.memory import give_back_cache
 from .engine.mesh import Axis, ContextMesh, World, build_mesh, with_own_group
 from .engine.overriding import by_backend
 from .engine.recording import Recording, Unrecordable  # noqa: F401
+from .engine.stages import Elsewhere, Stages, settle, unsettle
 from .lanes import Lanes
 from .pulse import Pulse
 from .ranks import refusing_together
@@ -47,6 +49,8 @@ class Model:
     parallelism: Parallelism | None = None
     mesh: ContextMesh = field(default_factory=ContextMesh)
     compiled: tuple[Compilation, Callable[[], None]] | None = None  # and what makes it eager again
+    stages: Stages | None = None
+    elsewhere: Sequence[Seat] = ()  # of blocks, that other stages have
     device: torch.device = CPU  # that its evaluations run on
     recording: Recording = field(init=False)
 
@@ -76,6 +80,8 @@ class Model:
         if not threshold:
             return None
         assert self.architecture is not None
+        if self.stages is not None:
+            raise Refused("step_cache and pipeline_degree: no stage sees all blocks; set one of them to its default")
         return StepCache(self.network, self.architecture.plan, self.mesh, threshold)
 
     def reach(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +94,8 @@ class Model:
 
     def objection(self) -> str:
         """Why no forward is to be recorded just now; "" for no reason."""
+        if self.stages is not None:
+            return "stages of a pipeline wait for each other in its middle"
         asked = self.compiled and self.compiled[0]
         return "torch.compile records it by itself" if asked and asked.records else ""
 
@@ -111,15 +119,39 @@ class Model:
         self.recording.agree = partial(any_of, mesh.context)
 
     def divide(self, parallelism: Parallelism) -> None:
+        """By blocks, and those by sequence."""
+        counts = self._settle(parallelism)
         if self.mesh.context.size > 1:
             if self.architecture is None:
                 raise Refused(f"{self.name} cannot be cut by sequence: set ring_degree and ulysses_degree to 1")
             divide(self.network, self.architecture.plan, self.mesh, parallelism)
+        if counts and self.architecture is not None:
+            self.stages = Stages(self.network, self.architecture.plan, self.mesh.pipeline, counts)
 
     def unite(self) -> None:
         """Undo `divide`."""
+        if self.stages is not None:
+            self.stages.remove()
         if self.mesh.context.size > 1:
             undivide(self.network)
+        if self.stages is not None:
+            self.let_go()
+            unsettle(self.elsewhere)
+            self.stages, self.elsewhere = None, ()
+
+    def _settle(self, parallelism: Parallelism) -> Sequence[int]:
+        """Have this stage's blocks alone; how many units each has, none where there are no stages."""
+        if parallelism.pipeline_degree == 1:
+            return ()
+        if self.architecture is None:
+            raise Refused(f"{self.name} cannot be cut into stages: set pipeline_degree to 1")
+        counts = counts_of(self.network, self.architecture, parallelism)
+        self.let_go()
+        self.elsewhere = settle(self.network, self.architecture.plan, counts, self.mesh.pipeline.index)
+        return counts
+
+    def let_go(self) -> None:
+        """Of the memory of weights: blocks come or go."""
 
     @property
     def away_bytes(self) -> int:
@@ -152,7 +184,8 @@ class Model:
             blocks = (
                 blocks_of(self.network, self.architecture.plan, carrying=True) if self.architecture else [self.network]
             )
-            self.compiled = compilation, compile_blocks(blocks, compilation)
+            here = [block for block in blocks if not isinstance(block, Elsewhere)]
+            self.compiled = compilation, compile_blocks(here, compilation)
 
     def rest(self) -> None:
         """Give the device's memory back; the next job wakes it."""
@@ -242,21 +275,21 @@ class Models:
     def _place(self, storage: Storage, parallelism: Parallelism) -> Place | None:
         """Parts are gathered over a communicator of their own, which costs all others nothing. Collective when new."""
         gathered = storage.mode == "shard"
-        key = (storage, parallelism.shape if gathered else ())
+        key = (storage, parallelism.dims if gathered else ())
         if key not in self._places:
             axis = self._axis(parallelism) if gathered else Axis()
             self._places[key] = place(storage, axis, self._device, self._buffers)
         return self._places[key]
 
     def _axis(self, parallelism: Parallelism) -> Axis:
-        shape = parallelism.shape
+        shape = parallelism.dims
         if shape not in self._axes:
             self._axes[shape] = with_own_group(self.mesh(parallelism).context, self._device)
         return self._axes[shape]
 
     def mesh(self, parallelism: Parallelism) -> ContextMesh:
         """The mesh of this shape, with these shares. Collective when the shape is new."""
-        shape = parallelism.shape
+        shape = parallelism.dims
         if shape not in self._meshes:
             self._meshes[shape] = build_mesh(parallelism, self._device, self.world)
         return self._meshes[shape].shared(parallelism.shares)

@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,13 +26,20 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch import Tensor, nn
 
-from ..networks import network_of
+from ..networks import Network, network_of
 from ..specs import Parallelism
+from ..stages import counts_of
 from .engine.divide import divide, undivide
-from .engine.mesh import build_mesh
+from .engine.mesh import ContextMesh, build_mesh
+from .engine.stages import Stages, settle, unsettle
 
 EXACT = 1e-5
-WAYS = (Parallelism(ring_degree=2), Parallelism(ulysses_degree=2), Parallelism(ring_degree=3))
+WAYS = {
+    "ring 2, ulysses 1": Parallelism(ring_degree=2),
+    "ring 1, ulysses 2": Parallelism(ulysses_degree=2),
+    "ring 3, ulysses 1": Parallelism(ring_degree=3),
+    "pipeline 2": Parallelism(pipeline_degree=2),
+}
 
 Shapes = dict[str, dict[str, tuple[int, ...]]]  # stack: argument: shape, and "returns"
 
@@ -115,12 +123,12 @@ def check(path: Path, comfyui: Path) -> int:
         return 1
     with tempfile.TemporaryDirectory() as folder:
         failed = 0
-        for number, way in enumerate(WAYS):
+        for number, (name, way) in enumerate(WAYS.items()):
             out = Path(folder) / f"said{number}"
             arguments = (path, comfyui, way, f"{folder}/store{number}", out)
             processes.start_processes(_rank, arguments, nprocs=way.world_size, start_method="spawn")
             said, exact = out.read_text().split("\n")
-            sys.stdout.write(f"ring {way.ring_degree}, ulysses {way.ulysses_degree}: {said}\n")
+            sys.stdout.write(f"{name}: {said}\n")
             failed |= exact != "True"
     return failed
 
@@ -143,17 +151,35 @@ def _compare(subject: Subject, way: Parallelism) -> tuple[str, bool]:
     mesh, worst = build_mesh(way), 0.0
     for call in (subject.call, subject.more_rows, subject.more_text):
         wants = run(subject.network, call)
-        divide(subject.network, found.plan, mesh, way)
         try:
-            got = run(subject.network, call)
+            with _cut(subject.network, found, mesh, way):
+                got = run(subject.network, call)
         except ValueError as refused:
             return " ".join(str(refused).split()), False
-        finally:
-            undivide(subject.network)
         worst = max(
             [worst, *((a - b).abs().max().item() / b.abs().max().item() for a, b in zip(got, wants, strict=True))]
         )
     return f"{worst:.1e} of the largest value", worst <= EXACT
+
+
+@contextmanager
+def _cut(network: nn.Module, found: Network, mesh: ContextMesh, way: Parallelism) -> Iterator[None]:
+    """In here it runs by sequence, or in stages."""
+    if way.pipeline_degree == 1:
+        divide(network, found.plan, mesh, way)
+        try:
+            yield
+        finally:
+            undivide(network)
+        return
+    counts = counts_of(network, found, way)
+    others = settle(network, found.plan, counts, mesh.pipeline.index)
+    stages = Stages(network, found.plan, mesh.pipeline, counts)
+    try:
+        yield
+    finally:
+        stages.remove()
+        unsettle(others)
 
 
 def draft(path: Path, comfyui: Path) -> str:

@@ -18,6 +18,7 @@ DEGREES: dict[str, Parallel] = {
     "ulysses_2": Parallel(ring_degree=1, ulysses_degree=2),
     "ring_3": Parallel(ring_degree=3, ulysses_degree=1),
     "ring_2_x_ulysses_2": Parallel(ring_degree=2, ulysses_degree=2),
+    "pipeline_2": Parallel(pipeline_degree=2),
 }
 
 # Another number of workers is another group, which takes a while to start: most modules do with two.

@@ -67,7 +67,7 @@ def _workers(item: pytest.Item) -> int:
     """That its degrees ask for; two where it does not say."""
     params = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
     asked = [DEGREES[value] for value in params if isinstance(value, str) and value in DEGREES]
-    return max((degrees.ring_degree * degrees.ulysses_degree for degrees in asked), default=2)
+    return max((degrees.ring_degree * degrees.ulysses_degree * degrees.pipeline_degree for degrees in asked), default=2)
 
 
 @pytest.hookimpl(wrapper=True)

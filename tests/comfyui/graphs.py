@@ -44,6 +44,7 @@ class Parallel:
     compile: str = "off"
     cuda_graphs: str = "auto"
     shares: str = "auto"
+    pipeline_degree: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

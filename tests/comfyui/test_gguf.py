@@ -19,7 +19,7 @@ from .server import Server, running_server
 from .test_kin import node
 
 JOB = Job(family="flux_dev", cfg=2.0, size=(9, 14), prompt_tokens=(7, 12))
-BARS = [("ring_2", 1e-5), pytest.param("1_worker", 1e-6, marks=pytest.mark.sweep)]
+BARS = [("ring_2", 1e-5), ("pipeline_2", 1e-5), pytest.param("1_worker", 1e-6, marks=pytest.mark.sweep)]
 KINDS = ("F16", "BF16", "Q8_0", "Q5_1", "Q4_0")
 WRITE = """
 import sys, gguf

@@ -20,7 +20,12 @@ from .latents import apart, latent_of
 from .networks import NETWORKS
 from .server import Server
 
-BARS = {"1_worker": 1e-6, "ring_3": 1e-5, "ring_2_x_ulysses_2": 1e-5}  # of the latent's standard deviation
+BARS = {
+    "1_worker": 1e-6,
+    "ring_3": 1e-5,
+    "ring_2_x_ulysses_2": 1e-5,
+    "pipeline_2": 1e-5,
+}  # of the latent's standard deviation
 JOB = Job(family="flux_dev", cfg=2.0, steps=3, latent_seed=4)
 
 
@@ -59,3 +64,9 @@ def test_it_is_sampled_as_ksampler_does(
 ) -> None:
     got = latent_of(server.client.run(picture(name, DEGREES[degrees])))
     assert apart(got, native(name)) <= BARS[degrees]
+
+
+@pytest.mark.parametrize("name", ["qwen_edit", "ltx2"])
+def test_in_the_stages_of_a_pipeline(server: Server, native: Callable[[str], Tensor], name: str) -> None:
+    """With a reference, and with two streams of tokens: video and audio."""
+    assert apart(latent_of(server.client.run(picture(name, DEGREES["pipeline_2"]))), native(name)) <= BARS["pipeline_2"]

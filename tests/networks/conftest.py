@@ -19,6 +19,7 @@ MODULES = (
     "compile_cases",
     "recorded_cases",
     "inside_cases",
+    "stage_cases",
 )
 
 

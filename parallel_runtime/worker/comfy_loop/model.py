@@ -113,7 +113,8 @@ class ComfyModel(Model):
             self.patched = (self.spec.patches, {key: rebuild(value) for key, value in patches.items()})
         made: Weights = self.patcher.clone()
         made.on_share = on_share
-        made.patches = {key: list(value) for key, value in self.patched[1].items()}
+        elsewhere = tuple(f"diffusion_model.{seat.path}." for seat in self.elsewhere)
+        made.patches = {key: list(value) for key, value in self.patched[1].items() if not key.startswith(elsewhere)}
         if self.spec.compute_dtype:
             made.set_model_compute_dtype(getattr(torch, self.spec.compute_dtype))
         made.patches_uuid = uuid.uuid5(uuid.NAMESPACE_OID, f"{self.spec.patches} {self.spec.compute_dtype}")
@@ -122,6 +123,10 @@ class ComfyModel(Model):
     @property
     def beside(self) -> list[torch.nn.Module]:
         return [patcher.model for patcher in beside(self)]
+
+    def let_go(self) -> None:
+        self.rest()
+        self.patcher.size = 0  # it was that of other blocks
 
     def rest(self) -> None:
         comfy.model_management.unload_model_and_clones(self.patcher)

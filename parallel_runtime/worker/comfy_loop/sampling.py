@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import comfy.model_management
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ...jobs import SamplingJob
 from ..advice import Watch
-from ..lanes import spread_rows
+from ..lanes import row_by_row, spread_rows
 from ..pulse import Pulse
 from .branches import Branches
 from .caching import cached
@@ -41,7 +42,7 @@ def run(model: ComfyModel, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
         pulse.step(step, total, x0, x)
 
     patcher = _patcher(model, job, pulse)
-    branches = Branches(model.branches, pulse, together=job.together, rows=job.rows)
+    branches = Branches(model.branches, pulse, together=job.together, rows=job.rows, stages=model.stages)
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, branches)
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _applied(model, pulse, together=job.together))
     cache = model.step_cache(job.step_cache)
@@ -111,7 +112,8 @@ def _applied(model: ComfyModel, pulse: Pulse, *, together: bool) -> Callable[...
         with watch(model, x):
             if together:
                 return executor(x, *args, **kwargs)
-            return spread_rows(model.rows, executor, x.shape[0], x, *args, **kwargs)
+            evaluate = partial(row_by_row, executor) if model.stages else executor
+            return spread_rows(model.rows, evaluate, x.shape[0], x, *args, **kwargs)
 
     return apply
 

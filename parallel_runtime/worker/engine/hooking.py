@@ -38,6 +38,12 @@ class Block:
     scopes: list[tuple[nn.Module, Attends]]
     parameters: list[str]
 
+    @property
+    def tokens(self) -> list[str | int]:
+        """The arguments that hold hidden states."""
+        carried = {name for name, *_ in self.site.carries}
+        return [name for of_plan, name in zip(self.site.args, self.words, strict=True) if of_plan in carried]
+
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refused where it is given what is neither cut nor known to be whole: silence would be a wrong result."""
         if self.site.frames is None and all(isinstance(word, Whole | Count) for _, word in self.words.values()):

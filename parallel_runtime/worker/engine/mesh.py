@@ -1,4 +1,7 @@
-"""This rank's place among data x cfg x ring x ulysses ranks, with the groups to talk to. Built once, then frozen."""
+"""This rank's place among pipeline x data x cfg x ring x ulysses ranks, with the groups to talk to.
+
+Built once, then frozen.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ...specs import Parallelism
 
 LANES = ("data", "cfg")  # axes along which whole evaluations are shared out
-AXES = (*LANES, "ring", "ulysses")
+AXES = ("pipeline", *LANES, "ring", "ulysses")
 
 Parts = int | tuple[int, ...]  # how many alike, or the share of each
 
@@ -53,11 +56,13 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ContextMesh:
-    """`context` is ring and ulysses together, ring-major: the ranks that share one sequence.
+    """`context` is ring and ulysses together, ring-major: the ranks that share one sequence. `pipeline` is those that
+    have the same place in each stage.
 
-    `flat` is the one-dim DeviceMesh of those ranks (None: alone), for sharding weights over them.
+    `flat` is the one-dim DeviceMesh of the context ranks (None: alone), for sharding weights over them.
     """
 
+    pipeline: Axis = field(default_factory=Axis)
     data: Axis = field(default_factory=Axis)
     cfg: Axis = field(default_factory=Axis)
     ring: Axis = field(default_factory=Axis)
@@ -111,7 +116,7 @@ def build_mesh(parallelism: Parallelism, device: torch.device | None = None, wor
             "degrees, or pass a DeviceMesh with one more dim for the other ranks"
         )
     wire = wire_of(device or torch.device("cpu"))
-    sizes = {name: size for name, size in zip(AXES, parallelism.shape, strict=True) if size > 1}
+    sizes = {name: size for name, size in zip(AXES, parallelism.dims, strict=True) if size > 1}
     mesh = init_device_mesh(wire.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     staged = wire if device is not None and wire.type != device.type else None
     axes = {name: axis_of(mesh[name].get_group(), staged, alone.world) for name in sizes}

@@ -1,0 +1,44 @@
+"""What the blocks of a network cost, and contiguous shares of them that cost about the same. Arithmetic only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a unit costs: bytes that its stage holds, and blocks that its tokens pass, all of which work alike."""
+
+    nbytes: int
+    blocks: int = 1
+
+
+def share_out(loads: Sequence[Load], stages: int, room: int | None = None) -> tuple[int, ...]:
+    """How many units each stage has, contiguous and at least one: where the busiest stage computes least, of those
+    where it holds least. A stage holds no more than `room` bytes of them, if that is possible. ValueError for more
+    stages than units."""
+    if stages > len(loads):
+        raise ValueError(f"{len(loads)} blocks make no {stages} stages")
+    held = tuple(accumulate((load.nbytes for load in loads), initial=0))
+    work = tuple(accumulate((load.blocks for load in loads), initial=0))
+
+    def cost(begin: int, end: int) -> tuple[int, int, int]:
+        nbytes = held[end] - held[begin]
+        return (max(0, nbytes - room) if room is not None else 0), work[end] - work[begin], nbytes
+
+    @cache
+    def best(end: int, parts: int) -> tuple[tuple[int, int, int], tuple[int, ...]]:
+        """The worst of each cost for the first units in so many stages, and where these end."""
+        if parts == 1:
+            return cost(0, end), (end,)
+        ways = []
+        for begin in range(parts - 1, end):
+            before, ends = best(begin, parts - 1)
+            ways.append((tuple(map(max, before, cost(begin, end))), (*ends, end)))
+        return min(ways)  # type: ignore[return-value]
+
+    _, ends = best(len(loads), stages)
+    return tuple(end - begin for begin, end in pairwise((0, *ends)))

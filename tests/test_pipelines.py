@@ -1,0 +1,153 @@
+"""Pipelines in planning: what cannot be is refused in one sentence, and stages are balanced by work and by memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from parallel_runtime.errors import Refused
+from parallel_runtime.host.choosing import choose
+from parallel_runtime.host.cost import Figures, Link
+from parallel_runtime.host.pipelines import check_stages, held_bytes, stages_of
+from parallel_runtime.host.planning import Wish, plan
+from parallel_runtime.host.report import Subject, report
+from parallel_runtime.host.storing import Capacity, Case, decide
+from parallel_runtime.loads import Load, share_out
+from parallel_runtime.specs import Parallelism, ParallelRequest, Placement
+
+GIB = 2**30
+DOUBLE, SINGLE = Load(340 << 20), Load(141 << 20)
+FLUX = Figures(
+    name="FLUX", heads=24, layers=57, width=3072, weights=12 * 10**9, item_bytes=2,
+    weight_bytes=19 * (340 << 20) + 38 * (141 << 20) + GIB,
+    blocks=(340 << 20,) * 19 + (141 << 20,) * 38, loads=(DOUBLE,) * 19 + (SINGLE,) * 38,
+)  # fmt: skip
+
+
+def planned(gpus: int = 0, guided: bool = False, whole: str = "", **request: object) -> Parallelism:
+    return plan(Wish(request=ParallelRequest(**request), heads=24, gpus=gpus, guided=guided, whole=whole)).degrees  # type: ignore[arg-type]
+
+
+def test_stages_take_the_workers_that_they_need_and_lanes_and_ulysses_the_rest() -> None:
+    assert planned(pipeline_degree=2).dims == (2, 1, 1, 1, 1)
+    assert planned(gpus=2, pipeline_degree=2, guided=True).dims == (2, 1, 1, 1, 1)
+    assert planned(gpus=4, pipeline_degree=2, guided=True).dims == (2, 1, 2, 1, 1)
+    assert planned(gpus=4, pipeline_degree=2).dims == (2, 1, 1, 1, 2)
+    assert planned(gpus=8, pipeline_degree=2, data_degree=2).dims == (2, 2, 1, 1, 2)
+
+
+def test_at_cfg_1_the_other_lane_of_a_stage_joins_its_ulysses() -> None:
+    asked = {"gpus": 4, "pipeline_degree": 2, "cfg_degree": 2, "ulysses_degree": 1}
+    assert planned(**asked, guided=True).dims == (2, 1, 2, 1, 1)  # type: ignore[arg-type]
+    assert planned(**asked).dims == (2, 1, 1, 1, 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("request_", "sentence"),
+    [
+        ({"ring_degree": 2}, "a ring inside a stage.*ring_degree is 2 with pipeline_degree 2; set ring_degree to 1"),
+        ({"weights": "shard"}, "weights shard: .*own blocks alone.*set weights to auto"),
+        ({"weights": "offload"}, "weights offload: .*own blocks alone.*set weights to auto"),
+        ({"step_cache": 0.1}, "step_cache 0.1: no stage.*sees all blocks.*set step_cache to 0"),
+        ({"whole": "UNetModel"}, "UNetModel cannot be cut into stages, and pipeline_degree is 2; set it to 1"),
+        ({"pipeline_degree": 65}, "pipeline_degree is 0 \\(auto\\) to 64, got 65"),
+        ({"pipeline_degree": -1}, "pipeline_degree is 0 \\(auto\\) to 64, got -1"),
+        ({"gpus": 3}, "devices|needs 2 worker|.*"),
+        ({"gpus": 2, "ulysses_degree": 2}, "pipeline_degree 2 needs 4 workers.*The nearest that works is"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(request_: dict, sentence: str) -> None:
+    if request_ == {"gpus": 3}:
+        assert planned(**{"pipeline_degree": 2, **request_}).world_size == 2
+        return
+    with pytest.raises(Refused, match=sentence):
+        planned(**{"pipeline_degree": 2, **request_})
+
+
+def test_more_stages_than_blocks_are_refused_with_their_number() -> None:
+    few = replace(FLUX, loads=(DOUBLE,) * 3)
+    with pytest.raises(Refused, match="FLUX has 3 blocks for stages, and pipeline_degree is 4; set it to 3"):
+        check_stages(ParallelRequest(pipeline_degree=4), few)
+    with pytest.raises(Refused, match=r"FLUX keeps more than tokens from block to block.*set it to 1"):
+        check_stages(ParallelRequest(pipeline_degree=2), replace(FLUX, loads=()))
+    check_stages(ParallelRequest(pipeline_degree=3), few)
+
+
+def test_the_busiest_stage_computes_least_and_of_such_ways_holds_least() -> None:
+    assert share_out([Load(1)] * 7, 3) in ((2, 2, 3), (2, 3, 2), (3, 2, 2))
+    assert share_out([Load(9), Load(1), Load(1), Load(1), Load(1)], 2) == (2, 3), "of 2 + 3 and 3 + 2 the lighter"
+    assert share_out([Load(1, 2), Load(1), Load(1)], 2) == (1, 2), "two blocks in one unit"
+    assert share_out(FLUX.loads, 2)[0] in (28, 29), "work is even, weights are not"
+
+
+def test_a_stage_holds_no_more_than_there_is_room_for() -> None:
+    even = stages_of(FLUX, Parallelism(pipeline_degree=2))
+    assert even[0].nbytes > 1.8 * even[1].nbytes
+    room = int(1.2 * sum(load.nbytes for load in FLUX.loads) / 2)
+    tight = Parallelism(pipeline_degree=2, stages=share_out(FLUX.loads, 2, room))
+    assert max(stage.nbytes for stage in stages_of(FLUX, tight)) <= room
+    assert stages_of(FLUX, tight)[1].work > 0.55
+
+
+def chosen(gib: float, **request: object) -> Case:
+    work, capacity = FLUX.work(1, 4608), Capacity(device_bytes=int(gib * GIB))
+    wish = Wish(request=ParallelRequest(pipeline_degree=2, **request), heads=24, gpus=2)  # type: ignore[arg-type]
+    return Case(work=work, degrees=choose(wish, work, None, capacity).degrees, capacity=capacity)
+
+
+def test_weights_that_fit_no_device_fit_the_stages_of_a_pipeline() -> None:
+    roomy, tight = chosen(24), chosen(9.5)
+    assert sum(roomy.degrees.stages) == sum(tight.degrees.stages) == 57
+    assert tight.degrees.stages[0] < roomy.degrees.stages[0]
+    for case in (roomy, tight):
+        way = decide("auto", case)
+        assert way.storage.mode == "replicate"
+        assert way.held_bytes == held_bytes(FLUX, case.degrees) < 0.75 * FLUX.weight_bytes
+    with pytest.raises(Refused, match="does not fit"):
+        decide("auto", chosen(4))
+
+
+def test_cp_plan_says_what_each_stage_computes_and_holds_and_what_travels() -> None:
+    case = chosen(24)
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096, "text": 512}, work=case.work)
+    division = replace(plan(Wish(request=ParallelRequest(pipeline_degree=2), heads=24, gpus=2)), degrees=case.degrees)
+    assert division.placement == Placement(devices=("cuda:0", "cuda:1"))
+    said = report(subject, division, guided=False, automatic=False, way=decide("auto", case))
+    assert "Degrees: pipeline_degree 2 x ring_degree 1 x ulysses_degree 1" in said.text
+    assert "Stages: 1 has blocks 1 to 28 (49% of the work, " in said.text
+    assert "one evaluation goes through them: a stage computes 50% of the time. Exact." in said.text
+    assert "Traffic: A stage passes 27.00 MiB on in each evaluation" in said.text
+    assert "Where cards are linked well, Ulysses and ring are faster." in said.text
+    assert [part.lane for part in said.parts] == ["stage 1/2", "stage 2/2"]
+    assert said.parts[0].weights[1] == said.parts[1].weights[0] > 0.6
+
+
+@pytest.mark.parametrize(
+    ("gib", "host_gib", "link_bytes", "stages"),
+    [
+        (24, 64, 1e9, 1),  # it fits
+        (9.5, 64, 1e9, 1),  # main memory has it, behind a bus
+        (9.5, 4, 3e11, 1),  # parts, over a fast link
+        (9.5, 4, 1e8, 2),
+        (4, 4, 1e8, 1),  # too little for stages too: refused, as without them
+    ],
+)
+def test_auto_takes_stages_where_nothing_else_fits_without_fetching_over_a_slow_link(
+    gib: float, host_gib: float, link_bytes: float, stages: int
+) -> None:
+    work = FLUX.work(1, 4608)
+    capacity = Capacity(device_bytes=int(gib * GIB), host_bytes=int(host_gib * GIB))
+    link = Link(bytes_per_second=link_bytes, flops_per_second=1e14, host_bytes_per_second=2e10)
+    wish = Wish(request=ParallelRequest(pipeline_degree=0), heads=24, gpus=2)
+    assert choose(wish, work, link, capacity).degrees.pipeline_degree == stages
+    never = replace(wish, request=ParallelRequest())
+    assert choose(never, work, link, capacity).degrees.pipeline_degree == 1
+
+
+def test_cp_plan_says_why_auto_took_stages() -> None:
+    case = chosen(24)
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=case.work)
+    division = replace(plan(Wish(request=ParallelRequest(pipeline_degree=2), heads=24, gpus=2)), degrees=case.degrees)
+    said = report(subject, division, guided=False, automatic=True, way=decide("auto", case), resorted=True)
+    assert "Auto's choice: the weights have no other place without being fetched over a slow link." in said.text
