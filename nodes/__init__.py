@@ -8,6 +8,7 @@ from .config import CPParallelConfig
 from .demo import CPDemoConditioning, CPDemoDecode, CPDemoModel
 from .loader import CPLoadDiffusionModel
 from .plan import CPPlan
+from .quiet import keep_tracebacks_of_refusals_out
 from .routes import add_routes
 from .sampler import CPSampler, CPSamplerAdvanced, CPSamplerCustom
 from .status import start_publishing
@@ -20,6 +21,7 @@ class ContextParallelExtension(ComfyExtension):
         PromptServer.instance.add_on_prompt_handler(on_prompt)
         add_routes()
         start_publishing()
+        keep_tracebacks_of_refusals_out()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [

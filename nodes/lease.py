@@ -6,19 +6,23 @@ Whatever asks workers for something asks through one.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 
 import comfy.model_management
 from comfy.model_management import throw_exception_if_processing_interrupted as check_interrupt
 
 from ..parallel_runtime.errors import ParallelError, Refused, WorkerFailed
 from ..parallel_runtime.host.choosing import choose
-from ..parallel_runtime.host.cost import Work
+from ..parallel_runtime.host.cost import Work, times_as_fast
 from ..parallel_runtime.host.group import OnStep, Result, WorkerGroup
 from ..parallel_runtime.host.headroom import Shortage, shortage
+from ..parallel_runtime.host.history import Size
 from ..parallel_runtime.host.planning import Wish, plan
+from ..parallel_runtime.host.report import share_cores
 from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.host.storing import Case, Prospect, decide, why_whole
 from ..parallel_runtime.jobs import Job
@@ -29,6 +33,7 @@ from .workers import comfy_setup
 
 log = logging.getLogger(__name__)
 
+TOKENS_APART = 8  # kinds of work from a number of tokens to twice as many
 KEEP = 2  # models that workers hold at once, where there is room: as many as Wan 2.2 samples one video with
 
 
@@ -77,6 +82,9 @@ class Lease:
         if not settled:
             self.group.measure(check_interrupt)
         case = _case(self.group, self.spec, wish, work, self.group.placement)
+        self.group.activity.of_size(Size(kind_of(self.spec, work), _estimated(case, self.group.placement)))
+        if wish.gpus == 1 == self.group.placement.world_size:
+            _tell_of_one_gpu()
         way = before.way if before is not None and settled else self._lodged(case, wish.request.weights)
         return Division(degrees=case.degrees, placement=self.group.placement, storage=way.storage, rows=way.rows)
 
@@ -162,6 +170,27 @@ class Lease:
         if way.rows:
             log.info("[CP] prompts are evaluated one by one: there is no memory for %d together", case.prompts)
         return way
+
+
+def kind_of(spec: ModelSpec, work: Work) -> tuple[object, ...]:
+    """Two runs of one kind take as long on the same workers. A few tokens of text more are no other kind."""
+    tokens = round(TOKENS_APART * math.log2(max(1, work.tokens)))
+    return spec.unpatched, work.rows, work.prompts, work.cached, tokens
+
+
+def _estimated(case: Case, placement: Placement) -> float | None:
+    """How many times as fast as one worker; None where nobody can say: nothing is cut, or workers share cores."""
+    link, cut = case.link, case.work.figures.divisible and case.degrees.pipeline_degree == 1
+    known = cut and link is not None and link.bytes_per_second and not share_cores(placement)
+    return times_as_fast(case.work, case.degrees, link) if known and link is not None else None
+
+
+@cache
+def _tell_of_one_gpu() -> None:
+    log.info(
+        "[CP] one GPU: CP Sampler is KSampler to the bit here, and recorded forwards make it faster where the CPU is "
+        "too slow for the GPU; sharing one picture takes two GPUs or more"
+    )
 
 
 def _case(group: WorkerGroup | None, spec: ModelSpec, wish: Wish, work: Work, placement: Placement) -> Case:

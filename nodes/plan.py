@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -16,13 +17,17 @@ from comfy_api.latest import io
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.planning import Wish, plan
 from ..parallel_runtime.host.report import Report, Row, Subject, report
+from ..parallel_runtime.host.runtime import runtime
+from ..parallel_runtime.host.sentences import say
 from ..parallel_runtime.host.storing import Prospect, decide, why_whole
-from ..parallel_runtime.specs import ParallelRequest
+from ..parallel_runtime.specs import DEGREES, ParallelRequest, widgets
 from .config import CATEGORY, CPConfig, requested
 from .describe import Source, describe_model
-from .lease import foreseen
+from .lease import foreseen, kind_of
+from .measure import measure
 from .plan_vae import explain_decode
 from .refusals import check_conds, check_latent
+from .workers import visible_gpus
 
 
 class CPPlan(io.ComfyNode):
@@ -48,6 +53,11 @@ class CPPlan(io.ComfyNode):
                     "vae", optional=True,
                     tooltip="The VAE that will decode the result: adds what that costs, here and with CP VAE.",
                 ),
+                io.Boolean.Input(
+                    "measure", default=False, optional=True,
+                    tooltip="Take a few steps on 1, 2, 4, ... devices of this machine, and say how long each took. The "
+                    "button Measure does it once.",
+                ),
             ],
             outputs=[
                 io.String.Output(display_name="report", tooltip="The text that the node shows."),
@@ -60,6 +70,11 @@ class CPPlan(io.ComfyNode):
         )  # fmt: skip
 
     @classmethod
+    def fingerprint_inputs(cls, measure: bool = False, **_: Any) -> float:
+        """What is to be measured is measured anew."""
+        return math.nan if measure else 0.0
+
+    @classmethod
     def execute(
         cls,
         model: Any,
@@ -68,16 +83,26 @@ class CPPlan(io.ComfyNode):
         cp_config: ParallelRequest | None = None,
         cfg: float = 8.0,
         vae: Any = None,
+        measure: bool = False,
     ) -> io.NodeOutput:
-        said, recommended = explain(model, latent_image, positive, requested(cp_config), cfg, vae)
-        shown = {**said.table, "parts": [asdict(part) for part in said.parts]}  # web/plan.js draws it
+        said, recommended = explain(model, latent_image, positive, requested(cp_config), cfg, vae, take_times=measure)
+        parts = [asdict(part) for part in said.parts]
+        shown = {**said.table, "parts": parts, "fix": said.fix, "times": said.times, "cpu": visible_gpus() == 0}
         return io.NodeOutput(said.text, recommended, ui={"text": (said.text,), "cp_plan": [shown]})
 
 
 def explain(
-    model: Any, latent: dict[str, Any], positive: list, request: ParallelRequest, cfg: float, vae: Any = None
+    model: Any,
+    latent: dict[str, Any],
+    positive: list,
+    request: ParallelRequest,
+    cfg: float,
+    vae: Any = None,
+    *,
+    take_times: bool = False,
 ) -> tuple[Report, ParallelRequest]:
-    """The report; the config that was asked for, or an automatic one, with its degrees."""
+    """The report; the config that was asked for, or an automatic one, with its degrees. `take_times`: on these workers
+    and on fewer, first."""
     try:
         source = describe_model(model, request)
     except Refused as refused:
@@ -86,14 +111,17 @@ def explain(
     subject = subject_of(model, source, latent, positive, request, guided=guided)
     troubles: list[Row] = []
     work, wish = subject.work, partial(source.wish, guided=guided, together=source.together)
+    asked = request
     try:
         division, case, group = foreseen(source.spec, wish(request), work)
     except Refused as refused:
-        request = instead(wish, request)
+        request = instead(wish, request, refused.fix)
         division, case, group = foreseen(source.spec, wish(request), work)
-        devices = f" and devices {request.devices!r}" if request.devices else ""
         troubles.append(_trouble(f"The CP Parallel Config cannot work: {refused}."))
-        troubles.append(Row("", f"With the degrees on auto{devices}:"))
+        troubles.append(Row("", f"With {_setting(asked, request)}:"))
+    if take_times and not troubles:
+        measure(model, latent, positive, request, division, cfg)
+        division, case, group = foreseen(source.spec, wish(request), work)
     degrees, readings = division.degrees, group.readings if group is not None else ()
     free = [told.free_bytes + told.own_bytes for told in readings]
     recommended = request
@@ -106,28 +134,49 @@ def explain(
         way = decide(request.weights, case)
     except Refused as refused:
         troubles.append(_trouble(f"Its weights have no place: {refused}."))
+        request = replace(request, weights="auto")
     said = report(
         subject, division, guided=guided, automatic=automatic, link=case.link, way=way, decode=decode,
         free=min(free, default=None), races=readings[0].races if readings else (), troubles=troubles,
         whole=why_whole(request.weights, way, case) if way is not None else "",
         resorted=request.pipeline_degree == 0 and degrees.pipeline_degree > 1,
     )  # fmt: skip
-    return said, recommended
+    times = runtime.paces(kind_of(source.spec, subject.work))
+    return replace(said, fix=_changes(asked, request), times=times), recommended
 
 
 def _trouble(text: str) -> Row:
     return Row("", text, "trouble")
 
 
-def instead(wish: Callable[[ParallelRequest], Wish], request: ParallelRequest) -> ParallelRequest:
-    """What works where `request` does not: its devices with all degrees on auto, or else everything on auto."""
+def instead(
+    wish: Callable[[ParallelRequest], Wish], request: ParallelRequest, fix: Mapping[str, Any]
+) -> ParallelRequest:
+    """The nearest to `request` that works: with the `fix` that the refusal names, with all degrees on auto, on its
+    devices with everything else on auto, or all of it on auto."""
     nothing = ParallelRequest(dtype=request.dtype)
-    devices = replace(nothing, devices=request.devices)
-    try:
-        plan(wish(devices))
-    except Refused:
-        return nothing
-    return devices
+    automatic = {name: getattr(nothing, name) for name in (*DEGREES, "shares")}
+    free, devices = replace(request, **automatic), replace(nothing, devices=request.devices)
+    for candidate in (replace(request, **fix), free, devices):
+        with contextlib.suppress(Refused):
+            plan(wish(candidate))
+            return candidate
+    return nothing
+
+
+def _changes(before: ParallelRequest, after: ParallelRequest) -> dict[str, Any]:
+    """The widgets to change, and to what."""
+    found = {name: getattr(after, name) for name in widgets()}
+    return {name: value for name, value in found.items() if value != getattr(before, name)}
+
+
+def _setting(before: ParallelRequest, after: ParallelRequest) -> str:
+    changes = _changes(before, after).items()
+    return ", ".join(f"{name} {'on auto' if _automatic(name, value) else value}" for name, value in changes)
+
+
+def _automatic(name: str, value: Any) -> bool:
+    return value == "" or (value == 0 and name != "step_cache")
 
 
 def subject_of(
@@ -142,12 +191,16 @@ def subject_of(
     check_conds(source.plan, source.network, {"positive": comfy.sampler_helpers.convert_cond(positive)})
     text = max((cond[0].shape[1] for cond in positive if cond[0] is not None), default=0)
     figures, shape = source.figures, tuple(first.shape)
-    cut = f"{figures.layers} layers, {figures.heads} heads, " if figures.divisible else ""
     computed = source.spec.compute_dtype or str(model.model.get_dtype_inference()).removeprefix("torch.")
-    title = (
-        f"{figures.name} ({', '.join(os.path.basename(file.path) for file in source.spec.files)}): {cut}"
-        f"{figures.weights / 1e9:.2f} billion weights in {figures.weight_bytes / 2**30:.2f} GiB, "
-        f"computed in {computed}."
+    title = say(
+        "model.cut" if figures.divisible else "model.whole",
+        name=figures.name,
+        files=", ".join(os.path.basename(file.path) for file in source.spec.files),
+        layers=figures.layers,
+        heads=figures.heads,
+        weights=f"{figures.weights / 1e9:.2f}",
+        size=f"{figures.weight_bytes / 2**30:.2f}",
+        dtype=computed,
     )
     work = source.work(shape, text, prompts=len(positive) + guided, cached=request.step_cache > 0)
     return Subject(

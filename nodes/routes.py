@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import comfy.model_management
@@ -22,6 +24,7 @@ from .workers import comfy_setup, plan_any, visible_gpus
 
 log = logging.getLogger(__name__)
 
+PAGES = Path(__file__).parents[1] / "docs" / "troubleshooting"
 BY_THE_USER = "the workers were restarted by the user"
 
 
@@ -29,6 +32,7 @@ def add_routes() -> None:
     routes = PromptServer.instance.routes
     routes.get("/cp/status")(get_status)
     routes.get("/cp/logs")(get_logs)
+    routes.get("/cp/help/{page}")(get_help)
     routes.post("/cp/stop")(stop)
     routes.post("/cp/free")(free)
     routes.post("/cp/restart")(restart)
@@ -48,6 +52,15 @@ async def get_logs(request: web.Request) -> web.Response:
     except ValueError:
         return _no("rank and lines are whole numbers", 400)
     return web.json_response({"lines": [asdict(line) for line in runtime.journal.tail(lines, rank)]})
+
+
+async def get_help(request: web.Request) -> web.Response:
+    """What to do about a failure, as text: a page of docs/troubleshooting."""
+    pages = {path.stem: path for path in PAGES.glob("*.md")}
+    page = pages.get(request.match_info["page"])
+    if page is None:
+        return _no(f"there is no such page; there are {', '.join(sorted(pages))}", 404)
+    return web.Response(text=page.read_text(encoding="utf-8"), charset="utf-8")
 
 
 async def stop(_: web.Request) -> web.Response:
@@ -85,9 +98,9 @@ async def check(request: web.Request) -> web.Response:
     except Refused as refused:
         return web.json_response({"gpus": gpus, "reason": str(refused)})
     placement = division.placement
-    told = {"workers": placement.world_size, "devices": placement.devices, **division.degrees.by_name}
+    told = {"workers": placement.world_size, "devices": placement.devices, "degrees": division.degrees.by_name}
     told["shares"] = percent_of(division) if len(set(division.degrees.shares)) > 1 else []
-    return web.json_response({"gpus": gpus, "reason": "", **told})
+    return web.json_response({"gpus": gpus, "cores": os.cpu_count(), "reason": "", **told})
 
 
 def _free() -> list[str] | None:

@@ -13,7 +13,7 @@ from ..parallel_runtime.specs import ParallelRequest
 from .config import CATEGORY, CPConfig, requested
 from .remote import guider_on_workers, model_on_workers
 
-SEARCH = ["ksampler", "multi gpu", "parallel sampler", "context parallel"]
+SEARCH = ["ksampler", "several gpus", "multi gpu", "multiple gpus", "distributed", "parallel", "context parallel"]
 CP_CONFIG_INPUT = CPConfig.Input(
     "cp_config", optional=True, tooltip="How to divide the work. Unconnected: every GPU, degrees chosen for the model."
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import threading
 import time
@@ -31,6 +32,10 @@ def described(now: Status) -> dict[str, Any]:
         "text": in_words(now),
         "reason": now.reason,
         "since": now.since,
+        "elapsed": time.time() - now.since,
+        "stage": now.stage,
+        "loss": asdict(now.loss) if now.loss else None,
+        "help": page_for(now),
         "model": now.model,
         "loaded": now.loaded,
         "step": now.step,
@@ -39,7 +44,19 @@ def described(now: Status) -> dict[str, Any]:
         "nnodes": now.placement.nnodes if now.placement else 0,
         "degrees": now.degrees.by_name if now.degrees else None,
         "ranks": [_rank(rank) for rank in now.ranks],
+        "runs": [asdict(run) for run in now.runs],
     }
+
+
+def page_for(now: Status) -> str:
+    """Of the pages on what to do, the name of the one for this failure; "" where there was none."""
+    if now.state == "unstarted":
+        return "machines-do-not-meet" if now.placement and now.placement.nnodes > 1 else "workers-do-not-start"
+    if now.state != "died" or now.loss is None:
+        return ""
+    if "out of memory" in now.reason:
+        return "out-of-gpu-memory"
+    return "worker-is-silent" if "has not been heard of" in now.reason else "worker-was-killed"
 
 
 def everything() -> dict[str, Any]:
@@ -47,6 +64,7 @@ def everything() -> dict[str, Any]:
     return {
         **described(runtime.status()),
         "gpus": visible_gpus(),
+        "cores": os.cpu_count(),
         "idle_seconds": float(runtime.idle),
         "stall_seconds": float(runtime.stall),
         "versions": {"context-parallel-sampler": VERSION, "torch": torch.__version__, "os": platform.system()},
@@ -58,6 +76,8 @@ def in_words(now: Status) -> str:
     match now.state:
         case "none":
             return "no workers"
+        case "unstarted":
+            return "the workers did not start"
         case "loading":
             return f"loading {now.loaded:.0%}"
         case "sampling" if now.steps:

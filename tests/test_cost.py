@@ -17,6 +17,7 @@ from parallel_runtime.host.cost import (
     evaluation_seconds,
     memory_bytes,
     rotating,
+    times_as_fast,
 )
 from parallel_runtime.host.planning import Wish, plan
 from parallel_runtime.specs import Parallelism, ParallelRequest
@@ -116,3 +117,11 @@ def test_who_says_how_a_ring_goes_round_has_it_so(way: str) -> None:
     slow = replace(NVLINK, bytes_per_second=1e9)
     for link, room in ((slow, 1), (NVLINK, ROOM)):
         assert rotating(FLUX.work(1, IMAGE), replace(RING, rotate_method=way), link, room) == way  # type: ignore[arg-type]
+
+
+def test_a_step_is_as_much_faster_as_its_prompts_rows_and_tokens_are_shared() -> None:
+    work = FLUX.work(2, IMAGE, prompts=2, recorded=True)
+    assert times_as_fast(work, Parallelism(), NO_WIRES) == 1
+    assert times_as_fast(work, Parallelism(cfg_degree=2), NO_WIRES) == 2
+    assert times_as_fast(work, Parallelism(cfg_degree=2, data_degree=2), NO_WIRES) == pytest.approx(4, rel=0.05)
+    assert 1.5 < times_as_fast(work, Parallelism(ulysses_degree=2), NO_WIRES) < 2

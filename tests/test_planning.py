@@ -42,7 +42,7 @@ def test_the_degree_that_is_given_decides_the_other():
 
 @pytest.mark.parametrize("gpus", [0, 1, 2, 3, 4, 5, 8])
 def test_the_example_runs_as_it_is_on_any_number_of_gpus(gpus):
-    example = Path(__file__).parents[1] / "example_workflows" / "cp_demo.json"
+    example = Path(__file__).parents[1] / "example_workflows" / "01 Demo, the same picture twice.json"
     nodes = json.loads(example.read_text(encoding="utf-8"))["nodes"]
     (config,) = (node for node in nodes if node["type"] == "CPParallelConfig")
     request = ParallelRequest.of(config["widgets_values_named"])

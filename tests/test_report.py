@@ -114,9 +114,11 @@ def test_memory_is_that_of_the_worker_with_the_most_tokens() -> None:
 
 
 def test_how_a_ring_moves_keys_is_told() -> None:
-    assert "The ring passes keys and values between 2 workers while they compute." in words(ring_degree=2)
+    assert "The ring passes keys and values between 2 workers while they compute (rotate_method alltoall)." in words(
+        ring_degree=2
+    )
     collected = words(ring_degree=2, rotate_method="allgather")
-    assert "The ring collects keys and values of all 2 workers before they compute." in collected
+    assert "of all 2 workers before they compute (rotate_method allgather)." in collected
 
 
 def test_what_sees_all_prompts_at_once_is_told() -> None:
@@ -207,13 +209,13 @@ def test_text_and_table_say_the_same_whatever_stands_in_the_words() -> None:
         "flux (a: b.safetensors), 2 layers.\nSpeed: fast: very,\nand so on.\nNote: uneven: slow."
     )
     assert report.table == {
-        "troubles": ["The CP Parallel Config cannot work: Note: no such device."],
+        "troubles": [["The CP Parallel Config cannot work: Note: no such device."]],
         "rows": [
-            ("", "With the degrees on auto:"),
-            ("Model", "flux (a: b.safetensors), 2 layers."),
-            ("Speed", "fast: very,\nand so on."),
+            ("", ["With the degrees on auto:"]),
+            ("Model", ["flux (a: b.safetensors), 2 layers."]),
+            ("Speed", ["fast: very,\nand so on."]),
         ],
-        "notes": ["uneven: slow."],
+        "notes": [["uneven: slow."]],
     }
 
 
@@ -227,4 +229,16 @@ def test_a_refusal_comes_first_and_a_reason_for_whole_weights_last() -> None:
     ]  # fmt: skip
     assert said.text.startswith("Its weights have no place: 20 GiB.\nFLUX\nTokens: not cut")
     assert said.text.endswith("Decode: 0 s.\nNote: FLUX is whole.")
-    assert [part.device for part in said.parts] == ["cpu"]
+    assert said.parts == (), "no picture of what will not run"
+
+
+def test_what_is_said_is_data_for_other_languages() -> None:
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=WORK)
+    two = Division(degrees=Parallelism(ulysses_degree=24), placement=Placement(devices=("cuda:0",) * 24))
+    table = report(subject, two, guided=False, automatic=False).table
+    said = dict(table["rows"])
+    assert said["Tokens"] == [
+        ["tokens.one", {"tokens": "4096 image", "rows": 1}, "4096 image; one image or video in the batch."]
+    ]
+    assert ["heads.one", {"workers": 24, "heads": 1}, "Ulysses gives each of 24 workers one head."] in said["Degrees"]
+    assert [key for [[key, *_]] in table["notes"]] == ["note.twice"]

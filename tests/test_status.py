@@ -5,12 +5,53 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import zeros
 
+from parallel_runtime.errors import WorkerDied, WorkerStartError
 from parallel_runtime.host import status
+from parallel_runtime.host.history import Size
 from parallel_runtime.host.status import Activity
-from parallel_runtime.jobs import EvaluationJob
-from parallel_runtime.specs import ModelSpec, Parallelism
-from parallel_runtime.wire.messages import Beat
+from parallel_runtime.jobs import EvaluationJob, VAEJob
+from parallel_runtime.specs import ModelSpec, Parallelism, Placement
+from parallel_runtime.wire.messages import Beat, Done, Joined, Step
+
+TWO = Placement(devices=("cuda:0", "cuda:1"))
+DECODE = VAEJob(
+    method="decode", x=zeros(1), unit=8, shape=[1], dtype="float32", offset=0, random_states={}, chunk_bytes=0
+)
+RUN: Any = object()  # the kind of a job decides nothing here
+
+
+class Clock:
+    """What the page is told of seconds goes by `time.time`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(status.time, "time", lambda: self.now)
+
+    def after(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def started(clock: Clock, placement: Placement = TWO) -> Activity:
+    """A group that took three seconds to come up."""
+    activity = Activity()
+    activity.starting(placement)
+    clock.after(3)
+    ranks = range(placement.world_size)
+    activity.joined({rank: Joined(bytes_per_second=0.0, flops_per_second=0.0) for rank in ranks}, [""] * len(ranks))
+    return activity
+
+
+def sample(activity: Activity, clock: Clock, *, seconds: float, steps: int = 4) -> None:
+    activity.asked(ModelSpec(loader="a"), Parallelism(), RUN)
+    clock.after(2)
+    activity.heard(0, Beat(1, None))
+    for step in range(steps):
+        clock.after(5 if step == 0 else seconds)
+        activity.heard(0, Step(1, step, steps))
+    activity.heard(0, Done(1, seconds=0.0, load_seconds=0.0))
+    activity.answered(RUN)
 
 
 def test_a_run_after_a_native_samplers_is_not_over_while_it_samples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,3 +65,76 @@ def test_a_run_after_a_native_samplers_is_not_over_while_it_samples(monkeypatch:
     activity.heard(0, Beat(1, None))
     activity.rest()
     assert activity.now.state == "sampling"
+
+
+def test_a_runs_time_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = started(clock)
+    clock.after(60)  # ComfyUI encodes the text
+    sample(activity, clock, seconds=1.5)
+    activity.asked(ModelSpec(loader="vae"), Parallelism(), DECODE)
+    clock.after(4)
+    activity.answered(DECODE)
+    (run,) = activity.now.runs
+    assert run.phases == (("starting", 3.0), ("loading", 2.0), ("sampling", 9.5), ("decoding", 4.0))
+    assert (run.steps, run.workers, run.end) == (4, 2, "idle")
+    assert run.step_seconds == 1.5, "the first step is not like the others"
+    sample(activity, clock, seconds=1.0)
+    assert [dict(run.phases).get("starting") for run in activity.now.runs] == [3.0, None]
+
+
+def test_a_run_is_compared_with_one_worker_as_estimated_and_once_there_was_one_as_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    activity = started(clock)
+    activity.of_size(Size("this work", times=1.8))
+    sample(activity, clock, seconds=1.0)
+    assert (activity.now.runs[-1].alone, activity.now.runs[-1].measured) == (1.8, False)
+    activity.starting(Placement(devices=("cuda:0",)))
+    activity.joined({0: Joined(bytes_per_second=0.0, flops_per_second=0.0)}, [""])
+    sample(activity, clock, seconds=1.75)
+    assert activity.now.runs[-1].alone is None, "it is one worker"
+    assert activity.history.pace("this work") == {1: 1.75, 2: 1.0}
+    activity.starting(TWO)
+    sample(activity, clock, seconds=1.0)
+    assert (activity.now.runs[-1].alone, activity.now.runs[-1].measured) == (1.75, True)
+    activity.of_size(Size("other work"))
+    sample(activity, clock, seconds=1.0)
+    assert activity.now.runs[-1].alone is None
+
+
+def test_a_start_says_how_far_it_is_and_one_that_fails_is_no_death() -> None:
+    activity = Activity()
+    activity.starting(TWO)
+    activity.reached("processes", 1)
+    assert (activity.now.stage, activity.now.step, activity.now.steps) == ("processes", 1, 2)
+    activity.failed(WorkerStartError("rank 1 could not start", 1))
+    assert (activity.now.state, activity.now.reason) == ("unstarted", "rank 1 could not start")
+    assert activity.now.loss is not None
+
+
+def test_a_death_names_the_rank_and_its_last_words_once_they_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    activity = started(Clock(monkeypatch))
+    activity.journal.note("[CP rank 1] about to fall")
+    activity.journal.note("[CP rank 0] what the other one says")
+    activity.gone("rank 1", 1)
+    assert activity.now.loss is not None
+    assert (activity.now.loss.rank, activity.now.loss.settled) == (1, False)
+    activity.lost(WorkerDied("worker rank 1 was killed by SIGKILL", 1))
+    assert (activity.now.loss.rank, activity.now.loss.settled) == (1, True)
+    assert activity.now.loss.words[-1] == "[CP rank 1] about to fall"
+    activity.starting(TWO)
+    assert activity.now.loss is None
+
+
+def test_workers_that_hold_nothing_are_not_said_to_have_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = started(clock)
+    activity.asked(ModelSpec(loader="a"), Parallelism(), RUN)
+    activity.cancelling()
+    activity.emptied()
+    assert activity.now.state == "cancelling", "not in the middle of something"
+    activity.cancelled()
+    activity.emptied()
+    assert (activity.now.state, activity.now.model, activity.now.degrees) == ("idle", "", None)

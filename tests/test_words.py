@@ -9,11 +9,22 @@ from typing import Any
 
 import pytest
 
+from parallel_runtime.host.sentences import SENTENCES
+
 ROOT = Path(__file__).resolve().parents[1]
 LANGUAGES = sorted(path.parent.name for path in (ROOT / "locales").glob("*/main.json"))
 TRANSLATED = [language for language in LANGUAGES if language != "en"]
-STATES = ("none", "starting", "sampling", "decoding", "encoding", "cancelling", "cancelled", "idle", "died", "unknown")
-SAID_BY_STATE = {f"state.{state}" for state in STATES}
+STATES = (
+    "none", "starting", "unstarted", "sampling", "decoding", "encoding", "cancelling", "cancelled", "idle", "died",
+    "unknown",
+)  # fmt: skip
+STAGES = ("machines", "processes", "meeting")
+PHASES = ("starting", "loading", "sampling", "decoding", "encoding")
+SAID_BY_STATE = {
+    *(f"state.{state}" for state in STATES),
+    *(f"stage.{stage}" for stage in STAGES),
+    *(f"phase.{phase}" for phase in PHASES),
+}
 
 
 def words(language: str) -> dict[str, str]:
@@ -40,6 +51,18 @@ def test_a_language_has_every_word_and_every_gap(language):
     for key, text in ours.items():
         assert text.strip(), key
         assert gaps(text) == gaps(english[key]), key
+
+
+@pytest.mark.parametrize("language", TRANSLATED)
+def test_a_language_has_every_sentence_of_a_plan_and_every_gap(language):
+    """English is said by the nodes themselves."""
+    ours = json.loads((ROOT / "locales" / language / "main.json").read_text(encoding="utf-8"))["cpReport"]
+    report = (ROOT / "parallel_runtime" / "host" / "report.py").read_text()
+    titles = {f"title.{title.lower()}" for title in re.findall(r'Row\("(\w+)"', report)} - {"title.note"}
+    assert set(ours) == {*SENTENCES, *titles}
+    for key, text in SENTENCES.items():
+        assert gaps(ours[key]) == gaps(text), key
+    assert len({ours[key] for key in SENTENCES} & set(SENTENCES.values())) <= 1, "some are English"
 
 
 @pytest.mark.parametrize("language", TRANSLATED)

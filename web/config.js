@@ -1,8 +1,12 @@
-/** CP Parallel Config says while it is edited how many workers its values make, and turns red where they cannot. */
+/** CP Parallel Config says while it is edited what its values make, and turns red where they cannot work. */
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { element, write } from "./elements.js";
+import { foldLine } from "./fold.js";
+import { cardName } from "./rank.js";
+import { gpus } from "./status.js";
+import { shares, terms } from "./shares.js";
 import { say } from "./words.js";
 
 export const CONFIG = "CPParallelConfig";
@@ -14,19 +18,22 @@ const FRAME = 34; // around the text
 
 /** @param {any} node a new CP Parallel Config */
 export function addSummary(node) {
-  const text = element("div.cp-words", { role: "status" });
-  const widget = node.addDOMWidget(WIDGET, "cp_summary", element("div.cp-summary", {}, text), {
-    serialize: false, getMinHeight: () => height(text), getValue: () => "", setValue() {},
+  const parts = { words: element("div.cp-what"), terms: element("div.cp-terms"), note: element("div.cp-hint") };
+  const fold = foldLine(node);
+  const text = element("div.cp-words", { role: "status" }, parts.words, parts.terms, parts.note);
+  const place = element("div.cp-summary", {}, element("div.cp-verdict", {}, text), fold.line);
+  const widget = node.addDOMWidget(WIDGET, "cp_summary", place, {
+    serialize: false, hideInPanel: true, getMinHeight: () => height(text, fold.line), getValue: () => "", setValue() {},
   });
   widget.serialize = false; // of the saved workflow too: widgets there are known by their number
   /** @type {ReturnType<typeof setTimeout> | undefined} */
   let timer;
   const later = () => {
     clearTimeout(timer);
-    timer = setTimeout(() => void summarise(node, text), EDIT_MILLISECONDS);
+    timer = setTimeout(() => void summarise(node, parts, fold), EDIT_MILLISECONDS);
   };
-  if (findsHeight()) node.setSize([node.size[0], MOST]);
   watch(node, later);
+  after(node, "onConfigure", node.cpFold);
   later();
 }
 
@@ -58,47 +65,39 @@ function after(owner, name, act) {
 
 /**
  * @param {any} node
- * @param {HTMLElement} text
+ * @param {Record<string, HTMLElement>} parts
+ * @param {{show: () => void}} fold
  */
-async function summarise(node, text) {
+async function summarise(node, parts, fold) {
   const linked = node.inputs?.some(
     (/** @type {any} */ slot, /** @type {number} */ index) => slot.widget && node.isInputConnected(index),
   );
   const values = Object.fromEntries(
     node.widgets.filter((/** @type {any} */ one) => one.name !== WIDGET).map((/** @type {any} */ one) => [one.name, one.value]),
   );
-  const [words, bad] = linked ? [say("config.linked"), false] : await judged(values);
-  write(text, words);
-  text.title = words;
-  text.parentElement?.classList.toggle("cp-bad", bad);
-  node.has_errors = bad;
-  grow(node);
+  const found = linked ? { words: say("config.linked") } : await judged(values);
+  write(parts.words, found.words);
+  write(parts.terms, found.terms ?? "");
+  write(parts.note, found.note ?? "");
+  for (const part of Object.values(parts)) part.hidden = !part.textContent;
+  parts.words.closest(".cp-summary")?.classList.toggle("cp-bad", Boolean(found.bad));
+  node.has_errors = Boolean(found.bad);
+  fold.show();
   app.canvas?.setDirty(true, true);
 }
 
-/** @param {HTMLElement} text */
-function height(text) {
-  return Math.min(MOST, Math.max(LEAST, text.offsetHeight + FRAME));
-}
-
-/** Nodes 2.0 finds a node's height itself, and folds widgets that LiteGraph counts. */
-function findsHeight() {
-  return Boolean(/** @type {any} */ (LiteGraph).vueNodesMode);
-}
-
 /**
- * Never smaller: its size is the user's.
- * @param {any} node
+ * @param {HTMLElement} text
+ * @param {HTMLElement} line
  */
-function grow(node) {
-  if (findsHeight()) return;
-  const needed = node.computeSize()[1];
-  if (node.size[1] < needed) node.setSize([node.size[0], needed]);
+function height(text, line) {
+  return Math.min(MOST, Math.max(LEAST, text.offsetHeight + FRAME)) + line.offsetHeight;
 }
 
 /**
+ * @typedef {{words: string, terms?: string, note?: string, bad?: boolean}} Verdict
  * @param {Record<string, any>} values
- * @returns {Promise<[string, boolean]>} what to say, and whether it cannot work
+ * @returns {Promise<Verdict>}
  */
 async function judged(values) {
   const answer = await api.fetchApi("/cp/check", {
@@ -106,24 +105,17 @@ async function judged(values) {
   });
   const found = await answer.json();
   const reason = found.error ?? found.reason;
-  if (reason) return [reason, true];
-  const degrees = ["ring", "ulysses", "cfg", "data"]
-    .map((name) => `${name} ${values[`${name}_degree`] || say("auto")}`)
-    .join(" x ");
-  const shares = found.shares.map(shared).join(", ");
-  return [[made(values, found, degrees), shares].filter(Boolean).join("; "), false];
-}
-
-/**
- * @param {Record<string, any>} values
- * @param {any} found
- * @param {string} degrees
- */
-function made(values, found, degrees) {
-  if (values.nnodes > 1) return say("config.machines", { degrees, workers: found.workers, nnodes: values.nnodes });
-  const onCpu = found.workers === 1 ? "config.cpu.one" : "config.cpu";
-  const key = found.devices[0] === "cpu" ? onCpu : "config.equals";
-  return say(key, { degrees, workers: found.workers, gpus: found.gpus });
+  if (reason) return { words: reason, bad: true };
+  const degrees = Object.fromEntries(Object.keys(found.degrees).map((name) => [name, values[name]]));
+  const { workers, cores } = found;
+  const cpu = found.devices[0] === "cpu";
+  const told = { words: shares(degrees, workers, cpu), terms: "" };
+  if (workers > 1) told.terms = say("workers", { degrees: terms(degrees), count: workers });
+  if (values.nnodes > 1) told.terms += ` ${say("machines", { count: values.nnodes })}`;
+  const parts = found.shares.map(shared).join(", ");
+  told.terms = [told.terms, parts].filter(Boolean).join("; ");
+  const note = cpu && workers > 1 ? say("config.cores", { workers, cores }) : gpus() === 1 && workers === 1 ? say("one.hint") : "";
+  return { ...told, note };
 }
 
 /**
@@ -131,6 +123,5 @@ function made(values, found, degrees) {
  * @param {number} rank
  */
 function shared([device, percent], rank) {
-  const [kind, index] = device.split(":");
-  return say("config.share", { worker: kind === "cpu" ? say("rank", { rank }) : `GPU ${index}`, percent });
+  return say("config.share", { worker: cardName({ rank, device }), percent });
 }

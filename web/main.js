@@ -3,8 +3,10 @@
 import { app } from "../../scripts/app.js";
 import { badge, startBadge } from "./badge.js";
 import { addSummary, CONFIG } from "./config.js";
+import { followRenderer } from "./fold.js";
 import { menuItems, migrateSelected, standsIn } from "./migrate.js";
 import { startNotices } from "./notices.js";
+import { startLines } from "./onnode.js";
 import { openPanel, panel } from "./panel.js";
 import { addPlan, PLAN } from "./plan.js";
 import { startRefusals } from "./refusals.js";
@@ -37,6 +39,8 @@ app.registerExtension({
     startBadge();
     startNotices();
     startRefusals();
+    startLines();
+    followRenderer();
     await startFollowing();
   },
 });

@@ -1,6 +1,8 @@
 /** "Run on several GPUs": puts the CP node in a native sampler's place, links, widgets and all. One step to undo. */
 
 import { app } from "../../scripts/app.js";
+import { tell } from "./notices.js";
+import { gpus } from "./status.js";
 import { say } from "./words.js";
 
 /** What stands in for what; parallel_runtime/migrate.py has the same for saved files. */
@@ -9,6 +11,8 @@ const STANDS_IN = {
   KSamplerAdvanced: "CPSamplerAdvanced",
   SamplerCustomAdvanced: "CPSamplerCustom",
 };
+
+const TOLD_MILLISECONDS = 15000;
 
 /** @typedef {any} LGraphNode frontend's types change between versions; what is used here is LiteGraph's oldest part */
 
@@ -50,6 +54,7 @@ function migrate(nodes) {
   } finally {
     app.canvas.emitAfterChange();
   }
+  if (gpus() === 1) tell("info", say("one.title"), say("one.hint"), TOLD_MILLISECONDS);
 }
 
 /**

@@ -1,55 +1,130 @@
-/** Toasts for what a user should hear at once: a worker's death, and that there are workers again. */
+/** Toasts for what a user should hear at once: workers that died or did not start, and that there are workers again. */
 
 import { app } from "../../scripts/app.js";
 import { element } from "./elements.js";
+import { openHelp } from "./help.js";
 import { openPanel } from "./panel.js";
-import { WORKING, follow, now as current } from "./status.js";
+import { WORKING, follow, gpus, lastWords } from "./status.js";
 import { say } from "./words.js";
 
+/** @typedef {import("./status.js").Status} Status @typedef {{words: string, open: () => void}} Link */
+
 const SECONDS = 1000;
-const CAUSE_MILLISECONDS = 1500; // how a worker ended is known a moment after that it did
+const LOOK_MILLISECONDS = 250;
+const GAP = 12; // pixels
+const LINES = 3; // of a worker's last words
+const LONGEST = 140; // characters of one
+const FAILED = ["died", "unstarted"];
+const ONE_GPU = "cp.one-gpu"; // in this browser's storage: it was told once
+
+let number = 0;
 
 export function startNotices() {
-  let mourning = false;
-  let cause = "";
+  /** @type {string | undefined} what was told last, or found when this page came */
+  let told;
+  /** @type {() => void} */
+  let dismiss = () => {};
   follow((now, before) => {
-    cause = now.state === "died" ? now.reason : cause;
-    if (now.state === "died" && before.state !== "died") {
-      mourning = true;
-      const title = before.state === "starting" ? say("toast.unstarted") : say("toast.died");
-      setTimeout(() => tell("error", title, cause || current().reason, 20 * SECONDS), CAUSE_MILLISECONDS);
-    } else if (mourning && ["idle", "loading", ...WORKING].includes(now.state)) {
-      mourning = false;
+    const failed = FAILED.includes(now.state) && now.loss;
+    if (told === undefined) told = failed ? now.reason : "";
+    else if (failed && failed.settled && told !== now.reason) {
+      told = now.reason;
+      dismiss();
+      dismiss = tell("error", title(now), detail(now), 20 * SECONDS, links(now));
+    } else if (told && ["idle", "loading", ...WORKING].includes(now.state)) {
+      told = "";
+      dismiss();
       tell("success", say("toast.recovered"), say("toast.recovered.detail"), 5 * SECONDS);
     }
+    if (before.state !== "sampling" && now.state === "sampling" && now.world_size === 1) tellOfOneGpu();
   });
 }
 
-/**
- * @param {"error" | "success"} severity
- * @param {string} summary
- * @param {string} detail
- * @param {number} life milliseconds
- * @param {{words: string, open: () => void}} [link] where it leads; to the panel unless said
- */
-export function tell(severity, summary, detail, life, link = { words: say("toast.open"), open: openPanel }) {
-  const toasts = /** @type {any} */ (app.extensionManager.toast); // from 1.58 or so on they hold a link themselves
-  if (toasts[severity]) {
-    toasts[severity](summary, { description: detail, duration: life, action: { label: link.words, onClick: link.open } });
-    return;
-  }
-  toasts.add({ severity, summary, detail, life });
-  requestAnimationFrame(() => requestAnimationFrame(() => addLink(summary, link)));
+/** @param {Status} now */
+function title(now) {
+  if (now.state === "unstarted") return say("toast.unstarted");
+  const rank = now.loss?.rank;
+  return rank == null ? say("toast.died") : say("toast.died.rank", { rank });
 }
 
 /**
- * Older toasts hold text only: a link is put under ours.
- * @param {string} summary
- * @param {{words: string, open: () => void}} link
+ * The reason, and what the worker itself said last.
+ * @param {Status} now
  */
-function addLink(summary, { words, open }) {
+function detail(now) {
+  return [now.reason, ...lastWords(now).slice(-LINES).map((line) => line.slice(0, LONGEST))].join("\n");
+}
+
+/**
+ * @param {Status} now
+ * @returns {Link[]}
+ */
+function links(now) {
+  const panel = { words: say("toast.open"), open: openPanel };
+  return now.help ? [panel, { words: say("toast.help"), open: () => openHelp(now.help) }] : [panel];
+}
+
+/** Once in this browser: what there is to gain on such a machine, and what not. */
+function tellOfOneGpu() {
+  if (gpus() !== 1 || localStorage.getItem(ONE_GPU)) return;
+  localStorage.setItem(ONE_GPU, "told");
+  tell("info", say("one.title"), say("one.hint"), 20 * SECONDS);
+}
+
+/**
+ * @param {"error" | "success" | "info"} severity
+ * @param {string} summary
+ * @param {string} detail
+ * @param {number} life milliseconds
+ * @param {Link[]} [links] where they lead; to the panel unless said
+ * @returns {() => void} what takes it away
+ */
+export function tell(severity, summary, detail, life, links = [{ words: say("toast.open"), open: openPanel }]) {
+  const toasts = /** @type {any} */ (app.extensionManager.toast);
+  if (toasts[severity]) { // from 1.58 or so on they hold a link themselves, and one alone
+    const action = { label: links[0].words, onClick: links[0].open };
+    const id = toasts[severity](summary, { description: detail, duration: life, action });
+    return () => toasts.dismiss(id);
+  }
+  const stay = keepClear(life);
+  const message = { id: `cp-${++number}`, severity, summary, detail, life, styleClass: "cp-toast" };
+  toasts.add(message);
+  requestAnimationFrame(() => requestAnimationFrame(() => addLinks(summary, links)));
+  return () => {
+    stay();
+    toasts.remove(message);
+  };
+}
+
+/**
+ * Toasts of the page are where ComfyUI says that a run failed, with a button: while ours are there they are below it.
+ * @param {number} life milliseconds
+ * @returns {() => void} what ends that
+ */
+function keepClear(life) {
+  const look = () => {
+    const overlay = document.querySelector('[data-testid="error-overlay"]')?.getBoundingClientRect();
+    const toasts = document.querySelector(".p-toast-top-right")?.getBoundingClientRect();
+    const style = document.documentElement.style;
+    const shifted = parseFloat(style.getPropertyValue("--cp-below")) || 0;
+    const below = overlay && toasts ? Math.max(0, overlay.bottom + GAP - (toasts.top - shifted)) : 0;
+    style.setProperty("--cp-below", `${below}px`);
+  };
+  look();
+  const timer = setInterval(look, LOOK_MILLISECONDS);
+  const end = () => clearInterval(timer);
+  setTimeout(end, life);
+  return end;
+}
+
+/**
+ * Older toasts hold text only: links are put under ours.
+ * @param {string} summary
+ * @param {Link[]} links
+ */
+function addLinks(summary, links) {
   for (const text of document.querySelectorAll(".p-toast-message-text")) {
     if (!text.querySelector(".p-toast-summary")?.textContent?.includes(summary) || text.querySelector(".cp-link")) continue;
-    text.append(element("button.cp-link", { type: "button", onclick: open }, words));
+    text.append(...links.map(({ words, open }) => element("button.cp-link", { type: "button", onclick: open }, words)));
   }
 }

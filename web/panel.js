@@ -4,14 +4,20 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { diagnostics, copyText } from "./diagnostics.js";
 import { element, write } from "./elements.js";
-import { rankCard } from "./rank.js";
-import { BUSY, WORKING, follow, now } from "./status.js";
+import { openHelp } from "./help.js";
+import { cardName, rankCard } from "./rank.js";
+import { facts, timeline } from "./runs.js";
+import { duration } from "./seconds.js";
+import { shares, terms } from "./shares.js";
+import { BUSY, WORKING, elapsed, follow, gpus, lastRun, lastWords, left, now } from "./status.js";
 import { say } from "./words.js";
 
 /** @typedef {import("./status.js").Status} Status */
 
 export const PANEL = "cp-workers";
 const LOG_MILLISECONDS = 2000;
+const CLOCK_MILLISECONDS = 500;
+const FAILED = ["died", "unstarted"];
 const NEAR_PIXELS = 24;
 
 /** @returns {any} what registerSidebarTab takes */
@@ -43,6 +49,10 @@ export function openPanel() {
  * @param {Status} status
  */
 export function inWords(status) {
+  if (status.state === "starting" && status.stage) {
+    const { step, steps } = status;
+    return say("stage.of", { state: say("state.starting"), stage: say(`stage.${status.stage}`), step, steps });
+  }
   if (status.state === "loading") return say("state.loading", { percent: Math.round(status.loaded * 100) });
   if (status.state === "sampling" && status.steps) {
     return say("state.step", { step: status.step, steps: status.steps });
@@ -58,20 +68,27 @@ function fill(place) {
   const parts = {
     dot: element("span.cp-dot", { "aria-hidden": "true" }),
     state: element("span.cp-state", { role: "status" }),
+    clock: element("p.cp-clock.cp-small"),
     hint: element("p.cp-hint"),
+    words: element("pre.cp-words-of"),
+    help: element("button.cp-link", { type: "button", onclick: () => openHelp(now().help) }, say("toast.help")),
     model: element("p.cp-model"),
     degrees: element("p.cp-degrees"),
+    terms: element("p.cp-degrees.cp-small"),
+    facts: element("p.cp-facts"),
     progress: element("progress.cp-progress", { max: 1, value: 0, "aria-label": say("title") }),
     ranks: element("ul.cp-ranks", { "aria-label": say("title") }),
   };
   const buttons = actions();
+  const runs = timeline();
   const log = logView();
   const view = element(
     "section.cp-panel",
     { "aria-label": say("title") },
     element("h2.cp-title", {}, say("title")),
     element("div.cp-line", {}, parts.dot, parts.state),
-    parts.progress, parts.hint, parts.model, parts.degrees, buttons.bar, parts.ranks, log.view,
+    parts.progress, parts.clock, parts.hint, parts.words, parts.help, parts.model, parts.degrees, parts.terms, parts.facts,
+    buttons.bar, parts.ranks, runs, log.view,
   );
   place.classList.add("cp-place");
   place.replaceChildren(view);
@@ -80,16 +97,31 @@ function fill(place) {
     showHead(parts, status);
     showRanks(parts.ranks, status);
     buttons.show(status);
-    log.choose(status.ranks.length);
+    runs.show();
+    log.choose(status);
+    tick();
   };
+  const tick = () => showClock(parts.clock, now());
   show(now());
   const unfollow = follow(show);
-  const timer = setInterval(log.refresh, LOG_MILLISECONDS);
+  const timers = [setInterval(log.refresh, LOG_MILLISECONDS), setInterval(tick, CLOCK_MILLISECONDS)];
   void log.refresh();
   return () => {
     unfollow();
-    clearInterval(timer);
+    timers.forEach(clearInterval);
   };
+}
+
+/**
+ * How long it has been at it, and how long it still will.
+ * @param {HTMLElement} place
+ * @param {Status} status
+ */
+function showClock(place, status) {
+  place.hidden = !BUSY.includes(status.state);
+  const rest = left();
+  const words = [say("time.elapsed", { time: duration(elapsed()) }), rest === undefined ? "" : say("time.left", { time: duration(rest) })];
+  write(place, words.filter(Boolean).join(" · "));
 }
 
 /**
@@ -99,24 +131,36 @@ function fill(place) {
 function showHead(parts, status) {
   parts.dot.dataset.state = status.state;
   write(parts.state, inWords(status));
-  parts.progress.hidden = status.state !== "loading" && !(WORKING.includes(status.state) && status.steps);
+  parts.progress.hidden = status.state !== "loading" && !([...WORKING, "starting"].includes(status.state) && status.steps);
   parts.progress.value = status.state === "loading" ? status.loaded : status.step / (status.steps || 1);
-  const hints = { none: say("none.hint"), cancelled: say("cancelled.hint"), died: say("died.hint") };
-  const hint = hints[/** @type {keyof hints} */ (status.state)] ?? "";
-  write(parts.hint, [status.reason, hint].filter(Boolean).join(status.reason.endsWith(".") ? " " : ". "));
-  parts.hint.classList.toggle("cp-bad", status.state === "died");
+  write(parts.hint, hint(status));
+  parts.hint.classList.toggle("cp-bad", FAILED.includes(status.state));
+  write(parts.words, lastWords(status).join("\n"));
+  parts.help.hidden = !status.help;
   write(parts.model, status.model);
   parts.model.title = status.model;
-  write(parts.degrees, degreesInWords(status));
-  for (const part of ["hint", "model", "degrees"]) parts[part].hidden = !parts[part].textContent;
+  const cpu = status.ranks[0]?.device === "cpu";
+  write(parts.degrees, status.degrees ? shares(status.degrees, status.world_size, cpu) : "");
+  write(parts.terms, termsOf(status));
+  write(parts.facts, BUSY.includes(status.state) ? "" : facts(lastRun()).join(". "));
+  for (const part of ["hint", "words", "model", "degrees", "terms", "facts"]) parts[part].hidden = !parts[part].textContent;
 }
 
 /** @param {Status} status */
-function degreesInWords(status) {
-  if (!status.degrees) return "";
-  const names = ["ring", "ulysses", "cfg", "data"];
-  const degrees = names.map((name) => `${name} ${status.degrees?.[`${name}_degree`]}`).join(" x ");
-  const workers = say(status.world_size === 1 ? "worker" : "workers", { degrees, count: status.world_size });
+function hint(status) {
+  const hints = {
+    none: say("none.hint"), cancelled: say("cancelled.hint"), died: say("died.hint"), unstarted: say("unstarted.hint"),
+  };
+  const reason = status.reason && !/[.!?]$/.test(status.reason) ? `${status.reason}.` : status.reason;
+  const one = gpus() === 1 && !BUSY.includes(status.state) ? say("one.hint") : "";
+  return [reason, hints[/** @type {keyof hints} */ (status.state)] ?? "", one].filter(Boolean).join(" ");
+}
+
+/** @param {Status} status */
+function termsOf(status) {
+  if (!status.degrees || status.world_size === 1) return "";
+  const degrees = terms(status.degrees);
+  const workers = say("workers", { degrees, count: status.world_size });
   return status.nnodes > 1 ? `${workers} ${say("machines", { count: status.nnodes })}` : workers;
 }
 
@@ -189,12 +233,24 @@ function logView() {
     write(text, lines.map((/** @type {{text: string}} */ line) => line.text).join("\n") || say("log.empty"));
     if (atEnd) text.scrollTop = text.scrollHeight;
   }
-  const choose = (/** @type {number} */ ranks) => {
-    if (choice.children.length === ranks + 1) return;
-    const chosen = choice.value;
-    const options = [...Array(ranks).keys()].map((rank) => element("option", { value: rank }, say("rank", { rank })));
-    choice.replaceChildren(element("option", { value: "" }, say("log.all")), ...options);
-    choice.value = Number(chosen) < ranks ? chosen : "";
+  /** @type {unknown} */
+  let shown; // the loss whose rank's lines were turned to
+  const choose = (/** @type {Status} */ { ranks, loss }) => {
+    const names = ranks.map(cardName).join();
+    if (choice.dataset.names !== names) {
+      choice.dataset.names = names;
+      const chosen = choice.value;
+      const options = ranks.map((rank) => element("option", { value: rank.rank }, `${cardName(rank)} (${say("rank", { rank: rank.rank })})`));
+      choice.replaceChildren(element("option", { value: "" }, say("log.all")), ...options);
+      choice.value = Number(chosen) < ranks.length ? chosen : "";
+    }
+    const lost = loss?.settled && loss.rank !== null && loss.words.length ? `${loss.rank} ${loss.words}` : "";
+    if (lost && lost !== shown) {
+      choice.value = String(loss?.rank);
+      void refresh();
+    }
+    if (!lost && shown) choice.value = "";
+    shown = lost;
   };
   return { view, refresh, choose };
 }

@@ -1,7 +1,12 @@
-/** CP Plan's report on its node: a table, and a picture of which worker holds which part. */
+/** CP Plan's report on its node: what is refused first, then a picture of which worker holds which part, and a table. */
 
+import { app } from "../../scripts/app.js";
+import { CONFIG } from "./config.js";
 import { drawn, element } from "./elements.js";
-import { say } from "./words.js";
+import { upstream } from "./refusals.js";
+import { digits } from "./seconds.js";
+import { count } from "./shares.js";
+import { say, translated } from "./words.js";
 
 export const PLAN = "CPPlan";
 const LEAST = 150; // pixels
@@ -16,17 +21,22 @@ const GAP = 4;
 /**
  * @typedef {{rank: number, device: string, lane: string, tokens: [number, number], heads: [number, number],
  *   weights: [number, number]}} Part shares from 0 to 1
- * @typedef {{troubles: string[], rows: [string, string][], notes: string[], parts: Part[]}} Plan
+ * @typedef {import("./words.js").Said[]} Sentences
+ * @typedef {{troubles: Sentences[], rows: [string, Sentences][], notes: Sentences[], parts: Part[], fix: Record<string, any>,
+ *   times: Record<string, number>, cpu: boolean}} Plan
  */
 
 /** @param {any} node a new CP Plan */
 export function addPlan(node) {
   const report = element("div.cp-report", {}, element("p.cp-hint", {}, say("plan.empty")));
-  const place = element("div.cp-plan", { tabindex: 0 }, report);
+  const take = element("button.cp-button", { type: "button", title: say("plan.measure.tip"), onclick: () => measure(node) }, say("plan.measure"));
+  const place = element("div.cp-plan", { tabindex: 0 }, report, take);
+  const least = () => Math.min(MOST, Math.max(LEAST, report.offsetHeight + take.offsetHeight + FRAME));
   const widget = node.addDOMWidget("cp_plan", "cp_plan", place, {
-    serialize: false, getMinHeight: () => Math.min(MOST, Math.max(LEAST, report.offsetHeight + FRAME)), getValue: () => "", setValue() {},
+    serialize: false, hideInPanel: true, getMinHeight: least, getValue: () => "", setValue() {},
   });
   widget.serialize = false;
+  hide(measuring(node));
   const grow = () => node.setSize([Math.max(node.size[0], WIDE + 40), Math.max(node.size[1], node.computeSize()[1])]);
   grow();
   const before = node.onExecuted;
@@ -34,22 +44,129 @@ export function addPlan(node) {
     before?.call(this, output);
     const plan = output?.cp_plan?.[0];
     if (!plan) return;
-    report.replaceChildren(...shown(plan));
+    report.replaceChildren(...shown(plan, node));
     grow();
   };
 }
 
-/** @param {Plan} plan */
-function shown({ troubles, rows, notes, parts }) {
+/** @param {any} node */
+function measuring(node) {
+  return node.widgets?.find((/** @type {any} */ widget) => widget.name === "measure");
+}
+
+/**
+ * The button stands for it.
+ * @param {any} widget
+ */
+function hide(widget) {
+  if (!widget) return;
+  widget.hidden = true;
+  widget.options = Object.assign(widget.options ?? {}, { hidden: true });
+}
+
+/**
+ * Run this node alone, once, with its times taken.
+ * @param {any} node
+ */
+async function measure(node) {
+  const widget = measuring(node);
+  widget.value = true;
+  try {
+    await /** @type {any} */ (app).queuePrompt(0, 1, [String(node.id)]);
+  } finally {
+    widget.value = false;
+  }
+}
+
+/**
+ * @param {Plan} plan
+ * @param {any} node
+ */
+function shown({ troubles, rows, notes, parts, fix, times, cpu }, node) {
   const table = element(
     "table.cp-table",
     {},
-    element("tbody", {}, ...[...troubles.map((trouble) => ["", trouble]), ...rows].map(([name, value]) =>
-      element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, value)))),
+    element("tbody", {}, ...rows.map(([name, value]) =>
+      element("tr", {}, element("th", { scope: "row" }, title(name)), element("td", {}, inWords(value))))),
   );
-  const warnings = notes.map((note) => element("p.cp-note", {}, note));
+  const refused = troubles.map((trouble) => element("p.cp-trouble", { role: "alert" }, inWords(trouble)));
+  const warnings = notes.map((note) => element("p.cp-note", {}, inWords(note)));
   const more = parts.length > SHOWN ? [element("p.cp-hint", {}, say("plan.more", { count: parts.length - SHOWN }))] : [];
-  return [...warnings, ...(parts.length ? [picture(parts.slice(0, SHOWN)), ...more] : []), table];
+  return [
+    ...refused, ...wayOut(fix, node), ...warnings,
+    ...(parts.length ? [picture(parts.slice(0, SHOWN)), ...more] : []), ...chart(times, cpu), table,
+  ];
+}
+
+/** @param {Sentences} sentences */
+function inWords(sentences) {
+  return sentences.map(translated).join(" ");
+}
+
+/** @param {string} name */
+function title(name) {
+  return translated([`title.${name.toLowerCase()}`, {}, name]);
+}
+
+/**
+ * The nearest setting that works, as a button; nothing where no CP Parallel Config is there to be set.
+ * @param {Record<string, any>} fix
+ * @param {any} node
+ */
+function wayOut(fix, node) {
+  const config = upstream(node).find((/** @type {any} */ one) => one.comfyClass === CONFIG);
+  const changes = Object.entries(fix);
+  if (!config || !changes.length) return [];
+  const setting = changes.map(([name, value]) => `${name} ${automatic(name, value) ? say("auto") : value}`).join(", ");
+  const use = element("button.cp-button", { type: "button" }, say("plan.use", { setting }));
+  use.addEventListener("click", () => {
+    for (const [name, value] of changes) set(config, name, value);
+    use.replaceWith(element("p.cp-hint", { role: "status" }, say("plan.set", { setting })));
+  });
+  return [use];
+}
+
+/**
+ * @param {string} name
+ * @param {unknown} value
+ */
+function automatic(name, value) {
+  return value === "" || (value === 0 && name !== "step_cache");
+}
+
+/**
+ * @param {any} config
+ * @param {string} name
+ * @param {unknown} value
+ */
+function set(config, name, value) {
+  const widget = config.widgets.find((/** @type {any} */ one) => one.name === name);
+  if (!widget) return;
+  widget.value = value;
+  widget.callback?.(value, app.canvas, config);
+  app.graph.setDirtyCanvas(true, true);
+}
+
+/**
+ * Seconds a step that were measured, on each number of workers.
+ * @param {Record<string, number>} times
+ * @param {boolean} cpu
+ */
+function chart(times, cpu) {
+  const found = Object.entries(times).map(([workers, seconds]) => ({ workers: Number(workers), seconds }));
+  if (!found.length) return [];
+  const longest = Math.max(...found.map(({ seconds }) => seconds));
+  const alone = found.find(({ workers }) => workers === 1)?.seconds;
+  const bars = found.map(({ workers, seconds }) => {
+    const faster = alone && workers > 1 ? say("plan.times", { times: (alone / seconds).toFixed(1) }) : "";
+    return element(
+      "li.cp-time", {},
+      element("span.cp-who", {}, count(workers, cpu)),
+      element("span.cp-track", {}, element("span.cp-long", { style: `width: ${(100 * seconds) / longest}%` })),
+      element("span.cp-took", {}, [say("step.seconds", { seconds: digits(seconds) }), faster].filter(Boolean).join(", ")),
+    );
+  });
+  return [element("ul.cp-chart", { "aria-label": say("plan.measured") }, ...bars)];
 }
 
 /**

@@ -1,6 +1,7 @@
 /** One worker in the panel: device, memory, weights, speed. */
 
 import { element, write } from "./elements.js";
+import { digits } from "./seconds.js";
 import { say } from "./words.js";
 
 /** @typedef {import("./status.js").Rank} Rank @typedef {import("./status.js").Status} Status */
@@ -16,6 +17,8 @@ export function rankCard() {
   const bar = element("div.cp-bar", { role: "meter", "aria-valuemin": 0, "aria-valuemax": 100 }, fill);
   const memory = element("span.cp-memory");
   const speed = element("span.cp-speed");
+  const waiting = element("div.cp-fill.cp-waiting");
+  const waits = element("div.cp-bar.cp-thin", { role: "meter", "aria-valuemin": 0, "aria-valuemax": 100 }, waiting);
   const waited = element("div.cp-small.cp-waited");
   const weights = element("div.cp-weights");
   const card = element(
@@ -24,24 +27,39 @@ export function rankCard() {
     element("div.cp-line", {}, name, device),
     bar,
     element("div.cp-line.cp-small", {}, memory, speed),
+    waits,
     waited,
     weights,
   );
   return Object.assign(card, {
     show: (/** @type {Rank} */ rank, /** @type {Status} */ status) => {
       card.dataset.rank = rank.rank;
-      write(name, say("rank", { rank: rank.rank }));
-      write(device, rank.machine ? `${rank.device} · ${rank.machine}` : rank.device);
+      write(name, cardName(rank));
+      write(device, [say("rank", { rank: rank.rank }), rank.machine].filter(Boolean).join(" · "));
+      card.classList.toggle("cp-lost", status.loss?.rank === rank.rank);
       device.title = device.textContent;
       showMemory(bar, fill, memory, rank);
       const loading = status.state === "loading" && rank.loaded < 1;
       const shown = loading ? say("state.loading", { percent: Math.round(rank.loaded * 100) }) : seconds(rank);
       write(speed, shown);
       write(waited, loading ? "" : communication(rank));
-      waited.hidden = !waited.textContent;
+      waited.hidden = waits.hidden = !waited.textContent;
+      const share = Math.round(100 * Math.min(1, (rank.waited_seconds ?? 0) / (rank.step_seconds || 1)));
+      waiting.style.width = `${share}%`;
+      waits.setAttribute("aria-valuenow", String(share));
+      waits.setAttribute("aria-label", waited.textContent ?? "");
       showWeights(weights, rank);
     },
   });
+}
+
+/**
+ * What it computes on, as a person would call it.
+ * @param {{rank: number, device: string}} rank
+ */
+export function cardName({ rank, device }) {
+  const [kind, index] = device.split(":");
+  return kind === "cpu" ? say("card.cpu", { number: rank + 1 }) : say("card.gpu", { index: index ?? rank });
 }
 
 /**
@@ -97,11 +115,6 @@ function seconds(rank) {
 function communication(rank) {
   const known = rank.step_seconds && rank.waited_seconds !== null;
   return known ? say("step.waited", { seconds: digits(rank.waited_seconds ?? 0) }) : "";
-}
-
-/** @param {number} seconds */
-function digits(seconds) {
-  return seconds.toFixed(seconds < 10 ? 2 : 1);
 }
 
 /** @param {number} bytes */

@@ -4,6 +4,7 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { CONFIG } from "./config.js";
 import { tell } from "./notices.js";
+import { nodeOf } from "./onnode.js";
 import { say } from "./words.js";
 
 const REFUSED = ".errors.Refused";
@@ -18,21 +19,8 @@ export function startRefusals() {
     if (!refused) return;
     const meant = toChange(refused, exception_message);
     const link = { words: say("toast.node", { node: meant.title }), open: () => show(meant) };
-    tell("error", say("toast.refused"), exception_message.trim(), 20 * SECONDS, link);
+    tell("error", say("toast.refused"), exception_message.trim(), 20 * SECONDS, [link]);
   });
-}
-
-/**
- * Ids of nodes in subgraphs are paths, such as 12:3.
- * @param {string} id
- * @returns {LGraphNode | undefined}
- */
-function nodeOf(id) {
-  /** @type {any} */
-  let graph = app.rootGraph ?? app.graph;
-  const steps = id.split(":");
-  for (const step of steps.slice(0, -1)) graph = graph?.getNodeById(step)?.subgraph;
-  return graph?.getNodeById(steps[steps.length - 1]) ?? undefined;
 }
 
 /**
@@ -57,7 +45,7 @@ function literal(text) {
  * @param {LGraphNode} node
  * @returns {LGraphNode[]}
  */
-function upstream(node) {
+export function upstream(node) {
   const found = new Set([node]);
   for (const one of found) {
     for (const index of (one.inputs ?? []).keys()) {

@@ -1,6 +1,7 @@
 /** What the worker group is doing, as this page last heard; who wants to know is told at once. */
 
 import { api } from "../../scripts/api.js";
+import { say } from "./words.js";
 
 /**
  * @typedef {{model: string, resident: number, fetched: number}} Holding
@@ -8,10 +9,14 @@ import { api } from "../../scripts/api.js";
  * @typedef {{rank: number, device: string, machine: string, loaded: number, used_bytes: number | null,
  *   total_bytes: number | null, step_seconds: number | null, waited_seconds: number | null, weights: Holding[],
  *   graphs: Graphs | null}} Rank
- * @typedef {"none" | "starting" | "loading" | "sampling" | "decoding" | "encoding" | "cancelling" | "cancelled"
- *   | "idle" | "died" | "unknown"} State
- * @typedef {{state: State, text: string, reason: string, since: number, model: string, loaded: number, step: number,
- *   steps: number, world_size: number, nnodes: number, degrees: Record<string, number> | null, ranks: Rank[]}} Status
+ * @typedef {"none" | "starting" | "unstarted" | "loading" | "sampling" | "decoding" | "encoding" | "cancelling"
+ *   | "cancelled" | "idle" | "died" | "unknown"} State
+ * @typedef {{rank: number | null, words: string[], settled: boolean}} Loss
+ * @typedef {{model: string, workers: number, began: number, phases: [string, number][], steps: number,
+ *   step_seconds: number | null, waited: number | null, alone: number | null, measured: boolean, end: string}} Run
+ * @typedef {{state: State, text: string, reason: string, since: number, elapsed: number, stage: string,
+ *   loss: Loss | null, help: string, model: string, loaded: number, step: number, steps: number, world_size: number,
+ *   nnodes: number, degrees: Record<string, number> | null, ranks: Rank[], runs: Run[]}} Status
  */
 
 export const WORKING = ["sampling", "decoding", "encoding"];
@@ -19,17 +24,44 @@ export const BUSY = ["starting", "loading", ...WORKING, "cancelling"];
 
 /** @type {Status} */
 const UNKNOWN = {
-  state: "unknown", text: "", reason: "", since: 0, model: "", loaded: 0, step: 0, steps: 0, world_size: 0,
-  nnodes: 0, degrees: null, ranks: [],
+  state: "unknown", text: "", reason: "", since: 0, elapsed: 0, stage: "", loss: null, help: "", model: "", loaded: 0,
+  step: 0, steps: 0, world_size: 0, nnodes: 0, degrees: null, ranks: [], runs: [],
 };
 
 /** @type {Status} */
 let status = UNKNOWN;
+let heardAt = 0; // on this browser's clock, which may be another than the server's
+let visible = 0; // GPUs that ComfyUI uses
 /** @type {Set<(now: Status, before: Status) => void>} */
 const listeners = new Set();
 
 /** @returns {Status} */
 export const now = () => status;
+
+/** GPUs that ComfyUI uses on its machine. */
+export const gpus = () => visible;
+
+/** Seconds in which the state has been what it is. */
+export const elapsed = () => status.elapsed + (performance.now() - heardAt) / 1000;
+
+/** @returns {Run | undefined} the run that goes on, or else the last one */
+export const lastRun = () => status.runs[status.runs.length - 1];
+
+/**
+ * What the rank that was lost printed last, or that it printed nothing.
+ * @param {Status} of
+ */
+export function lastWords({ loss, step, steps }) {
+  if (!loss?.settled || loss.rank === null || loss.words.length) return loss?.words ?? [];
+  return steps ? [say("loss.silent", { step, steps })] : [];
+}
+
+/** Seconds until the last step is done; undefined where nobody can say yet. */
+export function left() {
+  const pace = lastRun()?.step_seconds;
+  if (status.state !== "sampling" || !pace || !status.steps) return undefined;
+  return Math.max(0, (status.steps - status.step) * pace);
+}
 
 /**
  * Call `listener` with every change from now on. Returns what ends that.
@@ -52,12 +84,15 @@ export async function startFollowing() {
 
 async function ask() {
   const answer = await api.fetchApi("/cp/status");
-  hear(answer.ok ? await answer.json() : UNKNOWN);
+  const news = answer.ok ? await answer.json() : UNKNOWN;
+  visible = news.gpus ?? visible;
+  hear(news);
 }
 
 /** @param {Status} news */
 function hear(news) {
   const before = status;
   status = news;
+  heardAt = performance.now();
   for (const listener of listeners) listener(news, before);
 }

@@ -146,6 +146,13 @@ def alone_seconds(work: Work, speed: Speed) -> float:
     return linear / (LINEAR * speed.products) + attention / speed.attention
 
 
+def times_as_fast(work: Work, parallelism: Parallelism, link: Link) -> float:
+    """A step on these workers, beside one on a worker alone: prompts and rows are shared out, and tokens."""
+    share = replace(work, rows=-(-work.rows // parallelism.data_degree))
+    several = -(-work.prompts // parallelism.cfg_degree) * evaluation_seconds(share, parallelism, link)
+    return work.prompts * evaluation_seconds(work, Parallelism(), link) / several
+
+
 def attention_seconds(work: Work, parallelism: Parallelism, link: Link) -> float:
     """One attention layer on one rank, its transfers included."""
     ring, ulysses = parallelism.ring_degree, parallelism.ulysses_degree

@@ -157,6 +157,8 @@ class WorkerGroup:
             self._sent.drop(model)
         number = next(self._jobs)
         self._tell(number, Unload(number, model, offload), UNLOAD_SECONDS)
+        if not any(told.weights for told in self.readings):
+            self.activity.emptied()
 
     def measure(self, watch: Watch = lambda: None) -> tuple[Readings, ...]:
         """What each rank says of its memory at this moment, in rank order; `watch` as in `run`."""
@@ -232,6 +234,6 @@ class WorkerGroup:
             self.activity.give_up_recording()
             error.args = (f"{error}. {WITHOUT_GRAPHS}",)
         self._lost = self._sentence or error
-        self.activity.lost(self._lost)
+        self.activity.lost(self._lost, wanted=self._sentence is not None)
         self.close(gently=False)
         return self._lost

@@ -60,12 +60,14 @@ class Processes:
             for channel in self._callers():
                 if ready := self._admit(channel):
                     by_rank[ready.rank], pids[ready.rank] = channel, ready.pid
+                    self._activity.reached("processes", len(by_rank))
         ranks = range(self._placement.world_size)
         self.channels = [by_rank[rank] for rank in ranks]
         self.pids = [pids[rank] for rank in ranks]
         here = self.pids[: len(self._placement.devices)]
         self._pidfds = [os.pidfd_open(pid) for pid in here] if hasattr(os, "pidfd_open") else []
         self._welcome(comfy)
+        self._activity.reached("meeting")
         joined: dict[int, Joined] = {}
         while len(joined) < len(ranks):
             watch()
@@ -74,6 +76,7 @@ class Processes:
             heard = [silent[fd] for fd in wait(list(silent), POLL_SECONDS) if isinstance(fd, int)]
             for rank in heard:
                 joined[rank] = self._joined(rank, self.channels[rank])
+                self._activity.reached("meeting", len(joined))
             if not heard:
                 apart = f"all {len(ranks)} workers came up, but {len(silent)} did not find the others in time"
                 self._check_start(deadline, apart)
@@ -117,12 +120,13 @@ class Processes:
 
     def died(self, rank: int) -> WorkerDied:
         """How the rank's torchrun says that it ended, as far as it has said so a moment later."""
-        return WorkerDied(f"worker {self.named(rank)} {self._cause_of_death(rank)}")
+        return WorkerDied(f"worker {self.named(rank)} {self._cause_of_death(rank)}", rank)
 
     def loss(self) -> WorkerDied:
         """Which rank of a group that no longer runs was the first to go, as far as torchrun says so."""
         ended = select.select(self._pidfds, [], [], 0)[0] if self._pidfds else []
-        self._activity.gone(self.named(self._pidfds.index(ended[0])) if ended else "of another machine")
+        first = self._pidfds.index(ended[0]) if ended else None
+        self._activity.gone("of another machine" if first is None else self.named(first), first)
         losses = [self.died(rank) for rank in range(len(self.channels))]
         told = [loss for loss in losses if "killed by" in str(loss) or "exited" in str(loss)]
         return next((loss for loss in told if "SIGTERM" not in str(loss)), (told or losses)[0])
@@ -174,8 +178,10 @@ class Processes:
         rendezvous = on_this_machine(self._torchrun.folder)
         if self._placement.nnodes > 1:
             self._cluster = Cluster(self._placement, self._token)
+            self._activity.reached("machines")
             self._cluster.gather(check)
             rendezvous = self._cluster.rendezvous()
+        self._activity.reached("processes")
         self._torchrun.start(len(self._placement.devices), self._address, self._token, rendezvous)
 
     def _callers(self) -> list[Channel]:
@@ -217,9 +223,9 @@ class Processes:
             answer, _ = channel.receive()
         except EOFError:
             cause = self._cause_of_death(rank)
-            raise WorkerStartError(f"{self.named(rank)} {cause} while starting{self._last_error()}") from None
+            raise WorkerStartError(f"{self.named(rank)} {cause} while starting{self._last_error()}", rank) from None
         if isinstance(answer, Failed):
-            raise WorkerStartError(f"{self.named(rank)} could not start: {answer.error} ({answer.where})")
+            raise WorkerStartError(f"{self.named(rank)} could not start: {answer.error} ({answer.where})", rank)
         assert isinstance(answer, Joined)
         return answer
 
@@ -233,7 +239,7 @@ class Processes:
             room = "; set TMPDIR to a folder with room" if "No space left" in reason else ""
             raise WorkerStartError(f"the workers{on} ended before they were up{reason}{room}")
         if time.monotonic() > deadline:
-            way_out = "on a slow or busy machine start this again with a larger CP_START_SECONDS in its environment"
+            way_out = "on a slow or busy machine start ComfyUI, or your script, with a larger CP_START_SECONDS"
             raise WorkerStartError(f"{late}; {way_out}{self._last_error()}")
 
     def _last_error(self) -> str:

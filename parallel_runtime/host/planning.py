@@ -75,7 +75,9 @@ def plan(wish: Wish, seconds: Seconds | None = None) -> Division:
     limit = nnodes * (len(devices) or MAX_CPU_WORKERS)
     if asked.world_size > limit or asked.ulysses_degree > heads:
         hidden = f". {why}" if "cpu" not in devices and (why := why_one_gpu(gpus)) else ""
-        raise Refused(_too_much(asked, devices, limit, heads, nnodes) + hidden)
+        nearest = _nearest(asked, limit, heads, nnodes).by_name
+        fix = {name: degree for name, degree in nearest.items() if getattr(request, name)}
+        raise Refused(_too_much(asked, devices, limit, heads, nnodes) + hidden, fix)
     here, left = divmod(asked.world_size, nnodes)
     if left:
         raise Refused(
@@ -116,7 +118,8 @@ def check_step_cache(request: ParallelRequest, figures: Figures) -> None:
     if request.step_cache and not (figures.divisible and figures.skippable):
         raise Refused(
             f"step_cache {request.step_cache:g}: a {figures.name} model has no blocks that workers can skip; set "
-            "step_cache to 0"
+            "step_cache to 0",
+            {"step_cache": 0.0},
         )
 
 
@@ -245,16 +248,21 @@ def _check_backend(backend: AttentionBackend, placement: Placement) -> None:
         return
     if any(not device.startswith("cuda") for device in placement.devices):
         raise Refused(
-            f"attention_backend {backend} needs CUDA GPUs, and the workers run on {placement.devices[0]}; choose auto"
+            f"attention_backend {backend} needs CUDA GPUs, and the workers run on {placement.devices[0]}; choose auto",
+            {"attention_backend": "auto"},
         )
     package = BACKEND_PACKAGES.get(backend)
     if package and importlib.util.find_spec(package) is None:
-        raise Refused(f"attention_backend {backend} needs the package {package}, which is not installed; choose auto")
+        raise Refused(
+            f"attention_backend {backend} needs the package {package}, which is not installed; choose auto",
+            {"attention_backend": "auto"},
+        )
 
 
 def _check_graphs(choice: GraphsChoice, placement: Placement) -> None:
     if choice == "on" and not all(device.startswith(CUDA.kind) for device in placement.devices):
         raise Refused(
             f"cuda_graphs on needs CUDA GPUs, and the workers run on {placement.devices[0]}; choose auto, which "
-            "records where it can"
+            "records where it can",
+            {"cuda_graphs": "auto"},
         )

@@ -4,9 +4,9 @@ is a row; the text, and the page's table and picture, are made of them."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from ..accelerators import CUDA
 from ..specs import Division, Parallelism, Placement
@@ -17,6 +17,7 @@ from .devices import why_one_gpu
 from .picture import Part, parts
 from .pipelines import filled, in_flight, outside_bytes, passed_bytes, stages_of, weight_shares
 from .races import told
+from .sentences import Said, say
 from .storing import BUFFERS, Prospect, size_in_words
 
 GIB = 2**30
@@ -29,8 +30,23 @@ class Row:
     """One thing that a report says, and whether it is what the plan is for, a part of it, advice, or a refusal."""
 
     title: str
-    text: str
+    sentences: str | tuple[str, ...]
     kind: Kind = "row"
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """Each sentence; one that is a Said has words in other languages."""
+        found = (self.sentences,) if isinstance(self.sentences, str) else self.sentences
+        return tuple(sentence for sentence in found if sentence)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.said)
+
+    @property
+    def for_page(self) -> list[str | list[Any]]:
+        """Of each sentence its key and values, or else its text."""
+        return [[one.key, one.values, str(one)] if isinstance(one, Said) else one for one in self.said]
 
     @property
     def line(self) -> str:
@@ -39,10 +55,13 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that is to say, in order, and what each rank holds: nothing where the MODEL cannot run in the workers."""
+    """All that is to say, in order, and what each rank holds: nothing where it cannot run as asked. `fix` are widgets
+    of CP Parallel Config to change then, and to what; `times` seconds a step that were measured, by workers."""
 
     rows: tuple[Row, ...]
     parts: tuple[Part, ...] = ()
+    fix: Mapping[str, Any] = field(default_factory=dict)
+    times: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -50,11 +69,11 @@ class Report:
 
     @property
     def table(self) -> dict[str, list]:
-        """Titles with their texts; what is wrong and what is advised stands apart."""
+        """Titles with what is said; what is wrong and what is advised stands apart."""
         return {
-            "troubles": [row.text for row in self.rows if row.kind == "trouble"],
-            "rows": [(row.title, row.text) for row in self.rows if row.kind in ("model", "row")],
-            "notes": [row.text for row in self.rows if row.kind == "note"],
+            "troubles": [row.for_page for row in self.rows if row.kind == "trouble"],
+            "rows": [(row.title, row.for_page) for row in self.rows if row.kind in ("model", "row")],
+            "notes": [row.for_page for row in self.rows if row.kind == "note"],
         }
 
 
@@ -91,7 +110,7 @@ def report(
     `races` are those of kernels that its workers have run. What was refused, the `troubles`, comes first; `whole` says
     why weights are on every device that were to be elsewhere. `resorted`: auto made it a pipeline."""
     work, degrees, placement = subject.work, division.degrees, division.placement
-    chosen = _choice(link) if automatic and degrees.context_parallel_size > 1 else ""
+    chosen = _choice(link) if automatic and degrees.context_parallel_size > 1 else "degrees"
     notes = [
         *_warnings(subject, degrees, placement, guided, free, way),
         f"{whole}." if whole else "",
@@ -100,9 +119,9 @@ def report(
     rows = [
         *troubles,
         Row("Model", subject.model, "model"),
-        Row("Tokens", f"{_tokens(subject.tokens) or 'not cut'}; {work.rows} image(s) or video(s) in the batch."),
-        Row("Workers", f"{placement.world_size}, on {', '.join(placement.devices)}{_machines(placement)}."),
-        Row("Degrees", f"{_degrees(degrees)}{chosen}. {_reason(subject, degrees, guided, way)}"),
+        Row("Tokens", _tokens(subject.tokens, work.rows)),
+        Row("Workers", _workers(placement)),
+        Row("Degrees", (say(chosen, degrees=_degrees(degrees)), *_reasons(subject, degrees, guided, way))),
         Row("Shares", shares.in_words(division)),
         Row("Stages", _stages(work, degrees, resorted)),
         Row("Memory", _memory(work, degrees, free, way)),
@@ -115,18 +134,23 @@ def report(
         *(Row("Note", text, "note") for text in notes),
     ]
     held = way.held_bytes / max(1, work.figures.weight_bytes) if way is not None else 1.0
-    shown = parts(division, sharded=_sharded(way), held=held, stages=weight_shares(work.figures, degrees))
+    stages = weight_shares(work.figures, degrees)
+    shown = [] if troubles else parts(division, sharded=_sharded(way), held=held, stages=stages)
     return Report(rows=tuple(row for row in rows if row.text), parts=tuple(shown))
 
 
-def _machines(placement: Placement) -> str:
+def _workers(placement: Placement) -> str:
+    count, devices = placement.world_size, ", ".join(placement.devices)
     if placement.nnodes == 1:
-        return ""
-    return f" of each of {placement.nnodes} machines, which meet at {placement.rdzv_endpoint}"
+        return say("workers", count=count, devices=devices)
+    machines, endpoint = placement.nnodes, placement.rdzv_endpoint
+    return say("workers.machines", count=count, devices=devices, machines=machines, endpoint=endpoint)
 
 
-def _tokens(tokens: dict[str, int]) -> str:
-    return " + ".join(f"{count} {stream}" for stream, count in tokens.items())
+def _tokens(tokens: dict[str, int], rows: int) -> str:
+    streams = " + ".join(f"{count} {stream}" for stream, count in tokens.items())
+    key = ("tokens" if streams else "uncut") + (".one" if rows == 1 else "")
+    return say(key, tokens=streams, rows=rows)
 
 
 def _degrees(degrees: Parallelism) -> str:
@@ -143,36 +167,31 @@ def share_cores(placement: Placement) -> bool:
 def _choice(link: Link | None) -> str:
     """How auto came to the degrees."""
     if link is None or not link.bytes_per_second:
-        return ", auto's choice until as many workers have run here and measured"
-    return ", the fastest by what the workers measured"
+        return "degrees.unmeasured"
+    return "degrees.measured"
 
 
-def _reason(subject: Subject, degrees: Parallelism, guided: bool, way: Prospect | None) -> str:
-    work, reasons = subject.work, []
+def _reasons(subject: Subject, degrees: Parallelism, guided: bool, way: Prospect | None) -> list[str]:
+    work = subject.work
+    reasons: list[str] = []
     if degrees.cfg_degree == 2:
-        reasons.append("Positive and negative prompt run side by side, which exchanges one latent a step.")
+        reasons.append(say("branches"))
     if degrees.pipeline_degree > 1:
-        reasons.append(
-            f"A pipeline: each of {degrees.pipeline_degree} stages has a part of the blocks, and passes the tokens on."
-        )
+        reasons.append(say("stages", stages=degrees.pipeline_degree))
     if degrees.ulysses_degree > 1:
-        reasons.append(f"Ulysses gives each of {degrees.ulysses_degree} workers {_share(work, degrees)} heads.")
+        reasons.append(_heads(work, degrees))
     if degrees.ring_degree > 1:
-        how = (
-            "collects keys and values of all {} workers before they compute"
-            if degrees.rotate_method == "allgather"
-            else "passes keys and values between {} workers while they compute"
-        )
-        reasons.append(f"The ring {how.format(degrees.ring_degree)}.")
+        how = "ring.collects" if degrees.rotate_method == "allgather" else "ring.passes"
+        reasons.append(say(how, workers=degrees.ring_degree))
     if degrees.data_degree > 1:
-        reasons.append(f"The images of a batch are shared out over {degrees.data_degree} groups of workers.")
+        reasons.append(say("images", groups=degrees.data_degree))
     if not guided and degrees.cfg_degree == 1 and degrees.context_parallel_size > 1:
-        reasons.append("At cfg 1 there is one prompt, so all workers share its tokens.")
+        reasons.append(say("one.prompt"))
     if guided and _sharded(way) and degrees.cfg_degree == 1:
-        reasons.append("All workers have both prompts, and each keeps a part of the weights.")
+        reasons.append(say("both.parts"))
     if guided and subject.together and degrees.context_parallel_size > 1:
-        reasons.append("Something on MODEL sees both prompts at once, so all workers share the tokens of both.")
-    return " ".join(reasons) or "One worker does everything."
+        reasons.append(say("both.seen"))
+    return reasons or [say("alone")]
 
 
 def _stages(work: Work, degrees: Parallelism, resorted: bool) -> str:
@@ -195,19 +214,21 @@ def _sharded(way: Prospect | None) -> bool:
     return way is not None and way.storage.mode == "shard"
 
 
-def _share(work: Work, degrees: Parallelism) -> str:
+def _heads(work: Work, degrees: Parallelism) -> str:
+    workers = degrees.ulysses_degree
     if len(set(degrees.shares)) > 1:
-        return "its share of the"
-    least, more = divmod(work.figures.heads, degrees.ulysses_degree)
-    return f"{least} or {least + 1}" if more else str(least)
+        return say("heads.shares", workers=workers)
+    least, more = divmod(work.figures.heads, workers)
+    key = "heads.one" if least == 1 and not more else "heads"
+    return say(key, workers=workers, heads=f"{least} or {least + 1}" if more else least)
 
 
 def _memory(work: Work, degrees: Parallelism, free: int | None, way: Prospect | None) -> str:
-    held = way.held_bytes if way else work.figures.weight_bytes
-    text = f"about {_needed(work, degrees, way) / GIB:.2f} GiB a worker, {held / GIB:.2f} of it weights"
+    weights = way.held_bytes if way else work.figures.weight_bytes
+    needed, held = f"{_needed(work, degrees, way) / GIB:.2f}", f"{weights / GIB:.2f}"
     if free is None:
-        return f"{text}. What is free is known once workers run."
-    return f"{text}; the fullest has {free / GIB:.2f} GiB free now."
+        return say("memory.unknown", needed=needed, held=held)
+    return say("memory", needed=needed, held=held, free=f"{free / GIB:.2f}")
 
 
 def _needed(work: Work, degrees: Parallelism, way: Prospect | None) -> int:
@@ -219,47 +240,42 @@ def _needed(work: Work, degrees: Parallelism, way: Prospect | None) -> int:
     return way.held_bytes + BUFFERS * max(work.figures.blocks) + activation_bytes(work, degrees)
 
 
-def _weights(work: Work, degrees: Parallelism, way: Prospect | None) -> str:
+def _weights(work: Work, degrees: Parallelism, way: Prospect | None) -> tuple[str, ...]:
     """Of each worker: what it has, what it fetches, and what it waits for that."""
     if way is None:
-        return ""
+        return ()
     if degrees.pipeline_degree > 1:
-        outside = size_in_words(outside_bytes(work.figures))
-        return f"each stage has its own blocks alone, and the {outside} that lie outside of blocks."
+        return (say("weights.stages", outside=size_in_words(outside_bytes(work.figures))),)
     if not way.fetched_bytes:
-        return f"{way.storage.mode}, whole on every device."
-    blocks, resident = len(work.figures.blocks), way.storage.resident
-    source = "main memory" if way.storage.mode == "offload" else f"{degrees.context_parallel_size} workers"
-    text = (
-        f"{way.storage.mode}. Each worker has {resident} of {blocks} blocks, "
-        f"{way.held_bytes / GIB:.2f} GiB in all; {way.fetched_bytes / GIB:.2f} GiB "
-        f"come from {source} in every evaluation"
-    )
+        return (say("weights.whole", mode=way.storage.mode),)
+    mode = way.storage.mode
+    held, fetched = f"{way.held_bytes / GIB:.2f}", f"{way.fetched_bytes / GIB:.2f}"
+    parts = {"resident": way.storage.resident, "blocks": len(work.figures.blocks), "held": held, "fetched": fetched}
+    source = "weights.fetched" if mode == "offload" else "weights.gathered"
+    return say(source, mode=mode, workers=degrees.context_parallel_size, **parts), _fetching(work, degrees, way)
+
+
+def _fetching(work: Work, degrees: Parallelism, way: Prospect) -> str:
     if not way.seconds:
-        return f"{text}. How fast is known once workers run."
-    hidden = f"{way.exposed:.2f} s of them waiting for weights" if way.exposed else "all of it hidden behind computing"
+        return say("weights.unmeasured")
     prompts = 1 if way.rows else -(-work.prompts // degrees.cfg_degree)
-    what = "one prompt" if prompts == 1 else f"{prompts} prompts at once"
-    return f"{text}: {way.seconds:.2f} s for {what}, {hidden}."
+    key = ("weights.waits" if way.exposed else "weights.hidden") + (".one" if prompts == 1 else "")
+    return say(key, seconds=f"{way.seconds:.2f}", prompts=prompts, exposed=f"{way.exposed:.2f}")
 
 
-def _traffic(work: Work, degrees: Parallelism) -> str:
+def _traffic(work: Work, degrees: Parallelism) -> tuple[str, ...]:
     passed = _passed(work, degrees)
     if degrees.context_parallel_size == 1:
-        return passed or "none inside the model."
-    layer = bytes_per_layer(work, degrees)
-    return (
-        f"each worker sends {layer / 2**20:.2f} MiB in each of {work.figures.layers} layers, "
-        f"{layer * work.figures.layers / 2**20:.1f} MiB an evaluation. {passed}"
-    ).strip()
+        return (passed or say("traffic.none"),)
+    layer, layers = bytes_per_layer(work, degrees) / 2**20, work.figures.layers
+    return say("traffic", layer=f"{layer:.2f}", layers=layers, evaluation=f"{layer * layers:.1f}"), passed
 
 
 def _passed(work: Work, degrees: Parallelism) -> str:
     """From stage to stage of a pipeline."""
     if degrees.pipeline_degree == 1:
         return ""
-    each = passed_bytes(work) / degrees.context_parallel_size / 2**20
-    return f"A stage passes {each:.2f} MiB on in each evaluation, and the last one gives a latent to all in each step."
+    return say("traffic.stages", each=f"{passed_bytes(work) / degrees.context_parallel_size / 2**20:.2f}")
 
 
 def _launch(subject: Subject, division: Division, way: Prospect | None) -> str:
@@ -268,13 +284,11 @@ def _launch(subject: Subject, division: Division, way: Prospect | None) -> str:
     if not division.placement.devices[0].startswith(CUDA.kind):
         return ""
     if division.degrees.pipeline_degree > 1:
-        return "kernel by kernel: stages of a pipeline wait for each other in the middle of an evaluation."
+        return say("launch.stages")
     if choice == "off" or not work.recorded or (way is not None and way.fetched_bytes):
-        return "kernel by kernel, in every evaluation."
-    where = "" if choice == "on" else " where the CPU would launch it slower than the GPU computes"
-    held = activation_bytes(work, division.degrees) / GIB
-    faster = "compiled and recorded is the fastest way" if subject.compiled else "with compile on it is the fastest way"
-    return f"an evaluation is recorded as a CUDA graph{where}, which keeps about {held:.2f} GiB more; {faster}."
+        return say("launch.eager")
+    key = f"launch.{choice}{'.compiled' if subject.compiled else ''}"
+    return say(key, held=f"{activation_bytes(work, division.degrees) / GIB:.2f}")
 
 
 def _speed(work: Work, degrees: Parallelism, link: Link | None) -> str:
@@ -282,40 +296,29 @@ def _speed(work: Work, degrees: Parallelism, link: Link | None) -> str:
         return ""
     several = evaluation_seconds(work, degrees, link)
     alone = evaluation_seconds(work, Parallelism(), link)
-    return (
-        f"one evaluation of one prompt is estimated {alone / several:.2f} times as fast as on one worker, "
-        f"{_at_once(degrees)}at the measured "
-        f"{link.bytes_per_second / 1e9:.1f} GB/s and {link.flops_per_second / 1e12:.1f} TFLOP/s."
-    )
-
-
-def _at_once(degrees: Parallelism) -> str:
     lanes = degrees.cfg_degree * degrees.data_degree
-    return f"and {lanes} run side by side, " if lanes > 1 else ""
+    measured = {"link": f"{link.bytes_per_second / 1e9:.1f}", "flops": f"{link.flops_per_second / 1e12:.1f}"}
+    return say("speed.lanes" if lanes > 1 else "speed", times=f"{alone / several:.2f}", lanes=lanes, **measured)
 
 
 def _warnings(
     subject: Subject, degrees: Parallelism, placement: Placement, guided: bool, free: int | None, way: Prospect | None
 ) -> list[str]:
-    work, warnings = subject.work, []
+    work = subject.work
+    warnings: list[str] = []
     if free is not None and _needed(work, degrees, way) > free:
-        warnings.append("Too little memory: set weights to auto, take more workers, or make a smaller picture.")
+        warnings.append(say("note.memory"))
     if way is not None and way.rows and guided:
-        warnings.append("There is no room for several prompts at once: they are evaluated one after the other.")
+        warnings.append(say("note.rows"))
     if work.figures.heads % degrees.ulysses_degree:
-        warnings.append(
-            f"{work.figures.heads} heads over ulysses_degree {degrees.ulysses_degree} is uneven: some workers wait for "
-            "others. It is exact all the same; a divisor of the heads is faster."
-        )
+        warnings.append(say("note.uneven", heads=work.figures.heads, ulysses=degrees.ulysses_degree))
     if share_cores(placement):
-        workers = len(placement.devices)
-        warnings.append(f"{workers} workers share the {os.cpu_count()} CPU cores here: exact, but hardly faster.")
+        warnings.append(say("note.cores", workers=len(placement.devices), cores=os.cpu_count()))
     if placement.shared and placement.devices[0] != "cpu":
-        warnings.append("A GPU is named twice: exact, but slower than naming it once.")
+        warnings.append(say("note.twice"))
     if placement.devices == ("cuda:0",) and (why := why_one_gpu(1)):
         warnings.append(f"{why}.")
-    if untried := _untried(placement):
-        warnings.append(f"{untried} have not been tried on hardware yet, only one H100 has: see docs/devices.md.")
+    warnings += _untried(placement)
     warnings += _of_prompts(subject, degrees, way) if guided else []
     return [*warnings, *_of_stages(work, degrees), *_of_rows(subject, degrees)]
 
@@ -329,40 +332,34 @@ def _of_stages(work: Work, degrees: Parallelism) -> list[str]:
     ]
 
 
-def _untried(placement: Placement) -> str:
-    """What of this placement nobody has run; "" for nothing."""
-    if placement.devices[0] == "cpu":
-        return ""
-    if placement.nnodes > 1:
-        return "Several machines with GPUs"
+def _untried(placement: Placement) -> list[str]:
+    """What of this placement nobody has run."""
     kind = placement.devices[0].partition(":")[0]
+    if kind == "cpu":
+        return []
+    if placement.nnodes > 1:
+        return [say("untried.machines")]
     if kind != "cuda":
-        return f"Devices of the kind {kind}"
-    return "Several GPUs at once" if len(set(placement.devices)) > 1 else ""
+        return [say("untried.kind", kind=kind)]
+    return [say("untried.several")] if len(set(placement.devices)) > 1 else []
 
 
 def _of_prompts(subject: Subject, degrees: Parallelism, way: Prospect | None) -> list[str]:
     if _sharded(way) and degrees.cfg_degree > 1:
-        return ["Each half of the workers has its own copy of the weights: cfg_degree 1 would need less."]
+        return [say("note.halves")]
     even = degrees.cfg_degree == 1 and degrees.context_parallel_size % 2 == 0
     in_parts = way is not None and way.storage.mode != "replicate"
     if even and not in_parts and not subject.together:
-        return ["With cfg above 1, cfg_degree 2 would exchange less: leave the degrees at 0, or set it."]
+        return [say("note.branches")]
     return []
 
 
 def _of_rows(subject: Subject, degrees: Parallelism) -> list[str]:
     work, data = subject.work, degrees.data_degree
     if subject.together and data > 1:
-        return [
-            f"Something on MODEL sees all images and prompts at once, so data_degree {data} gains nothing: each group "
-            "of workers does all of the work."
-        ]
+        return [say("note.together", data=data)]
     if data <= work.rows:
         return []
     if not work.figures.divisible:
-        return [f"{work.figures.name} can share out prompts and images only: some workers have nothing to do."]
-    return [
-        f"data_degree {data} with {work.rows} in the batch leaves workers idle: set data_degree to {work.rows} and "
-        "give the rest to the ring or Ulysses degree."
-    ]
+        return [say("note.undivided", name=work.figures.name)]
+    return [say("note.idle", data=data, rows=work.rows)]

@@ -7,7 +7,7 @@ import atexit
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
 from ..errors import ParallelError
@@ -39,6 +39,10 @@ class Runtime:
     def journal(self) -> Journal:
         """What was printed and logged last."""
         return self._activity.journal
+
+    def paces(self, kind: Hashable) -> dict[int, float]:
+        """Seconds a step of this kind of work, by the number of workers that did it in this process."""
+        return self._activity.history.pace(kind)
 
     @property
     def live(self) -> WorkerGroup | None:
@@ -107,7 +111,7 @@ class Runtime:
         """
         group, now = self.group, self._activity.now
         if group is None:
-            if now.state == "died" and now.placement is not None:
+            if now.state in ("died", "unstarted") and now.placement is not None:
                 self.start_ahead(now.placement, comfy)
                 return True
             return False

@@ -11,14 +11,20 @@ from ..jobs import EvaluationJob, Job, VAEJob
 from ..specs import ModelSpec, Parallelism, Placement
 from ..wire.messages import Beat, Done, Joined, Step
 from ..wire.readings import Busy, Readings
+from .history import History, Run, Size
 from .journal import Journal
 
 State = Literal[
-    "none", "starting", "loading", "sampling", "decoding", "encoding", "cancelling", "cancelled", "idle", "died"
-]
+    "none", "starting", "unstarted", "loading", "sampling", "decoding", "encoding", "cancelling", "cancelled", "idle",
+    "died",
+]  # fmt: skip
+# Of a start: other machines are waited for; workers are, each of which imports PyTorch; they import ComfyUI, meet and
+# measure.
+Stage = Literal["", "machines", "processes", "meeting"]
 CONVERTING: tuple[State, ...] = ("decoding", "encoding")  # a VAE is at work
 BUSY: tuple[State, ...] = ("starting", "loading", "sampling", *CONVERTING, "cancelling")
 RESTING: tuple[State, ...] = ("idle", "cancelled")
+LAST_WORDS = 6  # lines of a worker that is gone
 BETWEEN_EVALUATIONS = 2.0  # seconds in which a native sampler that evaluates here is still at work
 
 
@@ -35,11 +41,24 @@ class RankStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Loss:
+    """The rank that a group was lost by, None where it was none, and what it printed last. Until this is `settled` it
+    may yet be known better."""
+
+    rank: int | None = None
+    words: tuple[str, ...] = ()
+    settled: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class Status:
-    """`reason` says why a group died or ended. `step` of `steps` are done, or frames of a VAE's video; both are 0 where
-    the sampler runs in ComfyUI's process. `since` is the time, in seconds of the epoch, at which `state` began."""
+    """`reason` says why a group died or ended. `step` of `steps` are done, or frames of a VAE's video, or workers that
+    are up in this `stage` of a start; both are 0 where the sampler runs in ComfyUI's process. `since` is the time, in
+    seconds of the epoch, at which `state` began."""
 
     state: State = "none"
+    stage: Stage = ""
+    loss: Loss | None = None
     reason: str = ""
     since: float = field(default_factory=time.time)
     placement: Placement | None = None
@@ -48,6 +67,7 @@ class Status:
     step: int = 0
     steps: int = 0
     ranks: tuple[RankStatus, ...] = ()
+    runs: tuple[Run, ...] = ()
 
     @property
     def loaded(self) -> float:
@@ -62,6 +82,7 @@ class Activity:
     def __init__(self) -> None:
         self.now = Status()
         self.journal = Journal()
+        self.history = History()
         self.unrecordable: set[ModelSpec] = set()
         self._asked: ModelSpec | None = None
         self._told: set[str] = set()
@@ -70,13 +91,21 @@ class Activity:
     def starting(self, placement: Placement) -> None:
         devices = placement.devices * placement.nnodes
         ranks = tuple(RankStatus(rank=rank, device=device) for rank, device in enumerate(devices))
-        self.now = Status(state="starting", placement=placement, ranks=ranks)
+        self._begin(Status(state="starting", placement=placement, ranks=ranks, steps=len(ranks)))
+
+    def reached(self, stage: Stage, workers: int = 0) -> None:
+        """The start is in this stage, and so many workers are through with it."""
+        self._change(stage=stage, step=workers)
+
+    def of_size(self, size: Size) -> None:
+        """What the next run is asked to do."""
+        self.history.of_size(size)
 
     def joined(self, answers: dict[int, Joined], machines: list[str]) -> None:
         ranks = (
             replace(rank, machine=machines[rank.rank], readings=answers[rank.rank].readings) for rank in self.now.ranks
         )
-        self._turn("idle", ranks=tuple(ranks))
+        self._turn("idle", ranks=tuple(ranks), stage="", step=0, steps=0)
 
     def asked(self, model: ModelSpec, degrees: Parallelism, job: Job) -> None:
         """A request begins. Between two evaluations of one run nothing is said to begin."""
@@ -87,6 +116,7 @@ class Activity:
         if isinstance(job, VAEJob):
             self._turn("decoding" if job.method == "decode" else "encoding", model="", step=0, steps=0)
             return
+        self.history.with_sampler(repr(getattr(job, "sampler", "")))
         ranks = tuple(replace(rank, loaded=0.0) for rank in self.now.ranks)
         self._turn("loading", model=name, degrees=degrees, step=0, steps=0, ranks=ranks)
 
@@ -100,7 +130,7 @@ class Activity:
             case Beat(loaded=float(loaded), readings=readings):
                 self._note(rank, loaded, readings)
             case Step(step=step, total=total):
-                self._change(step=step + (self.now.state not in CONVERTING), steps=total)
+                self._step(step, total)
             case Done(readings=readings):
                 self._note(rank, 1.0, readings)
 
@@ -145,26 +175,58 @@ class Activity:
         """The run is off and the workers are warm."""
         self._turn("cancelled")
 
-    def gone(self, worker: str) -> None:
-        """Seen at once; torchrun may take a second to say how it ended."""
-        self._turn("died", reason=f"worker {worker} went away")
+    def emptied(self) -> None:
+        """The workers hold no model any more: what was said of one is over."""
+        if self.now.state in RESTING:
+            self._turn("idle", model="", degrees=None, step=0, steps=0)
 
-    def lost(self, error: ParallelError) -> None:
-        self._turn("died", reason=str(error))
+    def gone(self, worker: str, rank: int | None) -> None:
+        """Seen at once; torchrun may take a second to say how it ended."""
+        self._turn("died", reason=f"worker {worker} went away", loss=Loss(rank=rank, settled=False))
+
+    def lost(self, error: ParallelError, *, wanted: bool = False) -> None:
+        """The group is over; `wanted` where somebody ended it, and nothing went wrong."""
+        self._turn("died", reason=str(error), loss=None if wanted else self._loss(error))
 
     def failed(self, error: BaseException) -> None:
         """The start came to nothing: by itself, or because nobody waits for it any more."""
         if isinstance(error, ParallelError):
-            self.lost(error)
+            self._turn("unstarted", reason=str(error), loss=self._loss(error), stage="", step=0, steps=0)
         else:
             self.ended()
 
     def ended(self, reason: str = "") -> None:
-        self.now = Status(reason=reason)
+        self._begin(Status(reason=reason))
+
+    def _loss(self, error: ParallelError) -> Loss:
+        rank: int | None = getattr(error, "rank", None)
+        lines = self.journal.tail(LAST_WORDS, rank) if rank is not None else []
+        return Loss(rank=rank, words=tuple(line.text for line in lines))
+
+    def _begin(self, status: Status) -> None:
+        """Nothing of what was known holds any more but what has been."""
+        at = time.time()
+        self._note_turn(status.state, at)
+        self.now = replace(status, since=at, runs=self.history.runs)
 
     def _turn(self, state: State, **known: Any) -> None:
         since = self.now.since if state == self.now.state else time.time()
-        self._change(state=state, since=since, **known)
+        self._change(**known)
+        self._note_turn(state, since)
+        self._change(state=state, since=since, runs=self.history.runs)
+
+    def _note_turn(self, state: State, at: float) -> None:
+        now = self.now
+        if state != now.state:
+            workers = now.placement.world_size if now.placement else 1
+            self.history.turned(now.state, now.since, state, at, model=now.model, workers=workers)
+
+    def _step(self, step: int, total: int) -> None:
+        if self.now.state in CONVERTING:
+            self._change(step=step, steps=total)
+            return
+        self.history.stepped(step + 1, time.time(), _waited(self.now.ranks))
+        self._change(step=step + 1, steps=total, runs=self.history.runs)
 
     def _change(self, **known: Any) -> None:
         self.now = replace(self.now, **known)
@@ -174,3 +236,10 @@ class Activity:
         if rank < len(ranks):
             ranks[rank] = replace(ranks[rank], loaded=loaded, readings=readings or ranks[rank].readings, busy=busy)
             self._change(ranks=tuple(ranks))
+
+
+def _waited(ranks: tuple[RankStatus, ...]) -> float | None:
+    """The share of a step in which ranks waited for one another, on average."""
+    told = [rank.readings for rank in ranks if rank.readings is not None and rank.readings.step_seconds]
+    shares = [one.waited_seconds / one.step_seconds for one in told if one.waited_seconds is not None]
+    return min(1.0, sum(shares) / len(shares)) if shares else None

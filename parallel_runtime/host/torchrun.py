@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import IO
 
 from .. import accelerators
-from .journal import Journal
+from .journal import Journal, rank_of
 
 PACKAGE = Path(__file__).resolve().parents[1]
 GRACE_SECONDS = 5.0
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 COMFYUIS_ALLOCATOR = "backend:cudaMallocAsync"
 LOG_LINES = 200
+OWN_LINE = r"[WEI]\d{4} .*torch/distributed/elastic"
+OWN_REPORT = rf"{OWN_LINE}.*failed \(exitcode"
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class Torchrun:
         self._journal = journal or Journal()
         self.folder = tempfile.mkdtemp(prefix="cp-")
         self.lines: deque[str] = deque(maxlen=LOG_LINES)
-        self._started = False
+        self._started = self._reporting = False
         self._secrets: tuple[str, ...] = (self.folder,)
 
     def start(self, workers: int, address: str, token: str, rendezvous: Rendezvous) -> None:
@@ -74,6 +76,11 @@ class Torchrun:
         assert self.agent.stdout is not None
         self._reader = threading.Thread(target=self._relay, args=(self.agent.stdout,), daemon=True)
         self._reader.start()
+
+    def _is_its_own(self, text: str) -> bool:
+        """What torchrun says of itself; a traceback and a table of failures are the last of that."""
+        self._reporting |= bool(re.match(OWN_REPORT, text))
+        return bool(re.match(OWN_LINE, text)) or (self._reporting and rank_of(text) is None)
 
     def running(self) -> bool:
         return self._started and self.agent.poll() is None
@@ -121,7 +128,8 @@ class Torchrun:
         for line in stream:
             text = line.decode(errors="replace").rstrip()
             self.lines.append(text)
-            self._journal.note(text, hide=self._secrets)
+            if not self._is_its_own(text):
+                self._journal.note(text, hide=self._secrets)
             log.log(logging.INFO if text.startswith("[CP rank") else logging.DEBUG, "%s", text)
         stream.close()
 

@@ -83,7 +83,7 @@ class Waiting:
         try:
             return self._channels[rank].receive()
         except (EOFError, OSError):
-            self._activity.gone(self._processes.named(rank))
+            self._activity.gone(self._processes.named(rank), rank)
             raise self._processes.died(rank) from None
 
     def _root_cause(self, failed: Failed) -> ParallelError:
@@ -109,5 +109,6 @@ class Waiting:
             replaying = self._activity.replaying
             raise WorkerDied(
                 f"worker {self._processes.named(lost[0])} has not been heard of for {lost[1]:.0f} s; "
-                f"the next run starts fresh workers{'. ' + IN_REPLAYS if replaying else ''}"
+                f"the next run starts fresh workers{'. ' + IN_REPLAYS if replaying else ''}",
+                lost[0],
             )

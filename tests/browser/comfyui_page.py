@@ -13,7 +13,7 @@ from typing import Any
 from ..comfyui.comfy import OUR_ROOT
 from ..comfyui.server import Server
 
-EXAMPLE = OUR_ROOT / "example_workflows" / "cp_demo.json"
+EXAMPLE = OUR_ROOT / "example_workflows" / "01 Demo, the same picture twice.json"
 TAB = '.side-bar-button:has([class~="icon-[lucide--cpu]"])'  # of our panel, in every language
 TOAST = '.p-toast-message-text, [data-testid="toast"]'  # of older pages, and from 1.58 or so on
 NAMES = ("chromium", "chromium-browser", "google-chrome")

@@ -1,4 +1,4 @@
-"""Makes the README's pictures anew: the example workflow after a run, and the workers' panel in the middle of one.
+"""Makes the README's pictures anew: the example workflow after a run, and the workers' panel in the middle of another.
 
 python -m tests.browser.picture
 """
@@ -14,14 +14,21 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 from ..comfyui.comfy import OUR_ROOT, find_comfy, why_there_is_none
-from ..comfyui.graphs import Job, Parallel, longer, sampling_graph
 from ..comfyui.server import running_server
 from .comfyui_page import EXAMPLE, TAB, chromium, comfyui_page, run_example
 
 PANEL = OUR_ROOT / "web" / "docs" / "panel.jpg"
 PANEL_SHOWN = (0, 37, 1000, 760)
-LONG = longer(Job(family="flux_dev", cfg=2.0), steps=400)
-TWO = Parallel(ulysses_degree=2)
+LONGER = """() => {
+    const set = (kind, values) => {
+        const node = app.graph.nodes.find(node => node.type === kind);
+        for (const widget of node.widgets) {
+            if (widget.name in values) { widget.value = values[widget.name]; widget.callback?.(widget.value); }
+        }
+    };
+    set('CPSampler', { steps: 800 });
+    set('CPParallelConfig', { devices: 'cpu,cpu' });
+}"""  # the same workflow, long enough to be looked at, on two workers
 SHOWN = (60, 89, 1400, 900)  # the nodes, without ComfyUI's bars and buttons
 SETTLE_MILLISECONDS = 3000
 
@@ -39,8 +46,9 @@ def main() -> None:
         run_example(page)
         page.wait_for_timeout(SETTLE_MILLISECONDS)
         take(page, SHOWN, EXAMPLE.with_suffix(".jpg"))
-        server.client.queue(sampling_graph(LONG, "CPSampler", TWO))
+        page.evaluate(LONGER)
         page.locator(TAB).click()
+        page.get_by_test_id("queue-button").click()
         page.wait_for_function("document.querySelector('.cp-state').textContent.startsWith('Step')")
         page.wait_for_timeout(SETTLE_MILLISECONDS)
         take(page, PANEL_SHOWN, PANEL)

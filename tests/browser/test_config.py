@@ -1,4 +1,4 @@
-"""CP Parallel Config says while it is edited what its values make, and why they cannot work."""
+"""CP Parallel Config says while it is edited what its values make, and why they cannot work; few show at first."""
 
 from __future__ import annotations
 
@@ -16,21 +16,31 @@ EDIT = """([name, value]) => {
 }"""
 SAVED = "() => app.graph.serialize().nodes.find(node => node.type === 'CPParallelConfig').widgets_values"
 ERROR = "() => Boolean(app.graph.nodes.find(node => node.type === 'CPParallelConfig').has_errors)"
+HEIGHT = "() => app.graph.nodes[0].size[1]"
+SHOWN = """() => LiteGraph.vueNodesMode
+    ? [...document.querySelectorAll('[data-testid="node-widget"]')]
+        .filter(row => row.offsetHeight && !row.querySelector('.cp-summary')).length
+    : app.graph.nodes[0].widgets.filter(widget => !widget.hidden && widget.name !== 'cp_summary').length"""
+SAYS = "words => document.querySelector('.cp-summary')?.textContent.includes(words)"
 
 
 @BOTH
-def test_it_counts_workers_and_turns_red_with_the_reason(page: Any) -> None:
+def test_it_says_what_its_values_make_and_turns_red_with_the_reason(page: Any) -> None:
     put(page, [["CPParallelConfig", 0, 0, {}]])
     saved = page.evaluate(SAVED)
     summary = page.locator(SUMMARY)
-    page.wait_for_function("document.querySelector('.cp-summary')?.textContent.includes('ring auto')")
-    for name, value in (("ring_degree", 2), ("ulysses_degree", 2), ("devices", "cpu,cpu,cpu,cpu")):
+    page.wait_for_function(SAYS, arg="1 CPU worker, does everything")
+    for name, value in (("ring_degree", 2), ("ulysses_degree", 2), ("cfg_degree", 1), ("devices", "cpu,cpu,cpu,cpu")):
         page.evaluate(EDIT, [name, value])
-    page.wait_for_function("document.querySelector('.cp-summary').textContent.includes('= 4 CPU workers')")
-    assert summary.inner_text() == "ring 2 x ulysses 2 x cfg auto x data 1 = 4 CPU workers"
+    page.wait_for_function(SAYS, arg="4 CPU workers, each 1/4 of the picture's tokens")
+    assert page.locator(".cp-terms").inner_text() == "ring 2 x ulysses 2 x cfg 1 x data 1 = 4 workers"
+    assert "4 workers share this machine's" in summary.inner_text(), "four on its cores are no promise of speed"
     assert "cp-bad" not in summary.get_attribute("class")
 
+    page.evaluate(EDIT, ["devices", ""])
     page.evaluate(EDIT, ["ring_degree", 3])
+    page.wait_for_function(SAYS, arg="6 workers share this machine's")
+    page.evaluate(EDIT, ["devices", "cpu,cpu,cpu,cpu"])
     page.wait_for_function("document.querySelector('.cp-summary.cp-bad')")
     assert "ring_degree 3 x ulysses_degree 2 needs 6 workers" in summary.inner_text()
     assert page.evaluate(ERROR)
@@ -42,30 +52,40 @@ def test_it_counts_workers_and_turns_red_with_the_reason(page: Any) -> None:
     assert not page.evaluate(ERROR)
     assert len(page.evaluate(SAVED)) == len(saved), "the text is no widget that is saved"
 
-
-def test_a_workflow_opens_with_its_verdict(page: Any) -> None:
-    put(page, [["CPParallelConfig", 0, 0, {"devices": "banana"}]])
-    page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
-    page.wait_for_function("document.querySelector('.cp-summary.cp-bad')?.textContent.includes('banana')")
+    heights = []
+    for ring, says in ((1, "devices names 4"), (2, "4 CPU workers"), (1, "devices names 4"), (2, "4 CPU workers")):
+        page.evaluate(EDIT, ["ring_degree", ring])
+        page.wait_for_function(SAYS, arg=says)
+        wait_until_drawn(page)
+        heights.append(page.evaluate(HEIGHT))
+    assert heights[1] == heights[3], "it grows and grows"
 
 
 @BOTH
-def test_an_edit_does_not_make_the_node_grow_and_grow(page: Any) -> None:
-    put(page, [["CPParallelConfig", 0, 0, {"devices": "cpu,cpu,cpu,cpu"}]])
-    says = "ring => document.querySelector('.cp-summary')?.textContent.startsWith(`ring ${ring} `)"
-    heights = []
-    for ring in (1, 2, 1, 2, 1):
-        page.evaluate(EDIT, ["ring_degree", ring])
-        page.wait_for_function(says, arg=ring)
-        wait_until_drawn(page)
-        heights.append(page.evaluate("() => app.graph.nodes[0].size[1]"))
-    assert len(set(heights)) == 1
-
-
-def test_nodes_2_folds_it_to_what_it_shows(page: Any) -> None:
-    page.evaluate("() => app.extensionManager.setting.set('Comfy.VueNodes.Enabled', true)")
-    page.wait_for_function("LiteGraph.vueNodesMode")
-    put(page, [["CPParallelConfig", 0, 0, {"devices": "cpu,cpu"}]])
-    page.wait_for_function("document.querySelector('.cp-summary')?.textContent.includes('CPU workers')")
+def test_two_widgets_show_until_one_of_the_others_says_something_unusual(page: Any) -> None:
+    put(page, [["CPParallelConfig", 0, 0, {}]])
+    page.wait_for_function(SAYS, arg="1 CPU worker")
+    page.wait_for_function(f"({SHOWN})() === 2")
     wait_until_drawn(page)
-    assert page.locator(".cp-summary").bounding_box()["height"] < 80, "two lines of text"
+    folded = page.evaluate(HEIGHT)
+    assert folded < 300
+    page.get_by_role("button", name="Show advanced inputs").or_(page.get_by_role("button", name="more options")).click()
+    page.wait_for_function(f"({SHOWN})() > 14")
+    page.get_by_role("button", name="Hide advanced inputs").or_(
+        page.get_by_role("button", name="Fewer options")
+    ).click()
+    page.wait_for_function(f"({SHOWN})() === 2")
+    page.evaluate(EDIT, ["devices", "banana"])
+    page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
+    page.wait_for_function("document.querySelector('.cp-summary.cp-bad')?.textContent.includes('banana')")
+    page.wait_for_function(f"({SHOWN})() > 14")
+
+    page.evaluate(EDIT, ["devices", "cpu"])
+    page.wait_for_function("!document.querySelector('.cp-summary.cp-bad')")
+    wide = page.locator(SUMMARY).bounding_box()["width"]
+    page.get_by_role("button", name="Toggle properties panel").click()
+    page.evaluate("() => { app.canvas.deselectAll(); app.canvas.select(app.graph.nodes[0]); }")
+    page.get_by_test_id("panel-tab-parameters").click()
+    wait_until_drawn(page)
+    assert page.get_by_text("cp_summary").count() == 0, "a blank row"
+    assert abs(page.locator(SUMMARY).bounding_box()["width"] - wide) < 2, "it has shrunk to the panel"

@@ -12,6 +12,7 @@ import pytest
 from ..comfyui.graphs import Job, Parallel, longer, sampling_graph
 from ..comfyui.server import Server
 from .comfyui_page import TAB, TOAST
+from .graphs import put_sampler
 
 FLUX = Job(family="flux_dev", cfg=2.0)
 LONG = longer(FLUX, steps=2000)
@@ -38,18 +39,44 @@ def shows(page: Any, words: str, milliseconds: float = START_MILLISECONDS) -> st
     return page.locator(STATE).inner_text()
 
 
+LINE = """() => app.graph.nodes.find(node => node.type === 'CPSampler').badges
+    .map(badge => typeof badge === 'function' ? badge() : badge)
+    .find(badge => badge.text.includes('CPU'))?.text ?? ''"""
+BOXES = """() => ['[data-testid="error-overlay"]', '.cp-toast'].map(one => document.querySelector(one))
+    .map(found => found?.getBoundingClientRect()).map(box => box && [box.top, box.bottom])"""
+
+
 def run_long(server: Server) -> None:
     server.client.queue(sampling_graph(LONG, "CPSampler", TWO))
 
 
+def put_long(page: Any) -> None:
+    """A run of the page's own, which shows on the node too."""
+    put_sampler(page, "CPSampler", steps=2000)
+    page.evaluate(
+        """() => {
+            const config = LiteGraph.createNode('CPParallelConfig');
+            const sampler = app.graph.nodes.find(one => one.type === 'CPSampler');
+            app.graph.add(config);
+            const values = { ulysses_degree: 2, devices: 'cpu,cpu' };
+            for (const widget of config.widgets) if (widget.name in values) widget.value = values[widget.name];
+            config.connect(0, sampler, sampler.findInputSlot('cp_config'));
+        }"""
+    )
+
+
 def test_the_panel_follows_a_run_a_kill_and_a_recovery(page: Any, server: Server) -> None:
     page.locator(TAB).click()
-    run_long(server)
+    put_long(page)
+    page.get_by_test_id("queue-button").click()
+    shows(page, "Starting: ")
     shows(page, "Step")
     page.wait_for_function("document.querySelectorAll('.cp-holding').length >= 2")
     told = server.client.get("/cp/status")
     assert page.locator(".cp-model").inner_text() == told["model"] == "flux_dev.safetensors"
+    assert page.locator(".cp-degrees").first.inner_text() == "2 CPU workers, each half of the picture's tokens"
     assert page.locator(".cp-card").count() == len(told["ranks"]) == 2
+    assert page.locator(".cp-rank").all_inner_texts() == ["CPU worker 1", "CPU worker 2"]
     memory = page.locator(".cp-memory").first.inner_text()
     used, total = (float(number) for number in re.findall(r"[\d.]+", memory))
     assert total == pytest.approx(told["ranks"][0]["total_bytes"] / 2**30, abs=0.06)
@@ -61,13 +88,10 @@ def test_the_panel_follows_a_run_a_kill_and_a_recovery(page: Any, server: Server
     page.wait_for_function(
         "document.querySelectorAll('.cp-waited')[1].textContent.endsWith('s of it in communication')"
     )
+    page.wait_for_function("/^for .* · .* left$/.test(document.querySelector('.cp-clock').textContent)")
+    page.wait_for_function(f"/^2 CPU workers · Step .* s a step · .* left$/.test(({LINE})())")
+    assert page.locator(".cp-legend").inner_text().split() == ["Start", "Load", "Steps"]
     assert page.locator(".cp-badge").inner_text().startswith("Step")
-
-    page.reload()
-    page.wait_for_selector(TAB)
-    page.wait_for_function("document.querySelector('.cp-badge')?.textContent.includes('Step')")
-    page.evaluate(OPEN)
-    shows(page, "Step")
 
     page.evaluate(REMEMBER, TOAST)
     killed = time.time()
@@ -75,13 +99,30 @@ def test_the_panel_follows_a_run_a_kill_and_a_recovery(page: Any, server: Server
     shows(page, "Died")
     assert page.evaluate("window.died") / 1000 - killed < SEEN_SECONDS
     page.wait_for_function("document.querySelector('.cp-hint').textContent.includes('rank 1 was killed by SIGKILL')")
-    page.wait_for_function(TOLD, arg="A GPU worker died")
+    page.wait_for_function(TOLD, arg="A GPU worker died (rank 1)")
+    page.wait_for_function(TOLD, arg="worker rank 1 was killed by SIGKILL")
     page.get_by_role("button", name="Show GPU workers").first.wait_for()
+    assert page.locator(".cp-lost .cp-device").all_inner_texts() == ["rank 1"], "which of them it was"
+    assert "elastic" not in page.locator(".cp-log").inner_text(), "torchrun's own words"
+    with page.expect_popup() as opened:
+        page.locator(".cp-panel .cp-link").click()
+    assert "# A worker was killed" in opened.value.locator("body").inner_text()
+    opened.value.close()
+    if page.locator(".cp-toast").count():  # later pages keep their toasts elsewhere
+        page.wait_for_function(f"(() => {{ const [one, two] = ({BOXES})(); return one[1] <= two[0]; }})()")
 
+    page.reload()
+    page.wait_for_selector(TAB)
+    page.evaluate(REMEMBER, TOAST)
+    page.evaluate(OPEN)
+    shows(page, "Died")
     server.client.settle()
     server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
     shows(page, "Idle")
-    page.wait_for_function(TOLD, arg="GPU workers are back")
+    page.wait_for_function(
+        "/^4 steps, .* s each; .* beside them/.test(document.querySelector('.cp-facts').textContent)"
+    )
+    assert not page.evaluate(TOLD, "A GPU worker died"), "an old failure is no news"
 
 
 def test_the_buttons_do_what_they_say_by_keyboard_alone(page: Any, server: Server) -> None:
@@ -92,9 +133,12 @@ def test_the_buttons_do_what_they_say_by_keyboard_alone(page: Any, server: Serve
     shows(page, "Cancelled")
     press(page, "free")
     page.wait_for_function("document.querySelector('.cp-weights')?.textContent === 'no model'")
+    shows(page, "Idle")
+    assert not page.locator(".cp-model").is_visible(), "there is none any more"
+    assert "warm" not in page.locator(".cp-hint").inner_text()
     before = {process.pid for process in server.workers().values()}
     press(page, "restart")
-    page.wait_for_function("!['Cancelled', 'Idle'].includes(document.querySelector('.cp-state').textContent)")
+    page.wait_for_function("document.querySelector('.cp-state').textContent !== 'Idle'")
     shows(page, "Idle")
     assert not before & {process.pid for process in server.workers().values()}
 
@@ -123,6 +167,35 @@ def test_diagnostics_hold_the_state_and_no_secret(page: Any, server: Server) -> 
     assert "flux_dev.safetensors" in text
     assert "context-parallel-sampler" in text
     assert str(server.base) not in text.partition("### Log")[0]
+
+
+def test_one_gpu_is_told_what_it_gains_and_a_failed_start_what_failed(page: Any) -> None:
+    """The wire alone is another's: no such machine is here."""
+    page.evaluate(REMEMBER, TOAST)
+    page.evaluate(
+        """async () => {
+            const { api } = await import('/scripts/api.js');
+            const now = await (await api.fetchApi('/cp/status')).json();
+            const was = api.fetchApi.bind(api);
+            const says = state => ({ ...now, gpus: 1, ...state });
+            const answers = [{ state: 'starting' }];
+            api.fetchApi = (route, more) => route === '/cp/status'
+                ? Promise.resolve(new Response(JSON.stringify(says(answers.shift() ?? {})))) : was(route, more);
+            api.dispatchEvent(new CustomEvent('reconnected'));
+            await new Promise(done => setTimeout(done, 100));
+            const tell = state => api.dispatchEvent(new CustomEvent('cp.status', { detail: says(state) }));
+            const failed = { state: 'unstarted', reason: 'only 1 of 2 workers came up', help: 'workers-do-not-start',
+                loss: { rank: null, words: [], settled: true } };
+            tell(failed), tell({ state: 'starting' }), tell(failed);
+            await new Promise(done => setTimeout(done, 500));
+            window.failures = document.querySelectorAll('.p-toast-message-error, [data-testid="toast"]').length;
+            tell({ state: 'sampling', world_size: 1, loss: null });
+        }"""
+    )
+    page.wait_for_function(TOLD, arg="The GPU workers did not start")
+    assert page.evaluate("window.failures") == 1, "told once"
+    assert not page.evaluate(TOLD, "worker died")
+    page.wait_for_function(TOLD, arg="With one GPU, CP Sampler is KSampler to the bit")
 
 
 @pytest.mark.parametrize("page", [{"Comfy.ColorPalette": "light", "Comfy.Locale": "zh"}], indirect=True)

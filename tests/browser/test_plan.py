@@ -4,39 +4,68 @@ from __future__ import annotations
 
 from typing import Any
 
-from .graphs import LATENT, LOADER, PROMPT, put
+from .graphs import LATENT, LOADER, PROMPT, put, wait_until_drawn
 from .renderers import BOTH
+
+RUN = "queue-button"
+CONFIG = """() => Object.fromEntries(app.graph.nodes.find(node => node.type === 'CPParallelConfig')
+    .widgets.map(widget => [widget.name, widget.value]))"""
 
 
 @BOTH
-def test_a_run_draws_the_table_and_a_row_a_worker(page: Any) -> None:
-    config = ["CPParallelConfig", 340, 0, {"ring_degree": 2, "ulysses_degree": 2, "devices": "cpu,cpu,cpu,cpu"}]
+def test_a_refusal_comes_first_and_its_button_leads_to_the_picture_and_to_times(page: Any) -> None:
+    config = ["CPParallelConfig", 340, 0, {"ring_degree": 2, "ulysses_degree": 2, "devices": "cpu,cpu"}]
     plan = ["CPPlan", 700, 0, {"cfg": 1.0}]
     links = [[0, 0, 4, "model"], [1, 0, 4, "positive"], [2, 0, 4, "latent_image"], [3, 0, 4, "cp_config"]]
     put(page, [LOADER, PROMPT, LATENT, config, plan], links)
     assert "Run it" in page.locator(".cp-plan").inner_text()
-    page.get_by_test_id("queue-button").click()
-    page.wait_for_selector(".cp-table")
+    page.get_by_test_id(RUN).click()
+    page.wait_for_selector(".cp-trouble")
+    report = page.locator(".cp-report > *")
+    assert "ring_degree 2 x ulysses_degree 2 needs 4 workers" in report.nth(0).inner_text()
+    assert page.locator(".cp-picture").count() == 0, "of what will not run"
+    page.get_by_role("button", name="Use ring_degree 1").click()
+    assert page.evaluate(CONFIG)["ring_degree"] == 1
+    assert "Run it again" in report.nth(1).inner_text()
+
+    page.get_by_test_id(RUN).click()
+    page.wait_for_selector(".cp-picture")
     rows = dict(
         zip(page.locator(".cp-table th").all_inner_texts(), page.locator(".cp-table td").all_inner_texts(), strict=True)
     )
     assert rows["Tokens"].startswith("192 image + 20 text")
-    assert rows["Degrees"].startswith("ring_degree 2 x ulysses_degree 2")
+    assert rows["Degrees"].startswith("ring_degree 1 x ulysses_degree 2")
     picture = page.locator(".cp-picture")
-    assert picture.locator(".cp-part-tokens").count() == 4
-    starts = [part.bounding_box()["x"] for part in picture.locator(".cp-part-tokens").all()]
-    assert starts == sorted(set(starts)), "each worker has tokens of its own"
-    heads = [part.bounding_box()["x"] for part in picture.locator(".cp-part-heads").all()]
-    assert heads[0] == heads[2] < heads[1] == heads[3]
-    assert page.locator(".cp-note").count() >= 1, "four workers share this machine's cores"
+    assert picture.locator(".cp-part-tokens").count() == 2
+    for kind in ("tokens", "heads"):
+        starts = [part.bounding_box()["x"] for part in picture.locator(f".cp-part-{kind}").all()]
+        assert starts == sorted(set(starts)), "each worker has its own"
+    assert page.locator(".cp-trouble").count() == 0
+    assert page.locator(".cp-note").count() >= 1, "two workers share this machine's cores"
     assert picture.get_attribute("aria-label")
+
+    page.get_by_role("button", name="Measure", exact=True).click()
+    page.wait_for_selector(".cp-chart")
+    assert page.locator(".cp-who").all_inner_texts() == ["1 CPU worker", "2 CPU workers"]
+    assert all("s a step" in took for took in page.locator(".cp-took").all_inner_texts())
+    assert "times as fast" in page.locator(".cp-took").nth(1).inner_text()
+
+    wide = page.locator(".cp-report").bounding_box()["width"]
+    page.get_by_role("button", name="Toggle properties panel").click()
+    page.evaluate(
+        "() => { app.canvas.deselectAll(); app.canvas.select(app.graph.nodes.find(node => node.type === 'CPPlan')); }"
+    )
+    page.get_by_test_id("panel-tab-parameters").click()
+    wait_until_drawn(page)
+    assert page.get_by_text("cp_plan").count() == 0, "a blank row"
+    assert abs(page.locator(".cp-report").bounding_box()["width"] - wide) < 2, "it has shrunk to the panel"
 
 
 def test_a_model_that_cannot_run_is_said_without_a_picture(page: Any) -> None:
     patched = ["CPTestAttentionPatch", 340, 0, {}]
     links = [[0, 0, 3, "model"], [3, 0, 4, "model"], [1, 0, 4, "positive"], [2, 0, 4, "latent_image"]]
     put(page, [LOADER, PROMPT, LATENT, patched, ["CPPlan", 700, 0, {}]], links)
-    page.get_by_test_id("queue-button").click()
-    page.wait_for_selector(".cp-table")
-    assert "cannot run in the workers" in page.locator(".cp-table").inner_text()
+    page.get_by_test_id(RUN).click()
+    page.wait_for_selector(".cp-trouble")
+    assert "cannot run in the workers" in page.locator(".cp-trouble").inner_text()
     assert page.locator(".cp-picture").count() == 0

@@ -18,8 +18,12 @@ from .templates.edits import EXAMPLE as PICTURE
 from .templates.graph import Link, Node, Template
 
 FOLDER = EXAMPLE.parent
-MADE = [template for template in templates() if (FOLDER / f"{template.name}.json").is_file()]
+MADE = [template for template in templates() if (FOLDER / f"{template.file}.json").is_file()]
 DYNAMIC = {"format", "codec"}
+OVERLAPS = """() => app.graph.nodes.flatMap((one, index, all) => all.slice(index + 1).filter(other => {
+    const [a, b] = [one, other].map(node => [node.pos[0], node.pos[1] - 30, node.size[0], node.size[1] + 30]);
+    return a[0] < b[0] + b[2] && b[0] < a[0] + a[2] && a[1] < b[1] + b[3] && b[1] < a[1] + a[3];
+}).map(other => [one.title, other.title]))"""
 PROMPT = "async () => (await app.graphToPrompt()).output"
 
 
@@ -31,7 +35,7 @@ def test_all_of_them_are_there_with_a_thumbnail() -> None:
 
 @pytest.mark.parametrize("template", MADE, ids=lambda template: template.name)
 def test_a_note_names_every_file_and_where_it_goes(template: Template) -> None:
-    nodes = json.loads((FOLDER / f"{template.name}.json").read_text())["nodes"]
+    nodes = json.loads((FOLDER / f"{template.file}.json").read_text())["nodes"]
     (note,) = (node["widgets_values"][0] for node in nodes if node["type"] == "MarkdownNote")
     assert template.files
     for file in template.files:
@@ -42,9 +46,10 @@ def test_every_workflow_opens_whole_and_could_be_queued(page: Any, server: Serve
     Image.new("RGB", (64, 48)).save(server.base / "input" / PICTURE)  # every ComfyUI comes with one
     known = server.client.get("/object_info")
     for template in MADE:
-        page.evaluate(OPEN, json.loads((FOLDER / f"{template.name}.json").read_text()))
+        page.evaluate(OPEN, json.loads((FOLDER / f"{template.file}.json").read_text()))
         prompt = page.evaluate(PROMPT)
         assert as_opened(prompt) == as_meant(template, known), template.name
+        assert page.evaluate(OVERLAPS) == [], template.name
         assert only_files_are_missing(server, prompt, template), template.name
 
 

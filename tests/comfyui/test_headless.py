@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from .client import Graph, Run
 from .comfy import OUR_ROOT
@@ -41,11 +42,16 @@ def migrated(graph: Graph, folder: Path) -> Path:
     return folder / "my_workflow.cp.json"
 
 
-def test_migrate_then_run_gives_natives_latent(server: Server, tmp_path: Path) -> None:
+def test_migrate_then_run_gives_natives_latent_and_saves_the_picture(server: Server, tmp_path: Path) -> None:
     graph = sampling_graph(JOB, "KSampler")
     native = latent_of(server.client.run(graph))
+    grey = {"width": 16, "height": 8, "batch_size": 1, "color": 0x808080}
+    graph["grey"] = {"class_type": "EmptyImage", "inputs": grey}
+    graph["shown"] = {"class_type": "PreviewImage", "inputs": {"images": ["grey", 0]}}
     line = [sys.executable, "-c", script(server), str(migrated(graph, tmp_path))]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=180, check=True)
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=True)
+    (picture,) = tmp_path.glob("*.png")
+    assert Image.open(picture).size == (16, 8)
     last = done.stdout.splitlines()[-1]
     assert last.startswith("success ")
     run = Run(outputs=json.loads(last.removeprefix("success ")), events=(), seconds=0)

@@ -25,11 +25,13 @@ def warm(server: Server) -> None:
 
 
 def test_more_ranks_than_devices_are_refused_before_a_process_starts(server: Server) -> None:
-    before = server.children()
+    before, since = server.children(), server.log_size()
     nine = Parallel(ring_degree=3, ulysses_degree=3, devices="cuda:0")
     with pytest.raises(NodeError, match=r"cuda:0|GPU 0"):
         server.client.run(sampling_graph(FLUX, "CPSampler", nine))
     assert server.children() == before
+    assert "GPU 0" in server.log(since)
+    assert "Traceback" not in server.log(since), "it is no crash"
 
 
 @pytest.mark.parametrize("devices", ["cuda:banana", "tpu:0"])

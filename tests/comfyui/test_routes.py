@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from .client import Interrupted, NodeError
+from .comfy import OUR_ROOT
 from .graphs import Job, Parallel, longer, sampling_graph
 from .server import Server
 
@@ -68,7 +69,14 @@ def test_a_run_is_followed_from_its_start_to_idle(server: Server) -> None:
         server.client.finish(prompt, since=since)
     status_when(server, lambda now: now["state"] == "cancelled")
     server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
-    assert status_when(server, lambda now: now["state"] == "idle")["loaded"] == 1
+    last = status_when(server, lambda now: now["state"] == "idle")
+    assert last["loaded"] == 1
+    assert [run["end"] for run in last["runs"]][-2:] == ["cancelled", "idle"]
+    assert last["runs"][-1]["step_seconds"] > 0
+    assert {"loading", "sampling"} <= dict(last["runs"][-1]["phases"]).keys()
+    told = (OUR_ROOT / "docs" / "scripts.md").read_text()
+    assert [name for name in (*last, *last["ranks"][0], *last["runs"][0]) if f"`{name}`" not in told] == []
+    assert {"keys", "replays", "bytes"} <= last["ranks"][0]["graphs"].keys()
 
 
 def test_stop_cancels_the_run_and_keeps_the_workers(server: Server) -> None:
@@ -119,7 +127,10 @@ def test_a_killed_worker_is_shown_at_once_with_the_cause(server: Server, idle: b
     died = status_when(server, lambda now: now["state"] == "died", SEEN_SECONDS)
     assert time.monotonic() - killed < SEEN_SECONDS
     assert died["reason"].startswith("worker rank 1 ")
-    status_when(server, lambda now: now["reason"].startswith("worker rank 1 was killed by SIGKILL"))
+    died = status_when(server, lambda now: now["reason"].startswith("worker rank 1 was killed by SIGKILL"))
+    assert (died["loss"]["rank"], died["loss"]["settled"]) == (1, True)
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/cp/help/{died['help']}", timeout=10) as page:
+        assert page.read().startswith(b"# A worker was killed")
     server.client.settle()
     server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
     assert status(server)["state"] == "idle"

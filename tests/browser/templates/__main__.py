@@ -45,7 +45,7 @@ def write(page: Any, template: Template) -> None:
     workflow = page.evaluate(BUILD, template.spec())
     workflow.pop("id", None)  # another one every time
     text = json.dumps(workflow, indent=1, ensure_ascii=False)
-    (FOLDER / f"{template.name}.json").write_text(text + "\n", encoding="utf-8")
+    (FOLDER / f"{template.file}.json").write_text(text + "\n", encoding="utf-8")
     thumbnail(page, template)
 
 
@@ -54,7 +54,7 @@ def thumbnail(page: Any, template: Template) -> None:
     tab.set_viewport_size({"width": WIDTH, "height": HEIGHT})
     tab.set_content(f"<style>body{{margin:0}}</style>{card(template)}")
     picture = Image.open(io.BytesIO(tab.screenshot())).convert("RGB")
-    picture.save(FOLDER / f"{template.name}.jpg", quality=86, optimize=True)
+    picture.save(FOLDER / f"{template.file}.jpg", quality=86, optimize=True)
     tab.close()
 
 

@@ -1,6 +1,7 @@
 /** Build a workflow on the page's own canvas from a Template's spec, and return it as ComfyUI would save it. */
-(spec) => {
-  const [LEFT, TOP, ACROSS, DOWN, TITLE] = [40, 80, 60, 50, 30];
+async (spec) => {
+  const [LEFT, TOP, ACROSS, DOWN, TITLE] = [40, 80, 60, 60, 30];
+  const PICTURE = 340; // Load Image grows by the picture that it shows
   app.graph.clear();
   app.graph.id = crypto.randomUUID(); // ComfyUI remembers widgets' values by graph and node: else those of the last one come back
   const made = new Map();
@@ -37,6 +38,7 @@
       if (!made.get(from).connect(slot, node, input)) throw new Error(`${one.kind}.${name} takes no such link`);
     }
   }
+  await new Promise((done) => setTimeout(done, 700)); // what CP Parallel Config says of its values has a height
   let x = LEFT;
   const last = Math.max(...spec.nodes.map((one) => one.column));
   for (let column = 0; column <= last; column++) {
@@ -46,7 +48,8 @@
       const node = made.get(one.number);
       const [width, height] = node.computeSize();
       const text = node.widgets?.some((widget) => widget.type === "customtext");
-      node.size = [Math.max(width, text ? 400 : 280), Math.max(height, text ? 170 : 0)];
+      const least = one.kind === "LoadImage" ? PICTURE : text ? 170 : 0;
+      node.size = [Math.max(width, text ? 400 : 280), Math.max(height, least)];
       node.pos = [x, y];
       y += node.size[1] + TITLE + DOWN;
       wide = Math.max(wide, node.size[0]);

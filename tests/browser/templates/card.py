@@ -21,7 +21,8 @@ def card(template: Template) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif">'
         f'<rect width="100%" height="100%" fill="hsl({hue} 30% 12%)"/>{_film(hue, frames=3 if video else 1)}'
         f'<text x="40" y="318" font-size="{size}" font-weight="700" fill="#fff">{escape(template.title)}</text>'
-        f'<text x="40" y="358" font-size="23" fill="hsl({hue} 40% 78%)">{escape(template.kind)}</text></svg>'
+        f'<text x="40" y="352" font-size="23" fill="hsl({hue} 40% 78%)">{escape(template.kind)}</text>'
+        f'<text x="40" y="382" font-size="17" fill="hsl({hue} 25% 62%)">{escape(template.needs)}</text></svg>'
     )
 
 

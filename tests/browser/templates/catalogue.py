@@ -14,4 +14,8 @@ MAKERS = (
 
 
 def templates() -> list[Template]:
-    return [make() for make in MAKERS]
+    """In the order of ComfyUI's list, after the demo."""
+    made = [make() for make in MAKERS]
+    for number, template in enumerate(made, start=2):
+        template.number = number
+    return made

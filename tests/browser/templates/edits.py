@@ -12,7 +12,7 @@ EXAMPLE = "example.png"  # in ComfyUI's input folder from the start
 
 def kontext() -> Template:
     about = "The reference picture's tokens are shared out over the workers like those of the picture itself."
-    t = Template(name="cp_flux_kontext", title="FLUX.1 Kontext", kind="edit a picture", about=about)
+    t = Template(name="cp_flux_kontext", title="FLUX.1 Kontext", kind="edit a picture", about=about, size=22)
     network = model(t, files.KONTEXT)
     vae, prompt = flux_text(t, "Make it a watercolour on rough paper, and keep the composition")
     scaled = t.add("FluxKontextImageScale", 1, image=t.add("LoadImage", 0, image=EXAMPLE))
@@ -27,7 +27,7 @@ def kontext() -> Template:
 
 def qwen_edit() -> Template:
     about = "Up to three pictures go into the prompt; their latents are references for every worker."
-    t = Template(name="cp_qwen_image_edit", title="Qwen-Image-Edit", kind="edit a picture", about=about)
+    t = Template(name="cp_qwen_image_edit", title="Qwen-Image-Edit", kind="edit a picture", about=about, size=30)
     shifted = t.add("ModelSamplingAuraFlow", 1, model=model(t, files.QWEN_EDIT), shift=3.0)
     network = t.add("CFGNorm", 2, model=shifted, strength=1.0)
     clip, vae = qwen_text(t)
@@ -45,7 +45,7 @@ def qwen_edit() -> Template:
 
 def inpaint() -> Template:
     about = "Paint a mask on the picture: right click on Load Image, Open in Mask Editor. The workers honour it."
-    t = Template(name="cp_inpaint", title="FLUX.1 Fill", kind="inpaint", about=about)
+    t = Template(name="cp_inpaint", title="FLUX.1 Fill", kind="inpaint", about=about, size=34)
     network = t.add("DifferentialDiffusion", 1, model=model(t, files.FLUX_FILL))
     vae, prompt = flux_text(t, FOX)
     image = t.add("LoadImage", 1, image=EXAMPLE)
@@ -65,7 +65,7 @@ def control() -> Template:
         "ControlNet on Qwen-Image, with edges that are found here in the input picture. The loop runs in ComfyUI, and "
         "each evaluation of the model goes to the workers; step_cache has to be 0."
     )
-    t = Template(name="cp_controlnet", title="ControlNet", kind="Qwen-Image, by edges", about=about)
+    t = Template(name="cp_controlnet", title="ControlNet", kind="Qwen-Image, by edges", about=about, size=34)
     network = t.add("ModelSamplingAuraFlow", 1, model=model(t, files.QWEN_IMAGE), shift=3.1)
     clip, vae = qwen_text(t)
     scaled = t.add(

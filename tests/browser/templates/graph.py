@@ -41,12 +41,15 @@ class Link:
 
 @dataclass(kw_only=True)
 class Template:
-    """`about` is a line or two for the note; `kind` says in a few words what it makes."""
+    """`about` is a line or two for the note; `kind` says in a few words what it makes. `size` is about what its files
+    have, in GB, 0 where nobody has added them up; `number` is its place in ComfyUI's list, which goes by names."""
 
     name: str
     title: str
     kind: str
     about: str
+    size: int = 0
+    number: int = 0
     nodes: list[Node] = field(default_factory=list)
     files: list[File] = field(default_factory=list)
 
@@ -58,8 +61,19 @@ class Template:
         return node
 
     @property
+    def file(self) -> str:
+        """What ComfyUI shows as its title."""
+        return f"{self.number:02d} {self.title}, {self.kind}"
+
+    @property
+    def needs(self) -> str:
+        cut = next((node.inputs for node in self.nodes if node.kind == "CPParallelConfig"), {})
+        where = "two machines" if cut.get("nnodes") else "2 GPUs" if cut.get("cfg_degree") else "1 GPU or more"
+        return f"{where}; {len(self.files)} files" + (f", about {self.size} GB in all" if self.size else "")
+
+    @property
     def note(self) -> str:
-        lines = [f"## {self.title}", "", self.about, "", "**Files**", ""]
+        lines = [f"## {self.title}", "", self.about, "", f"**Needs** {self.needs}", "", "**Files**", ""]
         lines += [f"- `models/{file.folder}/` [{file.name}]({file.url})" for file in self.files]
         return "\n".join(lines if self.files else lines[:3])
 

@@ -12,7 +12,7 @@ POSTER = 'A hand-painted shop sign that reads "OPEN UNTIL LATE", rain on the win
 
 def flux_dev() -> Template:
     about = "CP Sampler takes KSampler's place. CP Parallel Config may be deleted: then every GPU is used."
-    t = Template(name="cp_flux_dev", title="FLUX.1 dev", kind="text to image", about=about)
+    t = Template(name="cp_flux_dev", title="FLUX.1 dev", kind="text to image", about=about, size=34)
     network = model(t, files.FLUX_DEV)
     vae, prompt = flux_text(t, FOX)
     positive, negative = guided(t, prompt, 3.5)
@@ -26,7 +26,7 @@ def flux_dev() -> Template:
 
 def flux_2() -> Template:
     about = "FLUX.2 samples with a guider and its own scheduler: CP Sampler Custom takes SamplerCustomAdvanced's place."
-    t = Template(name="cp_flux_2", title="FLUX.2 dev", kind="text to image", about=about)
+    t = Template(name="cp_flux_2", title="FLUX.2 dev", kind="text to image", about=about, size=71)
     network = model(t, files.FLUX_2)
     clip = t.add("CLIPLoader", 0, clip_name=files.MISTRAL, type="flux2")
     vae = t.add("VAELoader", 0, vae_name=files.FLUX_2_VAE)
@@ -45,7 +45,7 @@ def flux_2() -> Template:
 
 def qwen_image() -> Template:
     about = "With a negative prompt, auto gives each half of the workers one of the two prompts."
-    t = Template(name="cp_qwen_image", title="Qwen-Image", kind="text to image", about=about)
+    t = Template(name="cp_qwen_image", title="Qwen-Image", kind="text to image", about=about, size=30)
     network = t.add("ModelSamplingAuraFlow", 1, model=model(t, files.QWEN_IMAGE), shift=3.1)
     clip, vae = qwen_text(t)
     positive, negative = text(t, clip, POSTER), text(t, clip, "blurry, low quality", title="Negative prompt")
@@ -58,7 +58,7 @@ def qwen_image() -> Template:
 
 def z_image() -> Template:
     about = "Few steps and one prompt: the workers share the tokens of the picture."
-    t = Template(name="cp_z_image", title="Z-Image Turbo", kind="text to image", about=about)
+    t = Template(name="cp_z_image", title="Z-Image Turbo", kind="text to image", about=about, size=21)
     network = t.add("ModelSamplingAuraFlow", 1, model=model(t, files.Z_IMAGE), shift=3.0)
     clip = t.add("CLIPLoader", 0, clip_name=files.QWEN_3, type="lumina2")
     vae = t.add("VAELoader", 0, vae_name=files.AE)
@@ -76,7 +76,7 @@ def sdxl() -> Template:
         "A convolutional network is not cut by tokens. cfg_degree 2 evaluates both prompts at the same time on two "
         "GPUs; data_degree would share out the images of a batch."
     )
-    t = Template(name="cp_sdxl", title="SDXL", kind="two prompts at once", about=about)
+    t = Template(name="cp_sdxl", title="SDXL", kind="two prompts at once", about=about, size=7)
     loaded = t.add("CheckpointLoaderSimple", 0, ckpt_name=files.SDXL)
     positive = text(t, loaded[1], FOX)
     negative = text(t, loaded[1], "watermark, text, low quality", title="Negative prompt")
@@ -90,7 +90,7 @@ def sdxl() -> Template:
 
 def lora() -> Template:
     about = "LoRA go between the loader and CP Sampler, as ever. The workers merge them once and keep them."
-    t = Template(name="cp_lora", title="Qwen-Image with LoRA", kind="text to image, 8 steps", about=about)
+    t = Template(name="cp_lora", title="Qwen-Image with LoRA", kind="text to image, 8 steps", about=about, size=32)
     merged = t.add("LoraLoaderModelOnly", 1, model=model(t, files.QWEN_IMAGE), lora_name=files.QWEN_LORA)
     network = t.add("ModelSamplingAuraFlow", 2, model=merged, shift=3.1)
     clip, vae = qwen_text(t)
@@ -105,7 +105,9 @@ def lora() -> Template:
 
 def custom() -> Template:
     about = "Every sampler, scheduler and guider of ComfyUI: the sampling code in the workers is ComfyUI's own."
-    t = Template(name="cp_custom_sampling", title="Custom sampling", kind="guider, sampler, sigmas", about=about)
+    t = Template(
+        name="cp_custom_sampling", title="Custom sampling", kind="guider, sampler, sigmas", about=about, size=34
+    )
     network = model(t, files.FLUX_DEV)
     vae, prompt = flux_text(t, FOX)
     prompt = t.add("FluxGuidance", 2, conditioning=prompt, guidance=3.5)
@@ -126,7 +128,9 @@ def native() -> Template:
         "CP Load Diffusion Model loads the weights in the workers only. Its MODEL works in every sampler: here in "
         "ComfyUI's own KSampler, with one round trip to the workers for each evaluation."
     )
-    t = Template(name="cp_load_diffusion_model", title="Native KSampler", kind="CP Load Diffusion Model", about=about)
+    t = Template(
+        name="cp_load_diffusion_model", title="Native KSampler", kind="CP Load Diffusion Model", about=about, size=34
+    )
     network = t.add("CPLoadDiffusionModel", 1, unet_name=files.FLUX_DEV, cp_config=config(t, 0))
     vae, prompt = flux_text(t, FOX)
     positive, negative = guided(t, prompt, 3.5)
@@ -145,7 +149,7 @@ def machines() -> Template:
         "`python -m parallel_runtime join ADDRESS:PORT --token-file FILE` in this pack's folder. "
         "The README says what both need."
     )
-    t = Template(name="cp_several_machines", title="Several machines", kind="nnodes 2", about=about)
+    t = Template(name="cp_several_machines", title="Several machines", kind="nnodes 2", about=about, size=34)
     network = model(t, files.FLUX_DEV)
     vae, prompt = flux_text(t, FOX)
     positive, negative = guided(t, prompt, 3.5)

@@ -24,7 +24,7 @@ def wan_text(t: Template) -> tuple[Node, Node, Node]:
 
 def wan_t2v() -> Template:
     about = "Videos are long sequences: here context parallelism pays most."
-    t = Template(name="cp_wan_t2v", title="Wan 2.1", kind="text to video", about=about)
+    t = Template(name="cp_wan_t2v", title="Wan 2.1", kind="text to video", about=about, size=10)
     network = wan(t, files.WAN_T2V)
     vae, positive, negative = wan_text(t)
     latent = t.add("EmptyHunyuanLatentVideo", 2, width=832, height=480, length=81, batch_size=1)
@@ -36,7 +36,7 @@ def wan_t2v() -> Template:
 
 def wan_22() -> Template:
     about = "Two networks, one for the first steps and one for the last. The workers hold both, where there is room."
-    t = Template(name="cp_wan_22", title="Wan 2.2 A14B", kind="text to video, two samplers", about=about)
+    t = Template(name="cp_wan_22", title="Wan 2.2 A14B", kind="text to video, two samplers", about=about, size=36)
     high = wan(t, files.WAN_HIGH)
     low = wan(t, files.WAN_LOW)
     vae, positive, negative = wan_text(t)
@@ -59,7 +59,7 @@ def wan_22() -> Template:
 
 def wan_i2v() -> Template:
     about = "CP VAE lets the workers' GPUs encode the picture and decode the video together, row by row, exactly."
-    t = Template(name="cp_wan_i2v_vae", title="Wan 2.1 with CP VAE", kind="image to video", about=about)
+    t = Template(name="cp_wan_i2v_vae", title="Wan 2.1 with CP VAE", kind="image to video", about=about, size=41)
     network = wan(t, files.WAN_I2V)
     vae, positive, negative = wan_text(t)
     cut = config(t, 1)

@@ -1,0 +1,99 @@
+"""What CP Plan says, sentence by sentence, in English; the page has the same in other languages, by the same keys
+(locales/*/main.json, cpReport)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SENTENCES = {
+    "model.cut": "{name} ({files}): {layers} layers, {heads} heads, {weights} billion weights in {size} GiB, "
+    "computed in {dtype}.",
+    "model.whole": "{name} ({files}): {weights} billion weights in {size} GiB, computed in {dtype}.",
+    "tokens": "{tokens}; {rows} images or videos in the batch.",
+    "tokens.one": "{tokens}; one image or video in the batch.",
+    "uncut": "not cut; {rows} images or videos in the batch.",
+    "uncut.one": "not cut; one image or video in the batch.",
+    "workers": "{count}, on {devices}.",
+    "workers.machines": "{count}, on {devices} of each of {machines} machines, which meet at {endpoint}.",
+    "degrees": "{degrees}.",
+    "degrees.unmeasured": "{degrees}, auto's choice until as many workers have run here and measured.",
+    "degrees.measured": "{degrees}, the fastest by what the workers measured.",
+    "branches": "Positive and negative prompt run side by side, which exchanges one latent a step.",
+    "heads": "Ulysses gives each of {workers} workers {heads} heads.",
+    "heads.one": "Ulysses gives each of {workers} workers one head.",
+    "heads.shares": "Ulysses gives each of {workers} workers its share of the heads.",
+    "stages": "A pipeline: each of {stages} stages has a part of the blocks, and passes the tokens on.",
+    "ring.passes": "The ring passes keys and values between {workers} workers while they compute "
+    "(rotate_method alltoall).",
+    "ring.collects": "The ring collects keys and values of all {workers} workers before they compute "
+    "(rotate_method allgather).",
+    "images": "The images of a batch are shared out over {groups} groups of workers.",
+    "one.prompt": "At cfg 1 there is one prompt, so all workers share its tokens.",
+    "both.parts": "All workers have both prompts, and each keeps a part of the weights.",
+    "both.seen": "Something on MODEL sees both prompts at once, so all workers share the tokens of both.",
+    "alone": "One worker does everything.",
+    "memory": "about {needed} GiB a worker, {held} of it weights; the fullest has {free} GiB free now.",
+    "memory.unknown": "about {needed} GiB a worker, {held} of it weights. What is free is known once workers run.",
+    "weights.whole": "{mode}, whole on every device.",
+    "weights.stages": "each stage has its own blocks alone, and the {outside} that lie outside of blocks.",
+    "weights.fetched": "{mode}. Each worker has {resident} of {blocks} blocks, {held} GiB in all; {fetched} GiB come "
+    "from main memory in every evaluation.",
+    "weights.gathered": "{mode}. Each worker has {resident} of {blocks} blocks, {held} GiB in all; {fetched} GiB come "
+    "from {workers} workers in every evaluation.",
+    "weights.unmeasured": "How fast is known once workers run.",
+    "weights.hidden": "It takes {seconds} s for {prompts} prompts at once, all of it hidden behind computing.",
+    "weights.hidden.one": "It takes {seconds} s for one prompt, all of it hidden behind computing.",
+    "weights.waits": "It takes {seconds} s for {prompts} prompts at once, {exposed} s of them waiting for weights.",
+    "weights.waits.one": "It takes {seconds} s for one prompt, {exposed} s of them waiting for weights.",
+    "traffic": "each worker sends {layer} MiB in each of {layers} layers, {evaluation} MiB an evaluation.",
+    "traffic.none": "none inside the model.",
+    "traffic.stages": "A stage passes {each} MiB on in each evaluation, and the last one gives a latent to all in each "
+    "step.",
+    "launch.stages": "kernel by kernel: stages of a pipeline wait for each other in the middle of an evaluation.",
+    "launch.eager": "kernel by kernel, in every evaluation.",
+    "launch.on": "an evaluation is recorded as a CUDA graph, which keeps about {held} GiB more; with compile on it is "
+    "the fastest way.",
+    "launch.on.compiled": "an evaluation is recorded as a CUDA graph, which keeps about {held} GiB more; compiled and "
+    "recorded is the fastest way.",
+    "launch.auto": "an evaluation is recorded as a CUDA graph where the CPU would launch it slower than the GPU "
+    "computes, which keeps about {held} GiB more; with compile on it is the fastest way.",
+    "launch.auto.compiled": "an evaluation is recorded as a CUDA graph where the CPU would launch it slower than the "
+    "GPU computes, which keeps about {held} GiB more; compiled and recorded is the fastest way.",
+    "speed": "one evaluation of one prompt is estimated {times} times as fast as on one worker, at the measured {link} "
+    "GB/s and {flops} TFLOP/s.",
+    "speed.lanes": "one evaluation of one prompt is estimated {times} times as fast as on one worker, and {lanes} run "
+    "side by side, at the measured {link} GB/s and {flops} TFLOP/s.",
+    "note.memory": "Too little memory: set weights to auto, take more workers, or make a smaller picture.",
+    "note.rows": "There is no room for several prompts at once: they are evaluated one after the other.",
+    "note.uneven": "{heads} heads over ulysses_degree {ulysses} is uneven: some workers wait for others. It is exact "
+    "all the same; a divisor of the heads is faster.",
+    "note.cores": "{workers} workers share the {cores} CPU cores here: exact, but hardly faster.",
+    "note.twice": "A GPU is named twice: exact, but slower than naming it once.",
+    "untried.machines": "Several machines with GPUs have not been tried on hardware yet, only one H100 has: see "
+    "docs/devices.md.",
+    "untried.kind": "Devices of the kind {kind} have not been tried on hardware yet, only one H100 has: see "
+    "docs/devices.md.",
+    "untried.several": "Several GPUs at once have not been tried on hardware yet, only one H100 has: see "
+    "docs/devices.md.",
+    "note.halves": "Each half of the workers has its own copy of the weights: cfg_degree 1 would need less.",
+    "note.branches": "With cfg above 1, cfg_degree 2 would exchange less: leave the degrees at 0, or set it.",
+    "note.together": "Something on MODEL sees all images and prompts at once, so data_degree {data} gains nothing: "
+    "each group of workers does all of the work.",
+    "note.undivided": "{name} can share out prompts and images only: some workers have nothing to do.",
+    "note.idle": "data_degree {data} with {rows} in the batch leaves workers idle: set data_degree to {rows} and give "
+    "the rest to the ring or Ulysses degree.",
+}
+
+
+class Said(str):
+    """One of SENTENCES, in English, which knows what it says: for other languages."""
+
+    key: str
+    values: dict[str, Any]
+
+
+def say(key: str, **values: Any) -> Said:
+    """`values` as they are to be read."""
+    said = Said(SENTENCES[key].format(**values))
+    said.key, said.values = key, values
+    return said

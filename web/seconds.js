@@ -1,0 +1,23 @@
+/** Times as a person reads them. */
+
+import { say } from "./words.js";
+
+const MINUTE = 60;
+
+/**
+ * A measurement: "0.41", "12.3".
+ * @param {number} seconds
+ */
+export function digits(seconds) {
+  return seconds.toFixed(seconds < 10 ? 2 : 1);
+}
+
+/**
+ * A wait: "8 s", "2 min 5 s".
+ * @param {number} seconds
+ */
+export function duration(seconds) {
+  const whole = Math.round(seconds);
+  if (whole < MINUTE) return say("time.seconds", { seconds: whole });
+  return say("time.minutes", { minutes: Math.floor(whole / MINUTE), seconds: whole % MINUTE });
+}

@@ -1,0 +1,50 @@
+/** How workers share the work: first what that does, then the terms. */
+
+import { say } from "./words.js";
+
+/** @typedef {Record<string, number>} Degrees by the widgets' names */
+
+/**
+ * "2 GPUs, each half of the picture's tokens".
+ * @param {Degrees | null} degrees 0 where the model decides
+ * @param {number} workers
+ * @param {boolean} cpu
+ */
+export function shares(degrees, workers, cpu) {
+  const said = workers === 1 ? [say("share.whole")] : clauses(degrees ?? {});
+  return [count(workers, cpu), ...said].join(", ");
+}
+
+/**
+ * "2 GPUs".
+ * @param {number} workers
+ * @param {boolean} cpu
+ */
+export function count(workers, cpu) {
+  if (workers === 1) return say(cpu ? "share.cpu.one" : "share.gpu.one");
+  return say(cpu ? "share.cpu" : "share.gpu", { count: workers });
+}
+
+/**
+ * "ring 1 x ulysses 2 x cfg 1 x data 1".
+ * @param {Degrees} degrees
+ */
+export function terms(degrees) {
+  return Object.entries(degrees)
+    .filter(([name, degree]) => name !== "pipeline_degree" || degree > 1)
+    .map(([name, degree]) => `${name.replace("_degree", "")} ${degree || say("auto")}`)
+    .join(" x ");
+}
+
+/** @param {Degrees} degrees */
+function clauses({ ring_degree: ring, ulysses_degree: ulysses, cfg_degree: cfg, data_degree: data, pipeline_degree: stages }) {
+  if (!ring || !ulysses || !cfg) return [say("share.auto")];
+  const parts = ring * ulysses;
+  const said = [];
+  if (stages > 1) said.push(say("share.stages", { stages }));
+  if (data > 1) said.push(say("share.images", { groups: data }));
+  if (cfg > 1) said.push(say("share.prompts"));
+  if (parts === 2) said.push(say("share.half"));
+  if (parts > 2) said.push(say("share.part", { parts }));
+  return said;
+}
