@@ -71,7 +71,7 @@ def rows_evaluated(rank: int, world: int, patches: str) -> list[int]:
     options = dict(PATCHES[patches])
     job = jobs.EvaluationJob(
         each=given,
-        options=node_module("patches").describe_inside(options),
+        options=node_module("patches").describe_inside(options, None),
         prompt=1,
         conds={"context": torch.randn(4, 7, 96), "y": torch.randn(4, 64), "guidance": torch.ones(4)},
         patches={},
