@@ -17,7 +17,15 @@ from parallel_runtime.wire.messages import Beat, Done, Joined, Step
 
 TWO = Placement(devices=("cuda:0", "cuda:1"))
 DECODE = VAEJob(
-    method="decode", x=zeros(1), unit=8, shape=[1], dtype="float32", offset=0, random_states={}, chunk_bytes=0
+    method="decode",
+    x=zeros(1),
+    unit=8,
+    shape=[1],
+    dtype="float32",
+    offset=0,
+    random_states={},
+    chunk_bytes=0,
+    weights=None,
 )
 RUN: Any = object()  # the kind of a job decides nothing here
 

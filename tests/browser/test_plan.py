@@ -50,6 +50,16 @@ def test_a_refusal_comes_first_and_its_button_leads_to_the_picture_and_to_times(
     assert all("s a step" in took for took in page.locator(".cp-took").all_inner_texts())
     assert "times as fast" in page.locator(".cp-took").nth(1).inner_text()
 
+
+def test_a_model_that_cannot_run_is_said_without_a_picture_and_stays_on_the_node(page: Any) -> None:
+    patched = ["CPTestAttentionPatch", 340, 0, {}]
+    links = [[0, 0, 3, "model"], [3, 0, 4, "model"], [1, 0, 4, "positive"], [2, 0, 4, "latent_image"]]
+    put(page, [LOADER, PROMPT, LATENT, patched, ["CPPlan", 700, 0, {}]], links)
+    page.get_by_test_id(RUN).click()
+    page.wait_for_selector(".cp-trouble")
+    assert "cannot run in the workers" in page.locator(".cp-trouble").inner_text()
+    assert page.locator(".cp-picture").count() == 0
+
     wide = page.locator(".cp-report").bounding_box()["width"]
     page.get_by_role("button", name="Toggle properties panel").click()
     page.evaluate(
@@ -59,13 +69,3 @@ def test_a_refusal_comes_first_and_its_button_leads_to_the_picture_and_to_times(
     wait_until_drawn(page)
     assert page.get_by_text("cp_plan").count() == 0, "a blank row"
     assert abs(page.locator(".cp-report").bounding_box()["width"] - wide) < 2, "it has shrunk to the panel"
-
-
-def test_a_model_that_cannot_run_is_said_without_a_picture(page: Any) -> None:
-    patched = ["CPTestAttentionPatch", 340, 0, {}]
-    links = [[0, 0, 3, "model"], [3, 0, 4, "model"], [1, 0, 4, "positive"], [2, 0, 4, "latent_image"]]
-    put(page, [LOADER, PROMPT, LATENT, patched, ["CPPlan", 700, 0, {}]], links)
-    page.get_by_test_id(RUN).click()
-    page.wait_for_selector(".cp-trouble")
-    assert "cannot run in the workers" in page.locator(".cp-trouble").inner_text()
-    assert page.locator(".cp-picture").count() == 0
