@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...specs import Parallelism
+from .moments import Standstill
 
 LANES = ("data", "cfg")  # axes along which whole evaluations are shared out
 AXES = ("pipeline", *LANES, "ring", "ulysses")
@@ -25,11 +26,13 @@ Parts = int | tuple[int, ...]  # how many alike, or the share of each
 @dataclass(eq=False)
 class World:
     """What this rank learns as long as its group lives: the seconds of kernels that have raced, by who raced with what;
-    of which it has advised; how long it has stood still for transfers (None: nobody could see)."""
+    of which it has advised; how long it has stood still for transfers (None: nobody could see), and, where somebody
+    watches, how long its device has."""
 
     races: dict[tuple[Any, ...], dict[str, float]] = field(default_factory=dict)
     advised: set[str] = field(default_factory=set)
     waited_seconds: float | None = None
+    standstill: Standstill | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
