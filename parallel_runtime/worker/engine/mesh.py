@@ -82,9 +82,11 @@ class ContextMesh:
         """The same ranks with these shares of a Parallelism; none: all alike.
 
         Tokens go by each rank's own. Heads go by the shares of all ranks that have them, since a ring's keep theirs,
-        and rows of a batch by those of all ranks of a lane. Of prompts each lane has as many.
+        and rows of a batch by those of all ranks of a lane. Of prompts each lane has as many. Stages of a pipeline cut
+        alike.
         """
-        shares = shares or (1,) * (self.lanes * self.context.size)
+        ranks = self.lanes * self.context.size
+        shares = tuple(sum(shares[place::ranks]) for place in range(ranks)) if shares else (1,) * ranks
         lane = self.data.index * self.cfg.size + self.cfg.index
         own = shares[lane * self.context.size :][: self.context.size]
         of_heads = tuple(sum(own[place :: self.ulysses.size]) for place in range(self.ulysses.size))
