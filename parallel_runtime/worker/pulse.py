@@ -35,8 +35,8 @@ class Cancelled(Exception):
 
 
 class Pulse:
-    """`unlike`: the ranks' devices are of several kinds, and might draw other random numbers: compare their latents.
-    `now` tells the time of this rank's device, `world` how long it stood still for others."""
+    """`now` tells the time of this rank's device, `world` how long it stood still for others, and whether the ranks'
+    devices are of several kinds, whose latents have to be compared."""
 
     def __init__(
         self,
@@ -44,7 +44,6 @@ class Pulse:
         job: int,
         readings: Callable[[], Readings | None] = lambda: None,
         *,
-        unlike: bool = False,
         now: Now = HostMoment,
         world: World | None = None,
     ) -> None:
@@ -65,7 +64,6 @@ class Pulse:
         self._last_beat = 0.0
         self._phase: tuple[bool, Busy] = (True, "")  # is it loading, what is it busy with?
         self._busy: Busy = ""
-        self._unlike = unlike
         self._previews = Previews()
 
     def readings(self) -> Readings | None:
@@ -123,7 +121,7 @@ class Pulse:
         self._watch(step + 1)
         if self._waited_seconds is not None:
             self._computed.append(self._step_seconds - self._waited_seconds)
-        if DEBUG or self._unlike:
+        if DEBUG or self._world.unlike:
             _check_equal(f"step {step + 1} of {total}", "latent", x0, x)
         if rank() == 0:
             self._previews.offer({"x0": x0, "x": x}, partial(self._send_step, Step(self._job, step, total)))
@@ -152,7 +150,7 @@ class Pulse:
 
     def evaluated(self, out: Tensor) -> None:
         """Call with what an evaluation gave where the sampler is not here, and reports no steps."""
-        if DEBUG or self._unlike:
+        if DEBUG or self._world.unlike:
             _check_equal("an evaluation", "prediction", out)
 
     def _beat(self, loaded: float | None) -> None:

@@ -27,12 +27,14 @@ Parts = int | tuple[int, ...]  # how many alike, or the share of each
 class World:
     """What this rank learns as long as its group lives: the seconds of kernels that have raced, by who raced with what;
     of which it has advised; how long it has stood still for transfers (None: nobody could see), and, where somebody
-    watches, how long its device has."""
+    watches, how long its device has. `unlike`: the ranks' devices are of several kinds, which round in different ways,
+    and may draw other random numbers."""
 
     races: dict[tuple[Any, ...], dict[str, float]] = field(default_factory=dict)
     advised: set[str] = field(default_factory=set)
     waited_seconds: float | None = None
     standstill: Standstill | None = None
+    unlike: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
