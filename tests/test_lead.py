@@ -11,6 +11,9 @@ import torch
 
 from parallel_runtime.wire.channel import Channel
 from parallel_runtime.wire.messages import Cancel
+from parallel_runtime.wire.readings import Readings
+from parallel_runtime.worker.engine.exchange import Pending
+from parallel_runtime.worker.engine.mesh import World
 from parallel_runtime.worker.engine.moments import HostMoment, Lead
 from parallel_runtime.worker.pulse import Cancelled, Pulse
 
@@ -119,3 +122,37 @@ def test_on_the_cpu_nobody_waits() -> None:
     for _ in range(3):
         lead.follow(lambda: waits.append(1))
     assert waits == []
+
+
+class Late:
+    """A transfer that a device stands still for, as NCCL's: whoever launches does not wait."""
+
+    def __init__(self, device: Device, seconds: float) -> None:
+        self.device, self.seconds = device, seconds
+
+    def wait(self) -> None:
+        self.device.launch(self.seconds)
+
+
+@pytest.mark.parametrize("replayed", [False, True], ids=["eager", "replayed"])
+def test_how_long_a_device_computed_is_a_step_without_the_transfers_it_stood_still_for(
+    monkeypatch: pytest.MonkeyPatch, replayed: bool
+) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    device, world, x = Device(), World(), torch.zeros(1)
+    _host, rank = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pulse = Pulse(Channel(rank), 7, lambda: Readings(0, 0), now=device.now, world=world)
+    arriving = [torch.empty(1, device="meta")]
+    for step in range(4):
+        pulse.evaluating()
+        for _ in range(3):
+            device.launch(0.01)
+            transfer = Pending([Late(device, 0.02)], arriving, arriving, world)  # type: ignore[list-item]
+            if not replayed:
+                transfer.wait()
+        pulse.step(step, 4, x, x)
+    device.now().wait()
+    told = pulse.readings()
+    assert told is not None
+    assert told.computed_seconds == (None if replayed else pytest.approx(0.03, abs=0.015))

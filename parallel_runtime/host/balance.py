@@ -61,7 +61,8 @@ class Balance:
 
     def shares(self, model: ModelSpec, degrees: Parallelism, work: Work) -> Shares:
         """Of a run whose shares nobody has chosen; none: all alike."""
-        if degrees.context_parallel_size * degrees.data_degree == 1:  # prompts are one each
+        nothing_to_cut = degrees.context_parallel_size * degrees.data_degree == 1  # prompts are one each
+        if nothing_to_cut or degrees.pipeline_degree > 1:
             return ()
         key = _key(model, degrees)
         if key not in self._tried:

@@ -29,8 +29,8 @@ class DemoModel(Model):
     def unite(self) -> None:
         detach(self.network)
 
-    def __call__(self, x: Tensor, timestep: Tensor, cond: dict[str, Any]) -> Tensor:
-        return spread_rows(self.rows, transformer.evaluate, x.shape[0], self.network, x, timestep, cond)
+    def __call__(self, x: Tensor, timestep: Tensor, cond: dict[str, Any]) -> Any:
+        return self.agreed(spread_rows(self.rows, transformer.evaluate, x.shape[0], self.network, x, timestep, cond))
 
 
 def load(spec: ModelSpec, device: torch.device, on_share: Callable[[float], None], _: Job) -> DemoModel:

@@ -53,6 +53,19 @@ class Lanes:
         return whole
 
 
+def from_the_first(axis: Axis, out: Any) -> Any:
+    """A tensor, or several, as the first rank of `axis` has them: what comes after the tokens were put together each
+    computes, and on devices of several kinds each to its own last digits."""
+    if axis.size == 1 or not axis.world.unlike:
+        return out
+    if not torch.is_tensor(out):
+        return [from_the_first(axis, part) for part in out]
+    rows = out.shape[0]
+    own = out if axis.index == 0 else out[:0]
+    (first,) = gather(own, (rows, *(0,) * (axis.size - 1)), axis).wait()
+    return first
+
+
 OF_ROWS = ("cond_or_uncond", "uuids")  # of transformer_options: one for each of the batches that were joined
 
 

@@ -26,7 +26,7 @@ from .engine.mesh import Axis, ContextMesh, World, build_mesh, with_own_group
 from .engine.overriding import by_backend
 from .engine.recording import Recording, Unrecordable  # noqa: F401
 from .engine.stages import Elsewhere, Stages, settle, unsettle
-from .lanes import Lanes
+from .lanes import Lanes, from_the_first
 from .pulse import Pulse
 from .ranks import refusing_together
 from .spread import check_files
@@ -74,6 +74,10 @@ class Model:
     def rows(self) -> Lanes:
         """The groups of ranks that share the rows of a batch."""
         return Lanes(self.mesh.data)
+
+    def agreed(self, out: Any) -> Any:
+        """What an evaluation gave, the same bits on all ranks of the sequence."""
+        return from_the_first(self.mesh.context, out)
 
     def step_cache(self, threshold: float) -> StepCache | None:
         """A cache for one run; None at threshold 0."""

@@ -19,10 +19,11 @@ from ..wire.channel import Channel
 from ..wire.messages import Beat, Cancel, Step
 from ..wire.readings import Busy, Readings
 from .engine.mesh import World
-from .engine.moments import HostMoment, Lead, Moment, Now
+from .engine.moments import HostMoment, Lead, Moment, Now, Standstill
 from .ranks import agree, everybodys, rank
 
 BEAT_SECONDS = 1.0
+WATCHED = (0, 2, 4)  # steps of a run; the second may be recorded. To watch all of them would cost what it shows
 DEBUG = os.environ.get("CP_DEBUG", "0") not in ("", "0")
 
 
@@ -34,8 +35,8 @@ class Cancelled(Exception):
 
 
 class Pulse:
-    """`unlike`: the ranks' devices are of several kinds, and might draw other random numbers: compare their latents.
-    `now` tells the time of this rank's device, `world` how long it stood still for others."""
+    """`now` tells the time of this rank's device, `world` how long it stood still for others, and whether the ranks'
+    devices are of several kinds, whose latents have to be compared."""
 
     def __init__(
         self,
@@ -43,7 +44,6 @@ class Pulse:
         job: int,
         readings: Callable[[], Readings | None] = lambda: None,
         *,
-        unlike: bool = False,
         now: Now = HostMoment,
         world: World | None = None,
     ) -> None:
@@ -57,12 +57,13 @@ class Pulse:
         self._waited_seconds: float | None = None
         self._computed: list[float] = []  # seconds of each step that this rank did not wait in
         self._world = world or World()
+        self._world.standstill = None
+        self._watched: list[Standstill] = []
         self._waited_before = self._world.waited_seconds
         self._cancelled = False
         self._last_beat = 0.0
         self._phase: tuple[bool, Busy] = (True, "")  # is it loading, what is it busy with?
         self._busy: Busy = ""
-        self._unlike = unlike
         self._previews = Previews()
 
     def readings(self) -> Readings | None:
@@ -70,7 +71,8 @@ class Pulse:
         self._time_steps()
         readings = self._readings()
         step, waited = self._step_seconds, self._waited_seconds
-        computed = statistics.median(self._computed) if self._computed else None
+        seen = [seconds for one in self._watched if (seconds := one.computed_seconds) is not None]
+        computed = statistics.median(self._computed or seen) if self._computed or seen else None
         return readings and replace(readings, step_seconds=step, waited_seconds=waited, computed_seconds=computed)
 
     def vote(self, agree: Callable[[bool], bool] = agree) -> None:
@@ -89,6 +91,8 @@ class Pulse:
         """Call before each evaluation of the model: it may be launched when the one before the last has ended."""
         self.beat()
         self._lead.follow(self.beat)
+        if not self._steps and self._world.standstill is None:
+            self._watch(0)
 
     def loading(self, share: float) -> None:
         """Call while the model loads; acts on nothing, since ranks load at their own pace."""
@@ -114,12 +118,22 @@ class Pulse:
         self._waited_before = waited
         self._steps.append(self._now())
         self._time_steps()
+        self._watch(step + 1)
         if self._waited_seconds is not None:
             self._computed.append(self._step_seconds - self._waited_seconds)
-        if DEBUG or self._unlike:
+        if DEBUG or self._world.unlike:
             _check_equal(f"step {step + 1} of {total}", "latent", x0, x)
         if rank() == 0:
             self._previews.offer({"x0": x0, "x": x}, partial(self._send_step, Step(self._job, step, total)))
+
+    def _watch(self, step: int) -> None:
+        """From here on the device is in this step; what a host waits for it sees by itself."""
+        if self._world.standstill is not None:
+            self._world.standstill.end()
+        self._world.standstill = None
+        if step in WATCHED and self._now is not HostMoment:
+            self._world.standstill = Standstill(self._now)
+            self._watched.append(self._world.standstill)
 
     def _time_steps(self) -> None:
         """By when the device ended them: the host may have launched the next one already."""
@@ -136,7 +150,7 @@ class Pulse:
 
     def evaluated(self, out: Tensor) -> None:
         """Call with what an evaluation gave where the sampler is not here, and reports no steps."""
-        if DEBUG or self._unlike:
+        if DEBUG or self._world.unlike:
             _check_equal("an evaluation", "prediction", out)
 
     def _beat(self, loaded: float | None) -> None:

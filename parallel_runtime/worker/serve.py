@@ -60,7 +60,6 @@ class Worker:
         self._models = Models(device, loaders)
         self._vaes = VAEs(device)
         self._loops: dict[type, Loop] = {VAEJob: self._vaes, **loops}
-        self._unlike = False
 
     def joined(self) -> Joined:
         """Measure this rank. Collective."""
@@ -68,7 +67,7 @@ class Worker:
         if world_size() > 1:
             everybody = self._models.mesh(Parallelism(ring_degree=world_size())).ring
             speed = link.bytes_per_second(everybody, self._device)
-            self._unlike = unlike(kind_of(self._device))
+            self._models.world.unlike = unlike(kind_of(self._device))
         return Joined(
             link.flops_per_second(self._device),
             speed,
@@ -110,7 +109,7 @@ class Worker:
         """A refusal is an answer: this rank is at rest again, and whether all are is for the host to see."""
         job = read_job(read_bundle(bundle))
         now, world = now_on(self._device), self._models.world
-        pulse = Pulse(self._channel, request.job, self._readings, unlike=self._unlike, now=now, world=world)
+        pulse = Pulse(self._channel, request.job, self._readings, now=now, world=world)
         try:
             return self._run(request, job, pulse)
         except Refused as refused:

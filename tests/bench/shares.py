@@ -52,7 +52,7 @@ def _rows(model: ModelSpec, degrees: Parallelism, runs: int) -> list[dict[str, A
     with WorkerGroup(on_cpu(degrees)) as group:
 
         def step(mode: str, by: Parallelism) -> float:
-            result = group.run(model, by, flux_job(steps=STEPS, size=(16, 16), tokens=16))
+            result = group.run(model, by, flux_job(steps=STEPS, size=(12, 8), tokens=6))
             found.append((mode, by, result.seconds / STEPS))
             return len(result.computed) / sum(1 / seconds for seconds in result.computed if seconds)
 

@@ -1,4 +1,4 @@
-"""Devices of several kinds may draw other random numbers: all ranks learn of it, so that all compare their latents."""
+"""Devices of several kinds round in ways of their own, and may draw other random numbers: all ranks learn of it."""
 
 from __future__ import annotations
 
@@ -12,3 +12,14 @@ from .conftest import Groups
 )
 def test_every_rank_knows_that_one_is_of_another_kind(groups: Groups, kinds: list[str], unlike: bool) -> None:
     assert groups(2).run("tests.engine.device_cases:unlike_kinds", kinds=kinds) == [unlike, unlike]
+
+
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 3), (2, 2)], ids=str)
+def test_on_unlike_devices_all_ranks_go_on_with_the_bits_of_one(groups: Groups, degrees: tuple[int, int]) -> None:
+    answers = [
+        groups(degrees[0] * degrees[1]).run("tests.engine.device_cases:rounded", degrees=degrees, unlike=unlike)
+        for unlike in (True, False)
+    ]
+    assert all(bits == answers[0][0] for bits in answers[0])
+    assert answers[1][0] == answers[0][0]
+    assert answers[1][1] != answers[1][0], "like ones round alike, and nothing travels"

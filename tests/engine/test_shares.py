@@ -68,6 +68,11 @@ def test_tokens_heads_and_rows_go_by_shares() -> None:
     assert place((1, 2, 3, 4, 10, 10, 10, 10), 6, 2, 2, 2).context.shares == (10, 10, 10, 10)
 
 
+def test_stages_of_a_pipeline_cut_alike() -> None:
+    mesh = place((1, 1, 1, 1, 1, 1, 1, 1), 0, ring=1, ulysses=2, data=2)
+    assert (mesh.context.shares, mesh.data.shares) == ((2, 2), (4, 4))
+
+
 def test_heads_travel_in_proportion() -> None:
     query, spread = torch.empty(1, 10, 24, 8), (60, 40)
     for index, heads in enumerate((14, 10)):

@@ -36,7 +36,7 @@ PLACES = {  # module, function, which call of it
     "group_norm": ("parallel_runtime.worker.vae.functions", "group_norm", 1),
 }
 ROOM = 16 * 32 * 32  # elements; what is larger is out of memory
-PACE = {"pace": 4e-3, "slow": 8e-3}  # seconds that a block takes for each token of a rank, so that all else is little
+PACE = {"pace": 8e-3, "slow": 16e-3}  # seconds that a block takes for each token of a rank, so that all else is little
 
 
 def do(deed: str) -> None:

@@ -55,7 +55,7 @@ class Evaluations:
         x = given if torch.is_tensor(given) else given[0]
         rows = 1 if job.together else len(x)  # what sees all of them at once gets them as one
         with self._watch(model, x):
-            out = spread_rows(model.rows, model.network, rows, **arguments)
+            out = model.agreed(spread_rows(model.rows, model.network, rows, **arguments))
         for tensor in out if isinstance(out, list | tuple) else [out]:
             pulse.evaluated(tensor)
         return {"out": out}

@@ -103,17 +103,17 @@ def _patcher(model: ComfyModel, job: SamplingJob, pulse: Pulse) -> ModelPatcher:
     return patcher
 
 
-def _applied(model: ComfyModel, pulse: Pulse, *, together: bool) -> Callable[..., Tensor]:
+def _applied(model: ComfyModel, pulse: Pulse, *, together: bool) -> Callable[..., Any]:
     """Around each evaluation of the model: a sign of life, and the rows of the batch spread over the lanes."""
     watch = Watch()
 
-    def apply(executor: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def apply(executor: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         pulse.evaluating()
         with watch(model, x):
             if together:
-                return executor(x, *args, **kwargs)
+                return model.agreed(executor(x, *args, **kwargs))
             evaluate = partial(row_by_row, executor) if model.stages else executor
-            return spread_rows(model.rows, evaluate, x.shape[0], x, *args, **kwargs)
+            return model.agreed(spread_rows(model.rows, evaluate, x.shape[0], x, *args, **kwargs))
 
     return apply
 

@@ -36,7 +36,7 @@ class Pending:
     """A transfer under way. Its buffers may not be touched before `wait`, which returns what was received.
 
     `arriving` are the tensors that the collective writes, `received` those that the caller wants it in. `world` hears
-    how long this process stood still for it. Transfers of NCCL wait on the device, where nobody sees it.
+    how long this process stood still for it. Transfers of NCCL wait on the device, as is seen where somebody watches.
     """
 
     def __init__(
@@ -48,15 +48,22 @@ class Pending:
         self._received = received
 
     def wait(self) -> list[Tensor]:
-        began = time.monotonic()
-        for work in self._works:
-            work.wait()
         if all(tensor.device.type == "cpu" for tensor in self._arriving):
+            began = time.monotonic()
+            self._wait()
             self._world.waited_seconds = (self._world.waited_seconds or 0.0) + time.monotonic() - began
+        elif self._world.standstill is not None:
+            self._world.standstill.around(self._wait)
+        else:
+            self._wait()
         for arrived, tensor in zip(self._arriving, self._received, strict=True):
             if arrived is not tensor:
                 tensor.copy_(arrived)
         return self._received
+
+    def _wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 def exchange(

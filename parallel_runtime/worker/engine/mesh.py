@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...specs import Parallelism
+from .moments import Standstill
 
 LANES = ("data", "cfg")  # axes along which whole evaluations are shared out
 AXES = ("pipeline", *LANES, "ring", "ulysses")
@@ -25,11 +26,15 @@ Parts = int | tuple[int, ...]  # how many alike, or the share of each
 @dataclass(eq=False)
 class World:
     """What this rank learns as long as its group lives: the seconds of kernels that have raced, by who raced with what;
-    of which it has advised; how long it has stood still for transfers (None: nobody could see)."""
+    of which it has advised; how long it has stood still for transfers (None: nobody could see), and, where somebody
+    watches, how long its device has. `unlike`: the ranks' devices are of several kinds, which round in different ways,
+    and may draw other random numbers."""
 
     races: dict[tuple[Any, ...], dict[str, float]] = field(default_factory=dict)
     advised: set[str] = field(default_factory=set)
     waited_seconds: float | None = None
+    standstill: Standstill | None = None
+    unlike: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,9 +84,11 @@ class ContextMesh:
         """The same ranks with these shares of a Parallelism; none: all alike.
 
         Tokens go by each rank's own. Heads go by the shares of all ranks that have them, since a ring's keep theirs,
-        and rows of a batch by those of all ranks of a lane. Of prompts each lane has as many.
+        and rows of a batch by those of all ranks of a lane. Of prompts each lane has as many. Stages of a pipeline cut
+        alike.
         """
-        shares = shares or (1,) * (self.lanes * self.context.size)
+        ranks = self.lanes * self.context.size
+        shares = tuple(sum(shares[place::ranks]) for place in range(ranks)) if shares else (1,) * ranks
         lane = self.data.index * self.cfg.size + self.cfg.index
         own = shares[lane * self.context.size :][: self.context.size]
         of_heads = tuple(sum(own[place :: self.ulysses.size]) for place in range(self.ulysses.size))

@@ -66,6 +66,35 @@ def now_on(device: torch.device) -> Now:
     return HostMoment if device.type == "cpu" else partial(_DeviceMoment, device)
 
 
+class Standstill:
+    """A while, from when it is made until `end`, and how long the device stood still in it for transfers."""
+
+    def __init__(self, now: Now) -> None:
+        self._now = now
+        self._begun = now()
+        self._ended: Moment | None = None
+        self._around: list[tuple[Moment, Moment]] = []
+
+    def around(self, wait: Callable[[], None]) -> None:
+        """Of a transfer. What is captured has no time of its own."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            wait()
+            return
+        before = self._now()
+        wait()
+        self._around.append((before, self._now()))
+
+    def end(self) -> None:
+        self._ended = self._now()
+
+    @property
+    def computed_seconds(self) -> float | None:
+        """Those in which it did not; None until all has passed, and where no transfer was seen, as in a replay."""
+        if self._ended is None or not self._around or not self._ended.passed:
+            return None
+        return self._ended.since(self._begun) - sum(after.since(before) for before, after in self._around)
+
+
 class Lead:
     """Keeps the host at most one evaluation ahead of its device: else progress and clocks lie, and a cancel waits for
     all that is queued."""
