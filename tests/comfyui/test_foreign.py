@@ -145,23 +145,6 @@ def test_patches_inside_blocks_leave_the_prompts_together(server: Server) -> Non
     assert (degrees["cfg_degree"], degrees["ring_degree"] * degrees["ulysses_degree"]) == (1, 2)
 
 
-def kept_keys(parallel: Parallel | None) -> Graph:
-    """The keys of a reference image are kept from the first step on, and the network is told where it is."""
-    graph = on_the_model("FluxKVCache")(parallel)
-    graph["picture"] = node("CPTestLatent", shape="1,16,8,12", seed=5, masked=False, nonce=0)
-    for text in "positive", "negative":
-        graph[f"{text}_with"] = node("ReferenceLatent", conditioning=link(text), latent=link("picture"))
-        graph["sampler"]["inputs"][text] = link(f"{text}_with")
-    return graph
-
-
-def test_a_value_of_the_network_that_a_node_replaces_is_replaced_in_the_workers(server: Server) -> None:
-    want = latent_of(server.client.run(kept_keys(None)))
-    assert apart(latent_of(server.client.run(kept_keys(Parallel(cfg_degree=2)))), want) <= BAR
-    with pytest.raises(NodeError, match=r"Flux with attn1_patch of KV_Attn_Input cannot be cut by sequence"):
-        server.client.run(kept_keys(RING_2))
-
-
 def test_one_line_of_the_log_says_why_the_loop_stays_in_comfyuis_process(server: Server) -> None:
     since = server.log_size()
     server.client.run(PICTURES["ControlNet"](RING_2))

@@ -23,7 +23,14 @@ from .server import SITE, Server
 from .test_kin import link, node, on_the_loader
 from .test_lora import write
 
-BARS = {"1_worker": 0.0, "ring_2": 1e-5, "ulysses_2": 1e-5, "ring_3": 1e-5, "ring_2_x_ulysses_2": 1e-5}
+BARS = {
+    "1_worker": 0.0,
+    "ring_2": 1e-5,
+    "ulysses_2": 1e-5,
+    "ring_3": 1e-5,
+    "ring_2_x_ulysses_2": 1e-5,
+    "pipeline_2": 1e-5,
+}
 READ_IN_PLACE = 2e-6  # of FLUX in float32: workers have its weights where the file has them, at another alignment
 QWEN = Job(family="qwen_image", cfg=2.0, steps=3, latent_seed=4)
 FLUX = Job(family="flux_dev", cfg=2.0, steps=3, latent_seed=4)
@@ -232,6 +239,15 @@ def test_a_native_sampler_on_cp_load_diffusion_model_has_it_too(
     loaded = on_the_loader(graph, PATCHES[what].job, DEGREES["ulysses_2"])
     loaded["model"]["inputs"]["unet_name"] = f"{PATCHES[what].family}.safetensors"
     assert apart(latent_of(server.client.run(loaded)), native(what)) <= BARS["ulysses_2"]
+
+
+def test_in_the_stages_of_a_pipeline_each_has_the_patches_of_its_blocks(
+    server: Server, native: Callable[..., Tensor]
+) -> None:
+    """But for one that goes on from what it made at earlier blocks."""
+    check(server, native, "canny", "pipeline_2")
+    with pytest.raises(NodeError, match=r"Fun ControlNet goes on from .*set pipeline_degree to 1"):
+        server.client.run(sampled("Fun lite", DEGREES["pipeline_2"]))
 
 
 def test_one_whose_file_nobody_can_name_is_refused_by_name(server: Server) -> None:

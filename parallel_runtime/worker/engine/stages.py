@@ -155,6 +155,11 @@ class Stages:
                 f"{type(network).__name__}: a ControlNet adds to what {self._kept} keep for later blocks, which may "
                 "be another stage's; set pipeline_degree to 1"
             )
+        if ((kwargs.get("transformer_options") or {}).get("patches") or {}).get("noise_refiner"):
+            raise Refused(
+                f"{type(network).__name__}: a Fun ControlNet goes on from what it made at earlier blocks, which may be "
+                "another stage's; set pipeline_degree to 1"
+            )
 
     @torch.compiler.disable
     def _look(self, block: Block, number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
