@@ -79,7 +79,7 @@ def test_a_stage_holds_what_a_lora_changes_of_its_own_blocks_alone(server: Serve
         after = {process.pid: mapped_bytes(process.pid, "Private_") for process in server.workers().values()}
         grown[name] = max(after[pid] - before[pid] for pid in after)
     print(f"private memory of a worker grew by { ({name: size >> 20 for name, size in grown.items()}) } MiB")
-    assert 0.3 * grown["whole"] < grown["stages"] < 0.6 * grown["whole"]
+    assert 0.3 * grown["whole"] < grown["stages"] < 0.67 * grown["whole"]
 
 
 def test_a_cancel_stops_all_stages_and_the_next_run_has_the_same_bits(server: Server) -> None:
