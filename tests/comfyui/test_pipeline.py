@@ -67,16 +67,16 @@ def test_any_format_with_a_lora_that_changes_between_runs(server: Server, name: 
 
 
 def test_a_stage_holds_what_a_lora_changes_of_its_own_blocks_alone(server: Server) -> None:
-    """In private memory, where the CPU's workers have weights that are no more what the file has."""
+    """In memory of its own, where the CPU's workers have weights that are no more what the file has."""
     path = write_large(server.base / "models" / "diffusion_models", torch.float32)
     write_lora(server.base / "models" / "loras" / "of_large.safetensors")
     grown = {}
     for name, parallel in (("whole", DEGREES["ulysses_2"]), ("stages", TWO)):
         server.client.free()
         server.client.run(sampling_graph(JOB, "CPSampler", parallel))
-        before = {process.pid: mapped_bytes(process.pid, "Private_") for process in server.workers().values()}
+        before = {process.pid: mapped_bytes(process.pid, "Anonymous") for process in server.workers().values()}
         server.client.run(with_loras(graph_of(path.name, "CPSampler", parallel), [("of_large.safetensors", 0.7)]))
-        after = {process.pid: mapped_bytes(process.pid, "Private_") for process in server.workers().values()}
+        after = {process.pid: mapped_bytes(process.pid, "Anonymous") for process in server.workers().values()}
         grown[name] = max(after[pid] - before[pid] for pid in after)
     print(f"private memory of a worker grew by { ({name: size >> 20 for name, size in grown.items()}) } MiB")
     assert 0.3 * grown["whole"] < grown["stages"] < 0.6 * grown["whole"]
