@@ -61,15 +61,24 @@ class Line {
 export function startLines() {
   /** @type {LGraphNode | undefined} */
   let running;
+  /** @type {LGraphNode | undefined} whose run is over, but for the last news of it */
+  let done;
   /** @type {EventTarget} */ (api).addEventListener("executing", (event) => {
     const id = /** @type {CustomEvent<any>} */ (event).detail;
     const node = id == null ? undefined : nodeOf(String(id?.node ?? id));
-    if (running && running !== node) tell(running, facts(lastRun()).join(". "));
+    if (running && running !== node) {
+      done = running;
+      tell(done, facts(lastRun()).join(". "));
+    }
     running = SAMPLERS.includes(node?.comfyClass) ? node : undefined;
     if (running) tell(running, "");
   });
   follow(() => {
     if (running && inRun()) tell(running, inRun());
+    if (done && done !== running && lastRun()?.end) {
+      tell(done, facts(lastRun()).join(". "));
+      done = undefined;
+    }
   });
 }
 

@@ -52,6 +52,7 @@ class History:
         self._sampler = ""
         self._paces: dict[Hashable, dict[str, dict[int, float]]] = {}  # by work, sampler and workers
         self._first: tuple[int, float] | None = None
+        self._steps = 0  # that the run shall have
 
     def of_size(self, size: Size) -> None:
         """What the next run, or the one that goes on, is asked to do."""
@@ -76,12 +77,13 @@ class History:
         if now in ("loading", "sampling") and self.runs:
             self._last(replace(self.runs[-1], model=model, workers=workers))
         if now == "loading":
-            self._first = None
+            self._first, self._steps = None, 0
         if now in ENDS and before in {*WORK, "cancelling"}:
             self._ended(now, sampled=before == "sampling")
 
-    def stepped(self, step: int, at: float, waited: float | None) -> None:
-        """So many steps are done; of the last one ranks waited this share."""
+    def stepped(self, step: int, steps: int, at: float, waited: float | None) -> None:
+        """So many of `steps` are done; of the last one ranks waited this share."""
+        self._steps = steps
         if not self.runs:
             return
         if self._first is None:
@@ -113,6 +115,8 @@ class History:
         if not self.runs:
             return
         run = self.runs[-1]
+        if sampled and how == "idle":  # the last step may not have been told by itself
+            run = replace(run, steps=self._steps)
         self._last(replace(run, end=run.end or how))
         if sampled and how == "idle" and self._size.key is not None and run.step_seconds is not None:
             known = self._paces.pop(self._size.key, {})

@@ -225,7 +225,7 @@ class Activity:
         if self.now.state in CONVERTING:
             self._change(step=step, steps=total)
             return
-        self.history.stepped(step + 1, time.time(), _waited(self.now.ranks))
+        self.history.stepped(step + 1, total, time.time(), _waited(self.now.ranks))
         self._change(step=step + 1, steps=total, runs=self.history.runs)
 
     def _change(self, **known: Any) -> None:
