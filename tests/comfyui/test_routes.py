@@ -53,7 +53,13 @@ def test_a_run_is_followed_from_its_start_to_idle(server: Server) -> None:
     first = status_when(server, lambda now: beats(now) and now["ranks"][1]["step_seconds"] is not None)
     assert first["steps"] == LONG.steps
     assert first["text"] == f"step {first['step']} of {LONG.steps}"
-    assert first["degrees"] == {"ring_degree": 1, "ulysses_degree": 2, "cfg_degree": 1, "data_degree": 1}
+    assert first["degrees"] == {
+        "ring_degree": 1,
+        "ulysses_degree": 2,
+        "cfg_degree": 1,
+        "data_degree": 1,
+        "pipeline_degree": 1,
+    }
     assert [(rank["rank"], rank["device"]) for rank in first["ranks"]] == [(0, "cpu"), (1, "cpu")]
     for rank in first["ranks"]:
         assert 50e6 < rank["used_bytes"] < rank["total_bytes"]
