@@ -32,6 +32,7 @@ def test_in_stages(networks: Groups, stages: int, case: str) -> None:
 @pytest.mark.parametrize("case", CUT)
 def test_in_stages_of_two_that_share_a_sequence(networks: Groups, case: str) -> None:
     answers = networks(4).run(WHERE, name=case, stages=2, ulysses=2)
+    assert [answer["peers"] for answer in answers] == [[0, 2], [1, 3]] * 2, "of two machines each is a stage"
     assert max(max(answer["alone"], answer["in flight"]) for answer in answers) <= EXACT
     assert {answer["left"] for answer in answers} == {0.0}, "something is left behind"
     assert len({answer["bits"] for answer in answers}) == 1, "ranks differ"
