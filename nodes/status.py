@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from server import PromptServer
 
+from ..parallel_runtime.host.pipelines import blocks_of_rank
 from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.host.status import RankStatus, Status
+from ..parallel_runtime.specs import Parallelism
 from .settings import PACKAGES, refresh
 from .workers import visible_gpus
 
@@ -43,7 +45,7 @@ def described(now: Status) -> dict[str, Any]:
         "world_size": now.placement.world_size if now.placement else 0,
         "nnodes": now.placement.nnodes if now.placement else 0,
         "degrees": now.degrees.by_name if now.degrees else None,
-        "ranks": [_rank(rank) for rank in now.ranks],
+        "ranks": [_rank(rank, now.degrees) for rank in now.ranks],
         "runs": [asdict(run) for run in now.runs],
     }
 
@@ -105,13 +107,14 @@ def _publish() -> None:
         time.sleep(LOOK_SECONDS)
 
 
-def _rank(rank: RankStatus) -> dict[str, Any]:
+def _rank(rank: RankStatus, degrees: Parallelism | None) -> dict[str, Any]:
     readings = rank.readings
     return {
         "rank": rank.rank,
         "device": rank.device,
         "machine": rank.machine,
         "loaded": rank.loaded,
+        "blocks": blocks_of_rank(degrees, rank.rank) if degrees else None,
         "used_bytes": readings.used_bytes if readings else None,
         "total_bytes": readings.total_bytes if readings else None,
         "step_seconds": readings.step_seconds or None if readings else None,

@@ -9,7 +9,7 @@ import pytest
 from parallel_runtime.errors import Refused
 from parallel_runtime.host.choosing import choose
 from parallel_runtime.host.cost import Figures, Link
-from parallel_runtime.host.pipelines import check_stages, held_bytes, stages_of
+from parallel_runtime.host.pipelines import blocks_of_rank, check_stages, held_bytes, stages_of
 from parallel_runtime.host.planning import Wish, plan
 from parallel_runtime.host.report import Subject, report
 from parallel_runtime.host.storing import Capacity, Case, decide
@@ -151,3 +151,9 @@ def test_cp_plan_says_why_auto_took_stages() -> None:
     division = replace(plan(Wish(request=ParallelRequest(pipeline_degree=2), heads=24, gpus=2)), degrees=case.degrees)
     said = report(subject, division, guided=False, automatic=True, way=decide("auto", case), resorted=True)
     assert "Auto's choice: the weights have no other place without being fetched over a slow link." in said.text
+
+
+def test_each_rank_has_the_blocks_of_its_stage() -> None:
+    degrees = Parallelism(pipeline_degree=2, ulysses_degree=2, stages=(28, 29))
+    assert [blocks_of_rank(degrees, rank) for rank in range(4)] == [(1, 28), (1, 28), (29, 57), (29, 57)]
+    assert blocks_of_rank(Parallelism(ulysses_degree=2), 1) is None

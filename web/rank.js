@@ -89,6 +89,7 @@ function showWeights(place, rank) {
   const lines = rank.weights.map((held) => [
     held.model, say(held.fetched ? "holds.fetched" : "holds", { resident: gib(held.resident), fetched: gib(held.fetched) }),
   ]);
+  if (rank.blocks) lines.push([say("holds.blocks", { first: rank.blocks[0], last: rank.blocks[1] }), ""]);
   if (rank.graphs?.keys) lines.push(["CUDA graphs", say("holds.recorded", { keys: rank.graphs.keys, size: gib(rank.graphs.bytes) })]);
   if (!lines.length && rank.used_bytes !== null) lines.push([say("holds.none"), ""]);
   while (place.children.length > lines.length) place.lastElementChild?.remove();

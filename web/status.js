@@ -6,7 +6,7 @@ import { say } from "./words.js";
 /**
  * @typedef {{model: string, resident: number, fetched: number}} Holding
  * @typedef {{keys: number, replays: number, bytes: number, eager: string[]}} Graphs
- * @typedef {{rank: number, device: string, machine: string, loaded: number, used_bytes: number | null,
+ * @typedef {{rank: number, device: string, machine: string, loaded: number, blocks: [number, number] | null, used_bytes: number | null,
  *   total_bytes: number | null, step_seconds: number | null, waited_seconds: number | null, weights: Holding[],
  *   graphs: Graphs | null}} Rank
  * @typedef {"none" | "starting" | "unstarted" | "loading" | "sampling" | "decoding" | "encoding" | "cancelling"

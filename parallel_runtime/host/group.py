@@ -95,8 +95,9 @@ class WorkerGroup:
         return told if len(told) == len(self.activity.now.ranks) else ()
 
     def balanced(self, model: ModelSpec, degrees: Parallelism, work: Work) -> Parallelism:
-        """With the shares that these workers can do at this moment, where nobody has chosen any."""
-        if degrees.shares:
+        """With the shares that these workers can do at this moment, where nobody has chosen any. Workers of a pipeline
+        pass equal parts on."""
+        if degrees.shares or degrees.pipeline_degree > 1:
             return degrees
         return dataclasses.replace(degrees, shares=self.balance.shares(model, degrees, work))
 

@@ -125,3 +125,12 @@ def weight_shares(figures: Figures, degrees: Parallelism) -> list[tuple[float, f
         return []
     ends = list(accumulate((stage.nbytes for stage in stages_of(figures, degrees)), initial=outside_bytes(figures)))
     return [(begin / figures.weight_bytes, end / figures.weight_bytes) for begin, end in pairwise(ends)]
+
+
+def blocks_of_rank(degrees: Parallelism, rank: int) -> tuple[int, int] | None:
+    """The first and the last of the blocks that it has, counted from 1; None where it has all of them."""
+    if not degrees.stages:
+        return None
+    stage = rank * degrees.pipeline_degree // degrees.world_size
+    before = sum(degrees.stages[:stage])
+    return before + 1, before + degrees.stages[stage]

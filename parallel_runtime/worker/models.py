@@ -117,6 +117,8 @@ class Model:
             self.unite()
         self.recording.drop()
         self.parallelism, self.mesh = None, mesh
+        if parallelism.pipeline_degree > 1 and self.architecture is None:
+            raise Refused(f"{self.name} cannot be cut into stages: set pipeline_degree to 1")
         self.divide(parallelism)
         self.parallelism = parallelism
         self.recording.choice = parallelism.cuda_graphs
@@ -147,8 +149,7 @@ class Model:
         """Have this stage's blocks alone; how many units each has, none where there are no stages."""
         if parallelism.pipeline_degree == 1:
             return ()
-        if self.architecture is None:
-            raise Refused(f"{self.name} cannot be cut into stages: set pipeline_degree to 1")
+        assert self.architecture is not None
         counts = counts_of(self.network, self.architecture, parallelism)
         self.let_go()
         self.elsewhere = settle(self.network, self.architecture.plan, counts, self.mesh.pipeline.index)

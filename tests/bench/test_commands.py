@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from ..machines.network import why_there_is_none
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -42,3 +44,13 @@ def test_a_recorded_attention_is_a_few_launches_whatever_it_holds(tmp_path: Path
     for ways in row["launches_and_calls"].values():
         assert ways["recorded"][0] <= 6, "three inputs copied in, one graph, one output copied out"
         assert all(now * 20 < before for now, before in zip(ways["recorded"], ways["eager"], strict=True))
+
+
+@pytest.mark.sweep  # root, a ComfyUI, and half a minute
+@pytest.mark.skipif(bool(why_there_is_none()), reason=why_there_is_none() or "there is")
+def test_a_pipeline_sends_a_tenth_of_what_others_do_and_holds_its_share(tmp_path: Path) -> None:
+    rows = run("pipeline", tmp_path / "rows.json", "--mbit", "1000", "--rounds", "1", "--pixels", "32")
+    by_mode = {row["mode"]: row for row in rows}
+    assert by_mode["pipeline 2"]["sent"] < 0.1 * min(by_mode["Ulysses 2"]["sent"], by_mode["ring 2"]["sent"])
+    assert by_mode["pipeline 2"]["held"] < 0.7
+    assert all(row["error"] <= 1e-5 for row in rows)

@@ -53,6 +53,7 @@ def parity(rank: int, world: int, name: str, stages: int, ulysses: int = 1, flig
         "bits": digest(alone),
         "held": (held - (whole - blocks)) / blocks,
         "given": cut.passing.given_bytes,
+        "peers": mesh.pipeline.ranks,
     }
 
 

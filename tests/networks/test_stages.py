@@ -17,7 +17,7 @@ REFUSED = {
 CUT = [name for name in CASES if name not in REFUSED]
 
 
-@pytest.mark.sweep(one_in=8)
+@pytest.mark.sweep(one_in=19)
 @pytest.mark.parametrize("case", CUT)
 @pytest.mark.parametrize("stages", [2, 3])
 def test_in_stages(networks: Groups, stages: int, case: str) -> None:
@@ -28,10 +28,11 @@ def test_in_stages(networks: Groups, stages: int, case: str) -> None:
     assert sum(answer["held"] for answer in answers) == pytest.approx(1.0), "a block has no stage, or two"
 
 
-@pytest.mark.sweep(one_in=12)
+@pytest.mark.sweep(one_in=24)
 @pytest.mark.parametrize("case", CUT)
 def test_in_stages_of_two_that_share_a_sequence(networks: Groups, case: str) -> None:
     answers = networks(4).run(WHERE, name=case, stages=2, ulysses=2)
+    assert [answer["peers"] for answer in answers] == [[0, 2], [1, 3]] * 2, "of two machines each is a stage"
     assert max(max(answer["alone"], answer["in flight"]) for answer in answers) <= EXACT
     assert {answer["left"] for answer in answers} == {0.0}, "something is left behind"
     assert len({answer["bits"] for answer in answers}) == 1, "ranks differ"
@@ -54,6 +55,7 @@ def test_what_one_stage_refuses_all_do_and_the_next_forward_is_right(networks: G
     assert [answer["error"] for answer in answers] == [0.0] * 3
 
 
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize("case", ["hunyuan dit", "wan vace", "pid", "omnigen 2 references", "hidream o1"])
 def test_nothing_wrong_gets_through_a_plan_without_a_word_on_stages(networks: Groups, case: str) -> None:
     for answer in networks(2).run("tests.networks.stage_cases:with_one_word_less", name=case):
