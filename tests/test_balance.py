@@ -8,8 +8,12 @@ from dataclasses import replace
 import pytest
 
 from parallel_runtime.host.balance import Balance, parts
-from parallel_runtime.host.cost import Figures, Link, Speed
-from parallel_runtime.specs import ModelSpec, Parallelism
+from parallel_runtime.host.choosing import choose
+from parallel_runtime.host.cost import Figures, Link, Speed, Work
+from parallel_runtime.host.planning import Wish
+from parallel_runtime.host.storing import Capacity
+from parallel_runtime.host.unlike import compared, seconds
+from parallel_runtime.specs import Division, ModelSpec, Parallelism, ParallelRequest, Placement
 
 MODEL = ModelSpec(loader="flux")
 TWO = Parallelism(ulysses_degree=2)
@@ -18,8 +22,8 @@ WORK = Figures(name="FLUX", heads=24, layers=57, width=3072, weights=10**10, wei
 )
 
 
-def balance(*speeds: Speed, alike: bool = False) -> Balance:
-    return Balance(Link(bytes_per_second=1e10, flops_per_second=1e14, ranks=speeds), alike=alike)
+def balance(*speeds: Speed, devices: tuple[str, ...] = ("cuda:0", "cuda:1")) -> Balance:
+    return Balance(Link(bytes_per_second=1e10, flops_per_second=1e14, ranks=speeds), Placement(devices=devices))
 
 
 def run(of: Balance, degrees: Parallelism, speeds: Sequence[float], overhead: float = 0.0) -> tuple[int, ...]:
@@ -126,10 +130,43 @@ def test_like_cards_and_such_that_measured_nothing_start_alike(speeds: tuple[Spe
 
 
 def test_workers_on_one_device_start_alike() -> None:
-    assert balance(FAST, SLOW, alike=True).shares(MODEL, TWO, WORK) == ()
+    assert balance(FAST, SLOW, devices=("cpu", "cpu")).shares(MODEL, TWO, WORK) == ()
 
 
 def test_parts_are_whole_and_nobody_goes_without() -> None:
     assert parts((1, 1, 1)) == (1, 1, 1)
     assert parts((1000, 1)) == (128, 1)
     assert parts((3, 2)) == (77, 51)
+
+
+GUIDED = replace(WORK, prompts=2)
+LINK = Link(bytes_per_second=1e10, flops_per_second=1e14, ranks=(FAST, SLOW))
+
+
+def told(link: Link, work: Work = GUIDED, **degrees: int) -> str:
+    asked = Parallelism(**degrees)
+    devices = tuple(f"cuda:{rank}" for rank in range(asked.world_size))
+    return compared(work, Division(degrees=asked, placement=Placement(devices=devices)), link)
+
+
+def test_two_prompts_on_unlike_cards_wait_for_the_slower() -> None:
+    together, apart = (seconds(GUIDED, Parallelism(**{name: 2}), LINK) for name in ("ring_degree", "cfg_degree"))
+    assert together < 0.9 * apart
+    wish = Wish(request=ParallelRequest(), heads=24, gpus=2, guided=True)
+    assert choose(wish, GUIDED, LINK, Capacity()).degrees.cfg_degree == 1
+    assert choose(wish, GUIDED, replace(LINK, ranks=(FAST, FAST)), Capacity()).degrees.cfg_degree == 2
+    equal = replace(wish, request=ParallelRequest(shares="equal"))
+    assert choose(equal, GUIDED, LINK, Capacity()).degrees.cfg_degree == 2, "as it was asked for"
+
+
+def test_the_plan_tells_what_the_other_ways_would_take() -> None:
+    said = told(LINK, ring_degree=2)
+    assert "a prompt for each half of the workers" in said
+    assert "without cuda:1" in said
+    assert "the tokens of both by shares" in told(LINK, cfg_degree=2)
+    assert told(replace(LINK, ranks=(FAST, FAST)), ring_degree=2) == ""
+
+
+def test_a_card_that_only_holds_the_others_up_is_advised_against() -> None:
+    crawling = replace(LINK, bytes_per_second=1e8, ranks=(FAST, Speed(products=4e12, attention=3e12)))
+    assert "name the others in devices to leave cuda:1 out" in told(crawling, ring_degree=2)

@@ -156,3 +156,4 @@ def test_how_long_a_device_computed_is_a_step_without_the_transfers_it_stood_sti
     told = pulse.readings()
     assert told is not None
     assert told.computed_seconds == (None if replayed else pytest.approx(0.03, abs=0.015))
+    assert told.waited_seconds == (None if replayed else pytest.approx(0.06, abs=0.02)), "what the panel shows"

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
-from ..specs import ModelSpec, Parallelism
+from ..specs import ModelSpec, Parallelism, Placement
 from .cost import Link, Work, alone_seconds
+from .unlike import are_unlike
 
 log = logging.getLogger(__name__)
 
 PARTS = 64  # for each worker
 BEHIND = 1.05  # times the mean: from there on the slowest rank is waited for
-APART = 1.1  # the same of one measurement, when the workers met
 # Seconds of computing in a step: what is shorter says nothing of the device. Workers that have one in common take it
 # from each other.
 LEAST, LEAST_TOGETHER = 0.02, 0.4
@@ -52,11 +52,11 @@ class _Tried:
 
 
 class Balance:
-    """Of one group, as long as it lives. `alike`: its ranks have a device in common, and so none starts with less."""
+    """Of one group, as long as it lives. Where its ranks have a device in common none starts with less."""
 
-    def __init__(self, link: Link, *, alike: bool) -> None:
+    def __init__(self, link: Link, placement: Placement) -> None:
         self._link = link
-        self._alike = alike
+        self._placement = placement
         self._tried: dict[Key, _Tried] = {}
 
     def shares(self, model: ModelSpec, degrees: Parallelism, work: Work) -> Shares:
@@ -73,7 +73,7 @@ class Balance:
         """How long each rank computed in a step of a run by these degrees, None: it could not say."""
         known = [each for each in seconds if each is not None]
         shares = degrees.shares or (1,) * degrees.world_size
-        if len(known) < len(seconds) or max(known) < (LEAST_TOGETHER if self._alike else LEAST):
+        if len(known) < len(seconds) or max(known) < (LEAST_TOGETHER if self._placement.shared else LEAST):
             return
         tried = self._tried.get(_key(model, degrees))
         if tried is None or not _same(tried.shares, shares):  # somebody chose them
@@ -88,13 +88,9 @@ class Balance:
             )  # fmt: skip
 
     def _at_first(self, degrees: Parallelism, work: Work) -> Shares:
-        ranks = self._link.ranks
-        if self._alike or len(ranks) != degrees.world_size:
+        if len(self._link.ranks) != degrees.world_size or not are_unlike(work, self._placement, self._link):
             return ()
-        seconds = [alone_seconds(work, speed) for speed in ranks]
-        if not all(seconds) or max(seconds) <= APART * sum(seconds) / len(seconds):
-            return ()
-        return parts([1 / each for each in seconds])
+        return parts([1 / alone_seconds(work, speed) for speed in self._link.ranks])
 
 
 def parts(speeds: Sequence[float]) -> Shares:

@@ -13,6 +13,8 @@ from .cost import Link, Work, activation_bytes, evaluation_seconds, rotating
 from .pipelines import balanced, check_stages
 from .planning import Seconds, Wish, plan
 from .storing import USABLE, Capacity, Case, as_one_pays, fits_whole, has_place_nearby
+from .unlike import are_unlike
+from .unlike import seconds as by_shares
 
 
 def choose(wish: Wish, work: Work, link: Link | None, capacity: Capacity) -> Division:
@@ -24,12 +26,11 @@ def choose(wish: Wish, work: Work, link: Link | None, capacity: Capacity) -> Div
         return _rotated(division, "alltoall")
     seconds = partial(evaluation_seconds, work, link=link, device_bytes=capacity.device_bytes)
     division = plan(wish, seconds)
-    if division.degrees.cfg_degree == 2 and not wish.request.cfg_degree and wish.request.weights == "auto":
-        as_one, case = _as_one(wish, seconds, division), partial(Case, work=work, capacity=capacity, link=link)
-        if as_one is not None and as_one_pays(case(degrees=division.degrees), case(degrees=as_one.degrees)):
-            division = as_one
+    case = partial(Case, work=work, capacity=capacity, link=link)
+    if division.degrees.cfg_degree == 2 and not wish.request.cfg_degree:
+        division = _together(wish, seconds, division, case(degrees=division.degrees))
     if wish.request.pipeline_degree == 0:
-        division = _resorted(wish, division, Case(work=work, degrees=division.degrees, capacity=capacity, link=link))
+        division = _resorted(wish, division, case(degrees=division.degrees))
     return _rotated(division, rotating(work, division.degrees, link, capacity.device_bytes))
 
 
@@ -56,6 +57,19 @@ def _in_stages(division: Division, work: Work, capacity: Capacity) -> Division:
     room = capacity.device_bytes
     beside = activation_bytes(replace(work, prompts=1), division.degrees)
     return balanced(division, work.figures, None if room is None else int(USABLE * room) - beside)
+
+
+def _together(wish: Wish, seconds: Seconds, branches: Division, case: Case) -> Division:
+    """Both prompts to all workers where that pays: for their weights, or because one half would wait for the other."""
+    as_one = _as_one(wish, seconds, branches)
+    if as_one is None:
+        return branches
+    if wish.request.weights == "auto" and as_one_pays(case, replace(case, degrees=as_one.degrees)):
+        return as_one
+    work, link = case.work, case.link
+    if wish.request.shares != "auto" or link is None or not are_unlike(work, branches.placement, link):
+        return branches
+    return min(branches, as_one, key=lambda way: by_shares(work, way.degrees, link))
 
 
 def _rotated(division: Division, method: RotateMethod) -> Division:

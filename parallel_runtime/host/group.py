@@ -73,7 +73,7 @@ class WorkerGroup:
         self._processes = Processes(placement, self.activity)
         try:
             self.link = self._processes.meet(comfy, START_SECONDS, watch)
-            self.balance = Balance(self.link, alike=placement.shared)
+            self.balance = Balance(self.link, placement)
         except BaseException as error:
             self.close(gently=False)
             self.activity.failed(error)

@@ -19,6 +19,7 @@ from .pipelines import filled, in_flight, outside_bytes, passed_bytes, stages_of
 from .races import told
 from .sentences import Said, say
 from .storing import BUFFERS, Prospect, size_in_words
+from .unlike import compared
 
 GIB = 2**30
 WHY = " Auto's choice: the weights have no other place without being fetched over a slow link."
@@ -122,7 +123,7 @@ def report(
         Row("Tokens", _tokens(subject.tokens, work.rows)),
         Row("Workers", _workers(placement)),
         Row("Degrees", (say(chosen, degrees=_degrees(degrees)), *_reasons(subject, degrees, guided, way))),
-        Row("Shares", shares.in_words(division)),
+        Row("Shares", " ".join(filter(None, (shares.in_words(division), compared(work, division, link))))),
         Row("Stages", _stages(work, degrees, resorted)),
         Row("Memory", _memory(work, degrees, free, way)),
         Row("Weights", _weights(work, degrees, way)),

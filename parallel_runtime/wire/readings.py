@@ -53,8 +53,8 @@ class Readings:
     `free_bytes` of it are there for anybody, `spare_bytes` are kept by this rank for its next tensors, and
     `host_free_bytes` of main memory can be taken. All are of the moment at which they are told.
     Seconds are those of the last step, 0 before there was one. `waited_seconds` of them went by until tensors of other
-    ranks were there; None where nobody can say, as with NCCL, which waits on the device. `computed_seconds` this rank
-    spent on its own share of a step, the median of the run; None where nobody can say."""
+    ranks were there; None where nobody can say, as where a device replays what was recorded. `computed_seconds` this
+    rank spent on its own share of a step, the median of the run; None where nobody can say."""
 
     used_bytes: int
     total_bytes: int

@@ -73,6 +73,8 @@ class Pulse:
         step, waited = self._step_seconds, self._waited_seconds
         seen = [seconds for one in self._watched if (seconds := one.computed_seconds) is not None]
         computed = statistics.median(self._computed or seen) if self._computed or seen else None
+        if waited is None and computed is not None and step:
+            waited = max(0.0, step - computed)
         return readings and replace(readings, step_seconds=step, waited_seconds=waited, computed_seconds=computed)
 
     def vote(self, agree: Callable[[bool], bool] = agree) -> None:

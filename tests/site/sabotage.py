@@ -32,6 +32,8 @@ PLACES = {  # module, function, which call of it
     "record": ("parallel_runtime.worker.engine.recording", "Recording._attempt", 1),
     "report": ("parallel_runtime.report.attention", "_apart", 3),
     "attend": ("parallel_runtime.worker.engine.kernels", "attend", 10),
+    "kind": ("parallel_runtime.worker.ranks", "kind_of", 1),
+    "forward": ("parallel_runtime.demo.transformer", "evaluate", 2),
     "tokens": ("parallel_runtime.worker.engine.attention", "ContextAttention._run", 1),
     "group_norm": ("parallel_runtime.worker.vae.functions", "group_norm", 1),
 }
@@ -71,6 +73,7 @@ ALWAYS: dict[str, Callable[[Any], Any]] = {
     "out_of_memory": lambda made: made,
     "shift": lambda made: made + 0.5,
     "full": with_another_model,
+    "unlike": lambda made: f"{made} of another kind",
 }
 
 

@@ -1,0 +1,53 @@
+"""What cards of unlike speed come to: seconds for all prompts with the tokens by shares, with a prompt for each half,
+and without the slowest card. Arithmetic only."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..specs import Division, Parallelism, Placement
+from .cost import ATTENTION, Link, Speed, Work, alone_seconds, evaluation_seconds
+
+APART = 1.1  # times the mean, in which the slowest worker would do it all: what is less is the noise of a measurement
+WORTH_SAYING = 0.95
+
+
+def are_unlike(work: Work, placement: Placement, link: Link) -> bool:
+    """Did these workers measure that? Those that share a device take it from each other."""
+    if placement.shared or len(link.ranks) != placement.world_size:
+        return False
+    alone = [alone_seconds(work, speed) for speed in link.ranks]
+    return all(alone) and max(alone) > APART * sum(alone) / len(alone)
+
+
+def seconds(work: Work, degrees: Parallelism, link: Link) -> float:
+    """Of evaluating all prompts. Ranks of a sequence have shares by their speed, and the slowest lane is waited for."""
+    each = degrees.context_parallel_size
+    alone = [alone_seconds(work, speed) for speed in link.ranks]
+    lanes = [alone[first : first + each] for first in range(0, len(alone), each)]
+    slowest = max(each / sum(1 / one for one in lane) for lane in lanes)
+    speed = alone_seconds(work, Speed(products=1.0, attention=ATTENTION)) / slowest
+    once = evaluation_seconds(work, degrees, replace(link, flops_per_second=speed))
+    return -(-work.prompts // degrees.cfg_degree) * once
+
+
+def compared(work: Work, division: Division, link: Link | None) -> str:
+    """For CP Plan: the seconds of this way and of the others; "" where cards are alike."""
+    if link is None or not link.bytes_per_second or not are_unlike(work, division.placement, link):
+        return ""
+    degrees, devices = division.degrees, division.placement.devices * division.placement.nnodes
+    if degrees.pipeline_degree * degrees.data_degree > 1:
+        return ""
+    here, told = seconds(work, degrees, link), []
+    ranks = degrees.world_size
+    if work.prompts > 1 and ranks % 2 == 0:
+        name = "the tokens of both by shares" if degrees.cfg_degree == 2 else "a prompt for each half of the workers"
+        other = Parallelism(ring_degree=ranks // (3 - degrees.cfg_degree), cfg_degree=3 - degrees.cfg_degree)
+        told.append(f"{name} {seconds(work, other, link):.2f} s")
+    alone = [alone_seconds(work, speed) for speed in link.ranks]
+    slowest = alone.index(max(alone))
+    others = replace(link, ranks=tuple(speed for rank, speed in enumerate(link.ranks) if rank != slowest))
+    without = seconds(work, Parallelism(ring_degree=ranks - 1), others)
+    advice = f": name the others in devices to leave {devices[slowest]} out" if without < WORTH_SAYING * here else ""
+    told.append(f"without {devices[slowest]} {without:.2f} s{advice}")
+    return f"Estimated {here:.2f} s for an evaluation of all prompts; {', '.join(told)}."

@@ -1,0 +1,24 @@
+"""A group of two kinds of devices, of which one rounds the end of a forward in its own way: it samples all the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from parallel_runtime.host.group import WorkerGroup
+from parallel_runtime.specs import Parallelism
+
+from .groups import on_cpu, sabotage, samples, spec_of
+from .tiny import write
+
+ULYSSES = Parallelism(ulysses_degree=2)
+
+
+def test_latents_stay_the_same_on_cards_of_two_kinds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """That the ranks' latents differ would end the run: on unlike devices they are compared after each step."""
+    model = spec_of(write(tmp_path, "flux_schnell"))
+    sabotage(monkeypatch, "1 kind unlike;1 forward deviate")
+    with WorkerGroup(on_cpu(ULYSSES)) as group:
+        first, second = (samples(group, model, ULYSSES, steps=2) for _ in range(2))
+    assert (first - second).abs().max() == 0, "rank 0 had nothing of its own"
