@@ -69,7 +69,8 @@ class Template:
     def needs(self) -> str:
         cut = next((node.inputs for node in self.nodes if node.kind == "CPParallelConfig"), {})
         where = "two machines" if cut.get("nnodes") else "2 GPUs" if cut.get("cfg_degree") else "1 GPU or more"
-        return f"{where}; {len(self.files)} files" + (f", about {self.size} GB in all" if self.size else "")
+        files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
+        return f"{where}; {files}" + (f", about {self.size} GB" if self.size else "")
 
     @property
     def note(self) -> str:
