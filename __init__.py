@@ -14,7 +14,7 @@ async def comfy_entrypoint():  # type: ignore[no-untyped-def]  # the type lives 
         from .nodes import ContextParallelExtension
     except ImportError as missing:
         raise RuntimeError(
-            f"CP Sampler does not fit ComfyUI {__version__}: {missing}; update both (README: versions)"
+            f"CP Sampler does not fit ComfyUI {__version__}: {missing}; update both (docs/devices.md)"
         ) from missing
     return ContextParallelExtension()
 

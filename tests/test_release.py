@@ -135,7 +135,7 @@ def test_every_page_is_reached_from_the_readme_and_no_link_is_dead():
         page = left.pop()
         reached.add(page)
         for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
-            aim = (page.parent / target).resolve() if target else page
+            aim = (page.parent / target.strip("<>")).resolve() if target else page
             assert aim.exists(), (page.name, target)
             assert not heading or heading in anchors(aim), (page.name, target, heading)
             if aim.suffix == ".md" and aim not in reached:

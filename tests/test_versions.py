@@ -40,8 +40,8 @@ def test_an_old_comfyui_is_told_which_it_takes(pack: ModuleType, version: str, m
 
 @pytest.mark.parametrize("version", ["0.15.0", "0.33.0", "1.2", "0.34.0rc1"])
 def test_a_name_that_is_missing_is_named(pack: ModuleType, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "folder_paths", None)
+    monkeypatch.setitem(sys.modules, "comfy_api", None)
     sentence = said(pack, version, monkeypatch)
     assert sentence.startswith(f"CP Sampler does not fit ComfyUI {version}: ")
-    assert "folder_paths" in sentence
+    assert "comfy_api" in sentence
     assert "\n" not in sentence
