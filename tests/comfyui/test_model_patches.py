@@ -124,6 +124,11 @@ def test_prompts_are_shared_out_unless_the_cache_looks_at_both(server: Server, k
     assert (degrees["cfg_degree"], degrees["ring_degree"] * degrees["ulysses_degree"]) == ((2, 1) if shared else (1, 2))
 
 
+def test_all_stages_of_a_pipeline_skip_the_same_steps(server: Server) -> None:
+    """EasyCache decides by the network's answer, which the last stage has first."""
+    check(server, LONG, (step_cache("EasyCache"),), DEGREES["pipeline_2"])
+
+
 def test_what_lies_on_the_model_is_as_fresh_in_every_run(server: Server) -> None:
     """Caches and running averages of one run are not seen by the next."""
     nodes = (step_cache("EasyCache"), Node("APG", {"eta": 0.5, "norm_threshold": 5.0, "momentum": -0.5}))

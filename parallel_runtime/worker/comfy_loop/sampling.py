@@ -96,6 +96,8 @@ def _patcher(model: ComfyModel, job: SamplingJob, pulse: Pulse) -> ModelPatcher:
     for kind, key, functions in job.wrappers:
         for function in rebuild(functions, patch_models):
             patcher.add_wrapper_with_key(kind, key, function)
+    if model.stages is not None and job.together:
+        patcher.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, model.stages.before_others_look)
     for kind, key, functions in job.callbacks:
         for function in rebuild(functions):
             patcher.add_callback_with_key(kind, key, function)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -104,6 +104,7 @@ class Stages:
         self.passing = Passing(axis)
         self._axis = axis
         self._flying = False
+        self._told = False  # all have this forward's answer, or why there is none
         self._unit = 0  # that ran last in this forward
         self._latest: int | None = None  # whose block ran last in this forward; None: what there is all computed
         self._sources: list[int | None] = []  # of a block's tokens: the stages where they are real
@@ -140,6 +141,16 @@ class Stages:
         """What was computed `in_flight` from the answers of forwards: the last stage's, on every rank."""
         return self._from(self._axis.size - 1, list(out))
 
+    def before_others_look(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """ComfyUI's innermost wrapper around a network's forward: who is around it too (EasyCache) decides by what it
+        gives, and all stages have to decide alike."""
+        output = forward(*args, **kwargs)
+        if not self._flying:
+            self._told = True
+            with self.in_flight():
+                output = self._of_the_latest(output)
+        return output
+
     def _hook(self, block: Block, number: int, owner: int) -> None:
         module = block.module
         self._handles += [
@@ -149,7 +160,7 @@ class Stages:
         ]
 
     def _begin(self, network: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
-        self._latest, self._unit = None, 0
+        self._latest, self._unit, self._told = None, 0, False
         if self._kept and any((kwargs.get("control") or {}).values()):
             raise Refused(
                 f"{type(network).__name__}: a ControlNet adds to what {self._kept} keep for later blocks, which may "
@@ -196,6 +207,8 @@ class Stages:
 
     def _end(self, _: nn.Module, __: Any, output: Any) -> Any:
         """The answer of whose block ran last. Torch calls this too where the forward raised."""
+        if self._told:
+            return output
         if sys.exc_info()[0] is not None:
             self.passing.refuse()
             if not self._flying:
