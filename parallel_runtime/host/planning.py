@@ -16,7 +16,7 @@ from . import endpoint
 from .cost import Figures
 from .devices import parse_devices, why_one_gpu
 from .pipelines import check_pipeline
-from .shares import asked_for, are_unused, are_uneven
+from .shares import are_uneven, are_unused, asked_for
 
 Seconds = Callable[[Parallelism], float]
 
@@ -247,8 +247,8 @@ def _nearest(asked: Parallelism, limit: int, heads: int, nnodes: int) -> Paralle
 
 def _nothing_uneven(shares: str, as_one: Parallelism) -> str:
     return (
-        f"shares {shares.strip()} divide nothing: with cfg_degree 2 each half of the workers has one prompt, and within "
-        f"the halves all get alike; choose {_named(as_one)} with cfg_degree 1, or shares auto"
+        f"shares {shares.strip()} divide nothing: with cfg_degree 2 each half of the workers has one prompt, and "
+        f"within the halves all get alike; choose {_named(as_one)} with cfg_degree 1, or shares auto"
     )
 
 

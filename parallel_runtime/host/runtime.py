@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from ..errors import ParallelError
 from ..specs import ComfySetup, Placement
 from .group import WorkerGroup
+from .history import Pace
 from .journal import Journal
 from .launch import POLL_SECONDS
 from .limits import Limit
@@ -40,9 +41,9 @@ class Runtime:
         """What was printed and logged last."""
         return self._activity.journal
 
-    def paces(self, kind: Hashable) -> dict[int, float]:
-        """Seconds a step of this kind of work, by the number of workers that did it in this process."""
-        return self._activity.history.pace(kind)
+    def paces(self, kind: Hashable) -> tuple[Pace, ...]:
+        """Seconds a step of this kind of work, by the cuts that did it in this process."""
+        return self._activity.history.paces(kind)
 
     @property
     def live(self) -> WorkerGroup | None:

@@ -11,7 +11,7 @@ from ..jobs import EvaluationJob, Job, VAEJob
 from ..specs import ModelSpec, Parallelism, Placement
 from ..wire.messages import Beat, Done, Joined, Step
 from ..wire.readings import Busy, Readings
-from .history import History, Run, Size
+from .history import Cut, History, Run, Size
 from .journal import Journal
 
 State = Literal[
@@ -117,6 +117,8 @@ class Activity:
             self._turn("decoding" if job.method == "decode" else "encoding", model="", step=0, steps=0)
             return
         self.history.with_sampler(repr(getattr(job, "sampler", "")))
+        if self.now.placement is not None:
+            self.history.divided(Cut.of(degrees, self.now.placement))
         ranks = tuple(replace(rank, loaded=0.0) for rank in self.now.ranks)
         self._turn("loading", model=name, degrees=degrees, step=0, steps=0, ranks=ranks)
 
