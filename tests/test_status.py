@@ -94,6 +94,74 @@ def test_a_runs_time_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [dict(run.phases).get("starting") for run in activity.now.runs] == [3.0, None]
 
 
+def phases_of_runs(activity: Activity) -> list[dict[str, float]]:
+    return [dict(run.phases) for run in activity.now.runs]
+
+
+def test_a_start_that_was_over_before_a_run_was_asked_for_is_none_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = started(clock)  # the user has restarted the workers
+    clock.after(60)
+    activity.wanted()
+    sample(activity, clock, seconds=1.5)
+    assert phases_of_runs(activity) == [{"starting": 3.0}, {"loading": 2.0, "sampling": 9.5}]
+    assert [run.end for run in activity.now.runs] == ["idle", "idle"]
+
+
+def test_of_a_start_that_goes_on_a_run_has_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = Activity()
+    activity.starting(TWO)
+    clock.after(20)
+    activity.wanted()
+    clock.after(30)
+    activity.wanted()  # another prompt is queued
+    clock.after(5)
+    activity.joined({rank: Joined(bytes_per_second=0.0, flops_per_second=0.0) for rank in (0, 1)}, ["", ""])
+    sample(activity, clock, seconds=1.5)
+    assert phases_of_runs(activity) == [{"starting": 20.0}, {"starting": 35.0, "loading": 2.0, "sampling": 9.5}]
+
+
+@pytest.mark.parametrize("encoding", [0, 30])
+def test_a_start_for_a_prompt_is_its_runs_own(encoding: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = Activity()
+    activity.wanted(by_prompt=True)
+    activity.starting(TWO)
+    clock.after(55)
+    activity.joined({rank: Joined(bytes_per_second=0.0, flops_per_second=0.0) for rank in (0, 1)}, ["", ""])
+    clock.after(encoding)
+    activity.wanted()
+    sample(activity, clock, seconds=1.5)
+    assert phases_of_runs(activity) == [{"starting": 55.0, "loading": 2.0, "sampling": 9.5}]
+
+
+def test_a_prompt_that_came_to_nothing_leaves_its_start_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = Activity()
+    activity.wanted(by_prompt=True)
+    activity.starting(TWO)
+    clock.after(3)
+    activity.joined({rank: Joined(bytes_per_second=0.0, flops_per_second=0.0) for rank in (0, 1)}, ["", ""])
+    clock.after(600)
+    activity.wanted(by_prompt=True)
+    sample(activity, clock, seconds=1.5)
+    assert phases_of_runs(activity) == [{"starting": 3.0}, {"loading": 2.0, "sampling": 9.5}]
+
+
+def test_steps_are_counted_to_the_last_one_also_where_nobody_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = started(clock)
+    activity.asked(ModelSpec(loader="a"), Parallelism(), RUN)
+    for step in range(11):  # of twelve; and nobody has said that all is loaded
+        clock.after(0.1)
+        activity.heard(0, Step(1, step, 12))
+        assert activity.now.state == "sampling"
+        assert activity.now.runs[-1].steps == activity.now.step == step + 1
+    activity.answered(RUN)
+    assert activity.now.runs[-1].steps == 12
+
+
 def test_a_run_is_compared_with_one_worker_as_estimated_and_once_there_was_one_as_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

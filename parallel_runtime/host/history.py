@@ -100,6 +100,7 @@ class History:
         self._paces: dict[Hashable, dict[str, dict[Cut, float]]] = {}  # by work and sampler
         self._first: tuple[int, float] | None = None
         self._steps = 0  # that the run shall have
+        self._wanted: float | None = None  # since when somebody wants the workers for a run
 
     def of_size(self, size: Size) -> None:
         """What the next run, or the one that goes on, is asked to do."""
@@ -123,17 +124,30 @@ class History:
             for cut, seconds in sorted(paces.items(), key=lambda pace: (pace[0].workers, pace[0].sizes))
         )
 
+    def wanted(self, at: float, *, anew: bool) -> None:
+        """Somebody asks for the workers; `anew`: for another run than who did so before."""
+        if anew or self._wanted is None:
+            self._wanted = at
+
+    def unwanted(self) -> None:
+        """What starts now nobody has asked for."""
+        self._wanted = None
+
     def turned(self, before: str, since: float, now: str, at: float, *, model: str = "", workers: int = 1) -> None:
         """The state `before`, which had begun at `since`, is over, and `now` has begun `at`."""
         if before in TIMED and self.runs:
             last = self.runs[-1]
             self._last(replace(last, phases=(*last.phases, (before, max(0.0, at - since)))))
+        if now in WORK:
+            self._begin_when_wanted()
         if now in TIMED and self._is_another(now):
             self.runs = (*self.runs, Run(began=at, workers=workers))[-KEPT:]
         if now in ("loading", "sampling") and self.runs:
             self._last(replace(self.runs[-1], model=model, workers=workers))
         if now == "loading":
             self._first, self._steps = None, 0
+        if now in ENDS - {"none"} and before != "starting":
+            self.unwanted()
         if now in ENDS and before in {*WORK, "cancelling"}:
             self._ended(now, sampled=before == "sampling")
 
@@ -147,6 +161,17 @@ class History:
         first, began = self._first
         pace = (at - began) / (step - first) if step > first else self.runs[-1].step_seconds
         self._last(self._compared(replace(self.runs[-1], steps=step, step_seconds=pace, waited=waited)))
+
+    def _begin_when_wanted(self) -> None:
+        """What of a start was over before anybody asked for the run is none of its time: it stands by itself."""
+        start = self.runs[-1] if self.runs else Run()
+        if self._wanted is None or self._wanted <= start.began or [name for name, _ in start.phases] != ["starting"]:
+            return
+        ((_, took),) = start.phases
+        before = min(took, self._wanted - start.began)
+        self._last(replace(start, phases=(("starting", before),), end="idle"))
+        own = (("starting", took - before),) if took > before else ()
+        self.runs = (*self.runs, replace(start, began=self._wanted, phases=own))[-KEPT:]
 
     def _is_another(self, state: str) -> bool:
         """Does a new run begin with it? A start and an encoding come before a run's steps, a decoding after them."""

@@ -97,6 +97,14 @@ class Activity:
         """The start is in this stage, and so many workers are through with it."""
         self._change(stage=stage, step=workers)
 
+    def wanted(self, *, by_prompt: bool = False) -> None:
+        """A run asks for the workers, or the prompt that it will be in."""
+        self.history.wanted(time.time(), anew=by_prompt and self.now.state not in BUSY)
+
+    def unwanted(self) -> None:
+        """They start again, and for nobody."""
+        self.history.unwanted()
+
     def of_size(self, size: Size) -> None:
         """What the next run is asked to do."""
         self.history.of_size(size)
@@ -227,6 +235,8 @@ class Activity:
         if self.now.state in CONVERTING:
             self._change(step=step, steps=total)
             return
+        if self.now.state == "loading":
+            self._turn("sampling")
         self.history.stepped(step + 1, total, time.time(), _waited(self.now.ranks))
         self._change(step=step + 1, steps=total, runs=self.history.runs)
 
