@@ -22,7 +22,6 @@ from ..parallel_runtime.host.group import OnStep, Result, WorkerGroup
 from ..parallel_runtime.host.headroom import Shortage, shortage
 from ..parallel_runtime.host.history import Size
 from ..parallel_runtime.host.planning import Wish, plan
-from ..parallel_runtime.host.report import share_cores
 from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.host.storing import Case, Prospect, decide, why_whole
 from ..parallel_runtime.jobs import Job
@@ -179,9 +178,9 @@ def kind_of(spec: ModelSpec, work: Work) -> tuple[object, ...]:
 
 
 def _estimated(case: Case, placement: Placement) -> float | None:
-    """How many times as fast as one worker; None where nobody can say: nothing is cut, or workers share cores."""
+    """How many times as fast as one worker; None where nobody can say: nothing is cut, or workers share devices."""
     link, cut = case.link, case.work.figures.divisible and case.degrees.pipeline_degree == 1
-    known = cut and link is not None and link.bytes_per_second and not share_cores(placement)
+    known = cut and link is not None and link.bytes_per_second and not placement.shared
     return times_as_fast(case.work, case.degrees, link) if known and link is not None else None
 
 

@@ -15,6 +15,7 @@ import comfy.sampler_helpers
 from comfy_api.latest import io
 
 from ..parallel_runtime.errors import Refused
+from ..parallel_runtime.host.history import Pace
 from ..parallel_runtime.host.planning import Wish, plan
 from ..parallel_runtime.host.report import Report, Row, Subject, report
 from ..parallel_runtime.host.runtime import runtime
@@ -27,7 +28,6 @@ from .lease import foreseen, kind_of
 from .measure import measure
 from .plan_vae import explain_decode
 from .refusals import check_conds, check_latent
-from .workers import visible_gpus
 
 
 class CPPlan(io.ComfyNode):
@@ -87,7 +87,7 @@ class CPPlan(io.ComfyNode):
     ) -> io.NodeOutput:
         said, recommended = explain(model, latent_image, positive, requested(cp_config), cfg, vae, take_times=measure)
         parts = [asdict(part) for part in said.parts]
-        shown = {**said.table, "parts": parts, "fix": said.fix, "times": said.times, "cpu": visible_gpus() == 0}
+        shown = {**said.table, "parts": parts, "fix": said.fix, "times": [_timed(pace) for pace in said.times]}
         return io.NodeOutput(said.text, recommended, ui={"text": (said.text,), "cp_plan": [shown]})
 
 
@@ -143,6 +143,13 @@ def explain(
     )  # fmt: skip
     times = runtime.paces(kind_of(source.spec, subject.work))
     return replace(said, fix=_changes(asked, request), times=times), recommended
+
+
+def _timed(pace: Pace) -> dict[str, Any]:
+    """For the chart: what was measured, and how it was divided then."""
+    cut = pace.cut
+    how = {"workers": cut.workers, "cpu": cut.kind == "cpu", "degrees": cut.degrees}
+    return {**how, "seconds": pace.seconds, "times": pace.times}
 
 
 def _trouble(text: str) -> Row:

@@ -85,8 +85,9 @@ def _write(out: Path, text: str) -> None:
     if str(out) == "-":
         sys.stdout.write(text)
     else:
+        how = "writes over" if out.exists() else "written to"
         out.write_text(text, encoding="utf-8")
-        log.info("written to %s", out)
+        log.info("%s %s", how, out)
 
 
 def _native(node: Any, key: str) -> bool:

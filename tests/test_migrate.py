@@ -116,7 +116,8 @@ def test_the_command_writes_beside_the_file_and_says_what_it_did(tmp_path):
     done = command(str(path))
     assert done.returncode == 0
     assert "node 3: KSampler -> CPSampler" in done.stderr
-    assert str(tmp_path / "mine.cp.json") in done.stderr
+    assert f"written to {tmp_path / 'mine.cp.json'}" in done.stderr
+    assert f"writes over {tmp_path / 'mine.cp.json'}" in command(str(path)).stderr
     assert json.loads(path.read_text()) == API
     assert json.loads((tmp_path / "mine.cp.json").read_text()) == migrated(API)[0]
 

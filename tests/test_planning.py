@@ -10,6 +10,7 @@ from parallel_runtime.errors import Refused
 from parallel_runtime.host.cost import Figures
 from parallel_runtime.host.devices import parse_devices, why_one_gpu
 from parallel_runtime.host.planning import MAX_CPU_WORKERS, Wish, check_step_cache, plan
+from parallel_runtime.host.shares import percent_of
 from parallel_runtime.specs import Parallelism, ParallelRequest
 
 
@@ -108,6 +109,51 @@ def test_shares_are_the_workers_in_their_order(shares, come_to):
 
 def test_workers_that_join_another_lane_keep_their_shares():
     assert shares_of(cfg_degree=2, shares="3,2") == (3, 2)
+
+
+def guided(gpus=2, heads=24, whole="", **request):
+    return plan(Wish(request=ParallelRequest(**request), heads=heads, gpus=gpus, guided=True, whole=whole))
+
+
+@pytest.mark.parametrize(("gpus", "shares"), [(2, "3,2"), (2, " 60 , 40 "), (4, "3,3,2,2"), (4, "3,2,3,2")])
+def test_shares_of_a_run_with_two_prompts_divide_the_sequence_by_themselves(gpus, shares):
+    division = guided(gpus, shares=shares)
+    assert division.degrees.shape == (1, 1, 1, gpus)
+    whole = sum(map(int, shares.split(",")))
+    assert [told for _, told in percent_of(division)] == [round(100 * int(own) / whole) for own in shares.split(",")]
+
+
+@pytest.mark.parametrize("shares", ["auto", "equal", "", "2,2"])
+def test_equal_shares_leave_each_prompt_its_half(shares):
+    assert guided(shares=shares).degrees.cfg_degree == 2
+
+
+@pytest.mark.parametrize(
+    ("request_", "gpus", "way_out"),
+    [
+        ({"shares": "3,2"}, 2, "ring_degree 1 x ulysses_degree 2 with cfg_degree 1, or shares auto"),
+        ({"shares": "3,2", "ring_degree": 1, "ulysses_degree": 1}, 8, "ring_degree 1 x ulysses_degree 2 with"),
+        ({"shares": "3,3,2,2"}, 4, "ring_degree 1 x ulysses_degree 4 with"),
+        ({"shares": "3,2,2,3", "data_degree": 2}, 4, "ring_degree 1 x ulysses_degree 2 x data_degree 2 with"),
+        ({"shares": "3,2", "whole": "SDXL"}, 2, "ring_degree 1 x ulysses_degree 1 x data_degree 2 with"),
+    ],
+)
+def test_shares_that_two_halves_with_a_prompt_each_leave_unused_are_refused_with_what_uses_them(
+    request_, gpus, way_out
+):
+    with pytest.raises(Refused, match=f"^shares {request_['shares']} divide nothing: .*choose {way_out}") as refused:
+        guided(gpus, cfg_degree=2, **request_)
+    mended = guided(gpus, **{**request_, "cfg_degree": 2, **refused.value.fix})
+    assert mended.degrees.shares == tuple(map(int, request_["shares"].split(",")))
+
+
+def test_percent_are_of_the_work_that_a_worker_has_where_each_half_has_one_prompt():
+    within = guided(4, cfg_degree=2, shares="3,2,4,1")
+    assert [told for _, told in percent_of(within)] == [30, 20, 40, 10]
+    within = guided(4, cfg_degree=2, shares="6,4,1,1")
+    assert [told for _, told in percent_of(within)] == [30, 20, 25, 25], "one half has no more than its prompt"
+    images = guided(4, cfg_degree=2, data_degree=2, shares="3,3,2,2")
+    assert [told for _, told in percent_of(images)] == [30, 30, 20, 20]
 
 
 def test_every_plan_uses_exactly_its_devices():

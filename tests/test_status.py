@@ -16,6 +16,7 @@ from parallel_runtime.specs import ModelSpec, Parallelism, Placement
 from parallel_runtime.wire.messages import Beat, Done, Joined, Step
 
 TWO = Placement(devices=("cuda:0", "cuda:1"))
+BY_ALL = {workers: Parallelism(ulysses_degree=workers) for workers in (1, 2)}
 DECODE = VAEJob(
     method="decode",
     x=zeros(1),
@@ -51,8 +52,10 @@ def started(clock: Clock, placement: Placement = TWO) -> Activity:
     return activity
 
 
-def sample(activity: Activity, clock: Clock, *, seconds: float, steps: int = 4) -> None:
-    activity.asked(ModelSpec(loader="a"), Parallelism(), RUN)
+def sample(
+    activity: Activity, clock: Clock, degrees: Parallelism | None = None, *, seconds: float, steps: int = 4
+) -> None:
+    activity.asked(ModelSpec(loader="a"), degrees or BY_ALL[activity.now.placement.world_size], RUN)
     clock.after(2)
     activity.heard(0, Beat(1, None))
     for step in range(steps):
@@ -91,6 +94,74 @@ def test_a_runs_time_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [dict(run.phases).get("starting") for run in activity.now.runs] == [3.0, None]
 
 
+def phases_of_runs(activity: Activity) -> list[dict[str, float]]:
+    return [dict(run.phases) for run in activity.now.runs]
+
+
+def test_a_start_that_was_over_before_a_run_was_asked_for_is_none_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = started(clock)  # the user has restarted the workers
+    clock.after(60)
+    activity.wanted()
+    sample(activity, clock, seconds=1.5)
+    assert phases_of_runs(activity) == [{"starting": 3.0}, {"loading": 2.0, "sampling": 9.5}]
+    assert [run.end for run in activity.now.runs] == ["idle", "idle"]
+
+
+def test_of_a_start_that_goes_on_a_run_has_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = Activity()
+    activity.starting(TWO)
+    clock.after(20)
+    activity.wanted()
+    clock.after(30)
+    activity.wanted()  # another prompt is queued
+    clock.after(5)
+    activity.joined({rank: Joined(bytes_per_second=0.0, flops_per_second=0.0) for rank in (0, 1)}, ["", ""])
+    sample(activity, clock, seconds=1.5)
+    assert phases_of_runs(activity) == [{"starting": 20.0}, {"starting": 35.0, "loading": 2.0, "sampling": 9.5}]
+
+
+@pytest.mark.parametrize("encoding", [0, 30])
+def test_a_start_for_a_prompt_is_its_runs_own(encoding: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = Activity()
+    activity.wanted(by_prompt=True)
+    activity.starting(TWO)
+    clock.after(55)
+    activity.joined({rank: Joined(bytes_per_second=0.0, flops_per_second=0.0) for rank in (0, 1)}, ["", ""])
+    clock.after(encoding)
+    activity.wanted()
+    sample(activity, clock, seconds=1.5)
+    assert phases_of_runs(activity) == [{"starting": 55.0, "loading": 2.0, "sampling": 9.5}]
+
+
+def test_a_prompt_that_came_to_nothing_leaves_its_start_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = Activity()
+    activity.wanted(by_prompt=True)
+    activity.starting(TWO)
+    clock.after(3)
+    activity.joined({rank: Joined(bytes_per_second=0.0, flops_per_second=0.0) for rank in (0, 1)}, ["", ""])
+    clock.after(600)
+    activity.wanted(by_prompt=True)
+    sample(activity, clock, seconds=1.5)
+    assert phases_of_runs(activity) == [{"starting": 3.0}, {"loading": 2.0, "sampling": 9.5}]
+
+
+def test_steps_are_counted_to_the_last_one_also_where_nobody_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = started(clock)
+    activity.asked(ModelSpec(loader="a"), Parallelism(), RUN)
+    for step in range(11):  # of twelve; and nobody has said that all is loaded
+        clock.after(0.1)
+        activity.heard(0, Step(1, step, 12))
+        assert activity.now.state == "sampling"
+        assert activity.now.runs[-1].steps == activity.now.step == step + 1
+    activity.answered(RUN)
+    assert activity.now.runs[-1].steps == 12
+
+
 def test_a_run_is_compared_with_one_worker_as_estimated_and_once_there_was_one_as_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -103,13 +174,66 @@ def test_a_run_is_compared_with_one_worker_as_estimated_and_once_there_was_one_a
     activity.joined({0: Joined(bytes_per_second=0.0, flops_per_second=0.0)}, [""])
     sample(activity, clock, seconds=1.75)
     assert activity.now.runs[-1].alone is None, "it is one worker"
-    assert activity.history.pace("this work") == {1: 1.75, 2: 1.0}
+    assert [(pace.cut.workers, pace.seconds, pace.times) for pace in activity.history.paces("this work")] == [
+        (1, 1.75, None), (2, 1.0, 1.75),
+    ]  # fmt: skip
     activity.starting(TWO)
     sample(activity, clock, seconds=1.0)
     assert (activity.now.runs[-1].alone, activity.now.runs[-1].measured) == (1.75, True)
     activity.of_size(Size("other work"))
     sample(activity, clock, seconds=1.0)
     assert activity.now.runs[-1].alone is None
+
+
+def alone_then(activity: Activity, clock: Clock, placement: Placement, *, alone: float, seconds: float) -> Activity:
+    """The same work by one worker, and by all of `placement`."""
+    activity.of_size(Size("this work", times=1.8))
+    activity.starting(Placement(devices=placement.devices[:1]))
+    sample(activity, clock, seconds=alone)
+    activity.starting(placement)
+    sample(activity, clock, seconds=seconds)
+    return activity
+
+
+@pytest.mark.parametrize(
+    ("devices", "alone", "times"),
+    [
+        (("cuda:0", "cuda:1"), 2.25, 2.25),
+        (("cuda:0", "cuda:1"), 2.5, None),  # nobody is more than twice as fast by a second one
+        (("cuda:0", "cuda:0"), 1.5, None),  # they share it: what one has the other lacks
+        (("cpu", "cpu"), 18.5, None),  # they share its cores
+        (("cpu", "cpu"), 1.5, None),
+    ],
+)
+def test_workers_are_so_many_times_as_fast_only_where_each_has_a_device_and_it_can_be(
+    devices: tuple[str, ...], alone: float, times: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    activity = alone_then(Activity(), Clock(monkeypatch), Placement(devices=devices), alone=alone, seconds=1.0)
+    run = activity.now.runs[-1]
+    assert run.step_seconds == 1.0
+    assert (run.alone, run.measured) == (times, times is not None)
+    slow, fast = activity.history.paces("this work")
+    assert (slow.seconds, slow.times, fast.seconds, fast.times) == (alone, None, 1.0, times)
+
+
+@pytest.mark.parametrize("times", [1.8, 31.0])
+def test_an_estimate_is_no_more_than_workers_can_be(times: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    for placement, told in ((TWO, 1.8 if times < 2 else None), (Placement(devices=("cuda:0", "cuda:0")), None)):
+        activity = started(clock, placement)
+        activity.of_size(Size("this work", times=times))
+        sample(activity, clock, seconds=1.0)
+        assert (activity.now.runs[-1].alone, activity.now.runs[-1].measured) == (told, False)
+
+
+def test_a_pace_is_of_the_degrees_that_it_was_measured_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = alone_then(Activity(), clock, TWO, alone=1.75, seconds=1.0)
+    sample(activity, clock, Parallelism(pipeline_degree=2), seconds=1.5)
+    paces = [(pace.cut.degrees, pace.seconds, pace.times) for pace in activity.history.paces("this work")]
+    one, stages = Parallelism().by_name, Parallelism(pipeline_degree=2).by_name
+    assert paces == [(one, 1.75, None), (stages, 1.5, 1.75 / 1.5), (BY_ALL[2].by_name, 1.0, 1.75)]
+    assert activity.now.runs[-1].alone == pytest.approx(1.75)
 
 
 def test_a_start_says_how_far_it_is_and_one_that_fails_is_no_death() -> None:

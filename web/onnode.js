@@ -61,25 +61,34 @@ class Line {
 export function startLines() {
   /** @type {LGraphNode | undefined} */
   let running;
-  /** @type {LGraphNode | undefined} whose run is over, but for the last news of it */
+  let after = 0; // when the run before its own began
+  /** @type {{node: LGraphNode, after: number} | undefined} its run is over, but for the last news of it */
   let done;
+  const sum = () => {
+    const run = now().runs.find((one) => done && sampled(one) && one.began > done.after);
+    if (!done || !run?.end) return;
+    if (done.node !== running) tell(done.node, facts(run).join(". "));
+    done = undefined;
+  };
   /** @type {EventTarget} */ (api).addEventListener("executing", (event) => {
     const id = /** @type {CustomEvent<any>} */ (event).detail;
     const node = id == null ? undefined : nodeOf(String(id?.node ?? id));
-    if (running && running !== node) {
-      done = running;
-      tell(done, facts(lastRun()).join(". "));
-    }
+    if (running === node) return;
+    if (running) done = { node: running, after };
     running = SAMPLERS.includes(node?.comfyClass) ? node : undefined;
+    sum();
+    after = now().runs.filter(sampled).pop()?.began ?? 0;
     if (running) tell(running, "");
   });
   follow(() => {
     if (running && inRun()) tell(running, inRun());
-    if (done && done !== running && lastRun()?.end) {
-      tell(done, facts(lastRun()).join(". "));
-      done = undefined;
-    }
+    sum();
   });
+}
+
+/** @param {import("./status.js").Run} run of a sampler, and not a start that nobody asked for */
+function sampled({ phases }) {
+  return phases.some(([name]) => name === "loading");
 }
 
 /**

@@ -5,7 +5,7 @@ import { CONFIG } from "./config.js";
 import { drawn, element } from "./elements.js";
 import { upstream } from "./refusals.js";
 import { digits } from "./seconds.js";
-import { count } from "./shares.js";
+import { count, divided } from "./shares.js";
 import { say, translated } from "./words.js";
 
 export const PLAN = "CPPlan";
@@ -23,7 +23,8 @@ const GAP = 4;
  *   weights: [number, number]}} Part shares from 0 to 1
  * @typedef {import("./words.js").Said[]} Sentences
  * @typedef {{troubles: Sentences[], rows: [string, Sentences][], notes: Sentences[], parts: Part[], fix: Record<string, any>,
- *   times: Record<string, number>, cpu: boolean}} Plan
+ *   times: Time[]}} Plan
+ * @typedef {{workers: number, cpu: boolean, degrees: Record<string, number>, seconds: number, times: number | null}} Time
  */
 
 /** @param {any} node a new CP Plan */
@@ -82,7 +83,7 @@ async function measure(node) {
  * @param {Plan} plan
  * @param {any} node
  */
-function shown({ troubles, rows, notes, parts, fix, times, cpu }, node) {
+function shown({ troubles, rows, notes, parts, fix, times }, node) {
   const table = element(
     "table.cp-table",
     {},
@@ -94,7 +95,7 @@ function shown({ troubles, rows, notes, parts, fix, times, cpu }, node) {
   const more = parts.length > SHOWN ? [element("p.cp-hint", {}, say("plan.more", { count: parts.length - SHOWN }))] : [];
   return [
     ...refused, ...wayOut(fix, node), ...warnings,
-    ...(parts.length ? [picture(parts.slice(0, SHOWN)), ...more] : []), ...chart(times, cpu), table,
+    ...(parts.length ? [picture(parts.slice(0, SHOWN)), ...more] : []), ...chart(times), table,
   ];
 }
 
@@ -148,20 +149,18 @@ function set(config, name, value) {
 }
 
 /**
- * Seconds a step that were measured, on each number of workers.
- * @param {Record<string, number>} times
- * @param {boolean} cpu
+ * Seconds a step that were measured, and how the work was divided then.
+ * @param {Time[]} measured
  */
-function chart(times, cpu) {
-  const found = Object.entries(times).map(([workers, seconds]) => ({ workers: Number(workers), seconds }));
-  if (!found.length) return [];
-  const longest = Math.max(...found.map(({ seconds }) => seconds));
-  const alone = found.find(({ workers }) => workers === 1)?.seconds;
-  const bars = found.map(({ workers, seconds }) => {
-    const faster = alone && workers > 1 ? say("plan.times", { times: (alone / seconds).toFixed(1) }) : "";
+function chart(measured) {
+  if (!measured.length) return [];
+  const longest = Math.max(...measured.map(({ seconds }) => seconds));
+  const bars = measured.map(({ workers, cpu, degrees, seconds, times }) => {
+    const who = [count(workers, cpu), divided(degrees)].filter(Boolean).join(", ");
+    const faster = times ? say("plan.times", { times: times.toFixed(1) }) : "";
     return element(
       "li.cp-time", {},
-      element("span.cp-who", {}, count(workers, cpu)),
+      element("span.cp-who", { title: who }, who),
       element("span.cp-track", {}, element("span.cp-long", { style: `width: ${(100 * seconds) / longest}%` })),
       element("span.cp-took", {}, [say("step.seconds", { seconds: digits(seconds) }), faster].filter(Boolean).join(", ")),
     );

@@ -106,7 +106,7 @@ function showWeights(place, rank) {
 
 /** @param {Rank} rank */
 function seconds(rank) {
-  return rank.step_seconds ? say("step.seconds", { seconds: digits(rank.step_seconds) }) : "";
+  return rank.step_seconds ? say("step.last", { seconds: digits(rank.step_seconds) }) : "";
 }
 
 /**

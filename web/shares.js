@@ -36,6 +36,14 @@ export function terms(degrees) {
     .join(" x ");
 }
 
+/**
+ * "ring 2 x cfg 2": what more than one worker has a part in.
+ * @param {Degrees} degrees
+ */
+export function divided(degrees) {
+  return terms(Object.fromEntries(Object.entries(degrees).filter(([, degree]) => degree > 1)));
+}
+
 /** @param {Degrees} degrees */
 function clauses({ ring_degree: ring, ulysses_degree: ulysses, cfg_degree: cfg, data_degree: data, pipeline_degree: stages }) {
   if (!ring || !ulysses || !cfg) return [say("share.auto")];

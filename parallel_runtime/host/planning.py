@@ -16,7 +16,7 @@ from . import endpoint
 from .cost import Figures
 from .devices import parse_devices, why_one_gpu
 from .pipelines import check_pipeline
-from .shares import asked_for
+from .shares import are_uneven, are_unused, asked_for
 
 Seconds = Callable[[Parallelism], float]
 
@@ -93,9 +93,15 @@ def plan(wish: Wish, seconds: Seconds | None = None) -> Division:
     placement = Placement(devices=devices, nnodes=nnodes, rdzv_endpoint=request.rdzv_endpoint if nnodes > 1 else "")
     _check_backend(request.attention_backend, placement)
     _check_graphs(request.cuda_graphs, placement)
-    if not guided and asked.cfg_degree == 2:
-        asked = _rows_for_prompts(asked) if whole else _folded(asked, request, heads, ringless, seconds)
-    return Division(degrees=replace(asked, shares=asked_for(request.shares, asked.world_size)), placement=placement)
+    as_one = asked
+    if asked.cfg_degree == 2:
+        as_one = _rows_for_prompts(asked) if whole else _folded(asked, request, heads, ringless, seconds)
+    if not guided:
+        asked = as_one
+    degrees = replace(asked, shares=asked_for(request.shares, asked.world_size))
+    if are_unused(degrees):
+        raise Refused(_nothing_uneven(request.shares, as_one), as_one.by_name)
+    return Division(degrees=degrees, placement=placement)
 
 
 def _undivided(request: ParallelRequest, world: int, network: str) -> Parallelism:
@@ -142,8 +148,10 @@ def _degrees(
     free = not ring and not ulysses
     rest = max(1, world // (data * max(1, request.pipeline_degree)))
     if cfg == 0:
-        # Each branch of guidance would have a copy of the weights, which were to be as small as they can.
-        cfg = 2 if guided and free and rest % 2 == 0 and request.weights != "shard" else 1
+        # Each branch of guidance would have a copy of the weights, which were to be as small as they can; and a prompt
+        # is not cut, so that shares have the sequence to divide.
+        apart = request.weights != "shard" and not are_uneven(request.shares)
+        cfg = 2 if guided and free and rest % 2 == 0 and apart else 1
     ring, ulysses = _cut(ring or int(ringless), ulysses, max(1, rest // cfg), heads, seconds)
     return request.with_degrees(
         ring_degree=ring,
@@ -234,6 +242,13 @@ def _nearest(asked: Parallelism, limit: int, heads: int, nnodes: int) -> Paralle
     stages, data, cfg, ring, ulysses = best
     return replace(
         asked, pipeline_degree=stages, data_degree=data, cfg_degree=cfg, ring_degree=ring, ulysses_degree=ulysses
+    )
+
+
+def _nothing_uneven(shares: str, as_one: Parallelism) -> str:
+    return (
+        f"shares {shares.strip()} divide nothing: with cfg_degree 2 each half of the workers has one prompt, and "
+        f"within the halves all get alike; choose {_named(as_one)} with cfg_degree 1, or shares auto"
     )
 
 

@@ -14,6 +14,7 @@ from ..wire.readings import Race
 from . import shares
 from .cost import Link, Work, activation_bytes, bytes_per_layer, evaluation_seconds, memory_bytes
 from .devices import why_one_gpu
+from .history import Cut, Pace
 from .picture import Part, parts
 from .pipelines import filled, in_flight, outside_bytes, passed_bytes, stages_of, weight_shares
 from .races import told
@@ -57,12 +58,12 @@ class Row:
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """All that is to say, in order, and what each rank holds: nothing where it cannot run as asked. `fix` are widgets
-    of CP Parallel Config to change then, and to what; `times` seconds a step that were measured, by workers."""
+    of CP Parallel Config to change then, and to what; `times` are steps that were measured."""
 
     rows: tuple[Row, ...]
     parts: tuple[Part, ...] = ()
     fix: Mapping[str, Any] = field(default_factory=dict)
-    times: Mapping[int, float] = field(default_factory=dict)
+    times: tuple[Pace, ...] = ()
 
     @property
     def text(self) -> str:
@@ -130,7 +131,7 @@ def report(
         Row("Traffic", _traffic(work, degrees)),
         Row("Launch", _launch(subject, division, way)),
         *(Row("Kernel", text) for text in told(races, degrees)),
-        Row("Speed", _speed(work, degrees, link) if not share_cores(placement) else ""),
+        Row("Speed", _speed(work, division, link)),
         Row("Decode", decode),
         *(Row("Note", text, "note") for text in notes),
     ]
@@ -292,14 +293,17 @@ def _launch(subject: Subject, division: Division, way: Prospect | None) -> str:
     return say(key, held=f"{activation_bytes(work, division.degrees) / GIB:.2f}")
 
 
-def _speed(work: Work, degrees: Parallelism, link: Link | None) -> str:
+def _speed(work: Work, division: Division, link: Link | None) -> str:
     if link is None or not link.bytes_per_second:
         return ""
-    several = evaluation_seconds(work, degrees, link)
-    alone = evaluation_seconds(work, Parallelism(), link)
+    degrees = division.degrees
+    several, alone = (evaluation_seconds(work, cut, link) for cut in (degrees, Parallelism()))
+    times = Cut.of(degrees, division.placement).credible(alone / several)
+    if times is None:
+        return ""
     lanes = degrees.cfg_degree * degrees.data_degree
     measured = {"link": f"{link.bytes_per_second / 1e9:.1f}", "flops": f"{link.flops_per_second / 1e12:.1f}"}
-    return say("speed.lanes" if lanes > 1 else "speed", times=f"{alone / several:.2f}", lanes=lanes, **measured)
+    return say("speed.lanes" if lanes > 1 else "speed", times=f"{times:.2f}", lanes=lanes, **measured)
 
 
 def _warnings(

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from ..errors import ParallelError
 from ..specs import ComfySetup, Placement
 from .group import WorkerGroup
+from .history import Pace
 from .journal import Journal
 from .launch import POLL_SECONDS
 from .limits import Limit
@@ -40,9 +41,9 @@ class Runtime:
         """What was printed and logged last."""
         return self._activity.journal
 
-    def paces(self, kind: Hashable) -> dict[int, float]:
-        """Seconds a step of this kind of work, by the number of workers that did it in this process."""
-        return self._activity.history.pace(kind)
+    def paces(self, kind: Hashable) -> tuple[Pace, ...]:
+        """Seconds a step of this kind of work, by the cuts that did it in this process."""
+        return self._activity.history.paces(kind)
 
     @property
     def live(self) -> WorkerGroup | None:
@@ -63,6 +64,7 @@ class Runtime:
             watch()
             return True
 
+        self._activity.wanted()
         with self._alone(go_on):
             try:
                 yield self._current(placement, comfy, watch)
@@ -84,8 +86,10 @@ class Runtime:
             yield self.live if alone and self._activity.now.state not in BUSY else None
 
     def start_ahead(self, placement: Placement, comfy: ComfySetup | None) -> None:
-        """Start the group on a thread of its own, if none is alive. Whoever borrows it hears what goes wrong."""
-        threading.Thread(target=self._start_ahead, args=(placement, comfy), name="start workers", daemon=True).start()
+        """A prompt asks for it: start the group on a thread of its own, if none is alive. Whoever borrows it hears what
+        goes wrong."""
+        self._activity.wanted(by_prompt=True)
+        self._start_aside(placement, comfy)
 
     def status(self) -> Status:
         """What the group is doing. Notices that an idle one has died, and ends one that was idle for long enough: ask a
@@ -110,9 +114,10 @@ class Runtime:
         also where one did not come up. False where there is none to restart.
         """
         group, now = self.group, self._activity.now
+        self._activity.unwanted()
         if group is None:
             if now.state in ("died", "unstarted") and now.placement is not None:
-                self.start_ahead(now.placement, comfy)
+                self._start_aside(now.placement, comfy)
                 return True
             return False
         if not self._lock.acquire(timeout=CLOSE_SECONDS):
@@ -123,7 +128,7 @@ class Runtime:
                 self._close(gently=False)
         finally:
             self._lock.release()
-        self.start_ahead(group.placement, group.comfy)
+        self._start_aside(group.placement, group.comfy)
         return True
 
     def close(self) -> None:
@@ -163,6 +168,9 @@ class Runtime:
             log.info("[CP] starting %d worker(s): %s%s", placement.world_size, ", ".join(placement.devices), machines)
             self.group = WorkerGroup(placement, comfy, watch, self._activity, self.stall)
         return self.group
+
+    def _start_aside(self, placement: Placement, comfy: ComfySetup | None) -> None:
+        threading.Thread(target=self._start_ahead, args=(placement, comfy), name="start workers", daemon=True).start()
 
     def _start_ahead(self, placement: Placement, comfy: ComfySetup | None) -> None:
         try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from ..errors import Refused
-from ..specs import Division
+from ..specs import Division, Parallelism
 
 NUMBERS = re.compile(r"\s*\d+(\s*,\s*\d+)*\s*")
 
@@ -27,11 +28,35 @@ def asked_for(shares: str, workers: int) -> tuple[int, ...]:
     return numbers
 
 
+def are_uneven(shares: str) -> bool:
+    """Are they typed as numbers that are not all the same?"""
+    return bool(NUMBERS.fullmatch(shares)) and len({int(number) for number in shares.split(",")}) > 1
+
+
+def are_unused(degrees: Parallelism) -> bool:
+    """Do they differ only between the halves of cfg_degree, which have a prompt each whatever is asked for?"""
+    shares, each = degrees.shares, degrees.context_parallel_size
+    lanes = _sums(shares, each)
+    alike = all(len(set(shares[first : first + each])) == 1 for first in range(0, len(shares), each))
+    return len(set(shares)) > 1 and alike and len(set(_sums(lanes, degrees.cfg_degree))) == 1
+
+
 def percent_of(division: Division) -> list[tuple[str, int]]:
-    """Each worker's device, and its share of all the work in percent."""
-    devices = division.placement.devices * division.placement.nnodes
-    shares = division.degrees.shares or (1,) * len(devices)
-    return [(device, round(100 * share / sum(shares))) for device, share in zip(devices, shares, strict=True)]
+    """Each worker's device, and its share of all the work in percent: each half of cfg_degree has one prompt."""
+    devices, degrees = division.placement.devices * division.placement.nnodes, division.degrees
+    shares, each = degrees.shares or (1,) * len(devices), degrees.context_parallel_size
+    lanes = _sums(shares, each)
+    groups = _sums(lanes, degrees.cfg_degree)
+    parts = [
+        share / lanes[rank // each] / degrees.cfg_degree * groups[rank // each // degrees.cfg_degree] / sum(groups)
+        for rank, share in enumerate(shares)
+    ]
+    return [(device, round(100 * part)) for device, part in zip(devices, parts, strict=True)]
+
+
+def _sums(shares: Sequence[int], each: int) -> list[int]:
+    """Of each so many that follow each other."""
+    return [sum(shares[first : first + each]) for first in range(0, len(shares), each)]
 
 
 def in_words(division: Division) -> str:

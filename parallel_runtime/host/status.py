@@ -11,7 +11,7 @@ from ..jobs import EvaluationJob, Job, VAEJob
 from ..specs import ModelSpec, Parallelism, Placement
 from ..wire.messages import Beat, Done, Joined, Step
 from ..wire.readings import Busy, Readings
-from .history import History, Run, Size
+from .history import Cut, History, Run, Size
 from .journal import Journal
 
 State = Literal[
@@ -97,6 +97,14 @@ class Activity:
         """The start is in this stage, and so many workers are through with it."""
         self._change(stage=stage, step=workers)
 
+    def wanted(self, *, by_prompt: bool = False) -> None:
+        """A run asks for the workers, or the prompt that it will be in."""
+        self.history.wanted(time.time(), anew=by_prompt and self.now.state not in BUSY)
+
+    def unwanted(self) -> None:
+        """They start again, and for nobody."""
+        self.history.unwanted()
+
     def of_size(self, size: Size) -> None:
         """What the next run is asked to do."""
         self.history.of_size(size)
@@ -117,6 +125,8 @@ class Activity:
             self._turn("decoding" if job.method == "decode" else "encoding", model="", step=0, steps=0)
             return
         self.history.with_sampler(repr(getattr(job, "sampler", "")))
+        if self.now.placement is not None:
+            self.history.divided(Cut.of(degrees, self.now.placement))
         ranks = tuple(replace(rank, loaded=0.0) for rank in self.now.ranks)
         self._turn("loading", model=name, degrees=degrees, step=0, steps=0, ranks=ranks)
 
@@ -225,6 +235,8 @@ class Activity:
         if self.now.state in CONVERTING:
             self._change(step=step, steps=total)
             return
+        if self.now.state == "loading":
+            self._turn("sampling")
         self.history.stepped(step + 1, total, time.time(), _waited(self.now.ranks))
         self._change(step=step + 1, steps=total, runs=self.history.runs)
 
