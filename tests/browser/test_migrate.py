@@ -107,4 +107,5 @@ def test_the_config_that_is_there_is_connected_and_undo_takes_both_back(page: An
     page.keyboard.press("Control+z")
     page.wait_for_function(f"!({KINDS})().includes('CPSampler')")
     assert sorted(page.evaluate(KINDS)) == sorted(before)
-    assert page.evaluate("() => app.graph.nodes.find(one => one.type === 'CPParallelConfig').outputs[0].links ?? []") == []
+    links = "() => app.graph.nodes.find(one => one.type === 'CPParallelConfig').outputs[0].links ?? []"
+    assert page.evaluate(links) == []
