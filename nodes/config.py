@@ -60,7 +60,7 @@ class CPParallelConfig(io.ComfyNode):
                     tooltip="What the workers compute in. auto = what ComfyUI would use for this model.",
                 ),
                 _widget(
-                    "devices", advanced=True,
+                    "devices",
                     tooltip="GPUs to use, such as 0,1. Empty = all. cpu,cpu starts two workers on the CPU, 0,0 two "
                     "that share GPU 0.",
                 ),

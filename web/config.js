@@ -81,9 +81,21 @@ async function summarise(node, parts, fold) {
   write(parts.note, found.note ?? "");
   for (const part of Object.values(parts)) part.hidden = !part.textContent;
   parts.words.closest(".cp-summary")?.classList.toggle("cp-bad", Boolean(found.bad));
-  node.has_errors = Boolean(found.bad);
+  frame(node, Boolean(found.bad));
   fold.show();
   app.canvas?.setDirty(true, true);
+}
+
+/**
+ * LiteGraph reads the flag, Nodes 2.0 has to be told.
+ * @param {any} node
+ * @param {boolean} bad
+ */
+function frame(node, bad) {
+  const oldValue = Boolean(node.has_errors);
+  node.has_errors = bad;
+  if (oldValue === bad) return;
+  node.graph?.trigger("node:property:changed", { nodeId: node.id, property: "has_errors", oldValue, newValue: bad });
 }
 
 /**

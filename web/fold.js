@@ -54,6 +54,14 @@ export function followRenderer() {
     setTimeout(() => (app.graph?.nodes ?? []).forEach((/** @type {any} */ node) => node.cpFold?.())));
 }
 
+/**
+ * ComfyUI makes a loaded node as high as all of its widgets would need.
+ * @param {LGraphNode} node
+ */
+export function foldLoaded(node) {
+  node.cpFold?.();
+}
+
 /** @param {LGraphNode} node */
 function folded(node) {
   return (node.widgets ?? []).filter((/** @type {any} */ widget) => widget.options?.advanced);

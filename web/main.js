@@ -3,10 +3,10 @@
 import { app } from "../../scripts/app.js";
 import { badge, startBadge } from "./badge.js";
 import { addSummary, CONFIG } from "./config.js";
-import { followRenderer } from "./fold.js";
+import { foldLoaded, followRenderer } from "./fold.js";
 import { menuItems, migrateSelected, standsIn } from "./migrate.js";
 import { startNotices } from "./notices.js";
-import { startLines } from "./onnode.js";
+import { SAMPLERS, addLine, startLines } from "./onnode.js";
 import { openPanel, panel } from "./panel.js";
 import { addPlan, PLAN } from "./plan.js";
 import { startRefusals } from "./refusals.js";
@@ -32,7 +32,9 @@ app.registerExtension({
   nodeCreated(/** @type {any} */ node) {
     if (node.comfyClass === CONFIG) addSummary(node);
     if (node.comfyClass === PLAN) addPlan(node);
+    if (SAMPLERS.includes(node.comfyClass)) addLine(node);
   },
+  loadedGraphNode: foldLoaded,
   async setup() {
     addStyle();
     app.extensionManager.registerSidebarTab(panel());

@@ -1,6 +1,7 @@
 /** "Run on several GPUs": puts the CP node in a native sampler's place, links, widgets and all. One step to undo. */
 
 import { app } from "../../scripts/app.js";
+import { CONFIG } from "./config.js";
 import { tell } from "./notices.js";
 import { gpus } from "./status.js";
 import { say } from "./words.js";
@@ -12,6 +13,7 @@ const STANDS_IN = {
   SamplerCustomAdvanced: "CPSamplerCustom",
 };
 
+const ALWAYS = 0; // neither muted nor bypassed
 const TOLD_MILLISECONDS = 15000;
 
 /** @typedef {any} LGraphNode frontend's types change between versions; what is used here is LiteGraph's oldest part */
@@ -73,6 +75,7 @@ function replace(old) {
   const links = linksOf(old);
   graph.remove(old);
   connect(made, links);
+  connectConfig(made);
   graph.setDirtyCanvas(true, true);
   return made;
 }
@@ -124,4 +127,14 @@ function connect(made, { graph, inputs, outputs }) {
     if (target) made.connect(index, target, target_slot);
     else graph.outputNode?.slots[target_slot]?.connect(made.outputs[index], made);
   }
+}
+
+/**
+ * Where the graph has one CP Parallel Config, it is meant for this node too.
+ * @param {LGraphNode} made
+ */
+function connectConfig(made) {
+  const configs = made.graph.nodes.filter((/** @type {LGraphNode} */ node) => node.type === CONFIG && node.mode === ALWAYS);
+  const slot = made.findInputSlot("cp_config");
+  if (configs.length === 1 && made.getInputLink(slot) == null) configs[0].connect(0, made, slot);
 }

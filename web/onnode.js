@@ -1,61 +1,76 @@
-/** What a run does, on the sampler's own node: workers, step, seconds a step, time left; afterwards how long it took. */
+/** What a run does, on the sampler's own node: workers, step, seconds a step, time left; afterwards steps and seconds. */
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
-import { facts } from "./runs.js";
+import { pace } from "./runs.js";
 import { digits, duration } from "./seconds.js";
-import { count } from "./shares.js";
 import { WORKING, follow, lastRun, left, now } from "./status.js";
 import { say } from "./words.js";
 
-const SAMPLERS = ["CPSampler", "CPSamplerAdvanced", "CPSamplerCustom"];
+export const SAMPLERS = ["CPSampler", "CPSamplerAdvanced", "CPSamplerCustom"];
+const CELL = "cpSamplerLines"; // on ComfyUI's own reactive store: Nodes 2.0 draws again what read it when it changes
 const PADDING = 6;
 const HIGH = 20;
+const GAP = 2;
 const FONT = "12px Inter, sans-serif";
 
 /** @typedef {any} LGraphNode */
 
-/** What both renderers take for a badge: LiteGraph draws it, Nodes 2.0 reads its text and colours. */
+let told = 0;
+
+/** What both renderers take for a badge: LiteGraph draws it, Nodes 2.0 reads its text and colours. No wider than the node. */
 class Line {
+  text = "";
   visible = true;
   height = HIGH;
   fgColor = "#e6edf7";
   bgColor = "#1d4477";
+  cssIcon = "cp-of-run"; // by which style.css finds it
   boundingRect = [0, 0, 0, 0];
+  #node;
 
-  /** @param {string} text */
-  constructor(text) {
-    this.text = text;
+  /** @param {LGraphNode} node */
+  constructor(node) {
+    this.#node = node;
   }
 
-  /** @param {CanvasRenderingContext2D} canvas */
-  getWidth(canvas) {
-    canvas.save();
-    canvas.font = FONT;
-    const wide = canvas.measureText(this.text).width + 2 * PADDING;
-    canvas.restore();
-    return wide;
+  /** None: it has a row of its own, above the page's badges. */
+  getWidth() {
+    return 0;
   }
 
   /**
    * @param {CanvasRenderingContext2D} canvas
-   * @param {number} x
-   * @param {number} y
+   * @param {number} _
+   * @param {number} y where the page's badges are
    */
-  draw(canvas, x, y) {
-    const wide = this.getWidth(canvas);
+  draw(canvas, _, y) {
+    if (!this.text) return;
+    const room = this.#node.size[0];
     canvas.save();
     canvas.font = FONT;
+    const wide = Math.min(canvas.measureText(this.text).width + 2 * PADDING, room);
+    const [left, top] = [room - wide, y - HIGH - GAP];
     canvas.fillStyle = this.bgColor;
     canvas.beginPath();
-    canvas.roundRect(x, y, wide, HIGH, 5);
+    canvas.roundRect(left, top, wide, HIGH, 5);
     canvas.fill();
     canvas.fillStyle = this.fgColor;
     canvas.textBaseline = "middle";
     canvas.textAlign = "left";
-    canvas.fillText(this.text, x + PADDING, y + HIGH / 2 + 1);
+    canvas.fillText(this.text, left + PADDING, top + HIGH / 2 + 1, wide - 2 * PADDING);
     canvas.restore();
   }
+}
+
+/** @param {LGraphNode} node a new sampler */
+export function addLine(node) {
+  const line = new Line(node);
+  node.cpLine = line;
+  node.badges.push(() => {
+    void /** @type {any} */ (app.extensionManager)[CELL];
+    return line;
+  });
 }
 
 export function startLines() {
@@ -67,7 +82,7 @@ export function startLines() {
   const sum = () => {
     const run = now().runs.find((one) => done && sampled(one) && one.began > done.after);
     if (!done || !run?.end) return;
-    if (done.node !== running) tell(done.node, facts(run).join(". "));
+    if (done.node !== running) tell(done.node, pace(run));
     done = undefined;
   };
   /** @type {EventTarget} */ (api).addEventListener("executing", (event) => {
@@ -104,20 +119,26 @@ export function nodeOf(id) {
   return graph?.getNodeById(steps[steps.length - 1]) ?? undefined;
 }
 
-/** "2 GPUs · 3 / 20 · 0.41 s · 7 s left" */
+/** "2 workers, step 3 of 20, 0.41 s each, 7 s left" */
 function inRun() {
-  const { state, world_size, steps, step, ranks, stage } = now();
-  const workers = count(world_size, ranks[0]?.device === "cpu");
-  if (state === "starting") return [workers, say(stage ? `stage.${stage}` : "state.starting")].join(" · ");
-  if (state === "loading") return [workers, say("state.loading", { percent: Math.round(now().loaded * 100) })].join(" · ");
+  const { state, world_size, steps, step, stage } = now();
+  const workers = say(world_size === 1 ? "line.worker" : "line.workers", { count: world_size });
+  if (state === "starting") return joined(workers, say(stage ? `stage.${stage}` : "state.starting"));
+  if (state === "loading") return joined(workers, say("state.loading", { percent: Math.round(now().loaded * 100) }));
   if (!WORKING.includes(state) || !steps) return "";
-  const pace = lastRun()?.step_seconds;
+  const seconds = lastRun()?.step_seconds;
   const rest = left();
-  return [
-    workers, say("state.step", { step, steps }),
-    pace ? say("step.seconds", { seconds: digits(pace) }) : "",
+  return joined(
+    workers,
+    say("line.step", { step, steps }),
+    seconds ? say("line.each", { seconds: digits(seconds) }) : "",
     rest === undefined ? "" : say("time.left", { time: duration(rest) }),
-  ].filter(Boolean).join(" · ");
+  );
+}
+
+/** @param {...string} parts */
+function joined(...parts) {
+  return parts.filter(Boolean).join(", ");
 }
 
 /**
@@ -125,8 +146,7 @@ function inRun() {
  * @param {string} words
  */
 function tell(node, words) {
-  const others = (node.badges ?? []).filter((/** @type {any} */ one) => !one.ofRun);
-  const line = new Line(words);
-  node.badges = words ? [...others, Object.assign(() => line, { ofRun: true })] : others;
+  node.cpLine.text = words;
+  Object.assign(app.extensionManager, { [CELL]: ++told });
   node.setDirtyCanvas?.(true, true);
 }

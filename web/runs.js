@@ -9,18 +9,26 @@ import { say } from "./words.js";
 
 const PHASES = ["starting", "loading", "sampling", "decoding", "encoding"];
 const SHOWN = 5;
+const LEAST = 0.5; // seconds worth a word
 
 /**
- * "20 steps, 0.41 s each; 4 s beside them" and how much faster than one worker; nothing before there was a step.
+ * "20 steps, 0.41 s each + 4 s start and load" and how much faster than one worker; nothing before there was a step.
  * @param {Run | undefined} run
  * @returns {string[]}
  */
 export function facts(run) {
   if (!run?.step_seconds) return [];
-  const sampling = seconds(run, ["sampling"]);
-  const beside = seconds(run, PHASES) - sampling;
-  const steps = say("run.steps", { steps: run.steps, seconds: digits(run.step_seconds) });
-  return [say("run.facts", { steps, beside: duration(beside) }), faster(run)].filter(Boolean);
+  const before = seconds(run, ["starting", "loading"]);
+  const steps = pace(run);
+  return [before < LEAST ? steps : say("run.facts", { steps, before: duration(before) }), faster(run)].filter(Boolean);
+}
+
+/**
+ * "20 steps, 0.41 s each"; nothing before there was a step.
+ * @param {Run | undefined} run
+ */
+export function pace(run) {
+  return run?.step_seconds ? say("run.steps", { steps: run.steps, seconds: digits(run.step_seconds) }) : "";
 }
 
 /**

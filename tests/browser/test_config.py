@@ -16,6 +16,8 @@ EDIT = """([name, value]) => {
 }"""
 SAVED = "() => app.graph.serialize().nodes.find(node => node.type === 'CPParallelConfig').widgets_values"
 ERROR = "() => Boolean(app.graph.nodes.find(node => node.type === 'CPParallelConfig').has_errors)"
+FRAMED = """() => !LiteGraph.vueNodesMode
+    || document.querySelector('[data-testid="node-inner-wrapper"]').className.includes('ring-destructive-background')"""
 HEIGHT = "() => app.graph.nodes[0].size[1]"
 SHOWN = """() => LiteGraph.vueNodesMode
     ? [...document.querySelectorAll('[data-testid="node-widget"]')]
@@ -44,12 +46,14 @@ def test_it_says_what_its_values_make_and_turns_red_with_the_reason(page: Any) -
     page.wait_for_function("document.querySelector('.cp-summary.cp-bad')")
     assert "ring_degree 3 x ulysses_degree 2 needs 6 workers" in summary.inner_text()
     assert page.evaluate(ERROR)
+    page.wait_for_function(FRAMED)
     shown, inner = summary.bounding_box(), page.locator(".cp-words").bounding_box()
     assert inner["y"] + inner["height"] <= shown["y"] + shown["height"] + 1, "the reason is cut off"
 
     page.evaluate(EDIT, ["ring_degree", 2])
     page.wait_for_function("!document.querySelector('.cp-summary.cp-bad')")
     assert not page.evaluate(ERROR)
+    page.wait_for_function(f"LiteGraph.vueNodesMode ? !({FRAMED})() : true")
     assert len(page.evaluate(SAVED)) == len(saved), "the text is no widget that is saved"
 
     heights = []
@@ -62,10 +66,10 @@ def test_it_says_what_its_values_make_and_turns_red_with_the_reason(page: Any) -
 
 
 @BOTH
-def test_two_widgets_show_until_one_of_the_others_says_something_unusual(page: Any) -> None:
+def test_three_widgets_show_until_one_of_the_others_says_something_unusual(page: Any) -> None:
     put(page, [["CPParallelConfig", 0, 0, {}]])
     page.wait_for_function(SAYS, arg="1 CPU worker")
-    page.wait_for_function(f"({SHOWN})() === 2")
+    page.wait_for_function(f"({SHOWN})() === 3")
     wait_until_drawn(page)
     folded = page.evaluate(HEIGHT)
     assert folded < 300
@@ -74,8 +78,12 @@ def test_two_widgets_show_until_one_of_the_others_says_something_unusual(page: A
     page.get_by_role("button", name="Hide advanced inputs").or_(
         page.get_by_role("button", name="Fewer options")
     ).click()
-    page.wait_for_function(f"({SHOWN})() === 2")
-    page.evaluate(EDIT, ["devices", "banana"])
+    page.wait_for_function(f"({SHOWN})() === 3")
+    page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
+    page.wait_for_function(SAYS, arg="1 CPU worker")
+    wait_until_drawn(page)
+    assert page.evaluate(HEIGHT) < 300, "as high as all widgets, once it is loaded"
+    page.evaluate(EDIT, ["dtype", "banana"])
     page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
     page.wait_for_function("document.querySelector('.cp-summary.cp-bad')?.textContent.includes('banana')")
     page.wait_for_function(f"({SHOWN})() > 14")

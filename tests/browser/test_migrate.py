@@ -18,6 +18,13 @@ KINDS = "() => app.graph.nodes.map(node => node.type)"
 SAVED = "() => app.graph.serialize()"
 PROMPT = "async () => (await app.graphToPrompt()).output"
 ENTRY = "Run on several GPUs"
+ADD_CONFIG = """() => {
+    const node = LiteGraph.createNode('CPParallelConfig');
+    node.pos = [0, 500];
+    app.graph.add(node);
+    app.extensionManager.workflow.activeWorkflow.changeTracker.checkState?.();
+}"""
+SELECT = "() => app.canvas.select(app.graph.nodes.find(node => node.type === 'KSampler'))"
 
 
 def plain(prompt: dict[str, Any]) -> list[str]:
@@ -86,3 +93,19 @@ def test_the_other_samplers_keep_every_widget_and_link(page: Any, kind: str) -> 
     page.evaluate("() => app.extensionManager.command.execute('CPSampler.Migrate')")
     assert page.evaluate(state) == before
     assert kind not in page.evaluate(KINDS)
+
+
+def test_the_config_that_is_there_is_connected_and_undo_takes_both_back(page: Any) -> None:
+    put_sampler(page)
+    page.evaluate(ADD_CONFIG)
+    before = page.evaluate(KINDS)
+    page.evaluate(SELECT)
+    page.evaluate("() => app.extensionManager.command.execute('CPSampler.Migrate')")
+    config = "() => app.graph.nodes.find(node => node.type === 'CPSampler')?.getInputNode(4)?.type"
+    assert page.evaluate(config) == "CPParallelConfig"
+    page.keyboard.press("Escape")
+    page.keyboard.press("Control+z")
+    page.wait_for_function(f"!({KINDS})().includes('CPSampler')")
+    assert sorted(page.evaluate(KINDS)) == sorted(before)
+    links = "() => app.graph.nodes.find(one => one.type === 'CPParallelConfig').outputs[0].links ?? []"
+    assert page.evaluate(links) == []

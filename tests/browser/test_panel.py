@@ -41,7 +41,7 @@ def shows(page: Any, words: str, milliseconds: float = START_MILLISECONDS) -> st
 
 LINE = """() => app.graph.nodes.find(node => node.type === 'CPSampler').badges
     .map(badge => typeof badge === 'function' ? badge() : badge)
-    .find(badge => badge.text.includes('CPU'))?.text ?? ''"""
+    .find(badge => badge.text.includes('worker'))?.text ?? ''"""
 BOXES = """() => ['[data-testid="error-overlay"]', '.cp-toast'].map(one => document.querySelector(one))
     .map(found => found?.getBoundingClientRect()).map(box => box && [box.top, box.bottom])"""
 
@@ -89,7 +89,7 @@ def test_the_panel_follows_a_run_a_kill_and_a_recovery(page: Any, server: Server
         "document.querySelectorAll('.cp-waited')[1].textContent.endsWith('s of it in communication')"
     )
     page.wait_for_function("/^for .* · .* left$/.test(document.querySelector('.cp-clock').textContent)")
-    page.wait_for_function(f"/^2 CPU workers · Step .* s a step · .* left$/.test(({LINE})())")
+    page.wait_for_function(f"/^2 workers, step .* s each, .* left$/.test(({LINE})())")
     assert page.locator(".cp-legend").inner_text().split() == ["Start", "Load", "Steps"]
     assert page.locator(".cp-badge").inner_text().startswith("Step")
 
@@ -120,7 +120,7 @@ def test_the_panel_follows_a_run_a_kill_and_a_recovery(page: Any, server: Server
     server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
     shows(page, "Idle")
     page.wait_for_function(
-        "/^4 steps, .* s each; .* beside them/.test(document.querySelector('.cp-facts').textContent)"
+        "/^4 steps, .* s each \\+ .* start and load/.test(document.querySelector('.cp-facts').textContent)"
     )
     assert not page.evaluate(TOLD, "A GPU worker died"), "an old failure is no news"
 
