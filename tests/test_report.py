@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from parallel_runtime.host.cost import Figures, Work
+from parallel_runtime.host.cost import Figures, Link, Work
 from parallel_runtime.host.report import Report, Row, Subject, report
 from parallel_runtime.host.storing import Prospect
 from parallel_runtime.specs import Division, Parallelism, Placement, Storage
@@ -94,6 +94,17 @@ def test_the_seconds_of_an_evaluation_are_of_the_prompts_in_it(prompts: int, row
     )
     text = words(ulysses_degree=2, guided=True, way=way, work=figures.work(1, 4608, prompts=prompts))
     assert f"2.00 s for {says}, 0.50 s of them waiting" in text
+
+
+@pytest.mark.parametrize(
+    ("devices", "told"), [(("cuda:0", "cuda:1"), True), (("cuda:0", "cuda:0"), False), (("cpu", "cpu"), False)]
+)
+def test_no_speed_is_promised_where_workers_share_a_device(devices: tuple[str, ...], told: bool) -> None:
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096, "text": 512}, work=WORK)
+    division = Division(degrees=Parallelism(ulysses_degree=2), placement=Placement(devices=devices))
+    link = Link(bytes_per_second=3e11, flops_per_second=1.4e14)
+    said = report(subject, division, guided=False, automatic=False, link=link).text
+    assert ("times as fast as on one worker" in said) == told
 
 
 def test_unequal_shares_are_told_in_percent_and_one_without_work_is_advised_against() -> None:
