@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..errors import Refused
 from ..specs import Division, Parallelism
 
-NUMBERS = re.compile(r"\s*\d+(\s*,\s*\d+)*\s*")
+NUMBERS = re.compile(r"\s*\d{1,9}(\s*,\s*\d{1,9})*\s*", re.ASCII)
 
 
 def asked_for(shares: str, workers: int) -> tuple[int, ...]:
@@ -18,7 +18,7 @@ def asked_for(shares: str, workers: int) -> tuple[int, ...]:
     if shares.strip() == "equal":
         return (1,) * workers
     if not NUMBERS.fullmatch(shares):
-        raise Refused(f"shares is auto, equal, or a whole number for each worker such as 3,2, and not {shares!r}")
+        raise Refused(f"shares is auto, equal, or a whole number for each worker such as 3,2, and not {shares[:40]!r}")
     numbers = tuple(int(number) for number in shares.split(","))
     if len(numbers) != workers:
         raise Refused(
