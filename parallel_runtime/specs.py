@@ -73,9 +73,9 @@ class Parallelism:
             raise Refused(f"shares start at 0, got {_listed(self.shares)}")
         if not all(sum(self.shares[first : first + together]) for first in range(0, count, together)):
             raise Refused(
-                f"shares {_listed(self.shares)} leave nobody to do the work of a lane: of each {together} worker(s) that "
-                "have a prompt or an image to themselves one needs a share above 0; write 1 there, or set cfg_degree and "
-                "data_degree to 1"
+                f"shares {_listed(self.shares)} leave nobody to do the work of a lane: of each {together} worker(s) "
+                "that have a prompt or an image to themselves one needs a share above 0; write 1 there, or set "
+                "cfg_degree and data_degree to 1"
             )
 
     @property

@@ -88,7 +88,7 @@ def test_heads_need_not_divide():
         ({"shares": "3;2"}, 24, 2, "shares is auto, equal, or a whole number for each .* such as 3,2, and not '3;2'"),
         ({"shares": "3,-2"}, 24, 2, "a whole number for each worker"),
         ({"shares": "0,0"}, 24, 2, "shares 0,0 leave nobody to do the work"),
-        ({"shares": "1,1,0,0", "data_degree": 2}, 24, 4, r"of each 2 worker\(s\) .* one needs a share above 0; write 1"),
+        ({"shares": "1,1,0,0", "data_degree": 2}, 24, 4, "one needs a share above 0; write 1 there"),
         ({"shares": "9" * 5000 + ",1"}, 24, 2, "a whole number for each worker such as 3,2, and not '9{40}'"),
     ],
 )  # fmt: skip
