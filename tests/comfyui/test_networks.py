@@ -13,13 +13,12 @@ import pytest
 from torch import Tensor
 
 from .cases import DEGREES
-from .client import Graph, NodeError
+from .client import Graph
 from .comfy import ComfyInstall
 from .graphs import Job, Parallel, sampling_graph
 from .latents import apart, latent_of
 from .networks import NETWORKS
 from .server import Server
-from .test_kin import link, node
 
 BARS = {
     "1_worker": 1e-6,
@@ -71,21 +70,3 @@ def test_it_is_sampled_as_ksampler_does(
 def test_in_the_stages_of_a_pipeline(server: Server, native: Callable[[str], Tensor], name: str) -> None:
     """With a reference, and with two streams of tokens: video and audio."""
     assert apart(latent_of(server.client.run(picture(name, DEGREES["pipeline_2"]))), native(name)) <= BARS["pipeline_2"]
-
-
-def keeping_keys(parallel: Parallel | None = None) -> Graph:
-    """FLUX.2 that keeps the keys of its reference from the first step on, and is told where that is."""
-    graph = picture("flux2_references", parallel)
-    graph["kept"] = node("FluxKVCache", model=link("model"))
-    graph["sampler"]["inputs"]["model"] = link("kept")
-    return graph
-
-
-def test_a_value_of_the_network_that_a_node_replaces_is_replaced_in_the_workers(server_of_networks: Server) -> None:
-    client = server_of_networks.client
-    want = latent_of(client.run(keeping_keys()))
-    assert apart(latent_of(client.run(picture("flux2_references"))), want) > 1e-3, "it does something"
-    together = Parallel(cfg_degree=1, data_degree=2)
-    assert apart(latent_of(client.run(keeping_keys(together))), want) <= 1e-5
-    with pytest.raises(NodeError, match=r"Flux with attn1_patch of KV_Attn_Input cannot be cut by sequence"):
-        client.run(keeping_keys(DEGREES["ulysses_2"]))
