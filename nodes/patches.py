@@ -9,7 +9,7 @@ from comfy.weight_adapter import WeightAdapterBase
 from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
 
 from ..parallel_runtime.errors import Refused
-from .code import Unsendable, describe, title
+from .code import PLAIN, Unsendable, describe, title
 from .encoded import Side, encoded_ahead
 
 WAY_OUT = "remove it, or sample this MODEL with KSampler"
@@ -99,9 +99,7 @@ def _on_network(model: ModelPatcher) -> list[str]:
 def attributes_of(model: ModelPatcher) -> dict[str, Any]:
     """Plain values that MODEL has in place of its network's own, by name."""
     found = {name: value for name, value in model.object_patches.items() if name.startswith("diffusion_model.")}
-    return {
-        name: value for name, value in found.items() if value is None or isinstance(value, bool | int | float | str)
-    }
+    return {name: value for name, value in found.items() if value is None or isinstance(value, PLAIN)}
 
 
 def check_attributes(model: ModelPatcher) -> None:

@@ -66,16 +66,17 @@ class Parallelism:
             self._check_shares()
 
     def _check_shares(self) -> None:
-        count, together = len(self.shares), self.context_parallel_size
-        if count != self.world_size:
-            raise Refused(f"shares are one a worker, {self.world_size} of them, got {count}: {_listed(self.shares)}")
+        if len(self.shares) != self.world_size:
+            raise Refused(
+                f"shares are one a worker, {self.world_size} of them, got {len(self.shares)}: {_listed(self.shares)}"
+            )
         if min(self.shares) < 0:
             raise Refused(f"shares start at 0, got {_listed(self.shares)}")
-        if not all(sum(self.shares[first : first + together]) for first in range(0, count, together)):
+        if not all(map(sum, self.lanes)):
             raise Refused(
-                f"shares {_listed(self.shares)} leave nobody to do the work of a lane: of each {together} worker(s) "
-                "that have a prompt or an image to themselves one needs a share above 0; write 1 there, or set "
-                "cfg_degree and data_degree to 1"
+                f"shares {_listed(self.shares)} leave nobody to do the work of a lane: of each "
+                f"{self.context_parallel_size} worker(s) that have a prompt or an image to themselves one needs a "
+                "share above 0; write 1 there, or set cfg_degree and data_degree to 1"
             )
 
     @property
@@ -88,12 +89,15 @@ class Parallelism:
         return self.ring_degree * self.ulysses_degree
 
     @property
+    def lanes(self) -> list[tuple[int, ...]]:
+        """The shares of the ranks of each sequence, in rank order; all alike where there are none."""
+        shares, each = self.shares or (1,) * self.world_size, self.context_parallel_size
+        return [shares[first : first + each] for first in range(0, len(shares), each)]
+
+    @property
     def largest_share(self) -> tuple[int, int]:
         """Of a sequence, that one rank has at most: so many of so many parts."""
-        each = self.context_parallel_size
-        shares = self.shares or (1,) * self.world_size
-        lanes = [shares[first : first + each] for first in range(0, len(shares), each)]
-        return max(((max(lane), sum(lane)) for lane in lanes), key=lambda part: part[0] / part[1])
+        return max(((max(lane), sum(lane)) for lane in self.lanes), key=lambda part: part[0] / part[1])
 
     @property
     def dims(self) -> tuple[int, int, int, int, int]:

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .blocks import Stack
 from .errors import Refused
 from .loads import Load, share_out
 from .networks import Network
 from .plan import Plan, Site
 from .specs import Parallelism
-
-Stack = nn.ModuleList | nn.ModuleDict
 
 
 @dataclass(frozen=True, eq=False)

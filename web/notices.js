@@ -4,7 +4,7 @@ import { app } from "../../scripts/app.js";
 import { element } from "./elements.js";
 import { openHelp } from "./help.js";
 import { openPanel } from "./panel.js";
-import { WORKING, follow, gpus, lastWords } from "./status.js";
+import { FAILED, WORKING, follow, gpus, lastWords } from "./status.js";
 import { say } from "./words.js";
 
 /** @typedef {import("./status.js").Status} Status @typedef {{words: string, open: () => void}} Link */
@@ -14,7 +14,6 @@ const LOOK_MILLISECONDS = 250;
 const GAP = 12; // pixels
 const LINES = 3; // of a worker's last words
 const LONGEST = 140; // characters of one
-const FAILED = ["died", "unstarted"];
 const ONE_GPU = "cp.one-gpu"; // in this browser's storage: it was told once
 
 let number = 0;

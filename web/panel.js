@@ -9,7 +9,7 @@ import { cardName, rankCard } from "./rank.js";
 import { facts, timeline } from "./runs.js";
 import { duration } from "./seconds.js";
 import { shares, terms } from "./shares.js";
-import { BUSY, WORKING, elapsed, follow, gpus, lastRun, lastWords, left, now } from "./status.js";
+import { BUSY, FAILED, WORKING, elapsed, follow, gpus, lastRun, lastWords, left, now } from "./status.js";
 import { say } from "./words.js";
 
 /** @typedef {import("./status.js").Status} Status */
@@ -17,7 +17,6 @@ import { say } from "./words.js";
 export const PANEL = "cp-workers";
 const LOG_MILLISECONDS = 2000;
 const CLOCK_MILLISECONDS = 500;
-const FAILED = ["died", "unstarted"];
 const NEAR_PIXELS = 24;
 
 /** @returns {any} what registerSidebarTab takes */

@@ -35,7 +35,7 @@ export function pace(run) {
  * Beside one worker: measured, or estimated and said to be so.
  * @param {Run} run
  */
-export function faster(run) {
+function faster(run) {
   if (!run.alone || !run.step_seconds) return "";
   const times = (run.alone / run.step_seconds).toFixed(1);
   return say(run.measured ? "run.measured" : "run.estimated", { times, seconds: digits(run.alone) });

@@ -20,6 +20,7 @@ import { say } from "./words.js";
  */
 
 export const WORKING = ["sampling", "decoding", "encoding"];
+export const FAILED = ["died", "unstarted"];
 export const BUSY = ["starting", "loading", ...WORKING, "cancelling"];
 
 /** @type {Status} */

@@ -11,6 +11,7 @@ from math import gcd
 
 from ..specs import ModelSpec, Parallelism, Placement
 from .cost import Link, Work, alone_seconds
+from .shares import of_all
 from .unlike import are_unlike
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,8 @@ class Balance:
             return
         taking = [each for each, share in zip(known, shares, strict=True) if share]
         slowest, before = max(taking) * len(taking) / sum(taking), tried.shares
-        tried.ran(slowest, parts(_speeds(degrees, shares, known)))
+        speeds = [work / took if took else 0.0 for work, took in zip(of_all(degrees), known, strict=True)]
+        tried.ran(slowest, parts(speeds))
         if tried.shares != before:
             log.info(
                 "[CP] worker %d computed %.0f %% longer than all on average: from the next run on shares are %s",
@@ -99,18 +101,6 @@ def parts(speeds: Sequence[float]) -> Shares:
     sizes = [max(round(PARTS * speed / mean), int(speed > 0)) for speed in speeds]
     common = gcd(*sizes)
     return tuple(size // common for size in sizes)
-
-
-def _speeds(degrees: Parallelism, shares: Shares, seconds: Sequence[float]) -> list[float]:
-    """What each rank did of the work in a second. Lanes of prompts have as much to do whatever their shares, lanes of
-    rows in proportion to theirs."""
-    size, speeds = degrees.context_parallel_size, []
-    each = size * degrees.cfg_degree
-    for rank, (share, took) in enumerate(zip(shares, seconds, strict=True)):
-        lane, rows = rank // size * size, rank // each * each
-        work = share / sum(shares[lane : lane + size]) * sum(shares[rows : rows + each]) / degrees.cfg_degree
-        speeds.append(work / took if took else 0.0)
-    return speeds
 
 
 def _key(model: ModelSpec, degrees: Parallelism) -> Key:

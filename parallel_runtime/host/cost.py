@@ -105,6 +105,11 @@ class Work:
         return self.rows * self.tokens * self.figures.width * self.figures.item_bytes
 
 
+def of_a_lane(work: Work, parallelism: Parallelism) -> int:
+    """Rows of all prompts together that the busiest lane evaluates in a step; through stages they follow each other."""
+    return -(-work.rows // parallelism.data_degree) * -(-work.prompts // parallelism.cfg_degree)
+
+
 def coarse(speed: float) -> float:
     """The nearest power of two: a measurement's noise must not change how the next run is cut."""
     return 2.0 ** round(math.log2(speed)) if speed > 0 else 0.0
@@ -132,8 +137,7 @@ def evaluation_seconds(work: Work, parallelism: Parallelism, link: Link, *, devi
 def _in_stages(work: Work, parallelism: Parallelism) -> float:
     """The time of an evaluation, as a share of what one stage that had all blocks would take: while the pipeline fills
     and empties, stages stand still."""
-    flights = -(-work.rows // parallelism.data_degree) * -(-work.prompts // parallelism.cfg_degree)
-    stages = parallelism.pipeline_degree
+    flights, stages = of_a_lane(work, parallelism), parallelism.pipeline_degree
     return (flights + stages - 1) / (flights * stages)
 
 
@@ -207,8 +211,7 @@ def rotating(work: Work, parallelism: Parallelism, link: Link, device_bytes: int
 
 def collected_bytes(work: Work, parallelism: Parallelism) -> int:
     """Keys and values of a whole ring, as one rank has them when they are collected."""
-    rows = -(-work.rows // parallelism.data_degree) * -(-work.prompts // parallelism.cfg_degree)
-    return 2 * rows * work.activation_bytes // work.rows // parallelism.ulysses_degree
+    return 2 * of_a_lane(work, parallelism) * work.activation_bytes // work.rows // parallelism.ulysses_degree
 
 
 def memory_bytes(work: Work, parallelism: Parallelism) -> int:
@@ -218,8 +221,6 @@ def memory_bytes(work: Work, parallelism: Parallelism) -> int:
 
 def activation_bytes(work: Work, parallelism: Parallelism) -> int:
     """About what one evaluation adds to the weights on one rank."""
-    rows = -(-work.rows // parallelism.data_degree)
-    batch = rows * -(-work.prompts // parallelism.cfg_degree)
-    tensors = (ACTIVATIONS + KEPT * work.cached) * batch
+    tensors = (ACTIVATIONS + KEPT * work.cached) * of_a_lane(work, parallelism)
     part, of = parallelism.largest_share
     return tensors * work.activation_bytes // work.rows * part // of

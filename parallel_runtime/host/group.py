@@ -18,7 +18,7 @@ from ..wire.readings import Readings
 from .balance import Balance
 from .cost import Work
 from .launch import Processes
-from .limits import Limit, seconds_from
+from .limits import Limit, seconds_from, stall_limit
 from .patience import Patience
 from .sent import Sent
 from .status import BUSY, Activity
@@ -64,7 +64,7 @@ class WorkerGroup:
         self.placement = placement
         self.activity = activity or Activity()
         self.comfy = comfy
-        self.stall = stall or Limit("CP_STALL_SECONDS", 120)  # seconds without a sign of life
+        self.stall = stall or stall_limit()
         self._jobs = itertools.count(1)
         self._sent = Sent()
         self.held: dict[ModelSpec, Any] = {}  # what its borrowers keep of each model that has its place there

@@ -44,3 +44,8 @@ class Limit:
 
     def __float__(self) -> float:
         return float(self._seconds)
+
+
+def stall_limit() -> Limit:
+    """Without a sign of life from a worker at work."""
+    return Limit("CP_STALL_SECONDS", 120)

@@ -38,22 +38,16 @@ def _part(rank: int, device: str, degrees: Parallelism, sharded: bool, held: flo
     return Part(
         rank=rank,
         device=device,
-        tokens=_share(place, _of_lane(degrees, lane)),
+        tokens=_share(place, degrees.lanes[lane]),
         heads=_share(rank % degrees.ulysses_degree, _of_heads(degrees, lane)),
         weights=stages[stage] if stages else (first, first + held),
         lane=_lane(stage, data, cfg, degrees),
     )
 
 
-def _of_lane(degrees: Parallelism, lane: int) -> tuple[int, ...]:
-    """The shares of ranks that have one sequence."""
-    count = degrees.context_parallel_size
-    return degrees.shares[lane * count :][:count] or (1,) * count
-
-
 def _of_heads(degrees: Parallelism, lane: int) -> tuple[int, ...]:
     """Of all ranks of a ring that have the same heads."""
-    shares = _of_lane(degrees, lane)
+    shares = degrees.lanes[lane]
     return tuple(sum(shares[place :: degrees.ulysses_degree]) for place in range(degrees.ulysses_degree))
 
 

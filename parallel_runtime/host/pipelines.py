@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from ..errors import Refused
 from ..loads import share_out
 from ..specs import Division, Parallelism, ParallelRequest
-from .cost import Figures, Work
+from .cost import Figures, Work, of_a_lane
 
 MAX_STAGES = 64
 
@@ -102,12 +102,6 @@ def balanced(division: Division, figures: Figures, room: int | None) -> Division
     return replace(division, degrees=replace(degrees, stages=stages))
 
 
-def in_flight(work: Work, degrees: Parallelism) -> int:
-    """How many forwards follow each other through the stages of a lane in a step."""
-    rows = -(-work.rows // degrees.data_degree)
-    return rows * -(-work.prompts // degrees.cfg_degree)
-
-
 def passed_bytes(work: Work) -> int:
     """What one forward passes from a stage to the next: its tokens."""
     return work.activation_bytes // work.rows
@@ -115,7 +109,7 @@ def passed_bytes(work: Work) -> int:
 
 def filled(work: Work, degrees: Parallelism) -> float:
     """The share of a step in which a stage computes: it waits while the pipeline fills and empties."""
-    flights = in_flight(work, degrees)
+    flights = of_a_lane(work, degrees)
     return flights / (flights + degrees.pipeline_degree - 1)
 
 

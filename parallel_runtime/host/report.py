@@ -12,11 +12,11 @@ from ..accelerators import CUDA
 from ..specs import Division, Parallelism, Placement
 from ..wire.readings import Race
 from . import shares
-from .cost import Link, Work, activation_bytes, bytes_per_layer, evaluation_seconds, memory_bytes
+from .cost import Link, Work, activation_bytes, bytes_per_layer, evaluation_seconds, memory_bytes, of_a_lane
 from .devices import why_one_gpu
 from .history import Cut, Pace
 from .picture import Part, parts
-from .pipelines import filled, in_flight, outside_bytes, passed_bytes, stages_of, weight_shares
+from .pipelines import filled, outside_bytes, passed_bytes, stages_of, weight_shares
 from .races import told
 from .sentences import Said, say
 from .storing import BUFFERS, Prospect, size_in_words
@@ -206,7 +206,7 @@ def _stages(work: Work, degrees: Parallelism, resorted: bool) -> str:
         f"{size_in_words(stage.nbytes)})"
         for number, stage in enumerate(stages, 1)
     )
-    flights = in_flight(work, degrees)
+    flights = of_a_lane(work, degrees)
     follow = f"{flights} evaluations follow each other" if flights > 1 else "one evaluation goes"
     busy = f"a stage computes {filled(work, degrees):.0%} of the time"
     return f"{'; '.join(each)}. {follow} through them: {busy}. Exact.{WHY if resorted else ''}"
@@ -329,7 +329,7 @@ def _warnings(
 
 
 def _of_stages(work: Work, degrees: Parallelism) -> list[str]:
-    if degrees.pipeline_degree <= in_flight(work, degrees):
+    if degrees.pipeline_degree <= of_a_lane(work, degrees):
         return []
     return [
         f"Stages stand still {1 - filled(work, degrees):.0%} of the time: a pipeline is for weights that fit nowhere "

@@ -16,7 +16,7 @@ from .group import WorkerGroup
 from .history import Pace
 from .journal import Journal
 from .launch import POLL_SECONDS
-from .limits import Limit
+from .limits import Limit, stall_limit
 from .status import BUSY, RESTING, Activity, Status
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Runtime:
 
     def __init__(self) -> None:
         self.group: WorkerGroup | None = None  # look at it; to use it borrow it
-        self.stall = Limit("CP_STALL_SECONDS", 120)
+        self.stall = stall_limit()
         self.idle = Limit("CP_IDLE_SECONDS", 0)  # 0: never
         self._activity = Activity()
         self._lock = threading.RLock()  # who holds it may use the group, start or end it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from ..errors import Refused
 from ..specs import Division, Parallelism
@@ -19,7 +18,7 @@ def asked_for(shares: str, workers: int) -> tuple[int, ...]:
         return (1,) * workers
     if not NUMBERS.fullmatch(shares):
         raise Refused(f"shares is auto, equal, or a whole number for each worker such as 3,2, and not {shares[:40]!r}")
-    numbers = tuple(int(number) for number in shares.split(","))
+    numbers = _numbers(shares)
     if len(numbers) != workers:
         raise Refused(
             f"shares {shares.strip()} names {len(numbers)}, and the number of workers is {workers}: name {workers}, "
@@ -30,33 +29,41 @@ def asked_for(shares: str, workers: int) -> tuple[int, ...]:
 
 def are_uneven(shares: str) -> bool:
     """Are they typed as numbers that are not all the same?"""
-    return bool(NUMBERS.fullmatch(shares)) and len({int(number) for number in shares.split(",")}) > 1
+    return bool(NUMBERS.fullmatch(shares)) and len(set(_numbers(shares))) > 1
+
+
+def _numbers(shares: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in shares.split(","))
 
 
 def are_unused(degrees: Parallelism) -> bool:
     """Do they differ only between the halves of cfg_degree, which have a prompt each whatever is asked for?"""
-    shares, each = degrees.shares, degrees.context_parallel_size
-    lanes = _sums(shares, each)
-    alike = all(len(set(shares[first : first + each])) == 1 for first in range(0, len(shares), each))
-    return len(set(shares)) > 1 and alike and len(set(_sums(lanes, degrees.cfg_degree))) == 1
+    alike = all(len(set(lane)) == 1 for lane in degrees.lanes)
+    return len(set(degrees.shares)) > 1 and alike and len(set(_of_rows(degrees))) == 1
 
 
 def percent_of(division: Division) -> list[tuple[str, int]]:
-    """Each worker's device, and its share of all the work in percent: each half of cfg_degree has one prompt."""
-    devices, degrees = division.placement.devices * division.placement.nnodes, division.degrees
-    shares, each = degrees.shares or (1,) * len(devices), degrees.context_parallel_size
-    lanes = _sums(shares, each)
-    groups = _sums(lanes, degrees.cfg_degree)
-    parts = [
-        share / lanes[rank // each] / degrees.cfg_degree * groups[rank // each // degrees.cfg_degree] / sum(groups)
-        for rank, share in enumerate(shares)
-    ]
+    """Each worker's device, and its share of all the work in percent."""
+    devices = division.placement.devices * division.placement.nnodes
+    parts = of_all(division.degrees)
     return [(device, round(100 * part)) for device, part in zip(devices, parts, strict=True)]
 
 
-def _sums(shares: Sequence[int], each: int) -> list[int]:
-    """Of each so many that follow each other."""
-    return [sum(shares[first : first + each]) for first in range(0, len(shares), each)]
+def of_all(degrees: Parallelism) -> list[float]:
+    """What each worker has to do of all the work. Lanes of prompts have as much to do whatever their shares, lanes of
+    rows in proportion to theirs."""
+    rows = _of_rows(degrees)
+    return [
+        share / sum(lane) / degrees.cfg_degree * rows[number // degrees.cfg_degree] / sum(rows)
+        for number, lane in enumerate(degrees.lanes)
+        for share in lane
+    ]
+
+
+def _of_rows(degrees: Parallelism) -> list[int]:
+    """The shares of all workers together that have the same rows of the batch."""
+    sums, each = [sum(lane) for lane in degrees.lanes], degrees.cfg_degree
+    return [sum(sums[first : first + each]) for first in range(0, len(sums), each)]
 
 
 def in_words(division: Division) -> str:
