@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from .cases import DEGREES
 from .comfy import OUR_ROOT, ComfyInstall, find_comfy, why_there_is_none
+from .latents import latent_of
+from .networks import picture
 from .server import Server, running_server
 
 
@@ -34,6 +38,17 @@ def server(shared_server: Server, request: pytest.FixtureRequest) -> Iterator[Se
     request.node.server_log = lambda: shared_server.log(since)
     yield shared_server
     shared_server.client.settle()
+
+
+@pytest.fixture(scope="session")
+def native_network(comfy: ComfyInstall, shared_server: Server) -> Callable[[str], Tensor]:
+    """KSampler's latent of each network, sampled once; their files lie in the server's folders from now on."""
+    folder = shared_server.base / "models" / "diffusion_models" / "networks"
+    folder.mkdir()
+    command = [comfy.python, "-m", "tests.comfyui.write_networks", folder]
+    environment = os.environ | {"COMFYUI_PATH": str(comfy.root)}
+    subprocess.run(command, check=True, capture_output=True, cwd=OUR_ROOT, env=environment)
+    return functools.cache(lambda name: latent_of(shared_server.client.run(picture(name))))
 
 
 @pytest.fixture

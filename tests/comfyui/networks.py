@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from ..networks import tiny
+from .client import Graph
+from .graphs import Job, Parallel, sampling_graph
+
+JOB = Job(family="flux_dev", cfg=2.0, steps=3, latent_seed=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,3 +221,14 @@ NETWORKS: dict[str, Network] = {
         more={"numbers": {"text_input_ids": [[11, 12, 13, 14, 15, 16, 17, 151673]]}},
     ),
 }  # fmt: skip
+
+
+def picture(name: str, parallel: Parallel | None = None) -> Graph:
+    """A graph that samples it, natively or divided; its file lies in the folder that `write_networks` fills."""
+    network = NETWORKS[name]
+    graph = sampling_graph(JOB, "CPSampler" if parallel else "KSampler", parallel)
+    graph["model"]["inputs"]["unet_name"] = f"networks/{name}.safetensors"
+    for text, tokens in ("positive", network.tokens), ("negative", max(network.tokens, 12)):
+        graph[text]["inputs"]["spec"] = json.dumps(network.spec(tokens))
+    graph["latent"]["inputs"]["shape"] = network.shape
+    return graph

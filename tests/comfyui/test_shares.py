@@ -13,8 +13,8 @@ from .cases import DEGREES
 from .client import NodeError
 from .graphs import Job, Parallel, sampling_graph
 from .latents import apart, latent_of
+from .networks import picture
 from .server import Server
-from .test_networks import native, picture, server_of_networks  # noqa: F401 - fixtures
 from .vae_graphs import BAR as VAE_BAR
 from .vae_graphs import THREE, TWO, both, decoding
 
@@ -31,12 +31,9 @@ NAMES = ["flux_kontext", "wan_phantom", "qwen_edit", "ltx2"]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shared", SHARED)
 def test_networks_are_sampled_as_ksampler_does(
-    server: Server,
-    native: Callable[[str], Tensor],  # noqa: F811
-    shared: str,
-    name: str,
+    server: Server, native_network: Callable[[str], Tensor], shared: str, name: str
 ) -> None:
-    assert apart(latent_of(server.client.run(picture(name, SHARED[shared]))), native(name)) <= BAR
+    assert apart(latent_of(server.client.run(picture(name, SHARED[shared]))), native_network(name)) <= BAR
 
 
 @pytest.mark.sweep(one_in=2)
