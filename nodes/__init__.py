@@ -10,7 +10,7 @@ from .loader import CPLoadDiffusionModel
 from .plan import CPPlan
 from .quiet import keep_tracebacks_of_refusals_out
 from .routes import add_routes
-from .sampler import CPSampler, CPSamplerAdvanced, CPSamplerCustom
+from .sampler import CPSampler, CPSamplerAdvanced, CPSamplerCustom, CPSamplerCustomBasic
 from .status import start_publishing
 from .vae import CPVAE
 
@@ -28,6 +28,7 @@ class ContextParallelExtension(ComfyExtension):
             CPSampler,
             CPSamplerAdvanced,
             CPSamplerCustom,
+            CPSamplerCustomBasic,
             CPParallelConfig,
             CPPlan,
             CPLoadDiffusionModel,

@@ -10,11 +10,12 @@ from server import PromptServer
 
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.runtime import runtime
+from ..parallel_runtime.migrate import STANDS_IN
 from ..parallel_runtime.specs import ParallelRequest
 from .config import requested
 from .workers import comfy_setup, plan_any
 
-CP_NODES = {"CPSampler", "CPSamplerAdvanced", "CPSamplerCustom", "CPLoadDiffusionModel"}
+CP_NODES = {*STANDS_IN.values(), "CPLoadDiffusionModel"}
 WAIT_SECONDS = 2.0  # what is refused or cached is over by then, and needs no workers
 Prompt = dict[str, dict[str, Any]]
 

@@ -21,6 +21,7 @@ STANDS_IN = {
     "KSampler": "CPSampler",
     "KSamplerAdvanced": "CPSamplerAdvanced",
     "SamplerCustomAdvanced": "CPSamplerCustom",
+    "SamplerCustom": "CPSamplerCustomBasic",
 }
 SOCKET = {"name": "cp_config", "type": "CP_CONFIG", "shape": 7, "link": None}  # 7: drawn as optional
 NAME = "Node name for S&R"

@@ -22,6 +22,7 @@ API = {
     "4": {"class_type": "UNETLoader", "inputs": {"unet_name": "KSampler"}},
     "5": {"class_type": "SamplerCustomAdvanced", "inputs": {"noise": ["6", 0]}},
     "7": {"class_type": "KSamplerAdvanced", "inputs": {}},
+    "8": {"class_type": "SamplerCustom", "inputs": {"model": ["4", 0], "cfg": 1.0}},
 }
 
 
@@ -59,6 +60,7 @@ def test_a_prompt_for_the_api_changes_in_its_classes_only():
         "node 3: KSampler -> CPSampler",
         "node 5: SamplerCustomAdvanced -> CPSamplerCustom",
         "node 7: KSamplerAdvanced -> CPSamplerAdvanced",
+        "node 8: SamplerCustom -> CPSamplerCustomBasic",
     ]
     for name, call in after.items():
         assert call.pop("class_type") == STANDS_IN.get(before[name]["class_type"], before[name]["class_type"])
@@ -67,7 +69,7 @@ def test_a_prompt_for_the_api_changes_in_its_classes_only():
 
 def test_a_request_to_prompt_is_a_prompt_too():
     after, changes = migrated({"prompt": API, "client_id": "me"})
-    assert len(changes) == 3
+    assert len(changes) == 4
     assert after["client_id"] == "me"
     assert after["prompt"]["3"]["class_type"] == "CPSampler"
 

@@ -11,6 +11,7 @@ const STANDS_IN = {
   KSampler: "CPSampler",
   KSamplerAdvanced: "CPSamplerAdvanced",
   SamplerCustomAdvanced: "CPSamplerCustom",
+  SamplerCustom: "CPSamplerCustomBasic",
 };
 
 const ALWAYS = 0; // neither muted nor bypassed

@@ -7,7 +7,7 @@ import { digits, duration } from "./seconds.js";
 import { WORKING, follow, lastRun, left, now } from "./status.js";
 import { say } from "./words.js";
 
-export const SAMPLERS = ["CPSampler", "CPSamplerAdvanced", "CPSamplerCustom"];
+export const SAMPLERS = ["CPSampler", "CPSamplerAdvanced", "CPSamplerCustom", "CPSamplerCustomBasic"];
 const CELL = "cpSamplerLines"; // on ComfyUI's own reactive store: Nodes 2.0 draws again what read it when it changes
 const PADDING = 6;
 const HIGH = 20;

@@ -63,7 +63,7 @@ def test_a_click_swaps_the_node_as_the_command_does_and_undo_brings_it_back(page
     assert plain(page.evaluate(PROMPT)) == plain(ours_prompt)
 
 
-@pytest.mark.parametrize("kind", ["KSamplerAdvanced", "SamplerCustomAdvanced"])
+@pytest.mark.parametrize("kind", ["KSamplerAdvanced", "SamplerCustomAdvanced", "SamplerCustom"])
 def test_the_other_samplers_keep_every_widget_and_link(page: Any, kind: str) -> None:
     page.evaluate(
         """kind => {

@@ -19,13 +19,11 @@ from typing import Any
 from parallel_runtime.migrate import migrated
 
 from .comfy import ComfyInstall, find_comfy, why_there_is_none
-from .stock_canvas import Canvas
 from .stock_verdicts import WORST_FIRST, Verdict, verdicts
 
 log = logging.getLogger(__name__)
 
 PACKAGE = "comfyui_workflow_templates"
-NATIVE = {"SamplerCustom"}  # for which there is no CP node
 WHERE = f"""import importlib.metadata as found
 for part in found.distributions():
     if part.name.replace("-", "_").lower().startswith({PACKAGE!r}):
@@ -37,11 +35,9 @@ print(found.version({PACKAGE!r}))"""
 
 @dataclass(frozen=True)
 class Read:
-    """One workflow: how many samplers were swapped, how many native ones are left, and what the swapped ones do."""
+    """One workflow, and what its samplers do once they are swapped."""
 
     name: str
-    swapped: int
-    left: int
     of_samplers: tuple[Verdict, ...]
 
     @property
@@ -58,19 +54,15 @@ def stock(comfy: ComfyInstall) -> tuple[str, list[Read]]:
 
 def read(name: str, workflow: dict[str, Any]) -> Read:
     """Raises ValueError for what cannot be migrated."""
-    result, changes = migrated(workflow)
-    left = sum(1 for _ in Canvas.of(result).of_type(NATIVE))
-    return Read(name, len(changes), left, tuple(verdicts(result)))
+    result, _ = migrated(workflow)
+    return Read(name, tuple(verdicts(result)))
 
 
 def table(version: str, read: list[Read]) -> str:
     """The day's numbers: workflows by what becomes of the worst of their samplers, and why."""
     ours = [one for one in read if one.worst is not None]
-    native = [one for one in read if one.left and one.worst is None]
     lines = [
-        f"{PACKAGE} {version}: {len(read)} workflows, all of them migrated. {len(ours)} sample with CP nodes; "
-        f"{len(native)} only with SamplerCustom, for which there is none; {len(read) - len(ours) - len(native)} with "
-        "neither.",
+        f"{PACKAGE} {version}: {len(read)} workflows, all of them migrated. {len(ours)} sample, with CP nodes alone.",
         "",
         "| the workers | workflows | which, and why |",
         "|---|---|---|",
@@ -105,8 +97,6 @@ def main() -> int:
     for one in found if wanted.all else ():
         for verdict in one.of_samplers:
             log.info("%s: %s, %s%s", one.name, verdict.network, verdict.outcome, verdict.why and f": {verdict.why}")
-        if one.left:
-            log.info("%s: %d SamplerCustom left as it is", one.name, one.left)
     log.info("%s", table(version, found))
     return 0
 

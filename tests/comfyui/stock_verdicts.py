@@ -11,13 +11,14 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from parallel_runtime.migrate import STANDS_IN
 from parallel_runtime.networks import NETWORKS
 
 from .stock_canvas import BYPASSED, Canvas, Place
 
 Outcome = Literal["refused", "not known", "undivided", "by lanes", "in ComfyUI's loop", "divided"]
 WORST_FIRST = get_args(Outcome)
-OURS = {"CPSampler", "CPSamplerAdvanced", "CPSamplerCustom"}
+OURS = set(STANDS_IN.values())
 PLANNED = {kind.partition(":")[2] for network in NETWORKS for kind in network.kinds}
 
 LOADERS = {
@@ -94,7 +95,8 @@ STAYS = {  # a run that leaves ComfyUI's process evaluation by evaluation
     "TripoSplatSamplingPreview": "a wrapper that holds a VAE",
 }  # fmt: skip
 GUIDES_ALONE = {"BasicGuider"}  # one prompt
-CFG = {"CPSampler": 3, "CPSamplerAdvanced": 4, "CFGGuider": 0}  # which of a node's widgets it is
+# Which of a node's widgets it is.
+CFG = {"CPSampler": 3, "CPSamplerAdvanced": 4, "CPSamplerCustomBasic": 3, "CFGGuider": 0}
 
 
 @dataclass(frozen=True, order=True)

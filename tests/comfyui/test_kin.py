@@ -90,6 +90,7 @@ ALGORITHMS = {
         ("CPSampler", "KSampler"),
         ("CPSamplerAdvanced", "KSamplerAdvanced"),
         ("CPSamplerCustom", "SamplerCustomAdvanced"),
+        ("CPSamplerCustomBasic", "SamplerCustom"),
     ],
 )
 def test_a_cp_sampler_has_the_native_ones_sockets_and_widgets_in_its_order(
@@ -135,6 +136,23 @@ def test_a_custom_run_is_the_native_one_with_every_sampler_node(server: Server, 
         latent_of(server.client.run(custom(FLUX, parallel, GUIDERS["CFGGuider"], ALGORITHMS[algorithm], 0)))
         for parallel in SIDES.values()
     )
+    assert apart(ours, native) <= BAR
+
+
+@pytest.mark.parametrize("add_noise", [True, False], ids=["noise", "no noise"])
+def test_a_custom_run_without_a_guider_is_the_native_one(server: Server, add_noise: bool) -> None:
+    def graph(parallel: Parallel | None) -> Graph:
+        graph = custom(FLUX, parallel, GUIDERS["CFGGuider"], ALGORITHMS["SamplerEulerAncestral"], 1)
+        kept = ("sampler", "sigmas", "latent_image", "cp_config")
+        sockets = {name: value for name, value in graph["sampler"]["inputs"].items() if name in kept}
+        graph["sampler"] = node(
+            "CPSamplerCustomBasic" if parallel else "SamplerCustom",
+            model=link("model"), positive=link("positive"), negative=link("negative"), cfg=FLUX.cfg,
+            add_noise=add_noise, noise_seed=FLUX.seed, **sockets,
+        )  # fmt: skip
+        return graph
+
+    native, ours = (latent_of(server.client.run(graph(parallel))) for parallel in SIDES.values())
     assert apart(ours, native) <= BAR
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from .comfy import ComfyInstall
-from .stock import Read, read, stock, table
+from .stock import read, stock, table
 from .stock_verdicts import class_of
 
 Json = dict[str, Any]
@@ -79,10 +79,11 @@ def test_a_model_reaches_a_sampler_inside_of_subgraphs_and_past_what_is_bypassed
     assert (verdict.network, verdict.outcome) == ("UNetModel", "by lanes")
 
 
-def test_a_native_sampler_without_a_cp_node_is_counted_as_left() -> None:
-    workflow = canvas("flux1-dev.safetensors")
-    workflow["nodes"][-1]["type"] = "SamplerCustom"
-    assert read("custom", workflow) == Read("custom", swapped=0, left=1, of_samplers=())
+@pytest.mark.parametrize(("cfg", "outcome"), [(4.0, "by lanes"), (1, "undivided")])
+def test_a_sampler_with_a_socket_for_the_algorithm_has_its_cfg_in_the_same_place(cfg: float, outcome: str) -> None:
+    workflow = canvas("sd_xl_turbo_1.0.safetensors")
+    workflow["nodes"][-1] |= {"type": "SamplerCustom", "widgets_values": [True, 0, "fixed", cfg]}
+    assert [verdict.outcome for verdict in read("custom", workflow).of_samplers] == [outcome]
 
 
 def test_longer_names_go_before_shorter_ones() -> None:
