@@ -6,7 +6,6 @@ The patch is asked itself, by a call in which its blocks do nothing, so that its
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,6 @@ ENCODING = (  # that encode a picture of the latent's size where the one they ha
 )
 PAST = 1 << 20  # a block that no network has
 Side = tuple[int, int]
-_encoded: weakref.WeakKeyDictionary[Any, dict[Side, Any]] = weakref.WeakKeyDictionary()
 
 
 def side_of(network: nn.Module, latent: Sequence[int]) -> Side:
@@ -55,23 +53,20 @@ def _encodes(patch: Any) -> bool:
 
 
 def _without_vae(patch: Any, side: Side | None) -> Any:
-    settled = copy.copy(patch)
     if side is not None:
-        known = _encoded.setdefault(patch, {})
-        if side not in known:
-            known[side] = _asked(patch, side)
-        vars(settled).update(known[side])
+        _encode(patch, side)
+    settled = copy.copy(patch)
     settled.vae = Words({"kind": "encoded", "compression": patch.vae.spacial_compression_encode()})
     return settled
 
 
-def _asked(patch: Any, side: Side) -> dict[str, Any]:
-    """What it keeps of its pictures for a latent of this size."""
+def _encode(patch: Any, side: Side) -> None:
+    """It keeps its pictures encoded for a latent of this size, as it does in ComfyUI's own runs."""
     trial = copy.copy(patch)
     trial.model_patch = SimpleNamespace(model=_Idle(patch.model_patch.model))
     nothing = torch.zeros(1, 1, 1)
     trial({"x": torch.empty(1, 1, *side, device="meta"), "img": nothing, "txt": nothing, "block_index": PAST})
-    return {name: value for name, value in vars(trial).items() if name.startswith("encoded_image")}
+    vars(patch).update({name: value for name, value in vars(trial).items() if name.startswith("encoded_image")})
 
 
 class _Idle:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from safetensors import safe_open
 
 from ..parallel_runtime import gguf
 from ..parallel_runtime.errors import Refused
+from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.specs import ModelSpec, SourceFile
 from .code import reference, title
 from .files import SAFE, comparable, file_of
@@ -22,7 +22,6 @@ from .files import SAFE, comparable, file_of
 PIECES = 16
 PREFIXES = ("model.diffusion_model.", "")
 WAY_OUT = "take the MODEL from Load Diffusion Model, Load Checkpoint or CP Load Diffusion Model"
-_first_seen: weakref.WeakKeyDictionary[torch.nn.Module, tuple[SourceFile, ...]] = weakref.WeakKeyDictionary()
 
 
 def origin(model: ModelPatcher) -> ModelSpec:
@@ -91,9 +90,9 @@ def _files(model: ModelPatcher, arguments: tuple[Any, ...]) -> tuple[SourceFile,
         if not os.path.exists(path):
             raise Refused(f"the file of this MODEL is gone: {path}")
     now = tuple(file_of(path) for path in paths if os.path.isfile(path))
-    if model.model not in _first_seen and all(_still_holds(file.path, model) for file in now):
-        _first_seen[model.model] = now
-    if _first_seen.get(model.model) != now:
+    if model.model not in runtime.first_seen and all(_still_holds(file.path, model) for file in now):
+        runtime.first_seen[model.model] = now
+    if runtime.first_seen.get(model.model) != now:
         raise Refused(f"{now[0].path} changed on disk after this MODEL was loaded from it; have ComfyUI load it again: "
                       "Unload models and free the node cache, or restart")  # fmt: skip
     return now

@@ -6,8 +6,8 @@ A file is the one when the first rows of its weights are the model's, as it was 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 import folder_paths
@@ -16,11 +16,11 @@ from comfy.model_patcher import ModelPatcher
 from safetensors import safe_open
 
 from ..parallel_runtime.errors import Refused
+from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.specs import SourceFile
 from .files import SAFE, comparable, file_of
 
 FOLDER = "model_patches"
-_found: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, SourceFile]] = weakref.WeakKeyDictionary()
 
 
 def patch_file(model: ModelPatcher) -> dict[str, Any]:
@@ -29,23 +29,30 @@ def patch_file(model: ModelPatcher) -> dict[str, Any]:
     cannot have it, Refused where its file is another one now."""
     if model.patches or model.object_patches or model.hook_patches:
         raise LookupError("it is patched itself")
-    path, file = _found.get(model.model) or _search(model)
+    if model.model not in runtime.first_seen:
+        runtime.first_seen[model.model] = (_search(model.model),)
+    (file,) = runtime.first_seen[model.model]
     try:
-        now = file_of(path)
+        now = _named(file.path)
     except FileNotFoundError:
-        raise Refused(f"the file of this model patch is gone: {path}") from None
+        raise Refused(f"the file of this model patch is gone: {file.path}") from None
     if now != file:
-        raise Refused(f"{path} changed on disk after this model patch was loaded from it; run Load Model Patch again")
-    pinned = {"path": path, "size": file.size, "mtime_ns": file.mtime_ns}
-    return {"kind": "model_patch", **pinned, "assigned": model.is_dynamic()}
+        raise Refused(
+            f"{file.path} changed on disk after this model patch was loaded from it; run Load Model Patch again"
+        )
+    return {"kind": "model_patch", **asdict(file), "assigned": model.is_dynamic()}
 
 
-def _search(model: ModelPatcher) -> tuple[str, SourceFile]:
+def _search(model: torch.nn.Module) -> SourceFile:
     for path in _candidates():
-        if _holds(path, model.model):
-            _found[model.model] = path, file_of(path)
-            return _found[model.model]
+        if _holds(path, model):
+            return _named(path)
     raise LookupError(f"no file in models/{FOLDER} has its weights")
+
+
+def _named(path: str) -> SourceFile:
+    """The file behind this name, under it: ComfyUI goes by how a name ends. Raises FileNotFoundError."""
+    return replace(file_of(path), path=path)
 
 
 def _candidates() -> Iterator[str]:

@@ -9,9 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from ..errors import ParallelError
-from ..specs import ComfySetup, Placement
+from ..specs import ComfySetup, Placement, SourceFile
 from .group import WorkerGroup
 from .history import Pace
 from .journal import Journal
@@ -31,6 +33,9 @@ class Runtime:
         self.group: WorkerGroup | None = None  # look at it; to use it borrow it
         self.stall = stall_limit()
         self.idle = Limit("CP_IDLE_SECONDS", 0)  # 0: never
+        self.first_seen: WeakKeyDictionary[Any, tuple[SourceFile, ...]] = (
+            WeakKeyDictionary()
+        )  # files of loaded networks
         self._activity = Activity()
         self._lock = threading.RLock()  # who holds it may use the group, start or end it
         self._closing = threading.Event()

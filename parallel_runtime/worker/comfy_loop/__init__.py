@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ...jobs import EvaluationJob, SamplingJob
@@ -18,6 +20,7 @@ def start(setup: ComfySetup, device: torch.device) -> tuple[dict[type, Loop], di
     from . import autoencoder  # comfy can be imported only now
     from .evaluation import Evaluations
     from .loading import load
+    from .patch_models import PatchModels
     from .sampling import run
 
-    return {SamplingJob: run, EvaluationJob: Evaluations()}, {"": load, VAE: autoencoder.load}
+    return {SamplingJob: run, EvaluationJob: Evaluations()}, {"": partial(load, PatchModels()), VAE: autoencoder.load}

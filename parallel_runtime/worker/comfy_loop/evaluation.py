@@ -15,7 +15,6 @@ from ..lanes import spread_rows
 from ..pulse import Pulse
 from .code import rebuild
 from .model import ComfyModel
-from .patch_models import PatchModels
 from .weights import Weights
 
 METHODS = ("forward", "preprocess_text_embeds")  # of a network, that ComfyUI's code outside of it calls
@@ -63,9 +62,8 @@ class Evaluations:
 
 def _options(model: ComfyModel, described: dict[str, Any], patcher: Weights) -> dict[str, Any]:
     """The transformer_options, on `patcher` too: with it ComfyUI loads what patches bring along."""
-    patch_models = PatchModels(model)
-    options: dict[str, Any] = rebuild(described, patch_models)
-    patch_models.settle()
+    with model.patch_models.of_job(model) as patch_model:
+        options: dict[str, Any] = rebuild(described, patch_model)
     patcher.model_options["transformer_options"] = options
     return options
 

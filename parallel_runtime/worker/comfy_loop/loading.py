@@ -17,12 +17,15 @@ from ...networks import network_of
 from ...specs import ModelSpec
 from .comfyui import named
 from .model import ComfyModel
+from .patch_models import PatchModels
 from .weights import Merged, Weights
 
 PACKS: dict[str, Callable[..., Any]] = {gguf.LOADER: gguf.load}  # other packs' loaders that workers may call
 
 
-def load(spec: ModelSpec, device: torch.device, on_share: Callable[[float], None], _: Job) -> ComfyModel:
+def load(
+    patch_models: PatchModels, spec: ModelSpec, device: torch.device, on_share: Callable[[float], None], _: Job
+) -> ComfyModel:
     """Raises Refused where this rank's ComfyUI holds the weights in another dtype than the host's."""
     assert comfy.model_management.get_torch_device().type == device.type
     on_share(0.0)
@@ -39,7 +42,7 @@ def load(spec: ModelSpec, device: torch.device, on_share: Callable[[float], None
     patcher.merged = Merged()
     on_share(1.0)
     network = patcher.model.diffusion_model
-    return ComfyModel(spec, network, network_of(network), patcher=patcher, device=device)
+    return ComfyModel(spec, network, network_of(network), patcher=patcher, device=device, patch_models=patch_models)
 
 
 def _arguments(spec: ModelSpec) -> list[Any]:

@@ -18,7 +18,7 @@ from ..step_cache import StepCache
 from ..weights.places import Place
 from ..weights.store import Store, fetched_of, large_layers
 from .code import rebuild
-from .patch_models import beside, let_go
+from .patch_models import PatchModels
 from .reach import reaching
 from .weights import Away, Weights
 
@@ -33,6 +33,7 @@ class ComfyModel(Model):
     patched: tuple[str, dict[str, list[Any]]] = field(default=("", {}))
     place: Place | None = None
     caching: bool = False  # does a step cache decide which blocks run?
+    patch_models: PatchModels = field(default_factory=PatchModels)  # this rank's
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,7 +123,7 @@ class ComfyModel(Model):
 
     @property
     def beside(self) -> list[torch.nn.Module]:
-        return [patcher.model for patcher in beside(self)]
+        return [patcher.model for patcher in self.patch_models.beside(self)]
 
     def let_go(self) -> None:
         self.rest()
@@ -130,7 +131,7 @@ class ComfyModel(Model):
 
     def rest(self) -> None:
         comfy.model_management.unload_model_and_clones(self.patcher)
-        let_go(self)
+        self.patch_models.let_go(self)
 
     def wake(self, device: torch.device) -> None:
         """ComfyUI loads the clone that a job runs with."""

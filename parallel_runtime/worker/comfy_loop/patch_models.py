@@ -6,6 +6,9 @@ Kept while a model that this rank holds had it on it in its last job.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import comfy.model_management
@@ -18,52 +21,51 @@ from ...mapped import Mapped, load_mapped
 from ...specs import SourceFile
 from ..ranks import refusing_together
 from ..spread import check_files
+from .code import PatchModel
 from .comfyui import named
 
 FOLDER = "model_patches"
 LOADER = "comfy_extras.nodes_model_patch:ModelPatchLoader"
-_loaded: dict[str, ModelPatcher] = {}
-_used: dict[object, set[str]] = {}  # by the models that this rank holds
 
 
 class PatchModels:
-    """Those of one job, on the model `user`: what makes them of their descriptions."""
+    """Those of this rank."""
 
-    def __init__(self, user: object) -> None:
-        self._user = user
-        self._mine: set[str] = set()
+    def __init__(self) -> None:
+        self._loaded: dict[SourceFile, ModelPatcher] = {}
+        self._used: dict[object, set[SourceFile]] = {}  # by the models that this rank holds
 
-    def __call__(self, described: dict[str, Any]) -> ModelPatcher:
+    @contextmanager
+    def of_job(self, user: object) -> Iterator[PatchModel]:
+        """What makes those of a job on the model `user` of their descriptions. In the end those go that no model's last
+        job had."""
+        mine: set[SourceFile] = set()
+        yield partial(self._made, mine)
+        self._used[user] = mine
+        self._forget_unused()
+
+    def beside(self, user: object) -> list[ModelPatcher]:
+        """What was on a model in its last job."""
+        return [self._loaded[file] for file in sorted(self._used.get(user, ()), key=str)]
+
+    def let_go(self, user: object) -> None:
+        """This rank no longer holds the model."""
+        if self._used.pop(user, None):
+            self._forget_unused()
+
+    def _made(self, mine: set[SourceFile], described: dict[str, Any]) -> ModelPatcher:
         """The model of one file. Collective where it is not here yet; Refused where the file is another one."""
         file = SourceFile(path=described["path"], size=described["size"], mtime_ns=described["mtime_ns"])
-        key = f"{file.path} {file.size} {file.mtime_ns}"
-        if key not in _loaded:
+        if file not in self._loaded:
             with refusing_together():
                 check_files([file])
-                _loaded[key] = _load(file.path, assigned=described["assigned"])
-        self._mine.add(key)
-        return _loaded[key]
+                self._loaded[file] = _load(file.path, assigned=described["assigned"])
+        mine.add(file)
+        return self._loaded[file]
 
-    def settle(self) -> None:
-        """All of the job's are made; forget what no model's last job had."""
-        _used[self._user] = self._mine
-        _forget_unused()
-
-
-def let_go(user: object) -> None:
-    """This rank no longer holds the model."""
-    if _used.pop(user, None):
-        _forget_unused()
-
-
-def beside(user: object) -> list[ModelPatcher]:
-    """What was on a model in its last job."""
-    return [_loaded[key] for key in sorted(_used.get(user, ()))]
-
-
-def _forget_unused() -> None:
-    for key in _loaded.keys() - set().union(*_used.values()):
-        comfy.model_management.unload_model_and_clones(_loaded.pop(key))
+    def _forget_unused(self) -> None:
+        for file in self._loaded.keys() - set().union(*self._used.values()):
+            comfy.model_management.unload_model_and_clones(self._loaded.pop(file))
 
 
 def _load(path: str, *, assigned: bool) -> ModelPatcher:

@@ -24,7 +24,6 @@ from .caching import cached
 from .code import rebuild
 from .comfyui import named
 from .model import ComfyModel
-from .patch_models import PatchModels
 
 KEY = "context_parallel"
 
@@ -88,20 +87,18 @@ def _patcher(model: ComfyModel, job: SamplingJob, pulse: Pulse) -> ModelPatcher:
     patcher.add_object_patch("model_sampling", rebuild_sampling(job.model_sampling))
     for name, value in job.attributes.items():
         patcher.add_object_patch(name, value)
-    patch_models = PatchModels(model)
-    for key, value in rebuild(job.model_options, patch_models).items():
-        patcher.model_options[key] = value
+    with model.patch_models.of_job(model) as patch_model:
+        patcher.model_options.update(rebuild(job.model_options, patch_model))
+        for kind, key, functions in job.wrappers:
+            for function in rebuild(functions, patch_model):
+                patcher.add_wrapper_with_key(kind, key, function)
     if model.attention is not None:
         patcher.model_options["transformer_options"].setdefault("optimized_attention_override", model.attention)
-    for kind, key, functions in job.wrappers:
-        for function in rebuild(functions, patch_models):
-            patcher.add_wrapper_with_key(kind, key, function)
     if model.stages is not None and job.together:
         patcher.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, model.stages.before_others_look)
     for kind, key, functions in job.callbacks:
         for function in rebuild(functions):
             patcher.add_callback_with_key(kind, key, function)
-    patch_models.settle()
     return patcher
 
 
