@@ -37,7 +37,7 @@ from .patches import (
     describe_options,
     describe_weights,
 )
-from .refusals import check_guider, check_latent
+from .refusals import check_guider, check_latent, function_of, reaches_in
 from .stand_in import network_behind
 from .tampering import check_network
 from .workers import wish_here
@@ -57,6 +57,16 @@ class Source:
     together: bool  # something on MODEL sees every prompt and image at once: they cannot be shared out
     ringless: bool  # something on MODEL replaces the attention, and gives no log-sum-exp
     recorded: bool = False  # where the host would lead, its evaluations are replayed
+
+    def undivided(self, by: str) -> Source:
+        """As it runs with what needs all tokens inside of blocks: as a network that no plan knows."""
+        return replace(self, plan=None, figures=self.figures.whole(f"{type(self.network).__name__} with {by}"))
+
+    def sampled_by(self, sampler: comfy.samplers.Sampler) -> Source:
+        """As it runs under a SAMPLER: whole, prompts and images together, where that keeps state of the network's."""
+        if not reaches_in(sampler):
+            return self
+        return replace(self.undivided(function_of(sampler).__name__), together=True)
 
     def wish(self, request: ParallelRequest, *, guided: bool = False, together: bool = False) -> Wish:
         """What a run of it asks of this host. Raises Refused for a step cache or stages that there cannot be."""
@@ -89,12 +99,10 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
     replaced = OVERRIDE in model.model_options["transformer_options"]
     if not replaced and request.attention_backend == "auto":
         whole_only += [f"{function} in {module}" for function, module in own_attentions(network).items()]
-    if plan is not None and whole_only:
-        plan = None
     dtype_here = cast or model.model.get_dtype_inference()
     together = keeps_together(model, model.model_options)
     graphs = request.cuda_graphs != "off" and comfy.model_management.get_torch_device().type == CUDA.kind
-    return Source(
+    source = Source(
         spec=replace(
             spec,
             compute_dtype=computed,
@@ -108,7 +116,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
         together=together,
         recorded=graphs and not (together or replaced),
         figures=Figures(
-            name=plan.name if plan else " with ".join([type(network).__name__, *filter(None, [", ".join(whole_only)])]),
+            name=plan.name if plan else type(network).__name__,
             divisible=plan is not None,
             skippable=plan is not None and bool(plan.plan.trunk),
             heads=plan.heads(network) if plan else 1,
@@ -121,6 +129,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
             item_bytes=(dtype_here if dtype == "auto" else getattr(torch, dtype)).itemsize,
         ),
     )
+    return source.undivided(", ".join(whole_only)) if whole_only else source
 
 
 def _loads(network: nn.Module, plan: Plan) -> tuple[Load, ...]:
@@ -187,7 +196,7 @@ def describe_job(
         wrappers=describe_functions(model.wrappers, "wrapper"),
         callbacks=describe_functions(model.callbacks, "callback"),
         patches=source.weights,
-        together=keeps_together(model, guider.model_options),
+        together=source.together or keeps_together(model, guider.model_options),
         latent_shapes=[list(shape) for shape in latent_shapes or ()] if several else None,
     )
 

@@ -31,10 +31,18 @@ def check_guider(guider: comfy.samplers.CFGGuider) -> tuple[str, dict[str, Any]]
 
 def check_sampler(sampler: comfy.samplers.Sampler) -> None:
     """Raises Refused for a SAMPLER that calls on more of a network in the workers than its evaluation."""
-    function = inspect.unwrap(getattr(sampler, "sampler_function", sampler.sample))
-    if "diffusion_model" in names_in(getattr(function, "__code__", None)):
-        raise Refused(f"the SAMPLER {title(function)} reaches into the network, which is in the workers; choose "
-                      "another sampler, or sample this MODEL with SamplerCustomAdvanced")  # fmt: skip
+    if reaches_in(sampler):
+        raise Refused(f"the SAMPLER {title(function_of(sampler))} reaches into the network, which is in the workers; "
+                      "choose another sampler, or sample this MODEL with SamplerCustomAdvanced")  # fmt: skip
+
+
+def reaches_in(sampler: comfy.samplers.Sampler) -> bool:
+    """Does a SAMPLER call on more of a network than its evaluation?"""
+    return "diffusion_model" in names_in(getattr(function_of(sampler), "__code__", None))
+
+
+def function_of(sampler: comfy.samplers.Sampler) -> Any:
+    return inspect.unwrap(getattr(sampler, "sampler_function", sampler.sample))
 
 
 def check_latent(model: ModelPatcher, latent: Tensor) -> None:

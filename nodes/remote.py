@@ -105,12 +105,10 @@ class RemoteSampling:
         latent_shapes: list | None = None,
     ) -> Tensor:
         """Samples [B, C, (T,) H, W], as `CFGGuider.outer_sample` returns them."""
-        guider = executor.class_obj
+        guider, source = executor.class_obj, self.source.sampled_by(sampler)
         check_conds(self.source.plan, self.source.network, guider.conds)
         try:
-            job = describe_job(
-                guider, self.source, noise, latent_image, sampler, sigmas, denoise_mask, seed, latent_shapes
-            )
+            job = describe_job(guider, source, noise, latent_image, sampler, sigmas, denoise_mask, seed, latent_shapes)
         except Unsendable as reason:
             check_sampler(sampler)
             more = {} if latent_shapes is None else {"latent_shapes": latent_shapes}
@@ -119,7 +117,7 @@ class RemoteSampling:
             )
             return self._here(guider, run, reason)
         shape = tuple(latent_shapes[0]) if latent_shapes else tuple(noise.shape)
-        return self._there(guider, replace(job, step_cache=self.request.step_cache), shape, callback)
+        return self._there(guider, source, replace(job, step_cache=self.request.step_cache), shape, callback)
 
     def _here(self, guider: comfy.samplers.CFGGuider, run: Callable[[], Tensor], reason: Unsendable) -> Tensor:
         model = guider.model_patcher
@@ -130,25 +128,30 @@ class RemoteSampling:
             guider.model_patcher = model
 
     def _there(
-        self, guider: comfy.samplers.CFGGuider, job: SamplingJob, shape: tuple[int, ...], callback: Callback | None
+        self,
+        guider: comfy.samplers.CFGGuider,
+        source: Source,
+        job: SamplingJob,
+        shape: tuple[int, ...],
+        callback: Callback | None,
     ) -> Tensor:
         guided = is_guided(guider)
         prompts = sum(map(len, list(guider.conds.values())[: None if guided else 1]))
-        work = self.source.work(shape, _text_tokens(guider), prompts=prompts, cached=self.request.step_cache > 0)
+        work = source.work(shape, _text_tokens(guider), prompts=prompts, cached=self.request.step_cache > 0)
         watcher = Watcher(callback, guider.model_patcher.load_device)
-        wish = self.source.wish(self.request, guided=guided, together=job.together)
-        with leased(self.source.spec, plan(wish).placement, self.request.after_sampling) as lease:
+        wish = source.wish(self.request, guided=guided, together=job.together)
+        with leased(source.spec, plan(wish).placement, self.request.after_sampling) as lease:
             division = lease.divide(wish, work)
             result = lease.run(division, replace(job, rows=division.rows), on_step=watcher.on_step)
         watcher.finish(result.value["last"])
-        self._log(result, division.placement)
+        self._log(source, result, division.placement)
         return result.value["samples"]
 
-    def _log(self, result: Result, placement: Placement) -> None:
+    def _log(self, source: Source, result: Result, placement: Placement) -> None:
         tally = result.value["skipped"]
         log.info(
             "[CP] %s on %d worker(s): sampled in %.2f s, loaded in %.2f s%s",
-            self.source.figures.name,
+            source.figures.name,
             placement.world_size,
             result.seconds,
             result.load_seconds,

@@ -76,6 +76,12 @@ class Figures:
     blocks: tuple[int, ...] = ()
     loads: tuple[Load, ...] = ()
 
+    def whole(self, name: str) -> Figures:
+        """The same network where nothing of it is cut or skipped."""
+        return replace(
+            self, name=name, divisible=False, skippable=False, heads=1, layers=0, width=0, blocks=(), loads=()
+        )
+
     def work(self, rows: int, tokens: int, *, prompts: int = 1, cached: bool = False, recorded: bool = False) -> Work:
         """One evaluation of `rows` sequences of `tokens`, of each of so many `prompts`."""
         prompts = 1 if cached else prompts

@@ -53,8 +53,9 @@ def flux(model: str = "Flux", channels: int = 16, **more: Any) -> Network:
     return Network(build=build, model=model, latent=(IMAGE,), more=POOLED | more)
 
 
-def flux2(**more: Any) -> Network:
-    return Network(build=tiny.flux2, model="Flux2", latent=(FLUX2_SIZE,), tokens=512, more=more)
+def flux2(guidance: bool = True, **more: Any) -> Network:
+    build = partial(tiny.flux2, guidance_embed=guidance)
+    return Network(build=build, model="Flux2", latent=(FLUX2_SIZE,), tokens=512, more=more)
 
 
 def wan(
@@ -87,6 +88,7 @@ NETWORKS: dict[str, Network] = {
     "flux_redux": flux(**tensors(attention_mask=(1, 7 + 108, 7 + 108))),
     "flux2": flux2(),
     "flux2_references": flux2(**references((1, 128, 5, 6))),
+    "flux2_klein": flux2(guidance=False, **references((1, 128, 5, 6))),
     "chroma": Network(build=tiny.chroma, model="Chroma", latent=(IMAGE,)),
     "wan_i2v": wan(
         "WAN21_I2V", model_type="i2v", in_dim=36, conditions=SEEN | tensors(concat_latent_image=(1, 16, *FRAMES[1:]))
@@ -109,6 +111,7 @@ NETWORKS: dict[str, Network] = {
         "WAN21_FunControl2V", model_type="i2v", in_dim=48, in_dim_ref_conv=16, sides=(16, 3, 10, 14),
         conditions=SEEN | tensors(concat_latent_image=(1, 32, 3, 10, 14), reference_latents=[(1, 16, 1, 10, 14)]),
     ),
+    "wan_talking": wan("WAN21_T2V", dim=240, sides=(16, 3, 10, 14)),  # 40 heads of its voices go into that
     "wan_phantom": wan("WAN21_T2V", conditions=tensors(time_dim_concat=(1, 16, 2, 9, 14))),
     "qwen_edit": qwen(**references((1, 16, 1, 11, 13))),
     "qwen_edit_2511": qwen(**references((1, 16, 1, 11, 13), (1, 16, 1, 8, 6), method="index_timestep_zero")),

@@ -122,15 +122,20 @@ PATCHES = {
 @pytest.fixture(scope="module")
 def server_of_patches(comfy: ComfyInstall, shared_server: Server) -> Server:
     """The session's, with tiny patches and a Z-Image of as many blocks as they go by."""
-    models = shared_server.base / "models"
-    written = tiny.write(models / "diffusion_models", "z_image", layers=30)
+    written = tiny.write(shared_server.base / "models" / "diffusion_models", "z_image", layers=30)
     written.rename(written.with_name("z_image.safetensors"))
-    (models / "model_patches").mkdir(exist_ok=True)
-    environment = os.environ | {"COMFYUI_PATH": str(comfy.root), "PYTHONPATH": SITE, "OMP_NUM_THREADS": "1"}
-    command = [comfy.python, "-m", "tests.comfyui.write_patches", models / "model_patches"]
-    command.append(models / "diffusion_models")
-    subprocess.run(command, check=True, cwd=OUR_ROOT, env=environment)
+    write_patches(comfy, shared_server)
     return shared_server
+
+
+def write_patches(comfy: ComfyInstall, server: Server) -> None:
+    models = server.base / "models"
+    if not (models / "model_patches" / "uso_style.safetensors").exists():
+        (models / "model_patches").mkdir(exist_ok=True)
+        environment = os.environ | {"COMFYUI_PATH": str(comfy.root), "PYTHONPATH": SITE, "OMP_NUM_THREADS": "1"}
+        command = [comfy.python, "-m", "tests.comfyui.write_patches", models / "model_patches"]
+        command.append(models / "diffusion_models")
+        subprocess.run(command, check=True, cwd=OUR_ROOT, env=environment)
 
 
 @pytest.fixture

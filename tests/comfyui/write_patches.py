@@ -29,6 +29,9 @@ def main(folder: str, networks: str) -> None:
         "z_image_fun": ZImage_Control,
         "z_image_fun_lite": lambda **how: ZImage_Control(**FUN_LITE, **how),
         "uso_style": patches.SigLIPMultiFeatProjModel,
+        "infinite_talk": lambda **how: patches.MultiTalkModelPatch(
+            intermediate_dim=4, in_dim=240, out_dim=16, **{name: how[name] for name in how if name != "dtype"}
+        ),
     }
     for name, build in made.items():
         weights = weights_of(build, prefix="feature_embedder." if name == "uso_style" else "")

@@ -9,14 +9,14 @@ from .foreign import ForeignGuider, ForeignSampler
 from .graph_ends import Conditioning, Latent, SaveLatent, Wait
 from .odd_conditions import OddCondition
 from .one_ulp import OneUlp
-from .pictures import Draw, Pictures, SaveConcat, SavePictures, Seed, Seen
+from .pictures import Draw, Heard, Pictures, SaveConcat, SavePictures, Seed, Seen
 from .refusables import AttentionPatch, Control, ForeignWrapper, RealControl, Tampered
 
 
 class TestNodes(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         ends = [Conditioning, Latent, SaveLatent, Wait, OddCondition, OneUlp]
-        pictures = [Pictures, SavePictures, SaveConcat, Draw, Seed, Seen]
+        pictures = [Pictures, SavePictures, SaveConcat, Draw, Seed, Seen, Heard]
         foreign = [
             AttentionPatch,
             Compile,

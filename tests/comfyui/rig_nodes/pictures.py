@@ -54,6 +54,26 @@ class Seen(io.ComfyNode):
         return io.NodeOutput(seen)
 
 
+class Heard(io.ComfyNode):
+    """What an audio encoder of 12 layers made of some seconds of sound."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPTestHeard",
+            category=CATEGORY,
+            is_dev_only=True,
+            inputs=[io.Int.Input("steps"), io.Int.Input("seed")],
+            outputs=[io.AudioEncoderOutput.Output()],
+        )
+
+    @classmethod
+    def execute(cls, steps: int, seed: int) -> io.NodeOutput:
+        dice = torch.Generator().manual_seed(seed)
+        layers = [torch.randn(1, steps, 768, generator=dice) for _ in range(13)]
+        return io.NodeOutput({"encoded_audio_all_layers": layers})
+
+
 class SavePictures(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
