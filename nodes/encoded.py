@@ -1,4 +1,4 @@
-"""Pictures that a model patch would have a VAE encode in the middle of a run, encoded before it: workers have no VAE.
+"""Pictures and videos that a model patch would have a VAE encode in the middle of a run, encoded before it: workers have no VAE.
 
 The patch is asked itself, by a call in which its blocks do nothing, so that its own code scales and encodes.
 """
@@ -17,20 +17,23 @@ from torch import Tensor, nn
 from ..parallel_runtime.networks import network_of
 from .code import Words, title
 
-ENCODING = (  # that encode a picture of the latent's size where the one they have encoded is of another
-    "comfy_extras.nodes_model_patch.DiffSynthCnetPatch",
-    "comfy_extras.nodes_model_patch.ZImageControlPatch",
-)
 PAST = 1 << 20  # a block that no network has
-Side = tuple[int, int]
+ENCODING = {  # a picture or video of the latent's size where what they have encoded is of another: at which block
+    "comfy_extras.nodes_model_patch.DiffSynthCnetPatch": PAST,
+    "comfy_extras.nodes_model_patch.ZImageControlPatch": PAST,
+    "comfy_extras.nodes_model_patch.WanUni3CCnetPatch": 0,
+}
+ENCODED = ("encoded_image", "prepared_render")  # as which they keep it
+VIDEO = "render_video"  # of pixels, hundreds of megabytes
+Side = tuple[int, ...]
 
 
 def side_of(network: nn.Module, latent: Sequence[int]) -> Side:
-    """Height and width of a latent [B, C, (T,) H, W] as the network shows it to patches between its blocks."""
-    height, width = latent[-2:]
+    """(Frames,) height, width of a latent [B, C, (T,) H, W] as the network shows it to patches between its blocks."""
+    *frames, height, width = latent[2:]
     plan = network_of(network)
     patch = plan.padded(network) if plan else 1
-    return -(-height // patch) * patch, -(-width // patch) * patch
+    return *frames, -(-height // patch) * patch, -(-width // patch) * patch
 
 
 def encoded_ahead(options: dict[str, Any], side: Side | None) -> dict[str, Any]:
@@ -56,6 +59,8 @@ def _without_vae(patch: Any, side: Side | None) -> Any:
     if side is not None:
         _encode(patch, side)
     settled = copy.copy(patch)
+    if hasattr(settled, VIDEO):
+        setattr(settled, VIDEO, getattr(settled, VIDEO)[:1])
     settled.vae = Words({"kind": "encoded", "compression": patch.vae.spacial_compression_encode()})
     return settled
 
@@ -65,8 +70,9 @@ def _encode(patch: Any, side: Side) -> None:
     trial = copy.copy(patch)
     trial.model_patch = SimpleNamespace(model=_Idle(patch.model_patch.model))
     nothing = torch.zeros(1, 1, 1)
-    trial({"x": torch.empty(1, 1, *side, device="meta"), "img": nothing, "txt": nothing, "block_index": PAST})
-    vars(patch).update({name: value for name, value in vars(trial).items() if name.startswith("encoded_image")})
+    latent = torch.empty(1, 1, *side)
+    trial({"x": latent, "img": nothing, "txt": nothing, "vec": nothing, "block_index": ENCODING[title(type(patch))]})
+    vars(patch).update({name: value for name, value in vars(trial).items() if name.startswith(ENCODED)})
 
 
 class _Idle:
@@ -80,3 +86,9 @@ class _Idle:
 
     def control_block(self, *_: Any) -> Tensor:
         return torch.zeros(1, 1, 1)
+
+    def process_input(self, *_: Any) -> tuple[None, None]:
+        return None, None
+
+    def forward_block(self, *_: Any) -> tuple[None, Tensor]:
+        return None, torch.zeros(1, 1, 1)

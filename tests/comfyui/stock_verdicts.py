@@ -85,9 +85,7 @@ WHOLE = {
     "FluxKVCache": "attn1_patch of KV_Attn_Input",
     "WanInfiniteTalkToVideo": "attn2_patch of MultiTalkCrossAttnPatch",
     "HyperTile": "attn1_patch of HyperTile",
-}
-REFUSED = {
-    "SamplerARVideo": "its sampler calls the network's blocks itself",
+    "SamplerARVideo": "sample_ar_video keeps keys of earlier frames",
 }
 STAYS = {  # a run that leaves ComfyUI's process evaluation by evaluation
     "ControlNetApplyAdvanced": "a ControlNet", "ControlNetApply": "a ControlNet", "ControlNetApplySD3": "a ControlNet",
@@ -139,13 +137,11 @@ def _verdict(canvas: Canvas, sampler: Place) -> Verdict:
     prompts = canvas.upstream(_prompts(canvas, sampler, guiders), "CONDITIONING")
     algorithms = list(canvas.feeding(sampler, "sampler"))
     everything = {*on_the_way, *_types(canvas, [*prompts, *algorithms, *guiders])}
-    if found := sorted(everything & REFUSED.keys()):
-        return verdict("refused", f"{found[0]}: {REFUSED[found[0]]}")
     if strangers := sorted(on_the_way - HONOURED - LOADERS - WHOLE.keys() - STAYS.keys()):
         return verdict("not known", f"{', '.join(strangers)} on the way of MODEL")
     if any(kind.startswith("?") for kind in kinds):
         return verdict("not known", "the file's name does not tell its network")
-    whole = sorted(on_the_way & WHOLE.keys())
+    whole = sorted(everything & WHOLE.keys())
     unplanned = [kind for kind in kinds if kind not in PLANNED]
     if whole or unplanned:
         why = f"{unplanned[0]} has no plan" if unplanned else WHOLE[whole[0]]

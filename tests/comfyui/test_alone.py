@@ -68,6 +68,12 @@ def test_a_patch_inside_the_network_sees_all_rows_of_an_evaluation(two: Group, p
     assert two.run(f"{TOGETHER}rows_evaluated", patches=patches) == [rows, rows]
 
 
+def test_where_a_network_may_keep_what_it_made_nothing_is_recorded(alone: Group) -> None:
+    (kept,) = alone.run(f"{TOGETHER}reached", name="ar_state", kept=True)
+    (given,) = alone.run(f"{TOGETHER}reached", name="sigmas", kept=False)
+    assert (kept, given) == ("the network may keep something in ar_state", "")
+
+
 def test_comfyui_and_the_page_let_models_go_at_once_and_the_workers_stay(alone: Group) -> None:
     (rounds,) = alone.run(f"{RESIDENCE}unloaded_by_both", times=2)
     for found in rounds:

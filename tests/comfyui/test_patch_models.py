@@ -34,6 +34,7 @@ BARS = {
 READ_IN_PLACE = 2e-6  # of FLUX in float32: workers have its weights where the file has them, at another alignment
 QWEN = Job(family="qwen_image", cfg=2.0, steps=3, latent_seed=4)
 FLUX = Job(family="flux_dev", cfg=2.0, steps=3, latent_seed=4)
+WAN = Job(family="wan_t2v", cfg=2.0, steps=3, latent_seed=4)
 HINT = "1,128,192,3"  # pixels of the jobs' latents
 LORAS = {"qwen_image": ("transformer_blocks.0.attn.to_q", 128), "flux_dev": ("double_blocks.0.img_attn.proj", 256),
          "z_image": ("layers.2.attention.out", 288)}  # fmt: skip
@@ -110,6 +111,12 @@ PATCHES = {
         node="USOStyleReference", file="uso_style", job=replace(FLUX, cfg=1.0),
         inputs={"clip_vision_output": link("seen")},
         also={"seen": node("CPTestSeen", tokens=12, width=48)},
+    ),
+    "Uni3C": Patch(
+        node="WanUni3CControlnetApply", file="uni3c", job=WAN,
+        inputs={"vae": link("vae"), "render_video": link("hint"), "strength": 0.8, "start_percent": 0.0,
+                "end_percent": 0.6},
+        also={**vae("wan.safetensors"), "hint": picture("9,128,192,3")},
     ),
     "Anima LLLite": Patch(
         node="AnimaLLLiteApply", file="anima_lllite", job=QWEN, instead="anima", dim=1024, shape="1,16,1,17,23",

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from ..networks.tiny import anima, filled, lllite, start_comfyui
 
 FUN_LITE = {"n_control_layers": 3, "additional_in_dim": 17, "refiner_control": True}
+WAN_DIM = 256  # of the tiny Wan
 FLOAT8 = torch.float8_e4m3fn
 
 
@@ -21,6 +22,7 @@ def main(folder: str, networks: str) -> None:
     start_comfyui()
     import comfy_extras.nodes_model_patch as patches
     from comfy.ldm.lumina.controlnet import ZImage_Control
+    from comfy.ldm.wan.uni3c import WanUni3CControlnet
 
     made = {
         "qwen_canny": patches.QwenImageBlockWiseControlNet,
@@ -29,6 +31,17 @@ def main(folder: str, networks: str) -> None:
         "z_image_fun": ZImage_Control,
         "z_image_fun_lite": lambda **how: ZImage_Control(**FUN_LITE, **how),
         "uso_style": patches.SigLIPMultiFeatProjModel,
+        "uni3c": lambda **how: WanUni3CControlnet(
+            in_channels=36,
+            conv_out_dim=32,
+            dim=96,
+            ffn_dim=64,
+            num_layers=2,
+            time_embed_dim=WAN_DIM,
+            out_proj_dim=WAN_DIM,
+            mid_channels=16,
+            **how,
+        ),
         "infinite_talk": lambda **how: patches.MultiTalkModelPatch(
             intermediate_dim=4, in_dim=240, out_dim=16, **{name: how[name] for name in how if name != "dtype"}
         ),

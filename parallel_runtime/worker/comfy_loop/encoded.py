@@ -16,6 +16,9 @@ class Encoded:
     def spacial_compression_encode(self) -> int:
         return self._compression
 
+    def temporal_compression_decode(self) -> int:
+        return 1
+
     def encode(self, pixels: Tensor) -> NoReturn:
         """Raises Refused: pixels [B, H, W, C] are of another size than the whole latent."""
         height, width = pixels.shape[1:3]

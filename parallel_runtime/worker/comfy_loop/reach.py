@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from comfy.patcher_extension import WrappersMP
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..models import Unrecordable
 
@@ -17,7 +19,8 @@ OUTSIDE = {value for name, value in vars(WrappersMP).items() if name.isupper()} 
 def reaching(kwargs: dict[str, Any], attention: Any) -> dict[str, Any]:
     """`kwargs` of a network's call without what its code does not ask for; `attention` is an override of our own.
 
-    Raises Unrecordable for code that runs inside the network: it may decide by value, or be another from step to step.
+    Raises Unrecordable for code that runs inside the network: it may decide by value, or be another from step to step;
+    and for tensors in lists or dicts, where the network may keep what it made, as causal Wan does.
     """
     if (given := kwargs.get(OPTIONS)) is None:
         return kwargs
@@ -33,6 +36,9 @@ def reaching(kwargs: dict[str, Any], attention: Any) -> dict[str, Any]:
             raise Unrecordable(f"{what} inside the network ({', '.join(kinds)})")
     if options.get(OVERRIDE) is not attention:
         raise Unrecordable("a node replaces the attention")
+    for name, value in options.items():
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value) if leaf is not value):
+            raise Unrecordable(f"the network may keep something in {name}")
     return {**kwargs, OPTIONS: options}
 
 
