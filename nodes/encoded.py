@@ -1,4 +1,5 @@
-"""Pictures and videos that a model patch would have a VAE encode in the middle of a run, encoded before it: workers have no VAE.
+"""Pictures and videos that a model patch would have a VAE encode in the middle of a run, encoded before it: workers
+have no VAE.
 
 The patch is asked itself, by a call in which its blocks do nothing, so that its own code scales and encodes.
 """

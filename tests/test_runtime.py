@@ -38,6 +38,20 @@ def test_a_dead_group_is_replaced_and_an_equal_one_is_kept(flux):
         runtime.close()
 
 
+def test_a_worker_that_was_killed_a_moment_ago_costs_no_run(flux):
+    """Until it is gone it counts as running."""
+    try:
+        with runtime.borrowed(ONE, None) as first:
+            samples(first, flux, Parallelism())
+        os.kill(workers_of(first)[0], signal.SIGKILL)
+        with runtime.borrowed(ONE, None) as second:
+            samples(second, flux, Parallelism())
+        assert second is not first
+        assert runtime.status().state == "idle"
+    finally:
+        runtime.close()
+
+
 def test_a_group_that_was_started_ahead_is_the_one_that_is_borrowed():
     try:
         runtime.start_ahead(ONE, None)

@@ -4,6 +4,7 @@ when nobody has used it for long enough."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import threading
 import time
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..errors import ParallelError
+from ..errors import ParallelError, WorkerDied
 from ..specs import ComfySetup, Placement, SourceFile
 from .group import WorkerGroup
 from .history import Pace
@@ -166,13 +167,20 @@ class Runtime:
 
     def _current(self, placement: Placement, comfy: ComfySetup | None, watch: Callable[[], None]) -> WorkerGroup:
         group = self.live
-        if group is None or group.placement != placement or group.comfy != comfy:
+        if group is None or group.placement != placement or group.comfy != comfy or not self._answers(group, watch):
             self._close()
         if self.group is None:
             machines = f" on each of {placement.nnodes} machines" if placement.nnodes > 1 else ""
             log.info("[CP] starting %d worker(s): %s%s", placement.world_size, ", ".join(placement.devices), machines)
             self.group = WorkerGroup(placement, comfy, watch, self._activity, self.stall)
         return self.group
+
+    def _answers(self, group: WorkerGroup, watch: Callable[[], None]) -> bool:
+        """A worker that was killed while nobody used it counts as running until it is gone."""
+        if self._activity.now.state not in BUSY:
+            with contextlib.suppress(WorkerDied):
+                group.measure(watch)
+        return group.alive
 
     def _start_aside(self, placement: Placement, comfy: ComfySetup | None) -> None:
         threading.Thread(target=self._start_ahead, args=(placement, comfy), name="start workers", daemon=True).start()
