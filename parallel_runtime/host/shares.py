@@ -6,6 +6,7 @@ import re
 
 from ..errors import Refused
 from ..specs import Division, Parallelism
+from .sentences import say
 
 NUMBERS = re.compile(r"\s*\d{1,9}(\s*,\s*\d{1,9})*\s*", re.ASCII)
 
@@ -72,7 +73,7 @@ def in_words(division: Division) -> str:
     if len(set(shares)) < 2:
         return ""
     told = ", ".join(f"{device} {share} %" for device, share in percent_of(division))
-    return f"{told}: tokens in proportion, heads as far as whole heads go."
+    return say("shares", shares=told)
 
 
 def idle(division: Division) -> str:
@@ -81,7 +82,4 @@ def idle(division: Division) -> str:
         return ""
     devices, nnodes = division.placement.devices, division.placement.nnodes
     without = [device for device, share in zip(devices * nnodes, division.degrees.shares, strict=True) if not share]
-    return (
-        f"Nothing is left for {', '.join(without)}, which waits for the others all the same: leave it out of devices, "
-        "and out of shares."
-    )
+    return say("note.workless", devices=", ".join(without))

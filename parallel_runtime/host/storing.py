@@ -9,6 +9,7 @@ from ..errors import Refused
 from ..specs import Parallelism, Storage, WeightsChoice, WeightsMode
 from .cost import Link, Work, activation_bytes, evaluation_seconds
 from .pipelines import held_bytes
+from .sentences import say
 
 GIB = 2**30
 USABLE = 0.92  # of a device that is filled on purpose
@@ -166,11 +167,9 @@ def why_whole(choice: WeightsChoice, way: Prospect, case: Case) -> str:
         return ""
     name, degrees = case.work.figures.name, case.degrees
     if not case.allows("offload"):
-        return f"weights {choice}: {name} has no blocks to fetch, so it is whole on every device"
-    alone = f"weights {choice}: one worker has nobody to share with, so {name} is whole"
-    if degrees.cfg_degree * degrees.data_degree == 1:
-        return alone
-    return f"{alone} on each; set cfg_degree and data_degree to 1, and all workers share it"
+        return say("note.unfetched", weights=choice, name=name)
+    key = "note.alone" if degrees.cfg_degree * degrees.data_degree == 1 else "note.alone.each"
+    return say(key, weights=choice, name=name)
 
 
 def as_one_pays(branches: Case, as_one: Case) -> bool:
