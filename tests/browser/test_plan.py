@@ -29,7 +29,7 @@ def test_a_refusal_comes_first_and_its_button_leads_to_the_picture_and_to_times(
     report = page.locator(".cp-report > *")
     assert "ring_degree 2 x ulysses_degree 2 needs 4 workers" in report.nth(0).inner_text()
     assert page.locator(".cp-picture").count() == 0, "of what will not run"
-    page.get_by_role("button", name="Use ring_degree 1").click()
+    page.locator(".cp-report").get_by_role("button", name="Use ring_degree 1").click()
     assert page.evaluate(CONFIG)["ring_degree"] == 1
     assert "Run it again" in report.nth(1).inner_text()
 
@@ -50,7 +50,6 @@ def test_a_refusal_comes_first_and_its_button_leads_to_the_picture_and_to_times(
     assert picture.get_attribute("aria-label")
 
     assert "takes 4 steps on 1, 2 CPU workers, one after the other" in page.locator(COST).inner_text()
-    assert "known once this has run here" in page.locator(COST).inner_text()
     page.get_by_role("button", name="Measure", exact=True).click()
     page.wait_for_selector(".cp-chart")
     assert re.search(r"about (\d+ min )?\d+ s\.", page.locator(COST).inner_text())
