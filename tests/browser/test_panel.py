@@ -60,7 +60,10 @@ KEEP_COUNT = """() => {
     for (const owner of [window, document, app.api]) {
         const { addEventListener, removeEventListener } = owner;
         owner.addEventListener = function (...given) { keep(given[1]); return addEventListener.apply(this, given); };
-        owner.removeEventListener = function (...given) { drop(given[1]); return removeEventListener.apply(this, given); };
+        owner.removeEventListener = function (...given) {
+            drop(given[1]);
+            return removeEventListener.apply(this, given);
+        };
     }
 }"""  # listeners and timers of ours, while there are any
 GLANCE = """async () => {
