@@ -39,6 +39,10 @@ def card(template: Template) -> str:
 def _drawn(scene: Scene) -> Iterator[str]:
     yield from _inputs(scene)
     yield _arrow(LEFT - 34, TOP + HIGH / 2)
+    yield from _legend(scene)
+    if scene.stages > 1:
+        yield from _blocks(scene)
+        return
     rows = [(name, lane) for name in scene.passes for lane in scene.lanes]
     video = scene.frames > 1
     gap = TITLED if len(scene.passes) > 1 else GAP
@@ -48,7 +52,17 @@ def _drawn(scene: Scene) -> Iterator[str]:
         x, y = (LEFT, TOP + index * (high + gap)) if video else (LEFT + index * (wide + gap), TOP)
         yield from _film(scene, lane, x, y, wide, high) if video else _frame(scene, lane, x, y, wide, high)
         yield _words(x, y - 5, name) if name and lane is scene.lanes[0] else ""
-    yield from _legend(scene)
+
+
+def _blocks(scene: Scene) -> Iterator[str]:
+    """The network's blocks, which the tokens pass one after the other; each GPU has some of them."""
+    count = 6 * scene.stages
+    room = WIDE - 40 * (scene.stages - 1)
+    for block in range(count):
+        stage, across = block // 6, room / count
+        x = LEFT + block * across + 40 * stage
+        yield _box(x, TOP + 30, across - 5, HIGH - 60, scene.lanes[stage][0].rank)
+        yield _arrow(x + across + 10, TOP + HIGH / 2) if block % 6 == 5 and block + 1 < count else ""
 
 
 def _frame(scene: Scene, lane: tuple[Part, ...], x: float, y: float, wide: float, high: float) -> Iterator[str]:
@@ -87,8 +101,9 @@ def _sound(lane: tuple[Part, ...], x: float, y: float, wide: float, high: float)
 
 def _inputs(scene: Scene) -> Iterator[str]:
     """Prompts, and what else goes in, one below the other."""
-    prompts = 2 if len({part.lane for lane in scene.lanes for part in lane}) > 1 else 1
-    shown = ["prompt"] * prompts + [name for name in scene.given if not (name == "picture" and "mask" in scene.given)]
+    shown = ["prompt"] * scene.prompts + [
+        name for name in scene.given if not (name == "picture" and "mask" in scene.given)
+    ]
     each = min(66, HIGH / len(shown))
     for index, name in enumerate(shown):
         y = TOP + (HIGH - each * len(shown)) / 2 + index * each

@@ -19,10 +19,13 @@ SAMPLERS = ("CPSampler", "CPSamplerAdvanced", "CPSamplerCustom", "KSampler")
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """`lanes` are the parts of each group of workers that has a prompt to itself; `passes` what each sampler is called,
-    one after the other; `given` what goes in beside the prompts."""
+    """`lanes` are the parts of each group of workers that has a prompt to itself, or, where there are `stages`, some of
+    the network's blocks; `passes` what each sampler is called, one after the other; `given` what goes in beside the
+    prompts."""
 
     lanes: tuple[tuple[Part, ...], ...]
+    stages: int
+    prompts: int
     machines: int
     width: int
     height: int
@@ -38,8 +41,11 @@ class Scene:
         values = {name: value for node in template.nodes for name, value in node.inputs.items()}
         samplers = [node for node in template.nodes if node.kind in SAMPLERS]
         kinds = {node.kind for node in template.nodes}
+        guided = float(values.get("cfg", 1.0)) > 1
         return cls(
-            lanes=tuple(_lanes(template, guided=float(values.get("cfg", 1.0)) > 1)),
+            lanes=tuple(_lanes(template, guided=guided)),
+            stages=int(values.get("pipeline_degree", 1)),
+            prompts=2 if guided else 1,
             machines=int(values.get("nnodes", 1)),
             width=int(values.get("width", 0)),
             height=int(values.get("height", 0)),
@@ -64,7 +70,8 @@ def _lanes(template: Template, *, guided: bool) -> Iterator[tuple[Part, ...]]:
     request = ParallelRequest(**{name: value for name, value in cut.items() if name in widgets()})
     whole = template.title if {node.kind for node in template.nodes} >= set(UNCUT) else ""
     here = replace(request, nnodes=1, rdzv_endpoint="")  # the other machine has as many
-    division = plan(Wish(request=here, gpus=GPUS, guided=guided, whole=whole))
+    gpus = GPUS if here.pipeline_degree == 1 else here.pipeline_degree  # a stage each
+    division = plan(Wish(request=here, gpus=gpus, guided=guided, whole=whole))
     all_parts, each = parts(division), division.degrees.context_parallel_size
     for first in range(0, len(all_parts), each):
         yield tuple(all_parts[first : first + each])
