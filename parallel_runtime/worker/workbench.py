@@ -84,10 +84,12 @@ def load_subject(path: Path, comfyui: Path) -> Subject:
 
 
 def randomized(network: nn.Module) -> nn.Module:
+    """With weights that keep numbers about as large as they are."""
     for name, parameter in network.named_parameters():
-        noise = torch.randn(parameter.shape) / max(parameter[0].numel() if parameter.ndim > 1 else 100, 1) ** 0.5
+        deviation = max(parameter[0].numel() if parameter.ndim > 1 else 100, 1) ** -0.5
         around = 1.0 if parameter.ndim < 2 and name.endswith(("weight", "scale")) else 0.0
-        parameter.data = (noise + around).to(parameter.dtype)
+        value = torch.randn(parameter.shape, device=parameter.device) * deviation + around
+        parameter.data = value.to(parameter.dtype)
     return network.eval().requires_grad_(False)
 
 
