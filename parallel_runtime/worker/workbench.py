@@ -77,7 +77,7 @@ def load_subject(path: Path, comfyui: Path) -> Subject:
         raise SystemExit(f"{path} is no file; write one as networks/README.md shows")
     sys.path.append(str(comfyui.resolve()))
     sys.argv = ["main.py", "--cpu", "--force-fp32", "--use-pytorch-cross-attention"]
-    made = SimpleNamespace(**runpy.run_path(str(path)))
+    made = SimpleNamespace(**runpy.run_path(str(path), run_name="subject"))
     torch.manual_seed(1)
     network = randomized(made.network())
     return Subject(network, *(_seeded(made, **more) for more in ({}, {"rows": 2}, {"text": 3})))
