@@ -31,7 +31,8 @@ class Parallelism:
     The world is pipeline_degree x data_degree x cfg_degree x ring_degree x ulysses_degree; the ranks of one Ulysses
     group are neighbours, and stages of a pipeline are furthest apart: between machines first. Data groups share the
     rows of a batch, cfg groups the branches of guidance, stages the blocks of the network: each has so many of them in
-    turn as `stages` says, () for about as many as the others.
+    turn as `stages` says, () for about as many as the others. Of each evaluation `patches` follow one another through
+    them: 1 is exact.
     `rotate_method` is diffusers' word for how a ring moves keys and values: `alltoall` rotates the blocks point to
     point, `allgather` collects them all at once; the host decides what `auto` is (host/cost.py), and where nobody did
     it is `alltoall`. `cuda_graphs`: are evaluations of a network recorded and replayed; with "auto" those that the
@@ -45,6 +46,7 @@ class Parallelism:
     data_degree: int = 1
     pipeline_degree: int = 1
     stages: tuple[int, ...] = ()
+    patches: int = 1
     rotate_method: RotateMethod = "alltoall"
     convert_to_fp32: bool = True
     attention_backend: AttentionBackend = "auto"
@@ -59,6 +61,8 @@ class Parallelism:
             raise ValueError(f"cfg_degree is 1 or 2 (positive and negative prompt), got {self.cfg_degree}")
         if self.pipeline_degree > 1 and self.ring_degree > 1:
             raise ValueError(f"a stage of a pipeline has no ring, got ring_degree {self.ring_degree}")
+        if self.patches < 1 or (self.patches > 1 and self.pipeline_degree == 1):
+            raise ValueError(f"patches go through the stages of a pipeline, got {self.patches} and no pipeline")
         if self.stages and (len(self.stages) != self.pipeline_degree or min(self.stages) < 1):
             raise ValueError(f"stages {self.stages} are not {self.pipeline_degree}")
         if self.shares:

@@ -61,9 +61,34 @@ def units_of(network: nn.Module, plan: Plan) -> list[Unit]:
     return units
 
 
+def why_not_in_patches(plan: Plan) -> str:
+    """What keeps the tokens of a network's evaluation from going through stages patch by patch; "" where nothing does."""
+    carriers = [site for site in plan.sites if site.carries]
+    for site in carriers:
+        if site.gathers and site is not carriers[-1]:
+            return f"{site.name} need the whole sequence"
+        if site.gathers == "each":
+            return f"between its {site.name} the whole sequence is needed"
+        if site.beside or {name for name, *_ in site.carries} - set(site.given_on):
+            return f"{site.name} keep more than tokens for later blocks"
+        if site.again:
+            return f"{site.name} run several times in an evaluation"
+        if "attention_mask" in site.args:
+            return f"{site.name} cut their attention mask as they cut tokens"
+    if framed := [site.name for site in plan.sites if site.frames]:
+        return f"{framed[0]} needs whole frames"
+    if plan.replicated:
+        return f"its {', '.join(sorted(plan.replicated))} is whole in every block"
+    if others := sorted(plan.streams - {plan.main, "text"}):
+        return f"its {', '.join(others)} is a sequence beside the {plan.main}"
+    return ""
+
+
 def counts_of(network: nn.Module, known: Network, parallelism: Parallelism) -> tuple[int, ...]:
     """How many units each stage has. Raises Refused where they cannot be shared out so."""
     units, stages = units_of(network, known.plan), parallelism.pipeline_degree
+    if parallelism.patches > 1 and (why := why_not_in_patches(known.plan)):
+        raise Refused(f"{known.name} has no patches, as {why}; set patches to 1")
     if not units:
         raise Refused(f"the blocks of {known.name} cannot be cut into stages; set pipeline_degree to 1")
     if stages > len(units):

@@ -19,13 +19,14 @@ from ..specs import Compilation, ModelSpec, Parallelism, Storage
 from ..stages import Seat, counts_of
 from ..wire.messages import Run
 from .engine.compiling import compile_blocks
-from .engine.divide import divide, undivide
+from .engine.divide import divide, patches_of, undivide
 from .engine.exchange import any_of
 from .engine.memory import give_back_cache
 from .engine.mesh import Axis, ContextMesh, World, build_mesh, with_own_group
 from .engine.overriding import by_backend
 from .engine.recording import Recording, Unrecordable  # noqa: F401
 from .engine.stages import Elsewhere, Stages, settle, unsettle
+from .engine.streams import DIVIDED
 from .lanes import Lanes, from_the_first
 from .pulse import Pulse
 from .ranks import refusing_together
@@ -106,7 +107,7 @@ class Model:
     @property
     def attention(self) -> Callable[..., Any] | None:
         """ComfyUI's `optimized_attention_override` where a kernel was chosen and this rank holds whole sequences."""
-        if self.parallelism is None or self.mesh.context.size > 1 or self.parallelism.attention_backend == "auto":
+        if self.parallelism is None or hasattr(self.network, DIVIDED) or self.parallelism.attention_backend == "auto":
             return None
         return by_backend(self.parallelism.attention_backend)
 
@@ -127,18 +128,19 @@ class Model:
     def divide(self, parallelism: Parallelism) -> None:
         """By blocks, and those by sequence."""
         counts = self._settle(parallelism)
-        if self.mesh.context.size > 1:
+        if self.mesh.context.size * parallelism.patches > 1:
             if self.architecture is None:
                 raise Refused(f"{self.name} cannot be cut by sequence: set ring_degree and ulysses_degree to 1")
             divide(self.network, self.architecture.plan, self.mesh, parallelism)
         if counts and self.architecture is not None:
-            self.stages = Stages(self.network, self.architecture.plan, self.mesh.pipeline, counts)
+            patches = patches_of(self.network)
+            self.stages = Stages(self.network, self.architecture.plan, self.mesh.pipeline, counts, patches)
 
     def unite(self) -> None:
         """Undo `divide`."""
         if self.stages is not None:
             self.stages.remove()
-        if self.mesh.context.size > 1:
+        if hasattr(self.network, DIVIDED):
             undivide(self.network)
         if self.stages is not None:
             self.let_go()

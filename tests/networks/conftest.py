@@ -20,6 +20,7 @@ MODULES = (
     "recorded_cases",
     "inside_cases",
     "stage_cases",
+    "patch_cases",
 )
 
 

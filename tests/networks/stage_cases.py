@@ -31,7 +31,7 @@ def parity(rank: int, world: int, name: str, stages: int, ulysses: int = 1, flig
     plain, whole = forward(network, inputs), weight_bytes(network)
     blocks = sum(weight_bytes(seat.block) for unit in units for seat in unit)
     degrees = Parallelism(pipeline_degree=stages, ulysses_degree=ulysses)
-    mesh = _mesh(degrees)
+    mesh = mesh_of(degrees)
     counts = counts_of(network, plan_of(network), degrees)
     others = settle(network, plan, counts, mesh.pipeline.index)
     held = weight_bytes(network)
@@ -67,7 +67,7 @@ def _deepen(network: nn.Module, stages: int) -> None:
             seat.stack[f"block{len(seat.stack)}"] = deepcopy(next(iter(seat.stack.values())))
 
 
-def _mesh(degrees: Parallelism) -> ContextMesh:
+def mesh_of(degrees: Parallelism) -> ContextMesh:
     if degrees.dims not in _MESHES:
         _MESHES[degrees.dims] = build_mesh(degrees)
     return _MESHES[degrees.dims]
@@ -87,7 +87,7 @@ def refused_by_one(rank: int, world: int, name: str) -> dict[str, Any]:
     network, inputs = made(name)
     plan, plain = plan_of(network), forward(network, inputs)
     degrees = Parallelism(pipeline_degree=world)
-    counts, axis = counts_of(network, plan, degrees), _mesh(degrees).pipeline
+    counts, axis = counts_of(network, plan, degrees), mesh_of(degrees).pipeline
     settle(network, plan.plan, counts, rank)
     cut, calls = Stages(network, plan.plan, axis, counts), []
 
@@ -128,7 +128,7 @@ def _in_two(network: nn.Module, known: Network, inputs: Inputs, plain: list[Tens
     degrees = Parallelism(pipeline_degree=2)
     counts = counts_of(network, known, degrees)
     others = settle(network, known.plan, counts, rank)
-    cut = Stages(network, known.plan, _mesh(degrees).pipeline, counts)
+    cut = Stages(network, known.plan, mesh_of(degrees).pipeline, counts)
     try:
         return error(forward(network, inputs), plain)
     except LOUD:

@@ -14,14 +14,15 @@ from ...specs import AttentionBackend, Parallelism
 from .choosing import Sizes, chosen
 from .exchange import Pending, allocate, gather
 from .kernels import attempt, attend_biased, attend_natively, for_heads, head_by_head
-from .masks import Mask, ToldApart, exchange_mask, pair_mask, same_memory
+from .masks import Mask, ToldApart, exchange_mask, mask_of_patch, pair_mask, same_memory
 from .merge import Merge
 from .mesh import ContextMesh
 from .opaque import attend_opaquely, enlist
 from .operators import Whole
+from .patches import Patches
 from .ring import Block, Owners, Stop, collect, packed_bytes, rotate, stops
 from .streams import KEPT_BYTES, Holding, Streams, chunk_sizes
-from .ulysses import Parcel, Spare, Wave, place, split, to_heads, to_tokens, waves
+from .ulysses import WAVES, Parcel, Spare, Wave, place, split, to_heads, to_tokens, waves
 
 OnHeads = Callable[[Tensor, Tensor, Tensor, Mask | None], Tensor]
 
@@ -47,7 +48,8 @@ class ContextAttention:
     """Attention of the ranks of a context mesh; `queries` and `keys` are the streams that each concatenates.
 
     `keys` None: those of the queries. `own` attends where keys are whole and no other kernel is chosen, [B, tokens, H,
-    D] each and a mask [B, 1 or H, 1 or queries, keys]; none is where `fixed` says so. None: PyTorch's choice.
+    D] each and a mask [B, 1 or H, 1 or queries, keys]; none is where `fixed` says so. None: PyTorch's choice. The ranks
+    may have one of `patches` alone, which keep the keys of the others.
     """
 
     mesh: ContextMesh
@@ -57,6 +59,7 @@ class ContextAttention:
     keys: tuple[str, ...] | None = None
     own: Whole | None = None
     fixed: Callable[[], bool] = lambda: False
+    patches: Patches | None = None
     number: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,12 +99,14 @@ class ContextAttention:
         repeat = any(own % (heads // key_heads) for own in by_rank)  # a rank's query heads need a part of a group
         counts = (heads, heads if repeat else key_heads)
         spreads = self.streams.spread(self._sides[0]), self.streams.spread(self._sides[1])
-        made = waves(self.mesh, query, counts, spreads, self._sides[0] == self._sides[1])
+        most = WAVES if self.patches is None else 1  # what is kept of an attention is kept at once
+        made = waves(self.mesh, query, counts, spreads, self._sides[0] == self._sides[1], most)
         of_queries, blocks = (_by_place(spread, ranks) for spread in spreads)
+        attended = max(blocks) if self._whole else sum(map(self.streams.length, self._sides[1]))
         largest = Sizes(
             batch=query.shape[0],
             queries=max(of_queries),
-            keys=max(blocks),
+            keys=attended,
             heads=-(-max(by_rank) // max(1, len(made))),
             head_dim=query.shape[3],
             dtype=query.dtype,
@@ -130,7 +135,10 @@ class ContextAttention:
         last = self.streams.kept((self, "mask", batch, heads), _Exchanged)
         if last.given is None or same_memory(last.given) != same_memory(mask):
             of_queries, of_keys = ([self.streams.length(name) for name in names] for names in self._sides)
-            if mask.ndim == 4 and mask.shape[2] > 1:
+            if not self._whole:
+                places = self.streams.places(self._sides[0], mask.device)
+                last.keys = mask_of_patch(mask, batch, heads, places, sum(of_queries), sum(of_keys))
+            elif mask.ndim == 4 and mask.shape[2] > 1:
                 last.keys = pair_mask(mask, of_queries, of_keys, self.mesh)
             else:
                 own = held.keys.drop(mask, dim=-1) if mask.shape[-1] == held.keys.size else mask
@@ -197,6 +205,8 @@ class ContextAttention:
     ) -> Tensor:
         """`query` [B, Sq, heads, D] over the ring; this rank's block of it are `key` and `value`."""
         query = head_by_head(query)
+        if self.patches is not None:
+            key, value = self._of_all(self.patches, key, value)
         if self.mesh.ring.size > 1:
             return self._ring(held, scale, query, key, value, keys)
         mask = None if keys is None else keys.block(0, key.shape[1])
@@ -206,6 +216,16 @@ class ContextAttention:
         key, value = head_by_head(key), head_by_head(value)
         out = None if backend == "auto" else attempt(query, key, value, mask, scale, backend)
         return self._own(query, key, value, mask, scale) if out is None else out
+
+    def _of_all(self, patches: Patches, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        names = self._sides[1]
+        places = self.streams.kept(("places", names), lambda: self.streams.places(names, key.device))
+        return patches.attended(key, value, places, sum(map(self.streams.length, names)))
+
+    @property
+    def _whole(self) -> bool:
+        """Do the ranks have all tokens together?"""
+        return self.patches is None or self.patches.whole
 
     @property
     def _own(self) -> Whole:

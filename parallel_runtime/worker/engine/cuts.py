@@ -14,14 +14,18 @@ from ...errors import Refused
 from ...plan import Along, Count, Index, Names, Plan, Slices, Tokens, Whole, Word
 from .exchange import gather
 from .mesh import Axis
+from .patches import Passed, Patches
 from .streams import Streams
 
 
 class Cuts:
-    """Cuts and joins for the ranks of `axis`. Its `streams` live for one forward, as what it remembers does."""
+    """Cuts and joins for the ranks of `axis`. Its `streams` live for one forward, as what it remembers does: for one
+    turn of one where there are `patches`."""
 
-    def __init__(self, plan: Plan, axis: Axis) -> None:
-        self.streams = Streams(axis, plan.replicated)
+    def __init__(self, plan: Plan, axis: Axis, patches: Patches | None = None) -> None:
+        self.streams = Streams(axis, plan.replicated, patches)
+        self._patches = patches
+        self._unjoined = False  # are there patches that have not had their turn?
         self._replicated = plan.replicated
         self._axis = axis
         self._shapes: dict[Names, torch.Size] = {}  # of tokens that came in several dims
@@ -35,9 +39,10 @@ class Cuts:
         self.streams.clear()
         for state in (self._shapes, self._made, self._held, self._came_cut):
             state.clear()
-        self.whole_between = self.patched_inside = False
+        self.whole_between = self.patched_inside = self._unjoined = False
 
-    def _begin_again(self) -> None:
+    def begin_again(self) -> None:
+        """The same forward from its beginning, with other tokens."""
         of_forward = self.whole_between, self.patched_inside
         self.clear()
         self.whole_between, self.patched_inside = of_forward
@@ -114,7 +119,7 @@ class Cuts:
         shape = value.shape[word.dim : word.dim + word.flat]
         (stream, *others) = word.streams
         if word.again and stream not in self._held:
-            self._begin_again()
+            self.begin_again()
         if not others and not self.streams.knows(stream):
             self._shapes[word.streams] = shape
             self.streams.see(stream, shape.numel(), where)
@@ -222,10 +227,23 @@ class Cuts:
                 f"{where} would be whole, but its blocks were given a part; set ring and Ulysses degrees to 1"
             )
         parts = value.split([self.held((stream,)) for stream in streams], dim)
-        joined = torch.cat([self._gathered(p, s, dim) for p, s in zip(parts, streams, strict=True)], dim)
+        gathered = [self._of_all(self._gathered(p, s, dim), s, dim, where) for p, s in zip(parts, streams, strict=True)]
+        known = [part for part in gathered if part is not None]
+        if len(known) < len(gathered):
+            self._unjoined = True
+            return value
+        joined = torch.cat(known, dim)
         return (
             joined.reshape(*joined.shape[:dim], *shape, *joined.shape[dim + len(shape) :]) if len(shape) > 1 else joined
         )
+
+    def leave(self) -> None:
+        """Raises Passed where what was to be made whole waits for the other patches."""
+        if self._unjoined:
+            raise Passed
+
+    def _of_all(self, part: Tensor, stream: str, dim: int, where: str) -> Tensor | None:
+        return part if self._patches is None else self._patches.joined((where, stream), part, dim)
 
     def _gathered(self, part: Tensor, stream: str, dim: int) -> Tensor:
         if stream in self._replicated:

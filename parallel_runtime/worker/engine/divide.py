@@ -5,11 +5,14 @@ Knows no network: names are the plan's. Imports no ComfyUI.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import Refused
@@ -23,6 +26,7 @@ from .hooking import Block, cut_blocks, hook
 from .mesh import ContextMesh
 from .naming import Naming
 from .overriding import Overriding
+from .patches import Passed, Patches
 from .scales import agree_on_scales
 from .streams import DIVIDED
 
@@ -49,16 +53,23 @@ def undivide(network: nn.Module) -> None:
     delattr(network, DIVIDED)
 
 
+def patches_of(network: nn.Module) -> Patches | None:
+    """The patches in which a divided network is evaluated; None where its ranks have all tokens together."""
+    found: Patches | None = getattr(getattr(network, DIVIDED, None), "patches", None)
+    return found
+
+
 class _Division:
     """The hooks of one network, and the state of its forward in progress."""
 
     def __init__(self, network: nn.Module, plan: Plan, mesh: ContextMesh, parallelism: Parallelism) -> None:
-        self.cuts = Cuts(plan, mesh.context)
+        self.patches = Patches(parallelism.patches, plan.main) if parallelism.patches > 1 else None
+        self.cuts = Cuts(plan, mesh.context, self.patches)
         self.streams = self.cuts.streams
         self._plan = plan
         self._ring = mesh.ring.size
         self._chosen = own_attentions(network) if parallelism.attention_backend == "auto" else {}
-        self._override = Overriding(self.cuts, mesh, parallelism)
+        self._override = Overriding(self.cuts, mesh, parallelism, self.patches)
         self._naming = Naming(plan.no_options, self._override)
         self._handles: list[RemovableHandle] = []
         self._inner: list[nn.Module] = []  # whose forward was replaced
@@ -66,6 +77,9 @@ class _Division:
         self._keep(network.register_forward_pre_hook(self._begin, with_kwargs=True))
         for block in blocks:
             self._hook(block)
+        if self.patches is not None:
+            self._inner.append(network)
+            network.forward = partial(self._patch_by_patch, self.patches, network.forward)
         self._handles += agree_on_scales(network, mesh.context)
         self._keep(network.register_forward_hook(self._end, always_call=True))
         self._naming.apply()
@@ -81,6 +95,8 @@ class _Division:
         self._handles.append(handle)
 
     def _hook(self, block: Block) -> None:
+        if self.patches is not None and block.scopes:
+            self._keep(block.module.register_forward_pre_hook(partial(_tell, self.patches)))
         for module, over in block.scopes:
             scope = self._override.scope(over)
             if module is block.module:
@@ -121,6 +137,16 @@ class _Division:
         self._naming.activate()
         return args, kwargs
 
+    def _patch_by_patch(self, patches: Patches, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The network's `forward`, once for each patch. The last one has what all have come to."""
+        options, out = kwargs.pop("transformer_options"), None
+        for _ in patches.turns(_known_by(args, kwargs, options), lambda: self.streams.lengths):
+            self.cuts.begin_again()
+            self._override.scopes.clear()
+            with suppress(Passed):
+                out = forward(*args, **kwargs, transformer_options=dict(options))
+        return out
+
     def _end(self, network: nn.Module, _: Any, output: Any) -> None:
         unfinished = self.cuts.holds(self._plan.main)
         alone = self.streams.knows(self._plan.main) and not self._override.shared
@@ -141,6 +167,18 @@ class _Division:
     def _leave(self, *_: Any) -> None:
         if self._override.scopes:
             self._override.scopes.pop()
+
+
+@torch.compiler.disable
+def _tell(patches: Patches, block: nn.Module, _: Any) -> None:
+    patches.enter(block)
+
+
+def _known_by(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Hashable:
+    """What tells a step's evaluations apart: whose prompts they are of, and the shapes of what they are given."""
+    given = {name: value for name, value in kwargs.items() if name != "control"}
+    shapes = tuple(leaf.shape for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor))
+    return (*options.get("cond_or_uncond", ()), *options.get("uuids", ()), shapes)
 
 
 def _scoped(forward: Callable[..., Any], scopes: list[int], scope: int) -> Callable[..., Any]:

@@ -137,6 +137,7 @@ def _cut(block: Block, cuts: Cuts, _: nn.Module, args: tuple[Any, ...], kwargs: 
             kwargs[str(name)] = cuts.cut(kwargs[str(name)], word, where)
         elif place is not None and place < len(positional):
             positional[place] = cuts.cut(positional[place], word, where)
+    cuts.leave()
     if cuts.patched_inside and "transformer_options" in kwargs:
         kwargs["transformer_options"] = of_own_tokens(kwargs["transformer_options"], block.site, cuts)
     return tuple(positional), kwargs
@@ -151,6 +152,7 @@ def _join(block: Block, cuts: Cuts, _: nn.Module, __: Any, output: Any) -> Any:
         where = f"output {at} of {block.site.name}"
         word = words[0] if len(words) == 1 else cuts.fitting(outputs[at], words, where)
         outputs[at] = cuts.join(outputs[at], word.streams, word.dim, where)
+    cuts.leave()
     return outputs[0] if isinstance(output, Tensor) else type(output)(outputs)
 
 

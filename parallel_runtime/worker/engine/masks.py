@@ -164,6 +164,20 @@ def pair_mask(mask: Tensor, queries: Sequence[int], keys: Sequence[int], mesh: C
     return PairMask(mask.index_select(-2, rows).index_select(-1, columns))
 
 
+def mask_of_patch(mask: Tensor, batch: int, heads: int, rows: Tensor, queries: int, keys: int) -> Mask:
+    """From the mask of all `queries` and all `keys`, in the streams' order, that of the queries `rows` alone."""
+    pairs = mask.ndim == 4 and mask.shape[2] > 1
+    if mask.shape[-1] != keys or (pairs and mask.shape[2] != queries):
+        raise Refused(
+            f"a mask of {list(mask.shape)} is of one patch's tokens, and there are {keys} keys; set patches to 1"
+        )
+    if not pairs:
+        return KeyMask(_tokens_first(mask, batch, heads))
+    if not mask.is_floating_point() and mask.dtype != torch.bool:
+        mask = mask != 0
+    return PairMask(mask.index_select(-2, rows))
+
+
 def _places(lengths: Sequence[int], parts: Parts, ranks: range, device: torch.device) -> Tensor:
     """Where the tokens of these ranks are among all, rank by rank."""
     starts = [sum(lengths[:n]) for n in range(len(lengths))]

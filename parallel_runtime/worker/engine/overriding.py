@@ -22,6 +22,7 @@ from .cuts import Cuts
 from .kernels import attempt
 from .mesh import ContextMesh
 from .opaque import answer_opaquely, enlist
+from .patches import Patches
 
 Attention = Callable[..., Tensor]  # ComfyUI's, called as its optimized_attention
 Override = Callable[..., Tensor]  # the same, after the function that it stands for
@@ -59,13 +60,16 @@ def _number_of(function: Attention, **options: Any) -> int:
 class Overriding:
     """The override of a network's attention; `scopes` are the numbers of the scopes that run, innermost last."""
 
-    def __init__(self, cuts: Cuts, mesh: ContextMesh, parallelism: Parallelism) -> None:
+    def __init__(
+        self, cuts: Cuts, mesh: ContextMesh, parallelism: Parallelism, patches: Patches | None = None
+    ) -> None:
         self.scopes: list[int] = []
         self.previous: Override | None = None
         self.shared = 0  # attentions over all ranks in this forward
         self._cuts = cuts
         self._mesh = mesh
         self._parallelism = parallelism
+        self._patches = patches
         self._call: _Call | None = None
         self._kinds: list[Attends] = []  # by scope
         self._attentions: dict[Cross, ContextAttention] = {}
@@ -168,7 +172,7 @@ class Overriding:
         if cross not in self._attentions:
             self._attentions[cross] = ContextAttention(
                 self._mesh, self._parallelism, self._cuts.streams, cross.queries, cross.keys,
-                own=self._whole_keys, fixed=lambda: self.previous is not None,
+                own=self._whole_keys, fixed=lambda: self.previous is not None, patches=self._patches,
             )  # fmt: skip
         return self._attentions[cross]
 

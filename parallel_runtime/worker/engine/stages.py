@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from ...stages import Seat, owners, units_of
 from .hooking import Block, cut_blocks
 from .mesh import Axis
 from .passing import Passing
+from .patches import Patches
 
 HERE = "_real_on_stage"  # of a tensor that a block gave: the stage whose numbers it holds
 
@@ -97,10 +98,12 @@ class Stages:
     """The hooks of a network that `settle` has settled, over the ranks of `axis`; after those of any other division.
 
     Each forward's answer is on every rank when it returns. `in_flight` several follow each other without waiting, and
-    their answers are real on the last stage until `answers`.
+    their answers are real on the last stage until `answers`. So do the turns of a forward in `patches`.
     """
 
-    def __init__(self, network: nn.Module, plan: Plan, axis: Axis, counts: Sequence[int]) -> None:
+    def __init__(
+        self, network: nn.Module, plan: Plan, axis: Axis, counts: Sequence[int], patches: Patches | None = None
+    ) -> None:
         self.passing = Passing(axis)
         self._axis = axis
         self._flying = False
@@ -109,6 +112,9 @@ class Stages:
         self._latest: int | None = None  # whose block ran last in this forward; None: what there is all computed
         self._sources: list[int | None] = []  # of a block's tokens: the stages where they are real
         self._kept = _kept_for_later(plan)
+        self.patches = patches
+        if patches is not None:
+            patches.begins.append(self._begin_turn)
         begin = network.register_forward_pre_hook(self._begin, with_kwargs=True)
         self._handles: list[RemovableHandle] = [begin]
         blocks = {block.module: block for block in cut_blocks(network, plan)}
@@ -126,7 +132,8 @@ class Stages:
         """In here forwards give numbers on the last stage alone. What one stage refuses all do as they leave."""
         self._flying, refused = True, None
         try:
-            yield
+            with nullcontext() if self.patches is None else self.patches.in_flight():
+                yield
         except Refused as error:
             self.passing.refuse()
             refused = error
@@ -160,7 +167,8 @@ class Stages:
         ]
 
     def _begin(self, network: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
-        self._latest, self._unit, self._told = None, 0, False
+        self._told = False
+        self._begin_turn()
         if self._kept and any((kwargs.get("control") or {}).values()):
             raise Refused(
                 f"{type(network).__name__}: a ControlNet adds to what {self._kept} keep for later blocks, which may "
@@ -171,6 +179,9 @@ class Stages:
                 f"{type(network).__name__}: a Fun ControlNet goes on from what it made at earlier blocks, which may be "
                 "another stage's; set pipeline_degree to 1"
             )
+
+    def _begin_turn(self) -> None:
+        self._latest, self._unit = None, 0
 
     @torch.compiler.disable
     def _look(self, block: Block, number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

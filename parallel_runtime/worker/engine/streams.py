@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...errors import Refused
 from .exchange import allocate, allocate_kept
 from .mesh import Axis, Parts
+from .patches import Patches
 
 KEPT_BYTES = 32 << 20  # of one buffer; where buffers are larger, allocating them is nothing beside filling them
 
@@ -62,8 +63,13 @@ def spread(lengths: Sequence[int], parts: Parts) -> tuple[int, ...]:
 def somebody_holds_all(lengths: Sequence[int], parts: Parts) -> bool:
     """Does a rank hold as many tokens of these cut streams as there are? It cannot tell by a tensor's length whether
     all have cut it: where it matters, all ranks have to do what serves both."""
-    held = zip(*([max(own, min(length, 1)) for own in chunk_sizes(length, parts)] for length in lengths), strict=True)
-    return sum(lengths) in map(sum, held)
+    return _is_held([chunk_sizes(length, parts) for length in lengths], lengths)
+
+
+def _is_held(sizes: Sequence[Sequence[int]], lengths: Sequence[int]) -> bool:
+    """Do `sizes`, a rank's of each stream, make all of it on a rank?"""
+    held = ([max(own, min(length, 1)) for own in of_ranks] for of_ranks, length in zip(sizes, lengths, strict=True))
+    return sum(lengths) in map(sum, zip(*held, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +86,7 @@ class Part:
     replica: bool
 
     @classmethod
-    def of(cls, length: int, axis: Axis, replica: bool) -> Part:
-        start, own = chunk_range(length, axis.parts, axis.index)
+    def of(cls, length: int, start: int, own: int, replica: bool) -> Part:
         if replica:
             return cls(held=length, start=start, own=own, replica=True)
         return cls(held=max(own, min(length, 1)), start=0, own=own, replica=False)
@@ -125,12 +130,16 @@ class Holding:
 class Streams:
     """Lengths of the streams of one forward, cut over the ranks of `axis`. Cleared between forwards.
 
-    Streams that are `replicated` every rank holds whole; each still has its own chunk to attend for.
+    Streams that are `replicated` every rank holds whole; each still has its own chunk to attend for. Of `patches` the
+    ranks share the one whose turn it is.
     """
 
-    def __init__(self, axis: Axis, replicated: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, axis: Axis, replicated: frozenset[str] = frozenset(), patches: Patches | None = None
+    ) -> None:
         self.replicated = replicated
         self._axis = axis
+        self._patches = patches
         self._lengths: dict[str, int] = {}
         self._kept: dict[Hashable, Any] = {}
 
@@ -165,15 +174,35 @@ class Streams:
 
     def sizes(self, stream: str) -> tuple[int, ...]:
         """Each rank's own tokens of `stream`."""
-        return chunk_sizes(self.length(stream), self._axis.parts)
+        return chunk_sizes(self._here(stream)[1], self._axis.parts)
 
     def own(self, stream: str) -> tuple[int, int]:
         """(start, size) of this rank's own chunk of `stream`."""
-        return chunk_range(self.length(stream), self._axis.parts, self._axis.index)
+        return self._of_rank(stream, self._axis.index)
+
+    def _of_rank(self, stream: str, index: int) -> tuple[int, int]:
+        first, here = self._here(stream)
+        start, size = chunk_range(here, self._axis.parts, index)
+        return first + start, size
+
+    def _here(self, stream: str) -> tuple[int, int]:
+        """(start, size) of what the ranks have of it together: all, or the patch whose turn it is."""
+        length = self.length(stream)
+        return (0, length) if self._patches is None else self._patches.part(stream, length)
+
+    def places(self, names: tuple[str, ...], device: torch.device) -> Tensor:
+        """Where the tokens that the ranks have of `names` are in the whole of these, rank by rank."""
+        starts = [sum(map(self.length, names[:n])) for n in range(len(names))]
+        ranges = [
+            (before + start, size)
+            for index in range(self._axis.size)
+            for before, (start, size) in zip(starts, (self._of_rank(name, index) for name in names), strict=True)
+        ]
+        return torch.cat([torch.arange(start, start + size, device=device) for start, size in ranges])
 
     def held(self, names: tuple[str, ...]) -> Holding:
         """What this rank holds of `names`."""
-        return Holding([Part.of(self.length(name), self._axis, name in self.replicated) for name in names])
+        return Holding([Part.of(self.length(name), *self.own(name), name in self.replicated) for name in names])
 
     def hold(self, whole: Tensor, stream: str, dim: int) -> Tensor:
         """What this rank holds of all of a stream, or the first token where its chunk is empty. A view."""
@@ -184,12 +213,12 @@ class Streams:
 
     def spread(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """Tokens that are each rank's own of `names` together, in context order."""
-        return spread([self.length(name) for name in names], self._axis.parts)
+        return tuple(map(sum, zip(*map(self.sizes, names), strict=True)))
 
     def somebody_holds_all(self, names: tuple[str, ...]) -> bool:
         """Of those of `names` that are cut."""
-        lengths = [self.length(name) for name in names if name not in self.replicated]
-        return bool(lengths) and somebody_holds_all(lengths, self._axis.parts)
+        cut = [name for name in names if name not in self.replicated]
+        return bool(cut) and _is_held([self.sizes(name) for name in cut], [self.length(name) for name in cut])
 
     def kept(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What `make` made when this forward first asked for `key`."""

@@ -133,9 +133,10 @@ class Wave:
 
 
 def waves(
-    mesh: ContextMesh, query: Tensor, heads: tuple[int, int], spreads: Spreads, together: bool
+    mesh: ContextMesh, query: Tensor, heads: tuple[int, int], spreads: Spreads, together: bool, most: int = WAVES
 ) -> tuple[Wave, ...]:
-    """For queries [B, tokens, H, D] and keys of so many `heads`, `together` where both are of the same tokens.
+    """For queries [B, tokens, H, D] and keys of so many `heads`, `together` where both are of the same tokens; `most`
+    at most.
 
     None where there is nobody to trade with.
     """
@@ -145,7 +146,7 @@ def waves(
     of_queries, of_keys = heads[:1], (heads[1], heads[1])
     queries, keys = (spread[first : first + axis.size] for spread in spreads)
     there = [((*of_queries, *of_keys), queries)] if together else [(of_queries, queries), (of_keys, keys)]
-    number = _worthwhile(query, heads, spreads, axis.parts)
+    number = min(most, _worthwhile(query, heads, spreads, axis.parts))
     return tuple(_wave(query, there, axis, wave, number) for wave in range(number))
 
 
