@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from parallel_runtime.errors import Refused
 from parallel_runtime.specs import Parallelism
 from parallel_runtime.stages import counts_of, units_of
 from parallel_runtime.worker.engine.divide import divide, patches_of, undivide
@@ -15,7 +17,9 @@ from parallel_runtime.worker.engine.patches import Patches
 from parallel_runtime.worker.engine.stages import Stages, settle, unsettle
 
 from .cases import digest, error, forward, made, plan_of
-from .stage_cases import _deepen, mesh_of
+from .stage_cases import deepen, mesh_of
+from .stale_keys import reference
+from .zoo import Inputs
 
 
 @contextmanager
@@ -39,7 +43,7 @@ def in_patches(network: nn.Module, stages: int, patches: int, ulysses: int = 1) 
 def same_input(rank: int, world: int, name: str, stages: int, patches: int, ulysses: int = 1) -> dict[str, Any]:
     """How far evaluations of one input are from the plain network: nothing is stale, if its keys are one step old."""
     network, inputs = made(name)
-    _deepen(network, stages)
+    deepen(network, stages)
     plain = forward(network, inputs)
     with in_patches(network, stages, patches, ulysses) as (cut, found):
         first = forward(network, inputs)
@@ -59,3 +63,76 @@ def same_input(rank: int, world: int, name: str, stages: int, patches: int, ulys
         "bits": digest(alone),
         "kept": grown,
     }
+
+
+def stale(
+    rank: int, world: int, name: str, stages: int, patches: int, ulysses: int = 1, exact: int = 1
+) -> dict[str, Any]:
+    """Four steps of two prompts that differ, all in flight, the first `exact` of them whole: how far each is from what
+    one process computes by the definition, and that from the network as it is."""
+    network, inputs = made(name)
+    deepen(network, stages)
+    steps = [[moved(inputs, seed=10 * step + prompt, by=0.1 * step) for prompt in range(2)] for step in range(4)]
+    plain = [[x for given in step for x in forward(network, given)] for step in steps]
+    wanted = reference(network, name, steps, patches, exact)
+    got = []
+    with in_patches(network, stages, patches, ulysses) as (cut, found):
+        for number, step in enumerate(steps):
+            found.exact = number < exact
+            got.append(in_a_step(network, cut, step))
+    return {
+        "error": [error(one, other) for one, other in zip(got, wanted, strict=True)],
+        "stale": [error(one, other) for one, other in zip(wanted, plain, strict=True)],
+        "bits": digest([x for step in got for x in step]),
+    }
+
+
+def moved(inputs: Inputs, seed: int, by: float) -> Inputs:
+    """Another prompt's inputs, a step on."""
+    generator = torch.Generator().manual_seed(seed)
+    x = inputs["x"]
+    return inputs | {"x": x + by * torch.randn(x.shape, generator=generator, dtype=x.dtype)}
+
+
+def in_a_step(network: nn.Module, cut: Stages, step: list[Inputs], **options: Any) -> list[Tensor]:
+    with cut.in_flight():
+        return cut.answers([x for given in step for x in forward(network, given, **options)])
+
+
+def comes_and_goes(rank: int, world: int) -> dict[str, Any]:
+    """Steps of one prompt or of two: how far each is from the network as it is, and what is kept of them, as a multiple
+    of what planning counts for one; then how that is after `forget`."""
+    network, inputs = made("flux")
+    known, prompts = plan_of(network), [moved(inputs, seed=number, by=1.0) for number in range(2)]
+    steps = [[moved(prompts[n], seed=at, by=0.5) for n in range(many)] for at, many in enumerate((1, 2, 1, 2, 2))]
+    plain = [[forward(network, given) for given in step] for step in steps]
+    tokens, layers = sum(known.tokens(network, inputs["x"].shape, 7).values()), known.layers(network)
+    errors, kept = [], []
+    with in_patches(network, 2, 4) as (cut, found):
+        for step, wanted in zip(steps, plain, strict=True):
+            got = in_a_step(network, cut, step)
+            errors.append([error([a], b) for a, b in zip(got, wanted, strict=True)])
+            kept.append(found.kept_bytes)
+        found.forget()
+        kept.append(found.kept_bytes)
+    own = counts_of(network, known, Parallelism(pipeline_degree=2, patches=4))[rank]
+    each = 2 * len(inputs["x"]) * tokens * known.width(network) * own * 4
+    assert sum(counts_of(network, known, Parallelism(pipeline_degree=2))) == layers
+    return {"errors": errors, "kept": [size / each for size in kept]}
+
+
+def refusal(rank: int, world: int, name: str, patches: int, between: str = "") -> str:
+    """Why a network is not evaluated in patches."""
+    network, inputs = made(name)
+    deepen(network, world)
+    options: dict[str, Any] = {}
+    if between == "dit":
+        options = {"patches_replace": {"dit": {("double_block", 0): lambda given, more: more["original_block"](given)}}}
+    elif between:
+        options = {"patches": {between: [lambda given: given]}}
+    try:
+        with in_patches(network, world, patches):
+            forward(network, inputs, **options)
+    except Refused as refused:
+        return str(refused)
+    return ""

@@ -26,7 +26,7 @@ def parity(rank: int, world: int, name: str, stages: int, ulysses: int = 1, flig
     """How far a network in stages is from the plain one: one forward at a time, and several in flight; and what this
     rank holds of its blocks."""
     network, inputs = made(name)
-    _deepen(network, stages)
+    deepen(network, stages)
     plan, units = plan_of(network).plan, units_of(network, plan_of(network).plan)
     plain, whole = forward(network, inputs), weight_bytes(network)
     blocks = sum(weight_bytes(seat.block) for unit in units for seat in unit)
@@ -57,7 +57,7 @@ def parity(rank: int, world: int, name: str, stages: int, ulysses: int = 1, flig
     }
 
 
-def _deepen(network: nn.Module, stages: int) -> None:
+def deepen(network: nn.Module, stages: int) -> None:
     """Blocks for so many stages: the smallest networks have two."""
     while 0 < len(units := units_of(network, plan_of(network).plan)) < stages:
         (seat, *_) = units[-1]

@@ -93,6 +93,8 @@ class Cuts:
 
     def _accompanying(self, value: Any, word: Any, where: str) -> Any:
         """Cut once for all blocks that are given the same."""
+        if self._patches is not None and isinstance(word, Along) and "mask" in where:
+            raise Refused(f"{where} would be of one patch's tokens, which attend to all; set patches to 1")
         last, made = self._made.get(where, (None, None))
         if last is not value:
             made = self._along(value, word, where) if isinstance(word, Along) else word(value, self._cutter(where))

@@ -134,6 +134,11 @@ class _Division:
             kwargs["control"] = {
                 k: Residuals(v, self.cuts, self._plan.main) for k, v in control.items() if v is not None
             }
+        if self.patches is not None and (self.cuts.whole_between or self.cuts.patched_inside):
+            raise Refused(
+                "a node has patches between blocks or inside of them, and no worker has all tokens at one time; take "
+                "that node away, or set patches to 1"
+            )
         self._naming.activate()
         return args, kwargs
 

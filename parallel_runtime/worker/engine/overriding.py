@@ -60,9 +60,7 @@ def _number_of(function: Attention, **options: Any) -> int:
 class Overriding:
     """The override of a network's attention; `scopes` are the numbers of the scopes that run, innermost last."""
 
-    def __init__(
-        self, cuts: Cuts, mesh: ContextMesh, parallelism: Parallelism, patches: Patches | None = None
-    ) -> None:
+    def __init__(self, cuts: Cuts, mesh: ContextMesh, parallelism: Parallelism, patches: Patches | None = None) -> None:
         self.scopes: list[int] = []
         self.previous: Override | None = None
         self.shared = 0  # attentions over all ranks in this forward

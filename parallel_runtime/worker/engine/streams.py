@@ -134,9 +134,7 @@ class Streams:
     ranks share the one whose turn it is.
     """
 
-    def __init__(
-        self, axis: Axis, replicated: frozenset[str] = frozenset(), patches: Patches | None = None
-    ) -> None:
+    def __init__(self, axis: Axis, replicated: frozenset[str] = frozenset(), patches: Patches | None = None) -> None:
         self.replicated = replicated
         self._axis = axis
         self._patches = patches
