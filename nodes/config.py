@@ -124,6 +124,17 @@ class CPParallelConfig(io.ComfyNode):
                     "on. For models that do not fit, and for slow links; exact. Prompts and images follow each other "
                     "through the stages. 1 = none, 0 = where nothing else fits.",
                 ),
+                _widget(
+                    "patches", min=1, max=64, advanced=True, optional=True,
+                    tooltip="Parts of one evaluation that follow each other through the stages of a pipeline "
+                    "(PipeFusion), with keys and values that are one step old. Faster, approximate: not the picture of "
+                    "one GPU. 8 steps or more; not every network. 1 = exact.",
+                ),
+                _widget(
+                    "warmup_steps", min=1, max=1000, advanced=True, optional=True,
+                    tooltip="With patches above 1: so many first steps are exact. More are nearer to one GPU's picture "
+                    "and slower; 2 to 4 are advised below 20 steps.",
+                ),
             ],
             outputs=[CPConfig.Output(display_name="cp_config", tooltip="For the CP nodes.")],
         )  # fmt: skip

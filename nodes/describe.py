@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..parallel_runtime.accelerators import CUDA
 from ..parallel_runtime.blocks import blocks_of
 from ..parallel_runtime.host.cost import Figures, Work
-from ..parallel_runtime.host.pipelines import check_stages
+from ..parallel_runtime.host.pipelines import check_run_in_patches, check_stages
 from ..parallel_runtime.host.planning import Wish, check_step_cache
 from ..parallel_runtime.inside_blocks import see_all_tokens
 from ..parallel_runtime.jobs import SamplingJob
@@ -24,7 +24,7 @@ from ..parallel_runtime.networks import Network, network_of
 from ..parallel_runtime.own_attention import own_attentions
 from ..parallel_runtime.plan import Plan
 from ..parallel_runtime.specs import ModelSpec, ParallelRequest
-from ..parallel_runtime.stages import units_of
+from ..parallel_runtime.stages import units_of, why_not_in_patches
 from .code import LOCAL, Unsendable, describe, reference, title
 from .compiling import compilation
 from .encoded import side_of
@@ -74,6 +74,14 @@ class Source:
         check_stages(request, self.figures)
         whole, heads = "" if self.figures.divisible else self.figures.name, self.figures.heads
         return wish_here(request, heads=heads, guided=guided, together=together, ringless=self.ringless, whole=whole)
+
+    def check_patches(
+        self, request: ParallelRequest, latent_shape: tuple[int, ...], text: int, steps: int | None = None
+    ) -> None:
+        """Raises Refused for a latent or a run that cannot be sampled in patches."""
+        if self.plan is not None:
+            main = self.tokens(latent_shape, text).get(self.plan.plan.main, 0)
+            check_run_in_patches(request, main, steps)
 
     def tokens(self, latent_shape: tuple[int, ...], text: int) -> dict[str, int]:
         """Of each stream, for a latent [B, C, (T,) H, W] and a prompt of `text` tokens."""
@@ -126,6 +134,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
             weight_bytes=sum(map(comfy.model_management.module_size, [network, *_beside(model)])),
             blocks=tuple(map(comfy.model_management.module_size, blocks_of(network, plan.plan))) if plan else (),
             loads=_loads(network, plan.plan) if plan else (),
+            unpatched=why_not_in_patches(plan.plan) if plan else "",
             item_bytes=(dtype_here if dtype == "auto" else getattr(torch, dtype)).itemsize,
         ),
     )

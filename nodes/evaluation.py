@@ -33,6 +33,11 @@ class RemoteEvaluation:
                 f"step_cache {self._request.step_cache:g} on CP Load Diffusion Model: evaluations for a native sampler "
                 "do not say where a run begins; sample with a CP Sampler, or set step_cache to 0 here"
             )
+        if self._request.patches > 1:
+            raise Refused(
+                f"patches {self._request.patches} on CP Load Diffusion Model: evaluations for a native sampler do not "
+                "say where a run begins; sample with a CP Sampler, or set patches to 1 here"
+            )
         if model.hook_patches or model.forced_hooks:
             raise Refused(
                 "hooks (scheduled LoRA) cannot change weights in the workers from step to step while the sampler runs "

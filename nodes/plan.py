@@ -117,6 +117,7 @@ def explain(
     work, wish = subject.work, partial(source.wish, guided=guided, together=source.together)
     asked = request
     try:
+        source.check_patches(request, subject.latent, subject.text)
         division, case, group = foreseen(source.spec, wish(request), work)
     except Refused as refused:
         request = instead(wish, request, refused.fix)
@@ -143,7 +144,7 @@ def explain(
         subject, division, guided=guided, automatic=automatic, link=case.link, way=way, decode=decode,
         free=min(free, default=None), races=readings[0].races if readings else (), troubles=troubles,
         whole=why_whole(request.weights, way, case) if way is not None else "",
-        resorted=request.pipeline_degree == 0 and degrees.pipeline_degree > 1,
+        resorted=request.pipeline_degree == 0 and degrees.pipeline_degree > 1, warmup=request.warmup_steps,
     )  # fmt: skip
     kind = kind_of(source.spec, subject.work)
     cost = None if troubles else cost_of(division, kind)
@@ -188,6 +189,7 @@ def subject_of(
     return Subject(
         model=title,
         latent=shape,
+        text=text,
         tokens=source.tokens(shape, text),
         work=work,
         together=source.together,

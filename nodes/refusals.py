@@ -9,10 +9,12 @@ from typing import Any
 
 import comfy.samplers
 from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.networks import Network
+from ..parallel_runtime.plan import Along
 from .code import Unsendable, reference, title
 
 SIDES = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}  # of a latent, by its dimensions
@@ -74,6 +76,36 @@ def check_conds(plan: Network | None, network: Any, conds: Mapping[str, list[dic
         if tokens is not None and not tokens.shape[1] and "text" in plan.tokens(network, (1, 1, 1, 1), 0):
             raise Refused(f"{name}: the CONDITIONING has no tokens, a {plan.name} model needs at least one; encode a "
                           "text, an empty one will do")  # fmt: skip
+
+
+def check_for_patches(model: ModelPatcher, options: Mapping[str, Any], patches: int, *, compiled: bool) -> None:
+    """Raises Refused for what on a MODEL with these model options needs all tokens of an evaluation at one time."""
+    inside, around = options.get("transformer_options", {}), model.get_all_wrappers(WrappersMP.DIFFUSION_MODEL)
+    kinds = [kind for kind, functions in inside.get("patches", {}).items() if functions]
+    found = {
+        f"model patches ({', '.join(kinds)})": kinds,
+        "replaced blocks": inside.get("patches_replace", {}).get("dit"),
+        "a step cache, or what else is around the network": around,
+        "context windows": options.get("context_handler"),
+        "torch.compile": compiled,
+    }
+    if named := [name for name, there in found.items() if there]:
+        raise Refused(
+            f"patches {patches} cannot go with what is on this MODEL: {'; '.join(named)}. No worker has all tokens of "
+            "an evaluation at one time; take that away, or set patches to 1"
+        )
+
+
+def check_masks(plan: Network | None, conds: Mapping[str, list[dict[str, Any]]], patches: int) -> None:
+    """Raises Refused for a prompt with a mask that would be cut as its tokens are."""
+    sites = plan.plan.sites if plan is not None else ()
+    masks = [
+        name for site in sites for name, word in site.args.items() if "mask" in str(name) and isinstance(word, Along)
+    ]
+    for name, cond in ((name, cond) for name, of_one in conds.items() for cond in of_one):
+        if masks and cond.get("attention_mask") is not None:
+            raise Refused(f"{name}: the CONDITIONING has a mask, of which a patch would see its own part alone, and "
+                          f"patches is {patches}; set it to 1")  # fmt: skip
 
 
 def names_in(code: CodeType | None) -> Iterator[str]:

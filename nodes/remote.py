@@ -32,7 +32,7 @@ from .describe import Source, describe_job, describe_model
 from .evaluation import RemoteEvaluation
 from .lease import leased
 from .patches import KEY
-from .refusals import check_conds, check_guider, check_sampler
+from .refusals import check_conds, check_for_patches, check_guider, check_masks, check_sampler
 from .stand_in import weightless
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,8 @@ def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
 def _checked(model: ModelPatcher, request: ParallelRequest) -> Source:
     source = describe_model(model, request)
     plan(source.wish(request))
+    if request.patches > 1:
+        check_for_patches(model, model.model_options, request.patches, compiled=source.spec.compilation is not None)
     return source
 
 
@@ -80,6 +82,9 @@ def _evaluated(model: ModelPatcher, request: ParallelRequest, reason: Unsendable
     if request.step_cache:
         raise Refused(f"step_cache {request.step_cache:g} cannot be honoured: the loop stays in ComfyUI's process, "
                       f"because {reason}; set step_cache to 0")  # fmt: skip
+    if request.patches > 1:
+        raise Refused(f"patches {request.patches} cannot be honoured: the loop stays in ComfyUI's process, because "
+                      f"{reason}; set patches to 1")  # fmt: skip
     log.info("[CP] the sampler runs in ComfyUI's process, and the workers evaluate the model, because %s", reason)
     return weightless(model, RemoteEvaluation(request))
 
@@ -107,6 +112,9 @@ class RemoteSampling:
         """Samples [B, C, (T,) H, W], as `CFGGuider.outer_sample` returns them."""
         guider, source = executor.class_obj, self.source.sampled_by(sampler)
         check_conds(self.source.plan, self.source.network, guider.conds)
+        shape = tuple(latent_shapes[0]) if latent_shapes else tuple(noise.shape)
+        if self.request.patches > 1:
+            self._check_patches(guider, source, shape, len(sigmas) - 1)
         try:
             job = describe_job(guider, source, noise, latent_image, sampler, sigmas, denoise_mask, seed, latent_shapes)
         except Unsendable as reason:
@@ -116,8 +124,22 @@ class RemoteSampling:
                 executor, noise, latent_image, sampler, sigmas, denoise_mask, callback, disable_pbar, seed, **more
             )
             return self._here(guider, run, reason)
-        shape = tuple(latent_shapes[0]) if latent_shapes else tuple(noise.shape)
-        return self._there(guider, source, replace(job, step_cache=self.request.step_cache), shape, callback)
+        job = replace(job, step_cache=self.request.step_cache, warmup_steps=self.request.warmup_steps)
+        return self._there(guider, source, job, shape, callback)
+
+    def _check_patches(
+        self, guider: comfy.samplers.CFGGuider, source: Source, shape: tuple[int, ...], steps: int
+    ) -> None:
+        request, compiled = self.request, source.spec.compilation is not None
+        check_for_patches(guider.model_patcher, guider.model_options, request.patches, compiled=compiled)
+        check_masks(source.plan, guider.conds, request.patches)
+        source.check_patches(request, shape, _text_tokens(guider), steps)
+        log.info(
+            "[CP] approximate: not the picture of one GPU. After %d exact step(s) %d patches follow each other through "
+            "the stages with keys and values that are one step old",
+            request.warmup_steps,
+            request.patches,
+        )
 
     def _here(self, guider: comfy.samplers.CFGGuider, run: Callable[[], Tensor], reason: Unsendable) -> Tensor:
         model = guider.model_patcher

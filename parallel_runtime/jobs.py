@@ -23,7 +23,8 @@ class SamplingJob:
     MODEL is described (nodes/code.py): in `model_options`, in `wrappers` and `callbacks` as [kind, key, functions], and
     in `patches` by weight. `patches` is None where the workers have the model's. `latent_shapes` are those of several
     latents (audio and video) that are packed into one. `together`: something on the MODEL sees every prompt and image
-    at once, so that they are shared out to nobody. `step_cache` is the threshold of first-block caching, 0 for none.
+    at once, so that they are shared out to nobody. `step_cache` is the threshold of first-block caching, 0 for none;
+    `warmup_steps` are exact where later ones go through a pipeline in patches.
     `rows` of a batch go through the network at once, 0 for all of them, those of several prompts too.
     """
 
@@ -47,6 +48,7 @@ class SamplingJob:
     together: bool
     latent_shapes: list[Any] | None = None
     step_cache: float = 0.0
+    warmup_steps: int = 1
     rows: int = 0
 
 

@@ -140,7 +140,8 @@ class ParallelRequest:
     as "0,1", "cuda:0,cuda:1" or "cpu,cpu", and empty for all. `step_cache` is a threshold, 0 for no cache. Of `nnodes`
     machines each gives as many devices as this one, which the others reach at `rdzv_endpoint`, "address:port".
     `compile` is torch.compile as it comes; a MODEL may say more of it (ModelSpec). `cuda_graphs`: see Parallelism.
-    `shares` are "auto", "equal", or a number for each worker, such as "3,2"."""
+    `shares` are "auto", "equal", or a number for each worker, such as "3,2". Of `patches` all are there in the first
+    `warmup_steps`: these are exact."""
 
     ring_degree: int = 0
     ulysses_degree: int = 0
@@ -160,6 +161,8 @@ class ParallelRequest:
     cuda_graphs: GraphsChoice = "auto"
     shares: str = "auto"
     pipeline_degree: int = 1
+    patches: int = 1
+    warmup_steps: int = 1
 
     @classmethod
     def of(cls, values: object) -> ParallelRequest:
@@ -183,6 +186,7 @@ class ParallelRequest:
             convert_to_fp32=self.convert_to_fp32,
             attention_backend=self.attention_backend,
             cuda_graphs=self.cuda_graphs,
+            patches=self.patches,
             shares=(),
         )
 

@@ -62,7 +62,7 @@ def units_of(network: nn.Module, plan: Plan) -> list[Unit]:
 
 
 def why_not_in_patches(plan: Plan) -> str:
-    """What keeps the tokens of a network's evaluation from going through stages patch by patch; "" where nothing does."""
+    """What keeps a network's tokens from going through stages patch by patch; "" where nothing does."""
     carriers = [site for site in plan.sites if site.carries]
     for site in carriers:
         if site.gathers and site is not carriers[-1]:

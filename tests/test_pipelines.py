@@ -8,8 +8,15 @@ import pytest
 
 from parallel_runtime.errors import Refused
 from parallel_runtime.host.choosing import choose
-from parallel_runtime.host.cost import Figures, Link
-from parallel_runtime.host.pipelines import blocks_of_rank, check_stages, held_bytes, stages_of
+from parallel_runtime.host.cost import Figures, Link, evaluation_seconds
+from parallel_runtime.host.pipelines import (
+    blocks_of_rank,
+    check_run_in_patches,
+    check_stages,
+    held_bytes,
+    kept_bytes,
+    stages_of,
+)
 from parallel_runtime.host.planning import Wish, plan
 from parallel_runtime.host.report import Subject, report
 from parallel_runtime.host.storing import Capacity, Case, decide
@@ -53,6 +60,19 @@ def test_at_cfg_1_the_other_lane_of_a_stage_joins_its_ulysses() -> None:
         ({"whole": "UNetModel"}, "UNetModel cannot be cut into stages, and pipeline_degree is 2; set it to 1"),
         ({"pipeline_degree": 65}, "pipeline_degree is 0 \\(auto\\) to 64, got 65"),
         ({"pipeline_degree": -1}, "pipeline_degree is 0 \\(auto\\) to 64, got -1"),
+        (
+            {"patches": 2, "pipeline_degree": 1},
+            "patches 2 would .*stages of a pipeline, and pipeline_degree is 1; set it",
+        ),
+        (
+            {"patches": 2, "pipeline_degree": 0},
+            "patches 2 would .*stages of a pipeline, and pipeline_degree is 0; set it",
+        ),
+        ({"patches": 2, "step_cache": 0.1}, "step_cache 0.1: no stage.*sees all blocks.*set step_cache to 0"),
+        ({"patches": 0}, "patches is 1 \\(exact\\) to 64, got 0"),
+        ({"patches": 65}, "patches is 1 \\(exact\\) to 64, got 65"),
+        ({"patches": 2, "warmup_steps": 0}, "warmup_steps, the steps that are exact, is at least 1, got 0"),
+        ({"patches": 2, "gpus": 1, "devices": "cuda:0"}, "The nearest that works is ring_degree 1"),
         ({"gpus": 3}, "devices|needs 2 worker|.*"),
         ({"gpus": 2, "ulysses_degree": 2}, "pipeline_degree 2 needs 4 workers.*The nearest that works is"),
     ],
@@ -72,6 +92,85 @@ def test_more_stages_than_blocks_are_refused_with_their_number() -> None:
     with pytest.raises(Refused, match=r"FLUX keeps more than tokens from block to block.*set it to 1"):
         check_stages(ParallelRequest(pipeline_degree=2), replace(FLUX, loads=()))
     check_stages(ParallelRequest(pipeline_degree=3), few)
+
+
+def test_a_network_that_has_no_patches_is_refused_by_name_and_why() -> None:
+    mixing = replace(FLUX, name="Lumina 2", unpatched="its noise_refiner needs the whole sequence")
+    with pytest.raises(
+        Refused, match=r"Lumina 2 has no patches, as its noise_refiner needs .*patches is 4; set it to 1"
+    ):
+        check_stages(ParallelRequest(pipeline_degree=2, patches=4), mixing)
+    check_stages(ParallelRequest(pipeline_degree=2), mixing)
+    check_stages(ParallelRequest(pipeline_degree=2, patches=4), FLUX)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps", "warmup", "sentence"),
+    [
+        (3, 20, 1, "patches is 4, and this latent makes 3 tokens; set patches to 3 or fewer"),
+        (3, None, 1, "patches is 4, and this latent makes 3 tokens"),
+        (4096, 7, 1, r"patches 4 go by keys.*a run of 7 step\(s\).*take 8 steps or more, or set patches to 1"),
+        (4096, 8, 8, "warmup_steps is 8 of 8 steps, which leaves none for patches 4"),
+        (4, 8, 7, ""),
+        (4, None, 1000, ""),
+    ],
+)
+def test_a_run_that_is_none_for_patches_is_refused(tokens: int, steps: int | None, warmup: int, sentence: str) -> None:
+    request = ParallelRequest(pipeline_degree=2, patches=4, warmup_steps=warmup)
+    if not sentence:
+        return check_run_in_patches(request, tokens, steps)
+    with pytest.raises(Refused, match=sentence):
+        check_run_in_patches(request, tokens, steps)
+    check_run_in_patches(ParallelRequest(), tokens, steps)
+
+
+def in_patches(gib: float, tokens: int = 4608, branches: int = 1, **request: object) -> Case:
+    work, capacity = FLUX.work(1, tokens, prompts=branches), Capacity(device_bytes=int(gib * GIB))
+    asked = ParallelRequest(pipeline_degree=2, patches=4, **request)  # type: ignore[arg-type]
+    wish = Wish(request=asked, heads=24, gpus=2 * asked.cfg_degree or 2, guided=branches > 1)
+    return Case(work=work, degrees=choose(wish, work, None, capacity).degrees, capacity=capacity)
+
+
+def test_keys_and_values_of_patches_are_counted() -> None:
+    case, exact = in_patches(24), chosen(24)
+    assert case.degrees == replace(exact.degrees, patches=4)
+    kept = 2 * 4608 * 3072 * 2 * max(case.degrees.stages)  # of the longest stage, in bfloat16
+    assert kept_bytes(case.work, case.degrees) == pytest.approx(kept)
+    assert kept_bytes(exact.work, exact.degrees) == 0
+    both, lanes = in_patches(24, branches=2, cfg_degree=1), in_patches(24, branches=2, cfg_degree=2)
+    assert kept_bytes(both.work, both.degrees) == pytest.approx(2 * kept), "of both prompts"
+    assert kept_bytes(both.one_by_one.work, both.degrees) == pytest.approx(2 * kept), "one by one too"
+    assert kept_bytes(lanes.work, lanes.degrees) == pytest.approx(kept), "each lane has its own"
+    heads = replace(case.degrees, ulysses_degree=2)
+    assert kept_bytes(case.work, heads) == pytest.approx(kept / 2), "each rank has its heads"
+    way, stages = decide("auto", case), stages_of(FLUX, case.degrees)
+    fullest = max(stage.nbytes + 2 * 4608 * 3072 * 2 * stage.count for stage in stages)
+    grown = case.beside_bytes(way) - exact.beside_bytes(way)
+    assert grown == fullest - max(stage.nbytes for stage in stages) > 1.4 * GIB, "in the stage that has most"
+
+
+def test_keys_and_values_that_find_no_room_are_refused_with_numbers() -> None:
+    case, room = in_patches(12, tokens=20000), "and 7.8 GiB of keys and values for patches beside them on each device"
+    with pytest.raises(Refused, match=f"FLUX does not fit: .*{room}.* With patches 1, which keeps none, it would fit"):
+        decide("auto", case)
+
+
+def test_cp_plan_says_that_patches_are_approximate_and_what_they_keep_and_gain() -> None:
+    case = in_patches(24)
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096, "text": 512}, work=case.work)
+    wish = Wish(request=ParallelRequest(pipeline_degree=2, patches=4), heads=24, gpus=2)
+    division = replace(plan(wish), degrees=case.degrees)
+    said = report(subject, division, guided=False, automatic=False, way=decide("auto", case), warmup=3)
+    assert (
+        "a stage computes 80% of the time. Approximate, not the picture of one GPU: after 3 exact step(s) 4"
+        in said.text
+    )
+    assert "Of these each worker keeps 1.53 GiB." in said.text
+    assert "Exact." not in said.text
+    assert "Stages stand still" not in said.text
+    link = Link(bytes_per_second=1e9, flops_per_second=1e14)
+    exact = evaluation_seconds(case.work, replace(case.degrees, patches=1), link)
+    assert evaluation_seconds(case.work, case.degrees, link) == pytest.approx(exact * (4 + 1) / (4 * 2) / (2 / 2))
 
 
 def test_the_busiest_stage_computes_least_and_of_such_ways_holds_least() -> None:

@@ -56,7 +56,7 @@ def _in_stages(division: Division, work: Work, capacity: Capacity) -> Division:
     """With the blocks that each stage has, by what is left of a device beside what is computed there."""
     room = capacity.device_bytes
     beside = activation_bytes(replace(work, prompts=1), division.degrees)
-    return balanced(division, work.figures, None if room is None else int(USABLE * room) - beside)
+    return balanced(division, work, None if room is None else int(USABLE * room) - beside)
 
 
 def _together(wish: Wish, seconds: Seconds, branches: Division, case: Case) -> Division:

@@ -62,7 +62,8 @@ class Figures:
     """A network in numbers. `divisible`: a plan says how its sequence is cut; `skippable`: a step cache may leave its
     blocks out. `width` = heads x head size. `weights`
     are counted, `weight_bytes` those of the file's format, `item_bytes` of one number in what it computes. `blocks`:
-    the bytes of each block that a plan knows, `loads` what may be a stage's of a pipeline, in turn."""
+    the bytes of each block that a plan knows, `loads` what may be a stage's of a pipeline, in turn; `unpatched` says
+    why its tokens cannot go through one patch by patch."""
 
     name: str
     divisible: bool = True
@@ -75,6 +76,7 @@ class Figures:
     item_bytes: int
     blocks: tuple[int, ...] = ()
     loads: tuple[Load, ...] = ()
+    unpatched: str = ""
 
     def whole(self, name: str) -> Figures:
         """The same network where nothing of it is cut or skipped."""
@@ -84,8 +86,10 @@ class Figures:
 
     def work(self, rows: int, tokens: int, *, prompts: int = 1, cached: bool = False, recorded: bool = False) -> Work:
         """One evaluation of `rows` sequences of `tokens`, of each of so many `prompts`."""
-        prompts = 1 if cached else prompts
-        return Work(figures=self, rows=rows, tokens=tokens, prompts=prompts, cached=cached, recorded=recorded)
+        at_once = 1 if cached else prompts
+        return Work(
+            figures=self, rows=rows, tokens=tokens, prompts=at_once, branches=prompts, cached=cached, recorded=recorded
+        )
 
     @property
     def passed(self) -> int:
@@ -96,12 +100,14 @@ class Figures:
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """One evaluation: `tokens` of all streams together; `cached`: with a step cache; `recorded`: its launches are
-    replayed. Workers evaluate `prompts` in one batch, unless they are in lanes of their own."""
+    replayed. Workers evaluate `prompts` in one batch, of the `branches` of a step, unless they are in lanes of their
+    own."""
 
     figures: Figures
     tokens: int
     rows: int = 1
     prompts: int = 1
+    branches: int = 1
     cached: bool = False
     recorded: bool = False
 
@@ -143,7 +149,7 @@ def evaluation_seconds(work: Work, parallelism: Parallelism, link: Link, *, devi
 def _in_stages(work: Work, parallelism: Parallelism) -> float:
     """The time of an evaluation, as a share of what one stage that had all blocks would take: while the pipeline fills
     and empties, stages stand still."""
-    flights, stages = of_a_lane(work, parallelism), parallelism.pipeline_degree
+    flights, stages = of_a_lane(work, parallelism) * parallelism.patches, parallelism.pipeline_degree
     return (flights + stages - 1) / (flights * stages)
 
 

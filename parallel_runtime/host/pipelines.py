@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from ..errors import Refused
-from ..loads import share_out
+from ..loads import Load, share_out
 from ..specs import Division, Parallelism, ParallelRequest
 from .cost import Figures, Work, of_a_lane
 
 MAX_STAGES = 64
+LEAST_STEPS = 8  # of a run in patches: with fewer too much changes from one to the next
 
 
 def check_pipeline(request: ParallelRequest, whole: str = "") -> None:
@@ -19,6 +20,7 @@ def check_pipeline(request: ParallelRequest, whole: str = "") -> None:
     stages = request.pipeline_degree
     if not 0 <= stages <= MAX_STAGES:
         raise Refused(f"pipeline_degree is 0 (auto) to {MAX_STAGES}, got {stages}")
+    _check_patches(request)
     if stages <= 1:
         return
     if whole:
@@ -46,12 +48,57 @@ def check_pipeline(request: ParallelRequest, whole: str = "") -> None:
         )
 
 
+def _check_patches(request: ParallelRequest) -> None:
+    exact = {"patches": 1, "warmup_steps": 1}
+    if not 1 <= request.patches <= MAX_STAGES:
+        raise Refused(f"patches is 1 (exact) to {MAX_STAGES}, got {request.patches}", exact)
+    if request.warmup_steps < 1:
+        raise Refused(f"warmup_steps, the steps that are exact, is at least 1, got {request.warmup_steps}", exact)
+    if request.patches == 1:
+        return
+    if request.pipeline_degree < 2:
+        raise Refused(
+            f"patches {request.patches} would follow each other through the stages of a pipeline, and pipeline_degree "
+            f"is {request.pipeline_degree}; set it to 2 or more, or patches to 1",
+            exact,
+        )
+
+
+def check_run_in_patches(request: ParallelRequest, tokens: int, steps: int | None = None) -> None:
+    """Raises Refused for a latent of so few tokens, or a run of so few steps (None: not known yet), that it cannot be
+    sampled in patches."""
+    if request.patches > max(1, tokens):
+        raise Refused(
+            f"patches is {request.patches}, and this latent makes {tokens} tokens; set patches to {max(1, tokens)} or "
+            "fewer",
+            {"patches": max(1, tokens)},
+        )
+    if request.patches == 1 or steps is None:
+        return
+    if steps < LEAST_STEPS:
+        raise Refused(
+            f"patches {request.patches} go by keys and values of the step before, and a run of {steps} step(s) changes "
+            f"too much between two; take {LEAST_STEPS} steps or more, or set patches to 1"
+        )
+    if request.warmup_steps >= steps:
+        raise Refused(
+            f"warmup_steps is {request.warmup_steps} of {steps} steps, which leaves none for patches "
+            f"{request.patches}; set patches to 1, or warmup_steps to fewer"
+        )
+
+
 def check_stages(request: ParallelRequest, figures: Figures) -> None:
-    """Raises Refused where a network of these figures has no blocks for so many stages."""
+    """Raises Refused where a network of these figures has no blocks for so many stages, or cannot be sampled in
+    patches."""
     stages, blocks = request.pipeline_degree, len(figures.loads)
     if figures.divisible and stages > max(1, blocks):
         most = f"has {blocks} blocks for stages" if blocks else "keeps more than tokens from block to block"
         raise Refused(f"{figures.name} {most}, and pipeline_degree is {stages}; set it to {max(1, blocks)}")
+    if figures.divisible and request.patches > 1 and figures.unpatched:
+        raise Refused(
+            f"{figures.name} has no patches, as {figures.unpatched}, and patches is {request.patches}; set it to 1",
+            {"patches": 1},
+        )
 
 
 @dataclass(frozen=True)
@@ -91,14 +138,15 @@ def held_bytes(figures: Figures, degrees: Parallelism) -> int:
     return outside_bytes(figures) + max(stage.nbytes for stage in stages_of(figures, degrees))
 
 
-def balanced(division: Division, figures: Figures, room: int | None) -> Division:
+def balanced(division: Division, work: Work, room: int | None) -> Division:
     """With the blocks of each stage: the busiest computes as little as it can, where each holds no more than `room`
-    bytes of weights; None: nobody knows."""
-    degrees = division.degrees
+    bytes of weights and of what it keeps of patches; None: nobody knows."""
+    degrees, figures = division.degrees, work.figures
     if degrees.pipeline_degree == 1 or not figures.loads:
         return division
-    inside = None if room is None else max(0, room - outside_bytes(figures))
-    stages = share_out(figures.loads, degrees.pipeline_degree, inside)
+    inside, kept = None if room is None else max(0, room - outside_bytes(figures)), _kept_each(work, degrees)
+    loads = [Load(load.nbytes + kept * load.blocks, load.blocks) for load in figures.loads]
+    stages = share_out(loads, degrees.pipeline_degree, inside)
     return replace(division, degrees=replace(degrees, stages=stages))
 
 
@@ -107,9 +155,35 @@ def passed_bytes(work: Work) -> int:
     return work.activation_bytes // work.rows
 
 
+def kept_bytes(work: Work, degrees: Parallelism) -> int:
+    """What a worker of the longest stage keeps of patches."""
+    most = max((_blocks(stage, work) for stage in stages_of(work.figures, degrees)), default=work.figures.layers)
+    return _kept_each(work, degrees) * most
+
+
+def kept_beside_bytes(work: Work, degrees: Parallelism) -> int:
+    """What the stage that has most with that holds more than the heaviest does without."""
+    each, stages = _kept_each(work, degrees), stages_of(work.figures, degrees)
+    if not (each and stages):
+        return 0
+    return max(stage.nbytes + each * _blocks(stage, work) for stage in stages) - max(stage.nbytes for stage in stages)
+
+
+def _blocks(stage: Stage, work: Work) -> int:
+    return sum(load.blocks for load in work.figures.loads[stage.first : stage.first + stage.count])
+
+
+def _kept_each(work: Work, degrees: Parallelism) -> int:
+    """Of a block: keys and values of all tokens, of each evaluation of a step."""
+    if degrees.patches == 1:
+        return 0
+    rows, branches = -(-work.rows // degrees.data_degree), -(-work.branches // degrees.cfg_degree)
+    return 2 * passed_bytes(work) * rows * branches // degrees.ulysses_degree
+
+
 def filled(work: Work, degrees: Parallelism) -> float:
     """The share of a step in which a stage computes: it waits while the pipeline fills and empties."""
-    flights = of_a_lane(work, degrees)
+    flights = of_a_lane(work, degrees) * degrees.patches
     return flights / (flights + degrees.pipeline_degree - 1)
 
 

@@ -241,7 +241,13 @@ def _nearest(asked: Parallelism, limit: int, heads: int, nnodes: int) -> Paralle
     )
     stages, data, cfg, ring, ulysses = best
     return replace(
-        asked, pipeline_degree=stages, data_degree=data, cfg_degree=cfg, ring_degree=ring, ulysses_degree=ulysses
+        asked,
+        pipeline_degree=stages,
+        patches=asked.patches if stages > 1 else 1,
+        data_degree=data,
+        cfg_degree=cfg,
+        ring_degree=ring,
+        ulysses_degree=ulysses,
     )
 
 

@@ -28,7 +28,7 @@ def instead(
     """The nearest to `request` that works: with the `fix` that the refusal names, with all degrees on auto, on its
     devices with everything else on auto, or all of it on auto."""
     nothing = ParallelRequest(dtype=request.dtype)
-    automatic = {name: getattr(nothing, name) for name in (*DEGREES, "shares")}
+    automatic = {name: getattr(nothing, name) for name in (*DEGREES, "shares", "patches")}
     free, devices = replace(request, **automatic), replace(nothing, devices=request.devices)
     for candidate in (replace(request, **fix), free, devices):
         with contextlib.suppress(Refused):

@@ -12,11 +12,21 @@ from ..accelerators import CUDA
 from ..specs import Division, Parallelism, Placement
 from ..wire.readings import Race
 from . import shares
-from .cost import Link, Work, activation_bytes, bytes_per_layer, evaluation_seconds, memory_bytes, of_a_lane
+from .cost import Link, Work, activation_bytes, bytes_per_layer, evaluation_seconds, of_a_lane
 from .devices import why_one_gpu
 from .history import Cost, Cut, Pace
 from .picture import Part, parts
-from .pipelines import Stage, filled, outside_bytes, passed_bytes, stages_of, weight_shares
+from .pipelines import (
+    Stage,
+    filled,
+    held_bytes,
+    kept_beside_bytes,
+    kept_bytes,
+    outside_bytes,
+    passed_bytes,
+    stages_of,
+    weight_shares,
+)
 from .races import told
 from .remedy import Change
 from .sentences import Said, for_page, listed, say
@@ -82,13 +92,15 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What the plan is for: the model in words, the latent's sizes, and the token count of each stream. `together`:
+    """What the plan is for: the model in words, the latent's sizes, and the token count of each stream and of
+    the prompt. `together`:
     something on the model sees every prompt and image at once; `compiled`: its blocks are."""
 
     model: str
     latent: tuple[int, ...]
     tokens: dict[str, int]
     work: Work
+    text: int = 0
     together: bool = False
     compiled: bool = False
 
@@ -107,11 +119,13 @@ def report(
     troubles: Sequence[Row] = (),
     whole: str = "",
     resorted: bool = False,
+    warmup: int = 1,
 ) -> Report:
     """`link` is None where no worker group has measured this machine yet, and so is `free`, the bytes that the worker
     with the least could take of its device at this moment; `way` where the weights fit nowhere. `decode` is of a VAE,
     `races` are those of kernels that its workers have run. What was refused, the `troubles`, comes first; `whole` says
-    why weights are on every device that were to be elsewhere. `resorted`: auto made it a pipeline."""
+    why weights are on every device that were to be elsewhere. `resorted`: auto made it a pipeline. `warmup` steps are
+    exact where others come in patches."""
     work, degrees, placement = subject.work, division.degrees, division.placement
     chosen = _choice(link) if automatic and degrees.context_parallel_size > 1 else "degrees"
     notes = [
@@ -126,7 +140,7 @@ def report(
         Row("Workers", _workers(placement)),
         Row("Degrees", (say(chosen, degrees=_degrees(degrees)), *_reasons(subject, degrees, guided, way))),
         Row("Shares", (shares.in_words(division), compared(work, division, link))),
-        Row("Stages", _stages(work, degrees, resorted)),
+        Row("Stages", (*_stages(work, degrees, resorted), _patches(work, degrees, warmup))),
         Row("Memory", _memory(work, degrees, free, way)),
         Row("Weights", _weights(work, degrees, way)),
         Row("Traffic", _traffic(work, degrees)),
@@ -205,12 +219,20 @@ def _stages(work: Work, degrees: Parallelism, resorted: bool) -> tuple[str, ...]
     each = [_stage(number, stage) for number, stage in enumerate(stages, 1)]
     flights, busy = of_a_lane(work, degrees), f"{filled(work, degrees):.0%}"
     follow = say("stage.several", flights=flights, busy=busy) if flights > 1 else say("stage.one", busy=busy)
-    return say("stage.all", stages=listed(each, "stage.and")), follow, say("stage.auto") if resorted else ""
+    exact = say("stage.exact") if degrees.patches == 1 else ""
+    return say("stage.all", stages=listed(each, "stage.and")), follow, exact, say("stage.auto") if resorted else ""
 
 
 def _stage(number: int, stage: Stage) -> Said:
     blocks = {"first": stage.first + 1, "last": stage.first + stage.count}
     return say("stage", number=number, **blocks, work=f"{stage.work:.0%}", size=size_in_words(stage.nbytes))
+
+
+def _patches(work: Work, degrees: Parallelism, warmup: int) -> str:
+    if degrees.patches == 1:
+        return ""
+    kept = f"{kept_bytes(work, degrees) / GIB:.2f}"
+    return say("stages.patches", patches=degrees.patches, warmup=warmup, kept=kept)
 
 
 def _sharded(way: Prospect | None) -> bool:
@@ -239,9 +261,10 @@ def _needed(work: Work, degrees: Parallelism, way: Prospect | None) -> int:
     """By one worker, at its peak."""
     if way is not None and way.rows:
         work = replace(work, prompts=1)
+    beside = activation_bytes(work, degrees) + kept_beside_bytes(work, degrees)
     if way is None or not way.fetched_bytes:
-        return memory_bytes(work, degrees)
-    return way.held_bytes + BUFFERS * max(work.figures.blocks) + activation_bytes(work, degrees)
+        return held_bytes(work.figures, degrees) + beside
+    return way.held_bytes + BUFFERS * max(work.figures.blocks) + beside
 
 
 def _weights(work: Work, degrees: Parallelism, way: Prospect | None) -> tuple[str, ...]:
@@ -331,7 +354,7 @@ def _warnings(
 
 
 def _of_stages(work: Work, degrees: Parallelism) -> list[str]:
-    if degrees.pipeline_degree <= of_a_lane(work, degrees):
+    if degrees.pipeline_degree <= of_a_lane(work, degrees) * degrees.patches:
         return []
     return [say("note.stages", idle=f"{1 - filled(work, degrees):.0%}")]
 

@@ -36,14 +36,17 @@ SENTENCES = {
     "stage": "{number} has blocks {first} to {last} ({work} of the work, {size})",
     "stage.and": "{one}; {other}",
     "stage.all": "{stages}.",
-    "stage.one": "one evaluation goes through them: a stage computes {busy} of the time. Exact.",
-    "stage.several": "{flights} evaluations follow each other through them: a stage computes {busy} of the time. "
-    "Exact.",
+    "stage.one": "one evaluation goes through them: a stage computes {busy} of the time.",
+    "stage.several": "{flights} evaluations follow each other through them: a stage computes {busy} of the time.",
+    "stage.exact": "Exact.",
     "stage.auto": "Auto's choice: the weights have no other place without being fetched over a slow link.",
     "lane.stage": "stage {stage}/{stages}",
     "lane.images": "images {group}/{groups}",
     "lane.positive": "positive",
     "lane.negative": "negative",
+    "stages.patches": "Approximate, not the picture of one GPU: after {warmup} exact step(s) {patches} patches of each "
+    "evaluation follow each other through the stages, with keys and values that are one step old. Of these each worker "
+    "keeps {kept} GiB.",
     "ring.passes": "The ring passes keys and values between {workers} workers while they compute "
     "(rotate_method alltoall).",
     "ring.collects": "The ring collects keys and values of all {workers} workers before they compute "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..errors import Refused
 from ..specs import Parallelism, Storage, WeightsChoice, WeightsMode
 from .cost import Link, Work, activation_bytes, evaluation_seconds
-from .pipelines import held_bytes
+from .pipelines import held_bytes, kept_beside_bytes, kept_bytes
 from .sentences import say
 
 GIB = 2**30
@@ -95,7 +95,8 @@ class Case:
     def beside_bytes(self, way: Prospect) -> int:
         """What a device needs at the peak beside the weights at rest."""
         buffers = BUFFERS * max(self.blocks) if way.fetched_bytes else 0
-        return buffers + activation_bytes((self.one_by_one if way.rows else self).work, self.degrees)
+        work = (self.one_by_one if way.rows else self).work
+        return buffers + activation_bytes(work, self.degrees) + kept_beside_bytes(work, self.degrees)
 
     def fits(self, way: Prospect, *, usable: float = USABLE) -> bool:
         device, host = self.capacity.device_bytes, self.capacity.host_bytes
@@ -224,15 +225,20 @@ def _hardly_better(best: Storage, before: Storage, case: Case) -> bool:
 def _too_large(case: Case) -> str:
     ways = [case.prospect(Storage(mode=mode)) for mode in MODES if case.allows(mode)] or [case.prospect(Storage())]
     least, figures = min(way.held_bytes + case.beside_bytes(way) for way in ways), case.work.figures
-    host, limit = case.capacity.host_bytes, case.capacity.limited_by
+    host, limit, usable = case.capacity.host_bytes, case.capacity.limited_by, USABLE * (case.capacity.device_bytes or 0)
     return (
         f"{figures.name} does not fit: {size_in_words(figures.weight_bytes)} of weights, and for this picture "
-        f"{size_in_words(activation_bytes(case.work, case.degrees))} beside them on each device. A worker needs "
-        f"{size_in_words(least)} at least, and may take {size_in_words(USABLE * (case.capacity.device_bytes or 0))} of "
+        f"{size_in_words(activation_bytes(case.work, case.degrees))}{_kept(case)} beside them on each device. A worker "
+        f"needs {size_in_words(least)} at least, and may take {size_in_words(usable)} of "
         f"its device{f' ({limit} says so)' if limit else ''}"
         f"{'' if host is None else f'; {size_in_words(host)} of main memory are free'}. {_way_out(case)}"
         f"{f', or raise {limit}' if limit else ''}"
     )
+
+
+def _kept(case: Case) -> str:
+    kept = kept_bytes(case.work, case.degrees)
+    return f" and {size_in_words(kept)} of keys and values for patches" if kept else ""
 
 
 def size_in_words(count: float) -> str:
@@ -242,6 +248,8 @@ def size_in_words(count: float) -> str:
 def _way_out(case: Case) -> str:
     """The nearest thing that fits."""
     figures = case.work.figures
+    if case.degrees.patches > 1 and _any(replace(case, degrees=replace(case.degrees, patches=1))):
+        return "With patches 1, which keeps none, it would fit"
     blocks = tuple(size // 2 for size in figures.blocks)
     half = replace(figures, weight_bytes=figures.weight_bytes // 2, blocks=blocks)
     if figures.weight_bytes > 1.5 * figures.weights and _any(replace(case, work=replace(case.work, figures=half))):

@@ -36,7 +36,7 @@ class Watch:
         """Around an evaluation on `x`."""
         seen = (model.spec, x.shape) in self._seen
         self._seen.add((model.spec, x.shape))
-        if seen or x.device.type == "cpu" or model.mesh.context.size > 1 or model.attention or model.compiled:
+        if seen or x.device.type == "cpu" or model.cut_by_sequence or model.attention or model.compiled:
             return nullcontext()
         return Advising(model.mesh.context)
 

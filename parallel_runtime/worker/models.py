@@ -24,6 +24,7 @@ from .engine.exchange import any_of
 from .engine.memory import give_back_cache
 from .engine.mesh import Axis, ContextMesh, World, build_mesh, with_own_group
 from .engine.overriding import by_backend
+from .engine.patches import Patches
 from .engine.recording import Recording, Unrecordable  # noqa: F401
 from .engine.stages import Elsewhere, Stages, settle, unsettle
 from .engine.streams import DIVIDED
@@ -105,9 +106,19 @@ class Model:
         return "torch.compile records it by itself" if asked and asked.records else ""
 
     @property
+    def patches(self) -> Patches | None:
+        """In which its evaluations go through stages."""
+        return None if self.stages is None else self.stages.patches
+
+    @property
+    def cut_by_sequence(self) -> bool:
+        """Are there attentions of a part of the tokens?"""
+        return hasattr(self.network, DIVIDED)
+
+    @property
     def attention(self) -> Callable[..., Any] | None:
         """ComfyUI's `optimized_attention_override` where a kernel was chosen and this rank holds whole sequences."""
-        if self.parallelism is None or hasattr(self.network, DIVIDED) or self.parallelism.attention_backend == "auto":
+        if self.parallelism is None or self.cut_by_sequence or self.parallelism.attention_backend == "auto":
             return None
         return by_backend(self.parallelism.attention_backend)
 
@@ -140,7 +151,7 @@ class Model:
         """Undo `divide`."""
         if self.stages is not None:
             self.stages.remove()
-        if hasattr(self.network, DIVIDED):
+        if self.cut_by_sequence:
             undivide(self.network)
         if self.stages is not None:
             self.let_go()

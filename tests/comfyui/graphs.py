@@ -45,6 +45,8 @@ class Parallel:
     cuda_graphs: str = "auto"
     shares: str = "auto"
     pipeline_degree: int = 1
+    patches: int = 1
+    warmup_steps: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

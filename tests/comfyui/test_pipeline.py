@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,11 @@ import torch
 from .cases import DEGREES, job
 from .client import Graph, Interrupted, NodeError
 from .comfy import ComfyInstall
-from .graphs import Job, Parallel, Sampler, longer, sampling_graph, with_loras
+from .graphs import Job, Parallel, Sampler, longer, sampling_graph, with_control_net, with_loras
 from .latents import apart, latent_of
 from .server import Server
 from .test_kin import on_the_loader
+from .test_model_patches import Node, step_cache, with_nodes
 from .test_shared_pages import JOB, graph_of, mapped_bytes, write_large, write_lora
 
 TWO, THREE = DEGREES["pipeline_2"], Parallel(pipeline_degree=3)
@@ -114,3 +117,89 @@ def test_a_native_sampler_gets_each_evaluation_from_the_last_stage(server: Serve
     want = latent_of(server.client.run(sampling_graph(asked, "KSampler")))
     native = on_the_loader(sampling_graph(asked, "KSampler"), asked, TWO)
     assert apart(latent_of(server.client.run(native)), want) <= EXACT
+
+
+PATCHED = replace(TWO, patches=2)
+EIGHT = Job(family="flux_dev", cfg=2.0, size=(9, 14), steps=8, prompt_tokens=(7, 12))
+
+
+def test_patches_sample_nearly_the_same_picture_and_the_log_says_that_it_is_another(server: Server) -> None:
+    want = latent_of(server.client.run(sampling_graph(EIGHT, "KSampler")))
+    got = latent_of(server.client.run(sampling_graph(EIGHT, "CPSampler", PATCHED)))
+    assert BAR < apart(got, want) < 0.2, "approximate"
+    assert "approximate: not the picture of one GPU" in server.log()
+    again = latent_of(server.client.run(sampling_graph(EIGHT, "CPSampler", PATCHED)))
+    assert torch.equal(again, got), "a run has no keys of the one before"
+    exact = latent_of(server.client.run(sampling_graph(EIGHT, "CPSampler", TWO)))
+    assert apart(exact, want) <= EXACT, "and leaves none behind"
+
+
+def test_so_many_first_steps_are_exact(server: Server) -> None:
+    """Of two runs alike up to there; more are nearer."""
+    want = latent_of(server.client.run(sampling_graph(EIGHT, "KSampler")))
+    far = []
+    for warmup in (1, 4, 7):
+        got = latent_of(server.client.run(sampling_graph(EIGHT, "CPSampler", replace(PATCHED, warmup_steps=warmup))))
+        far.append(apart(got, want))
+    assert far[0] > far[1] > far[2] > BAR
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        Parallel(pipeline_degree=2, cfg_degree=2),
+        Parallel(pipeline_degree=2, data_degree=2),
+        Parallel(pipeline_degree=2, ulysses_degree=2),
+    ],
+    ids=["cfg 2", "data 2", "ulysses 2"],
+)
+def test_patches_are_the_same_with_others(server: Server, parallel: Parallel) -> None:
+    asked = replace(EIGHT, batch=2)
+    want = latent_of(server.client.run(sampling_graph(asked, "CPSampler", PATCHED)))
+    got = latent_of(server.client.run(sampling_graph(asked, "CPSampler", replace(parallel, patches=2))))
+    assert apart(got, want) <= BAR
+
+
+@pytest.mark.parametrize(
+    ("steps", "parallel", "sentence"),
+    [
+        (4, PATCHED, r"a run of 4 step\(s\) changes too much.*take 8 steps or more, or set patches to 1"),
+        (8, replace(PATCHED, warmup_steps=8), "warmup_steps is 8 of 8 steps"),
+        (8, replace(PATCHED, patches=64), "patches is 64, and this latent makes 35 tokens"),
+        (8, replace(PATCHED, step_cache=0.1), r"step_cache 0\.1.*set step_cache to 0"),
+        (8, replace(PATCHED, compile="on"), r"patches 2 cannot go with.*torch\.compile.*set patches to 1"),
+        (8, replace(PATCHED, pipeline_degree=1), "patches 2 would follow each other.*pipeline_degree is 1"),
+    ],
+)
+def test_what_patches_cannot_do_is_refused_by_name(
+    server: Server, steps: int, parallel: Parallel, sentence: str
+) -> None:
+    with pytest.raises(NodeError, match=rf"(?s){sentence}"):
+        server.client.run(sampling_graph(replace(EIGHT, steps=steps), "CPSampler", parallel))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            lambda graph: with_nodes(
+                graph, (Node("NAGuidance", {"nag_scale": 5.0, "nag_alpha": 0.5, "nag_tau": 1.5}),)
+            ),
+            r"model patches \(attn1_output_patch",
+        ),
+        (lambda graph: with_nodes(graph, (step_cache("EasyCache"),)), "a step cache"),
+        (with_control_net, "the loop stays in ComfyUI's process.*set patches to 1"),
+    ],
+    ids=["a patch", "EasyCache", "a ControlNet"],
+)
+def test_what_is_on_the_model_is_refused_with_patches(
+    server: Server, change: Callable[[Graph], Graph], sentence: str
+) -> None:
+    with pytest.raises(NodeError, match=rf"(?s)patches 2 cannot .*{sentence}"):
+        server.client.run(change(sampling_graph(EIGHT, "CPSampler", PATCHED)))
+
+
+def test_a_native_sampler_has_no_patches(server: Server) -> None:
+    with pytest.raises(NodeError, match=r"patches 2 on CP Load Diffusion Model: .*set patches to 1"):
+        server.client.run(on_the_loader(sampling_graph(EIGHT, "KSampler"), EIGHT, PATCHED))

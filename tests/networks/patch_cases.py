@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from parallel_runtime.errors import Refused
 from parallel_runtime.specs import Parallelism
-from parallel_runtime.stages import counts_of, units_of
+from parallel_runtime.stages import counts_of
 from parallel_runtime.worker.engine.divide import divide, patches_of, undivide
 from parallel_runtime.worker.engine.patches import Patches
 from parallel_runtime.worker.engine.stages import Stages, settle, unsettle

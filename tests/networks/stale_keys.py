@@ -1,5 +1,6 @@
-"""PipeFusion by its definition, in one process: each block computes patch after patch, and attends to keys and values of
-all tokens, of which those of patches that come later are the last evaluation's. Uses no plan and nothing of the engine.
+"""PipeFusion by its definition, in one process: each block computes patch after patch, and attends to keys and values
+of all tokens, of which those of patches that come later are the last evaluation's. Uses no plan and nothing of the
+engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PipeFusion computes what its definition says: keys of this step from patches that have passed, of the last one else."""
+"""PipeFusion computes what its definition says: with this step's keys of patches that have passed, else the last's."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from .caching import cached
 from .code import rebuild
 from .comfyui import named
 from .model import ComfyModel
+from .warming import in_patches
 
 KEY = "context_parallel"
 
@@ -48,7 +49,7 @@ def run(model: ComfyModel, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
     model.load(patcher)
     model.skipping(cache)
     pulse.beat()
-    with cached(cache, patcher):
+    with cached(cache, patcher), in_patches(model, patcher, job.sigmas, job.warmup_steps):
         samples = _sample(job, patcher, on_step)
     return {"samples": samples, "last": last, "skipped": cache.tally(shared=not job.together) if cache else None}
 

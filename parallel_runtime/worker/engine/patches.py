@@ -1,8 +1,8 @@
 """The tokens of an evaluation in patches, which follow one another through the stages of a pipeline (PipeFusion).
 
-A patch attends to the keys and values of all tokens: those of this evaluation for the patches that have passed, those of
-the one before for the others. The text goes with the first patch. A branch's first evaluation goes through whole, and is
-exact. Knows no network, no plan and no ranks.
+A patch attends to the keys and values of all tokens: those of this evaluation for the patches that have passed, those
+of the one before for the others. The text goes with the first patch. A branch's first evaluation goes through whole,
+and is exact. Knows no network, no plan and no ranks.
 """
 
 from __future__ import annotations
