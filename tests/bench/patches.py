@@ -1,0 +1,158 @@
+"""What patches cost in exactness: the demo model sampled in patches, and the exact picture of fewer steps that takes as
+long, against the exact picture and against one of many steps.
+
+    python -m tests.bench.patches [--steps 8 12 20] [--patches 2 4 8] [--warmup 1 4] [--samplers euler dpmpp_2m]
+        [--pictures 4] [--many 100] [--json out.json]
+
+In one process, in ComfyUI's python: what is computed does not depend on stages (tests/networks/test_patches.py). Time
+is that of a pipeline's formula for two stages and both prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel_runtime.demo.words import encode
+from parallel_runtime.networks import network_of
+from parallel_runtime.specs import Parallelism
+
+from ..comfyui.comfy import OUR_ROOT, find_comfy
+
+log = logging.getLogger(__name__)
+
+MODEL = OUR_ROOT / "parallel_runtime" / "demo" / "models" / "cp_demo_flux.safetensors"
+PROMPTS = ("a red circle on a white background", "a blue star on a yellow background")
+SIDE, CFG, STAGES = 16, 2.5, 2
+FLIGHTS = 2  # both prompts
+Answer = dict[str, Any]
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, nargs="+", default=[8, 12, 20])
+    parser.add_argument("--patches", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--warmup", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--samplers", nargs="+", default=["euler", "dpmpp_2m"])
+    parser.add_argument("--pictures", type=int, default=4, help="of each prompt")
+    parser.add_argument("--many", type=int, default=100, help="steps of what is taken for true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if "COMFYUI_PATH" not in os.environ:
+        return _in_comfyuis_python()
+    rows = list(_rows(options))
+    log.info("| sampler | steps | patches | exact steps | apart from exact | from true | as long: steps | from true |")
+    log.info("|---|---|---|---|---|---|---|---|")
+    line = "| {sampler} | {steps} | {patches} | {warmup} | {apart:.3f} | {off:.3f} | {fewer} | {fewer_off:.3f} |"
+    for row in rows:
+        log.info(line.format(**row))
+    if options.json:
+        options.json.write_text(json.dumps(rows))
+    return 0
+
+
+def _in_comfyuis_python() -> int:
+    comfy = find_comfy()
+    assert comfy is not None
+    command = [str(comfy.python), "-m", "tests.bench.patches", *sys.argv[1:]]
+    return subprocess.run(command, env=os.environ | {"COMFYUI_PATH": str(comfy.root)}).returncode
+
+
+@torch.inference_mode()
+def _rows(options: argparse.Namespace) -> list[Answer]:
+    from ..networks import tiny
+
+    tiny.start_comfyui()
+    pictures = Pictures(options.pictures)
+    rows = []
+    for sampler in options.samplers:
+        exact = cache(partial(pictures.sample, sampler))
+        true = exact(options.many)
+        for steps in options.steps:
+            rows.append(_row(sampler, steps, 1, steps, exact(steps), exact(steps), true) | _as_long(steps, exact, true))
+            for patches in options.patches:
+                for warmup in options.warmup:
+                    got = pictures.sample(sampler, steps, patches, warmup)
+                    fewer = round(takes(steps, patches, warmup) / takes(1, 1, 1))
+                    row = _row(sampler, steps, patches, warmup, got, exact(steps), true)
+                    rows.append(row | _as_long(fewer, exact, true))
+    return rows
+
+
+def _row(sampler: str, steps: int, patches: int, warmup: int, got: Tensor, exact: Tensor, true: Tensor) -> Answer:
+    return {"sampler": sampler, "steps": steps, "patches": patches, "warmup": warmup, "apart": apart(got, exact),
+            "off": apart(got, true)}  # fmt: skip
+
+
+def _as_long(steps: int, exact: Any, true: Tensor) -> Answer:
+    return {"fewer": steps, "fewer_off": apart(exact(steps), true)}
+
+
+def takes(steps: int, patches: int, warmup: int) -> float:
+    """In evaluations of one stage that had all blocks: while the pipeline fills and empties, stages stand still."""
+    flown = FLIGHTS * patches
+    exact = min(steps, warmup if patches > 1 else steps)
+    return exact * (FLIGHTS + STAGES - 1) / FLIGHTS + (steps - exact) * (flown + STAGES - 1) / flown
+
+
+def apart(got: Tensor, want: Tensor) -> float:
+    """Root of the mean square, in standard deviations of each picture; the mean of all pictures."""
+    return float(((got - want).square().mean((1, 2, 3)) / want.var((1, 2, 3))).sqrt().mean())
+
+
+class Pictures:
+    """The demo model's, `count` of each prompt."""
+
+    def __init__(self, count: int) -> None:
+        import comfy.sd
+
+        self._count = count
+        self._model = comfy.sd.load_diffusion_model(str(MODEL))
+        self._network = self._model.model.diffusion_model
+
+    def sample(self, sampler: str, steps: int, patches: int = 1, warmup: int = 1) -> Tensor:
+        """Latents [pictures, C, H, W]."""
+        import comfy.sample
+
+        from parallel_runtime.worker.comfy_loop.warming import in_patches
+        from parallel_runtime.worker.engine.divide import divide, patches_of, undivide
+        from parallel_runtime.worker.engine.mesh import ContextMesh
+
+        known = network_of(self._network)
+        assert known is not None
+        if patches > 1:
+            divide(self._network, known.plan, ContextMesh(), Parallelism(pipeline_degree=STAGES, patches=patches))
+        model, cut = self._model.clone(), SimpleNamespace(patches=patches_of(self._network))
+        latent = torch.zeros(self._count, 16, SIDE, SIDE)
+        noise, simple = comfy.sample.prepare_noise(latent, 7), "simple"
+        sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), simple, steps)
+        made, negative = [], _cond("")
+        for prompt in PROMPTS:
+            given = (model, noise, steps, CFG, sampler, simple, _cond(prompt), negative, latent)
+            with in_patches(cut, model, sigmas, warmup) if patches > 1 else nullcontext():  # type: ignore[arg-type]
+                made.append(comfy.sample.sample(*given, seed=7, disable_pbar=True))
+        if patches > 1:
+            undivide(self._network)
+        return torch.cat(made)
+
+
+def _cond(prompt: str) -> list[Any]:
+    text, pooled = encode(prompt)
+    return [[text, {"pooled_output": pooled}]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
