@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from parallel_runtime.errors import Refused
 from parallel_runtime.specs import Parallelism
 from parallel_runtime.stages import counts_of
+from parallel_runtime.worker.engine import ulysses
 from parallel_runtime.worker.engine.divide import divide, patches_of, undivide
 from parallel_runtime.worker.engine.patches import Patches
 from parallel_runtime.worker.engine.stages import Stages, settle, unsettle
@@ -99,18 +101,29 @@ def in_a_step(network: nn.Module, cut: Stages, step: list[Inputs], **options: An
         return cut.answers([x for given in step for x in forward(network, given, **options)])
 
 
+def two_waves(rank: int, world: int) -> dict[str, Any]:
+    """`stale` where heads of all tokens would travel in two exchanges, and those of a patch in one."""
+    before, ulysses.WORTH_HIDING = ulysses.WORTH_HIDING, 150_000
+    try:
+        return stale(rank, world, "wan", stages=2, patches=3, ulysses=2)
+    finally:
+        ulysses.WORTH_HIDING = before
+
+
 def comes_and_goes(rank: int, world: int) -> dict[str, Any]:
-    """Steps of one prompt or of two: how far each is from the network as it is, and what is kept of them, as a multiple
-    of what planning counts for one; then how that is after `forget`."""
+    """Steps of prompts, by their numbers: how far each is from the network as it is, and what is kept of them, as a
+    multiple of what planning counts for one; then how that is after `forget`."""
     network, inputs = made("flux")
     known, prompts = plan_of(network), [moved(inputs, seed=number, by=1.0) for number in range(2)]
-    steps = [[moved(prompts[n], seed=at, by=0.5) for n in range(many)] for at, many in enumerate((1, 2, 1, 2, 2))]
-    plain = [[forward(network, given) for given in step] for step in steps]
+    numbers = ((0,), (0, 1), (0,), (0, 1), (0, 1), (1,))
+    steps = [[(n, moved(prompts[n], seed=at, by=0.5)) for n in step] for at, step in enumerate(numbers)]
+    plain = [[forward(network, given) for _, given in step] for step in steps]
     tokens, layers = sum(known.tokens(network, inputs["x"].shape, 7).values()), known.layers(network)
     errors, kept = [], []
     with in_patches(network, 2, 4) as (cut, found):
         for step, wanted in zip(steps, plain, strict=True):
-            got = in_a_step(network, cut, step)
+            with cut.in_flight():
+                got = cut.answers([x for number, given in step for x in forward(network, given, uuids=[number])])
             errors.append([error([a], b) for a, b in zip(got, wanted, strict=True)])
             kept.append(found.kept_bytes)
         found.forget()
@@ -119,6 +132,41 @@ def comes_and_goes(rank: int, world: int) -> dict[str, Any]:
     each = 2 * len(inputs["x"]) * tokens * known.width(network) * own * 4
     assert sum(counts_of(network, known, Parallelism(pipeline_degree=2))) == layers
     return {"errors": errors, "kept": [size / each for size in kept]}
+
+
+def a_run(rank: int, world: int) -> dict[str, Any]:
+    """Whether evaluations at falling noise levels are exact in a run with two exact steps, and what is kept: before and
+    in the run, after it, and after one that failed."""
+    from comfy.model_patcher import ModelPatcher
+    from comfy.patcher_extension import WrappersMP
+
+    from parallel_runtime.worker.comfy_loop.warming import in_patches as of_a_run
+
+    network, inputs = made("flux")
+    sigmas, exact, kept = torch.linspace(1.0, 0.0, 11), [], []
+    with in_patches(network, 2, 4) as (cut, found):
+
+        def evaluated(inner: Any, conds: list[Any], x: Tensor, sigma: Tensor) -> list[Tensor]:
+            exact.append(found.exact)
+            return in_a_step(network, cut, [inputs])
+
+        def run(levels: list[float], fails: bool = False) -> None:
+            patcher = ModelPatcher(network, torch.device("cpu"), torch.device("cpu"))
+            with of_a_run(SimpleNamespace(patches=found), patcher, sigmas, steps=2):  # type: ignore[arg-type]
+                kept.append(found.kept_bytes > 0)
+                (watch,) = patcher.get_all_wrappers(WrappersMP.CALC_COND_BATCH)
+                for level in levels:
+                    watch(evaluated, None, [], inputs["x"], torch.tensor([level]))
+                kept.append(found.kept_bytes > 0)
+                assert not fails
+
+        in_a_step(network, cut, [inputs])
+        run([1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.9])
+        kept.append(found.kept_bytes > 0)
+        with suppress(AssertionError):
+            run([1.0], fails=True)
+        kept.append(found.kept_bytes > 0)
+    return {"exact": exact, "kept": kept}
 
 
 def refusal(rank: int, world: int, name: str, patches: int, between: str = "") -> str:

@@ -66,6 +66,15 @@ def test_with_keys_kept_as_heads_where_two_share_a_sequence(networks: Groups, na
     assert len({answer["bits"] for answer in answers}) == 1, "ranks differ"
 
 
+def test_keys_of_all_heads_are_kept_at_once(networks: Groups) -> None:
+    assert max(max(answer["error"]) for answer in networks(4).run("tests.networks.patch_cases:two_waves")) <= EXACT
+
+
+def test_a_mask_of_all_pairs_is_that_of_a_patchs_queries(networks: Groups) -> None:
+    given = dict(name="flux redux, hidden pairs", stages=2, patches=4)
+    _check_same(networks(2).run("tests.networks.patch_cases:same_input", **given), SAME)
+
+
 @pytest.mark.sweep(one_in=12)
 @pytest.mark.parametrize("name", CUT)
 def test_where_nothing_is_stale_it_is_exact(networks: Groups, name: str) -> None:
@@ -89,8 +98,16 @@ def _check_same(answers: list[dict[str, float]], limit: float) -> None:
 def test_a_prompt_that_comes_is_exact_at_first_and_one_that_goes_is_forgotten(networks: Groups) -> None:
     for answer in networks(2).run("tests.networks.patch_cases:comes_and_goes"):
         exact = [[error <= SAME for error in step] for step in answer["errors"]]
-        assert exact == [[True], [False, True], [False], [False, True], [False, False]]
-        assert answer["kept"] == [1.0, 2.0, 1.0, 2.0, 2.0, 0.0], "as planning counts them"
+        assert exact == [[True], [False, True], [False], [False, True], [False, False], [True]]
+        assert answer["kept"] == [1.0, 2.0, 1.0, 2.0, 2.0, 1.0, 0.0], "as planning counts them"
+
+
+def test_a_run_begins_with_exact_steps_by_their_noise_levels_and_with_nothing_kept_and_leaves_nothing(
+    networks: Groups,
+) -> None:
+    for answer in networks(2).run("tests.networks.patch_cases:a_run"):
+        assert answer["exact"] == [True, True, True, True, False, False, False, True]
+        assert answer["kept"] == [False, True, False, False, True, False]
 
 
 @pytest.mark.sweep(one_in=3)
