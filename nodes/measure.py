@@ -12,6 +12,7 @@ from nodes import KSampler  # type: ignore[attr-defined]  # ComfyUI's module, no
 
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.history import Cost
+from ..parallel_runtime.host.pipelines import LEAST_STEPS
 from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.specs import Division, ParallelRequest
 from .remote import model_on_workers
@@ -57,7 +58,7 @@ def _sample(model: Any, latent: dict[str, Any], positive: list, request: Paralle
     KSampler().sample(
         model_on_workers(model, request),
         seed=0,
-        steps=STEPS,
+        steps=STEPS if request.patches == 1 else max(LEAST_STEPS, request.warmup_steps + STEPS),
         cfg=cfg,
         sampler_name="euler",
         scheduler="simple",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -203,3 +204,40 @@ def test_what_is_on_the_model_is_refused_with_patches(
 def test_a_native_sampler_has_no_patches(server: Server) -> None:
     with pytest.raises(NodeError, match=r"patches 2 on CP Load Diffusion Model: .*set patches to 1"):
         server.client.run(on_the_loader(sampling_graph(EIGHT, "KSampler"), EIGHT, PATCHED))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "says"),
+    [
+        (PATCHED, "Stages: .*Approximate, not the picture of one GPU: after 1 exact step"),
+        (
+            replace(PATCHED, patches=64),
+            r"cannot work: patches is 64, and this latent makes 35 tokens.*\nWith patches 35:",
+        ),
+        (replace(PATCHED, pipeline_degree=1), r"cannot work: patches 2 would follow each other.*\nWith patches 1:"),
+    ],
+    ids=["can", "too many", "no pipeline"],
+)
+def test_cp_plan_says_what_comes_of_patches(server: Server, parallel: Parallel, says: str) -> None:
+    graph = sampling_graph(EIGHT, "CPSampler", parallel)
+    wants = {name: [name, 0] for name in ("model", "positive")}
+    inputs = {**wants, "latent_image": ["latent", 0], "cp_config": ["config", 0], "cfg": 2.0}
+    graph["plan"] = {"class_type": "CPPlan", "inputs": inputs}
+    del graph["sampler"], graph["save"]
+    (text,) = server.client.run(graph).outputs["plan"]["text"]
+    assert re.search(says, text), text
+
+
+@pytest.mark.sweep(one_in=5)
+@pytest.mark.parametrize(
+    "sampler",
+    ["heun", "euler_ancestral", "dpm_adaptive", "dpmpp_2m_sde", "uni_pc", "dpmpp_sde", "res_multistep", "seeds_3",
+     "sa_solver", "lcm"],
+)  # fmt: skip
+def test_samplers_of_every_kind_in_stages(server: Server, sampler: str) -> None:
+    asked = replace(EIGHT, sampler=sampler, scheduler="beta")
+    want = latent_of(server.client.run(sampling_graph(asked, "KSampler")))
+    assert apart(latent_of(server.client.run(sampling_graph(asked, "CPSampler", TWO))), want) <= BAR
+    if sampler != "dpm_adaptive":  # it takes other steps
+        got = latent_of(server.client.run(sampling_graph(asked, "CPSampler", PATCHED)))
+        assert apart(got, want) < 0.3, "approximate"

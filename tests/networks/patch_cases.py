@@ -135,22 +135,22 @@ def comes_and_goes(rank: int, world: int) -> dict[str, Any]:
 
 
 def a_run(rank: int, world: int) -> dict[str, Any]:
-    """Whether evaluations at falling noise levels are exact in a run with two exact steps, and what is kept: before and
-    in the run, after it, and after one that failed."""
+    """Whether evaluations at falling and at rising noise levels are exact in runs with two exact steps, and whether
+    anything is kept: as a run begins and at its end, and after it; the last one fails."""
     from comfy.model_patcher import ModelPatcher
     from comfy.patcher_extension import WrappersMP
 
     from parallel_runtime.worker.comfy_loop.warming import in_patches as of_a_run
 
     network, inputs = made("flux")
-    sigmas, exact, kept = torch.linspace(1.0, 0.0, 11), [], []
+    falling, exact, kept = torch.linspace(1.0, 0.0, 11), [], []
     with in_patches(network, 2, 4) as (cut, found):
 
         def evaluated(inner: Any, conds: list[Any], x: Tensor, sigma: Tensor) -> list[Tensor]:
             exact.append(found.exact)
             return in_a_step(network, cut, [inputs])
 
-        def run(levels: list[float], fails: bool = False) -> None:
+        def run(sigmas: Tensor, levels: list[float], fails: bool = False) -> None:
             patcher = ModelPatcher(network, torch.device("cpu"), torch.device("cpu"))
             with of_a_run(SimpleNamespace(patches=found), patcher, sigmas, steps=2):  # type: ignore[arg-type]
                 kept.append(found.kept_bytes > 0)
@@ -161,10 +161,11 @@ def a_run(rank: int, world: int) -> dict[str, Any]:
                 assert not fails
 
         in_a_step(network, cut, [inputs])
-        run([1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.9])
-        kept.append(found.kept_bytes > 0)
+        for sigmas, levels in ((falling, [1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.9]), (falling.flip(0), [0.0, 0.1, 0.2])):
+            run(sigmas, levels)
+            kept.append(found.kept_bytes > 0)
         with suppress(AssertionError):
-            run([1.0], fails=True)
+            run(falling, [1.0], fails=True)
         kept.append(found.kept_bytes > 0)
     return {"exact": exact, "kept": kept}
 

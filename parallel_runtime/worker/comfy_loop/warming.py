@@ -13,7 +13,7 @@ from torch import Tensor
 from .model import ComfyModel
 
 KEY = "warming"
-NEAR = 1e-3  # of a step: samplers may come to a noise level by another way
+NEAR = 1e-3  # of a step, up or down: samplers may come to a noise level by another way
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def in_patches(model: ComfyModel, patcher: ModelPatcher, sigmas: Tensor, steps: 
     least = after + NEAR * (before - after)
 
     def watch(executor: Any, inner: Any, conds: list[Any], x: Tensor, sigma: Tensor, *rest: Any) -> list[Tensor]:
-        patches.exact = patches.exact and bool(sigma.max() > least)
+        patches.exact = patches.exact and bool((sigma.max() - least) * (before - after) > 0)
         return executor(inner, conds, x, sigma, *rest)
 
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, watch)
