@@ -113,7 +113,7 @@ class Model:
     @property
     def cut_by_sequence(self) -> bool:
         """Are there attentions of a part of the tokens?"""
-        return hasattr(self.network, DIVIDED)
+        return self.parallelism is not None and self.mesh.context.size * self.parallelism.patches > 1
 
     @property
     def attention(self) -> Callable[..., Any] | None:
@@ -151,7 +151,7 @@ class Model:
         """Undo `divide`."""
         if self.stages is not None:
             self.stages.remove()
-        if self.cut_by_sequence:
+        if hasattr(self.network, DIVIDED):
             undivide(self.network)
         if self.stages is not None:
             self.let_go()
