@@ -159,3 +159,21 @@ def machines() -> Template:
                   steps=20, cfg=1.0)  # fmt: skip
     picture(t, 4, out, vae)
     return t
+
+
+def pipeline() -> Template:
+    about = (
+        "Two machines on an Ethernet, one picture: each has half of the model's blocks and passes the tokens on, which "
+        "needs little of the network, and both prompts follow each other through the stages. The result is exact; "
+        "`patches` above 1 are faster and approximate. The other machine joins as in *Several machines*."
+    )
+    t = Template(name="cp_pipeline", title="Pipeline", kind="two machines, pipeline_degree 2", about=about, size=30)
+    network = t.add("ModelSamplingAuraFlow", 1, model=model(t, files.QWEN_IMAGE), shift=3.1)
+    clip, vae = qwen_text(t)
+    positive, negative = text(t, clip, POSTER), text(t, clip, "blurry, low quality", title="Negative prompt")
+    latent = empty(t, 1328, 1328)
+    cut = config(t, nnodes=2, rdzv_endpoint="10.0.0.1:29500", pipeline_degree=2)
+    out = sampler(t, 3, model=network, positive=positive, negative=negative, latent_image=latent, cp_config=cut,
+                  steps=20, cfg=2.5)  # fmt: skip
+    picture(t, 4, out, vae)
+    return t
