@@ -228,17 +228,19 @@ def _too_large(case: Case) -> str:
     host, limit, usable = case.capacity.host_bytes, case.capacity.limited_by, USABLE * (case.capacity.device_bytes or 0)
     return (
         f"{figures.name} does not fit: {size_in_words(figures.weight_bytes)} of weights, and for this picture "
-        f"{size_in_words(activation_bytes(case.work, case.degrees))}{_kept(case)} beside them on each device. A worker "
-        f"needs {size_in_words(least)} at least, and may take {size_in_words(usable)} of "
+        f"{_beside(case)} beside them on each device. A worker needs {size_in_words(least)} at least, and may take {size_in_words(usable)} of "
         f"its device{f' ({limit} says so)' if limit else ''}"
         f"{'' if host is None else f'; {size_in_words(host)} of main memory are free'}. {_way_out(case)}"
         f"{f', or raise {limit}' if limit else ''}"
     )
 
 
-def _kept(case: Case) -> str:
-    kept = kept_bytes(case.work, case.degrees)
-    return f" and {size_in_words(kept)} of keys and values for patches" if kept else ""
+def _beside(case: Case) -> str:
+    """What is on a device beside the weights."""
+    computed, kept = activation_bytes(case.work, case.degrees), kept_bytes(case.work, case.degrees)
+    if not kept:
+        return size_in_words(computed)
+    return f"{size_in_words(computed)} and {size_in_words(kept)} of keys and values for patches"
 
 
 def size_in_words(count: float) -> str:
