@@ -228,8 +228,8 @@ def _too_large(case: Case) -> str:
     host, limit, usable = case.capacity.host_bytes, case.capacity.limited_by, USABLE * (case.capacity.device_bytes or 0)
     return (
         f"{figures.name} does not fit: {size_in_words(figures.weight_bytes)} of weights, and for this picture "
-        f"{_beside(case)} beside them on each device. A worker needs {size_in_words(least)} at least, and may take {size_in_words(usable)} of "
-        f"its device{f' ({limit} says so)' if limit else ''}"
+        f"{_beside(case)} beside them on each device. A worker needs {size_in_words(least)} at least, and may take "
+        f"{size_in_words(usable)} of its device{f' ({limit} says so)' if limit else ''}"
         f"{'' if host is None else f'; {size_in_words(host)} of main memory are free'}. {_way_out(case)}"
         f"{f', or raise {limit}' if limit else ''}"
     )
