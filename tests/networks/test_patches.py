@@ -17,8 +17,10 @@ REFUSED = {  # what keeps a network's tokens from going patch by patch
         "hunyuan video 1.5",
     ),
     "whole sequence is needed": ("cosmos 1",),
-    "more than tokens for later blocks": ("wan vace", "hunyuan dit", "hunyuan dit residuals", "pid", "hidream o1",
-                                          "hidream o1, a later step"),
+    "more than tokens for later blocks": (
+        "wan vace", "hunyuan 3d 2.1", "hunyuan dit", "hunyuan dit residuals", "pid", "hidream o1",
+        "hidream o1, a later step",
+    ),
     "whole frames": ("wan animate", "wan s2v", "wan s2v with motion", "humo", "wandancer",
                      "wandancer, all of the dance"),
     "is whole in every block": ("hidream i1", "mochi", "mochi, 1 text token"),
