@@ -1,4 +1,5 @@
-"""ComfyUI's own patches that run inside of blocks: which of them see each token by itself, and are the same on a part.
+"""ComfyUI's own patches that run inside of blocks: which of them see each token, or each frame, by itself, and are the
+same on a part.
 
 Knows functions and classes by their names. Imports no torch, no ComfyUI.
 """
@@ -16,11 +17,14 @@ EACH_TOKEN = (
     "comfy.ldm.anima.lllite.AnimaLLLiteMLPPatch",
 )
 
+OF_FRAMES = ("comfy.ldm.wan.model_multitalk.MultiTalkCrossAttnPatch",)  # which reshape their tokens by frames
+
 
 def see_all_tokens(patches: Mapping[str, Sequence[Any]]) -> list[str]:
     """What of these, by kind as ComfyUI has them, needs all tokens inside of blocks: "attn1_patch of HyperTile"."""
     found = ((kind, patch) for kind in INSIDE for patch in patches.get(kind) or ())
-    return list(dict.fromkeys(f"{kind} of {_owner(patch)}" for kind, patch in found if not _sees_each_token(patch)))
+    cut = EACH_TOKEN + OF_FRAMES
+    return list(dict.fromkeys(f"{kind} of {_owner(patch)}" for kind, patch in found if not _is_one_of(cut, patch)))
 
 
 def are_inside(patches: Mapping[str, Sequence[Any]]) -> bool:
@@ -28,8 +32,13 @@ def are_inside(patches: Mapping[str, Sequence[Any]]) -> bool:
     return any(patches.get(kind) for kind in INSIDE)
 
 
-def _sees_each_token(patch: Any) -> bool:
-    return any(f".{_name(patch)}".endswith(f".{known}") for known in EACH_TOKEN)
+def goes_by_frames(patch: Any) -> bool:
+    """Is it the same on a part of the tokens that is whole frames?"""
+    return _is_one_of(OF_FRAMES, patch)
+
+
+def _is_one_of(names: Sequence[str], patch: Any) -> bool:
+    return any(f".{_name(patch)}".endswith(f".{known}") for known in names)
 
 
 def _owner(patch: Any) -> str:

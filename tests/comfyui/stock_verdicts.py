@@ -83,7 +83,7 @@ HONOURED = {  # on the way of a MODEL: the workers have what they put there
 }  # fmt: skip
 WHOLE = {
     "FluxKVCache": "attn1_patch of KV_Attn_Input",
-    "WanInfiniteTalkToVideo": "attn2_patch of MultiTalkCrossAttnPatch",
+    "WanInfiniteTalkToVideo": "attn1_patch of MultiTalkGetAttnMapPatch, for two speakers",
     "HyperTile": "attn1_patch of HyperTile",
     "SamplerARVideo": "sample_ar_video keeps keys of earlier frames",
 }

@@ -1,4 +1,5 @@
-"""What needs all tokens inside of blocks, or keeps what blocks made: the network runs whole, and is named with it."""
+"""What needs all tokens inside of blocks, or keeps what blocks made: the network runs whole, and is named with it. What
+needs all tokens of a frame has them."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ class Scene:
     """`nodes` beside those of a network's picture, `inputs` of its sampler instead of what they were."""
 
     network: str
-    named: str
     nodes: Graph
+    named: str = ""
     shape: str = "1,16,3,10,14"
     inputs: dict[str, Any] = field(default_factory=dict)
 
@@ -91,12 +92,12 @@ SCENES = {
         network="flux2_klein", shape="1,128,9,13", named="Flux with attn1_patch of KV_Attn_Input",
         nodes={"cached": node("FluxKVCache", model=link("model"))}, inputs={"model": link("cached")},
     ),
-    "InfiniteTalk": Scene(
-        network="wan_talking", named="WanModel with attn2_patch of MultiTalkCrossAttnPatch",
-        nodes={**TALKING, "talk": node("WanInfiniteTalkToVideo", **TALK)},
-        inputs={"model": link("talk"), "latent_image": link("talk", 3)},
-    ),
 }  # fmt: skip
+INFINITE_TALK = Scene(
+    network="wan_talking",
+    nodes={**TALKING, "talk": node("WanInfiniteTalkToVideo", **TALK)},
+    inputs={"model": link("talk"), "latent_image": link("talk", 3)},
+)
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +116,13 @@ def test_it_is_sampled_as_by_the_native_sampler_and_refused_by_name_where_it_sha
     assert apart(latent_of(vaes.client.run(scene.graph(TWO_WORKERS))), want) <= 1e-5
     with pytest.raises(NodeError, match=rf"{scene.named} cannot be cut by sequence, got ring_degree 2"):
         vaes.client.run(scene.graph(DEGREES["ring_2"]))
+
+
+@pytest.mark.parametrize("degrees", ["ring_2", "ulysses_2"])
+def test_a_voice_is_heard_by_the_frames_that_a_worker_has_a_part_of(
+    server_of_whole: Server, vaes: Server, degrees: str
+) -> None:
+    """Of three frames the second is cut in its middle."""
+    want = latent_of(vaes.client.run(INFINITE_TALK.graph(None)))
+    assert apart(latent_of(vaes.client.run(INFINITE_TALK.plain())), want) > 1e-3, "it does something"
+    assert apart(latent_of(vaes.client.run(INFINITE_TALK.graph(DEGREES[degrees]))), want) <= 1e-5
