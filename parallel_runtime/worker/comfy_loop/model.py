@@ -57,10 +57,14 @@ class ComfyModel(Model):
 
     def _away(self, place: Place) -> Away:
         assert self.architecture is not None
-        blocks = blocks_of(self.network, self.architecture.plan)
+        blocks, least = blocks_of(self.network, self.architecture.plan), min(place.residents)
+        others = [] if least else large_layers(self.network, blocks)
+        fetched = fetched_of(blocks, place.resident, place.residents)
+        away = fetched_of(blocks, least, place.residents)
         return Away(
-            blocks=fetched_of(blocks, place.resident),
-            others=[] if place.resident else large_layers(self.network, blocks),
+            blocks=away,
+            others=others,
+            fetched=[*fetched, *([] if place.resident else others)],
             share=place.share,
             store=lambda: Store(self.network, place.source(), place.buffers),
             in_file=place.in_main_memory,
