@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
@@ -26,8 +26,8 @@ from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.host.storing import Case, Prospect, decide, why_whole
 from ..parallel_runtime.jobs import Job
 from ..parallel_runtime.specs import AfterSampling, Division, ModelSpec, Placement, WeightsChoice
-from .capacity import LIMIT, capacity_for, let_go, limit_bytes
-from .residence import Held
+from .capacity import LIMIT, capacity_for, let_go, limits_of
+from .residence import Held, on_devices
 from .workers import comfy_setup
 
 log = logging.getLogger(__name__)
@@ -73,6 +73,12 @@ class Lease:
         """What its workers have of the model, if it has its place there."""
         return self.group.held.get(self.spec.unpatched)
 
+    def rooms(self) -> tuple[int | None, ...]:
+        """What each worker may take of its device at this moment; None: nothing says."""
+        self.group.measure(check_interrupt)
+        placement = self.group.placement
+        return capacity_for(placement, self.group, self.spec).each(placement.world_size)
+
     def divide(self, wish: Wish, work: Work, before: Held | None = None) -> Division:
         """How the work is divided by what the workers have at this moment: its weights find a place, and there is room
         for both on every device. `before` is what they had of the model earlier in the same run: if they still have it,
@@ -104,27 +110,30 @@ class Lease:
             log.error("[CP] rank %d:\n%s", failed.rank, failed.traceback)
             raise
 
-    def claim(self, way: Prospect, beside: int, limit: int = 0) -> Shortage | None:
-        """Have ComfyUI make room on every device for the weights, and for so many bytes beside them; what is missing
-        after it has let go of others where it must. `limit` is what a worker may have of its device, 0 for what is
-        free."""
-        residents = self._placed(way).residents
+    def claim(self, way: Prospect, beside: Sequence[int], *, limited: bool = False) -> Shortage | None:
+        """Have ComfyUI make room on every device for the weights, and for the bytes that each worker needs `beside`
+        them; what is missing after it has let go of others where it must. `limited`: by what a user lets workers have
+        of their devices, too."""
+        residents, placement = self._placed(way).residents, self.group.placement
         comfy.model_management.soft_empty_cache()  # it counts as free, but workers cannot have it
-        comfy.model_management.load_models_gpu(residents, memory_required=beside)
-        devices = self.group.placement.devices
-        if devices[0] == "cpu" and not limit:
+        for resident, more in zip(residents, on_devices(placement, beside).values(), strict=True):
+            comfy.model_management.load_models_gpu([resident], memory_required=more)
+        limits = limits_of(placement.world_size) if limited else ()
+        if placement.devices[0] == "cpu" and not limits:
             return None
-        if lack := self._missing(way.held_bytes + beside, limit):
+        needed = [held + more for held, more in zip(way.held_by(placement.world_size), beside, strict=True)]
+        if lack := self._missing(needed, limits):
             log.info("[CP] %s: ComfyUI lets go of what it can", lack)
-            let_go(devices, residents)
-            lack = self._missing(way.held_bytes + beside, limit)
+            let_go(placement.devices, residents)
+            lack = self._missing(needed, limits)
         return lack
 
     def _placed(self, way: Prospect) -> Held:
         """Its place among what the workers hold, as the last one used; the oldest makes room for it."""
         listed, key = self.group.held, self.spec.unpatched
         held = listed.pop(key, None)
-        if held is None or held.way.held_bytes != way.held_bytes:
+        workers = self.group.placement.world_size
+        if held is None or held.way.held_by(workers) != way.held_by(workers):
             if held is not None:
                 held.forget()
             held = Held.by(self.group, key, way)
@@ -136,19 +145,23 @@ class Lease:
         listed[key] = held
         return held
 
-    def _missing(self, needed: int, limit: int) -> Shortage | None:
-        readings = self.group.measure(check_interrupt)
-        return shortage(self.group.placement, readings, self.spec.title, needed, limit=limit or None, limited_by=LIMIT)
+    def _missing(self, needed: Sequence[int], limits: Sequence[int]) -> Shortage | None:
+        readings, placement = self.group.measure(check_interrupt), self.group.placement
+        of_each = limits or (None,) * placement.world_size
+        return shortage(placement, readings, self.spec.title, needed, limits=of_each, limited_by=LIMIT)
 
     def _lodged(self, case: Case, choice: WeightsChoice) -> Prospect:
-        limit = limit_bytes() if choice == "auto" else 0
+        auto = choice == "auto"
         way = self._decided(case, choice)
-        lack = self.claim(way, case.beside_bytes(way), limit)
+        lack = self.claim(way, case.beside(way), limited=auto)
         try:
-            if lack is not None and choice == "auto":  # ComfyUI had counted on what it could not let go of
-                case = replace(case, capacity=replace(case.capacity, device_bytes=lack.each))
+            for _ in self.group.placement.devices if auto else ():
+                if lack is None:
+                    break
+                # ComfyUI had counted on what it could not let go of
+                case = replace(case, capacity=case.capacity.at_most(lack.each, lack.ranks, len(case.room)))
                 way = self._decided(case, choice)
-                lack = self.claim(way, case.beside_bytes(way), limit)
+                lack = self.claim(way, case.beside(way), limited=auto)
             if lack is not None:
                 raise Refused(
                     f"{case.work.figures.name} does not fit: {lack}, also after ComfyUI has let go of what it could. "

@@ -137,7 +137,7 @@ def explain(
         request = replace(request, weights="auto")
     said = report(
         subject, division, guided=guided, automatic=automatic, link=case.link, way=way, decode=decode,
-        free=min(free, default=None), races=readings[0].races if readings else (), troubles=troubles,
+        free=free, capacity=case.capacity, races=readings[0].races if readings else (), troubles=troubles,
         whole=why_whole(request.weights, way, case) if way is not None else "",
         resorted=request.pipeline_degree == 0 and degrees.pipeline_degree > 1,
     )  # fmt: skip

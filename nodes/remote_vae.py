@@ -20,7 +20,7 @@ from ..parallel_runtime.errors import Refused, WorkerFailed
 from ..parallel_runtime.host.group import Result
 from ..parallel_runtime.host.room import Room
 from ..parallel_runtime.host.runtime import runtime
-from ..parallel_runtime.host.shares import asked_for
+from ..parallel_runtime.host.shares import asked_for, that_fit
 from ..parallel_runtime.host.storing import Prospect
 from ..parallel_runtime.jobs import VAEJob
 from ..parallel_runtime.random_states import random_states, set_random_states
@@ -110,7 +110,7 @@ class RemoteVAE:
         self._check(method, x, unit)
         placement = placement_for(self._request)
         with leased(self._spec, placement) as lease:
-            self._claim(lease, method, tuple(x.shape))
+            shares = self._claim(lease, method, tuple(x.shape))
             job = VAEJob(
                 method=method,
                 x=x,
@@ -121,7 +121,7 @@ class RemoteVAE:
                 random_states=random_states(self._vae.device),
                 chunk_bytes=self._chunk_bytes(),
                 weights=None if self._spec.loader else dict(self._vae.get_sd()),
-                shares=shares_for(self._request, lease.group.placement),
+                shares=shares,
             )
             result = self._asked(lease, job, room)
         set_random_states(result.value["random_states"], self._vae.device)
@@ -158,12 +158,21 @@ class RemoteVAE:
                 raise torch.OutOfMemoryError(str(failed)) from failed
             raise
 
-    def _claim(self, lease: Lease, method: VAEMethod, shape: tuple[int, ...]) -> None:
-        """Have ComfyUI make room: for all of the weights, and a worker's share of the activations. What is missing then
-        is no reason to refuse: this is ComfyUI's own estimate, which is high, and it goes on with tiles."""
-        vae, workers = self._vae, len(lease.group.placement.devices)
+    def _claim(self, lease: Lease, method: VAEMethod, shape: tuple[int, ...]) -> list[int]:
+        """Have ComfyUI make room: for all of the weights, and each worker's share of the activations. What is missing
+        then is no reason to refuse: this is ComfyUI's own estimate, which is high, and it goes on with tiles. Returns
+        the shares of the rows: as asked for, else a card with too little memory for as many as the others has fewer."""
+        vae, placement = self._vae, lease.group.placement
         whole = (vae.memory_used_decode if method == "decode" else vae.memory_used_encode)(shape, vae.vae_dtype)
-        lease.claim(Prospect(storage=Storage(), held_bytes=vae.model_size()), int(whole / workers))
+        weights, here = int(vae.model_size()), len(placement.devices)
+        shares = shares_for(self._request, placement)
+        if not shares:
+            rooms = lease.rooms()[:here]
+            shares = list(that_fit(int(whole), [room if room is None else room - weights for room in rooms]))
+        parts = shares or [1] * here
+        each = [int(whole * part / sum(parts)) for part in parts] + [0] * (placement.world_size - here)
+        lease.claim(Prospect(storage=Storage(), held_bytes=weights), each)
+        return shares
 
     def _chunk_bytes(self) -> int:
         """What ComfyUI would cut time by here: asked once, so that no rank goes by its own memory."""

@@ -5,24 +5,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..accelerators import CUDA
-from ..specs import Division, Parallelism, Placement
+from ..specs import Division, Parallelism, Placement, Storage
 from ..wire.readings import Race
 from . import shares
-from .cost import Link, Work, activation_bytes, bytes_per_layer, evaluation_seconds, memory_bytes, of_a_lane
+from .cost import Link, Work, activation_bytes, bytes_per_layer, evaluation_seconds, of_a_lane
 from .devices import why_one_gpu
 from .history import Cut, Pace
+from .holdings import memory_of_each, weights_of_each, why_elsewhere
 from .picture import Part, parts
 from .pipelines import filled, outside_bytes, passed_bytes, stages_of, weight_shares
 from .races import told
 from .sentences import Said, say
-from .storing import BUFFERS, Prospect, size_in_words
+from .storing import Capacity, Case, Prospect, size_in_words
 from .unlike import compared
 
 GIB = 2**30
+ANYTHING = Capacity()
 WHY = " Auto's choice: the weights have no other place without being fetched over a slow link."
 Kind = Literal["model", "row", "note", "trouble"]
 
@@ -99,7 +101,8 @@ def report(
     guided: bool,
     automatic: bool,
     link: Link | None = None,
-    free: int | None = None,
+    free: Sequence[int] = (),
+    capacity: Capacity = ANYTHING,
     way: Prospect | None = None,
     decode: str = "",
     races: Sequence[Race] = (),
@@ -107,14 +110,16 @@ def report(
     whole: str = "",
     resorted: bool = False,
 ) -> Report:
-    """`link` is None where no worker group has measured this machine yet, and so is `free`, the bytes that the worker
-    with the least could take of its device at this moment; `way` where the weights fit nowhere. `decode` is of a VAE,
+    """`link` is None where no worker group has measured this machine yet, and nothing is `free` then: the bytes that
+    each worker could take of its device at this moment. `capacity` is what the weights found a place by, and `way` that
+    place, None where they fit nowhere. `decode` is of a VAE,
     `races` are those of kernels that its workers have run. What was refused, the `troubles`, comes first; `whole` says
     why weights are on every device that were to be elsewhere. `resorted`: auto made it a pipeline."""
     work, degrees, placement = subject.work, division.degrees, division.placement
+    case = Case(work=work, degrees=degrees, capacity=capacity, link=link)
     chosen = _choice(link) if automatic and degrees.context_parallel_size > 1 else "degrees"
     notes = [
-        *_warnings(subject, degrees, placement, guided, free, way),
+        *_warnings(subject, case, placement, guided, free, way),
         f"{whole}." if whole else "",
         shares.idle(division),
     ]
@@ -126,8 +131,8 @@ def report(
         Row("Degrees", (say(chosen, degrees=_degrees(degrees)), *_reasons(subject, degrees, guided, way))),
         Row("Shares", " ".join(filter(None, (shares.in_words(division), compared(work, division, link))))),
         Row("Stages", _stages(work, degrees, resorted)),
-        Row("Memory", _memory(work, degrees, free, way)),
-        Row("Weights", _weights(work, degrees, way)),
+        Row("Memory", _memory(case, placement, free, way)),
+        Row("Weights", _weights(case, placement, way)),
         Row("Traffic", _traffic(work, degrees)),
         Row("Launch", _launch(subject, division, way)),
         *(Row("Kernel", text) for text in told(races, degrees)),
@@ -135,7 +140,8 @@ def report(
         Row("Decode", decode),
         *(Row("Note", text, "note") for text in notes),
     ]
-    held = way.held_bytes / max(1, work.figures.weight_bytes) if way is not None else 1.0
+    weights = max(1, work.figures.weight_bytes)
+    held = [nbytes / weights if way else 1.0 for nbytes in _placed(case, way).held_by(degrees.world_size)]
     stages = weight_shares(work.figures, degrees)
     shown = [] if troubles else parts(division, sharded=_sharded(way), held=held, stages=stages)
     return Report(rows=tuple(row for row in rows if row.text), parts=tuple(shown))
@@ -225,25 +231,29 @@ def _heads(work: Work, degrees: Parallelism) -> str:
     return say(key, workers=workers, heads=f"{least} or {least + 1}" if more else least)
 
 
-def _memory(work: Work, degrees: Parallelism, free: int | None, way: Prospect | None) -> str:
-    weights = way.held_bytes if way else work.figures.weight_bytes
-    needed, held = f"{_needed(work, degrees, way) / GIB:.2f}", f"{weights / GIB:.2f}"
-    if free is None:
-        return say("memory.unknown", needed=needed, held=held)
-    return say("memory", needed=needed, held=held, free=f"{free / GIB:.2f}")
+def _memory(case: Case, placement: Placement, free: Sequence[int], way: Prospect | None) -> tuple[str, str]:
+    each, weights = _needed(case, way), _placed(case, way).held_bytes
+    needed, held = f"{max(each) / GIB:.2f}", f"{weights / GIB:.2f}"
+    if not free:
+        most = say("memory.unknown", needed=needed, held=held)
+    else:
+        most = say("memory", needed=needed, held=held, free=f"{min(free) / GIB:.2f}")
+    return most, memory_of_each(placement, each, free) if len(set(each)) > 1 else ""
 
 
-def _needed(work: Work, degrees: Parallelism, way: Prospect | None) -> int:
-    """By one worker, at its peak."""
-    if way is not None and way.rows:
-        work = replace(work, prompts=1)
-    if way is None or not way.fetched_bytes:
-        return memory_bytes(work, degrees)
-    return way.held_bytes + BUFFERS * max(work.figures.blocks) + activation_bytes(work, degrees)
+def _placed(case: Case, way: Prospect | None) -> Prospect:
+    """Whole weights where there is no place for them."""
+    return way or Prospect(storage=Storage(), held_bytes=case.work.figures.weight_bytes)
 
 
-def _weights(work: Work, degrees: Parallelism, way: Prospect | None) -> tuple[str, ...]:
+def _needed(case: Case, way: Prospect | None) -> tuple[int, ...]:
+    """By each worker, at its peak."""
+    return case.needed(_placed(case, way))
+
+
+def _weights(case: Case, placement: Placement, way: Prospect | None) -> tuple[str, ...]:
     """Of each worker: what it has, what it fetches, and what it waits for that."""
+    work, degrees = case.work, case.degrees
     if way is None:
         return ()
     if degrees.pipeline_degree > 1:
@@ -251,10 +261,14 @@ def _weights(work: Work, degrees: Parallelism, way: Prospect | None) -> tuple[st
     if not way.fetched_bytes:
         return (say("weights.whole", mode=way.storage.mode),)
     mode = way.storage.mode
-    held, fetched = f"{way.held_bytes / GIB:.2f}", f"{way.fetched_bytes / GIB:.2f}"
-    parts = {"resident": way.storage.resident, "blocks": len(work.figures.blocks), "held": held, "fetched": fetched}
+    told = {"mode": mode, "workers": degrees.context_parallel_size, "fetched": f"{way.fetched_bytes / GIB:.2f}"}
     source = "weights.fetched" if mode == "offload" else "weights.gathered"
-    return say(source, mode=mode, workers=degrees.context_parallel_size, **parts), _fetching(work, degrees, way)
+    if way.ranks:
+        said = say(f"{source}.each", each=weights_of_each(case, way, placement), **told)
+    else:
+        held, blocks = f"{way.held_bytes / GIB:.2f}", len(work.figures.blocks)
+        said = say(source, resident=way.storage.resident, blocks=blocks, held=held, **told)
+    return said, why_elsewhere(case, way, placement), _fetching(work, degrees, way)
 
 
 def _fetching(work: Work, degrees: Parallelism, way: Prospect) -> str:
@@ -307,11 +321,11 @@ def _speed(work: Work, division: Division, link: Link | None) -> str:
 
 
 def _warnings(
-    subject: Subject, degrees: Parallelism, placement: Placement, guided: bool, free: int | None, way: Prospect | None
+    subject: Subject, case: Case, placement: Placement, guided: bool, free: Sequence[int], way: Prospect | None
 ) -> list[str]:
-    work = subject.work
+    work, degrees = case.work, case.degrees
     warnings: list[str] = []
-    if free is not None and _needed(work, degrees, way) > free:
+    if any(needed > room for needed, room in zip(_needed(case, way), free, strict=False)):
         warnings.append(say("note.memory"))
     if way is not None and way.rows and guided:
         warnings.append(say("note.rows"))

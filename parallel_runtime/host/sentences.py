@@ -34,12 +34,19 @@ SENTENCES = {
     "alone": "One worker does everything.",
     "memory": "about {needed} GiB a worker, {held} of it weights; the fullest has {free} GiB free now.",
     "memory.unknown": "about {needed} GiB a worker, {held} of it weights. What is free is known once workers run.",
+    "memory.each": "Needed at the peak / free now: {each}.",
+    "memory.each.unknown": "Needed at the peak: {each}.",
     "weights.whole": "{mode}, whole on every device.",
     "weights.stages": "each stage has its own blocks alone, and the {outside} that lie outside of blocks.",
     "weights.fetched": "{mode}. Each worker has {resident} of {blocks} blocks, {held} GiB in all; {fetched} GiB come "
     "from main memory in every evaluation.",
     "weights.gathered": "{mode}. Each worker has {resident} of {blocks} blocks, {held} GiB in all; {fetched} GiB come "
     "from {workers} workers in every evaluation.",
+    "weights.fetched.each": "{mode}, as the memory of each worker goes; at rest (whole blocks): {each}. Up to "
+    "{fetched} GiB come from main memory in every evaluation.",
+    "weights.gathered.each": "{mode}, as the memory of each worker goes; at rest (whole blocks): {each}. {fetched} GiB "
+    "come from {workers} workers in every evaluation.",
+    "weights.why": "Whole they fit on {fitting} only: {device} would need {needed}, and may take {room}.",
     "weights.unmeasured": "How fast is known once workers run.",
     "weights.hidden": "It takes {seconds} s for {prompts} prompts at once, all of it hidden behind computing.",
     "weights.hidden.one": "It takes {seconds} s for one prompt, all of it hidden behind computing.",

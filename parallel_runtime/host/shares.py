@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from math import gcd
 
 from ..errors import Refused
 from ..specs import Division, Parallelism
 
+PARTS = 64  # for each worker
 NUMBERS = re.compile(r"\s*\d{1,9}(\s*,\s*\d{1,9})*\s*", re.ASCII)
 
 
@@ -39,7 +42,30 @@ def _numbers(shares: str) -> tuple[int, ...]:
 def are_unused(degrees: Parallelism) -> bool:
     """Do they differ only between the halves of cfg_degree, which have a prompt each whatever is asked for?"""
     alike = all(len(set(lane)) == 1 for lane in degrees.lanes)
-    return len(set(degrees.shares)) > 1 and alike and len(set(_of_rows(degrees))) == 1
+    return len(set(degrees.shares)) > 1 and alike and len(set(degrees.rows)) == 1
+
+
+def in_proportion(to: Sequence[float]) -> tuple[int, ...]:
+    """Whole numbers in proportion to these, about PARTS for each worker; nobody who has any goes without."""
+    mean = sum(to) / len(to)
+    sizes = [max(round(PARTS * one / mean), int(one > 0)) for one in to]
+    common = gcd(*sizes)
+    return tuple(size // common for size in sizes)
+
+
+def that_fit(total: int, rooms: Sequence[int | None]) -> tuple[int, ...]:
+    """Shares of what takes so many bytes on all workers together: alike, but nobody has more than its room, None: any;
+    where all have too little, by their rooms. None: all alike."""
+    limits = sorted(total if room is None else max(0, room) for room in rooms)
+    left, level = total, 0.0
+    for number, limit in enumerate(limits):
+        level = left / (len(limits) - number)
+        if limit >= level:
+            break
+        left -= limit
+    if limits[0] >= level or not limits[-1]:
+        return ()
+    return in_proportion([level if room is None else min(max(0, room), level) for room in rooms])
 
 
 def percent_of(division: Division) -> list[tuple[str, int]]:
@@ -52,18 +78,12 @@ def percent_of(division: Division) -> list[tuple[str, int]]:
 def of_all(degrees: Parallelism) -> list[float]:
     """What each worker has to do of all the work. Lanes of prompts have as much to do whatever their shares, lanes of
     rows in proportion to theirs."""
-    rows = _of_rows(degrees)
+    rows = degrees.rows
     return [
-        share / sum(lane) / degrees.cfg_degree * rows[number // degrees.cfg_degree] / sum(rows)
+        share / sum(lane) / degrees.cfg_degree * rows[number // degrees.cfg_degree % len(rows)] / sum(rows)
         for number, lane in enumerate(degrees.lanes)
         for share in lane
     ]
-
-
-def _of_rows(degrees: Parallelism) -> list[int]:
-    """The shares of all workers together that have the same rows of the batch."""
-    sums, each = [sum(lane) for lane in degrees.lanes], degrees.cfg_degree
-    return [sum(sums[first : first + each]) for first in range(0, len(sums), each)]
 
 
 def in_words(division: Division) -> str:

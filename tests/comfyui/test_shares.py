@@ -11,10 +11,12 @@ from torch import Tensor
 
 from .cases import DEGREES
 from .client import NodeError
-from .graphs import Job, Parallel, sampling_graph
+from .comfy import ComfyInstall
+from .graphs import Job, Parallel, sampling_graph, with_loras
 from .latents import apart, latent_of
 from .networks import picture
-from .server import Server
+from .server import Server, running_server
+from .test_weights import held
 from .vae_graphs import BAR as VAE_BAR
 from .vae_graphs import THREE, TWO, both, decoding
 
@@ -51,6 +53,29 @@ def test_a_shard_gives_the_bits_of_whole_weights(server: Server, shared: str) ->
         for weights in ("replicate", "shard")
     ]
     assert torch.equal(*latents)
+
+
+def test_workers_of_unlike_memory_have_as_much_of_the_weights_as_each_may_take(comfy: ComfyInstall) -> None:
+    """A file of 28 MiB, and of two workers one may take 40 and one 24."""
+    with running_server(comfy, env={"CP_MEMORY_GIB": f"{40 / 1024},{24 / 1024}"}) as server:
+
+        def run(weights: str, lora: float = 0.0) -> tuple[Tensor, list[float]]:
+            parallel = replace(DEGREES["ulysses_2"], weights=weights)
+            graph = sampling_graph(Job(family="flux_dev", cfg=2.0, steps=2), "CPSampler", parallel)
+            latent = latent_of(server.client.run(with_loras(graph, [("flux_dev.safetensors", lora)] if lora else [])))
+            return latent, [share for share, _ in held(server)]
+
+        for lora in (0.0, 0.8):
+            whole, (first, second) = run("replicate", lora)
+            assert first == second == 1
+            latent, (first, second) = run("auto", lora)
+            assert torch.equal(latent, whole)
+            assert first == 1, "it fits there"
+            assert second < 0.75
+            latent, (first, second) = run("shard", lora)
+            assert torch.equal(latent, whole)
+            assert first > second + 0.1
+            assert first + second < 1.3
 
 
 def test_another_number_of_shares_than_workers_is_refused(server: Server) -> None:

@@ -172,7 +172,7 @@ class Weights(Mapped):
         current = dict(zip(own, unit.parameters(), strict=True))
         assert self.merged.away is not None
         if self.merged.away.in_file and all(own[name].data_ptr() == current[name].data_ptr() for name in own):
-            self.merged.in_file_bytes += weight_bytes(unit)
+            self.merged.in_file_bytes += 0 if kept else weight_bytes(unit)
             return
         store.put(unit, block=block, kept=kept)
         for name, weight in own.items():
