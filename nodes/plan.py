@@ -20,6 +20,7 @@ from ..parallel_runtime.host.planning import Wish, plan
 from ..parallel_runtime.host.report import Report, Row, Subject, report
 from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.host.sentences import say
+from ..parallel_runtime.host.shares import unused
 from ..parallel_runtime.host.storing import Prospect, decide, why_whole
 from ..parallel_runtime.specs import DEGREES, ParallelRequest, widgets
 from .config import CATEGORY, CPConfig, requested
@@ -125,7 +126,10 @@ def explain(
     degrees, readings = division.degrees, group.readings if group is not None else ()
     free = [told.free_bytes + told.own_bytes for told in readings]
     recommended = request
-    if group is not None or degrees.cfg_degree == 1 or request.cfg_degree:  # else memory may still decide otherwise
+    idle = unused(request, division, subject.work.figures.name)
+    if not idle and (
+        group is not None or degrees.cfg_degree == 1 or request.cfg_degree
+    ):  # else memory may still decide otherwise
         recommended = replace(request, **degrees.by_name)
     automatic = not (request.ring_degree or request.ulysses_degree)
     decode = explain_decode(vae, subject.latent, division.placement, case.link) if vae is not None else ""
@@ -139,6 +143,7 @@ def explain(
         subject, division, guided=guided, automatic=automatic, link=case.link, way=way, decode=decode,
         free=free, capacity=case.capacity, races=readings[0].races if readings else (), troubles=troubles,
         whole=why_whole(request.weights, way, case) if way is not None else "",
+        unused=idle,
         resorted=request.pipeline_degree == 0 and degrees.pipeline_degree > 1,
     )  # fmt: skip
     times = runtime.paces(kind_of(source.spec, subject.work))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..parallel_runtime.autoencoders import COMPARED
 from ..parallel_runtime.errors import Refused, WorkerFailed
+from ..parallel_runtime.host.devices import parse_devices
 from ..parallel_runtime.host.group import Result
 from ..parallel_runtime.host.room import Room
 from ..parallel_runtime.host.runtime import runtime
@@ -27,7 +28,7 @@ from ..parallel_runtime.random_states import random_states, set_random_states
 from ..parallel_runtime.specs import Division, ModelSpec, Parallelism, ParallelRequest, Placement, Storage, VAEMethod
 from .describe_vae import Undivided
 from .lease import Lease, leased
-from .workers import plan_any
+from .workers import gpu_kind, plan_any, visible_gpus
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +198,10 @@ def placement_for(request: ParallelRequest | None) -> Placement:
 
 def shares_for(request: ParallelRequest | None, placement: Placement) -> list[int]:
     """Of the rows, for the workers of ComfyUI's machine; none: all alike. Raises Refused."""
-    asked = asked_for(request.shares, placement.world_size) if request else ()
+    if request is None:
+        return []
+    every = len(parse_devices(request.devices, visible_gpus(), gpu_kind()))
+    asked = asked_for(request.shares, placement.world_size, every, placement.nnodes)
     here = asked[: len(placement.devices)]
     return list(here) if any(here) else []
 

@@ -108,19 +108,21 @@ def report(
     races: Sequence[Race] = (),
     troubles: Sequence[Row] = (),
     whole: str = "",
+    unused: str = "",
     resorted: bool = False,
 ) -> Report:
     """`link` is None where no worker group has measured this machine yet, and nothing is `free` then: the bytes that
     each worker could take of its device at this moment. `capacity` is what the weights found a place by, and `way` that
     place, None where they fit nowhere. `decode` is of a VAE,
     `races` are those of kernels that its workers have run. What was refused, the `troubles`, comes first; `whole` says
-    why weights are on every device that were to be elsewhere. `resorted`: auto made it a pipeline."""
+    why weights are on every device that were to be elsewhere, `unused` that shares divide nothing. `resorted`: auto
+    made it a pipeline."""
     work, degrees, placement = subject.work, division.degrees, division.placement
     case = Case(work=work, degrees=degrees, capacity=capacity, link=link)
     chosen = _choice(link) if automatic and degrees.context_parallel_size > 1 else "degrees"
     notes = [
         *_warnings(subject, case, placement, guided, free, way),
-        f"{whole}." if whole else "",
+        *(f"{note}." for note in (whole, unused) if note),
         shares.idle(division),
     ]
     rows = [

@@ -7,27 +7,31 @@ from collections.abc import Sequence
 from math import gcd
 
 from ..errors import Refused
-from ..specs import Division, Parallelism
+from ..specs import Division, Parallelism, ParallelRequest
 
 PARTS = 64  # for each worker
 NUMBERS = re.compile(r"\s*\d{1,9}(\s*,\s*\d{1,9})*\s*", re.ASCII)
 
 
-def asked_for(shares: str, workers: int) -> tuple[int, ...]:
-    """Of each of so many workers, in rank order; none where the host is to find out. Raises Refused."""
+def asked_for(shares: str, workers: int, devices: int = 0, nnodes: int = 1) -> tuple[int, ...]:
+    """Of each of so many workers, in rank order; none where the host is to find out. Of a config's `devices` on each
+    machine workers have the first, and numbers may be of all of them. Raises Refused."""
     if shares.strip() in ("", "auto"):
         return ()
     if shares.strip() == "equal":
         return (1,) * workers
     if not NUMBERS.fullmatch(shares):
         raise Refused(f"shares is auto, equal, or a whole number for each worker such as 3,2, and not {shares[:40]!r}")
-    numbers = _numbers(shares)
-    if len(numbers) != workers:
+    numbers, every, here = _numbers(shares), devices * nnodes, workers // nnodes
+    if len(numbers) == workers:
+        return numbers
+    if len(numbers) != every or here > devices:
+        others = f", or {every}, one for each of all devices" if every > workers else ""
         raise Refused(
             f"shares {shares.strip()} names {len(numbers)}, and the number of workers is {workers}: name {workers}, "
-            "one for each in the order of devices, or choose auto"
+            f"one for each in the order of devices{others}, or choose auto"
         )
-    return numbers
+    return tuple(number for machine in range(nnodes) for number in numbers[machine * devices :][:here])
 
 
 def are_uneven(shares: str) -> bool:
@@ -66,6 +70,16 @@ def that_fit(total: int, rooms: Sequence[int | None]) -> tuple[int, ...]:
     if limits[0] >= level or not limits[-1]:
         return ()
     return in_proportion([level if room is None else min(max(0, room), level) for room in rooms])
+
+
+def unused(request: ParallelRequest, division: Division, network: str) -> str:
+    """That numbers have nothing to divide in a network that only shares out prompts; "" where they have."""
+    if division.degrees.shares or not are_uneven(request.shares) or division.placement.world_size == 1:
+        return ""
+    return (
+        f"shares {request.shares.strip()} divide nothing here: each worker of {network} has a prompt of its own; CP "
+        "VAE goes by them, and data_degree"
+    )
 
 
 def percent_of(division: Division) -> list[tuple[str, int]]:

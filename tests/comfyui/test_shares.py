@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ..groups import faulty
 from .cases import DEGREES
 from .client import NodeError
 from .comfy import ComfyInstall
@@ -56,18 +57,23 @@ def test_a_shard_gives_the_bits_of_whole_weights(server: Server, shared: str) ->
 
 
 def test_workers_of_unlike_memory_have_as_much_of_the_weights_as_each_may_take(comfy: ComfyInstall) -> None:
-    """A file of 28 MiB, and of two workers one may take 40 and one 24."""
-    with running_server(comfy, env={"CP_MEMORY_GIB": f"{40 / 1024},{24 / 1024}"}) as server:
+    """A file of 28 MiB, and of two workers one may take 40 and one 24. By itself the first would compute in bfloat16:
+    both do in what both have."""
+    unlike = faulty("0 loaded in_half") | {"CP_MEMORY_GIB": f"{40 / 1024},{24 / 1024}"}
+    with running_server(comfy, env=unlike) as server:
+        job = Job(family="flux_dev", cfg=2.0, steps=2)
+        native = latent_of(server.client.run(sampling_graph(job, "KSampler")))
 
         def run(weights: str, lora: float = 0.0) -> tuple[Tensor, list[float]]:
             parallel = replace(DEGREES["ulysses_2"], weights=weights)
-            graph = sampling_graph(Job(family="flux_dev", cfg=2.0, steps=2), "CPSampler", parallel)
+            graph = sampling_graph(job, "CPSampler", parallel)
             latent = latent_of(server.client.run(with_loras(graph, [("flux_dev.safetensors", lora)] if lora else [])))
             return latent, [share for share, _ in held(server)]
 
         for lora in (0.0, 0.8):
             whole, (first, second) = run("replicate", lora)
             assert first == second == 1
+            assert lora or apart(whole, native) <= BAR
             latent, (first, second) = run("auto", lora)
             assert torch.equal(latent, whole)
             assert first == 1, "it fits there"
