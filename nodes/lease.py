@@ -9,7 +9,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import comfy.model_management
@@ -23,9 +23,10 @@ from ..parallel_runtime.host.headroom import Shortage, shortage
 from ..parallel_runtime.host.history import Size
 from ..parallel_runtime.host.planning import Wish, plan
 from ..parallel_runtime.host.runtime import runtime
+from ..parallel_runtime.host.staffing import Way, in_words, may_leave_out, ways
 from ..parallel_runtime.host.storing import Case, Prospect, decide, why_whole
 from ..parallel_runtime.jobs import Job
-from ..parallel_runtime.specs import AfterSampling, Division, ModelSpec, Placement, WeightsChoice
+from ..parallel_runtime.specs import AfterSampling, Division, ModelSpec, ParallelRequest, Placement, WeightsChoice
 from .capacity import LIMIT, capacity_for, let_go, limits_of
 from .residence import Held, on_devices
 from .workers import comfy_setup
@@ -49,8 +50,20 @@ def leased(spec: ModelSpec, placement: Placement, after: AfterSampling = "keep")
                 lease.held.settle(after)
 
 
-def foreseen(spec: ModelSpec, wish: Wish, work: Work) -> tuple[Division, Case, WorkerGroup | None]:
-    """What a run would get at this moment, and what it would go by; the workers, if there are any. Raises Refused."""
+def staffed(spec: ModelSpec, wish: Wish, work: Work) -> Wish:
+    """`wish` on the devices that are estimated to do it soonest: where nobody names any all of them meet once, and from
+    then on those that would hold the others up are left out. Raises Refused, WorkerStartError."""
+    everybody = plan(wish).placement
+    if may_leave_out(wish) and everybody.world_size > 1 and runtime.staffing.measured(everybody) is None:
+        with leased(spec, everybody):
+            pass
+    return _ways(spec, wish, work)[1].wish
+
+
+def foreseen(spec: ModelSpec, wish: Wish, work: Work) -> Foresight:
+    """What a run would get at this moment. Raises Refused."""
+    found, way = _ways(spec, wish, work)
+    wish = way.wish
     placement = plan(wish).placement
     with runtime.resting() as group, suppress(ParallelError):
         if group is not None and group.placement == placement:
@@ -58,7 +71,29 @@ def foreseen(spec: ModelSpec, wish: Wish, work: Work) -> tuple[Division, Case, W
     group = runtime.group
     group = group if group is not None and group.placement == placement else None
     case = _case(group, spec, wish, work, placement)
-    return Division(degrees=case.degrees, placement=placement), case, group
+    division = Division(degrees=case.degrees, placement=placement)
+    return Foresight(request=wish.request, division=division, case=case, group=group, compared=in_words(found, way))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foresight:
+    """How a run would be divided, and what it would go by; the workers, if there are any; what other devices would
+    take, in words. `request` names its devices, where auto leaves some out."""
+
+    request: ParallelRequest
+    division: Division
+    case: Case
+    group: WorkerGroup | None
+    compared: str
+
+
+def _ways(spec: ModelSpec, wish: Wish, work: Work) -> tuple[list[Way], Way]:
+    """What a run could have, and what it takes of that, as far as anything was measured."""
+    everybody, group = plan(wish).placement, runtime.live
+    here = group if group is not None and group.placement == everybody else None
+    capacity = capacity_for(everybody, here, spec)
+    found = ways(wish, work, runtime.staffing.measured(everybody), capacity)
+    return found, runtime.staffing.best(found, None if group is None else group.placement)
 
 
 class Lease:

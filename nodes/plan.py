@@ -114,15 +114,16 @@ def explain(
     work, wish = subject.work, partial(source.wish, guided=guided, together=source.together)
     asked = request
     try:
-        division, case, group = foreseen(source.spec, wish(request), work)
+        seen = foreseen(source.spec, wish(request), work)
     except Refused as refused:
         request = instead(wish, request, refused.fix)
-        division, case, group = foreseen(source.spec, wish(request), work)
+        seen = foreseen(source.spec, wish(request), work)
         troubles.append(_trouble(f"The CP Parallel Config cannot work: {refused}."))
         troubles.append(Row("", f"With {_setting(asked, request)}:"))
     if take_times and not troubles:
-        measure(model, latent, positive, request, division, cfg)
-        division, case, group = foreseen(source.spec, wish(request), work)
+        measure(model, latent, positive, request, seen.division, cfg)
+        seen = foreseen(source.spec, wish(request), work)
+    division, case, group = seen.division, seen.case, seen.group
     degrees, readings = division.degrees, group.readings if group is not None else ()
     free = [told.free_bytes + told.own_bytes for told in readings]
     recommended = request
@@ -130,7 +131,7 @@ def explain(
     if not idle and (
         group is not None or degrees.cfg_degree == 1 or request.cfg_degree
     ):  # else memory may still decide otherwise
-        recommended = replace(request, **degrees.by_name)
+        recommended = replace(seen.request, **degrees.by_name)
     automatic = not (request.ring_degree or request.ulysses_degree)
     decode = explain_decode(vae, subject.latent, division.placement, case.link) if vae is not None else ""
     way: Prospect | None = None
@@ -144,6 +145,7 @@ def explain(
         free=free, capacity=case.capacity, races=readings[0].races if readings else (), troubles=troubles,
         whole=why_whole(request.weights, way, case) if way is not None else "",
         unused=idle,
+        compared=seen.compared,
         resorted=request.pipeline_degree == 0 and degrees.pipeline_degree > 1,
     )  # fmt: skip
     times = runtime.paces(kind_of(source.spec, subject.work))

@@ -28,7 +28,7 @@ from ..parallel_runtime.random_states import random_states, set_random_states
 from ..parallel_runtime.specs import Division, ModelSpec, Parallelism, ParallelRequest, Placement, Storage, VAEMethod
 from .describe_vae import Undivided
 from .lease import Lease, leased
-from .workers import gpu_kind, plan_any, visible_gpus
+from .workers import gpu_kind, plan_any, usual_for, visible_gpus
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ def placement_for(request: ParallelRequest | None) -> Placement:
     asked = plan_any(replace(request, shares="equal")).placement
     if live is not None and request.by_heads and set(live.devices) <= set(asked.devices):
         return live  # a sampler's model may need fewer
-    return asked
+    return usual_for(request, asked)
 
 
 def shares_for(request: ParallelRequest | None, placement: Placement) -> list[int]:

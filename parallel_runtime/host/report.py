@@ -21,7 +21,7 @@ from .pipelines import filled, outside_bytes, passed_bytes, stages_of, weight_sh
 from .races import told
 from .sentences import Said, say
 from .storing import Capacity, Case, Prospect, size_in_words
-from .unlike import compared
+from .unlike import compared as others
 
 GIB = 2**30
 ANYTHING = Capacity()
@@ -109,13 +109,15 @@ def report(
     troubles: Sequence[Row] = (),
     whole: str = "",
     unused: str = "",
+    compared: str = "",
     resorted: bool = False,
 ) -> Report:
     """`link` is None where no worker group has measured this machine yet, and nothing is `free` then: the bytes that
     each worker could take of its device at this moment. `capacity` is what the weights found a place by, and `way` that
     place, None where they fit nowhere. `decode` is of a VAE,
     `races` are those of kernels that its workers have run. What was refused, the `troubles`, comes first; `whole` says
-    why weights are on every device that were to be elsewhere, `unused` that shares divide nothing. `resorted`: auto
+    why weights are on every device that were to be elsewhere, `unused` that shares divide nothing, `compared`
+    what other devices and degrees would take. `resorted`: auto
     made it a pipeline."""
     work, degrees, placement = subject.work, division.degrees, division.placement
     case = Case(work=work, degrees=degrees, capacity=capacity, link=link)
@@ -131,7 +133,7 @@ def report(
         Row("Tokens", _tokens(subject.tokens, work.rows)),
         Row("Workers", _workers(placement)),
         Row("Degrees", (say(chosen, degrees=_degrees(degrees)), *_reasons(subject, degrees, guided, way))),
-        Row("Shares", " ".join(filter(None, (shares.in_words(division), compared(work, division, link))))),
+        Row("Shares", " ".join(filter(None, (shares.in_words(division), compared or others(work, division, link))))),
         Row("Stages", _stages(work, degrees, resorted)),
         Row("Memory", _memory(case, placement, free, way)),
         Row("Weights", _weights(case, placement, way)),
