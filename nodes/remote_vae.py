@@ -170,6 +170,12 @@ class RemoteVAE:
         if not shares:
             rooms = lease.rooms()[:here]
             shares = list(that_fit(int(whole), [room if room is None else room - weights for room in rooms]))
+            if shares:
+                told = ", ".join(
+                    f"{device} {share / sum(shares):.0%}"
+                    for device, share in zip(placement.devices, shares, strict=True)
+                )
+                log.info("[CP] VAE: rows by what each has room for: %s", told)
         parts = shares or [1] * here
         each = [int(whole * part / sum(parts)) for part in parts] + [0] * (placement.world_size - here)
         lease.claim(Prospect(storage=Storage(), held_bytes=weights), each)

@@ -84,7 +84,8 @@ def ways(wish: Wish, work: Work, link: Link | None, capacity: Capacity) -> list[
         other = 3 - found[0].division.degrees.cfg_degree
         with suppress(Refused):
             arranged = replace(wish, request=replace(wish.request, cfg_degree=other))
-            found.append(_way(arranged, work, link, capacity, range(len(devices))))
+            way = _way(arranged, work, link, capacity, range(len(devices)))
+            found += [way] if way.division.degrees.cfg_degree == other else []
     for kept in _subsets(len(devices), _orders(work, link if unlike else None, capacity)):
         with suppress(Refused):
             found.append(_way(wish, work, link, capacity, kept, devices))
