@@ -165,21 +165,24 @@ class RemoteVAE:
         the shares of the rows: as asked for, else a card with too little memory for as many as the others has fewer."""
         vae, placement = self._vae, lease.group.placement
         whole = (vae.memory_used_decode if method == "decode" else vae.memory_used_encode)(shape, vae.vae_dtype)
-        weights, here = int(vae.model_size()), len(placement.devices)
-        shares = shares_for(self._request, placement)
-        if not shares:
-            rooms = lease.rooms()[:here]
-            shares = list(that_fit(int(whole), [room if room is None else room - weights for room in rooms]))
-            if shares:
-                told = ", ".join(
-                    f"{device} {share / sum(shares):.0%}"
-                    for device, share in zip(placement.devices, shares, strict=True)
-                )
-                log.info("[CP] VAE: rows by what each has room for: %s", told)
-        parts = shares or [1] * here
-        each = [int(whole * part / sum(parts)) for part in parts] + [0] * (placement.world_size - here)
-        lease.claim(Prospect(storage=Storage(), held_bytes=weights), each)
+        weights = int(vae.model_size())
+        shares = shares_for(self._request, placement) or self._by_room(lease, int(whole), weights)
+        parts = shares or [1] * len(placement.devices)
+        each = [int(whole * part / sum(parts)) for part in parts]
+        elsewhere = [0] * (placement.world_size - len(parts))
+        lease.claim(Prospect(storage=Storage(), held_bytes=weights), each + elsewhere)
         return shares
+
+    def _by_room(self, lease: Lease, whole: int, weights: int) -> list[int]:
+        """Shares of the rows where some worker has no room for as many as the others; none: all alike."""
+        devices = lease.group.placement.devices
+        rooms = [room if room is None else room - weights for room in lease.rooms()[: len(devices)]]
+        shares = that_fit(whole, rooms)
+        if shares:
+            each = zip(devices, shares, strict=True)
+            told = ", ".join(f"{device} {share / sum(shares):.0%}" for device, share in each)
+            log.info("[CP] VAE: rows by the memory of each worker: %s", told)
+        return list(shares)
 
     def _chunk_bytes(self) -> int:
         """What ComfyUI would cut time by here: asked once, so that no rank goes by its own memory."""

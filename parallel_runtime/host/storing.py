@@ -110,7 +110,7 @@ class Case:
             held = held_bytes(self.work.figures, self.degrees)
             return Prospect(storage=storage, held_bytes=held, seconds=self._compute())
         each, fetched = self.held(storage), self._away(storage.resident)
-        exposed = max(0.0, self._travel(storage.mode, fetched) - self._compute())
+        exposed = max(0.0, self._travel(storage, fetched) - self._compute())
         return Prospect(
             storage=storage,
             held_bytes=max(each),
@@ -128,11 +128,8 @@ class Case:
         away = [self._away(storage.resident_on(rank)) for rank in ranks]
         if storage.mode == "offload":
             return tuple(whole - each for each in away)
-        parts, size = storage.parts or (1,) * len(ranks), self.degrees.context_parallel_size
-        lanes = [sum(parts[rank // size * size :][:size]) for rank in ranks]
-        return tuple(
-            whole - each + -(-each * part // lane) for each, part, lane in zip(away, parts, lanes, strict=True)
-        )
+        parts = zip(away, self._parts(storage), strict=True)
+        return tuple(whole - each + -(-each * part // lane) for each, (part, lane) in parts)
 
     def beside(self, way: Prospect) -> tuple[int, ...]:
         """What each rank's device needs at the peak beside the weights at rest."""
@@ -217,13 +214,19 @@ class Case:
             return 0.0
         return self.prompts * evaluation_seconds(self.work, self.degrees, self.link)
 
-    def _travel(self, mode: WeightsMode, fetched: int) -> float:
+    def _travel(self, storage: Storage, fetched: int) -> float:
+        """Seconds of the rank that has least of its own."""
         if self.link is None:
             return 0.0
-        others = (self.degrees.context_parallel_size - 1) / self.degrees.context_parallel_size
-        shard = mode == "shard"
-        speed = self.link.bytes_per_second if shard else self.link.host_bytes_per_second
-        return fetched * (others if shard else 1.0) / speed if speed else 0.0
+        own = min(part / lane for part, lane in self._parts(storage)) if storage.mode == "shard" else 0.0
+        speed = self.link.bytes_per_second if storage.mode == "shard" else self.link.host_bytes_per_second
+        return fetched * (1 - own) / speed if speed else 0.0
+
+    def _parts(self, storage: Storage) -> list[tuple[int, int]]:
+        """Of each rank in a shard: its own, of those of its lane."""
+        size = self.degrees.context_parallel_size
+        parts = storage.parts or (1,) * self.degrees.world_size
+        return [(part, sum(parts[rank // size * size :][:size])) for rank, part in enumerate(parts)]
 
 
 def decide(choice: WeightsChoice, case: Case, *, before: Storage | None = None) -> Prospect:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from ..groups import faulty
 from .cases import DEGREES
 from .client import NodeError
 from .comfy import ComfyInstall
+from .conftest import write_vaes
 from .graphs import Job, Parallel, sampling_graph, with_loras
 from .latents import apart, latent_of
 from .networks import picture
@@ -82,6 +84,10 @@ def test_workers_of_unlike_memory_have_as_much_of_the_weights_as_each_may_take(c
             assert torch.equal(latent, whole)
             assert first > second + 0.1
             assert first + second < 1.3
+        write_vaes(comfy, server)
+        since = server.log_size()
+        assert both(server, decoding, "taef1", "1,16,9,14", TWO) <= VAE_BAR
+        assert re.search(r"rows by the memory of each worker: cpu [67]\d%, cpu [34]\d%", server.log(since))
 
 
 def test_another_number_of_shares_than_workers_is_refused(server: Server) -> None:
