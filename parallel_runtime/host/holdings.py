@@ -21,14 +21,13 @@ def why_elsewhere(case: Case, way: Prospect, placement: Placement) -> str:
     """Which devices whole weights would fit, and which not; "" where they are whole, or fit all or none."""
     whole = case.one_by_one
     each = zip(_devices(placement), case.room, whole.needed(whole.prospect(Storage())), strict=True)
-    needs = {device: (room, needed) for device, room, needed in each}
-    fitting = [device for device, (room, needed) in needs.items() if room is None or needed <= room]
-    if not way.fetched_bytes or len(fitting) in (0, len(needs)):
+    rooms = list(each)
+    fitting = [device for device, room, needed in rooms if room is None or needed <= room]
+    if not way.fetched_bytes or len(fitting) in (0, len(rooms)):
         return ""
-    small = next(device for device in needs if device not in fitting)
-    room, needed = needs[small]
+    device, room, needed = next(one for one in rooms if one[1] is not None and one[2] > one[1])
     sizes = {"needed": size_in_words(needed), "room": size_in_words(room or 0)}
-    return say("weights.why", fitting=", ".join(fitting), device=small, **sizes)
+    return say("weights.why", fitting=", ".join(fitting), device=device, **sizes)
 
 
 def memory_of_each(placement: Placement, needed: Sequence[int], free: Sequence[int]) -> str:
@@ -40,6 +39,7 @@ def memory_of_each(placement: Placement, needed: Sequence[int], free: Sequence[i
     return say("memory.each", each=", ".join(each))
 
 
-def _devices(placement: Placement) -> tuple[str, ...]:
+def _devices(placement: Placement) -> list[str]:
     """Of each rank."""
-    return placement.devices * placement.nnodes
+    machines = ["", *(f" of machine {number}" for number in range(2, placement.nnodes + 1))]
+    return [f"{device}{machine}" for machine in machines for device in placement.devices]

@@ -19,6 +19,7 @@ from .graphs import Job, Parallel, sampling_graph, with_loras
 from .latents import apart, latent_of
 from .networks import picture
 from .server import Server, running_server
+from .test_kin import link, node
 from .test_weights import held
 from .vae_graphs import BAR as VAE_BAR
 from .vae_graphs import THREE, TWO, both, decoding
@@ -84,6 +85,12 @@ def test_workers_of_unlike_memory_have_as_much_of_the_weights_as_each_may_take(c
             assert torch.equal(latent, whole)
             assert first > second + 0.1
             assert first + second < 1.3
+        graph = sampling_graph(job, "CPSampler", DEGREES["ulysses_2"])
+        sampled = dict(model=link("model"), latent_image=link("latent"), positive=link("positive"))
+        graph["plan"] = node("CPPlan", **sampled, cp_config=link("config"), cfg=2.0)
+        (said,) = server.client.run(graph).outputs["plan"]["text"]
+        assert re.search(r"at rest \(whole blocks\): cpu 27\.7 MiB .*, cpu 1\d\.\d MiB", said), said
+        assert "Whole they fit on cpu only: cpu would need" in said
         write_vaes(comfy, server)
         since = server.log_size()
         assert both(server, decoding, "taef1", "1,16,9,14", TWO) <= VAE_BAR
