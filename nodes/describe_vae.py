@@ -9,6 +9,7 @@ import comfy.sd
 
 from ..parallel_runtime.autoencoders import COMPARED, kind_of
 from ..parallel_runtime.errors import Refused
+from ..parallel_runtime.host.sentences import say
 from ..parallel_runtime.specs import ModelSpec
 from ..parallel_runtime.witness import witness
 from .code import reference
@@ -37,14 +38,14 @@ def describe_vae(vae: comfy.sd.VAE) -> ModelSpec:
 def check_vae(vae: comfy.sd.VAE) -> None:
     """Raises Undivided for what cannot be divided, whatever is asked of it."""
     if type(vae) is not comfy.sd.VAE:
-        raise Undivided(f"it is a {type(vae).__module__}.{type(vae).__name__}, which is not ComfyUI's own")
+        raise Undivided(say("vae.foreign", kind=f"{type(vae).__module__}.{type(vae).__name__}"))
     kind = kind_of(vae.first_stage_model)
     if kind not in COMPARED:
-        raise Undivided(f"{kind} is none of the VAEs that were compared with one process")
+        raise Undivided(say("vae.unknown", kind=kind))
     if vae.latent_dim == 1 or vae.extra_1d_channel is not None:
-        raise Undivided("audio has no rows to share out")
+        raise Undivided(say("vae.sound"))
     if vae.patcher.patches or vae.patcher.object_patches:
-        raise Undivided("it is patched; take the patch away, or merge it into the file")
+        raise Undivided(say("vae.patched"))
 
 
 def _origin(vae: comfy.sd.VAE) -> tuple[str, str]:

@@ -30,11 +30,10 @@ Side = tuple[int, ...]
 
 
 def side_of(network: nn.Module, latent: Sequence[int]) -> Side:
-    """(Frames,) height, width of a latent [B, C, (T,) H, W] as the network shows it to patches between its blocks."""
-    *frames, height, width = latent[2:]
-    plan = network_of(network)
+    """The sides of a latent, [T,] H, W or L, as the network shows them to patches between its blocks."""
+    sides, plan = tuple(latent[2:]), network_of(network)
     patch = plan.padded(network) if plan else 1
-    return *frames, -(-height // patch) * patch, -(-width // patch) * patch
+    return *sides[:-2], *(-(-side // patch) * patch for side in sides[-2:])
 
 
 def encoded_ahead(options: dict[str, Any], side: Side | None) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class Foresight:
     division: Division
     case: Case
     group: WorkerGroup | None
-    compared: str
+    compared: Sequence[str]
 
 
 def _ways(spec: ModelSpec, wish: Wish, work: Work) -> tuple[list[Way], Way]:
@@ -213,7 +213,7 @@ class Lease:
         """Where the weights shall be. Raises Refused where they fit nowhere."""
         way = decide(choice, case, before=self.held.way.storage if self.held else None)
         if why := why_whole(choice, way, case):
-            log.info("[CP] %s", why)
+            log.info("[CP] %s", why.removesuffix("."))
         if way.rows:
             log.info("[CP] prompts are evaluated one by one: there is no memory for %d together", case.prompts)
         return way

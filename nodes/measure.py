@@ -4,13 +4,15 @@ they took is remembered where every run's pace is (host/history.py)."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from nodes import KSampler  # type: ignore[attr-defined]  # ComfyUI's module, not our package
 
 from ..parallel_runtime.errors import Refused
+from ..parallel_runtime.host.history import Cost
+from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.specs import Division, ParallelRequest
 from .remote import model_on_workers
 
@@ -35,6 +37,14 @@ def measure(
             _sample(model, latent, positive, replace(asked, nnodes=1, after_sampling="keep"), cfg)
         except Refused as refused:
             log.warning("[CP] not measured on %d: %s", count, refused)
+
+
+def cost_of(division: Division, kind: Hashable) -> Cost:
+    """Of measuring this kind of work on these devices."""
+    devices = division.placement.devices
+    workers = counts(len(devices))
+    cpu = devices[0] == "cpu"
+    return Cost(steps=STEPS, workers=workers, cpu=cpu, seconds=runtime.cost(kind, workers, STEPS))
 
 
 def counts(devices: int) -> Sequence[int]:

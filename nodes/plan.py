@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -16,17 +14,17 @@ from comfy_api.latest import io
 
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.history import Pace
-from ..parallel_runtime.host.planning import Wish, plan
+from ..parallel_runtime.host.remedy import changes, in_words, instead
 from ..parallel_runtime.host.report import Report, Row, Subject, report
 from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.host.sentences import say
 from ..parallel_runtime.host.shares import unused
 from ..parallel_runtime.host.storing import Prospect, decide, why_whole
-from ..parallel_runtime.specs import DEGREES, ParallelRequest, widgets
+from ..parallel_runtime.specs import ParallelRequest
 from .config import CATEGORY, CPConfig, requested
 from .describe import Source, describe_model
 from .lease import foreseen, kind_of
-from .measure import measure
+from .measure import cost_of, measure
 from .plan_vae import explain_decode
 from .refusals import check_conds, check_latent
 
@@ -88,7 +86,13 @@ class CPPlan(io.ComfyNode):
     ) -> io.NodeOutput:
         said, recommended = explain(model, latent_image, positive, requested(cp_config), cfg, vae, take_times=measure)
         parts = [asdict(part) for part in said.parts]
-        shown = {**said.table, "parts": parts, "fix": said.fix, "times": [_timed(pace) for pace in said.times]}
+        shown = {
+            **said.table,
+            "parts": parts,
+            "fix": [asdict(change) for change in said.fix],
+            "times": [_timed(pace) for pace in said.times],
+            "cost": asdict(said.cost) if said.cost else None,
+        }
         return io.NodeOutput(said.text, recommended, ui={"text": (said.text,), "cp_plan": [shown]})
 
 
@@ -107,7 +111,7 @@ def explain(
     try:
         source = describe_model(model, request)
     except Refused as refused:
-        return Report(rows=(_trouble(f"This MODEL cannot run in the workers: {refused}"),)), request
+        return Report(rows=(_trouble("trouble.model", refused),)), request
     guided = not math.isclose(cfg, 1.0)
     subject = subject_of(model, source, latent, positive, request, guided=guided)
     troubles: list[Row] = []
@@ -118,8 +122,8 @@ def explain(
     except Refused as refused:
         request = instead(wish, request, refused.fix)
         seen = foreseen(source.spec, wish(request), work)
-        troubles.append(_trouble(f"The CP Parallel Config cannot work: {refused}."))
-        troubles.append(Row("", f"With {_setting(asked, request)}:"))
+        troubles.append(_trouble("trouble.config", refused))
+        troubles.append(Row("", say("instead", setting=in_words(changes(asked, request)))))
     if take_times and not troubles:
         measure(model, latent, positive, request, seen.division, cfg)
         seen = foreseen(source.spec, wish(request), work)
@@ -138,7 +142,7 @@ def explain(
     try:
         way = decide(request.weights, case)
     except Refused as refused:
-        troubles.append(_trouble(f"Its weights have no place: {refused}."))
+        troubles.append(_trouble("trouble.weights", refused))
         request = replace(request, weights="auto")
     said = report(
         subject, division, guided=guided, automatic=automatic, link=case.link, way=way, decode=decode,
@@ -148,8 +152,9 @@ def explain(
         compared=seen.compared,
         resorted=request.pipeline_degree == 0 and degrees.pipeline_degree > 1,
     )  # fmt: skip
-    times = runtime.paces(kind_of(source.spec, subject.work))
-    return replace(said, fix=_changes(asked, request), times=times), recommended
+    kind = kind_of(source.spec, subject.work)
+    cost = None if troubles else cost_of(division, kind)
+    return replace(said, fix=changes(asked, request), times=runtime.paces(kind), cost=cost), recommended
 
 
 def _timed(pace: Pace) -> dict[str, Any]:
@@ -159,38 +164,8 @@ def _timed(pace: Pace) -> dict[str, Any]:
     return {**how, "seconds": pace.seconds, "times": pace.times}
 
 
-def _trouble(text: str) -> Row:
-    return Row("", text, "trouble")
-
-
-def instead(
-    wish: Callable[[ParallelRequest], Wish], request: ParallelRequest, fix: Mapping[str, Any]
-) -> ParallelRequest:
-    """The nearest to `request` that works: with the `fix` that the refusal names, with all degrees on auto, on its
-    devices with everything else on auto, or all of it on auto."""
-    nothing = ParallelRequest(dtype=request.dtype)
-    automatic = {name: getattr(nothing, name) for name in (*DEGREES, "shares")}
-    free, devices = replace(request, **automatic), replace(nothing, devices=request.devices)
-    for candidate in (replace(request, **fix), free, devices):
-        with contextlib.suppress(Refused):
-            plan(wish(candidate))
-            return candidate
-    return nothing
-
-
-def _changes(before: ParallelRequest, after: ParallelRequest) -> dict[str, Any]:
-    """The widgets to change, and to what."""
-    found = {name: getattr(after, name) for name in widgets()}
-    return {name: value for name, value in found.items() if value != getattr(before, name)}
-
-
-def _setting(before: ParallelRequest, after: ParallelRequest) -> str:
-    changes = _changes(before, after).items()
-    return ", ".join(f"{name} {'on auto' if _automatic(name, value) else value}" for name, value in changes)
-
-
-def _automatic(name: str, value: Any) -> bool:
-    return value == "" or (value == 0 and name != "step_cache")
+def _trouble(key: str, refused: Refused) -> Row:
+    return Row("", say(key, reason=str(refused)), "trouble")
 
 
 def subject_of(

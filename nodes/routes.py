@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from server import PromptServer
 
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.journal import LINES
+from ..parallel_runtime.host.remedy import changes, instead
 from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.host.shares import percent_of
 from ..parallel_runtime.host.status import BUSY
 from ..parallel_runtime.specs import ParallelRequest
 from .status import everything
-from .workers import comfy_setup, plan_any, visible_gpus
+from .workers import comfy_setup, plan_any, visible_gpus, wish_here
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +98,9 @@ async def check(request: web.Request) -> web.Response:
     try:
         division = plan_any(asked, guided=True)
     except Refused as refused:
-        return web.json_response({"gpus": gpus, "reason": str(refused)})
+        nearest = instead(partial(wish_here, guided=True), asked, refused.fix)
+        fix = [asdict(change) for change in changes(asked, nearest)]
+        return web.json_response({"gpus": gpus, "reason": str(refused), "fix": fix})
     placement = division.placement
     told = {"workers": placement.world_size, "devices": placement.devices, "degrees": division.degrees.by_name}
     told["shares"] = percent_of(division) if len(set(division.degrees.shares)) > 1 else []

@@ -1,6 +1,7 @@
 """Swaps native samplers for the CP nodes in a saved workflow, of the canvas' form or the API's. Knows JSON, no ComfyUI.
 
 A CP node has its native node's sockets and widgets in the same order, so that nothing is moved and no value changes.
+Where the graph that holds it has one CP Parallel Config, that is connected to it, as ComfyUI's page does it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ STANDS_IN = {
     "SamplerCustomAdvanced": "CPSamplerCustom",
     "SamplerCustom": "CPSamplerCustomBasic",
 }
+CONFIG = "CPParallelConfig"
+ALWAYS = 0  # the mode of a node that is neither muted nor bypassed
 SOCKET = {"name": "cp_config", "type": "CP_CONFIG", "shape": 7, "link": None}  # 7: drawn as optional
 NAME = "Node name for S&R"
 ORIGIN = ("cnr_id", "aux_id", "ver")  # which pack a node is of, and which version of it
@@ -50,11 +53,13 @@ def migrated(workflow: Any) -> tuple[Json, list[Change]]:
     if not isinstance(workflow, dict):
         raise ValueError(f"a workflow is a JSON object, and this is a {type(workflow).__name__}")
     if isinstance(workflow.get("nodes"), list):
-        return workflow, [_swap_on_canvas(node, place) for place, node in _on_canvas(workflow) if _native(node, "type")]
+        return workflow, [change for place, graph in _graphs(workflow) for change in _swap_all(graph, place)]
     calls = workflow.get("prompt") if isinstance(workflow.get("prompt"), dict) else workflow
     if not calls or not all(isinstance(call, dict) and "class_type" in call for call in calls.values()):
         raise ValueError("neither a workflow as ComfyUI saves it (nodes) nor one exported for its API (class_type)")
-    return workflow, [_swap_call(name, call) for name, call in calls.items() if _native(call, "class_type")]
+    configs = [name for name, call in calls.items() if call["class_type"] == CONFIG]
+    config = configs[0] if len(configs) == 1 else None
+    return workflow, [_swap_call(name, call, config) for name, call in calls.items() if _native(call, "class_type")]
 
 
 def main(arguments: list[str]) -> int:
@@ -95,14 +100,15 @@ def _native(node: Any, key: str) -> bool:
     return isinstance(node, dict) and isinstance(node.get(key), str) and node[key] in STANDS_IN
 
 
-def _on_canvas(workflow: Json) -> Iterator[tuple[str, Any]]:
-    """Every node with the name of the place that holds it: the canvas, a subgraph, an old group node."""
-    yield from (("", node) for node in workflow["nodes"])
+def _graphs(workflow: Json) -> Iterator[tuple[str, Json]]:
+    """Every graph of nodes and links, with its name: the canvas, a subgraph, an old group node."""
+    yield "", workflow
     for subgraph in _items(_under(workflow, "definitions", "subgraphs")):
-        yield from ((f"subgraph {subgraph.get('name', '')!r}", node) for node in _items(subgraph.get("nodes")))
+        yield f"subgraph {subgraph.get('name', '')!r}", subgraph
     groups = _under(workflow, "extra", "groupNodes")
     for name, group in groups.items() if isinstance(groups, dict) else ():
-        yield from ((f"group node {name!r}", node) for node in _items(_under(group, "nodes")))
+        if isinstance(group, dict):
+            yield f"group node {name!r}", group
 
 
 def _under(found: Any, *keys: str) -> Any:
@@ -113,6 +119,39 @@ def _under(found: Any, *keys: str) -> Any:
 
 def _items(found: Any) -> list[Json]:
     return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+
+
+def _swap_all(graph: Json, place: str) -> Iterator[Change]:
+    nodes = _items(graph.get("nodes"))
+    configs = [node for node in nodes if node.get("type") == CONFIG and node.get("mode", ALWAYS) == ALWAYS]
+    for node in nodes:
+        if _native(node, "type"):
+            yield _swap_on_canvas(node, place)
+            if len(configs) == 1 and "id" in node:  # a node of an old group has none
+                _connect(graph, configs[0], node)
+
+
+def _connect(graph: Json, config: Json, node: Json) -> None:
+    """The config's output with the node's last socket, in the form that this graph's links have."""
+    links = graph.setdefault("links", [])
+    state = _under(graph, "state")
+    by_name = isinstance(state, dict) or any(isinstance(link, dict) for link in links)
+    number = 1 + max([0, *(link["id"] if isinstance(link, dict) else link[0] for link in links)])
+    where = {
+        "origin_id": config["id"],
+        "origin_slot": 0,
+        "target_id": node["id"],
+        "target_slot": len(node["inputs"]) - 1,
+    }
+    kind = SOCKET["type"]
+    links.append({"id": number, **where, "type": kind} if by_name else [number, *where.values(), kind])
+    if isinstance(state, dict):
+        state["lastLinkId"] = max(number, state.get("lastLinkId", 0))
+    elif "last_link_id" in graph:
+        graph["last_link_id"] = max(number, graph["last_link_id"])
+    node["inputs"][-1]["link"] = number
+    output = config["outputs"][0]
+    output["links"] = [*(output.get("links") or []), number]
 
 
 def _swap_on_canvas(node: Json, place: str) -> Change:
@@ -127,7 +166,9 @@ def _swap_on_canvas(node: Json, place: str) -> Change:
     return Change(node=str(node.get("id", node.get("index", "?"))), before=before, after=after, place=place)
 
 
-def _swap_call(name: str, call: Json) -> Change:
+def _swap_call(name: str, call: Json, config: str | None) -> Change:
     before, after = call["class_type"], STANDS_IN[call["class_type"]]
     call["class_type"] = after
+    if config is not None:
+        call.setdefault("inputs", {})["cp_config"] = [config, 0]
     return Change(node=name, before=before, after=after)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Names = tuple[str, ...]  # of streams, in the order in which they are concatenated
+IMAGE, TEXT, VIDEO, AUDIO, JOINT = ("image",), ("text",), ("video",), ("audio",), ("joint",)  # joint: text and image
 Local = Literal["local"]
 
 

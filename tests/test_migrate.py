@@ -91,6 +91,48 @@ def test_a_canvas_changes_on_the_canvas_in_subgraphs_and_in_group_nodes():
     assert after["links"] == canvas()["links"]
 
 
+CONFIG = {"id": 8, "type": "CPParallelConfig", "mode": 0, "outputs": [{"name": "cp_config", "links": None}]}
+
+
+def test_the_one_config_of_a_graph_is_connected_and_a_second_one_leaves_the_choice() -> None:
+    before = canvas()
+    before["nodes"].append(copy.deepcopy(CONFIG))
+    before["last_link_id"] = 9
+    after, _ = migrated(before)
+    assert after["links"][-1] == [10, 8, 0, 3, 2, "CP_CONFIG"]
+    assert after["nodes"][0]["inputs"][2]["link"] == 10
+    assert after["nodes"][2]["outputs"][0]["links"] == [10]
+    assert after["last_link_id"] == 10
+    inner = after["definitions"]["subgraphs"][0]
+    assert inner["nodes"][0]["inputs"][2]["link"] is None, "a graph of its own"
+
+    for other in ({**CONFIG, "id": 9}, None):
+        twice = canvas()
+        twice["nodes"] += [copy.deepcopy(CONFIG) if other else {**CONFIG, "mode": 4}, *([other] if other else [])]
+        assert migrated(twice)[0]["links"] == canvas()["links"], "which of them, or one that is bypassed"
+
+
+def test_a_subgraph_has_links_by_name() -> None:
+    before = canvas()
+    subgraph = before["definitions"]["subgraphs"][0]
+    link = {"id": 4, "origin_id": -10, "origin_slot": 0, "target_id": 1, "target_slot": 0, "type": "MODEL"}
+    subgraph |= {"links": [link], "state": {"lastLinkId": 6}}
+    subgraph["nodes"].append(copy.deepcopy(CONFIG))
+    after = migrated(before)[0]["definitions"]["subgraphs"][0]
+    assert after["links"][1] == {
+        "id": 5, "origin_id": 8, "origin_slot": 0, "target_id": 1, "target_slot": 2, "type": "CP_CONFIG",
+    }  # fmt: skip
+    assert after["state"] == {"lastLinkId": 6}
+
+
+def test_the_one_config_of_a_prompt_is_connected() -> None:
+    one = {**API, "8": {"class_type": "CPParallelConfig", "inputs": {}}}
+    after, _ = migrated(one)
+    assert [name for name, call in after.items() if call["inputs"].get("cp_config") == ["8", 0]] == ["3", "5", "7"]
+    two = migrated({**one, "9": one["8"]})[0]
+    assert not any("cp_config" in call["inputs"] for call in two.values())
+
+
 def test_twice_is_once():
     once, _ = migrated(canvas())
     assert migrated(once) == (once, [])

@@ -155,9 +155,7 @@ def test_one_list_of_shares_fits_a_run_on_all_devices_and_one_that_uses_fewer():
     assert shares_of(shares="3,2,1", gpus=3) == (3, 2, 1)
     rows = {"shares": "5,3,1", "data_degree": 2, "cfg_degree": 1, "whole": "SDXL"}
     assert guided(3, **rows).degrees.shares == (5, 3)
-    with pytest.raises(
-        Refused, match=r"names 4, and the number of workers is 2: name 2, .*, or 3, one for each of all"
-    ):
+    with pytest.raises(Refused, match="names 4, and the number of workers is 2: name 2, one for each"):
         shares_of(shares="3,2,1,1", ulysses_degree=2, gpus=3)
 
 

@@ -236,6 +236,14 @@ def test_a_pace_is_of_the_degrees_that_it_was_measured_with(monkeypatch: pytest.
     assert activity.now.runs[-1].alone == pytest.approx(1.75)
 
 
+def test_what_measuring_will_take_is_known_once_such_work_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    activity = alone_then(Activity(), Clock(monkeypatch), TWO, alone=1.75, seconds=1.0)
+    assert activity.history.cost("other work", [1, 2], 4) is None
+    took = [dict(run.phases) for run in activity.now.runs]
+    before = max(run.get("starting", 0.0) + run.get("loading", 0.0) for run in took)
+    assert activity.history.cost("this work", [1, 2], 4) == pytest.approx(2 * before + 4 * 1.75 + 4 * 1.75 / 2)
+
+
 def test_a_start_says_how_far_it_is_and_one_that_fails_is_no_death() -> None:
     activity = Activity()
     activity.starting(TWO)

@@ -92,7 +92,7 @@ def test_one_worker_has_nobody_to_share_with():
     asked = case(24.0, workers=1)
     way = decide("shard", asked)
     assert way.storage.mode == "replicate"
-    assert why_whole("shard", way, asked).endswith("one worker has nobody to share with, so Qwen-Image is whole")
+    assert why_whole("shard", way, asked).endswith("one worker has nobody to share with, so Qwen-Image is whole.")
     branches = replace(asked, degrees=Parallelism(cfg_degree=2))
     assert "set cfg_degree and data_degree to 1" in why_whole("shard", way, branches)
     assert not why_whole("auto", way, asked)

@@ -122,8 +122,8 @@ def test_what_the_workers_have_stays_where_a_little_more_or_less_is_free() -> No
     assert far.storage == decide("auto", unlike(48.0, 24.0)).storage
 
 
-def test_the_card_that_lacks_most_is_in_the_refusal() -> None:
-    with pytest.raises(Refused, match=r"Worker 2 needs .* GiB at least, and may take 1\.8 GiB of its device"):
+def test_the_numbers_of_a_refusal_are_those_of_the_card_that_lacks_most() -> None:
+    with pytest.raises(Refused, match=r"A worker needs .* GiB at least, and may take 1\.8 GiB of its device"):
         decide("auto", unlike(24.0, 2.0))
 
 

@@ -62,7 +62,8 @@ def test_a_language_has_every_sentence_of_a_plan_and_every_gap(language):
     assert set(ours) == {*SENTENCES, *titles}
     for key, text in SENTENCES.items():
         assert gaps(ours[key]) == gaps(text), key
-    assert len({ours[key] for key in SENTENCES} & set(SENTENCES.values())) <= 1, "some are English"
+    said = [key for key, text in SENTENCES.items() if re.search("[a-z]{3}", re.sub(r"\{\w+\}", "", text))]
+    assert not [key for key in said if ours[key] == SENTENCES[key]], "these are English"
 
 
 @pytest.mark.parametrize("language", TRANSLATED)

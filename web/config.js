@@ -5,9 +5,10 @@ import { app } from "../../scripts/app.js";
 import { element, write } from "./elements.js";
 import { foldLine } from "./fold.js";
 import { cardName } from "./rank.js";
+import { remedy } from "./remedy.js";
 import { gpus } from "./status.js";
 import { shares, terms } from "./shares.js";
-import { say } from "./words.js";
+import { say, translated } from "./words.js";
 
 export const CONFIG = "CPParallelConfig";
 const WIDGET = "cp_summary";
@@ -18,9 +19,11 @@ const FRAME = 34; // around the text
 
 /** @param {any} node a new CP Parallel Config */
 export function addSummary(node) {
-  const parts = { words: element("div.cp-what"), terms: element("div.cp-terms"), note: element("div.cp-hint") };
+  const parts = {
+    words: element("div.cp-what"), terms: element("div.cp-terms"), note: element("div.cp-hint"), out: element("div.cp-out"),
+  };
   const fold = foldLine(node);
-  const text = element("div.cp-words", { role: "status" }, parts.words, parts.terms, parts.note);
+  const text = element("div.cp-words", { role: "status" }, parts.words, parts.terms, parts.note, parts.out);
   const place = element("div.cp-summary", {}, element("div.cp-verdict", {}, text), fold.line);
   const widget = node.addDOMWidget(WIDGET, "cp_summary", place, {
     serialize: false, hideInPanel: true, getMinHeight: () => height(text, fold.line), getValue: () => "", setValue() {},
@@ -79,6 +82,7 @@ async function summarise(node, parts, fold) {
   write(parts.words, found.words);
   write(parts.terms, found.terms ?? "");
   write(parts.note, found.note ?? "");
+  parts.out.replaceChildren(...remedy(node, found.fix ?? [], () => {}));
   for (const part of Object.values(parts)) part.hidden = !part.textContent;
   parts.words.closest(".cp-summary")?.classList.toggle("cp-bad", Boolean(found.bad));
   frame(node, Boolean(found.bad));
@@ -107,7 +111,7 @@ function height(text, line) {
 }
 
 /**
- * @typedef {{words: string, terms?: string, note?: string, bad?: boolean}} Verdict
+ * @typedef {{words: string, terms?: string, note?: string, bad?: boolean, fix?: import("./remedy.js").Change[]}} Verdict
  * @param {Record<string, any>} values
  * @returns {Promise<Verdict>}
  */
@@ -117,7 +121,7 @@ async function judged(values) {
   });
   const found = await answer.json();
   const reason = found.error ?? found.reason;
-  if (reason) return { words: reason, bad: true };
+  if (reason) return { words: translated(reason), bad: true, fix: found.fix };
   const degrees = Object.fromEntries(Object.keys(found.degrees).map((name) => [name, values[name]]));
   const { workers, cores } = found;
   const cpu = found.devices[0] === "cpu";

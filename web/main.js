@@ -12,9 +12,11 @@ import { addPlan, PLAN } from "./plan.js";
 import { startRefusals } from "./refusals.js";
 import { settings } from "./settings.js";
 import { startFollowing } from "./status.js";
+import { sortTemplates } from "./templates.js";
 import { loadWords, say } from "./words.js";
 
 await loadWords();
+sortTemplates();
 
 app.registerExtension({
   name: "ContextParallel.Sampler",

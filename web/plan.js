@@ -2,9 +2,10 @@
 
 import { app } from "../../scripts/app.js";
 import { CONFIG } from "./config.js";
-import { drawn, element } from "./elements.js";
+import { drawn, element, write } from "./elements.js";
 import { upstream } from "./refusals.js";
-import { digits } from "./seconds.js";
+import { remedy } from "./remedy.js";
+import { digits, duration } from "./seconds.js";
 import { count, divided } from "./shares.js";
 import { say, translated } from "./words.js";
 
@@ -22,17 +23,19 @@ const GAP = 4;
  * @typedef {{rank: number, device: string, lane: string, tokens: [number, number], heads: [number, number],
  *   weights: [number, number]}} Part shares from 0 to 1
  * @typedef {import("./words.js").Said[]} Sentences
- * @typedef {{troubles: Sentences[], rows: [string, Sentences][], notes: Sentences[], parts: Part[], fix: Record<string, any>,
- *   times: Time[]}} Plan
+ * @typedef {{troubles: Sentences[], rows: [string, Sentences][], notes: Sentences[], parts: Part[],
+ *   fix: import("./remedy.js").Change[], times: Time[], cost: Cost}} Plan
  * @typedef {{workers: number, cpu: boolean, degrees: Record<string, number>, seconds: number, times: number | null}} Time
+ * @typedef {{steps: number, workers: number[], cpu: boolean, seconds: number | null}} Cost of measuring; seconds where they are known
  */
 
 /** @param {any} node a new CP Plan */
 export function addPlan(node) {
   const report = element("div.cp-report", {}, element("p.cp-hint", {}, say("plan.empty")));
-  const take = element("button.cp-button", { type: "button", title: say("plan.measure.tip"), onclick: () => measure(node) }, say("plan.measure"));
-  const place = element("div.cp-plan", { tabindex: 0 }, report, take);
-  const least = () => Math.min(MOST, Math.max(LEAST, report.offsetHeight + take.offsetHeight + FRAME));
+  const take = element("button.cp-button", { type: "button", onclick: () => measure(node) }, say("plan.measure"));
+  const cost = element("p.cp-hint.cp-cost", {}, say("plan.measure.tip"));
+  const place = element("div.cp-plan", { tabindex: 0 }, report, take, cost);
+  const least = () => Math.min(MOST, Math.max(LEAST, report.offsetHeight + take.offsetHeight + cost.offsetHeight + FRAME));
   const widget = node.addDOMWidget("cp_plan", "cp_plan", place, {
     serialize: false, hideInPanel: true, getMinHeight: least, getValue: () => "", setValue() {},
   });
@@ -46,6 +49,7 @@ export function addPlan(node) {
     const plan = output?.cp_plan?.[0];
     if (!plan) return;
     report.replaceChildren(...shown(plan, node));
+    if (plan.cost) write(cost, price(plan.cost));
     grow();
   };
 }
@@ -110,42 +114,25 @@ function title(name) {
 }
 
 /**
- * The nearest setting that works, as a button; nothing where no CP Parallel Config is there to be set.
- * @param {Record<string, any>} fix
+ * The nearest setting that works; nothing where no CP Parallel Config is there to be set.
+ * @param {import("./remedy.js").Change[]} fix
  * @param {any} node
  */
 function wayOut(fix, node) {
   const config = upstream(node).find((/** @type {any} */ one) => one.comfyClass === CONFIG);
-  const changes = Object.entries(fix);
-  if (!config || !changes.length) return [];
-  const setting = changes.map(([name, value]) => `${name} ${automatic(name, value) ? say("auto") : value}`).join(", ");
-  const use = element("button.cp-button", { type: "button" }, say("plan.use", { setting }));
-  use.addEventListener("click", () => {
-    for (const [name, value] of changes) set(config, name, value);
-    use.replaceWith(element("p.cp-hint", { role: "status" }, say("plan.set", { setting })));
-  });
-  return [use];
+  const [use] = remedy(config, fix, (setting) => use.replaceWith(element("p.cp-hint", { role: "status" }, say("plan.set", { setting }))));
+  return use ? [use] : [];
 }
 
 /**
- * @param {string} name
- * @param {unknown} value
+ * What measuring takes, before it is asked for.
+ * @param {Cost} cost
  */
-function automatic(name, value) {
-  return value === "" || (value === 0 && name !== "step_cache");
-}
-
-/**
- * @param {any} config
- * @param {string} name
- * @param {unknown} value
- */
-function set(config, name, value) {
-  const widget = config.widgets.find((/** @type {any} */ one) => one.name === name);
-  if (!widget) return;
-  widget.value = value;
-  widget.callback?.(value, app.canvas, config);
-  app.graph.setDirtyCanvas(true, true);
+function price({ steps, workers, cpu, seconds }) {
+  const last = /** @type {number} */ (workers.at(-1));
+  const who = [...workers.slice(0, -1), count(last, cpu)].join(", ");
+  const time = seconds === null ? say("plan.cost.unknown") : say("plan.cost.known", { time: duration(seconds) });
+  return `${say("plan.cost", { steps, who })} ${time}`;
 }
 
 /**

@@ -5,10 +5,13 @@ import { app } from "../../scripts/app.js";
 import { CONFIG } from "./config.js";
 import { tell } from "./notices.js";
 import { nodeOf } from "./onnode.js";
-import { say } from "./words.js";
+import { literal } from "./understood.js";
+import { say, translated } from "./words.js";
 
 const REFUSED = ".errors.Refused";
 const SECONDS = 1000;
+const LOOK_MILLISECONDS = 50;
+const DISMISS = '[data-testid="error-overlay-dismiss"]';
 
 /** @typedef {any} LGraphNode */
 
@@ -19,8 +22,16 @@ export function startRefusals() {
     if (!refused) return;
     const meant = toChange(refused, exception_message);
     const link = { words: say("toast.node", { node: meant.title }), open: () => show(meant) };
-    tell("error", say("toast.refused"), exception_message.trim(), 20 * SECONDS, [link]);
+    tell("error", say("toast.refused"), translated(exception_message.trim()), 20 * SECONDS, [link]);
+    takeBack();
   });
+}
+
+/** ComfyUI says of every failed run that a node failed. Ours says why, and one message is enough. */
+function takeBack() {
+  const look = () => /** @type {HTMLElement | null} */ (document.querySelector(DISMISS))?.click();
+  const timer = setInterval(look, LOOK_MILLISECONDS);
+  setTimeout(() => clearInterval(timer), 2 * SECONDS);
 }
 
 /**
@@ -33,11 +44,6 @@ function toChange(refused, reason) {
   const says = (/** @type {string} */ name) => Boolean(name) && new RegExp(`(?<!\\w)${literal(name)}(?!\\w)`).test(reason);
   const config = above.find((node) => node.comfyClass === CONFIG && node.widgets.some((/** @type {any} */ one) => says(one.name)));
   return config ?? above.find((node) => says(node.title) || says(node.type)) ?? refused;
-}
-
-/** @param {string} text */
-function literal(text) {
-  return text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
 }
 
 /**

@@ -2,14 +2,18 @@
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { understood } from "./understood.js";
 
 const SPACE = "cpSampler";
 const REPORT = "cpReport"; // what CP Plan says; English comes with it
+const REFUSALS = "cpRefusals"; // why a run was refused; English comes alone
 
 /** @type {Record<string, Record<string, string>>} by language */
 let words = {};
 /** @type {Record<string, Record<string, string>>} by language */
 let reports = {};
+/** @type {Record<string, Record<string, string>>} by language */
+let refusals = {};
 
 /** Fetch them once; until then, and for what has no translation, English is said. */
 export async function loadWords() {
@@ -19,19 +23,24 @@ export async function loadWords() {
     Object.fromEntries(Object.entries(all).map(([language, said]) => [language, said[space] ?? {}]));
   words = of(SPACE);
   reports = of(REPORT);
+  refusals = of(REFUSALS);
 }
 
-/** @typedef {string | [key: string, values: Record<string, string | number>, english: string]} Said */
+/** @typedef {string | [key: string, values: Record<string, any>, english: string]} Said sentences among the values */
 
 /**
- * A sentence of a report in the user's language, or in English where it has none.
+ * A sentence of a report, or a refusal, in the user's language, or in English where it has none.
  * @param {Said} said
+ * @returns {string}
  */
 export function translated(said) {
-  if (typeof said === "string") return said;
+  if (typeof said === "string") {
+    const found = understood(said, refusals[language()] ?? {});
+    return found ? filled(found[0], inWords(found[1])) : said;
+  }
   const [key, values, english] = said;
   const text = reports[language()]?.[key];
-  return text ? filled(text, values) : english;
+  return text ? filled(text, inWords(values)) : english;
 }
 
 /**
@@ -42,6 +51,15 @@ export function translated(said) {
 export function say(key, values = {}) {
   const text = words[language()]?.[key] ?? words.en?.[key] ?? key;
   return filled(text, values);
+}
+
+/**
+ * Sentences among the values are translated too.
+ * @param {Record<string, any>} values
+ * @returns {Record<string, string | number>}
+ */
+function inWords(values) {
+  return Object.fromEntries(Object.entries(values).map(([name, value]) => [name, typeof value === "number" ? value : translated(value)]));
 }
 
 /**

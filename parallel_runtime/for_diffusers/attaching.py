@@ -86,7 +86,8 @@ def attach(
     _tell_of_another(diffusers.__version__)
     context_mesh = mesh_for(mesh, parallelism, device)
     if context_mesh.context.size == 1:
-        setattr(transformer, DIVIDED, _attach_alone(transformer, parallelism))
+        alone = _routes(transformer, [], context_mesh, parallelism, Streams(context_mesh.context))
+        setattr(transformer, DIVIDED, _Attachment([], _apply(list(alone))))
         return
     plan = plan or plan_of(transformer)
     plan = replace(plan, replicated=plan.replicated.union(replicated))
@@ -95,7 +96,7 @@ def attach(
     routes = list(_routes(transformer, blocks, context_mesh, parallelism, cuts.streams))
     handles = [transformer.register_forward_pre_hook(_begin(routes, cuts))]
     handles += [handle for block in blocks for handle in hook(block, cuts)]
-    handles.append(transformer.register_forward_hook(_end(cuts), always_call=True))
+    handles.append(transformer.register_forward_hook(lambda *_: cuts.clear(), always_call=True))
     setattr(transformer, DIVIDED, _Attachment(handles, _apply(routes), cuts.streams))
 
 
@@ -172,15 +173,6 @@ def _local_backend(processor: Any, parallelism: Parallelism) -> AttentionBackend
     return AttentionBackendName(parallelism.attention_backend)
 
 
-def _attach_alone(transformer: nn.Module, parallelism: Parallelism) -> _Attachment:
-    modules = [(name, module, aware(module.processor)) for name, module in _attention_modules(transformer)]
-    routes = [
-        _Route(name, module, processor, None, _local_backend(processor, parallelism))
-        for name, module, processor in modules
-    ]
-    return _Attachment([], _apply(routes))
-
-
 def _apply(routes: list[_Route]) -> list[tuple[Any, str, Any]]:
     """Set what the routes say; returns what was there before, as (owner, attribute, value)."""
     before = []
@@ -209,10 +201,3 @@ def _begin(routes: list[_Route], cuts: Cuts) -> Callable[[nn.Module, Any], None]
                 )
 
     return begin
-
-
-def _end(cuts: Cuts) -> Callable[[nn.Module, Any, Any], None]:
-    def end(_: nn.Module, __: Any, ___: Any) -> None:
-        cuts.clear()
-
-    return end

@@ -10,9 +10,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from ..plan import Along, Cross, Index, Names, Plan, Site, Tokens, Whole, Word
-
-IMAGE, TEXT, VIDEO, AUDIO, JOINT = ("image",), ("text",), ("video",), ("audio",), ("joint",)
+from ..plan import AUDIO, IMAGE, JOINT, TEXT, VIDEO, Along, Cross, Index, Names, Plan, Site, Tokens, Whole, Word
 
 
 def plan_of(transformer: nn.Module) -> Plan:

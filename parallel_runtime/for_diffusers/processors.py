@@ -83,7 +83,12 @@ class Aware:
 
 
 class JointAttention(Aware):
-    """JointAttnProcessor2_0, of SD3: image tokens, and text tokens after them where there are any. No masks."""
+    """JointAttnProcessor2_0, of SD3, and HunyuanVideo15AttnProcessor2_0: image tokens, and text tokens after them where
+    there are any, of which a mask may hide some as keys.
+
+    diffusers lets hidden tokens see nothing either, by a mask of all pairs of tokens. What they see is read by nobody,
+    and a mask of keys serves. None: nothing is hidden.
+    """
 
     def __call__(
         self,
@@ -91,14 +96,23 @@ class JointAttention(Aware):
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        image_rotary_emb: Any = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        image = _heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k))
+        query, key, value = _heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k))
+        if image_rotary_emb is not None:
+            rotate: Any = partial(apply_rotary_emb, freqs_cis=image_rotary_emb, sequence_dim=1)
+            query, key = rotate(query), rotate(key)
         if encoder_hidden_states is None:
-            return _out(attn, self._attend(*image))
+            return _out(attn, self._attend(query, key, value))
         projections = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
         text = _heads(attn, encoder_hidden_states, projections, (attn.norm_added_q, attn.norm_added_k))
-        out = self._attend(*(torch.cat(pair, dim=1) for pair in zip(image, text, strict=True)))
-        of_image, of_text = out.split([hidden_states.shape[1], encoder_hidden_states.shape[1]], dim=1)
+        pairs = zip((query, key, value), text, strict=True)
+        image_tokens, text_tokens = hidden_states.shape[1], encoder_hidden_states.shape[1]
+        mask = None
+        if attention_mask is not None:
+            mask = nn.functional.pad(attention_mask.bool(), (image_tokens, 0), value=True)[:, None, None, :]
+        out = self._attend(*(torch.cat(pair, dim=1) for pair in pairs), attn_mask=mask)
+        of_image, of_text = out.split([image_tokens, text_tokens], dim=1)
         return _out(attn, of_image), of_text if attn.context_pre_only else attn.to_add_out(of_text)
 
 
@@ -125,37 +139,6 @@ class GroupedAttention(Aware):
         return _out(attn, self._attend(query, key, value, attn_mask=mask, scale=attn.scale, enable_gqa=grouped))
 
 
-class MaskedJointAttention(Aware):
-    """HunyuanVideo15AttnProcessor2_0: image tokens, then text tokens, of which a mask hides some as keys.
-
-    diffusers lets hidden tokens see nothing either, by a mask of all pairs of tokens. What they see is read by nobody,
-    and a mask of keys serves. None: nothing is hidden.
-    """
-
-    def __call__(
-        self,
-        attn: Attention,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: Any = None,
-    ) -> tuple[Tensor, Tensor]:
-        query, key, value = _heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k))
-        if image_rotary_emb is not None:
-            rotate: Any = partial(apply_rotary_emb, freqs_cis=image_rotary_emb, sequence_dim=1)
-            query, key = rotate(query), rotate(key)
-        projections = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-        text = _heads(attn, encoder_hidden_states, projections, (attn.norm_added_q, attn.norm_added_k))
-        pairs = zip((query, key, value), text, strict=True)
-        image_tokens, text_tokens = hidden_states.shape[1], encoder_hidden_states.shape[1]
-        mask = None
-        if attention_mask is not None:
-            mask = nn.functional.pad(attention_mask.bool(), (image_tokens, 0), value=True)[:, None, None, :]
-        out = self._attend(*(torch.cat(pair, dim=1) for pair in pairs), attn_mask=mask)
-        of_image, of_text = out.split([image_tokens, text_tokens], dim=1)
-        return _out(attn, of_image), attn.to_add_out(of_text)
-
-
 def _heads(attn: Attention, tokens: Tensor, projections: Iterable[Any], norms: Iterable[Any]) -> list[Tensor]:
     """Query, key and value of `tokens`, [B, tokens, heads, head size], the first two normed where there is a norm."""
     size = attn.inner_dim // attn.heads
@@ -169,7 +152,7 @@ def _out(attn: Attention, tokens: Tensor) -> Tensor:
 
 
 _OURS: dict[type, type] = {
-    HunyuanVideo15AttnProcessor2_0: MaskedJointAttention,
+    HunyuanVideo15AttnProcessor2_0: JointAttention,
     JointAttnProcessor2_0: JointAttention,
     Lumina2AttnProcessor2_0: GroupedAttention,
 }

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..autoencoders import DIFFUSION, ENGINE, HUNYUAN, KL, LTX
 from .cost import Link
+from .sentences import say
 
 GIB = 2**30
 LATENCY = 30e-6  # seconds a message between two GPUs waits for, whatever its size
@@ -98,16 +99,14 @@ def traffic(decode: Decode, workers: int, counted: Decoding) -> float:
     return scale * (halos + keys)
 
 
-def decode_line(decode: Decode, workers: int, link: Link | None) -> str:
-    """For CP Plan."""
+def decode_line(decode: Decode, workers: int, link: Link | None) -> tuple[str, ...]:
+    """For CP Plan, sentence by sentence."""
     used = min(workers, decode.sides[0])
     here, share = (decode.activation_bytes / GIB, decode.activation_bytes / used / GIB)
-    text = (
-        f"about {here:.2f} GiB in ComfyUI's process beside {decode.weight_bytes / GIB:.2f} of weights, "
-        f"{share:.2f} on each of {used} worker(s) with CP VAE"
-    )
+    sizes = {"here": f"{here:.2f}", "weights": f"{decode.weight_bytes / GIB:.2f}", "share": f"{share:.2f}"}
+    memory = say("decode", **sizes, workers=used)
     alone = decode_seconds(decode, 1, link) if link is not None else None
     several = decode_seconds(decode, workers, link) if link is not None else None
     if alone is None or several is None:
-        return f"{text}."
-    return f"{text}; {alone:.1f} s on one device, {several:.1f} s divided, at the measured speeds."
+        return (memory,)
+    return memory, say("decode.seconds", alone=f"{alone:.1f}", several=f"{several:.1f}")

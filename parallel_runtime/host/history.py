@@ -4,7 +4,7 @@ how long on one worker. Knows no group: it is told what state began and which st
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from ..specs import DEGREES, Parallelism, Placement
@@ -89,6 +89,17 @@ class Pace:
     times: float | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of measuring: so many steps on so many workers, one count after the other; `seconds` are None where nobody
+    knows."""
+
+    steps: int
+    workers: Sequence[int]
+    cpu: bool
+    seconds: float | None
+
+
 class History:
     """Fill it by `turned` and `stepped`; `runs` are the last ones, oldest first, and the one that goes on."""
 
@@ -123,6 +134,16 @@ class History:
             Pace(cut=cut, seconds=seconds, times=cut.credible(paces.get(cut.alone, math.inf) / seconds))
             for cut, seconds in sorted(paces.items(), key=lambda pace: (pace[0].workers, pace[0].sizes))
         )
+
+    def cost(self, key: Hashable, workers: Sequence[int], steps: int) -> float | None:
+        """About how many seconds so many steps of this work take on so many workers and then on others, who start and
+        load first; None where it has not run here."""
+        paces = [pace for paces in self._paces.get(key, {}).values() for pace in paces.items()]
+        if not paces:
+            return None
+        alone = min(seconds * cut.workers for cut, seconds in paces)
+        before = max(sum(took for name, took in run.phases if name in ("starting", "loading")) for run in self.runs)
+        return sum(before + steps * alone / count for count in workers)
 
     def wanted(self, at: float, *, anew: bool) -> None:
         """Somebody asks for the workers; `anew`: for another run than who did so before."""

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from ..specs import Parallelism
 from ..wire.readings import WORTH_TELLING, Race
-
-OWN = "ComfyUI's own"
+from .sentences import Said, listed, say
 
 
 def told(races: Sequence[Race], degrees: Parallelism) -> list[str]:
@@ -22,10 +21,16 @@ def _kernel(race: Race) -> str:
     times = dict(zip(race.kernels, race.microseconds, strict=True))
     if race.what == "alone":
         return _advice(race, times)
-    fastest, *others = (f"{OWN if name == 'auto' else name} with {time:g} us" for name, time in times.items())
-    behind = f", before {', '.join(others)}" if others else ""
-    where = "the ring's blocks of" if race.what == "block" else "whole keys,"
-    return f"{fastest}{behind}, for {where} {race.block}."
+    fastest, *others = (_timed(name, time) for name, time in times.items())
+    key = "kernel.ring" if race.what == "block" else "kernel.whole"
+    if not others:
+        return say(key, fastest=fastest, block=race.block)
+    return say(f"{key}.before", fastest=fastest, others=listed(others), block=race.block)
+
+
+def _timed(name: str, microseconds: float) -> Said:
+    time = f"{microseconds:g}"
+    return say("kernel.own", time=time) if name == "auto" else say("kernel.time", name=name, time=time)
 
 
 def _advice(race: Race, times: dict[str, float]) -> str:
@@ -33,7 +38,5 @@ def _advice(race: Race, times: dict[str, float]) -> str:
     fastest = race.kernels[0]
     if times.get("auto", 0.0) <= WORTH_TELLING * times[fastest]:
         return ""
-    return (
-        f"ComfyUI's own, with {times['auto']:g} us for {race.block}. {fastest} takes {times[fastest]:g} us: "
-        f"set attention_backend to {fastest} in CP Parallel Config to have it; its rounding is another."
-    )
+    own, time = f"{times['auto']:g}", f"{times[fastest]:g}"
+    return say("kernel.advice", own=own, block=race.block, fastest=fastest, time=time)

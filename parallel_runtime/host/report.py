@@ -4,8 +4,8 @@ is a row; the text, and the page's table and picture, are made of them."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..accelerators import CUDA
@@ -14,18 +14,18 @@ from ..wire.readings import Race
 from . import shares
 from .cost import Link, Work, activation_bytes, bytes_per_layer, evaluation_seconds, of_a_lane
 from .devices import why_one_gpu
-from .history import Cut, Pace
+from .history import Cost, Cut, Pace
 from .holdings import memory_of_each, weights_of_each, why_elsewhere
 from .picture import Part, parts
-from .pipelines import filled, outside_bytes, passed_bytes, stages_of, weight_shares
+from .pipelines import Stage, filled, outside_bytes, passed_bytes, stages_of, weight_shares
 from .races import told
-from .sentences import Said, say
+from .remedy import Change
+from .sentences import Said, for_page, listed, say
 from .storing import Capacity, Case, Prospect, size_in_words
 from .unlike import compared as others
 
 GIB = 2**30
 ANYTHING = Capacity()
-WHY = " Auto's choice: the weights have no other place without being fetched over a slow link."
 Kind = Literal["model", "row", "note", "trouble"]
 
 
@@ -49,8 +49,7 @@ class Row:
 
     @property
     def for_page(self) -> list[str | list[Any]]:
-        """Of each sentence its key and values, or else its text."""
-        return [[one.key, one.values, str(one)] if isinstance(one, Said) else one for one in self.said]
+        return [for_page(sentence) for sentence in self.said]
 
     @property
     def line(self) -> str:
@@ -59,13 +58,15 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that is to say, in order, and what each rank holds: nothing where it cannot run as asked. `fix` are widgets
-    of CP Parallel Config to change then, and to what; `times` are steps that were measured."""
+    """All that is to say, in order, and what each rank holds: nothing where it cannot run as asked. `fix` is what to
+    change in CP Parallel Config then; `times` are steps that were measured, `cost` is what it
+    takes to measure them anew."""
 
     rows: tuple[Row, ...]
     parts: tuple[Part, ...] = ()
-    fix: Mapping[str, Any] = field(default_factory=dict)
+    fix: tuple[Change, ...] = ()
     times: tuple[Pace, ...] = ()
+    cost: Cost | None = None
 
     @property
     def text(self) -> str:
@@ -104,12 +105,12 @@ def report(
     free: Sequence[int] = (),
     capacity: Capacity = ANYTHING,
     way: Prospect | None = None,
-    decode: str = "",
+    decode: str | tuple[str, ...] = "",
     races: Sequence[Race] = (),
     troubles: Sequence[Row] = (),
     whole: str = "",
     unused: str = "",
-    compared: str = "",
+    compared: Sequence[str] = (),
     resorted: bool = False,
 ) -> Report:
     """`link` is None where no worker group has measured this machine yet, and nothing is `free` then: the bytes that
@@ -124,7 +125,8 @@ def report(
     chosen = _choice(link) if automatic and degrees.context_parallel_size > 1 else "degrees"
     notes = [
         *_warnings(subject, case, placement, guided, free, way),
-        *(f"{note}." for note in (whole, unused) if note),
+        whole,
+        unused,
         shares.idle(division),
     ]
     rows = [
@@ -133,7 +135,7 @@ def report(
         Row("Tokens", _tokens(subject.tokens, work.rows)),
         Row("Workers", _workers(placement)),
         Row("Degrees", (say(chosen, degrees=_degrees(degrees)), *_reasons(subject, degrees, guided, way))),
-        Row("Shares", " ".join(filter(None, (shares.in_words(division), compared or others(work, division, link))))),
+        Row("Shares", (shares.in_words(division), *(compared or (others(work, division, link),)))),
         Row("Stages", _stages(work, degrees, resorted)),
         Row("Memory", _memory(case, placement, free, way)),
         Row("Weights", _weights(case, placement, way)),
@@ -206,20 +208,20 @@ def _reasons(subject: Subject, degrees: Parallelism, guided: bool, way: Prospect
     return reasons or [say("alone")]
 
 
-def _stages(work: Work, degrees: Parallelism, resorted: bool) -> str:
+def _stages(work: Work, degrees: Parallelism, resorted: bool) -> tuple[str, ...]:
     """Of each stage of a pipeline: its blocks, what they compute, and what they take; how long it stands still; and
     why there is one, if auto made it."""
     if degrees.pipeline_degree == 1 or not (stages := stages_of(work.figures, degrees)):
-        return ""
-    each = (
-        f"{number} has blocks {stage.first + 1} to {stage.first + stage.count} ({stage.work:.0%} of the work, "
-        f"{size_in_words(stage.nbytes)})"
-        for number, stage in enumerate(stages, 1)
-    )
-    flights = of_a_lane(work, degrees)
-    follow = f"{flights} evaluations follow each other" if flights > 1 else "one evaluation goes"
-    busy = f"a stage computes {filled(work, degrees):.0%} of the time"
-    return f"{'; '.join(each)}. {follow} through them: {busy}. Exact.{WHY if resorted else ''}"
+        return ()
+    each = [_stage(number, stage) for number, stage in enumerate(stages, 1)]
+    flights, busy = of_a_lane(work, degrees), f"{filled(work, degrees):.0%}"
+    follow = say("stage.several", flights=flights, busy=busy) if flights > 1 else say("stage.one", busy=busy)
+    return say("stage.all", stages=listed(each, "stage.and")), follow, say("stage.auto") if resorted else ""
+
+
+def _stage(number: int, stage: Stage) -> Said:
+    blocks = {"first": stage.first + 1, "last": stage.first + stage.count}
+    return say("stage", number=number, **blocks, work=f"{stage.work:.0%}", size=size_in_words(stage.nbytes))
 
 
 def _sharded(way: Prospect | None) -> bool:
@@ -231,8 +233,9 @@ def _heads(work: Work, degrees: Parallelism) -> str:
     if len(set(degrees.shares)) > 1:
         return say("heads.shares", workers=workers)
     least, more = divmod(work.figures.heads, workers)
-    key = "heads.one" if least == 1 and not more else "heads"
-    return say(key, workers=workers, heads=f"{least} or {least + 1}" if more else least)
+    if more:
+        return say("heads.or", workers=workers, heads=least, more=least + 1)
+    return say("heads.one" if least == 1 else "heads", workers=workers, heads=least)
 
 
 def _memory(case: Case, placement: Placement, free: Sequence[int], way: Prospect | None) -> tuple[str, str]:
@@ -349,10 +352,7 @@ def _warnings(
 def _of_stages(work: Work, degrees: Parallelism) -> list[str]:
     if degrees.pipeline_degree <= of_a_lane(work, degrees):
         return []
-    return [
-        f"Stages stand still {1 - filled(work, degrees):.0%} of the time: a pipeline is for weights that fit nowhere "
-        "else and for slow links. Where cards are linked well, Ulysses and ring are faster."
-    ]
+    return [say("note.stages", idle=f"{1 - filled(work, degrees):.0%}")]
 
 
 def _untried(placement: Placement) -> list[str]:

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -52,6 +52,10 @@ class Runtime:
     def paces(self, kind: Hashable) -> tuple[Pace, ...]:
         """Seconds a step of this kind of work, by the cuts that did it in this process."""
         return self._activity.history.paces(kind)
+
+    def cost(self, kind: Hashable, workers: Sequence[int], steps: int) -> float | None:
+        """About how many seconds it takes to measure so many steps on so many workers, one count after the other."""
+        return self._activity.history.cost(kind, workers, steps)
 
     @property
     def live(self) -> WorkerGroup | None:

@@ -8,6 +8,7 @@ from math import gcd
 
 from ..errors import Refused
 from ..specs import Division, Parallelism, ParallelRequest
+from .sentences import say
 
 PARTS = 64  # for each worker
 NUMBERS = re.compile(r"\s*\d{1,9}(\s*,\s*\d{1,9})*\s*", re.ASCII)
@@ -26,10 +27,9 @@ def asked_for(shares: str, workers: int, devices: int = 0, nnodes: int = 1) -> t
     if len(numbers) == workers:
         return numbers
     if len(numbers) != every or here > devices:
-        others = f", or {every}, one for each of all devices" if every > workers else ""
         raise Refused(
             f"shares {shares.strip()} names {len(numbers)}, and the number of workers is {workers}: name {workers}, "
-            f"one for each in the order of devices{others}, or choose auto"
+            "one for each in the order of devices, or choose auto"
         )
     return tuple(number for machine in range(nnodes) for number in numbers[machine * devices :][:here])
 
@@ -76,10 +76,7 @@ def unused(request: ParallelRequest, division: Division, network: str) -> str:
     """That numbers have nothing to divide in a network that only shares out prompts; "" where they have."""
     if division.degrees.shares or not are_uneven(request.shares) or division.placement.world_size == 1:
         return ""
-    return (
-        f"shares {request.shares.strip()} divide nothing here: each worker of {network} has a prompt of its own; CP "
-        "VAE goes by them, and data_degree"
-    )
+    return say("note.unused", shares=request.shares.strip(), name=network)
 
 
 def percent_of(division: Division) -> list[tuple[str, int]]:
@@ -106,7 +103,7 @@ def in_words(division: Division) -> str:
     if len(set(shares)) < 2:
         return ""
     told = ", ".join(f"{device} {share} %" for device, share in percent_of(division))
-    return f"{told}: tokens in proportion, heads as far as whole heads go."
+    return say("shares", shares=told)
 
 
 def idle(division: Division) -> str:
@@ -115,7 +112,4 @@ def idle(division: Division) -> str:
         return ""
     devices, nnodes = division.placement.devices, division.placement.nnodes
     without = [device for device, share in zip(devices * nnodes, division.degrees.shares, strict=True) if not share]
-    return (
-        f"Nothing is left for {', '.join(without)}, which waits for the others all the same: leave it out of devices, "
-        "and out of shares."
-    )
+    return say("note.workless", devices=", ".join(without))

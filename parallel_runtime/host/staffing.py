@@ -13,6 +13,7 @@ from ..specs import Division, Placement
 from .choosing import choose
 from .cost import Link, Work, alone_seconds, coarse
 from .planning import Wish, plan
+from .sentences import Said, listed, say
 from .shares import in_proportion
 from .storing import ALIKE, Capacity, Case, decide
 from .unlike import WORTH_SAYING, are_known, are_unlike, together
@@ -92,30 +93,31 @@ def ways(wish: Wish, work: Work, link: Link | None, capacity: Capacity) -> list[
     return found
 
 
-def in_words(found: Sequence[Way], taken: Way) -> str:
-    """For CP Plan: the seconds of the way that was taken, and of the best others; "" where there was no choice."""
+def in_words(found: Sequence[Way], taken: Way) -> tuple[str, ...]:
+    """For CP Plan: the seconds of the way that was taken, and of the best others; none where there was no choice."""
     others = sorted((way for way in found if way is not taken), key=lambda way: way.seconds)[:TOLD]
-    if not others or not (taken.seconds or math.inf in [way.seconds for way in found]):
-        return ""
-    told = ", ".join(f"{_named(way)} {_took(way)}" for way in others)
-    first = f"Estimated {_took(taken)} for an evaluation of all prompts ({_named(taken)})"
-    said = f"{first if taken.seconds else f'Nothing is measured yet: {_named(taken)}'}; {told}."
-    if not taken.without:
-        return said
-    out = ", ".join(taken.without)
-    return f"{said} Auto leaves out {out}: to use it all the same, name all devices in CP Parallel Config."
+    told = [said for way in others if (said := _told(way, found[0])) is not None]
+    if not told or not (taken.seconds or math.inf in [way.seconds for way in found]):
+        return ()
+    names = listed(told)
+    measured = say("unlike", seconds=_seconds(taken), others=names)
+    first = measured if taken.seconds else say("unlike.unmeasured", others=names)
+    return (first, say("unlike.left", devices=", ".join(taken.without))) if taken.without else (first,)
 
 
-def _named(way: Way) -> str:
-    """Who takes part, and how both prompts are shared out."""
-    degrees = way.division.degrees
-    how = "a prompt for each half of the workers" if degrees.cfg_degree == 2 else "the tokens by shares"
-    where = f"without {' and '.join(way.without)}" if way.without else ""
-    return ", ".join(filter(None, (where, how if degrees.world_size > 1 else ""))) or "one worker"
+def _told(way: Way, all_devices: Way) -> Said | None:
+    """One that was not taken."""
+    if way.seconds == math.inf:
+        return say("unlike.nowhere") if way is all_devices else None
+    if way.without:
+        return say("unlike.without", device=", ".join(way.without), seconds=_seconds(way))
+    if way.division.degrees.cfg_degree == 2:
+        return say("unlike.halves", seconds=_seconds(way))
+    return say("unlike.tokens", seconds=_seconds(way))
 
 
-def _took(way: Way) -> str:
-    return f"{way.seconds:.2f} s" if way.seconds < math.inf else "no place for the weights"
+def _seconds(way: Way) -> str:
+    return f"{way.seconds:.2f}"
 
 
 def _orders(work: Work, link: Link | None, capacity: Capacity) -> Iterator[Sequence[int]]:

@@ -10,6 +10,7 @@ from ..errors import Refused
 from ..specs import Parallelism, Storage, WeightsChoice, WeightsMode
 from .cost import Link, Work, activation_bytes, activation_bytes_of_each, evaluation_seconds
 from .pipelines import held_bytes
+from .sentences import say
 from .shares import in_proportion
 
 GIB = 2**30
@@ -271,11 +272,9 @@ def why_whole(choice: WeightsChoice, way: Prospect, case: Case) -> str:
         return ""
     name, degrees = case.work.figures.name, case.degrees
     if not case.allows("offload"):
-        return f"weights {choice}: {name} has no blocks to fetch, so it is whole on every device"
-    alone = f"weights {choice}: one worker has nobody to share with, so {name} is whole"
-    if degrees.cfg_degree * degrees.data_degree == 1:
-        return alone
-    return f"{alone} on each; set cfg_degree and data_degree to 1, and all workers share it"
+        return say("note.unfetched", weights=choice, name=name)
+    key = "note.alone" if degrees.cfg_degree * degrees.data_degree == 1 else "note.alone.each"
+    return say(key, weights=choice, name=name)
 
 
 def as_one_pays(branches: Case, as_one: Case) -> bool:
@@ -343,10 +342,9 @@ def _too_large(case: Case) -> str:
     least, figures = min((case.needed(way) for way in ways), key=max), case.work.figures
     host, limit = case.capacity.host_bytes, case.capacity.limited_by
     rank = max(range(len(least)), key=lambda rank: least[rank] - USABLE * (case.room[rank] or 0))
-    worker = f"Worker {rank + 1}" if case.capacity.ranks else "A worker"
     return (
         f"{figures.name} does not fit: {size_in_words(figures.weight_bytes)} of weights, and for this picture "
-        f"{size_in_words(activation_bytes(case.work, case.degrees))} beside them on each device. {worker} needs "
+        f"{size_in_words(activation_bytes(case.work, case.degrees))} beside them on each device. A worker needs "
         f"{size_in_words(least[rank])} at least, and may take {size_in_words(USABLE * (case.room[rank] or 0))} of "
         f"its device{f' ({limit} says so)' if limit else ''}"
         f"{'' if host is None else f'; {size_in_words(host)} of main memory are free'}. {_way_out(case)}"

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..specs import Division, Parallelism, Placement
 from .cost import ATTENTION, Link, Speed, Work, alone_seconds, evaluation_seconds
+from .sentences import listed, say
 
 APART = 1.1  # times the mean, in which the slowest worker would do it all: what is less is the noise of a measurement
 WORTH_SAYING = 0.95
@@ -51,13 +52,13 @@ def compared(work: Work, division: Division, link: Link | None) -> str:
     here, told = seconds(work, degrees, link), []
     ranks = degrees.world_size
     if work.prompts > 1 and ranks % 2 == 0:
-        name = "the tokens of both by shares" if degrees.cfg_degree == 2 else "a prompt for each half of the workers"
+        key = "unlike.shares" if degrees.cfg_degree == 2 else "unlike.halves"
         other = Parallelism(ring_degree=ranks // (3 - degrees.cfg_degree), cfg_degree=3 - degrees.cfg_degree)
-        told.append(f"{name} {seconds(work, other, link):.2f} s")
+        told.append(say(key, seconds=f"{seconds(work, other, link):.2f}"))
     alone = [alone_seconds(work, speed) for speed in link.ranks]
     slowest = alone.index(max(alone))
     others = replace(link, ranks=tuple(speed for rank, speed in enumerate(link.ranks) if rank != slowest))
     without = seconds(work, Parallelism(ring_degree=ranks - 1), others)
-    advice = f": name the others in devices to leave {devices[slowest]} out" if without < WORTH_SAYING * here else ""
-    told.append(f"without {devices[slowest]} {without:.2f} s{advice}")
-    return f"Estimated {here:.2f} s for an evaluation of all prompts; {', '.join(told)}."
+    key = "unlike.leave" if without < WORTH_SAYING * here else "unlike.without"
+    told.append(say(key, device=devices[slowest], seconds=f"{without:.2f}"))
+    return say("unlike", seconds=f"{here:.2f}", others=listed(told))

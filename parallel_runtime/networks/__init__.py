@@ -1,55 +1,19 @@
-"""What differs between networks: one small file each, and one line here. Imports no torch.
+"""What differs between networks: one small file each. Whatever Network a file here makes is known. Imports no torch.
 
 A network is known by its class. One without a plan runs undivided.
 """
 
 from __future__ import annotations
 
-from . import (
-    ace_step15,
-    aura_flow,
-    boogu,
-    chroma,
-    cogvideox,
-    cosmos,
-    cosmos1,
-    ernie_image,
-    flux,
-    hidream,
-    hidream_o1,
-    hunyuan_dit,
-    hunyuan_video,
-    ideogram4,
-    joyimage,
-    kandinsky5,
-    krea2,
-    lens,
-    ltxv,
-    lumina,
-    minimax_h3,
-    minimax_music,
-    mochi,
-    omnigen2,
-    pixart,
-    pixeldit,
-    qwen_image,
-    sd3,
-    stable_audio,
-    wan,
-)  # fmt: skip
+from importlib import import_module
+from pkgutil import iter_modules
+
 from .network import Network
 
 __all__ = ["NETWORKS", "Network", "network_of"]
 
-NETWORKS: tuple[Network, ...] = (
-    ace_step15.NETWORK, aura_flow.NETWORK, boogu.NETWORK, chroma.NETWORK, chroma.RADIANCE, cogvideox.NETWORK,
-    cosmos.NETWORK, cosmos1.NETWORK, ernie_image.NETWORK, flux.NETWORK, hidream.NETWORK, hidream_o1.NETWORK,
-    hunyuan_dit.NETWORK, hunyuan_video.NETWORK, ideogram4.NETWORK, joyimage.NETWORK, kandinsky5.NETWORK,
-    krea2.NETWORK, lens.NETWORK, ltxv.LTXV, ltxv.LTXAV, lumina.NETWORK, lumina.PIXELS, qwen_image.MAGE_FLOW,
-    minimax_h3.NETWORK, minimax_music.NETWORK, mochi.NETWORK, omnigen2.NETWORK, pixart.NETWORK, pixeldit.PIXELDIT,
-    pixeldit.PID, qwen_image.NETWORK, sd3.NETWORK, stable_audio.NETWORK, wan.NETWORK, wan.VACE,
-    wan.ANIMATE, wan.S2V, wan.HUMO, wan.DANCER,
-)  # fmt: skip
+_FILES = [import_module(f".{file.name}", __name__) for file in iter_modules(__path__)]
+NETWORKS = tuple(found for file in _FILES for found in vars(file).values() if isinstance(found, Network))
 _BY_CLASS = {kind: network for network in NETWORKS for kind in network.kinds}
 
 

@@ -1,9 +1,7 @@
 """ACE-Step 1.5. Half of its layers attend in a window. Its attention is called without transformer_options."""
 
-from ..plan import Along, Plan, Site, Tokens, Window
-from .network import Network, patches
-
-AUDIO = ("audio",)
+from ..plan import AUDIO, Along, Plan, Site, Tokens, Window
+from .network import Network
 
 NETWORK = Network(
     name="ACE-Step 1.5",
@@ -23,6 +21,5 @@ NETWORK = Network(
     ),
     heads=lambda net: net.decoder.layers[0].self_attn.num_heads,
     width=lambda net: net.decoder.layers[0].self_attn.num_heads * net.decoder.layers[0].self_attn.head_dim,
-    layers=lambda net: len(net.decoder.layers),
-    tokens=lambda net, *sizes: patches((net.decoder.patch_size,), text=False, stream="audio")(net, *sizes),
+    patch=lambda net: (net.decoder.patch_size,),
 )

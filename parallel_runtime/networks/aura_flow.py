@@ -1,9 +1,8 @@
 """AuraFlow. The parent slices the text off right before its last layer."""
 
-from ..plan import Plan, Site, Tokens, Whole
-from .network import Network, image, inputs_of, layers
+from ..plan import IMAGE, TEXT, Plan, Site, Tokens, Whole
+from .network import Network, inputs_of
 
-IMAGE, TEXT = ("image",), ("text",)
 BOTH = TEXT + IMAGE
 
 NETWORK = Network(
@@ -19,6 +18,5 @@ NETWORK = Network(
     heads=lambda net: net.single_layers[0].attn.n_heads,
     width=lambda net: net.final_linear.in_features,
     text_width=inputs_of("cond_seq_linear"),
-    layers=layers("double_layers", "single_layers"),
-    tokens=image(2),
+    patch=(1, 2, 2),
 )

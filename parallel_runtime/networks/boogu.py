@@ -1,10 +1,10 @@
 """Boogu: OmniGen 2's refiners, blocks of two streams that attend twice, then blocks of one stream."""
 
-from ..plan import Along, Plan, Site, Tokens, Whole
-from .network import Network, joint, layers
-from .omnigen2 import JOINT, REFINERS
+from ..plan import JOINT, TEXT, Along, Plan, Site, Tokens, Whole
+from .network import Network
+from .omnigen2 import REFINERS
 
-IMAGES, TEXT = ("images",), ("text",)  # of references and the one that is made
+IMAGES = ("images",)  # of references and the one that is made
 
 PLAN = Plan(
     (
@@ -37,6 +37,5 @@ NETWORK = Network(
     kinds=("comfy.ldm.boogu.model:BooguTransformer2DModel",),
     plan=PLAN,
     heads=lambda net: net.single_stream_layers[0].attn.heads,
-    layers=layers("noise_refiner", "double_stream_layers", "single_stream_layers"),
-    tokens=joint(2),
+    patch=(1, 2, 2),
 )

@@ -3,10 +3,9 @@ of pixels runs whole on every rank."""
 
 from dataclasses import replace
 
-from ..plan import Along, Plan, Site, Tokens, Whole
-from .network import Network, image, inputs_of, layers, patches
+from ..plan import IMAGE, TEXT, Along, Plan, Site, Tokens, Whole
+from .network import Network, inputs_of
 
-IMAGE, TEXT = ("image",), ("text",)
 BOTH = TEXT + IMAGE
 
 PLAN = Plan(
@@ -27,8 +26,7 @@ NETWORK = Network(
     kinds=("comfy.ldm.chroma.model:Chroma",),
     plan=PLAN,
     text_width=inputs_of("txt_in"),
-    layers=layers("double_blocks", "single_blocks"),
-    tokens=image(2),
+    patch=(1, 2, 2),
 )
 
 RADIANCE = replace(
@@ -36,5 +34,5 @@ RADIANCE = replace(
     name="Chroma Radiance",
     kinds=("comfy.ldm.chroma_radiance.model:ChromaRadiance",),
     plan=Plan(tuple(replace(site, gathers=True) for site in PLAN.sites if site.carries)),
-    tokens=lambda net, *sizes: patches((net.patch_size, net.patch_size), text=True, stream="image")(net, *sizes),
+    patch=lambda net: (net.patch_size, net.patch_size),
 )

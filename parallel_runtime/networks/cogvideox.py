@@ -1,9 +1,7 @@
 """CogVideoX."""
 
-from ..plan import Along, Plan, Site, Tokens, Whole
-from .network import Network, layers, video
-
-VIDEO, TEXT = ("video",), ("text",)
+from ..plan import TEXT, VIDEO, Along, Plan, Site, Tokens, Whole
+from .network import Network
 
 NETWORK = Network(
     name="CogVideoX",
@@ -26,6 +24,5 @@ NETWORK = Network(
     ),
     heads=lambda net: net.num_attention_heads,
     width=lambda net: net.dim,
-    layers=layers("blocks"),
-    tokens=video(1, 2, 2, text=True),
+    patch=(1, 2, 2),
 )

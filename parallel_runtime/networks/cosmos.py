@@ -1,9 +1,7 @@
 """Cosmos Predict2, and Anima, which puts a text adapter before it. Tokens come as [B, frames, rows, columns, C]."""
 
-from ..plan import Along, Plan, Site, Tokens
-from .network import Network, layers, video
-
-VIDEO = ("video",)
+from ..plan import VIDEO, Along, Plan, Site, Tokens
+from .network import Network
 
 PLAN = Plan(
     (
@@ -29,6 +27,5 @@ NETWORK = Network(
     kinds=("comfy.ldm.cosmos.predict2:MiniTrainDIT", "comfy.ldm.anima.model:Anima"),
     plan=PLAN,
     width=lambda net: net.model_channels,
-    layers=layers("blocks"),
-    tokens=video(1, 2, 2),
+    patch=(1, 2, 2),
 )

@@ -1,9 +1,7 @@
 """Cosmos 1. Tokens come as [frames, rows, columns, B, C]; positions are added to them between blocks, whole."""
 
-from ..plan import Along, Plan, Site, Tokens
-from .network import Network, video
-
-VIDEO = ("video",)
+from ..plan import VIDEO, Along, Plan, Site, Tokens
+from .network import Network
 
 NETWORK = Network(
     name="Cosmos 1",
@@ -22,6 +20,5 @@ NETWORK = Network(
         main="video",
     ),
     width=lambda net: net.model_channels,
-    layers=lambda net: net.num_blocks,
-    tokens=video(1, 2, 2),
+    patch=(1, 2, 2),
 )

@@ -1,9 +1,7 @@
 """ERNIE-Image: image and text in one stream. Its attention is called without transformer_options."""
 
-from ..plan import Along, Plan, Site, Tokens, Whole
-from .network import Network, joint, layers
-
-JOINT = ("joint",)
+from ..plan import JOINT, Along, Plan, Site, Tokens, Whole
+from .network import Network
 
 NETWORK = Network(
     name="ERNIE-Image",
@@ -16,6 +14,5 @@ NETWORK = Network(
         main="joint",
         no_options=("comfy.ldm.ernie.model",),
     ),
-    layers=layers("layers"),
-    tokens=joint(1),
+    patch=(1, 1, 1),
 )

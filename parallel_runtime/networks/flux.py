@@ -1,9 +1,8 @@
 """FLUX.1 (dev, schnell, Fill, depth, canny, Kontext, USO) and FLUX.2 (dev, klein): one class, one plan."""
 
-from ..plan import Along, Plan, Site, Slices, Tokens, Whole
-from .network import Network, inputs_of, layers, patches
+from ..plan import IMAGE, TEXT, Along, Plan, Site, Slices, Tokens, Whole
+from .network import Network, inputs_of
 
-IMAGE, TEXT = ("image",), ("text",)
 BOTH = TEXT + IMAGE
 
 # It stays cut between the two stacks, so that residuals, which are added between blocks, fit.
@@ -36,6 +35,5 @@ NETWORK = Network(
     plan=PLAN,
     text_width=inputs_of("txt_in"),
     pooled_width=inputs_of("vector_in.in_layer"),
-    layers=layers("double_blocks", "single_blocks"),
-    tokens=lambda net, *sizes: patches((1, net.patch_size, net.patch_size), text=True, stream="image")(net, *sizes),
+    patch=lambda net: (1, net.patch_size, net.patch_size),
 )

@@ -1,10 +1,9 @@
 """HiDream I1. Each block gets another text beside what it kept of the last: the text stays whole, and is attended to
 in shares."""
 
-from ..plan import Along, Plan, Site, Tokens, Whole
-from .network import Network, image, layers
+from ..plan import IMAGE, TEXT, Along, Plan, Site, Tokens, Whole
+from .network import Network
 
-IMAGE, TEXT = ("image",), ("text",)
 BOTH = IMAGE + TEXT
 
 PLAN = Plan(
@@ -32,6 +31,5 @@ NETWORK = Network(
     plan=PLAN,
     heads=lambda net: net.num_attention_heads,
     width=lambda net: net.inner_dim,
-    layers=layers("double_stream_blocks", "single_stream_blocks"),
-    tokens=image(2),
+    patch=(1, 2, 2),
 )

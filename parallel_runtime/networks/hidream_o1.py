@@ -2,10 +2,10 @@
 behind it; it is left out where the layers kept its keys at an earlier step.
 """
 
-from ..plan import Along, Count, Cross, Plan, Site, Tokens
-from .network import Network, patches
+from ..plan import IMAGE, Along, Count, Cross, Plan, Site, Tokens
+from .network import Network
 
-IMAGE, PREFIX = ("image",), ("prefix",)
+PREFIX = ("prefix",)
 ALL = PREFIX + IMAGE
 POSITIONS = [Along(ALL, -2), Along(IMAGE, -2)]
 
@@ -29,8 +29,6 @@ NETWORK = Network(
     ),
     heads=lambda net: net.text_config.num_attention_heads,
     width=lambda net: net.text_config.num_attention_heads * net.text_config.head_dim,
-    layers=lambda net: net.text_config.num_hidden_layers,
-    tokens=lambda net, shape, text: (
-        patches((net.patch_size, net.patch_size), text=False, stream="image")(net, shape, text) | {"prefix": text}
-    ),
+    patch=lambda net: (net.patch_size, net.patch_size),
+    prompt="prefix",
 )

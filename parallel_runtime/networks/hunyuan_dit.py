@@ -1,9 +1,7 @@
 """Hunyuan DiT. The second half of its blocks is given what the first half left. The text is read as keys only."""
 
-from ..plan import Along, Plan, Site, Tokens, Whole
-from .network import Network, image, layers
-
-IMAGE = ("image",)
+from ..plan import IMAGE, Along, Plan, Site, Tokens, Whole
+from .network import Network
 
 NETWORK = Network(
     name="Hunyuan DiT",
@@ -24,6 +22,5 @@ NETWORK = Network(
         residuals=("output",),
         no_options=("comfy.ldm.hydit.attn_layers",),
     ),
-    layers=layers("blocks"),
-    tokens=image(2, text=False),
+    patch=(1, 2, 2),
 )

@@ -3,10 +3,9 @@
 After the blocks the parent slices reference latents off by whole positions, so each stack ends whole.
 """
 
-from ..plan import Along, Plan, Site, Slices, Tokens
-from .network import Network, layers, patches
+from ..plan import IMAGE, TEXT, Along, Plan, Site, Slices, Tokens
+from .network import Network
 
-IMAGE, TEXT = ("image",), ("text",)
 BOTH = TEXT + IMAGE
 WHOLE = ("vec", "attn_mask")
 
@@ -41,6 +40,5 @@ NETWORK = Network(
     name="HunyuanVideo",
     kinds=("comfy.ldm.hunyuan_video.model:HunyuanVideo",),
     plan=PLAN,
-    layers=layers("double_blocks", "single_blocks"),
-    tokens=lambda net, *sizes: patches(net.patch_size, text=True, stream="image")(net, *sizes),
+    patch=lambda net: net.patch_size,
 )

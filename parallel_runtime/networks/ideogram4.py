@@ -1,9 +1,7 @@
 """Ideogram 4: text and image in one stream, or the image alone."""
 
-from ..plan import Along, Plan, Site, Tokens, Whole
-from .network import Network, inputs_of, joint, layers
-
-JOINT = ("joint",)
+from ..plan import JOINT, Along, Plan, Site, Tokens, Whole
+from .network import Network, inputs_of
 
 NETWORK = Network(
     name="Ideogram 4",
@@ -23,6 +21,5 @@ NETWORK = Network(
     heads=lambda net: net.layers[0].attention.num_heads,
     width=lambda net: net.input_proj.out_features,
     text_width=inputs_of("llm_cond_proj"),
-    layers=layers("layers"),
-    tokens=joint(1),
+    patch=(1, 1, 1),
 )

@@ -1,9 +1,7 @@
 """JoyImage. The parent slices references off right after the blocks, so they end whole."""
 
-from ..plan import Along, Plan, Site, Tokens
-from .network import Network, image, layers
-
-IMAGE, TEXT = ("image",), ("text",)
+from ..plan import IMAGE, TEXT, Along, Plan, Site, Tokens
+from .network import Network
 
 NETWORK = Network(
     name="JoyImage",
@@ -25,6 +23,5 @@ NETWORK = Network(
     ),
     heads=lambda net: net.double_blocks[0].attn.num_attention_heads,
     width=lambda net: net.img_in.out_channels,
-    layers=layers("double_blocks"),
-    tokens=image(2),
+    patch=(1, 2, 2),
 )

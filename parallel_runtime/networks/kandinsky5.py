@@ -1,9 +1,7 @@
 """Kandinsky 5 (image and video). The text has blocks of its own, whole on every rank."""
 
-from ..plan import Along, Plan, Site, Tokens
-from .network import Network, layers, video
-
-VIDEO = ("video",)
+from ..plan import VIDEO, Along, Plan, Site, Tokens
+from .network import Network
 
 PLAN = Plan(
     (
@@ -25,6 +23,5 @@ NETWORK = Network(
     plan=PLAN,
     heads=lambda net: net.visual_transformer_blocks[0].self_attention.num_heads,
     width=lambda net: net.model_dim,
-    layers=layers("visual_transformer_blocks"),
-    tokens=video(1, 2, 2),
+    patch=(1, 2, 2),
 )

@@ -1,9 +1,7 @@
 """Krea 2: text and image in one stream."""
 
-from ..plan import Along, Index, Plan, Site, Tokens, Whole
-from .network import Network, joint, layers
-
-JOINT = ("joint",)
+from ..plan import JOINT, Along, Index, Plan, Site, Tokens, Whole
+from .network import Network
 
 NETWORK = Network(
     name="Krea 2",
@@ -22,6 +20,5 @@ NETWORK = Network(
     ),
     heads=lambda net: net.heads,
     width=lambda net: net.first.out_features,
-    layers=layers("blocks"),
-    tokens=joint(2),
+    patch=(1, 2, 2),
 )

@@ -1,9 +1,8 @@
 """Lens."""
 
-from ..plan import Along, Plan, Site, Tokens, Whole
-from .network import Network, image, layers
+from ..plan import IMAGE, TEXT, Along, Plan, Site, Tokens, Whole
+from .network import Network
 
-IMAGE, TEXT = ("image",), ("text",)
 BOTH = IMAGE + TEXT
 
 NETWORK = Network(
@@ -27,6 +26,5 @@ NETWORK = Network(
     ),
     heads=lambda net: net.transformer_blocks[0].attn.heads,
     width=lambda net: net.inner_dim,
-    layers=layers("transformer_blocks"),
-    tokens=image(1),
+    patch=(1, 1, 1),
 )

@@ -3,10 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..plan import Along, Cross, Plan, Site, Tokens, Whole
-from .network import Network, layers, video
-
-VIDEO, AUDIO = ("video",), ("audio",)
+from ..plan import AUDIO, VIDEO, Along, Cross, Plan, Site, Tokens, Whole
+from .network import Network
 
 LTXV = Network(
     name="LTX-Video",
@@ -26,8 +24,7 @@ LTXV = Network(
     ),
     heads=lambda net: net.num_attention_heads,
     width=lambda net: net.inner_dim,
-    layers=layers("transformer_blocks"),
-    tokens=video(1, 1, 1),
+    patch=(1, 1, 1),
 )
 
 
@@ -75,6 +72,5 @@ LTXAV = Network(
     ),
     heads=lambda net: net.num_attention_heads,
     width=lambda net: net.inner_dim,
-    layers=layers("transformer_blocks"),
-    tokens=video(1, 1, 1),
+    patch=(1, 1, 1),
 )

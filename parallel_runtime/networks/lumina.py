@@ -5,10 +5,8 @@ Z-Image on patches of pixels slices the text off right after the blocks; its dec
 
 from dataclasses import replace
 
-from ..plan import Along, Plan, Site, Slices, Tokens, Whole
-from .network import Network, joint, layers
-
-IMAGE, JOINT = ("image",), ("joint",)
+from ..plan import IMAGE, JOINT, Along, Plan, Site, Slices, Tokens, Whole
+from .network import Network
 
 PLAN = Plan(
     (
@@ -37,8 +35,7 @@ NETWORK = Network(
     plan=PLAN,
     heads=lambda net: net.n_heads,
     width=lambda net: net.dim,
-    layers=layers("noise_refiner", "layers"),
-    tokens=joint(2),
+    patch=(1, 2, 2),
     padded=lambda net: net.patch_size,
 )
 
@@ -47,5 +44,5 @@ PIXELS = replace(
     name="Z-Image in pixels",
     kinds=("comfy.ldm.lumina.model:NextDiTPixelSpace",),
     plan=Plan(tuple(replace(site, gathers=True) for site in PLAN.sites if site.carries), main="joint"),
-    tokens=lambda net, *sizes: joint(net.patch_size)(net, *sizes),
+    patch=lambda net: (1, net.patch_size, net.patch_size),
 )

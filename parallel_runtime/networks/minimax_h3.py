@@ -1,9 +1,7 @@
 """MiniMax H3: text, conditions, audio and video in one stream of tokens without a batch."""
 
-from ..plan import Along, Plan, Site, Slices, Tokens, Whole
-from .network import Network, joint, layers
-
-JOINT = ("joint",)
+from ..plan import JOINT, Along, Plan, Site, Slices, Tokens, Whole
+from .network import Network
 
 NETWORK = Network(
     name="MiniMax H3",
@@ -22,6 +20,5 @@ NETWORK = Network(
     ),
     heads=lambda net: net.blocks[0].attn.heads,
     width=lambda net: net.blocks[0].attn.heads * net.blocks[0].attn.head_dim,
-    layers=layers("blocks"),
-    tokens=joint(2),
+    patch=(1, 2, 2),
 )

@@ -1,10 +1,8 @@
 """MiniMax Music 3: it runs over windows of a long piece, one after the other. Its attention is called without
 transformer_options."""
 
-from ..plan import Along, Plan, Site, Tokens
-from .network import Network, patches
-
-AUDIO = ("audio",)
+from ..plan import AUDIO, Along, Plan, Site, Tokens
+from .network import Network
 
 NETWORK = Network(
     name="MiniMax Music 3",
@@ -24,6 +22,5 @@ NETWORK = Network(
     ),
     heads=lambda net: net.diffusion_transformer.transformer.layers[0].self_attn.num_heads,
     width=lambda net: net.diffusion_transformer.transformer.project_in.out_features,
-    layers=lambda net: len(net.diffusion_transformer.transformer.layers),
-    tokens=patches((1,), text=False, stream="audio"),
+    patch=(1,),
 )

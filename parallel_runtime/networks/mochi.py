@@ -1,9 +1,9 @@
 """Mochi. Of the text, which is whole on every rank, only so many first tokens are attended to: the prompt's."""
 
-from ..plan import Along, Count, Plan, Site, Tokens, Whole
-from .network import Network, layers, video
+from ..plan import TEXT, VIDEO, Along, Count, Plan, Site, Tokens, Whole
+from .network import Network
 
-VIDEO, TEXT, PROMPT = ("video",), ("text",), ("prompt",)
+PROMPT = ("prompt",)
 
 NETWORK = Network(
     name="Mochi",
@@ -28,6 +28,5 @@ NETWORK = Network(
         replicated=frozenset(TEXT + PROMPT),
     ),
     width=lambda net: net.hidden_size_x,
-    layers=layers("blocks"),
-    tokens=video(1, 2, 2, text=True),
+    patch=(1, 2, 2),
 )

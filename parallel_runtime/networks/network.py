@@ -1,41 +1,56 @@
 """The shape of a network's file: whose plan it is, and what planning asks of the network. Imports no torch.
 
-A network is asked as an object, which may be without weights: `heads`, `layers` and `tokens` read its attributes.
+A network is asked as an object, which may be without weights: what is asked reads its attributes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from math import prod
 from typing import Any
 
-from ..plan import Names, Plan
-
-Tokens = Callable[[Any, Sequence[int], int], dict[str, int]]
+from ..plan import JOINT, Names, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
     """One architecture. `kinds` are its classes, "module:qualified name".
 
-    `heads`: of its attention. `width`: heads x head size. `layers`: blocks that run one after another. `tokens`: what a
-    latent of this shape, [B, C, (T,) H, W], and so many text tokens make of each stream that the plan cuts.
-    `text_width` and `pooled_width` are those of a prompt, None where the network does not say. `fits`: whether the plan
-    is for this one of the class; it runs undivided if not. `padded`: to multiples of what the latent is padded that
-    patches between its blocks are shown.
+    `patch`: how many of a latent's last dims (frames, rows, columns) make a token; or what says so of a network.
+    `prompt`: the stream of the text's tokens, if the plan cuts it. `heads`: of its attention. `width`: heads x head
+    size. `text_width` and `pooled_width` are those of a prompt, None where the network does not say. `fits`: whether
+    the plan is for this one of the class; it runs undivided if not. `padded`: to multiples of what the latent is padded
+    that patches between its blocks are shown.
     """
 
     name: str
     kinds: Names
     plan: Plan
+    patch: Sequence[int] | Callable[[Any], Sequence[int]]
+    prompt: str = "text"
     heads: Callable[[Any], int] = lambda net: net.num_heads
     width: Callable[[Any], int] = lambda net: net.hidden_size
-    layers: Callable[[Any], int]
-    tokens: Tokens
     text_width: Callable[[Any], int | None] = lambda net: None
     pooled_width: Callable[[Any], int | None] = lambda net: None
     fits: Callable[[Any], bool] = lambda net: True
     padded: Callable[[Any], int] = lambda net: 1
+
+    def layers(self, net: Any) -> int:
+        """Blocks that run one after another and attend; of those beside others, such as have the latent's tokens."""
+        stacks = [site for site in self.plan.sites if site.carries and (site.attends or site.within)]
+        of_latent = [site for site in stacks if not site.beside or any(self.plan.main in of for *_, of in site.carries)]
+        return sum(len(reduce(getattr, site.name.split("."), net)) for site in of_latent)
+
+    def tokens(self, net: Any, latent_shape: Sequence[int], text: int) -> dict[str, int]:
+        """What a latent of this shape, [B, C, (T,) H, W], and so much text make of the streams that are cut."""
+        patch = self.patch(net) if callable(self.patch) else self.patch
+        sides = zip(reversed(latent_shape[2:]), reversed(patch), strict=False)
+        count = prod(-(-size // side) for size, side in sides)
+        if self.plan.main in JOINT:
+            return {self.plan.main: count + text}
+        return {self.plan.main: count} | ({self.prompt: text} if self.prompt in self.plan.streams else {})
 
 
 def inputs_of(path: str) -> Callable[[Any], int | None]:
@@ -47,34 +62,3 @@ def inputs_of(path: str) -> Callable[[Any], int | None]:
         return getattr(net, "in_features", None)
 
     return width
-
-
-def layers(*stacks: str) -> Callable[[Any], int]:
-    """The blocks of these lists."""
-    return lambda net: sum(len(getattr(net, stack)) for stack in stacks)
-
-
-def image(patch: int, text: bool = True, stream: str = "image") -> Tokens:
-    """Squares of `patch` pixels, frame by frame, and the text if it is cut too."""
-    return patches((1, patch, patch), text=text, stream=stream)
-
-
-def video(*patch: int, text: bool = False) -> Tokens:
-    """Boxes of `patch` frames, rows and columns, and the text if it is cut too."""
-    return patches(patch, text=text, stream="video")
-
-
-def joint(patch: int) -> Tokens:
-    """Squares of an image in one stream with the text."""
-    alone = image(patch, text=False)
-    return lambda net, latent_shape, text: {"joint": alone(net, latent_shape, text)["image"] + text}
-
-
-def patches(patch: Sequence[int], *, text: bool, stream: str) -> Tokens:
-    def tokens(_: Any, latent_shape: Sequence[int], text_tokens: int) -> dict[str, int]:
-        count = 1
-        for size, side in zip(reversed(latent_shape[2:]), reversed(patch), strict=False):
-            count *= -(-size // side)
-        return {stream: count, "text": text_tokens} if text else {stream: count}
-
-    return tokens

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from ..plan import Along, Plan, Site, Tokens, Whole
-from .network import Network, joint, layers
+from ..plan import IMAGE, JOINT, Along, Plan, Site, Tokens, Whole
+from .network import Network
 
-IMAGE, REFERENCES, JOINT = ("image",), ("references",), ("joint",)
+REFERENCES = ("references",)
 
 
 def refiner(name: str, streams: tuple[str, ...], **more: Any) -> Site:
@@ -43,6 +43,5 @@ NETWORK = Network(
     kinds=("comfy.ldm.omnigen.omnigen2:OmniGen2Transformer2DModel",),
     plan=PLAN,
     heads=lambda net: net.layers[0].attn.heads,
-    layers=layers("noise_refiner", "layers"),
-    tokens=joint(2),
+    patch=(1, 2, 2),
 )

@@ -1,9 +1,7 @@
 """PixArt alpha and sigma. The text is read as keys only. Its attention is called without transformer_options."""
 
-from ..plan import Plan, Site, Tokens, Whole
-from .network import Network, image, layers
-
-IMAGE = ("image",)
+from ..plan import IMAGE, Plan, Site, Tokens, Whole
+from .network import Network
 
 NETWORK = Network(
     name="PixArt",
@@ -21,6 +19,5 @@ NETWORK = Network(
         ),
         no_options=("comfy.ldm.pixart.blocks",),
     ),
-    layers=layers("blocks"),
-    tokens=image(2, text=False),
+    patch=(1, 2, 2),
 )

@@ -3,10 +3,8 @@
 PiD mixes what it knows of the small picture into the patches between blocks, by modules of its own.
 """
 
-from ..plan import Along, Plan, Site, Tokens
-from .network import Network, inputs_of, layers, patches
-
-IMAGE, TEXT = ("image",), ("text",)
+from ..plan import IMAGE, TEXT, Along, Plan, Site, Tokens
+from .network import Network, inputs_of
 
 BLOCKS = Site(
     "patch_blocks",
@@ -25,8 +23,7 @@ def pixels(name: str, kind: str, *sites: Site) -> Network:
         plan=Plan((*sites, BLOCKS)),
         heads=lambda net: net.num_groups,
         text_width=inputs_of("y_embedder.proj"),
-        layers=layers("patch_blocks"),
-        tokens=lambda net, *sizes: patches((net.patch_size, net.patch_size), text=True, stream="image")(net, *sizes),
+        patch=lambda net: (net.patch_size, net.patch_size),
     )
 
 

@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-from ..plan import Along, Index, Plan, Site, Tokens, Whole
-from .network import Network, image, inputs_of, layers
+from ..plan import IMAGE, TEXT, Along, Index, Plan, Site, Tokens, Whole
+from .network import Network, inputs_of
 
-IMAGE, TEXT = ("image",), ("text",)
 BOTH = TEXT + IMAGE
 
 PLAN = Plan(
@@ -33,10 +32,9 @@ NETWORK = Network(
     heads=lambda net: net.transformer_blocks[0].attn.heads,
     width=lambda net: net.inner_dim,
     text_width=inputs_of("txt_in"),
-    layers=layers("transformer_blocks"),
-    tokens=image(2),
+    patch=(1, 2, 2),
 )
 
 MAGE_FLOW = replace(
-    NETWORK, name="Mage-Flow", kinds=("comfy.ldm.mage_flow.model:MageFlowTransformer2DModel",), tokens=image(1)
+    NETWORK, name="Mage-Flow", kinds=("comfy.ldm.mage_flow.model:MageFlowTransformer2DModel",), patch=(1, 1, 1)
 )

@@ -1,9 +1,7 @@
 """SD3 and SD3.5. Blocks of the medium model attend a second time, to the image alone."""
 
-from ..plan import Plan, Site, Tokens, Whole
-from .network import Network, image, inputs_of, layers
-
-IMAGE, TEXT = ("image",), ("text",)
+from ..plan import IMAGE, TEXT, Plan, Site, Tokens, Whole
+from .network import Network, inputs_of
 
 PLAN = Plan(
     (
@@ -23,6 +21,5 @@ NETWORK = Network(
     plan=PLAN,
     text_width=inputs_of("context_embedder"),
     pooled_width=inputs_of("y_embedder.mlp.0"),
-    layers=layers("joint_blocks"),
-    tokens=image(2),
+    patch=(1, 2, 2),
 )

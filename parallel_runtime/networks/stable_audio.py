@@ -1,9 +1,7 @@
 """Stable Audio: one stream, with what stands for the whole of it in front."""
 
-from ..plan import Along, Plan, Site, Tokens
-from .network import Network, patches
-
-AUDIO = ("audio",)
+from ..plan import AUDIO, Along, Plan, Site, Tokens
+from .network import Network
 
 NETWORK = Network(
     name="Stable Audio",
@@ -27,8 +25,7 @@ NETWORK = Network(
     ),
     heads=lambda net: net.transformer.layers[0].self_attn.num_heads,
     width=lambda net: net.transformer.dim,
-    layers=lambda net: len(net.transformer.layers),
-    tokens=patches((1,), text=False, stream="audio"),
+    patch=(1,),
     fits=lambda net: (
         not any(getattr(part, "feat_scale", False) or hasattr(part, "depthwise_conv") for part in net.modules())
     ),

@@ -6,10 +6,9 @@ Those that follow a face, a voice or music (Animate, S2V, HuMo, Dancer) have tok
 
 from dataclasses import replace
 
-from ..plan import Along, Frames, Plan, Site, Tokens, Whole
-from .network import Network, inputs_of, layers, video
+from ..plan import VIDEO, Along, Frames, Plan, Site, Tokens, Whole
+from .network import Network, inputs_of
 
-VIDEO = ("video",)
 BLOCKS = Site(
     "blocks",
     {"x": Tokens(VIDEO), "e": Along(VIDEO, per=True, ndim=4), "freqs": Along(VIDEO)},
@@ -31,8 +30,7 @@ NETWORK = Network(
     plan=Plan((BLOCKS, HEAD), main="video"),
     width=lambda net: net.dim,
     text_width=inputs_of("text_embedding.0"),
-    layers=layers("blocks"),
-    tokens=video(1, 2, 2),
+    patch=(1, 2, 2),
 )
 
 VACE_BLOCKS = replace(
@@ -48,7 +46,6 @@ VACE = replace(
     name="Wan VACE",
     kinds=("comfy.ldm.wan.model:VaceWanModel",),
     plan=Plan((BLOCKS, VACE_BLOCKS, HEAD), main="video"),
-    layers=layers("blocks", "vace_blocks"),
 )
 
 

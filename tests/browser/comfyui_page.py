@@ -32,6 +32,7 @@ SETTINGS = {  # a newcomer gets a dialog first; the others are as a fresh profil
     "Comfy.Locale": "en",
     "Comfy.ColorPalette": "dark",
     "Comfy.VueNodes.Enabled": False,
+    "Comfy.RightSidePanel.IsOpen": False,  # the server keeps what the test before has left
 }
 VIEW = {"width": 1640, "height": 1000}
 RUN_MILLISECONDS = 180_000

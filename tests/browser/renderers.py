@@ -12,3 +12,4 @@ BOTH = pytest.mark.parametrize(
     ],
     indirect=True,
 )
+NODES_2 = pytest.mark.parametrize("page", [{"Comfy.VueNodes.Enabled": True}], ids=["Nodes 2.0"], indirect=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from .graphs import put, wait_until_drawn
 from .renderers import BOTH
 
@@ -63,6 +65,31 @@ def test_it_says_what_its_values_make_and_turns_red_with_the_reason(page: Any) -
         wait_until_drawn(page)
         heights.append(page.evaluate(HEIGHT))
     assert heights[1] == heights[3], "it grows and grows"
+
+
+@BOTH
+def test_a_wrong_one_has_the_nearest_that_works_as_a_button(page: Any) -> None:
+    put(page, [["CPParallelConfig", 0, 0, {"ring_degree": 3, "ulysses_degree": 2, "devices": "cpu,cpu,cpu,cpu"}]])
+    page.wait_for_selector(".cp-summary.cp-bad")
+    use = page.locator(".cp-out").get_by_role("button", name="Use ring_degree 2")
+    wait_until_drawn(page)
+    shown, button = page.locator(SUMMARY).bounding_box(), use.bounding_box()
+    assert button["y"] + button["height"] <= shown["y"] + shown["height"] + 1, "it is cut off"
+    use.click()
+    page.wait_for_function(SAYS, arg="4 CPU workers")
+    assert page.locator(".cp-out button").count() == 0
+    assert not page.evaluate(ERROR)
+
+
+@pytest.mark.parametrize("page", [{"Comfy.Locale": "zh"}], indirect=True)
+def test_why_it_cannot_work_is_said_in_the_users_language(page: Any) -> None:
+    put(page, [["CPParallelConfig", 0, 0, {"ring_degree": 3, "ulysses_degree": 1, "devices": "cpu,cpu"}]])
+    page.wait_for_selector(".cp-summary.cp-bad")
+    said = page.locator(".cp-what").inner_text()
+    assert said == (
+        "ring_degree 3 x ulysses_degree 1 需要 3 个工作进程，但只有 2 个设备：cpu, cpu。最接近的可行设置是 "  # noqa: RUF001
+        "ring_degree 2 x ulysses_degree 1"
+    )
 
 
 @BOTH

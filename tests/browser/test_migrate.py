@@ -99,13 +99,18 @@ def test_the_config_that_is_there_is_connected_and_undo_takes_both_back(page: An
     put_sampler(page)
     page.evaluate(ADD_CONFIG)
     before = page.evaluate(KINDS)
+    by_command, _ = migrated(page.evaluate(SAVED))
     page.evaluate(SELECT)
     page.evaluate("() => app.extensionManager.command.execute('CPSampler.Migrate')")
     config = "() => app.graph.nodes.find(node => node.type === 'CPSampler')?.getInputNode(4)?.type"
     assert page.evaluate(config) == "CPParallelConfig"
+    by_click = plain(page.evaluate(PROMPT))
     page.keyboard.press("Escape")
     page.keyboard.press("Control+z")
     page.wait_for_function(f"!({KINDS})().includes('CPSampler')")
     assert sorted(page.evaluate(KINDS)) == sorted(before)
     links = "() => app.graph.nodes.find(one => one.type === 'CPParallelConfig').outputs[0].links ?? []"
     assert page.evaluate(links) == []
+
+    page.evaluate("async workflow => app.loadGraphData(workflow)", by_command)
+    assert plain(page.evaluate(PROMPT)) == by_click

@@ -46,6 +46,41 @@ BOXES = """() => ['[data-testid="error-overlay"]', '.cp-toast'].map(one => docum
     .map(found => found?.getBoundingClientRect()).map(box => box && [box.top, box.bottom])"""
 
 
+KEEP_COUNT = """() => {
+    window.kept = [];
+    const ours = () => new Error().stack.includes('/extensions/context-parallel-sampler/');
+    const keep = one => { if (ours()) window.kept.push(one); };
+    const drop = one => { window.kept = window.kept.filter(other => other !== one); };
+    const { add, delete: remove } = Set.prototype;
+    Set.prototype.add = function (one) { if (typeof one === 'function') keep(one); return add.call(this, one); };
+    Set.prototype.delete = function (one) { drop(one); return remove.call(this, one); };
+    const { setInterval, clearInterval } = window;
+    window.setInterval = (...given) => { const timer = setInterval(...given); keep(timer); return timer; };
+    window.clearInterval = timer => { drop(timer); clearInterval(timer); };
+    for (const owner of [window, document, app.api]) {
+        const { addEventListener, removeEventListener } = owner;
+        owner.addEventListener = function (...given) { keep(given[1]); return addEventListener.apply(this, given); };
+        owner.removeEventListener = function (...given) {
+            drop(given[1]);
+            return removeEventListener.apply(this, given);
+        };
+    }
+}"""  # listeners and timers of ours, while there are any
+GLANCE = """async () => {
+    const painted = () => new Promise(requestAnimationFrame);
+    const toggle = () => app.extensionManager.sidebarTab.toggleSidebarTab('cp-workers');
+    const began = performance.now();
+    toggle();
+    while (!document.querySelector('.cp-panel .cp-state')?.textContent) await painted();
+    await painted();
+    const took = performance.now() - began, held = window.kept.length;
+    toggle();
+    while (document.querySelector('.cp-panel')) await painted();
+    return [took, held];
+}"""
+PAINT_MILLISECONDS = 100
+
+
 def run_long(server: Server) -> None:
     server.client.queue(sampling_graph(LONG, "CPSampler", TWO))
 
@@ -153,6 +188,14 @@ def press(page: Any, name: str) -> None:
             page.keyboard.press("Space")
             return
     raise AssertionError(f"Tab does not reach {name}")
+
+
+def test_it_is_there_at_once_and_keeps_no_listener_and_no_timer_once_it_is_closed(page: Any) -> None:
+    page.evaluate(KEEP_COUNT)
+    took, held = zip(*(page.evaluate(GLANCE) for _ in range(6)), strict=True)
+    assert min(took) < PAINT_MILLISECONDS, took
+    assert min(held) > 0
+    assert page.evaluate("window.kept.length") == 0
 
 
 def test_diagnostics_hold_the_state_and_no_secret(page: Any, server: Server) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+import pytest
 
 from .graphs import LATENT, LOADER, PROMPT, put, wait_until_drawn
 from .renderers import BOTH
 
 RUN = "queue-button"
+COST = ".cp-cost"
 CONFIG = """() => Object.fromEntries(app.graph.nodes.find(node => node.type === 'CPParallelConfig')
     .widgets.map(widget => [widget.name, widget.value]))"""
 
@@ -19,12 +23,13 @@ def test_a_refusal_comes_first_and_its_button_leads_to_the_picture_and_to_times(
     links = [[0, 0, 4, "model"], [1, 0, 4, "positive"], [2, 0, 4, "latent_image"], [3, 0, 4, "cp_config"]]
     put(page, [LOADER, PROMPT, LATENT, config, plan], links)
     assert "Run it" in page.locator(".cp-plan").inner_text()
+    assert "takes 4 steps on 1, 2, 4, ... devices" in page.locator(COST).inner_text(), "before anybody presses Measure"
     page.get_by_test_id(RUN).click()
     page.wait_for_selector(".cp-trouble")
     report = page.locator(".cp-report > *")
     assert "ring_degree 2 x ulysses_degree 2 needs 4 workers" in report.nth(0).inner_text()
     assert page.locator(".cp-picture").count() == 0, "of what will not run"
-    page.get_by_role("button", name="Use ring_degree 1").click()
+    page.locator(".cp-report").get_by_role("button", name="Use ring_degree 1").click()
     assert page.evaluate(CONFIG)["ring_degree"] == 1
     assert "Run it again" in report.nth(1).inner_text()
 
@@ -44,11 +49,25 @@ def test_a_refusal_comes_first_and_its_button_leads_to_the_picture_and_to_times(
     assert page.locator(".cp-note").count() >= 1, "two workers share this machine's cores"
     assert picture.get_attribute("aria-label")
 
+    assert "takes 4 steps on 1, 2 CPU workers, one after the other" in page.locator(COST).inner_text()
     page.get_by_role("button", name="Measure", exact=True).click()
     page.wait_for_selector(".cp-chart")
+    assert re.search(r"about (\d+ min )?\d+ s\.", page.locator(COST).inner_text())
     assert page.locator(".cp-who").all_inner_texts() == ["1 CPU worker", "2 CPU workers, ulysses 2"]
     assert all("s a step" in took for took in page.locator(".cp-took").all_inner_texts())
     assert "times as fast" not in page.locator(".cp-chart").inner_text(), "they share this machine's cores"
+
+
+@pytest.mark.parametrize("page", [{"Comfy.Locale": "ja"}], indirect=True)
+def test_it_speaks_the_users_language_refusals_too(page: Any) -> None:
+    config = ["CPParallelConfig", 340, 0, {"ring_degree": 2, "ulysses_degree": 2, "devices": "cpu,cpu"}]
+    links = [[0, 0, 4, "model"], [1, 0, 4, "positive"], [2, 0, 4, "latent_image"], [3, 0, 4, "cp_config"]]
+    put(page, [LOADER, PROMPT, LATENT, config, ["CPPlan", 700, 0, {"cfg": 1.0}]], links)
+    page.get_by_test_id(RUN).click()
+    page.wait_for_selector(".cp-trouble")
+    said = [page.locator(".cp-trouble").inner_text(), *page.locator(".cp-table td").all_inner_texts()]
+    assert said[0].startswith("この CP Parallel Config では動作しません：ring_degree 2 x ulysses_degree 2 には 4 個の")  # noqa: RUF001
+    assert not [one for one in said if re.search(r"\b(the|of|with|worker|workers)\b", one)], "these are English"
 
 
 def test_a_model_that_cannot_run_is_said_without_a_picture_and_stays_on_the_node(page: Any) -> None:

@@ -8,6 +8,7 @@ from .comfyui_page import TOAST
 from .graphs import TEXT, put_sampler
 from .renderers import BOTH
 
+SETTLED_MILLISECONDS = 1500  # ComfyUI's own message has come by then
 SELECTED = "() => [...app.canvas.selectedItems].map(node => node.type)"
 CONFIG = """() => {
     const config = LiteGraph.createNode('CPParallelConfig');
@@ -34,6 +35,9 @@ def test_a_click_selects_the_config_that_cannot_work(page: Any) -> None:
     toast = page.locator(TOAST).filter(has_text="The run was refused")
     toast.wait_for()
     assert "ring_degree 3 x ulysses_degree 1 needs 3 workers" in toast.inner_text()
+    page.wait_for_timeout(SETTLED_MILLISECONDS)
+    assert page.get_by_test_id("error-overlay").count() == 0, "the same run is told of twice"
+    assert toast.is_visible()
     page.get_by_role("button", name="Show CP Parallel Config").click()
     assert page.evaluate(SELECTED) == ["CPParallelConfig"]
     page.wait_for_function(IN_SIGHT, arg="CPParallelConfig")

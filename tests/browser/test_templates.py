@@ -13,6 +13,8 @@ from PIL import Image
 from ..comfyui.client import NodeError
 from ..comfyui.server import Server
 from .comfyui_page import EXAMPLE, OPEN
+from .graphs import wait_until_drawn
+from .renderers import NODES_2
 from .templates.catalogue import templates
 from .templates.edits import EXAMPLE as PICTURE
 from .templates.graph import Link, Node, Template
@@ -20,10 +22,19 @@ from .templates.graph import Link, Node, Template
 FOLDER = EXAMPLE.parent
 MADE = [template for template in templates() if (FOLDER / f"{template.file}.json").is_file()]
 DYNAMIC = {"format", "codec"}
-OVERLAPS = """() => app.graph.nodes.flatMap((one, index, all) => all.slice(index + 1).filter(other => {
-    const [a, b] = [one, other].map(node => [node.pos[0], node.pos[1] - 30, node.size[0], node.size[1] + 30]);
-    return a[0] < b[0] + b[2] && b[0] < a[0] + a[2] && a[1] < b[1] + b[3] && b[1] < a[1] + a[3];
-}).map(other => [one.title, other.title]))"""
+OVERLAPS = """() => {
+    const drawn = node => document.querySelector(`[data-node-id="${node.id}"]`).getBoundingClientRect();
+    const box = node => LiteGraph.vueNodesMode
+        ? [drawn(node).x, drawn(node).y, drawn(node).width, drawn(node).height]
+        : [node.pos[0], node.pos[1] - 30, node.size[0], node.size[1] + 30];
+    return app.graph.nodes.flatMap((one, index, all) => all.slice(index + 1).filter(other => {
+        const [a, b] = [box(one), box(other)];
+        return a[0] < b[0] + b[2] && b[0] < a[0] + a[2] && a[1] < b[1] + b[3] && b[1] < a[1] + a[3];
+    }).map(other => [one.title, other.title]));
+}"""
+LISTED = """prefix => [...document.querySelectorAll(`[data-testid^="${prefix}"]`)]
+    .map(card => card.dataset.testid.replace(prefix, ''))"""
+CARD = "template-workflow-"
 PROMPT = "async () => (await app.graphToPrompt()).output"
 
 
@@ -40,6 +51,23 @@ def test_a_note_names_every_file_and_where_it_goes(template: Template) -> None:
     assert template.files
     for file in template.files:
         assert f"`models/{file.folder}/` [{file.name}](https://huggingface.co/" in note
+
+
+def test_they_are_listed_by_their_numbers_the_demo_first(page: Any) -> None:
+    page.evaluate("() => app.extensionManager.command.execute('Comfy.BrowseTemplates')")
+    page.get_by_text("context-parallel-sampler").first.click()
+    page.wait_for_selector(f'[data-testid="{CARD}{Path(EXAMPLE).stem}"]')
+    listed = page.evaluate(LISTED, CARD)
+    assert listed[0] == Path(EXAMPLE).stem
+    assert listed == sorted(listed)
+
+
+@NODES_2
+def test_none_of_their_nodes_overlap_in_nodes_2_either(page: Any) -> None:
+    for path in sorted(FOLDER.glob("*.json")):
+        page.evaluate(OPEN, json.loads(path.read_text()))
+        wait_until_drawn(page)
+        assert page.evaluate(OVERLAPS) == [], path.name
 
 
 def test_every_workflow_opens_whole_and_could_be_queued(page: Any, server: Server) -> None:

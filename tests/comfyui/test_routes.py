@@ -160,6 +160,7 @@ def test_a_config_is_checked_as_the_sampler_would(server: Server) -> None:
     assert (good["workers"], good["reason"]) == (4, "")
     bad = server.client.post("/cp/check", ring_degree=3, ulysses_degree=1, devices="cpu,cpu")
     assert "ring_degree 3" in bad["reason"]
+    assert bad["fix"] == [{"name": "ring_degree", "value": 2, "automatic": False}]
     with pytest.raises(NodeError, match="ring_degree is 'three'"):
         server.client.post("/cp/check", ring_degree="three")
     with pytest.raises(NodeError, match="ring_degree is True"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,42 +16,28 @@ Run = Callable[[], Any]
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
-class Graph(Protocol):
-    """A recorded run. `out` is what the run returned: memory that each replay writes anew. `nbytes` of the device stay
-    taken until the graph is gone."""
-
-    out: Any
-    nbytes: int
-
-    def replay(self) -> None:
-        """The same work again, on what its inputs hold now."""
-
-
-class Recorder(Protocol):
+class Recorder:
     """Records for one network: its graphs share their memory, since they run one after another."""
 
-    def rehearse(self, run: Run) -> Any:
-        """Run it as it is, and note what recording it will need. What it returned."""
-
-    def record(self, run: Run) -> Graph:
-        """Collective where `run` is. Raises RuntimeError where it cannot be recorded; nothing of it ran then."""
-
-
-class CudaRecorder:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._constants = Constants()
 
     def rehearse(self, run: Run) -> Any:
+        """Run it as it is, and note what recording it will need. What it returned."""
         self._constants = Constants()
         with self._constants:
             return run()
 
     def record(self, run: Run) -> Graph:
-        return _CudaGraph(run, self._pool, self._constants)
+        """Collective where `run` is. Raises RuntimeError where it cannot be recorded; nothing of it ran then."""
+        return Graph(run, self._pool, self._constants)
 
 
-class _CudaGraph:
+class Graph:
+    """A recorded run. `out` is what the run returned: memory that each replay writes anew. `nbytes` of the device stay
+    taken until the graph is gone."""
+
     def __init__(self, run: Run, pool: Any, constants: Constants) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._constants = constants  # what is copied in each replay stays where it is
@@ -77,6 +63,7 @@ class _CudaGraph:
         self.nbytes = max(0, torch.cuda.memory_reserved() - before)
 
     def replay(self) -> None:
+        """The same work again, on what its inputs hold now."""
         self._graph.replay()
 
 
@@ -154,4 +141,4 @@ def _without(words: dict[str, Any], name: str) -> dict[str, Any]:
 
 def recorder_for(device: torch.device) -> Recorder | None:
     """What records on this device; None where there is nothing of the kind."""
-    return CudaRecorder() if device.type == "cuda" else None
+    return Recorder() if device.type == "cuda" else None

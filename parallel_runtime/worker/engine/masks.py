@@ -19,20 +19,22 @@ Spans = tuple[tuple[int, int], ...]  # of keys: (start, size) of each
 
 
 class Mask:
-    """The mask of all keys of an attention, for the queries of this rank: bool or additive float.
+    """The mask of all keys of an attention, for the queries of this rank: `pairs` [1 or B, 1 or heads, 1 or queries,
+    keys], bool or additive float, keys in context order.
 
-    What layers ask for again and again is made once. A kind of mask says how: `_block`, `_heads`, `_dead`, `_hides`.
-    `told_apart` is the same on all ranks, however few heads and queries one has.
+    What layers ask for again and again is made once. `told_apart` is the same on all ranks, however few heads and
+    queries one has.
     """
 
-    def __init__(self, told_apart: ToldApart) -> None:
+    def __init__(self, pairs: Tensor, told_apart: ToldApart) -> None:
+        self.pairs = pairs
         self.told_apart = told_apart
         self._made: dict[Hashable, Any] = {}
 
     def block(self, start: int, size: int) -> Tensor:
         """[1 or B, 1 or heads, 1 or queries, size] of the keys from `start` on, as scaled_dot_product_attention
         takes it."""
-        return self._once(("block", start, size), lambda: self._block(start, size))
+        return self._once(("block", start, size), lambda: self.pairs[..., start : start + size].contiguous())
 
     def bias(self, spans: Spans, dtype: torch.dtype) -> Tensor:
         """The same as a finite bias, see `additive`, of the keys of several such spans, one after the other."""
@@ -44,53 +46,41 @@ class Mask:
 
     def heads(self, start: int, size: int) -> Mask:
         """The same for some of the heads."""
-        return self._once(("heads", start, size), lambda: self._heads(start, size))
+        if self.pairs.shape[1] == 1:
+            return self
+        return self._once(("heads", start, size), lambda: Mask(self.pairs[:, start : start + size], self.told_apart))
 
     def dead(self) -> Tensor:
         """[1 or B, 1 or queries, 1 or heads, 1]: True where a query has no key at all; then its output is zero."""
         return self._once("dead", self._dead)
 
+    def _dead(self) -> Tensor:
+        alive = self.pairs if self.pairs.dtype == torch.bool else self.pairs > -torch.inf
+        return ~alive.any(dim=-1, keepdim=True).transpose(1, 2)
+
     def hides(self, start: int, size: int) -> bool:
         """Whether it is known that no query sees these keys."""
-        return self._once(("hides", start, size), lambda: self._hides(start, size))
+        return self._once(("hides", start, size), lambda: known_to_hide(self.pairs[..., start : start + size]))
 
     def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
-    def _block(self, start: int, size: int) -> Tensor:
-        raise NotImplementedError
-
-    def _heads(self, start: int, size: int) -> Mask:
-        raise NotImplementedError
-
-    def _dead(self) -> Tensor:
-        raise NotImplementedError
-
-    def _hides(self, start: int, size: int) -> bool:
-        raise NotImplementedError
-
 
 class KeyMask(Mask):
-    """The same for all queries: `keys` [S, B, 1 or heads] in context order."""
+    """The same for all queries, of `keys` [S, B, 1 or heads]."""
 
-    def __init__(self, keys: Tensor, told_apart: ToldApart | None = None) -> None:
-        super().__init__(told_apart or (keys.dtype, keys.shape[1] > 1, keys.shape[2] > 1, False))
+    def __init__(self, keys: Tensor) -> None:
+        super().__init__(keys.permute(1, 2, 0).unsqueeze(2), (keys.dtype, keys.shape[1] > 1, keys.shape[2] > 1, False))
         self.keys = keys
 
-    def _block(self, start: int, size: int) -> Tensor:
-        return self.keys[start : start + size].permute(1, 2, 0).unsqueeze(2).contiguous()
 
-    def _heads(self, start: int, size: int) -> KeyMask:
-        return self if self.keys.shape[2] == 1 else KeyMask(self.keys[:, :, start : start + size], self.told_apart)
+class PairMask(Mask):
+    """Another for each query of this rank's Ulysses group."""
 
-    def _dead(self) -> Tensor:
-        alive = self.keys if self.keys.dtype == torch.bool else self.keys > -torch.inf
-        return ~alive.any(dim=0)[:, None, :, None]
-
-    def _hides(self, start: int, size: int) -> bool:
-        return known_to_hide(self.keys[start : start + size])
+    def __init__(self, pairs: Tensor) -> None:
+        super().__init__(pairs, (pairs.dtype, pairs.shape[0] > 1, pairs.shape[1] > 1, True))
 
 
 def known_to_hide(mask: Tensor) -> bool:
@@ -156,27 +146,6 @@ def _slice(keys: Tensor, lengths: Sequence[int], axis: Axis, index: int) -> Tens
     """What rank `index` has of the keys of all streams."""
     ranges = [chunk_range(length, axis.parts, index) for length in lengths]
     return torch.cat([part.narrow(0, *own) for part, own in zip(keys.split(list(lengths)), ranges, strict=True)])
-
-
-class PairMask(Mask):
-    """[1 or B, 1 or heads, queries of this rank's Ulysses group, all keys in context order], bool or additive float."""
-
-    def __init__(self, pairs: Tensor, told_apart: ToldApart | None = None) -> None:
-        super().__init__(told_apart or (pairs.dtype, pairs.shape[0] > 1, pairs.shape[1] > 1, True))
-        self.pairs = pairs
-
-    def _block(self, start: int, size: int) -> Tensor:
-        return self.pairs[..., start : start + size].contiguous()
-
-    def _heads(self, start: int, size: int) -> PairMask:
-        return self if self.pairs.shape[1] == 1 else PairMask(self.pairs[:, start : start + size], self.told_apart)
-
-    def _dead(self) -> Tensor:
-        alive = self.pairs if self.pairs.dtype == torch.bool else self.pairs > -torch.inf
-        return ~alive.any(dim=-1, keepdim=True).transpose(1, 2)
-
-    def _hides(self, start: int, size: int) -> bool:
-        return known_to_hide(self.pairs[..., start : start + size])
 
 
 def pair_mask(mask: Tensor, queries: Sequence[int], keys: Sequence[int], mesh: ContextMesh) -> PairMask:

@@ -42,13 +42,13 @@ class Link:
 @dataclass(kw_only=True)
 class Template:
     """`about` is a line or two for the note; `kind` says in a few words what it makes. `size` is about what its files
-    have, in GB, 0 where nobody has added them up; `number` is its place in ComfyUI's list, which goes by names."""
+    have, in GB; `number` is its place in ComfyUI's list, which the page sorts by names."""
 
     name: str
     title: str
     kind: str
     about: str
-    size: int = 0
+    size: int
     number: int = 0
     nodes: list[Node] = field(default_factory=list)
     files: list[File] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Template:
         cut = next((node.inputs for node in self.nodes if node.kind == "CPParallelConfig"), {})
         where = "two machines" if cut.get("nnodes") else "2 GPUs" if cut.get("cfg_degree") else "1 GPU or more"
         files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
-        return f"{where}; {files}" + (f", about {self.size} GB" if self.size else "")
+        return f"{where}; {files}, about {self.size} GB"
 
     @property
     def note(self) -> str:

@@ -81,7 +81,7 @@ def wan_i2v() -> Template:
 
 def vace() -> Template:
     about = "VACE's second stack of blocks is shared out like the first. A reference picture steers what is seen."
-    t = Template(name="cp_wan_vace", title="Wan VACE", kind="video by a reference picture", about=about)
+    t = Template(name="cp_wan_vace", title="Wan VACE", kind="video by a reference picture", about=about, size=42)
     network = wan(t, files.WAN_VACE)
     vae, positive, negative = wan_text(t)
     steered = t.add(
@@ -97,7 +97,7 @@ def vace() -> Template:
 
 def hunyuan() -> Template:
     about = "The workers share the video's tokens; the text encoders and the VAE stay in ComfyUI's process."
-    t = Template(name="cp_hunyuan_video_15", title="HunyuanVideo 1.5", kind="text to video", about=about)
+    t = Template(name="cp_hunyuan_video_15", title="HunyuanVideo 1.5", kind="text to video", about=about, size=29)
     network = t.add("ModelSamplingSD3", 1, model=model(t, files.HUNYUAN_T2V), shift=7.0)
     clip = t.add(
         "DualCLIPLoader", 0, clip_name1=files.QWEN_TEXT, clip_name2=files.HUNYUAN_TEXT, type="hunyuan_video_15"
@@ -113,7 +113,7 @@ def hunyuan() -> Template:
 
 def ltx_2() -> Template:
     about = "Sound and picture are sampled together; both streams are shared out over the workers."
-    t = Template(name="cp_ltx_2", title="LTX-2", kind="text to video with sound", about=about)
+    t = Template(name="cp_ltx_2", title="LTX-2", kind="text to video with sound", about=about, size=68)
     loaded = t.add("CheckpointLoaderSimple", 0, ckpt_name=files.LTX_2)
     clip = t.add("LTXAVTextEncoderLoader", 0, text_encoder=files.GEMMA, ckpt_name=files.LTX_2)
     voice = t.add("LTXVAudioVAELoader", 0, ckpt_name=files.LTX_2)

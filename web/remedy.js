@@ -1,0 +1,38 @@
+/** The nearest setting that works, as a button that sets it in a CP Parallel Config. */
+
+import { app } from "../../scripts/app.js";
+import { element } from "./elements.js";
+import { say } from "./words.js";
+
+/** @typedef {{name: string, value: unknown, automatic: boolean}} Change a widget, what to set it to, and whether the choice is auto's then */
+
+/**
+ * Nothing where there is nothing to change.
+ * @param {any} config
+ * @param {Change[]} changes
+ * @param {(setting: string) => void} done is told in words what was set
+ * @returns {HTMLElement[]}
+ */
+export function remedy(config, changes, done) {
+  if (!config || !changes.length) return [];
+  const setting = changes.map(({ name, value, automatic }) => `${name} ${automatic ? say("auto") : value}`).join(", ");
+  const use = element("button.cp-button", { type: "button" }, say("plan.use", { setting }));
+  use.addEventListener("click", () => {
+    for (const { name, value } of changes) set(config, name, value);
+    done(setting);
+  });
+  return [use];
+}
+
+/**
+ * @param {any} config
+ * @param {string} name
+ * @param {unknown} value
+ */
+function set(config, name, value) {
+  const widget = config.widgets.find((/** @type {any} */ one) => one.name === name);
+  if (!widget) return;
+  widget.value = value;
+  widget.callback?.(value, app.canvas, config);
+  app.graph.setDirtyCanvas(true, true);
+}
