@@ -95,7 +95,9 @@ def ways(wish: Wish, work: Work, link: Link | None, capacity: Capacity) -> list[
 
 def in_words(found: Sequence[Way], taken: Way) -> tuple[str, ...]:
     """For CP Plan: the seconds of the way that was taken, and of the best others; none where there was no choice."""
-    others = sorted((way for way in found if way is not taken), key=lambda way: way.seconds)[:TOLD]
+    others = sorted((way for way in found if way is not taken), key=lambda way: (way is not found[0], way.seconds))[
+        :TOLD
+    ]
     told = [said for way in others if (said := _told(way, found[0])) is not None]
     if not told or not (taken.seconds or math.inf in [way.seconds for way in found]):
         return ()
