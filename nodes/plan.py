@@ -17,7 +17,7 @@ from ..parallel_runtime.host.history import Pace
 from ..parallel_runtime.host.remedy import changes, in_words, instead
 from ..parallel_runtime.host.report import Report, Row, Subject, report
 from ..parallel_runtime.host.runtime import runtime
-from ..parallel_runtime.host.sentences import say
+from ..parallel_runtime.host.sentences import for_page, say
 from ..parallel_runtime.host.shares import unused
 from ..parallel_runtime.host.storing import Prospect, decide, why_whole
 from ..parallel_runtime.specs import ParallelRequest
@@ -85,7 +85,7 @@ class CPPlan(io.ComfyNode):
         measure: bool = False,
     ) -> io.NodeOutput:
         said, recommended = explain(model, latent_image, positive, requested(cp_config), cfg, vae, take_times=measure)
-        parts = [asdict(part) for part in said.parts]
+        parts = [{**asdict(part), "lane": for_page(part.lane)} for part in said.parts]
         shown = {
             **said.table,
             "parts": parts,

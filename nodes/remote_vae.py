@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -223,12 +221,7 @@ def _sizes(sizes: tuple[int, ...], ratio: Any, scale: Any) -> list[int]:
     return [int(by(size)) if callable(by) else int(scale(size, by)) for size, by in zip(sizes, ratios, strict=True)]
 
 
-@contextmanager
-def _room(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Room]:
+def _room(shape: tuple[int, ...], dtype: torch.dtype) -> Room:
     if not all(shape):
         raise Undivided(f"a result of {shape} is empty")
-    room = Room(shape, dtype)
-    try:
-        yield room
-    finally:
-        room.close()
+    return Room(shape, dtype)

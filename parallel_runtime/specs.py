@@ -13,7 +13,6 @@ from .errors import Refused
 
 RotateMethod = Literal["alltoall", "allgather", "auto"]
 AttentionBackend = Literal["auto", "native", "_native_flash", "_native_cudnn", "flash", "_flash_3", "sage"]
-DtypeName = Literal["bfloat16", "float16", "float32"]
 DtypeChoice = Literal["auto", "bfloat16", "float16", "float32"]
 AfterSampling = Literal["keep", "offload", "unload"]
 WeightsMode = Literal["replicate", "shard", "offload"]

@@ -20,7 +20,7 @@ const ROW = 18;
 const GAP = 4;
 
 /**
- * @typedef {{rank: number, device: string, lane: string, tokens: [number, number], heads: [number, number],
+ * @typedef {{rank: number, device: string, lane: import("./words.js").Said, tokens: [number, number], heads: [number, number],
  *   weights: [number, number]}} Part shares from 0 to 1
  * @typedef {import("./words.js").Said[]} Sentences
  * @typedef {{troubles: Sentences[], rows: [string, Sentences][], notes: Sentences[], parts: Part[],
@@ -167,7 +167,7 @@ function picture(parts) {
     drawn("text", { x: at(column) + wide / 2, y: 12, "text-anchor": "middle", class: "cp-label" }, say(`plan.${name}`)));
   const rows = parts.flatMap((part, row) => {
     const y = 18 + row * (ROW + GAP);
-    const label = drawn("text", { x: 0, y: y + 13, class: "cp-label" }, `${part.rank}  ${[part.device, part.lane].filter(Boolean).join(" · ")}`);
+    const label = drawn("text", { x: 0, y: y + 13, class: "cp-label" }, `${part.rank}  ${[part.device, translated(part.lane)].filter(Boolean).join(" · ")}`);
     const bars = columns.flatMap((name, column) => {
       const [from, to] = part[name];
       const whole = drawn("rect", { x: at(column), y, width: wide, height: ROW, rx: 3, class: "cp-whole" });

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,23 +13,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..errors import ParallelError
-from ..host.group import WorkerGroup
+from ..host.group import Result, WorkerGroup
 from ..host.planning import Wish, plan
 from ..jobs import DemoJob
 from ..specs import Division, Parallelism, ParallelRequest, Placement
 from . import HEADS, codec, spec
 from .words import conditions, encode
 
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One row of the table; `samples` is the latent [1, 16, H/8, W/8] in model space, times are in seconds."""
-
-    parallelism: Parallelism
-    devices: tuple[str, ...]
-    samples: Tensor
-    steps: int
-    seconds: float
+Run = tuple[Division, Result]  # a row of the table
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,9 +31,10 @@ def main(arguments: Sequence[str]) -> int:
     except (ParallelError, ValueError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
-    save(runs[0].samples, options.out)
-    print(table(runs))
-    if len(runs) > 1 and len(set(runs[0].devices)) < len(runs[0].devices):
+    division, drawn = runs[0]
+    save(drawn.value["samples"], options.out)
+    print(table(runs, options.steps))
+    if division.placement.shared:
         print("The workers share one device: compare the results, not the times.")
     print(f"{options.prompt!r} drawn to {options.out}")
     return 0
@@ -105,14 +96,12 @@ def job_of(options: argparse.Namespace) -> DemoJob:
 
 
 def run(division: Division, job: DemoJob) -> Run:
-    degrees, placement = division.degrees, division.placement
-    steps = len(job.sigmas) - 1
+    placement, steps = division.placement, len(job.sigmas) - 1
     print(f"starting {placement.world_size} worker(s) on {', '.join(placement.devices)} ...", flush=True)
     with WorkerGroup(placement) as group, tqdm(total=steps, unit="step") as bar:
-        result = group.run(spec(), degrees, job, on_step=lambda step, *_: bar.update(step + 1 - bar.n))
+        result = group.run(spec(), division.degrees, job, on_step=lambda step, *_: bar.update(step + 1 - bar.n))
         bar.update(steps - bar.n)
-    samples = result.value["samples"]
-    return Run(parallelism=degrees, devices=placement.devices, samples=samples, steps=steps, seconds=result.seconds)
+    return division, result
 
 
 def save(samples: Tensor, out: Path) -> None:
@@ -122,15 +111,15 @@ def save(samples: Tensor, out: Path) -> None:
     picture.resize((picture.width * 4, picture.height * 4), Image.Resampling.BICUBIC).save(out)
 
 
-def table(runs: Sequence[Run]) -> str:
-    """Largest difference: of the final latents, relative to their standard deviation."""
-    single = runs[-1].samples
+def table(runs: Sequence[Run], steps: int) -> str:
+    """Largest difference: of the final latents [1, 16, H/8, W/8], relative to their standard deviation."""
+    single = runs[-1][1].value["samples"]
     lines = [f"{'degrees':<24}{'workers':>8}{'s/step':>10}{'total s':>10}{'largest difference':>21}"]
-    for row in runs:
-        degrees = f"ring {row.parallelism.ring_degree} x ulysses {row.parallelism.ulysses_degree}"
-        difference = ((row.samples - single).abs().max() / single.std()).item()
+    for division, result in runs:
+        degrees = f"ring {division.degrees.ring_degree} x ulysses {division.degrees.ulysses_degree}"
+        difference = ((result.value["samples"] - single).abs().max() / single.std()).item()
         lines.append(
-            f"{degrees:<24}{row.parallelism.world_size:>8}{row.seconds / row.steps:>10.3f}{row.seconds:>10.2f}"
+            f"{degrees:<24}{division.degrees.world_size:>8}{result.seconds / steps:>10.3f}{result.seconds:>10.2f}"
             f"{difference:>21.1e}"
         )
     return "\n".join(lines)

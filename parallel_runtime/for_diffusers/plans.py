@@ -128,52 +128,27 @@ def _rope(streams: Names, dim: int) -> tuple[Along, Along]:
     return Along(streams, dim), Along(streams, dim)
 
 
-WAN = Plan(
-    (
-        Site(
-            "blocks",
-            {"hidden_states": Tokens(VIDEO), "temb": Along(VIDEO, ndim=4), "rotary_emb": _rope(VIDEO, 1)},
-            VIDEO,
-            {"attn2": "local"},
-            whole=("encoder_hidden_states",),
-        ),
-        Site("norm_out", {0: Whole(VIDEO)}),
-    ),
-    main="video",
-)
+def _video(stack: str, args: Mapping[str | int, Word], *whole: str) -> Plan:
+    """Of video alone; the text is read as keys."""
+    own = {"hidden_states": Tokens(VIDEO), **args}
+    blocks = Site(stack, own, VIDEO, {"attn2": "local"}, whole=("encoder_hidden_states", *whole))
+    return Plan((blocks, Site("norm_out", {0: Whole(VIDEO)})), main="video")
+
+
+WAN = _video("blocks", {"temb": Along(VIDEO, ndim=4), "rotary_emb": _rope(VIDEO, 1)})
 
 # Tokens of the past come first; how many those of today are is told to every block.
-HELIOS = Plan(
-    (
-        Site(
-            "blocks",
-            {
-                "hidden_states": Tokens(VIDEO),
-                "temb": Along(VIDEO, ndim=4),
-                "rotary_emb": Along(VIDEO),
-                "original_context_length": Index("video", to_end=True),
-            },
-            VIDEO,
-            {"attn2": "local"},
-            whole=("encoder_hidden_states",),
-        ),
-        Site("norm_out", {"hidden_states": Whole(VIDEO)}),
-    ),
-    main="video",
+HELIOS = _video(
+    "blocks",
+    {
+        "temb": Along(VIDEO, ndim=4),
+        "rotary_emb": Along(VIDEO),
+        "original_context_length": Index("video", to_end=True),
+    },
 )
 
-LTX_VIDEO = Plan(
-    (
-        Site(
-            "transformer_blocks",
-            {"hidden_states": Tokens(VIDEO), "temb": Along(VIDEO), "image_rotary_emb": _rope(VIDEO, -2)},
-            VIDEO,
-            {"attn2": "local"},
-            whole=("encoder_hidden_states", "encoder_attention_mask"),
-        ),
-        Site("norm_out", {0: Whole(VIDEO)}),
-    ),
-    main="video",
+LTX_VIDEO = _video(
+    "transformer_blocks", {"temb": Along(VIDEO), "image_rotary_emb": _rope(VIDEO, -2)}, "encoder_attention_mask"
 )
 
 LTX2 = Plan(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..specs import Division, Parallelism
+from .sentences import listed, say
 
 Share = tuple[float, float]  # from and to, of the whole
 
@@ -68,9 +69,11 @@ def _share(index: int, shares: tuple[int, ...]) -> Share:
 
 
 def _lane(stage: int, data: int, cfg: int, degrees: Parallelism) -> str:
-    names = [f"stage {stage + 1}/{degrees.pipeline_degree}"] if degrees.pipeline_degree > 1 else []
+    names = []
+    if degrees.pipeline_degree > 1:
+        names.append(say("lane.stage", stage=stage + 1, stages=degrees.pipeline_degree))
     if degrees.data_degree > 1:
-        names.append(f"images {data + 1}/{degrees.data_degree}")
+        names.append(say("lane.images", group=data + 1, groups=degrees.data_degree))
     if degrees.cfg_degree > 1:
-        names.append(("positive", "negative")[cfg])
-    return ", ".join(names)
+        names.append(say(("lane.positive", "lane.negative")[cfg]))
+    return listed(names) if names else ""

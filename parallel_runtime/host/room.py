@@ -28,3 +28,9 @@ class Room:
 
     def close(self) -> None:
         os.close(self.fd)
+
+    def __enter__(self) -> Room:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -44,6 +44,10 @@ SENTENCES = {
     "stage.several": "{flights} evaluations follow each other through them: a stage computes {busy} of the time. "
     "Exact.",
     "stage.auto": "Auto's choice: the weights have no other place without being fetched over a slow link.",
+    "lane.stage": "stage {stage}/{stages}",
+    "lane.images": "images {group}/{groups}",
+    "lane.positive": "positive",
+    "lane.negative": "negative",
     "ring.passes": "The ring passes keys and values between {workers} workers while they compute "
     "(rotate_method alltoall).",
     "ring.collects": "The ring collects keys and values of all {workers} workers before they compute "

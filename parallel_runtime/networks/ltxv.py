@@ -1,6 +1,7 @@
 """LTX-Video, and LTX-2 with its audio. Texts are read as keys only: whole on every rank."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ..plan import AUDIO, VIDEO, Along, Cross, Plan, Site, Tokens, Whole
@@ -36,7 +37,8 @@ def _compressed(timestep: Any, cut: Callable[[Any, Any], Any]) -> Any:
     return type(timestep)(cut(whole, Along(VIDEO)), None)
 
 
-LTXAV = Network(
+LTXAV = replace(
+    LTXV,
     name="LTX-2",
     kinds=("comfy.ldm.lightricks.av_model:LTXAVModel",),
     plan=Plan(
@@ -70,7 +72,4 @@ LTXAV = Network(
         ),
         main="video",
     ),
-    heads=lambda net: net.num_attention_heads,
-    width=lambda net: net.inner_dim,
-    patch=(1, 1, 1),
 )

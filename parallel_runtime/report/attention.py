@@ -77,11 +77,7 @@ def _judged(run: partial[Tensor], own: slice, exact: Tensor) -> Row:
     """Of the rows that this rank has of those that are judged."""
     rows = slice(own.start, min(own.stop, JUDGED))
     got = run()
-    return {"error": _apart(got[:, : rows.stop - rows.start], exact[:, rows]) if rows.start < rows.stop else 0.0}
-
-
-def _apart(out: Tensor, exact: Tensor) -> float:
-    return mean_error(out, exact)
+    return {"error": mean_error(got[:, : rows.stop - rows.start], exact[:, rows]) if rows.start < rows.stop else 0.0}
 
 
 def _missing(backend: AttentionBackend, device: torch.device) -> str | None:

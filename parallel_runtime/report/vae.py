@@ -77,14 +77,11 @@ class Decode:
 
     def divided(self, group: WorkerGroup) -> Row:
         """The second time: the first one loads, and tries on a small picture whether dividing is exact."""
-        room = Room(self._whole.shape, self._whole.dtype)
-        try:
+        with Room(self._whole.shape, self._whole.dtype) as room:
             degrees = Parallelism(ring_degree=group.placement.world_size)
             for _ in range(2):
                 result = group.run(self._spec, degrees, self._job(), room=room.fd)
             return {"error": mean_error(room.tensor, self._whole.cpu()), "seconds": result.seconds} | held(group)
-        finally:
-            room.close()
 
     def freed(self, group: WorkerGroup) -> Row:
         group.unload(self._spec)

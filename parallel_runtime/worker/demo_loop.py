@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ..demo import transformer
 from ..for_diffusers import attach, detach
@@ -63,11 +64,7 @@ def _velocity(model: DemoModel, job: DemoJob, x: Tensor, sigma: Tensor, pulse: P
     with model.branches.refusing_together():
         for index in model.branches.mine(len(prompts)):
             pulse.evaluating()
-            mine.append(model(x, sigma, _on(x.device, prompts[index])))
+            mine.append(model(x, sigma, tree_map_only(Tensor, lambda given: given.to(x.device), prompts[index])))
     done = torch.stack(mine) if mine else x.new_empty((0, *x.shape))
     positive, *negative = model.branches.collect(done, len(prompts))
     return negative[0] + job.cfg * (positive - negative[0]) if negative else positive
-
-
-def _on(device: torch.device, cond: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.to(device) if torch.is_tensor(value) else value for name, value in cond.items()}

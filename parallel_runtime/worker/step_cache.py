@@ -4,8 +4,7 @@ blocks added then is added again. The ranks decide on all tokens and as one. Kno
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..blocks import modules_of
-from ..plan import Names, Plan, Site
+from ..plan import Names, Plan
 from .engine.exchange import any_of, gather
+from .engine.hooking import Block, blocks_of_site
 from .engine.mesh import Axis, ContextMesh
 from .engine.streams import streams_of
 
 Forward = Callable[..., Any]
 Carried = list[Any]  # tensors, or None for a stream that a last block gives up, as SD3's does
-Place = tuple[str | int, int | None]  # an argument, and which item of it
 
 
 @dataclass(eq=False)
@@ -98,46 +96,45 @@ class StepCache:
 
     def _forwards(self) -> Iterator[tuple[nn.Module, Forward]]:
         for number, site in enumerate(self._plan.trunk):
-            modules = modules_of(self._transformer, site)
+            blocks = list(blocks_of_site(self._transformer, site))
             if number == 0:
-                head = modules.pop(0)
-                yield head, self._leading(head, site)
-            self._followers.update(modules)
-            for module in modules:
-                yield module, self._following(module, site, modules[0], modules[-1])
+                head = blocks.pop(0)
+                yield head.module, self._leading(head)
+            self._followers.update(block.module for block in blocks)
+            for block in blocks:
+                yield block.module, self._following(block, first=block is blocks[0])
 
-    def _leading(self, block: nn.Module, site: Site) -> Forward:
-        watched, (name, item, streams) = next(
-            ((n, carry) for n, carry in enumerate(site.carries) if self._plan.main in carry[2]), (0, site.carries[0])
-        )
-        plain, read = block.forward, _reader(block, [(name, item)])
+    def _leading(self, block: Block) -> Forward:
+        site, plain = block.site, block.module.forward
+        carried = [streams for *_, streams in site.carries]
+        watched = next((n for n, streams in enumerate(carried) if self._plan.main in streams), 0)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._replaced:
                 return plain(*args, **kwargs)
-            (before,) = _copied(read(args, kwargs))
+            before = block.carried(args, kwargs)[watched].clone()
             out = plain(*args, **kwargs)
             change = _listed(out)[watched] - before
-            self._decide(change if site.outputs[watched][0].dim else change[None], streams)
+            self._decide(change if site.outputs[watched][0].dim else change[None], carried[watched])
             return out
 
         return forward
 
-    def _following(self, block: nn.Module, site: Site, first: nn.Module, last: nn.Module) -> Forward:
-        plain, read = block.forward, _reader(block, [(name, item) for name, item, _ in site.carries])
+    def _following(self, block: Block, *, first: bool) -> Forward:
+        plain, name = block.module.forward, block.site.name
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._replaced:
                 return plain(*args, **kwargs)
             assert self._branch is not None
             entry, rest = self._branch.entry, self._branch.rest
-            if block is first:
-                entry[site.name] = _copied(read(args, kwargs))
+            if first:
+                entry[name] = _copied(block.carried(args, kwargs))
             if self._skipping:
-                return _shaped(_added(entry.pop(site.name), rest[site.name]) if block is last else read(args, kwargs))
+                return _shaped(_added(entry.pop(name), rest[name]) if block.last else block.carried(args, kwargs))
             out = plain(*args, **kwargs)
-            if block is last:
-                rest[site.name] = _taken(_listed(out), entry.pop(site.name))
+            if block.last:
+                rest[name] = _taken(_listed(out), entry.pop(name))
             return out
 
         return forward
@@ -172,23 +169,6 @@ class StepCache:
     def _from_all(self, mine: Tensor, axis: Axis) -> Tensor:
         """[ranks of the axis, ...]: the same bits on each of them, so what they make of it is the same too."""
         return gather(mine[None], (1,) * axis.size, axis).wait()[0] if axis.size > 1 else mine[None]
-
-
-def _reader(block: nn.Module, places: Sequence[Place]) -> Callable[[Sequence[Any], dict[str, Any]], list[Any]]:
-    """These out of the arguments of a call of `block`."""
-    parameters = list(inspect.signature(type(block).forward).parameters)[1:]
-
-    def read(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-        found = []
-        for name, item in places:
-            if name in kwargs:
-                value = kwargs[str(name)]
-            else:
-                value = args[name if isinstance(name, int) else parameters.index(name)]
-            found.append(value if item is None else value[item])
-        return found
-
-    return read
 
 
 def _copied(carried: Carried) -> Carried:

@@ -9,29 +9,28 @@ undivided.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import inspect
 import os
+import runpy
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..networks import Network, network_of
-from ..specs import Parallelism
-from ..stages import counts_of
-from .engine.divide import divide, undivide
+from ..networks import network_of
+from ..specs import ModelSpec, Parallelism
 from .engine.mesh import ContextMesh, build_mesh
-from .engine.stages import Stages, settle, unsettle
+from .models import Model
 
 EXACT = 1e-5
 WAYS = {
@@ -78,11 +77,7 @@ def load_subject(path: Path, comfyui: Path) -> Subject:
         raise SystemExit(f"{path} is no file; write one as networks/README.md shows")
     sys.path.append(str(comfyui.resolve()))
     sys.argv = ["main.py", "--cpu", "--force-fp32", "--use-pytorch-cross-attention"]
-    spec = importlib.util.spec_from_file_location("subject", path)
-    assert spec is not None
-    assert spec.loader is not None
-    made: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
+    made = SimpleNamespace(**runpy.run_path(str(path)))
     torch.manual_seed(1)
     network = randomized(made.network())
     return Subject(network, *(_seeded(made, **more) for more in ({}, {"rows": 2}, {"text": 3})))
@@ -98,7 +93,7 @@ def randomized(network: nn.Module) -> nn.Module:
 
 def run(network: nn.Module, call: dict[str, Any]) -> list[Tensor]:
     with torch.inference_mode():
-        out = network(**{name: _copied(value) for name, value in call.items()}, transformer_options={})
+        out = network(**tree_map_only(Tensor, Tensor.clone, call), transformer_options={})
     return [out] if isinstance(out, Tensor) else list(out)
 
 
@@ -106,12 +101,6 @@ def _seeded(made: Any, **more: int) -> dict[str, Any]:
     torch.manual_seed(2)
     call: dict[str, Any] = made.inputs(**more)
     return call
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)([_copied(item) for item in value])
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def check(path: Path, comfyui: Path) -> int:
@@ -148,38 +137,19 @@ def _rank(rank: int, path: Path, comfyui: Path, way: Parallelism, store: str, ou
 def _compare(subject: Subject, way: Parallelism) -> tuple[str, bool]:
     found = network_of(subject.network)
     assert found is not None
-    mesh, worst = build_mesh(way), 0.0
+    model, mesh, worst = Model(ModelSpec(loader=""), subject.network, found), build_mesh(way), 0.0
     for call in (subject.call, subject.more_rows, subject.more_text):
         wants = run(subject.network, call)
         try:
-            with _cut(subject.network, found, mesh, way):
-                got = run(subject.network, call)
+            model.cut(mesh, way)
+            got = run(subject.network, call)
         except ValueError as refused:
             return " ".join(str(refused).split()), False
+        model.cut(ContextMesh(), Parallelism())
         worst = max(
             [worst, *((a - b).abs().max().item() / b.abs().max().item() for a, b in zip(got, wants, strict=True))]
         )
     return f"{worst:.1e} of the largest value", worst <= EXACT
-
-
-@contextmanager
-def _cut(network: nn.Module, found: Network, mesh: ContextMesh, way: Parallelism) -> Iterator[None]:
-    """In here it runs by sequence, or in stages."""
-    if way.pipeline_degree == 1:
-        divide(network, found.plan, mesh, way)
-        try:
-            yield
-        finally:
-            undivide(network)
-        return
-    counts = counts_of(network, found, way)
-    others = settle(network, found.plan, counts, mesh.pipeline.index)
-    stages = Stages(network, found.plan, mesh.pipeline, counts)
-    try:
-        yield
-    finally:
-        stages.remove()
-        unsettle(others)
 
 
 def draft(path: Path, comfyui: Path) -> str:
@@ -214,12 +184,8 @@ def _recorder(seen: Shapes, stack: str) -> Any:
     return record
 
 
-def _shapes(value: Any) -> Iterator[tuple[int, ...]]:
-    if isinstance(value, Tensor):
-        yield tuple(value.shape)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _shapes(item)
+def _shapes(value: Any) -> list[tuple[int, ...]]:
+    return [tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _site(stack: str, runs: list[dict[str, tuple[int, ...]]]) -> list[str]:

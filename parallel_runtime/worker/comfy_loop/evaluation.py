@@ -7,6 +7,7 @@ from typing import Any
 import comfy.model_management
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ...errors import Refused
 from ...jobs import PROMPTS, EvaluationJob
@@ -81,8 +82,4 @@ def _cast(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 def moved(value: Any, device: torch.device) -> Any:
     """The same lists and dicts with every tensor on `device`, and no longer in the memory that it came in."""
-    if isinstance(value, Tensor):
-        return value.to(device, copy=True)
-    if isinstance(value, list | tuple):
-        return type(value)(moved(item, device) for item in value)
-    return {name: moved(item, device) for name, item in value.items()} if isinstance(value, dict) else value
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), value)

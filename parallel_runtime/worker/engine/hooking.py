@@ -60,6 +60,12 @@ class Block:
         """What it is given, by name; what has none, by its place."""
         return {self.parameters[n] if n < len(self.parameters) else n: value for n, value in enumerate(args)} | kwargs
 
+    def carried(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The hidden states that it is given, in the plan's order."""
+        given, ours = self.named(args, kwargs), dict(zip(self.site.args, self.words, strict=True))
+        values = [(given.get(ours[name]), item) for name, item, _ in self.site.carries]
+        return [value if item is None or value is None else value[item] for value, item in values]
+
     @property
     def _framed(self) -> set[str | None]:
         frames = self.site.frames
@@ -68,10 +74,10 @@ class Block:
 
 def cut_blocks(network: nn.Module, plan: Plan) -> list[Block]:
     """The modules of all sites; ValueError where the network has not what the plan names."""
-    return [block for site in plan.sites for block in _of_site(network, site)]
+    return [block for site in plan.sites for block in blocks_of_site(network, site)]
 
 
-def _of_site(network: nn.Module, site: Site) -> Iterator[Block]:
+def blocks_of_site(network: nn.Module, site: Site) -> Iterator[Block]:
     modules = modules_of(network, site)
     for module in modules:
         parameters, open_ended = _parameters(module)

@@ -251,12 +251,7 @@ def _kept_for_later(plan: Plan) -> str:
 
 def _tokens(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The hidden states that a block is given."""
-    given = block.named(args, kwargs)
-    found = []
-    for name in block.tokens:
-        value = given.get(name)
-        found += [value] if isinstance(value, Tensor) else [item for item in value or () if isinstance(item, Tensor)]
-    return found
+    return [value for value in block.carried(args, kwargs) if isinstance(value, Tensor)]
 
 
 def _replaced(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any], by: dict[int, Tensor]) -> Any:
