@@ -4,16 +4,47 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .cases import Row
+from ..worker.engine import recording
+from .cases import Case, Row
 
 LONG_SECONDS = 0.5  # a run that takes longer is repeated less
 GIB = 2**30
+NO_GRAPHS = "no CUDA graphs here"
+
+
+class Clock:
+    """Rows of one run in its modes, and how much faster each is than the first of all."""
+
+    def __init__(self, run: Callable[[], Any], device: torch.device) -> None:
+        self.run, self._device = run, device
+        self._alone = 0.0
+
+    def cases(self, told: Row) -> Iterator[Case]:
+        yield Case(told | {"mode": "eager"}, self.eager)
+        yield Case(told | {"mode": "recorded"}, self.recorded)
+
+    def eager(self) -> Row:
+        return self._row(self.run)
+
+    def recorded(self) -> Row:
+        """As the product records, less the copies of inputs and output, which are a few launches."""
+        recorder = recording.graphs.recorder_for(self._device)
+        if recorder is None:
+            return {"note": NO_GRAPHS}
+        recorder.rehearse(self.run)
+        graph = recorder.record(self.run)
+        return self._row(graph.replay) | {"graph_gib": graph.nbytes / GIB}
+
+    def _row(self, run: Callable[[], Any]) -> Row:
+        times = clocked(run, self._device)
+        self._alone = self._alone or times["ms"]
+        return times | {"faster": self._alone / times["ms"]}
 
 
 def clocked(run: Callable[[], Any], device: torch.device) -> Row:

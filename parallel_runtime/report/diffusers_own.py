@@ -19,9 +19,10 @@ from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelC
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..worker.workbench import randomized
 from .cases import Case, Setting
-from .share import WORLDS, Clock, group_of_nobody
-from .subjects import randomized
+from .clock import Clock
+from .share import WORLDS, group_of_nobody
 
 TINY = dict(num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=8, axes_dims_rope=[4, 6, 6],
             joint_attention_dim=32, pooled_projection_dim=32)  # fmt: skip

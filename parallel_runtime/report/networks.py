@@ -18,7 +18,7 @@ from ..worker.weights.places import place
 from ..worker.weights.store import Buffers, Store
 from .attention import ways
 from .cases import Case, Row, Setting, mean_error, unbroken
-from .clock import clocked
+from .clock import Clock
 from .subjects import Subject, subjects
 
 WEIGHTS = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
@@ -42,19 +42,14 @@ def _of_subject(
 ) -> Iterator[Case]:
     network = subject.build(weights, device)
     inputs = subject.inputs(device)
-    plain, alone = network(**inputs, transformer_options={}), 0.0
+    clock = Clock(lambda: network(**inputs, transformer_options={}), device)
+    plain = clock.run()
 
     def error() -> Row:
-        return {"error": mean_error(network(**inputs, transformer_options={}), plain)}
-
-    def clock() -> Row:
-        nonlocal alone
-        times = clocked(lambda: network(**inputs, transformer_options={}), device)
-        alone = alone or times["ms"]
-        return times | {"faster": alone / times["ms"]}
+        return {"error": mean_error(clock.run(), plain)}
 
     def case(words: str) -> Case:
-        return Case(told | {"degrees": words}, error, None if setting.one_card else clock)
+        return Case(told | {"degrees": words}, error, None if setting.one_card else clock.eager)
 
     def cut(words: str, parallelism: Parallelism, mesh: ContextMesh, mode: WeightsMode) -> Iterator[Case]:
         with divided(network, mesh, parallelism), _at_rest(network, Storage(mode=mode), mesh, device):

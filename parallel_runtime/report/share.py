@@ -4,29 +4,25 @@ the wires. Eager, recorded as one CUDA graph, compiled and recorded. What it com
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ..blocks import blocks_of
 from ..specs import Compilation, Parallelism
-from ..worker.engine import recording
 from ..worker.engine.compiling import compile_blocks
 from ..worker.engine.mesh import build_mesh
 from .cases import Case, Row, Setting, unbroken
-from .clock import GIB, clocked
+from .clock import NO_GRAPHS, Clock
 from .networks import divided, plan_of
 from .subjects import Subject, subjects
 
 WORLDS = (2, 4, 8)
-NO_GRAPHS = "no CUDA graphs here"
-Run = Callable[[], Tensor]
 
 
 def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
@@ -54,35 +50,6 @@ def group_of_nobody(world: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         os.environ |= {name: value for name, value in before.items() if value is not None}
-
-
-class Clock:
-    """Rows of one run in its modes, and how much faster each is than the first of all."""
-
-    def __init__(self, run: Run, device: torch.device) -> None:
-        self._run, self._device = run, device
-        self._alone = 0.0
-
-    def cases(self, told: Row) -> Iterator[Case]:
-        yield Case(told | {"mode": "eager"}, self.eager)
-        yield Case(told | {"mode": "recorded"}, self.recorded)
-
-    def eager(self) -> Row:
-        return self._row(self._run)
-
-    def recorded(self) -> Row:
-        """As the product records, less the copies of inputs and output, which are a few launches."""
-        recorder = recording.graphs.recorder_for(self._device)
-        if recorder is None:
-            return {"note": NO_GRAPHS}
-        recorder.rehearse(self._run)
-        graph = recorder.record(self._run)
-        return self._row(graph.replay) | {"graph_gib": graph.nbytes / GIB}
-
-    def _row(self, run: Callable[[], Any]) -> Row:
-        times = clocked(run, self._device)
-        self._alone = self._alone or times["ms"]
-        return times | {"faster": self._alone / times["ms"]}
 
 
 def _of_subject(subject: Subject, told: Row, device: torch.device) -> Iterator[Case]:

@@ -6,12 +6,13 @@ Runs where `comfy` can be imported.
 from __future__ import annotations
 
 import importlib
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ..worker.workbench import randomized
 
 Shape = tuple[int, ...]
 
@@ -42,16 +43,6 @@ class Subject:
         made = {name: torch.randn(shape, device=device).to(dtype) for name, shape in given.items()}
         made |= {"guidance": torch.full((1,), 3.5, device=device, dtype=dtype)} if self.pooled else {}
         return made | {"timestep": torch.full((1,), 0.5, device=device, dtype=dtype)}
-
-
-def randomized(network: nn.Module) -> nn.Module:
-    for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
-        if tensor.is_floating_point() and tensor.numel():
-            deviation = 1 / math.sqrt(tensor[0].numel()) if tensor.ndim > 1 else 0.1
-            around = 1.0 if tensor.ndim < 2 and name.endswith(("weight", "scale", "gamma")) else 0.0
-            value = torch.randn(tensor.shape, device=tensor.device) * deviation + around
-            tensor.data = value.to(tensor.dtype)
-    return network.eval().requires_grad_(False)
 
 
 FLUX = Subject(

@@ -21,10 +21,10 @@ from ..jobs import VAEJob
 from ..random_states import random_states
 from ..specs import ModelSpec, Parallelism, Placement
 from ..witness import witness
+from ..worker.workbench import randomized
 from .cases import Case, Row, Setting, mean_error
 from .clock import GIB, wait
 from .group import held
-from .subjects import randomized
 
 KL = "comfy.ldm.modules.diffusionmodules.model"
 KL_CONFIG = dict(double_z=True, z_channels=16, resolution=256, in_channels=3, out_ch=3, ch=128, ch_mult=[1, 2, 4, 4],

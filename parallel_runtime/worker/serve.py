@@ -15,7 +15,7 @@ import torch
 from ..demo import check_diffusers
 from ..errors import Refused
 from ..jobs import DemoJob, EvaluationJob, Job, VAEJob
-from ..specs import DEMO, ComfySetup, ModelSpec, Parallelism
+from ..specs import DEMO, ComfySetup, Parallelism
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
 from ..wire.handshake import KEY
@@ -41,7 +41,7 @@ from .engine.compiling import telling
 from .engine.moments import now_on
 from .leash import die_when, end_parent
 from .memory import is_out_of_memory, out_of_memory, readings
-from .models import Load, Loop, Model, Models, OnShare
+from .models import Load, Loop, Models
 from .pulse import Cancelled, Pulse
 from .ranks import join, kind_of, rank, unlike, world_size
 from .spread import payload
@@ -158,7 +158,8 @@ def main(address: str) -> None:
         device = torch.device(welcome.device)
         join(device, welcome.store, shared=welcome.shared)
         loops, loaders = _comfy_loop(welcome.comfy, device)
-        worker = Worker(channel, device, {DemoJob: _run_demo, **loops}, {DEMO: _load_demo, **loaders})
+        loops[DemoJob], loaders[DEMO] = lambda *given: _demo().run(*given), lambda *given: _demo().load(*given)
+        worker = Worker(channel, device, loops, loaders)
         channel.send(worker.joined())
         worker.serve()
     except EOFError:
@@ -197,13 +198,3 @@ def _demo() -> Any:
     from . import demo_loop
 
     return demo_loop
-
-
-def _load_demo(spec: ModelSpec, device: torch.device, on_share: OnShare, job: Job) -> Model:
-    model: Model = _demo().load(spec, device, on_share, job)
-    return model
-
-
-def _run_demo(model: Any, job: DemoJob, pulse: Pulse) -> dict[str, Any]:
-    result: dict[str, Any] = _demo().run(model, job, pulse)
-    return result

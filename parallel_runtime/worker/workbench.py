@@ -77,17 +77,19 @@ def load_subject(path: Path, comfyui: Path) -> Subject:
         raise SystemExit(f"{path} is no file; write one as networks/README.md shows")
     sys.path.append(str(comfyui.resolve()))
     sys.argv = ["main.py", "--cpu", "--force-fp32", "--use-pytorch-cross-attention"]
-    made = SimpleNamespace(**runpy.run_path(str(path)))
+    made = SimpleNamespace(**runpy.run_path(str(path), run_name="subject"))
     torch.manual_seed(1)
     network = randomized(made.network())
     return Subject(network, *(_seeded(made, **more) for more in ({}, {"rows": 2}, {"text": 3})))
 
 
 def randomized(network: nn.Module) -> nn.Module:
+    """With weights that keep numbers about as large as they are."""
     for name, parameter in network.named_parameters():
-        noise = torch.randn(parameter.shape) / max(parameter[0].numel() if parameter.ndim > 1 else 100, 1) ** 0.5
+        deviation = max(parameter[0].numel() if parameter.ndim > 1 else 100, 1) ** -0.5
         around = 1.0 if parameter.ndim < 2 and name.endswith(("weight", "scale")) else 0.0
-        parameter.data = (noise + around).to(parameter.dtype)
+        value = torch.randn(parameter.shape, device=parameter.device) * deviation + around
+        parameter.data = value.to(parameter.dtype)
     return network.eval().requires_grad_(False)
 
 

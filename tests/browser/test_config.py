@@ -19,7 +19,8 @@ EDIT = """([name, value]) => {
 SAVED = "() => app.graph.serialize().nodes.find(node => node.type === 'CPParallelConfig').widgets_values"
 ERROR = "() => Boolean(app.graph.nodes.find(node => node.type === 'CPParallelConfig').has_errors)"
 FRAMED = """() => !LiteGraph.vueNodesMode
-    || document.querySelector('[data-testid="node-inner-wrapper"]').className.includes('ring-destructive-background')"""
+    || [...document.querySelector('[data-testid="node-inner-wrapper"]').classList]
+        .some(name => name.startsWith('ring-destructive'))"""  # with -background before 1.58 or so
 HEIGHT = "() => app.graph.nodes[0].size[1]"
 SHOWN = """() => LiteGraph.vueNodesMode
     ? [...document.querySelectorAll('[data-testid="node-widget"]')]

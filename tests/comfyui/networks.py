@@ -186,6 +186,8 @@ NETWORKS: dict[str, Network] = {
         build=tiny.hunyuan_dit, model="HunyuanDiT1", latent=((4, 17, 23),), tokens=12,
         more={"mask_valid": 5} | tensors(conditioning_mt5xl=(1, 9, 128), attention_mask_mt5xl=(1, 9)),
     ),
+    "hunyuan_3d": Network(build=tiny.hunyuan_3d, model="Hunyuan3Dv2", latent=((64, 35),)),
+    "hunyuan_3d_21": Network(build=tiny.hunyuan_3d_21, model="Hunyuan3Dv2_1", latent=((64, 35),)),
     "mage_flow": Network(
         build=tiny.mage_flow, model="MageFlow", latent=(FLUX2_SIZE,), more=ALL_VALID | references((1, 128, 5, 6))
     ),

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 # What fake tensors cannot follow, undivided as divided, and in which words PyTorch says so.
 OWN = {
     "hidream i1": "nonzero",  # counts the tokens of its experts on the host, in every block
+    "hunyuan 3d 2.1": "bincount",  # so does this
     "wan context latents": "NVIDIA driver",  # a constant that it makes itself goes to a device that is not there
 }
 

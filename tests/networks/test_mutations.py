@@ -45,6 +45,8 @@ CASES = [
     "aura flow",
     "pixart",
     "hunyuan dit residuals",
+    "hunyuan 3d",
+    "hunyuan 3d 2.1",
     "mage-flow references",
     "z-image in pixels",
     "ideogram 4, padded",

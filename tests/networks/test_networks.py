@@ -19,7 +19,8 @@ def check(networks: Groups, case: str, ring: int, ulysses: int) -> None:
 
 PLANNED = [
     "flux", "chroma", "wan scail", "wan s2v", "humo", "wan animate", "wandancer", "causal wan", "chroma radiance",
-    "aura flow", "pixart", "hunyuan dit", "mage-flow references", "z-image in pixels", "ideogram 4", "pixeldit", "pid",
+    "aura flow", "pixart", "hunyuan dit", "hunyuan 3d",
+    "hunyuan 3d 2.1", "mage-flow references", "z-image in pixels", "ideogram 4", "pixeldit", "pid",
     "cosmos 1", "mochi", "minimax h3", "hidream o1", "stable audio", "ace-step 1.5", "minimax music",
 ]  # fmt: skip
 TEXT = 7  # tokens in most of these

@@ -9,6 +9,7 @@ from .zoo import CASES
 
 BY_VALUES = (
     "hidream i1",  # which experts a token goes to
+    "hunyuan 3d 2.1",
     "hidream o1",  # where the text's tokens are
     "hidream o1, a later step",  # whose keys are kept
     "ideogram 4, padded",  # which tokens are padding

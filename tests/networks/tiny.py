@@ -153,6 +153,20 @@ def hunyuan(**changes: Any) -> nn.Module:
     return build("hunyuan_video.model:HunyuanVideo", **HUNYUAN | changes)
 
 
+def hunyuan_3d() -> nn.Module:
+    return build(
+        "hunyuan3d.model:Hunyuan3Dv2", image_model="hunyuan3d2", in_channels=64, context_in_dim=96, hidden_size=192,
+        num_heads=3, depth=2, depth_single_blocks=2,
+    )  # fmt: skip
+
+
+def hunyuan_3d_21() -> nn.Module:
+    return build(
+        "hunyuan3dv2_1.hunyuandit:HunYuanDiTPlain", image_model="hunyuan3d2_1", in_channels=64, hidden_size=192,
+        context_dim=96, depth=5, num_heads=3, num_moe_layers=2, num_experts=4, guidance_cond_proj_dim=None,
+    )  # fmt: skip
+
+
 def ltxv() -> nn.Module:
     return build(
         "lightricks.model:LTXVModel", cross_attention_dim=192, attention_head_dim=48, num_attention_heads=4,

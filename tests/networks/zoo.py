@@ -196,6 +196,10 @@ def hunyuan_dit(**more: Any) -> Inputs:
     return given | masks | dict(encoder_hidden_states_t5=normal(2, 9, 128), image_meta_size=size) | more
 
 
+def hunyuan_3d(time: str = "timestep") -> Inputs:
+    return {"x": normal(2, 64, 35), time: times(2), "context": normal(2, 7, 96)}
+
+
 def pixels(**more: Any) -> Inputs:
     return dict(x=normal(2, 3, 33, 45), timesteps=times(2), context=normal(2, 7, 96)) | more
 
@@ -358,6 +362,8 @@ CASES: dict[str, Case] = {
     "pixart": Case(tiny.pixart, lambda: image() | dict(x=normal(2, 4, 34, 46))),
     "hunyuan dit": Case(tiny.hunyuan_dit, hunyuan_dit),
     "hunyuan dit residuals": Case(tiny.hunyuan_dit, lambda: hunyuan_dit(control=residuals("output"))),
+    "hunyuan 3d": Case(tiny.hunyuan_3d, hunyuan_3d),
+    "hunyuan 3d 2.1": Case(tiny.hunyuan_3d_21, partial(hunyuan_3d, "t")),
     "mage-flow references": Case(tiny.mage_flow, mage_flow),
     "z-image in pixels": Case(tiny.lumina_pixels, lambda: pixels(num_tokens=7)),
     "ideogram 4": Case(tiny.ideogram4, partial(ideogram4, attention_mask=None)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.torch_version import TorchVersion
 
 # [B, tokens, heads, D] of queries, keys and values, a mask or bias, a scale; to an output of the queries' shape.
 Whole = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], Tensor]
@@ -24,7 +26,7 @@ Block = Callable[[Tensor, Tensor, Tensor, float | None], tuple[Tensor, Tensor]]
 
 CUDNN_RECORDS = 91500  # below, what it computes in a CUDA graph may be wrong (NVIDIA/TransformerEngine#2344)
 _HALF = (torch.float16, torch.bfloat16)
-_OLDEST = {"flash_attn": (2, 6, 3), "sageattention": (2, 1, 1)}
+_OLDEST = {"flash_attn": "2.6.3", "sageattention": "2.1.1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,19 +70,10 @@ def _imported(package: str) -> Any:
         module = importlib.import_module(package)
     except (ImportError, OSError, RuntimeError) as failed:
         return f"it needs the package {package}: {failed}"
-    oldest = _OLDEST.get(package, ())
-    if oldest and (found := _version(package)) and found < oldest:
-        return f"it needs {package} {'.'.join(map(str, oldest))} or newer"
+    with suppress(importlib.metadata.PackageNotFoundError):
+        if TorchVersion(importlib.metadata.version(package)) < (oldest := _OLDEST.get(package, "0")):
+            return f"it needs {package} {oldest} or newer"
     return module
-
-
-def _version(package: str) -> tuple[int, ...]:
-    """As far as it is in numbers; () where it says none."""
-    try:
-        parts = importlib.metadata.version(package).split("+")[0].split(".")
-    except importlib.metadata.PackageNotFoundError:
-        return ()
-    return tuple(int(part) for part in parts[:3] if part.isdecimal())
 
 
 def cudnn_records() -> bool:

@@ -76,20 +76,16 @@ def ask(share: Share, x: Tensor, before: int, after: int) -> Answer:
     factor = share.factor(x, "padding")
     if min(share.units) * factor < max(before, after):
         return _from_afar(share, x, before, after)
-    rows, last = x.shape[share.dim], share.ranks.size - 1
-    give, take, shape = {}, {}, list(x.shape)
-    if share.index > 0:
-        if after:
-            give[share.index - 1] = x.narrow(share.dim, 0, after)
-        if before:
-            take[share.index - 1] = [*shape]
-            take[share.index - 1][share.dim] = before
-    if share.index < last:
-        if before:
-            give[share.index + 1] = x.narrow(share.dim, rows - before, before)
-        if after:
-            take[share.index + 1] = [*shape]
-            take[share.index + 1][share.dim] = after
+    rows, ranks = x.shape[share.dim], range(share.ranks.size)
+    give: dict[int, Tensor] = {}
+    take: dict[int, list[int]] = {}
+    sides = ((share.index - 1, 0, after, before), (share.index + 1, rows - before, before, after))
+    for peer, start, given, taken in sides:
+        if peer in ranks and given:
+            give[peer] = x.narrow(share.dim, start, given)
+        if peer in ranks and taken:
+            take[peer] = list(x.shape)
+            take[peer][share.dim] = taken
     if not give and not take:
         return lambda: (None, None)
     pending = trade(give, take, share.ranks, like=x)

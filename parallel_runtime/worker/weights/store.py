@@ -53,10 +53,6 @@ class Buffers:
         self._device = device
         self._storages: dict[int, torch.UntypedStorage] = {}
 
-    @property
-    def nbytes(self) -> int:
-        return sum(storage.nbytes() for storage in self._storages.values())
-
     def memory(self, number: int, size: int) -> Tensor:
         """The first `size` bytes of storage `number`."""
         storage = self._storages.setdefault(number, torch.UntypedStorage(0, device=self._device))
