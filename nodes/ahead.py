@@ -13,7 +13,7 @@ from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.migrate import STANDS_IN
 from ..parallel_runtime.specs import ParallelRequest
 from .config import requested
-from .workers import comfy_setup, plan_any
+from .workers import comfy_setup, plan_any, usual_for
 
 CP_NODES = {*STANDS_IN.values(), "CPLoadDiffusionModel"}
 WAIT_SECONDS = 2.0  # what is refused or cached is over by then, and needs no workers
@@ -54,4 +54,4 @@ def _start(prompt: Prompt, request: ParallelRequest) -> None:
     running, waiting = PromptServer.instance.prompt_queue.get_current_queue_volatile()
     if any(task[2] == prompt for task in (*running, *waiting)):
         with contextlib.suppress(Refused):  # the node will say it
-            runtime.start_ahead(plan_any(request).placement, comfy_setup())
+            runtime.start_ahead(usual_for(request, plan_any(request).placement), comfy_setup())

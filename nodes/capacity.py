@@ -11,7 +11,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ..parallel_runtime.host.group import WorkerGroup
-from ..parallel_runtime.host.limits import number_from
+from ..parallel_runtime.host.limits import numbers_from
 from ..parallel_runtime.host.storing import GIB, Capacity
 from ..parallel_runtime.specs import ModelSpec, Placement
 
@@ -21,24 +21,29 @@ ALL = 1e30  # bytes: ComfyUI's own word for everything
 
 
 def capacity_for(placement: Placement, group: WorkerGroup | None, spec: ModelSpec) -> Capacity:
-    """The least that any worker found when it was asked last, what it has of this model included; where there is no
-    `group` yet, what is free here."""
+    """What each worker found when it was asked last, what it has of this model included; where there is no `group` yet,
+    what is free here."""
     readings = group.readings if group is not None else ()
     held = group.held.get(spec.unpatched) if group is not None else None
     own = held.way.fetched_bytes if held and held.way.storage.mode == "offload" else 0  # once a machine
     host = min(told.host_free_bytes for told in readings) + own if readings else None
-    if limit := limit_bytes():
-        return Capacity(device_bytes=limit, host_bytes=host, limited_by=LIMIT)
+    if limits := limits_of(placement.world_size):
+        return Capacity.of_each(limits, host_bytes=host, limited_by=LIMIT)
     if placement.devices[0] == "cpu":
         return Capacity(host_bytes=host)
-    here = [free_bytes(torch.device(device)) // sharing for device, sharing in Counter(placement.devices).items()]
-    others = [told.free_bytes + told.own_bytes for told in readings[len(placement.devices) :]]
-    return Capacity(device_bytes=min([*here, *others]), host_bytes=host)
+    sharing = Counter(placement.devices)
+    free = {device: free_bytes(torch.device(device)) for device in sharing}
+    here = [free[device] // sharing[device] for device in placement.devices]
+    others = [told.free_bytes + told.own_bytes for told in readings[len(here) :]]
+    return Capacity.of_each([*here, *(others or here * (placement.nnodes - 1))], host_bytes=host)
 
 
-def limit_bytes() -> int:
-    """What the user lets a worker have of its device; 0 for what is free."""
-    return int(min(number_from(LIMIT, 0.0, "number of GiB"), MOST) * GIB)
+def limits_of(workers: int) -> tuple[int, ...]:
+    """What the user lets each of so many workers have of its device, 0 for anything; none where that is all of them.
+    One number is for all, and so is the least of several that are not as many as the workers."""
+    numbers = numbers_from(LIMIT, "number of GiB")
+    each = numbers if len(numbers) == workers else (min(numbers, default=0.0),) * workers
+    return tuple(int(min(number or MOST, MOST) * GIB) for number in each) if any(each) else ()
 
 
 def free_bytes(device: torch.device) -> int:

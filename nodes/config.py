@@ -115,8 +115,8 @@ class CPParallelConfig(io.ComfyNode):
                 _widget(
                     "shares", advanced=True, optional=True,
                     tooltip="How much of the work each worker gets, for cards that are not alike. Numbers such as 3,2: "
-                    "in the order of devices, one for each worker. equal: all alike. auto: by what the workers "
-                    "measure.",
+                    "in the order of devices, one for each worker, or for each device, of which a run on fewer takes "
+                    "the first. equal: all alike. auto: by what the workers measure.",
                 ),
                 _widget(
                     "pipeline_degree", min=0, max=64, advanced=True, optional=True,

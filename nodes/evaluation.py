@@ -13,7 +13,7 @@ from ..parallel_runtime.jobs import EvaluationJob
 from ..parallel_runtime.specs import ParallelRequest
 from .describe import Source, describe_model, patched_inside
 from .encoded import side_of
-from .lease import leased
+from .lease import leased, staffed
 from .patches import check_attributes, check_sizes, describe_inside
 from .residence import Held
 
@@ -25,6 +25,7 @@ class RemoteEvaluation:
         self._request = request
         self._source: Source | None = None  # from ComfyUI's `pre_run` to its `cleanup`: what is sampled with
         self._held: Held | None = None  # and what the workers had of it when they were asked last
+        self._staffed: ParallelRequest | None = None  # on the devices that this run has
 
     def begin(self, model: ModelPatcher) -> None:
         """Raises Refused for a MODEL whose network no worker could have."""
@@ -70,7 +71,9 @@ class RemoteEvaluation:
             together=together,
             method=method,
         )
-        wish = source.wish(self._request, together=together)
+        if self._staffed is None:
+            self._staffed = staffed(source.spec, source.wish(self._request, together=together), work).request
+        wish = source.wish(self._staffed, together=together)
         with leased(source.spec, plan(wish).placement) as lease:
             division = lease.divide(wish, work, self._held)
             self._held = lease.held
@@ -80,7 +83,7 @@ class RemoteEvaluation:
         """Do after a run what the user wants done with the model."""
         if self._held is not None:
             self._held.settle(self._request.after_sampling)
-        self._source = self._held = None
+        self._source = self._held = self._staffed = None
 
 
 def _told_apart(arguments: dict[str, Any], method: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import comfy.model_management
@@ -23,11 +23,12 @@ from ..parallel_runtime.host.headroom import Shortage, shortage
 from ..parallel_runtime.host.history import Size
 from ..parallel_runtime.host.planning import Wish, plan
 from ..parallel_runtime.host.runtime import runtime
+from ..parallel_runtime.host.staffing import Way, in_words, may_leave_out, ways
 from ..parallel_runtime.host.storing import Case, Prospect, decide, why_whole
 from ..parallel_runtime.jobs import Job
-from ..parallel_runtime.specs import AfterSampling, Division, ModelSpec, Placement, WeightsChoice
-from .capacity import LIMIT, capacity_for, let_go, limit_bytes
-from .residence import Held
+from ..parallel_runtime.specs import AfterSampling, Division, ModelSpec, ParallelRequest, Placement, WeightsChoice
+from .capacity import LIMIT, capacity_for, let_go, limits_of
+from .residence import Held, on_devices
 from .workers import comfy_setup
 
 log = logging.getLogger(__name__)
@@ -49,8 +50,20 @@ def leased(spec: ModelSpec, placement: Placement, after: AfterSampling = "keep")
                 lease.held.settle(after)
 
 
-def foreseen(spec: ModelSpec, wish: Wish, work: Work) -> tuple[Division, Case, WorkerGroup | None]:
-    """What a run would get at this moment, and what it would go by; the workers, if there are any. Raises Refused."""
+def staffed(spec: ModelSpec, wish: Wish, work: Work) -> Wish:
+    """`wish` on the devices that are estimated to do it soonest: where nobody names any all of them meet once, and from
+    then on those that would hold the others up are left out. Raises Refused, WorkerStartError."""
+    everybody = plan(wish).placement
+    if may_leave_out(wish) and everybody.world_size > 1 and runtime.staffing.measured(everybody) is None:
+        with leased(spec, everybody):
+            pass
+    return _ways(spec, wish, work)[1].wish
+
+
+def foreseen(spec: ModelSpec, wish: Wish, work: Work) -> Foresight:
+    """What a run would get at this moment. Raises Refused."""
+    found, way = _ways(spec, wish, work)
+    wish = way.wish
     placement = plan(wish).placement
     with runtime.resting() as group, suppress(ParallelError):
         if group is not None and group.placement == placement:
@@ -58,7 +71,29 @@ def foreseen(spec: ModelSpec, wish: Wish, work: Work) -> tuple[Division, Case, W
     group = runtime.group
     group = group if group is not None and group.placement == placement else None
     case = _case(group, spec, wish, work, placement)
-    return Division(degrees=case.degrees, placement=placement), case, group
+    division = Division(degrees=case.degrees, placement=placement)
+    return Foresight(request=wish.request, division=division, case=case, group=group, compared=in_words(found, way))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Foresight:
+    """How a run would be divided, and what it would go by; the workers, if there are any; what other devices would
+    take, in words. `request` names its devices, where auto leaves some out."""
+
+    request: ParallelRequest
+    division: Division
+    case: Case
+    group: WorkerGroup | None
+    compared: Sequence[str]
+
+
+def _ways(spec: ModelSpec, wish: Wish, work: Work) -> tuple[list[Way], Way]:
+    """What a run could have, and what it takes of that, as far as anything was measured."""
+    everybody, group = plan(wish).placement, runtime.live
+    here = group if group is not None and group.placement == everybody else None
+    capacity = capacity_for(everybody, here, spec)
+    found = ways(wish, work, runtime.staffing.measured(everybody), capacity)
+    return found, runtime.staffing.best(found, None if group is None else group.placement)
 
 
 class Lease:
@@ -72,6 +107,12 @@ class Lease:
     def held(self) -> Held | None:
         """What its workers have of the model, if it has its place there."""
         return self.group.held.get(self.spec.unpatched)
+
+    def rooms(self) -> tuple[int | None, ...]:
+        """What each worker may take of its device at this moment; None: nothing says."""
+        self.group.measure(check_interrupt)
+        placement = self.group.placement
+        return capacity_for(placement, self.group, self.spec).each(placement.world_size)
 
     def divide(self, wish: Wish, work: Work, before: Held | None = None) -> Division:
         """How the work is divided by what the workers have at this moment: its weights find a place, and there is room
@@ -104,27 +145,30 @@ class Lease:
             log.error("[CP] rank %d:\n%s", failed.rank, failed.traceback)
             raise
 
-    def claim(self, way: Prospect, beside: int, limit: int = 0) -> Shortage | None:
-        """Have ComfyUI make room on every device for the weights, and for so many bytes beside them; what is missing
-        after it has let go of others where it must. `limit` is what a worker may have of its device, 0 for what is
-        free."""
-        residents = self._placed(way).residents
+    def claim(self, way: Prospect, beside: Sequence[int], *, limited: bool = False) -> Shortage | None:
+        """Have ComfyUI make room on every device for the weights, and for the bytes that each worker needs `beside`
+        them; what is missing after it has let go of others where it must. `limited`: by what a user lets workers have
+        of their devices, too."""
+        residents, placement = self._placed(way).residents, self.group.placement
         comfy.model_management.soft_empty_cache()  # it counts as free, but workers cannot have it
-        comfy.model_management.load_models_gpu(residents, memory_required=beside)
-        devices = self.group.placement.devices
-        if devices[0] == "cpu" and not limit:
+        for resident, more in zip(residents, on_devices(placement, beside).values(), strict=True):
+            comfy.model_management.load_models_gpu([resident], memory_required=more)
+        limits = limits_of(placement.world_size) if limited else ()
+        if placement.devices[0] == "cpu" and not limits:
             return None
-        if lack := self._missing(way.held_bytes + beside, limit):
+        needed = [held + more for held, more in zip(way.held_by(placement.world_size), beside, strict=True)]
+        if lack := self._missing(needed, limits):
             log.info("[CP] %s: ComfyUI lets go of what it can", lack)
-            let_go(devices, residents)
-            lack = self._missing(way.held_bytes + beside, limit)
+            let_go(placement.devices, residents)
+            lack = self._missing(needed, limits)
         return lack
 
     def _placed(self, way: Prospect) -> Held:
         """Its place among what the workers hold, as the last one used; the oldest makes room for it."""
         listed, key = self.group.held, self.spec.unpatched
         held = listed.pop(key, None)
-        if held is None or held.way.held_bytes != way.held_bytes:
+        workers = self.group.placement.world_size
+        if held is None or held.way.held_by(workers) != way.held_by(workers):
             if held is not None:
                 held.forget()
             held = Held.by(self.group, key, way)
@@ -136,19 +180,23 @@ class Lease:
         listed[key] = held
         return held
 
-    def _missing(self, needed: int, limit: int) -> Shortage | None:
-        readings = self.group.measure(check_interrupt)
-        return shortage(self.group.placement, readings, self.spec.title, needed, limit=limit or None, limited_by=LIMIT)
+    def _missing(self, needed: Sequence[int], limits: Sequence[int]) -> Shortage | None:
+        readings, placement = self.group.measure(check_interrupt), self.group.placement
+        of_each = limits or (None,) * placement.world_size
+        return shortage(placement, readings, self.spec.title, needed, limits=of_each, limited_by=LIMIT)
 
     def _lodged(self, case: Case, choice: WeightsChoice) -> Prospect:
-        limit = limit_bytes() if choice == "auto" else 0
+        auto = choice == "auto"
         way = self._decided(case, choice)
-        lack = self.claim(way, case.beside_bytes(way), limit)
+        lack = self.claim(way, case.beside(way), limited=auto)
         try:
-            if lack is not None and choice == "auto":  # ComfyUI had counted on what it could not let go of
-                case = replace(case, capacity=replace(case.capacity, device_bytes=lack.each))
+            for _ in self.group.placement.devices if auto else ():
+                if lack is None:
+                    break
+                # ComfyUI had counted on what it could not let go of
+                case = replace(case, capacity=case.capacity.at_most(lack.each, lack.ranks, len(case.room)))
                 way = self._decided(case, choice)
-                lack = self.claim(way, case.beside_bytes(way), limit)
+                lack = self.claim(way, case.beside(way), limited=auto)
             if lack is not None:
                 raise Refused(
                     f"{case.work.figures.name} does not fit: {lack}, also after ComfyUI has let go of what it could. "

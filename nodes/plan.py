@@ -18,6 +18,7 @@ from ..parallel_runtime.host.remedy import changes, in_words, instead
 from ..parallel_runtime.host.report import Report, Row, Subject, report
 from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.host.sentences import for_page, say
+from ..parallel_runtime.host.shares import unused
 from ..parallel_runtime.host.storing import Prospect, decide, why_whole
 from ..parallel_runtime.specs import ParallelRequest
 from .config import CATEGORY, CPConfig, requested
@@ -118,20 +119,24 @@ def explain(
     asked = request
     try:
         source.check_patches(request, subject.latent, subject.text)
-        division, case, group = foreseen(source.spec, wish(request), work)
+        seen = foreseen(source.spec, wish(request), work)
     except Refused as refused:
         request = instead(wish, request, refused.fix)
-        division, case, group = foreseen(source.spec, wish(request), work)
+        seen = foreseen(source.spec, wish(request), work)
         troubles.append(_trouble("trouble.config", refused))
         troubles.append(Row("", say("instead", setting=in_words(changes(asked, request)))))
     if take_times and not troubles:
-        measure(model, latent, positive, request, division, cfg)
-        division, case, group = foreseen(source.spec, wish(request), work)
+        measure(model, latent, positive, request, seen.division, cfg)
+        seen = foreseen(source.spec, wish(request), work)
+    division, case, group = seen.division, seen.case, seen.group
     degrees, readings = division.degrees, group.readings if group is not None else ()
     free = [told.free_bytes + told.own_bytes for told in readings]
     recommended = request
-    if group is not None or degrees.cfg_degree == 1 or request.cfg_degree:  # else memory may still decide otherwise
-        recommended = replace(request, **degrees.by_name)
+    idle = unused(request, division, subject.work.figures.name)
+    if not idle and (
+        group is not None or degrees.cfg_degree == 1 or request.cfg_degree
+    ):  # else memory may still decide otherwise
+        recommended = replace(seen.request, **degrees.by_name)
     automatic = not (request.ring_degree or request.ulysses_degree)
     decode = explain_decode(vae, subject.latent, division.placement, case.link) if vae is not None else ""
     way: Prospect | None = None
@@ -142,8 +147,9 @@ def explain(
         request = replace(request, weights="auto")
     said = report(
         subject, division, guided=guided, automatic=automatic, link=case.link, way=way, decode=decode,
-        free=min(free, default=None), races=readings[0].races if readings else (), troubles=troubles,
+        free=free, capacity=case.capacity, races=readings[0].races if readings else (), troubles=troubles,
         whole=why_whole(request.weights, way, case) if way is not None else "",
+        unused=idle, compared=seen.compared,
         resorted=request.pipeline_degree == 0 and degrees.pipeline_degree > 1, warmup=request.warmup_steps,
     )  # fmt: skip
     kind = kind_of(source.spec, subject.work)

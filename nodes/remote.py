@@ -30,7 +30,7 @@ from .code import Unsendable
 from .compiling import leave_eager
 from .describe import Source, describe_job, describe_model
 from .evaluation import RemoteEvaluation
-from .lease import leased
+from .lease import leased, staffed
 from .patches import KEY
 from .refusals import check_conds, check_for_patches, check_guider, check_masks, check_sampler
 from .stand_in import weightless
@@ -162,6 +162,7 @@ class RemoteSampling:
         work = source.work(shape, _text_tokens(guider), prompts=prompts, cached=self.request.step_cache > 0)
         watcher = Watcher(callback, guider.model_patcher.load_device)
         wish = source.wish(self.request, guided=guided, together=job.together)
+        wish = staffed(source.spec, wish, work)
         with leased(source.spec, plan(wish).placement, self.request.after_sampling) as lease:
             division = lease.divide(wish, work)
             result = lease.run(division, replace(job, rows=division.rows), on_step=watcher.on_step)

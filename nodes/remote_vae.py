@@ -15,17 +15,18 @@ from torch import Tensor
 
 from ..parallel_runtime.autoencoders import COMPARED
 from ..parallel_runtime.errors import Refused, WorkerFailed
+from ..parallel_runtime.host.devices import parse_devices
 from ..parallel_runtime.host.group import Result
 from ..parallel_runtime.host.room import Room
 from ..parallel_runtime.host.runtime import runtime
-from ..parallel_runtime.host.shares import asked_for
+from ..parallel_runtime.host.shares import asked_for, that_fit
 from ..parallel_runtime.host.storing import Prospect
 from ..parallel_runtime.jobs import VAEJob
 from ..parallel_runtime.random_states import random_states, set_random_states
 from ..parallel_runtime.specs import Division, ModelSpec, Parallelism, ParallelRequest, Placement, Storage, VAEMethod
 from .describe_vae import Undivided
 from .lease import Lease, leased
-from .workers import plan_any
+from .workers import gpu_kind, plan_any, usual_for, visible_gpus
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class RemoteVAE:
         self._check(method, x, unit)
         placement = placement_for(self._request)
         with leased(self._spec, placement) as lease:
-            self._claim(lease, method, tuple(x.shape))
+            shares = self._claim(lease, method, tuple(x.shape))
             job = VAEJob(
                 method=method,
                 x=x,
@@ -119,7 +120,7 @@ class RemoteVAE:
                 random_states=random_states(self._vae.device),
                 chunk_bytes=self._chunk_bytes(),
                 weights=None if self._spec.loader else dict(self._vae.get_sd()),
-                shares=shares_for(self._request, lease.group.placement),
+                shares=shares,
             )
             result = self._asked(lease, job, room)
         set_random_states(result.value["random_states"], self._vae.device)
@@ -156,12 +157,30 @@ class RemoteVAE:
                 raise torch.OutOfMemoryError(str(failed)) from failed
             raise
 
-    def _claim(self, lease: Lease, method: VAEMethod, shape: tuple[int, ...]) -> None:
-        """Have ComfyUI make room: for all of the weights, and a worker's share of the activations. What is missing then
-        is no reason to refuse: this is ComfyUI's own estimate, which is high, and it goes on with tiles."""
-        vae, workers = self._vae, len(lease.group.placement.devices)
+    def _claim(self, lease: Lease, method: VAEMethod, shape: tuple[int, ...]) -> list[int]:
+        """Have ComfyUI make room: for all of the weights, and each worker's share of the activations. What is missing
+        then is no reason to refuse: this is ComfyUI's own estimate, which is high, and it goes on with tiles. Returns
+        the shares of the rows: as asked for, else a card with too little memory for as many as the others has fewer."""
+        vae, placement = self._vae, lease.group.placement
         whole = (vae.memory_used_decode if method == "decode" else vae.memory_used_encode)(shape, vae.vae_dtype)
-        lease.claim(Prospect(storage=Storage(), held_bytes=vae.model_size()), int(whole / workers))
+        weights = int(vae.model_size())
+        shares = shares_for(self._request, placement) or self._by_room(lease, int(whole), weights)
+        parts = shares or [1] * len(placement.devices)
+        each = [int(whole * part / sum(parts)) for part in parts]
+        elsewhere = [0] * (placement.world_size - len(parts))
+        lease.claim(Prospect(storage=Storage(), held_bytes=weights), each + elsewhere)
+        return shares
+
+    def _by_room(self, lease: Lease, whole: int, weights: int) -> list[int]:
+        """Shares of the rows where some worker has no room for as many as the others; none: all alike."""
+        devices = lease.group.placement.devices
+        rooms = [room if room is None else room - weights for room in lease.rooms()[: len(devices)]]
+        shares = that_fit(whole, rooms)
+        if shares:
+            each = zip(devices, shares, strict=True)
+            told = ", ".join(f"{device} {share / sum(shares):.0%}" for device, share in each)
+            log.info("[CP] VAE: rows by the memory of each worker: %s", told)
+        return list(shares)
 
     def _chunk_bytes(self) -> int:
         """What ComfyUI would cut time by here: asked once, so that no rank goes by its own memory."""
@@ -181,12 +200,15 @@ def placement_for(request: ParallelRequest | None) -> Placement:
     asked = plan_any(replace(request, shares="equal")).placement
     if live is not None and request.by_heads and set(live.devices) <= set(asked.devices):
         return live  # a sampler's model may need fewer
-    return asked
+    return usual_for(request, asked)
 
 
 def shares_for(request: ParallelRequest | None, placement: Placement) -> list[int]:
     """Of the rows, for the workers of ComfyUI's machine; none: all alike. Raises Refused."""
-    asked = asked_for(request.shares, placement.world_size) if request else ()
+    if request is None:
+        return []
+    every = len(parse_devices(request.devices, visible_gpus(), gpu_kind()))
+    asked = asked_for(request.shares, placement.world_size, every, placement.nnodes)
     here = asked[: len(placement.devices)]
     return list(here) if any(here) else []
 

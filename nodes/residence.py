@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..parallel_runtime.errors import ParallelError
 from ..parallel_runtime.host.group import WorkerGroup
 from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.host.storing import Prospect
-from ..parallel_runtime.specs import AfterSampling, ModelSpec
+from ..parallel_runtime.specs import AfterSampling, ModelSpec, Placement
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +61,14 @@ class Resident(Hollow):
         return self.model
 
 
+def on_devices(placement: Placement, each: Sequence[int]) -> dict[str, int]:
+    """Of bytes that each rank has, or is to have, those on each device of this machine."""
+    sums: dict[str, int] = {}
+    for device, size in zip(placement.devices, each, strict=False):
+        sums[device] = sums.get(device, 0) + size
+    return sums
+
+
 @dataclass(eq=False)
 class Held:
     """One model or VAE in the workers of a group, which lists it as long as it has its place there."""
@@ -74,8 +82,8 @@ class Held:
     def by(cls, group: WorkerGroup, spec: ModelSpec, way: Prospect) -> Held:
         """What every worker of `group` will have; nothing is loaded yet."""
         held = cls(group, spec, way)
-        for device, workers in Counter(map(torch.device, group.placement.devices)).items():
-            held.residents.append(Resident(WorkerModel(), device, CPU, size=way.held_bytes * workers))
+        for device, size in on_devices(group.placement, way.held_by(group.placement.world_size)).items():
+            held.residents.append(Resident(WorkerModel(), torch.device(device), CPU, size=size))
             held.residents[-1].held = held
         return held
 

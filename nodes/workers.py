@@ -17,7 +17,9 @@ import torch
 from ..parallel_runtime.accelerators import ACCELERATORS, CUDA
 from ..parallel_runtime.host.devices import why_one_gpu
 from ..parallel_runtime.host.planning import Wish, plan
-from ..parallel_runtime.specs import ComfySetup, Division, ParallelRequest
+from ..parallel_runtime.host.runtime import runtime
+from ..parallel_runtime.host.staffing import may_leave_out
+from ..parallel_runtime.specs import ComfySetup, Division, ParallelRequest, Placement
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,12 @@ log = logging.getLogger(__name__)
 def plan_any(request: ParallelRequest, *, guided: bool = False) -> Division:
     """Degrees and devices where no model is known, or a VAE, which has no heads to share out. Raises Refused."""
     return plan(wish_here(request, guided=guided))
+
+
+def usual_for(request: ParallelRequest, placement: Placement) -> Placement:
+    """Of all these devices those that auto used last, where it has the choice."""
+    free = may_leave_out(wish_here(request))
+    return runtime.staffing.usual(placement) if free else placement
 
 
 def wish_here(request: ParallelRequest, **found: Any) -> Wish:

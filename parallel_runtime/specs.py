@@ -98,9 +98,10 @@ class Parallelism:
         return [shares[first : first + each] for first in range(0, len(shares), each)]
 
     @property
-    def largest_share(self) -> tuple[int, int]:
-        """Of a sequence, that one rank has at most: so many of so many parts."""
-        return max(((max(lane), sum(lane)) for lane in self.lanes), key=lambda part: part[0] / part[1])
+    def rows(self) -> tuple[int, ...]:
+        """The shares of all ranks together that have the same rows of a batch."""
+        each, sums = self.cfg_degree, [sum(lane) for lane in self.lanes]
+        return tuple(sum(sums[first : first + each]) for first in range(0, self.data_degree * each, each))
 
     @property
     def dims(self) -> tuple[int, int, int, int, int]:
@@ -127,11 +128,24 @@ class Storage:
 
     `replicate`: whole on every device. `shard`: of a block each rank that shares a sequence keeps a part, and all
     gather it just before it runs. `offload`: in main memory, once a machine, copied to the device just before it runs.
-    `resident` of the blocks are whole on every device all the same.
+    `resident` of the blocks are whole on every device all the same; where ranks have unlike numbers of them `residents`
+    are those of each, in rank order, and `resident` is the least. `parts` are the ranks' of a shard: of a block each
+    keeps in proportion to its own; none: all alike.
     """
 
     mode: WeightsMode = "replicate"
     resident: int = 0
+    residents: tuple[int, ...] = ()
+    parts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.residents and (self.mode != "offload" or min(self.residents) != self.resident):
+            raise ValueError(f"residents {self.residents} of {self.mode} are not {self.resident} at least")
+        if self.parts and (self.mode != "shard" or min(self.parts) < 1):
+            raise ValueError(f"parts {self.parts} of {self.mode}: a shard's start at 1")
+
+    def resident_on(self, rank: int) -> int:
+        return self.residents[rank] if self.residents else self.resident
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from parallel_runtime.host.balance import Balance, parts
+from parallel_runtime.host.balance import Balance
 from parallel_runtime.host.choosing import choose
 from parallel_runtime.host.cost import Figures, Link, Speed, Work
 from parallel_runtime.host.planning import Wish
+from parallel_runtime.host.shares import in_proportion
 from parallel_runtime.host.storing import Capacity
 from parallel_runtime.host.unlike import compared, seconds
 from parallel_runtime.specs import Division, ModelSpec, Parallelism, ParallelRequest, Placement
@@ -134,9 +135,9 @@ def test_workers_on_one_device_start_alike() -> None:
 
 
 def test_parts_are_whole_and_nobody_goes_without() -> None:
-    assert parts((1, 1, 1)) == (1, 1, 1)
-    assert parts((1000, 1)) == (128, 1)
-    assert parts((3, 2)) == (77, 51)
+    assert in_proportion((1, 1, 1)) == (1, 1, 1)
+    assert in_proportion((1000, 1)) == (128, 1)
+    assert in_proportion((3, 2)) == (77, 51)
 
 
 GUIDED = replace(WORK, prompts=2)

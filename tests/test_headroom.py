@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel_runtime.host.headroom import shortage
+from parallel_runtime.host.headroom import Shortage, shortage
 from parallel_runtime.specs import Placement
 from parallel_runtime.wire.readings import Holding, Readings
 
@@ -20,9 +20,24 @@ def rank(free: float, spare: float = 0.0, **held: float) -> Readings:
     return Readings(0, 80 * GIB, weights, free_bytes=int(free * GIB), spare_bytes=int(spare * GIB))
 
 
-def lacks(placement: Placement, *ranks: Readings, needed: float, limit: float | None = None) -> str:
-    limited = None if limit is None else int(limit * GIB)
-    return str(shortage(placement, ranks, "flux", int(needed * GIB), limit=limited, limited_by="CP_MEMORY_GIB") or "")
+def lacking(
+    placement: Placement, *ranks: Readings, needed: float | tuple[float, ...], limit: float | tuple[float, ...] | None
+) -> Shortage | None:
+    """Each rank alike, or as each of them says, in GiB."""
+    each = needed if isinstance(needed, tuple) else (needed,) * len(ranks)
+    limits = limit if isinstance(limit, tuple) else (limit,) * len(ranks)
+    limited = [None if one is None else int(one * GIB) for one in limits]
+    sizes = [int(one * GIB) for one in each]
+    return shortage(placement, ranks, "flux", sizes, limits=limited, limited_by="CP_MEMORY_GIB")
+
+
+def lacks(
+    placement: Placement,
+    *ranks: Readings,
+    needed: float | tuple[float, ...],
+    limit: float | tuple[float, ...] | None = None,
+) -> str:
+    return str(lacking(placement, *ranks, needed=needed, limit=limit) or "")
 
 
 def test_what_a_rank_has_for_this_model_is_free_for_it_and_what_it_has_for_others_is_not() -> None:
@@ -42,9 +57,20 @@ def test_ranks_of_one_device_share_what_is_free_of_it() -> None:
     assert not lacks(SHARED, rank(40), rank(40), needed=20)
     assert not lacks(SHARED, rank(10, flux=15), rank(10, flux=15), needed=20)
     assert lacks(SHARED, rank(30), rank(30), needed=20) == "40.0 GiB are needed on cuda:0, and 30.0 GiB are free there"
-    found = shortage(SHARED, (rank(30), rank(30)), "flux", 20 * GIB, limit=None, limited_by="")
+    found = lacking(SHARED, rank(30), rank(30), needed=20, limit=None)
     assert found is not None
     assert found.each == 15 * GIB
+
+
+def test_each_rank_is_asked_for_what_it_needs_itself() -> None:
+    assert not lacks(TWO, rank(20), rank(8), needed=(18, 6))
+    said = lacks(TWO, rank(20), rank(8), needed=(6, 18))
+    assert said == "18.0 GiB are needed on cuda:1, and 8.0 GiB are free there"
+    assert not lacks(SHARED, rank(20), rank(20), needed=(4, 16))
+    assert not lacks(TWO, rank(80), rank(80), needed=(18, 6), limit=(20, 8))
+    found = lacking(TWO, rank(80), rank(80), needed=(18, 9), limit=(20, 8))
+    assert found is not None
+    assert (found.ranks, found.each) == ((1,), 8 * GIB)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])

@@ -31,11 +31,11 @@ def test_weights_are_whole_unless_they_are_sharded():
     degrees = Parallelism(ulysses_degree=2, cfg_degree=2)
     four = Division(degrees=degrees, placement=Placement(devices=("cpu",) * 4))
     assert {part.weights for part in parts(four)} == {(0, 1)}
-    sharded = [part.weights for part in parts(four, sharded=True, held=0.5)]
+    sharded = [part.weights for part in parts(four, sharded=True, held=[0.5] * 4)]
     assert covered(sharded[:2])
     assert covered(sharded[2:]), "each half of the workers has all of them"
-    assert {part.weights for part in parts(four, held=0.25)} == {(0, 0.25)}, "the rest is fetched"
-    first, second = (part.weights for part in parts(four, sharded=True, held=0.75)[:2])
+    assert {part.weights for part in parts(four, held=[0.25] * 4)} == {(0, 0.25)}, "the rest is fetched"
+    first, second = (part.weights for part in parts(four, sharded=True, held=[0.75] * 4)[:2])
     assert (first, second) == ((0, 0.75), (0.25, 1)), "some blocks are resident on both"
 
 

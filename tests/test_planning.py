@@ -10,7 +10,7 @@ from parallel_runtime.errors import Refused
 from parallel_runtime.host.cost import Figures
 from parallel_runtime.host.devices import parse_devices, why_one_gpu
 from parallel_runtime.host.planning import MAX_CPU_WORKERS, Wish, check_step_cache, plan
-from parallel_runtime.host.shares import percent_of
+from parallel_runtime.host.shares import percent_of, unused
 from parallel_runtime.specs import Parallelism, ParallelRequest
 
 
@@ -97,8 +97,8 @@ def test_what_cannot_work_is_refused_in_one_sentence(request_, heads, gpus, sent
         planned(heads=heads, gpus=gpus, **request_)
 
 
-def shares_of(**request):
-    return plan(Wish(request=ParallelRequest(**request), heads=24, gpus=2)).degrees.shares
+def shares_of(gpus=2, **request):
+    return plan(Wish(request=ParallelRequest(**request), heads=24, gpus=gpus)).degrees.shares
 
 
 @pytest.mark.parametrize(
@@ -146,6 +146,28 @@ def test_shares_that_two_halves_with_a_prompt_each_leave_unused_are_refused_with
         guided(gpus, cfg_degree=2, **request_)
     mended = guided(gpus, **{**request_, "cfg_degree": 2, **refused.value.fix})
     assert mended.degrees.shares == tuple(map(int, request_["shares"].split(",")))
+
+
+def test_one_list_of_shares_fits_a_run_on_all_devices_and_one_that_uses_fewer():
+    """A VAE has rows for three devices where a network has two prompts for two."""
+    assert shares_of(shares="3,2,1", ulysses_degree=2, gpus=3) == (3, 2)
+    assert shares_of(shares="3,2", ulysses_degree=2, gpus=3) == (3, 2)
+    assert shares_of(shares="3,2,1", gpus=3) == (3, 2, 1)
+    rows = {"shares": "5,3,1", "data_degree": 2, "cfg_degree": 1, "whole": "SDXL"}
+    assert guided(3, **rows).degrees.shares == (5, 3)
+    with pytest.raises(Refused, match="names 4, and the number of workers is 2: name 2, one for each"):
+        shares_of(shares="3,2,1,1", ulysses_degree=2, gpus=3)
+
+
+@pytest.mark.parametrize(("gpus", "shares"), [(3, "3,2,1"), (2, "3,2"), (3, "3,2")])
+def test_shares_that_are_a_vaes_alone_do_not_stop_a_network_that_shares_out_prompts(gpus, shares):
+    division = guided(gpus, whole="SDXL", shares=shares, devices=",".join(map(str, range(gpus))))
+    assert (division.placement.devices, division.degrees.cfg_degree) == (("cuda:0", "cuda:1"), 2)
+    assert division.degrees.shares == ()
+    said = unused(ParallelRequest(shares=shares), division, "SDXL")
+    assert said.startswith(f"shares {shares} divide nothing here: each worker of SDXL has a prompt of its own")
+    assert not unused(ParallelRequest(shares="1,1"), division, "SDXL")
+    assert not unused(ParallelRequest(), division, "SDXL")
 
 
 def test_percent_are_of_the_work_that_a_worker_has_where_each_half_has_one_prompt():

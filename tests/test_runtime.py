@@ -29,6 +29,7 @@ def test_a_dead_group_is_replaced_and_an_equal_one_is_kept(flux):
             pass
         with runtime.borrowed(ONE, None) as again:
             assert again is first
+        assert runtime.staffing.measured(ONE) == first.link, "also when it is gone"
         os.kill(workers_of(first)[0], signal.SIGKILL)
         wait_until(lambda: not first.alive, 5)
         with runtime.borrowed(ONE, None) as second:

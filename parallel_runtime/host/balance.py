@@ -7,16 +7,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import gcd
 
 from ..specs import ModelSpec, Parallelism, Placement
 from .cost import Link, Work, alone_seconds
-from .shares import of_all
+from .shares import in_proportion, of_all
 from .unlike import are_unlike
 
 log = logging.getLogger(__name__)
 
-PARTS = 64  # for each worker
 BEHIND = 1.05  # times the mean: from there on the slowest rank is waited for
 # Seconds of computing in a step: what is shorter says nothing of the device. Workers that have one in common take it
 # from each other.
@@ -82,7 +80,7 @@ class Balance:
         taking = [each for each, share in zip(known, shares, strict=True) if share]
         slowest, before = max(taking) * len(taking) / sum(taking), tried.shares
         speeds = [work / took if took else 0.0 for work, took in zip(of_all(degrees), known, strict=True)]
-        tried.ran(slowest, parts(speeds))
+        tried.ran(slowest, in_proportion(speeds))
         if tried.shares != before:
             log.info(
                 "[CP] worker %d computed %.0f %% longer than all on average: from the next run on shares are %s",
@@ -92,15 +90,7 @@ class Balance:
     def _at_first(self, degrees: Parallelism, work: Work) -> Shares:
         if len(self._link.ranks) != degrees.world_size or not are_unlike(work, self._placement, self._link):
             return ()
-        return parts([1 / alone_seconds(work, speed) for speed in self._link.ranks])
-
-
-def parts(speeds: Sequence[float]) -> Shares:
-    """Whole numbers in proportion to `speeds`, about PARTS for each worker; nobody who has a speed goes without."""
-    mean = sum(speeds) / len(speeds)
-    sizes = [max(round(PARTS * speed / mean), int(speed > 0)) for speed in speeds]
-    common = gcd(*sizes)
-    return tuple(size // common for size in sizes)
+        return in_proportion([1 / alone_seconds(work, speed) for speed in self._link.ranks])
 
 
 def _key(model: ModelSpec, degrees: Parallelism) -> Key:

@@ -119,7 +119,13 @@ class Work:
 
 def of_a_lane(work: Work, parallelism: Parallelism) -> int:
     """Rows of all prompts together that the busiest lane evaluates in a step; through stages they follow each other."""
-    return -(-work.rows // parallelism.data_degree) * -(-work.prompts // parallelism.cfg_degree)
+    return max(_rows(work, parallelism, group) for group in range(parallelism.data_degree))
+
+
+def _rows(work: Work, parallelism: Parallelism, group: int) -> int:
+    """The same of a lane among so many of data_degree."""
+    shares = parallelism.rows
+    return -(-work.rows * shares[group] // sum(shares)) * -(-work.prompts // parallelism.cfg_degree)
 
 
 def coarse(speed: float) -> float:
@@ -232,7 +238,15 @@ def memory_bytes(work: Work, parallelism: Parallelism) -> int:
 
 
 def activation_bytes(work: Work, parallelism: Parallelism) -> int:
-    """About what one evaluation adds to the weights on one rank."""
-    tensors = (ACTIVATIONS + KEPT * work.cached) * of_a_lane(work, parallelism)
-    part, of = parallelism.largest_share
-    return tensors * work.activation_bytes // work.rows * part // of
+    """About what one evaluation adds to the weights on the rank that has most of it."""
+    return max(activation_bytes_of_each(work, parallelism))
+
+
+def activation_bytes_of_each(work: Work, parallelism: Parallelism) -> tuple[int, ...]:
+    """About what one evaluation adds to the weights on each rank, by its own share."""
+    tensor = (ACTIVATIONS + KEPT * work.cached) * (work.activation_bytes // work.rows)
+    found: list[int] = []
+    for number, lane in enumerate(parallelism.lanes):
+        rows = _rows(work, parallelism, number // parallelism.cfg_degree % parallelism.data_degree)
+        found += [tensor * rows * share // sum(lane) for share in lane]
+    return tuple(found)

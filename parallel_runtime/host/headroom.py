@@ -12,10 +12,10 @@ from .storing import size_in_words
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """A device on which `workers` ranks need so many bytes each, and could have `free` together."""
+    """A device on which `ranks` need so many bytes, and could have `free`, all of them together."""
 
     device: str
-    workers: int
+    ranks: tuple[int, ...]
     needed: int
     free: int
     limited_by: str = ""
@@ -23,43 +23,51 @@ class Shortage:
     @property
     def each(self) -> int:
         """What a rank could have."""
-        return max(0, self.free) // self.workers
+        return max(0, self.free) // len(self.ranks)
 
     def __str__(self) -> str:
-        needed = size_in_words(self.needed * self.workers)
         by = f", as {self.limited_by} says" if self.limited_by else ""
-        return f"{needed} are needed on {self.device}, and {size_in_words(max(0, self.free))} are free there{by}"
+        return (
+            f"{size_in_words(self.needed)} are needed on {self.device}, and {size_in_words(max(0, self.free))} are "
+            f"free there{by}"
+        )
 
 
 def shortage(
-    placement: Placement, readings: Sequence[Readings], model: str, needed: int, *, limit: int | None, limited_by: str
+    placement: Placement,
+    readings: Sequence[Readings],
+    model: str,
+    needed: Sequence[int],
+    *,
+    limits: Sequence[int | None],
+    limited_by: str,
 ) -> Shortage | None:
-    """The device that lacks most of the `needed` bytes that each of its ranks takes for `model`; None where there is
-    room. What a rank has of this model already counts as free, what it has of others does not. `limit` is what one may
-    take of its device. Main memory has none but that.
+    """The device that lacks most of the bytes that its ranks need for `model`, each so many as `needed` says; None
+    where there is room. What a rank has of this model already counts as free, what it has of others does not. `limits`
+    are what each may take of its device. Main memory has none but that.
     """
-    sharing: dict[tuple[int, str], list[Readings]] = {}
-    for rank, told in enumerate(readings):
+    sharing: dict[tuple[int, str], list[int]] = {}
+    for rank in range(len(readings)):
         machine, place = divmod(rank, len(placement.devices))
-        sharing.setdefault((machine, placement.devices[place]), []).append(told)
-    found = [
-        Shortage(
-            device=f"{device} of machine {machine + 1}" if machine else device,
-            workers=len(ranks),
-            needed=needed,
-            free=free,
-            limited_by=limited_by if limit is not None else "",
-        )
-        for (machine, device), ranks in sharing.items()
-        if (free := _free(device, ranks, model, limit)) is not None and free < needed * len(ranks)
-    ]
-    return max(found, key=lambda one: one.needed * one.workers - one.free, default=None)
+        sharing.setdefault((machine, placement.devices[place]), []).append(rank)
+    found = []
+    for (machine, device), ranks in sharing.items():
+        limited = [limit for limit in (limits[rank] for rank in ranks) if limit is not None]
+        limit = sum(limited) if len(limited) == len(ranks) else None
+        free = _free(device, [readings[rank] for rank in ranks], model, limit)
+        total = sum(needed[rank] for rank in ranks)
+        if free is not None and free < total:
+            where = f"{device} of machine {machine + 1}" if machine else device
+            by = limited_by if limit is not None else ""
+            found.append(Shortage(device=where, ranks=tuple(ranks), needed=total, free=free, limited_by=by))
+    return max(found, key=lambda one: one.needed - one.free, default=None)
 
 
 def _free(device: str, ranks: Sequence[Readings], model: str, limit: int | None) -> int | None:
-    """What these ranks could have of their device for this model; None where nothing says."""
+    """What these ranks could have of their device for this model, of a `limit` for all of them; None where nothing
+    says."""
     others = sum(told.others_bytes(model) for told in ranks)
-    known = [] if limit is None else [limit * len(ranks) - others]
+    known = [] if limit is None else [limit - others]
     if device != "cpu":
         known.append(min(told.free_bytes for told in ranks) + sum(told.own_bytes for told in ranks) - others)
     return min(known, default=None)

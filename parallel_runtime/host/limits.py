@@ -11,21 +11,35 @@ log = logging.getLogger(__name__)
 
 
 def seconds_from(variable: str, default: float) -> float:
-    """A limit from the environment; what is no number of seconds is said and not used."""
-    return number_from(variable, default, "number of seconds that can be waited")
-
-
-def number_from(variable: str, default: float, what: str) -> float:
-    """The same of anything: 0 only where that is the default."""
+    """A limit from the environment; what is no number of seconds is said and not used: 0 only where that is the
+    default."""
     text = os.environ.get(variable, "").strip()
     if not text:
         return default
-    with contextlib.suppress(ValueError):
-        seconds = float(text)
-        if math.isfinite(seconds) and seconds >= 0 and (seconds or not default):
-            return seconds
-    log.warning("[CP] %s=%r is no %s; %g is used", variable, text, what, default)
+    number = _number(text)
+    if number is not None and (number or not default):
+        return number
+    log.warning("[CP] %s=%r is no number of seconds that can be waited; %g is used", variable, text, default)
     return default
+
+
+def numbers_from(variable: str, what: str) -> tuple[float, ...]:
+    """One or several, with commas between them; none where the environment says nothing of the kind."""
+    text = os.environ.get(variable, "").strip()
+    numbers = [_number(one) for one in text.split(",")] if text else []
+    if None in numbers:
+        log.warning("[CP] %s=%r is no %s; it is not used", variable, text, what)
+        return ()
+    return tuple(number for number in numbers if number is not None)
+
+
+def _number(text: str) -> float | None:
+    """At least 0, and no more than can be counted; None for anything else."""
+    with contextlib.suppress(ValueError):
+        number = float(text)
+        if math.isfinite(number) and number >= 0:
+            return number
+    return None
 
 
 class Limit:

@@ -24,26 +24,38 @@ class Part:
     lane: str
 
 
-def parts(division: Division, *, sharded: bool = False, held: float = 1.0, stages: Sequence[Share] = ()) -> list[Part]:
+def parts(
+    division: Division, *, sharded: bool = False, held: Sequence[float] = (), stages: Sequence[Share] = ()
+) -> list[Part]:
     """In rank order. Ranks are numbered through pipeline, data, cfg, ring, ulysses, the last one fastest. `held` is the
-    share of the weights that each device has, the same one unless they are `sharded`, or of `stages`."""
+    share of the weights that each device has, none: all; the same ones unless they are `sharded`, or of `stages`."""
     devices = division.placement.devices * division.placement.nnodes
-    return [_part(rank, device, division.degrees, sharded, held, stages) for rank, device in enumerate(devices)]
+    each = held or (1.0,) * len(devices)
+    return [_part(rank, device, division.degrees, sharded, each, stages) for rank, device in enumerate(devices)]
 
 
-def _part(rank: int, device: str, degrees: Parallelism, sharded: bool, held: float, stages: Sequence[Share]) -> Part:
+def _part(
+    rank: int, device: str, degrees: Parallelism, sharded: bool, held: Sequence[float], stages: Sequence[Share]
+) -> Part:
     lane, place = divmod(rank, degrees.context_parallel_size)
+    first = _first(place, held[rank - place :][: degrees.context_parallel_size]) if sharded else 0.0
     stage, lane = divmod(lane, degrees.cfg_degree * degrees.data_degree)
-    first = (1 - held) * place / max(1, degrees.context_parallel_size - 1) if sharded else 0.0
     data, cfg = divmod(lane, degrees.cfg_degree)
     return Part(
         rank=rank,
         device=device,
         tokens=_share(place, degrees.lanes[lane]),
         heads=_share(rank % degrees.ulysses_degree, _of_heads(degrees, lane)),
-        weights=stages[stage] if stages else (first, first + held),
+        weights=stages[stage] if stages else (first, first + held[rank]),
         lane=_lane(stage, data, cfg, degrees),
     )
+
+
+def _first(place: int, held: Sequence[float]) -> float:
+    """Where the part of a shard begins that this rank of a lane has: the first's with the weights, the last's ends with
+    them, and what several have whole is where parts overlap."""
+    before, others = sum(held[:place]), sum(held[:-1])
+    return (1 - held[-1]) * before / others if others else 0.0
 
 
 def _of_heads(degrees: Parallelism, lane: int) -> tuple[int, ...]:

@@ -89,7 +89,7 @@ def plan(wish: Wish, seconds: Seconds | None = None) -> Division:
             f"devices names {len(devices)} ({', '.join(devices)}), but {_named(asked)} needs {here} "
             f"worker(s){' on each machine' if nnodes > 1 else ''}; name {here}, or set degrees to 0"
         )
-    devices = devices[:here] or ("cpu",) * here
+    every, devices = len(devices), devices[:here] or ("cpu",) * here
     placement = Placement(devices=devices, nnodes=nnodes, rdzv_endpoint=request.rdzv_endpoint if nnodes > 1 else "")
     _check_backend(request.attention_backend, placement)
     _check_graphs(request.cuda_graphs, placement)
@@ -98,9 +98,11 @@ def plan(wish: Wish, seconds: Seconds | None = None) -> Division:
         as_one = _rows_for_prompts(asked) if whole else _folded(asked, request, heads, ringless, seconds)
     if not guided:
         asked = as_one
-    degrees = replace(asked, shares=asked_for(request.shares, asked.world_size))
+    degrees = replace(asked, shares=asked_for(request.shares, asked.world_size, every, nnodes))
     if are_unused(degrees):
-        raise Refused(_nothing_uneven(request.shares, as_one), as_one.by_name)
+        if not whole or (request.cfg_degree and here == every):
+            raise Refused(_nothing_uneven(request.shares, as_one), as_one.by_name)
+        degrees = replace(degrees, shares=())  # of a config that a VAE has, too
     return Division(degrees=degrees, placement=placement)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..accelerators import CUDA
@@ -15,14 +15,12 @@ from . import shares
 from .cost import Link, Work, activation_bytes, bytes_per_layer, evaluation_seconds, of_a_lane
 from .devices import why_one_gpu
 from .history import Cost, Cut, Pace
+from .holdings import memory, needed, placed, weights
 from .picture import Part, parts
 from .pipelines import (
     Stage,
     filled,
-    held_bytes,
-    kept_beside_bytes,
     kept_bytes,
-    outside_bytes,
     passed_bytes,
     stages_of,
     weight_shares,
@@ -30,10 +28,11 @@ from .pipelines import (
 from .races import told
 from .remedy import Change
 from .sentences import Said, for_page, listed, say
-from .storing import BUFFERS, Prospect, size_in_words
-from .unlike import compared
+from .storing import Capacity, Case, Prospect, size_in_words
+from .unlike import compared as others
 
 GIB = 2**30
+ANYTHING = Capacity()
 Kind = Literal["model", "row", "note", "trouble"]
 
 
@@ -112,25 +111,32 @@ def report(
     guided: bool,
     automatic: bool,
     link: Link | None = None,
-    free: int | None = None,
+    free: Sequence[int] = (),
+    capacity: Capacity = ANYTHING,
     way: Prospect | None = None,
     decode: str | tuple[str, ...] = "",
     races: Sequence[Race] = (),
     troubles: Sequence[Row] = (),
     whole: str = "",
+    unused: str = "",
+    compared: Sequence[str] = (),
     resorted: bool = False,
     warmup: int = 1,
 ) -> Report:
-    """`link` is None where no worker group has measured this machine yet, and so is `free`, the bytes that the worker
-    with the least could take of its device at this moment; `way` where the weights fit nowhere. `decode` is of a VAE,
+    """`link` is None where no worker group has measured this machine yet, and nothing is `free` then: the bytes that
+    each worker could take of its device at this moment. `capacity` is what the weights found a place by, and `way` that
+    place, None where they fit nowhere. `decode` is of a VAE,
     `races` are those of kernels that its workers have run. What was refused, the `troubles`, comes first; `whole` says
-    why weights are on every device that were to be elsewhere. `resorted`: auto made it a pipeline. `warmup` steps are
-    exact where others come in patches."""
+    why weights are on every device that were to be elsewhere, `unused` that shares divide nothing, `compared` what
+    other devices and degrees would take. `resorted`: auto made it a pipeline. `warmup` steps are exact where others
+    come in patches."""
     work, degrees, placement = subject.work, division.degrees, division.placement
+    case = Case(work=work, degrees=degrees, capacity=capacity, link=link)
     chosen = _choice(link) if automatic and degrees.context_parallel_size > 1 else "degrees"
     notes = [
-        *_warnings(subject, degrees, placement, guided, free, way),
+        *_warnings(subject, case, placement, guided, free, way),
         whole,
+        unused,
         shares.idle(division),
     ]
     rows = [
@@ -139,10 +145,10 @@ def report(
         Row("Tokens", _tokens(subject.tokens, work.rows)),
         Row("Workers", _workers(placement)),
         Row("Degrees", (say(chosen, degrees=_degrees(degrees)), *_reasons(subject, degrees, guided, way))),
-        Row("Shares", (shares.in_words(division), compared(work, division, link))),
+        Row("Shares", (shares.in_words(division), *(compared or (others(work, division, link),)))),
         Row("Stages", (*_stages(work, degrees, resorted), _patches(work, degrees, warmup))),
-        Row("Memory", _memory(work, degrees, free, way)),
-        Row("Weights", _weights(work, degrees, way)),
+        Row("Memory", memory(case, placement, free, way)),
+        Row("Weights", weights(case, placement, way)),
         Row("Traffic", _traffic(work, degrees)),
         Row("Launch", _launch(subject, division, way)),
         *(Row("Kernel", text) for text in told(races, degrees)),
@@ -150,7 +156,8 @@ def report(
         Row("Decode", decode),
         *(Row("Note", text, "note") for text in notes),
     ]
-    held = way.held_bytes / max(1, work.figures.weight_bytes) if way is not None else 1.0
+    of_all = max(1, work.figures.weight_bytes)
+    held = [nbytes / of_all if way else 1.0 for nbytes in placed(case, way).held_by(degrees.world_size)]
     stages = weight_shares(work.figures, degrees)
     shown = [] if troubles else parts(division, sharded=_sharded(way), held=held, stages=stages)
     return Report(rows=tuple(row for row in rows if row.text), parts=tuple(shown))
@@ -249,47 +256,6 @@ def _heads(work: Work, degrees: Parallelism) -> str:
     return say("heads.one" if least == 1 else "heads", workers=workers, heads=least)
 
 
-def _memory(work: Work, degrees: Parallelism, free: int | None, way: Prospect | None) -> str:
-    weights = way.held_bytes if way else work.figures.weight_bytes
-    needed, held = f"{_needed(work, degrees, way) / GIB:.2f}", f"{weights / GIB:.2f}"
-    if free is None:
-        return say("memory.unknown", needed=needed, held=held)
-    return say("memory", needed=needed, held=held, free=f"{free / GIB:.2f}")
-
-
-def _needed(work: Work, degrees: Parallelism, way: Prospect | None) -> int:
-    """By one worker, at its peak."""
-    if way is not None and way.rows:
-        work = replace(work, prompts=1)
-    beside = activation_bytes(work, degrees) + kept_beside_bytes(work, degrees)
-    if way is None or not way.fetched_bytes:
-        return held_bytes(work.figures, degrees) + beside
-    return way.held_bytes + BUFFERS * max(work.figures.blocks) + beside
-
-
-def _weights(work: Work, degrees: Parallelism, way: Prospect | None) -> tuple[str, ...]:
-    """Of each worker: what it has, what it fetches, and what it waits for that."""
-    if way is None:
-        return ()
-    if degrees.pipeline_degree > 1:
-        return (say("weights.stages", outside=size_in_words(outside_bytes(work.figures))),)
-    if not way.fetched_bytes:
-        return (say("weights.whole", mode=way.storage.mode),)
-    mode = way.storage.mode
-    held, fetched = f"{way.held_bytes / GIB:.2f}", f"{way.fetched_bytes / GIB:.2f}"
-    parts = {"resident": way.storage.resident, "blocks": len(work.figures.blocks), "held": held, "fetched": fetched}
-    source = "weights.fetched" if mode == "offload" else "weights.gathered"
-    return say(source, mode=mode, workers=degrees.context_parallel_size, **parts), _fetching(work, degrees, way)
-
-
-def _fetching(work: Work, degrees: Parallelism, way: Prospect) -> str:
-    if not way.seconds:
-        return say("weights.unmeasured")
-    prompts = 1 if way.rows else -(-work.prompts // degrees.cfg_degree)
-    key = ("weights.waits" if way.exposed else "weights.hidden") + (".one" if prompts == 1 else "")
-    return say(key, seconds=f"{way.seconds:.2f}", prompts=prompts, exposed=f"{way.exposed:.2f}")
-
-
 def _traffic(work: Work, degrees: Parallelism) -> tuple[str, ...]:
     passed = _passed(work, degrees)
     if degrees.context_parallel_size == 1:
@@ -332,11 +298,11 @@ def _speed(work: Work, division: Division, link: Link | None) -> str:
 
 
 def _warnings(
-    subject: Subject, degrees: Parallelism, placement: Placement, guided: bool, free: int | None, way: Prospect | None
+    subject: Subject, case: Case, placement: Placement, guided: bool, free: Sequence[int], way: Prospect | None
 ) -> list[str]:
-    work = subject.work
+    work, degrees = case.work, case.degrees
     warnings: list[str] = []
-    if free is not None and _needed(work, degrees, way) > free:
+    if any(needed > room for needed, room in zip(needed(case, way), free, strict=False)):
         warnings.append(say("note.memory"))
     if way is not None and way.rows and guided:
         warnings.append(say("note.rows"))

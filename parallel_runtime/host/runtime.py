@@ -20,6 +20,7 @@ from .history import Pace
 from .journal import Journal
 from .launch import POLL_SECONDS
 from .limits import Limit, stall_limit
+from .staffing import Staffing
 from .status import BUSY, RESTING, Activity, Status
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class Runtime:
         self.first_seen: WeakKeyDictionary[Any, tuple[SourceFile, ...]] = (
             WeakKeyDictionary()
         )  # files of loaded networks
+        self.staffing = Staffing()
         self._activity = Activity()
         self._lock = threading.RLock()  # who holds it may use the group, start or end it
         self._closing = threading.Event()
@@ -177,6 +179,7 @@ class Runtime:
             machines = f" on each of {placement.nnodes} machines" if placement.nnodes > 1 else ""
             log.info("[CP] starting %d worker(s): %s%s", placement.world_size, ", ".join(placement.devices), machines)
             self.group = WorkerGroup(placement, comfy, watch, self._activity, self.stall)
+            self.staffing.learn(placement, self.group.link)
         return self.group
 
     def _answers(self, group: WorkerGroup, watch: Callable[[], None]) -> bool:

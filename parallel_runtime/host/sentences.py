@@ -31,6 +31,10 @@ SENTENCES = {
     "unlike.halves": "a prompt for each half of the workers {seconds} s",
     "unlike.without": "without {device} {seconds} s",
     "unlike.leave": "without {device} {seconds} s: name the others in devices to leave {device} out",
+    "unlike.tokens": "all devices, the tokens by shares, {seconds} s",
+    "unlike.nowhere": "with all devices the weights have no place",
+    "unlike.unmeasured": "Nothing is measured yet; {others}.",
+    "unlike.left": "Auto leaves out {devices}: to use all the same, name all devices in CP Parallel Config.",
     "and": "{one}, {other}",
     "stages": "A pipeline: each of {stages} stages has a part of the blocks, and passes the tokens on.",
     "stage": "{number} has blocks {first} to {last} ({work} of the work, {size})",
@@ -58,12 +62,19 @@ SENTENCES = {
     "alone": "One worker does everything.",
     "memory": "about {needed} GiB a worker, {held} of it weights; the fullest has {free} GiB free now.",
     "memory.unknown": "about {needed} GiB a worker, {held} of it weights. What is free is known once workers run.",
+    "memory.each": "Needed at the peak / free now: {each}.",
+    "memory.each.unknown": "Needed at the peak: {each}.",
     "weights.whole": "{mode}, whole on every device.",
     "weights.stages": "each stage has its own blocks alone, and the {outside} that lie outside of blocks.",
     "weights.fetched": "{mode}. Each worker has {resident} of {blocks} blocks, {held} GiB in all; {fetched} GiB come "
     "from main memory in every evaluation.",
     "weights.gathered": "{mode}. Each worker has {resident} of {blocks} blocks, {held} GiB in all; {fetched} GiB come "
     "from {workers} workers in every evaluation.",
+    "weights.fetched.each": "{mode}, as the memory of each worker goes; at rest (whole blocks): {each}. Up to "
+    "{fetched} GiB come from main memory in every evaluation.",
+    "weights.gathered.each": "{mode}, as the memory of each worker goes; at rest (whole blocks): {each}. {fetched} GiB "
+    "come from {workers} workers in every evaluation.",
+    "weights.why": "Whole they fit on {fitting} only: {device} would need {needed}, and may take {room}.",
     "weights.unmeasured": "How fast is known once workers run.",
     "weights.hidden": "It takes {seconds} s for {prompts} prompts at once, all of it hidden behind computing.",
     "weights.hidden.one": "It takes {seconds} s for one prompt, all of it hidden behind computing.",
@@ -118,6 +129,8 @@ SENTENCES = {
     "docs/devices.md.",
     "note.stages": "Stages stand still {idle} of the time: a pipeline is for weights that fit nowhere else and for "
     "slow links. Where cards are linked well, Ulysses and ring are faster.",
+    "note.unused": "shares {shares} divide nothing here: each worker of {name} has a prompt of its own. CP VAE goes by "
+    "them, and so does data_degree.",
     "note.workless": "Nothing is left for {devices}, which waits for the others all the same: leave it out of devices, "
     "and out of shares.",
     "note.unfetched": "weights {weights}: {name} has no blocks to fetch, so it is whole on every device.",

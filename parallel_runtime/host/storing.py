@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import Refused
 from ..specs import Parallelism, Storage, WeightsChoice, WeightsMode
-from .cost import Link, Work, activation_bytes, evaluation_seconds
+from .cost import Link, Work, activation_bytes, activation_bytes_of_each, evaluation_seconds
 from .pipelines import held_bytes, kept_beside_bytes, kept_bytes
 from .sentences import say
+from .shares import in_proportion
 
 GIB = 2**30
 USABLE = 0.92  # of a device that is filled on purpose
@@ -21,7 +23,8 @@ MODES: tuple[WeightsMode, ...] = ("offload", "shard")  # where alike the first: 
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What a worker may take of its device, and the workers of a machine together of main memory; None: no limit.
+    """What a worker may take of its device, and the workers of a machine together of main memory; None: no limit. Where
+    devices have unlike room `ranks` is each one's, in rank order, and `device_bytes` the least.
 
     `limited_by` names the setting that says so, where it is not what is free.
     """
@@ -29,13 +32,30 @@ class Capacity:
     device_bytes: int | None = None
     host_bytes: int | None = None
     limited_by: str = ""
+    ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def of_each(cls, ranks: Sequence[int], *, host_bytes: int | None = None, limited_by: str = "") -> Capacity:
+        unlike = tuple(ranks) if len(set(ranks)) > 1 else ()
+        return cls(device_bytes=min(ranks), host_bytes=host_bytes, limited_by=limited_by, ranks=unlike)
+
+    def each(self, workers: int) -> tuple[int | None, ...]:
+        """Of so many workers; others than those that are known have the least."""
+        return self.ranks if len(self.ranks) == workers else (self.device_bytes,) * workers
+
+    def at_most(self, most: int, ranks: Collection[int], workers: int) -> Capacity:
+        """The same where these of the workers may take so much and no more."""
+        known = (most if room is None else room for room in self.each(workers))
+        each = [min(room, most) if rank in ranks else room for rank, room in enumerate(known)]
+        return self.of_each(each, host_bytes=self.host_bytes, limited_by=self.limited_by)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prospect:
     """A way to keep the weights: bytes of them on each device, and of those that are fetched in an evaluation; the
     seconds of an evaluation, of which `exposed` are spent waiting for weights, 0 where nothing was measured. `rows` of
-    a batch are evaluated at once, 0: all, those of several prompts too."""
+    a batch are evaluated at once, 0: all, those of several prompts too. Where devices hold unlike much `ranks` is what
+    each does, in rank order, and `held_bytes` and `fetched_bytes` are the most."""
 
     storage: Storage
     held_bytes: int
@@ -43,6 +63,11 @@ class Prospect:
     seconds: float = 0.0
     exposed: float = 0.0
     rows: int = 0
+    ranks: tuple[int, ...] = ()
+
+    def held_by(self, workers: int) -> tuple[int, ...]:
+        """Each of so many."""
+        return self.ranks or (self.held_bytes,) * workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +93,11 @@ class Case:
         """The same with one prompt an evaluation, and not all of a rank's in one batch."""
         return replace(self, work=replace(self.work, prompts=1))
 
+    @property
+    def room(self) -> tuple[int | None, ...]:
+        """What each rank may take of its device."""
+        return self.capacity.each(self.degrees.world_size)
+
     def allows(self, mode: WeightsMode) -> bool:
         """Without blocks that a plan knows weights are whole, and so are parts without anybody to share them with; a
         stage of a pipeline has its blocks on its device."""
@@ -77,38 +107,107 @@ class Case:
         return mode == "replicate" or not (alone or len(self.blocks) <= BUFFERS)
 
     def prospect(self, storage: Storage) -> Prospect:
-        whole, ranks = self.work.figures.weight_bytes, self.degrees.context_parallel_size
         if storage.mode == "replicate":
             held = held_bytes(self.work.figures, self.degrees)
             return Prospect(storage=storage, held_bytes=held, seconds=self._compute())
-        fetched = sum(self.blocks) * (len(self.blocks) - storage.resident) // len(self.blocks)
-        kept = -(-fetched // ranks) if storage.mode == "shard" else 0
-        exposed = max(0.0, self._travel(storage.mode, fetched) - self._compute())
+        each, fetched = self.held(storage), self._away(storage.resident)
+        exposed = max(0.0, self._travel(storage, fetched) - self._compute())
         return Prospect(
             storage=storage,
-            held_bytes=whole - fetched + kept,
+            held_bytes=max(each),
             fetched_bytes=fetched,
             seconds=self._compute() + exposed,
             exposed=exposed,
+            ranks=each if len(set(each)) > 1 else (),
         )
 
-    def beside_bytes(self, way: Prospect) -> int:
-        """What a device needs at the peak beside the weights at rest."""
-        buffers = BUFFERS * max(self.blocks) if way.fetched_bytes else 0
+    def held(self, storage: Storage) -> tuple[int, ...]:
+        """Of weights, by each rank at rest."""
+        whole, ranks = self.work.figures.weight_bytes, range(self.degrees.world_size)
+        if storage.mode == "replicate":
+            return (held_bytes(self.work.figures, self.degrees),) * len(ranks)
+        away = [self._away(storage.resident_on(rank)) for rank in ranks]
+        if storage.mode == "offload":
+            return tuple(whole - each for each in away)
+        parts = zip(away, self._parts(storage), strict=True)
+        return tuple(whole - each + -(-each * part // lane) for each, (part, lane) in parts)
+
+    def beside(self, way: Prospect) -> tuple[int, ...]:
+        """What each rank's device needs at the peak beside the weights at rest."""
         work = (self.one_by_one if way.rows else self).work
-        return buffers + activation_bytes(work, self.degrees) + kept_beside_bytes(work, self.degrees)
+        each, kept = enumerate(activation_bytes_of_each(work, self.degrees)), kept_beside_bytes(work, self.degrees)
+        return tuple(self._buffers(way.storage, rank) + nbytes + kept for rank, nbytes in each)
+
+    def needed(self, way: Prospect) -> tuple[int, ...]:
+        """By each rank at its peak."""
+        held = way.held_by(self.degrees.world_size)
+        return tuple(weights + more for weights, more in zip(held, self.beside(way), strict=True))
 
     def fits(self, way: Prospect, *, usable: float = USABLE) -> bool:
-        device, host = self.capacity.device_bytes, self.capacity.host_bytes
-        if device is not None and way.held_bytes + self.beside_bytes(way) > usable * device:
-            return False
+        host = self.capacity.host_bytes
+        for room, needed in zip(self.room, self.needed(way), strict=True):
+            if room is not None and needed > usable * room:
+                return False
         return way.storage.mode != "offload" or host is None or way.fetched_bytes <= host
 
     def fullest(self, mode: WeightsMode) -> Prospect | None:
         """With as many blocks resident as fit; None where not even none does."""
-        most = len(self.blocks) - BUFFERS - 1 if self.allows(mode) else -1
-        ways = (self.prospect(Storage(mode=mode, resident=resident)) for resident in range(most, -1, -1))
-        return next(filter(self.fits, ways), None)
+        if not self.allows(mode):
+            return None
+        ways = [self._each_its_own()] if mode == "offload" else (self.in_parts(count) for count in self._counts)
+        found = (self.prospect(storage) for storage in ways if storage)
+        return next(filter(self.fits, found), None)
+
+    def in_parts(self, resident: int) -> Storage:
+        """A shard with so many blocks resident, the others in parts by what is free for them beside all else; alike
+        where memory is, and that fits."""
+        alike = Storage(mode="shard", resident=resident)
+        if None in self.room:
+            return alike
+        rooms, bare = [room or 0 for room in self.room], self._bare(alike)
+        if max(rooms) <= ALIKE * min(rooms) and self.fits(bare):
+            return alike
+        others = self.work.figures.weight_bytes - self._away(resident)
+        free = [USABLE * room - others - more for room, more in zip(rooms, self.beside(bare), strict=True)]
+        parts = in_proportion([max(1.0, size) for size in free])
+        return replace(alike, parts=parts) if len(set(parts)) > 1 else alike
+
+    def _each_its_own(self) -> Storage | None:
+        """Offloaded with as many blocks resident on each rank as it has room for; None where one has none."""
+        activations = activation_bytes_of_each(self.work, self.degrees)
+        most = [self._most(room, more) for room, more in zip(self.room, activations, strict=True)]
+        counts = [count for count in most if count is not None]
+        if len(counts) < len(most):
+            return None
+        unlike = tuple(counts) if len(set(counts)) > 1 else ()
+        return Storage(mode="offload", resident=min(counts), residents=unlike)
+
+    def _most(self, room: int | None, activations: int) -> int | None:
+        """Blocks that are resident where so much room is; all of them need no buffers."""
+        for count in (len(self.blocks), *self._counts):
+            held = self.work.figures.weight_bytes - self._away(count)
+            buffers = BUFFERS * max(self.blocks) if count < len(self.blocks) else 0
+            if room is None or held + buffers + activations <= USABLE * room:
+                return count
+        return None
+
+    @property
+    def _counts(self) -> range:
+        """Numbers of resident blocks: more would need as much as whole weights."""
+        return range(len(self.blocks) - BUFFERS - 1, -1, -1)
+
+    def _away(self, resident: int) -> int:
+        """Bytes of the blocks that are fetched where so many are resident."""
+        return sum(self.blocks) * (len(self.blocks) - resident) // len(self.blocks)
+
+    def _buffers(self, storage: Storage, rank: int) -> int:
+        fetches = storage.mode != "replicate" and storage.resident_on(rank) < len(self.blocks)
+        return BUFFERS * max(self.blocks) if fetches else 0
+
+    def _bare(self, storage: Storage) -> Prospect:
+        """Without its seconds."""
+        each = self.held(storage)
+        return Prospect(storage=storage, held_bytes=max(each), ranks=each)
 
     def _compute(self) -> float:
         known = self.link is not None and self.link.flops_per_second > 0
@@ -116,13 +215,19 @@ class Case:
             return 0.0
         return self.prompts * evaluation_seconds(self.work, self.degrees, self.link)
 
-    def _travel(self, mode: WeightsMode, fetched: int) -> float:
+    def _travel(self, storage: Storage, fetched: int) -> float:
+        """Seconds of the rank that has least of its own."""
         if self.link is None:
             return 0.0
-        others = (self.degrees.context_parallel_size - 1) / self.degrees.context_parallel_size
-        shard = mode == "shard"
-        speed = self.link.bytes_per_second if shard else self.link.host_bytes_per_second
-        return fetched * (others if shard else 1.0) / speed if speed else 0.0
+        own = min(part / lane for part, lane in self._parts(storage)) if storage.mode == "shard" else 0.0
+        speed = self.link.bytes_per_second if storage.mode == "shard" else self.link.host_bytes_per_second
+        return fetched * (1 - own) / speed if speed else 0.0
+
+    def _parts(self, storage: Storage) -> list[tuple[int, int]]:
+        """Of each rank in a shard: its own, of those of its lane."""
+        size = self.degrees.context_parallel_size
+        parts = storage.parts or (1,) * self.degrees.world_size
+        return [(part, sum(parts[rank // size * size :][:size])) for rank, part in enumerate(parts)]
 
 
 def decide(choice: WeightsChoice, case: Case, *, before: Storage | None = None) -> Prospect:
@@ -133,9 +238,8 @@ def decide(choice: WeightsChoice, case: Case, *, before: Storage | None = None) 
     work.
     """
     if choice != "auto":
-        storage = Storage(mode=_asked(choice, case))
-        way = case.prospect(storage)
-        return way if case.fits(way, usable=1.0) else _in_turn(case.one_by_one.prospect(storage), case)
+        way = case.prospect(_as_little(_asked(choice, case), case, before))
+        return way if case.fits(way, usable=1.0) else _in_turn(case.one_by_one.prospect(way.storage), case)
     asked, ways = _first(case)
     if not ways:
         raise Refused(_too_large(asked))
@@ -211,6 +315,14 @@ def _asked(mode: WeightsMode, case: Case) -> WeightsMode:
     return mode if case.allows(mode) else "replicate"
 
 
+def _as_little(mode: WeightsMode, case: Case, before: Storage | None) -> Storage:
+    """As can be on each device; what the workers have stays where it is that."""
+    kept = before is not None and replace(before, parts=()) == Storage(mode=mode)
+    if before is not None and kept and case.fits(case.prospect(before)):
+        return before
+    return case.in_parts(0) if mode == "shard" else Storage(mode=mode)
+
+
 def _best(ways: list[Prospect], case: Case, before: Storage | None) -> Prospect:
     least = min(way.seconds for way in ways)
     best = next(way for way in ways if way.seconds <= least * ALIKE)
@@ -219,17 +331,21 @@ def _best(ways: list[Prospect], case: Case, before: Storage | None) -> Prospect:
 
 def _hardly_better(best: Storage, before: Storage, case: Case) -> bool:
     """A tenth of the blocks at most would be gained, and changing that would load the model anew."""
-    return best.mode == before.mode and 0 <= best.resident - before.resident <= math.ceil(len(case.blocks) / 10)
+    if best.mode != before.mode or not case.fits(case.prospect(before)):
+        return False
+    gained = [best.resident_on(rank) - before.resident_on(rank) for rank in range(case.degrees.world_size)]
+    return min(gained) >= 0 and max(gained) <= math.ceil(len(case.blocks) / 10)
 
 
 def _too_large(case: Case) -> str:
     ways = [case.prospect(Storage(mode=mode)) for mode in MODES if case.allows(mode)] or [case.prospect(Storage())]
-    least, figures = min(way.held_bytes + case.beside_bytes(way) for way in ways), case.work.figures
-    host, limit, usable = case.capacity.host_bytes, case.capacity.limited_by, USABLE * (case.capacity.device_bytes or 0)
+    least, figures = min((case.needed(way) for way in ways), key=max), case.work.figures
+    host, limit = case.capacity.host_bytes, case.capacity.limited_by
+    rank = max(range(len(least)), key=lambda rank: least[rank] - USABLE * (case.room[rank] or 0))
     return (
         f"{figures.name} does not fit: {size_in_words(figures.weight_bytes)} of weights, and for this picture "
-        f"{_beside(case)} beside them on each device. A worker needs {size_in_words(least)} at least, and may take "
-        f"{size_in_words(usable)} of its device{f' ({limit} says so)' if limit else ''}"
+        f"{_beside(case)} beside them on each device. A worker needs {size_in_words(least[rank])} at least, and may "
+        f"take {size_in_words(USABLE * (case.room[rank] or 0))} of its device{f' ({limit} says so)' if limit else ''}"
         f"{'' if host is None else f'; {size_in_words(host)} of main memory are free'}. {_way_out(case)}"
         f"{f', or raise {limit}' if limit else ''}"
     )

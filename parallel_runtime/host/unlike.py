@@ -14,22 +14,32 @@ WORTH_SAYING = 0.95
 
 
 def are_unlike(work: Work, placement: Placement, link: Link) -> bool:
-    """Did these workers measure that? Those that share a device take it from each other."""
+    """Did these workers measure that? Those that share a device take its time from each other."""
+    alone = [alone_seconds(work, speed) for speed in link.ranks]
+    return are_known(work, placement, link) and max(alone) > APART * sum(alone) / len(alone)
+
+
+def are_known(work: Work, placement: Placement, link: Link) -> bool:
+    """Did each measure how fast it is by itself?"""
     if placement.shared or len(link.ranks) != placement.world_size:
         return False
-    alone = [alone_seconds(work, speed) for speed in link.ranks]
-    return all(alone) and max(alone) > APART * sum(alone) / len(alone)
+    return all(alone_seconds(work, speed) for speed in link.ranks)
 
 
 def seconds(work: Work, degrees: Parallelism, link: Link) -> float:
-    """Of evaluating all prompts. Ranks of a sequence have shares by their speed, and the slowest lane is waited for."""
+    """Of evaluating all prompts."""
+    once = evaluation_seconds(work, degrees, together(work, degrees, link))
+    return -(-work.prompts // degrees.cfg_degree) * once
+
+
+def together(work: Work, degrees: Parallelism, link: Link) -> Link:
+    """The same with the speed of one of so many like workers. Ranks of a sequence have shares by their speed, and the
+    slowest lane is waited for."""
     each = degrees.context_parallel_size
     alone = [alone_seconds(work, speed) for speed in link.ranks]
     lanes = [alone[first : first + each] for first in range(0, len(alone), each)]
     slowest = max(each / sum(1 / one for one in lane) for lane in lanes)
-    speed = alone_seconds(work, Speed(products=1.0, attention=ATTENTION)) / slowest
-    once = evaluation_seconds(work, degrees, replace(link, flops_per_second=speed))
-    return -(-work.prompts // degrees.cfg_degree) * once
+    return replace(link, flops_per_second=alone_seconds(work, Speed(products=1.0, attention=ATTENTION)) / slowest)
 
 
 def compared(work: Work, division: Division, link: Link | None) -> str:

@@ -185,6 +185,9 @@ class Model:
         """Have the weights at rest there; None: whole on the device."""
         assert place is None, f"{self.name} is only whole"
 
+    def agree(self) -> None:
+        """Once all ranks have loaded it: what by their devices they would do in different ways. Collective."""
+
     def finish(self) -> None:
         """After a job that did not fail."""
 
@@ -241,6 +244,7 @@ class Models:
         if spec.unpatched not in self._models:
             with refusing_together():
                 loaded = self._load(spec, on_share, job)
+            loaded.agree()
             self._models[spec.unpatched] = loaded
         model = self._models[spec.unpatched]
         model.spec = spec

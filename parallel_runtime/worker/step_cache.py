@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..plan import Names, Plan
-from .engine.exchange import gather
+from .engine.exchange import any_of, gather
 from .engine.hooking import Block, blocks_of_site
 from .engine.mesh import Axis, ContextMesh
 from .engine.streams import streams_of
@@ -156,7 +156,15 @@ class StepCache:
         tokens = [part.abs().flatten(1).sum(dim=1, dtype=torch.float32) for part in (change - last, last)]
         difference, size = self._from_all(torch.stack(tokens), self._mesh.context).sum(0)
         excess = (difference - self._threshold * size).max()
-        return bool(self._from_all(excess, self._mesh.data).max() < 0)
+        return self._for_all(bool(self._from_all(excess, self._mesh.data).max() < 0))
+
+    def _for_all(self, repeats: bool) -> bool:
+        """The same bits are added up, and cards of unlike kinds add in unlike orders: what is not small to one of them
+        is small to none."""
+        context = self._mesh.context
+        if not context.world.unlike:
+            return repeats
+        return not any_of(self._mesh.data, any_of(context, not repeats))
 
     def _from_all(self, mine: Tensor, axis: Axis) -> Tensor:
         """[ranks of the axis, ...]: the same bits on each of them, so what they make of it is the same too."""

@@ -90,7 +90,7 @@ def _holding_models() -> Any:
     with runtime.borrowed(ONE, None) as group:
         way = storing.Prospect(storage=specs.Storage(), held_bytes=1 << 20)
         for model in MODELS:
-            lease.Lease(group, model).claim(way, 0)
+            lease.Lease(group, model).claim(way, (0,))
     assert _listed() == ["WorkerModel"] * len(MODELS)
     return group
 

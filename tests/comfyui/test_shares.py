@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,12 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from ..groups import faulty
 from .cases import DEGREES
 from .client import NodeError
-from .graphs import Job, Parallel, sampling_graph
+from .comfy import ComfyInstall
+from .conftest import write_vaes
+from .graphs import Job, Parallel, sampling_graph, with_loras
 from .latents import apart, latent_of
 from .networks import picture
-from .server import Server
+from .server import Server, running_server
+from .test_kin import link, node
+from .test_weights import held
 from .vae_graphs import BAR as VAE_BAR
 from .vae_graphs import THREE, TWO, both, decoding
 
@@ -51,6 +57,44 @@ def test_a_shard_gives_the_bits_of_whole_weights(server: Server, shared: str) ->
         for weights in ("replicate", "shard")
     ]
     assert torch.equal(*latents)
+
+
+def test_workers_of_unlike_memory_have_as_much_of_the_weights_as_each_may_take(comfy: ComfyInstall) -> None:
+    """A file of 28 MiB, and of two workers one may take 40 and one 24. By itself the first would compute in bfloat16:
+    both do in what both have."""
+    unlike = faulty("0 loaded in_half") | {"CP_MEMORY_GIB": f"{40 / 1024},{24 / 1024}"}
+    with running_server(comfy, env=unlike) as server:
+        job = Job(family="flux_dev", cfg=2.0, steps=2)
+        native = latent_of(server.client.run(sampling_graph(job, "KSampler")))
+
+        def run(weights: str, lora: float = 0.0) -> tuple[Tensor, list[float]]:
+            parallel = replace(DEGREES["ulysses_2"], weights=weights)
+            graph = sampling_graph(job, "CPSampler", parallel)
+            latent = latent_of(server.client.run(with_loras(graph, [("flux_dev.safetensors", lora)] if lora else [])))
+            return latent, [share for share, _ in held(server)]
+
+        for lora in (0.0, 0.8):
+            whole, (first, second) = run("replicate", lora)
+            assert first == second == 1
+            assert lora or apart(whole, native) <= BAR
+            latent, (first, second) = run("auto", lora)
+            assert torch.equal(latent, whole)
+            assert first == 1, "it fits there"
+            assert second < 0.75
+            latent, (first, second) = run("shard", lora)
+            assert torch.equal(latent, whole)
+            assert first > second + 0.1
+            assert first + second < 1.3
+        graph = sampling_graph(job, "CPSampler", DEGREES["ulysses_2"])
+        sampled = dict(model=link("model"), latent_image=link("latent"), positive=link("positive"))
+        graph["plan"] = node("CPPlan", **sampled, cp_config=link("config"), cfg=2.0)
+        (said,) = server.client.run(graph).outputs["plan"]["text"]
+        assert re.search(r"at rest \(whole blocks\): cpu 27\.7 MiB \(4/4\), cpu \d\.\d MiB \(0/4\)", said), said
+        assert "Whole they fit on cpu only: cpu would need" in said
+        write_vaes(comfy, server)
+        since = server.log_size()
+        assert both(server, decoding, "taef1", "1,16,9,14", TWO) <= VAE_BAR
+        assert re.search(r"rows by the memory of each worker: cpu [5-8]\d%, cpu [2-4]\d%", server.log(since))
 
 
 def test_another_number_of_shares_than_workers_is_refused(server: Server) -> None:

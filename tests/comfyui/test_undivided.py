@@ -15,6 +15,8 @@ from .graphs import Job, Parallel, sampling_graph
 from .latents import apart, latent_of
 from .server import Server
 from .test_kin import node
+from .vae_graphs import BAR as VAE_BAR
+from .vae_graphs import both, decoding
 
 JOB = Job(family="flux_dev", cfg=4.0, batch=3, sampler="dpmpp_2m")
 TEXT = '{"tokens": %d, "dim": 32}'
@@ -53,6 +55,16 @@ def test_it_is_sampled_as_ksampler_does(unet_server: Server, parallel: Parallel)
     assert apart(latent_of(unet_server.client.run(picture(parallel))), want) <= BAR
     odd = latent_of(unet_server.client.run(picture(None, size="1,4,18,26")))
     assert apart(latent_of(unet_server.client.run(picture(parallel, size="1,4,18,26"))), odd) <= BAR
+
+
+def test_one_config_with_shares_serves_it_and_a_vae_on_one_device_more(unet_server: Server, vaes: Server) -> None:
+    """Two prompts are on two of three workers, and a VAE's rows on all of them."""
+    parallel = Parallel(ring_degree=0, ulysses_degree=0, devices="cpu,cpu,cpu", shares="3,2,1")
+    want = latent_of(unet_server.client.run(picture(None)))
+    assert apart(latent_of(unet_server.client.run(picture(parallel))), want) <= BAR
+    assert len(unet_server.workers()) == 2
+    assert both(vaes, decoding, "taef1", "1,16,9,14", parallel) <= VAE_BAR
+    assert len(unet_server.workers()) == 3
 
 
 def test_a_native_sampler_takes_it_from_the_workers_which_share_out_both_prompts(unet_server: Server) -> None:

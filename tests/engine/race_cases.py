@@ -50,9 +50,11 @@ def kernels_taken(
     masked: bool,
     seconds: dict[str, list[float]],
     capability: list[int] | None = None,
+    fits: list[bool] | None = None,
 ) -> dict[str, Any]:
     """An attention whose kernels take `seconds[name][rank]` (none on a rank: has none): the error of this rank's rows,
-    which kernels attended, and what raced. "auto" is what attends where nothing is chosen."""
+    which kernels attended, and what raced. "auto" is what attends where nothing is chosen. `fits`: does PyTorch's flash
+    kernel run on each rank's card? Of unlike capability are cards that do not say the same."""
     taken: list[str] = []
     operator = operators.by_pytorch
 
@@ -84,7 +86,8 @@ def kernels_taken(
     with (
         patch.dict(ACCELERATORS, cpu=row),
         patch.dict(operators.OPERATORS, {name: counted(name) for name in names}),
-        patch.object(choosing, "fits_flash", lambda _: True),
+        patch.object(choosing, "fits_flash", lambda _: fits is None or fits[rank]),
+        patch.object(place.context.world, "unlike", bool(fits and len(set(fits)) > 1)),
         patch.object(choosing, "cudnn_records", lambda: True),  # PyTorch for the CPU has no cuDNN
         patch.object(choosing, "timed", clock),
         patch.object(torch.cuda, "get_device_capability", lambda _: tuple(capability or (8, 0))),

@@ -86,6 +86,18 @@ def test_several_lanes_take_what_is_likely_and_do_not_race(groups: Groups, capab
         assert (answer["timed"], set(answer["taken"])) == ([], {kernel})
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("world", "degrees"), [(2, [1, 2]), (4, [1, 2, 2])], ids=str)
+def test_cards_of_unlike_capability_race_together_and_take_what_all_have(
+    groups: Groups, world: int, degrees: list[int], masked: bool
+) -> None:
+    seconds = {name: [1.0] * world for name in FAST} | {"auto": [3.0] * world}
+    given = {"degrees": degrees, "options": {}, "masked": masked, "seconds": seconds, "capability": [9, 0]}
+    for answer in groups(world).run(f"{CASES}:kernels_taken", **given, fits=[True, False] * (world // 2)):
+        assert answer["error"] <= 1e-5
+        assert set(answer["taken"]) == {"auto"}
+
+
 @pytest.mark.parametrize("degrees", [[1, 2], [2, 1]], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_backend_that_one_rank_does_not_have_is_none_for_all(

@@ -43,8 +43,24 @@ def replaced(rank: int, world: int) -> list[bool]:
     return [error(got, wants) == 0.0, cache.skipped == 0]
 
 
-def _run(network: nn.Module, inputs: Inputs, place: ContextMesh) -> tuple[list[list[Tensor]], list[bool]]:
-    cache = StepCache(network, plan_of(network).plan, place, 0.05)
+def unlike(rank: int, world: int) -> dict[str, Any]:
+    """Ranks of which the last comes to other decisions, as cards of unlike kinds do at the threshold itself."""
+    network, inputs = made("flux")
+    degrees, place = (world, 1, 1, ()), mesh(world, 1)
+    before, place.context.world.unlike = place.context.world.unlike, True
+    divide(network, plan_of(network).plan, place, parallelism(*degrees))
+    try:
+        _, skipped = _run(network, inputs, place, 0.0 if rank == world - 1 else 0.05)
+    finally:
+        undivide(network)
+        place.context.world.unlike = before
+    return {"skipped": skipped}
+
+
+def _run(
+    network: nn.Module, inputs: Inputs, place: ContextMesh, threshold: float = 0.05
+) -> tuple[list[list[Tensor]], list[bool]]:
+    cache = StepCache(network, plan_of(network).plan, place, threshold)
     outputs, skipped = [], []
     latent = "hidden_states" if "hidden_states" in inputs else "x"
     with cache.caching():

@@ -38,6 +38,25 @@ def parity(rank: int, world: int, ring: int, ulysses: int, smooth: bool) -> dict
     }
 
 
+def unlike(rank: int, world: int) -> dict[str, float]:
+    """The same where rank 1 has a card that multiplies no nvfp4: how far from one network that multiplies in full."""
+    from comfy.ldm.flux.model import Flux
+
+    weights = quantised(flux().state_dict(), "nvfp4", {}, {})
+    network, exact = (
+        Flux(**FLUX, dtype=torch.float32, device="cpu", operations=operations(full)) for full in (rank == 1, True)
+    )
+    for each in (network, exact):
+        each.load_state_dict(copied(weights))
+        each.eval()
+    seed(11)
+    inputs = inputs_of_flux()
+    before = [getattr(layer, "_full_precision_mm", None) for layer in network.modules()]
+    apart = error(divided_forward(network, inputs, 1, world), forward(exact, inputs))
+    after = [getattr(layer, "_full_precision_mm", None) for layer in network.modules()]
+    return {"error": apart, "kept": float(before == after)}
+
+
 def operations(full_precision: bool) -> Any:
     """ComfyUI's, for a CPU, which cannot multiply codes: input is quantised as ever, what they mean is multiplied."""
     import comfy.ops

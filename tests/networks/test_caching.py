@@ -30,3 +30,7 @@ def test_the_same_evaluations_are_skipped(networks: Groups, name: str, ring: int
 
 def test_evaluations_with_replaced_blocks_skip_nothing(networks: Groups) -> None:
     assert networks(1).run("tests.networks.caching_cases:replaced") == [[True, True]]
+
+
+def test_cards_that_come_to_other_decisions_skip_what_all_would(networks: Groups) -> None:
+    assert networks(2).run("tests.networks.caching_cases:unlike") == [{"skipped": [False] * 5}] * 2

@@ -14,3 +14,10 @@ def test_nvfp4_does_not_depend_on_the_cut(networks: Groups, ring: int, ulysses: 
         assert answer["rounded"] > 1e-2, "nothing was multiplied in nvfp4"
         assert answer["error"] <= 5e-3
         assert not answer["left"]
+
+
+def test_where_a_card_multiplies_no_nvfp4_none_does(networks: Groups) -> None:
+    """Else the others would wait for its largest input, which it never asks for."""
+    for answer in networks(2).run("tests.networks.scale_cases:unlike"):
+        assert answer["error"] <= 1e-5
+        assert answer["kept"], "alone each card does what it can"

@@ -45,9 +45,30 @@ def test_every_block_is_fetched_once_an_evaluation(networks: Groups) -> None:
 
 
 def test_resident_blocks_are_not_fetched(networks: Groups) -> None:
-    (answer,) = networks(1).run(WHERE, name="chroma", mode="staged", resident=40)
+    (answer,) = networks(1).run(WHERE, name="chroma", mode="staged", residents=[40])
     assert answer["equal"]
     assert answer["fetches"] == 2 * (19 + 38 - 40)
+
+
+@pytest.mark.sweep(one_in=40)
+@pytest.mark.parametrize("case", list(CASES))
+def test_in_parts_as_large_as_each_has_room_for(networks: Groups, case: str) -> None:
+    answers = networks(3).run(WHERE, name=case, mode="shard", ring=3, parts=[5, 1, 2])
+    assert all(answer["equal"] for answer in answers)
+    first, second, third = (answer["held"] for answer in answers)
+    assert second < third < first
+
+
+@pytest.mark.parametrize("mode", ["offload", "staged"])
+def test_each_rank_keeps_as_many_blocks_as_it_has_room_for(networks: Groups, mode: str) -> None:
+    """Also all of them, and the others fetch what it has written for them."""
+    kept = [57, 40, 0, 11]
+    answers = networks(4).run(WHERE, name="chroma", mode=mode, ulysses=4, residents=kept)
+    assert all(answer["equal"] for answer in answers)
+    assert [answer["fetches"] for answer in answers] == [2 * (57 - one) * (mode == "staged") for one in kept]
+    held = [answer["held"] for answer in answers]
+    assert held[0] == 1
+    assert held[0] > held[1] > held[3] > held[2]
 
 
 @pytest.mark.parametrize("mode", ["shard", "staged"])

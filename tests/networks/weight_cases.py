@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,16 +43,24 @@ def poison() -> Iterator[None]:
 
 
 def parity(
-    rank: int, world: int, name: str, mode: str, ring: int = 1, ulysses: int = 1, resident: int = 0
+    rank: int,
+    world: int,
+    name: str,
+    mode: str,
+    ring: int = 1,
+    ulysses: int = 1,
+    residents: Sequence[int] = (0,),
+    parts: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Are two evaluations equal, to the bit, to those with whole weights? And what was fetched and held."""
+    """Are two evaluations equal, to the bit, to those with whole weights? And what was fetched and held. `residents`
+    are the blocks that each rank keeps, or all of them alike; `parts` those of a shard."""
     network, inputs = made(name)
     divide(network, plan_of(network).plan, mesh(ring, ulysses), parallelism(ring, ulysses))
     try:
         want = forward(network, inputs)
         total = weight_bytes(network)
         with poison(), torch.inference_mode():
-            store = stored(network, source_of(mode, rank, world, ring, ulysses), resident)
+            store = stored(network, source_of(mode, rank, world, ring, ulysses, parts), residents, rank)
             got = [forward(network, inputs) for _ in range(2)]
             held = total - store.away_bytes + store.device_bytes
             answer = {"fetches": store.fetches, "held": held / total}
@@ -94,18 +103,19 @@ def judged(rank: int, world: int, name: str) -> float:
     return error(ours, forward(judge, inputs))
 
 
-def source_of(mode: str, rank: int, world: int, ring: int, ulysses: int) -> Source:
+def source_of(mode: str, rank: int, world: int, ring: int, ulysses: int, parts: Sequence[int] = ()) -> Source:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), GROUP_RANK="0", GROUP_WORLD_SIZE="1")
     if mode == "shard":
-        return Shards(with_own_group(mesh(ring, ulysses).context, CPU))
+        return Shards(replace(with_own_group(mesh(ring, ulysses).context, CPU), shares=tuple(parts)))
     return HostCopy(CPU, range(world), rank, staged=mode == "staged")
 
 
-def stored(network: nn.Module, source: Source, resident: int = 0) -> Store:
+def stored(network: nn.Module, source: Source, residents: Sequence[int] = (0,), rank: int = 0) -> Store:
     blocks = blocks_of(network, plan_of(network).plan)
-    store = Store(network, source, Buffers(CPU))
-    for block in fetched_of(blocks, resident):
-        store.put(block)
+    store, here = Store(network, source, Buffers(CPU)), residents[rank % len(residents)]
+    fetched = fetched_of(blocks, here, residents)
+    for block in fetched_of(blocks, min(residents), residents):
+        store.put(block, kept=block not in fetched)
     for layer in large_layers(network, blocks):
         store.put(layer, block=False)
     store.seal()

@@ -21,6 +21,7 @@ from typing import Any
 PLACES = {  # module, function, which call of it
     "start": ("parallel_runtime.worker.link", "bytes_per_second", 1),
     "load": ("parallel_runtime.worker.models", "Models._load", 1),
+    "loaded": ("parallel_runtime.worker.comfy_loop.loading", "load", 1),
     "evaluation": ("parallel_runtime.worker.demo_loop", "DemoModel.__call__", 3),
     "gather": ("parallel_runtime.worker.engine.exchange", "gather", 3),
     "step": ("parallel_runtime.worker.pulse", "Pulse.step", 3),
@@ -69,10 +70,19 @@ def with_another_model(readings: Any) -> Any:
     return dataclasses.replace(readings, weights=(*readings.weights, Holding("somebody else's", 1 << 40)))
 
 
+def in_half(model: Any) -> Any:
+    """ComfyUI has this rank compute in another type than the others, as on an older card."""
+    import torch
+
+    model.patcher.model.manual_cast_dtype = torch.bfloat16
+    return model
+
+
 ALWAYS: dict[str, Callable[[Any], Any]] = {
     "out_of_memory": lambda made: made,
     "shift": lambda made: made + 0.5,
     "full": with_another_model,
+    "in_half": in_half,
     "unlike": lambda made: f"{made} of another kind",
 }
 

@@ -13,7 +13,7 @@ import torch
 from ...blocks import blocks_of
 from ...errors import Refused
 from ..models import Model
-from ..ranks import agree
+from ..ranks import agree, everybodys
 from ..step_cache import StepCache
 from ..weights.places import Place
 from ..weights.store import Store, fetched_of, large_layers
@@ -23,6 +23,7 @@ from .reach import reaching
 from .weights import Away, Weights
 
 Patches = Mapping[str, list[Any]]
+PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)  # what older cards compute in first
 
 
 @dataclass(eq=False)
@@ -34,6 +35,7 @@ class ComfyModel(Model):
     place: Place | None = None
     caching: bool = False  # does a step cache decide which blocks run?
     patch_models: PatchModels = field(default_factory=PatchModels)  # this rank's
+    computed: torch.dtype | None = None  # in what all ranks have, where ComfyUI chooses by their devices
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,6 +50,12 @@ class ComfyModel(Model):
         merged = self.patcher.merged
         return merged.in_file_bytes + (merged.store.away_bytes - merged.store.device_bytes if merged.store else 0)
 
+    def agree(self) -> None:
+        """A card without bfloat16 computes in float16 or float32, and what ranks exchange is of one type."""
+        own = self.patcher.model.get_dtype_inference()
+        ranks = everybodys(PRECISIONS.index(own) if own in PRECISIONS else len(PRECISIONS))
+        self.computed = PRECISIONS[min(ranks)] if len(set(ranks)) > 1 else None
+
     def keep(self, place: Place | None) -> None:
         """Have the weights at rest there, from the next load on; None: whole on the device."""
         if place is not self.place:
@@ -57,10 +65,14 @@ class ComfyModel(Model):
 
     def _away(self, place: Place) -> Away:
         assert self.architecture is not None
-        blocks = blocks_of(self.network, self.architecture.plan)
+        blocks, least = blocks_of(self.network, self.architecture.plan), min(place.residents)
+        others = [] if least else large_layers(self.network, blocks)
+        fetched = fetched_of(blocks, place.resident, place.residents)
+        away = fetched_of(blocks, least, place.residents)
         return Away(
-            blocks=fetched_of(blocks, place.resident),
-            others=[] if place.resident else large_layers(self.network, blocks),
+            blocks=away,
+            others=others,
+            fetched=[*fetched, *([] if place.resident else others)],
             share=place.share,
             store=lambda: Store(self.network, place.source(), place.buffers),
             in_file=place.in_main_memory,
@@ -116,8 +128,8 @@ class ComfyModel(Model):
         made.on_share = on_share
         elsewhere = tuple(f"diffusion_model.{seat.path}." for seat in self.elsewhere)
         made.patches = {key: list(value) for key, value in self.patched[1].items() if not key.startswith(elsewhere)}
-        if self.spec.compute_dtype:
-            made.set_model_compute_dtype(getattr(torch, self.spec.compute_dtype))
+        if computed := getattr(torch, self.spec.compute_dtype) if self.spec.compute_dtype else self.computed:
+            made.set_model_compute_dtype(computed)
         made.patches_uuid = uuid.uuid5(uuid.NAMESPACE_OID, f"{self.spec.patches} {self.spec.compute_dtype}")
         return made
 

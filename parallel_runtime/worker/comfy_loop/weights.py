@@ -20,11 +20,13 @@ ALL = 1e32  # bytes: more than any device has
 
 @dataclass(frozen=True, eq=False)
 class Away:
-    """Modules of whose weights only a `share` is on the device at rest: `blocks` in the order in which they run, and
-    `others`. `in_file`: main memory is the device, and what no patch changes is fine where it is, in the file."""
+    """Modules of whose weights some rank has only a `share` on its device at rest: `blocks` in the order in which they
+    run, and `others`. This rank has them whole, but for those `fetched`. `in_file`: main memory is the device, and what
+    no patch changes is fine where it is, in the file."""
 
     blocks: list[torch.nn.Module]
     others: list[torch.nn.Module]
+    fetched: list[torch.nn.Module]
     share: float
     store: Callable[[], Store]
     in_file: bool
@@ -70,7 +72,7 @@ class Weights(Mapped):
         if away is None:
             return int(super().model_size())
         size = weight_bytes(self.model)  # not what it was when it was loaded: patches widen weights
-        elsewhere = (1 - away.share) * sum(map(weight_bytes, away.units))
+        elsewhere = (1 - away.share) * sum(map(weight_bytes, away.fetched))
         return max(1, size - int(elsewhere if store is None else store.away_bytes - store.device_bytes))
 
     def partially_load(
@@ -161,18 +163,18 @@ class Weights(Mapped):
             for settled in unit.modules():
                 self.settle(settled)
                 vars(settled)["comfy_patched_weights"] = True  # or ComfyUI would patch them again
-            self._put(store, unit, block=number < len(away.blocks))
+            self._put(store, unit, block=number < len(away.blocks), kept=unit not in away.fetched)
             self.on_share(number / len(units))
         return store
 
-    def _put(self, store: Store, unit: torch.nn.Module, *, block: bool) -> None:
+    def _put(self, store: Store, unit: torch.nn.Module, *, block: bool, kept: bool) -> None:
         own = {name: self.own[name] for name in self._names(unit)}
         current = dict(zip(own, unit.parameters(), strict=True))
         assert self.merged.away is not None
         if self.merged.away.in_file and all(own[name].data_ptr() == current[name].data_ptr() for name in own):
-            self.merged.in_file_bytes += weight_bytes(unit)
+            self.merged.in_file_bytes += 0 if kept else weight_bytes(unit)
             return
-        store.put(unit, block=block)
+        store.put(unit, block=block, kept=kept)
         for name, weight in own.items():
             self.backup.setdefault(name, Backup(weight, False))
 

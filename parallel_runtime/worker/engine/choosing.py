@@ -92,6 +92,7 @@ def chosen(
     they take the likely winner.
     """
     blocks = sizes.what == "block"
+    masked = sizes.mask is not None
     if isinstance(query, FakeTensor):
         return candidates(query, recorded=recorded)[0] if blocks and backend == "auto" else backend
     if backend != "auto":
@@ -99,25 +100,34 @@ def chosen(
             return backend
         where = "for a ring's blocks" if blocks else "where keys are whole"
         tell_once(backend, f"not every rank has it {where}")
-    if blocks:
-        names = candidates(query, recorded=recorded)[: 1 if lanes > 1 else None]
-    else:
-        names = rivals(query, masked=sizes.mask is not None, recorded=recorded)
-        if lanes > 1:
-            return _likely(names, query, sizes, axis, recorded)
+    here = candidates(query, recorded=recorded) if blocks else rivals(query, masked=masked, recorded=recorded)
+    if lanes > 1:
+        return here[0] if blocks else _likely(here, query, sizes, axis, recorded)
+    if len(here) == 1 and not axis.world.unlike:
+        return here[0]
 
     def seconds(name: str) -> float:
-        return _seconds(name, sizes, query.device, own)
+        return _seconds(name, sizes, query.device, own) if name in here else torch.inf
 
-    return cast(AttentionBackend, winner(names, sizes, axis, seconds, query.device))
+    return cast(AttentionBackend, winner(_anywhere(query.device, blocks), sizes, axis, seconds, query.device, here[0]))
+
+
+def _anywhere(device: torch.device, blocks: bool) -> Sequence[AttentionBackend]:
+    """What races, whichever of them this card has: cards of another capability take part in the same race."""
+    found = ACCELERATORS.get(device.type)
+    if blocks:
+        return (found.kernels if found else ()) or ("native",)
+    return "auto", *(found.whole if found else ())
 
 
 def _likely(
     names: Sequence[AttentionBackend], query: Tensor, sizes: Sizes, axis: Axis, recorded: bool
 ) -> AttentionBackend:
-    """What won wherever it was measured."""
+    """What won wherever it was measured, if it leads on all cards."""
+    if "_native_cudnn" not in _anywhere(query.device, blocks=False):
+        return "auto"
     leads = "_native_cudnn" in names and _cudnn_leads(query, recorded)
-    return "_native_cudnn" if leads and _everywhere("_native_cudnn", query, sizes, axis) else "auto"
+    return "_native_cudnn" if _everywhere("_native_cudnn", query, sizes, axis, leads=leads) else "auto"
 
 
 def _cudnn_leads(query: Tensor, recorded: bool) -> bool:
@@ -126,11 +136,11 @@ def _cudnn_leads(query: Tensor, recorded: bool) -> bool:
     return torch.cuda.get_device_capability(query.device)[0] in _CUDNN_LEADS
 
 
-def _everywhere(backend: AttentionBackend, query: Tensor, sizes: Sizes, axis: Axis) -> bool:
-    """Has every rank of `axis` a kernel of this name for these sizes, which computes what it should?"""
+def _everywhere(backend: AttentionBackend, query: Tensor, sizes: Sizes, axis: Axis, *, leads: bool = True) -> bool:
+    """Has every rank of `axis` a kernel of this name for these sizes, which computes what it should, and `leads`?"""
 
     def seconds(name: str) -> float:
-        return _seconds(name, sizes, query.device, None, clocked=False)
+        return _seconds(name, sizes, query.device, None, clocked=False) if leads else torch.inf
 
     return bool(timed_by_all([backend], sizes, axis, seconds, query.device))
 
@@ -191,13 +201,17 @@ def advice(query: Tensor, own: Whole, sizes: Sizes, alone: Axis) -> str:
     return fastest if fastest != "auto" and times["auto"] > WORTH_TELLING * times[fastest] else ""
 
 
-def winner(names: Sequence[str], sizes: Sizes, axis: Axis, seconds: Seconds, device: torch.device) -> str:
-    """The name whose slowest rank is the fastest. Collective over `axis` for sizes that it has not raced with.
+def winner(
+    names: Sequence[str], sizes: Sizes, axis: Axis, seconds: Seconds, device: torch.device, usual: str = ""
+) -> str:
+    """The name whose slowest rank is the fastest. Collective over `axis` for sizes that it has not raced with, and so
+    all ranks must have the same `names`.
 
-    Who has no kernel on some rank is out. Where a rank measured nothing sensible nothing is known: the first stays.
+    Who has no kernel on some rank is out. Where a rank measured nothing sensible nothing is known: the `usual` stays,
+    or the first.
     """
     times = timed_by_all(names, sizes, axis, seconds, device) if len(names) > 1 else {}
-    return min(times, key=times.__getitem__, default=names[0])
+    return min(times, key=times.__getitem__, default=usual or names[0])
 
 
 def timed_by_all(

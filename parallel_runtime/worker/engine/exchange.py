@@ -95,10 +95,10 @@ def gather_others(chunk: Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
     return Pending(_swap(_to_wire(chunk.contiguous(), axis), places, axis), [arriving], [others], axis.world)
 
 
-def gather_evenly(whole: Tensor, chunk: Tensor, axis: Axis) -> Pending:
-    """All-gather of flat chunks of one size into `whole`, in rank order."""
-    if whole.device.type == "cpu" or axis.wire is not None:
-        return _collect(whole, chunk, [chunk.numel()] * axis.size, axis)
+def gather_into(whole: Tensor, chunk: Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
+    """All-gather of flat chunks [sizes[index]] into `whole`, in rank order."""
+    if whole.device.type == "cpu" or axis.wire is not None or len(set(sizes)) > 1:
+        return _collect(whole, chunk, sizes, axis)
     work = dist.all_gather_into_tensor(whole, chunk, group=axis.group, async_op=True)
     return Pending([work], [whole], [whole], axis.world)
 

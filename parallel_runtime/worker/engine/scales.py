@@ -5,6 +5,7 @@ Only nvfp4 does: other formats have a scale a token, or one that the file brings
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .exchange import gather
 from .mesh import Axis
 
 _LAYOUT = "TensorCoreNVFP4Layout"
@@ -22,25 +24,46 @@ _LARGEST = 448.0 * 6.0  # what a block's scale (e4m3) and a code (e2m1) reach: c
 def agree_on_scales(network: nn.Module, context: Axis) -> list[RemovableHandle]:
     """Have every nvfp4 layer without an `input_scale` of its own quantise by the largest input of all `context` ranks.
 
-    All of them must call such a layer equally often, with no input too.
+    All of them must call such a layer equally often, with no input too. What a card of one of them cannot multiply in
+    nvfp4 none does: the others would wait for its largest input.
     """
     if context.size == 1:
         return []
-    layers = [layer for layer in network.modules() if getattr(layer, "layout_type", None) == _LAYOUT]
-    return [
-        handle
-        for layer in layers
-        if getattr(layer, "input_scale", None) is None
-        for handle in (
-            layer.register_forward_pre_hook(partial(_agree, context)),
-            layer.register_forward_hook(_forget, always_call=True),
-        )
-    ]
+    layers: list[Any] = [layer for layer in network.modules() if getattr(layer, "layout_type", None) == _LAYOUT]
+    handles = []
+    for layer, full in zip(layers, _in_full_somewhere(layers, context), strict=True):
+        if full:
+            handles += _around(layer, _in_full, partial(_as_before, layer._full_precision_mm))
+        elif getattr(layer, "input_scale", None) is None:
+            handles += _around(layer, partial(_agree, context), _forget)
+    return handles
+
+
+def _in_full_somewhere(layers: Sequence[Any], context: Axis) -> list[bool]:
+    """Of each: does any rank multiply in full precision what its codes mean? Collective."""
+    if not layers:
+        return []
+    here = torch.tensor([[layer._full_precision_mm for layer in layers]], dtype=torch.uint8)
+    voters = Axis(size=context.size, index=context.index, ranks=context.ranks, world=context.world)
+    (votes,) = gather(here, [1] * context.size, voters).wait()
+    return [bool(vote) for vote in votes.amax(dim=0)]
+
+
+def _around(layer: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[RemovableHandle]:
+    return [layer.register_forward_pre_hook(before), layer.register_forward_hook(after, always_call=True)]
+
+
+def _in_full(layer: Any, _: Any) -> None:
+    layer._full_precision_mm = True
+
+
+def _as_before(full: bool, layer: Any, *_: Any) -> None:
+    layer._full_precision_mm = full
 
 
 @torch.compiler.disable
 def _agree(context: Axis, layer: Any, args: tuple[Any, ...]) -> None:
-    if layer._full_precision_mm or not isinstance(args[0], Tensor):
+    if not isinstance(args[0], Tensor):
         return
     given = args[0]
     smoothing = getattr(layer, "pre_quant_scale", None)

@@ -6,16 +6,17 @@ import logging
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from ...specs import Storage
-from ..engine.exchange import Pending, gather_evenly
+from ..engine.exchange import Pending, gather_into
 from ..engine.mesh import Axis
+from ..engine.streams import chunk_sizes
 from ..ranks import everybodys, neighbours, rank
-from .slab import Slab
+from .slab import PAGE, Slab
 from .store import Buffers, Source
 
 log = logging.getLogger(__name__)
@@ -25,10 +26,12 @@ FD_BITS = 20
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where weights are of which only a `share` is on the device at rest, but for `resident` blocks. `in_main_memory`:
-    that is the device itself, and what lies in a file is there."""
+    """Where weights are of which only a `share` is on the device at rest, but for `resident` blocks. Other ranks may
+    have other numbers of them: `residents` are all that there are. `in_main_memory`: that is the device itself, and
+    what lies in a file is there."""
 
     resident: int
+    residents: frozenset[int]
     share: float
     source: Callable[[], Source]
     buffers: Buffers
@@ -37,15 +40,19 @@ class Place:
 
 def place(storage: Storage, axis: Axis, device: torch.device, buffers: Buffers) -> Place | None:
     """`axis` is the ranks that a shard's parts are on, of a group of its own; None where weights are whole."""
+    residents = frozenset(storage.residents or (storage.resident,))
     if storage.mode == "offload":
         staged = device.type != "cpu"
 
         def copy() -> Source:
             return HostCopy(device, neighbours(), rank(), staged=staged)
 
-        return Place(storage.resident, 0.0, copy, buffers, in_main_memory=not staged)
+        return Place(storage.resident_on(rank()), residents, 0.0, copy, buffers, in_main_memory=not staged)
     if storage.mode == "shard" and axis.size > 1:
-        return Place(storage.resident, 1 / axis.size, lambda: Shards(axis), buffers, in_main_memory=False)
+        parts = tuple(storage.parts[peer] for peer in axis.ranks) if storage.parts else (1,) * axis.size
+        axis = replace(axis, shares=parts)
+        share = parts[axis.index] / sum(parts)
+        return Place(storage.resident, residents, share, lambda: Shards(axis), buffers, in_main_memory=False)
     return None
 
 
@@ -164,7 +171,8 @@ def _locked(memory: Tensor) -> bool:
 class Shards:
     """Weights at rest in parts: of each block every rank of a lane keeps one, and all gather it.
 
-    `axis` is the ranks that share a sequence, on a communicator that carries nothing else.
+    `axis` is the ranks that share a sequence, on a communicator that carries nothing else; its shares are of the pages
+    that each keeps.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -182,8 +190,9 @@ class Shards:
 
     def keep(self, slab: Slab, like: Tensor) -> None:
         """This rank's part, on the device of `like`."""
-        part = like.new_zeros(slab.size // self._axis.size)
-        slab.write(part, first=self._axis.index * part.numel())
+        sizes = self._sizes(slab.size)
+        part = like.new_zeros(sizes[self._axis.index])
+        slab.write(part, first=self._first(sizes))
         self._parts.append(part)
 
     def seal(self) -> None:
@@ -198,7 +207,7 @@ class Shards:
         if number not in self._before:
             self._before[number] = self._parts[number]
             self._parts[number] = self._parts[number].clone()
-        slab.write(self._parts[number], self._axis.index * self._parts[number].numel(), (module, name))
+        slab.write(self._parts[number], self._first(self._sizes(slab.size)), (module, name))
 
     def restore(self) -> list[int]:
         """What was kept, again; which were changed."""
@@ -208,8 +217,16 @@ class Shards:
         return changed
 
     def fetch(self, number: int, memory: Tensor) -> Pending:
-        return gather_evenly(memory, self._parts[number], self._axis)
+        return gather_into(memory, self._parts[number], self._sizes(memory.numel()), self._axis)
 
     def close(self) -> None:
         self._parts.clear()
         self._before.clear()
+
+    def _sizes(self, size: int) -> list[int]:
+        """The bytes of so many that each rank keeps."""
+        return [pages * PAGE for pages in chunk_sizes(size // PAGE, self._axis.parts)]
+
+    def _first(self, sizes: Sequence[int]) -> int:
+        """Where this rank's part begins."""
+        return sum(sizes[: self._axis.index])

@@ -4,7 +4,7 @@ which modules those are: its blocks, and large layers outside of them."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from ..ranks import everybodys
 from .slab import Slab
 
 BLOCKS = 2  # buffers that blocks take in turn; layers outside of blocks share one more
+KEPT = BLOCKS + 1  # what other ranks fetch, and this one need not
 LARGE = 0.02  # of the model's weights: less is whole on every device
 
 
@@ -86,22 +87,24 @@ class Store:
     @property
     def away_bytes(self) -> int:
         """Weights that are fetched."""
-        return sum(slab.nbytes for slab in self._slabs)
+        return sum(slab.nbytes for slab, slot in zip(self._slabs, self._slots, strict=True) if slot != KEPT)
 
     @property
     def device_bytes(self) -> int:
         """What of them is at rest on this device."""
         return self._source.device_bytes
 
-    def put(self, module: nn.Module, *, block: bool = True) -> None:
+    def put(self, module: nn.Module, *, block: bool = True, kept: bool = False) -> None:
         """Take the parameters of `module` as they are; they have no memory then. `block`: one of those that run in
-        the order in which they are put."""
+        the order in which they are put. `kept`: only other ranks fetch it, and here it stays as it is."""
         slab = Slab(module, self._source.ranks)
         self._source.keep(slab, torch.empty(0, dtype=torch.uint8, device=next(module.parameters()).device))
-        slab.empty()
+        if not kept:
+            slab.empty()
+        before = sum(slot < BLOCKS for slot in self._slots)
         self._modules.append(module)
         self._slabs.append(slab)
-        self._slots.append(sum(slot < BLOCKS for slot in self._slots) % BLOCKS if block else BLOCKS)
+        self._slots.append(KEPT if kept else before % BLOCKS if block else BLOCKS)
 
     def seal(self) -> None:
         """All weights are here, those of the other ranks too. Collective."""
@@ -109,9 +112,10 @@ class Store:
         if len(set(everybodys(int.from_bytes(layouts.digest()[:7], "big")))) > 1:
             raise RuntimeError("the ranks laid out a model's weights in different ways")
         self._source.seal()
-        for number in range(len(self._slabs)):
+        taken = [number for number, slot in enumerate(self._slots) if slot != KEPT]
+        for number in taken:
             self._bind(number)
-        away = [number for number in range(len(self._slabs)) if self._source.at_rest(number) is None]
+        away = [number for number in taken if self._source.at_rest(number) is None]
         blocks = [number for number in away if self._slots[number] < BLOCKS]
         following = dict(pairwise(blocks))
         if away:
@@ -124,7 +128,7 @@ class Store:
     def number_of(self, module: nn.Module) -> int | None:
         """Of the slab that the parameters of `module` are in, for `change`."""
         within = (number for number, block in enumerate(self._modules) if any(module is m for m in block.modules()))
-        return next(within, None)
+        return next((number for number in within if self._slots[number] != KEPT), None)
 
     def change(self, number: int, module: nn.Module, name: str) -> None:
         """Take another weight, of the same size, until `restore`: the parameter as it is now."""
@@ -161,7 +165,7 @@ class Store:
 
     @torch.compiler.disable
     def _begin(self, first: Sequence[int], *_: Any) -> None:
-        for slot in set(self._slots):
+        for slot in set(self._slots) - {KEPT}:
             sizes = [slab.size for slab, of in zip(self._slabs, self._slots, strict=True) if of == slot]
             self._buffers.memory(slot, max(sizes))
         for number in first:
@@ -194,12 +198,20 @@ class Store:
         self.fetches += 1
 
 
-def fetched_of(blocks: list[nn.Module], resident: int) -> list[nn.Module]:
-    """Without `resident` ones, which are spread evenly."""
+def fetched_of(blocks: list[nn.Module], resident: int, residents: Collection[int] = ()) -> list[nn.Module]:
+    """Without `resident` ones, which are spread evenly. Where other ranks have other numbers, `residents`, each has all
+    that one with fewer has: what nobody fetches need not be at rest anywhere else."""
+    here = blocks
+    for count in sorted({resident, *residents}, reverse=True):
+        if count >= resident:
+            here = _spread(here, count)
+    return [block for block in blocks if not any(block is one for one in here)]
+
+
+def _spread(blocks: list[nn.Module], count: int) -> list[nn.Module]:
+    """So many of them, evenly."""
     total = len(blocks)
-    return [
-        block for number, block in enumerate(blocks) if (number + 1) * resident // total == number * resident // total
-    ]
+    return [block for number, block in enumerate(blocks) if (number + 1) * count // total != number * count // total]
 
 
 def large_layers(network: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
