@@ -92,6 +92,21 @@ SCENES = {
         network="flux2_klein", shape="1,128,9,13", named="Flux with attn1_patch of KV_Attn_Input",
         nodes={"cached": node("FluxKVCache", model=link("model"))}, inputs={"model": link("cached")},
     ),
+    "InfiniteTalk, two speakers": Scene(
+        network="wan_talking", named="WanModel with attn1_patch of MultiTalkGetAttnMapPatch",
+        nodes={
+            **TALKING, "other": node("CPTestHeard", steps=40, seed=9), "nothing": node("SolidMask", value=0.0, **SIDES),
+            "half": node("SolidMask", value=1.0, width=56, height=80),
+            "mask": node("MaskComposite", destination=link("nothing"), source=link("half"), x=0, y=0, operation="add"),
+            "other_mask": node(
+                "MaskComposite", destination=link("nothing"), source=link("half"), x=56, y=0, operation="add"
+            ),
+            "talk": node("WanInfiniteTalkToVideo", **TALK | {
+                "mode": "two_speakers", "mode.audio_encoder_output_2": link("other"), "mode.mask_1": link("mask"),
+                "mode.mask_2": link("other_mask")}),
+        },
+        inputs={"model": link("talk"), "latent_image": link("talk", 3)},
+    ),
 }  # fmt: skip
 INFINITE_TALK = Scene(
     network="wan_talking",
