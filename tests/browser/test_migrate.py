@@ -11,7 +11,7 @@ from parallel_runtime.migrate import migrated
 
 from ..comfyui.latents import apart, saved_latents
 from ..comfyui.server import Server
-from .graphs import put_sampler, title
+from .graphs import put_sampler, title, wait_until_drawn
 from .renderers import BOTH
 
 KINDS = "() => app.graph.nodes.map(node => node.type)"
@@ -22,8 +22,8 @@ ADD_CONFIG = """() => {
     const node = LiteGraph.createNode('CPParallelConfig');
     node.pos = [0, 500];
     app.graph.add(node);
-    app.extensionManager.workflow.activeWorkflow.changeTracker.checkState?.();
 }"""
+SEEN = "() => { app.extensionManager.workflow.activeWorkflow.changeTracker.checkState?.(); }"
 SELECT = "() => app.canvas.select(app.graph.nodes.find(node => node.type === 'KSampler'))"
 
 
@@ -98,6 +98,9 @@ def test_the_other_samplers_keep_every_widget_and_link(page: Any, kind: str) -> 
 def test_the_config_that_is_there_is_connected_and_undo_takes_both_back(page: Any) -> None:
     put_sampler(page)
     page.evaluate(ADD_CONFIG)
+    page.wait_for_selector(".cp-what:not(:empty)")  # it is as large as what it says
+    wait_until_drawn(page)
+    page.evaluate(SEEN)
     before = page.evaluate(KINDS)
     by_command, _ = migrated(page.evaluate(SAVED))
     page.evaluate(SELECT)
