@@ -20,7 +20,7 @@ SAVED = "() => app.graph.serialize().nodes.find(node => node.type === 'CPParalle
 ERROR = "() => Boolean(app.graph.nodes.find(node => node.type === 'CPParallelConfig').has_errors)"
 FRAMED = """() => !LiteGraph.vueNodesMode
     || [...document.querySelector('[data-testid="node-inner-wrapper"]').classList]
-        .some(name => name.startsWith('ring-destructive'))"""  # with -background before 1.58 or so
+        .some(name => /^ring-(destructive|warning)/.test(name))"""  # amber from 1.58 or so: red is of failed runs there
 HEIGHT = "() => app.graph.nodes[0].size[1]"
 SHOWN = """() => LiteGraph.vueNodesMode
     ? [...document.querySelectorAll('[data-testid="node-widget"]')]
