@@ -108,7 +108,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
     if not replaced and request.attention_backend == "auto":
         whole_only += [f"{function} in {module}" for function, module in own_attentions(network).items()]
     dtype_here = cast or model.model.get_dtype_inference()
-    together = keeps_together(model, model.model_options)
+    together = keeps_together(model, model.model_options) or (plan is not None and plan.together)
     graphs = request.cuda_graphs != "off" and comfy.model_management.get_torch_device().type == CUDA.kind
     source = Source(
         spec=replace(

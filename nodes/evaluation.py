@@ -60,7 +60,7 @@ class RemoteEvaluation:
     def _answer(
         self, source: Source, method: str, each: dict[str, Any], conds: dict[str, Any], options: dict[str, Any] | None
     ) -> Any:
-        together = patched_inside(options or {})
+        together = patched_inside(options or {}) or (source.plan is not None and source.plan.together)
         shape, text = _sizes(each, conds)
         work = source.work(shape, text)
         job = EvaluationJob(

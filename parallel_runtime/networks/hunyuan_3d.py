@@ -37,4 +37,5 @@ V2_1 = Network(
     ),
     patch=(1,),
     text_width=inputs_of("blocks.0.attn2.to_k"),
+    together=True,  # of two rows and more it trades the halves
 )

@@ -22,7 +22,8 @@ class Network:
     `prompt`: the stream of the text's tokens, if the plan cuts it. `heads`: of its attention. `width`: heads x head
     size. `text_width` and `pooled_width` are those of a prompt, None where the network does not say. `fits`: whether
     the plan is for this one of the class; it runs undivided if not. `padded`: to multiples of what the latent is padded
-    that patches between its blocks are shown.
+    that patches between its blocks are shown. `together`: it goes by where prompts and images are in its batch, so that
+    they are shared out to nobody.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Network:
     pooled_width: Callable[[Any], int | None] = lambda net: None
     fits: Callable[[Any], bool] = lambda net: True
     padded: Callable[[Any], int] = lambda net: 1
+    together: bool = False
 
     def layers(self, net: Any) -> int:
         """Blocks that run one after another and attend; of those beside others, such as have the latent's tokens."""
