@@ -11,7 +11,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ..parallel_runtime.host.group import WorkerGroup
-from ..parallel_runtime.host.limits import numbers_from
+from ..parallel_runtime.host.limits import numbers_from, of_each
 from ..parallel_runtime.host.storing import GIB, Capacity
 from ..parallel_runtime.specs import ModelSpec, Placement
 
@@ -39,11 +39,8 @@ def capacity_for(placement: Placement, group: WorkerGroup | None, spec: ModelSpe
 
 
 def limits_of(workers: int) -> tuple[int, ...]:
-    """What the user lets each of so many workers have of its device, 0 for anything; none where that is all of them.
-    One number is for all, and so is the least of several that are not as many as the workers."""
-    numbers = numbers_from(LIMIT, "number of GiB")
-    each = numbers if len(numbers) == workers else (min(numbers, default=0.0),) * workers
-    return tuple(int(min(number or MOST, MOST) * GIB) for number in each) if any(each) else ()
+    """What the user lets each of so many workers have of its device, in bytes; none where that is anything."""
+    return tuple(int(min(number, MOST) * GIB) for number in of_each(numbers_from(LIMIT, "number of GiB"), workers))
 
 
 def free_bytes(device: torch.device) -> int:

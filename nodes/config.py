@@ -44,23 +44,26 @@ class CPParallelConfig(io.ComfyNode):
                     "head. 0 = auto. Workers in all: the product of the degrees.",
                 ),
                 _widget(
-                    "rotate_method", advanced=True,
+                    "rotate_method", advanced=True, optional=True,
                     tooltip="How a ring moves keys and values: alltoall passes blocks on while computing, allgather "
                     "collects them all first (more memory). auto = allgather where there is room and the link is fast, "
                     "else alltoall.",
                 ),
-                _widget("convert_to_fp32", advanced=True, tooltip="Merge the ring's partial results in float32."),
                 _widget(
-                    "attention_backend", advanced=True,
+                    "convert_to_fp32", advanced=True, optional=True,
+                    tooltip="Merge the ring's partial results in float32.",
+                ),
+                _widget(
+                    "attention_backend", advanced=True, optional=True,
                     tooltip="The attention kernel of each worker, by diffusers' name. auto = where workers share a "
                     "sequence the fastest that is there, by a race; one worker has ComfyUI's own attention.",
                 ),
                 _widget(
-                    "dtype", advanced=True,
+                    "dtype", advanced=True, optional=True,
                     tooltip="What the workers compute in. auto = what ComfyUI would use for this model.",
                 ),
                 _widget(
-                    "devices",
+                    "devices", optional=True,
                     tooltip="GPUs to use, such as 0,1. Empty = all. cpu,cpu starts two workers on the CPU, 0,0 two "
                     "that share GPU 0.",
                 ),

@@ -16,28 +16,28 @@ class Load:
     blocks: int = 1
 
 
-def share_out(loads: Sequence[Load], stages: int, room: int | None = None) -> tuple[int, ...]:
+def share_out(loads: Sequence[Load], stages: int, rooms: Sequence[int] = ()) -> tuple[int, ...]:
     """How many units each stage has, contiguous and at least one: where the busiest stage computes least, of those
-    where it holds least. A stage holds no more than `room` bytes of them, if that is possible. ValueError for more
-    stages than units."""
+    where it holds least. Each stage holds no more than its room of `rooms`, in bytes, if that is possible. ValueError
+    for more stages than units."""
     if stages > len(loads):
         raise ValueError(f"{len(loads)} blocks make no {stages} stages")
     held = tuple(accumulate((load.nbytes for load in loads), initial=0))
     work = tuple(accumulate((load.blocks for load in loads), initial=0))
 
-    def cost(begin: int, end: int) -> tuple[int, int, int]:
+    def cost(begin: int, end: int, stage: int) -> tuple[int, int, int]:
         nbytes = held[end] - held[begin]
-        return (max(0, nbytes - room) if room is not None else 0), work[end] - work[begin], nbytes
+        return (max(0, nbytes - rooms[stage]) if rooms else 0), work[end] - work[begin], nbytes
 
     @cache
     def best(end: int, parts: int) -> tuple[tuple[int, int, int], tuple[int, ...]]:
         """The worst of each cost for the first units in so many stages, and where these end."""
         if parts == 1:
-            return cost(0, end), (end,)
+            return cost(0, end, 0), (end,)
         ways = []
         for begin in range(parts - 1, end):
             before, ends = best(begin, parts - 1)
-            ways.append((tuple(map(max, before, cost(begin, end))), (*ends, end)))
+            ways.append((tuple(map(max, before, cost(begin, end, parts - 1))), (*ends, end)))
         return min(ways)  # type: ignore[return-value]
 
     _, ends = best(len(loads), stages)

@@ -83,7 +83,11 @@ def main(arguments: list[str]) -> int:
     if not changes:
         log.info("nothing to swap: no %s in it", ", ".join(STANDS_IN))
     out = options.out or (Path("-") if from_stdin else options.workflow.with_suffix(".cp.json"))
-    _write(out, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    try:
+        _write(out, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    except OSError as error:
+        log.error("%s: %s; -o names another place", out, error.strerror)
+        return 1
     return 0
 
 

@@ -166,6 +166,13 @@ def test_the_command_writes_beside_the_file_and_says_what_it_did(tmp_path):
     assert json.loads((tmp_path / "mine.cp.json").read_text()) == migrated(API)[0]
 
 
+def test_a_place_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "mine.json").write_text(json.dumps(API))
+    failed = command(str(tmp_path / "mine.json"), "-o", str(tmp_path / "nowhere" / "mine.json"))
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines()[-1].endswith("mine.json: No such file or directory; -o names another place")
+
+
 def test_the_command_works_in_a_pipe_and_says_why_it_cannot(tmp_path):
     done = command("-", stdin=json.dumps(API))
     assert json.loads(done.stdout) == migrated(API)[0]

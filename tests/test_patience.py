@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from parallel_runtime.host import patience as patience_module
-from parallel_runtime.host.limits import seconds_from
+from parallel_runtime.host.limits import of_each, seconds_from
 from parallel_runtime.host.patience import Patience
 
 
@@ -150,3 +152,19 @@ def test_after_a_refusal_a_rank_that_loads_or_compiles_is_waited_for_as_long_as_
 def test_ranks_that_have_answered_are_not_waited_for(patience, clock):
     clock(10_000)
     assert patience.lost([]) is None
+
+
+@pytest.mark.parametrize(
+    ("numbers", "workers", "each"),
+    [
+        ((), 2, ()),
+        ((0.0,), 2, ()),
+        ((8.0,), 3, (8.0, 8.0, 8.0)),
+        ((22.0, 10.0), 2, (22.0, 10.0)),
+        ((0.0, 10.0), 2, (math.inf, 10.0)),
+        ((0.0, 10.0), 3, (10.0, 10.0, 10.0)),
+        ((22.0, 10.0), 1, (10.0,)),
+    ],
+)
+def test_what_each_worker_may_have(numbers: tuple[float, ...], workers: int, each: tuple[float, ...]) -> None:
+    assert of_each(numbers, workers) == each

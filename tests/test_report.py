@@ -68,6 +68,16 @@ def test_where_nothing_races_nothing_is_said(degrees: dict) -> None:
     assert "Kernel" not in words(**degrees)
 
 
+def test_a_network_that_no_plan_cuts_has_a_report_once_the_workers_have_measured_their_link() -> None:
+    work = replace(WORK.figures, heads=1, layers=0, width=0).whole("UNetModel").work(1, 0, prompts=2)
+    subject = Subject(model="SDXL", latent=(1, 4, 64, 64), tokens={}, work=work)
+    division = Division(degrees=Parallelism(cfg_degree=2), placement=Placement(devices=("cuda:0", "cuda:1")))
+    link = Link(bytes_per_second=1e10, flops_per_second=1e14)
+    text = report(subject, division, guided=True, automatic=True, link=link).text
+    assert "Speed" not in text
+    assert "cfg_degree 2" in text
+
+
 def test_a_race_comes_through_with_the_other_readings() -> None:
     beat = Beat(3, None, Readings(1, 2, races=(RACE,)))
     assert decode(encode(beat)) == beat

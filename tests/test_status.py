@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,16 +54,23 @@ def started(clock: Clock, placement: Placement = TWO) -> Activity:
 
 
 def sample(
-    activity: Activity, clock: Clock, degrees: Parallelism | None = None, *, seconds: float, steps: int = 4
+    activity: Activity,
+    clock: Clock,
+    degrees: Parallelism | None = None,
+    *,
+    seconds: float,
+    steps: int = 4,
+    sampler: str = "",
 ) -> None:
-    activity.asked(ModelSpec(loader="a"), degrees or BY_ALL[activity.now.placement.world_size], RUN)
+    job: Any = SimpleNamespace(sampler=sampler)
+    activity.asked(ModelSpec(loader="a"), degrees or BY_ALL[activity.now.placement.world_size], job)
     clock.after(2)
     activity.heard(0, Beat(1, None))
     for step in range(steps):
         clock.after(5 if step == 0 else seconds)
         activity.heard(0, Step(1, step, steps))
     activity.heard(0, Done(1, seconds=0.0, load_seconds=0.0))
-    activity.answered(RUN)
+    activity.answered(job)
 
 
 def test_a_run_after_a_native_samplers_is_not_over_while_it_samples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,6 +242,16 @@ def test_a_pace_is_of_the_degrees_that_it_was_measured_with(monkeypatch: pytest.
     one, stages = Parallelism().by_name, Parallelism(pipeline_degree=2).by_name
     assert paces == [(one, 1.75, None), (stages, 1.5, 1.75 / 1.5), (BY_ALL[2].by_name, 1.0, 1.75)]
     assert activity.now.runs[-1].alone == pytest.approx(1.75)
+
+
+def test_paces_are_of_the_sampler_that_was_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = started(clock)
+    activity.of_size(Size("this work"))
+    for sampler, seconds in (("euler", 1.75), ("heun", 3.5), ("euler", 1.5)):
+        for degrees in (BY_ALL[2], Parallelism(pipeline_degree=2)):
+            sample(activity, clock, degrees, seconds=seconds, sampler=sampler)
+        assert {pace.seconds for pace in activity.history.paces("this work")} == {seconds}
 
 
 def test_what_measuring_will_take_is_known_once_such_work_has_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,7 @@ export function addPlan(node) {
     const plan = output?.cp_plan?.[0];
     if (!plan) return;
     report.replaceChildren(...shown(plan, node));
+    take.disabled = cost.hidden = plan.troubles.length > 0; // there is nothing to measure
     if (plan.cost) write(cost, price(plan.cost));
     grow();
   };

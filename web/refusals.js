@@ -16,13 +16,18 @@ const DISMISS = '[data-testid="error-overlay-dismiss"]';
 /** @typedef {any} LGraphNode */
 
 export function startRefusals() {
-  /** @type {EventTarget} */ (api).addEventListener("execution_error", (event) => {
+  /** @type {() => void} */
+  let dismiss = () => {};
+  const runs = /** @type {EventTarget} */ (api);
+  runs.addEventListener("execution_start", () => dismiss());
+  runs.addEventListener("execution_error", (event) => {
     const { node_id, exception_type, exception_message } = /** @type {CustomEvent<any>} */ (event).detail;
     const refused = exception_type.endsWith(REFUSED) && nodeOf(String(node_id));
     if (!refused) return;
     const meant = toChange(refused, exception_message);
     const link = { words: say("toast.node", { node: meant.title }), open: () => show(meant) };
-    tell("error", say("toast.refused"), translated(exception_message.trim()), 20 * SECONDS, [link]);
+    dismiss();
+    dismiss = tell("error", say("toast.refused"), translated(exception_message.trim()), 20 * SECONDS, [link]);
     takeBack();
   });
 }

@@ -54,9 +54,9 @@ def _resorted(wish: Wish, division: Division, case: Case) -> Division:
 
 def _in_stages(division: Division, work: Work, capacity: Capacity) -> Division:
     """With the blocks that each stage has, by what is left of a device beside what is computed there."""
-    room = capacity.device_bytes
     beside = activation_bytes(replace(work, prompts=1), division.degrees)
-    return balanced(division, work, None if room is None else int(USABLE * room) - beside)
+    rooms = capacity.each(division.degrees.world_size)
+    return balanced(division, work, [None if room is None else int(USABLE * room) - beside for room in rooms])
 
 
 def _together(wish: Wish, seconds: Seconds, branches: Division, case: Case) -> Division:

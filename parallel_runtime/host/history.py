@@ -223,7 +223,7 @@ class History:
         self._last(replace(run, end=run.end or how))
         if sampled and how == "idle" and self._size.key is not None and run.step_seconds is not None:
             known = self._paces.pop(self._size.key, {})
-            known[self._sampler] = {**known.get(self._sampler, {}), self._cut: run.step_seconds}
+            known[self._sampler] = {**known.pop(self._sampler, {}), self._cut: run.step_seconds}
             self._paces = dict([*self._paces.items(), (self._size.key, known)][-KEPT:])
 
     def _last(self, run: Run) -> None:

@@ -21,7 +21,7 @@ def memory(case: Case, placement: Placement, free: Sequence[int], way: Prospect 
 
 def placed(case: Case, way: Prospect | None) -> Prospect:
     """Whole weights where there is no place for them."""
-    return way or Prospect(storage=Storage(), held_bytes=held_bytes(case.work.figures, case.degrees))
+    return way or Prospect(storage=Storage(), held_bytes=max(held_bytes(case.work.figures, case.degrees)))
 
 
 def needed(case: Case, way: Prospect | None) -> tuple[int, ...]:

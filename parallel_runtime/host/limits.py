@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+from collections.abc import Sequence
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,14 @@ def numbers_from(variable: str, what: str) -> tuple[float, ...]:
         log.warning("[CP] %s=%r is no %s; it is not used", variable, text, what)
         return ()
     return tuple(number for number in numbers if number is not None)
+
+
+def of_each(numbers: Sequence[float], workers: int) -> tuple[float, ...]:
+    """One for each of so many workers, infinite for 0: one number is for all, and so is the least of several that are
+    not as many as the workers. None where there is no limit at all."""
+    known = [number or math.inf for number in numbers]
+    each = known if len(known) == workers else [min(known, default=math.inf)] * workers
+    return tuple(each) if min(each) < math.inf else ()
 
 
 def _number(text: str) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -131,22 +132,26 @@ def outside_bytes(figures: Figures) -> int:
     return figures.weight_bytes - sum(load.nbytes for load in figures.loads)
 
 
-def held_bytes(figures: Figures, degrees: Parallelism) -> int:
-    """Of weights, by the fullest stage."""
+def held_bytes(figures: Figures, degrees: Parallelism) -> tuple[int, ...]:
+    """Of weights, by each rank: what lies outside of blocks, and the blocks of its stage."""
     if degrees.pipeline_degree == 1:
-        return figures.weight_bytes
-    return outside_bytes(figures) + max(stage.nbytes for stage in stages_of(figures, degrees))
+        return (figures.weight_bytes,) * degrees.world_size
+    outside, stages = outside_bytes(figures), stages_of(figures, degrees)
+    return tuple(outside + stages[stage_of(degrees, rank)].nbytes for rank in range(degrees.world_size))
 
 
-def balanced(division: Division, work: Work, room: int | None) -> Division:
-    """With the blocks of each stage: the busiest computes as little as it can, where each holds no more than `room`
-    bytes of weights and of what it keeps of patches; None: nobody knows."""
+def balanced(division: Division, work: Work, rooms: Sequence[int | None]) -> Division:
+    """With the blocks of each stage: the busiest computes as little as it can, where each rank holds no more than its
+    room of `rooms`, in bytes, of weights and of what it keeps of patches; None: nobody knows."""
     degrees, figures = division.degrees, work.figures
     if degrees.pipeline_degree == 1 or not figures.loads:
         return division
-    inside, kept = None if room is None else max(0, room - outside_bytes(figures)), _kept_each(work, degrees)
+    kept, outside = _kept_each(work, degrees), outside_bytes(figures)
     loads = [Load(load.nbytes + kept * load.blocks, load.blocks) for load in figures.loads]
-    stages = share_out(loads, degrees.pipeline_degree, inside)
+    known = [max(0, room - outside) for room in rooms if room is not None]
+    ranks = len(rooms) // degrees.pipeline_degree
+    least = [min(known[first : first + ranks]) for first in range(0, len(known), ranks)]
+    stages = share_out(loads, degrees.pipeline_degree, least)
     return replace(division, degrees=replace(degrees, stages=stages))
 
 
@@ -155,18 +160,13 @@ def passed_bytes(work: Work) -> int:
     return work.activation_bytes // work.rows
 
 
-def kept_bytes(work: Work, degrees: Parallelism) -> int:
-    """What a worker of the longest stage keeps of patches."""
-    most = max((_blocks(stage, work) for stage in stages_of(work.figures, degrees)), default=work.figures.layers)
-    return _kept_each(work, degrees) * most
-
-
-def kept_beside_bytes(work: Work, degrees: Parallelism) -> int:
-    """What the stage that has most with that holds more than the heaviest does without."""
-    each, stages = _kept_each(work, degrees), stages_of(work.figures, degrees)
-    if not (each and stages):
-        return 0
-    return max(stage.nbytes + each * _blocks(stage, work) for stage in stages) - max(stage.nbytes for stage in stages)
+def kept_bytes(work: Work, degrees: Parallelism) -> tuple[int, ...]:
+    """What each rank keeps of patches."""
+    each, ranks = _kept_each(work, degrees), range(degrees.world_size)
+    if not each:
+        return (0,) * len(ranks)
+    stages = stages_of(work.figures, degrees)
+    return tuple(each * _blocks(stages[stage_of(degrees, rank)], work) for rank in ranks)
 
 
 def _blocks(stage: Stage, work: Work) -> int:
@@ -195,10 +195,14 @@ def weight_shares(figures: Figures, degrees: Parallelism) -> list[tuple[float, f
     return [(begin / figures.weight_bytes, end / figures.weight_bytes) for begin, end in pairwise(ends)]
 
 
+def stage_of(degrees: Parallelism, rank: int) -> int:
+    return rank * degrees.pipeline_degree // degrees.world_size
+
+
 def blocks_of_rank(degrees: Parallelism, rank: int) -> tuple[int, int] | None:
     """The first and the last of the blocks that it has, counted from 1; None where it has all of them."""
     if not degrees.stages:
         return None
-    stage = rank * degrees.pipeline_degree // degrees.world_size
+    stage = stage_of(degrees, rank)
     before = sum(degrees.stages[:stage])
     return before + 1, before + degrees.stages[stage]

@@ -238,7 +238,7 @@ def _stage(number: int, stage: Stage) -> Said:
 def _patches(work: Work, degrees: Parallelism, warmup: int) -> str:
     if degrees.patches == 1:
         return ""
-    kept = f"{kept_bytes(work, degrees) / GIB:.2f}"
+    kept = f"{max(kept_bytes(work, degrees)) / GIB:.2f}"
     return say("stages.patches", patches=degrees.patches, warmup=warmup, kept=kept)
 
 
@@ -289,7 +289,7 @@ def _speed(work: Work, division: Division, link: Link | None) -> str:
         return ""
     degrees = division.degrees
     several, alone = (evaluation_seconds(work, cut, link) for cut in (degrees, Parallelism()))
-    times = Cut.of(degrees, division.placement).credible(alone / several)
+    times = Cut.of(degrees, division.placement).credible(alone / several) if several else None
     if times is None:
         return ""
     lanes = degrees.cfg_degree * degrees.data_degree

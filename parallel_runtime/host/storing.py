@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ..errors import Refused
 from ..specs import Parallelism, Storage, WeightsChoice, WeightsMode
 from .cost import Link, Work, activation_bytes, activation_bytes_of_each, evaluation_seconds
-from .pipelines import held_bytes, kept_beside_bytes, kept_bytes
+from .pipelines import held_bytes, kept_bytes
 from .sentences import say
 from .shares import in_proportion
 
@@ -108,24 +108,17 @@ class Case:
 
     def prospect(self, storage: Storage) -> Prospect:
         if storage.mode == "replicate":
-            held = held_bytes(self.work.figures, self.degrees)
-            return Prospect(storage=storage, held_bytes=held, seconds=self._compute())
-        each, fetched = self.held(storage), self._away(storage.resident)
+            return replace(self._bare(storage), seconds=self._compute())
+        fetched = self._away(storage.resident)
         exposed = max(0.0, self._travel(storage, fetched) - self._compute())
-        return Prospect(
-            storage=storage,
-            held_bytes=max(each),
-            fetched_bytes=fetched,
-            seconds=self._compute() + exposed,
-            exposed=exposed,
-            ranks=each if len(set(each)) > 1 else (),
-        )
+        seconds = self._compute() + exposed
+        return replace(self._bare(storage), fetched_bytes=fetched, seconds=seconds, exposed=exposed)
 
     def held(self, storage: Storage) -> tuple[int, ...]:
         """Of weights, by each rank at rest."""
         whole, ranks = self.work.figures.weight_bytes, range(self.degrees.world_size)
         if storage.mode == "replicate":
-            return (held_bytes(self.work.figures, self.degrees),) * len(ranks)
+            return held_bytes(self.work.figures, self.degrees)
         away = [self._away(storage.resident_on(rank)) for rank in ranks]
         if storage.mode == "offload":
             return tuple(whole - each for each in away)
@@ -135,8 +128,8 @@ class Case:
     def beside(self, way: Prospect) -> tuple[int, ...]:
         """What each rank's device needs at the peak beside the weights at rest."""
         work = (self.one_by_one if way.rows else self).work
-        each, kept = enumerate(activation_bytes_of_each(work, self.degrees)), kept_beside_bytes(work, self.degrees)
-        return tuple(self._buffers(way.storage, rank) + nbytes + kept for rank, nbytes in each)
+        each = zip(activation_bytes_of_each(work, self.degrees), kept_bytes(work, self.degrees), strict=True)
+        return tuple(self._buffers(way.storage, rank) + sum(nbytes) for rank, nbytes in enumerate(each))
 
     def needed(self, way: Prospect) -> tuple[int, ...]:
         """By each rank at its peak."""
@@ -205,9 +198,9 @@ class Case:
         return BUFFERS * max(self.blocks) if fetches else 0
 
     def _bare(self, storage: Storage) -> Prospect:
-        """Without its seconds."""
+        """Without what is fetched, and its seconds."""
         each = self.held(storage)
-        return Prospect(storage=storage, held_bytes=max(each), ranks=each)
+        return Prospect(storage=storage, held_bytes=max(each), ranks=each if len(set(each)) > 1 else ())
 
     def _compute(self) -> float:
         known = self.link is not None and self.link.flops_per_second > 0
@@ -353,7 +346,7 @@ def _too_large(case: Case) -> str:
 
 def _beside(case: Case) -> str:
     """What is on a device beside the weights."""
-    computed, kept = activation_bytes(case.work, case.degrees), kept_bytes(case.work, case.degrees)
+    computed, kept = activation_bytes(case.work, case.degrees), max(kept_bytes(case.work, case.degrees))
     if not kept:
         return size_in_words(computed)
     return f"{size_in_words(computed)} and {size_in_words(kept)} of keys and values for patches"

@@ -29,6 +29,7 @@ def test_a_refusal_comes_first_and_its_button_leads_to_the_picture_and_to_times(
     report = page.locator(".cp-report > *")
     assert "ring_degree 2 x ulysses_degree 2 needs 4 workers" in report.nth(0).inner_text()
     assert page.locator(".cp-picture").count() == 0, "of what will not run"
+    assert page.get_by_role("button", name="Measure", exact=True).is_disabled()
     page.locator(".cp-report").get_by_role("button", name="Use ring_degree 1").click()
     assert page.evaluate(CONFIG)["ring_degree"] == 1
     assert "Run it again" in report.nth(1).inner_text()

@@ -108,6 +108,13 @@ def test_a_cp_sampler_has_the_native_ones_sockets_and_widgets_in_its_order(
     assert info[ours]["output_name"] == info[native]["output_name"]
 
 
+def test_a_config_needs_no_more_than_two_numbers_and_keeps_the_order_of_its_widgets(server: Server) -> None:
+    info = server.client.get("/object_info/CPParallelConfig")["CPParallelConfig"]
+    assert info["input_order"]["required"] == ["ring_degree", "ulysses_degree"]
+    saved = ["rotate_method", "convert_to_fp32", "attention_backend", "dtype", "devices", "cfg_degree", "data_degree"]
+    assert info["input_order"]["optional"][: len(saved)] == saved, "workflows hold widgets by their places"
+
+
 def choices(widget: list[Any]) -> Any:
     """A combo's options, in the old spelling and the new; any other socket's type."""
     return widget[1]["options"] if widget[0] == "COMBO" else widget[0]

@@ -147,7 +147,7 @@ def machines() -> Template:
     about = (
         "Two machines, one picture. Put this machine's own address into rdzv_endpoint, and on the other one run "
         "`python -m parallel_runtime join ADDRESS:PORT --token-file FILE` in this pack's folder. "
-        "The README says what both need."
+        "docs/several-machines.md in that folder says what both need."
     )
     t = Template(name="cp_several_machines", title="Several machines", kind="nnodes 2", about=about, size=34)
     network = model(t, files.FLUX_DEV)
