@@ -31,7 +31,7 @@ PLACES = {  # module, function, which call of it
     "attention": ("parallel_runtime.worker.engine.overriding", "Overriding._together", 10),
     "convert": ("parallel_runtime.worker.vae.converting", "convert", 1),
     "record": ("parallel_runtime.worker.engine.recording", "Recording._attempt", 1),
-    "report": ("parallel_runtime.report.attention", "_apart", 3),
+    "report": ("parallel_runtime.report.attention", "mean_error", 3),
     "attend": ("parallel_runtime.worker.engine.kernels", "attend", 10),
     "kind": ("parallel_runtime.worker.ranks", "kind_of", 1),
     "forward": ("parallel_runtime.demo.transformer", "evaluate", 2),
