@@ -108,7 +108,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
     if not replaced and request.attention_backend == "auto":
         whole_only += [f"{function} in {module}" for function, module in own_attentions(network).items()]
     dtype_here = cast or model.model.get_dtype_inference()
-    together = keeps_together(model, model.model_options) or (plan is not None and plan.together)
+    together = keeps_together(model, model.model_options)
     graphs = request.cuda_graphs != "off" and comfy.model_management.get_torch_device().type == CUDA.kind
     source = Source(
         spec=replace(
@@ -148,9 +148,15 @@ def _loads(network: nn.Module, plan: Plan) -> tuple[Load, ...]:
 
 def keeps_together(model: ModelPatcher, options: dict[str, Any]) -> bool:
     """Whether prompts and images are shared out to nobody, where `model` runs with these model options: a wrapper
-    around the network (EasyCache) may watch one prompt to decide on all, and so may a patch inside it (NAG)."""
+    around the network (EasyCache) may watch one prompt to decide on all."""
     around = bool(model.get_all_wrappers(WrappersMP.DIFFUSION_MODEL))
-    return around or patched_inside(options.get("transformer_options", {}))
+    return around or seen_together(network_behind(model), options.get("transformer_options", {}))
+
+
+def seen_together(network: nn.Module, options: dict[str, Any]) -> bool:
+    """Whether `network`, or a patch inside of it (NAG), goes by all prompts and images of its batch."""
+    known = network_of(network)
+    return patched_inside(options) or (known is not None and known.together)
 
 
 def patched_inside(options: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.planning import plan
 from ..parallel_runtime.jobs import EvaluationJob
 from ..parallel_runtime.specs import ParallelRequest
-from .describe import Source, describe_model, patched_inside
+from .describe import Source, describe_model, seen_together
 from .encoded import side_of
 from .lease import leased, staffed
 from .patches import check_attributes, check_sizes, describe_inside
@@ -60,7 +60,7 @@ class RemoteEvaluation:
     def _answer(
         self, source: Source, method: str, each: dict[str, Any], conds: dict[str, Any], options: dict[str, Any] | None
     ) -> Any:
-        together = patched_inside(options or {}) or (source.plan is not None and source.plan.together)
+        together = seen_together(source.network, options or {})
         shape, text = _sizes(each, conds)
         work = source.work(shape, text)
         job = EvaluationJob(

@@ -133,9 +133,8 @@ def explain(
     free = [told.free_bytes + told.own_bytes for told in readings]
     recommended = request
     idle = unused(request, division, subject.work.figures.name)
-    if not idle and (
-        group is not None or degrees.cfg_degree == 1 or request.cfg_degree
-    ):  # else memory may still decide otherwise
+    settled = group is not None or degrees.cfg_degree == 1 or request.cfg_degree  # else memory may decide otherwise
+    if settled and not idle:
         recommended = replace(seen.request, **degrees.by_name)
     automatic = not (request.ring_degree or request.ulysses_degree)
     decode = explain_decode(vae, subject.latent, division.placement, case.link) if vae is not None else ""

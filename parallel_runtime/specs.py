@@ -92,6 +92,11 @@ class Parallelism:
         return self.ring_degree * self.ulysses_degree
 
     @property
+    def cuts_tokens(self) -> bool:
+        """Are there attentions of a part of the tokens?"""
+        return self.context_parallel_size * self.patches > 1
+
+    @property
     def lanes(self) -> list[tuple[int, ...]]:
         """The shares of the ranks of each sequence, in rank order; all alike where there are none."""
         shares, each = self.shares or (1,) * self.world_size, self.context_parallel_size
@@ -312,6 +317,12 @@ class Placement:
     @property
     def world_size(self) -> int:
         return len(self.devices) * self.nnodes
+
+    @property
+    def each(self) -> tuple[str, ...]:
+        """Each rank's device; those of other machines by their numbers too."""
+        machines = ["", *(f" of machine {number}" for number in range(2, self.nnodes + 1))]
+        return tuple(f"{device}{machine}" for machine in machines for device in self.devices)
 
     @property
     def shared(self) -> bool:

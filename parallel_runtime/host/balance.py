@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..specs import ModelSpec, Parallelism, Placement
-from .cost import Link, Work, alone_seconds
+from .cost import Link, Work
 from .shares import in_proportion, of_all
-from .unlike import are_unlike
+from .unlike import are_unlike, by_speed
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Balance:
     def _at_first(self, degrees: Parallelism, work: Work) -> Shares:
         if len(self._link.ranks) != degrees.world_size or not are_unlike(work, self._placement, self._link):
             return ()
-        return in_proportion([1 / alone_seconds(work, speed) for speed in self._link.ranks])
+        return by_speed(work, self._link)
 
 
 def _key(model: ModelSpec, degrees: Parallelism) -> Key:

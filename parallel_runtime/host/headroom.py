@@ -46,20 +46,18 @@ def shortage(
     where there is room. What a rank has of this model already counts as free, what it has of others does not. `limits`
     are what each may take of its device. Main memory has none but that.
     """
-    sharing: dict[tuple[int, str], list[int]] = {}
-    for rank in range(len(readings)):
-        machine, place = divmod(rank, len(placement.devices))
-        sharing.setdefault((machine, placement.devices[place]), []).append(rank)
+    sharing: dict[str, list[int]] = {}
+    for rank, device in enumerate(placement.each[: len(readings)]):
+        sharing.setdefault(device, []).append(rank)
     found = []
-    for (machine, device), ranks in sharing.items():
+    for device, ranks in sharing.items():
         limited = [limit for limit in (limits[rank] for rank in ranks) if limit is not None]
         limit = sum(limited) if len(limited) == len(ranks) else None
         free = _free(device, [readings[rank] for rank in ranks], model, limit)
         total = sum(needed[rank] for rank in ranks)
         if free is not None and free < total:
-            where = f"{device} of machine {machine + 1}" if machine else device
             by = limited_by if limit is not None else ""
-            found.append(Shortage(device=where, ranks=tuple(ranks), needed=total, free=free, limited_by=by))
+            found.append(Shortage(device=device, ranks=tuple(ranks), needed=total, free=free, limited_by=by))
     return max(found, key=lambda one: one.needed - one.free, default=None)
 
 
@@ -68,6 +66,6 @@ def _free(device: str, ranks: Sequence[Readings], model: str, limit: int | None)
     says."""
     others = sum(told.others_bytes(model) for told in ranks)
     known = [] if limit is None else [limit - others]
-    if device != "cpu":
+    if not device.startswith("cpu"):
         known.append(min(told.free_bytes for told in ranks) + sum(told.own_bytes for told in ranks) - others)
     return min(known, default=None)

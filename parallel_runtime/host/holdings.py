@@ -60,7 +60,7 @@ def _fetching(work: Work, degrees: Parallelism, way: Prospect) -> str:
 def _weights_of_each(case: Case, way: Prospect, placement: Placement) -> str:
     """Which each has at rest, and of how many blocks."""
     blocks, told = len(case.blocks), []
-    for rank, (device, held) in enumerate(zip(_devices(placement), way.held_by(placement.world_size), strict=True)):
+    for rank, (device, held) in enumerate(zip(placement.each, way.held_by(placement.world_size), strict=True)):
         told.append(f"{device} {size_in_words(held)} ({way.storage.resident_on(rank)}/{blocks})")
     return ", ".join(told)
 
@@ -68,7 +68,7 @@ def _weights_of_each(case: Case, way: Prospect, placement: Placement) -> str:
 def _why_elsewhere(case: Case, way: Prospect, placement: Placement) -> str:
     """Which devices whole weights would fit, and which not; "" where they are whole, or fit all or none."""
     whole = case.one_by_one
-    each = zip(_devices(placement), case.room, whole.needed(whole.prospect(Storage())), strict=True)
+    each = zip(placement.each, case.room, whole.needed(whole.prospect(Storage())), strict=True)
     rooms = list(each)
     fitting = [device for device, room, needed in rooms if room is None or needed <= room]
     if not way.fetched_bytes or len(fitting) in (0, len(rooms)):
@@ -80,14 +80,8 @@ def _why_elsewhere(case: Case, way: Prospect, placement: Placement) -> str:
 
 def _memory_of_each(placement: Placement, needed: Sequence[int], free: Sequence[int]) -> str:
     """What each needs at its peak, of what is free."""
-    told = [f"{device} {size_in_words(size)}" for device, size in zip(_devices(placement), needed, strict=True)]
+    told = [f"{device} {size_in_words(size)}" for device, size in zip(placement.each, needed, strict=True)]
     if not free:
         return say("memory.each.unknown", each=", ".join(told))
     each = (f"{one} / {size_in_words(room)}" for one, room in zip(told, free, strict=True))
     return say("memory.each", each=", ".join(each))
-
-
-def _devices(placement: Placement) -> list[str]:
-    """Of each rank."""
-    machines = ["", *(f" of machine {number}" for number in range(2, placement.nnodes + 1))]
-    return [f"{device}{machine}" for machine in machines for device in placement.devices]

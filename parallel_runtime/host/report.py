@@ -17,14 +17,7 @@ from .devices import why_one_gpu
 from .history import Cost, Cut, Pace
 from .holdings import memory, needed, placed, weights
 from .picture import Part, parts
-from .pipelines import (
-    Stage,
-    filled,
-    kept_bytes,
-    passed_bytes,
-    stages_of,
-    weight_shares,
-)
+from .pipelines import Stage, filled, kept_bytes, passed_bytes, stages_of, weight_shares
 from .races import told
 from .remedy import Change
 from .sentences import Said, for_page, listed, say
@@ -302,7 +295,7 @@ def _warnings(
 ) -> list[str]:
     work, degrees = case.work, case.degrees
     warnings: list[str] = []
-    if any(needed > room for needed, room in zip(needed(case, way), free, strict=False)):
+    if any(size > room for size, room in zip(needed(case, way), free, strict=False)):
         warnings.append(say("note.memory"))
     if way is not None and way.rows and guided:
         warnings.append(say("note.rows"))

@@ -35,9 +35,7 @@ class Runtime:
         self.group: WorkerGroup | None = None  # look at it; to use it borrow it
         self.stall = stall_limit()
         self.idle = Limit("CP_IDLE_SECONDS", 0)  # 0: never
-        self.first_seen: WeakKeyDictionary[Any, tuple[SourceFile, ...]] = (
-            WeakKeyDictionary()
-        )  # files of loaded networks
+        self.first_seen: WeakKeyDictionary[Any, tuple[SourceFile, ...]] = WeakKeyDictionary()  # of loaded networks
         self.staffing = Staffing()
         self._activity = Activity()
         self._lock = threading.RLock()  # who holds it may use the group, start or end it

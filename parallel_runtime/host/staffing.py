@@ -14,9 +14,8 @@ from .choosing import choose
 from .cost import Link, Work, alone_seconds, coarse
 from .planning import Wish, plan
 from .sentences import Said, listed, say
-from .shares import in_proportion
 from .storing import ALIKE, Capacity, Case, decide
-from .unlike import WORTH_SAYING, are_known, are_unlike, together
+from .unlike import WORTH_SAYING, are_known, are_unlike, by_speed, together
 
 TOLD = 4  # other ways, the best ones
 
@@ -95,10 +94,8 @@ def ways(wish: Wish, work: Work, link: Link | None, capacity: Capacity) -> list[
 
 def in_words(found: Sequence[Way], taken: Way) -> tuple[str, ...]:
     """For CP Plan: the seconds of the way that was taken, and of the best others; none where there was no choice."""
-    others = sorted((way for way in found if way is not taken), key=lambda way: (way is not found[0], way.seconds))[
-        :TOLD
-    ]
-    told = [said for way in others if (said := _told(way, found[0])) is not None]
+    others = sorted((way for way in found if way is not taken), key=lambda way: (way is not found[0], way.seconds))
+    told = [said for way in others[:TOLD] if (said := _told(way, found[0])) is not None]
     if not told or not (taken.seconds or math.inf in [way.seconds for way in found]):
         return ()
     names = listed(told)
@@ -180,6 +177,5 @@ def as_balanced(case: Case, placement: Placement) -> Case:
     if link is None or not are_known(work, placement, link) or degrees.pipeline_degree > 1:
         return case
     if are_unlike(work, placement, link) and degrees.context_parallel_size > 1:
-        shares = in_proportion([1 / alone_seconds(work, speed) for speed in link.ranks])
-        degrees = replace(degrees, shares=shares)
+        degrees = replace(degrees, shares=by_speed(work, link))
     return replace(case, degrees=degrees, link=together(work, degrees, link))

@@ -128,8 +128,9 @@ class Case:
     def beside(self, way: Prospect) -> tuple[int, ...]:
         """What each rank's device needs at the peak beside the weights at rest."""
         work = (self.one_by_one if way.rows else self).work
-        each = zip(activation_bytes_of_each(work, self.degrees), kept_bytes(work, self.degrees), strict=True)
-        return tuple(self._buffers(way.storage, rank) + sum(nbytes) for rank, nbytes in enumerate(each))
+        computed, kept = activation_bytes_of_each(work, self.degrees), kept_bytes(work, self.degrees)
+        buffers = map(self._buffers, self._residents(way.storage))
+        return tuple(map(sum, zip(buffers, computed, kept, strict=True)))
 
     def needed(self, way: Prospect) -> tuple[int, ...]:
         """By each rank at its peak."""
@@ -179,8 +180,7 @@ class Case:
         """Blocks that are resident where so much room is; all of them need no buffers."""
         for count in (len(self.blocks), *self._counts):
             held = self.work.figures.weight_bytes - self._away(count)
-            buffers = BUFFERS * max(self.blocks) if count < len(self.blocks) else 0
-            if room is None or held + buffers + activations <= USABLE * room:
+            if room is None or held + self._buffers(count) + activations <= USABLE * room:
                 return count
         return None
 
@@ -193,9 +193,14 @@ class Case:
         """Bytes of the blocks that are fetched where so many are resident."""
         return sum(self.blocks) * (len(self.blocks) - resident) // len(self.blocks)
 
-    def _buffers(self, storage: Storage, rank: int) -> int:
-        fetches = storage.mode != "replicate" and storage.resident_on(rank) < len(self.blocks)
-        return BUFFERS * max(self.blocks) if fetches else 0
+    def _residents(self, storage: Storage) -> tuple[int, ...]:
+        """Blocks that are whole on each rank at rest."""
+        ranks = range(self.degrees.world_size)
+        return tuple(len(self.blocks) if storage.mode == "replicate" else storage.resident_on(rank) for rank in ranks)
+
+    def _buffers(self, resident: int) -> int:
+        """What the blocks that are fetched take turns in, where so many are resident."""
+        return BUFFERS * max(self.blocks) if resident < len(self.blocks) else 0
 
     def _bare(self, storage: Storage) -> Prospect:
         """Without what is fetched, and its seconds."""

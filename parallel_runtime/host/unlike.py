@@ -8,6 +8,7 @@ from dataclasses import replace
 from ..specs import Division, Parallelism, Placement
 from .cost import ATTENTION, Link, Speed, Work, alone_seconds, evaluation_seconds
 from .sentences import listed, say
+from .shares import in_proportion
 
 APART = 1.1  # times the mean, in which the slowest worker would do it all: what is less is the noise of a measurement
 WORTH_SAYING = 0.95
@@ -24,6 +25,11 @@ def are_known(work: Work, placement: Placement, link: Link) -> bool:
     if placement.shared or len(link.ranks) != placement.world_size:
         return False
     return all(alone_seconds(work, speed) for speed in link.ranks)
+
+
+def by_speed(work: Work, link: Link) -> tuple[int, ...]:
+    """Shares in proportion to what each of these workers measured."""
+    return in_proportion([1 / alone_seconds(work, speed) for speed in link.ranks])
 
 
 def seconds(work: Work, degrees: Parallelism, link: Link) -> float:

@@ -112,8 +112,7 @@ class Model:
 
     @property
     def cut_by_sequence(self) -> bool:
-        """Are there attentions of a part of the tokens?"""
-        return self.parallelism is not None and self.mesh.context.size * self.parallelism.patches > 1
+        return self.parallelism is not None and self.parallelism.cuts_tokens
 
     @property
     def attention(self) -> Callable[..., Any] | None:
@@ -139,7 +138,7 @@ class Model:
     def divide(self, parallelism: Parallelism) -> None:
         """By blocks, and those by sequence."""
         counts = self._settle(parallelism)
-        if self.mesh.context.size * parallelism.patches > 1:
+        if parallelism.cuts_tokens:
             if self.architecture is None:
                 raise Refused(f"{self.name} cannot be cut by sequence: set ring_degree and ulysses_degree to 1")
             divide(self.network, self.architecture.plan, self.mesh, parallelism)
