@@ -10,14 +10,15 @@ from ..engine.conftest import Group, Ranks
 from .comfy import ComfyInstall
 
 VAE, TOGETHER = "tests.comfyui.vae_scenes:", "tests.comfyui.together_scenes:"
-RESIDENCE = "tests.comfyui.residence_scenes:"
+RESIDENCE, SAMPLER = "tests.comfyui.residence_scenes:", "tests.comfyui.sampler_scenes:"
 SHARED_OUT = ["nothing", "no patches", "an empty list", "several empty lists"]
 
 
 @pytest.fixture(scope="module")
 def processes(comfy: ComfyInstall) -> Iterator[Ranks]:
     """That have ComfyUI and our pack imported."""
-    modules = [f"tests.comfyui.{name}" for name in ("vae_scenes", "together_scenes", "residence_scenes")]
+    scenes = ("vae_scenes", "together_scenes", "residence_scenes", "sampler_scenes")
+    modules = [f"tests.comfyui.{name}" for name in scenes]
     ranks = Ranks(comfy.python, modules, {"COMFYUI_PATH": str(comfy.root)})
     yield ranks
     ranks.close()
@@ -50,6 +51,22 @@ def test_a_cp_vae_says_what_it_has_also_while_it_is_made(alone: Group) -> None:
     (half,) = alone.run(f"{VAE}answers", half_made=True, names=names)
     assert whole == {**dict.fromkeys(names, False), "decoder": True, "_vae": True}
     assert half == dict.fromkeys(names, False)
+
+
+def test_widgets_and_outputs_that_a_later_ksampler_has_come_along_by_themselves(alone: Group) -> None:
+    (told,) = alone.run(f"{SAMPLER}like_later", native="LaterKSampler")
+    given = told["input"]
+    assert list(given["required"])[-2:] == ["denoise", "eta"]
+    assert given["required"]["eta"] == ["FLOAT", {"default": 0.5, "step": 0.01, "advanced": True}]
+    assert list(given["optional"]) == ["preview", "hint", "cp_config"]
+    assert given["optional"]["preview"][0] == "COMBO"
+    assert given["optional"]["preview"][1]["options"] == ["none", "small"]
+    assert given["optional"]["hint"] == ["MASK", {}]
+    (told,) = alone.run(f"{SAMPLER}like_later", native="LaterSamplerCustom")
+    assert list(told["input"]["optional"]) == ["skip", "cp_config"]
+    assert told["input"]["optional"]["skip"] == ["INT", {"default": 2, "max": 9, "tooltip": "Steps to skip."}]
+    assert told["output_name"] == ["output", "denoised_output", "left"]
+    assert told["output"] == ["LATENT", "LATENT", "SIGMAS"]
 
 
 @pytest.mark.parametrize("of_guider", [False, True], ids=["on MODEL", "on the guider"])

@@ -102,7 +102,7 @@ def test_a_cp_sampler_has_the_native_ones_sockets_and_widgets_in_its_order(
     assert list(got["optional"]) == [*wanted.get("optional", {}), "cp_config"]
     for name, (kind, *options) in wanted["required"].items():
         assert choices(got["required"][name]) == choices([kind, *options]), name
-        for key in ("default", "min", "max", "step", "round", "control_after_generate"):
+        for key in ("default", "min", "max", "step", "round", "control_after_generate", "advanced"):
             assert dict(*got["required"][name][1:]).get(key) == dict(*options).get(key), (name, key)
     assert info[ours]["output"] == info[native]["output"]
     assert info[ours]["output_name"] == info[native]["output_name"]
