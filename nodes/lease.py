@@ -16,14 +16,13 @@ import comfy.model_management
 from comfy.model_management import throw_exception_if_processing_interrupted as check_interrupt
 
 from ..parallel_runtime.errors import ParallelError, Refused, WorkerFailed
-from ..parallel_runtime.host.choosing import choose
+from ..parallel_runtime.host.choosing import Way, beside, choose, in_words, may_leave_out, ways
 from ..parallel_runtime.host.cost import Work, times_as_fast
 from ..parallel_runtime.host.group import OnStep, Result, WorkerGroup
 from ..parallel_runtime.host.headroom import Shortage, shortage
 from ..parallel_runtime.host.history import Size
 from ..parallel_runtime.host.planning import Wish, plan
 from ..parallel_runtime.host.runtime import runtime
-from ..parallel_runtime.host.staffing import Way, in_words, may_leave_out, ways
 from ..parallel_runtime.host.storing import Case, Prospect, decide, why_whole
 from ..parallel_runtime.jobs import Job
 from ..parallel_runtime.specs import AfterSampling, Division, ModelSpec, ParallelRequest, Placement, WeightsChoice
@@ -63,7 +62,7 @@ def staffed(spec: ModelSpec, wish: Wish, work: Work) -> Wish:
 def foreseen(spec: ModelSpec, wish: Wish, work: Work) -> Foresight:
     """What a run would get at this moment. Raises Refused."""
     found, way = _ways(spec, wish, work)
-    wish = way.wish
+    free, wish = may_leave_out(wish), way.wish
     placement = plan(wish).placement
     with runtime.resting() as group, suppress(ParallelError):
         if group is not None and group.placement == placement:
@@ -72,7 +71,8 @@ def foreseen(spec: ModelSpec, wish: Wish, work: Work) -> Foresight:
     group = group if group is not None and group.placement == placement else None
     case = _case(group, spec, wish, work, placement)
     division = Division(degrees=case.degrees, placement=placement)
-    return Foresight(request=wish.request, division=division, case=case, group=group, compared=in_words(found, way))
+    told = in_words(found, way) if free else in_words(beside(wish, work, case.link, case.capacity))
+    return Foresight(request=wish.request, division=division, case=case, group=group, compared=told)
 
 
 @dataclass(frozen=True, kw_only=True)

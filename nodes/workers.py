@@ -15,10 +15,10 @@ import comfyui_version
 import torch
 
 from ..parallel_runtime.accelerators import ACCELERATORS, CUDA
+from ..parallel_runtime.host.choosing import may_leave_out
 from ..parallel_runtime.host.devices import why_one_gpu
 from ..parallel_runtime.host.planning import Wish, plan
 from ..parallel_runtime.host.runtime import runtime
-from ..parallel_runtime.host.staffing import may_leave_out
 from ..parallel_runtime.specs import ComfySetup, Division, ParallelRequest, Placement
 
 log = logging.getLogger(__name__)

@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 
 from parallel_runtime.host.balance import Balance
-from parallel_runtime.host.choosing import choose
+from parallel_runtime.host.choosing import beside, choose, in_words
 from parallel_runtime.host.cost import Figures, Link, Speed, Work
 from parallel_runtime.host.planning import Wish
 from parallel_runtime.host.shares import in_proportion
 from parallel_runtime.host.storing import Capacity
-from parallel_runtime.host.unlike import compared, seconds
-from parallel_runtime.specs import Division, ModelSpec, Parallelism, ParallelRequest, Placement
+from parallel_runtime.specs import ModelSpec, Parallelism, ParallelRequest, Placement
 
 MODEL = ModelSpec(loader="flux")
 TWO = Parallelism(ulysses_degree=2)
@@ -145,15 +144,15 @@ LINK = Link(bytes_per_second=1e10, flops_per_second=1e14, ranks=(FAST, SLOW))
 
 
 def told(link: Link, work: Work = GUIDED, **degrees: int) -> str:
-    asked = Parallelism(**degrees)
-    devices = tuple(f"cuda:{rank}" for rank in range(asked.world_size))
-    return compared(work, Division(degrees=asked, placement=Placement(devices=devices)), link)
+    wish = Wish(request=ParallelRequest(**degrees), heads=24, gpus=2, guided=True)
+    return " ".join(in_words(beside(wish, work, link, Capacity())))
 
 
 def test_two_prompts_on_unlike_cards_wait_for_the_slower() -> None:
-    together, apart = (seconds(GUIDED, Parallelism(**{name: 2}), LINK) for name in ("ring_degree", "cfg_degree"))
-    assert together < 0.9 * apart
     wish = Wish(request=ParallelRequest(), heads=24, gpus=2, guided=True)
+    asked = replace(wish, request=ParallelRequest(cfg_degree=2))
+    apart, together, *_ = beside(asked, GUIDED, LINK, Capacity())
+    assert together.seconds < 0.9 * apart.seconds
     assert choose(wish, GUIDED, LINK, Capacity()).degrees.cfg_degree == 1
     assert choose(wish, GUIDED, replace(LINK, ranks=(FAST, FAST)), Capacity()).degrees.cfg_degree == 2
     equal = replace(wish, request=ParallelRequest(shares="equal"))
@@ -164,7 +163,7 @@ def test_the_plan_tells_what_the_other_ways_would_take() -> None:
     said = told(LINK, ring_degree=2)
     assert "a prompt for each half of the workers" in said
     assert "without cuda:1" in said
-    assert "the tokens of both by shares" in told(LINK, cfg_degree=2)
+    assert "all devices, the tokens by shares" in told(LINK, cfg_degree=2)
     assert told(replace(LINK, ranks=(FAST, FAST)), ring_degree=2) == ""
 
 

@@ -258,8 +258,6 @@ def test_what_is_said_is_data_for_other_languages() -> None:
     two = Division(degrees=Parallelism(ulysses_degree=24), placement=Placement(devices=("cuda:0",) * 24))
     table = report(subject, two, guided=False, automatic=False).table
     said = dict(table["rows"])
-    assert said["Tokens"] == [
-        ["tokens.one", {"tokens": "4096 image", "rows": 1}, "4096 image; one image or video in the batch."]
-    ]
-    assert ["heads.one", {"workers": 24, "heads": 1}, "Ulysses gives each of 24 workers one head."] in said["Degrees"]
-    assert [key for [[key, *_]] in table["notes"]] == ["note.twice"]
+    assert said["Tokens"] == [["tokens.one", {"tokens": "4096 image", "rows": 1}]]
+    assert ["heads.one", {"workers": 24, "heads": 1}] in said["Degrees"]
+    assert [key for [[key, _]] in table["notes"]] == ["note.twice"]

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from parallel_runtime.host.choosing import CLEARLY, Staffing, Way, in_words, may_leave_out, ways
 from parallel_runtime.host.cost import Figures, Link, Speed, Work, alone_seconds
 from parallel_runtime.host.planning import Wish, plan
-from parallel_runtime.host.staffing import Staffing, Way, in_words, may_leave_out, ways
 from parallel_runtime.host.storing import Capacity
-from parallel_runtime.host.unlike import WORTH_SAYING
 from parallel_runtime.specs import ParallelRequest, Placement
 
 from .test_balance import FAST, SLOW
@@ -59,7 +58,7 @@ def test_a_card_that_only_holds_the_others_up_is_left_out_and_all_ways_are_told_
     found = ways(wish(3), work, known, rooms(80, 80, 80))
     best = taken(found)
     assert "cuda:1" in best.without
-    assert best.seconds < WORTH_SAYING * found[0].seconds
+    assert best.seconds < CLEARLY * found[0].seconds
     said = " ".join(in_words(found, best))
     assert f"Estimated {best.seconds:.2f} s for an evaluation of all prompts" in said
     assert f"all devices, the tokens by shares, {found[0].seconds:.2f} s" in said
@@ -95,11 +94,11 @@ def test_what_is_taken_is_the_best_to_an_estimates_noise_and_stays() -> None:
         found, work, known = drawn(dice)
         best = taken(found)
         least = min(way.seconds for way in found)
-        assert best.seconds * WORTH_SAYING <= least or best.seconds == math.inf
+        assert best.seconds * CLEARLY <= least or best.seconds == math.inf
         assert devices(taken(found, best.division.placement)) == devices(best), "what is there stays"
         for way in found:
             stays = taken(found, way.division.placement)
-            assert stays.seconds * WORTH_SAYING <= way.seconds
+            assert stays.seconds * CLEARLY <= way.seconds
         if len(devices(best)) == 1 and math.isfinite(best.seconds):
             rank = int(devices(best)[0].removeprefix("cuda:"))
             alone = work.prompts * alone_seconds(work, known.ranks[rank])

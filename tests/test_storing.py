@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from parallel_runtime.errors import Refused
+from parallel_runtime.host.choosing import choose
 from parallel_runtime.host.cost import Figures, Link, activation_bytes
-from parallel_runtime.host.storing import USABLE, Capacity, Case, Prospect, as_one_pays, decide, why_whole
-from parallel_runtime.specs import Parallelism, Storage
+from parallel_runtime.host.planning import Wish
+from parallel_runtime.host.storing import USABLE, Capacity, Case, Prospect, decide, why_whole
+from parallel_runtime.specs import Parallelism, ParallelRequest, Storage
 
 GIB = 2**30
 QWEN = Figures(
@@ -64,10 +66,8 @@ def test_prompts_share_the_workers_where_only_that_finds_weights_a_place_or_shor
     def pays(device: float | None, tokens: int = 7000, workers: int = 2, **more: Any) -> bool:
         asked = case(device, **more)
         asked = replace(asked, work=replace(asked.work, tokens=tokens, prompts=2))
-        branches = Parallelism(cfg_degree=2, ulysses_degree=workers // 2)
-        return as_one_pays(
-            replace(asked, degrees=branches), replace(asked, degrees=Parallelism(ulysses_degree=workers))
-        )
+        wish = Wish(request=ParallelRequest(), heads=asked.work.figures.heads, gpus=workers, guided=True)
+        return choose(wish, asked.work, asked.link, asked.capacity).degrees.cfg_degree == 1
 
     assert not pays(None), "it fits as a whole"
     assert pays(28.0, host=8), "half of the workers have no place for it"

@@ -55,14 +55,15 @@ def test_a_language_has_every_word_and_every_gap(language):
 
 @pytest.mark.parametrize("language", TRANSLATED)
 def test_a_language_has_every_sentence_of_a_plan_and_every_gap(language):
-    """English is said by the nodes themselves."""
     ours = json.loads((ROOT / "locales" / language / "main.json").read_text(encoding="utf-8"))["cpReport"]
     report = (ROOT / "parallel_runtime" / "host" / "report.py").read_text()
     titles = {f"title.{title.lower()}" for title in re.findall(r'Row\("(\w+)"', report)} - {"title.note"}
-    assert set(ours) == {*SENTENCES, *titles}
+    assert titles <= set(SENTENCES)
+    assert set(ours) == set(SENTENCES)
     for key, text in SENTENCES.items():
         assert gaps(ours[key]) == gaps(text), key
-    said = [key for key, text in SENTENCES.items() if re.search("[a-z]{3}", re.sub(r"\{\w+\}", "", text))]
+    words_of = {key: re.sub(r"\{\w+\}", "", text) for key, text in SENTENCES.items() if key not in titles}
+    said = [key for key, text in words_of.items() if re.search("[a-z]{3}", text)]
     assert not [key for key in said if ours[key] == SENTENCES[key]], "these are English"
 
 

@@ -111,7 +111,7 @@ function inWords(sentences) {
 
 /** @param {string} name */
 function title(name) {
-  return translated([`title.${name.toLowerCase()}`, {}, name]);
+  return name && translated([`title.${name.toLowerCase()}`, {}]);
 }
 
 /**

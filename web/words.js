@@ -5,7 +5,7 @@ import { app } from "../../scripts/app.js";
 import { understood } from "./understood.js";
 
 const SPACE = "cpSampler";
-const REPORT = "cpReport"; // what CP Plan says; English comes with it
+const REPORT = "cpReport"; // what CP Plan says
 const REFUSALS = "cpRefusals"; // why a run was refused; English comes alone
 
 /** @type {Record<string, Record<string, string>>} by language */
@@ -26,7 +26,7 @@ export async function loadWords() {
   refusals = of(REFUSALS);
 }
 
-/** @typedef {string | [key: string, values: Record<string, any>, english: string]} Said sentences among the values */
+/** @typedef {string | [key: string, values: Record<string, any>]} Said sentences among the values */
 
 /**
  * A sentence of a report, or a refusal, in the user's language, or in English where it has none.
@@ -38,9 +38,8 @@ export function translated(said) {
     const found = understood(said, refusals[language()] ?? {});
     return found ? filled(found[0], inWords(found[1])) : said;
   }
-  const [key, values, english] = said;
-  const text = reports[language()]?.[key];
-  return text ? filled(text, inWords(values)) : english;
+  const [key, values] = said;
+  return filled(worded(reports, key), inWords(values));
 }
 
 /**
@@ -49,8 +48,15 @@ export function translated(said) {
  * @param {Record<string, string | number>} [values]
  */
 export function say(key, values = {}) {
-  const text = words[language()]?.[key] ?? words.en?.[key] ?? key;
-  return filled(text, values);
+  return filled(worded(words, key), values);
+}
+
+/**
+ * @param {Record<string, Record<string, string>>} all
+ * @param {string} key
+ */
+function worded(all, key) {
+  return all[language()]?.[key] ?? all.en?.[key] ?? key;
 }
 
 /**

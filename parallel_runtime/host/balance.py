@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..specs import ModelSpec, Parallelism, Placement
-from .cost import Link, Work
+from .cost import Link, Work, are_unlike, by_speed
 from .shares import in_proportion, of_all
-from .unlike import are_unlike, by_speed
 
 log = logging.getLogger(__name__)
 

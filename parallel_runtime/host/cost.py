@@ -7,10 +7,12 @@ long enough. Both cost packing, a ring also merging; and an evaluation lasts as 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..loads import Load
-from ..specs import Parallelism, RotateMethod
+from ..specs import Parallelism, Placement, RotateMethod
+from .shares import in_proportion
 
 # Calibrated by a rank's share of FLUX.1 dev at 1024 px and of Wan 2.1 14B at 480p on one H100 (2026-11-22), of whose
 # matrix product the workers say 2 ** 49 FLOP/s. Shares of that speed that the linear layers reach, with all that is
@@ -34,6 +36,8 @@ FAST = 3e10
 # Live activations of a transformer block, in tensors of [local tokens, width]: residuals, q, k, v, MLP; and what is
 # packed and passed on in an attention over ring and Ulysses, up to 10 where buffers are too large to be kept.
 ACTIVATIONS = 20
+# Times the mean, in which the slowest worker would do it all: what is less is the noise of a measurement.
+APART = 1.1
 # What a step cache keeps from step to step, in the same: of two prompts the change by the first block, and by the rest.
 KEPT = 6
 
@@ -55,6 +59,13 @@ class Link:
     flops_per_second: float
     host_bytes_per_second: float = 0.0
     ranks: tuple[Speed, ...] = ()
+
+    def of(self, ranks: Sequence[int]) -> Link:
+        """What these of the ranks measured."""
+        if not self.ranks:
+            return self
+        speeds = tuple(self.ranks[rank] for rank in ranks)
+        return replace(self, ranks=speeds, flops_per_second=coarse(min(speed.products for speed in speeds)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +177,36 @@ def alone_seconds(work: Work, speed: Speed) -> float:
     linear = 2 * work.figures.passed * work.rows * work.tokens
     attention = 4 * work.rows * work.tokens**2 * work.figures.width * work.figures.layers
     return linear / (LINEAR * speed.products) + attention / speed.attention
+
+
+def each_alone(work: Work, link: Link) -> list[float]:
+    """The same of each rank."""
+    return [alone_seconds(work, speed) for speed in link.ranks]
+
+
+def are_known(work: Work, placement: Placement, link: Link) -> bool:
+    """Did each worker measure how fast it is by itself? Those that share a device take its time from each other."""
+    return not placement.shared and len(link.ranks) == placement.world_size and all(each_alone(work, link))
+
+
+def are_unlike(work: Work, placement: Placement, link: Link) -> bool:
+    """Did these workers measure that?"""
+    alone = each_alone(work, link)
+    return are_known(work, placement, link) and max(alone) > APART * sum(alone) / len(alone)
+
+
+def by_speed(work: Work, link: Link) -> tuple[int, ...]:
+    """Shares in proportion to what each of these workers measured."""
+    return in_proportion([1 / alone for alone in each_alone(work, link)])
+
+
+def together(work: Work, degrees: Parallelism, link: Link) -> Link:
+    """The same with the speed of one of so many like workers. Ranks of a sequence have shares by their speed, and the
+    slowest lane is waited for."""
+    each, alone = degrees.context_parallel_size, each_alone(work, link)
+    lanes = [alone[first : first + each] for first in range(0, len(alone), each)]
+    slowest = max(each / sum(1 / one for one in lane) for lane in lanes)
+    return replace(link, flops_per_second=alone_seconds(work, Speed(products=1.0, attention=ATTENTION)) / slowest)
 
 
 def times_as_fast(work: Work, parallelism: Parallelism, link: Link) -> float:

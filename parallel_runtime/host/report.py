@@ -22,7 +22,6 @@ from .races import told
 from .remedy import Change
 from .sentences import Said, for_page, listed, say
 from .storing import Capacity, Case, Prospect, size_in_words
-from .unlike import compared as others
 
 GIB = 2**30
 ANYTHING = Capacity()
@@ -138,7 +137,7 @@ def report(
         Row("Tokens", _tokens(subject.tokens, work.rows)),
         Row("Workers", _workers(placement)),
         Row("Degrees", (say(chosen, degrees=_degrees(degrees)), *_reasons(subject, degrees, guided, way))),
-        Row("Shares", (shares.in_words(division), *(compared or (others(work, division, link),)))),
+        Row("Shares", (shares.in_words(division), *compared)),
         Row("Stages", (*_stages(work, degrees, resorted), _patches(work, degrees, warmup))),
         Row("Memory", memory(case, placement, free, way)),
         Row("Weights", weights(case, placement, way)),

@@ -15,12 +15,12 @@ from weakref import WeakKeyDictionary
 
 from ..errors import ParallelError, WorkerDied
 from ..specs import ComfySetup, Placement, SourceFile
+from .choosing import Staffing
 from .group import WorkerGroup
 from .history import Pace
 from .journal import Journal
 from .launch import POLL_SECONDS
 from .limits import Limit, stall_limit
-from .staffing import Staffing
 from .status import BUSY, RESTING, Activity, Status
 
 log = logging.getLogger(__name__)

@@ -43,6 +43,13 @@ class Capacity:
         """Of so many workers; others than those that are known have the least."""
         return self.ranks if len(self.ranks) == workers else (self.device_bytes,) * workers
 
+    def of(self, ranks: Sequence[int]) -> Capacity:
+        """That of these of the workers."""
+        if not self.ranks:
+            return self
+        rooms = [self.ranks[rank] for rank in ranks]
+        return self.of_each(rooms, host_bytes=self.host_bytes, limited_by=self.limited_by)
+
     def at_most(self, most: int, ranks: Collection[int], workers: int) -> Capacity:
         """The same where these of the workers may take so much and no more."""
         known = (most if room is None else room for room in self.each(workers))
@@ -275,12 +282,6 @@ def why_whole(choice: WeightsChoice, way: Prospect, case: Case) -> str:
     return say(key, weights=choice, name=name)
 
 
-def as_one_pays(branches: Case, as_one: Case) -> bool:
-    """Whether weights that fit no device have a place, or are clearly waited for less, where all workers share both
-    prompts (`as_one`), and not where each half of them has a prompt and weights of its own (`branches`)."""
-    return not _whole(branches) and _seconds(branches) > ALIKE * _seconds(as_one)
-
-
 def fits_whole(case: Case) -> bool:
     """Without fetching anything."""
     return any(_whole(each) for each in (case, case.one_by_one))
@@ -297,7 +298,7 @@ def has_place_nearby(case: Case) -> bool:
     return fits_whole(case) or any(fast[way.storage.mode] for way in ways)
 
 
-def _seconds(case: Case) -> float:
+def auto_seconds(case: Case) -> float:
     """Of evaluating all prompts, with weights where auto would have them; infinite where they fit nowhere."""
     asked, ways = _first(case)
     times = 1 if asked is case else case.prompts
