@@ -156,7 +156,7 @@ class Lease:
         limits = limits_of(placement.world_size) if limited else ()
         if placement.devices[0] == "cpu" and not limits:
             return None
-        needed = [held + more for held, more in zip(way.held_by(placement.world_size), beside, strict=True)]
+        needed = [held + more for held, more in zip(way.held, beside, strict=True)]
         if lack := self._missing(needed, limits):
             log.info("[CP] %s: ComfyUI lets go of what it can", lack)
             let_go(placement.devices, residents)
@@ -167,8 +167,7 @@ class Lease:
         """Its place among what the workers hold, as the last one used; the oldest makes room for it."""
         listed, key = self.group.held, self.spec.unpatched
         held = listed.pop(key, None)
-        workers = self.group.placement.world_size
-        if held is None or held.way.held_by(workers) != way.held_by(workers):
+        if held is None or held.way.held != way.held:
             if held is not None:
                 held.forget()
             held = Held.by(self.group, key, way)

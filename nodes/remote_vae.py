@@ -168,7 +168,7 @@ class RemoteVAE:
         parts = shares or [1] * len(placement.devices)
         each = [int(whole * part / sum(parts)) for part in parts]
         elsewhere = [0] * (placement.world_size - len(parts))
-        lease.claim(Prospect(storage=Storage(), held_bytes=weights), each + elsewhere)
+        lease.claim(Prospect(storage=Storage(), held=(weights,) * placement.world_size), each + elsewhere)
         return shares
 
     def _by_room(self, lease: Lease, whole: int, weights: int) -> list[int]:

@@ -82,7 +82,7 @@ class Held:
     def by(cls, group: WorkerGroup, spec: ModelSpec, way: Prospect) -> Held:
         """What every worker of `group` will have; nothing is loaded yet."""
         held = cls(group, spec, way)
-        for device, size in on_devices(group.placement, way.held_by(group.placement.world_size)).items():
+        for device, size in on_devices(group.placement, way.held).items():
             held.residents.append(Resident(WorkerModel(), torch.device(device), CPU, size=size))
             held.residents[-1].held = held
         return held

@@ -196,7 +196,7 @@ def test_stages_go_by_the_room_of_each_workers_own_device() -> None:
         capacity = Capacity.of_each([room * GIB for room in rooms])
         case = Case(work=work, degrees=choose(wish, work, None, capacity).degrees, capacity=capacity)
         way = decide("auto", case)
-        held.append(way.held_by(2))
+        held.append(way.held)
         assert all(needed <= room * GIB for needed, room in zip(case.needed(way), rooms, strict=True))
     assert held[0][0] > held[0][1]
     assert held[1][0] < held[1][1]
@@ -215,7 +215,7 @@ def test_weights_that_fit_no_device_fit_the_stages_of_a_pipeline() -> None:
     for case in (roomy, tight):
         way = decide("auto", case)
         assert way.storage.mode == "replicate"
-        assert way.held_bytes == max(held_bytes(FLUX, case.degrees)) < 0.75 * FLUX.weight_bytes
+        assert max(way.held) == max(held_bytes(FLUX, case.degrees)) < 0.75 * FLUX.weight_bytes
     with pytest.raises(Refused, match="does not fit"):
         decide("auto", chosen(4))
 

@@ -84,13 +84,13 @@ def test_a_race_comes_through_with_the_other_readings() -> None:
 
 
 def test_cfg_degree_2_is_advised_where_it_would_gain_and_only_there() -> None:
-    advice, sharded = "cfg_degree 2 would exchange less", Prospect(storage=Storage(mode="shard"), held_bytes=10)
+    advice, sharded = "cfg_degree 2 would exchange less", Prospect(storage=Storage(mode="shard"), held=(10, 10))
     assert advice in words(ulysses_degree=2, guided=True)
     assert advice not in words(ulysses_degree=2, guided=False)
     assert advice not in words(ulysses_degree=2, guided=True, together=True)
     assert advice not in words(ulysses_degree=2, guided=True, way=sharded), "each half would have its own weights"
     assert "each keeps a part of the weights" in words(ulysses_degree=2, guided=True, way=sharded)
-    fetched = Prospect(storage=Storage(mode="offload"), held_bytes=10)
+    fetched = Prospect(storage=Storage(mode="offload"), held=(10, 10))
     assert advice not in words(ulysses_degree=2, guided=True, way=fetched), "auto may have had reasons"
 
 
@@ -100,7 +100,7 @@ def test_cfg_degree_2_is_advised_where_it_would_gain_and_only_there() -> None:
 def test_the_seconds_of_an_evaluation_are_of_the_prompts_in_it(prompts: int, rows: int, says: str) -> None:
     figures = replace(WORK.figures, blocks=(5,) * 4)
     way = Prospect(
-        storage=Storage(mode="shard", resident=1), held_bytes=10, fetched_bytes=15, seconds=2.0, exposed=0.5, rows=rows
+        storage=Storage(mode="shard", resident=1), held=(10, 10), fetched_bytes=15, seconds=2.0, exposed=0.5, rows=rows
     )
     text = words(ulysses_degree=2, guided=True, way=way, work=figures.work(1, 4608, prompts=prompts))
     assert f"2.00 s for {says}, 0.50 s of them waiting" in text

@@ -68,14 +68,14 @@ def test_parts_go_by_what_is_free_beside_all_else_and_are_alike_on_like_cards() 
     parts = way.storage.parts
     for part, room in zip(parts, free, strict=True):
         assert part / sum(parts) == pytest.approx(room / sum(free), abs=0.01)
-    assert way.held_by(3) == tuple(sorted(way.held_by(3), reverse=True)) == way.ranks
+    assert way.held == tuple(sorted(set(way.held), reverse=True))
     assert decide("shard", unlike(24.0, 24.0)).storage == Storage(mode="shard")
     assert decide("shard", unlike(32.0, 32.0 / ALIKE + 0.1)).storage == Storage(mode="shard"), "hardly apart"
 
 
 def test_lanes_have_parts_of_their_own() -> None:
     asked = unlike(48.0, 24.0, 24.0, 48.0, cfg_degree=2, ulysses_degree=2)
-    first, second, third, fourth = decide("shard", asked).held_by(4)
+    first, second, third, fourth = decide("shard", asked).held
     assert first == fourth > second == third
     assert first + second == pytest.approx(2 * QWEN.weight_bytes - sum(QWEN.blocks), rel=0.001)
 
@@ -85,7 +85,7 @@ def test_a_model_that_fits_the_larger_card_only_is_whole_there_and_fetched_on_th
     assert way.storage.mode == "offload"
     assert way.storage.residents[0] == 60, "all of its blocks"
     assert 0 < way.storage.residents[1] < 30
-    assert way.held_by(2)[1] < 16 * GIB
+    assert way.held[1] < 16 * GIB
     without_main_memory = decide("auto", unlike(48.0, 16.0, host=1.0)).storage
     assert without_main_memory.mode == "shard"
     assert without_main_memory.parts[0] > without_main_memory.parts[1]

@@ -13,7 +13,7 @@ from .storing import GIB, Case, Prospect, size_in_words
 
 def memory(case: Case, placement: Placement, free: Sequence[int], way: Prospect | None) -> tuple[str, str]:
     """At the peak; `way` is None where the weights have no place."""
-    each, held = needed(case, way), placed(case, way).held_bytes
+    each, held = needed(case, way), max(placed(case, way).held)
     told = {"needed": f"{max(each) / GIB:.2f}", "held": f"{held / GIB:.2f}"}
     most = say("memory", **told, free=f"{min(free) / GIB:.2f}") if free else say("memory.unknown", **told)
     return most, _memory_of_each(placement, each, free) if len(set(each)) > 1 else ""
@@ -21,7 +21,7 @@ def memory(case: Case, placement: Placement, free: Sequence[int], way: Prospect 
 
 def placed(case: Case, way: Prospect | None) -> Prospect:
     """Whole weights where there is no place for them."""
-    return way or Prospect(storage=Storage(), held_bytes=max(held_bytes(case.work.figures, case.degrees)))
+    return way or Prospect(storage=Storage(), held=held_bytes(case.work.figures, case.degrees))
 
 
 def needed(case: Case, way: Prospect | None) -> tuple[int, ...]:
@@ -41,10 +41,10 @@ def weights(case: Case, placement: Placement, way: Prospect | None) -> tuple[str
     mode = way.storage.mode
     told = {"mode": mode, "workers": degrees.context_parallel_size, "fetched": f"{way.fetched_bytes / GIB:.2f}"}
     source = "weights.fetched" if mode == "offload" else "weights.gathered"
-    if way.ranks:
+    if len(set(way.held)) > 1:
         said = say(f"{source}.each", each=_weights_of_each(case, way, placement), **told)
     else:
-        held, blocks = f"{way.held_bytes / GIB:.2f}", len(work.figures.blocks)
+        held, blocks = f"{max(way.held) / GIB:.2f}", len(work.figures.blocks)
         said = say(source, resident=way.storage.resident, blocks=blocks, held=held, **told)
     return said, _why_elsewhere(case, way, placement), _fetching(work, degrees, way)
 
@@ -60,7 +60,7 @@ def _fetching(work: Work, degrees: Parallelism, way: Prospect) -> str:
 def _weights_of_each(case: Case, way: Prospect, placement: Placement) -> str:
     """Which each has at rest, and of how many blocks."""
     blocks, told = len(case.blocks), []
-    for rank, (device, held) in enumerate(zip(placement.each, way.held_by(placement.world_size), strict=True)):
+    for rank, (device, held) in enumerate(zip(placement.each, way.held, strict=True)):
         told.append(f"{device} {size_in_words(held)} ({way.storage.resident_on(rank)}/{blocks})")
     return ", ".join(told)
 

@@ -149,7 +149,7 @@ def report(
         *(Row("Note", text, "note") for text in notes),
     ]
     of_all = max(1, work.figures.weight_bytes)
-    held = [nbytes / of_all if way else 1.0 for nbytes in placed(case, way).held_by(degrees.world_size)]
+    held = [nbytes / of_all if way else 1.0 for nbytes in placed(case, way).held]
     stages = weight_shares(work.figures, degrees)
     shown = [] if troubles else parts(division, sharded=_sharded(way), held=held, stages=stages)
     return Report(rows=tuple(row for row in rows if row.text), parts=tuple(shown))

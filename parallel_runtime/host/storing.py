@@ -59,22 +59,16 @@ class Capacity:
 
 @dataclass(frozen=True, kw_only=True)
 class Prospect:
-    """A way to keep the weights: bytes of them on each device, and of those that are fetched in an evaluation; the
-    seconds of an evaluation, of which `exposed` are spent waiting for weights, 0 where nothing was measured. `rows` of
-    a batch are evaluated at once, 0: all, those of several prompts too. Where devices hold unlike much `ranks` is what
-    each does, in rank order, and `held_bytes` and `fetched_bytes` are the most."""
+    """A way to keep the weights: the bytes of them that each rank's device holds, and the most that one fetches in an
+    evaluation; the seconds of an evaluation, of which `exposed` are spent waiting for weights, 0 where nothing was
+    measured. `rows` of a batch are evaluated at once, 0: all, those of several prompts too."""
 
     storage: Storage
-    held_bytes: int
+    held: tuple[int, ...]
     fetched_bytes: int = 0
     seconds: float = 0.0
     exposed: float = 0.0
     rows: int = 0
-    ranks: tuple[int, ...] = ()
-
-    def held_by(self, workers: int) -> tuple[int, ...]:
-        """Each of so many."""
-        return self.ranks or (self.held_bytes,) * workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +108,11 @@ class Case:
         return mode == "replicate" or not (alone or len(self.blocks) <= BUFFERS)
 
     def prospect(self, storage: Storage) -> Prospect:
-        if storage.mode == "replicate":
-            return replace(self._bare(storage), seconds=self._compute())
-        fetched = self._away(storage.resident)
-        exposed = max(0.0, self._travel(storage, fetched) - self._compute())
-        seconds = self._compute() + exposed
-        return replace(self._bare(storage), fetched_bytes=fetched, seconds=seconds, exposed=exposed)
+        fetched = 0 if storage.mode == "replicate" else self._away(storage.resident)
+        computed = self._compute()
+        exposed = max(0.0, self._travel(storage, fetched) - computed)
+        held, seconds = self.held(storage), computed + exposed
+        return Prospect(storage=storage, held=held, fetched_bytes=fetched, seconds=seconds, exposed=exposed)
 
     def held(self, storage: Storage) -> tuple[int, ...]:
         """Of weights, by each rank at rest."""
@@ -141,8 +134,7 @@ class Case:
 
     def needed(self, way: Prospect) -> tuple[int, ...]:
         """By each rank at its peak."""
-        held = way.held_by(self.degrees.world_size)
-        return tuple(weights + more for weights, more in zip(held, self.beside(way), strict=True))
+        return tuple(weights + more for weights, more in zip(way.held, self.beside(way), strict=True))
 
     def fits(self, way: Prospect, *, usable: float = USABLE) -> bool:
         host = self.capacity.host_bytes
@@ -165,7 +157,7 @@ class Case:
         alike = Storage(mode="shard", resident=resident)
         if None in self.room:
             return alike
-        rooms, bare = [room or 0 for room in self.room], self._bare(alike)
+        rooms, bare = [room or 0 for room in self.room], Prospect(storage=alike, held=self.held(alike))
         if max(rooms) <= ALIKE * min(rooms) and self.fits(bare):
             return alike
         others = self.work.figures.weight_bytes - self._away(resident)
@@ -208,11 +200,6 @@ class Case:
     def _buffers(self, resident: int) -> int:
         """What the blocks that are fetched take turns in, where so many are resident."""
         return BUFFERS * max(self.blocks) if resident < len(self.blocks) else 0
-
-    def _bare(self, storage: Storage) -> Prospect:
-        """Without what is fetched, and its seconds."""
-        each = self.held(storage)
-        return Prospect(storage=storage, held_bytes=max(each), ranks=each if len(set(each)) > 1 else ())
 
     def _compute(self) -> float:
         known = self.link is not None and self.link.flops_per_second > 0

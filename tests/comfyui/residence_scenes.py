@@ -88,7 +88,7 @@ def main_memory(rank: int, world: int, times: int) -> list[int]:
 def _holding_models() -> Any:
     comfy.model_management.unload_all_models()
     with runtime.borrowed(ONE, None) as group:
-        way = storing.Prospect(storage=specs.Storage(), held_bytes=1 << 20)
+        way = storing.Prospect(storage=specs.Storage(), held=(1 << 20,))
         for model in MODELS:
             lease.Lease(group, model).claim(way, (0,))
     assert _listed() == ["WorkerModel"] * len(MODELS)
