@@ -20,7 +20,7 @@ from .picture import Part, parts
 from .pipelines import Stage, filled, kept_bytes, passed_bytes, stages_of, weight_shares
 from .races import told
 from .remedy import Change
-from .sentences import Said, for_page, listed, say
+from .sentences import Said, for_page, listed, say, when
 from .storing import Capacity, Case, Prospect, size_in_words
 
 GIB = 2**30
@@ -188,26 +188,19 @@ def _choice(link: Link | None) -> str:
 
 
 def _reasons(subject: Subject, degrees: Parallelism, guided: bool, way: Prospect | None) -> list[str]:
-    work = subject.work
-    reasons: list[str] = []
-    if degrees.cfg_degree == 2:
-        reasons.append(say("branches"))
-    if degrees.pipeline_degree > 1:
-        reasons.append(say("stages", stages=degrees.pipeline_degree))
-    if degrees.ulysses_degree > 1:
-        reasons.append(_heads(work, degrees))
-    if degrees.ring_degree > 1:
-        how = "ring.collects" if degrees.rotate_method == "allgather" else "ring.passes"
-        reasons.append(say(how, workers=degrees.ring_degree))
-    if degrees.data_degree > 1:
-        reasons.append(say("images", groups=degrees.data_degree))
-    if not guided and degrees.cfg_degree == 1 and degrees.context_parallel_size > 1:
-        reasons.append(say("one.prompt"))
-    if guided and _sharded(way) and degrees.cfg_degree == 1:
-        reasons.append(say("both.parts"))
-    if guided and subject.together and degrees.context_parallel_size > 1:
-        reasons.append(say("both.seen"))
-    return reasons or [say("alone")]
+    sharded, several = _sharded(way), degrees.context_parallel_size > 1
+    how = "ring.collects" if degrees.rotate_method == "allgather" else "ring.passes"
+    reasons = [
+        when(degrees.cfg_degree == 2, "branches"),
+        when(degrees.pipeline_degree > 1, "stages", stages=degrees.pipeline_degree),
+        _heads(subject.work, degrees),
+        when(degrees.ring_degree > 1, how, workers=degrees.ring_degree),
+        when(degrees.data_degree > 1, "images", groups=degrees.data_degree),
+        when(not guided and degrees.cfg_degree == 1 and several, "one.prompt"),
+        when(guided and sharded and degrees.cfg_degree == 1, "both.parts"),
+        when(guided and subject.together and several, "both.seen"),
+    ]
+    return reasons if any(reasons) else [say("alone")]
 
 
 def _stages(work: Work, degrees: Parallelism, resorted: bool) -> tuple[str, ...]:
@@ -217,9 +210,9 @@ def _stages(work: Work, degrees: Parallelism, resorted: bool) -> tuple[str, ...]
         return ()
     each = [_stage(number, stage) for number, stage in enumerate(stages, 1)]
     flights, busy = of_a_lane(work, degrees), f"{filled(work, degrees):.0%}"
-    follow = say("stage.several", flights=flights, busy=busy) if flights > 1 else say("stage.one", busy=busy)
-    exact = say("stage.exact") if degrees.patches == 1 else ""
-    return say("stage.all", stages=listed(each, "stage.and")), follow, exact, say("stage.auto") if resorted else ""
+    follow = say("stage.several" if flights > 1 else "stage.one", flights=flights, busy=busy)
+    exact, auto = when(degrees.patches == 1, "stage.exact"), when(resorted, "stage.auto")
+    return say("stage.all", stages=listed(each, "stage.and")), follow, exact, auto
 
 
 def _stage(number: int, stage: Stage) -> Said:
@@ -240,27 +233,24 @@ def _sharded(way: Prospect | None) -> bool:
 
 def _heads(work: Work, degrees: Parallelism) -> str:
     workers = degrees.ulysses_degree
+    if workers == 1:
+        return ""
+    least, more = divmod(work.figures.heads, workers)
     if len(set(degrees.shares)) > 1:
         return say("heads.shares", workers=workers)
-    least, more = divmod(work.figures.heads, workers)
     if more:
         return say("heads.or", workers=workers, heads=least, more=least + 1)
     return say("heads.one" if least == 1 else "heads", workers=workers, heads=least)
 
 
 def _traffic(work: Work, degrees: Parallelism) -> tuple[str, ...]:
-    passed = _passed(work, degrees)
+    """In the model, and from stage to stage of a pipeline."""
+    each = f"{passed_bytes(work) / degrees.context_parallel_size / 2**20:.2f}"
+    passed = when(degrees.pipeline_degree > 1, "traffic.stages", each=each)
     if degrees.context_parallel_size == 1:
         return (passed or say("traffic.none"),)
     layer, layers = bytes_per_layer(work, degrees) / 2**20, work.figures.layers
     return say("traffic", layer=f"{layer:.2f}", layers=layers, evaluation=f"{layer * layers:.1f}"), passed
-
-
-def _passed(work: Work, degrees: Parallelism) -> str:
-    """From stage to stage of a pipeline."""
-    if degrees.pipeline_degree == 1:
-        return ""
-    return say("traffic.stages", each=f"{passed_bytes(work) / degrees.context_parallel_size / 2**20:.2f}")
 
 
 def _launch(subject: Subject, division: Division, way: Prospect | None) -> str:
@@ -292,59 +282,51 @@ def _speed(work: Work, division: Division, link: Link | None) -> str:
 def _warnings(
     subject: Subject, case: Case, placement: Placement, guided: bool, free: Sequence[int], way: Prospect | None
 ) -> list[str]:
-    work, degrees = case.work, case.degrees
-    warnings: list[str] = []
-    if any(size > room for size, room in zip(needed(case, way), free, strict=False)):
-        warnings.append(say("note.memory"))
-    if way is not None and way.rows and guided:
-        warnings.append(say("note.rows"))
-    if work.figures.heads % degrees.ulysses_degree:
-        warnings.append(say("note.uneven", heads=work.figures.heads, ulysses=degrees.ulysses_degree))
-    if share_cores(placement):
-        warnings.append(say("note.cores", workers=len(placement.devices), cores=os.cpu_count()))
-    if placement.shared and placement.devices[0] != "cpu":
-        warnings.append(say("note.twice"))
-    if placement.devices == ("cuda:0",) and (why := why_one_gpu(1)):
-        warnings.append(f"{why}.")
-    warnings += _untried(placement)
-    warnings += _of_prompts(subject, degrees, way) if guided else []
-    return [*warnings, *_of_stages(work, degrees), *_of_rows(subject, degrees)]
+    work, degrees, on_cpu = case.work, case.degrees, placement.devices[0] == "cpu"
+    heads, ulysses = work.figures.heads, degrees.ulysses_degree
+    lacking = any(size > room for size, room in zip(needed(case, way), free, strict=False))
+    one_gpu = why_one_gpu(1) if placement.devices == ("cuda:0",) else ""
+    standing_still = degrees.pipeline_degree > of_a_lane(work, degrees) * degrees.patches
+    return [
+        when(lacking, "note.memory"),
+        when(way is not None and way.rows and guided, "note.rows"),
+        when(heads % ulysses, "note.uneven", heads=heads, ulysses=ulysses),
+        when(share_cores(placement), "note.cores", workers=len(placement.devices), cores=os.cpu_count()),
+        when(placement.shared and not on_cpu, "note.twice"),
+        f"{one_gpu}." if one_gpu else "",
+        _untried(placement),
+        _of_prompts(subject, degrees, way) if guided else "",
+        when(standing_still, "note.stages", idle=f"{1 - filled(work, degrees):.0%}"),
+        _of_rows(subject, degrees),
+    ]
 
 
-def _of_stages(work: Work, degrees: Parallelism) -> list[str]:
-    if degrees.pipeline_degree <= of_a_lane(work, degrees) * degrees.patches:
-        return []
-    return [say("note.stages", idle=f"{1 - filled(work, degrees):.0%}")]
-
-
-def _untried(placement: Placement) -> list[str]:
+def _untried(placement: Placement) -> str:
     """What of this placement nobody has run."""
     kind = placement.devices[0].partition(":")[0]
     if kind == "cpu":
-        return []
+        return ""
     if placement.nnodes > 1:
-        return [say("untried.machines")]
+        return say("untried.machines")
     if kind != "cuda":
-        return [say("untried.kind", kind=kind)]
-    return [say("untried.several")] if len(set(placement.devices)) > 1 else []
+        return say("untried.kind", kind=kind)
+    return when(len(set(placement.devices)) > 1, "untried.several")
 
 
-def _of_prompts(subject: Subject, degrees: Parallelism, way: Prospect | None) -> list[str]:
+def _of_prompts(subject: Subject, degrees: Parallelism, way: Prospect | None) -> str:
     if _sharded(way) and degrees.cfg_degree > 1:
-        return [say("note.halves")]
+        return say("note.halves")
     even = degrees.cfg_degree == 1 and degrees.context_parallel_size % 2 == 0
     in_parts = way is not None and way.storage.mode != "replicate"
-    if even and not in_parts and not subject.together:
-        return [say("note.branches")]
-    return []
+    return when(even and not in_parts and not subject.together, "note.branches")
 
 
-def _of_rows(subject: Subject, degrees: Parallelism) -> list[str]:
+def _of_rows(subject: Subject, degrees: Parallelism) -> str:
     work, data = subject.work, degrees.data_degree
     if subject.together and data > 1:
-        return [say("note.together", data=data)]
+        return say("note.together", data=data)
     if data <= work.rows:
-        return []
+        return ""
     if not work.figures.divisible:
-        return [say("note.undivided", name=work.figures.name)]
-    return [say("note.idle", data=data, rows=work.rows)]
+        return say("note.undivided", name=work.figures.name)
+    return say("note.idle", data=data, rows=work.rows)

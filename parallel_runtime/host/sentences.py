@@ -26,6 +26,11 @@ def say(key: str, **values: Any) -> Said:
     return said
 
 
+def when(holds: object, key: str, **values: Any) -> str:
+    """What to `say` where that holds; "" where it does not."""
+    return say(key, **values) if holds else ""
+
+
 def listed(sentences: Sequence[Said], key: str = "and") -> Said:
     """One after the other, as `key` joins two."""
     return reduce(lambda one, other: say(key, one=one, other=other), sentences)
