@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,8 +29,8 @@ class Shortage:
     def __str__(self) -> str:
         by = f", as {self.limited_by} says" if self.limited_by else ""
         return (
-            f"{size_in_words(self.needed)} are needed on {self.device}, and {size_in_words(max(0, self.free))} are "
-            f"free there{by}"
+            f"{size_in_words(self.needed, math.ceil)} are needed on {self.device}, and "
+            f"{size_in_words(max(0, self.free), math.floor)} are free there{by}"
         )
 
 

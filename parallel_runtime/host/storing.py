@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import Refused
@@ -327,11 +327,12 @@ def _too_large(case: Case) -> str:
     ways = [case.prospect(Storage(mode=mode)) for mode in MODES if case.allows(mode)] or [case.prospect(Storage())]
     least, figures = min((case.needed(way) for way in ways), key=max), case.work.figures
     host, limit = case.capacity.host_bytes, case.capacity.limited_by
-    rank = max(range(len(least)), key=lambda rank: least[rank] - USABLE * (case.room[rank] or 0))
+    room = [USABLE * (of_rank or 0) for of_rank in case.room]
+    needed, free = max(zip(least, room, strict=True), key=lambda both: both[0] - both[1])
     return (
         f"{figures.name} does not fit: {size_in_words(figures.weight_bytes)} of weights, and for this picture "
-        f"{_beside(case)} beside them on each device. A worker needs {size_in_words(least[rank])} at least, and may "
-        f"take {size_in_words(USABLE * (case.room[rank] or 0))} of its device{f' ({limit} says so)' if limit else ''}"
+        f"{_beside(case)} beside them on each device. A worker needs {size_in_words(needed, math.ceil)} at least, and "
+        f"may take {size_in_words(free, math.floor)} of its device{f' ({limit} says so)' if limit else ''}"
         f"{'' if host is None else f'; {size_in_words(host)} of main memory are free'}. {_way_out(case)}"
         f"{f', or raise {limit}' if limit else ''}"
     )
@@ -345,8 +346,10 @@ def _beside(case: Case) -> str:
     return f"{size_in_words(computed)} and {size_in_words(kept)} of keys and values for patches"
 
 
-def size_in_words(count: float) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
+def size_in_words(count: float, rounded: Callable[[float], int] = round) -> str:
+    """What is too much is `rounded` up, and what there is down: the two never read alike."""
+    unit, name = (GIB, "GiB") if count >= GIB / 10 else (2**20, "MiB")
+    return f"{rounded(10 * count / unit) / 10:.1f} {name}"
 
 
 def _way_out(case: Case) -> str:
