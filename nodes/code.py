@@ -26,7 +26,7 @@ from .patch_files import patch_file
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(comfy.samplers.__file__)))
 PACKAGES = ("comfy", "comfy_extras")
 LOCAL = ".<locals>."
-PLAIN = (bool, int, float, str)
+PLAIN = bool | int | float | str | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ class _Describer:
 
     def describe(self, value: Any, what: str, within: tuple[int, ...]) -> Any:
         """`within` are the values around this one."""
-        if value is None or (isinstance(value, PLAIN) and not isinstance(value, Enum)):
+        if isinstance(value, PLAIN) and not isinstance(value, Enum):
             return value
         if id(value) in within:
             raise Unsendable(f"{what} holds a {title(value)} that holds itself, which cannot be sent to the workers")

@@ -25,7 +25,7 @@ from ..parallel_runtime.own_attention import own_attentions
 from ..parallel_runtime.plan import Plan
 from ..parallel_runtime.specs import ModelSpec, ParallelRequest
 from ..parallel_runtime.stages import units_of, why_not_in_patches
-from .code import LOCAL, Unsendable, describe, reference, title
+from .code import LOCAL, PLAIN, Unsendable, describe, reference, title
 from .compiling import compilation
 from .encoded import side_of
 from .origin import origin
@@ -98,7 +98,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
     dtype = request.dtype
     check_inside(model)
     cast = model.object_patches.get("manual_cast_dtype")
-    computed = dtype if dtype != "auto" else "" if cast is None else _name(cast)
+    computed = dtype if dtype != "auto" else "" if cast is None else str(cast).removeprefix("torch.")
     spec = origin(model)
     network = network_behind(model)
     check_network(network)
@@ -251,10 +251,4 @@ def _sampling(sampling: torch.nn.Module) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | str)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return isinstance(value, PLAIN) or (isinstance(value, list | tuple) and all(map(_is_plain, value)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import comfy.sd
@@ -51,23 +52,13 @@ def check_vae(vae: comfy.sd.VAE) -> None:
 def _origin(vae: comfy.sd.VAE) -> tuple[str, str]:
     """ComfyUI's function that made it, and the arguments, as JSON; or "" and what its weights do not say."""
     init = vae.patcher.cached_patcher_init
-    if init is not None and len(init) == 2 and _is_plain(init[1]):
-        arguments = json.dumps(init[1])
-        if len(arguments) < ARGUMENT_BYTES and init[0].__module__ == comfy.sd.__name__:
-            try:
-                return reference(init[0], "the loader"), arguments
-            except Refused:
-                pass
+    if init is not None and len(init) == 2 and init[0].__module__ == comfy.sd.__name__:
+        with suppress(Refused, TypeError):  # a function without a name, or arguments that are not plain
+            loader, arguments = reference(init[0], "the loader"), json.dumps(init[1])
+            if len(arguments) < ARGUMENT_BYTES:
+                return loader, arguments
     config = getattr(vae.first_stage_model, "config", None)
     metadata: dict[str, Any] = {"tae_latent_channels": vae.latent_channels}
     if isinstance(config, dict):
         metadata["config"] = json.dumps({"vae": config})
     return "", json.dumps(metadata)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)

@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def origin(model: ModelPatcher) -> ModelSpec:
     name, arguments = _call(loader, arguments, model.model.get_dtype())
     return ModelSpec(
         loader=name,
-        arguments=json.dumps([_plain(value, loader) for value in arguments], sort_keys=True),
+        arguments=json.dumps(arguments, sort_keys=True, default=partial(_in_json, loader)),
         index=index[0] if index else None,
         files=files,
         weight_dtype=str(model.model.get_dtype()).removeprefix("torch."),
@@ -70,15 +71,10 @@ def _settled(loader: Callable[..., Any], arguments: tuple[Any, ...], dtype: torc
     return bound.args
 
 
-def _plain(value: Any, loader: Callable[..., Any]) -> Any:
-    if isinstance(value, list | tuple):
-        return [_plain(part, loader) for part in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _plain(part, loader) for key, part in value.items()}
+def _in_json(loader: Callable[..., Any], value: Any) -> dict[str, str]:
+    """What JSON has no form for. The other side is worker/comfy_loop/loading.py."""
     if isinstance(value, torch.dtype):
         return {"torch.dtype": str(value).removeprefix("torch.")}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
     raise Refused(f"the loader {title(loader)} was given a {title(type(value))}, which workers cannot have; {WAY_OUT}")
 
 

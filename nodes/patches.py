@@ -99,7 +99,7 @@ def _on_network(model: ModelPatcher) -> list[str]:
 def attributes_of(model: ModelPatcher) -> dict[str, Any]:
     """Plain values that MODEL has in place of its network's own, by name."""
     found = {name: value for name, value in model.object_patches.items() if name.startswith("diffusion_model.")}
-    return {name: value for name, value in found.items() if value is None or isinstance(value, PLAIN)}
+    return {name: value for name, value in found.items() if isinstance(value, PLAIN)}
 
 
 def check_attributes(model: ModelPatcher) -> None:

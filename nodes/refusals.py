@@ -15,7 +15,7 @@ from torch import Tensor
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.networks import Network
 from ..parallel_runtime.plan import Along
-from .code import Unsendable, reference, title
+from .code import PLAIN, Unsendable, reference, title
 
 SIDES = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}  # of a latent, by its dimensions
 GUIDER_STATE = {"model_patcher", "model_options", "original_conds", "conds", "inner_model", "loaded_models"}
@@ -26,7 +26,7 @@ def check_guider(guider: comfy.samplers.CFGGuider) -> tuple[str, dict[str, Any]]
     kind = reference(type(guider), "the GUIDER")
     attributes = {name: value for name, value in vars(guider).items() if name not in GUIDER_STATE}
     for name, value in attributes.items():
-        if not isinstance(value, bool | int | float | str | None):
+        if not isinstance(value, PLAIN):
             raise Unsendable(f"the GUIDER {title(guider)} carries {name} ({title(value)})")
     return kind, attributes
 

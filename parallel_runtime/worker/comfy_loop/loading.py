@@ -29,10 +29,11 @@ def load(
     """Raises Refused where this rank's ComfyUI holds the weights in another dtype than the host's."""
     assert comfy.model_management.get_torch_device().type == device.type
     on_share(0.0)
+    arguments = json.loads(spec.arguments, object_hook=_out_of_json)
     if spec.loader in PACKS:
-        patcher = PACKS[spec.loader](Weights, *_arguments(spec))
+        patcher = PACKS[spec.loader](Weights, *arguments)
     else:
-        patcher = load_mapped(Weights, named(spec.loader), _arguments(spec), spec.index)
+        patcher = load_mapped(Weights, named(spec.loader), arguments, spec.index)
     held = str(patcher.model.get_dtype()).removeprefix("torch.")
     if held != spec.weight_dtype:
         raise Refused(f"a worker holds this model in {held}, ComfyUI in {spec.weight_dtype}; give ComfyUI a flag that "
@@ -45,16 +46,6 @@ def load(
     return ComfyModel(spec, network, network_of(network), patcher=patcher, device=device, patch_models=patch_models)
 
 
-def _arguments(spec: ModelSpec) -> list[Any]:
+def _out_of_json(value: dict[str, Any]) -> Any:
     """The other side is nodes/origin.py."""
-    return [_argument(value) for value in json.loads(spec.arguments)]
-
-
-def _argument(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_argument(part) for part in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {"torch.dtype"}:
-        return getattr(torch, value["torch.dtype"])
-    return {name: _argument(part) for name, part in value.items()}
+    return getattr(torch, value["torch.dtype"]) if value.keys() == {"torch.dtype"} else value
