@@ -103,12 +103,13 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
     network = network_behind(model)
     check_network(network)
     plan = network_of(network)
-    whole_only = see_all_tokens(_patches(model))
-    replaced = OVERRIDE in model.model_options["transformer_options"]
+    options = model.model_options["transformer_options"]
+    whole_only, replaced = see_all_tokens(options.get("patches", {})), OVERRIDE in options
     if not replaced and request.attention_backend == "auto":
         whole_only += [f"{function} in {module}" for function, module in own_attentions(network).items()]
     dtype_here = cast or model.model.get_dtype_inference()
     together = keeps_together(model, model.model_options)
+    beside = dict.fromkeys(patch.model for patch in model.model_patches_models())  # which patches bring along
     graphs = request.cuda_graphs != "off" and comfy.model_management.get_torch_device().type == CUDA.kind
     source = Source(
         spec=replace(
@@ -131,7 +132,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
             layers=plan.layers(network) if plan else 0,
             width=plan.width(network) if plan else 0,
             weights=sum(parameter.numel() for parameter in network.parameters()),
-            weight_bytes=sum(map(comfy.model_management.module_size, [network, *_beside(model)])),
+            weight_bytes=sum(map(comfy.model_management.module_size, [network, *beside])),
             blocks=tuple(map(comfy.model_management.module_size, blocks_of(network, plan.plan))) if plan else (),
             loads=_loads(network, plan.plan) if plan else (),
             unpatched=why_not_in_patches(plan.plan) if plan else "",
@@ -156,21 +157,7 @@ def keeps_together(model: ModelPatcher, options: dict[str, Any]) -> bool:
 def seen_together(network: nn.Module, options: dict[str, Any]) -> bool:
     """Whether `network`, or a patch inside of it (NAG), goes by all prompts and images of its batch."""
     known = network_of(network)
-    return patched_inside(options) or (known is not None and known.together)
-
-
-def patched_inside(options: dict[str, Any]) -> bool:
-    """Whether a patch in these transformer_options sees what is inside the network."""
-    return any(options.get("patches", {}).values())
-
-
-def _beside(model: ModelPatcher) -> list[nn.Module]:
-    """What patches bring along."""
-    return list(dict.fromkeys(beside.model for beside in model.model_patches_models()))
-
-
-def _patches(model: ModelPatcher) -> dict[str, Any]:
-    return model.model_options["transformer_options"].get("patches", {})
+    return any(options.get("patches", {}).values()) or (known is not None and known.together)
 
 
 def describe_job(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from comfy.model_patcher import ModelPatcher
+from torch.utils._pytree import tree_map_only
 
 from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.planning import plan
@@ -55,7 +56,8 @@ class RemoteEvaluation:
         options = arguments.get("transformer_options")
         result = self._answer(self._source, method, each, conds, options)
         like = next(iter(arguments.values()))
-        return _like(result, like[0] if isinstance(like, list) else like)
+        device = (like[0] if isinstance(like, list) else like).device
+        return tree_map_only(torch.Tensor, lambda part: part.to(device), result)
 
     def _answer(
         self, source: Source, method: str, each: dict[str, Any], conds: dict[str, Any], options: dict[str, Any] | None
@@ -101,9 +103,3 @@ def _sizes(each: dict[str, Any], conds: dict[str, Any]) -> tuple[tuple[int, ...]
     text = next((value for value in conds.values() if torch.is_tensor(value) and value.ndim == 3), None)
     shape = (1, 1, 1, 1) if latent is None else tuple(latent.shape)
     return shape, 0 if text is None else text.shape[1]
-
-
-def _like(value: Any, like: torch.Tensor) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(_like(part, like) for part in value)
-    return value.to(like.device) if torch.is_tensor(value) else value

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -48,17 +49,6 @@ class Settings:
         return ParallelRequest(ring_degree=self.RingDegree, ulysses_degree=self.UlyssesDegree, pipeline_degree=0)
 
 
-class _Store:
-    """The settings in force, and which state of the file they are of."""
-
-    def __init__(self) -> None:
-        self.now = Settings()
-        self.seen: tuple[int, int] | None = None
-
-
-_store = _Store()
-
-
 def settings_file() -> Path:
     """Of the default user: on a server of several users the workers are not anybody's own."""
     return Path(folder_paths.get_user_directory()) / "default" / "comfy.settings.json"
@@ -66,24 +56,26 @@ def settings_file() -> Path:
 
 def refresh() -> Settings:
     """Put in force what was saved since the last time; costs a look at the file's time."""
-    seen, chosen = None, None
-    with contextlib.suppress(OSError, ValueError):
+    seen = None
+    with contextlib.suppress(OSError):
         stat = settings_file().stat()
         seen = (stat.st_mtime_ns, stat.st_size)
-        if seen == _store.seen:
-            return _store.now
+    return _in_force(seen)
+
+
+@lru_cache(maxsize=1)
+def _in_force(seen: tuple[int, int] | None) -> Settings:
+    """As the file says, of which nobody has `seen` this state yet."""
+    chosen = None
+    with contextlib.suppress(OSError, ValueError):
         chosen = json.loads(settings_file().read_text())
-    _store.seen, _store.now = seen, Settings.of(chosen)
-    _apply(_store.now)
-    return _store.now
-
-
-def _apply(settings: Settings) -> None:
+    settings = Settings.of(chosen)
     runtime.stall.choose(settings.StallSeconds)
     runtime.idle.choose(settings.IdleSeconds)
     for package in PACKAGES:
         level = "NOTSET" if settings.LogLevel == Settings.LogLevel else settings.LogLevel  # as ComfyUI's own
         logging.getLogger(package).setLevel(level if level in (*LEVELS, "NOTSET") else "NOTSET")
+    return settings
 
 
 def _from_environment() -> dict[str, Any]:

@@ -85,7 +85,7 @@ def rows_evaluated(rank: int, world: int, patches: str) -> list[int]:
         prompt=1,
         conds={"context": torch.randn(4, 7, 96), "y": torch.randn(4, 64), "guidance": torch.ones(4)},
         patches={},
-        together=describe.patched_inside(options),
+        together=describe.seen_together(model.network, options),
     )
     evaluation.Evaluations()(model, job, sampling.Pulse(Unheard(), 1))
     return seen
