@@ -21,7 +21,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ..parallel_runtime.errors import Refused
-from .patch_files import patch_file
+from .files import patch_file
 
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(comfy.samplers.__file__)))
 PACKAGES = ("comfy", "comfy_extras")

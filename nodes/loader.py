@@ -16,6 +16,7 @@ from ..parallel_runtime.mapped import Mapped, load_mapped
 from ..parallel_runtime.specs import ParallelRequest
 from .config import CATEGORY, CPConfig, requested
 from .evaluation import RemoteEvaluation
+from .files import SAFE
 from .stand_in import Weightless, weightless
 
 
@@ -71,7 +72,7 @@ def load_without_weights(name: str, request: ParallelRequest) -> Weightless:
 
 def check_file(path: str) -> None:
     """Raises Refused for a safetensors file that is none, or is damaged."""
-    if not path.endswith((".safetensors", ".sft")):
+    if not path.endswith(SAFE):
         return
     with open(path, "rb") as file:
         if file.read(4) == b"GGUF":

@@ -18,7 +18,7 @@ from ..parallel_runtime.errors import Refused
 from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.specs import ModelSpec, SourceFile
 from .code import reference, title
-from .files import SAFE, comparable, file_of
+from .files import SAFE, file_of, first_rows
 
 PIECES = 16
 PREFIXES = ("model.diffusion_model.", "")
@@ -107,10 +107,6 @@ def _still_holds(path: str, model: ModelPatcher) -> bool:
         names = set(file.keys())
         prefix = next(prefix for prefix in PREFIXES if not prefix or any(name.startswith(prefix) for name in names))
         known = [name for name in slots if prefix + name in names and name not in patched and slots[name].ndim > 1]
-        rows = [
-            (file.get_slice(prefix + name)[:1], slots[name])
-            for name in known[:: max(1, len(known) // PIECES)]
-            if comparable(slots[name], file.get_slice(prefix + name).get_shape())
-        ]
-    differing = sum(not torch.equal(row.to(slot.dtype), slot[:1].detach().cpu()) for row, slot in rows)
+        rows = first_rows(file, ((prefix + name, slots[name]) for name in known[:: max(1, len(known) // PIECES)]))
+    differing = sum(not torch.equal(row.to(held.dtype), held) for row, held in rows)
     return 2 * differing <= len(rows)
