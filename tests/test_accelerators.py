@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from parallel_runtime import accelerators
 from parallel_runtime.accelerators import ACCELERATORS, Accelerator, collectives_of
 from parallel_runtime.host.planning import Wish, plan
-from parallel_runtime.host.torchrun import environment, on_this_machine
+from parallel_runtime.host.torchrun import Meeting, environment
 from parallel_runtime.specs import ParallelRequest
 
 choosing = pytest.importorskip("parallel_runtime.worker.engine.choosing")
@@ -47,7 +47,7 @@ def test_a_kind_that_a_package_brings_is_there_with_it_only() -> None:
 def test_a_new_row_of_the_table_is_all_that_the_launch_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     other = Accelerator(kind="other", collectives="occl", environment={"OCCL_INTERFACE": "<{interface}>"})
     monkeypatch.setitem(accelerators.ACCELERATORS, "other", other)
-    assert environment(2, "token", "/folder", on_this_machine("/folder"))["OCCL_INTERFACE"] == "<lo>"
+    assert environment(2, "token", "/folder", Meeting(store="/folder/store"))["OCCL_INTERFACE"] == "<lo>"
     assert collectives_of("other") == "cpu:gloo,other:occl"
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from parallel_runtime.host.torchrun import environment, on_this_machine
+from parallel_runtime.host.torchrun import Meeting, environment
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def clean(monkeypatch):
 
 @pytest.mark.usefixtures("clean")
 def test_transfers_go_before_attention_and_over_loopback_alone():
-    found = environment(2, "token", "/folder", on_this_machine("/folder"))
+    found = environment(2, "token", "/folder", Meeting(store="/folder/store"))
     assert found["TORCH_NCCL_HIGH_PRIORITY"] == "1"
     assert found["NCCL_SOCKET_IFNAME"] == "=lo"
     assert found["GLOO_SOCKET_IFNAME"] == "lo"
@@ -31,7 +31,7 @@ def test_transfers_go_before_attention_and_over_loopback_alone():
 @pytest.mark.usefixtures("clean")
 def test_workers_share_the_cores_also_while_they_compile(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 9)
-    found = environment(4, "token", "/folder", on_this_machine("/folder"))
+    found = environment(4, "token", "/folder", Meeting(store="/folder/store"))
     assert (found["OMP_NUM_THREADS"], found["TORCHINDUCTOR_COMPILE_THREADS"]) == ("2", "2")
 
 
@@ -39,7 +39,7 @@ def test_workers_share_the_cores_also_while_they_compile(monkeypatch):
 def test_what_a_user_sets_stays(monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "0")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth3")
-    found = environment(2, "token", "/folder", on_this_machine("/folder"))
+    found = environment(2, "token", "/folder", Meeting(store="/folder/store"))
     assert (found["TORCH_NCCL_HIGH_PRIORITY"], found["NCCL_SOCKET_IFNAME"]) == ("0", "eth3")
 
 
@@ -59,13 +59,13 @@ def test_what_a_user_sets_stays(monkeypatch):
 )
 def test_workers_have_an_allocator_of_their_own_and_the_rest_of_what_a_user_wrote(monkeypatch, name, comfyuis, workers):
     monkeypatch.setenv(name, comfyuis)
-    assert environment(2, "token", "/folder", on_this_machine("/folder")).get(name) == workers
+    assert environment(2, "token", "/folder", Meeting(store="/folder/store")).get(name) == workers
     assert os.environ[name] == comfyuis, "ComfyUI's own process keeps it"
 
 
 def test_what_is_like_that_word_elsewhere_stays(monkeypatch):
     monkeypatch.setenv("SOME_ALLOC_CONF", "backend:cudaMallocAsync")
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    found = environment(2, "token", "/folder", on_this_machine("/folder"))
+    found = environment(2, "token", "/folder", Meeting(store="/folder/store"))
     assert found["SOME_ALLOC_CONF"] == "backend:cudaMallocAsync"
     assert "PYTORCH_CUDA_ALLOC_CONF" not in found

@@ -48,7 +48,7 @@ MESSAGES = [
     Done(1, cancelled=True, seconds=2),
     Failed(0, "ValueError: x", "file.py:3", "Traceback"),
     Machine(("PyTorch 2.13",), "0,1", 2, "/comfy"),
-    Invitation(1, 2, 4, 40000, "run", "token"),
+    Invitation(1, 2, 4, 40000, "token"),
     Denied("why"),
     Left(("a line", "")),
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import secrets
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,13 +13,13 @@ from torch.distributed import TCPStore
 
 from ..errors import ProtocolError, Refused, WorkerStartError
 from ..specs import ComfySetup, Placement
-from ..wire.handshake import KEY, read_key
+from ..wire.handshake import read_key
 from ..wire.messages import Denied, Invitation, Left, Machine
 from ..wire.stream import Stream
 from .devices import parse_devices
 from .endpoint import interface_of, listen, parse
 from .gate import Gate
-from .torchrun import GRACE_SECONDS, Rendezvous, cause_of_death
+from .torchrun import GRACE_SECONDS, Meeting, cause_of_death
 from .versions import difference
 
 LAST_WORDS_SECONDS = 1.5
@@ -70,13 +69,12 @@ class Cluster:
 
     def __init__(self, placement: Placement, group_token: str) -> None:
         self._placement = placement
-        self._key = read_key()
+        key = read_key()
         self._group_token = group_token
-        self._run = secrets.token_hex(16)
         self._address, port = parse(placement.rdzv_endpoint)
         self._interface = interface_of(self._address)
         self.machines: list[Remote] = []
-        self.gate = Gate(self._address, port, self._key)
+        self.gate = Gate(self._address, port, key)
         meeting = listen(self._address, 0)
         self._store_port = meeting.getsockname()[1]
         timeout = timedelta(seconds=STORE_SECONDS)
@@ -85,9 +83,10 @@ class Cluster:
         )
 
     @property
-    def store(self) -> str:
-        """Where the ranks meet."""
-        return f"{self._address}:{self._store_port}"
+    def meeting(self) -> Meeting:
+        """For the torchrun of this machine."""
+        store = f"{self._address}:{self._store_port}"
+        return Meeting(store=store, machines=self._placement.nnodes, interface=self._interface)
 
     def gather(self, check: Callable[[], None]) -> None:
         """Wait until every machine is there. `check` is called often, and ends the wait by raising."""
@@ -108,7 +107,6 @@ class Cluster:
                     nnodes=self._placement.nnodes,
                     workers=len(machine.devices),
                     store=self._store_port,
-                    run=self._run,
                     token=self._group_token,
                 )
             )
@@ -125,10 +123,6 @@ class Cluster:
     def _command(self) -> str:
         """What a user types on the other machines."""
         return f"python -m parallel_runtime join {self._placement.rdzv_endpoint} --token-file FILE"
-
-    def rendezvous(self) -> Rendezvous:
-        """For the torchrun of this machine."""
-        return rendezvous(0, self._placement.nnodes, self.store, self._run, self._interface, self._key)
 
     def close(self) -> None:
         for machine in self.machines:
@@ -167,18 +161,3 @@ class Cluster:
                 "devices of the same kind, with --devices there or `devices` in CP Parallel Config"
             )
         return devices
-
-
-def rendezvous(index: int, nnodes: int, store: str, run: str, interface: str, key: str) -> Rendezvous:
-    """Torchrun's c10d rendezvous, its state signed with the key (worker/rendezvous.py). `index` 0 has rank 0.
-
-    Torchrun orders machines by the name in --local-addr. `run` is secret, and the environment is private.
-    """
-    return Rendezvous(
-        arguments=(
-            f"--nnodes={nnodes}", "--rdzv-backend=signed-c10d", f"--rdzv-endpoint={store}",
-            "--rdzv-conf=is_host=false,keep_alive_interval=86400", f"--local-addr={index:05d}",
-        ),
-        interface=interface,
-        secrets={"PET_RDZV_ID": run, KEY: key},
-    )  # fmt: skip

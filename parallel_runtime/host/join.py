@@ -20,9 +20,8 @@ from ..errors import ProtocolError, Refused
 from ..wire.handshake import TOKEN_FILE, read_key
 from ..wire.messages import Denied, Invitation, Left, Machine
 from ..wire.stream import Stream
-from .cluster import rendezvous
 from .endpoint import interface_of, parse
-from .torchrun import Torchrun
+from .torchrun import Meeting, Torchrun
 from .versions import versions
 
 RETRY_SECONDS = 1.0
@@ -66,12 +65,15 @@ class Guest:
     def _run(self, stream: Stream, invitation: Invitation) -> str:
         log.info("[CP] joined: starting %d worker(s)", invitation.workers)
         host, _ = parse(self.endpoint)
-        store = f"{host}:{invitation.store}"
-        interface = interface_of(stream.addresses[0])
-        meeting = rendezvous(invitation.index, invitation.nnodes, store, invitation.run, interface, self.key)
+        meeting = Meeting(
+            store=f"{host}:{invitation.store}",
+            machine=invitation.index,
+            machines=invitation.nnodes,
+            interface=interface_of(stream.addresses[0]),
+        )
         torchrun = Torchrun()
         try:
-            torchrun.start(invitation.workers, self.endpoint, invitation.token, meeting)
+            torchrun.start(invitation.workers, self.endpoint, invitation.token, meeting, self.key)
             while torchrun.running() and not torchrun.failing() and not stream.waiting():
                 time.sleep(POLL_SECONDS)
             if stream.waiting():

@@ -22,7 +22,7 @@ from .cluster import Cluster, Remote
 from .cost import Link, Speed, coarse
 from .journal import Journal
 from .status import Activity
-from .torchrun import GRACE_SECONDS, Torchrun, last_error, on_this_machine
+from .torchrun import GRACE_SECONDS, Meeting, Torchrun, last_error
 
 POLL_SECONDS = 0.1
 
@@ -40,6 +40,7 @@ class Processes:
         self._cluster: Cluster | None = None
         self._torchrun, self._server = _meeting_place(activity.journal)
         self._address = os.path.join(self._torchrun.folder, "socket")
+        self._meeting = Meeting(store=os.path.join(self._torchrun.folder, "store"))
         self._server.listen(placement.world_size)
         self._server.settimeout(POLL_SECONDS)
 
@@ -175,14 +176,13 @@ class Processes:
                 assert self._cluster is not None
                 raise WorkerStartError(self._cluster.missing())
 
-        rendezvous = on_this_machine(self._torchrun.folder)
         if self._placement.nnodes > 1:
             self._cluster = Cluster(self._placement, self._token)
             self._activity.reached("machines")
             self._cluster.gather(check)
-            rendezvous = self._cluster.rendezvous()
+            self._meeting = self._cluster.meeting
         self._activity.reached("processes")
-        self._torchrun.start(len(self._placement.devices), self._address, self._token, rendezvous)
+        self._torchrun.start(len(self._placement.devices), self._address, self._token, self._meeting)
 
     def _callers(self) -> list[Channel]:
         """Who has called since the last time, after a moment."""
@@ -210,10 +210,9 @@ class Processes:
         devices = [self._placement.devices, *(machine.devices for machine in remotes)]
         setups = [comfy, *(machine.comfy(comfy) for machine in remotes)]
         shared = any(len(set(names)) < len(names) for names in devices)
-        store = self._cluster.store if self._cluster else os.path.join(self._torchrun.folder, "store")
         for rank, channel in enumerate(self.channels):
             machine, place = divmod(rank, len(self._placement.devices))
-            channel.send(Welcome(devices[machine][place], store, shared, setups[machine]))
+            channel.send(Welcome(devices[machine][place], self._meeting.store, shared, setups[machine]))
 
     def _cause_of_death(self, rank: int) -> str:
         return self._machine(rank).cause_of_death(self.pids[rank])

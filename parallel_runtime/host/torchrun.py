@@ -14,11 +14,12 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from .. import accelerators
+from ..wire.handshake import KEY
 from .journal import Journal, rank_of
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -33,12 +34,14 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rendezvous:
-    """Where the torchruns of a group meet: arguments and secrets for this one, and its ranks' network interface."""
+class Meeting:
+    """Where the torchruns of a group meet, and their ranks after them: at `store`, a file on one machine and host:port
+    on several, as number `machine` of so many, and by this network `interface`."""
 
-    arguments: tuple[str, ...]
-    interface: str
-    secrets: Mapping[str, str] = field(default_factory=dict)
+    store: str
+    machine: int = 0
+    machines: int = 1
+    interface: str = "lo"
 
 
 class Torchrun:
@@ -54,19 +57,21 @@ class Torchrun:
         self._started = self._reporting = False
         self._secrets: tuple[str, ...] = (self.folder,)
 
-    def start(self, workers: int, address: str, token: str, rendezvous: Rendezvous) -> None:
-        """Start `workers` ranks that will call at `address`, a unix socket or host:port, and show `token`."""
+    def start(self, workers: int, address: str, token: str, meeting: Meeting, key: str = "") -> None:
+        """Start `workers` ranks that will call at `address`, a unix socket, or host:port for who has `key`, and show
+        `token`."""
         command = [
             sys.executable, "-m", f"{PACKAGE.name}.worker.agent",
             f"--nproc-per-node={workers}", "--max-restarts=0", "--monitor-interval=0.1", "--log-dir", self.folder,
-            *rendezvous.arguments,
+            f"--nnodes={meeting.machines}", "--rdzv-backend=told", f"--rdzv-endpoint={meeting.store}",
+            f"--rdzv-conf=machine={meeting.machine}",
             "-m", f"{PACKAGE.name}.worker", address,
         ]  # fmt: skip
-        self._secrets = (token, *rendezvous.secrets.values(), self.folder)
+        self._secrets = (token, key, self.folder)
         self.agent = subprocess.Popen(
             command,
             cwd=PACKAGE.parent,
-            env=environment(workers, token, self.folder, rendezvous),
+            env=environment(workers, token, self.folder, meeting, key),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -134,18 +139,18 @@ class Torchrun:
         stream.close()
 
 
-def environment(workers: int, token: str, folder: str, rendezvous: Rendezvous) -> dict[str, str]:
+def environment(workers: int, token: str, folder: str, meeting: Meeting, key: str = "") -> dict[str, str]:
     """Of torchrun and its workers. A user's own settings win over ours of GPUs and networks."""
     cores = str(max(1, (os.cpu_count() or 1) // workers))
     ours = {
         # Gloo, NCCL and their like listen on their own; on one machine they need no more than loopback.
-        "GLOO_SOCKET_IFNAME": rendezvous.interface,
-        **accelerators.environment(rendezvous.interface),
+        "GLOO_SOCKET_IFNAME": meeting.interface,
+        **accelerators.environment(meeting.interface),
         "OMP_NUM_THREADS": cores,
         "TORCHINDUCTOR_COMPILE_THREADS": cores,  # a pool of processes in each worker
     }
     theirs = _with_an_allocator_of_their_own(os.environ)
-    return {**ours, **theirs, **rendezvous.secrets, "CP_TOKEN": token, "CP_FOLDER": folder, **ENVIRONMENT}
+    return {**ours, **theirs, "CP_TOKEN": token, "CP_FOLDER": folder, KEY: key, **ENVIRONMENT}
 
 
 def _with_an_allocator_of_their_own(environment: Mapping[str, str]) -> dict[str, str]:
@@ -156,20 +161,6 @@ def _with_an_allocator_of_their_own(environment: Mapping[str, str]) -> dict[str,
         if kept := [word for word in words if word and "".join(word.split()) != COMFYUIS_ALLOCATOR]:
             made[name] = ",".join(kept)
     return made
-
-
-def on_this_machine(folder: str) -> Rendezvous:
-    """Torchrun's own rendezvous meets in a file, and so do the ranks: nothing of ours listens on a port.
-
-    A keep-alive would only make that file grow: this torchrun is alone.
-    """
-    return Rendezvous(
-        arguments=(
-            "--nnodes=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={folder}/rendezvous",
-            "--rdzv-conf=store_type=file,keep_alive_interval=86400",
-        ),
-        interface="lo",
-    )  # fmt: skip
 
 
 def cause_of_death(lines: Iterable[str], pid: int, torchrun: int | None = None) -> str:
@@ -193,7 +184,6 @@ def last_error(lines: Iterable[str]) -> str:
 
 ENVIRONMENT = {
     "PYTHONSAFEPATH": "",
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     "PYTHONUNBUFFERED": "1",
     "HF_HUB_OFFLINE": "1",
 }

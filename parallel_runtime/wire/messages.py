@@ -166,13 +166,12 @@ class Machine:
 @dataclass(frozen=True)
 class Invitation:
     """The machine is in: start `workers` ranks, as number `index` of `nnodes` torchruns that meet at the port `store`
-    of the host under the name `run`. The ranks show `token`."""
+    of the host. The ranks show `token`."""
 
     index: int
     nnodes: int
     workers: int
     store: int
-    run: str
     token: str
 
 

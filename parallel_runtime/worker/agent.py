@@ -8,7 +8,6 @@ import runpy
 import shutil
 import sys
 
-from ..wire.handshake import KEY
 from .leash import die_when
 
 AGENT_PID = "CP_AGENT_PID"
@@ -17,9 +16,8 @@ if __name__ == "__main__":
     # A host that was killed could not remove the group's private folder.
     die_when(lambda: os.read(sys.stdin.fileno(), 1), lambda: shutil.rmtree(os.environ["CP_FOLDER"], ignore_errors=True))
     os.environ[AGENT_PID] = str(os.getpid())
-    if key := os.environ.get(KEY):
-        from .rendezvous import register  # the leash must be armed before torch is imported
+    from .rendezvous import register  # the leash must be armed before torch is imported
 
-        register(key)
+    register()
     sys.argv[0] = "torchrun"
     runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)

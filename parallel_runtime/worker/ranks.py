@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ..accelerators import collectives_of
 from ..errors import Refused
+from .rendezvous import store_at
 
 # The host watches for stalls and ends the whole group; a collective that timed out alone would only blur the cause.
 COLLECTIVE_TIMEOUT = timedelta(hours=24)
@@ -50,8 +51,8 @@ def neighbours() -> range:
 def join(device: torch.device, store: str, *, shared: bool) -> None:
     """Make this rank part of the group: by its device's own collectives, by gloo where ranks share a device.
 
-    `store` is a private file on one machine, so that meeting opens no port; host:port on several. With ONE_CARD set
-    ranks that share a GPU use NCCL all the same, through sockets: to try NCCL's code where there is one GPU.
+    `store` is a place of rendezvous.py. With ONE_CARD set ranks that share a GPU use NCCL all the same, through
+    sockets: to try NCCL's code where there is one GPU.
     """
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
@@ -63,19 +64,12 @@ def join(device: torch.device, store: str, *, shared: bool) -> None:
     backend = "cpu:gloo" if shared else collectives_of(device.type)
     dist.init_process_group(
         backend,
-        store=_store(store),
+        store=store_at(store, "ranks"),
         rank=rank(),
         world_size=world_size(),
         timeout=COLLECTIVE_TIMEOUT,
         device_id=device if device.type in backend and device.type != "cpu" else None,
     )
-
-
-def _store(place: str) -> dist.Store:
-    if machines() == 1:
-        return dist.FileStore(place, world_size())
-    host, _, port = place.rpartition(":")
-    return dist.PrefixStore(os.environ["TORCHELASTIC_RUN_ID"], dist.TCPStore(host, int(port), is_master=False))
 
 
 def agree(flag: bool) -> bool:

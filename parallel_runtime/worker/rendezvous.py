@@ -1,60 +1,48 @@
-"""torchrun's c10d rendezvous for several machines: what torchrun would unpickle must carry our signature.
+"""Where a group meets: in a store that the host has made, first its torchruns, each told its number, then their ranks.
 
-Its store answers whoever reaches it; only who has the key can write a state that a torchrun of ours reads.
+torchrun's own rendezvous of several machines unpickles whatever lies in its store.
 """
 
 from __future__ import annotations
 
-import hmac
+import os
 
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
+    RendezvousInfo,
     RendezvousParameters,
-    RendezvousStateError,
+    RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-NAME = "signed-c10d"
-SIGNATURE_BYTES = 32
+NAME = "told"
 
 
-class SignedBackend(RendezvousBackend):
-    """Signs every state that it writes, and raises RendezvousStateError for one that is not signed for this run."""
+def store_at(place: str, who: str) -> Store:
+    """`place` is a private file on one machine, so that meeting opens no port; host:port on several. Keys are those of
+    `who` meets."""
+    if os.path.isabs(place):
+        return PrefixStore(who, FileStore(place))
+    host, _, port = place.rpartition(":")
+    return PrefixStore(who, TCPStore(host, int(port), is_master=False))
 
-    def __init__(self, inner: RendezvousBackend, run_id: str, key: str) -> None:
-        self._inner = inner
-        self._run = run_id.encode()
-        self._key = key.encode()
 
-    @property
-    def name(self) -> str:
+class Told(StaticTCPRendezvous):
+    """torchrun's own for machines that know their numbers, but in a store that is open already."""
+
+    def __init__(self, told: RendezvousParameters) -> None:
+        super().__init__("", 0, int(told.config["machine"]), told.max_nodes, told.run_id, timeout=0)
+        self._place = told.endpoint
+
+    def get_backend(self) -> str:
         return NAME
 
-    def get_state(self) -> tuple[bytes, Token] | None:
-        found = self._inner.get_state()
-        return found and (self._opened(found[0]), found[1])
-
-    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        found = self._inner.set_state(self._signature(state) + state, token)
-        return found and (self._opened(found[0]), *found[1:])
-
-    def _opened(self, signed: bytes) -> bytes:
-        signature, state = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
-        if not hmac.compare_digest(signature, self._signature(state)):
-            raise RendezvousStateError("somebody without the token has written to the rendezvous")
-        return state
-
-    def _signature(self, state: bytes) -> bytes:
-        return hmac.digest(self._key, self._run + state, "sha256")
+    def next_rendezvous(self) -> RendezvousInfo:
+        nowhere = RendezvousStoreInfo("", 0)  # for ranks that meet by torchrun's variables
+        return RendezvousInfo(store_at(self._place, "machines"), self.rank, self.world_size, nowhere)
 
 
-def register(key: str) -> None:
+def register() -> None:
     """Let torchrun know the rendezvous, under NAME."""
-
-    def create(parameters: RendezvousParameters) -> RendezvousHandler:
-        backend, store = create_backend(parameters)
-        return create_handler(store, SignedBackend(backend, parameters.run_id, key), parameters)
-
-    rendezvous_handler_registry.register(NAME, create)
+    rendezvous_handler_registry.register(NAME, Told)

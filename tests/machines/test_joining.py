@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import HashStore
-from torch.distributed.elastic.rendezvous import RendezvousStateError
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 
 from parallel_runtime.errors import Refused, WorkerStartError
 from parallel_runtime.host import group as group_module
@@ -24,7 +23,7 @@ from parallel_runtime.host.versions import difference, versions
 from parallel_runtime.wire.handshake import TOKEN, TOKEN_FILE, read_key
 from parallel_runtime.wire.messages import Cancel, Machine
 from parallel_runtime.wire.stream import Stream
-from parallel_runtime.worker.rendezvous import SignedBackend
+from parallel_runtime.worker.rendezvous import NAME, register
 
 from ..groups import flux_job, spec_of
 from ..tiny import write
@@ -97,17 +96,24 @@ def test_an_offer_that_finds_no_room_is_dropped_and_not_waited_for(gate):
     guest.close()
 
 
-def test_a_rendezvous_state_that_is_not_signed_is_never_unpickled():
-    store = HashStore()
-    plain = C10dRendezvousBackend(store, "run")
-    ours, theirs = SignedBackend(plain, "run", KEY), SignedBackend(plain, "run", OTHER)
-    _, token, _ = ours.set_state(b"a state")
-    assert ours.get_state()[0] == b"a state"
-    with pytest.raises(RendezvousStateError, match="without the token"):
-        theirs.get_state()
-    plain.set_state(b"a pickle of a stranger, as long as a signature", token)
-    with pytest.raises(RendezvousStateError, match="without the token"):
-        ours.get_state()
+def test_nothing_that_a_stranger_writes_where_machines_meet_is_unpickled(monkeypatch):
+    """Who is which machine they have been told, and torchrun asks the store for no more than JSON."""
+
+    def unpickled(*_):
+        raise AssertionError("a stranger's pickle was read")
+
+    monkeypatch.setattr("pickle.loads", unpickled)
+    monkeypatch.setattr("pickle.load", unpickled)
+    register()
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    for prefix in ("", "machines/"):  # under the keys of torchrun's own rendezvous, too
+        PrefixStore(prefix, store).set("torch.rendezvous.none", "a pickle of a stranger")
+    for machine in (1, 0):
+        told = RendezvousParameters(NAME, f"127.0.0.1:{store.port}", "none", 2, 2, machine=str(machine))
+        met = rendezvous_handler_registry.create_handler(told).next_rendezvous()
+        assert (met.rank, met.world_size) == (machine, 2)
+        met.store.set(f"seen by {machine}", "")
+    assert met.store.check(["seen by 0", "seen by 1"])
 
 
 @pytest.mark.parametrize("token", [None, "", "short"])
