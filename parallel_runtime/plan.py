@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 Names = tuple[str, ...]  # of streams, in the order in which they are concatenated
@@ -194,14 +195,12 @@ class Site:
 class Plan:
     """A network's sites in the order in which they run.
 
-    `main` is the stream of the latent. A ControlNet's `residuals` of these kinds are cut like it; others are added to
-    whole tokens. `replicated` streams stay whole on every
-    rank, and only the work of attention on them is shared out. `no_options` are modules (Python's) whose attention gets
-    no transformer_options.
+    A ControlNet's `residuals` of these kinds are cut like the `main` stream; others are added to whole tokens.
+    `replicated` streams stay whole on every rank, and only the work of attention on them is shared out. `no_options`
+    are modules (Python's) whose attention gets no transformer_options.
     """
 
     sites: tuple[Site, ...]
-    main: str = "image"
     residuals: Names = ("input", "output")
     replicated: frozenset[str] = frozenset()
     no_options: Names = ()
@@ -212,6 +211,13 @@ class Plan:
                 f"the plan cuts no stream {', '.join(sorted(strangers))} that could be replicated; it cuts "
                 f"{', '.join(sorted(self.streams))}"
             )
+
+    @cached_property
+    def main(self) -> str:
+        """The stream of the latent: of those that the last stack carries, the first that is not a prompt's."""
+        *_, last = (site for site in self.sites if site.carries)
+        carried = (stream for *_, streams in last.carries for stream in streams)
+        return next(stream for stream in carried if stream not in self.replicated.union(TEXT))
 
     @property
     def streams(self) -> frozenset[str]:

@@ -109,7 +109,6 @@ LUMINA2 = Plan(
         ),
         Site("norm_out", {0: Whole(JOINT)}),
     ),
-    main="joint",
 )
 
 Z_IMAGE_WHOLE = ("attn_mask", "adaln_input")
@@ -119,7 +118,6 @@ Z_IMAGE = Plan(
         Site("layers", {"x": Tokens(JOINT), "freqs_cis": Along(JOINT)}, JOINT, whole=Z_IMAGE_WHOLE),
         Site("all_final_layer.2-1", {"x": Whole(JOINT)}),
     ),
-    main="joint",
 )
 
 
@@ -132,7 +130,7 @@ def _video(stack: str, args: Mapping[str | int, Word], *whole: str) -> Plan:
     """Of video alone; the text is read as keys."""
     own = {"hidden_states": Tokens(VIDEO), **args}
     blocks = Site(stack, own, VIDEO, {"attn2": "local"}, whole=("encoder_hidden_states", *whole))
-    return Plan((blocks, Site("norm_out", {0: Whole(VIDEO)})), main="video")
+    return Plan((blocks, Site("norm_out", {0: Whole(VIDEO)})))
 
 
 WAN = _video("blocks", {"temb": Along(VIDEO, ndim=4), "rotary_emb": _rope(VIDEO, 1)})
@@ -186,7 +184,6 @@ LTX2 = Plan(
         Site("norm_out", {0: Whole(VIDEO)}),
         Site("audio_norm_out", {0: Whole(AUDIO)}),
     ),
-    main="video",
 )  # fmt: skip
 
 HUNYUAN_TOKENS: dict[str | int, Word] = {
@@ -228,7 +225,6 @@ MINIMAX_H3 = Plan(
         ),
         Site("norm_out", {0: Whole(JOINT)}),
     ),
-    main="joint",
 )
 
 PLANS = {

@@ -16,10 +16,8 @@ NETWORK = Network(
                 gathers=True,
             ),
         ),
-        main="audio",
         no_options=("comfy.ldm.ace.ace_step15",),
     ),
-    heads=lambda net: net.decoder.layers[0].self_attn.num_heads,
     width=lambda net: net.decoder.layers[0].self_attn.num_heads * net.decoder.layers[0].self_attn.head_dim,
     patch=lambda net: (net.decoder.patch_size,),
 )

@@ -15,8 +15,6 @@ NETWORK = Network(
             Site("final_linear", {0: Whole(IMAGE)}),
         )
     ),
-    heads=lambda net: net.single_layers[0].attn.n_heads,
     width=lambda net: net.final_linear.in_features,
     text_width=inputs_of("cond_seq_linear"),
-    patch=(1, 2, 2),
 )

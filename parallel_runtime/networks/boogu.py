@@ -29,13 +29,10 @@ PLAN = Plan(
         ),
         Site("norm_out", {"x": Whole(JOINT)}),
     ),
-    main="joint",
 )
 
 NETWORK = Network(
     name="Boogu",
     kinds=("comfy.ldm.boogu.model:BooguTransformer2DModel",),
     plan=PLAN,
-    heads=lambda net: net.single_stream_layers[0].attn.heads,
-    patch=(1, 2, 2),
 )

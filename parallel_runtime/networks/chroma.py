@@ -26,7 +26,6 @@ NETWORK = Network(
     kinds=("comfy.ldm.chroma.model:Chroma",),
     plan=PLAN,
     text_width=inputs_of("txt_in"),
-    patch=(1, 2, 2),
 )
 
 RADIANCE = replace(
@@ -34,5 +33,4 @@ RADIANCE = replace(
     name="Chroma Radiance",
     kinds=("comfy.ldm.chroma_radiance.model:ChromaRadiance",),
     plan=Plan(tuple(replace(site, gathers=True) for site in PLAN.sites if site.carries)),
-    patch=lambda net: (net.patch_size, net.patch_size),
 )

@@ -20,9 +20,5 @@ NETWORK = Network(
             ),
             Site("norm_final", {0: Whole(VIDEO)}),
         ),
-        main="video",
     ),
-    heads=lambda net: net.num_attention_heads,
-    width=lambda net: net.dim,
-    patch=(1, 2, 2),
 )

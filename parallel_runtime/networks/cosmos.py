@@ -19,13 +19,11 @@ PLAN = Plan(
             gathers=True,
         ),
     ),
-    main="video",
 )
 
 NETWORK = Network(
     name="Cosmos Predict2",
     kinds=("comfy.ldm.cosmos.predict2:MiniTrainDIT", "comfy.ldm.anima.model:Anima"),
     plan=PLAN,
-    width=lambda net: net.model_channels,
     patch=(1, 2, 2),
 )

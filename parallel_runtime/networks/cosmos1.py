@@ -17,8 +17,6 @@ NETWORK = Network(
                 gathers="each",
             ),
         ),
-        main="video",
     ),
-    width=lambda net: net.model_channels,
     patch=(1, 2, 2),
 )

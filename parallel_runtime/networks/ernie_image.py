@@ -11,8 +11,6 @@ NETWORK = Network(
             Site("layers", {"x": Tokens(JOINT), "rotary_pos_emb": Along(JOINT)}, attends=JOINT, whole=("temb",)),
             Site("final_norm", {"x": Whole(JOINT)}),
         ),
-        main="joint",
         no_options=("comfy.ldm.ernie.model",),
     ),
-    patch=(1, 1, 1),
 )

@@ -35,5 +35,4 @@ NETWORK = Network(
     plan=PLAN,
     text_width=inputs_of("txt_in"),
     pooled_width=inputs_of("vector_in.in_layer"),
-    patch=lambda net: (1, net.patch_size, net.patch_size),
 )

@@ -29,7 +29,4 @@ NETWORK = Network(
     name="HiDream I1",
     kinds=("comfy.ldm.hidream.model:HiDreamImageTransformer2DModel",),
     plan=PLAN,
-    heads=lambda net: net.num_attention_heads,
-    width=lambda net: net.inner_dim,
-    patch=(1, 2, 2),
 )

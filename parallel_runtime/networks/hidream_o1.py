@@ -27,8 +27,6 @@ NETWORK = Network(
         ),
         replicated=frozenset(PREFIX),
     ),
-    heads=lambda net: net.text_config.num_attention_heads,
     width=lambda net: net.text_config.num_attention_heads * net.text_config.head_dim,
-    patch=lambda net: (net.patch_size, net.patch_size),
     prompt="prefix",
 )

@@ -12,7 +12,6 @@ V2 = Network(
     kinds=("comfy.ldm.hunyuan3d.model:Hunyuan3Dv2",),
     plan=PLAN,
     patch=(1,),
-    heads=lambda net: net.double_blocks[0].num_heads,
     width=lambda net: net.double_blocks[0].hidden_size,
     text_width=inputs_of("cond_in"),
 )
@@ -32,7 +31,6 @@ V2_1 = Network(
             ),
             Site("final_layer", {"x": Whole(POINTS)}),
         ),
-        main="points",
         no_options=("comfy.ldm.hunyuan3dv2_1.hunyuandit",),
     ),
     patch=(1,),

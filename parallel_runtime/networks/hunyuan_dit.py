@@ -22,5 +22,4 @@ NETWORK = Network(
         residuals=("output",),
         no_options=("comfy.ldm.hydit.attn_layers",),
     ),
-    patch=(1, 2, 2),
 )

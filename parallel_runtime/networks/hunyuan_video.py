@@ -40,5 +40,4 @@ NETWORK = Network(
     name="HunyuanVideo",
     kinds=("comfy.ldm.hunyuan_video.model:HunyuanVideo",),
     plan=PLAN,
-    patch=lambda net: net.patch_size,
 )

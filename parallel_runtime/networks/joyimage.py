@@ -21,7 +21,5 @@ NETWORK = Network(
             ),
         )
     ),
-    heads=lambda net: net.double_blocks[0].attn.num_attention_heads,
     width=lambda net: net.img_in.out_channels,
-    patch=(1, 2, 2),
 )

@@ -14,14 +14,10 @@ PLAN = Plan(
             gathers=True,
         ),
     ),
-    main="video",
 )
 
 NETWORK = Network(
     name="Kandinsky 5",
     kinds=("comfy.ldm.kandinsky5.model:Kandinsky5",),
     plan=PLAN,
-    heads=lambda net: net.visual_transformer_blocks[0].self_attention.num_heads,
-    width=lambda net: net.model_dim,
-    patch=(1, 2, 2),
 )

@@ -16,9 +16,7 @@ NETWORK = Network(
             ),
             Site("last", {"x": Whole(JOINT)}),
         ),
-        main="joint",
     ),
-    heads=lambda net: net.heads,
     width=lambda net: net.first.out_features,
     patch=(1, 2, 2),
 )

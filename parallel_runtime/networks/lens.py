@@ -24,7 +24,5 @@ NETWORK = Network(
             Site("norm_out", {"x": Whole(IMAGE)}),
         )
     ),
-    heads=lambda net: net.transformer_blocks[0].attn.heads,
-    width=lambda net: net.inner_dim,
     patch=(1, 1, 1),
 )

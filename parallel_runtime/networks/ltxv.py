@@ -21,10 +21,7 @@ LTXV = Network(
             ),
             Site("norm_out", {0: Whole(VIDEO)}),
         ),
-        main="video",
     ),
-    heads=lambda net: net.num_attention_heads,
-    width=lambda net: net.inner_dim,
     patch=(1, 1, 1),
 )
 
@@ -70,6 +67,5 @@ LTXAV = replace(
                 gathers=True,
             ),
         ),
-        main="video",
     ),
 )

@@ -26,16 +26,12 @@ PLAN = Plan(
         ),
         Site("final_layer", {"x": Whole(JOINT)}),
     ),
-    main="joint",
 )
 
 NETWORK = Network(
     name="Lumina 2 or Z-Image",
     kinds=("comfy.ldm.lumina.model:NextDiT",),
     plan=PLAN,
-    heads=lambda net: net.n_heads,
-    width=lambda net: net.dim,
-    patch=(1, 2, 2),
     padded=lambda net: net.patch_size,
 )
 
@@ -43,6 +39,5 @@ PIXELS = replace(
     NETWORK,
     name="Z-Image in pixels",
     kinds=("comfy.ldm.lumina.model:NextDiTPixelSpace",),
-    plan=Plan(tuple(replace(site, gathers=True) for site in PLAN.sites if site.carries), main="joint"),
-    patch=lambda net: (1, net.patch_size, net.patch_size),
+    plan=Plan(tuple(replace(site, gathers=True) for site in PLAN.sites if site.carries)),
 )

@@ -16,9 +16,6 @@ NETWORK = Network(
             ),
             Site("final_layer", {"x": Whole(JOINT, dim=0)}),
         ),
-        main="joint",
     ),
-    heads=lambda net: net.blocks[0].attn.heads,
     width=lambda net: net.blocks[0].attn.heads * net.blocks[0].attn.head_dim,
-    patch=(1, 2, 2),
 )

@@ -17,10 +17,8 @@ NETWORK = Network(
                 aside=True,  # a window is not what the one before was
             ),
         ),
-        main="audio",
         no_options=("comfy.ldm.minimax_music.dit",),
     ),
-    heads=lambda net: net.diffusion_transformer.transformer.layers[0].self_attn.num_heads,
     width=lambda net: net.diffusion_transformer.transformer.project_in.out_features,
     patch=(1,),
 )

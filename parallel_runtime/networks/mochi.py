@@ -24,9 +24,7 @@ NETWORK = Network(
             ),
             Site("final_layer", {"x": Whole(VIDEO)}),
         ),
-        main="video",
         replicated=frozenset(TEXT + PROMPT),
     ),
     width=lambda net: net.hidden_size_x,
-    patch=(1, 2, 2),
 )

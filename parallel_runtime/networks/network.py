@@ -5,34 +5,49 @@ A network is asked as an object, which may be without weights: what is asked rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain
 from math import prod
 from typing import Any
 
-from ..plan import JOINT, Names, Plan
+from ..plan import JOINT, Names, Plan, Site
+
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "heads")  # what networks and their blocks call them
+WIDTH = ("hidden_size", "inner_dim", "dim", "model_channels", "model_dim")
+
+
+def _patch_size(net: Any) -> Sequence[int]:
+    """Of all sides, or of rows and columns alike."""
+    size = net.patch_size
+    return (1, size, size) if isinstance(size, int) else size
+
+
+def _number(names: Sequence[str], modules: Iterable[Any]) -> int:
+    """What the first of these that has one of the names says by it."""
+    said = (getattr(module, name, None) for module in modules for name in names)
+    return next(number for number in said if isinstance(number, int))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
     """One architecture. `kinds` are its classes, "module:qualified name".
 
-    `patch`: how many of a latent's last dims (frames, rows, columns) make a token; or what says so of a network.
-    `prompt`: the stream of the text's tokens, if the plan cuts it. `heads`: of its attention. `width`: heads x head
-    size. `text_width` and `pooled_width` are those of a prompt, None where the network does not say. `fits`: whether
-    the plan is for this one of the class; it runs undivided if not. `padded`: to multiples of what the latent is padded
-    that patches between its blocks are shown. `together`: it goes by where prompts and images are in its batch, so that
-    they are shared out to nobody.
+    `patch`: how many of a latent's last dims (frames, rows, columns) make a token, or what says so of a network; its
+    `patch_size` where nothing is said. `width`: heads x head size, where the network does not have it under a name of
+    WIDTH. `prompt`: the stream of the text's tokens, if the plan cuts it. `text_width` and `pooled_width` are those of
+    a prompt, None where the network does not say. `fits`: whether the plan is for this one of the class; it runs
+    undivided if not. `padded`: to multiples of what the latent is padded that patches between its blocks are shown.
+    `together`: it goes by where prompts and images are in its batch, so that they are shared out to nobody.
     """
 
     name: str
     kinds: Names
     plan: Plan
-    patch: Sequence[int] | Callable[[Any], Sequence[int]]
+    patch: Sequence[int] | Callable[[Any], Sequence[int]] = _patch_size
     prompt: str = "text"
-    heads: Callable[[Any], int] = lambda net: net.num_heads
-    width: Callable[[Any], int] = lambda net: net.hidden_size
+    width: Callable[[Any], int] = lambda net: _number(WIDTH, [net])
     text_width: Callable[[Any], int | None] = lambda net: None
     pooled_width: Callable[[Any], int | None] = lambda net: None
     fits: Callable[[Any], bool] = lambda net: True
@@ -41,9 +56,14 @@ class Network:
 
     def layers(self, net: Any) -> int:
         """Blocks that run one after another and attend; of those beside others, such as have the latent's tokens."""
-        stacks = [site for site in self.plan.sites if site.carries and (site.attends or site.within)]
-        of_latent = [site for site in stacks if not site.beside or any(self.plan.main in of for *_, of in site.carries)]
-        return sum(len(reduce(getattr, site.name.split("."), net)) for site in of_latent)
+        main = self.plan.main
+        of_latent = [site for site in self._attending if not site.beside or any(main in of for *_, of in site.carries)]
+        return sum(len(_stack(net, site)) for site in of_latent)
+
+    def heads(self, net: Any) -> int:
+        """Of its attention: what the network says, or the first part of its blocks that does."""
+        parts = (part for site in self._attending for part in _stack(net, site).modules())
+        return _number(HEADS, chain([net], parts))
 
     def tokens(self, net: Any, latent_shape: Sequence[int], text: int) -> dict[str, int]:
         """What a latent of this shape, [B, C, (T,) H, W], and so much text make of the streams that are cut."""
@@ -53,6 +73,14 @@ class Network:
         if self.plan.main in JOINT:
             return {self.plan.main: count + text}
         return {self.plan.main: count} | ({self.prompt: text} if self.prompt in self.plan.streams else {})
+
+    @property
+    def _attending(self) -> list[Site]:
+        return [site for site in self.plan.sites if site.carries and (site.attends or site.within)]
+
+
+def _stack(net: Any, site: Site) -> Any:
+    return reduce(getattr, site.name.split("."), net)
 
 
 def inputs_of(path: str) -> Callable[[Any], int | None]:

@@ -35,13 +35,10 @@ PLAN = Plan(
         ),
         Site("norm_out", {"x": Whole(JOINT)}),
     ),
-    main="joint",
 )
 
 NETWORK = Network(
     name="OmniGen 2",
     kinds=("comfy.ldm.omnigen.omnigen2:OmniGen2Transformer2DModel",),
     plan=PLAN,
-    heads=lambda net: net.layers[0].attn.heads,
-    patch=(1, 2, 2),
 )

@@ -19,5 +19,4 @@ NETWORK = Network(
         ),
         no_options=("comfy.ldm.pixart.blocks",),
     ),
-    patch=(1, 2, 2),
 )

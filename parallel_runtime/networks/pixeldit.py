@@ -21,9 +21,7 @@ def pixels(name: str, kind: str, *sites: Site) -> Network:
         name=name,
         kinds=(f"comfy.ldm.pixeldit.{kind}",),
         plan=Plan((*sites, BLOCKS)),
-        heads=lambda net: net.num_groups,
         text_width=inputs_of("y_embedder.proj"),
-        patch=lambda net: (net.patch_size, net.patch_size),
     )
 
 

@@ -29,12 +29,7 @@ NETWORK = Network(
     name="Qwen-Image",
     kinds=("comfy.ldm.qwen_image.model:QwenImageTransformer2DModel",),
     plan=PLAN,
-    heads=lambda net: net.transformer_blocks[0].attn.heads,
-    width=lambda net: net.inner_dim,
     text_width=inputs_of("txt_in"),
-    patch=(1, 2, 2),
 )
 
-MAGE_FLOW = replace(
-    NETWORK, name="Mage-Flow", kinds=("comfy.ldm.mage_flow.model:MageFlowTransformer2DModel",), patch=(1, 1, 1)
-)
+MAGE_FLOW = replace(NETWORK, name="Mage-Flow", kinds=("comfy.ldm.mage_flow.model:MageFlowTransformer2DModel",))

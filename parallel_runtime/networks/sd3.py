@@ -21,5 +21,4 @@ NETWORK = Network(
     plan=PLAN,
     text_width=inputs_of("context_embedder"),
     pooled_width=inputs_of("y_embedder.mlp.0"),
-    patch=(1, 2, 2),
 )

@@ -21,11 +21,8 @@ NETWORK = Network(
                 gathers=True,
             ),
         ),
-        main="audio",
     ),
-    heads=lambda net: net.transformer.layers[0].self_attn.num_heads,
     width=lambda net: net.transformer.dim,
-    patch=(1,),
     fits=lambda net: (
         not any(getattr(part, "feat_scale", False) or hasattr(part, "depthwise_conv") for part in net.modules())
     ),

@@ -27,10 +27,8 @@ NETWORK = Network(
         "comfy.ldm.wan.model:SCAIL2WanModel",
         "comfy.ldm.wan.ar_model:CausalWanModel",  # not frame by frame, with the keys that its sampler keeps
     ),
-    plan=Plan((BLOCKS, HEAD), main="video"),
-    width=lambda net: net.dim,
+    plan=Plan((BLOCKS, HEAD)),
     text_width=inputs_of("text_embedding.0"),
-    patch=(1, 2, 2),
 )
 
 VACE_BLOCKS = replace(
@@ -45,14 +43,12 @@ VACE = replace(
     NETWORK,
     name="Wan VACE",
     kinds=("comfy.ldm.wan.model:VaceWanModel",),
-    plan=Plan((BLOCKS, VACE_BLOCKS, HEAD), main="video"),
+    plan=Plan((BLOCKS, VACE_BLOCKS, HEAD)),
 )
 
 
 def driven(name: str, kind: str, *sites: Site, blocks: Site = BLOCKS) -> Network:
-    return replace(
-        NETWORK, name=name, kinds=(f"comfy.ldm.wan.{kind}",), plan=Plan((blocks, *sites, HEAD), main="video")
-    )
+    return replace(NETWORK, name=name, kinds=(f"comfy.ldm.wan.{kind}",), plan=Plan((blocks, *sites, HEAD)))
 
 
 def injector(name: str) -> Site:
