@@ -187,9 +187,6 @@ class Model:
     def agree(self) -> None:
         """Once all ranks have loaded it: what by their devices they would do in different ways. Collective."""
 
-    def finish(self) -> None:
-        """After a job that did not fail."""
-
     def compile(self, compilation: Compilation | None) -> None:
         """Every later forward runs compiled, block by block where the network's blocks are known; None for eager."""
         if (self.compiled and self.compiled[0]) == compilation:
@@ -271,15 +268,16 @@ class Models:
             model.rest()
         self._give_back()
 
-    def rest(self) -> None:
-        """Give back the memory that only a run needs."""
-        self._buffers.give_back()
-        give_back_cache(self._device)
+    def rest(self, *, briefly: bool = False) -> None:
+        """After a job nothing is on its way. Unless the next is a moment away, give back what only a run needs."""
+        self._buffers.rest()
+        if not briefly:
+            self._buffers.give_back()
+            give_back_cache(self._device)
 
     def recover(self) -> None:
         """After a job that was refused in its middle: nothing is on its way, and nobody holds its tensors."""
-        for model in self.loaded:
-            model.finish()
+        self._buffers.rest()
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         self._give_back()

@@ -128,9 +128,7 @@ class Worker:
         result: dict[str, Any] | None = None
         with contextlib.suppress(Cancelled), telling(pulse.compiling):
             result = self._loops[type(job)](model, job, pulse)
-        model.finish()
-        if not isinstance(job, EvaluationJob | VAEJob):  # of these the next is a moment away
-            self._models.rest()
+        self._models.rest(briefly=isinstance(job, EvaluationJob | VAEJob))  # of these the next is a moment away
         if result is None:
             return Done(request.job, cancelled=True, readings=pulse.readings()), None
         found = write_bundle(result) if rank() == 0 else None  # waits for the device, which the time must count

@@ -10,13 +10,11 @@ from typing import Any
 import comfy.model_management
 import torch
 
-from ...blocks import blocks_of
 from ...errors import Refused
 from ..models import Model
 from ..ranks import agree, everybodys
 from ..step_cache import StepCache
 from ..weights.places import Place
-from ..weights.store import Store, fetched_of, large_layers
 from .code import rebuild
 from .patch_models import PatchModels
 from .reach import reaching
@@ -32,7 +30,6 @@ class ComfyModel(Model):
 
     patcher: Any = None
     patched: tuple[str, dict[str, list[Any]]] = field(default=("", {}))
-    place: Place | None = None
     caching: bool = False  # does a step cache decide which blocks run?
     patch_models: PatchModels = field(default_factory=PatchModels)  # this rank's
     computed: torch.dtype | None = None  # in what all ranks have, where ComfyUI chooses by their devices
@@ -58,25 +55,10 @@ class ComfyModel(Model):
 
     def keep(self, place: Place | None) -> None:
         """Have the weights at rest there, from the next load on; None: whole on the device."""
-        if place is not self.place:
+        merged, place = self.patcher.merged, place if self.architecture else None
+        if place is not (merged.away and merged.away.place):
             self.rest()
-            self.place = place
-            self.patcher.merged.away = self._away(place) if place and self.architecture else None
-
-    def _away(self, place: Place) -> Away:
-        assert self.architecture is not None
-        blocks, least = blocks_of(self.network, self.architecture.plan), min(place.residents)
-        others = [] if least else large_layers(self.network, blocks)
-        fetched = fetched_of(blocks, place.resident, place.residents)
-        away = fetched_of(blocks, least, place.residents)
-        return Away(
-            blocks=away,
-            others=others,
-            fetched=[*fetched, *([] if place.resident else others)],
-            share=place.share,
-            store=lambda: Store(self.network, place.source(), place.buffers),
-            in_file=place.in_main_memory,
-        )
+            merged.away = Away.of(self.network, self.architecture.plan, place) if place and self.architecture else None
 
     def load(self, patcher: Weights) -> None:
         """Put it on the device. Where there is too little room on any rank, all of them let the other models go:
@@ -100,7 +82,7 @@ class ComfyModel(Model):
 
     def objection(self) -> str:
         current = self.patcher.model.current_patcher
-        if self.place is not None:
+        if self.patcher.merged.away is not None:
             return "weights are fetched block by block"
         if self.caching:
             return "a step cache decides which blocks run"
@@ -113,10 +95,6 @@ class ComfyModel(Model):
         self.caching = cache is not None
         if store := self.patcher.merged.store:
             store.skips = cache.skips if cache else lambda block: False
-
-    def finish(self) -> None:
-        if store := self.patcher.merged.store:
-            store.rest()
 
     def clone(self, patches: Patches | None, on_share: Callable[[float], None]) -> Weights:
         """A MODEL with `spec.patches` on it, as nodes/patches.py describes them; None where they are here."""

@@ -12,28 +12,32 @@ import comfy.utils
 import torch
 from comfy.model_patcher import key_param_name_to_key
 
+from ...blocks import blocks_of
 from ...mapped import Backup, Mapped
-from ..weights.store import Store, weight_bytes
+from ...plan import Plan
+from ..weights.places import Place
+from ..weights.store import Store, fetched_of, large_layers, weight_bytes
 
 ALL = 1e32  # bytes: more than any device has
 
 
 @dataclass(frozen=True, eq=False)
 class Away:
-    """Modules of whose weights some rank has only a `share` on its device at rest: `blocks` in the order in which they
-    run, and `others`. This rank has them whole, but for those `fetched`. `in_file`: main memory is the device, and what
-    no patch changes is fine where it is, in the file."""
+    """Modules of whose weights some rank has only a share on its device at rest, the others in a `place`: `blocks` in
+    the order in which they run, and `others`. This rank has them whole, but for those `fetched`."""
 
+    place: Place
     blocks: list[torch.nn.Module]
     others: list[torch.nn.Module]
     fetched: list[torch.nn.Module]
-    share: float
-    store: Callable[[], Store]
-    in_file: bool
 
-    @property
-    def units(self) -> list[torch.nn.Module]:
-        return [*self.blocks, *self.others]
+    @classmethod
+    def of(cls, network: torch.nn.Module, plan: Plan, place: Place) -> Away:
+        blocks, least = blocks_of(network, plan), min(place.residents)
+        others = [] if least else large_layers(network, blocks)
+        fetched = fetched_of(blocks, place.resident, place.residents)
+        away = fetched_of(blocks, least, place.residents)
+        return cls(place, away, others, [*fetched, *([] if place.resident else others)])
 
 
 @dataclass(eq=False)
@@ -72,7 +76,7 @@ class Weights(Mapped):
         if away is None:
             return int(super().model_size())
         size = weight_bytes(self.model)  # not what it was when it was loaded: patches widen weights
-        elsewhere = (1 - away.share) * sum(map(weight_bytes, away.fetched))
+        elsewhere = (1 - away.place.share) * sum(map(weight_bytes, away.fetched))
         return max(1, size - int(elsewhere if store is None else store.away_bytes - store.device_bytes))
 
     def partially_load(
@@ -126,8 +130,8 @@ class Weights(Mapped):
     ) -> None:
         """ComfyUI writes into the weight; one that is in the store has to be whole for that."""
         store, (module, name) = self.merged.store, self._owner(key)
-        number = store.number_of(module) if store is not None else None
-        if store is None or number is None or key not in combined_patches:
+        unit = store.unit_of(module) if store is not None else None
+        if store is None or unit is None or key not in combined_patches:
             super().patch_hook_weight_to_device(hooks, combined_patches, key, original_weights, memory_counter)
             return
         device = self.model.device
@@ -137,12 +141,12 @@ class Weights(Mapped):
         self.settle(module)
         super().patch_hook_weight_to_device(hooks, combined_patches, key, original_weights, memory_counter)
         self.hook_backup[key] = (self.backup[key].weight, device)
-        store.change(number, module, name)
+        store.change(unit, module, name)
 
     def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
         store = self.merged.store
         if store is not None and self.hook_backup:
-            for key in [key for key in self.hook_backup if store.number_of(self._owner(key)[0]) is not None]:
+            for key in [key for key in self.hook_backup if store.unit_of(self._owner(key)[0])]:
                 del self.hook_backup[key]
             store.restore()
         super().unpatch_hooks(whitelist_keys_set)
@@ -151,8 +155,9 @@ class Weights(Mapped):
         """What is away, in a new store: patched and cast as ComfyUI would, module by module."""
         away = self.merged.away
         assert away is not None
-        store, listed = away.store(), {id(module): (name, params) for *_, name, module, params in self._load_list()}
-        for number, unit in enumerate(units := away.units):
+        store = Store(self.model.diffusion_model, away.place.source(), away.place.buffers)
+        listed = {id(module): (name, params) for *_, name, module, params in self._load_list()}
+        for number, unit in enumerate(units := [*away.blocks, *away.others]):
             if any(parameter.is_meta for parameter in unit.parameters()):
                 continue  # the file has not got it, and ComfyUI makes it up
             for module in unit.modules():
@@ -170,8 +175,8 @@ class Weights(Mapped):
     def _put(self, store: Store, unit: torch.nn.Module, *, block: bool, kept: bool) -> None:
         own = {name: self.own[name] for name in self._names(unit)}
         current = dict(zip(own, unit.parameters(), strict=True))
-        assert self.merged.away is not None
-        if self.merged.away.in_file and all(own[name].data_ptr() == current[name].data_ptr() for name in own):
+        # Main memory is the device: what no patch changes is fine where it is.
+        if not store.source.staged and all(own[name].data_ptr() == current[name].data_ptr() for name in own):
             self.merged.in_file_bytes += 0 if kept else weight_bytes(unit)
             return
         store.put(unit, block=block, kept=kept)

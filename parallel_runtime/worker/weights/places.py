@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...specs import Storage
-from ..engine.exchange import Pending, gather_into
+from ..engine.exchange import gather_into
 from ..engine.mesh import Axis
 from ..engine.streams import chunk_sizes
 from ..ranks import everybodys, neighbours, rank
 from .slab import PAGE, Slab
-from .store import Buffers, Source
+from .store import Arriving, Buffers, Source
 
 log = logging.getLogger(__name__)
 
@@ -27,45 +27,30 @@ FD_BITS = 20
 @dataclass(frozen=True, eq=False)
 class Place:
     """Where weights are of which only a `share` is on the device at rest, but for `resident` blocks. Other ranks may
-    have other numbers of them: `residents` are all that there are. `in_main_memory`: that is the device itself, and
-    what lies in a file is there."""
+    have other numbers of them: `residents` are all that there are."""
 
     resident: int
     residents: frozenset[int]
     share: float
     source: Callable[[], Source]
     buffers: Buffers
-    in_main_memory: bool
 
 
 def place(storage: Storage, axis: Axis, device: torch.device, buffers: Buffers) -> Place | None:
     """`axis` is the ranks that a shard's parts are on, of a group of its own; None where weights are whole."""
     residents = frozenset(storage.residents or (storage.resident,))
     if storage.mode == "offload":
-        staged = device.type != "cpu"
 
         def copy() -> Source:
-            return HostCopy(device, neighbours(), rank(), staged=staged)
+            return HostCopy(device, neighbours(), rank(), staged=device.type != "cpu")
 
-        return Place(storage.resident_on(rank()), residents, 0.0, copy, buffers, in_main_memory=not staged)
+        return Place(storage.resident_on(rank()), residents, 0.0, copy, buffers)
     if storage.mode == "shard" and axis.size > 1:
         parts = tuple(storage.parts[peer] for peer in axis.ranks) if storage.parts else (1,) * axis.size
         axis = replace(axis, shares=parts)
         share = parts[axis.index] / sum(parts)
-        return Place(storage.resident, residents, share, lambda: Shards(axis), buffers, in_main_memory=False)
+        return Place(storage.resident, residents, share, lambda: Shards(axis), buffers)
     return None
-
-
-@dataclass(frozen=True, eq=False)
-class Copying:
-    """A copy to the device under way."""
-
-    done: torch.cuda.Event | None = None
-
-    def wait(self) -> None:
-        """What is computed from here on finds it there."""
-        if self.done is not None:
-            torch.cuda.current_stream().wait_event(self.done)
 
 
 class HostCopy:
@@ -79,14 +64,13 @@ class HostCopy:
     device_bytes = 0
 
     def __init__(self, device: torch.device, ranks: Sequence[int], rank: int, *, staged: bool) -> None:
-        self._staged = staged
+        self.staged = staged
         self._peers = list(ranks)
         self._mine = self._peers.index(rank)
         self._file = os.memfd_create("cp-weights", os.MFD_CLOEXEC)
         self._ends = [0] * len(self._peers)
         self._places: list[tuple[int, int, int]] = []
         self._mapped: list[Tensor] = []
-        self._own: dict[int, Tensor] = {}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def keep(self, slab: Slab, like: Tensor) -> None:
@@ -99,38 +83,27 @@ class HostCopy:
             os.posix_fallocate(self._file, start, slab.size)
             slab.write(torch.frombuffer(mmap.mmap(self._file, slab.size, offset=start), dtype=torch.uint8))
 
-    def seal(self) -> None:
-        """All of it is written, by all ranks. Collective."""
+    def seal(self) -> list[Tensor]:
+        """All of it is written, by all ranks, and of each slab this rank has all. Collective."""
         files = everybodys(os.getpid() << FD_BITS | self._file)
         for peer, size in zip(self._peers, self._ends, strict=True):
             self._mapped.append(_mapped(files[peer], size))
         if self._stream is not None and not all(map(_locked, self._mapped)):
             log.warning("[CP] the weights in main memory could not be page-locked: copying them will take longer")
+        return [self._mapped[writer][start : start + size] for writer, start, size in self._places]
 
-    def at_rest(self, number: int) -> Tensor | None:
-        """What need not be fetched: a device that is main memory itself has it already."""
-        return None if self._staged else self._bytes(number)
+    def first(self, size: int) -> int:
+        return 0
 
-    def change(self, number: int, module: nn.Module, name: str, slab: Slab) -> None:
-        """Another weight for a while: for this rank, since those of other lanes may have others."""
-        if number not in self._own:
-            self._own[number] = self._bytes(number).clone()
-        slab.write(self._own[number], 0, (module, name))
-
-    def restore(self) -> list[int]:
-        """What was kept, again; which were changed."""
-        changed = list(self._own)
-        self._own.clear()
-        return changed
-
-    def fetch(self, number: int, memory: Tensor) -> Copying:
+    def fetch(self, part: Tensor, memory: Tensor) -> Arriving:
         if self._stream is None:
-            memory.copy_(self._bytes(number))
-            return Copying()
+            memory.copy_(part)
+            return lambda: None
         self._stream.wait_stream(torch.cuda.current_stream())  # by then nobody reads what was in `memory`
         with torch.cuda.stream(self._stream):
-            memory.copy_(self._bytes(number), non_blocking=True)
-            return Copying(self._stream.record_event())
+            memory.copy_(part, non_blocking=True)
+        done = self._stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(done)
 
     def close(self) -> None:
         if self._stream is not None:
@@ -138,16 +111,9 @@ class HostCopy:
             for memory in self._mapped:
                 torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
         self._mapped.clear()
-        self._own.clear()
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
-
-    def _bytes(self, number: int) -> Tensor:
-        if number in self._own:
-            return self._own[number]
-        writer, start, size = self._places[number]
-        return self._mapped[writer][start : start + size]
 
 
 def _mapped(file: int, size: int) -> Tensor:
@@ -175,10 +141,11 @@ class Shards:
     that each keeps.
     """
 
+    staged = True
+
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
         self._parts: list[Tensor] = []
-        self._before: dict[int, Tensor] = {}
 
     @property
     def ranks(self) -> int:
@@ -190,43 +157,23 @@ class Shards:
 
     def keep(self, slab: Slab, like: Tensor) -> None:
         """This rank's part, on the device of `like`."""
-        sizes = self._sizes(slab.size)
-        part = like.new_zeros(sizes[self._axis.index])
-        slab.write(part, first=self._first(sizes))
+        part = like.new_zeros(self._sizes(slab.size)[self._axis.index])
+        slab.write(part, self.first(slab.size))
         self._parts.append(part)
 
-    def seal(self) -> None:
+    def seal(self) -> list[Tensor]:
         """All are kept."""
+        return list(self._parts)
 
-    def at_rest(self, number: int) -> Tensor | None:
-        """No rank has all of it."""
-        return None
+    def first(self, size: int) -> int:
+        return sum(self._sizes(size)[: self._axis.index])
 
-    def change(self, number: int, module: nn.Module, name: str, slab: Slab) -> None:
-        """Another weight for a while."""
-        if number not in self._before:
-            self._before[number] = self._parts[number]
-            self._parts[number] = self._parts[number].clone()
-        slab.write(self._parts[number], self._first(self._sizes(slab.size)), (module, name))
-
-    def restore(self) -> list[int]:
-        """What was kept, again; which were changed."""
-        changed = list(self._before)
-        for number in changed:
-            self._parts[number] = self._before.pop(number)
-        return changed
-
-    def fetch(self, number: int, memory: Tensor) -> Pending:
-        return gather_into(memory, self._parts[number], self._sizes(memory.numel()), self._axis)
+    def fetch(self, part: Tensor, memory: Tensor) -> Arriving:
+        return gather_into(memory, part, self._sizes(memory.numel()), self._axis).wait
 
     def close(self) -> None:
         self._parts.clear()
-        self._before.clear()
 
     def _sizes(self, size: int) -> list[int]:
         """The bytes of so many that each rank keeps."""
         return [pages * PAGE for pages in chunk_sizes(size // PAGE, self._axis.parts)]
-
-    def _first(self, sizes: Sequence[int]) -> int:
-        """Where this rank's part begins."""
-        return sum(sizes[: self._axis.index])

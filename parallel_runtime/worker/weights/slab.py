@@ -18,7 +18,7 @@ PAGE = 4096
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """One plain tensor of a parameter: where it begins, how many bytes it has, and what it looks like."""
+    """One plain tensor of a parameter: where it begins, how many bytes it has, and what it looks like, without any."""
 
     start: int
     size: int
@@ -32,13 +32,14 @@ class Slab:
     """Laid out by the block's parameters as they are when it is made; `size` is that of pages that `ranks` divide."""
 
     def __init__(self, block: nn.Module, ranks: int = 1) -> None:
-        self._owners: list[tuple[nn.Module, str, Tensor, list[Span]]] = []
+        self._owners: list[tuple[nn.Module, str, nn.Parameter, list[Span]]] = []
         self._end = 0
         for module in block.modules():
             for name, weight in module._parameters.items():
                 if weight is not None:
                     spans = [self._span(piece) for piece in pieces(weight)]
-                    self._owners.append((module, name, weight, spans))
+                    shell = around(weight, [span.like for span in spans])
+                    self._owners.append((module, name, shell, spans))
         self.size = -(-self._end // (PAGE * ranks)) * PAGE * ranks
 
     @property
@@ -66,16 +67,13 @@ class Slab:
 
     def empty(self) -> None:
         """Parameters that look as before, without memory, until `bind`."""
-        for index, (module, name, weight, spans) in enumerate(self._owners):
-            spans = [Span(span.start, span.size, hollow(span.like)) for span in spans]
-            shell = around(weight, [span.like for span in spans])
+        for module, name, shell, _ in self._owners:
             module._parameters[name] = shell
-            self._owners[index] = (module, name, shell, spans)
 
     def bind(self, memory: Tensor) -> None:
         """Parameters that are views of `memory`, whatever will be in it."""
-        for module, name, weight, spans in self._owners:
-            module._parameters[name] = around(weight, [span.view(memory) for span in spans])
+        for module, name, shell, spans in self._owners:
+            module._parameters[name] = around(shell, [span.view(memory) for span in spans])
 
     def _spans(self) -> Iterator[Span]:
         return (span for *_, spans in self._owners for span in spans)
@@ -84,7 +82,7 @@ class Slab:
         """On the CPU as far into a line as it was: there a file's weights begin anywhere."""
         within = piece.data_ptr() % CPU_LINE if piece.device.type == "cpu" else 0
         within = 0 if within % piece.element_size() else within
-        span = Span(self._end + within, piece.numel() * piece.element_size(), piece)
+        span = Span(self._end + within, piece.numel() * piece.element_size(), hollow(piece))
         self._end += -(-(within + span.size) // LINE) * LINE
         return span
 

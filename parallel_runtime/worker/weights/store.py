@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -25,44 +26,84 @@ def released(memory: Tensor) -> None:
     """Nobody reads it before it is fetched into again. Tests put a function here that fills it with NaN."""
 
 
-class Arriving(Protocol):
-    def wait(self) -> object: ...
+Arriving = Callable[[], object]  # waits for it
 
 
 class Source(Protocol):
-    """Where the bytes are at rest. `ranks` must divide a slab's size; `device_bytes` are those on this device."""
+    """Where the bytes are at rest: of each slab this rank's part, which begins at `first`. `ranks` must divide a slab's
+    size; `device_bytes` are those on this device. `staged`: they are fetched where a block runs, else they are there.
+    """
 
     @property
     def ranks(self) -> int: ...
     @property
     def device_bytes(self) -> int: ...
+    @property
+    def staged(self) -> bool: ...
     def keep(self, slab: Slab, like: Tensor) -> None: ...
-    def seal(self) -> None: ...
-    def at_rest(self, number: int) -> Tensor | None: ...
-    def change(self, number: int, module: nn.Module, name: str, slab: Slab) -> None: ...
-    def restore(self) -> list[int]: ...
-    def fetch(self, number: int, memory: Tensor) -> Arriving: ...
+    def seal(self) -> list[Tensor]: ...
+    def first(self, size: int) -> int: ...
+    def fetch(self, part: Tensor, memory: Tensor) -> Arriving: ...
     def close(self) -> None: ...
 
 
+@dataclass(eq=False)
+class Unit:
+    """A block, or a layer outside of blocks, with its `part` at rest; `before` it was changed for a while."""
+
+    module: nn.Module
+    slab: Slab
+    slot: int
+    part: Tensor
+    before: Tensor | None = None
+
+
 class Buffers:
-    """Memory that blocks are fetched into: a few storages of a device, which all of its models use in turn. They grow
-    and are given back while views of them stay what they are."""
+    """Memory that units are fetched into: a few storages of a device, which all of its models use in turn, and what is
+    in them. They grow and are given back while views of them stay what they are."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._storages: dict[int, torch.UntypedStorage] = {}
+        self._there: dict[int, Unit] = {}  # by slot: what is in it, or on its way
+        self._arriving: dict[int, Arriving] = {}
 
-    def memory(self, number: int, size: int) -> Tensor:
-        """The first `size` bytes of storage `number`."""
-        storage = self._storages.setdefault(number, torch.UntypedStorage(0, device=self._device))
+    def memory(self, slot: int, size: int) -> Tensor:
+        """The first `size` bytes of a storage."""
+        storage = self._storages.setdefault(slot, torch.UntypedStorage(0, device=self._device))
         if storage.nbytes() < size:
             storage.resize_(0)  # nothing worth copying
             storage.resize_(size)
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (size,), (1,))
 
+    def fetch(self, unit: Unit, source: Source) -> bool:
+        """Begin to, where it is not there; returns whether it was not."""
+        if self._there.get(unit.slot) is unit:
+            return False
+        self.arrive(unit.slot)
+        self._there[unit.slot] = unit
+        self._arriving[unit.slot] = source.fetch(unit.part, self.memory(unit.slot, unit.slab.size))
+        return True
+
+    def arrive(self, slot: int) -> None:
+        """What is on its way there is there."""
+        if wait := self._arriving.pop(slot, None):
+            wait()
+
+    def release(self, unit: Unit) -> None:
+        """It has run."""
+        if self._there.get(unit.slot) is unit:
+            del self._there[unit.slot]
+            released(self.memory(unit.slot, unit.slab.size))
+
+    def rest(self) -> None:
+        """What was fetched and not used is forgotten, so that all ranks begin the next job alike."""
+        for slot in list(self._arriving):
+            self.arrive(slot)
+        self._there.clear()
+
     def give_back(self) -> None:
-        """Until `memory` is asked for again, views of it must not be read."""
+        """After `rest`. Until `memory` is asked for again, views of it must not be read."""
         for storage in self._storages.values():
             storage.resize_(0)
 
@@ -75,127 +116,113 @@ class Store:
         self.fetches = 0
         self.skips: Callable[[nn.Module], bool] = lambda block: False
         self._network = network
-        self._source = source
+        self.source = source
         self._buffers = buffers
-        self._modules: list[nn.Module] = []
-        self._slabs: list[Slab] = []
-        self._slots: list[int] = []
-        self._there: dict[int, int] = {}  # slot to the slab that is in it or on its way
-        self._arriving: dict[int, Arriving] = {}
+        self._units: list[Unit] = []
         self._handles: list[RemovableHandle] = []
+
+    @property
+    def away(self) -> list[Unit]:
+        """What is fetched."""
+        return [unit for unit in self._units if unit.slot != KEPT]
 
     @property
     def away_bytes(self) -> int:
         """Weights that are fetched."""
-        return sum(slab.nbytes for slab, slot in zip(self._slabs, self._slots, strict=True) if slot != KEPT)
+        return sum(unit.slab.nbytes for unit in self.away)
 
     @property
     def device_bytes(self) -> int:
         """What of them is at rest on this device."""
-        return self._source.device_bytes
+        return self.source.device_bytes
 
     def put(self, module: nn.Module, *, block: bool = True, kept: bool = False) -> None:
         """Take the parameters of `module` as they are; they have no memory then. `block`: one of those that run in
         the order in which they are put. `kept`: only other ranks fetch it, and here it stays as it is."""
-        slab = Slab(module, self._source.ranks)
-        self._source.keep(slab, torch.empty(0, dtype=torch.uint8, device=next(module.parameters()).device))
+        slab = Slab(module, self.source.ranks)
+        like = torch.empty(0, dtype=torch.uint8, device=next(module.parameters()).device)
+        self.source.keep(slab, like)
         if not kept:
             slab.empty()
-        before = sum(slot < BLOCKS for slot in self._slots)
-        self._modules.append(module)
-        self._slabs.append(slab)
-        self._slots.append(KEPT if kept else before % BLOCKS if block else BLOCKS)
+        before = sum(unit.slot < BLOCKS for unit in self._units)
+        self._units.append(Unit(module, slab, KEPT if kept else before % BLOCKS if block else BLOCKS, like))
 
     def seal(self) -> None:
         """All weights are here, those of the other ranks too. Collective."""
-        layouts = hashlib.sha256("".join(slab.layout for slab in self._slabs).encode())
+        layouts = hashlib.sha256("".join(unit.slab.layout for unit in self._units).encode())
         if len(set(everybodys(int.from_bytes(layouts.digest()[:7], "big")))) > 1:
             raise RuntimeError("the ranks laid out a model's weights in different ways")
-        self._source.seal()
-        taken = [number for number, slot in enumerate(self._slots) if slot != KEPT]
-        for number in taken:
-            self._bind(number)
-        away = [number for number in taken if self._source.at_rest(number) is None]
-        blocks = [number for number in away if self._slots[number] < BLOCKS]
+        for unit, part in zip(self._units, self.source.seal(), strict=True):
+            unit.part = part
+        for unit in self.away:
+            self._bind(unit)
+        if self.away and self.source.staged:
+            self._hook()
+
+    def _hook(self) -> None:
+        blocks = [unit for unit in self.away if unit.slot < BLOCKS]
         following = dict(pairwise(blocks))
-        if away:
-            self._handles.append(self._network.register_forward_pre_hook(partial(self._begin, blocks[:1])))
-        for number in away:
-            module, hook = self._modules[number], partial(self._before, number, following.get(number))
-            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
-            self._handles.append(module.register_forward_hook(partial(self._after, number), always_call=True))
+        self._handles.append(self._network.register_forward_pre_hook(partial(self._begin, blocks[:1])))
+        for unit in self.away:
+            hook = partial(self._before, unit, following.get(unit))
+            self._handles.append(unit.module.register_forward_pre_hook(hook, prepend=True))
+            self._handles.append(unit.module.register_forward_hook(partial(self._after, unit), always_call=True))
 
-    def number_of(self, module: nn.Module) -> int | None:
-        """Of the slab that the parameters of `module` are in, for `change`."""
-        within = (number for number, block in enumerate(self._modules) if any(module is m for m in block.modules()))
-        return next((number for number in within if self._slots[number] != KEPT), None)
+    def unit_of(self, module: nn.Module) -> Unit | None:
+        """Whose slab the parameters of `module` are in, for `change`."""
+        return next((unit for unit in self.away if any(module is each for each in unit.module.modules())), None)
 
-    def change(self, number: int, module: nn.Module, name: str) -> None:
-        """Take another weight, of the same size, until `restore`: the parameter as it is now."""
-        self.rest()
-        self._source.change(number, module, name, self._slabs[number])
-        self._bind(number)
+    def change(self, unit: Unit, module: nn.Module, name: str) -> None:
+        """Take another weight, of the same size, until `restore`: the parameter as it is now. For this rank alone,
+        since those of other lanes may have others."""
+        self._buffers.rest()
+        if unit.before is None:
+            unit.before, unit.part = unit.part, unit.part.clone()
+        unit.slab.write(unit.part, self.source.first(unit.slab.size), (module, name))
+        self._bind(unit)
 
     def restore(self) -> None:
         """The weights that were put, all of them."""
-        self.rest()
-        for number in self._source.restore():
-            self._bind(number)
-
-    def rest(self) -> None:
-        """After a job: what was fetched and not used is forgotten, so that all ranks begin the next one alike."""
-        for arriving in self._arriving.values():
-            arriving.wait()
-        self._arriving.clear()
-        self._there.clear()
+        self._buffers.rest()
+        for unit in self._units:
+            if unit.before is not None:
+                unit.part, unit.before = unit.before, None
+                self._bind(unit)
 
     def close(self) -> None:
         """The parameters are of no use any more."""
-        self.rest()
+        self._buffers.rest()
         for handle in self._handles:
             handle.remove()
-        self._source.close()
+        self._units.clear()
+        self.source.close()
 
-    def _bind(self, number: int) -> None:
-        at_rest = self._source.at_rest(number)
-        self._slabs[number].bind(self._memory(number) if at_rest is None else at_rest)
-
-    def _memory(self, number: int) -> Tensor:
-        return self._buffers.memory(self._slots[number], self._slabs[number].size)
+    def _bind(self, unit: Unit) -> None:
+        unit.slab.bind(self._buffers.memory(unit.slot, unit.slab.size) if self.source.staged else unit.part)
 
     @torch.compiler.disable
-    def _begin(self, first: Sequence[int], *_: Any) -> None:
-        for slot in set(self._slots) - {KEPT}:
-            sizes = [slab.size for slab, of in zip(self._slabs, self._slots, strict=True) if of == slot]
-            self._buffers.memory(slot, max(sizes))
-        for number in first:
-            self._start(number)
+    def _begin(self, first: Sequence[Unit], *_: Any) -> None:
+        for slot in {unit.slot for unit in self.away}:
+            self._buffers.memory(slot, max(unit.slab.size for unit in self.away if unit.slot == slot))
+        for unit in first:
+            self._start(unit)
 
     @torch.compiler.disable
-    def _before(self, number: int, following: int | None, module: nn.Module, _: Any) -> None:
+    def _before(self, unit: Unit, following: Unit | None, module: nn.Module, _: Any) -> None:
         if self.skips(module):
             return
-        self._start(number)
-        if arriving := self._arriving.pop(self._slots[number], None):
-            arriving.wait()
+        self._start(unit)
+        self._buffers.arrive(unit.slot)
         if following is not None:
             self._start(following)
 
     @torch.compiler.disable
-    def _after(self, number: int, module: nn.Module, *_: Any) -> None:
-        if self._there.get(self._slots[number]) == number and not self.skips(module):
-            del self._there[self._slots[number]]
-            released(self._memory(number))
+    def _after(self, unit: Unit, module: nn.Module, *_: Any) -> None:
+        if not self.skips(module):
+            self._buffers.release(unit)
 
-    def _start(self, number: int) -> None:
-        slot = self._slots[number]
-        if self._there.get(slot) == number:
-            return
-        if arriving := self._arriving.pop(slot, None):
-            arriving.wait()
-        self._there[slot] = number
-        self._arriving[slot] = self._source.fetch(number, self._memory(number))
-        self.fetches += 1
+    def _start(self, unit: Unit) -> None:
+        self.fetches += self._buffers.fetch(unit, self.source)
 
 
 def fetched_of(blocks: list[nn.Module], resident: int, residents: Collection[int] = ()) -> list[nn.Module]:
