@@ -74,7 +74,7 @@ class ContextAttention:
         mask, see `exchange_mask`, or a whole mask of pairs, see `pair_mask`. Collective over the context ranks.
         """
         if torch.compiler.is_compiling():
-            return attend_opaquely(query, key, value, mask, scale, self.number)
+            return attend_opaquely(query, key, value, mask, scale, self.number, [])
         return self._run(query, key, value, mask, scale)
 
     def _run(

@@ -51,7 +51,7 @@ def attend(
     """Plain attention. `mask`: [B, 1 or H, 1 or Sq, Sk], bool or additive. What `backend` has no kernel for goes where
     it would with "auto": PyTorch's own choice."""
     if torch.compiler.is_compiling() and backend in OPERATORS:
-        return attend_opaquely(query, key, value, mask, scale, _NUMBERS[backend])
+        return attend_opaquely(query, key, value, mask, scale, _NUMBERS[backend], [])
     out = attempt(query, key, value, mask, scale, backend)
     return attend_natively(query, key, value, mask, scale) if out is None else out
 

@@ -5,23 +5,23 @@ Whoever attends has a number here, since an operator takes tensors and numbers o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-# Query, key, value [B, tokens, heads, D], mask, scale; to [B, query tokens, query heads, D of the values].
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float | None], Tensor]
+# Query, key, value [B, tokens, heads, D], mask, scale, and numbers that only it knows; to [B, query tokens, query heads,
+# D of the values].
+Attend = Callable[..., Tensor]
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)  # the host decides inside, and ranks wait for each other
 _NUMBERS = count()
-_ATTENDING: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_ATTENDING: WeakValueDictionary[int, Attend] = WeakValueDictionary()
 
 
-def enlist(attending: object) -> int:
+def enlist(attending: Attend) -> int:
     """The number for the operators, as long as `attending` lives."""
     number = next(_NUMBERS)
     _ATTENDING[number] = attending
@@ -30,27 +30,18 @@ def enlist(attending: object) -> int:
 
 @torch.library.custom_op("context_parallel::attend", mutates_args=(), tags=_TAGS)
 def attend_opaquely(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, number: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    number: int,
+    more: Sequence[int],
 ) -> Tensor:
-    """What the attention of this `number` makes of these."""
-    attend: Attend = _ATTENDING[number]
-    return attend(query, key, value, mask, scale).contiguous()
+    """What the attention of this `number` makes of these, and of what `more` it asked for."""
+    return _ATTENDING[number](query, key, value, mask, scale, *more).contiguous()
 
 
 @attend_opaquely.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, number: int) -> Tensor:
-    return query.new_empty((*query.shape[:3], value.shape[3]))
-
-
-@torch.library.custom_op("context_parallel::answer", mutates_args=(), tags=_TAGS)
-def answer_opaquely(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scope: int, settings: int, number: int
-) -> Tensor:
-    """What the override of this `number` answers."""
-    out: Tensor = _ATTENDING[number].answer(query, key, value, mask, scope, settings)
-    return out.contiguous()
-
-
-@answer_opaquely.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scope: int, settings: int, number: int) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
     return query.new_empty((*query.shape[:3], value.shape[3]))

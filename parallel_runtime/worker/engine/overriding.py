@@ -21,7 +21,7 @@ from .attention import ContextAttention
 from .cuts import Cuts
 from .kernels import attempt
 from .mesh import ContextMesh
-from .opaque import answer_opaquely, enlist
+from .opaque import attend_opaquely, enlist
 from .patches import Patches
 
 Attention = Callable[..., Tensor]  # ComfyUI's, called as its optimized_attention
@@ -38,12 +38,20 @@ class _Call:
     function: Attention
     options: dict[str, Any]
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        """[B, tokens, heads, head size] of each to the same."""
+    @property
+    def scale(self) -> float | None:
+        found: float | None = self.options.get("scale")
+        return found
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, _: float | None = None) -> Tensor:
+        """[B, tokens, heads, head size] of each to the same; its scale is among the options."""
         heads = q.shape[2]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return self.function(q, k, v, heads, mask=mask, skip_reshape=True, **self.options).unflatten(2, (heads, -1))
 
+
+# [B, tokens, heads, head size] of query, key and value, and a mask, to the same; None: as ComfyUI would.
+Answer = Callable[[Tensor, Tensor, Tensor, Tensor | None, _Call], Tensor | None]
 
 _SETTINGS: list[_Call] = []  # of all calls that graphs make
 
@@ -57,27 +65,18 @@ def _number_of(function: Attention, **options: Any) -> int:
     return _SETTINGS.index(call)
 
 
-class Overriding:
-    """The override of a network's attention; `scopes` are the numbers of the scopes that run, innermost last."""
+class ByBackend:
+    """A kernel of ours in place of ComfyUI's, but for calls that it has nothing for: ComfyUI knows who has.
 
-    def __init__(self, cuts: Cuts, mesh: ContextMesh, parallelism: Parallelism, patches: Patches | None = None) -> None:
+    `scopes` are the numbers of the scopes that run, innermost last; `previous` is what a node has in this place.
+    """
+
+    def __init__(self, backend: AttentionBackend) -> None:
         self.scopes: list[int] = []
         self.previous: Override | None = None
-        self.shared = 0  # attentions over all ranks in this forward
-        self._cuts = cuts
-        self._mesh = mesh
-        self._parallelism = parallelism
-        self._patches = patches
-        self._call: _Call | None = None
-        self._kinds: list[Attends] = []  # by scope
-        self._attentions: dict[Cross, ContextAttention] = {}
-        self._number = enlist(self)
-
-    def scope(self, over: Attends) -> int:
-        """The number of a scope."""
-        if over not in self._kinds:
-            self._kinds.append(over)
-        return self._kinds.index(over)
+        self._backend = backend
+        self._asked = self._asked_by_a_graph  # lives as long as this
+        self._number = enlist(self._asked)
 
     def __call__(
         self,
@@ -92,32 +91,84 @@ class Overriding:
         skip_output_reshape: bool = False,
         **options: Any,
     ) -> Tensor:
-        options["attn_precision"] = attn_precision
-        scope = self.scopes[-1] if self.scopes else _OUTSIDE
+        if attn_precision is not None:
+            options["attn_precision"] = attn_precision
+        scope, tokens = self.scopes[-1] if self.scopes else _OUTSIDE, 2 if skip_reshape else 1
         traced = torch.compiler.is_compiling() and self.previous is None
-        tokens = 2 if skip_reshape else 1
-        cross = None if traced else self._cross(scope, q.shape[tokens], k.shape[tokens])
-        if not traced and cross is None:
+        answer = None if traced else self._answer(scope, q.shape[tokens], k.shape[tokens])
+        out = None
+        if traced or answer is not None:
+            size = q.shape[-1] if skip_reshape else q.shape[-1] // heads
+            query, key, value = (_by_heads(x, size, skip_reshape) for x in (q, k, v))
+            if answer is None:
+                plain = {name: value for name, value in options.items() if name not in _OF_THE_CALLER}
+                settings = [scope, _number_of(func, **plain)]
+                out = attend_opaquely(query, key, value, mask, None, self._number, settings)
+            else:
+                out = answer(query, key, value, mask, _Call(self._own(func), options))
+        if out is None:
             layout = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
-            return self._local(func)(q, k, v, heads, mask=mask, **layout, **options)
-        size = q.shape[-1] if skip_reshape else q.shape[-1] // heads
-        q, k, v = (_by_heads(x, size, skip_reshape) for x in (q, k, v))
-        if cross is None:
-            plain = {name: value for name, value in options.items() if name not in _OF_THE_CALLER}
-            out = answer_opaquely(q, k, v, mask, scope, _number_of(func, **plain), self._number)
-        else:
-            out = self._together(cross, q, k, v, self._of_all(mask, scope, q), _Call(self._own(func), options))
+            return self._own(func)(q, k, v, heads, mask=mask, **layout, **options)
         return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
-    def answer(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scope: int, settings: int) -> Tensor:
-        """What a graph asks for: [B, tokens, heads, head size] of each to the same."""
-        found = _SETTINGS[settings]
-        cross = self._cross(scope, q.shape[1], k.shape[1])
-        if cross is None:
-            call = _Call(self._local(found.function), found.options)
-            return call(q, k, v, mask, call.options.get("scale"))
-        mask = self._of_all(mask, scope, q)
-        return self._together(cross, q, k, v, mask, _Call(self._own(found.function), found.options))
+    def _asked_by_a_graph(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, _: None, scope: int, settings: int
+    ) -> Tensor:
+        call = _Call(self._own(_SETTINGS[settings].function), _SETTINGS[settings].options)
+        answer = self._answer(scope, q.shape[1], k.shape[1])
+        out = None if answer is None else answer(q, k, v, mask, call)
+        return call(q, k, v, mask) if out is None else out
+
+    def _own(self, func: Attention) -> Attention:
+        """What attends where no kernel of ours is chosen: ComfyUI's, or a node's."""
+        if (previous := self.previous) is None:
+            return func
+        return lambda *args, **kwargs: previous(func, *args, **kwargs)
+
+    def _answer(self, scope: int, queries: int, keys: int) -> Answer | None:
+        """What attends in place of ComfyUI's to so many tokens; None where nothing does."""
+        return None if self.previous or self._backend == "auto" else self._attempt
+
+    def _attempt(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: _Call) -> Tensor | None:
+        return attempt(q, k, v, _four_dims(mask), call.scale, self._backend)
+
+
+@cache
+def by_backend(backend: AttentionBackend) -> ByBackend:
+    """The one of this name."""
+    return ByBackend(backend)
+
+
+class Overriding(ByBackend):
+    """The override of a divided network's attention: over all ranks where its streams are cut."""
+
+    def __init__(self, cuts: Cuts, mesh: ContextMesh, parallelism: Parallelism, patches: Patches | None = None) -> None:
+        super().__init__(parallelism.attention_backend)
+        self.shared = 0  # attentions over all ranks in this forward
+        self._cuts = cuts
+        self._mesh = mesh
+        self._parallelism = parallelism
+        self._patches = patches
+        self._call: _Call | None = None
+        self._kinds: list[Attends] = []  # by scope
+        self._attentions: dict[Cross, ContextAttention] = {}
+
+    def scope(self, over: Attends) -> int:
+        """The number of a scope."""
+        if over not in self._kinds:
+            self._kinds.append(over)
+        return self._kinds.index(over)
+
+    def _answer(self, scope: int, queries: int, keys: int) -> Answer | None:
+        cross = self._cross(scope, queries, keys)
+        return super()._answer(scope, queries, keys) if cross is None else partial(self._together, cross, scope)
+
+    def _together(
+        self, cross: Cross, scope: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: _Call
+    ) -> Tensor:
+        self.shared += 1
+        self._call = call
+        return self._attention(cross)(q, k, v, _four_dims(self._of_all(mask, scope, q)), call.scale)
 
     def _of_all(self, mask: Tensor | None, scope: int, query: Tensor) -> Tensor | None:
         """The mask; of a window, that of all tokens."""
@@ -126,22 +177,6 @@ class Overriding:
             return mask
         total, width = self._cuts.total(kind.streams), int(kind.width)
         return self._cuts.streams.kept(("near", total, width), lambda: _near(total, width, query.device))
-
-    def _together(self, cross: Cross, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: _Call) -> Tensor:
-        self.shared += 1
-        self._call = call
-        return self._attention(cross)(q, k, v, _four_dims(mask), call.options.get("scale"))
-
-    def _own(self, func: Attention) -> Attention:
-        """What attends where no kernel of ours is chosen: ComfyUI's, or a node's."""
-        if (previous := self.previous) is None:
-            return func
-        return lambda *args, **kwargs: previous(func, *args, **kwargs)
-
-    def _local(self, func: Attention) -> Attention:
-        """What attends to tokens that no other rank has a part of."""
-        backend = self._parallelism.attention_backend
-        return self._own(func) if self.previous or backend == "auto" else partial(by_backend(backend), func)
 
     def _cross(self, scope: int, queries: int, keys: int) -> Cross | None:
         """The streams of an attention of so many tokens; None where it is local."""
@@ -177,45 +212,6 @@ class Overriding:
     def _whole_keys(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         assert self._call is not None
         return self._call(q, k, v, mask, scale)
-
-
-@dataclass(eq=False)
-class ByBackend:
-    """A kernel of ours in place of ComfyUI's, but for calls that it has nothing for: ComfyUI knows who has."""
-
-    backend: AttentionBackend
-
-    def __post_init__(self) -> None:
-        self._number = enlist(self)
-
-    def __call__(
-        self, func: Attention, q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None = None,
-        skip_reshape: bool = False, skip_output_reshape: bool = False, **options: Any,
-    ) -> Tensor:  # fmt: skip
-        size = q.shape[-1] if skip_reshape else q.shape[-1] // heads
-        by_heads = _by_heads(q, size, skip_reshape), _by_heads(k, size, skip_reshape), _by_heads(v, size, skip_reshape)
-        if torch.compiler.is_compiling():
-            plain = {name: value for name, value in options.items() if name not in _OF_THE_CALLER}
-            out = answer_opaquely(*by_heads, mask, _OUTSIDE, _number_of(func, **plain), self._number)
-        else:
-            found = attempt(*by_heads, _four_dims(mask), options.get("scale"), self.backend)
-            if found is None:
-                layout = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
-                return func(q, k, v, heads, mask=mask, **layout, **options)
-            out = found
-        return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
-
-    def answer(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scope: int, settings: int) -> Tensor:
-        """What a graph asks for: [B, tokens, heads, head size] of each to the same."""
-        call = _SETTINGS[settings]
-        found = attempt(q, k, v, _four_dims(mask), call.options.get("scale"), self.backend)
-        return call(q, k, v, mask, call.options.get("scale")) if found is None else found
-
-
-@cache
-def by_backend(backend: AttentionBackend) -> ByBackend:
-    """The one of this name."""
-    return ByBackend(backend)
 
 
 def _by_heads(x: Tensor, size: int, heads_first: bool) -> Tensor:
