@@ -8,9 +8,10 @@ keys of its own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -19,10 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ...blocks import modules_of
 from ...errors import Refused
-from ...plan import Attends, Count, Frames, Plan, Site, Whole, Window, Word
+from ...inside_blocks import goes_by_frames
+from ...plan import Along, Attends, Count, Frames, Names, Plan, Site, Slices, Whole, Window, Word
 from .cuts import Cuts
-from .frames import Part
-from .inside import of_own_tokens
 
 _ALWAYS_WHOLE = {"transformer_options"}
 _Kind = inspect.Parameter
@@ -39,12 +39,6 @@ class Block:
     scopes: list[tuple[nn.Module, Attends]]
     parameters: list[str]
 
-    @property
-    def tokens(self) -> list[str | int]:
-        """The arguments that hold hidden states."""
-        carried = {name for name, *_ in self.site.carries}
-        return [name for of_plan, name in zip(self.site.args, self.words, strict=True) if of_plan in carried]
-
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refused where it is given what is neither cut nor known to be whole: silence would be a wrong result."""
         if self.site.frames is None and all(isinstance(word, Whole | Count) for _, word in self.words.values()):
@@ -60,6 +54,18 @@ class Block:
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
         """What it is given, by name; what has none, by its place."""
         return {self.parameters[n] if n < len(self.parameters) else n: value for n, value in enumerate(args)} | kwargs
+
+    def given(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], instead: Callable[[str | int, Any, Word], Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same call with, of each argument that its plan names, what is there instead, by name, value and word."""
+        positional = list(args)
+        for name, (place, word) in self.words.items():
+            if name in kwargs:
+                kwargs[str(name)] = instead(name, kwargs[str(name)], word)
+            elif place is not None and place < len(positional):
+                positional[place] = instead(name, positional[place], word)
+        return tuple(positional), kwargs
 
     def carried(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The hidden states that it is given, in the plan's order."""
@@ -131,17 +137,11 @@ def hook(block: Block, cuts: Cuts) -> list[RemovableHandle]:
 @torch.compiler.disable
 def _cut(block: Block, cuts: Cuts, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     block.check(args, kwargs)
-    positional = list(args)
-    for name, (place, word) in block.words.items():
-        where = f"{block.site.name}({name})"
-        if name in kwargs:
-            kwargs[str(name)] = cuts.cut(kwargs[str(name)], word, where)
-        elif place is not None and place < len(positional):
-            positional[place] = cuts.cut(positional[place], word, where)
+    cut = block.given(args, kwargs, lambda name, value, word: cuts.cut(value, word, f"{block.site.name}({name})"))
     cuts.leave()
     if cuts.patched_inside and "transformer_options" in kwargs:
-        kwargs["transformer_options"] = of_own_tokens(kwargs["transformer_options"], block.site, cuts)
-    return tuple(positional), kwargs
+        kwargs["transformer_options"] = _of_own_tokens(kwargs["transformer_options"], block.site, cuts)
+    return cut
 
 
 @torch.compiler.disable
@@ -157,9 +157,80 @@ def _join(block: Block, cuts: Cuts, _: nn.Module, __: Any, output: Any) -> Any:
     return outputs[0] if isinstance(output, Tensor) else type(output)(outputs)
 
 
+def _of_own_tokens(options: dict[str, Any], site: Site, cuts: Cuts) -> dict[str, Any]:
+    """transformer_options in which positions in whole streams (`img_slice`), and what a model patch keeps for each
+    token (`model_patch_data`), are of what this rank holds."""
+    own, over = dict(options), site.attends
+    places = options.get("img_slice")
+    if places and isinstance(over, tuple) and places[1] == cuts.total(over):
+        own["img_slice"] = list(cuts.cut([tuple(places)], Slices(over), "img_slice")[0])
+    if not site.carries:
+        return own
+    (_, _, streams), *_ = site.carries
+    own["patches"] = {
+        kind: [partial(_of_frames, patch, cuts, streams) if goes_by_frames(patch) else patch for patch in found]
+        for kind, found in options["patches"].items()
+    }
+    if data := options.get("model_patch_data"):
+        own["model_patch_data"] = {
+            patch: cuts.cut(value, Along(streams), f"model_patch_data of patch {number}")
+            for number, (patch, value) in enumerate(data.items())
+        }
+    return own
+
+
+def _of_frames(patch: Callable[[dict[str, Any]], Tensor], cuts: Cuts, streams: Names, given: dict[str, Any]) -> Tensor:
+    """A patch of InfiniteTalk's on the frames that a rank has tokens of, each with its own sound."""
+    options, total = given["transformer_options"], cuts.total(streams)
+    frames, *plane = options["grid_sizes"]
+    if total != prod(options["grid_sizes"]):
+        raise Refused("InfiniteTalk with tokens that are of no frame cannot be cut by sequence; set ring and Ulysses "
+                      "degrees to 1")  # fmt: skip
+    part = _Part.of(cuts.first(streams[0]), cuts.held(streams), total, frames)
+    sound = options["audio_embeds"][:, part.first : part.last]
+    own = {**options, "grid_sizes": (part.last - part.first, *plane), "audio_embeds": sound}
+    return part.drop(patch({**given, "x": part.fill(given["x"]), "transformer_options": own}))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Held tokens in whole frames: `tokens` of them from frame `first` to `last`, behind `front` that are filled in."""
+
+    first: int
+    last: int
+    front: int
+    tokens: int
+    size: int  # of a frame
+
+    @classmethod
+    def of(cls, start: int, held: int, tokens: int, frames: int) -> _Part:
+        """Of `held` tokens from `start` on, where the first `tokens` of all are of so many `frames`."""
+        size = tokens // frames
+        end = min(start + held, tokens)
+        if start >= end:  # none of a frame: the module still wants one
+            return cls(first=0, last=1, front=0, tokens=0, size=size)
+        first = start // size
+        return cls(first=first, last=-(-end // size), front=start - first * size, tokens=end - start, size=size)
+
+    @property
+    def length(self) -> int:
+        return (self.last - self.first) * self.size
+
+    def fill(self, held: Tensor) -> Tensor:
+        own, others = held[:, : self.tokens], held[:, self.tokens :]
+        before, behind = (
+            held.new_zeros(held.shape[0], count, *held.shape[2:])
+            for count in (self.front, self.length - self.front - self.tokens)
+        )
+        return torch.cat([before, own, behind, others], 1)
+
+    def drop(self, filled: Tensor) -> Tensor:
+        return torch.cat([filled[:, self.front : self.front + self.tokens], filled[:, self.length :]], 1)
+
+
 def _frame(block: Block, frames: Frames, cuts: Cuts) -> list[RemovableHandle]:
     """Have `block` see whole frames, and its caller what it passed."""
-    parts: list[Part | None] = []  # of the calls that run
+    parts: list[_Part | None] = []  # of the calls that run
     return [
         block.module.register_forward_pre_hook(partial(_fill, block, frames, cuts, parts), with_kwargs=True),
         block.module.register_forward_hook(partial(_drop, parts)),
@@ -168,7 +239,7 @@ def _frame(block: Block, frames: Frames, cuts: Cuts) -> list[RemovableHandle]:
 
 @torch.compiler.disable
 def _fill(
-    block: Block, frames: Frames, cuts: Cuts, parts: list[Part | None], _: nn.Module, args: Any, kwargs: Any
+    block: Block, frames: Frames, cuts: Cuts, parts: list[_Part | None], _: nn.Module, args: Any, kwargs: Any
 ) -> Any:
     block.check(args, kwargs)
     given = block.named(args, kwargs)
@@ -178,7 +249,7 @@ def _fill(
         return None
     conditions = {name: given[name] for name in frames.conditions if given.get(name) is not None}
     count = next(iter(conditions.values())).shape[1] // frames.each
-    part = Part.of(cuts.first(frames.stream), held, given[frames.until] if frames.until else total, count)
+    part = _Part.of(cuts.first(frames.stream), held, given[frames.until] if frames.until else total, count)
     given[frames.tokens] = part.fill(tokens)
     for name, value in conditions.items():
         given[name] = value[:, part.first * frames.each : part.last * frames.each]
@@ -189,6 +260,6 @@ def _fill(
 
 
 @torch.compiler.disable
-def _drop(parts: list[Part | None], _: nn.Module, __: Any, output: Tensor) -> Tensor:
+def _drop(parts: list[_Part | None], _: nn.Module, __: Any, output: Tensor) -> Tensor:
     (part,) = parts
     return output if part is None else part.drop(output)

@@ -12,8 +12,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-# Query, key, value [B, tokens, heads, D], mask, scale, and numbers that only it knows; to [B, query tokens, query heads,
-# D of the values].
+# Query, key, value [B, tokens, heads, D], mask, scale, and numbers that only it knows; to [B, query tokens, query
+# heads, D of the values].
 Attend = Callable[..., Tensor]
 
 _TAGS = (torch.Tag.cudagraph_unsafe,)  # the host decides inside, and ranks wait for each other

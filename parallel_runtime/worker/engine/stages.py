@@ -207,7 +207,11 @@ class Stages:
             if source not in (None, me):
                 like = [tensor for tensor, at in zip(tokens, self._sources, strict=True) if at == source]
                 arrived |= zip(map(id, like), self.passing.take(source, like), strict=True)
-        return _replaced(block, args, kwargs, arrived) if arrived else None
+
+        def real(_: Any, value: Any, __: Any) -> Any:
+            return tree_map_only(Tensor, lambda tensor: arrived.get(id(tensor), tensor), value)
+
+        return block.given(args, kwargs, real) if arrived else None
 
     @torch.compiler.disable
     def _label(self, owner: int, _: nn.Module, __: Any, output: Any) -> None:
@@ -263,17 +267,3 @@ def _kept_for_later(plan: Plan) -> str:
 def _tokens(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The hidden states that a block is given."""
     return [value for value in block.carried(args, kwargs) if isinstance(value, Tensor)]
-
-
-def _replaced(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any], by: dict[int, Tensor]) -> Any:
-    def arrived(tensor: Tensor) -> Tensor:
-        return by.get(id(tensor), tensor)
-
-    places = {block.parameters[n] if n < len(block.parameters) else n: n for n in range(len(args))}
-    positional = list(args)
-    for name in block.tokens:
-        if name in kwargs:
-            kwargs[str(name)] = tree_map_only(Tensor, arrived, kwargs[str(name)])
-        elif name in places:
-            positional[places[name]] = tree_map_only(Tensor, arrived, positional[places[name]])
-    return tuple(positional), kwargs
