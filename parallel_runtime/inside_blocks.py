@@ -1,5 +1,5 @@
-"""ComfyUI's own patches that run inside of blocks: which of them see each token, or each frame, by itself, and are the
-same on a part.
+"""ComfyUI's patches between a network's blocks and inside of them: which need all tokens, and which of its own see each
+token, or each frame, by itself, and are the same on a part.
 
 Knows functions and classes by their names. Imports no torch, no ComfyUI.
 """
@@ -10,6 +10,14 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .errors import Refused
+
+BEFORE = {"post_input"}
+BETWEEN = {"double_block", "single_block", "noise_refiner"}
+OF_UNETS = {
+    "input_block_patch", "input_block_patch_after_skip", "output_block_patch", "middle_patch", "middle_block_patch",
+    "middle_block_after_patch", "emb_patch", "forward_timestep_embed_patch",
+}  # fmt: skip  # called by no network of tokens
 INSIDE = ("attn1_patch", "attn2_patch", "attn1_output_patch", "attn2_output_patch", "mlp_patch")
 EACH_TOKEN = (
     "comfy_extras.nodes_nag.NAGuidance.execute.<locals>.nag_attention_output_patch",
@@ -18,6 +26,18 @@ EACH_TOKEN = (
 )
 
 OF_FRAMES = ("comfy.ldm.wan.model_multitalk.MultiTalkCrossAttnPatch",)  # which reshape their tokens by frames
+
+
+def wants_whole(options: Mapping[str, Any]) -> bool:
+    """Must tokens be whole between blocks for what `transformer_options` brings? Refused where that is not enough."""
+    given = options.get("patches") or {}
+    patches = {kind for kind, functions in given.items() if functions}
+    if inside := sorted(patches - BEFORE - BETWEEN - OF_UNETS - set(INSIDE)) + see_all_tokens(given):
+        raise Refused(
+            f"{', '.join(inside)} would run inside blocks, where a worker holds a part of the tokens; take the node "
+            "that sets it away, or set ring and Ulysses degrees to 1"
+        )
+    return bool(patches & BETWEEN) or bool((options.get("patches_replace") or {}).get("dit"))
 
 
 def see_all_tokens(patches: Mapping[str, Sequence[Any]]) -> list[str]:

@@ -2,8 +2,8 @@
 not who uses it: the workers for ComfyUI's networks, ../../for_diffusers for diffusers' transformers.
 
 mesh        this rank's place in the world, its groups, and what it learns as long as they live
-divide      make a network of ComfyUI's parallel, and undo it; overriding and naming take its attention, between is
-            what others do between its blocks, scales one maximum for all ranks
+divide      make a network of ComfyUI's parallel, and undo it; overriding and naming take its attention, scales is one
+            maximum for all ranks
 cuts        where streams are cut and put back together, as a plan says; streams are their lengths, and who holds which
             of their tokens; hooking puts cuts at a plan's blocks
 attention   one attention over cut streams: ulysses and ring move data, kernels compute, merge puts blocks together,

@@ -5,6 +5,7 @@ Knows no module and no attention.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -253,6 +254,29 @@ class Cuts:
         sizes = self.streams.sizes(stream)
         own = part.narrow(dim, 0, sizes[self._axis.index]).movedim(dim, 0)
         return gather(own, sizes, self._axis).wait()[0].movedim(0, dim)
+
+
+class Residuals(list[Any]):
+    """A ControlNet's residuals of the stream `main`, cut when they are asked for if the stream is then."""
+
+    def __init__(self, whole: list[Any], cuts: Cuts, main: str) -> None:
+        super().__init__(whole)
+        self._cuts = cuts
+        self._main = main
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._cut(super().__getitem__(index))
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._cut, super().__iter__())
+
+    def pop(self, index: Any = -1) -> Any:
+        return self._cut(super().pop(index))
+
+    def _cut(self, residual: Any) -> Any:
+        if not isinstance(residual, Tensor) or not self._cuts.holds(self._main):
+            return residual
+        return self._cuts.prefix(residual, self._main)
 
 
 def _slice_after(before: int, start: int | None, end: int | None) -> slice:

@@ -6,7 +6,7 @@ Knows no network: names are the plan's. Imports no ComfyUI.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -16,15 +16,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import Refused
-from ...inside_blocks import are_inside
+from ...inside_blocks import are_inside, wants_whole
 from ...own_attention import own_attentions
 from ...plan import Plan
 from ...specs import Parallelism
-from .between import Residuals, wants_whole
-from .cuts import Cuts
+from .cuts import Cuts, Residuals
 from .hooking import Block, cut_blocks, hook
 from .mesh import ContextMesh
-from .naming import Naming
+from .naming import lead_to, wrapped
 from .overriding import Overriding
 from .patches import Passed, Patches
 from .scales import agree_on_scales
@@ -70,29 +69,25 @@ class _Division:
         self._ring = mesh.ring.size
         self._chosen = own_attentions(network) if parallelism.attention_backend == "auto" else {}
         self._override = Overriding(self.cuts, mesh, parallelism, self.patches)
-        self._naming = Naming(plan.no_options, self._override)
-        self._handles: list[RemovableHandle] = []
-        self._inner: list[nn.Module] = []  # whose forward was replaced
+        self._until_removed = ExitStack()
+        self.remove = self._until_removed.close
         blocks = cut_blocks(network, plan)
         self._keep(network.register_forward_pre_hook(self._begin, with_kwargs=True))
         for block in blocks:
             self._hook(block)
         if self.patches is not None:
-            self._inner.append(network)
-            network.forward = partial(self._patch_by_patch, self.patches, network.forward)
-        self._handles += agree_on_scales(network, mesh.context)
+            self._replace(network, partial(self._patch_by_patch, self.patches, network.forward))
+        self._keep(*agree_on_scales(network, mesh.context))
         self._keep(network.register_forward_hook(self._end, always_call=True))
-        self._naming.apply()
+        self._until_removed.enter_context(wrapped(plan.no_options))
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for module in self._inner:
-            del module.forward
-        self._naming.undo()
+    def _keep(self, *handles: RemovableHandle) -> None:
+        for handle in handles:
+            self._until_removed.enter_context(handle)
 
-    def _keep(self, handle: RemovableHandle) -> None:
-        self._handles.append(handle)
+    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        module.forward = forward
+        self._until_removed.callback(delattr, module, "forward")
 
     def _hook(self, block: Block) -> None:
         if self.patches is not None and block.scopes:
@@ -103,9 +98,8 @@ class _Division:
                 self._keep(module.register_forward_pre_hook(partial(self._enter, scope)))
                 self._keep(module.register_forward_hook(self._leave, always_call=True))
             else:
-                self._inner.append(module)
-                module.forward = _scoped(module.forward, self._override.scopes, scope)
-        self._handles += hook(block, self.cuts)
+                self._replace(module, _scoped(module.forward, self._override.scopes, scope))
+        self._keep(*hook(block, self.cuts))
 
     def _begin(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._clear()
@@ -139,7 +133,7 @@ class _Division:
                 "a node has patches between blocks or inside of them, and no worker has all tokens at one time; take "
                 "that node away, or set patches to 1"
             )
-        self._naming.activate()
+        lead_to(self._override)
         return args, kwargs
 
     def _patch_by_patch(self, patches: Patches, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -164,7 +158,7 @@ class _Division:
         self.cuts.clear()
         self._override.scopes.clear()
         self._override.shared = 0
-        self._naming.deactivate()
+        lead_to(None)
 
     def _enter(self, scope: int, *_: Any) -> None:
         self._override.scopes.append(scope)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -22,31 +23,24 @@ _RUNNING: list[Override] = []  # one network at a time runs in a process; what g
 _USERS: Counter[str] = Counter()
 
 
-class Naming:
-    """The wrapped names of one network's modules, and whether it runs."""
+def lead_to(override: Override | None) -> None:
+    """Wrapped names lead to this one from now on; None: nowhere."""
+    _RUNNING[:] = [] if override is None else [override]
 
-    def __init__(self, modules: Sequence[str], override: Override) -> None:
-        self._modules = modules
-        self._override = override
 
-    def apply(self) -> None:
-        for name in self._modules:
-            _USERS[name] += 1
-            if _USERS[name] == 1:
-                _wrap(sys.modules[name])
-
-    def undo(self) -> None:
-        self.deactivate()
-        for name in self._modules:
-            _USERS[name] -= 1
-            if not _USERS[name]:
-                _unwrap(sys.modules[name])
-
-    def activate(self) -> None:
-        _RUNNING[:] = [self._override]
-
-    def deactivate(self) -> None:
-        _RUNNING.clear()
+@contextmanager
+def wrapped(modules: Sequence[str]) -> Iterator[None]:
+    """The names of these modules are wrapped in here."""
+    for name in modules:
+        _USERS[name] += 1
+        if _USERS[name] == 1:
+            _wrap(sys.modules[name])
+    yield
+    lead_to(None)
+    for name in modules:
+        _USERS[name] -= 1
+        if not _USERS[name]:
+            _unwrap(sys.modules[name])
 
 
 def _wrap(module: ModuleType) -> None:
