@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -105,10 +106,7 @@ def chosen(
         return here[0] if blocks else _likely(here, query, sizes, axis, recorded)
     if len(here) == 1 and not axis.world.unlike:
         return here[0]
-
-    def seconds(name: str) -> float:
-        return _seconds(name, sizes, query.device, own) if name in here else torch.inf
-
+    seconds = partial(_seconds, sizes, query.device, own, here)
     return cast(AttentionBackend, winner(_anywhere(query.device, blocks), sizes, axis, seconds, query.device, here[0]))
 
 
@@ -138,16 +136,17 @@ def _cudnn_leads(query: Tensor, recorded: bool) -> bool:
 
 def _everywhere(backend: AttentionBackend, query: Tensor, sizes: Sizes, axis: Axis, *, leads: bool = True) -> bool:
     """Has every rank of `axis` a kernel of this name for these sizes, which computes what it should, and `leads`?"""
-
-    def seconds(name: str) -> float:
-        return _seconds(name, sizes, query.device, None, clocked=False) if leads else torch.inf
-
+    seconds = partial(_seconds, sizes, query.device, None, [backend] if leads else [], clocked=False)
     return bool(timed_by_all([backend], sizes, axis, seconds, query.device))
 
 
-def _seconds(name: str, sizes: Sizes, device: torch.device, own: Whole | None, *, clocked: bool = True) -> float:
-    """Of one attention of these sizes, infinite where this rank has no such kernel, or one that computes something
-    else; not a number where there is no memory to find out."""
+def _seconds(
+    sizes: Sizes, device: torch.device, own: Whole | None, here: Sequence[str], name: str, *, clocked: bool = True
+) -> float:
+    """Of one attention of these sizes, infinite where this rank has no such kernel `here`, or one that computes
+    something else; not a number where there is no memory to find out."""
+    if name not in here:
+        return torch.inf
     try:
         q, k, v, mask = made_up(sizes, device)
         if name in OPERATORS and OPERATORS[name].lacks(q, k, v, mask):
@@ -192,10 +191,7 @@ def advice(query: Tensor, own: Whole, sizes: Sizes, alone: Axis) -> str:
     names = rivals(query)
     if isinstance(query, FakeTensor) or len(names) == 1:
         return ""
-
-    def seconds(name: str) -> float:
-        return _seconds(name, sizes, query.device, own)
-
+    seconds = partial(_seconds, sizes, query.device, own, names)
     times = timed_by_all(names, sizes, alone, seconds, query.device)
     fastest = min(times, key=times.__getitem__, default="auto")
     return fastest if fastest != "auto" and times["auto"] > WORTH_TELLING * times[fastest] else ""

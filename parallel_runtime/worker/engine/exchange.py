@@ -87,11 +87,10 @@ def gather(chunk: Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
 
 def gather_others(chunk: Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
     """The same of all other ranks, those after this one first: [sum of their sizes, ...]."""
-    order = [(axis.index + step) % axis.size for step in range(1, axis.size)]
-    theirs = [sizes[peer] for peer in order]
+    theirs = [sizes[peer] for peer in axis.others]
     others = allocate((sum(theirs), *chunk.shape[1:]), chunk)
     arriving = _at_wire(others, axis)
-    places = dict(zip(order, arriving.split(theirs), strict=True))
+    places = dict(zip(axis.others, arriving.split(theirs), strict=True))
     return Pending(_swap(_to_wire(chunk.contiguous(), axis), places, axis), [arriving], [others], axis.world)
 
 
@@ -112,11 +111,8 @@ def _collect(whole: Tensor, chunk: Tensor, sizes: Sequence[int], axis: Axis) -> 
 
 
 def _swap(wired: Tensor, places: Mapping[int, Tensor] | Sequence[Tensor], axis: Axis) -> list[dist.Work]:
-    """What this rank has to all others, and theirs into their places.
-
-    Each rank starts with another peer, so that no link carries everybody's first message.
-    """
-    others = [(axis.index + step) % axis.size for step in range(1, axis.size)]
+    """What this rank has to all others, and theirs into their places: no link carries everybody's first message."""
+    others = axis.others
     operations = [_p2p(dist.isend, wired, peer, axis) for peer in others]
     operations += [_p2p(dist.irecv, places[peer], peer, axis) for peer in reversed(others)]
     return _start(operations)
@@ -145,11 +141,16 @@ def trade(give: Mapping[int, Tensor], take: Mapping[int, Sequence[int]], axis: A
 
 def any_of(axis: Axis, flag: bool) -> bool:
     """True on each rank of `axis` when it is true on any. Collective among them alone, on the CPU."""
+    return any_of_each(axis, [flag])[0]
+
+
+def any_of_each(axis: Axis, flags: Sequence[bool]) -> list[bool]:
+    """The same of several, of which all ranks have as many."""
     if axis.size == 1:
-        return flag
+        return list(flags)
     voters = Axis(size=axis.size, index=axis.index, ranks=axis.ranks, world=axis.world)
-    (votes,) = gather(torch.tensor([int(flag)]), [1] * voters.size, voters).wait()
-    return bool(votes.any())
+    (votes,) = gather(torch.tensor([flags], dtype=torch.uint8), [1] * voters.size, voters).wait()
+    return [bool(vote) for vote in votes.amax(dim=0)]
 
 
 def _to_wire(tensor: Tensor, axis: Axis) -> Tensor:

@@ -58,6 +58,11 @@ class Axis:
     def parts(self) -> Parts:
         return self.shares or self.size
 
+    @property
+    def others(self) -> list[int]:
+        """All but this one, those after it first: who begins so begins with another peer than all others do."""
+        return [(self.index + step) % self.size for step in range(1, self.size)]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ContextMesh:

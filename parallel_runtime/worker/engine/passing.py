@@ -31,7 +31,7 @@ class Passing:
     def __init__(self, axis: Axis) -> None:
         self.given_bytes = 0
         self._axis = axis
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sent: deque[Pending] = deque()
         self._told = False  # that nothing more comes from here
         self._ended: set[int] = set()  # who told so
 
@@ -43,7 +43,7 @@ class Passing:
                 self.given_bytes += tensor.nbytes
                 self._send(peer, self._wired(tensor), self._axis.group)
         while len(self._sent) > UNDER_WAY:
-            self._wait_for_oldest()
+            self._sent.popleft().wait()
 
     def take(self, peer: int, like: Sequence[Tensor]) -> list[Tensor]:
         """What it gives; Refused where that is other than `like` in shape, or where nothing comes."""
@@ -63,7 +63,7 @@ class Passing:
         """Tell all others that nothing more comes: who waits for it refuses, too."""
         if not self._told:
             self._told = True
-            for peer in self._others:
+            for peer in self._axis.others:
                 self._send(peer, torch.tensor([ENDED] + [0] * (MOST * (2 + DIMS))), None)
 
     def close(self, *, refused: bool) -> None:
@@ -71,20 +71,16 @@ class Passing:
         on all of them then. Collective."""
         if any_of(self._axis, refused):
             self.refuse()
-            for peer in self._others:
+            for peer in self._axis.others:
                 while peer not in self._ended:
                     for layout in self._layouts(peer) or ():
                         self._receive(peer, layout, self._axis.wire or torch.device("cpu"))
         while self._sent:
-            self._wait_for_oldest()
+            self._sent.popleft().wait()
         ended, self._told = self._told, False
         self._ended.clear()
         if ended:
             raise Refused
-
-    @property
-    def _others(self) -> list[int]:
-        return [peer for peer in range(self._axis.size) if peer != self._axis.index]
 
     def _wired(self, tensor: Tensor) -> Tensor:
         """What is sent: the next block may write into the tensor."""
@@ -95,11 +91,7 @@ class Passing:
     def _send(self, peer: int, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
         work = dist.isend(tensor, self._axis.ranks[peer], group=group, tag=TAG)
         assert work is not None
-        self._sent.append((work, tensor))
-
-    def _wait_for_oldest(self) -> None:
-        work, tensor = self._sent.popleft()
-        Pending([work], [tensor], [tensor], self._axis.world).wait()
+        self._sent.append(Pending([work], [tensor], [tensor], self._axis.world))
 
     def _layouts(self, peer: int) -> list[Layout] | None:
         """Of what comes next; None where that is nothing."""

@@ -72,4 +72,4 @@ def collect(block: Block, sizes: Sequence[int], axis: Axis) -> Iterator[tuple[Ow
     yield (axis.index,), block
     (others,) = pending.wait()
     key, value = others.transpose(0, 1).unbind(2)
-    yield tuple((axis.index + step) % axis.size for step in range(1, axis.size)), (key, value)
+    yield tuple(axis.others), (key, value)

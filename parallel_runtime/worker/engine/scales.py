@@ -5,7 +5,7 @@ Only nvfp4 does: other formats have a scale a token, or one that the file brings
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .exchange import gather
+from .exchange import any_of_each
 from .mesh import Axis
 
 _LAYOUT = "TensorCoreNVFP4Layout"
@@ -31,22 +31,13 @@ def agree_on_scales(network: nn.Module, context: Axis) -> list[RemovableHandle]:
         return []
     layers: list[Any] = [layer for layer in network.modules() if getattr(layer, "layout_type", None) == _LAYOUT]
     handles = []
-    for layer, full in zip(layers, _in_full_somewhere(layers, context), strict=True):
+    in_full_somewhere = any_of_each(context, [layer._full_precision_mm for layer in layers])
+    for layer, full in zip(layers, in_full_somewhere, strict=True):
         if full:
             handles += _around(layer, _in_full, partial(_as_before, layer._full_precision_mm))
         elif getattr(layer, "input_scale", None) is None:
             handles += _around(layer, partial(_agree, context), _forget)
     return handles
-
-
-def _in_full_somewhere(layers: Sequence[Any], context: Axis) -> list[bool]:
-    """Of each: does any rank multiply in full precision what its codes mean? Collective."""
-    if not layers:
-        return []
-    here = torch.tensor([[layer._full_precision_mm for layer in layers]], dtype=torch.uint8)
-    voters = Axis(size=context.size, index=context.index, ranks=context.ranks, world=context.world)
-    (votes,) = gather(here, [1] * context.size, voters).wait()
-    return [bool(vote) for vote in votes.amax(dim=0)]
 
 
 def _around(layer: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[RemovableHandle]:

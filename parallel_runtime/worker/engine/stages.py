@@ -251,9 +251,8 @@ class Stages:
                 "what comes out of the pipeline is not a number: this ComfyUI or this input needs another plan, or the "
                 "model gives none either way; set pipeline_degree to 1 to see which"
             )
-        for peer in range(self._axis.size):
-            if peer != owner:
-                self.passing.give(peer, tensors)
+        for peer in self._axis.others:
+            self.passing.give(peer, tensors)
         return tensors
 
 
