@@ -14,6 +14,7 @@ from parallel_runtime.specs import ParallelRequest
 
 choosing = pytest.importorskip("parallel_runtime.worker.engine.choosing")
 kernels = pytest.importorskip("parallel_runtime.worker.engine.kernels")
+masks = pytest.importorskip("parallel_runtime.worker.engine.masks")
 
 from .engine.reference import attention, random_problem  # noqa: E402
 
@@ -55,11 +56,11 @@ def test_a_new_row_of_the_table_is_all_that_the_launch_needs(monkeypatch: pytest
 def test_where_no_kernel_gives_a_log_sum_exp_products_do(masked: bool, grouped: bool) -> None:
     problem = random_problem(14, masked=masked, grouped=grouped)
     mask = None if problem.mask is None else problem.mask.reshape(problem.mask.shape[0], 1, 1, -1)
-    bias = None if mask is None else kernels.additive(mask, torch.float32)
+    bias = None if mask is None else masks.additive(mask, torch.float32)
     heads = problem.query.shape[2]
     key, value = (kernels.for_heads(tensor, heads) for tensor in (problem.key, problem.value))
     out, lse = kernels._by_products(problem.query, key, value, bias, None)
-    same, same_lse = kernels.attend_block(problem.query, problem.key, problem.value, mask, None, "auto")
+    same, same_lse = kernels.attend_block(problem.query, problem.key, problem.value, bias, None, "auto")
     assert (out - attention(problem)).abs().max() <= 1e-5
     assert (out - same).abs().max() <= 1e-5
     assert (lse - same_lse).abs().max() <= 1e-4

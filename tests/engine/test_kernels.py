@@ -16,6 +16,7 @@ from parallel_runtime.specs import AttentionBackend
 from parallel_runtime.worker.engine import kernels, operators
 from parallel_runtime.worker.engine.choosing import candidates, rivals
 from parallel_runtime.worker.engine.kernels import attend, attend_block
+from parallel_runtime.worker.engine.masks import additive
 from parallel_runtime.worker.engine.merge import GOES, Merge
 from parallel_runtime.worker.engine.overriding import by_backend
 
@@ -26,7 +27,7 @@ def test_blocks_merge_to_the_whole_in_any_order() -> None:
     problem = random_problem(11, masked=False)
     tokens = problem.key.shape[1]
     cuts = [0, 1, tokens // 3, tokens]
-    hidden = torch.zeros(1, 1, 1, tokens, dtype=torch.bool)
+    hidden = additive(torch.zeros(1, 1, 1, tokens, dtype=torch.bool), torch.float32)
     blocks = [
         attend_block(problem.query, problem.key[:, start:end], problem.value[:, start:end], None, None, "auto")
         for start, end in pairwise(cuts)
@@ -75,7 +76,7 @@ def test_cuda_kernels_are_called_with_arguments_that_they_take(
         query = torch.empty(70, 2, 12, 64, device="cuda", dtype=dtype).transpose(0, 1)
         key = torch.empty(37, 2, 12, 64, device="cuda", dtype=dtype).transpose(0, 1)
         mask = torch.ones(2, 1, 1, 37, device="cuda", dtype=torch.bool) if masked else None
-        out, lse = attend_block(query, key, key, mask, None, backend)
+        out, lse = attend_block(query, key, key, None if mask is None else additive(mask, dtype), None, backend)
         assert out.shape == query.shape
         assert lse.shape == (2, 70, 12, 1)
         assert lse.dtype == torch.float32
@@ -152,10 +153,12 @@ def test_where_a_chosen_backend_has_no_kernel_attention_is_that_of_auto_and_the_
     problem = random_problem(15, masked=masked, grouped=True)
     mask = None if problem.mask is None else problem.mask.reshape(problem.mask.shape[0], -1, 1, problem.key.shape[1])
     mask = mask if mask is None or mask.shape[1] in (1, problem.query.shape[2]) else None
-    given = problem.query, problem.key, problem.value, mask, None
+    given = problem.query, problem.key, problem.value
+    bias = None if mask is None else additive(mask, torch.float32)
     for _ in range(2):
-        assert torch.equal(attend(*given, backend), attend(*given, "auto"))
-        for one, other in zip(attend_block(*given, backend), attend_block(*given, "auto"), strict=True):
+        assert torch.equal(attend(*given, mask, None, backend), attend(*given, mask, None, "auto"))
+        blocks = (attend_block(*given, bias, None, name) for name in (backend, "auto"))
+        for one, other in zip(*blocks, strict=True):
             assert torch.equal(one, other)
     assert len({record.getMessage() for record in told.records}) == len(told.records), "said once"
     assert all(f"attention_backend {backend} has no kernel" in record.getMessage() for record in told.records)

@@ -13,7 +13,7 @@ from ...errors import Refused
 from ...specs import AttentionBackend, Parallelism
 from .choosing import Sizes, chosen
 from .exchange import Pending, allocate, gather
-from .kernels import attempt, attend_biased, attend_natively, for_heads, head_by_head
+from .kernels import attempt, attend_block, attend_natively, for_heads, head_by_head
 from .masks import Mask, ToldApart, exchange_mask, mask_of_patch, pair_mask, same_memory
 from .merge import Merge
 from .mesh import ContextMesh
@@ -251,7 +251,7 @@ class ContextAttention:
                 if all(keys.hides(*span) for span in spans):
                     continue
                 bias = keys.bias(spans, query.dtype)
-            merge.add(*attend_biased(query, k, v, bias, scale, backend))
+            merge.add(*attend_block(query, k, v, bias, scale, backend))
         return merge.result(query, None if keys is None else keys.dead())
 
     def _chosen(self, query: Tensor, held: Arrangement, mask: ToldApart | None) -> AttentionBackend:

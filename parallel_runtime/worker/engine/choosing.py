@@ -25,7 +25,7 @@ from .exchange import gather
 from .kernels import FAULTS, NO_KERNEL, fits_flash, tell_once
 from .masks import ToldApart
 from .mesh import Axis, World
-from .operators import OPERATORS, Whole, cudnn_records, missing
+from .operators import OPERATORS, Whole, cudnn_records
 
 REPEATS = 3
 RUNS = 4  # between two looks at the clock
@@ -69,9 +69,7 @@ def rivals(query: Tensor, *, masked: bool = False, recorded: bool = True) -> lis
     if found is None or not found.whole or not fits_flash(query):
         return ["auto"]
     cudnn = torch.version.hip is None and (cudnn_records() or not recorded)
-    there = [
-        kernel for kernel in found.whole if not OPERATORS[kernel].package or not missing(OPERATORS[kernel].package)
-    ]
+    there = [kernel for kernel in found.whole if not OPERATORS[kernel].missing]
     if masked:
         there = [kernel for kernel in there if OPERATORS[kernel].masks]
     return ["auto", *(kernel for kernel in there if kernel != "_native_cudnn" or cudnn)]

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...specs import AttentionBackend
-from .masks import additive
 from .opaque import attend_opaquely, enlist
-from .operators import OPERATORS, by_pytorch, heads_first, missing
+from .operators import OPERATORS, by_pytorch, heads_first
 
 Made = TypeVar("Made")
 
@@ -41,7 +40,7 @@ def check_backend(backend: AttentionBackend, device: torch.device) -> None:
         return
     if device.type == "cpu":
         raise ValueError(f'attention_backend {backend!r} needs a GPU; on the CPU use "auto" or "native"')
-    if why := missing(OPERATORS[backend].package) if OPERATORS[backend].package else "":
+    if why := OPERATORS[backend].missing:
         raise ValueError(f'attention_backend {backend!r} is not here: {why}; use "auto"')
 
 
@@ -79,20 +78,13 @@ def attempt(
 
 
 def attend_block(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, backend: AttentionBackend
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None, backend: AttentionBackend
 ) -> tuple[Tensor, Tensor]:
     """Attention over one block of keys: output [B, Sq, H, D] and its log-sum-exp [B, Sq, H, 1], float32.
 
-    `mask` is [B, 1 or H, 1, Sk]. Where it hides the whole block the output is finite and its log-sum-exp hugely
-    negative. What `backend` has no kernel for goes where it would with "auto".
+    `bias` is [B, 1 or H, 1 or Sq, Sk], finite (see `masks.additive`). Where it hides the whole block the output is
+    finite and its log-sum-exp hugely negative. What `backend` has no kernel for goes where it would with "auto".
     """
-    return attend_biased(query, key, value, None if mask is None else additive(mask, query.dtype), scale, backend)
-
-
-def attend_biased(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None, backend: AttentionBackend
-) -> tuple[Tensor, Tensor]:
-    """`attend_block` with its mask as a finite bias already."""
     key, value = for_heads(key, query.shape[2]), for_heads(value, query.shape[2])
     if (operator := OPERATORS.get(backend)) is not None:
         found = _try(

@@ -40,11 +40,16 @@ class Operator:
     package: str = ""
     capability: tuple[int, int] = (8, 0)
 
+    @property
+    def missing(self) -> str:
+        """Why its package is of no use here; "" where it is, and where it needs none."""
+        return missing(self.package) if self.package else ""
+
     def lacks(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str:
         """Why it cannot attend to these; "" where nothing is known to speak against it."""
         if query.device.type != "cuda":
             return f"it needs a CUDA GPU, and the tensors are on {query.device.type}"
-        if self.package and (why := missing(self.package)):
+        if why := self.missing:
             return why
         if mask is not None and not self.masks:
             return "it takes no mask"
