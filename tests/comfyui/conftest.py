@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,12 @@ from torch import Tensor
 
 from .cases import DEGREES
 from .comfy import OUR_ROOT, ComfyInstall, find_comfy, why_there_is_none
+from .graphs import Parallel
 from .latents import latent_of
 from .networks import picture
 from .server import Server, running_server
+
+USUAL = 2  # workers
 
 
 @pytest.fixture(scope="session")
@@ -67,22 +70,33 @@ def write_vaes(comfy: ComfyInstall, server: Server) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Within a module the cases of as many workers follow one another, up and down by turns: a group serves many."""
+    """Within a module the cases of as many workers follow one another: first as many as there are already, last as many
+    as the next module has cases of. A group serves many."""
     modules: dict[Path, list[pytest.Item]] = {}
     for item in items:
         modules.setdefault(item.path, []).append(item)
-    turn = 1
-    for members in modules.values():
-        members.sort(key=lambda item: turn * _workers(item))
-        turn = -turn if len({*map(_workers, members)}) > 1 else turn
+    served = [members for members in modules.values() if any("shared_server" in _fixtures(item) for item in members)]
+    counts = [{*map(_workers, members)} for members in served]
+    there = USUAL
+    for members, here, following in zip(served, counts, [*counts[1:], {USUAL}], strict=True):
+        order = sorted(here, key=lambda count: (count != there, count in following, count))
+        members.sort(key=lambda item: order.index(_workers(item)))
+        there = order[-1]
     items[:] = [item for members in modules.values() for item in members]
 
 
+def _fixtures(item: pytest.Item) -> Sequence[str]:
+    return item.fixturenames if isinstance(item, pytest.Function) else ()
+
+
 def _workers(item: pytest.Item) -> int:
-    """That its degrees ask for; two where it does not say."""
-    params = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
-    asked = [DEGREES[value] for value in params if isinstance(value, str) and value in DEGREES]
-    return max((degrees.ring_degree * degrees.ulysses_degree * degrees.pipeline_degree for degrees in asked), default=2)
+    """That its config asks for, or where it has none its module."""
+    assert isinstance(item, pytest.Function)
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    configs = [DEGREES.get(value, value) if isinstance(value, str) else value for value in params.values()]
+    asked = [config.workers for config in configs if isinstance(config, Parallel)]
+    unsaid = any(name in ("parallel", "config") and value is None for name, value in params.items())
+    return 1 if unsaid else max(asked, default=getattr(item.module, "WORKERS", USUAL))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -47,6 +48,12 @@ class Parallel:
     pipeline_degree: int = 1
     patches: int = 1
     warmup_steps: int = 1
+
+    @property
+    def workers(self) -> int:
+        """On this machine, without a GPU: what is left to the node is 1."""
+        degrees = (self.ring_degree, self.ulysses_degree, self.cfg_degree, self.data_degree, self.pipeline_degree)
+        return len(self.devices.split(",")) if self.devices else math.prod(max(1, degree) for degree in degrees)
 
 
 @dataclass(frozen=True, kw_only=True)

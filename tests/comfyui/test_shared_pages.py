@@ -18,6 +18,8 @@ from .latents import apart, latent_of
 from .server import Server
 
 JOB = Job(family="flux_dev", steps=1)
+THREE = DEGREES["ring_3"]
+WORKERS = THREE.workers  # in every case: see conftest.py
 COPIES = 60  # of one block: a file large beside what a worker holds anyway
 
 
@@ -55,7 +57,7 @@ def write_lora(path: Path) -> None:
     save_file(weights, path)
 
 
-def graph_of(file: str, sampler: str, parallel: Parallel = DEGREES["ring_3"]) -> Graph:
+def graph_of(file: str, sampler: str, parallel: Parallel = THREE) -> Graph:
     graph = sampling_graph(JOB, sampler, parallel if sampler == "CPSampler" else None)  # type: ignore[arg-type]
     graph["model"]["inputs"]["unet_name"] = file
     return graph
@@ -65,7 +67,7 @@ def graph_of(file: str, sampler: str, parallel: Parallel = DEGREES["ring_3"]) ->
 def test_a_worker_holds_less_than_a_tenth_of_the_file_for_itself(server: Server, dtype: torch.dtype) -> None:
     """ComfyUI computes in float32 here: what the file holds in bfloat16 is widened as it is used."""
     path = write_large(server.base / "models" / "diffusion_models", dtype)
-    server.client.run(sampling_graph(JOB, "CPSampler", DEGREES["ring_3"]))
+    server.client.run(sampling_graph(JOB, "CPSampler", THREE))
     before = {process.pid: mapped_bytes(process.pid, "Private_") for process in server.workers().values()}
     got = latent_of(server.client.run(graph_of(path.name, "CPSampler")))
     after = {process.pid: mapped_bytes(process.pid, "Private_") for process in server.workers().values()}
@@ -81,7 +83,7 @@ def test_a_worker_holds_less_than_a_tenth_of_the_file_for_itself(server: Server,
 def test_weights_in_main_memory_are_there_once_for_three_workers(server: Server, lora: bool, copies: int) -> None:
     path = write_large(server.base / "models" / "diffusion_models", torch.float32)
     write_lora(server.base / "models" / "loras" / "of_large.safetensors")
-    in_main_memory = replace(DEGREES["ring_3"], weights="offload")
+    in_main_memory = replace(THREE, weights="offload")
     graph = graph_of(path.name, "CPSampler", in_main_memory)
     if lora:
         with_loras(graph, [("of_large.safetensors", 0.7)])

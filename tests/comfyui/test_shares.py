@@ -35,11 +35,11 @@ NAMES = ["flux_kontext", "wan_phantom", "qwen_edit", "ltx2"]
 
 @pytest.mark.sweep(one_in=5)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("shared", SHARED.values(), ids=SHARED)
 def test_networks_are_sampled_as_ksampler_does(
-    server: Server, native_network: Callable[[str], Tensor], shared: str, name: str
+    server: Server, native_network: Callable[[str], Tensor], shared: Parallel, name: str
 ) -> None:
-    assert apart(latent_of(server.client.run(picture(name, SHARED[shared]))), native_network(name)) <= BAR
+    assert apart(latent_of(server.client.run(picture(name, shared))), native_network(name)) <= BAR
 
 
 @pytest.mark.sweep(one_in=2)
@@ -49,11 +49,14 @@ def test_pictures_are_the_vaes_own(vaes: Server, parallel: Parallel, file: str, 
     assert both(vaes, decoding, file, shape, parallel) <= VAE_BAR
 
 
-@pytest.mark.parametrize("shared", ["3,2", pytest.param("1,4,2", marks=pytest.mark.sweep)])
-def test_a_shard_gives_the_bits_of_whole_weights(server: Server, shared: str) -> None:
+@pytest.mark.parametrize(
+    "shared",
+    [pytest.param(SHARED["3,2"], id="3,2"), pytest.param(SHARED["1,4,2"], id="1,4,2", marks=pytest.mark.sweep)],
+)
+def test_a_shard_gives_the_bits_of_whole_weights(server: Server, shared: Parallel) -> None:
     job = Job(family="flux_dev", cfg=2.0, steps=2)
     latents = [
-        latent_of(server.client.run(sampling_graph(job, "CPSampler", replace(SHARED[shared], weights=weights))))
+        latent_of(server.client.run(sampling_graph(job, "CPSampler", replace(shared, weights=weights))))
         for weights in ("replicate", "shard")
     ]
     assert torch.equal(*latents)
