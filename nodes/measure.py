@@ -45,7 +45,7 @@ def cost_of(division: Division, kind: Hashable) -> Cost:
     devices = division.placement.devices
     workers = counts(len(devices))
     cpu = devices[0] == "cpu"
-    return Cost(steps=STEPS, workers=workers, cpu=cpu, seconds=runtime.cost(kind, workers, STEPS))
+    return Cost(steps=STEPS, workers=workers, cpu=cpu, seconds=runtime.history.cost(kind, workers, STEPS))
 
 
 def counts(devices: int) -> Sequence[int]:

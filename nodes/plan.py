@@ -153,7 +153,7 @@ def explain(
     )  # fmt: skip
     kind = kind_of(source.spec, subject.work)
     cost = None if troubles else cost_of(division, kind)
-    return replace(said, fix=changes(asked, request), times=runtime.paces(kind), cost=cost), recommended
+    return replace(said, fix=changes(asked, request), times=runtime.history.paces(kind), cost=cost), recommended
 
 
 def _timed(pace: Pace) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from parallel_runtime.host import patience as patience_module
+from parallel_runtime.host import waiting as waiting_module
 from parallel_runtime.host.limits import of_each, seconds_from
-from parallel_runtime.host.patience import Patience
+from parallel_runtime.host.waiting import Patience
 
 
 @pytest.mark.parametrize("text", ["banana", "nan", "inf", "-1", "0", ""])
@@ -25,7 +25,7 @@ def test_a_limit_that_is_none_is_not_used(monkeypatch, text):
 def clock(monkeypatch):
     """Seconds that pass only where the test says so."""
     now = [1000.0]
-    monkeypatch.setattr(patience_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(waiting_module.time, "monotonic", lambda: now[0])
 
     def forward(seconds):
         now[0] += seconds

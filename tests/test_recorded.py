@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from parallel_runtime.errors import WorkerDied, WorkerFailed
+from parallel_runtime.host.activity import Activity
 from parallel_runtime.host.group import WITHOUT_GRAPHS, WorkerGroup
-from parallel_runtime.host.status import Activity
 from parallel_runtime.specs import ModelSpec, Parallelism
 from parallel_runtime.wire.readings import Graphs
 

@@ -9,9 +9,9 @@ import pytest
 from torch import zeros
 
 from parallel_runtime.errors import WorkerDied, WorkerStartError
-from parallel_runtime.host import status
+from parallel_runtime.host import activity as activity_module
+from parallel_runtime.host.activity import Activity
 from parallel_runtime.host.history import Size
-from parallel_runtime.host.status import Activity
 from parallel_runtime.jobs import EvaluationJob, VAEJob
 from parallel_runtime.specs import ModelSpec, Parallelism, Placement
 from parallel_runtime.wire.messages import Beat, Done, Joined, Step
@@ -37,7 +37,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(status.time, "time", lambda: self.now)
+        monkeypatch.setattr(activity_module.time, "time", lambda: self.now)
 
     def after(self, seconds: float) -> None:
         self.now += seconds
@@ -74,7 +74,7 @@ def sample(
 
 
 def test_a_run_after_a_native_samplers_is_not_over_while_it_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "BETWEEN_EVALUATIONS", 0.0)
+    monkeypatch.setattr(activity_module, "BETWEEN_EVALUATIONS", 0.0)
     activity, model, run = Activity(), ModelSpec(loader="a"), object()
     evaluation: Any = EvaluationJob(each={}, options=None, prompt=1, conds=None, patches=None, together=False)
     activity.asked(model, Parallelism(), evaluation)

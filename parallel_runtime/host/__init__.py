@@ -1,11 +1,12 @@
 """The ComfyUI side of a worker group. Imports no comfy.
 
 runtime    the one group of this process; group is a group, launch and torchrun start its processes
-sent       what the ranks have; waiting hears their answers, patience says how long, room is memory for a result
+sent       what the ranks have; waiting hears their answers, room is memory for a result
 planning   from a request to degrees and devices; choosing takes the best of those that work, by cost and storing
 headroom   whether a run has room at this moment
 cluster    other machines: gate and endpoint are where they come in, versions what must agree, join what they run
 report     a plan in words for CP Plan; picture draws it, decoding and races have lines of their own, devices are as a
            user writes them
-status     what the group is doing; journal is what it printed, limits what a user chose
+status     what the group is doing; activity follows it, history its runs; journal is what it printed, limits what a
+           user chose
 """

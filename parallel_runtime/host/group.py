@@ -15,14 +15,14 @@ from ..specs import ComfySetup, ModelSpec, Parallelism, Placement, Storage
 from ..wire.bundles import bundled
 from ..wire.messages import Cancel, Done, Measure, Run, Stop, Unload
 from ..wire.readings import Readings
+from .activity import Activity
 from .balance import Balance
 from .cost import Work
 from .launch import Processes
 from .limits import Limit, seconds_from, stall_limit
-from .patience import Patience
 from .sent import Sent
-from .status import BUSY, Activity
-from .waiting import Waiting
+from .status import BUSY
+from .waiting import Patience, Waiting
 
 log = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
 """The last runs of this process as a user would tell of them: what each spent its time on, how long a step took, and
-how long on one worker. Knows no group: it is told what state began and which step was done."""
+how long on one worker. Knows no group: all follows from its states."""
 
 from __future__ import annotations
 
@@ -8,35 +8,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from ..specs import DEGREES, Parallelism, Placement
+from .status import WORK, Run, Status
 
 BELIEVED = 1.2  # times as fast as one worker, for each worker: beyond that one of the runs was disturbed
 KEPT = 8  # runs, and what else is remembered of so many kinds of work
-WORK = {"loading", "sampling", "decoding", "encoding"}
 TIMED = {"starting", *WORK}
 ENDS = {"idle", "cancelled", "died", "none"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """`phases` are states and the seconds that each took, in order; one that is not over is not among them. Seconds a
-    step are those between steps, the first one's beginning left out; `waited` is the share of a step in which workers
-    waited for one another, None where nobody can say. On one worker a step takes `alone` seconds: `measured` in a run
-    of this size, or else estimated; None where nobody knows, or workers share a device, or what it says is beyond
-    belief."""
-
-    model: str = ""
-    workers: int = 1
-    began: float = 0.0
-    phases: tuple[tuple[str, float], ...] = ()
-    steps: int = 0
-    step_seconds: float | None = None
-    waited: float | None = None
-    alone: float | None = None
-    measured: bool = False
-    end: str = ""
-
-    def has(self, *phases: str) -> bool:
-        return any(name in phases for name, _ in self.phases)
 
 
 @dataclass(frozen=True)
@@ -101,29 +78,17 @@ class Cost:
 
 
 class History:
-    """Fill it by `turned` and `stepped`; `runs` are the last ones, oldest first, and the one that goes on."""
+    """`runs` are the last ones, oldest first, and the one that goes on. `size` and `sampler` are of what is asked next:
+    a step of one sampler may be several evaluations. `wanted` is since when somebody waits for the workers, None where
+    nobody does."""
 
     def __init__(self) -> None:
         self.runs: tuple[Run, ...] = ()
-        self._size = Size(None)
-        self._sampler = ""
-        self._cut = Cut()
+        self.size = Size(None)
+        self.sampler = ""
+        self.wanted: float | None = None
         self._paces: dict[Hashable, dict[str, dict[Cut, float]]] = {}  # by work and sampler
-        self._first: tuple[int, float] | None = None
-        self._steps = 0  # that the run shall have
-        self._wanted: float | None = None  # since when somebody wants the workers for a run
-
-    def of_size(self, size: Size) -> None:
-        """What the next run, or the one that goes on, is asked to do."""
-        self._size = size
-
-    def with_sampler(self, sampler: str) -> None:
-        """A step of one may be several evaluations."""
-        self._sampler = sampler
-
-    def divided(self, cut: Cut) -> None:
-        """Among whom the run that begins now is divided, and how."""
-        self._cut = cut
+        self._first: tuple[int, float] | None = None  # of the run's steps that was told, and when
 
     def paces(self, key: Hashable) -> tuple[Pace, ...]:
         """What was measured of this work with the sampler that was last, on few workers first; nothing of one cut
@@ -145,54 +110,42 @@ class History:
         before = max(sum(took for name, took in run.phases if name in ("starting", "loading")) for run in self.runs)
         return sum(before + steps * alone / count for count in workers)
 
-    def wanted(self, at: float, *, anew: bool) -> None:
-        """Somebody asks for the workers; `anew`: for another run than who did so before."""
-        if anew or self._wanted is None:
-            self._wanted = at
-
-    def unwanted(self) -> None:
-        """What starts now nobody has asked for."""
-        self._wanted = None
-
-    def turned(self, before: str, since: float, now: str, at: float, *, model: str = "", workers: int = 1) -> None:
-        """The state `before`, which had begun at `since`, is over, and `now` has begun `at`."""
-        if before in TIMED and self.runs:
-            last = self.runs[-1]
-            self._last(replace(last, phases=(*last.phases, (before, max(0.0, at - since)))))
-        if now in WORK:
+    def turned(self, before: Status, now: Status) -> None:
+        """The state of `before` is over, and another one has begun."""
+        if before.state in TIMED:
+            phase = (before.state, max(0.0, now.since - before.since))
+            self._last(replace(self.runs[-1], phases=(*self.runs[-1].phases, phase)))
+        if now.state in WORK:
             self._begin_when_wanted()
-        if now in TIMED and self._is_another(now):
-            self.runs = (*self.runs, Run(began=at, workers=workers))[-KEPT:]
-        if now in ("loading", "sampling") and self.runs:
-            self._last(replace(self.runs[-1], model=model, workers=workers))
-        if now == "loading":
-            self._first, self._steps = None, 0
-        if now in ENDS - {"none"} and before != "starting":
-            self.unwanted()
-        if now in ENDS and before in {*WORK, "cancelling"}:
-            self._ended(now, sampled=before == "sampling")
+        workers = now.placement.world_size if now.placement else 1
+        if now.state in TIMED and self._is_another(now.state):
+            self.runs = (*self.runs, Run(began=now.since, workers=workers))[-KEPT:]
+        if now.state in ("loading", "sampling"):
+            self._last(replace(self.runs[-1], model=now.model, workers=workers))
+        if now.state == "loading":
+            self._first = None
+        if now.state in ENDS - {"none"} and before.state != "starting":
+            self.wanted = None
+        if now.state in ENDS and before.state in (*WORK, "cancelling"):
+            self._ended(before, now.state)
 
-    def stepped(self, step: int, steps: int, at: float, waited: float | None) -> None:
-        """So many of `steps` are done; of the last one ranks waited this share."""
-        self._steps = steps
-        if not self.runs:
-            return
-        if self._first is None:
-            self._first = (step, at)
-        first, began = self._first
-        pace = (at - began) / (step - first) if step > first else self.runs[-1].step_seconds
-        self._last(self._compared(replace(self.runs[-1], steps=step, step_seconds=pace, waited=waited)))
+    def stepped(self, now: Status, at: float) -> None:
+        """A step more is done."""
+        first, began = self._first = self._first or (now.step, at)
+        run = self.runs[-1]
+        pace = (at - began) / (now.step - first) if now.step > first else run.step_seconds
+        self._last(self._compared(replace(run, steps=now.step, step_seconds=pace, waited=now.waited), _cut(now)))
 
     def _begin_when_wanted(self) -> None:
         """What of a start was over before anybody asked for the run is none of its time: it stands by itself."""
         start = self.runs[-1] if self.runs else Run()
-        if self._wanted is None or self._wanted <= start.began or [name for name, _ in start.phases] != ["starting"]:
+        if self.wanted is None or self.wanted <= start.began or [name for name, _ in start.phases] != ["starting"]:
             return
         ((_, took),) = start.phases
-        before = min(took, self._wanted - start.began)
+        before = min(took, self.wanted - start.began)
         self._last(replace(start, phases=(("starting", before),), end="idle"))
         own = (("starting", took - before),) if took > before else ()
-        self.runs = (*self.runs, replace(start, began=self._wanted, phases=own))[-KEPT:]
+        self.runs = (*self.runs, replace(start, began=self.wanted, phases=own))[-KEPT:]
 
     def _is_another(self, state: str) -> bool:
         """Does a new run begin with it? A start and an encoding come before a run's steps, a decoding after them."""
@@ -202,29 +155,32 @@ class History:
             return self.runs[-1].has("loading", "sampling", "decoding")
         return state == "encoding" and self.runs[-1].has("sampling", "decoding")
 
-    def _compared(self, run: Run) -> Run:
+    def _compared(self, run: Run, cut: Cut) -> Run:
         """Beside one worker: in a run of this sampler, else by what another sampler's two runs say, else estimated."""
         if run.step_seconds is None or run.workers == 1:
             return run
-        paces, cut = self._paces.get(self._size.key, {}), self._cut
-        own = paces.get(self._sampler, {}).get(cut.alone)
+        paces = self._paces.get(self.size.key, {})
+        own = paces.get(self.sampler, {}).get(cut.alone)
         others = [one[cut.alone] / one[cut] for one in paces.values() if {cut.alone, cut} <= one.keys()]
-        estimated = others[-1] if others else self._size.times
+        estimated = others[-1] if others else self.size.times
         times = cut.credible(own / run.step_seconds if own is not None else estimated)
         alone = run.step_seconds * times if times else None
         return replace(run, alone=alone, measured=alone is not None and (own is not None or bool(others)))
 
-    def _ended(self, how: str, *, sampled: bool) -> None:
-        if not self.runs:
-            return
+    def _ended(self, before: Status, how: str) -> None:
         run = self.runs[-1]
-        if sampled and how == "idle":  # the last step may not have been told by itself
-            run = replace(run, steps=self._steps)
-        self._last(replace(run, end=run.end or how))
-        if sampled and how == "idle" and self._size.key is not None and run.step_seconds is not None:
-            known = self._paces.pop(self._size.key, {})
-            known[self._sampler] = {**known.pop(self._sampler, {}), self._cut: run.step_seconds}
-            self._paces = dict([*self._paces.items(), (self._size.key, known)][-KEPT:])
+        sampled = before.state == "sampling" and how == "idle"
+        # the last step may not have been told by itself
+        self._last(replace(run, end=run.end or how, steps=before.steps if sampled else run.steps))
+        if sampled and self.size.key is not None and run.step_seconds is not None:
+            known = self._paces.pop(self.size.key, {})
+            known[self.sampler] = {**known.pop(self.sampler, {}), _cut(before): run.step_seconds}
+            self._paces = dict([*self._paces.items(), (self.size.key, known)][-KEPT:])
 
     def _last(self, run: Run) -> None:
         self.runs = (*self.runs[:-1], run)
+
+
+def _cut(now: Status) -> Cut:
+    """How the run of this state is divided."""
+    return Cut.of(now.degrees, now.placement) if now.degrees and now.placement else Cut()

@@ -18,10 +18,10 @@ from ..errors import ProtocolError, WorkerDied, WorkerStartError
 from ..specs import ComfySetup, Placement
 from ..wire.channel import Channel, short_path
 from ..wire.messages import PROTOCOL, Failed, Joined, Ready, Room, Welcome
+from .activity import Activity
 from .cluster import Cluster, Remote
 from .cost import Link, Speed, coarse
 from .journal import Journal
-from .status import Activity
 from .torchrun import GRACE_SECONDS, Meeting, Torchrun, last_error
 
 POLL_SECONDS = 0.1

@@ -8,20 +8,19 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..errors import ParallelError, WorkerDied
 from ..specs import ComfySetup, Placement, SourceFile
+from .activity import Activity
 from .choosing import Staffing
 from .group import WorkerGroup
-from .history import Pace
-from .journal import Journal
 from .launch import POLL_SECONDS
 from .limits import Limit, stall_limit
-from .status import BUSY, RESTING, Activity, Status
+from .status import BUSY, RESTING, Status
 
 log = logging.getLogger(__name__)
 
@@ -38,22 +37,11 @@ class Runtime:
         self.first_seen: WeakKeyDictionary[Any, tuple[SourceFile, ...]] = WeakKeyDictionary()  # of loaded networks
         self.staffing = Staffing()
         self._activity = Activity()
+        self.history = self._activity.history
+        self.journal = self._activity.journal  # what was printed and logged last
         self._lock = threading.RLock()  # who holds it may use the group, start or end it
         self._closing = threading.Event()
         self._used = 0.0  # last
-
-    @property
-    def journal(self) -> Journal:
-        """What was printed and logged last."""
-        return self._activity.journal
-
-    def paces(self, kind: Hashable) -> tuple[Pace, ...]:
-        """Seconds a step of this kind of work, by the cuts that did it in this process."""
-        return self._activity.history.paces(kind)
-
-    def cost(self, kind: Hashable, workers: Sequence[int], steps: int) -> float | None:
-        """About how many seconds it takes to measure so many steps on so many workers, one count after the other."""
-        return self._activity.history.cost(kind, workers, steps)
 
     @property
     def live(self) -> WorkerGroup | None:

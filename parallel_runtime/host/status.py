@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
-from ..errors import ParallelError
-from ..jobs import EvaluationJob, Job, VAEJob
-from ..specs import ModelSpec, Parallelism, Placement
-from ..wire.messages import Beat, Done, Joined, Step
+from ..specs import Parallelism, Placement
 from ..wire.readings import Busy, Readings
-from .history import Cut, History, Run, Size
-from .journal import Journal
 
 State = Literal[
     "none", "starting", "unstarted", "loading", "sampling", "decoding", "encoding", "cancelling", "cancelled", "idle",
@@ -22,10 +17,9 @@ State = Literal[
 # measure.
 Stage = Literal["", "machines", "processes", "meeting"]
 CONVERTING: tuple[State, ...] = ("decoding", "encoding")  # a VAE is at work
-BUSY: tuple[State, ...] = ("starting", "loading", "sampling", *CONVERTING, "cancelling")
+WORK: tuple[State, ...] = ("loading", "sampling", *CONVERTING)
+BUSY: tuple[State, ...] = ("starting", *WORK, "cancelling")
 RESTING: tuple[State, ...] = ("idle", "cancelled")
-LAST_WORDS = 6  # lines of a worker that is gone
-BETWEEN_EVALUATIONS = 2.0  # seconds in which a native sampler that evaluates here is still at work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +45,29 @@ class Loss:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Run:
+    """`phases` are states and the seconds that each took, in order; one that is not over is not among them. Seconds a
+    step are those between steps, the first one's beginning left out; `waited` is the share of a step in which workers
+    waited for one another, None where nobody can say. On one worker a step takes `alone` seconds: `measured` in a run
+    of this size, or else estimated; None where nobody knows, or workers share a device, or what it says is beyond
+    belief."""
+
+    model: str = ""
+    workers: int = 1
+    began: float = 0.0
+    phases: tuple[tuple[str, float], ...] = ()
+    steps: int = 0
+    step_seconds: float | None = None
+    waited: float | None = None
+    alone: float | None = None
+    measured: bool = False
+    end: str = ""
+
+    def has(self, *phases: str) -> bool:
+        return any(name in phases for name, _ in self.phases)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Status:
     """`reason` says why a group died or ended. `step` of `steps` are done, or frames of a VAE's video, or workers that
     are up in this `stage` of a start; both are 0 where the sampler runs in ComfyUI's process. `since` is the time, in
@@ -60,7 +77,7 @@ class Status:
     stage: Stage = ""
     loss: Loss | None = None
     reason: str = ""
-    since: float = field(default_factory=time.time)
+    since: float = field(default_factory=lambda: time.time())
     placement: Placement | None = None
     degrees: Parallelism | None = None
     model: str = ""
@@ -74,184 +91,9 @@ class Status:
         """The share that the slowest rank has loaded."""
         return min((rank.loaded for rank in self.ranks), default=0.0)
 
-
-class Activity:
-    """Follows a group; `now` is what it is doing. Outlives it, and what ended it while it recorded: `unrecordable` are
-    models that the next groups evaluate as they are."""
-
-    def __init__(self) -> None:
-        self.now = Status()
-        self.journal = Journal()
-        self.history = History()
-        self.unrecordable: set[ModelSpec] = set()
-        self._asked: ModelSpec | None = None
-        self._told: set[str] = set()
-        self._evaluated = 0.0
-
-    def starting(self, placement: Placement) -> None:
-        devices = placement.devices * placement.nnodes
-        ranks = tuple(RankStatus(rank=rank, device=device) for rank, device in enumerate(devices))
-        self._begin(Status(state="starting", placement=placement, ranks=ranks, steps=len(ranks)))
-
-    def reached(self, stage: Stage, workers: int = 0) -> None:
-        """The start is in this stage, and so many workers are through with it."""
-        self._change(stage=stage, step=workers)
-
-    def wanted(self, *, by_prompt: bool = False) -> None:
-        """A run asks for the workers, or the prompt that it will be in."""
-        self.history.wanted(time.time(), anew=by_prompt and self.now.state not in BUSY)
-
-    def unwanted(self) -> None:
-        """They start again, and for nobody."""
-        self.history.unwanted()
-
-    def of_size(self, size: Size) -> None:
-        """What the next run is asked to do."""
-        self.history.of_size(size)
-
-    def joined(self, answers: dict[int, Joined], machines: list[str]) -> None:
-        ranks = (
-            replace(rank, machine=machines[rank.rank], readings=answers[rank.rank].readings) for rank in self.now.ranks
-        )
-        self._turn("idle", ranks=tuple(ranks), stage="", step=0, steps=0)
-
-    def asked(self, model: ModelSpec, degrees: Parallelism, job: Job) -> None:
-        """A request begins. Between two evaluations of one run nothing is said to begin."""
-        name, self._asked = model.title, model.unpatched
-        if isinstance(job, EvaluationJob) and self.now.state == "sampling" and self.now.model == name:
-            return
-        self._evaluated = 0.0
-        if isinstance(job, VAEJob):
-            self._turn("decoding" if job.method == "decode" else "encoding", model="", step=0, steps=0)
-            return
-        self.history.with_sampler(repr(getattr(job, "sampler", "")))
-        if self.now.placement is not None:
-            self.history.divided(Cut.of(degrees, self.now.placement))
-        ranks = tuple(replace(rank, loaded=0.0) for rank in self.now.ranks)
-        self._turn("loading", model=name, degrees=degrees, step=0, steps=0, ranks=ranks)
-
-    def heard(self, rank: int, message: Any) -> None:
-        """What a rank says of itself and its work."""
-        match message:
-            case Beat(loaded=None, readings=readings, busy=busy):
-                self._note(rank, 1.0, readings, busy)
-                if self.now.state == "loading":
-                    self._turn("sampling")
-            case Beat(loaded=float(loaded), readings=readings):
-                self._note(rank, loaded, readings)
-            case Step(step=step, total=total):
-                self._step(step, total)
-            case Done(readings=readings):
-                self._note(rank, 1.0, readings)
-
-    def cancelling(self) -> None:
-        self._turn("cancelling")
-
     @property
-    def recording(self) -> bool:
-        """Is any worker at it?"""
-        return any(rank.busy == "recording" for rank in self.now.ranks)
-
-    def unrecorded(self) -> list[str]:
-        """Why workers evaluate something as it is instead of recording it: what was not told before."""
-        reasons = {reason for rank in self.now.ranks if rank.readings for reason in rank.readings.graphs.eager}
-        news = sorted(f"{self.now.model}: {reason}" for reason in reasons)
-        news = [reason for reason in news if reason not in self._told]
-        self._told.update(news)
-        return news
-
-    def give_up_recording(self) -> None:
-        """The group is lost, and it was recording."""
-        if self._asked is not None:
-            self.unrecordable.add(self._asked)
-
-    @property
-    def replaying(self) -> bool:
-        """Do workers replay what they have recorded?"""
-        return any(rank.readings and rank.readings.graphs.replays for rank in self.now.ranks)
-
-    def answered(self, job: Job) -> None:
-        """Every rank has done what was asked."""
-        self._evaluated = time.monotonic() if isinstance(job, EvaluationJob) else 0.0
-        self._turn("sampling" if self._evaluated else "idle")
-
-    def rest(self) -> None:
-        """A native sampler has not asked for an evaluation for a while: its run is over."""
-        over = self._evaluated and time.monotonic() - self._evaluated > BETWEEN_EVALUATIONS
-        if over and self.now.state == "sampling":
-            self._turn("idle")
-
-    def cancelled(self) -> None:
-        """The run is off and the workers are warm."""
-        self._turn("cancelled")
-
-    def emptied(self) -> None:
-        """The workers hold no model any more: what was said of one is over."""
-        if self.now.state in RESTING:
-            self._turn("idle", model="", degrees=None, step=0, steps=0)
-
-    def gone(self, worker: str, rank: int | None) -> None:
-        """Seen at once; torchrun may take a second to say how it ended."""
-        self._turn("died", reason=f"worker {worker} went away", loss=Loss(rank=rank, settled=False))
-
-    def lost(self, error: ParallelError, *, wanted: bool = False) -> None:
-        """The group is over; `wanted` where somebody ended it, and nothing went wrong."""
-        self._turn("died", reason=str(error), loss=None if wanted else self._loss(error))
-
-    def failed(self, error: BaseException) -> None:
-        """The start came to nothing: by itself, or because nobody waits for it any more."""
-        if isinstance(error, ParallelError):
-            self._turn("unstarted", reason=str(error), loss=self._loss(error), stage="", step=0, steps=0)
-        else:
-            self.ended()
-
-    def ended(self, reason: str = "") -> None:
-        self._begin(Status(reason=reason))
-
-    def _loss(self, error: ParallelError) -> Loss:
-        rank: int | None = getattr(error, "rank", None)
-        lines = self.journal.tail(LAST_WORDS, rank) if rank is not None else []
-        return Loss(rank=rank, words=tuple(line.text for line in lines))
-
-    def _begin(self, status: Status) -> None:
-        """Nothing of what was known holds any more but what has been."""
-        at = time.time()
-        self._note_turn(status.state, at)
-        self.now = replace(status, since=at, runs=self.history.runs)
-
-    def _turn(self, state: State, **known: Any) -> None:
-        since = self.now.since if state == self.now.state else time.time()
-        self._change(**known)
-        self._note_turn(state, since)
-        self._change(state=state, since=since, runs=self.history.runs)
-
-    def _note_turn(self, state: State, at: float) -> None:
-        now = self.now
-        if state != now.state:
-            workers = now.placement.world_size if now.placement else 1
-            self.history.turned(now.state, now.since, state, at, model=now.model, workers=workers)
-
-    def _step(self, step: int, total: int) -> None:
-        if self.now.state in CONVERTING:
-            self._change(step=step, steps=total)
-            return
-        if self.now.state == "loading":
-            self._turn("sampling")
-        self.history.stepped(step + 1, total, time.time(), _waited(self.now.ranks))
-        self._change(step=step + 1, steps=total, runs=self.history.runs)
-
-    def _change(self, **known: Any) -> None:
-        self.now = replace(self.now, **known)
-
-    def _note(self, rank: int, loaded: float, readings: Readings | None, busy: Busy = "") -> None:
-        ranks = list(self.now.ranks)
-        if rank < len(ranks):
-            ranks[rank] = replace(ranks[rank], loaded=loaded, readings=readings or ranks[rank].readings, busy=busy)
-            self._change(ranks=tuple(ranks))
-
-
-def _waited(ranks: tuple[RankStatus, ...]) -> float | None:
-    """The share of a step in which ranks waited for one another, on average."""
-    told = [rank.readings for rank in ranks if rank.readings is not None and rank.readings.step_seconds]
-    shares = [one.waited_seconds / one.step_seconds for one in told if one.waited_seconds is not None]
-    return min(1.0, sum(shares) / len(shares)) if shares else None
+    def waited(self) -> float | None:
+        """The share of a step in which ranks waited for one another, on average."""
+        told = [rank.readings for rank in self.ranks if rank.readings is not None and rank.readings.step_seconds]
+        shares = [one.waited_seconds / one.step_seconds for one in told if one.waited_seconds is not None]
+        return min(1.0, sum(shares) / len(shares)) if shares else None

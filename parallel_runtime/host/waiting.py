@@ -1,22 +1,24 @@
-"""The answers of every rank to one request: heard as they come in, or the reason why one will not come."""
+"""The answers of every rank to one request: heard as they come in, or the reason why one will not come, which may be
+that it has been silent for too long."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import ParallelError, Refused, WorkerDied, WorkerFailed
 from ..wire.bundles import read_bundle
 from ..wire.messages import Beat, Done, Failed, Step
+from .activity import Activity
 from .launch import POLL_SECONDS, Processes
-from .patience import Patience
-from .status import Activity
 
 FAILURE_SECONDS = 0.3
 IN_REPLAYS = "They replayed CUDA graphs: if this happens again, set cuda_graphs to off"
+
+Doing = Literal["", "loading", "sampling", "compiling"]  # "" until a rank says a word
 
 
 class Waiting:
@@ -112,3 +114,62 @@ class Waiting:
                 f"the next run starts fresh workers{'. ' + IN_REPLAYS if replaying else ''}",
                 lost[0],
             )
+
+
+class Patience:
+    """How long the ranks of one request may be silent. Knows neither messages nor processes.
+
+    Limits in seconds: `load` while a rank loads or compiles, `stall` before and after.
+
+    Ahead of a cancelled rank is no more than the rest of one step: how long one takes, known after the first, and
+    `cancel` on top. Where a rank has refused, those that sample are at the same place, and have `cancel` to say so;
+    who does not will wait for that rank for ever.
+    """
+
+    def __init__(self, ranks: int, *, load: float, stall: float, cancel: float) -> None:
+        self.cancelled = False
+        self._load = load
+        self._stall = stall
+        self._cancel = cancel
+        self._heard = [time.monotonic()] * ranks
+        self._doing: list[Doing] = [""] * ranks
+        self._longest_step = 0.0
+        self._refused: float | None = None  # when
+
+    def hear(self, rank: int) -> None:
+        now = time.monotonic()
+        if self._doing[rank] == "sampling":
+            self._longest_step = max(self._longest_step, now - self._heard[rank])
+        self._doing[rank] = self._doing[rank] or "loading"
+        self._heard[rank] = now
+
+    def sampling(self, rank: int) -> None:
+        """This rank has loaded."""
+        self._doing[rank] = "sampling"
+
+    def compiling(self, rank: int) -> None:
+        """This rank has loaded, and hears no cancel until torch.compile is done."""
+        self._doing[rank] = "compiling"
+
+    def refused(self) -> None:
+        """A rank has."""
+        self._refused = self._refused or time.monotonic()
+
+    def lost(self, waited_for: Collection[int]) -> tuple[int, float] | None:
+        """The rank that the others wait for, and its silence, if any of `waited_for` has been silent for too long."""
+        now = time.monotonic()
+        if all(now - self._heard[rank] <= self._limit(rank) for rank in waited_for):
+            return None
+        stuck = min(waited_for, key=lambda rank: self._heard[rank])
+        return stuck, now - self._heard[stuck]
+
+    def _limit(self, rank: int) -> float:
+        stall = min(self._stall, self._load)
+        match self._doing[rank]:
+            case "compiling":
+                return stall if self.cancelled else self._load
+            case "loading":
+                return min(self._cancel, self._load) if self.cancelled else self._load
+        if self._refused is not None:
+            return min(self._cancel, stall) + max(0.0, self._refused - self._heard[rank])
+        return min(self._cancel + self._longest_step, stall) if self.cancelled and self._longest_step else stall

@@ -102,7 +102,7 @@ def test_a_killed_host_leaves_no_worker_on_the_other_machine(guest, flux, tmp_pa
         "from tests.groups import *\n"
         "from parallel_runtime.host.group import WorkerGroup\n"
         f"group = WorkerGroup(Placement(devices=('cpu',), nnodes=2, rdzv_endpoint='{HERE}:{PORT}'))\n"
-        f"group.run(spec_of({flux.path!r}), Parallelism(ulysses_degree=2), flux_job(steps=100000),\n"
+        f"group.run(spec_of({flux.files[0].path!r}), Parallelism(ulysses_degree=2), flux_job(steps=100000),\n"
         "    on_step=lambda step, *_: print(flush=True) if step == 2 else None)\n"
     )
     host = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
