@@ -13,14 +13,14 @@ import torch  # isort: skip
 
 from ..vae import zoo  # isort: skip
 
-remote_vae, divided_vae = node_module("remote_vae"), node_module("divided_vae")
+vae = node_module("vae")
 
 
 def _cp_vae() -> tuple[comfy.sd.VAE, Any]:
     model = zoo.random_weights(zoo.ltx(1))
     weights = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
     native = comfy.sd.VAE(sd=weights, metadata={"config": json.dumps({"vae": model.config})})
-    return native, divided_vae.divided(native, None)
+    return native, vae.divided(native, None)
 
 
 def copies(rank: int, world: int, how: str) -> dict[str, Any]:
