@@ -101,10 +101,25 @@ class _Describer:
         if isinstance(value, ModelPatcher):
             return _model(value, what)
         if isinstance(value, FunctionType):
-            return _function(value, what, inner, lambda cell: self._cell(cell, inner))
+            return self._function(value, what, inner)
         if isinstance(value, MethodType):
             return {"kind": "method", "of": inner(value.__self__), "name": value.__name__}
         return _named(value, what) or self._object(value, what, inner)
+
+    def _function(self, function: FunctionType, what: str, inner: Callable[[Any], Any]) -> dict[str, Any]:
+        if LOCAL not in function.__qualname__:
+            return {"kind": "name", "name": reference(function, what)}
+        if not is_comfyui(function):
+            raise Unsendable(f"{what} {title(function)} is not part of ComfyUI itself, so the workers cannot have it")
+        return {
+            "kind": "function",
+            "name": f"{_module(function)}:{function.__qualname__}",
+            "line": function.__code__.co_firstlineno,
+            "cells": [self._cell(cell, inner) for cell in function.__closure__ or ()],
+            "defaults": inner(function.__defaults__),
+            "keyword_defaults": inner(function.__kwdefaults__),
+            "attributes": inner({name: value for name, value in vars(function).items() if name != "__wrapped__"}),
+        }
 
     def _cell(self, cell: CellType, inner: Callable[[Any], Any]) -> dict[str, Any]:
         """A variable that functions hold on to, and may share."""
@@ -145,24 +160,6 @@ def _container(value: Any, what: str, inner: Callable[[Any], Any]) -> Any:
     if type(value) is set:
         return {"kind": "set", "items": [inner(part) for part in value]}
     raise Unsendable(f"{what} holds a {title(type(value))}, which cannot be sent to the workers")
-
-
-def _function(
-    function: FunctionType, what: str, inner: Callable[[Any], Any], cell: Callable[[CellType], Any]
-) -> dict[str, Any]:
-    if LOCAL not in function.__qualname__:
-        return {"kind": "name", "name": reference(function, what)}
-    if not is_comfyui(function):
-        raise Unsendable(f"{what} {title(function)} is not part of ComfyUI itself, so the workers cannot have it")
-    return {
-        "kind": "function",
-        "name": f"{_module(function)}:{function.__qualname__}",
-        "line": function.__code__.co_firstlineno,
-        "cells": [cell(held) for held in function.__closure__ or ()],
-        "defaults": inner(function.__defaults__),
-        "keyword_defaults": inner(function.__kwdefaults__),
-        "attributes": inner({name: value for name, value in vars(function).items() if name != "__wrapped__"}),
-    }
 
 
 def _model(value: ModelPatcher, what: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
@@ -24,21 +23,18 @@ def compilation(model: ModelPatcher, chosen: CompileChoice) -> Compilation | Non
             f"torch.compile on this MODEL has a backend that is code ({asked['backend']!r}), which the workers cannot "
             "have; name one, such as inductor"
         )
-    options = {name: value for name, value in (asked["options"] or {}).items() if not callable(value)}
+    named = {name: value for name, value in (asked["options"] or {}).items() if not callable(value)}
+    try:
+        options = json.dumps(named, sort_keys=True)
+    except TypeError as error:
+        raise Refused(f"an option of torch.compile on this MODEL cannot be sent to the workers: {error}") from None
     return Compilation(
         backend=asked["backend"],
         mode=asked["mode"],
         fullgraph=bool(asked["fullgraph"]),
         dynamic=asked["dynamic"],
-        options=_json(options),
+        options=options,
     )
-
-
-def _json(options: dict[str, Any]) -> str:
-    try:
-        return json.dumps(options, sort_keys=True)
-    except TypeError as error:
-        raise Refused(f"an option of torch.compile on this MODEL cannot be sent to the workers: {error}") from None
 
 
 def leave_eager(model: ModelPatcher) -> None:

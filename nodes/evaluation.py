@@ -16,6 +16,7 @@ from .describe import Source, describe_model, seen_together
 from .encoded import side_of
 from .lease import leased, staffed
 from .patches import check_attributes, check_sizes, describe_inside
+from .refusals import WHOLE_RUNS
 from .residence import Held
 
 
@@ -30,16 +31,12 @@ class RemoteEvaluation:
 
     def begin(self, model: ModelPatcher) -> None:
         """Raises Refused for a MODEL whose network no worker could have."""
-        if self._request.step_cache:
-            raise Refused(
-                f"step_cache {self._request.step_cache:g} on CP Load Diffusion Model: evaluations for a native sampler "
-                "do not say where a run begins; sample with a CP Sampler, or set step_cache to 0 here"
-            )
-        if self._request.patches > 1:
-            raise Refused(
-                f"patches {self._request.patches} on CP Load Diffusion Model: evaluations for a native sampler do not "
-                "say where a run begins; sample with a CP Sampler, or set patches to 1 here"
-            )
+        for name, without in WHOLE_RUNS.items():
+            if (asked := getattr(self._request, name)) > without:
+                raise Refused(
+                    f"{name} {asked:g} on CP Load Diffusion Model: evaluations for a native sampler do not say where a "
+                    f"run begins; sample with a CP Sampler, or set {name} to {without} here"
+                )
         if model.hook_patches or model.forced_hooks:
             raise Refused(
                 "hooks (scheduled LoRA) cannot change weights in the workers from step to step while the sampler runs "

@@ -45,7 +45,11 @@ def origin(model: ModelPatcher) -> ModelSpec:
 def _call(loader: Callable[..., Any], arguments: tuple[Any, ...], dtype: torch.dtype) -> tuple[str, tuple[Any, ...]]:
     if loader is gguf.load:
         return gguf.LOADER, arguments[1:]  # the class of the patcher is each side's own
-    return _named(loader), _settled(loader, arguments, dtype)
+    try:
+        name = reference(loader, "the loader")
+    except Refused as refused:
+        raise Refused(f"{refused}; {WAY_OUT}") from None
+    return name, _settled(loader, arguments, dtype)
 
 
 def _nameless(model: ModelPatcher) -> str:
@@ -53,13 +57,6 @@ def _nameless(model: ModelPatcher) -> str:
         return ("this MODEL of ComfyUI-GGUF does not say which file it came from; load the .gguf with "
                 "CP Load Diffusion Model, which uses that pack's loader")  # fmt: skip
     return f"this MODEL ({title(type(model))}) does not say which file it came from; {WAY_OUT}"
-
-
-def _named(loader: Callable[..., Any]) -> str:
-    try:
-        return reference(loader, "the loader")
-    except Refused as refused:
-        raise Refused(f"{refused}; {WAY_OUT}") from None
 
 
 def _settled(loader: Callable[..., Any], arguments: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from ..parallel_runtime.plan import Along
 from .code import PLAIN, Unsendable, reference, title
 
 SIDES = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}  # of a latent, by its dimensions
+WHOLE_RUNS = {"step_cache": 0, "patches": 1}  # what workers need a whole run for, and the value that goes without
 GUIDER_STATE = {"model_patcher", "model_options", "original_conds", "conds", "inner_model", "loaded_models"}
 
 

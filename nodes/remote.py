@@ -32,7 +32,7 @@ from .describe import Source, describe_job, describe_model
 from .evaluation import RemoteEvaluation
 from .lease import leased, staffed
 from .patches import KEY
-from .refusals import check_conds, check_for_patches, check_guider, check_masks, check_sampler
+from .refusals import WHOLE_RUNS, check_conds, check_for_patches, check_guider, check_masks, check_sampler
 from .stand_in import weightless
 
 log = logging.getLogger(__name__)
@@ -79,12 +79,10 @@ def _checked(model: ModelPatcher, request: ParallelRequest) -> Source:
 
 
 def _evaluated(model: ModelPatcher, request: ParallelRequest, reason: Unsendable) -> ModelPatcher:
-    if request.step_cache:
-        raise Refused(f"step_cache {request.step_cache:g} cannot be honoured: the loop stays in ComfyUI's process, "
-                      f"because {reason}; set step_cache to 0")  # fmt: skip
-    if request.patches > 1:
-        raise Refused(f"patches {request.patches} cannot be honoured: the loop stays in ComfyUI's process, because "
-                      f"{reason}; set patches to 1")  # fmt: skip
+    for name, without in WHOLE_RUNS.items():
+        if (asked := getattr(request, name)) > without:
+            raise Refused(f"{name} {asked:g} cannot be honoured: the loop stays in ComfyUI's process, because "
+                          f"{reason}; set {name} to {without}")  # fmt: skip
     log.info("[CP] the sampler runs in ComfyUI's process, and the workers evaluate the model, because %s", reason)
     return weightless(model, RemoteEvaluation(request))
 
