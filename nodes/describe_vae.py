@@ -1,4 +1,4 @@
-"""ComfyUI's VAE in words that a worker understands, or why it stays in ComfyUI's process."""
+"""ComfyUI's VAE in words that a worker understands, or why it stays in ComfyUI's process; and in CP Plan's words."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import comfy.sd
 
 from ..parallel_runtime.autoencoders import COMPARED, kind_of
 from ..parallel_runtime.errors import Refused
+from ..parallel_runtime.host.cost import Link
+from ..parallel_runtime.host.decoding import Decode, decode_line
+from ..parallel_runtime.host.report import share_cores
 from ..parallel_runtime.host.sentences import say
-from ..parallel_runtime.specs import ModelSpec
+from ..parallel_runtime.specs import ModelSpec, Placement
 from ..parallel_runtime.witness import witness
 from .code import reference
 
@@ -47,6 +50,28 @@ def check_vae(vae: comfy.sd.VAE) -> None:
         raise Undivided(say("vae.sound"))
     if vae.patcher.patches or vae.patcher.object_patches:
         raise Undivided(say("vae.patched"))
+
+
+def explain_decode(vae: Any, latent: tuple[int, ...], placement: Placement, link: Link | None) -> str | tuple[str, ...]:
+    """Sentences for a latent [B, C, (T,) H, W]; `vae` is what VAE Decode gets, with or without CP VAE before it."""
+    whole = getattr(vae, "whole", vae)
+    whole.throw_exception_if_invalid()
+    try:
+        check_vae(whole)
+    except Undivided as reason:
+        return say("decode.whole", reason=reason.args[0])
+    if whole.latent_dim == 2 and len(latent) == 5:  # as ComfyUI does: a video's first frame
+        latent = (*latent[:2], *latent[3:])
+    if len(latent) != whole.latent_dim + 2:
+        return say("decode.dims", wanted=whole.latent_dim + 2, found=len(latent))
+    decode = Decode(
+        kind=kind_of(whole.first_stage_model),
+        latent=latent,
+        weight_bytes=whole.model_size(),
+        activation_bytes=int(whole.memory_used_decode(latent, whole.vae_dtype)),
+        item_bytes=whole.vae_dtype.itemsize,
+    )
+    return decode_line(decode, len(placement.devices), None if share_cores(placement) else link)
 
 
 def _origin(vae: comfy.sd.VAE) -> tuple[str, str]:

@@ -23,9 +23,9 @@ from ..parallel_runtime.host.storing import Prospect, decide, why_whole
 from ..parallel_runtime.specs import ParallelRequest
 from .config import CATEGORY, CPConfig, requested
 from .describe import Source, describe_model
+from .describe_vae import explain_decode
 from .lease import foreseen, kind_of
 from .measure import cost_of, measure
-from .plan_vae import explain_decode
 from .refusals import check_conds, check_latent
 
 
