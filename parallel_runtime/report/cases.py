@@ -86,15 +86,26 @@ def unbroken(what: Row, cases: Iterator[Case]) -> Iterator[Case]:
 
 def of_all_ranks(row: Row) -> Row:
     """With the largest errors of all; failed where it failed on any. Collective."""
-    if not dist.is_initialized() or dist.get_backend() == "fake":
+    if not together():
         return row
-    worst = torch.tensor([float("failed" in row), *(row.get(name, 0.0) for name in ERRORS)], dtype=torch.float64)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    failed, *errors = worst.tolist()
+    failed, *errors = largest("failed" in row, *(row.get(name, 0.0) for name in ERRORS))
     if failed:
         told = {name: value for name, value in row.items() if name not in ERRORS}
         return {"failed": "on another rank"} | told
     return row | {name: error for name, error in zip(ERRORS, errors, strict=True) if name in row}
+
+
+def largest(*numbers: float) -> list[float]:
+    """Of those that the ranks say. Collective."""
+    said = torch.tensor(numbers, dtype=torch.float64)
+    if together():
+        dist.all_reduce(said, dist.ReduceOp.MAX)
+    return said.tolist()
+
+
+def together() -> bool:
+    """Are there others, who deliver?"""
+    return dist.is_initialized() and dist.get_backend() != "fake"
 
 
 def in_words(failure: BaseException) -> str:

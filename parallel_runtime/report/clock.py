@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..worker.engine import recording
-from .cases import Case, Row
+from .cases import Case, Row, largest, together
 
 LONG_SECONDS = 0.5  # a run that takes longer is repeated less
 GIB = 2**30
@@ -50,7 +50,8 @@ class Clock:
 def clocked(run: Callable[[], Any], device: torch.device) -> Row:
     """ms, host_ms and the peak of memory in GiB: medians of some runs after one that warms up. Collective where there
     is a group, whose ranks begin together."""
-    rounds = 2 if _slowest(_once(run, device)[0]) > 1e3 * LONG_SECONDS else 5
+    (slowest,) = largest(_once(run, device)[0])  # so that all repeat alike
+    rounds = 2 if slowest > 1e3 * LONG_SECONDS else 5
     if device.type != "cpu":
         torch.cuda.reset_peak_memory_stats(device)
     times = [_once(run, device) for _ in range(rounds)]
@@ -60,9 +61,10 @@ def clocked(run: Callable[[], Any], device: torch.device) -> Row:
 
 
 def _once(run: Callable[[], Any], device: torch.device) -> tuple[float, float]:
-    if _together():
+    if together():
         dist.barrier()
-    wait(device)
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
     started = time.perf_counter()
     if device.type == "cpu":
         run()
@@ -74,21 +76,3 @@ def _once(run: Callable[[], Any], device: torch.device) -> tuple[float, float]:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end), host
-
-
-def wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.cuda.synchronize(device)
-
-
-def _slowest(milliseconds: float) -> float:
-    """Of all ranks, so that all repeat alike."""
-    if not _together():
-        return milliseconds
-    told = torch.tensor(milliseconds, dtype=torch.float64)
-    dist.all_reduce(told, dist.ReduceOp.MAX)
-    return float(told)
-
-
-def _together() -> bool:
-    return dist.is_initialized() and dist.get_backend() != "fake"

@@ -2,7 +2,7 @@
 
     python -m parallel_runtime.report.part PART SETTING
 
-SETTING is JSON. Rows go to standard output, a line of JSON each; whatever else is printed goes to standard error.
+SETTING is JSON. Rows go to a file in FOLDER, a line of JSON each.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,14 +23,13 @@ from ..worker.leash import die_with_parent
 from ..worker.ranks import join, rank
 from .cases import REST, Setting, found, unbroken
 
-STORE, PARENT = "REPORT_STORE", "REPORT_PARENT"
+FOLDER, PARENT, ROWS = "REPORT_FOLDER", "REPORT_PARENT", "rows"
 
 
 def main(name: str, setting: Setting) -> None:
-    rows = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    folder = Path(os.environ[FOLDER])
     device = torch.device(setting.devices[rank()])
-    join(device, os.environ[STORE], shared=setting.one_card)
+    join(device, str(folder / "store"), shared=setting.one_card)
     part = importlib.import_module(f".{name}", __package__)
     if setting.comfyui:
         import_comfyui(setting.comfy, device)
@@ -37,8 +37,8 @@ def main(name: str, setting: Setting) -> None:
         for case in unbroken({"what": REST}, part.cases(setting, device)):
             row = found(case)
             if rank() == 0:
-                rows.write(json.dumps(row) + "\n")
-                rows.flush()
+                with (folder / ROWS).open("a") as rows:
+                    rows.write(json.dumps(row) + "\n")
             gc.collect()  # of the next one there would be no room beside what this one held
             give_back_cache(device)
     if dist.is_initialized():

@@ -3,7 +3,6 @@ the wires. Eager, recorded as one CUDA graph, compiled and recorded. What it com
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -42,14 +41,11 @@ def degrees(world: int) -> Iterator[tuple[str, Parallelism]]:
 @contextmanager
 def group_of_nobody(world: int) -> Iterator[None]:
     """A group of which this process is rank 0, and nobody is another: what it should be sent never comes."""
-    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
-    os.environ |= {"RANK": "0", "WORLD_SIZE": str(world)}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         yield
     finally:
         dist.destroy_process_group()
-        os.environ |= {name: value for name, value in before.items() if value is not None}
 
 
 def _of_subject(subject: Subject, told: Row, device: torch.device) -> Iterator[Case]:

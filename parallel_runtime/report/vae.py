@@ -6,13 +6,12 @@ Runs where `comfy` can be imported.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..autoencoders import kind_of
 from ..host.group import WorkerGroup
@@ -23,7 +22,7 @@ from ..specs import ModelSpec, Parallelism, Placement
 from ..witness import witness
 from ..worker.workbench import randomized
 from .cases import Case, Row, Setting, mean_error
-from .clock import GIB, wait
+from .clock import clocked
 from .group import held
 
 KL = "comfy.ldm.modules.diffusionmodules.model"
@@ -70,10 +69,10 @@ class Decode:
 
     def alone(self) -> Row:
         model = self._vae.first_stage_model.to(self._device, self._x.dtype)
-        seconds, self._whole = _timed(lambda: model.decode(self._x), self._device)
+        self._whole = model.decode(self._x)
+        times = clocked(lambda: model.decode(self._x), self._device)
         self._vae.first_stage_model.to("cpu")
-        peak = {} if self._device.type == "cpu" else {"gib": torch.cuda.max_memory_allocated() / GIB}
-        return {"seconds": seconds} | peak
+        return {"seconds": times["ms"] / 1e3} | {name: gib for name, gib in times.items() if name == "gib"}
 
     def divided(self, group: WorkerGroup) -> Row:
         """The second time: the first one loads, and tries on a small picture whether dividing is exact."""
@@ -93,16 +92,6 @@ class Decode:
             dtype=str(self._whole.dtype).removeprefix("torch."), offset=0, random_states=random_states(self._device),
             chunk_bytes=0, weights=dict(self._vae.get_sd()),
         )  # fmt: skip
-
-
-def _timed(run: Callable[[], Tensor], device: torch.device) -> tuple[float, Tensor]:
-    """Of the second time."""
-    run()
-    wait(device)
-    started = time.perf_counter()
-    made = run()
-    wait(device)
-    return time.perf_counter() - started, made
 
 
 def _vaes(tiny: bool) -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]:
