@@ -17,10 +17,11 @@ def from_context_parallel_config(config: Any) -> Parallelism:
     `ulysses_anything` and `ring_anything` are always on here. A mesh in it goes to `attach`.
     """
     config = getattr(config, "context_parallel_config", config)
+    mesh = getattr(config, "mesh", None)
     return Parallelism(
         ring_degree=config.ring_degree or 1,
         ulysses_degree=config.ulysses_degree or 1,
-        cfg_degree=_cfg_degree(getattr(config, "mesh", None)),
+        cfg_degree=1 if mesh is None else _size(mesh, "cfg"),
         rotate_method=config.rotate_method,
         convert_to_fp32=config.convert_to_fp32,
     )
@@ -49,26 +50,20 @@ def adopt_mesh(mesh: DeviceMesh, parallelism: Parallelism, device: torch.device 
     wire = wire_of(device or torch.device(mesh.device_type))
     staged = wire if device is not None and wire.type != device.type else None
     world = World()
-    axes = {name: axis_of(mesh[name].get_group(), staged, world) for name in ("ring", "ulysses")}
-    for name in LANES:
-        if getattr(parallelism, f"{name}_degree") > 1:
-            axes[name] = axis_of(mesh[name].get_group(), staged, world)
+    names = ("ring", "ulysses", *(name for name in LANES if getattr(parallelism, f"{name}_degree") > 1))
+    axes = {name: axis_of(mesh[name].get_group(), staged, world) for name in names}
     both = mesh["ring", "ulysses"]
     flat = both._flatten()
     context = axis_of(flat.get_group(), staged, world)
     expected = axes["ring"].index * axes["ulysses"].size + axes["ulysses"].index
-    if context.index != expected or _row(both, axes["ring"].index) != axes["ulysses"].ranks:
+    if context.index != expected or tuple(both.mesh[axes["ring"].index].tolist()) != axes["ulysses"].ranks:
         raise ValueError(f"the mesh must hold its ranks in ascending order along ring and ulysses, got {both}")
     return ContextMesh(**axes, context=context, flat=flat)
 
 
-def _cfg_degree(mesh: DeviceMesh | None) -> int:
-    names = mesh.mesh_dim_names if mesh is not None else None
-    return mesh.size(names.index("cfg")) if mesh is not None and names and "cfg" in names else 1
-
-
-def _row(mesh: DeviceMesh, index: int) -> tuple[int, ...]:
-    return tuple(mesh.mesh[index].tolist())
+def _size(mesh: DeviceMesh, name: str) -> int:
+    names = mesh.mesh_dim_names or ()
+    return mesh.size(names.index(name)) if name in names else 1
 
 
 def _check_dims(mesh: DeviceMesh, parallelism: Parallelism) -> None:
@@ -77,6 +72,6 @@ def _check_dims(mesh: DeviceMesh, parallelism: Parallelism) -> None:
         raise ValueError(f'the mesh needs a "ring" dim and a "ulysses" dim after it (size 1 if unused), got {names}')
     for name in AXES:
         degree = getattr(parallelism, f"{name}_degree")
-        size = mesh.size(names.index(name)) if name in names else 1
+        size = _size(mesh, name)
         if size != degree and not (name in LANES and degree == 1):
             raise ValueError(f"{name}_degree is {degree}, but the mesh has {size} ranks along {name!r}: {mesh}")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import diffusers
 from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.hooks import RemovableHandle
 
 from ..plan import Attends, Cross, Plan
 from ..specs import Parallelism
@@ -27,7 +27,6 @@ from .plans import plan_of
 from .processors import Aware, aware, backend_name
 
 TESTED = "0.42"  # what requirements.txt asks for
-_ABSENT = object()
 log = logging.getLogger(__name__)
 # Say that they are aware, but make calls that would stay local, or be cut and must not be; with what to use instead.
 _PARTLY_AWARE = {
@@ -37,28 +36,22 @@ _PARTLY_AWARE = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class _Route:
-    """The processor of one attention module while attached, and what it is given: `attention` None to stay local."""
+class _Setting(NamedTuple):
+    """What is set on an attention module while attached, or on its processor."""
 
     module_name: str
-    module: nn.Module
-    processor: Any
-    attention: ContextAttention | None
-    backend: AttentionBackendName | None
+    owner: Any
+    attribute: str
+    value: Any
 
+    @property
     def holds(self) -> bool:
-        return self.module.processor is self.processor and self._settings() == (self.attention, self.backend)
-
-    def _settings(self) -> tuple[Any, Any]:
-        processor = self.processor
-        return getattr(processor, "_parallel_config", None), getattr(processor, "_attention_backend", None)
+        return getattr(self.owner, self.attribute, None) is self.value
 
 
-@dataclass(frozen=True, eq=False)
-class _Attachment:
-    handles: list[RemovableHandle]
-    before: list[tuple[Any, str, Any]]
+class _Attachment(ExitStack):
+    """What takes back all that was set, and the streams of a transformer that is cut."""
+
     streams: Streams | None = None
 
 
@@ -85,19 +78,23 @@ def attach(
     check_backend(parallelism.attention_backend, device)
     _tell_of_another(diffusers.__version__)
     context_mesh = mesh_for(mesh, parallelism, device)
+    attachment = _Attachment()
     if context_mesh.context.size == 1:
-        alone = _routes(transformer, [], context_mesh, parallelism, Streams(context_mesh.context))
-        setattr(transformer, DIVIDED, _Attachment([], _apply(list(alone))))
-        return
-    plan = plan or plan_of(transformer)
-    plan = replace(plan, replicated=plan.replicated.union(replicated))
-    cuts = Cuts(plan, context_mesh.context)
-    blocks = cut_blocks(transformer, plan)
-    routes = list(_routes(transformer, blocks, context_mesh, parallelism, cuts.streams))
-    handles = [transformer.register_forward_pre_hook(_begin(routes, cuts))]
-    handles += [handle for block in blocks for handle in hook(block, cuts)]
-    handles.append(transformer.register_forward_hook(lambda *_: cuts.clear(), always_call=True))
-    setattr(transformer, DIVIDED, _Attachment(handles, _apply(routes), cuts.streams))
+        settings = list(_settings(transformer, [], context_mesh, parallelism, Streams(context_mesh.context)))
+    else:
+        plan = plan or plan_of(transformer)
+        plan = replace(plan, replicated=plan.replicated.union(replicated))
+        cuts = Cuts(plan, context_mesh.context)
+        blocks = cut_blocks(transformer, plan)
+        settings = list(_settings(transformer, blocks, context_mesh, parallelism, cuts.streams))
+        attachment.streams = cuts.streams
+        handles = [transformer.register_forward_pre_hook(_begin(settings, cuts))]
+        handles += [handle for block in blocks for handle in hook(block, cuts)]
+        handles.append(transformer.register_forward_hook(lambda *_: cuts.clear(), always_call=True))
+        for handle in handles:
+            attachment.enter_context(handle)
+    _apply(settings, attachment)
+    setattr(transformer, DIVIDED, attachment)
 
 
 def detach(transformer: nn.Module) -> None:
@@ -105,13 +102,7 @@ def detach(transformer: nn.Module) -> None:
     attachment = getattr(transformer, DIVIDED, None)
     if attachment is None:
         raise ValueError(f"this {type(transformer).__name__} is not attached")
-    for handle in attachment.handles:
-        handle.remove()
-    for owner, name, value in attachment.before:
-        if value is _ABSENT:
-            vars(owner).pop(name, None)
-        else:
-            setattr(owner, name, value)
+    attachment.close()
     delattr(transformer, DIVIDED)
 
 
@@ -121,10 +112,10 @@ def _tell_of_another(version: str) -> None:
         log.warning("[CP] attach was tested with diffusers %s, and %s is installed", TESTED, version)
 
 
-def _routes(
+def _settings(
     transformer: nn.Module, blocks: list[Block], mesh: ContextMesh, parallelism: Parallelism, streams: Streams
-) -> Iterator[_Route]:
-    """One route per attention module; ValueError for a processor that would silently stay local."""
+) -> Iterator[_Setting]:
+    """Those of each attention module; ValueError for a processor that would silently stay local."""
     chosen = {id(module): over for block in blocks for scope, over in block.scopes for module in scope.modules()}
     attentions: dict[Cross, ContextAttention] = {}
     taken: dict[int, Attends] = {}
@@ -133,15 +124,16 @@ def _routes(
         processor = aware(module.processor)
         if taken.setdefault(id(processor), over) != over:
             raise ValueError(f"{name} shares its processor with attention over other streams; give each its own")
-        if over == "local":
-            yield _Route(name, module, processor, None, _local_backend(processor, parallelism))
-            continue
-        _check_aware(name, processor)
-        cross = Cross(queries=over, keys=over) if isinstance(over, tuple) else over
-        assert isinstance(cross, Cross)
-        made = ContextAttention(mesh, parallelism, streams, cross.queries, cross.keys)
-        attention = attentions.setdefault(cross, made)
-        yield _Route(name, module, processor, attention, backend_name(parallelism.attention_backend))
+        attention, backend = None, _local_backend(processor, parallelism)
+        if over != "local":
+            _check_aware(name, processor)
+            cross = Cross(queries=over, keys=over) if isinstance(over, tuple) else over
+            assert isinstance(cross, Cross)
+            made = ContextAttention(mesh, parallelism, streams, cross.queries, cross.keys)
+            attention, backend = attentions.setdefault(cross, made), backend_name(parallelism.attention_backend)
+        yield _Setting(name, module, "processor", processor)
+        yield _Setting(name, processor, "_parallel_config", attention)
+        yield _Setting(name, processor, "_attention_backend", backend)
 
 
 def _attention_modules(transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -173,30 +165,27 @@ def _local_backend(processor: Any, parallelism: Parallelism) -> AttentionBackend
     return AttentionBackendName(parallelism.attention_backend)
 
 
-def _apply(routes: list[_Route]) -> list[tuple[Any, str, Any]]:
-    """Set what the routes say; returns what was there before, as (owner, attribute, value)."""
-    before = []
-    for route in routes:
-        for owner, attribute, value in (
-            (route.module, "processor", route.processor),
-            (route.processor, "_parallel_config", route.attention),
-            (route.processor, "_attention_backend", route.backend),
-        ):
-            if getattr(owner, attribute, None) is not value:
-                before.append((owner, attribute, vars(owner).get(attribute, _ABSENT)))
-                setattr(owner, attribute, value)
-    return before
+def _apply(settings: list[_Setting], attachment: _Attachment) -> None:
+    for setting in settings:
+        if setting.holds:
+            continue
+        _, owner, attribute, value = setting
+        if attribute in vars(owner):
+            attachment.callback(setattr, owner, attribute, vars(owner)[attribute])
+        else:
+            attachment.callback(vars(owner).pop, attribute, None)
+        setattr(owner, attribute, value)
 
 
-def _begin(routes: list[_Route], cuts: Cuts) -> Callable[[nn.Module, Any], None]:
+def _begin(settings: list[_Setting], cuts: Cuts) -> Callable[[nn.Module, Any], None]:
     """Each forward starts with no stream seen, and with the processors that attach left."""
 
     def begin(_: nn.Module, __: Any) -> None:
         cuts.clear()
-        for route in routes:
-            if not route.holds():
+        for setting in settings:
+            if not setting.holds:
                 raise ValueError(
-                    f"the attention processor of {route.module_name}, or its backend, was changed after attach; "
+                    f"the attention processor of {setting.module_name}, or its backend, was changed after attach; "
                     "detach, change it, then attach again"
                 )
 
