@@ -7,6 +7,7 @@ whole, or leave out what must be cut. A class that is not here is refused: guess
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -24,15 +25,24 @@ def plan_of(transformer: nn.Module) -> Plan:
     )
 
 
-def _refiner(argument: str, positions: str, dim: int = 1, whole: Names = ()) -> Site:
-    return Site(
-        "noise_refiner",
-        {argument: Tokens(IMAGE), positions: Along(IMAGE, dim)},
-        IMAGE,
-        whole=whole,
-        gathers=True,
-        aside=True,
-    )
+def _blocks(
+    stack: str,
+    args: Mapping[str | int, Word],
+    attends: Names,
+    whole: Names,
+    before: tuple[Site, ...] = (),
+    last: str = "norm_out",
+    **more: Any,
+) -> Plan:
+    """A stack, after what comes `before`, and the `last` layer, which is given all of the latent's stream."""
+    sites = (*before, Site(stack, args, attends, whole=whole, **more))
+    return Plan((*sites, Site(last, {0: Whole((Plan(sites).main,))})))
+
+
+def _refiner(argument: str, positions: str, whole: Names) -> tuple[Site, ...]:
+    """Of the image, before text and image are one stream."""
+    args: Mapping[str | int, Word] = {argument: Tokens(IMAGE), positions: Along(IMAGE)}
+    return (Site("noise_refiner", args, IMAGE, whole=whole, gathers=True, aside=True),)
 
 
 _IDS: Mapping[str | int, Word] = {
@@ -67,57 +77,36 @@ def _flux(single: Mapping[str | int, Word], inputs: Mapping[str | int, Word]) ->
 
 FLUX, FLUX2, CHROMA = _flux(_APART, _RESIDUALS), _flux(_TOGETHER, {}), _flux(_TOGETHER, _RESIDUALS)
 
-QWEN_IMAGE = Plan(
-    (
-        Site(
-            "transformer_blocks",
-            {
-                "encoder_hidden_states": Tokens(TEXT),
-                "hidden_states": Tokens(IMAGE),
-                "encoder_hidden_states_mask": Along(TEXT),
-                "image_rotary_emb": (Along(IMAGE, 0), Along(TEXT, 0)),
-                "modulate_index": Along(IMAGE),
-            },
-            TEXT + IMAGE,
-            whole=("temb", "joint_attention_kwargs"),
-        ),
-        Site("norm_out", {"x": Whole(IMAGE)}),
-    )
+QWEN_IMAGE = _blocks(
+    "transformer_blocks",
+    {
+        **_APART,
+        "encoder_hidden_states_mask": Along(TEXT),
+        "image_rotary_emb": (Along(IMAGE, 0), Along(TEXT, 0)),
+        "modulate_index": Along(IMAGE),
+    },
+    TEXT + IMAGE,
+    ("temb", "joint_attention_kwargs"),
 )
 
-SD3 = Plan(
-    (
-        Site(
-            "transformer_blocks",
-            {"encoder_hidden_states": Tokens(TEXT), "hidden_states": Tokens(IMAGE)},
-            IMAGE + TEXT,
-            {"attn2": IMAGE},
-            whole=("temb", "joint_attention_kwargs"),
-        ),
-        Site("norm_out", {0: Whole(IMAGE)}),
-    )
-)
+SD3 = _blocks("transformer_blocks", _APART, IMAGE + TEXT, ("temb", "joint_attention_kwargs"), within={"attn2": IMAGE})
 
-LUMINA2 = Plan(
-    (
-        _refiner("hidden_states", "image_rotary_emb", whole=("temb",)),
-        Site(
-            "layers",
-            {"hidden_states": Tokens(JOINT), "attention_mask": Along(JOINT), "image_rotary_emb": Along(JOINT)},
-            JOINT,
-            whole=("temb",),
-        ),
-        Site("norm_out", {0: Whole(JOINT)}),
-    ),
+LUMINA2 = _blocks(
+    "layers",
+    {"hidden_states": Tokens(JOINT), "attention_mask": Along(JOINT), "image_rotary_emb": Along(JOINT)},
+    JOINT,
+    ("temb",),
+    before=_refiner("hidden_states", "image_rotary_emb", ("temb",)),
 )
 
 Z_IMAGE_WHOLE = ("attn_mask", "adaln_input")
-Z_IMAGE = Plan(
-    (
-        _refiner("x", "freqs_cis", whole=Z_IMAGE_WHOLE),
-        Site("layers", {"x": Tokens(JOINT), "freqs_cis": Along(JOINT)}, JOINT, whole=Z_IMAGE_WHOLE),
-        Site("all_final_layer.2-1", {"x": Whole(JOINT)}),
-    ),
+Z_IMAGE = _blocks(
+    "layers",
+    {"x": Tokens(JOINT), "freqs_cis": Along(JOINT)},
+    JOINT,
+    Z_IMAGE_WHOLE,
+    before=_refiner("x", "freqs_cis", Z_IMAGE_WHOLE),
+    last="all_final_layer.2-1",
 )
 
 
@@ -129,8 +118,7 @@ def _rope(streams: Names, dim: int) -> tuple[Along, Along]:
 def _video(stack: str, args: Mapping[str | int, Word], *whole: str) -> Plan:
     """Of video alone; the text is read as keys."""
     own = {"hidden_states": Tokens(VIDEO), **args}
-    blocks = Site(stack, own, VIDEO, {"attn2": "local"}, whole=("encoder_hidden_states", *whole))
-    return Plan((blocks, Site("norm_out", {0: Whole(VIDEO)})))
+    return _blocks(stack, own, VIDEO, ("encoder_hidden_states", *whole), within={"attn2": "local"})
 
 
 WAN = _video("blocks", {"temb": Along(VIDEO, ndim=4), "rotary_emb": _rope(VIDEO, 1)})
@@ -207,24 +195,16 @@ HUNYUAN_VIDEO = Plan(
     )
 )
 # The three kinds of text and the padding between them are put into one row before the blocks: one stream from there.
-HUNYUAN_VIDEO_15 = Plan(
-    (
-        Site("transformer_blocks", HUNYUAN_TOKENS | {"attention_mask": Along(TEXT)}, IMAGE + TEXT, whole=("temb",)),
-        Site("norm_out", {0: Whole(IMAGE)}),
-    )
+HUNYUAN_VIDEO_15 = _blocks(
+    "transformer_blocks", HUNYUAN_TOKENS | {"attention_mask": Along(TEXT)}, IMAGE + TEXT, ("temb",)
 )
 
 # Text, pictures, audio and video are one row of tokens.
-MINIMAX_H3 = Plan(
-    (
-        Site(
-            "transformer_blocks",
-            {"hidden_states": Tokens(JOINT), "adaln_indices": Along(JOINT, 0), "rotary_emb": _rope(JOINT, 0)},
-            JOINT,
-            whole=("temb",),
-        ),
-        Site("norm_out", {0: Whole(JOINT)}),
-    ),
+MINIMAX_H3 = _blocks(
+    "transformer_blocks",
+    {"hidden_states": Tokens(JOINT), "adaln_indices": Along(JOINT, 0), "rotary_emb": _rope(JOINT, 0)},
+    JOINT,
+    ("temb",),
 )
 
 PLANS = {
