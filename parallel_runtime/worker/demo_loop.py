@@ -15,7 +15,6 @@ from ..demo import transformer
 from ..for_diffusers import attach, detach
 from ..jobs import DemoJob, Job
 from ..specs import ModelSpec, Parallelism
-from .lanes import spread_rows
 from .models import Model
 from .pulse import Pulse
 
@@ -31,7 +30,7 @@ class DemoModel(Model):
         detach(self.network)
 
     def __call__(self, x: Tensor, timestep: Tensor, cond: dict[str, Any]) -> Any:
-        return self.agreed(spread_rows(self.rows, transformer.evaluate, x.shape[0], self.network, x, timestep, cond))
+        return self.spread(transformer.evaluate, x.shape[0], self.network, x, timestep, cond)
 
 
 def load(spec: ModelSpec, device: torch.device, on_share: Callable[[float], None], _: Job) -> DemoModel:

@@ -5,10 +5,10 @@ Every lane holds all inputs, does its share, and ends with all results, so that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +17,6 @@ from .engine.exchange import any_of, gather
 from .engine.mesh import Axis
 from .engine.streams import chunk_range, chunk_sizes
 from .ranks import refusing_together
-
-
-class Flights(Protocol):
-    """A pipeline: forwards that follow each other `in_flight`, and what came of them."""
-
-    def in_flight(self) -> AbstractContextManager[None]: ...
-    def answers(self, out: Sequence[Tensor]) -> list[Tensor]: ...
 
 
 class Lanes:
@@ -43,7 +36,7 @@ class Lanes:
 
     def refusing_together(self) -> AbstractContextManager[None]:
         """Around a lane's share: what one lane refuses all do, or they would wait in `collect` for what never comes."""
-        return refusing_together(partial(any_of, self._axis)) if self._axis.size > 1 else nullcontext()
+        return refusing_together(partial(any_of, self._axis))
 
     def collect(self, done: Tensor, total: int) -> Tensor:
         """[items of this lane, ...] of every lane to [total, ...], in order."""

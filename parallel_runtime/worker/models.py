@@ -28,11 +28,10 @@ from .engine.patches import Patches
 from .engine.recording import Recording, Unrecordable  # noqa: F401
 from .engine.stages import Elsewhere, Stages, settle, unsettle
 from .engine.streams import DIVIDED
-from .lanes import Lanes, from_the_first
+from .lanes import Lanes, from_the_first, spread_rows
 from .pulse import Pulse
 from .ranks import refusing_together
 from .spread import check_files
-from .step_cache import StepCache
 from .weights.places import Place, place
 from .weights.store import Buffers
 
@@ -72,23 +71,13 @@ class Model:
         """The groups of ranks that share the branches of guidance."""
         return Lanes(self.mesh.cfg)
 
-    @property
-    def rows(self) -> Lanes:
-        """The groups of ranks that share the rows of a batch."""
-        return Lanes(self.mesh.data)
-
-    def agreed(self, out: Any) -> Any:
-        """What an evaluation gave, the same bits on all ranks of the sequence."""
-        return from_the_first(self.mesh.context, out)
-
-    def step_cache(self, threshold: float) -> StepCache | None:
-        """A cache for one run; None at threshold 0."""
-        if not threshold:
-            return None
-        assert self.architecture is not None
-        if self.stages is not None:
-            raise Refused("step_cache and pipeline_degree: no stage sees all blocks; set one of them to its default")
-        return StepCache(self.network, self.architecture.plan, self.mesh, threshold)
+    def spread(
+        self, evaluate: Callable[..., Any], batch: int, *args: Any, together: bool = False, **kwargs: Any
+    ) -> Any:
+        """`evaluate(*args, **kwargs)`, its rows spread over the lanes, but where something sees all of them `together`.
+        The same bits on all ranks of the sequence."""
+        rows = Lanes(Axis() if together else self.mesh.data)
+        return from_the_first(self.mesh.context, spread_rows(rows, evaluate, batch, *args, **kwargs))
 
     def reach(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """What of a call's arguments the network can see. Raises Unrecordable."""
@@ -153,7 +142,7 @@ class Model:
         if hasattr(self.network, DIVIDED):
             undivide(self.network)
         if self.stages is not None:
-            self.let_go()
+            self.rest()
             unsettle(self.elsewhere)
             self.stages, self.elsewhere = None, ()
 
@@ -163,12 +152,9 @@ class Model:
             return ()
         assert self.architecture is not None
         counts = counts_of(self.network, self.architecture, parallelism)
-        self.let_go()
+        self.rest()
         self.elsewhere = settle(self.network, self.architecture.plan, counts, self.mesh.pipeline.index)
         return counts
-
-    def let_go(self) -> None:
-        """Of the memory of weights: blocks come or go."""
 
     @property
     def away_bytes(self) -> int:
@@ -183,9 +169,6 @@ class Model:
     def keep(self, place: Place | None) -> None:
         """Have the weights at rest there; None: whole on the device."""
         assert place is None, f"{self.name} is only whole"
-
-    def agree(self) -> None:
-        """Once all ranks have loaded it: what by their devices they would do in different ways. Collective."""
 
     def compile(self, compilation: Compilation | None) -> None:
         """Every later forward runs compiled, block by block where the network's blocks are known; None for eager."""
@@ -239,9 +222,7 @@ class Models:
         spec, parallelism = request.model, request.parallelism
         if spec.unpatched not in self._models:
             with refusing_together():
-                loaded = self._load(spec, on_share, job)
-            loaded.agree()
-            self._models[spec.unpatched] = loaded
+                self._models[spec.unpatched] = self._load(spec, on_share, job)
         model = self._models[spec.unpatched]
         model.spec = spec
         model.wake(self._device)

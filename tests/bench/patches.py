@@ -127,7 +127,7 @@ class Pictures:
         """Latents [pictures, C, H, W]."""
         import comfy.sample
 
-        from parallel_runtime.worker.comfy_loop.warming import in_patches
+        from parallel_runtime.worker.comfy_loop.branches import in_patches
         from parallel_runtime.worker.engine.divide import divide, patches_of, undivide
         from parallel_runtime.worker.engine.mesh import ContextMesh
 

@@ -74,8 +74,8 @@ def rows_sampled(rank: int, world: int, patches: str, of_guider: bool) -> dict[s
     return {"planned": source.together, "sent": job.together, "rows": seen}
 
 
-def rows_evaluated(rank: int, world: int, patches: str) -> list[int]:
-    """Of a batch of four, how many rows this rank's network gets where two share them out."""
+def rows_evaluated(rank: int, world: int, patches: str) -> dict[str, Any]:
+    """Of a batch of four, how many rows this rank's network gets where two share them out, and how many come out."""
     model, seen = _model(specs.Parallelism(data_degree=2))
     given: dict[str, Any] = {"x": torch.randn(4, *LATENT[1:]), "timestep": torch.ones(4)}
     options = dict(PATCHES[patches])
@@ -87,8 +87,8 @@ def rows_evaluated(rank: int, world: int, patches: str) -> list[int]:
         patches={},
         together=describe.seen_together(model.network, options),
     )
-    evaluation.Evaluations()(model, job, sampling.Pulse(Unheard(), 1))
-    return seen
+    answer = evaluation.Evaluations()(model, job, sampling.Pulse(Unheard(), 1))
+    return {"given": seen, "out": len(answer["out"])}
 
 
 def _model(degrees: Any) -> tuple[Any, list[int]]:

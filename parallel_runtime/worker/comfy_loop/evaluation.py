@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_map_only
 from ...errors import Refused
 from ...jobs import PROMPTS, EvaluationJob
 from ..advice import Watch
-from ..lanes import spread_rows
 from ..pulse import Pulse
 from .code import rebuild
 from .model import ComfyModel
@@ -53,9 +52,8 @@ class Evaluations:
             return {"out": getattr(model.network, job.method)(**arguments)}
         given = arguments[next(iter(job.each))]
         x = given if torch.is_tensor(given) else given[0]
-        rows = 1 if job.together else len(x)  # what sees all of them at once gets them as one
         with self._watch(model, x):
-            out = model.agreed(spread_rows(model.rows, model.network, rows, **arguments))
+            out = model.spread(model.network, len(x), together=job.together, **arguments)
         for tensor in out if isinstance(out, list | tuple) else [out]:
             pulse.evaluated(tensor)
         return {"out": out}

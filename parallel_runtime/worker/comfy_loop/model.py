@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import comfy.model_management
@@ -30,9 +31,8 @@ class ComfyModel(Model):
 
     patcher: Any = None
     patched: tuple[str, dict[str, list[Any]]] = field(default=("", {}))
-    caching: bool = False  # does a step cache decide which blocks run?
+    cache: StepCache | None = None  # of the run in progress: it decides which blocks run
     patch_models: PatchModels = field(default_factory=PatchModels)  # this rank's
-    computed: torch.dtype | None = None  # in what all ranks have, where ComfyUI chooses by their devices
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,11 +47,13 @@ class ComfyModel(Model):
         merged = self.patcher.merged
         return merged.in_file_bytes + (merged.store.away_bytes - merged.store.device_bytes if merged.store else 0)
 
-    def agree(self) -> None:
-        """A card without bfloat16 computes in float16 or float32, and what ranks exchange is of one type."""
+    @cached_property
+    def computed(self) -> torch.dtype | None:
+        """In what all ranks compute, where ComfyUI would choose by their devices: a card without bfloat16 computes in
+        float16 or float32, and what ranks exchange is of one type. Collective."""
         own = self.patcher.model.get_dtype_inference()
         ranks = everybodys(PRECISIONS.index(own) if own in PRECISIONS else len(PRECISIONS))
-        self.computed = PRECISIONS[min(ranks)] if len(set(ranks)) > 1 else None
+        return PRECISIONS[min(ranks)] if len(set(ranks)) > 1 else None
 
     def keep(self, place: Place | None) -> None:
         """Have the weights at rest there, from the next load on; None: whole on the device."""
@@ -84,17 +86,11 @@ class ComfyModel(Model):
         current = self.patcher.model.current_patcher
         if self.patcher.merged.away is not None:
             return "weights are fetched block by block"
-        if self.caching:
+        if self.cache is not None:
             return "a step cache decides which blocks run"
         if current is not None and (current.hook_patches or current.forced_hooks):
             return "hooks (scheduled LoRA) change weights from step to step"
         return super().objection()
-
-    def skipping(self, cache: StepCache | None) -> None:
-        """What `cache` skips need not be fetched."""
-        self.caching = cache is not None
-        if store := self.patcher.merged.store:
-            store.skips = cache.skips if cache else lambda block: False
 
     def clone(self, patches: Patches | None, on_share: Callable[[float], None]) -> Weights:
         """A MODEL with `spec.patches` on it, as nodes/patches.py describes them; None where they are here."""
@@ -115,12 +111,9 @@ class ComfyModel(Model):
     def beside(self) -> list[torch.nn.Module]:
         return [patcher.model for patcher in self.patch_models.beside(self)]
 
-    def let_go(self) -> None:
-        self.rest()
-        self.patcher.size = 0  # it was that of other blocks
-
     def rest(self) -> None:
         comfy.model_management.unload_model_and_clones(self.patcher)
+        self.patcher.size = 0  # next time it may have other blocks
         self.patch_models.let_go(self)
 
     def wake(self, device: torch.device) -> None:

@@ -17,16 +17,13 @@ from torch import Tensor
 
 from ...jobs import SamplingJob
 from ..advice import Watch
-from ..lanes import row_by_row, spread_rows
+from ..lanes import row_by_row
 from ..pulse import Pulse
-from .branches import Branches
-from .caching import cached
+from .branches import KEY, Branches, cached, in_patches
 from .code import rebuild
 from .comfyui import named
 from .model import ComfyModel
-from .warming import in_patches
-
-KEY = "context_parallel"
+from .weights import Weights
 
 OnStep = Callable[[int, Tensor, Tensor, int], None]
 
@@ -42,14 +39,12 @@ def run(model: ComfyModel, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
         pulse.step(step, total, x0, x)
 
     patcher = _patcher(model, job, pulse)
-    branches = Branches(model.branches, pulse, together=job.together, rows=job.rows, stages=model.stages)
+    branches = Branches(model, pulse, together=job.together, rows=job.rows)
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, branches)
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _applied(model, pulse, together=job.together))
-    cache = model.step_cache(job.step_cache)
     model.load(patcher)
-    model.skipping(cache)
     pulse.beat()
-    with cached(cache, patcher), in_patches(model, patcher, job.sigmas, job.warmup_steps):
+    with cached(model, patcher, job.step_cache) as cache, in_patches(model, patcher, job.sigmas, job.warmup_steps):
         samples = _sample(job, patcher, on_step)
     return {"samples": samples, "last": last, "skipped": cache.tally(shared=not job.together) if cache else None}
 
@@ -82,7 +77,7 @@ def _packed(tensor: Any) -> Tensor:
     return comfy.utils.pack_latents(tensor.unbind())[0] if tensor.is_nested else tensor
 
 
-def _patcher(model: ComfyModel, job: SamplingJob, pulse: Pulse) -> ModelPatcher:
+def _patcher(model: ComfyModel, job: SamplingJob, pulse: Pulse) -> Weights:
     """The MODEL of the host: with its weight patches, and with the code that lies on it."""
     patcher = model.clone(job.patches, pulse.loading)
     patcher.add_object_patch("model_sampling", rebuild_sampling(job.model_sampling))
@@ -109,11 +104,9 @@ def _applied(model: ComfyModel, pulse: Pulse, *, together: bool) -> Callable[...
 
     def apply(executor: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         pulse.evaluating()
+        evaluate = partial(row_by_row, executor) if model.stages and not together else executor
         with watch(model, x):
-            if together:
-                return model.agreed(executor(x, *args, **kwargs))
-            evaluate = partial(row_by_row, executor) if model.stages else executor
-            return model.agreed(spread_rows(model.rows, evaluate, x.shape[0], x, *args, **kwargs))
+            return model.spread(evaluate, x.shape[0], x, *args, together=together, **kwargs)
 
     return apply
 
