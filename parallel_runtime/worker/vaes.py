@@ -21,9 +21,9 @@ from .engine.streams import chunk_sizes
 from .models import Model
 from .pulse import Pulse
 from .ranks import machine, neighbours
-from .vae.converting import convert, limit, share_of, trial
+from .vae.converting import Conversion, limit, share_of
 from .vae.share import Share
-from .vae.watch import Watch
+from .vae.watch import watching
 
 Trial = tuple[ModelSpec, str, tuple[int, ...], int, bool]
 
@@ -70,52 +70,21 @@ class VAEs:
             return
         share, compared = share_of(job.x, job.unit, ranks), COMPARED[vae.spec.kind]
         with chunked_alike(compared.chunk_size, job.chunk_bytes) as chunks:
-            self._test(vae, job, share, chunks)
-            chunks(share.own, sum(share.units))
+            work = Conversion(vae.network, job.method, self._device, job.unit, compared.over_time, chunks)
+            self._test(vae.spec, work, job.x, share)
             set_random_states(job.random_states, self._device)
-            watch = Watch(pulse, ranks, vae.network, job)
-            with watch:
-                convert(
-                    vae.network,
-                    job.method,
-                    job.x,
-                    share,
-                    unit=job.unit,
-                    place=self._place(job, share),
-                    tick=watch.tick,
-                    over_time=compared.over_time,
-                    device=self._device,
-                )
+            with watching(pulse, ranks, vae.network, job) as tick:
+                work.run(job.x, share, self._place(job, share), tick)
 
-    def _test(self, vae: VAE, job: VAEJob, share: Share, chunks: Any) -> None:
+    def _test(self, spec: ModelSpec, work: Conversion, x: Tensor, share: Share) -> None:
         """Once for each class, way and set of ranks. Raises Refused, on all ranks, where the class fails."""
-        count = share.ranks.size
-        key = (vae.spec, job.method, share.ranks.ranks, share.dim, job.x.ndim == 5 and job.x.shape[2] > 1)
-        if count == 1:
+        if share.ranks.size == 1:
             return
+        key = (spec, work.method, share.ranks.ranks, share.dim, x.ndim == 5 and x.shape[2] > 1)
         if key not in self._trials:
-            self._trials[key] = _said(share.ranks, self._fails(vae, job, share, chunks))
+            self._trials[key] = _said(share.ranks, _fails(work, x, share))
         if self._trials[key]:
             raise Refused(self._trials[key])
-
-    def _fails(self, vae: VAE, job: VAEJob, share: Share, chunks: Any) -> str:
-        over_time = COMPARED[vae.spec.kind].over_time
-        try:
-            apart = trial(
-                vae.network,
-                job.method,
-                job.x,
-                job.unit,
-                share.ranks,
-                share.dim,
-                device=self._device,
-                over_time=over_time,
-                chunks=chunks,
-            )
-        except Refused as refused:
-            return f"{refused} cannot be divided"
-        bar = limit(job.x.dtype)
-        return "" if apart <= bar else f"its self-test on workers was off by {apart:.1e}, where {bar:.0e} is allowed"
 
     def _place(self, job: VAEJob, share: Share) -> Tensor:
         """This rank's rows of the result, in ComfyUI's own memory."""
@@ -133,6 +102,15 @@ def _rows_of_each(rows: int, shares: tuple[int, ...]) -> list[int]:
         sizes[sizes.index(max(sizes))] -= 1
         sizes[0] = 1
     return sizes
+
+
+def _fails(work: Conversion, x: Tensor, share: Share) -> str:
+    try:
+        apart = work.trial(x, share.ranks, share.dim)
+    except Refused as refused:
+        return f"{refused} cannot be divided"
+    bar = limit(x.dtype)
+    return "" if apart <= bar else f"its self-test on workers was off by {apart:.1e}, where {bar:.0e} is allowed"
 
 
 def _said(ranks: Axis, refused: str) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from parallel_runtime.worker.engine.mesh import first_ranks, ranks_with
 from parallel_runtime.worker.engine.streams import chunk_sizes
-from parallel_runtime.worker.vae.converting import trial
+from parallel_runtime.worker.vae.converting import Conversion
 from parallel_runtime.worker.vae.dividing import Rows
 from parallel_runtime.worker.vae.share import Share
 
@@ -114,7 +114,7 @@ class Turned(nn.Module):
 def tried(rank: int, world: int, broken: bool, dim: int) -> float:
     """What the self-test finds."""
     x = torch.randn(1, 8, 9, 9)
-    return trial((Turned if broken else Whole)(), "decode", x, 1, first_ranks(world, CPU), dim, device=CPU)
+    return Conversion((Turned if broken else Whole)(), "decode", CPU).trial(x, first_ranks(world, CPU), dim)
 
 
 def ticks(rank: int, world: int) -> int:

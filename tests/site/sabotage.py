@@ -29,7 +29,7 @@ PLACES = {  # module, function, which call of it
     "memory": ("parallel_runtime.worker.memory", "readings", 1),
     "reply": ("parallel_runtime.wire.channel", "Channel.send", 3),  # after Ready and Joined
     "attention": ("parallel_runtime.worker.engine.overriding", "Overriding._together", 10),
-    "convert": ("parallel_runtime.worker.vae.converting", "convert", 1),
+    "convert": ("parallel_runtime.worker.vae.converting", "Conversion.run", 1),
     "record": ("parallel_runtime.worker.engine.recording", "Recording._attempt", 1),
     "report": ("parallel_runtime.report.attention", "mean_error", 3),
     "attend": ("parallel_runtime.worker.engine.kernels", "attend", 10),

@@ -13,7 +13,7 @@ from parallel_runtime.autoencoders import COMPARED, Compared, kind_of
 from parallel_runtime.worker.comfy_loop.autoencoder import chunked_alike, unlimited
 from parallel_runtime.worker.engine.mesh import Axis, first_ranks
 from parallel_runtime.worker.engine.streams import chunk_sizes
-from parallel_runtime.worker.vae.converting import convert
+from parallel_runtime.worker.vae.converting import Conversion
 from parallel_runtime.worker.vae.share import Share
 
 from . import zoo
@@ -51,9 +51,8 @@ def _converted(
 ) -> Tensor:
     torch.manual_seed(7)
     with chunked_alike(compared.chunk_size, CHUNK_BYTES) as chunks:
-        if fair:
-            chunks(share.own, sum(share.units))
-        return convert(model, method, x, share, unit=unit, over_time=compared.over_time)
+        more = (chunks,) if fair else ()
+        return Conversion(model, method, CPU, unit, compared.over_time, *more).run(x, share)
 
 
 @functools.lru_cache(2)

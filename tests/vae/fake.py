@@ -63,7 +63,7 @@ def measure(name: str, method: str, ranks: int, latent: tuple[int, ...] = ()) ->
     from parallel_runtime.worker.comfy_loop.autoencoder import chunked_alike, unlimited
     from parallel_runtime.worker.engine import exchange
     from parallel_runtime.worker.engine.mesh import Axis
-    from parallel_runtime.worker.vae.converting import convert, longer_side, share_of
+    from parallel_runtime.worker.vae.converting import Conversion, longer_side, share_of
 
     from .real import REAL
 
@@ -88,8 +88,7 @@ def measure(name: str, method: str, ranks: int, latent: tuple[int, ...] = ()) ->
         live, flops = Live([*model.parameters(), *model.buffers(), x, mine]), FlopCounterMode(display=False)
         gc.disable()
         with chunked_alike(compared.chunk_size, CAP) as chunks, live, flops:
-            chunks(share.own, sum(share.units))
-            made = convert(model, method, x, share, unit=unit, over_time=compared.over_time)
+            made = Conversion(model, method, x.device, unit, compared.over_time, chunks).run(x, share)
         gc.enable()
     return {
         "ranks": ranks, "peak": live.peak, "flops": flops.get_total_flops(), "kernels": live.kernels,

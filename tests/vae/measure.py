@@ -33,7 +33,7 @@ def measure(name: str, method: str, latent: tuple[int, ...], world: int) -> dict
     from parallel_runtime.autoencoders import COMPARED, kind_of
     from parallel_runtime.worker.engine import exchange
     from parallel_runtime.worker.engine.mesh import first_ranks
-    from parallel_runtime.worker.vae.converting import convert, share_of
+    from parallel_runtime.worker.vae.converting import Conversion, share_of
 
     from . import zoo
 
@@ -50,12 +50,13 @@ def measure(name: str, method: str, latent: tuple[int, ...], world: int) -> dict
 
         exchange._start = counted
         share = share_of(x, unit, first_ranks(world, torch.device("cpu")))
-        convert(model, method, x[..., : 2 * world * unit, : 2 * world * unit], _small(share, world), unit=unit)
+        work = Conversion(model, method, x.device, unit, over_time)
+        work.run(x[..., : 2 * world * unit, : 2 * world * unit], _small(share, world))
         dist.barrier()
         sent.clear()
         Path("/proc/self/clear_refs").write_text("5")
         before, wall, cpu = status("VmRSS"), time.perf_counter(), time.thread_time()
-        made = convert(model, method, x, share, unit=unit, over_time=over_time)
+        made = work.run(x, share)
         wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
         assert made.isfinite().all()
         return {"wall": wall, "cpu": cpu, "peak": status("VmHWM") - before, "sent": sum(sent), "exchanges": len(sent)}

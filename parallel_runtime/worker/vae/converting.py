@@ -4,6 +4,7 @@ the self-test that comes before the first of a class."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,36 +39,60 @@ def share_of(x: Tensor, unit: int, ranks: Axis) -> Share:
     return Share(ranks=ranks, dim=dim, units=chunk_sizes(units, ranks.parts))
 
 
-def convert(
-    model: nn.Module,
-    method: VAEMethod,
-    x: Tensor,
-    share: Share,
-    *,
-    unit: int = 1,
-    place: Tensor | None = None,
-    tick: Callable[[], None] = lambda: None,
-    over_time: Collection[str] = (),
-    device: torch.device | None = None,
-) -> Tensor:
-    """This rank's rows of `model.decode(x)` or `model.encode(x)`, in `place` where there is one. Collective."""
-    device = device or x.device
-    mine, options = share.cut(x, unit), dict[str, Any]()
-    if getattr(model, CHUNKED, False):
-        if method == "encode":
-            options["device"] = device
-        elif place is not None:
-            options["output_buffer"] = place
-    if "device" not in options:
-        mine = mine.to(device)
-    if share.ranks.size == 1:
-        made = getattr(model, method)(mine, **options)
-    else:
-        with divided(model, Rows(share, tick), over_time):
-            made = getattr(model, method)(mine.contiguous(), **options)
-    if place is not None and made is not place:
-        _put(made, place)
-    return made
+@dataclass(frozen=True)
+class Conversion:
+    """`model.decode` or `model.encode` over ranks that compute on `device`; `unit` rows of its input make one of the
+    latent. Modules of the classes `over_time` attend along time only. `chunks(own, total)` is called before a run of so
+    many of the rows."""
+
+    model: nn.Module
+    method: VAEMethod
+    device: torch.device
+    unit: int = 1
+    over_time: Collection[str] = ()
+    chunks: Callable[[int, int], None] = lambda own, total: None
+
+    def run(
+        self, x: Tensor, share: Share, place: Tensor | None = None, tick: Callable[[], None] = lambda: None
+    ) -> Tensor:
+        """This rank's rows of what it makes of all of `x`, in `place` where there is one. Collective."""
+        self.chunks(share.own, sum(share.units))
+        mine, options = share.cut(x, self.unit), dict[str, Any]()
+        if getattr(self.model, CHUNKED, False):
+            if self.method == "encode":
+                options["device"] = self.device
+            elif place is not None:
+                options["output_buffer"] = place
+        if "device" not in options:
+            mine = mine.to(self.device)
+        if share.ranks.size == 1:
+            made = getattr(self.model, self.method)(mine, **options)
+        else:
+            with divided(self.model, Rows(share, tick), self.over_time):
+                made = getattr(self.model, self.method)(mine.contiguous(), **options)
+        if place is not None and made is not place:
+            _put(made, place)
+        return made
+
+    def trial(self, x: Tensor, ranks: Axis, dim: int) -> float:
+        """The self-test of a VAE's class: a small latent, divided, against the same one whole on this rank. Collective.
+
+        The mode does not see all that looks across a cut (indexing, joining and products along the rows): this does.
+        Relative L2 distance of this rank's rows, for something like `x`; not a number where they have none.
+        """
+        total = 2 * ranks.size
+        share = Share(ranks=ranks, dim=dim, units=(2,) * ranks.size)
+        alone = Share(ranks=Axis(), dim=dim, units=(total,))
+        small = _like(x, self.method, total * self.unit, ACROSS * self.unit, dim)
+        runs = []
+        for part in (alone, share):
+            _same_noise(self.device)
+            runs.append(self.run(small, part).float())
+        whole, mine = runs
+        wanted = share.cut(whole, whole.shape[dim] // total)
+        if wanted.shape != mine.shape:
+            return float("inf")
+        return float((mine - wanted).norm() / wanted.norm().clamp_min(1e-12))
 
 
 def _put(made: Tensor, place: Tensor) -> None:
@@ -80,40 +105,6 @@ def _put(made: Tensor, place: Tensor) -> None:
     step = max(1, made.shape[dim] * PIECE_BYTES // max(1, made.numel() * made.element_size()))
     for piece, spot in zip(made.split(step, dim), place.split(step, dim), strict=True):
         spot.copy_(piece.to(place.device))
-
-
-def trial(
-    model: nn.Module,
-    method: VAEMethod,
-    x: Tensor,
-    unit: int,
-    ranks: Axis,
-    dim: int,
-    *,
-    device: torch.device,
-    over_time: Collection[str] = (),
-    chunks: Callable[[int, int], None] = lambda own, total: None,
-) -> float:
-    """The self-test of a VAE's class: a small latent, divided, against the same one whole on this rank. Collective.
-
-    The mode does not see all that looks across a cut (indexing, joining and products along the rows): this does.
-    Relative L2 distance of this rank's rows, for something like `x`; not a number where they have none.
-    `chunks(own, total)` is called before a run of so many of the rows.
-    """
-    share = Share(ranks=ranks, dim=dim, units=(2,) * ranks.size)
-    small = _like(x, method, 2 * unit * ranks.size, ACROSS * unit, dim)
-    total = 2 * ranks.size
-    alone = Share(ranks=Axis(), dim=dim, units=(total,))
-    runs = []
-    for part in (alone, share):
-        chunks(part.own, total)
-        _same_noise(device)
-        runs.append(convert(model, method, small, part, unit=unit, over_time=over_time, device=device).float())
-    whole, mine = runs
-    wanted = share.cut(whole, whole.shape[dim] // total)
-    if wanted.shape != mine.shape:
-        return float("inf")
-    return float((mine - wanted).norm() / wanted.norm().clamp_min(1e-12))
 
 
 def limit(dtype: torch.dtype) -> float:

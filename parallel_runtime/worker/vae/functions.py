@@ -45,15 +45,18 @@ def convolution(
         raise Refused(f"a convolution with padding {padding!r}")
     stride, padding, dilation = (_each(size, dims) for size in (stride, padding, dilation))
     run = partial(func, weight=weight, bias=bias, stride=stride, dilation=dilation, groups=groups)
-    pad = padding[share.dim]
-    if weight.shape[share.dim] == stride[share.dim] == 1 and pad == 0:
+    rows = padding[share.dim]
+    if weight.shape[share.dim] == stride[share.dim] == 1 and rows == 0:
         return run(x, padding=padding)
-    if pad == 0:  # what it needs was padded before, or it needs nothing
+    if rows == 0:  # what it needs was padded before, or it needs nothing
         y = run(x, padding=padding)
     else:
-        reach = (weight.shape[share.dim] - 1) * dilation[share.dim]
-        again = stride[share.dim] == 1 and x.shape[share.dim] >= 2 * reach
-        y = (_edges_again if again else _joined)(share, run, x, list(padding), reach)
+        reach, apart = (weight.shape[share.dim] - 1) * dilation[share.dim], list(padding)
+        apart[share.dim] = 0
+        if stride[share.dim] == 1 and x.shape[share.dim] >= 2 * reach and rows <= share.fewest(x):
+            y = _edges_again(share, run, x, padding, apart, reach)
+        else:  # an output row at one edge may need the other's halo, or one from afar, or rows are skipped
+            y = run(pad(share, F.pad, x, [*[0, 0] * (-1 - share.dim), rows, rows]), padding=tuple(apart))
     if y.shape[share.dim] % share.own:
         raise Refused(
             f"a convolution {tuple(weight.shape)} with stride {stride} and padding {padding} of {tuple(x.shape)} "
@@ -103,29 +106,19 @@ def transposed(
     return func(x, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
-def _edges_again(share: Share, run: Run, x: Tensor, padding: list[int], reach: int) -> Tensor:
+def _edges_again(share: Share, run: Run, x: Tensor, padding: Sequence[int], apart: list[int], reach: int) -> Tensor:
+    """`apart` is the padding but for that along the cut."""
     dim, rows, pad = share.dim, x.shape[share.dim], padding[share.dim]
     answer = ask(share, x, pad, pad)
     y = run(x, padding=tuple(padding))
     top, bottom = answer()
-    padding[dim] = 0
     if top is not None:
         edge = torch.cat([top, x.narrow(dim, 0, reach)], dim)
-        y.narrow(dim, 0, pad).copy_(run(edge, padding=tuple(padding)))
+        y.narrow(dim, 0, pad).copy_(run(edge, padding=tuple(apart)))
     if bottom is not None:
         edge = torch.cat([x.narrow(dim, rows - reach, reach), bottom], dim)
-        y.narrow(dim, y.shape[dim] - pad, pad).copy_(run(edge, padding=tuple(padding)))
+        y.narrow(dim, y.shape[dim] - pad, pad).copy_(run(edge, padding=tuple(apart)))
     return y
-
-
-def _joined(share: Share, run: Run, x: Tensor, padding: list[int], reach: int) -> Tensor:
-    """Where an output row at one edge may need the other edge's halo, or rows are skipped."""
-    dim, pad = share.dim, padding[share.dim]
-    shape = list(x.shape)
-    shape[dim] = pad
-    padding[dim] = 0
-    top, bottom = (x.new_zeros(shape) if rows is None else rows for rows in ask(share, x, pad, pad)())
-    return run(torch.cat([top, x, bottom], dim), padding=tuple(padding))
 
 
 def _each(size: Size, dims: int) -> tuple[int, ...]:
@@ -148,9 +141,8 @@ def pad(
         return func(x, pad, mode, value)
     if min(before, after) < 0 or mode == "circular":
         raise Refused(f"padding {tuple(pad)} ({mode}) of {tuple(x.shape)} along the cut")
-    factor = share.factor(x, "padding")
-    fewest = min(share.units) * factor
-    if max(before, after) + (mode == "reflect") > fewest:  # some of it is further than the next rank
+    if max(before, after) + (mode == "reflect") > share.fewest(x):  # some of it is further than the next rank
+        factor = share.factor(x, "padding")
         y = func(share.whole(x), pad, mode, value)
         rows = share.own * factor + before + after
         return y.narrow(share.dim, share.before * factor, rows).contiguous()

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import Refused
@@ -52,6 +51,10 @@ class Share:
             raise Refused(f"{what} of {tuple(x.shape)}: dim {self.dim} is no multiple of this rank's {self.own} rows")
         return rows // self.own
 
+    def fewest(self, x: Tensor) -> int:
+        """Rows of `x` that a rank has at least: no rank is asked for more."""
+        return min(self.units) * self.factor(x, "padding")
+
     def cut(self, x: Tensor, factor: int) -> Tensor:
         """This rank's rows of a whole tensor."""
         return x.narrow(self.dim, self.before * factor, self.own * factor)
@@ -71,11 +74,8 @@ class Share:
 
 
 def ask(share: Share, x: Tensor, before: int, after: int) -> Answer:
-    """Start to fetch so many rows before and after this rank's. The answer waits for them: None at an outer edge, and
-    where none were asked for. Collective."""
-    factor = share.factor(x, "padding")
-    if min(share.units) * factor < max(before, after):
-        return _from_afar(share, x, before, after)
+    """Start to fetch so many rows before and after this rank's, no more than the `fewest`. The answer waits for them:
+    None at an outer edge, and where none were asked for. Collective."""
     rows, ranks = x.shape[share.dim], range(share.ranks.size)
     give: dict[int, Tensor] = {}
     take: dict[int, list[int]] = {}
@@ -95,16 +95,3 @@ def ask(share: Share, x: Tensor, before: int, after: int) -> Answer:
         return got.get(share.index - 1), got.get(share.index + 1)
 
     return answer
-
-
-def _from_afar(share: Share, x: Tensor, before: int, after: int) -> Answer:
-    """From further than the next rank: rare, and small, since some rank has fewer rows than a convolution is wide.
-    Beyond the outer edges are zeros."""
-    whole, rows = share.whole(x), x.shape[share.dim]
-    around = [0, 0] * -share.dim
-    around[-2:] = before, after
-    start = share.before * (rows // share.own)
-    wide = F.pad(whole, around)
-    top, _, bottom = wide.narrow(share.dim, start, before + rows + after).split([before, rows, after], share.dim)
-    first, last = share.index == 0, share.index == share.ranks.size - 1
-    return lambda: (None if first or not before else top, None if last or not after else bottom)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import count
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,41 +18,28 @@ from ..pulse import Pulse
 VOTE_EVERY = 32  # functions that are divided; a cancel waits for so many
 
 
-class Watch:
-    """While it runs: says that this rank lives, lets all ranks stop together, and counts the frames that are done."""
+@contextmanager
+def watching(pulse: Pulse, ranks: Axis, model: nn.Module, job: VAEJob) -> Iterator[Callable[[], None]]:
+    """While it runs: says that this rank lives, lets all ranks stop together, and counts the frames that are done.
+    Yields what to call before each function that is divided."""
+    agree, ticks, frames = partial(any_of, ranks), count(1), 0
+    total = (job.shape if job.method == "decode" else job.x.shape)[2] if job.x.ndim == 5 else 0
+    gate = _gate(model, job.method) if total > 1 else None
 
-    def __init__(self, pulse: Pulse, ranks: Axis, model: nn.Module, job: VAEJob) -> None:
-        self._pulse = pulse
-        self._ranks = ranks
-        self._ticks = 0
-        self._frames = 0
-        self._total = (job.shape if job.method == "decode" else job.x.shape)[2] if job.x.ndim == 5 else 0
-        self._gate = _gate(model, job.method) if self._total > 1 else None
+    def tick() -> None:
+        pulse.beat()
+        if next(ticks) % VOTE_EVERY == 0:
+            pulse.vote(agree)
 
-    def tick(self) -> None:
-        self._ticks += 1
-        self._pulse.beat()
-        if self._ticks % VOTE_EVERY == 0:
-            self._pulse.vote(self._agree)
+    def passed(_: nn.Module, args: Any, made: Any) -> None:
+        nonlocal frames
+        if (seen := next((value for value in (made, *args) if isinstance(value, Tensor)), None)) is not None:
+            frames += seen.shape[2] if seen.ndim == 5 else seen.shape[0]
+            pulse.converted(min(frames, total), total)
 
-    def __enter__(self) -> None:
-        self._pulse.vote(self._agree)
-        if self._gate is not None:
-            self._hook = self._gate.register_forward_hook(self._passed)
-
-    def __exit__(self, *exc: object) -> None:
-        if self._gate is not None:
-            self._hook.remove()
-
-    def _passed(self, gate: nn.Module, args: Any, made: Any) -> None:
-        frames = next((value for value in (made, *args) if isinstance(value, Tensor)), None)
-        if frames is None:
-            return
-        self._frames += frames.shape[2] if frames.ndim == 5 else frames.shape[0]
-        self._pulse.converted(min(self._frames, self._total), self._total)
-
-    def _agree(self, flag: bool) -> bool:
-        return any_of(self._ranks, flag)
+    pulse.vote(agree)
+    with gate.register_forward_hook(passed) if gate else nullcontext():
+        yield tick
 
 
 def _gate(model: nn.Module, method: str) -> nn.Module | None:
