@@ -148,8 +148,11 @@ def masks_follow_their_owner(rank: int, world: int, degrees: list[int]) -> None:
     ranges = [chunk_range(length, place.parts, index) for index in range(place.size) for length in lengths]
     expected = [start + offset + place for (start, size), offset in zip(ranges, [0, 5] * place.size, strict=True)
                 for place in range(size)]  # fmt: skip
+    streams = Streams(place)
+    for name, length in zip(("text", "image"), lengths, strict=True):
+        streams.see(name, length, "test")
     for given in (whole, torch.tensor([_own_values(lengths, place)])):
-        keys = exchange_mask(given, 1, 1, lengths, place).keys
+        keys = exchange_mask(given, 1, 1, streams, ("text", "image"), place).pairs
         assert keys.flatten().tolist() == expected, (given, keys.flatten().tolist())
 
 

@@ -102,7 +102,7 @@ class ContextAttention:
         most = WAVES if self.patches is None else 1  # what is kept of an attention is kept at once
         made = waves(self.mesh, query, counts, spreads, self._sides[0] == self._sides[1], most)
         of_queries, blocks = (_by_place(spread, ranks) for spread in spreads)
-        attended = max(blocks) if self._whole else sum(map(self.streams.length, self._sides[1]))
+        attended = max(blocks) if self._whole else self.streams.total(self._sides[1])
         largest = Sizes(
             batch=query.shape[0],
             queries=max(of_queries),
@@ -134,15 +134,14 @@ class ContextAttention:
         batch, heads = query.shape[0], query.shape[2]
         last = self.streams.kept((self, "mask", batch, heads), _Exchanged)
         if last.given is None or same_memory(last.given) != same_memory(mask):
-            of_queries, of_keys = ([self.streams.length(name) for name in names] for names in self._sides)
+            streams, (of_queries, of_keys) = self.streams, self._sides
             if not self._whole:
-                places = self.streams.places(self._sides[0], mask.device)
-                last.keys = mask_of_patch(mask, batch, heads, places, sum(of_queries), sum(of_keys))
+                last.keys = mask_of_patch(mask, batch, heads, streams, of_queries, of_keys)
             elif mask.ndim == 4 and mask.shape[2] > 1:
-                last.keys = pair_mask(mask, of_queries, of_keys, self.mesh)
+                last.keys = pair_mask(mask, streams, of_queries, of_keys, self.mesh)
             else:
                 own = held.keys.drop(mask, dim=-1) if mask.shape[-1] == held.keys.size else mask
-                last.keys = exchange_mask(own, batch, heads, of_keys, self.mesh.context)
+                last.keys = exchange_mask(own, batch, heads, streams, of_keys, self.mesh.context)
             last.given = mask
         return last.keys
 
@@ -220,7 +219,7 @@ class ContextAttention:
     def _of_all(self, patches: Patches, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         names = self._sides[1]
         places = self.streams.kept(("places", names), lambda: self.streams.places(names, key.device))
-        return patches.attended(key, value, places, sum(map(self.streams.length, names)))
+        return patches.attended(key, value, places, self.streams.total(names))
 
     @property
     def _whole(self) -> bool:

@@ -61,7 +61,7 @@ class Cuts:
 
     def total(self, streams: Names) -> int:
         """How many tokens there are of these streams."""
-        return sum(self.streams.length(stream) for stream in streams)
+        return self.streams.total(streams)
 
     def first(self, stream: str) -> int:
         """Which of a stream's tokens is the first that this rank holds."""

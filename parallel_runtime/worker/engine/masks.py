@@ -3,16 +3,17 @@ of which every rank holds the whole mask, and takes the rows of its queries. Kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import Refused
+from ...plan import Names
 from .exchange import gather
-from .mesh import Axis, ContextMesh, Parts
-from .streams import chunk_range, somebody_holds_all, spread
+from .mesh import Axis, ContextMesh
+from .streams import Streams
 
 ToldApart = tuple[torch.dtype, bool, bool, bool]  # a mask's dtype; does it tell batch, heads, queries apart?
 Spans = tuple[tuple[int, int], ...]  # of keys: (start, size) of each
@@ -68,19 +69,16 @@ class Mask:
         return self._made[key]
 
 
-class KeyMask(Mask):
+def _of_pairs(pairs: Tensor, *, of_queries: bool = True) -> Mask:
+    """`of_queries`: another for each query of this rank's Ulysses group. Numbers attend where they are not zero."""
+    if not pairs.is_floating_point() and pairs.dtype != torch.bool:
+        pairs = pairs != 0
+    return Mask(pairs, (pairs.dtype, pairs.shape[0] > 1, pairs.shape[1] > 1, of_queries))
+
+
+def _of_keys(keys: Tensor) -> Mask:
     """The same for all queries, of `keys` [S, B, 1 or heads]."""
-
-    def __init__(self, keys: Tensor) -> None:
-        super().__init__(keys.permute(1, 2, 0).unsqueeze(2), (keys.dtype, keys.shape[1] > 1, keys.shape[2] > 1, False))
-        self.keys = keys
-
-
-class PairMask(Mask):
-    """Another for each query of this rank's Ulysses group."""
-
-    def __init__(self, pairs: Tensor) -> None:
-        super().__init__(pairs, (pairs.dtype, pairs.shape[0] > 1, pairs.shape[1] > 1, True))
+    return _of_pairs(keys.permute(1, 2, 0).unsqueeze(2), of_queries=False)
 
 
 def known_to_hide(mask: Tensor) -> bool:
@@ -95,27 +93,28 @@ def same_memory(mask: Tensor) -> Hashable:
     return storage, mask.storage_offset(), mask.shape, mask.stride(), mask.dtype, version
 
 
-def exchange_mask(mask: Tensor, batch: int, heads: int, lengths: Sequence[int], axis: Axis) -> KeyMask:
+def exchange_mask(mask: Tensor, batch: int, heads: int, streams: Streams, names: Names, axis: Axis) -> Mask:
     """The mask of all keys, from each rank's slice of it (or from the whole mask, where it was not cut).
 
-    `mask` is [B, S] bool or int (non-zero: attend), [B, S] additive float, or [B, 1 or heads, 1, S] of either;
-    `lengths` are the global lengths of the attention's streams, in the order in which its keys are concatenated.
-    Raises Refused for masks that differ between queries: a rank sees only its own.
+    `mask` is [B, S] bool or int (non-zero: attend), [B, S] additive float, or [B, 1 or heads, 1, S] of either; `names`
+    are the attention's streams, in the order in which its keys are concatenated. Raises Refused for masks that differ
+    between queries: a rank sees only its own.
     """
     keys = _tokens_first(mask, batch, heads)
-    sizes = spread(lengths, axis.parts)
-    if keys.shape[0] not in (sizes[axis.index], sum(lengths)):
+    sizes, total = streams.spread(names), streams.total(names)
+    own = sizes[axis.index]
+    if keys.shape[0] not in (own, total):
         raise Refused(
-            f"the attention mask covers {keys.shape[0]} keys, but this rank holds {sizes[axis.index]} of "
-            f"{sum(lengths)}; cut it like the keys in the plan, or leave it whole"
+            f"the attention mask covers {keys.shape[0]} keys, but this rank holds {own} of {total}; cut it like the "
+            "keys in the plan, or leave it whole"
         )
-    if keys.shape[0] != sizes[axis.index]:
-        if not somebody_holds_all(lengths, axis.parts):
-            return KeyMask(torch.cat([_slice(keys, lengths, axis, index) for index in range(axis.size)]))
-        keys = _slice(keys, lengths, axis, axis.index)
+    if keys.shape[0] != own:
+        if not streams.somebody_holds_all(names):
+            return _of_keys(keys.index_select(0, streams.places(names, keys.device)))
+        keys = keys.index_select(0, streams.places(names, keys.device, [axis.index]))
     wire = keys.to(torch.uint8) if keys.dtype == torch.bool else keys
     (whole,) = gather(wire, sizes, axis).wait()
-    return KeyMask(whole.to(keys.dtype))
+    return _of_keys(whole.to(keys.dtype))
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -128,8 +127,6 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _tokens_first(mask: Tensor, batch: int, heads: int) -> Tensor:
-    if mask.dtype not in (torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        mask = mask != 0
     if mask.ndim == 2:
         mask = mask[:, None, None, :]
     shape = tuple(mask.shape)
@@ -142,48 +139,27 @@ def _tokens_first(mask: Tensor, batch: int, heads: int) -> Tensor:
     return mask.expand(batch, -1, -1, -1).squeeze(2).permute(2, 0, 1)
 
 
-def _slice(keys: Tensor, lengths: Sequence[int], axis: Axis, index: int) -> Tensor:
-    """What rank `index` has of the keys of all streams."""
-    ranges = [chunk_range(length, axis.parts, index) for length in lengths]
-    return torch.cat([part.narrow(0, *own) for part, own in zip(keys.split(list(lengths)), ranges, strict=True)])
-
-
-def pair_mask(mask: Tensor, queries: Sequence[int], keys: Sequence[int], mesh: ContextMesh) -> PairMask:
-    """From `mask` [1 or B, 1 or heads, queries, keys] of all tokens, given the lengths of both sides' streams."""
-    if tuple(mask.shape[-2:]) != (sum(queries), sum(keys)):
+def pair_mask(mask: Tensor, streams: Streams, queries: Names, keys: Names, mesh: ContextMesh) -> Mask:
+    """From `mask` [1 or B, 1 or heads, queries, keys] of all tokens of both sides' streams."""
+    if tuple(mask.shape[-2:]) != (streams.total(queries), streams.total(keys)):
         raise Refused(
-            f"a mask of {mask.shape[-2]} x {mask.shape[-1]} pairs of tokens was made from a part of {sum(queries)} x "
-            f"{sum(keys)}; it cannot be made whole again: set ring and Ulysses degrees to 1"
+            f"a mask of {mask.shape[-2]} x {mask.shape[-1]} pairs of tokens was made from a part of "
+            f"{streams.total(queries)} x {streams.total(keys)}; it cannot be made whole again: set ring and Ulysses "
+            "degrees to 1"
         )
-    if not mask.is_floating_point() and mask.dtype != torch.bool:
-        mask = mask != 0
-    context, group = mesh.context, mesh.ulysses.size
-    first = mesh.ring.index * group
-    rows = _places(queries, context.parts, range(first, first + group), mask.device)
-    columns = _places(keys, context.parts, range(context.size), mask.device)
-    return PairMask(mask.index_select(-2, rows).index_select(-1, columns))
+    first = mesh.ring.index * mesh.ulysses.size
+    rows = streams.places(queries, mask.device, range(first, first + mesh.ulysses.size))
+    return _of_pairs(mask.index_select(-2, rows).index_select(-1, streams.places(keys, mask.device)))
 
 
-def mask_of_patch(mask: Tensor, batch: int, heads: int, rows: Tensor, queries: int, keys: int) -> Mask:
-    """From the mask of all `queries` and all `keys`, in the streams' order, that of the queries `rows` alone."""
+def mask_of_patch(mask: Tensor, batch: int, heads: int, streams: Streams, queries: Names, keys: Names) -> Mask:
+    """From the mask of all queries and all keys, in the streams' order, that of the queries whose turn it is."""
     pairs = mask.ndim == 4 and mask.shape[2] > 1
-    if mask.shape[-1] != keys or (pairs and mask.shape[2] != queries):
+    if mask.shape[-1] != streams.total(keys) or (pairs and mask.shape[2] != streams.total(queries)):
         raise Refused(
-            f"a mask of {list(mask.shape)} is of one patch's tokens, and there are {keys} keys; set patches to 1"
+            f"a mask of {list(mask.shape)} is of one patch's tokens, and there are {streams.total(keys)} keys; set "
+            "patches to 1"
         )
     if not pairs:
-        return KeyMask(_tokens_first(mask, batch, heads))
-    if not mask.is_floating_point() and mask.dtype != torch.bool:
-        mask = mask != 0
-    return PairMask(mask.index_select(-2, rows))
-
-
-def _places(lengths: Sequence[int], parts: Parts, ranks: range, device: torch.device) -> Tensor:
-    """Where the tokens of these ranks are among all, rank by rank."""
-    starts = [sum(lengths[:n]) for n in range(len(lengths))]
-    chunks = []
-    for rank in ranks:
-        for start, length in zip(starts, lengths, strict=True):
-            first, size = chunk_range(length, parts, rank)
-            chunks.append(torch.arange(start + first, start + first + size, device=device))
-    return torch.cat(chunks)
+        return _of_keys(_tokens_first(mask, batch, heads))
+    return _of_pairs(mask.index_select(-2, streams.places(queries, mask.device)))

@@ -55,23 +55,6 @@ def chunk_range(total: int, parts: Parts, index: int) -> tuple[int, int]:
     return sum(sizes[:index]), sizes[index]
 
 
-def spread(lengths: Sequence[int], parts: Parts) -> tuple[int, ...]:
-    """How many tokens each rank has of its own, of streams of these lengths together."""
-    return tuple(map(sum, zip(*(chunk_sizes(length, parts) for length in lengths), strict=True)))
-
-
-def somebody_holds_all(lengths: Sequence[int], parts: Parts) -> bool:
-    """Does a rank hold as many tokens of these cut streams as there are? It cannot tell by a tensor's length whether
-    all have cut it: where it matters, all ranks have to do what serves both."""
-    return _is_held([chunk_sizes(length, parts) for length in lengths], lengths)
-
-
-def _is_held(sizes: Sequence[Sequence[int]], lengths: Sequence[int]) -> bool:
-    """Do `sizes`, a rank's of each stream, make all of it on a rank?"""
-    held = ([max(own, min(length, 1)) for own in of_ranks] for of_ranks, length in zip(sizes, lengths, strict=True))
-    return sum(lengths) in map(sum, zip(*held, strict=True))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """`held` tokens of one stream, of which `own` from `start` on are the rank's own: those that it attends for.
@@ -170,6 +153,10 @@ class Streams:
             raise Refused(f"stream {stream!r} is used before the plan cut it in this forward (cut so far: {seen})")
         return self._lengths[stream]
 
+    def total(self, names: tuple[str, ...]) -> int:
+        """Global length of `names` together."""
+        return sum(map(self.length, names))
+
     def sizes(self, stream: str) -> tuple[int, ...]:
         """Each rank's own tokens of `stream`."""
         return chunk_sizes(self._here(stream)[1], self._axis.parts)
@@ -188,12 +175,12 @@ class Streams:
         length = self.length(stream)
         return (0, length) if self._patches is None else self._patches.part(stream, length)
 
-    def places(self, names: tuple[str, ...], device: torch.device) -> Tensor:
-        """Where the tokens that the ranks have of `names` are in the whole of these, rank by rank."""
-        starts = [sum(map(self.length, names[:n])) for n in range(len(names))]
+    def places(self, names: tuple[str, ...], device: torch.device, ranks: Sequence[int] | None = None) -> Tensor:
+        """Where the tokens that these ranks, or all, have of `names` are in the whole of these, rank by rank."""
+        starts = [self.total(names[:n]) for n in range(len(names))]
         ranges = [
             (before + start, size)
-            for index in range(self._axis.size)
+            for index in (range(self._axis.size) if ranks is None else ranks)
             for before, (start, size) in zip(starts, (self._of_rank(name, index) for name in names), strict=True)
         ]
         return torch.cat([torch.arange(start, start + size, device=device) for start, size in ranges])
@@ -214,9 +201,11 @@ class Streams:
         return tuple(map(sum, zip(*map(self.sizes, names), strict=True)))
 
     def somebody_holds_all(self, names: tuple[str, ...]) -> bool:
-        """Of those of `names` that are cut."""
-        cut = [name for name in names if name not in self.replicated]
-        return bool(cut) and _is_held([self.sizes(name) for name in cut], [self.length(name) for name in cut])
+        """Does a rank hold as many tokens as there are, of those of `names` that are cut? It cannot tell by a tensor's
+        length whether all have cut it: where it matters, all ranks have to do what serves both."""
+        cut = tuple(name for name in names if name not in self.replicated)
+        held = ([max(own, min(self.length(name), 1)) for own in self.sizes(name)] for name in cut)
+        return self.total(cut) in map(sum, zip(*held, strict=True))
 
     def kept(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """What `make` made when this forward first asked for `key`."""
