@@ -10,7 +10,6 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -26,7 +25,7 @@ from .mesh import ContextMesh
 from .naming import lead_to, wrapped
 from .overriding import Overriding
 from .patches import Passed, Patches
-from .scales import agree_on_scales
+from .scales import one_scale
 from .streams import DIVIDED
 
 _OVERRIDE = "optimized_attention_override"
@@ -77,7 +76,7 @@ class _Division:
             self._hook(block)
         if self.patches is not None:
             self._replace(network, partial(self._patch_by_patch, self.patches, network.forward))
-        self._keep(*agree_on_scales(network, mesh.context))
+        self._until_removed.enter_context(one_scale(network, mesh.context))
         self._keep(network.register_forward_hook(self._end, always_call=True))
         self._until_removed.enter_context(wrapped(plan.no_options))
 
@@ -91,7 +90,7 @@ class _Division:
 
     def _hook(self, block: Block) -> None:
         if self.patches is not None and block.scopes:
-            self._keep(block.module.register_forward_pre_hook(partial(_tell, self.patches)))
+            self._keep(block.module.register_forward_pre_hook(self.patches.enter))
         for module, over in block.scopes:
             scope = self._override.scope(over)
             if module is block.module:
@@ -166,11 +165,6 @@ class _Division:
     def _leave(self, *_: Any) -> None:
         if self._override.scopes:
             self._override.scopes.pop()
-
-
-@torch.compiler.disable
-def _tell(patches: Patches, block: nn.Module, _: Any) -> None:
-    patches.enter(block)
 
 
 def _known_by(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Hashable:

@@ -100,7 +100,8 @@ class Constants(TorchFunctionMode):
             made = func(*args, **{**kwargs, "device": "cpu"})
             return self._kept_one(made).to(kwargs["device"], non_blocking=True)
         if func is Tensor.to and args[0].device.type == "cpu":
-            device, dtype, _, layout = torch._C._nn._parse_to(*args[1:], **_without(kwargs, "copy"))
+            words = {name: value for name, value in kwargs.items() if name != "copy"}
+            device, dtype, _, layout = torch._C._nn._parse_to(*args[1:], **words)
             if _is_away(device):
                 sent = self._kept_one(args[0]).to(device, non_blocking=True)
                 return sent.to(dtype=dtype or sent.dtype, memory_format=layout or torch.preserve_format)
@@ -133,10 +134,6 @@ def unwatched() -> Iterator[None]:
 
 def _is_away(device: Any) -> bool:
     return device is not None and torch.device(device).type != "cpu"
-
-
-def _without(words: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in words.items() if key != name}
 
 
 def recorder_for(device: torch.device) -> Recorder | None:

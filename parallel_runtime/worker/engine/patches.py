@@ -118,8 +118,9 @@ class Patches:
         sizes = self._sizes[stream]
         return sum(sizes[: self._turn]), sizes[self._turn]
 
-    def enter(self, block: Hashable) -> None:
-        """The attentions that follow are this block's."""
+    @torch.compiler.disable
+    def enter(self, block: Hashable, _: object = None) -> None:
+        """The attentions that follow are this block's, whose hook this is."""
         self._attention = (block, 0)
 
     def attended(self, key: Tensor, value: Tensor, places: Tensor, total: int) -> tuple[Tensor, Tensor]:

@@ -56,7 +56,7 @@ class Call:
     def of(cls, args: Any, kwargs: dict[str, Any], device: torch.device, known: Sequence[Any] = ()) -> Call:
         """Raises Unrecordable for what has no words; objects that are `known` to be the same each time need none."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        tensors: list[Tensor] = []
+        tensors: dict[Hashable, Tensor] = {}  # by where each lies, and how
         words, slots = [], []
         for number, leaf in enumerate(leaves):
             word, slot = _word(leaf, tensors, device, known)
@@ -65,7 +65,7 @@ class Call:
                 raise Unrecordable(f"it is given a {type(leaf).__name__} ({place})")
             words.append(word)
             slots.append(slot)
-        return cls((structure, *words), tensors, slots, leaves, structure)
+        return cls((structure, *words), list(tensors.values()), slots, leaves, structure)
 
     def on(self, tensors: Sequence[Tensor]) -> tuple[Any, dict[str, Any]]:
         """The same call of other tensors, in lists and dicts of its own."""
@@ -75,7 +75,7 @@ class Call:
 
 
 def _word(
-    leaf: Any, tensors: list[Tensor], device: torch.device, known: Sequence[Any]
+    leaf: Any, tensors: dict[Hashable, Tensor], device: torch.device, known: Sequence[Any]
 ) -> tuple[Hashable | None, int | None]:
     """What of a leaf is part of a key, and its number among the tensors."""
     if isinstance(leaf, PLAIN) or any(leaf is each for each in known):
@@ -83,22 +83,13 @@ def _word(
     if type(leaf) not in (Tensor, nn.Parameter) or leaf.layout != torch.strided:
         return None, None
     if leaf.device.type == device.type:
-        slot = next((n for n, other in enumerate(tensors) if _same(other, leaf)), len(tensors))
-        if slot == len(tensors):
-            tensors.append(leaf)
+        lies = (leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype)
+        tensors.setdefault(lies, leaf)
+        slot = list(tensors).index(lies)
         return (slot, leaf.shape, leaf.stride(), leaf.dtype, _offset(leaf)), slot
     if leaf.device.type == "cpu" and leaf.numel() <= SMALL:
         return (leaf.shape, leaf.dtype, *leaf.flatten().tolist()), None
     return None, None
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return (
-        one.data_ptr() == other.data_ptr()
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.dtype == other.dtype
-    )
 
 
 def _offset(tensor: Tensor) -> int:
@@ -151,9 +142,10 @@ def _copied(out: Any) -> Any:
 
 @dataclass(eq=False)
 class _Trial:
-    """A call before it is recorded: how often it ran; how long its last launch took, and from when to when it ran."""
+    """A call that is not recorded: how often it ran; how long its last launch took, and from when to when it ran."""
 
     evaluations: int = 0
+    eager: bool = False  # it stays so
     launch_seconds: float = 0.0
     moments: tuple[Moment, Moment] | None = None
 
@@ -187,7 +179,6 @@ class Recording:
     compiled: bool = False
     _held: OrderedDict[Hashable, _Recorded] = field(default_factory=OrderedDict)
     _trials: dict[Hashable, _Trial] = field(default_factory=dict)
-    _eager: dict[Hashable, None] = field(default_factory=dict)
     _gone: dict[Hashable, int] = field(default_factory=dict)  # what made place for others, and when it was wanted last
     _reasons: dict[str, None] = field(default_factory=dict)
     _evaluations: int = 0
@@ -212,9 +203,9 @@ class Recording:
             return self._plainly(args, kwargs)
         if recorded := self._held.get(call.key):
             return self._replay(recorded, call)
-        if call.key in self._eager:
-            return self._plainly(args, kwargs)
         trial = self._trial(call.key)
+        if trial.eager:
+            return self._plainly(args, kwargs)
         if trial.evaluations < self._warm:
             return self._timed(trial, args, kwargs)
         if not self._pays(trial):
@@ -226,7 +217,7 @@ class Recording:
 
     def drop(self) -> None:
         """Forget all recordings: weights have moved, or memory is wanted."""
-        for state in (self._held, self._trials, self._eager, self._gone):
+        for state in (self._held, self._trials, self._gone):
             state.clear()
         self._recorder = graphs.recorder_for(self.device)  # the memory that recordings share goes with the last one
 
@@ -272,9 +263,7 @@ class Recording:
         return self.choice == "on" or self.agree(trial.launched > LAUNCHED)
 
     def _stay_eager(self, call: Call, reason: str, out: Any) -> Any:
-        self._eager[call.key] = None
-        _forget_oldest(self._eager)
-        self._trials.pop(call.key, None)
+        self._trials[call.key].eager = True
         self._tell(reason)
         return out
 

@@ -5,7 +5,8 @@ Only nvfp4 does: other formats have a scale a token, or one that the file brings
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,35 +22,28 @@ _LAYOUT = "TensorCoreNVFP4Layout"
 _LARGEST = 448.0 * 6.0  # what a block's scale (e4m3) and a code (e2m1) reach: comfy_kitchen's nvfp4.py
 
 
-def agree_on_scales(network: nn.Module, context: Axis) -> list[RemovableHandle]:
-    """Have every nvfp4 layer without an `input_scale` of its own quantise by the largest input of all `context` ranks.
+@contextmanager
+def one_scale(network: nn.Module, context: Axis) -> Iterator[None]:
+    """In here every nvfp4 layer without an `input_scale` of its own quantises by the largest input of all `context`
+    ranks.
 
     All of them must call such a layer equally often, with no input too. What a card of one of them cannot multiply in
     nvfp4 none does: the others would wait for its largest input.
     """
-    if context.size == 1:
-        return []
-    layers: list[Any] = [layer for layer in network.modules() if getattr(layer, "layout_type", None) == _LAYOUT]
-    handles = []
-    in_full_somewhere = any_of_each(context, [layer._full_precision_mm for layer in layers])
-    for layer, full in zip(layers, in_full_somewhere, strict=True):
-        if full:
-            handles += _around(layer, _in_full, partial(_as_before, layer._full_precision_mm))
-        elif getattr(layer, "input_scale", None) is None:
-            handles += _around(layer, partial(_agree, context), _forget)
-    return handles
-
-
-def _around(layer: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[RemovableHandle]:
-    return [layer.register_forward_pre_hook(before), layer.register_forward_hook(after, always_call=True)]
-
-
-def _in_full(layer: Any, _: Any) -> None:
-    layer._full_precision_mm = True
-
-
-def _as_before(full: bool, layer: Any, *_: Any) -> None:
-    layer._full_precision_mm = full
+    found = network.modules() if context.size > 1 else ()
+    layers: list[Any] = [layer for layer in found if getattr(layer, "layout_type", None) == _LAYOUT]
+    before = [layer._full_precision_mm for layer in layers]
+    handles: list[RemovableHandle] = []
+    for layer, in_full_somewhere in zip(layers, any_of_each(context, before), strict=True):
+        layer._full_precision_mm = in_full_somewhere
+        if not in_full_somewhere and getattr(layer, "input_scale", None) is None:
+            handles.append(layer.register_forward_pre_hook(partial(_agree, context)))
+            handles.append(layer.register_forward_hook(_forget, always_call=True))
+    yield
+    for handle in handles:
+        handle.remove()
+    for layer, full in zip(layers, before, strict=True):
+        layer._full_precision_mm = full
 
 
 @torch.compiler.disable

@@ -37,10 +37,9 @@ class Elsewhere(nn.Module):
     What else the network asks of its block it is told by the block itself, whose weights nobody touches.
     """
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.__dict__["block"] = seat.block
-        self.__dict__["_given_on"] = seat.site.given_on
+        self.__dict__["block"] = block
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -54,13 +53,6 @@ class Elsewhere(nn.Module):
         else:
             super().__setattr__(name, value)
 
-    def _nothing(self, names: Sequence[str], *args: Any, **kwargs: Any) -> Any:
-        given: dict[str | int, Any] = dict(enumerate(args))
-        given.update(zip(names, args, strict=False))
-        given.update(kwargs)
-        out = tuple(tree_map_only(Tensor, _no_numbers, given[name]) for name in self._given_on)
-        return out[0] if len(out) == 1 else out
-
 
 def _no_numbers(like: Tensor) -> Tensor:
     return torch.full_like(like, torch.nan)
@@ -71,11 +63,13 @@ def _elsewhere(seat: Seat) -> Elsewhere:
     signature = inspect.signature(type(seat.block).forward)
     names = [one.name for one in signature.parameters.values() if one.kind == one.POSITIONAL_OR_KEYWORD][1:]
 
-    def forward(self: Elsewhere, *args: Any, **kwargs: Any) -> Any:
-        return self._nothing(names, *args, **kwargs)
+    def forward(_: Elsewhere, *args: Any, **kwargs: Any) -> Any:
+        given: dict[Any, Any] = {**dict(enumerate(args)), **dict(zip(names, args, strict=False)), **kwargs}
+        out = tuple(tree_map_only(Tensor, _no_numbers, given[name]) for name in seat.site.given_on)
+        return out[0] if len(out) == 1 else out
 
     forward.__signature__ = signature  # type: ignore[attr-defined]
-    return type(type(seat.block).__name__, (Elsewhere,), {"forward": forward})(seat)
+    return type(type(seat.block).__name__, (Elsewhere,), {"forward": forward})(seat.block)
 
 
 def settle(network: nn.Module, plan: Plan, counts: Sequence[int], own: int) -> list[Seat]:

@@ -72,11 +72,6 @@ class Parcel:
         """`by_heads` and `by_tokens` as a collective wants them."""
         return (None, None) if self.even else (list(self.by_heads), list(self.by_tokens))
 
-    @property
-    def on_heads(self) -> tuple[int, int, int, int]:
-        """Shape of what a rank has of all tensors, where it has whole tokens of its heads."""
-        return (sum(self.tokens), self.batch, sum(self.heads), self.dim)
-
     def segments(self, flat: Tensor) -> list[tuple[tuple[Run, ...], Tensor]]:
         """Each run of every tensor with its part [ranks, own tokens, B, heads, D] of what is cut by tokens."""
         own, start, parts = self.tokens[self.index], 0, []
@@ -103,7 +98,7 @@ def parcel(
     """Tensors of `heads` each in part `wave` of `waves`. Ranks have the same multiple of each tensor's heads."""
     runs = tuple(_runs(count, parts, wave, waves) for count in heads)
     assert len({tuple(run.ranks for run in of_tensor) for of_tensor in runs}) == 1
-    counts = [_counts(count, parts, wave, waves) for count in heads]
+    counts = [[run.count for run in of_tensor for _ in range(run.ranks)] for of_tensor in runs]
     by_rank = [sum(of_rank) for of_rank in zip(*counts, strict=True)]
     own = tuple(of_tensor[index] for of_tensor in counts)
     return Parcel(
@@ -186,7 +181,8 @@ def to_heads(tensors: Sequence[Tensor], parcel: Parcel, axis: Axis, spare: Spare
 
 def split(received: Tensor, parcel: Parcel) -> tuple[Tensor, ...]:
     """What arrived: [B, all tokens, own heads, D] of each tensor, views."""
-    return received.view(parcel.on_heads).transpose(0, 1).split(parcel.heads, 2)
+    whole = received.view(sum(parcel.tokens), parcel.batch, sum(parcel.heads), parcel.dim)
+    return whole.transpose(0, 1).split(parcel.heads, 2)
 
 
 def to_tokens(whole: Tensor, parcel: Parcel, axis: Axis, spare: Spare) -> Pending:
@@ -210,7 +206,3 @@ def _runs(heads: int, parts: Parts, wave: int, waves: int) -> tuple[Run, ...]:
         runs.append(Run(ranks=len(list(alike)), first=first, heads=own, start=start, count=count))
         first += runs[-1].ranks * own
     return tuple(runs)
-
-
-def _counts(heads: int, parts: Parts, wave: int, waves: int) -> list[int]:
-    return [chunk_range(own, waves, wave)[1] for own in chunk_sizes(heads, parts)]
