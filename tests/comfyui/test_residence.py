@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,28 +73,35 @@ def test_a_model_that_has_gone_takes_no_place(server: Server) -> None:
     assert load_seconds(run("flux_dev", "keep"))[-1] < 0.05
 
 
-def test_workers_start_while_text_is_still_encoded(server: Server) -> None:
-    server.client.run(sampling_graph(FLUX, "CPSampler", RING_2))
-    os.kill(server.workers()[0].pid, signal.SIGKILL)
-    wait_for(lambda: not server.workers(), seconds=5)
+@pytest.fixture
+def deserted(server: Server) -> Server:
+    """It has no workers, and nothing that could become one."""
+    for process in server.workers().values():
+        process.kill()
+    wait_for(lambda: not server.children(), seconds=5)
+    return server
+
+
+def test_workers_start_while_text_is_still_encoded(deserted: Server, tmp_path: Path) -> None:
+    server, encoded = deserted, tmp_path / "encoded"
     graph = sampling_graph(FLUX, "CPSampler", RING_2)
-    graph["slow"] = {"class_type": "CPTestWait", "inputs": {"conditioning": ["positive", 0], "seconds": 20.0}}
+    waiting = {"conditioning": ["positive", 0], "seconds": 20.0, "file": str(encoded)}
+    graph["slow"] = {"class_type": "CPTestWait", "inputs": waiting}
     graph["sampler"]["inputs"]["positive"] = ["slow", 0]
     since = server.client.now()
     started = time.monotonic()
     prompt = server.client.queue(graph)
     wait_for(lambda: len(server.workers()) == 2, seconds=15)
     assert time.monotonic() - started > 1, "what is refused at once needs no workers"
+    encoded.touch()
     server.client.finish(prompt, since=since)
 
 
-def test_a_prompt_that_never_runs_starts_no_workers(server: Server) -> None:
+def test_a_prompt_that_never_runs_starts_no_workers(deserted: Server) -> None:
     """Not even while another one runs that needs none."""
-    server.client.run(sampling_graph(FLUX, "CPSampler", RING_2))
-    os.kill(server.workers()[0].pid, signal.SIGKILL)
-    wait_for(lambda: not server.workers(), seconds=5)
+    server = deserted
     slow = sampling_graph(FLUX, "KSampler")
-    slow["slow"] = {"class_type": "CPTestWait", "inputs": {"conditioning": ["positive", 0], "seconds": 5.0}}
+    slow["slow"] = {"class_type": "CPTestWait", "inputs": {"conditioning": ["positive", 0], "seconds": 3.0}}
     slow["sampler"]["inputs"]["positive"] = ["slow", 0]
     since = server.client.now()
     prompt = server.client.queue(slow)
@@ -104,14 +110,11 @@ def test_a_prompt_that_never_runs_starts_no_workers(server: Server) -> None:
     with pytest.raises(Exception, match="seed"):
         server.client.queue(invalid)
     server.client.finish(prompt, since=since)
-    assert not server.workers()
+    assert not server.children()
 
 
-def test_a_prompt_that_is_refused_at_once_starts_no_workers(server: Server) -> None:
-    server.client.run(sampling_graph(FLUX, "CPSampler", RING_2))
-    os.kill(server.workers()[0].pid, signal.SIGKILL)
-    wait_for(lambda: not server.workers(), seconds=5)
+def test_a_prompt_that_is_refused_at_once_starts_no_workers(deserted: Server) -> None:
     with pytest.raises(Exception, match="ulysses_degree 1 needs 2 workers"):
-        server.client.run(sampling_graph(FLUX, "CPSampler", replace(RING_2, devices="cpu")))
-    time.sleep(3)
-    assert not server.workers()
+        deserted.client.run(sampling_graph(FLUX, "CPSampler", replace(RING_2, devices="cpu")))
+    time.sleep(2)
+    assert not deserted.children()

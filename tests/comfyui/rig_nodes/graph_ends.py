@@ -68,7 +68,7 @@ class Latent(io.ComfyNode):
 
 
 class Wait(io.ComfyNode):
-    """Conditioning that takes as long as a real text encoder."""
+    """Conditioning that takes as long as a real text encoder: so many seconds, or until there is a `file`."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -76,13 +76,19 @@ class Wait(io.ComfyNode):
             node_id="CPTestWait",
             category=CATEGORY,
             is_dev_only=True,
-            inputs=[io.Conditioning.Input("conditioning"), io.Float.Input("seconds")],
+            inputs=[
+                io.Conditioning.Input("conditioning"),
+                io.Float.Input("seconds"),
+                io.String.Input("file", optional=True),
+            ],
             outputs=[io.Conditioning.Output()],
         )
 
     @classmethod
-    def execute(cls, conditioning: list[list[Any]], seconds: float) -> io.NodeOutput:
-        time.sleep(seconds)
+    def execute(cls, conditioning: list[list[Any]], seconds: float, file: str = "") -> io.NodeOutput:
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends and not (file and Path(file).exists()):
+            time.sleep(0.05)
         return io.NodeOutput(conditioning)
 
 
