@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,9 +84,17 @@ RUNS: dict[str, Callable[[Parallel], Graph]] = {
 
 
 @pytest.fixture(scope="module")
-def refusing(comfy: ComfyInstall) -> Iterator[Server]:
+def again(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Touched, it has workers refuse once more."""
+    (file := tmp_path_factory.mktemp("refusing") / "again").touch()
+    return file
+
+
+@pytest.fixture(scope="module")
+def refusing(comfy: ComfyInstall, again: Path) -> Iterator[Server]:
     """Its workers refuse once, all of them in the middle of their third forward."""
-    with running_server(comfy, env=faulty("0 attention refuse;1 attention refuse")) as server:
+    faults = faulty("0 attention refuse;1 attention refuse") | {"CP_TEST_AGAIN": str(again)}
+    with running_server(comfy, env=faults) as server:
         yield server
 
 
@@ -93,15 +102,14 @@ def refusing(comfy: ComfyInstall) -> Iterator[Server]:
 @pytest.mark.parametrize("parallel", [RING_2, ULYSSES_2], ids=["ring", "ulysses"])
 @pytest.mark.parametrize("what", RUNS)
 def test_after_a_refusal_in_the_middle_of_a_forward_runs_are_as_from_fresh_workers(
-    server: Server, refusing: Server, what: str, parallel: Parallel
+    server: Server, refusing: Server, again: Path, what: str, parallel: Parallel
 ) -> None:
-    if refusing.workers():
-        refusing.client.post("/cp/restart")
+    again.touch()
     with pytest.raises(NodeError, match=r"Refused: sabotage cannot be honoured; leave it\s*$"):
         refusing.client.run(RUNS[what](parallel))
     workers = {process.pid for process in refusing.workers().values()}
     assert len(workers) == 2
-    for again in (what, "plain", what):
-        want = latent_of(server.client.run(RUNS[again](parallel)))
-        assert torch.equal(latent_of(refusing.client.run(RUNS[again](parallel))), want), again
+    for run in (what, "plain", what):
+        want = latent_of(server.client.run(RUNS[run](parallel)))
+        assert torch.equal(latent_of(refusing.client.run(RUNS[run](parallel))), want), run
     assert {process.pid for process in refusing.workers().values()} == workers

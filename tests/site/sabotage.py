@@ -1,6 +1,7 @@
 """One rank does something bad at a chosen moment: see sitecustomize.py.
 
 CP_TEST_FAULT is `rank place deed`, such as `1 gather abort`, or `tape` (see tape.py), or several with `;` between them.
+The file CP_TEST_AGAIN, where there is one, has calls counted from 0 again, and the deed done again, when it is touched.
 The workers' own code knows nothing of it: a function of theirs is replaced when its module is imported.
 """
 
@@ -38,6 +39,7 @@ PLACES = {  # module, function, which call of it
     "tokens": ("parallel_runtime.worker.engine.attention", "ContextAttention._run", 1),
     "group_norm": ("parallel_runtime.worker.vae.functions", "group_norm", 1),
 }
+AGAIN = "CP_TEST_AGAIN"
 ROOM = 16 * 32 * 32  # elements; what is larger is out of memory
 PACE = {"pace": 8e-3, "slow": 16e-3}  # seconds that a block takes for each token of a rank, so that all else is little
 
@@ -78,6 +80,10 @@ def in_half(model: Any) -> Any:
     return model
 
 
+def last_touched() -> int:
+    return os.stat(os.environ[AGAIN]).st_mtime_ns if AGAIN in os.environ else 0
+
+
 ALWAYS: dict[str, Callable[[Any], Any]] = {
     "out_of_memory": lambda made: made,
     "shift": lambda made: made + 0.5,
@@ -113,11 +119,13 @@ class Saboteur:
         return spec
 
     def spoiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        calls = 0
+        calls = touched = 0
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
+            nonlocal calls, touched
+            if touched != (now := last_touched()):
+                calls, touched = 0, now
             calls += 1
             if self.deed == "out_of_memory":
                 refuse_large(args)
