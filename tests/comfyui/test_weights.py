@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -217,14 +218,25 @@ def test_two_models_take_turns_without_loading(server: Server, mode: str) -> Non
     assert "unloading" not in server.log(since)
 
 
-def test_auto_goes_by_what_a_worker_may_take_and_refuses_with_numbers(comfy: ComfyInstall) -> None:
+@contextmanager
+def memory(server: Server, mebibytes: float) -> Iterator[None]:
+    """A worker may take so much; none holds anything at the start."""
+    server.client.post("/cp/free")
+    server.client.post("/cp_test/environment", CP_MEMORY_GIB=str(mebibytes / 1024))
+    try:
+        yield
+    finally:
+        server.client.post("/cp_test/environment", CP_MEMORY_GIB=None)
+
+
+def test_auto_goes_by_what_a_worker_may_take_and_refuses_with_numbers(server: Server) -> None:
     """A file of 28 MiB, and a worker that may take 24."""
     sentence = r"FLUX does not fit: 2\d.\d MiB .*(fp8|workers|pixels|smaller).*CP_MEMORY_GIB"
-    with running_server(comfy, env={"CP_MEMORY_GIB": str(24 / 1024)}) as server:
 
-        def sampled(mode: str, job: Job = JOB) -> Tensor:
-            return latent_of(server.client.run(sampling_graph(job, "CPSampler", in_two(mode))))
+    def sampled(mode: str, job: Job = JOB) -> Tensor:
+        return latent_of(server.client.run(sampling_graph(job, "CPSampler", in_two(mode))))
 
+    with memory(server, 24):
         assert torch.equal(sampled("auto"), sampled("replicate"))
         sampled("auto", replace(JOB, seed=8))
         assert max(share for share, _ in held(server)) < 0.9, "it did not fit as a whole"
@@ -232,15 +244,15 @@ def test_auto_goes_by_what_a_worker_may_take_and_refuses_with_numbers(comfy: Com
             sampled("auto", replace(JOB, size=(256, 256)))
 
 
-def test_what_a_worker_may_take_counts_all_of_its_models_and_anew_at_each_run(comfy: ComfyInstall) -> None:
+def test_what_a_worker_may_take_counts_all_of_its_models_and_anew_at_each_run(server: Server) -> None:
     """Of files of 28 and 11 MiB a worker that may take 34 has one; ComfyUI is asked to let the other go."""
-    with running_server(comfy, env={"CP_MEMORY_GIB": str(34 / 1024)}) as server:
 
-        def run(family: str, mode: str) -> str:
-            since = server.log_size()
-            server.client.run(sampling_graph(replace(JOB, family=family), "CPSampler", in_two(mode)))
-            return server.log(since)
+    def run(family: str, mode: str) -> str:
+        since = server.log_size()
+        server.client.run(sampling_graph(replace(JOB, family=family), "CPSampler", in_two(mode)))
+        return server.log(since)
 
+    with memory(server, 34):
         run("flux_dev", "auto")
         assert "lets go" not in run("flux_dev", "auto"), "it was there already"
         said = run("wan_t2v", "auto")
