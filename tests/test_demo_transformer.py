@@ -23,12 +23,14 @@ from safetensors.torch import load_file, save_file
 from tests.networks import tiny
 tiny.start_comfyui()
 import comfy.sd
-model, asked, answer = sys.argv[1:]
+model, *asked = sys.argv[1:]
 network = comfy.sd.load_diffusion_model(model, model_options={"dtype": torch.float32}).model.diffusion_model.float()
 with torch.inference_mode():
-    call = load_file(asked)
-    save_file({"out": network(call.pop("x"), call.pop("timestep"), **call).contiguous()}, answer)
+    for path in asked:
+        call = load_file(path)
+        save_file({"out": network(call.pop("x"), call.pop("timestep"), **call).contiguous()}, f"{path}.answer")
 """
+SIZES = {"even": (16, 16), "odd": (17, 21)}
 
 
 def test_the_shipped_file_comes_back_to_the_bit() -> None:
@@ -46,17 +48,23 @@ def test_parameters_are_views_of_the_file_where_nothing_changes(tmp_path: Path) 
     assert "cp_tiny_flux_schnell" in _mapping_of(query)
 
 
-@pytest.mark.parametrize("size", [(16, 16), (17, 21)], ids=["even", "odd"])
-def test_it_computes_what_comfyui_computes(tmp_path: Path, size: tuple[int, int]) -> None:
+def call_of(size: str) -> dict[str, torch.Tensor]:
+    """Two rows with the same prompt."""
+    generator, shapes = torch.Generator().manual_seed(3), ((2, 16, *SIZES[size]), (1, 7, 128), (1, 64))
+    x, text, y = (torch.randn(shape, generator=generator) for shape in shapes)
+    return {"x": x, "timestep": torch.tensor([0.7, 0.3]), "context": text.repeat(2, 1, 1), "y": y.repeat(2, 1)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a model, each size's call, and what ComfyUI answers to it."""
     comfy = find_comfy()
     if comfy is None:
         pytest.skip(why_there_is_none())
-    model, generator = write(tmp_path, "flux_schnell"), torch.Generator().manual_seed(3)
-    x, text, y = (torch.randn(shape, generator=generator) for shape in ((2, 16, *size), (1, 7, 128), (1, 64)))
-    timestep = torch.tensor([0.7, 0.3])
-    asked = {"x": x, "timestep": timestep, "context": text.expand(2, -1, -1), "y": y.expand(2, -1)}
-    save_file({name: tensor.contiguous() for name, tensor in asked.items()}, tmp_path / "asked")
-    files = (model, tmp_path / "asked", tmp_path / "answer")
+    folder = tmp_path_factory.mktemp("comfyuis")
+    for size in SIZES:
+        save_file(call_of(size), folder / size)
+    files = (write(folder, "flux_schnell"), *(folder / size for size in SIZES))
     done = subprocess.run(
         [str(part) for part in (comfy.python, "-c", COMFYUIS_ANSWER, *files)],
         cwd=ROOT,
@@ -66,10 +74,16 @@ def test_it_computes_what_comfyui_computes(tmp_path: Path, size: tuple[int, int]
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    want = load_file(tmp_path / "answer")["out"]
+    return folder
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_it_computes_what_comfyui_computes(folder: Path, size: str) -> None:
+    call, want = call_of(size), load_file(folder / f"{size}.answer")["out"]
+    conds = {"c_crossattn": call["context"][:1], "y": call["y"][:1]}
     with torch.inference_mode():
-        got = transformer.evaluate(transformer.load(model), x, timestep, {"c_crossattn": text, "y": y})
-    assert got.shape == x.shape
+        got = transformer.evaluate(transformer.load(write(folder, "flux_schnell")), call["x"], call["timestep"], conds)
+    assert got.shape == call["x"].shape
     assert float((got - want).abs().max() / want.std()) <= EXACT
 
 
