@@ -263,7 +263,7 @@ class Recording:
         return self.choice == "on" or self.agree(trial.launched > LAUNCHED)
 
     def _stay_eager(self, call: Call, reason: str, out: Any) -> Any:
-        self._trials[call.key].eager = True
+        self._trials.setdefault(call.key, _Trial()).eager = True
         self._tell(reason)
         return out
 
