@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -38,9 +38,8 @@ class Settings:
     def of(cls, chosen: Any) -> Settings:
         """From what ComfyUI saved; what is missing or of another kind is as usual."""
         chosen = chosen if isinstance(chosen, dict) else {}
-        found = {field.name: chosen.get(PREFIX + field.name) for field in fields(cls)}
-        found |= _from_environment()
         kinds = get_type_hints(cls)
+        found = {name: chosen.get(PREFIX + name) for name in kinds} | _from_environment()
         return cls(**{name: kinds[name](value) for name, value in found.items() if _fits(kinds[name], value)})
 
     @property

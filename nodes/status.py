@@ -24,24 +24,18 @@ from .workers import visible_gpus
 
 EVENT = "cp.status"
 LOOK_SECONDS = 0.25
+AS_IT_IS = ("state", "reason", "since", "stage", "model", "loaded", "step", "steps")  # of a Status
 VERSION = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["version"]
 
 
 def described(now: Status) -> dict[str, Any]:
     """What everybody may know who may see ComfyUI's page: names of files, never their folders, no process, no token."""
     return {
-        "state": now.state,
+        **{name: getattr(now, name) for name in AS_IT_IS},
         "text": in_words(now),
-        "reason": now.reason,
-        "since": now.since,
         "elapsed": time.time() - now.since,
-        "stage": now.stage,
         "loss": asdict(now.loss) if now.loss else None,
         "help": page_for(now),
-        "model": now.model,
-        "loaded": now.loaded,
-        "step": now.step,
-        "steps": now.steps,
         "world_size": now.placement.world_size if now.placement else 0,
         "nnodes": now.placement.nnodes if now.placement else 0,
         "degrees": now.degrees.by_name if now.degrees else None,
