@@ -59,7 +59,7 @@ def doomed():
     """A group of its own, for a test that kills it."""
     group = WorkerGroup(on_cpu(ULYSSES))
     yield group
-    group.close(gently=False)
+    group.close()
 
 
 def held():

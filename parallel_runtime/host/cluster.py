@@ -132,10 +132,8 @@ class Cluster:
 
     def _admit(self, stream: Stream) -> None:
         """A machine that fits waits for the others; one that does not ends the start, and both sides say why."""
-        offer = None
-        with contextlib.suppress(EOFError, OSError, ProtocolError):
-            offer = stream.greeting(GRACE_SECONDS)
-        if not isinstance(offer, Machine):  # such as a rank of a group that is gone
+        offer = stream.greeting(Machine, GRACE_SECONDS)
+        if offer is None:  # such as a rank of a group that is gone
             stream.close()
             return
         name = stream.addresses[1]

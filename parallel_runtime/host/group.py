@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -13,7 +12,7 @@ from ..errors import ParallelError, Refused, WorkerDied
 from ..jobs import Job
 from ..specs import ComfySetup, ModelSpec, Parallelism, Placement, Storage
 from ..wire.bundles import bundled
-from ..wire.messages import Cancel, Done, Measure, Run, Stop, Unload
+from ..wire.messages import Cancel, Done, Measure, Run, Unload
 from ..wire.readings import Readings
 from .activity import Activity
 from .balance import Balance
@@ -75,7 +74,7 @@ class WorkerGroup:
             self.link = self._processes.meet(comfy, START_SECONDS, watch)
             self.balance = Balance(self.link, placement)
         except BaseException as error:
-            self.close(gently=False)
+            self.close()
             self.activity.failed(error)
             raise
 
@@ -179,12 +178,8 @@ class WorkerGroup:
         self._sentence = WorkerDied(reason)
         self._processes.kill()
 
-    def close(self, *, gently: bool = True) -> None:
-        if gently:
-            with contextlib.suppress(OSError):
-                for channel in self._processes.channels:
-                    channel.send(Stop())
-        self._processes.close(gently=gently)
+    def close(self) -> None:
+        self._processes.close()
 
     def __enter__(self) -> WorkerGroup:
         return self
@@ -236,5 +231,5 @@ class WorkerGroup:
             error.args = (f"{error}. {WITHOUT_GRAPHS}",)
         self._lost = self._sentence or error
         self.activity.lost(self._lost, wanted=self._sentence is not None)
-        self.close(gently=False)
+        self.close()
         return self._lost

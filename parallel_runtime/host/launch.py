@@ -14,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
-from ..errors import ProtocolError, WorkerDied, WorkerStartError
+from ..errors import WorkerDied, WorkerStartError
 from ..specs import ComfySetup, Placement
 from ..wire.channel import Channel, short_path
 from ..wire.messages import PROTOCOL, Failed, Joined, Ready, Room, Welcome
@@ -25,6 +25,7 @@ from .journal import Journal
 from .torchrun import GRACE_SECONDS, Meeting, Torchrun, last_error
 
 POLL_SECONDS = 0.1
+GONE_SECONDS = 0.5  # a run that lost its workers says so within two seconds
 
 
 class Processes:
@@ -139,18 +140,19 @@ class Processes:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         self._torchrun.kill()
 
-    def close(self, *, gently: bool) -> None:
-        """End every process; gently: those that are idle get GRACE_SECONDS to leave by themselves. Idempotent."""
+    def close(self) -> None:
+        """End every process. Those of this machine are gone, but for what takes long to give its memory back.
+        Idempotent."""
         for channel in self.channels:
             channel.close()
         self._server.close()
-        if gently:
-            self._torchrun.wait(GRACE_SECONDS)
         if self._cluster is not None:
             self._cluster.close()
         self.kill()
         pidfds, self._pidfds = self._pidfds, []
+        deadline = time.monotonic() + GONE_SECONDS
         for pidfd in pidfds:
+            select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))
             os.close(pidfd)
         self._torchrun.close()
 
@@ -196,14 +198,13 @@ class Processes:
 
     def _admit(self, channel: Channel) -> Ready | None:
         """The rank's greeting, if it is one of ours; a stranger is shown the door."""
-        with contextlib.suppress(EOFError, OSError, ProtocolError):
-            ready = channel.greeting(GRACE_SECONDS)
-            if isinstance(ready, Ready) and secrets.compare_digest(ready.token.encode(), self._token.encode()):
-                if ready.protocol != PROTOCOL:
-                    raise WorkerStartError("the files of CP Sampler changed while ComfyUI was running; restart ComfyUI")
-                return ready
-        channel.close()
-        return None
+        ready = channel.greeting(Ready, GRACE_SECONDS)
+        if ready is None or not secrets.compare_digest(ready.token.encode(), self._token.encode()):
+            channel.close()
+            return None
+        if ready.protocol != PROTOCOL:
+            raise WorkerStartError("the files of CP Sampler changed while ComfyUI was running; restart ComfyUI")
+        return ready
 
     def _welcome(self, comfy: ComfySetup | None) -> None:
         remotes = self._cluster.machines if self._cluster else []

@@ -123,7 +123,7 @@ class Runtime:
             self._lock.acquire()
         try:
             if self.group is group:  # nobody has replaced it meanwhile
-                self._close(gently=False)
+                self._close()
         finally:
             self._lock.release()
         self._start_aside(group.placement, group.comfy)
@@ -133,7 +133,7 @@ class Runtime:
         """End the group, if there is one; a run that uses it fails."""
         self._closing.set()
         free = self._lock.acquire(timeout=CLOSE_SECONDS)
-        self._close(gently=free)
+        self._close()
         self._closing.clear()
         if free:
             self._lock.release()
@@ -191,10 +191,10 @@ class Runtime:
         if self._closing.is_set():
             raise ParallelError("ComfyUI is closing")
 
-    def _close(self, *, gently: bool = True) -> None:
+    def _close(self) -> None:
         if self.group is not None:
             group, self.group = self.group, None
-            group.close(gently=gently)
+            group.close()
             self._activity.ended()
 
 

@@ -107,12 +107,6 @@ class Torchrun:
             self._reader.join(GRACE_SECONDS)
         return list(self.lines)
 
-    def wait(self, seconds: float) -> None:
-        """Let it end by itself."""
-        if self._started:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.agent.wait(seconds)
-
     def kill(self) -> None:
         """End its processes, and wait for none."""
         if self.running():

@@ -11,11 +11,12 @@ import os
 import select
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import ProtocolError
 from .messages import Message, decode, encode
 
+Kind = TypeVar("Kind")
 PACKET_BYTES = 128 << 10  # Linux gives a socket 208 KiB
 
 
@@ -82,14 +83,15 @@ class Channel:
                 os.close(bundle)
             raise
 
-    def greeting(self, seconds: float) -> Any:
-        """The first message, without a bundle. Raises TimeoutError where it does not come, else as `receive`."""
-        if not select.select([self._socket], [], [], seconds)[0]:
-            raise TimeoutError
-        message, bundle = self.receive()
-        if bundle is not None:
-            os.close(bundle)
-        return message
+    def greeting(self, kind: type[Kind], seconds: float) -> Kind | None:
+        """The first message, without a bundle; None where it does not come, or is of another kind."""
+        if select.select([self._socket], [], [], seconds)[0]:
+            with contextlib.suppress(EOFError, OSError, ProtocolError):
+                message, bundle = self.receive()
+                if bundle is not None:
+                    os.close(bundle)
+                return message if isinstance(message, kind) else None
+        return None
 
     def waiting(self) -> bool:
         """There is something to receive: a message or EOF."""

@@ -1,6 +1,6 @@
 """Every message there is. They travel as JSON: readable in a log, and free of class identity.
 
-host -> each rank       Welcome  Measure  Room (with memory)  Run (with a bundle)  Cancel  Unload  Stop
+host -> each rank       Welcome  Measure  Room (with memory)  Run (with a bundle)  Cancel  Unload
 rank -> host            Ready  Joined  Beat  Step (with a bundle)  Done (rank 0: with a bundle)  Failed
 machine -> host         Machine  Left
 host -> machine         Invitation  Denied
@@ -78,11 +78,6 @@ class Room:
     into, each its share."""
 
     job: int
-
-
-@dataclass(frozen=True)
-class Stop:
-    pass
 
 
 @dataclass(frozen=True)
@@ -190,7 +185,7 @@ class Left:
 
 
 Message = (
-    Welcome | Measure | Room | Run | Cancel | Unload | Stop
+    Welcome | Measure | Room | Run | Cancel | Unload
     | Ready | Joined | Beat | Step | Done | Failed
     | Machine | Invitation | Denied | Left
 )  # fmt: skip

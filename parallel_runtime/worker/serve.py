@@ -29,7 +29,6 @@ from ..wire.messages import (
     Ready,
     Room,
     Run,
-    Stop,
     Unload,
     Welcome,
 )
@@ -77,7 +76,7 @@ class Worker:
         )
 
     def serve(self) -> None:
-        """Until the host says stop. Raises what a job raised, and RuntimeError where memory ran out."""
+        """Until the host is gone. Raises EOFError then, what a job raised, and RuntimeError where memory ran out."""
         try:
             self._serve()
         except (RuntimeError, MemoryError) as error:
@@ -90,8 +89,6 @@ class Worker:
         while True:
             message, bundle = self._channel.receive()
             match message:
-                case Stop():
-                    return
                 case Unload(job=job, model=model, offload=offload):
                     (self._models.offload if offload else self._models.drop)(model)
                     self._channel.send(Done(job, readings=self._readings()))

@@ -42,7 +42,7 @@ def doomed(guest, flux):
     group = WorkerGroup(on_two_machines())
     samples(group, flux, ULYSSES, steps=1)
     yield group
-    group.close(gently=False)
+    group.close()
 
 
 @pytest.mark.sweep  # tests/comfyui has it too
@@ -85,7 +85,7 @@ def test_a_machine_that_is_silently_gone_fails_the_run_and_its_workers_end(net, 
         with pytest.raises(WorkerDied, match=f"worker rank 1 on {THERE} went away"):
             doomed.run(flux, ULYSSES, flux_job(steps=100_000), on_step=pull)
         assert time.monotonic() - pull.at < LOST_SECONDS
-        doomed.close(gently=False)
+        doomed.close()
         wait_until(lambda: not guest.started(), LOST_SECONDS)
     finally:
         net.cable("up")

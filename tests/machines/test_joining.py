@@ -48,7 +48,7 @@ def test_who_has_the_token_comes_in_and_messages_go_both_ways(gate):
     guest = Stream.call(address_of(gate), KEY)
     host = gate.arrivals.get(timeout=5)
     guest.send(Machine(("1",), "", 0, ""))
-    assert host.greeting(5) == Machine(("1",), "", 0, "")
+    assert host.greeting(Machine, 5) == Machine(("1",), "", 0, "")
     host.send(Cancel(7))
     assert guest.receive() == (Cancel(7), None)
     host.close()
