@@ -3,23 +3,9 @@ of pixels runs whole on every rank."""
 
 from dataclasses import replace
 
-from ..plan import IMAGE, TEXT, Along, Plan, Site, Tokens, Whole
+from ..plan import Plan
+from .flux import PLAN
 from .network import Network, inputs_of
-
-BOTH = TEXT + IMAGE
-
-PLAN = Plan(
-    (
-        Site(
-            "double_blocks",
-            {"img": Tokens(IMAGE), "txt": Tokens(TEXT), "pe": Along(BOTH, 2)},
-            attends=BOTH,
-            whole=("vec", "attn_mask"),
-        ),
-        Site("single_blocks", {"x": Tokens(BOTH), "pe": Along(BOTH, 2)}, attends=BOTH, whole=("vec", "attn_mask")),
-        Site("final_layer", {"x": Whole(IMAGE)}),
-    )
-)
 
 NETWORK = Network(
     name="Chroma",

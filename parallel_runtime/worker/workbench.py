@@ -15,7 +15,6 @@ import runpy
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +39,7 @@ WAYS = {
     "pipeline 2": Parallelism(pipeline_degree=2),
 }
 
+Subject = tuple[nn.Module, list[dict[str, Any]]]  # a call, the same with a larger latent, and with a longer prompt
 Shapes = dict[str, dict[str, tuple[int, ...]]]  # stack: argument: shape, and "returns"
 
 
@@ -61,18 +61,8 @@ def main(arguments: Sequence[str]) -> int:
     return check(told.subject, told.comfyui)
 
 
-@dataclass(frozen=True)
-class Subject:
-    """`more_rows` is the same call with a larger latent, `more_text` with a longer prompt."""
-
-    network: nn.Module
-    call: dict[str, Any]
-    more_rows: dict[str, Any]
-    more_text: dict[str, Any]
-
-
 def load_subject(path: Path, comfyui: Path) -> Subject:
-    """Runs the file at `path`, with ComfyUI importable and set to the CPU and float32."""
+    """Of the file at `path`, which runs with ComfyUI importable and set to the CPU and float32."""
     if not path.is_file():
         raise SystemExit(f"{path} is no file; write one as networks/README.md shows")
     sys.path.append(str(comfyui.resolve()))
@@ -80,7 +70,7 @@ def load_subject(path: Path, comfyui: Path) -> Subject:
     made = SimpleNamespace(**runpy.run_path(str(path), run_name="subject"))
     torch.manual_seed(1)
     network = randomized(made.network())
-    return Subject(network, *(_seeded(made, **more) for more in ({}, {"rows": 2}, {"text": 3})))
+    return network, [_seeded(made, **more) for more in ({}, {"rows": 2}, {"text": 3})]
 
 
 def randomized(network: nn.Module) -> nn.Module:
@@ -107,7 +97,7 @@ def _seeded(made: Any, **more: int) -> dict[str, Any]:
 
 def check(path: Path, comfyui: Path) -> int:
     """Says how far each way is from one process; 1 where one is not exact, or is refused."""
-    network = load_subject(path, comfyui).network
+    network, _ = load_subject(path, comfyui)
     if network_of(network) is None:
         kind = type(network)
         sys.stdout.write(f"no plan for {kind.__module__}:{kind.__qualname__} is registered\n")
@@ -137,14 +127,13 @@ def _rank(rank: int, path: Path, comfyui: Path, way: Parallelism, store: str, ou
 
 
 def _compare(subject: Subject, way: Parallelism) -> tuple[str, bool]:
-    found = network_of(subject.network)
-    assert found is not None
-    model, mesh, worst = Model(ModelSpec(loader=""), subject.network, found), build_mesh(way), 0.0
-    for call in (subject.call, subject.more_rows, subject.more_text):
-        wants = run(subject.network, call)
+    network, calls = subject
+    model, mesh, worst = Model(ModelSpec(loader=""), network, network_of(network)), build_mesh(way), 0.0
+    for call in calls:
+        wants = run(network, call)
         try:
             model.cut(mesh, way)
-            got = run(subject.network, call)
+            got = run(network, call)
         except ValueError as refused:
             return " ".join(str(refused).split()), False
         model.cut(ContextMesh(), Parallelism())
@@ -156,9 +145,9 @@ def _compare(subject: Subject, way: Parallelism) -> tuple[str, bool]:
 
 def draft(path: Path, comfyui: Path) -> str:
     """The sites of a plan as Python, to be completed."""
-    subject = load_subject(path, comfyui)
-    seen = [_observe(subject.network, call) for call in (subject.call, subject.more_rows, subject.more_text)]
-    lines = [f"# {type(subject.network).__module__}:{type(subject.network).__qualname__}"]
+    network, calls = load_subject(path, comfyui)
+    seen = [_observe(network, call) for call in calls]
+    lines = [f"# {type(network).__module__}:{type(network).__qualname__}"]
     for stack in seen[0]:
         lines += _site(stack, [shapes[stack] for shapes in seen])
     return "\n".join([*lines, "# then: the final layer or gathers=True, the order of streams, within={...}", ""])
