@@ -222,7 +222,8 @@ class Models:
         spec, parallelism = request.model, request.parallelism
         if spec.unpatched not in self._models:
             with refusing_together():
-                self._models[spec.unpatched] = self._load(spec, on_share, job)
+                loaded = self._load(spec, on_share, job)
+            self._models[spec.unpatched] = loaded
         model = self._models[spec.unpatched]
         model.spec = spec
         model.wake(self._device)

@@ -6,9 +6,14 @@ import os
 
 import torch
 
+from parallel_runtime.errors import Refused
+from parallel_runtime.specs import ModelSpec, Parallelism, Storage
+from parallel_runtime.wire.messages import Run
 from parallel_runtime.worker.lanes import from_the_first
+from parallel_runtime.worker.models import Model, Models
 from parallel_runtime.worker.ranks import unlike
 
+from ..groups import flux_job
 from .meshes import mesh
 
 
@@ -26,3 +31,20 @@ def rounded(rank: int, world: int, degrees: list[int], unlike: bool) -> list[lis
         return [part.flatten().tolist() for part in from_the_first(context, [whole, whole[:1]])]
     finally:
         context.world.unlike = False
+
+
+def loaded_by_one(rank: int, world: int) -> tuple[str, int]:
+    """Why a model is refused that one rank of these could load, and how many models a rank has then."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+
+    def load(spec: ModelSpec, *_: object) -> Model:
+        if rank:
+            raise Refused("no such file here")
+        return Model(spec, torch.nn.Linear(2, 2))
+
+    models, told = Models(torch.device("cpu"), {"": load}), "nothing"
+    try:
+        models.get(Run(1, ModelSpec(loader="tests"), Parallelism(), Storage()), lambda share: None, flux_job())
+    except Refused as refused:
+        told = str(refused)
+    return told, len(models.loaded)
