@@ -74,7 +74,7 @@ class VAEs:
             self._test(vae.spec, work, job.x, share)
             set_random_states(job.random_states, self._device)
             with watching(pulse, ranks, vae.network, job) as tick:
-                work.run(job.x, share, self._place(job, share), tick)
+                work.run(job.x, share, place=self._place(job, share), tick=tick)
 
     def _test(self, spec: ModelSpec, work: Conversion, x: Tensor, share: Share) -> None:
         """Once for each class, way and set of ranks. Raises Refused, on all ranks, where the class fails."""

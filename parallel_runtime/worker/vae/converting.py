@@ -53,7 +53,7 @@ class Conversion:
     chunks: Callable[[int, int], None] = lambda own, total: None
 
     def run(
-        self, x: Tensor, share: Share, place: Tensor | None = None, tick: Callable[[], None] = lambda: None
+        self, x: Tensor, share: Share, *, place: Tensor | None = None, tick: Callable[[], None] = lambda: None
     ) -> Tensor:
         """This rank's rows of what it makes of all of `x`, in `place` where there is one. Collective."""
         self.chunks(share.own, sum(share.units))
