@@ -48,8 +48,8 @@ class ContextAttention:
     """Attention of the ranks of a context mesh; `queries` and `keys` are the streams that each concatenates.
 
     `keys` None: those of the queries. `own` attends where keys are whole and no other kernel is chosen, [B, tokens, H,
-    D] each and a mask [B, 1 or H, 1 or queries, keys]; none is where `fixed` says so. None: PyTorch's choice. The ranks
-    may have one of `patches` alone, which keep the keys of the others.
+    D] each and a mask [B, 1 or H, 1 or queries, keys]; none is where `fixed` says so. The ranks may have one of
+    `patches` alone, which keep the keys of the others.
     """
 
     mesh: ContextMesh
@@ -57,7 +57,7 @@ class ContextAttention:
     streams: Streams
     queries: tuple[str, ...]
     keys: tuple[str, ...] | None = None
-    own: Whole | None = None
+    own: Whole = attend_natively
     fixed: Callable[[], bool] = lambda: False
     patches: Patches | None = None
     number: int = field(init=False)
@@ -214,7 +214,7 @@ class ContextAttention:
             return allocate(query.shape, query)
         key, value = head_by_head(key), head_by_head(value)
         out = None if backend == "auto" else attempt(query, key, value, mask, scale, backend)
-        return self._own(query, key, value, mask, scale) if out is None else out
+        return self.own(query, key, value, mask, scale) if out is None else out
 
     def _of_all(self, patches: Patches, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         names = self._sides[1]
@@ -225,10 +225,6 @@ class ContextAttention:
     def _whole(self) -> bool:
         """Do the ranks have all tokens together?"""
         return self.patches is None or self.patches.whole
-
-    @property
-    def _own(self) -> Whole:
-        return self.own or attend_natively
 
     def _ring(
         self,
@@ -263,7 +259,7 @@ class ContextAttention:
         backend, axis, lanes = self.parallelism.attention_backend, self.mesh.context, self.mesh.lanes
         recorded = self.parallelism.cuda_graphs != "off"
         sizes = largest if self.mesh.ring.size > 1 else replace(largest, what="whole", mask=mask)
-        return chosen(backend, query, sizes, axis, self._own, lanes, recorded)
+        return chosen(backend, query, sizes, axis, self.own, lanes, recorded)
 
     def _visited(self, block: Block, blocks: tuple[int, ...]) -> Iterator[tuple[Owners, Block]]:
         axis = self.mesh.ring

@@ -230,7 +230,7 @@ class Cuts:
                 f"{where} would be whole, but its blocks were given a part; set ring and Ulysses degrees to 1"
             )
         parts = value.split([self.held((stream,)) for stream in streams], dim)
-        gathered = [self._of_all(self._gathered(p, s, dim), s, dim, where) for p, s in zip(parts, streams, strict=True)]
+        gathered = [self._gathered(part, stream, dim, where) for part, stream in zip(parts, streams, strict=True)]
         known = [part for part in gathered if part is not None]
         if len(known) < len(gathered):
             self._unjoined = True
@@ -245,15 +245,13 @@ class Cuts:
         if self._unjoined:
             raise Passed
 
-    def _of_all(self, part: Tensor, stream: str, dim: int, where: str) -> Tensor | None:
+    def _gathered(self, part: Tensor, stream: str, dim: int, where: str) -> Tensor | None:
+        """All of a stream, of this rank's part of it; None where other patches have not had their turn."""
+        if stream not in self._replicated:
+            sizes = self.streams.sizes(stream)
+            own = part.narrow(dim, 0, sizes[self._axis.index]).movedim(dim, 0)
+            part = gather(own, sizes, self._axis).wait()[0].movedim(0, dim)
         return part if self._patches is None else self._patches.joined((where, stream), part, dim)
-
-    def _gathered(self, part: Tensor, stream: str, dim: int) -> Tensor:
-        if stream in self._replicated:
-            return part
-        sizes = self.streams.sizes(stream)
-        own = part.narrow(dim, 0, sizes[self._axis.index]).movedim(dim, 0)
-        return gather(own, sizes, self._axis).wait()[0].movedim(0, dim)
 
 
 class Residuals(list[Any]):

@@ -43,8 +43,9 @@ class Block:
         """Refused where it is given what is neither cut nor known to be whole: silence would be a wrong result."""
         if self.site.frames is None and all(isinstance(word, Whole | Count) for _, word in self.words.values()):
             return
-        given = self.named(args, kwargs)
-        known = self.words.keys() | set(self.site.whole) | _ALWAYS_WHOLE | self._framed
+        given, frames = self.named(args, kwargs), self.site.frames
+        framed = set() if frames is None else {frames.tokens, *frames.conditions, frames.until}
+        known = self.words.keys() | set(self.site.whole) | _ALWAYS_WHOLE | framed
         if strangers := [str(name) for name, value in given.items() if value is not None and name not in known]:
             raise Refused(
                 f"{self.site.name} ({type(self.module).__name__}) is given {', '.join(strangers)}, of which its plan "
@@ -72,11 +73,6 @@ class Block:
         given, ours = self.named(args, kwargs), dict(zip(self.site.args, self.words, strict=True))
         values = [(given.get(ours[name]), item) for name, item, _ in self.site.carries]
         return [value if item is None or value is None else value[item] for value, item in values]
-
-    @property
-    def _framed(self) -> set[str | None]:
-        frames = self.site.frames
-        return set() if frames is None else {frames.tokens, *frames.conditions, frames.until}
 
 
 def cut_blocks(network: nn.Module, plan: Plan) -> list[Block]:

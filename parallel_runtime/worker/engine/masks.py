@@ -39,11 +39,8 @@ class Mask:
 
     def bias(self, spans: Spans, dtype: torch.dtype) -> Tensor:
         """The same as a finite bias, see `additive`, of the keys of several such spans, one after the other."""
-        return self._once(("bias", spans, dtype), lambda: additive(self._blocks(spans), dtype))
-
-    def _blocks(self, spans: Spans) -> Tensor:
-        blocks = [self.block(start, size) for start, size in spans]
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, -1)
+        key = ("bias", spans, dtype)
+        return self._once(key, lambda: additive(torch.cat([self.block(*span) for span in spans], -1), dtype))
 
     def heads(self, start: int, size: int) -> Mask:
         """The same for some of the heads."""
@@ -60,8 +57,11 @@ class Mask:
         return ~alive.any(dim=-1, keepdim=True).transpose(1, 2)
 
     def hides(self, start: int, size: int) -> bool:
-        """Whether it is known that no query sees these keys."""
-        return self._once(("hides", start, size), lambda: known_to_hide(self.pairs[..., start : start + size]))
+        """Whether it is known that no query sees these keys. Looked at only where that costs no wait for the device:
+        blocks that are hidden anyway merge to nothing."""
+        if self.pairs.device.type != "cpu" or self.pairs.dtype != torch.bool:
+            return False
+        return self._once(("hides", start, size), lambda: not self.pairs[..., start : start + size].any().item())
 
     def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         if key not in self._made:
@@ -79,11 +79,6 @@ def _of_pairs(pairs: Tensor, *, of_queries: bool = True) -> Mask:
 def _of_keys(keys: Tensor) -> Mask:
     """The same for all queries, of `keys` [S, B, 1 or heads]."""
     return _of_pairs(keys.permute(1, 2, 0).unsqueeze(2), of_queries=False)
-
-
-def known_to_hide(mask: Tensor) -> bool:
-    """Looked at only where that costs no wait for the device: blocks that are hidden anyway merge to nothing."""
-    return mask.device.type == "cpu" and mask.dtype == torch.bool and not bool(mask.any())
 
 
 def same_memory(mask: Tensor) -> Hashable:

@@ -202,7 +202,9 @@ class Recording:
             self._tell(str(reason))
             return self._plainly(args, kwargs)
         if recorded := self._held.get(call.key):
-            return self._replay(recorded, call)
+            self._held.move_to_end(call.key)
+            self._replays += 1
+            return recorded.replay(call.tensors)
         trial = self._trial(call.key)
         if trial.eager:
             return self._plainly(args, kwargs)
@@ -237,11 +239,6 @@ class Recording:
     def _tell(self, reason: str) -> None:
         self._reasons.setdefault(reason)
         _forget_oldest(self._reasons, TOLD)
-
-    def _replay(self, recorded: _Recorded, call: Call) -> Any:
-        self._held.move_to_end(call.key)
-        self._replays += 1
-        return recorded.replay(call.tensors)
 
     def _trial(self, key: Hashable) -> _Trial:
         if key not in self._trials:

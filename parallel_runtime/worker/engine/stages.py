@@ -54,18 +54,15 @@ class Elsewhere(nn.Module):
             super().__setattr__(name, value)
 
 
-def _no_numbers(like: Tensor) -> Tensor:
-    return torch.full_like(like, torch.nan)
-
-
 def _elsewhere(seat: Seat) -> Elsewhere:
     """Of a class whose forward takes what the block's does: plans go by its arguments."""
     signature = inspect.signature(type(seat.block).forward)
     names = [one.name for one in signature.parameters.values() if one.kind == one.POSITIONAL_OR_KEYWORD][1:]
+    no_numbers = partial(torch.full_like, fill_value=torch.nan)
 
     def forward(_: Elsewhere, *args: Any, **kwargs: Any) -> Any:
         given: dict[Any, Any] = {**dict(enumerate(args)), **dict(zip(names, args, strict=False)), **kwargs}
-        out = tuple(tree_map_only(Tensor, _no_numbers, given[name]) for name in seat.site.given_on)
+        out = tuple(tree_map_only(Tensor, no_numbers, given[name]) for name in seat.site.given_on)
         return out[0] if len(out) == 1 else out
 
     forward.__signature__ = signature  # type: ignore[attr-defined]

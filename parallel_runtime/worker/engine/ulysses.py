@@ -142,22 +142,19 @@ def waves(
     queries, keys = (spread[first : first + axis.size] for spread in spreads)
     there = [((*of_queries, *of_keys), queries)] if together else [(of_queries, queries), (of_keys, keys)]
     number = min(most, _worthwhile(query, heads, spreads, axis.parts))
-    return tuple(_wave(query, there, axis, wave, number) for wave in range(number))
-
-
-def _wave(
-    query: Tensor, there: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], axis: Axis, wave: int, waves: int
-) -> Wave:
-    def packed(heads: tuple[int, ...], tokens: tuple[int, ...]) -> Parcel:
-        return parcel(heads, axis.parts, tokens, axis.index, query.shape[0], query.shape[3], wave, waves)
-
-    heads, tokens = there[0]
     start, own = chunk_range(heads[0], axis.parts, axis.index)
-    return Wave(
-        number=wave,
-        first=start + chunk_range(own, waves, wave)[0],
-        there=tuple(packed(*each) for each in there),
-        back=packed(heads[:1], tokens),
+
+    def packed(heads: tuple[int, ...], tokens: tuple[int, ...], wave: int) -> Parcel:
+        return parcel(heads, axis.parts, tokens, axis.index, query.shape[0], query.shape[3], wave, number)
+
+    return tuple(
+        Wave(
+            number=wave,
+            first=start + chunk_range(own, number, wave)[0],
+            there=tuple(packed(*each, wave) for each in there),
+            back=packed(of_queries, queries, wave),
+        )
+        for wave in range(number)
     )
 
 
