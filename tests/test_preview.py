@@ -1,8 +1,10 @@
 """Latents leave for the host when their copy has arrived, and nobody waits for them."""
 
+from functools import partial
+
 import torch
 
-from parallel_runtime.worker.pulse import Previews, _Coming
+from parallel_runtime.worker.pulse import Previews
 
 
 def test_on_the_cpu_a_step_leaves_at_once() -> None:
@@ -15,7 +17,7 @@ def test_a_step_that_has_not_arrived_leaves_later_and_the_next_is_dropped() -> N
     sent: list[dict[str, torch.Tensor]] = []
     arrived = [False]
     previews = Previews()
-    previews._coming = _Coming({"x": torch.ones(1)}, sent.append, lambda: arrived[0])
+    previews._arrived, previews._send = lambda: arrived[0], partial(sent.append, {"x": torch.ones(1)})
     previews.offer({"x": torch.zeros(1)}, sent.append)
     assert not sent
     arrived[0] = True

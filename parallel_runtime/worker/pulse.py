@@ -8,7 +8,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,14 +20,11 @@ from ..wire.messages import Beat, Cancel, Step
 from ..wire.readings import Busy, Readings
 from .engine.mesh import World
 from .engine.moments import HostMoment, Lead, Moment, Now, Standstill
-from .ranks import agree, everybodys, rank
+from .ranks import agree, apart, rank
 
 BEAT_SECONDS = 1.0
 WATCHED = (0, 2, 4)  # steps of a run; the second may be recorded. To watch all of them would cost what it shows
 DEBUG = os.environ.get("CP_DEBUG", "0") not in ("", "0")
-
-
-Send = Callable[[dict[str, Tensor]], None]
 
 
 class Cancelled(Exception):
@@ -100,16 +97,9 @@ class Pulse:
         """Call while the model loads; acts on nothing, since ranks load at their own pace."""
         self._beat(share)
 
-    def compiling(self, begins: bool) -> None:
-        """Call where torch.compile begins, and where it is done."""
-        self._be_busy("compiling" if begins else "")
-
-    def recording(self, begins: bool) -> None:
-        """Call where the recording of a forward begins, and where it is done."""
-        self._be_busy("recording" if begins else "")
-
-    def _be_busy(self, busy: Busy) -> None:
-        self._busy = busy
+    def busy(self, what: Busy, begins: bool) -> None:
+        """Call where torch.compile or the recording of a forward begins, and where it is done."""
+        self._busy = what if begins else ""
         self._beat(None)
 
     def step(self, step: int, total: int, x0: Tensor, x: Tensor) -> None:
@@ -171,13 +161,6 @@ class Pulse:
         return self._cancelled
 
 
-@dataclass(frozen=True)
-class _Coming:
-    latents: dict[str, Tensor]
-    send: Send
-    arrived: Callable[[], bool]
-
-
 class Previews:
     """The latents of a step on their way to the host, without making the device wait: they leave when they are here.
 
@@ -185,33 +168,31 @@ class Previews:
     """
 
     def __init__(self) -> None:
-        self._coming: _Coming | None = None
+        self._arrived: Callable[[], bool] = lambda: False
+        self._send: Callable[[], None] | None = None  # what is on its way
 
-    def offer(self, latents: dict[str, Tensor], send: Send) -> None:
+    def offer(self, latents: dict[str, Tensor], send: Callable[[dict[str, Tensor]], None]) -> None:
         """`send` is called with them in main memory: at once on the CPU, else by a later `offer` or `flush`."""
         self.flush()
-        if self._coming is None:
-            self._coming = _Coming(*_copied(latents, send))
-            self.flush()
+        device = next(iter(latents.values())).device
+        if self._send is not None:
+            return
+        if device.type == "cpu":
+            send(latents)
+            return
+        copies = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+            for name, tensor in latents.items()
+        }
+        event = torch.Event(device=device)
+        event.record()
+        self._arrived, self._send = event.query, partial(send, copies)
 
     def flush(self) -> None:
         """Send what has arrived."""
-        if self._coming is not None and self._coming.arrived():
-            coming, self._coming = self._coming, None
-            coming.send(coming.latents)
-
-
-def _copied(latents: dict[str, Tensor], send: Send) -> tuple[dict[str, Tensor], Send, Callable[[], bool]]:
-    device = next(iter(latents.values())).device
-    if device.type == "cpu":
-        return latents, send, lambda: True
-    copies = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-        for name, tensor in latents.items()
-    }
-    event = torch.Event(device=device)
-    event.record()
-    return copies, send, event.query
+        if self._send is not None and self._arrived():
+            send, self._send = self._send, None
+            send()
 
 
 def _check_equal(after: str, what: str, *tensors: Tensor) -> None:
@@ -219,6 +200,7 @@ def _check_equal(after: str, what: str, *tensors: Tensor) -> None:
     own = hashlib.sha256()
     for tensor in tensors:
         own.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    digests = everybodys(int.from_bytes(own.digest()[:7], "big"))
-    if others := [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]:
-        raise RuntimeError(f"after {after} the {what} of rank {', '.join(others)} differs from that of rank 0")
+    if others := apart(own.digest()):
+        raise RuntimeError(
+            f"after {after} the {what} of rank {', '.join(map(str, others))} differs from that of rank 0"
+        )

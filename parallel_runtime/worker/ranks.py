@@ -107,10 +107,10 @@ def everybodys(number: int) -> list[int]:
     return [int(each) for each in numbers]
 
 
-def unlike(kind: str) -> bool:
-    """Whether ranks say different things of their devices' `kind`. Collective."""
-    digest = hashlib.sha256(kind.encode()).digest()
-    return len(set(everybodys(int.from_bytes(digest[:7], "big")))) > 1
+def apart(said: bytes) -> list[int]:
+    """The ranks that say something else than rank 0. Collective."""
+    digests = everybodys(int.from_bytes(hashlib.sha256(said).digest()[:7], "big"))
+    return [rank for rank, digest in enumerate(digests) if digest != digests[0]]
 
 
 def kind_of(device: torch.device) -> str:

@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 import typing
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from .leash import die_when, end_parent
 from .memory import is_out_of_memory, out_of_memory, readings
 from .models import Load, Loop, Models
 from .pulse import Cancelled, Pulse
-from .ranks import join, kind_of, rank, unlike, world_size
+from .ranks import apart, join, kind_of, rank, world_size
 from .spread import payload
 from .vaes import VAEs
 
@@ -66,7 +67,7 @@ class Worker:
         if world_size() > 1:
             everybody = self._models.mesh(Parallelism(ring_degree=world_size())).ring
             speed = link.bytes_per_second(everybody, self._device)
-            self._models.world.unlike = unlike(kind_of(self._device))
+            self._models.world.unlike = bool(apart(kind_of(self._device).encode()))
         return Joined(
             link.flops_per_second(self._device),
             speed,
@@ -120,10 +121,10 @@ class Worker:
         pulse.loading(0.0)
         started = time.monotonic()
         model = self._models.get(request, pulse.loading, job)
-        model.recording.telling = pulse.recording
+        model.recording.telling = partial(pulse.busy, "recording")
         loaded = time.monotonic()
         result: dict[str, Any] | None = None
-        with contextlib.suppress(Cancelled), telling(pulse.compiling):
+        with contextlib.suppress(Cancelled), telling(partial(pulse.busy, "compiling")):
             result = self._loops[type(job)](model, job, pulse)
         self._models.rest(briefly=isinstance(job, EvaluationJob | VAEJob))  # of these the next is a moment away
         if result is None:

@@ -14,12 +14,11 @@ from torch import Tensor
 from ..errors import Refused
 from ..specs import SourceFile
 from ..wire.bundles import empty_bundle
-from .ranks import machine, machines
+from .ranks import apart, machine, machines, rank
 
 PIECE_BYTES = 256 << 20
 SAMPLES = 64
 SAMPLE_BYTES = 64 << 10
-NOTHING = bytes(hashlib.sha256().digest_size)  # in place of a file's fingerprint
 
 
 def payload(bundle: int | None) -> int:
@@ -71,12 +70,10 @@ def _check_same(path: str) -> None:
     Files of one architecture differ in neither names nor size: samples of the weights are compared. Times may differ.
     """
     there = os.path.isfile(path)
-    ours = torch.frombuffer(bytearray(_fingerprint(path) if there else NOTHING), dtype=torch.uint8)
-    theirs = ours.clone()
-    dist.broadcast(theirs, src=0)
+    others = apart(_fingerprint(path) if there else b"")
     if not there:
         raise Refused(f"there is no file {path} on this machine; every machine needs the model at the same path")
-    if not torch.equal(ours, theirs):
+    if rank() in others:
         raise Refused(f"{path} is another file on this machine than on the machine of ComfyUI; copy it from there")
 
 
