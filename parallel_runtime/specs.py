@@ -196,17 +196,17 @@ class ParallelRequest:
         """Does the number of workers depend on the model's heads?"""
         return bool(self.ring_degree and not self.ulysses_degree)
 
-    def with_degrees(self, *, stages: tuple[int, ...] = (), **degrees: int) -> Parallelism:
+    def with_degrees(self, **degrees: int) -> Parallelism:
         """What is asked for beside them stays as it is."""
         return Parallelism(
             **degrees,
-            stages=stages,
+            stages=(),
+            shares=(),
             rotate_method=self.rotate_method,
             convert_to_fp32=self.convert_to_fp32,
             attention_backend=self.attention_backend,
             cuda_graphs=self.cuda_graphs,
             patches=self.patches,
-            shares=(),
         )
 
 

@@ -42,6 +42,7 @@ MESSAGES = [
     Ready(1, 99, "token", "1f2e"),
     Joined(1e12, 0.0),
     Measure(3),
+    Measure(3, MODEL, offload=True),
     Beat(1),
     Beat(1, 0.5),
     Step(1, 0, 20),
@@ -166,7 +167,7 @@ def test_the_other_side_hanging_up_is_the_end_of_file(channels):
     left.send(Cancel(1))
     left.close()
     assert right.receive() == (Cancel(1), None)
-    right.wait_for_hangup()
+    assert right.hung_up()
     with pytest.raises(EOFError):
         right.receive()
 

@@ -88,11 +88,6 @@ class Activity:
     def cancelling(self) -> None:
         self._turn("cancelling")
 
-    @property
-    def recording(self) -> bool:
-        """Is any worker at it?"""
-        return any(rank.busy == "recording" for rank in self.now.ranks)
-
     def unrecorded(self) -> list[str]:
         """Why workers evaluate something as it is instead of recording it: what was not told before."""
         reasons = {reason for rank in self.now.ranks if rank.readings for reason in rank.readings.graphs.eager}
@@ -101,10 +96,12 @@ class Activity:
         self._told.update(news)
         return news
 
-    def give_up_recording(self) -> None:
-        """The group is lost, and it was recording."""
-        if self._asked is not None:
+    def give_up_recording(self) -> bool:
+        """The group is lost. Was it recording?"""
+        recording = any(rank.busy == "recording" for rank in self.now.ranks)
+        if recording and self._asked is not None:
             self.unrecordable.add(self._asked)
+        return recording
 
     @property
     def replaying(self) -> bool:

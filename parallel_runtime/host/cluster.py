@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import logging
 import queue
+import socket
+import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 
+import torch
 from torch.distributed import TCPStore
 
 from ..errors import ProtocolError, Refused, WorkerStartError
 from ..specs import ComfySetup, Placement
-from ..wire.handshake import read_key
+from ..wire.handshake import prove, read_key
 from ..wire.messages import Denied, Invitation, Left, Machine
-from ..wire.stream import Stream
+from ..wire.stream import CONNECT_SECONDS, Stream
 from .devices import parse_devices
 from .endpoint import interface_of, listen, parse
-from .gate import Gate
-from .torchrun import GRACE_SECONDS, Meeting, cause_of_death
-from .versions import difference
+from .torchrun import GRACE_SECONDS, PACKAGE, Meeting, cause_of_death
 
 LAST_WORDS_SECONDS = 1.5
 STORE_SECONDS = 600
+MOST_AT_A_TIME = 16  # knock at the gate
 
 log = logging.getLogger(__name__)
 
@@ -88,15 +93,18 @@ class Cluster:
         store = f"{self._address}:{self._store_port}"
         return Meeting(store=store, machines=self._placement.nnodes, interface=self._interface)
 
-    def gather(self, check: Callable[[], None]) -> None:
-        """Wait until every machine is there. `check` is called often, and ends the wait by raising."""
+    def gather(self, deadline: float, watch: Callable[[], None]) -> None:
+        """Wait until every machine is there. `watch` is called often, and ends the wait by raising. Raises
+        WorkerStartError."""
         missing = self._placement.nnodes - 1
         log.info(
             "[CP] waiting at %s for %d other machine(s); on each run: %s",
             self._placement.rdzv_endpoint, missing, self._command,
         )  # fmt: skip
         while len(self.machines) < missing:
-            check()
+            watch()
+            if time.monotonic() > deadline:
+                raise WorkerStartError(self._missing())
             self.machines = [machine for machine in self.machines if machine.running()]
             with contextlib.suppress(queue.Empty):
                 self._admit(self.gate.arrivals.get(timeout=0.1))
@@ -111,7 +119,7 @@ class Cluster:
                 )
             )
 
-    def missing(self) -> str:
+    def _missing(self) -> str:
         """Why the wait was in vain."""
         there = ", ".join(machine.machine for machine in self.machines) or "none"
         return (
@@ -159,3 +167,84 @@ class Cluster:
                 "devices of the same kind, with --devices there or `devices` in CP Parallel Config"
             )
         return devices
+
+
+class Gate:
+    """Where other machines and their ranks come in: one port at the address that the user named, behind the token. Who
+    has shown that is in `arrivals`; who has not is shown the door, and named in the log."""
+
+    def __init__(self, address: str, port: int, key: str) -> None:
+        self.arrivals: queue.SimpleQueue[Stream] = queue.SimpleQueue()
+        self._key = key
+        self._open = True
+        self._refused: set[str] = set()
+        self._places = threading.BoundedSemaphore(MOST_AT_A_TIME)
+        self._server = listen(address, port)
+        self._thread = threading.Thread(target=self._listen, name="gate", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._open = False
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._server.close()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.arrivals.get_nowait().close()
+
+    def _listen(self) -> None:
+        while self._open:
+            try:
+                sock, (address, _) = self._server.accept()
+            except OSError:
+                continue
+            if self._places.acquire(blocking=False):
+                threading.Thread(target=self._admit, args=(sock, address), daemon=True).start()
+            else:
+                sock.close()
+
+    def _admit(self, sock: socket.socket, address: str) -> None:
+        try:
+            sock.settimeout(CONNECT_SECONDS)
+            if prove(sock, self._key, host=True):
+                self.arrivals.put(Stream(sock))
+                return
+            self._refuse(address, "its token is not the one of this machine")
+        except (OSError, EOFError):
+            self._refuse(address, "it showed no token")
+        finally:
+            self._places.release()
+        sock.close()
+
+    def _refuse(self, address: str, reason: str) -> None:
+        """Said once an address: it may knock every second."""
+        if address not in self._refused:
+            log.warning("[CP] %s was refused: %s", address, reason)
+        self._refused.add(address)
+
+
+@functools.cache
+def versions() -> tuple[str, ...]:
+    """What machines must have in common to compute together: this one's, each with its name. Of PyTorch also the build,
+    which pip does not always tell."""
+    return (
+        f"CP Sampler {_digest()}",
+        f"Python {sys.version_info.major}.{sys.version_info.minor}",
+        f"PyTorch {torch.__version__}",
+    )
+
+
+def difference(theirs: tuple[str, ...]) -> str:
+    """What is not the same there, in words; "" where all is."""
+    pairs = zip(theirs, versions(), strict=False)
+    found = [f"it has {other}, this machine {ours}" for other, ours in pairs if other != ours]
+    return "; ".join(found) + "; install the same on both" if found else ""
+
+
+def _digest() -> str:
+    """Of this package's code."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(str(path.relative_to(PACKAGE)).encode() + path.read_bytes())
+    return digest.hexdigest()[:8]

@@ -12,7 +12,7 @@ from ..errors import ParallelError, Refused, WorkerDied
 from ..jobs import Job
 from ..specs import ComfySetup, ModelSpec, Parallelism, Placement, Storage
 from ..wire.bundles import bundled
-from ..wire.messages import Cancel, Done, Measure, Run, Unload
+from ..wire.messages import Cancel, Done, Measure, Run
 from ..wire.readings import Readings
 from .activity import Activity
 from .balance import Balance
@@ -39,13 +39,11 @@ Watch = Callable[[], None]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """`value` is what the workers' loop returned; the times are rank 0's, in seconds, and what each rank `computed` in
-    a step, None where it could not say."""
+    """`value` is what the workers' loop returned; the times are rank 0's, in seconds."""
 
     value: dict[str, Any]
     load_seconds: float
     seconds: float
-    computed: tuple[float | None, ...] = ()
 
 
 class WorkerGroup:
@@ -146,27 +144,19 @@ class WorkerGroup:
         for reason in self.activity.unrecorded():
             log.info("[CP] not recorded as CUDA graphs: %s", reason)
         done, result = answers[0]
-        told = [answers[rank][0].readings for rank in sorted(answers)]
-        computed = tuple(None if one is None else one.computed_seconds for one in told)
-        self.balance.learn(model, parallelism, computed)
-        return Result(result, done.load_seconds, done.seconds, computed)
+        self.balance.learn(model, parallelism, [told.computed_seconds for told in self.readings])
+        return Result(result, done.load_seconds, done.seconds)
 
     def unload(self, model: ModelSpec, *, offload: bool = False) -> None:
         """Have every rank give this model's memory back: drop it, or `offload` its weights to main memory."""
         if not offload:
             self._sent.drop(model)
-        number = next(self._jobs)
-        self._tell(number, Unload(number, model, offload), UNLOAD_SECONDS)
-        if not any(told.weights for told in self.readings):
+        if not any(told.weights for told in self._told(UNLOAD_SECONDS, model=model, offload=offload)):
             self.activity.emptied()
 
     def measure(self, watch: Watch = lambda: None) -> tuple[Readings, ...]:
         """What each rank says of its memory at this moment, in rank order; `watch` as in `run`."""
-        if self._lost is not None:
-            raise self._lost
-        number = next(self._jobs)
-        self._tell(number, Measure(number), LOAD_SECONDS, watch)
-        return self.readings
+        return self._told(LOAD_SECONDS, watch)
 
     def look(self) -> None:
         """Notice that an idle group has lost a worker."""
@@ -187,13 +177,17 @@ class WorkerGroup:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _tell(self, number: int, message: Any, limit: float, watch: Watch = lambda: None) -> None:
-        """What has nothing to load, and is answered with a word."""
+    def _told(self, limit: float, watch: Watch = lambda: None, **freed: Any) -> tuple[Readings, ...]:
+        """What each rank says of itself, after what is to be `freed`, in a Measure's words."""
+        if self._lost is not None:
+            raise self._lost
+        number = next(self._jobs)
         try:
-            self._processes.ask(message)
+            self._processes.ask(Measure(number, **freed))
             self._answers(number, limit, lambda *_: None, watch)
         except ParallelError as error:
             raise self._lose(error) from None
+        return self.readings
 
     def _answers(self, job: int, limit: float, on_step: OnStep, watch: Watch) -> dict[int, tuple[Done, Any]]:
         ranks, stall = len(self._processes.channels), float(self.stall)
@@ -226,8 +220,7 @@ class WorkerGroup:
 
     def _lose(self, error: ParallelError) -> ParallelError:
         """The group is over. What to raise."""
-        if self._sentence is None and self.activity.recording:
-            self.activity.give_up_recording()
+        if self._sentence is None and self.activity.give_up_recording():
             error.args = (f"{error}. {WITHOUT_GRAPHS}",)
         self._lost = self._sentence or error
         self.activity.lost(self._lost, wanted=self._sentence is not None)

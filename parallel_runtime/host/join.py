@@ -20,9 +20,9 @@ from ..errors import ProtocolError, Refused
 from ..wire.handshake import TOKEN_FILE, read_key
 from ..wire.messages import Denied, Invitation, Left, Machine
 from ..wire.stream import Stream
+from .cluster import versions
 from .endpoint import interface_of, parse
 from .torchrun import Meeting, Torchrun
-from .versions import versions
 
 RETRY_SECONDS = 1.0
 POLL_SECONDS = 0.05

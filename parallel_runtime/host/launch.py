@@ -6,8 +6,6 @@ import contextlib
 import os
 import queue
 import secrets
-import select
-import signal
 import socket
 import time
 from collections.abc import Callable
@@ -25,7 +23,6 @@ from .journal import Journal
 from .torchrun import GRACE_SECONDS, Meeting, Torchrun, last_error
 
 POLL_SECONDS = 0.1
-GONE_SECONDS = 0.5  # a run that lost its workers says so within two seconds
 
 
 class Processes:
@@ -36,7 +33,6 @@ class Processes:
         self._activity = activity
         self._placement = placement
         self.pids: list[int] = []
-        self._pidfds: list[int] = []
         self._token = secrets.token_hex(16)
         self._cluster: Cluster | None = None
         self._torchrun, self._server = _meeting_place(activity.journal)
@@ -53,28 +49,23 @@ class Processes:
         self._activity.starting(self._placement)
         self._start(time.monotonic() + timeout, watch)
         deadline = time.monotonic() + timeout  # anew: machines that came late take nothing from the workers
-        by_rank: dict[int, Channel] = {}
-        pids: dict[int, int] = {}
-        while len(by_rank) < self._placement.world_size:
-            met = f"only {len(by_rank)} of {self._placement.world_size} workers came up in {timeout:.0f} s"
-            self._check_start(deadline, met)
+        ranks = range(self._placement.world_size)
+        met: dict[int, tuple[Channel, int]] = {}
+        while len(met) < len(ranks):
+            self._check_start(deadline, f"only {len(met)} of {len(ranks)} workers came up in {timeout:.0f} s")
             watch()
             for channel in self._callers():
                 if ready := self._admit(channel):
-                    by_rank[ready.rank], pids[ready.rank] = channel, ready.pid
-                    self._activity.reached("processes", len(by_rank))
-        ranks = range(self._placement.world_size)
-        self.channels = [by_rank[rank] for rank in ranks]
-        self.pids = [pids[rank] for rank in ranks]
-        here = self.pids[: len(self._placement.devices)]
-        self._pidfds = [os.pidfd_open(pid) for pid in here] if hasattr(os, "pidfd_open") else []
+                    met[ready.rank] = channel, ready.pid
+                    self._activity.reached("processes", len(met))
+        self.channels, self.pids = [met[rank][0] for rank in ranks], [met[rank][1] for rank in ranks]
         self._welcome(comfy)
         self._activity.reached("meeting")
         joined: dict[int, Joined] = {}
         while len(joined) < len(ranks):
             watch()
             # Who speaks first is heard first: a rank that fails takes its peers with it, and they say so too.
-            silent = {channel.fileno(): rank for rank, channel in by_rank.items() if rank not in joined}
+            silent = {self.channels[rank].fileno(): rank for rank in ranks if rank not in joined}
             heard = [silent[fd] for fd in wait(list(silent), POLL_SECONDS) if isinstance(fd, int)]
             for rank in heard:
                 joined[rank] = self._joined(rank, self.channels[rank])
@@ -107,9 +98,8 @@ class Processes:
             self._send(rank, Room(job), room)
 
     def running(self) -> bool:
-        """Every torchrun is there, and so is every rank of this machine that we have met."""
-        ended = select.select(self._pidfds, [], [], 0)[0] if self._pidfds else []
-        return not ended and all(machine.running() for machine in self._machines)
+        """Every torchrun is there, and so is every rank that we have met."""
+        return all(machine.running() for machine in self._machines) and not self._gone
 
     def named(self, rank: int) -> str:
         """With the machine, where there are several."""
@@ -126,35 +116,30 @@ class Processes:
 
     def loss(self) -> WorkerDied:
         """Which rank of a group that no longer runs was the first to go, as far as torchrun says so."""
-        ended = select.select(self._pidfds, [], [], 0)[0] if self._pidfds else []
-        first = self._pidfds.index(ended[0]) if ended else None
+        first = next(iter(self._gone), None)
         self._activity.gone("of another machine" if first is None else self.named(first), first)
         losses = [self.died(rank) for rank in range(len(self.channels))]
         told = [loss for loss in losses if "killed by" in str(loss) or "exited" in str(loss)]
         return next((loss for loss in told if "SIGTERM" not in str(loss)), (told or losses)[0])
 
     def kill(self) -> None:
-        """End every process of this machine now. Safe on any thread, also while another one closes."""
-        for pidfd in self._pidfds:
-            with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        """End every process of this machine now: ranks die with their torchrun. Safe on any thread, also while another
+        one closes."""
         self._torchrun.kill()
 
     def close(self) -> None:
-        """End every process. Those of this machine are gone, but for what takes long to give its memory back.
-        Idempotent."""
+        """End every process. Idempotent."""
+        if self._cluster is not None:
+            self._cluster.close()
+        self._torchrun.close()
         for channel in self.channels:
             channel.close()
         self._server.close()
-        if self._cluster is not None:
-            self._cluster.close()
-        self.kill()
-        pidfds, self._pidfds = self._pidfds, []
-        deadline = time.monotonic() + GONE_SECONDS
-        for pidfd in pidfds:
-            select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))
-            os.close(pidfd)
-        self._torchrun.close()
+
+    @property
+    def _gone(self) -> list[int]:
+        """The ranks that have hung up."""
+        return [rank for rank, channel in enumerate(self.channels) if channel.hung_up(0)]
 
     def _send(self, rank: int, message: Any, bundle: int | None) -> None:
         copy = None if bundle is None else os.dup(bundle)
@@ -172,16 +157,10 @@ class Processes:
         return self._machines[rank // len(self._placement.devices)]
 
     def _start(self, deadline: float, watch: Callable[[], None]) -> None:
-        def check() -> None:
-            watch()
-            if time.monotonic() > deadline:
-                assert self._cluster is not None
-                raise WorkerStartError(self._cluster.missing())
-
         if self._placement.nnodes > 1:
             self._cluster = Cluster(self._placement, self._token)
             self._activity.reached("machines")
-            self._cluster.gather(check)
+            self._cluster.gather(deadline, watch)
             self._meeting = self._cluster.meeting
         self._activity.reached("processes")
         self._torchrun.start(len(self._placement.devices), self._address, self._token, self._meeting)

@@ -114,7 +114,7 @@ class Torchrun:
                 os.killpg(self.agent.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End it. Idempotent."""
+        """End it, and wait for what prints, which its workers do. Idempotent."""
         if self._started:
             self.kill()
             self.agent.wait()
@@ -144,7 +144,8 @@ def environment(workers: int, token: str, folder: str, meeting: Meeting, key: st
         "TORCHINDUCTOR_COMPILE_THREADS": cores,  # a pool of processes in each worker
     }
     theirs = _with_an_allocator_of_their_own(os.environ)
-    return {**ours, **theirs, "CP_TOKEN": token, "CP_FOLDER": folder, KEY: key, **ENVIRONMENT}
+    private = {"CP_TOKEN": token, "CP_FOLDER": folder, KEY: key}
+    return {**ours, **theirs, **private, "PYTHONSAFEPATH": "", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def _with_an_allocator_of_their_own(environment: Mapping[str, str]) -> dict[str, str]:
@@ -174,10 +175,3 @@ def last_error(lines: Iterable[str]) -> str:
     errors = [line for line in lines if re.match(r"\s*(\[rank\d+\]: ?)?[\w.]*(Error|Exception)\b", line)]
     last = errors[0] if errors else (lines[-1] if lines else "")
     return f": {last.strip()}" if last else ""
-
-
-ENVIRONMENT = {
-    "PYTHONSAFEPATH": "",
-    "PYTHONUNBUFFERED": "1",
-    "HF_HUB_OFFLINE": "1",
-}

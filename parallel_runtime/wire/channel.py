@@ -97,12 +97,14 @@ class Channel:
         """There is something to receive: a message or EOF."""
         return bool(select.select([self._socket], [], [], 0)[0])
 
-    def wait_for_hangup(self) -> None:
-        """Block until the other side is gone, leaving messages where they are."""
+    def hung_up(self, seconds: float | None = None) -> bool:
+        """Whether the other side is gone, or this one closed, after no more than so long; None: wait for it. Leaves
+        messages where they are."""
+        if self.fileno() < 0:
+            return True
         poll = select.poll()
-        poll.register(self._socket, select.POLLRDHUP if hasattr(select, "POLLRDHUP") else select.POLLHUP)
-        while not poll.poll():
-            pass
+        poll.register(self._socket, select.POLLRDHUP)
+        return bool(poll.poll(None if seconds is None else 1000 * seconds))
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 """Every message there is. They travel as JSON: readable in a log, and free of class identity.
 
-host -> each rank       Welcome  Measure  Room (with memory)  Run (with a bundle)  Cancel  Unload
+host -> each rank       Welcome  Measure  Room (with memory)  Run (with a bundle)  Cancel
 rank -> host            Ready  Joined  Beat  Step (with a bundle)  Done (rank 0: with a bundle)  Failed
 machine -> host         Machine  Left
 host -> machine         Invitation  Denied
@@ -43,9 +43,12 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Measure:
-    """Tell how much memory there is at this moment."""
+    """Tell how much memory there is at this moment: once this model, if any, has given its own back, dropped, or, with
+    `offload`, its weights in main memory."""
 
     job: int
+    model: ModelSpec | None = None
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,15 +64,6 @@ class Run:
 @dataclass(frozen=True)
 class Cancel:
     job: int
-
-
-@dataclass(frozen=True)
-class Unload:
-    """Give a model's memory back to the device: drop it, or, with `offload`, take its weights to main memory."""
-
-    job: int
-    model: ModelSpec
-    offload: bool
 
 
 @dataclass(frozen=True)
@@ -185,7 +179,7 @@ class Left:
 
 
 Message = (
-    Welcome | Measure | Room | Run | Cancel | Unload
+    Welcome | Measure | Room | Run | Cancel
     | Ready | Joined | Beat | Step | Done | Failed
     | Machine | Invitation | Denied | Left
 )  # fmt: skip

@@ -30,7 +30,6 @@ from ..wire.messages import (
     Ready,
     Room,
     Run,
-    Unload,
     Welcome,
 )
 from ..wire.readings import Readings
@@ -90,12 +89,11 @@ class Worker:
         while True:
             message, bundle = self._channel.receive()
             match message:
-                case Unload(job=job, model=model, offload=offload):
-                    (self._models.offload if offload else self._models.drop)(model)
-                    self._channel.send(Done(job, readings=self._readings()))
                 case Run():
                     self._channel.send(*self._answer(message, payload(bundle)))
-                case Measure(job=job):
+                case Measure(job=job, model=model, offload=offload):
+                    if model is not None:
+                        (self._models.offload if offload else self._models.drop)(model)
                     self._channel.send(Done(job, readings=self._readings()))
                 case Room():
                     assert bundle is not None
@@ -146,7 +144,7 @@ def read_job(fields: dict[str, Any]) -> Job:
 def main(address: str) -> None:
     logging.basicConfig(level=logging.WARNING, format=f"[CP rank {rank()}] %(message)s")
     channel = _call(address)
-    die_when(channel.wait_for_hangup, _end_torchrun)
+    die_when(channel.hung_up, _end_torchrun)
     channel.send(Ready(rank(), os.getpid(), os.environ.pop(TOKEN), PROTOCOL))
     try:
         welcome, _ = channel.receive()

@@ -54,7 +54,8 @@ def _rows(model: ModelSpec, degrees: Parallelism, runs: int) -> list[dict[str, A
         def step(mode: str, by: Parallelism) -> float:
             result = group.run(model, by, flux_job(steps=STEPS, size=(12, 8), tokens=6))
             found.append((mode, by, result.seconds / STEPS))
-            return len(result.computed) / sum(1 / seconds for seconds in result.computed if seconds)
+            computed = [told.computed_seconds for told in group.readings]
+            return len(computed) / sum(1 / seconds for seconds in computed if seconds)
 
         equal = replace(degrees, shares=(1,) * degrees.world_size)
         ideal = step("equal", equal)  # of ranks that did as much each: the harmonic mean of their times

@@ -16,10 +16,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 
 from parallel_runtime.errors import Refused, WorkerStartError
 from parallel_runtime.host import group as group_module
+from parallel_runtime.host.cluster import Gate, difference, versions
 from parallel_runtime.host.endpoint import parse
-from parallel_runtime.host.gate import Gate
 from parallel_runtime.host.group import WorkerGroup
-from parallel_runtime.host.versions import difference, versions
 from parallel_runtime.wire.handshake import TOKEN, TOKEN_FILE, read_key
 from parallel_runtime.wire.messages import Cancel, Machine
 from parallel_runtime.wire.stream import Stream
