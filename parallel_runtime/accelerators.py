@@ -4,7 +4,6 @@ log-sum-exp. What is not here goes through torch.accelerator. Imports no torch.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -13,7 +12,7 @@ from .specs import AttentionBackend
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """`kind` is torch's device type, which `package` brings where torch does not.
+    """`kind` is torch's device type.
 
     `collectives` is the backend of torch.distributed between such devices. `environment` is that of the launch, where
     {interface} stands for the network interface. `kernels` are those with a log-sum-exp for half precision that "auto"
@@ -23,15 +22,9 @@ class Accelerator:
 
     kind: str
     collectives: str
-    package: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     kernels: tuple[AttentionBackend, ...] = ()
     whole: tuple[AttentionBackend, ...] = ()
-
-    @property
-    def here(self) -> bool:
-        """Could there be such devices, as far as packages go?"""
-        return not self.package or importlib.util.find_spec(self.package) is not None
 
 
 # ROCm's devices are torch's "cuda" too, and RCCL goes by NCCL's name; cuDNN is NVIDIA's alone.
@@ -47,9 +40,7 @@ CUDA = Accelerator(
     whole=("_native_cudnn", "_native_flash", "flash", "_flash_3"),
 )
 XPU = Accelerator(kind="xpu", collectives="xccl", environment={"CCL_KVS_IFACE": "{interface}"})
-NPU = Accelerator(
-    kind="npu", collectives="hccl", package="torch_npu", environment={"HCCL_SOCKET_IFNAME": "={interface}"}
-)
+NPU = Accelerator(kind="npu", collectives="hccl", environment={"HCCL_SOCKET_IFNAME": "={interface}"})
 ACCELERATORS = {each.kind: each for each in (CUDA, XPU, NPU)}
 
 

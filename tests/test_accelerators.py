@@ -40,11 +40,6 @@ def test_kernels_of_cuda_are_refused_elsewhere_by_name(kind: str) -> None:
         plan(Wish(request=ParallelRequest(attention_backend="flash"), heads=24, gpus=2, kind=kind))
 
 
-def test_a_kind_that_a_package_brings_is_there_with_it_only() -> None:
-    assert not Accelerator(kind="npu", collectives="hccl", package="a_package_that_nobody_has").here
-    assert Accelerator(kind="npu", collectives="hccl", package="torch").here
-
-
 def test_a_new_row_of_the_table_is_all_that_the_launch_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     other = Accelerator(kind="other", collectives="occl", environment={"OCCL_INTERFACE": "<{interface}>"})
     monkeypatch.setitem(accelerators.ACCELERATORS, "other", other)

@@ -61,20 +61,20 @@ def test_a_rank_that_loads_has_the_load_limit(patience, clock):
 def test_a_rank_that_compiles_has_the_load_limit_and_the_stall_limit_after_it(patience, clock):
     for rank in (0, 1):
         patience.hear(rank)
-        patience.sampling(rank)
-        patience.compiling(rank)
+        patience.does(rank, "sampling")
+        patience.does(rank, "compiling")
     clock(500)
     assert patience.lost([0, 1]) is None
     for rank in (0, 1):
         patience.hear(rank)
-        patience.sampling(rank)
+        patience.does(rank, "sampling")
     assert lost_after(patience, clock, 120) is not None
 
 
 def test_a_cancel_is_not_expected_to_be_heard_by_a_rank_that_compiles(patience, clock):
     for rank in (0, 1):
         patience.hear(rank)
-        patience.compiling(rank)
+        patience.does(rank, "compiling")
     patience.cancelled = True
     assert lost_after(patience, clock, 120) is not None
 
@@ -82,7 +82,7 @@ def test_a_cancel_is_not_expected_to_be_heard_by_a_rank_that_compiles(patience, 
 def test_a_rank_that_samples_has_the_stall_limit_and_the_longest_silent_one_is_named(patience, clock):
     for rank in (0, 1):
         patience.hear(rank)
-        patience.sampling(rank)
+        patience.does(rank, "sampling")
     clock(5)
     patience.hear(1)
     assert lost_after(patience, clock, 115) == (0, 121)
@@ -91,7 +91,7 @@ def test_a_rank_that_samples_has_the_stall_limit_and_the_longest_silent_one_is_n
 def test_after_a_cancel_a_rank_has_one_step_and_ten_seconds(patience, clock):
     for rank in (0, 1):
         patience.hear(rank)
-        patience.sampling(rank)
+        patience.does(rank, "sampling")
     clock(40)
     for rank in (0, 1):
         patience.hear(rank)
@@ -102,7 +102,7 @@ def test_after_a_cancel_a_rank_has_one_step_and_ten_seconds(patience, clock):
 def test_a_cancel_in_the_first_step_ends_no_group_that_works(patience, clock):
     for rank in (0, 1):
         patience.hear(rank)
-        patience.sampling(rank)
+        patience.does(rank, "sampling")
     patience.cancelled = True
     assert lost_after(patience, clock, 120) is not None
 
@@ -117,7 +117,7 @@ def test_a_cancel_while_loading_waits_ten_seconds(patience, clock):
 def test_after_a_refusal_a_rank_that_samples_has_ten_seconds_to_refuse_too(patience, clock):
     for rank in (0, 1):
         patience.hear(rank)
-        patience.sampling(rank)
+        patience.does(rank, "sampling")
     clock(100)
     patience.refused()
     clock(5)
@@ -129,7 +129,7 @@ def test_after_a_refusal_a_rank_that_samples_has_ten_seconds_to_refuse_too(patie
 def test_a_rank_that_works_on_after_another_one_refused_is_no_longer_silent(patience, clock):
     for rank in (0, 1):
         patience.hear(rank)
-        patience.sampling(rank)
+        patience.does(rank, "sampling")
     patience.refused()
     for _ in range(5):
         clock(8)
@@ -144,7 +144,7 @@ def test_after_a_refusal_a_rank_that_loads_or_compiles_is_waited_for_as_long_as_
     for rank in (0, 1):
         patience.hear(rank)
         if phase == "compiles":
-            patience.compiling(rank)
+            patience.does(rank, "compiling")
     patience.refused()
     assert lost_after(patience, clock, 600) is not None
 

@@ -151,9 +151,10 @@ class History:
         """Does a new run begin with it? A start and an encoding come before a run's steps, a decoding after them."""
         if not self.runs or state == "starting":
             return True
+        been = {name for name, _ in self.runs[-1].phases}
         if state == "loading":
-            return self.runs[-1].has("loading", "sampling", "decoding")
-        return state == "encoding" and self.runs[-1].has("sampling", "decoding")
+            return bool(been & {"loading", "sampling", "decoding"})
+        return state == "encoding" and bool(been & {"sampling", "decoding"})
 
     def _compared(self, run: Run, cut: Cut) -> Run:
         """Beside one worker: in a run of this sampler, else by what another sampler's two runs say, else estimated."""

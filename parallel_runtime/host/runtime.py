@@ -118,14 +118,14 @@ class Runtime:
                 self._start_aside(now.placement, comfy)
                 return True
             return False
-        if not self._lock.acquire(timeout=CLOSE_SECONDS):
+
+        def end_the_run() -> bool:
             group.kill(reason)
-            self._lock.acquire()
-        try:
+            return True
+
+        with self._alone(end_the_run):
             if self.group is group:  # nobody has replaced it meanwhile
                 self._close()
-        finally:
-            self._lock.release()
         self._start_aside(group.placement, group.comfy)
         return True
 

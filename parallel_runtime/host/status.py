@@ -63,9 +63,6 @@ class Run:
     measured: bool = False
     end: str = ""
 
-    def has(self, *phases: str) -> bool:
-        return any(name in phases for name, _ in self.phases)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Status:

@@ -70,10 +70,8 @@ class Waiting:
                     self.answers[rank] = (message, value)
                     if refused is not None:
                         self.patience.refused()
-                case Beat(loaded=None, busy="compiling"):
-                    self.patience.compiling(rank)
-                case Beat(loaded=None):
-                    self.patience.sampling(rank)
+                case Beat(loaded=None, busy=busy):
+                    self.patience.does(rank, "compiling" if busy == "compiling" else "sampling")
         self._check_stall()
         return steps
 
@@ -143,13 +141,9 @@ class Patience:
         self._doing[rank] = self._doing[rank] or "loading"
         self._heard[rank] = now
 
-    def sampling(self, rank: int) -> None:
-        """This rank has loaded."""
-        self._doing[rank] = "sampling"
-
-    def compiling(self, rank: int) -> None:
-        """This rank has loaded, and hears no cancel until torch.compile is done."""
-        self._doing[rank] = "compiling"
+    def does(self, rank: int, doing: Doing) -> None:
+        """This rank has loaded. One that compiles hears no cancel until torch.compile is done."""
+        self._doing[rank] = doing
 
     def refused(self) -> None:
         """A rank has."""
