@@ -1,5 +1,5 @@
 """python -m parallel_runtime report: what a machine can do, found in processes of its own and told row by row.
 
-Nothing else needs this package. Each part of the report is a module with `cases`; part.py runs one, running.py starts
-it, page.py writes down what it tells, command.py says what is left.
+Nothing else needs this package. Each part of the report is a module with `cases`; part.py starts and runs one, page.py
+writes down what it tells, command.py says what is left.
 """

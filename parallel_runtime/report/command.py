@@ -26,7 +26,7 @@ from ..demo import REQUIREMENTS
 from ..errors import Refused
 from .cases import Row, Setting
 from .page import Page, in_a_line
-from .running import ROOT, rows_of
+from .part import ROOT, rows_of
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,10 @@
-"""One rank of a part of the report, or the process that has the workers of one: runs its cases, tells each row at once.
+"""A part of the report in processes of its own: what starts them, passes their rows on and ends them in time, and what
+each of them does.
 
     python -m parallel_runtime.report.part PART SETTING
 
-SETTING is JSON. Rows go to a file in FOLDER, a line of JSON each.
+One rank, or the process that has the workers of a part: it runs the part's cases, and writes each row down at once, a
+line of JSON. SETTING is JSON too.
 """
 
 from __future__ import annotations
@@ -11,25 +13,82 @@ import gc
 import importlib
 import json
 import os
+import signal
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from ..accelerators import environment
 from ..worker.comfy_loop.comfyui import import_comfyui
 from ..worker.engine.memory import give_back_cache
 from ..worker.leash import die_with_parent
-from ..worker.ranks import join, rank
-from .cases import REST, Setting, found, unbroken
+from ..worker.ranks import ONE_CARD, join, rank
+from .cases import REST, Row, Setting, found, unbroken
 
-FOLDER, PARENT, ROWS = "REPORT_FOLDER", "REPORT_PARENT", "rows"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER, PARENT = "REPORT_FOLDER", "REPORT_PARENT"
+ROWS, SAID, STORE = "rows", "said", "store"  # files in FOLDER
+GRACE_SECONDS = 5.0  # for the others when one has failed, for which they would wait
+WORDS = 600  # of what a process said last
+
+
+def rows_of(part: str, setting: Setting, *, processes: int, seconds: float) -> Iterator[Row]:
+    """What `processes` ranks find, row by row; where they fail or are cut off a last row says so."""
+    with tempfile.TemporaryDirectory() as name, Path(name, ROWS).open("w+") as rows:
+        folder = Path(name)
+        ranks = [_start(part, setting, rank, processes, folder) for rank in range(processes)]
+        deadline, failed = time.monotonic() + seconds, False
+        try:
+            while (running := any(each.poll() is None for each in ranks)) and time.monotonic() < deadline:
+                if not failed and any(each.poll() for each in ranks):
+                    deadline, failed = min(deadline, time.monotonic() + GRACE_SECONDS), True
+                yield from map(json.loads, rows)
+                time.sleep(0.05)
+        finally:
+            _end(ranks)
+        yield from map(json.loads, rows)
+        codes = [each.wait() for each in ranks]
+        if running and not failed:
+            yield {"what": REST, "failed": f"not done after {seconds:.0f} s: too slow, or it hangs"}
+        elif any(codes):
+            last = " ".join((folder / SAID).read_text()[-WORDS:].split())
+            ended = ", ".join(f"rank {rank} with {code}" for rank, code in enumerate(codes) if code)
+            yield {"what": REST, "failed": f"processes ended: {ended}: {last}"}
+
+
+def _start(part: str, setting: Setting, rank: int, world: int, folder: Path) -> subprocess.Popen[bytes]:
+    place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
+    mine = {name: str(value) for name, value in place.items()} | {FOLDER: str(folder), PARENT: str(os.getpid())}
+    mine |= {ONE_CARD: "1"} if setting.one_card else {}
+    quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+    with (folder / SAID).open("a") as said:
+        return subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.part", part, json.dumps(asdict(setting))],
+            cwd=ROOT,
+            env=os.environ | environment("lo") | quiet | mine,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+        )
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for each in ranks:
+        if each.poll() is None:
+            os.killpg(each.pid, signal.SIGKILL)
 
 
 def main(name: str, setting: Setting) -> None:
     folder = Path(os.environ[FOLDER])
     device = torch.device(setting.devices[rank()])
-    join(device, str(folder / "store"), shared=setting.one_card)
+    join(device, str(folder / STORE), shared=setting.one_card)
     part = importlib.import_module(f".{name}", __package__)
     if setting.comfyui:
         import_comfyui(setting.comfy, device)
