@@ -1,13 +1,13 @@
-"""The denoising loop where there is no ComfyUI: diffusers' flow-matching Euler around its own FLUX transformer."""
+"""The denoising loop where there is no ComfyUI: flow-matching Euler around diffusers' FLUX transformer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -43,16 +43,12 @@ def load(spec: ModelSpec, device: torch.device, on_share: Callable[[float], None
 def run(model: DemoModel, job: DemoJob, pulse: Pulse) -> dict[str, Any]:
     """Returns {"samples": [B, C, H, W] in model space}."""
     device = next(model.network.parameters()).device
-    scheduler: Any = FlowMatchEulerDiscreteScheduler()
-    scheduler.set_timesteps(sigmas=job.sigmas[:-1].tolist(), device=device)
-    x = job.noise.to(device)
-    total = len(job.sigmas) - 1
-    for step, timestep in enumerate(scheduler.timesteps):
-        sigma = scheduler.sigmas[step]
+    sigmas, x = job.sigmas.to(device), job.noise.to(device)
+    for step, (sigma, following) in enumerate(pairwise(sigmas)):
         velocity = _velocity(model, job, x, sigma.expand(x.shape[0]), pulse)
         x0 = x - sigma * velocity
-        x = scheduler.step(velocity, timestep, x, return_dict=False)[0]
-        pulse.step(step, total, x0, x)
+        x = x + (following - sigma) * velocity
+        pulse.step(step, len(sigmas) - 1, x0, x)
     return {"samples": x}
 
 
