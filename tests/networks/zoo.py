@@ -223,7 +223,7 @@ def ideogram4(text: int = 11, batch: int = 2, **more: Any) -> Inputs:
     return dict(x=normal(batch, 128, 9, 13), timesteps=times(batch), context=normal(batch, text, 96)) | more
 
 
-def mochi(valid: int = 5) -> Inputs:
+def mochi(valid: int = 17) -> Inputs:
     given = dict(x=normal(1, 12, 3, 10, 14), timestep=times(1), context=normal(1, 24, 96))
     return given | dict(attention_mask=padding(1, 24, valid).bool(), num_tokens=valid)
 
