@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     served = [members for members in modules.values() if any("shared_server" in _fixtures(item) for item in members)]
     counts = [{*map(_workers, members)} for members in served]
     there = USUAL
-    for members, here, following in zip(served, counts, [*counts[1:], {USUAL}], strict=True):
+    for members, here, following in zip(served, counts, [*counts, {USUAL}][1:], strict=True):
         order = sorted(here, key=lambda count: (count != there, count in following, count))
         members.sort(key=lambda item: order.index(_workers(item)))
         there = order[-1]
