@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
 
 from .engine.exchange import any_of, gather
 from .engine.mesh import Axis
@@ -51,12 +52,12 @@ def from_the_first(axis: Axis, out: Any) -> Any:
     computes, and on devices of several kinds each to its own last digits."""
     if axis.size == 1 or not axis.world.unlike:
         return out
-    if not torch.is_tensor(out):
-        return [from_the_first(axis, part) for part in out]
-    rows = out.shape[0]
-    own = out if axis.index == 0 else out[:0]
-    (first,) = gather(own, (rows, *(0,) * (axis.size - 1)), axis).wait()
-    return first
+
+    def first(part: Tensor) -> Tensor:
+        own = part if axis.index == 0 else part[:0]
+        return gather(own, (len(part), *(0,) * (axis.size - 1)), axis).wait()[0]
+
+    return tree_map_only(Tensor, first, out)
 
 
 OF_ROWS = ("cond_or_uncond", "uuids")  # of transformer_options: one for each of the batches that were joined
@@ -73,9 +74,7 @@ def spread_rows(lanes: Lanes, evaluate: Callable[..., Any], batch: int, *args: A
     mine = lanes.mine(batch)
     rows = slice(mine.start, mine.stop) if mine else slice(0, 1)  # an idle lane learns the output's shape from row 0
     out = evaluate(*_cut(args, rows, batch), **_cut(kwargs, rows, batch))
-    if torch.is_tensor(out):
-        return lanes.collect(out[: len(mine)], batch)
-    return [lanes.collect(part[: len(mine)], batch) for part in out]
+    return tree_map_only(Tensor, lambda part: lanes.collect(part[: len(mine)], batch), out)
 
 
 def row_by_row(evaluate: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +85,7 @@ def row_by_row(evaluate: Callable[..., Any], x: Tensor, *args: Any, **kwargs: An
     for row in range(x.shape[0]):
         given, named = (_cut(value, slice(row, row + 1), x.shape[0]) for value in ((x, *args), kwargs))
         parts.append(evaluate(*given, **named))
-    return torch.cat(parts) if torch.is_tensor(parts[0]) else [torch.cat(part) for part in zip(*parts, strict=True)]
+    return tree_map(lambda *rows: torch.cat(rows), *parts)
 
 
 def _cut(value: Any, rows: slice, batch: int) -> Any:

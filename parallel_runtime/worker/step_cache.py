@@ -129,13 +129,14 @@ class StepCache:
             assert self._branch is not None
             entry, rest = self._branch.entry, self._branch.rest
             if first:
-                entry[name] = _copied(block.carried(args, kwargs))
-            if self._skipping:
-                return _shaped(_added(entry.pop(name), rest[name]) if block.last else block.carried(args, kwargs))
-            out = plain(*args, **kwargs)
-            if block.last:
-                rest[name] = _taken(_listed(out), entry.pop(name))
-            return out
+                entry[name] = _each(Tensor.clone, block.carried(args, kwargs))  # blocks write into what they are given
+            if not self._skipping:
+                out = plain(*args, **kwargs)
+                if block.last:
+                    rest[name] = _each(torch.sub, _listed(out), entry.pop(name))
+                return out
+            out = _each(torch.add, rest[name], entry.pop(name)) if block.last else block.carried(args, kwargs)
+            return tuple(out) if len(out) > 1 else out[0]
 
         return forward
 
@@ -171,22 +172,10 @@ class StepCache:
         return gather(mine[None], (1,) * axis.size, axis).wait()[0] if axis.size > 1 else mine[None]
 
 
-def _copied(carried: Carried) -> Carried:
-    """Blocks write into what they are given."""
-    return [None if value is None else value.clone() for value in carried]
-
-
 def _listed(out: Any) -> Carried:
     return [out] if isinstance(out, Tensor) else list(out)
 
 
-def _shaped(carried: Carried) -> Any:
-    return tuple(carried) if len(carried) > 1 else carried[0]
-
-
-def _added(carried: Carried, rest: Carried) -> Carried:
-    return [None if b is None else a + b for a, b in zip(carried, rest, strict=True)]
-
-
-def _taken(after: Carried, before: Carried) -> Carried:
-    return [None if a is None else a - b for a, b in zip(after, before, strict=True)]
+def _each(function: Callable[..., Tensor], *carried: Carried) -> Carried:
+    """Of each stream that is still carried on."""
+    return [None if values[0] is None else function(*values) for values in zip(*carried, strict=True)]

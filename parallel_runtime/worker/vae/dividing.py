@@ -5,7 +5,8 @@ the same thing."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,28 +18,23 @@ from ...errors import Refused
 from . import functions
 from .share import Share
 
-ATTENTION = ("optimized_attention", "optimized_vae_attention")  # what ComfyUI's VAE blocks call, attributes of theirs
+ATTENTION = {"optimized_attention", "optimized_vae_attention"}  # what ComfyUI's VAE blocks call, attributes of theirs
 
 
 @contextmanager
 def divided(model: nn.Module, rows: Rows, over_time: Collection[str] = ()) -> Iterator[None]:
     """Within it `model` runs on this rank's rows. Modules of the classes `over_time` ("module.Class") attend along
     time only, each pixel for itself, and are left as they are."""
-    found = [(module, name) for module in model.modules() for name in ATTENTION if name in vars(module)]
-    before = [getattr(module, name) for module, name in found]
-    local = [module for module in model.modules() if f"{type(module).__module__}.{type(module).__name__}" in over_time]
-    hooks = [module.register_forward_pre_hook(lambda *_: rows.enter_local()) for module in local]
-    hooks += [module.register_forward_hook(lambda *_: rows.leave_local(), always_call=True) for module in local]
-    try:
-        for module, name in found:
-            setattr(module, name, rows.attention)
-        with rows:
-            yield
-    finally:
-        for (module, name), kept in zip(found, before, strict=True):
-            setattr(module, name, kept)
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as until_over:
+        for module in model.modules():
+            if f"{type(module).__module__}.{type(module).__name__}" in over_time:
+                until_over.enter_context(module.register_forward_pre_hook(partial(rows.local, 1)))
+                until_over.enter_context(module.register_forward_hook(partial(rows.local, -1), always_call=True))
+            for name in vars(module).keys() & ATTENTION:
+                until_over.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, rows.attention)
+        until_over.enter_context(rows)
+        yield
 
 
 class Rows(TorchFunctionMode):
@@ -66,12 +62,9 @@ class Rows(TorchFunctionMode):
         self._tick()
         return functions.attend(self.share, query, key, value)
 
-    def enter_local(self) -> None:
-        """What attends from now on looks across no cut."""
-        self._local += 1
-
-    def leave_local(self) -> None:
-        self._local -= 1
+    def local(self, more: int, *_: Any) -> None:
+        """What attends from now on looks across no cut, until the same is taken back."""
+        self._local += more
 
 
 T = Tensor
