@@ -13,7 +13,7 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor, nn
 
 from ..parallel_runtime.accelerators import CUDA
-from ..parallel_runtime.blocks import blocks_of
+from ..parallel_runtime.blocks import blocks_of, own_attentions
 from ..parallel_runtime.host.cost import Figures, Work
 from ..parallel_runtime.host.pipelines import check_run_in_patches, check_stages
 from ..parallel_runtime.host.planning import Wish, check_step_cache
@@ -21,7 +21,6 @@ from ..parallel_runtime.inside_blocks import see_all_tokens
 from ..parallel_runtime.jobs import SamplingJob
 from ..parallel_runtime.loads import Load
 from ..parallel_runtime.networks import Network, network_of
-from ..parallel_runtime.own_attention import own_attentions
 from ..parallel_runtime.plan import Plan
 from ..parallel_runtime.specs import ModelSpec, ParallelRequest
 from ..parallel_runtime.stages import units_of, why_not_in_patches

@@ -7,7 +7,7 @@ wire                 how two processes talk: messages, tensors, channels
 host                 the ComfyUI side: starts a worker group and talks to it
 worker               the torchrun side: loads a network, makes it parallel, runs the denoising loop
 mapped, gguf         a model by ComfyUI's own loaders, the same on both sides
-blocks, own_attention, witness, random_states
+blocks, witness, random_states
                      what both sides find out alike, of a network, of a VAE's weights and of torch
 accelerators         kinds of devices, and what differs between them
 for_diffusers        context parallelism for scripts around diffusers' transformers, beside ComfyUI

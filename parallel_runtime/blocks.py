@@ -1,4 +1,6 @@
-"""The modules of a network that its plan names. Knows no network and no ranks."""
+"""The modules of a network: those that its plan names, and those that bring an attention along. Knows no network and no
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from torch import nn
 
 from .plan import Plan, Site
 
+CHOOSES = "ComfyAttention"  # the class of modules that may
 Stack = nn.ModuleList | nn.ModuleDict
 
 
@@ -25,3 +28,16 @@ def modules_of(network: nn.Module, site: Site) -> list[nn.Module]:
         return [module.get_submodule(below) for module in modules]
     except AttributeError as missing:
         raise ValueError(f"the plan names {site.name!r}, which {type(network).__name__} does not have") from missing
+
+
+def own_attentions(network: nn.Module) -> dict[str, str]:
+    """What modules choose themselves, a function's name, to the first of those that do: in newer versions of ComfyUI a
+    checkpoint may say it for each. ComfyUI calls it only where nobody overrides attention, and tells an override
+    nothing of it.
+    """
+    found: dict[str, str] = {}
+    for path, module in network.named_modules():
+        function = getattr(module, "function", None) if type(module).__name__ == CHOOSES else None
+        if function is not None:
+            found.setdefault(getattr(function, "__name__", type(function).__name__), path)
+    return found

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import Refused
 from ...specs import AttentionBackend, Parallelism
 from .choosing import Sizes, chosen
-from .exchange import Pending, allocate, gather
+from .exchange import Pending, Spare, allocate, gather
 from .kernels import attempt, attend_block, attend_natively, for_heads, head_by_head
 from .masks import Mask, ToldApart, exchange_mask, mask_of_patch, pair_mask, same_memory
 from .merge import Merge
@@ -22,7 +22,7 @@ from .operators import Whole
 from .patches import Patches
 from .ring import Block, Owners, Stop, collect, packed_bytes, rotate, stops
 from .streams import KEPT_BYTES, Holding, Streams, chunk_sizes
-from .ulysses import WAVES, Parcel, Spare, Wave, place, split, to_heads, to_tokens, waves
+from .ulysses import WAVES, Parcel, Wave, place, split, to_heads, to_tokens, waves
 
 OnHeads = Callable[[Tensor, Tensor, Tensor, Mask | None], Tensor]
 

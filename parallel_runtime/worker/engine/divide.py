@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from ...blocks import own_attentions
 from ...errors import Refused
 from ...inside_blocks import are_inside, wants_whole
-from ...own_attention import own_attentions
 from ...plan import Plan
 from ...specs import Parallelism
 from .cuts import Cuts, Residuals

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from .mesh import Axis, World
 
+Spare = Callable[[Sequence[int], str], Tensor]  # memory of this shape for this use
+
 empty = torch.empty  # tests put functions here that fill with NaN
 zeros = torch.zeros
 
@@ -82,40 +84,32 @@ def gather(chunk: Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
     Point to point, straight into place: nothing is padded, and on gloo it is faster than its all-gather.
     """
     whole = allocate((sum(sizes), *chunk.shape[1:]), chunk)
-    return _collect(whole, chunk.contiguous(), sizes, axis)
+    return _collect(whole, chunk.contiguous(), range(axis.size), sizes, axis)
 
 
 def gather_others(chunk: Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
     """The same of all other ranks, those after this one first: [sum of their sizes, ...]."""
-    theirs = [sizes[peer] for peer in axis.others]
-    others = allocate((sum(theirs), *chunk.shape[1:]), chunk)
-    arriving = _at_wire(others, axis)
-    places = dict(zip(axis.others, arriving.split(theirs), strict=True))
-    return Pending(_swap(_to_wire(chunk.contiguous(), axis), places, axis), [arriving], [others], axis.world)
+    others = allocate((sum(sizes) - sizes[axis.index], *chunk.shape[1:]), chunk)
+    return _collect(others, chunk.contiguous(), axis.others, sizes, axis)
 
 
 def gather_into(whole: Tensor, chunk: Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
     """All-gather of flat chunks [sizes[index]] into `whole`, in rank order."""
     if whole.device.type == "cpu" or axis.wire is not None or len(set(sizes)) > 1:
-        return _collect(whole, chunk, sizes, axis)
+        return _collect(whole, chunk, range(axis.size), sizes, axis)
     work = dist.all_gather_into_tensor(whole, chunk, group=axis.group, async_op=True)
     return Pending([work], [whole], [whole], axis.world)
 
 
-def _collect(whole: Tensor, chunk: Tensor, sizes: Sequence[int], axis: Axis) -> Pending:
-    arriving = _at_wire(whole, axis)
-    wired = _to_wire(chunk, axis)
-    places = arriving.split(list(sizes))
-    places[axis.index].copy_(wired)
-    return Pending(_swap(wired, places, axis), [arriving], [whole], axis.world)
-
-
-def _swap(wired: Tensor, places: Mapping[int, Tensor] | Sequence[Tensor], axis: Axis) -> list[dist.Work]:
-    """What this rank has to all others, and theirs into their places: no link carries everybody's first message."""
-    others = axis.others
+def _collect(whole: Tensor, chunk: Tensor, peers: Sequence[int], sizes: Sequence[int], axis: Axis) -> Pending:
+    """The chunks of these ranks in this order, all others among them: no link carries everybody's first message."""
+    arriving, wired, others = _at_wire(whole, axis), _to_wire(chunk, axis), axis.others
+    places = dict(zip(peers, arriving.split([sizes[peer] for peer in peers]), strict=True))
+    if axis.index in places:
+        places[axis.index].copy_(wired)
     operations = [_p2p(dist.isend, wired, peer, axis) for peer in others]
     operations += [_p2p(dist.irecv, places[peer], peer, axis) for peer in reversed(others)]
-    return _start(operations)
+    return Pending(_start(operations), [arriving], [whole], axis.world)
 
 
 def hop(block: Sequence[Tensor], spare: Sequence[Tensor], axis: Axis) -> Pending:

@@ -191,12 +191,9 @@ def _by_products(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: fl
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
     if bias is not None:
-        bias = _aligned(bias).expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        keys = bias.shape[-1]
+        bias = torch.nn.functional.pad(bias, (0, -keys % _BIAS_ALIGNMENT))[..., :keys]
+        bias = bias.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     out, lse, *_rest = efficient(*heads_first(q, k, v), bias, True, 0.0, False, scale=scale)
     return out.transpose(1, 2), lse[..., : q.shape[1]].transpose(1, 2).unsqueeze(-1)
-
-
-def _aligned(bias: Tensor) -> Tensor:
-    keys = bias.shape[-1]
-    return torch.nn.functional.pad(bias, (0, -keys % _BIAS_ALIGNMENT))[..., :keys]

@@ -26,6 +26,7 @@ Block = Callable[[Tensor, Tensor, Tensor, float | None], tuple[Tensor, Tensor]]
 
 CUDNN_RECORDS = 91500  # below, what it computes in a CUDA graph may be wrong (NVIDIA/TransformerEngine#2344)
 _HALF = (torch.float16, torch.bfloat16)
+_OLDEST_GPU = (8, 0)  # its compute capability
 _OLDEST = {"flash_attn": "2.6.3", "sageattention": "2.1.1"}
 
 
@@ -38,7 +39,6 @@ class Operator:
     dims: int
     masks: bool = False
     package: str = ""
-    capability: tuple[int, int] = (8, 0)
 
     @property
     def missing(self) -> str:
@@ -57,7 +57,7 @@ class Operator:
             return f"it takes bfloat16 or float16, not {str(query.dtype).removeprefix('torch.')}"
         if query.shape[-1] > self.dims or value.shape[-1] != query.shape[-1]:
             return f"it takes heads of up to {self.dims}, not of {query.shape[-1]}"
-        if torch.cuda.get_device_capability(query.device) < self.capability:
+        if torch.cuda.get_device_capability(query.device) < _OLDEST_GPU:
             return "this GPU is too old for it"
         return ""
 
@@ -192,8 +192,6 @@ OPERATORS: dict[str, Operator] = {
     "flash": Operator(
         whole=_package_whole("flash_attn"), block=_package_block("flash_attn"), dims=256, package="flash_attn"
     ),
-    "_flash_3": Operator(
-        whole=_flash_3_whole, block=_flash_3_block, dims=256, package="flash_attn_interface", capability=(8, 0)
-    ),
+    "_flash_3": Operator(whole=_flash_3_whole, block=_flash_3_block, dims=256, package="flash_attn_interface"),
     "sage": Operator(whole=_sage_whole, block=_sage_block, dims=128, package="sageattention"),
 }

@@ -180,7 +180,14 @@ class Overriding(ByBackend):
 
     def _cross(self, scope: int, queries: int, keys: int) -> Cross | None:
         """The streams of an attention of so many tokens; None where it is local."""
-        now = self._outside() if scope == _OUTSIDE else self._kinds[scope]
+        if scope == _OUTSIDE:
+            if self._cuts.holds_any():
+                raise Refused(
+                    "an attention runs between blocks, where a worker holds a part of the tokens; set ring and Ulysses "
+                    "degrees to 1"
+                )
+            return None
+        now = self._kinds[scope]
         over = now if isinstance(now, list) else [now]
         for kind in over:
             if kind == "local":
@@ -192,14 +199,6 @@ class Overriding(ByBackend):
             f"an attention of {queries} over {keys} tokens fits none of {over}; this ComfyUI or this input needs "
             "another plan: set ring and Ulysses degrees to 1"
         )
-
-    def _outside(self) -> Over:
-        if self._cuts.holds_any():
-            raise Refused(
-                "an attention runs between blocks, where a worker holds a part of the tokens; set ring and Ulysses "
-                "degrees to 1"
-            )
-        return "local"
 
     def _attention(self, cross: Cross) -> ContextAttention:
         if cross not in self._attentions:

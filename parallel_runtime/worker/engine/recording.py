@@ -309,7 +309,8 @@ class Recording:
         try:
             return _Recorded(recorder.record(run), inputs), ""
         except RuntimeError as error:
-            reason = f"recording it failed: {_first_line(error)}"
+            first, *_ = (str(error) or type(error).__name__).splitlines()
+            reason = f"recording it failed: {first[:200]}"
         if self.device.type != "cpu":
             try:
                 torch.accelerator.synchronize(self.device)
@@ -333,7 +334,3 @@ def _equal(one: Any, other: Any) -> bool:
     """To the bit: numbers that are none are equal to themselves."""
     pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
     return all(bool(((a == b) | ((a != a) & (b != b))).all()) if torch.is_tensor(a) else a == b for a, b in pairs)
-
-
-def _first_line(error: RuntimeError) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:200]

@@ -6,18 +6,17 @@ collected come tokens first, [tokens, batch, 2, heads, head_dim], and are one bl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .exchange import gather_others, hop
+from .exchange import Spare, gather_others, hop
 from .mesh import Axis
 
 Block = tuple[Tensor, Tensor]
 Owners = tuple[int, ...]  # whose keys a block has, in this order
-Spare = Callable[[Sequence[int], str], Tensor]  # memory of this shape for this use
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

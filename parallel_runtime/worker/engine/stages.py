@@ -106,8 +106,7 @@ class Stages:
         self.patches = patches
         if patches is not None:
             patches.begins.append(self._begin_turn)
-        begin = network.register_forward_pre_hook(self._begin, with_kwargs=True)
-        self._handles: list[RemovableHandle] = [begin]
+        self._handles: list[RemovableHandle] = [network.register_forward_pre_hook(self._begin, with_kwargs=True)]
         blocks = {block.module: block for block in cut_blocks(network, plan)}
         for number, (unit, owner) in enumerate(zip(units_of(network, plan), owners(counts), strict=True)):
             for seat in unit:

@@ -68,12 +68,6 @@ class Part:
     own: int
     replica: bool
 
-    @classmethod
-    def of(cls, length: int, start: int, own: int, replica: bool) -> Part:
-        if replica:
-            return cls(held=length, start=start, own=own, replica=True)
-        return cls(held=max(own, min(length, 1)), start=0, own=own, replica=False)
-
     def restore(self, own: Tensor, whole: Whole) -> Tensor:
         """What is held again: all ranks' tokens of a replica, and zeros for a stand-in."""
         if self.replica:
@@ -187,7 +181,13 @@ class Streams:
 
     def held(self, names: tuple[str, ...]) -> Holding:
         """What this rank holds of `names`."""
-        return Holding([Part.of(self.length(name), *self.own(name), name in self.replicated) for name in names])
+        return Holding([self._part(name) for name in names])
+
+    def _part(self, stream: str) -> Part:
+        length, (start, own) = self.length(stream), self.own(stream)
+        if stream in self.replicated:
+            return Part(held=length, start=start, own=own, replica=True)
+        return Part(held=max(own, min(length, 1)), start=0, own=own, replica=False)
 
     def hold(self, whole: Tensor, stream: str, dim: int) -> Tensor:
         """What this rank holds of all of a stream, or the first token where its chunk is empty. A view."""

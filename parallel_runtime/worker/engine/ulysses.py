@@ -6,7 +6,7 @@ arrives from all ranks is then one tensor, whatever each had, and needs no copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -14,7 +14,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from .exchange import Pending, exchange
+from .exchange import Pending, Spare, exchange
 from .mesh import Axis, ContextMesh, Parts
 from .streams import chunk_range, chunk_sizes
 
@@ -24,7 +24,6 @@ WAVES = 2  # at most: more would cut kernels too small
 WORTH_HIDING = 32 << 20
 
 Spreads = tuple[tuple[int, ...], tuple[int, ...]]  # tokens of each context rank: of the queries, of the keys
-Spare = Callable[[Sequence[int], str], Tensor]  # memory of this shape for this use
 
 
 @dataclass(frozen=True, kw_only=True)
