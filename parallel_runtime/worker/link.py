@@ -37,7 +37,7 @@ def bytes_per_second(world: Axis, device: torch.device) -> float:
     block = torch.ones(size, dtype=torch.uint8, device=device)
     spare = torch.empty_like(block)
     dist.barrier()
-    return size / _best(lambda: hop([block], [spare], world).wait(), device)
+    return size / _best(lambda: hop(block, spare, world).wait(), device)
 
 
 def host_bytes_per_second(device: torch.device) -> float:

@@ -112,13 +112,12 @@ def _collect(whole: Tensor, chunk: Tensor, peers: Sequence[int], sizes: Sequence
     return Pending(_start(operations), [arriving], [whole], axis.world)
 
 
-def hop(block: Sequence[Tensor], spare: Sequence[Tensor], axis: Axis) -> Pending:
+def hop(block: Tensor, spare: Tensor, axis: Axis) -> Pending:
     """Send `block` to the next rank of a ring while the previous one's arrives in `spare`."""
     after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
-    arriving = [_at_wire(tensor, axis) for tensor in spare]
-    operations = [_p2p(dist.isend, _to_wire(tensor, axis), after, axis) for tensor in block]
-    operations += [_p2p(dist.irecv, tensor, before, axis) for tensor in arriving]
-    return Pending(_start(operations), arriving, list(spare), axis.world)
+    arriving = _at_wire(spare, axis)
+    operations = [_p2p(dist.isend, _to_wire(block, axis), after, axis), _p2p(dist.irecv, arriving, before, axis)]
+    return Pending(_start(operations), [arriving], [spare], axis.world)
 
 
 def trade(give: Mapping[int, Tensor], take: Mapping[int, Sequence[int]], axis: Axis, *, like: Tensor) -> Pending:

@@ -93,7 +93,8 @@ class ByBackend:
     ) -> Tensor:
         if attn_precision is not None:
             options["attn_precision"] = attn_precision
-        scope, tokens = self.scopes[-1] if self.scopes else _OUTSIDE, 2 if skip_reshape else 1
+        scope = self.scopes[-1] if self.scopes else _OUTSIDE
+        tokens = 2 if skip_reshape else 1
         traced = torch.compiler.is_compiling() and self.previous is None
         answer = None if traced else self._answer(scope, q.shape[tokens], k.shape[tokens])
         out = None

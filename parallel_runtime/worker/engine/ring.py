@@ -58,7 +58,7 @@ def rotate(block: Block, stops: Sequence[Stop], axis: Axis) -> Iterator[tuple[Ow
     """
     torch.stack(block, out=stops[0].packed)
     for step, here in enumerate(stops):
-        coming = hop([here.packed], [stops[step + 1].packed], axis) if step + 1 < axis.size else None
+        coming = hop(here.packed, stops[step + 1].packed, axis) if step + 1 < axis.size else None
         yield (here.owner,), here.block if step else block
         if coming is not None:
             coming.wait()
