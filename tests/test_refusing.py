@@ -32,10 +32,15 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 
 @pytest.fixture(scope="module")
-def fresh(flux: ModelSpec) -> Iterator[dict[Parallelism, torch.Tensor]]:
-    """What a group that has refused nothing makes of the job."""
+def untouched() -> Iterator[WorkerGroup]:
     with WorkerGroup(on_cpu(ULYSSES)) as group:
-        yield {degrees: samples(group, flux, degrees, **JOB) for degrees in (ULYSSES, RING, PROMPTS, ROWS)}
+        yield group
+
+
+@pytest.fixture(scope="module")
+def fresh(untouched: WorkerGroup, flux: ModelSpec) -> dict[Parallelism, torch.Tensor]:
+    """What a group that has refused nothing makes of the job."""
+    return {degrees: samples(untouched, flux, degrees, **JOB) for degrees in (ULYSSES, RING, PROMPTS, ROWS)}
 
 
 def refused(group: WorkerGroup, model: ModelSpec, degrees: Parallelism, says: str = SENTENCE) -> None:
@@ -119,10 +124,10 @@ def test_lanes_of_several_ranks_of_which_one_refuses_alone_end_too(
         assert not group.alive
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[WorkerGroup]:
-    with WorkerGroup(on_cpu(ULYSSES)) as group:
-        yield group
+@pytest.fixture
+def pair(untouched: WorkerGroup, fresh: dict[Parallelism, torch.Tensor]) -> WorkerGroup:
+    """It refuses from here on: what it made before is known."""
+    return untouched
 
 
 @pytest.mark.parametrize("change", ["touched", "deleted"])
