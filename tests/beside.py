@@ -21,6 +21,14 @@ from .comfyui.processes import die_with_parent
 
 BESIDE = (
     "tests/bench",
+    "tests/comfyui/test_formats.py",
+    "tests/comfyui/test_lora.py",
+    "tests/comfyui/test_networks.py",
+    "tests/comfyui/test_parity.py",
+    "tests/comfyui/test_patch_models.py",
+    "tests/comfyui/test_shares.py",
+    "tests/comfyui/test_undivided.py",
+    "tests/comfyui/test_whole.py",
     "tests/engine",
     "tests/gpu",
     "tests/networks",
@@ -31,6 +39,8 @@ BESIDE = (
     "tests/test_demo_transformer.py",
     "tests/test_for_diffusers.py",
     "tests/test_machine_report.py",
+    "tests/test_recorded.py",
+    "tests/test_step_cache.py",
 )
 PYTEST = (sys.executable, "-m", "pytest", "-q")
 MYPY = (sys.executable, "-m", "mypy", "parallel_runtime", "nodes")
