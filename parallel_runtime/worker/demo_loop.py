@@ -25,9 +25,7 @@ class DemoModel(Model):
 
     def divide(self, parallelism: Parallelism) -> None:
         attach(self.network, self.mesh, parallelism)
-
-    def unite(self) -> None:
-        detach(self.network)
+        self.division.callback(detach, self.network)
 
     def __call__(self, x: Tensor, timestep: Tensor, cond: dict[str, Any]) -> Any:
         return self.spread(transformer.evaluate, x.shape[0], self.network, x, timestep, cond)

@@ -14,6 +14,7 @@ from .engine.choosing import results
 from .engine.memory import free_bytes, host_free_bytes, spare_bytes
 from .engine.mesh import World
 from .models import Model
+from .weights.store import weight_bytes
 
 GIB = 1 << 30
 SHOWN = 4  # races: a message is no place for all there ever were
@@ -26,7 +27,8 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def out_of_memory(device: torch.device, models: Iterable[Model]) -> str:
     """One sentence of what filled the memory, one of what to do."""
-    held = [f"{model.name} ({model.weight_bytes / GIB:.2f} GiB of weights)" for model in models]
+    sizes = ((model.name, weight_bytes(model.network) - model.away_bytes) for model in models)
+    held = [f"{name} ({size / GIB:.2f} GiB of weights)" for name, size in sizes]
     most, free = (size / GIB for size in (_peak_bytes(device), free_bytes(device)))
     return (
         f"out of memory on {device}. It held {' and '.join(held) or 'no model yet'}, {most:.2f} GiB at most, and "

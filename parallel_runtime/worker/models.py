@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,7 +28,6 @@ from .engine.overriding import by_backend
 from .engine.patches import Patches
 from .engine.recording import Recording, Unrecordable  # noqa: F401
 from .engine.stages import Elsewhere, Stages, settle, unsettle
-from .engine.streams import DIVIDED
 from .lanes import Lanes, from_the_first, spread_rows
 from .pulse import Pulse
 from .ranks import refusing_together
@@ -52,6 +52,7 @@ class Model:
     compiled: tuple[Compilation, Callable[[], None]] | None = None  # and what makes it eager again
     stages: Stages | None = None
     elsewhere: Sequence[Seat] = ()  # of blocks, that other stages have
+    division: ExitStack = field(default_factory=ExitStack)  # undoes in turn what cuts it
     device: torch.device = CPU  # that its evaluations run on
     recording: Recording = field(init=False)
 
@@ -61,10 +62,6 @@ class Model:
     @property
     def name(self) -> str:
         return self.architecture.name if self.architecture else type(self.network).__name__
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.network.parameters())
 
     @property
     def branches(self) -> Lanes:
@@ -85,7 +82,7 @@ class Model:
 
     def known(self) -> Sequence[Any]:
         """Objects among them that are the same in each call."""
-        return ()
+        return () if self.attention is None else (self.attention,)
 
     def objection(self) -> str:
         """Why no forward is to be recorded just now; "" for no reason."""
@@ -113,8 +110,7 @@ class Model:
     def cut(self, mesh: ContextMesh, parallelism: Parallelism) -> None:
         """Every later forward runs over the context ranks of `mesh`."""
         self.compile(None)
-        if self.parallelism is not None:
-            self.unite()
+        self.division.close()
         self.recording.drop()
         self.parallelism, self.mesh = None, mesh
         if parallelism.pipeline_degree > 1 and self.architecture is None:
@@ -125,36 +121,28 @@ class Model:
         self.recording.agree = partial(any_of, mesh.context)
 
     def divide(self, parallelism: Parallelism) -> None:
-        """By blocks, and those by sequence."""
-        counts = self._settle(parallelism)
-        if parallelism.cuts_tokens:
-            if self.architecture is None:
+        """By blocks, and those by sequence, until `division` is closed."""
+        if self.architecture is None:
+            if parallelism.cuts_tokens:
                 raise Refused(f"{self.name} cannot be cut by sequence: set ring_degree and ulysses_degree to 1")
-            divide(self.network, self.architecture.plan, self.mesh, parallelism)
-        if counts and self.architecture is not None:
-            patches = patches_of(self.network)
-            self.stages = Stages(self.network, self.architecture.plan, self.mesh.pipeline, counts, patches)
-
-    def unite(self) -> None:
-        """Undo `divide`."""
-        if self.stages is not None:
-            self.stages.remove()
-        if hasattr(self.network, DIVIDED):
-            undivide(self.network)
-        if self.stages is not None:
+            return
+        plan, staged = self.architecture.plan, parallelism.pipeline_degree > 1
+        counts = counts_of(self.network, self.architecture, parallelism) if staged else ()
+        if staged:
             self.rest()
-            unsettle(self.elsewhere)
-            self.stages, self.elsewhere = None, ()
+            self.elsewhere = settle(self.network, plan, counts, self.mesh.pipeline.index)
+            self.division.callback(self._unsettle)
+        if parallelism.cuts_tokens:
+            divide(self.network, plan, self.mesh, parallelism)
+            self.division.callback(undivide, self.network)
+        if staged:
+            self.stages = Stages(self.network, plan, self.mesh.pipeline, counts, patches_of(self.network))
+            self.division.callback(self.stages.remove)
 
-    def _settle(self, parallelism: Parallelism) -> Sequence[int]:
-        """Have this stage's blocks alone; how many units each has, none where there are no stages."""
-        if parallelism.pipeline_degree == 1:
-            return ()
-        assert self.architecture is not None
-        counts = counts_of(self.network, self.architecture, parallelism)
+    def _unsettle(self) -> None:
         self.rest()
-        self.elsewhere = settle(self.network, self.architecture.plan, counts, self.mesh.pipeline.index)
-        return counts
+        unsettle(self.elsewhere)
+        self.stages, self.elsewhere = None, ()
 
     @property
     def away_bytes(self) -> int:
@@ -237,17 +225,11 @@ class Models:
     def loaded(self) -> list[Model]:
         return list(self._models.values())
 
-    def drop(self, spec: ModelSpec) -> None:
-        """Forget this model, if it is here."""
-        if model := self._models.pop(spec.unpatched, None):
+    def let_go(self, spec: ModelSpec, *, offload: bool) -> None:
+        """Give back the memory of this model, if it is here; but for an `offload`, which a job may wake, forget it."""
+        if model := self._models.get(spec.unpatched) if offload else self._models.pop(spec.unpatched, None):
             model.rest()
         del model
-        self._give_back()
-
-    def offload(self, spec: ModelSpec) -> None:
-        """Keep this model's weights in main memory until a job names it."""
-        if model := self._models.get(spec.unpatched):
-            model.rest()
         self._give_back()
 
     def rest(self, *, briefly: bool = False) -> None:

@@ -93,7 +93,7 @@ class Worker:
                     self._channel.send(*self._answer(message, payload(bundle)))
                 case Measure(job=job, model=model, offload=offload):
                     if model is not None:
-                        (self._models.offload if offload else self._models.drop)(model)
+                        self._models.let_go(model, offload=offload)
                     self._channel.send(Done(job, readings=self._readings()))
                 case Room():
                     assert bundle is not None

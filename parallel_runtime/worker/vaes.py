@@ -34,9 +34,6 @@ class VAE(Model):
     def divide(self, parallelism: Parallelism) -> None:
         pass
 
-    def unite(self) -> None:
-        pass
-
 
 class VAEs:
     """What decodes and encodes. Only the ranks of ComfyUI's machine take part: pixels are not for a network."""

@@ -31,7 +31,7 @@ PATCHES = {
 
 def reached(rank: int, world: int, name: str, kept: bool) -> str:
     """Why a forward with a tensor in these transformer_options is not recorded; "" where it is."""
-    reach = pack_module("parallel_runtime.worker.comfy_loop.reach")
+    reach = pack_module("parallel_runtime.worker.comfy_loop.model")
     try:
         reach.reaching({"transformer_options": {name: [{"k": torch.zeros(1)}] if kept else torch.zeros(1)}}, None)
     except reach.Unrecordable as why:

@@ -32,9 +32,6 @@ class Kept(Model):
     def divide(self, parallelism: Parallelism) -> None:
         pass
 
-    def unite(self) -> None:
-        pass
-
 
 @pytest.fixture(autouse=True)
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

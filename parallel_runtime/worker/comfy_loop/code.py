@@ -8,14 +8,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import comfy.model_management
 import torch
 
 from ...errors import Refused
 from .comfyui import module_named, named
-from .encoded import Encoded
 
 LOCAL = ".<locals>."
 
@@ -118,3 +117,24 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 def _holds(code: CodeType, line: int) -> bool:
     """Does a function begin on this line of `code`, or inside it?"""
     return code.co_firstlineno == line or any(_holds(part, line) for part in _codes(code))
+
+
+class Encoded:
+    """What stands on a model patch where its VAE was: its pictures are encoded. The other side is nodes/encoded.py."""
+
+    def __init__(self, described: dict[str, Any]) -> None:
+        self._compression: int = described["compression"]
+
+    def spacial_compression_encode(self) -> int:
+        return self._compression
+
+    def temporal_compression_decode(self) -> int:
+        return 1
+
+    def encode(self, pixels: torch.Tensor) -> NoReturn:
+        """Raises Refused: pixels [B, H, W, C] are of another size than the whole latent."""
+        height, width = pixels.shape[1:3]
+        raise Refused(
+            f"a model patch asks for its picture at {width} x {height} pixels, which is not the size of the whole "
+            "latent; take away the area of the prompt, or the patch"
+        )

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import comfy.model_management
 import torch
+from comfy.patcher_extension import WrappersMP
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ...errors import Refused
-from ..models import Model
+from ..models import Model, Unrecordable
 from ..ranks import agree, everybodys
 from ..step_cache import StepCache
 from ..weights.places import Place
 from .code import rebuild
 from .patch_models import PatchModels
-from .reach import reaching
 from .weights import Away, Weights
 
 Patches = Mapping[str, list[Any]]
 PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)  # what older cards compute in first
+OPTIONS = "transformer_options"
+OVERRIDE = "optimized_attention_override"
+UNSEEN = ("uuids", "callbacks")  # of conditions, and of the loop around the network
+OUTSIDE = {value for name, value in vars(WrappersMP).items() if name.isupper()} - {WrappersMP.DIFFUSION_MODEL}
 
 
 @dataclass(eq=False)
@@ -37,10 +43,6 @@ class ComfyModel(Model):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.patcher.merged.moved = self.recording.drop
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.patcher.model_size()
 
     @property
     def away_bytes(self) -> int:
@@ -79,9 +81,6 @@ class ComfyModel(Model):
     def reach(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         return reaching(kwargs, self.attention)
 
-    def known(self) -> Sequence[Any]:
-        return () if self.attention is None else (self.attention,)
-
     def objection(self) -> str:
         current = self.patcher.model.current_patcher
         if self.patcher.merged.away is not None:
@@ -118,3 +117,33 @@ class ComfyModel(Model):
 
     def wake(self, device: torch.device) -> None:
         """ComfyUI loads the clone that a job runs with."""
+
+
+def reaching(kwargs: dict[str, Any], attention: Any) -> dict[str, Any]:
+    """`kwargs` of a network's call without what its code does not ask for; `attention` is an override of our own.
+
+    Raises Unrecordable for code that runs inside the network: it may decide by value, or be another from step to step;
+    and for tensors in lists or dicts, where the network may keep what it made, as causal Wan does.
+    """
+    if (given := kwargs.get(OPTIONS)) is None:
+        return kwargs
+    options = {name: value for name, value in given.items() if name not in UNSEEN}
+    wrappers = {kind: found for kind, found in options.pop("wrappers", {}).items() if kind not in OUTSIDE}
+    inside = {
+        "wrappers": _kinds(wrappers),
+        "patches": _kinds(options.get("patches")),
+        "replaced blocks": _kinds(options.get("patches_replace")),
+    }
+    for what, kinds in inside.items():
+        if kinds:
+            raise Unrecordable(f"{what} inside the network ({', '.join(kinds)})")
+    if options.get(OVERRIDE) is not attention:
+        raise Unrecordable("a node replaces the attention")
+    for name, value in options.items():
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value) if leaf is not value):
+            raise Unrecordable(f"the network may keep something in {name}")
+    return {**kwargs, OPTIONS: options}
+
+
+def _kinds(found: dict[str, Any] | None) -> list[str]:
+    return sorted(str(kind) for kind, functions in (found or {}).items() if functions)
