@@ -76,7 +76,7 @@ def test_shares_that_were_tried_do_not_take_turns() -> None:
     assert seen[-1] == (), "the better one"
 
 
-@pytest.mark.parametrize("seconds", [(0.2, None), (0.002, 0.004)], ids=["not said", "too short to tell"])
+@pytest.mark.parametrize("seconds", [(0.2, None), (0.002, 0.004), ()], ids=["not said", "too short to tell", "nothing"])
 def test_what_says_nothing_teaches_nothing(seconds: tuple[float | None, ...]) -> None:
     group = balance()
     for _ in range(3):

@@ -170,6 +170,8 @@ def test_the_other_side_hanging_up_is_the_end_of_file(channels):
     assert right.hung_up()
     with pytest.raises(EOFError):
         right.receive()
+    right.close()
+    assert right.hung_up(0), "closed here"
 
 
 def test_an_offer_to_a_reader_that_is_behind_is_dropped_and_leaks_nothing(channels):

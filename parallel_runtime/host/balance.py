@@ -71,7 +71,7 @@ class Balance:
         """How long each rank computed in a step of a run by these degrees, None: it could not say."""
         known = [each for each in seconds if each is not None]
         shares = degrees.shares or (1,) * degrees.world_size
-        if len(known) < len(seconds) or max(known) < (LEAST_TOGETHER if self._placement.shared else LEAST):
+        if not known or len(known) < len(seconds) or max(known) < (LEAST_TOGETHER if self._placement.shared else LEAST):
             return
         tried = self._tried.get(_key(model, degrees))
         if tried is None or not _same(tried.shares, shares):  # somebody chose them

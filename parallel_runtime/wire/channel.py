@@ -100,10 +100,11 @@ class Channel:
     def hung_up(self, seconds: float | None = None) -> bool:
         """Whether the other side is gone, or this one closed, after no more than so long; None: wait for it. Leaves
         messages where they are."""
-        if self.fileno() < 0:
-            return True
         poll = select.poll()
-        poll.register(self._socket, select.POLLRDHUP)
+        try:
+            poll.register(self._socket, select.POLLRDHUP)
+        except ValueError:  # closed here, maybe on another thread
+            return True
         return bool(poll.poll(None if seconds is None else 1000 * seconds))
 
     def close(self) -> None:
