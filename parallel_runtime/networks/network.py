@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from itertools import chain
 from math import prod
 from typing import Any
@@ -58,11 +57,11 @@ class Network:
         """Blocks that run one after another and attend; of those beside others, such as have the latent's tokens."""
         main = self.plan.main
         of_latent = [site for site in self._attending if not site.beside or any(main in of for *_, of in site.carries)]
-        return sum(len(_stack(net, site)) for site in of_latent)
+        return sum(len(net.get_submodule(site.name)) for site in of_latent)
 
     def heads(self, net: Any) -> int:
         """Of its attention: what the network says, or the first part of its blocks that does."""
-        parts = (part for site in self._attending for part in _stack(net, site).modules())
+        parts = (part for site in self._attending for part in net.get_submodule(site.name).modules())
         return _number(HEADS, chain([net], parts))
 
     def tokens(self, net: Any, latent_shape: Sequence[int], text: int) -> dict[str, int]:
@@ -79,16 +78,12 @@ class Network:
         return [site for site in self.plan.sites if site.carries and (site.attends or site.within)]
 
 
-def _stack(net: Any, site: Site) -> Any:
-    return reduce(getattr, site.name.split("."), net)
-
-
 def inputs_of(path: str) -> Callable[[Any], int | None]:
     """How wide what this linear layer takes is; None for a network without it."""
 
     def width(net: Any) -> int | None:
         for part in path.split("."):
-            net = net[int(part)] if part.isdigit() else getattr(net, part, None)
+            net = getattr(net, part, None)
         return getattr(net, "in_features", None)
 
     return width
