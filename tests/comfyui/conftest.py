@@ -19,6 +19,7 @@ from .networks import picture
 from .server import Server, running_server
 
 USUAL = 2  # workers
+VARIED = ("flux_dev", "wan_t2v", "qwen_image")  # the models that there are in every format
 
 
 @pytest.fixture(scope="session")
@@ -52,6 +53,15 @@ def native_network(comfy: ComfyInstall, shared_server: Server) -> Callable[[str]
     environment = os.environ | {"COMFYUI_PATH": str(comfy.root)}
     subprocess.run(command, check=True, capture_output=True, cwd=OUR_ROOT, env=environment)
     return functools.cache(lambda name: latent_of(shared_server.client.run(picture(name))))
+
+
+@pytest.fixture(scope="session")
+def formats(comfy: ComfyInstall, shared_server: Server) -> Path:
+    """The server's folder of diffusion models, with some of them in every format."""
+    folder = shared_server.base / "models" / "diffusion_models"
+    script, sources = Path(__file__).with_name("write_formats.py"), (folder / f"{name}.safetensors" for name in VARIED)
+    subprocess.run([comfy.python, script, comfy.root, folder, *sources], check=True, capture_output=True)
+    return folder
 
 
 @pytest.fixture

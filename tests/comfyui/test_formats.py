@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from .cases import ALONE, DEGREES
 from .client import Graph
-from .comfy import ComfyInstall
 from .graphs import Job, Parallel, sampling_graph, with_loras
 from .latents import apart, latent_of
 from .server import Server
@@ -25,15 +23,11 @@ ROUNDED = {"int8": 3e-2, "int8_convrot": 3e-2}  # activations are rounded too: o
 
 
 @pytest.fixture(scope="module")
-def server_of_files(comfy: ComfyInstall, shared_server: Server) -> Server:
-    """The session's, with a file of every format."""
-    models = shared_server.base / "models"
-    folder = models / "diffusion_models"
-    script = Path(__file__).with_name("write_formats.py")
-    source = folder / f"{JOB.family}.safetensors"
-    subprocess.run([comfy.python, script, comfy.root, source, folder], check=True, capture_output=True)
+def server_of_files(formats: Path, shared_server: Server) -> Server:
+    """The session's, with a file of every format, also as a checkpoint."""
     for name in FORMATS:
-        (models / "checkpoints" / f"{name}.safetensors").symlink_to(folder / f"{JOB.family}_{name}.safetensors")
+        checkpoint = shared_server.base / "models" / "checkpoints" / f"{name}.safetensors"
+        checkpoint.symlink_to(formats / f"{JOB.family}_{name}.safetensors")
     return shared_server
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from .cases import DEGREES, job
 from .client import Graph, Interrupted, NodeError
-from .comfy import ComfyInstall
 from .graphs import Job, Parallel, Sampler, longer, sampling_graph, with_control_net, with_loras
 from .latents import apart, latent_of
 from .server import Server
@@ -44,15 +41,6 @@ def test_another_division_of_the_same_model_loads_nothing_anew_and_is_right(serv
         assert apart(latent_of(server.client.run(sampling_graph(asked, "CPSampler", parallel))), want) <= BAR
 
 
-@pytest.fixture(scope="module")
-def files(comfy: ComfyInstall, shared_server: Server) -> None:
-    """FLUX in each format, and a LoRA for it."""
-    models = shared_server.base / "models"
-    source = models / "diffusion_models" / "flux_dev.safetensors"
-    script = Path(__file__).with_name("write_formats.py")
-    subprocess.run([comfy.python, script, comfy.root, source, source.parent], check=True, capture_output=True)
-
-
 def picture(sampler: Sampler, name: str, lora: float) -> Graph:
     job = Job(family="flux_dev", cfg=2.0, size=(9, 14), steps=2, prompt_tokens=(7, 12))
     graph = sampling_graph(job, sampler, TWO if sampler == "CPSampler" else None)
@@ -60,7 +48,7 @@ def picture(sampler: Sampler, name: str, lora: float) -> Graph:
     return with_loras(graph, [("flux_dev.safetensors", lora)] if lora else [])
 
 
-@pytest.mark.usefixtures("files")
+@pytest.mark.usefixtures("formats")
 @pytest.mark.sweep(one_in=5)
 @pytest.mark.parametrize("name", ["", "bf16", "scaled_fp8", "int8", "nvfp4"])
 def test_any_format_with_a_lora_that_changes_between_runs(server: Server, name: str) -> None:

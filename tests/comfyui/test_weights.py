@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +18,7 @@ from .. import tiny
 from .cases import DEGREES, FOUR
 from .client import Graph, Interrupted, NodeError
 from .comfy import ComfyInstall
+from .conftest import VARIED
 from .graphs import Job, Parallel, longer, sampling_graph, with_loras
 from .latents import latent_of
 from .server import Server, running_server
@@ -29,7 +29,6 @@ from .test_model_patches import Node, with_nodes
 from .test_step_cache import JOBS, THRESHOLDS
 from .test_wan_pair import pair, wan_pair  # noqa: F401 - a fixture
 
-FAMILIES = ("flux_dev", "wan_t2v", "qwen_image")
 FORMATS = ("bf16", "scaled_fp8", "int8")
 PLACES = {"flux_dev": "double_blocks.0.img_attn.proj", "wan_t2v": "blocks.0.self_attn.q"}
 PLACES["qwen_image"] = "transformer_blocks.0.attn.to_q"
@@ -45,14 +44,10 @@ SKIPPING = Node("SkipLayerGuidanceDiT", {
 
 
 @pytest.fixture(scope="module")
-def files(comfy: ComfyInstall, shared_server: Server) -> None:
+def files(formats: Path) -> None:
     """Each family in each format, and a LoRA for each."""
-    models = shared_server.base / "models"
-    script = Path(__file__).with_name("write_formats.py")
-    for family in FAMILIES:
-        source = models / "diffusion_models" / f"{family}.safetensors"
-        subprocess.run([comfy.python, script, comfy.root, source, source.parent], check=True, capture_output=True)
-        save_file(lora_of(family), models / "loras" / f"of_{family}.safetensors")
+    for family in VARIED:
+        save_file(lora_of(family), formats.parent / "loras" / f"of_{family}.safetensors")
 
 
 def lora_of(family: str) -> dict[str, Tensor]:
@@ -87,7 +82,7 @@ def replicated(shared_server: Server) -> Callable[..., Tensor]:
 @pytest.mark.parametrize("lora", [0.0, 0.8], ids=["plain", "lora"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", VARIED)
 @pytest.mark.parametrize("degrees", ["ring_2", "ulysses_2", "ring_3", FOUR, "cfg_2_x_ring_2"])
 def test_the_bits_are_those_of_whole_weights(
     server: Server, replicated: Callable[..., Tensor], degrees: str, family: str, name: str, mode: str, lora: float
@@ -121,7 +116,7 @@ def in_two(mode: str, **more: object) -> Parallel:
 
 @pytest.mark.usefixtures("files")
 @pytest.mark.sweep(one_in=9)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", VARIED)
 @pytest.mark.parametrize("degrees", ["ring_2", "ring_3", "ring_2_x_ulysses_2"])
 def test_a_worker_of_several_holds_little_more_than_its_part(server: Server, degrees: str, family: str) -> None:
     parallel = replace(CUTS[degrees], weights="shard")

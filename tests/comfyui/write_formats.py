@@ -1,4 +1,4 @@
-"""Writes one tiny FLUX in every format that ComfyUI reads: `python write_formats.py COMFYUI SOURCE FOLDER`.
+"""Writes tiny models in every format that ComfyUI reads: `python write_formats.py COMFYUI FOLDER SOURCE ...`.
 
 Runs in ComfyUI's Python: the quantised ones are made by its own code.
 """
@@ -31,18 +31,23 @@ QUANTISED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # layout, 
 FORMATS = (*HALF, *PLAIN, "scaled_fp8_old", "scaled_fp8", "fp8_mixed", *QUANTISED)
 
 
-def main(comfyui: str, source: str, folder: str) -> None:
+def main(comfyui: str, folder: str, *sources: str) -> None:
     sys.path[0] = comfyui  # not this folder, which has a module comfy
     sys.argv = ["main.py", "--cpu"]
     import comfy.options
 
     comfy.options.enable_args_parsing()
+    for source in sources:
+        write_all(Path(source), Path(folder))
+
+
+def write_all(source: Path, folder: Path) -> None:
     weights = load_file(source)
     with safe_open(source, framework="pt") as file:
         metadata = file.metadata() or {}
     for name in FORMATS:
         out, more = written(weights, name)
-        path = Path(folder) / f"{Path(source).stem}_{name}.safetensors"
+        path = folder / f"{source.stem}_{name}.safetensors"
         save_file({key: value.contiguous() for key, value in out.items()}, path, metadata={**metadata, **more})
 
 
@@ -87,4 +92,4 @@ def in_a_block(key: str, value: Tensor) -> bool:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(*sys.argv[1:])
