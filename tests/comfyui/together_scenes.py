@@ -76,6 +76,7 @@ def rows_sampled(rank: int, world: int, patches: str, of_guider: bool) -> dict[s
 
 def rows_evaluated(rank: int, world: int, patches: str) -> dict[str, Any]:
     """Of a batch of four, how many rows this rank's network gets where two share them out, and how many come out."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}  # as torchrun does
     model, seen = _model(specs.Parallelism(data_degree=2))
     given: dict[str, Any] = {"x": torch.randn(4, *LATENT[1:]), "timestep": torch.ones(4)}
     options = dict(PATCHES[patches])
