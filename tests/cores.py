@@ -1,7 +1,6 @@
 """How many pytests run side by side: `python -m tests.cores` prints pytest's options for this machine.
 
-A group of workers and its limits of time are meant for two cores and some memory; each pytest gets those. Where that is
-one, with memory for two, it prints "beside": `tests.beside` runs what keeps no time on what the others leave.
+A group of workers and its limits of time are meant for two cores and some memory; each pytest gets those.
 """
 
 from __future__ import annotations
@@ -25,10 +24,6 @@ def options(jobs: int) -> list[str]:
     return ["-n", str(jobs), "--dist", "loadfile"] if jobs > 1 else []
 
 
-def room_beside(cores: int, gib: float) -> bool:
-    return side_by_side(cores, gib) == 1 and cores >= CORES_EACH and gib >= 2 * GIB_EACH
-
-
 def cores_here() -> int:
     """What this process may use, a container's limit included."""
     usable = len(os.sched_getaffinity(0))
@@ -42,5 +37,4 @@ def gib_here() -> float:
 
 
 if __name__ == "__main__":
-    here = cores_here(), gib_here()
-    sys.stdout.write("beside" if room_beside(*here) else " ".join(options(side_by_side(*here))))
+    sys.stdout.write(" ".join(options(side_by_side(cores_here(), gib_here()))))

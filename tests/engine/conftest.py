@@ -40,7 +40,7 @@ class Ranks:
         command = [str(python), "-m", "tests.engine.ranks", *modules]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environment or {})}
         self._process = subprocess.Popen(
-            command, cwd=_ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+            command, cwd=_ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
 
     def run(self, world: int, case: str, arguments: dict[str, Any]) -> list[Any]:

@@ -30,7 +30,7 @@ def divided() -> Iterator[Divided]:
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        process_group=0,
+        start_new_session=True,
     )
     assert process.stdin is not None
     assert process.stdout is not None
