@@ -11,7 +11,7 @@ from parallel_runtime.specs import ModelSpec, Parallelism, Storage
 from parallel_runtime.wire.messages import Run
 from parallel_runtime.worker.lanes import from_the_first
 from parallel_runtime.worker.models import Model, Models
-from parallel_runtime.worker.ranks import unlike
+from parallel_runtime.worker.ranks import apart
 
 from ..groups import flux_job
 from .meshes import mesh
@@ -19,7 +19,7 @@ from .meshes import mesh
 
 def unlike_kinds(rank: int, world: int, kinds: list[str]) -> bool:
     os.environ["WORLD_SIZE"] = str(world)
-    return unlike(kinds[rank])
+    return bool(apart(kinds[rank].encode()))
 
 
 def rounded(rank: int, world: int, degrees: list[int], unlike: bool) -> list[list[float]]:
