@@ -9,18 +9,19 @@ from .demo import REQUIREMENTS
 
 # Imported when asked for: each wants other packages.
 COMMANDS = {
-    "demo": ".demo.run",
-    "join": ".host.join",
-    "migrate": ".migrate",
-    "networks": ".worker.workbench",
-    "report": ".report.command",
+    "demo": (".demo.run", "draw with the small model that comes along"),
+    "join": (".host.join", "lend this machine's devices to a ComfyUI on another"),
+    "migrate": (".migrate", "put CP samplers into a saved workflow"),
+    "networks": (".worker.workbench", "write the plan by which a network is cut, and try it"),
+    "report": (".report.command", "what this machine can do"),
 }
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
-        sys.exit(f"usage: python -m parallel_runtime {{{','.join(COMMANDS)}}} [--help]")
+        told = "".join(f"\n  {name:10}{says}" for name, (_, says) in COMMANDS.items())
+        sys.exit(f"usage: python -m parallel_runtime {{{','.join(COMMANDS)}}} [--help]{told}")
     try:
-        command = importlib.import_module(COMMANDS[sys.argv[1]], __package__)
+        command = importlib.import_module(COMMANDS[sys.argv[1]][0], __package__)
     except ModuleNotFoundError as missing:
         if missing.name not in ("torch", "diffusers", "safetensors"):
             raise

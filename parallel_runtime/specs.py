@@ -223,6 +223,8 @@ def _held(name: str, kind: Any, value: Any) -> Any:
     options = get_args(kind)
     kind = str if options else kind
     types = (float, int) if kind is float else (kind,)
+    if value == "auto" and getattr(ParallelRequest, name) == "":  # what is empty is auto's, and refusals call it so
+        return ""
     if type(value) not in types or value != value or value not in (options or (value,)):
         raise Refused(f"{name} is {value!r}, and not {'one of ' * bool(options)}{', '.join(options) or IN_WORDS[kind]}")
     return value

@@ -121,7 +121,7 @@ def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
     found, *_ = reported(tmp_path, "--minutes", "0", fault="tape")
     notes = [row["note"] for rows in found.values() for row in rows]
     assert len(notes) == 6
-    assert any(note.startswith("the time is over") for note in notes)
+    assert any(note.startswith("its share of time is too short") for note in notes)
 
 
 @pytest.mark.sweep(one_in=3)

@@ -43,6 +43,10 @@ def test_what_a_widget_cannot_hold_is_refused_by_name_with_what_it_can(name: str
     assert str(refused.value) == f"{name} is {value!r}, and not {wanted}"
 
 
+def test_what_is_empty_is_also_called_auto() -> None:
+    assert ParallelRequest.of({"devices": "auto", "rdzv_endpoint": "auto"}) == ParallelRequest()
+
+
 @pytest.mark.parametrize("values", [None, [], "ring_degree", 2])
 def test_what_is_no_object_is_no_config(values: Any) -> None:
     with pytest.raises(Refused, match="expected an object of widget values"):

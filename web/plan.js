@@ -93,7 +93,9 @@ function shown({ troubles, rows, notes, parts, fix, times }, node) {
     "table.cp-table",
     {},
     element("tbody", {}, ...rows.map(([name, value]) =>
-      element("tr", {}, element("th", { scope: "row" }, title(name)), element("td", {}, inWords(value))))),
+      element("tr", {}, ...(name
+        ? [element("th", { scope: "row" }, title(name)), element("td", {}, inWords(value))]
+        : [element("td", { colspan: "2" }, inWords(value))])))),
   );
   const refused = troubles.map((trouble) => element("p.cp-trouble", { role: "alert" }, inWords(trouble)));
   const warnings = notes.map((note) => element("p.cp-note", {}, inWords(note)));
@@ -111,7 +113,7 @@ function inWords(sentences) {
 
 /** @param {string} name */
 function title(name) {
-  return name && translated([`title.${name.toLowerCase()}`, {}]);
+  return translated([`title.${name.toLowerCase()}`, {}]);
 }
 
 /**
@@ -153,7 +155,7 @@ function chart(measured) {
       element("span.cp-took", {}, [say("step.seconds", { seconds: digits(seconds) }), faster].filter(Boolean).join(", ")),
     );
   });
-  return [element("ul.cp-chart", { "aria-label": say("plan.measured") }, ...bars)];
+  return [element("p.cp-hint", {}, say("plan.measured")), element("ul.cp-chart", { "aria-label": say("plan.measured") }, ...bars)];
 }
 
 /**

@@ -152,7 +152,7 @@ def _rows(part: Part, setting: Setting, seconds: float) -> Iterator[Row]:
     elif part.needs == "diffusers" and not _has_diffusers():
         yield {"what": "not run", "note": f"no diffusers here; {sys.executable} -m pip install -r {REQUIREMENTS}"}
     elif seconds < SHORTEST_SECONDS:
-        yield {"what": "not run", "note": "the time is over; --minutes gives more, --only fewer parts"}
+        yield {"what": "not run", "note": "its share of time is too short; --minutes gives more, --only fewer parts"}
     else:
         setting = setting if part.needs == "ComfyUI" else replace(setting, comfyui="")
         processes = setting.world if part.by == "ranks" else 1
@@ -204,8 +204,10 @@ def _output(*command: str) -> str | None:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m parallel_runtime report", description=__doc__)
     parser.add_argument("--devices", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny networks, for a trial")
-    parser.add_argument("--world", type=count, nargs="+", default=[1, 2, 4, 8], help="numbers of ranks")
-    parser.add_argument("--tokens", type=count, default=4608, help="of the attention that is compared with float64")
+    parser.add_argument("--world", type=count, nargs="+", help="numbers of ranks; 1 2 4 8, on the CPU 1 2")
+    parser.add_argument(
+        "--tokens", type=count, help="of the attention that is compared with float64; 4608, on the CPU 67"
+    )
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these parts alone")
     parser.add_argument(
         "--minutes", type=minutes, default=MINUTES, help="what there is no time for is left out, and said"
@@ -216,4 +218,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=Path("report"), help="of report.md and .jsonl; a folder has them in it"
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    on_cpu = options.devices == "cpu"
+    options.world = options.world or ([1, 2] if on_cpu else [1, 2, 4, 8])
+    options.tokens = options.tokens or (67 if on_cpu else 4608)
+    return options

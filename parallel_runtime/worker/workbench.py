@@ -45,13 +45,15 @@ Shapes = dict[str, dict[str, tuple[int, ...]]]  # stack: argument: shape, and "r
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m parallel_runtime networks", description="The command line of the workbench."
+        prog="python -m parallel_runtime networks", description="Write a plan by which a network of ComfyUI is cut."
     )
     parser.add_argument(
         "action", choices=("draft", "check"), help="print a plan's first draft, or try the plan there is"
     )
     parser.add_argument(
-        "subject", type=Path, help="a file with network() and inputs(rows=0, text=0), see networks/README.md"
+        "subject",
+        type=Path,
+        help="a file with network() and inputs(rows=0, text=0), see parallel_runtime/networks/README.md",
     )
     parser.add_argument("--comfyui", type=Path, default=Path(), help="a checkout of ComfyUI")
     told = parser.parse_args(arguments)
