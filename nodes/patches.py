@@ -13,6 +13,7 @@ from .code import PLAIN, Unsendable, describe, title
 from .encoded import Side, encoded_ahead
 
 WAY_OUT = "remove it, or sample this MODEL with KSampler"
+WAY_HERE = "remove it, or sample a MODEL of Load Diffusion Model with KSampler"
 # What the sampling code leaves in model_options by itself, from what is sent otherwise.
 MADE_ANEW = {"registered_hooks", "to_load_options", "multigpu_clones", "multigpu_thread_pool", TORCH_COMPILE_KWARGS}
 OUTSIDE = {"wrappers", "callbacks"}  # of transformer_options: around the network, not in it
@@ -85,7 +86,7 @@ def check_sizes(model: ModelPatcher) -> None:
             if isinstance(value, WeightAdapterBase) and value.calculate_shape(key) is not None:
                 raise Refused(
                     f"a LoRA makes {key} another size, which cannot be honoured while the sampler runs in ComfyUI's "
-                    f"process; {WAY_OUT}"
+                    f"process; {WAY_HERE}"
                 )
 
 
@@ -106,7 +107,7 @@ def check_attributes(model: ModelPatcher) -> None:
     """Raises Refused for those: ComfyUI would set them on the network that is here."""
     if found := sorted(attributes_of(model)):
         raise Refused(
-            f"a replaced {', '.join(found)} cannot be honoured while the sampler runs in ComfyUI's process; {WAY_OUT}"
+            f"a replaced {', '.join(found)} cannot be honoured while the sampler runs in ComfyUI's process; {WAY_HERE}"
         )
 
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import time
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,10 +17,15 @@ from typing import Any, get_type_hints
 
 import folder_paths
 
+from ..parallel_runtime.host.planning import MAX_DEGREE
 from ..parallel_runtime.host.runtime import runtime
 from ..parallel_runtime.specs import ParallelRequest
 
+log = logging.getLogger(__name__)
+
 PREFIX = "CPSampler."
+MAX_SECONDS = 1e9
+READS, SOON = 4, 0.05  # seconds between them
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 PACKAGES = [name for name in (__package__, ParallelRequest.__module__.rpartition(".")[0]) if name]
 
@@ -36,7 +42,7 @@ class Settings:
 
     @classmethod
     def of(cls, chosen: Any) -> Settings:
-        """From what ComfyUI saved; what is missing or of another kind is as usual."""
+        """From what ComfyUI saved; what is missing, of another kind or out of range is as usual."""
         chosen = chosen if isinstance(chosen, dict) else {}
         kinds = get_type_hints(cls)
         found = {name: chosen.get(PREFIX + name) for name in kinds} | _from_environment()
@@ -65,16 +71,26 @@ def refresh() -> Settings:
 @lru_cache(maxsize=1)
 def _in_force(seen: tuple[int, int] | None) -> Settings:
     """As the file says, of which nobody has `seen` this state yet."""
-    chosen = None
-    with contextlib.suppress(OSError, ValueError):
-        chosen = json.loads(settings_file().read_text())
-    settings = Settings.of(chosen)
+    settings = Settings.of(_read())
     runtime.stall.choose(settings.StallSeconds)
     runtime.idle.choose(settings.IdleSeconds)
     for package in PACKAGES:
         level = "NOTSET" if settings.LogLevel == Settings.LogLevel else settings.LogLevel  # as ComfyUI's own
         logging.getLogger(package).setLevel(level if level in (*LEVELS, "NOTSET") else "NOTSET")
     return settings
+
+
+def _read() -> Any:
+    """None where there is no such file, or none that can be read: another process may be writing it."""
+    for _ in range(READS):
+        try:
+            return json.loads(settings_file().read_text())
+        except OSError:
+            return None
+        except (ValueError, RecursionError):
+            time.sleep(SOON)
+    log.warning("[CP] %s cannot be read: what it says of CP Sampler is as usual until it can", settings_file())
+    return None
 
 
 def _from_environment() -> dict[str, Any]:
@@ -88,6 +104,7 @@ def _from_environment() -> dict[str, Any]:
 
 
 def _fits(kind: type, value: Any) -> bool:
-    if isinstance(value, bool):
-        return False
-    return isinstance(value, (int, float)) if kind is float else isinstance(value, kind)
+    if kind is str:
+        return isinstance(value, str)
+    number = type(value) is int or (kind is float and type(value) is float)
+    return number and 0 <= value <= (MAX_DEGREE if kind is int else MAX_SECONDS)

@@ -109,7 +109,7 @@ class Runtime:
 
     def restart(self, reason: str, comfy: ComfySetup | None) -> bool:
         """End the group, also under a run, which fails with `reason`; another like it starts on a thread of its own,
-        also where one did not come up. False where there is none to restart.
+        also where one did not come up. False where there is none to restart, and none is starting.
         """
         group, now = self.group, self._activity.now
         self._activity.unwanted()
@@ -117,7 +117,7 @@ class Runtime:
             if now.state in ("died", "unstarted") and now.placement is not None:
                 self._start_aside(now.placement, comfy)
                 return True
-            return False
+            return now.state == "starting"
 
         def end_the_run() -> bool:
             group.kill(reason)

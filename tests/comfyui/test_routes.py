@@ -113,6 +113,8 @@ def test_restart_ends_a_run_with_the_reason_and_brings_new_workers(server: Serve
     assert server.client.post("/cp/restart") == {"restarted": True}
     with pytest.raises(NodeError, match="the workers were restarted by the user"):
         server.client.finish(prompt, since=since)
+    status_when(server, lambda now: now["state"] == "starting", START_SECONDS)
+    assert server.client.post("/cp/restart") == {"restarted": True}, "they are starting already"
     status_when(server, lambda now: now["state"] == "idle", START_SECONDS)
     after = {process.pid for process in server.workers().values()}
     assert len(after) == 2
@@ -193,8 +195,26 @@ def test_a_saved_setting_is_in_force_without_a_restart(server: Server) -> None:
         _save(server, "IdleSeconds", 0)
     _save(server, "StallSeconds", 77)
     assert status_when(server, lambda now: now["stall_seconds"] == 77)
-    _save(server, "StallSeconds", "nonsense")
-    assert status_when(server, lambda now: now["stall_seconds"] == 120)
+    for nonsense in ("nonsense", 10**400, -1):
+        _save(server, "StallSeconds", 77)
+        assert status_when(server, lambda now: now["stall_seconds"] == 77)
+        _save(server, "StallSeconds", nonsense)
+        assert status_when(server, lambda now: now["stall_seconds"] == 120)
+
+
+@pytest.mark.parametrize("text", ["{ this is no json", "[" * 100_000], ids=["broken", "deep"])
+def test_settings_that_cannot_be_read_are_as_usual_and_the_log_says_so(server: Server, text: str) -> None:
+    _save(server, "StallSeconds", 77)
+    assert status_when(server, lambda now: now["stall_seconds"] == 77)
+    saved = server.base / "user" / "default" / "comfy.settings.json"
+    before = saved.read_text()
+    saved.write_text(text)
+    try:
+        assert status_when(server, lambda now: now["stall_seconds"] == 120)
+        assert any("cannot be read" in line["text"] for line in server.client.get("/cp/logs")["lines"])
+    finally:
+        saved.write_text(before)
+    assert status_when(server, lambda now: now["stall_seconds"] == 77)
 
 
 def _environment(pid: int) -> dict[str, str]:
