@@ -80,7 +80,7 @@ def _holds(path: str, model: torch.nn.Module) -> bool:
     The loader renames and joins some, and rounds some, but not to another dtype than most of the file's."""
     slots = dict(model.named_parameters())
     with safe_open(path, framework="pt", device="cpu") as file:
-        names = {part: name for name in file.keys() for part in (name.partition(".")[2], name)}  # noqa: SIM118
+        names = {part: name for name in file.keys() for part in (name.partition(".")[2], name)}  # noqa: SIM118 - not a dict
         known = ((names[name], slot) for name, slot in slots.items() if name in names and slot.ndim)
         rows = first_rows(file, known)
     if 2 * len(rows) <= len(slots) or not all(torch.equal(row.to(held.dtype), held) for row, held in rows):

@@ -68,10 +68,11 @@ class RemoteVAE:
             raise Undivided(f"it is given {', '.join(options)}")
         shape = self.decode_output_shape(tuple(x.shape)) if output_buffer is None else tuple(output_buffer.shape)
         dtype = x.dtype if output_buffer is None else output_buffer.dtype
-        offset = None if self.room is None or output_buffer is None else self.room.offset_of(output_buffer)
-        if self.room is not None and offset is not None:
-            self._convert("decode", x, 1, self.room, offset, shape)
-            return output_buffer  # type: ignore[return-value]
+        if self.room is not None and output_buffer is not None:
+            offset = self.room.offset_of(output_buffer)
+            if offset is not None:
+                self._convert("decode", x, 1, self.room, offset, shape)
+                return output_buffer
         with _room(shape, dtype) as room:
             self._convert("decode", x, 1, room, 0, shape)
         return room.tensor.to(x.device) if output_buffer is None else output_buffer.copy_(room.tensor)

@@ -39,7 +39,7 @@ def load(kind: type[Kind], folder: str, path: str) -> Kind:
     folder_paths.filename_list_cache.clear()
     patcher = load_mapped(kind, node().load_unet, [os.path.basename(path)], 0)
 
-    class OfGGUF(kind, patcher_class):  # type: ignore[misc, valid-type]
+    class OfGGUF(kind, patcher_class):  # type: ignore[misc, valid-type]  # bases that are values
         """ComfyUI-GGUF's way with patches, on weights that stay where they are."""
 
         mmap_released = True  # else the pack copies what is mapped

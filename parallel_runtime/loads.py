@@ -38,7 +38,7 @@ def share_out(loads: Sequence[Load], stages: int, rooms: Sequence[int] = ()) -> 
         for begin in range(parts - 1, end):
             before, ends = best(begin, parts - 1)
             ways.append((tuple(map(max, before, cost(begin, end, parts - 1))), (*ends, end)))
-        return min(ways)  # type: ignore[return-value]
+        return min(ways)  # type: ignore[return-value]  # map forgets how many
 
     _, ends = best(len(loads), stages)
     return tuple(end - begin for begin, end in pairwise((0, *ends)))

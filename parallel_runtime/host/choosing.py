@@ -23,7 +23,7 @@ from .cost import (
     evaluation_seconds,
     rotating,
     together,
-)  # fmt: skip
+)
 from .pipelines import balanced, check_stages
 from .planning import Seconds, Wish, plan
 from .sentences import Said, listed, say

@@ -60,7 +60,7 @@ class Decode:
 
     def _described(self, model: nn.Module, dtype: torch.dtype) -> ModelSpec:
         """With weights on two devices, as ComfyUI's dynamic VRAM leaves them."""
-        model.encoder.to(self._device)  # type: ignore[operator]
+        model.get_submodule("encoder").to(self._device)
         arguments = json.dumps({"tae_latent_channels": self._x.shape[1]})
         return ModelSpec(
             loader="", arguments=arguments, weight_dtype=str(dtype).removeprefix("torch."), kind=kind_of(model),

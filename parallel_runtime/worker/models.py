@@ -26,7 +26,7 @@ from .engine.memory import give_back_cache
 from .engine.mesh import Axis, ContextMesh, World, build_mesh, with_own_group
 from .engine.overriding import by_backend
 from .engine.patches import Patches
-from .engine.recording import Recording, Unrecordable  # noqa: F401
+from .engine.recording import Recording, Unrecordable  # noqa: F401 - for comfy_loop, which knows no engine
 from .engine.stages import Elsewhere, Stages, settle, unsettle
 from .lanes import Lanes, from_the_first, spread_rows
 from .pulse import Pulse

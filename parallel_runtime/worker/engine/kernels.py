@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable
 from functools import cache, partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -143,9 +143,9 @@ def _kind(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tup
     return query.device, query.dtype, key.dtype, query.shape, key.shape[1], value.shape[-1], masked
 
 
-def _try(call: Hashable, lacks: Callable[[], str], run: Callable[[], Made]) -> Made | None:
-    """What `run` makes, or None. Calls of a kind are looked into once: what failed then is not tried again, and who
-    has attended once is trusted, also where nothing could be asked (in a graph)."""
+def _try(call: tuple[Any, ...], lacks: Callable[[], str], run: Callable[[], Made]) -> Made | None:
+    """What `run` makes, or None. Calls of a kind, `call` with the backend first, are looked into once: what failed then
+    is not tried again, and who has attended once is trusted, also where nothing could be asked (in a graph)."""
     why = _TRIED.get(call)
     if why == "":
         return run()
@@ -162,7 +162,7 @@ def _try(call: Hashable, lacks: Callable[[], str], run: Callable[[], Made]) -> M
                 _TRIED[call] = ""
                 return made
         _TRIED[call] = why
-        tell_once(call[0], why)  # type: ignore[index]
+        tell_once(call[0], why)
     return None
 
 

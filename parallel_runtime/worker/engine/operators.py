@@ -135,7 +135,8 @@ def _cudnn_whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: fl
     if mask is not None:
         return _chosen(SDPBackend.CUDNN_ATTENTION, q, k, v, mask, scale)
     cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-    return cudnn(*heads_first(q, k, v), None, False, scale=scale)[0].transpose(1, 2)  # type: ignore[no-any-return]
+    out: Tensor = cudnn(*heads_first(q, k, v), None, False, scale=scale)[0]
+    return out.transpose(1, 2)
 
 
 def _cudnn_block(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -146,7 +147,8 @@ def _cudnn_block(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[
 
 def _package_whole(package: str) -> Whole:
     def flash(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None) -> Tensor:
-        return _imported(package).flash_attn_func(q, k, v, softmax_scale=scale)  # type: ignore[no-any-return]
+        out: Tensor = _imported(package).flash_attn_func(q, k, v, softmax_scale=scale)
+        return out
 
     return flash
 
@@ -171,7 +173,8 @@ def _sage(q: Tensor, k: Tensor, v: Tensor, scale: float | None, **options: Any) 
 
 
 def _sage_whole(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None) -> Tensor:
-    return _sage(q, k, v, scale)  # type: ignore[no-any-return]
+    out: Tensor = _sage(q, k, v, scale)
+    return out
 
 
 def _sage_block(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:

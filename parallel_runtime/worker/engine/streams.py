@@ -217,12 +217,12 @@ class Streams:
     def spare(self, use: Hashable, shape: Sequence[int], like: Tensor) -> Tensor:
         """Memory for `use`, which the next layer gets again: nobody may need what it holds by then."""
         key = (use, shape, like.dtype, like.device, torch.is_inference_mode_enabled())
-        if (kept := self._kept.get(key)) is not None:
-            return kept  # type: ignore[no-any-return]
-        if math.prod(shape) * like.element_size() > KEPT_BYTES:
-            return allocate(shape, like)
-        self._kept[key] = allocate_kept(shape, like)
-        return self._kept[key]  # type: ignore[no-any-return]
+        kept: Tensor | None = self._kept.get(key)
+        if kept is None:
+            if math.prod(shape) * like.element_size() > KEPT_BYTES:
+                return allocate(shape, like)
+            kept = self._kept[key] = allocate_kept(shape, like)
+        return kept
 
 
 def streams_of(network: nn.Module) -> Streams | None:
