@@ -1,31 +1,31 @@
-"""The graph side: the only code that knows ComfyUI's nodes; and what it hooks into ComfyUI when that starts."""
+"""The nodes of the pack, and what the pack registers with ComfyUI when that starts."""
 
 import logging
+import sys
+import traceback
 
 from comfy_api.latest import ComfyExtension, io
 from server import PromptServer
 
 from ..parallel_runtime.errors import Refused
-from .ahead import on_prompt
-from .config import CPParallelConfig
-from .demo import CPDemoConditioning, CPDemoDecode, CPDemoModel
-from .loader import CPLoadDiffusionModel
-from .plan import CPPlan
-from .routes import add_routes
-from .sampler import CPSampler, CPSamplerAdvanced, CPSamplerCustom, CPSamplerCustomBasic
-from .status import start_publishing
-from .vae import CPVAE
-
-START, RAISED = "Traceback (most recent call last)", f"{Refused.__module__}.{Refused.__qualname__}: "
+from .classes.cp_config import CPParallelConfig
+from .classes.cp_demo import CPDemoConditioning, CPDemoDecode, CPDemoModel
+from .classes.cp_loader import CPLoadDiffusionModel
+from .classes.cp_plan import CPPlan
+from .classes.cp_sampler import CPSampler, CPSamplerAdvanced, CPSamplerCustom, CPSamplerCustomBasic
+from .classes.cp_vae import CPVAE
+from .server.routes import add_routes
+from .server.start_ahead import on_prompt
+from .server.status_events import start_publishing
 
 
 class ContextParallelExtension(ComfyExtension):
     async def on_load(self) -> None:
-        """Queued prompts are heard of; the page is served; of a refusal the log has the sentence alone."""
+        """Registers the prompt handler, routes, status events, and a log filter that hides tracebacks of refusals."""
         PromptServer.instance.add_on_prompt_handler(on_prompt)
         add_routes()
         start_publishing()
-        logging.getLogger().addFilter(_is_news)
+        logging.getLogger().addFilter(_is_not_refusal_traceback)
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return [
@@ -43,8 +43,6 @@ class ContextParallelExtension(ComfyExtension):
         ]
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """ComfyUI logs what a node raised in two records: the sentence, and the traceback. Not news is that of a refusal,
-    which is no crash."""
-    text = record.msg if isinstance(record.msg, str) else ""
-    return not (text.startswith(START) and any(line.startswith(RAISED) for line in text.splitlines()))
+def _is_not_refusal_traceback(record: logging.LogRecord) -> bool:
+    """False for the traceback of a Refused: ComfyUI logs its sentence in another record, and a refusal is no crash."""
+    return not (isinstance(sys.exc_info()[1], Refused) and record.msg == traceback.format_exc())

@@ -7,19 +7,19 @@ import sys
 
 from .demo import REQUIREMENTS
 
-# Imported when asked for: each wants other packages.
+# A command is imported when it is called: each needs other packages.
 COMMANDS = {
-    "demo": (".demo.run", "draw with the small model that comes along"),
-    "join": (".host.join", "lend this machine's devices to a ComfyUI on another"),
-    "migrate": (".migrate", "put CP samplers into a saved workflow"),
-    "networks": (".worker.workbench", "write the plan by which a network is cut, and try it"),
-    "report": (".report.command", "what this machine can do"),
+    "demo": (".commands.demo_run", "draw with the small model that comes along"),
+    "join": (".commands.join", "lend this machine's devices to a ComfyUI on another"),
+    "migrate": (".commands.migrate", "put CP samplers into a saved workflow"),
+    "networks": (".commands.networks", "write the plan by which a network is split, and check it"),
+    "report": (".commands.report.command", "what this machine can do"),
 }
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
-        told = "".join(f"\n  {name:10}{says}" for name, (_, says) in COMMANDS.items())
-        sys.exit(f"usage: python -m parallel_runtime {{{','.join(COMMANDS)}}} [--help]{told}")
+        listing = "".join(f"\n  {name:10}{says}" for name, (_, says) in COMMANDS.items())
+        sys.exit(f"usage: python -m parallel_runtime {{{','.join(COMMANDS)}}} [--help]{listing}")
     try:
         command = importlib.import_module(COMMANDS[sys.argv[1]][0], __package__)
     except ModuleNotFoundError as missing:

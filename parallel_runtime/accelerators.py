@@ -1,30 +1,47 @@
-"""Kinds of devices, and what differs between them: who passes tensors, what the launch sets, which kernels give a
-log-sum-exp. What is not here goes through torch.accelerator. Imports no torch.
+"""Two tables: accelerators (torch device types, with their collective backend and environment) and attention kernels.
+Everything else goes through torch.accelerator. This module imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from .specs import AttentionBackend
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
     """`kind` is torch's device type.
 
-    `collectives` is the backend of torch.distributed between such devices. `environment` is that of the launch, where
-    {interface} stands for the network interface. `kernels` are those with a log-sum-exp for half precision that "auto"
-    may take for a ring's blocks, without a mask, the likely fastest first; none: there is one that runs everywhere.
-    `whole` are those that race with ComfyUI's own attention where keys are whole.
+    `collectives` is the torch.distributed backend between such devices. `environment` holds variables that the launch
+    sets, where {interface} stands for the network interface.
     """
 
     kind: str
     collectives: str
     environment: Mapping[str, str] = field(default_factory=dict)
-    kernels: tuple[AttentionBackend, ...] = ()
-    whole: tuple[AttentionBackend, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionKernel:
+    """A half-precision attention kernel; engine/kernels/registry.py has its functions under the same name.
+
+    `name` is diffusers' name and an option of the widget attention_backend. It needs `package` in `min_version` or
+    newer; "" for kernels of PyTorch itself. It runs on these kinds of `devices`, with heads of up to `head_dim`, and
+    takes a mask where `masks` is set. With `log_sum_exp` it also returns that for attention without a mask, as a ring
+    needs. `low_precision` marks a kernel that not every attention of a network tolerates. "auto" includes it in the
+    `benchmark` of a ring's key blocks ("block"), of full keys ("whole"), or of both.
+    """
+
+    name: str
+    package: str = ""
+    min_version: str = ""
+    devices: tuple[str, ...] = ("cuda",)
+    head_dim: int = 256
+    masks: bool = False
+    log_sum_exp: bool = True
+    low_precision: bool = False
+    benchmark: tuple[Literal["block", "whole"], ...] = ()
 
 
 # ROCm's devices are torch's "cuda" too, and RCCL goes by NCCL's name; cuDNN is NVIDIA's alone.
@@ -35,23 +52,43 @@ CUDA = Accelerator(
         "NCCL_SOCKET_IFNAME": "={interface}",  # without the sign every name that begins so would do
         # Attention fills a GPU: transfers that wait for a free place in it would begin when it is over.
         "TORCH_NCCL_HIGH_PRIORITY": "1",
+        # A graph's buffers would be mapped by the other ranks: dropped graphs may then keep their memory, and replays
+        # hung elsewhere. Without it each message is copied once more. `report` measures both.
+        "NCCL_GRAPH_REGISTER": "0",
+        # A ring, Ulysses and sharded weights have communicators of their own, whose kernels lie on parallel branches of
+        # a graph: in a different order on each rank they would deadlock. With this NCCL 2.26 and later keep the
+        # program's order. One head chunk instead of two would do so for the first two only, and hide fewer transfers.
+        "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
     },
-    kernels=("_native_cudnn", "_native_flash"),
-    whole=("_native_cudnn", "_native_flash", "flash", "_flash_3"),
 )
 XPU = Accelerator(kind="xpu", collectives="xccl", environment={"CCL_KVS_IFACE": "{interface}"})
 NPU = Accelerator(kind="npu", collectives="hccl", environment={"HCCL_SOCKET_IFNAME": "={interface}"})
 ACCELERATORS = {each.kind: each for each in (CUDA, XPU, NPU)}
+KERNELS = {  # the likely fastest first
+    each.name: each
+    for each in (
+        AttentionKernel(name="_native_cudnn", masks=True, benchmark=("block", "whole")),
+        AttentionKernel(name="_native_flash", benchmark=("block", "whole")),
+        AttentionKernel(name="flash", package="flash_attn", min_version="2.6.3", benchmark=("whole",)),
+        AttentionKernel(name="_flash_3", package="flash_attn_interface", benchmark=("whole",)),
+        AttentionKernel(name="sage", package="sageattention", min_version="2.1.1", head_dim=128, low_precision=True),
+    )
+}
 
 
-def collectives_of(kind: str) -> str:
-    """torch.distributed's backends for ranks that compute on devices of this kind, one each: CPU tensors go too."""
-    found = ACCELERATORS.get(kind)
-    return f"cpu:gloo,{kind}:{found.collectives}" if found else "cpu:gloo"
+def benchmarked(kind: str, what: Literal["block", "whole"]) -> list[str]:
+    """Returns the kernels that "auto" may choose on this kind of device for a ring's key blocks, or for full keys."""
+    return [kernel.name for kernel in KERNELS.values() if kind in kernel.devices and what in kernel.benchmark]
+
+
+def distributed_backends(kind: str) -> str:
+    """Returns the backend string of torch.distributed for ranks on this kind of device, with gloo for CPU tensors."""
+    accelerator = ACCELERATORS.get(kind)
+    return f"cpu:gloo,{kind}:{accelerator.collectives}" if accelerator else "cpu:gloo"
 
 
 def environment(interface: str) -> dict[str, str]:
-    """Of the launch, for whichever devices there are."""
+    """Returns the environment variables of a launch, for every kind of accelerator."""
     return {
         name: value.format(interface=interface)
         for each in ACCELERATORS.values()

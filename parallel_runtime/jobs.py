@@ -1,4 +1,4 @@
-"""What one request asks of the workers: tensors, and the rest in words. The model that it is for is named beside it."""
+"""The jobs that workers run: one dataclass a kind, of tensors and plain values. The model is sent beside the job."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from torch import Tensor
 
 from .specs import VAEMethod
 
-PROMPTS = 8  # whose conditions a worker keeps, and the host counts along
+MAX_CACHED_PROMPTS = 8  # a worker keeps the conditions of this many prompts; the host counts them the same way
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingJob:
     """One call of a ComfyUI guider's `sample`: what runs, on what, with which noise levels.
 
-    Code is named, never sent: `guider` is `module:name` inside ComfyUI, `sampler` what nodes/code.py describes. `conds`
-    maps the guider's condition names to ComfyUI's condition dicts, described likewise. Latents are full-size
-    [B, C, (T,) H, W] float32; `sigmas` is 1-D. `random_state` is the host's global CPU generator at that moment:
-    samplers may draw from it. `attributes` are plain values in place of the network's own. ComfyUI's own code on the
-    MODEL is described (nodes/code.py): in `model_options`, in `wrappers` and `callbacks` as [kind, key, functions], and
-    in `patches` by weight. `patches` is None where the workers have the model's. `latent_shapes` are those of several
-    latents (audio and video) that are packed into one. `together`: something on the MODEL sees every prompt and image
-    at once, so that they are shared out to nobody. `step_cache` is the threshold of first-block caching, 0 for none;
-    `warmup_steps` are exact where later ones go through a pipeline in patches.
-    `rows` of a batch go through the network at once, 0 for all of them, those of several prompts too.
+    Code is named, never sent: `guider` is `module:name` inside ComfyUI, `sampler` a description made by
+    nodes/describe/comfy_objects.py. `conds` maps the guider's condition names to ComfyUI's condition dicts, described
+    likewise. Latents are full-size [B, C, (T,) H, W] float32, and so is `mask`, as ComfyUI's `prepare_mask` leaves it;
+    `sigmas` is 1-D. `random_states` are the host's generator states by device type: samplers may draw from them.
+    `attributes` are plain values that replace the network's. ComfyUI's code on the MODEL is described by one Describer,
+    in this order: `model_options`, then `wrappers` and `callbacks` as [kind, key, functions]. `weight_patches` are by
+    weight, None where the workers have them already. `latent_shapes` belong to latents (audio and video) that are
+    packed into one. `batch_coupled` means that something on the MODEL sees every prompt and image at once, so they are
+    not divided; `images_coupled`, that something sees every image of a prompt, so only prompts are divided. `rows` of a
+    batch go through the network at once; 0 for all, also those of several prompts.
     """
 
     guider: str
@@ -37,19 +37,17 @@ class SamplingJob:
     mask: Tensor | None
     sigmas: Tensor
     seed: int | None
-    random_seed: int
-    random_state: Tensor
+    random_states: dict[str, Tensor]
     model_sampling: dict[str, Any]
     attributes: dict[str, Any]
     model_options: dict[str, Any]
     wrappers: list[list[Any]]
     callbacks: list[list[Any]]
-    patches: dict[str, list[Any]] | None
-    together: bool
+    weight_patches: dict[str, list[Any]] | None
+    batch_coupled: bool
     latent_shapes: list[Any] | None = None
-    step_cache: float = 0.0
-    warmup_steps: int = 1
     rows: int = 0
+    images_coupled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,31 +63,31 @@ class DemoJob:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluationJob:
-    """One call of ComfyUI's `diffusion_model`, or of another `method` of it: as ComfyUI passes it, less the conditions.
+    """One call of ComfyUI's `diffusion_model`, or of another `method` of it: ComfyUI's arguments, without the
+    conditions.
 
-    `each` is what changes from call to call (x [B, C, (T,) H, W] or a list of such, timestep, a ControlNet's
-    residuals), by argument; `options` the described transformer_options. Conditions stay with the workers, numbered
-    `prompt` by the group: `conds` is None where they have these already. `together`: something in the options sees all
-    rows at once.
+    `call_arguments` change from call to call (x [B, C, (T,) H, W] or a list of such, timestep, a ControlNet's
+    residuals), by argument name; `options` are the described transformer_options. Workers cache conditions under the
+    number `prompt`: `conds` is None where they have them. `batch_coupled` means that an option sees all rows at once.
     """
 
-    each: dict[str, Any]
+    call_arguments: dict[str, Any]
     options: dict[str, Any] | None
     conds: dict[str, Any] | None
-    patches: dict[str, list[Any]] | None
-    together: bool
+    weight_patches: dict[str, list[Any]] | None
+    batch_coupled: bool
     method: str = "forward"
     prompt: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VAEJob:
-    """One call of a VAE's `method` on x [B, C, (T,) H, W], of which `unit` rows make one of the latent.
+    """One call of a VAE's `method` on x [B, C, (T,) H, W], whose rows are divided in multiples of `unit`.
 
-    The ranks write its result [shape] of `dtype` into the room that the request came with, from element `offset` on.
-    `random_states` are those of the host's generators by type of device. `chunk_bytes` is what ComfyUI would go by on
-    the host where a VAE cuts time by the device's memory. `weights` is its state dict where the workers need it.
-    `shares` of the rows are one for each rank of ComfyUI's machine, or none: all alike.
+    The ranks write the result [shape] of `dtype` into the request's SharedOutput, from element `offset` on.
+    `random_states` are the host's generator states by device type. `chunk_bytes` is the free memory that ComfyUI would
+    use on the host where a VAE splits time by it. `weights` is the state dict, None where the workers have it.
+    `shares` are proportions of rows for each rank of ComfyUI's machine; empty for equal ones.
     """
 
     method: VAEMethod

@@ -1,24 +1,18 @@
-"""What the user asked for. Nodes build these, the wire ships them, workers obey them; nobody mutates them."""
+"""Frozen values that describe a request: its parallelism, weights, model and devices. Nodes build them, workers get
+them."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, Literal, get_args, get_type_hints
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from .errors import Refused
+from .request import EngineOptions
 
-RotateMethod = Literal["alltoall", "allgather", "auto"]
-AttentionBackend = Literal["auto", "native", "_native_flash", "_native_cudnn", "flash", "_flash_3", "sage"]
-DtypeChoice = Literal["auto", "bfloat16", "float16", "float32"]
-AfterSampling = Literal["keep", "offload", "unload"]
 WeightsMode = Literal["replicate", "shard", "offload"]
-WeightsChoice = Literal["auto", "replicate", "shard", "offload"]
-CompileChoice = Literal["off", "on"]
-GraphsChoice = Literal["auto", "on", "off"]
 VAEMethod = Literal["decode", "encode"]
 DEGREES = ("ring_degree", "ulysses_degree", "cfg_degree", "data_degree", "pipeline_degree")
 DEMO = "demo"  # the loader of the demo model
@@ -28,16 +22,12 @@ DEMO = "demo"  # the loader of the demo model
 class Parallelism:
     """How one sampling job is divided over the ranks of a group.
 
-    The world is pipeline_degree x data_degree x cfg_degree x ring_degree x ulysses_degree; the ranks of one Ulysses
-    group are neighbours, and stages of a pipeline are furthest apart: between machines first. Data groups share the
-    rows of a batch, cfg groups the branches of guidance, stages the blocks of the network: each has so many of them in
-    turn as `stages` says, () for about as many as the others. Of each evaluation `patches` follow one another through
-    them: 1 is exact.
-    `rotate_method` is diffusers' word for how a ring moves keys and values: `alltoall` rotates the blocks point to
-    point, `allgather` collects them all at once; the host decides what `auto` is (host/cost.py), and where nobody did
-    it is `alltoall`. `cuda_graphs`: are evaluations of a network recorded and replayed; with "auto" those that the
-    host launches slower than its device computes. Degrees are resolved numbers here. `shares` are of the ranks, in
-    rank order: each gets work in proportion to its own; none: all get alike.
+    The world size is pipeline_degree x data_degree x cfg_degree x ring_degree x ulysses_degree; the ranks of one
+    Ulysses group are neighbours, and pipeline stages are furthest apart: between machines first. Data groups divide
+    the rows of a batch, cfg groups the branches of guidance, stages the blocks of the network: `stages` are the number
+    of blocks of each, () for about equal ones. Degrees are resolved numbers here; `options.rotate_method` "auto" is
+    decided by the host (planning/seconds.py), and otherwise is "alltoall". `shares` are proportions of work in rank
+    order; empty for equal ones.
     """
 
     ring_degree: int = 1
@@ -46,11 +36,7 @@ class Parallelism:
     data_degree: int = 1
     pipeline_degree: int = 1
     stages: tuple[int, ...] = ()
-    patches: int = 1
-    rotate_method: RotateMethod = "alltoall"
-    convert_to_fp32: bool = True
-    attention_backend: AttentionBackend = "auto"
-    cuda_graphs: GraphsChoice = "auto"
+    options: EngineOptions = field(default_factory=EngineOptions)
     shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -61,8 +47,9 @@ class Parallelism:
             raise ValueError(f"cfg_degree is 1 or 2 (positive and negative prompt), got {self.cfg_degree}")
         if self.pipeline_degree > 1 and self.ring_degree > 1:
             raise ValueError(f"a stage of a pipeline has no ring, got ring_degree {self.ring_degree}")
-        if self.patches < 1 or (self.patches > 1 and self.pipeline_degree == 1):
-            raise ValueError(f"patches go through the stages of a pipeline, got {self.patches} and no pipeline")
+        patches = self.options.token_patches
+        if patches < 1 or (patches > 1 and self.pipeline_degree == 1):
+            raise ValueError(f"token patches go through the stages of a pipeline, got {patches} and no pipeline")
         if self.stages and (len(self.stages) != self.pipeline_degree or min(self.stages) < 1):
             raise ValueError(f"stages {self.stages} are not {self.pipeline_degree}")
         if self.shares:
@@ -71,20 +58,30 @@ class Parallelism:
     def _check_shares(self) -> None:
         if len(self.shares) != self.world_size:
             raise Refused(
-                f"shares are one a worker, {self.world_size} of them, got {len(self.shares)}: {_listed(self.shares)}"
+                "shares.length", workers=self.world_size, count=len(self.shares), shares=_comma_separated(self.shares)
             )
         if min(self.shares) < 0:
-            raise Refused(f"shares start at 0, got {_listed(self.shares)}")
-        if not all(map(sum, self.lanes)):
+            raise Refused("shares.negative", shares=_comma_separated(self.shares))
+        if not all(map(sum, self.cp_group_shares)):
             raise Refused(
-                f"shares {_listed(self.shares)} leave nobody to do the work of a lane: of each "
-                f"{self.context_parallel_size} worker(s) that have a prompt or an image to themselves one needs a "
-                "share above 0; write 1 there, or set cfg_degree and data_degree to 1"
+                "shares.nobody",
+                widget="shares",
+                shares=_comma_separated(self.shares),
+                workers=self.context_parallel_size,
             )
 
     @property
     def by_name(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in DEGREES}
+
+    def with_options(self, **options: Any) -> Parallelism:
+        """Returns a copy with these fields of EngineOptions changed."""
+        return replace(self, options=replace(self.options, **options))
+
+    @property
+    def of_network(self) -> Parallelism:
+        """The part that a network is split, hooked and compiled for: without the options that each run reads anew."""
+        return self.with_options(step_cache=0.0, warmup_steps=1)
 
     @property
     def context_parallel_size(self) -> int:
@@ -92,30 +89,30 @@ class Parallelism:
         return self.ring_degree * self.ulysses_degree
 
     @property
-    def cuts_tokens(self) -> bool:
-        """Are there attentions of a part of the tokens?"""
-        return self.context_parallel_size * self.patches > 1
+    def splits_tokens(self) -> bool:
+        """Does any attention see only a part of the tokens?"""
+        return self.context_parallel_size * self.options.token_patches > 1
 
     @property
-    def lanes(self) -> list[tuple[int, ...]]:
-        """The shares of the ranks of each sequence, in rank order; all alike where there are none."""
+    def cp_group_shares(self) -> list[tuple[int, ...]]:
+        """The shares of each cp group's ranks, in rank order; 1 each where there are none."""
         shares, each = self.shares or (1,) * self.world_size, self.context_parallel_size
         return [shares[first : first + each] for first in range(0, len(shares), each)]
 
     @property
-    def rows(self) -> tuple[int, ...]:
-        """The shares of all ranks together that have the same rows of a batch."""
-        each, sums = self.cfg_degree, [sum(lane) for lane in self.lanes]
+    def data_group_shares(self) -> tuple[int, ...]:
+        """The sum of the shares of each data group, whose ranks have the same rows of a batch."""
+        each, sums = self.cfg_degree, [sum(group) for group in self.cp_group_shares]
         return tuple(sum(sums[first : first + each]) for first in range(0, self.data_degree * each, each))
 
     @property
-    def dims(self) -> tuple[int, int, int, int, int]:
-        """Sizes of the mesh's: pipeline, data, cfg, ring, ulysses."""
-        return (self.pipeline_degree, *self.shape)
+    def mesh_shape(self) -> tuple[int, int, int, int, int]:
+        """Sizes of the mesh's dimensions: pipeline, data, cfg, ring, ulysses."""
+        return (self.pipeline_degree, *self.stage_mesh_shape)
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """The same of one stage: data, cfg, ring, ulysses."""
+    def stage_mesh_shape(self) -> tuple[int, int, int, int]:
+        """Sizes of one stage's mesh dimensions: data, cfg, ring, ulysses."""
         return (self.data_degree, self.cfg_degree, self.ring_degree, self.ulysses_degree)
 
     @property
@@ -123,116 +120,40 @@ class Parallelism:
         return self.pipeline_degree * self.data_degree * self.cfg_degree * self.context_parallel_size
 
 
-def _listed(shares: tuple[int, ...]) -> str:
+def _comma_separated(shares: tuple[int, ...]) -> str:
     return ",".join(map(str, shares))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Storage:
-    """Where the weights of a model are at rest.
+class WeightPlacement:
+    """Where the weights of a model are kept between uses.
 
-    `replicate`: whole on every device. `shard`: of a block each rank that shares a sequence keeps a part, and all
-    gather it just before it runs. `offload`: in main memory, once a machine, copied to the device just before it runs.
-    `resident` of the blocks are whole on every device all the same; where ranks have unlike numbers of them `residents`
-    are those of each, in rank order, and `resident` is the least. `parts` are the ranks' of a shard: of a block each
-    keeps in proportion to its own; none: all alike.
+    `replicate`: in full on every device. `shard`: each rank of a cp group keeps a part of a block, which all gather
+    just before it runs. `offload`: in main memory, once a machine; a block is copied to the device just before it runs.
+    `resident_blocks` stay in full on every device in any mode; where ranks have different numbers of them,
+    `resident_blocks_by_rank` has each and `resident_blocks` is the least. `shard_shares` are proportions of a block
+    that the ranks keep; empty for equal ones.
     """
 
     mode: WeightsMode = "replicate"
-    resident: int = 0
-    residents: tuple[int, ...] = ()
-    parts: tuple[int, ...] = ()
+    resident_blocks: int = 0
+    resident_blocks_by_rank: tuple[int, ...] = ()
+    shard_shares: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.residents and (self.mode != "offload" or min(self.residents) != self.resident):
-            raise ValueError(f"residents {self.residents} of {self.mode} are not {self.resident} at least")
-        if self.parts and (self.mode != "shard" or min(self.parts) < 1):
-            raise ValueError(f"parts {self.parts} of {self.mode}: a shard's start at 1")
+        blocks = self.resident_blocks_by_rank
+        if blocks and (self.mode != "offload" or min(blocks) != self.resident_blocks):
+            raise ValueError(f"resident blocks {blocks} of {self.mode} have another least than {self.resident_blocks}")
+        if self.shard_shares and (self.mode != "shard" or min(self.shard_shares) < 1):
+            raise ValueError(f"shard shares {self.shard_shares} of {self.mode}: those of shard start at 1")
 
-    def resident_on(self, rank: int) -> int:
-        return self.residents[rank] if self.residents else self.resident
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelRequest:
-    """What a CP Parallel Config node says. 0 and "auto" are decided when the model is known; `devices` is a list such
-    as "0,1", "cuda:0,cuda:1" or "cpu,cpu", and empty for all. `step_cache` is a threshold, 0 for no cache. Of `nnodes`
-    machines each gives as many devices as this one, which the others reach at `rdzv_endpoint`, "address:port".
-    `compile` is torch.compile as it comes; a MODEL may say more of it (ModelSpec). `cuda_graphs`: see Parallelism.
-    `shares` are "auto", "equal", or a number for each worker, such as "3,2". Of `patches` all are there in the first
-    `warmup_steps`: these are exact."""
-
-    ring_degree: int = 0
-    ulysses_degree: int = 0
-    rotate_method: RotateMethod = "alltoall"
-    convert_to_fp32: bool = True
-    attention_backend: AttentionBackend = "auto"
-    dtype: DtypeChoice = "auto"
-    devices: str = ""
-    cfg_degree: int = 0
-    data_degree: int = 1
-    step_cache: float = 0.0
-    after_sampling: AfterSampling = "keep"
-    nnodes: int = 1
-    rdzv_endpoint: str = ""
-    weights: WeightsChoice = "auto"
-    compile: CompileChoice = "off"
-    cuda_graphs: GraphsChoice = "auto"
-    shares: str = "auto"
-    pipeline_degree: int = 1
-    patches: int = 1
-    warmup_steps: int = 1
-
-    @classmethod
-    def of(cls, values: object) -> ParallelRequest:
-        """What widgets of these values, by name, say; others are passed over. Raises Refused for what a widget cannot
-        hold; whether it can work is decided where the devices are known."""
-        if not isinstance(values, Mapping):
-            raise Refused("expected an object of widget values")
-        return cls(**{name: _held(name, kind, values[name]) for name, kind in widgets().items() if name in values})
-
-    @property
-    def by_heads(self) -> bool:
-        """Does the number of workers depend on the model's heads?"""
-        return bool(self.ring_degree and not self.ulysses_degree)
-
-    def with_degrees(self, **degrees: int) -> Parallelism:
-        """What is asked for beside them stays as it is."""
-        return Parallelism(
-            **degrees,
-            stages=(),
-            shares=(),
-            rotate_method=self.rotate_method,
-            convert_to_fp32=self.convert_to_fp32,
-            attention_backend=self.attention_backend,
-            cuda_graphs=self.cuda_graphs,
-            patches=self.patches,
-        )
-
-
-@cache
-def widgets() -> dict[str, Any]:
-    """What each of a ParallelRequest's values is, by name."""
-    return get_type_hints(ParallelRequest)
-
-
-IN_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-
-
-def _held(name: str, kind: Any, value: Any) -> Any:
-    options = get_args(kind)
-    kind = str if options else kind
-    types = (float, int) if kind is float else (kind,)
-    if value == "auto" and getattr(ParallelRequest, name) == "":  # what is empty is auto's, and refusals call it so
-        return ""
-    if type(value) not in types or value != value or value not in (options or (value,)):
-        raise Refused(f"{name} is {value!r}, and not {'one of ' * bool(options)}{', '.join(options) or IN_WORDS[kind]}")
-    return value
+    def resident_blocks_on(self, rank: int) -> int:
+        return self.resident_blocks_by_rank[rank] if self.resident_blocks_by_rank else self.resident_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """How torch.compile is to treat the blocks of a network, in its own words; `options` are its backend's, as JSON."""
+    """The arguments of torch.compile for the blocks of a network; `options` are its backend's, as JSON."""
 
     backend: str = "inductor"
     mode: str | None = None
@@ -241,15 +162,15 @@ class Compilation:
     options: str = "{}"
 
     @property
-    def records(self) -> bool:
-        """Does the compiler make CUDA graphs of its own?"""
+    def makes_graphs(self) -> bool:
+        """Does the compiler make CUDA graphs itself?"""
         by_mode = self.mode is not None and "no-cudagraphs" not in self.mode and self.mode != "default"
         return by_mode or bool(json.loads(self.options).get("triton.cudagraphs"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """A file that a model is read from: `size` (bytes) and `mtime_ns` pin it as it was when it was described."""
+    """A file that a model is read from: `size` (bytes) and `mtime_ns` are from when it was described."""
 
     path: str
     size: int
@@ -261,11 +182,12 @@ class ModelSpec:
     """A model by description: what a worker calls to load it, when the first job needs it.
 
     `loader` is `module:function` of ComfyUI, or a name that the worker knows; `arguments` are its positional arguments
-    as canonical JSON (nodes/origin.py), `index` says which of several results it is. `weight_dtype` is what ComfyUI
-    holds unquantised weights in, `compute_dtype` what it computes in, "" for its own choice. `patches` identifies the
-    stack of weight patches (LoRA and the like) on it, "" for none; the patches come with the job. `compilation` is None
-    for a network that runs as it is.
-    A VAE is one of the classes `kind` (autoencoders.py), whose weights and structure `witness` tells from all others.
+    as canonical JSON (nodes/describe/origin.py), `index` selects one of several results. `weight_dtype` is ComfyUI's
+    dtype of unquantised weights, `compute_dtype` that of computation, "" for its own choice. `weight_patches`
+    identifies the stack of weight patches (LoRA and the like) on it, "" for none; the patches come with the job.
+    `compilation` is None for a network that runs as it is.
+    A VAE is one of the classes `kind` (autoencoders.py), whose weights and structure `weights_fingerprint` tells
+    from all others.
     Without a `loader` its weights come with the job, and `arguments` are its file's metadata.
     """
 
@@ -275,28 +197,33 @@ class ModelSpec:
     files: tuple[SourceFile, ...] = ()
     weight_dtype: str = "float32"
     compute_dtype: str = ""
-    patches: str = ""
+    weight_patches: str = ""
     compilation: Compilation | None = None
     kind: str = ""
-    witness: str = ""
+    weights_fingerprint: str = ""
 
     @property
     def title(self) -> str:
-        """The file's name, for people; the loader's where there is none; a VAE's class."""
+        """The name shown to users: that of the file, or of the loader where there is none; of a VAE its class."""
         if self.kind:
             return self.kind.partition("(")[0].rpartition(".")[2]
         return os.path.basename(self.files[0].path) if self.files else self.loader
 
     @property
     def unpatched(self) -> ModelSpec:
-        """What is loaded: the same for every stack of patches, whatever it is computed in, and compiled or not."""
-        return replace(self, patches="", compute_dtype="", compilation=None)
+        """The spec of the loaded model: the same for every stack of patches and compute dtype, compiled or not."""
+        return replace(self, weight_patches="", compute_dtype="", compilation=None)
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the loaded model: files in two folders may have one name."""
+        return hashlib.sha256(repr(self.unpatched).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComfySetup:
-    """The host's ComfyUI: its checkout, the command-line flags it runs with, the folder that these speak of, and its
-    version, "" where any will do."""
+    """The host's ComfyUI: its checkout, its command-line flags, the folder that these name, and its version, "" for
+    any."""
 
     root: str
     flags: tuple[str, ...] = ()
@@ -306,10 +233,10 @@ class ComfySetup:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where the ranks of a group live: one torch device a rank, in rank order. A device may be named twice.
+    """The devices of a group: one torch device a rank, in rank order. A device may be named twice.
 
-    With `nnodes` machines `devices` are this machine's, whose ranks come first, and every other gives as many. They
-    find this one at `rdzv_endpoint`.
+    With `nnodes` machines `devices` are this machine's, whose ranks come first, and every other machine has as many.
+    The others connect to this one at `rdzv_endpoint`.
     """
 
     devices: tuple[str, ...]
@@ -321,29 +248,11 @@ class Placement:
         return len(self.devices) * self.nnodes
 
     @property
-    def each(self) -> tuple[str, ...]:
-        """Each rank's device; those of other machines by their numbers too."""
+    def device_names(self) -> tuple[str, ...]:
+        """The device of each rank, those of other machines with the machine's number."""
         machines = ["", *(f" of machine {number}" for number in range(2, self.nnodes + 1))]
         return tuple(f"{device}{machine}" for machine in machines for device in self.devices)
 
     @property
     def shared(self) -> bool:
         return len(set(self.devices)) < len(self.devices)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Division:
-    """How a run is divided, and among whom: one rank of `placement` for each share of `degrees`. Its weights are in
-    `storage`, and `rows` of a batch are evaluated at once, 0: all, those of several prompts too."""
-
-    degrees: Parallelism
-    placement: Placement
-    storage: Storage = Storage()
-    rows: int = 0
-
-    def __post_init__(self) -> None:
-        if self.degrees.world_size != self.placement.world_size:
-            raise ValueError(
-                f"degrees {self.degrees.shape} make {self.degrees.world_size} shares, and there are "
-                f"{self.placement.world_size} workers"
-            )

@@ -1,4 +1,4 @@
-"""What every test may rely on: `gpu` tests skip where torch sees no CUDA device, `sweep` tests wait to be asked for.
+"""What every test may rely on: `gpu` tests skip where torch sees no CUDA device, `of `sweep` tests a part runs.
 
 What was skipped is said in one line for each reason.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -23,7 +24,8 @@ def _sees_cuda() -> bool:
 
 
 def pytest_report_header() -> str | None:
-    return None if os.environ.get(SWEEP) else f"of tests marked `sweep` a part runs; all do with {SWEEP}=1, or by name"
+    partly = f"of tests marked `sweep` a part runs: all with ./tests/run --all or {SWEEP}=1, and what is named"
+    return None if os.environ.get(SWEEP) else partly
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -43,12 +45,31 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _leave_out_what_waits(config: pytest.Config, items: list[pytest.Item]) -> None:
-    cases: Counter[str] = Counter()
-    run, left = [], []
+    functions: dict[str, list[pytest.Item]] = {}
     for item in items:
-        one_in = min((marker.kwargs.get("one_in", 0) for marker in item.iter_markers("sweep")), default=1)
-        function = item.nodeid.partition("[")[0]
-        (run if one_in and cases[function] % one_in == 0 else left).append(item)
-        cases[function] += 1
-    items[:] = run
-    config.hook.pytest_deselected(items=left)
+        if None not in _shares(item):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    used: Counter[tuple[str, str, str]] = Counter()
+    run = {item for cases in functions.values() for item in _most_various(cases, used)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in run])
+    items[:] = [item for item in items if item in run]
+
+
+def _shares(item: pytest.Item) -> list[int | None]:
+    return [marker.kwargs.get("one_in") for marker in item.iter_markers("sweep")]
+
+
+def _most_various(cases: list[pytest.Item], used: Counter[tuple[str, str, str]]) -> Iterator[pytest.Item]:
+    """One in `one_in` of a function's cases, each time the one whose parameters the file has `used` least."""
+    cases = list(cases)
+    for _ in range(-(-len(cases) // max(filter(None, _shares(cases[0])), default=1))):
+        chosen = min(cases, key=lambda case: sum(used[value] for value in _values(case)))
+        cases.remove(chosen)
+        used.update(_values(chosen))
+        yield chosen
+
+
+def _values(case: pytest.Item) -> list[tuple[str, str, str]]:
+    """File, name and value of each parameter."""
+    params = case.callspec.params if isinstance(case, pytest.Function) and hasattr(case, "callspec") else {}
+    return [(str(case.path), name, str(value)) for name, value in params.items()]

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parallel_runtime.plan import Plan
+from parallel_runtime.architectures.split_plan import SplitPlan
 
 
-def change_between(transformer: nn.Module, plan: Plan, *evaluations: Callable[[], object]) -> Tensor:
+def change_between(transformer: nn.Module, plan: SplitPlan, *evaluations: Callable[[], object]) -> Tensor:
     """How much the first block's change of the watched tokens differs between two evaluations, [rows of the batch]."""
     site = plan.trunk[0]
-    watched, name = next((n, carry[0]) for n, carry in enumerate(site.carries) if plan.main in carry[2])
+    watched, name = next((n, carry[0]) for n, carry in enumerate(site.split_args) if plan.main_stream in carry[2])
     seen: list[Tensor] = []
 
     def watch(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:

@@ -6,14 +6,16 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 
-from parallel_runtime.host.group import WorkerGroup
+from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.jobs import DemoJob
 from parallel_runtime.specs import DEMO, ModelSpec, Parallelism, Placement, SourceFile
+
+if TYPE_CHECKING:  # ComfyUI's python, which runs some of the users of this module, has no pytest
+    import pytest
 
 TEXT, POOLED = 128, 64
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel_runtime import accelerators
-from parallel_runtime.accelerators import ACCELERATORS, Accelerator, collectives_of
-from parallel_runtime.host.planning import Wish, plan
-from parallel_runtime.host.torchrun import Meeting, environment
-from parallel_runtime.specs import ParallelRequest
+from parallel_runtime.accelerators import ACCELERATORS, KERNELS, Accelerator, AttentionKernel, distributed_backends
+from parallel_runtime.errors import Refused
+from parallel_runtime.group.machine_check import checked_plan
+from parallel_runtime.group.torchrun import Rendezvous, environment
+from parallel_runtime.planning.candidates import unsized_plan
+from parallel_runtime.planning.plan_inputs import PlanInputs
+from parallel_runtime.request import EngineOptions, ParallelRequest, widgets
 
-choosing = pytest.importorskip("parallel_runtime.worker.engine.choosing")
-kernels = pytest.importorskip("parallel_runtime.worker.engine.kernels")
-masks = pytest.importorskip("parallel_runtime.worker.engine.masks")
+choosing = pytest.importorskip("parallel_runtime.engine.kernels.autotune")
+kernels = pytest.importorskip("parallel_runtime.engine.kernels.dispatch")
+registry = pytest.importorskip("parallel_runtime.engine.kernels.registry")
+masks = pytest.importorskip("parallel_runtime.engine.attention.masks")
 
 from .engine.reference import attention, random_problem  # noqa: E402
 
@@ -24,27 +31,30 @@ from .engine.reference import attention, random_problem  # noqa: E402
     [("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl"), ("npu", "cpu:gloo,npu:hccl"), ("cpu", "cpu:gloo")],
 )
 def test_each_kind_has_its_collectives_and_tensors_of_the_cpu_go_by_gloo(kind: str, collectives: str) -> None:
-    assert collectives_of(kind) == collectives
+    assert distributed_backends(kind) == collectives
 
 
 @pytest.mark.parametrize("kind", list(ACCELERATORS))
 def test_devices_are_named_by_their_kind(kind: str) -> None:
     for devices in ("", "0,1", f"{kind}:0,{kind}:1"):
-        placement = plan(Wish(request=ParallelRequest(devices=devices), heads=24, gpus=2, kind=kind)).placement
+        placement = unsized_plan(
+            PlanInputs(request=ParallelRequest(devices=devices), heads=24, gpus=2, kind=kind)
+        ).placement
         assert placement.devices == (f"{kind}:0", f"{kind}:1")
 
 
 @pytest.mark.parametrize("kind", ["xpu", "npu"])
 def test_kernels_of_cuda_are_refused_elsewhere_by_name(kind: str) -> None:
+    request = ParallelRequest.of({"attention_backend": "flash"})
     with pytest.raises(ValueError, match=f"flash needs CUDA GPUs, and the workers run on {kind}:0; choose auto"):
-        plan(Wish(request=ParallelRequest(attention_backend="flash"), heads=24, gpus=2, kind=kind))
+        unsized_plan(PlanInputs(request=request, heads=24, gpus=2, kind=kind))
 
 
 def test_a_new_row_of_the_table_is_all_that_the_launch_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     other = Accelerator(kind="other", collectives="occl", environment={"OCCL_INTERFACE": "<{interface}>"})
     monkeypatch.setitem(accelerators.ACCELERATORS, "other", other)
-    assert environment(2, "token", "/folder", Meeting(store="/folder/store"))["OCCL_INTERFACE"] == "<lo>"
-    assert collectives_of("other") == "cpu:gloo,other:occl"
+    assert environment(2, "token", "/folder", Rendezvous(store="/folder/store"))["OCCL_INTERFACE"] == "<lo>"
+    assert distributed_backends("other") == "cpu:gloo,other:occl"
 
 
 @pytest.mark.parametrize(("masked", "grouped"), [(False, False), (True, False), (False, True)])
@@ -53,8 +63,8 @@ def test_where_no_kernel_gives_a_log_sum_exp_products_do(masked: bool, grouped: 
     mask = None if problem.mask is None else problem.mask.reshape(problem.mask.shape[0], 1, 1, -1)
     bias = None if mask is None else masks.additive(mask, torch.float32)
     heads = problem.query.shape[2]
-    key, value = (kernels.for_heads(tensor, heads) for tensor in (problem.key, problem.value))
-    out, lse = kernels._by_products(problem.query, key, value, bias, None)
+    key, value = (kernels.repeat_kv(tensor, heads) for tensor in (problem.key, problem.value))
+    out, lse = kernels._by_matmul(problem.query, key, value, bias, None)
     same, same_lse = kernels.attend_block(problem.query, problem.key, problem.value, bias, None, "auto")
     assert (out - attention(problem)).abs().max() <= 1e-5
     assert (out - same).abs().max() <= 1e-5
@@ -77,3 +87,33 @@ def test_rocm_has_no_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with FakeTensorMode():
         assert choosing.candidates(torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)) == ["_native_flash"]
+
+
+def test_every_kernel_of_the_table_has_its_functions_and_an_option_and_is_in_the_help() -> None:
+    assert list(registry.FUNCTIONS) == list(KERNELS)
+    (row,) = (row for row in widgets() if row.name == "attention_backend")
+    assert row.options == ("auto", "native", *KERNELS)
+    help_page = (Path(__file__).parents[1] / "web" / "docs" / "CPParallelConfig.md").read_text(encoding="utf-8")
+    for kernel in KERNELS.values():
+        assert registry.FUNCTIONS[kernel.name].row is kernel
+        assert f"`{kernel.name}`" in help_page
+        assert kernel.log_sum_exp or "block" not in kernel.benchmark
+        assert (registry.FUNCTIONS[kernel.name].block is not None) == kernel.log_sum_exp
+
+
+def test_a_new_row_of_kernels_is_an_option_takes_part_in_the_benchmark_and_is_refused_by_its_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row = AttentionKernel(name="mine", devices=("xpu",), package="nobody_has_it", log_sum_exp=False)
+    monkeypatch.setitem(KERNELS, "mine", replace(row, benchmark=("whole",)))
+    assert accelerators.benchmarked("xpu", "whole") == ["mine"]
+    assert accelerators.benchmarked("xpu", "block") == accelerators.benchmarked("cpu", "whole") == []
+    request = ParallelRequest(options=EngineOptions(attention_backend="mine"))
+    with pytest.raises(Refused, match="mine needs XPU GPUs, and the workers run on cuda:0"):
+        checked_plan(PlanInputs(request=request, heads=24, gpus=2, kind="cuda"))
+    with pytest.raises(Refused, match="needs the package nobody_has_it"):
+        checked_plan(PlanInputs(request=request, heads=24, gpus=2, kind="xpu"))
+    query = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16)
+    functions = registry.KernelFunctions(row=row, full=registry.sdpa, block=None)
+    assert functions.unsupported_reason(query, query, query, None) == "it needs a XPU GPU, and the tensors are on cpu"
+    assert functions.unsupported_block_reason(query, query, query, None) == "it gives no log-sum-exp"

@@ -1,5 +1,4 @@
-"""Refusals come to the page as English, and get words of other languages by their pattern (web/understood.js).
-What a CP Parallel Config is refused by has them in each, and none are of a sentence that nobody says any more."""
+"""A refusal is a code and values: its sentence is in every language, with a gap for each value."""
 
 from __future__ import annotations
 
@@ -7,129 +6,112 @@ import ast
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from parallel_runtime.errors import Refused
-from parallel_runtime.host.cost import Figures
-from parallel_runtime.host.pipelines import check_stages
-from parallel_runtime.host.planning import Wish, plan
-from parallel_runtime.host.storing import Capacity, Case, decide
-from parallel_runtime.loads import Load
-from parallel_runtime.specs import Parallelism, ParallelRequest
-from parallel_runtime.wire.handshake import TOKEN
+from parallel_runtime.sentences import SECTIONS, SENTENCES, from_json, say, to_json
+from parallel_runtime.wire.channel import PACKET_BYTES
+from parallel_runtime.wire.messages import Done, Refusal, decode, encode
 
 ROOT = Path(__file__).resolve().parents[1]
-RUNTIME = ROOT / "parallel_runtime"
-SOURCES = [RUNTIME / "specs.py", *(path for folder in (RUNTIME, ROOT / "nodes") for path in folder.rglob("*.py"))]
+SOURCES = [path for folder in ("parallel_runtime", "nodes") for path in (ROOT / folder).rglob("*.py")]
 TRANSLATED = sorted({path.parent.name for path in (ROOT / "locales").glob("*/main.json")} - {"en"})
-GAP = r"\{\w*\}"
-MACHINES = {"nnodes": 2, "rdzv_endpoint": "127.0.0.1:29500"}
-PLANNED: tuple[tuple[int, dict[str, Any]], ...] = (  # GPUs, and a config that does not work there
-    (2, {"ring_degree": 3, "ulysses_degree": 3}),
-    (1, {"ring_degree": 2, "ulysses_degree": 1}),
-    (0, {"ring_degree": 64, "ulysses_degree": 64}),
-    (1, {"ring_degree": 1, "ulysses_degree": 25, "devices": ",".join(["0"] * 30)}),
-    (2, {"ring_degree": 9, "ulysses_degree": 1, **MACHINES}),
-    (1, {"ring_degree": 9, "ulysses_degree": 1, **MACHINES}),
-    (4, {"ring_degree": 1, "ulysses_degree": 2, "devices": "0,1", **MACHINES}),
-    (2, {"cfg_degree": 2, "ring_degree": 1, "ulysses_degree": 1, "shares": "3,2"}),
-    (2, {"devices": "7"}),
-    (0, {"devices": "7"}),
-    (2, {"devices": "0,1", "ring_degree": 1, "ulysses_degree": 1}),
-)
-FIGURES = Figures(
-    name="FLUX", heads=24, layers=3, width=64, weights=10, weight_bytes=20 << 30, item_bytes=2, blocks=(5 << 30,) * 3,
-    loads=(Load(0, 1),) * 3,
-)  # fmt: skip
-PARTS = ("{} {}, and pipeline_degree is {}; set it to {}", "worker(s){}; name {}, or set degrees to 0")
+RAISED = ("Refused", "Unsendable")
+OPTIONS = {"widget", "fix"}
 
 
-def words(language: str) -> dict[str, str]:
-    """By the English sentence."""
-    return json.loads((ROOT / "locales" / language / "main.json").read_text(encoding="utf-8"))["cpRefusals"]
+def section(language: str, name: str) -> dict[str, str]:
+    return json.loads((ROOT / "locales" / language / "main.json").read_text(encoding="utf-8"))[name]
 
 
-LONGEST_FIRST = sorted(words(TRANSLATED[0]), key=lambda one: -len(re.sub(GAP, "", one)))
+def test_every_refusal_has_a_code_with_a_sentence_whose_gaps_are_its_values() -> None:
+    for where, call in calls(*RAISED, "say"):
+        codes, values = codes_of(call), {keyword.arg for keyword in call.keywords}
+        if None in values or (not codes and name_of(call) == "say"):
+            continue  # what came over the wire, or is said again
+        assert codes, f"{where}: a refusal's first argument is its code"
+        for code in codes:
+            assert code in SENTENCES, f"{where}: {code}"
+            needed = set(gaps(SENTENCES[code]))
+            assert needed <= values, f"{where}: {code}"
+            assert name_of(call) == "say" or needed == values - OPTIONS, f"{where}: {code}"
+            made = Refused if name_of(call) in RAISED else say
+            assert not gaps(str(made(code, **dict.fromkeys(values - OPTIONS, 1)))), f"{where}: {code}"
 
 
+def test_every_sentence_of_a_refusal_is_raised() -> None:
+    words = {node.value for _, tree in trees() for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    kinds = {f"kind.{kind}" for kind in ("bool", "int", "float", "str")}
+    for name in ("cpRefusals", "cpDeaths", "cpDeveloper"):
+        assert set(section("en", name)) - words - kinds == set()
+
+
+@pytest.mark.parametrize("name", ["cpRefusals", "cpDeaths"])
 @pytest.mark.parametrize("language", TRANSLATED)
-def test_a_language_has_what_the_others_have_and_every_gap(language: str) -> None:
-    assert list(words(language)) == list(words(TRANSLATED[0]))
-    for english, text in words(language).items():
-        assert sorted(re.findall(GAP, text)) == sorted(re.findall(GAP, english)), english
-        assert text != english or english == "true or false"
+def test_a_language_has_every_refusal_and_every_death_and_every_gap(language: str, name: str) -> None:
+    english, ours = section("en", name), section(language, name)
+    assert list(ours) == list(english)
+    for code, text in ours.items():
+        assert gaps(text) == gaps(english[code]), code
+        assert text != english[code] or not re.search("[a-z]{3} [a-z]{3}", re.sub(r"\{\w+\}", "", text)), code
 
 
-def test_words_are_of_sentences_that_somebody_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was edited has lost its words in every language."""
-    there = {written(node) for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))}
-    composed = {english for one in raised(monkeypatch) for english in understood(one)}
-    for english in LONGEST_FIRST:
-        assert re.sub(GAP, "{}", english) in there or english in composed, english
+def test_no_code_is_used_twice() -> None:
+    assert len(SENTENCES) == sum(len(section("en", name)) for name in SECTIONS)
 
 
-@pytest.mark.parametrize("name", ["planning.py", "devices.py", "shares.py", "pipelines.py"])
-def test_what_a_config_is_refused_by_has_words(name: str) -> None:
-    calls = (node for node in ast.walk(ast.parse((RUNTIME / "host" / name).read_text())) if isinstance(node, ast.Call))
-    sentences = [written(call.args[0]) for call in calls if getattr(call.func, "id", "") == "Refused"]
-    assert sentences
-    for sentence in filter(None, sentences):
-        assert sentence.endswith(PARTS) or understood(sentence.replace("{}", "0")), sentence
+def test_what_travels_is_the_same_refusal_at_the_other_end_and_fits_into_a_packet() -> None:
+    inner = say("on.machine", reason="x", machine="10.0.0.2")
+    refused = Refused("on.machine", widget="devices", fix={"devices": ""}, reason=inner, machine="\N{SNOWMAN}" * 10**6)
+    data = encode(Done(1, refused=Refusal.of(refused)))
+    assert len(data) < PACKET_BYTES
+    again = decode(data).refused.raised()
+    assert (again.code, again.widget, again.fix) == ("on.machine", "devices", {"devices": ""})
+    assert again.values["reason"] == inner
+    assert again.values["reason"].values == inner.values
+    assert str(refused).startswith(str(again)[:-1])
+    assert str(decode(data).refused.raised("10.0.0.3")).endswith("(on 10.0.0.3)")
 
 
-def test_what_is_made_of_parts_has_words_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    for english in raised(monkeypatch):
-        assert understood(english), english
+def test_a_sentence_within_a_sentence_is_data_for_the_page() -> None:
+    said = say("on.machine", reason=say("elsewhere"), machine=["a", "b"])
+    data = {"code": "on.machine", "values": {"reason": {"code": "elsewhere", "values": {}}, "machine": ["a", "b"]}}
+    assert to_json(said) == data
+    assert from_json(data) == said
+    assert said.endswith("(on a, b)")
 
 
-def raised(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setenv(TOKEN, "a token of many characters")
-    for gpus, values in PLANNED:
-        yield refusal(plan, Wish(request=ParallelRequest(**values), heads=24, gpus=gpus, guided=True))
-    monkeypatch.setattr("sys.argv", ["main.py"])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    yield refusal(plan, Wish(request=ParallelRequest(ring_degree=2, ulysses_degree=1), heads=24, gpus=1))
-    for values in ({"dtype": "banana"}, {"ring_degree": "three"}):
-        yield refusal(ParallelRequest.of, values)
-    for figures in (FIGURES, replace(FIGURES, loads=())):
-        yield refusal(check_stages, ParallelRequest(pipeline_degree=9), figures)
-    for weight, blocks in ((0, ()), (1, (1 << 20,) * 9)):
-        figures = replace(FIGURES, weights=10 << 30 >> weight, loads=(), blocks=blocks)
-        yield from too_large(figures)
+def trees() -> Iterator[tuple[Path, ast.Module]]:
+    yield from ((path, ast.parse(path.read_text())) for path in SOURCES)
 
 
-def too_large(figures: Figures) -> Iterator[str]:
-    for host in (None, 1 << 20):
-        for tokens, room in ((4608, 1), (4608, 12), (1 << 20, 30)):
-            capacity = Capacity(device_bytes=room << 30, host_bytes=host)
-            case = Case(work=figures.work(1, tokens), degrees=Parallelism(), link=None, capacity=capacity)
-            try:
-                decide("auto", case)
-            except Refused as refused:
-                yield str(refused)
+def calls(*names: str) -> Iterator[tuple[str, ast.Call]]:
+    for path, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and name_of(node) in names and (node.args or node.keywords):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", node
 
 
-def refusal(act: Any, *given: Any) -> str:
-    with pytest.raises(Refused) as refused:
-        act(*given)
-    return str(refused.value)
+def name_of(call: ast.Call) -> str:
+    return getattr(call.func, "id", "") or getattr(call.func, "attr", "")
 
 
-def understood(english: str) -> list[str]:
-    """The sentence that fits, as the page finds it, and those in its gaps."""
-    english = english.removesuffix(".")
-    for sentence in LONGEST_FIRST:
-        if found := re.fullmatch("(.*?)".join(map(re.escape, re.split(GAP, sentence))), english, re.DOTALL):
-            return [sentence, *(inner for value in found.groups() for inner in understood(value))]
-    return []
+def codes_of(call: ast.Call) -> list[str]:
+    """The literal codes of a call: one, or two of which a condition chooses."""
+    first: Any = call.args[0] if call.args else None
+    options = [first.body, first.orelse] if isinstance(first, ast.IfExp) else [first]
+    return [one.value for one in options if isinstance(one, ast.Constant) and isinstance(one.value, str)]
 
 
-def written(node: ast.AST) -> str:
-    """A text in the code, with {} for what is filled in."""
-    if isinstance(node, ast.JoinedStr):
-        return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+def gaps(text: str) -> list[str]:
+    return sorted(set(re.findall(r"\{(\w+)\}", text)))
+
+
+def test_whatever_a_sentence_is_about_the_page_gets_json() -> None:
+    """ComfyUI's server ends at an event that it cannot write."""
+    said = say("elsewhere", why=LookupError("no such file"), shape=(1, 2), kind=Path)
+    assert to_json(said)["values"] == {"why": "no such file", "shape": [1, 2], "kind": str(Path)}
+    json.dumps(to_json(said), allow_nan=False)

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import asdict
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from parallel_runtime.errors import Refused
-from parallel_runtime.specs import ParallelRequest
+from parallel_runtime.group import endpoint
+from parallel_runtime.planning.candidates import unsized_plan
+from parallel_runtime.planning.device_names import parse_devices
+from parallel_runtime.planning.plan_inputs import PlanInputs
+from parallel_runtime.planning.work_shares import requested_shares
+from parallel_runtime.request import EngineOptions, ParallelRequest, Widget, widgets
+from parallel_runtime.specs import ModelSpec, WeightPlacement
+from parallel_runtime.wire.messages import Run, decode, encode
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_values_are_taken_by_name_and_the_rest_is_as_usual() -> None:
     request = ParallelRequest.of({"ring_degree": 2, "weights": "shard", "step_cache": 0, "a_widget_of_others": [1]})
-    assert request == ParallelRequest(ring_degree=2, weights="shard", step_cache=0)
+    assert request == ParallelRequest(ring_degree=2, weights="shard", options=EngineOptions(step_cache=0))
     assert ParallelRequest.of({}) == ParallelRequest()
-    assert ParallelRequest.of(asdict(request)) == request
+    assert ParallelRequest.of(request.values) == request
 
 
 @pytest.mark.parametrize(
@@ -43,6 +58,28 @@ def test_what_a_widget_cannot_hold_is_refused_by_name_with_what_it_can(name: str
     assert str(refused.value) == f"{name} is {value!r}, and not {wanted}"
 
 
+def of_widget(name: str, text: str) -> ParallelRequest:
+    return ParallelRequest.of({name: text})
+
+
+@pytest.mark.parametrize("text", ["x" * 20_000, "7" * 20_000, "7," * 9_999 + "7"])
+@pytest.mark.parametrize(
+    "refusing",
+    [
+        *(partial(of_widget, row.name) for row in widgets() if row.options or row.kind is not str),
+        partial(requested_shares, workers=2),
+        partial(parse_devices, gpus=2),
+        lambda text: parse_devices(f"cpu,{text}", 2),
+        endpoint.split,
+        lambda text: endpoint.parse(f"{text}.invalid:29500"),
+    ],
+)
+def test_of_a_long_text_a_refusal_quotes_the_beginning(refusing: Callable[[str], object], text: str) -> None:
+    with pytest.raises(Refused) as refused:
+        refusing(text)
+    assert len(str(refused.value)) < 300
+
+
 def test_what_is_empty_is_also_called_auto() -> None:
     assert ParallelRequest.of({"devices": "auto", "rdzv_endpoint": "auto"}) == ParallelRequest()
 
@@ -61,3 +98,65 @@ def test_how_many_workers_are_needed_depends_on_heads_beside_a_ring_that_is_give
 ) -> None:
     ring, ulysses = degrees
     assert ParallelRequest(ring_degree=ring, ulysses_degree=ulysses).by_heads == by_heads
+
+
+def test_the_places_of_widgets_are_without_gaps_since_workflows_hold_values_by_them() -> None:
+    assert [row.place for row in widgets()] == list(range(1, len(widgets()) + 1))
+    assert ParallelRequest().values == {row.name: row.default for row in widgets()}
+
+
+STAGES = {"ulysses_degree": 1, "pipeline_degree": 2}
+CHANGED: dict[str, dict[str, Any]] = {  # each option with another value than its default, and what it needs
+    "rotate_method": {"ring_degree": 2, "rotate_method": "allgather"},
+    "convert_to_fp32": {"ring_degree": 2, "convert_to_fp32": False},
+    "attention_backend": {"ring_degree": 2, "attention_backend": "native"},
+    "step_cache": {"ring_degree": 2, "step_cache": 0.1},
+    "cuda_graphs": {"ring_degree": 2, "cuda_graphs": "off"},
+    "patches": {**STAGES, "patches": 4},
+    "warmup_steps": {**STAGES, "patches": 4, "warmup_steps": 3},
+}
+
+
+@pytest.mark.parametrize("row", [row for row in widgets() if row.of_engine], ids=lambda row: row.name)
+def test_every_option_of_the_engine_arrives_on_a_worker_as_its_widget_says(row: Widget) -> None:
+    asked = {"devices": "cpu,cpu", **CHANGED[row.name]}
+    degrees = unsized_plan(PlanInputs(request=ParallelRequest.of(asked), heads=24, gpus=2)).degrees
+    message = decode(encode(Run(1, ModelSpec(loader="any"), degrees, WeightPlacement())))
+    assert getattr(message.parallelism.options, row.field) == asked[row.name] != row.default
+
+
+ROW = """    eagerness: int = widget({place}, 0, "A new option.", limits={{"min": 0, "max": 9}})
+"""
+NEW_OPTION = """
+from parallel_runtime.planning.candidates import unsized_plan
+from parallel_runtime.planning.plan_inputs import PlanInputs
+from parallel_runtime.request import ParallelRequest, widgets
+from parallel_runtime.specs import ModelSpec, WeightPlacement
+from parallel_runtime.wire.messages import Run, decode, encode
+
+request = ParallelRequest.of({"devices": "cpu,cpu", "ring_degree": 2, "eagerness": 7})
+degrees = unsized_plan(PlanInputs(request=request, heads=24, gpus=2)).degrees
+message = decode(encode(Run(1, ModelSpec(loader="any"), degrees, WeightPlacement())))
+print(widgets()[-1].name, request.values["eagerness"], message.parallelism.options.eagerness)
+"""
+
+
+def test_a_new_option_is_one_row_and_arrives_on_a_worker_without_another_line(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "parallel_runtime", tmp_path / "parallel_runtime", ignore=shutil.ignore_patterns("*.pyc"))
+    shutil.copytree(ROOT / "locales", tmp_path / "locales")
+    code = tmp_path / "parallel_runtime" / "request.py"
+    before, row_of_another, after = code.read_text().partition("    convert_to_fp32: bool = widget(")
+    code.write_text(before + ROW.format(place=len(widgets()) + 1) + row_of_another + after)
+    command = [sys.executable, "-c", NEW_OPTION]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["eagerness", "7", "7"]
+
+
+@pytest.mark.parametrize("row", widgets(), ids=lambda row: row.name)
+def test_every_widget_has_its_help_and_a_tooltip_in_each_language(row: Widget) -> None:
+    help_page = (ROOT / "web" / "docs" / "CPParallelConfig.md").read_text(encoding="utf-8")
+    assert f"| {row.name} |" in help_page
+    languages = list((ROOT / "locales").glob("*/nodeDefs.json"))
+    assert len(languages) == 7, "English is in the row itself"
+    for words in languages:
+        assert json.loads(words.read_text(encoding="utf-8"))["CPParallelConfig"]["inputs"][row.name]["tooltip"]

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from parallel_runtime.host.sentences import SENTENCES
-
 ROOT = Path(__file__).resolve().parents[1]
 LANGUAGES = sorted(path.parent.name for path in (ROOT / "locales").glob("*/main.json"))
 TRANSLATED = [language for language in LANGUAGES if language != "en"]
@@ -56,15 +54,16 @@ def test_a_language_has_every_word_and_every_gap(language):
 @pytest.mark.parametrize("language", TRANSLATED)
 def test_a_language_has_every_sentence_of_a_plan_and_every_gap(language):
     ours = json.loads((ROOT / "locales" / language / "main.json").read_text(encoding="utf-8"))["cpReport"]
-    report = (ROOT / "parallel_runtime" / "host" / "report.py").read_text()
+    english = json.loads((ROOT / "locales" / "en" / "main.json").read_text(encoding="utf-8"))["cpReport"]
+    report = (ROOT / "parallel_runtime" / "explain" / "plan_report.py").read_text()
     titles = {f"title.{title.lower()}" for title in re.findall(r'Row\("(\w+)"', report)} - {"title.note"}
-    assert titles <= set(SENTENCES)
-    assert set(ours) == set(SENTENCES)
-    for key, text in SENTENCES.items():
+    assert titles <= set(english)
+    assert set(ours) == set(english)
+    for key, text in english.items():
         assert gaps(ours[key]) == gaps(text), key
-    words_of = {key: re.sub(r"\{\w+\}", "", text) for key, text in SENTENCES.items() if key not in titles}
+    words_of = {key: re.sub(r"\{\w+\}", "", text) for key, text in english.items() if key not in titles}
     said = [key for key, text in words_of.items() if re.search("[a-z]{3}", text)]
-    assert not [key for key in said if ours[key] == SENTENCES[key]], "these are English"
+    assert not [key for key in said if ours[key] == english[key]], "these are English"
 
 
 @pytest.mark.parametrize("language", TRANSLATED)

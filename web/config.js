@@ -2,19 +2,19 @@
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
-import { element, write } from "./elements.js";
+import { element, setText } from "./elements.js";
 import { foldLine } from "./fold.js";
 import { cardName } from "./rank.js";
 import { remedy } from "./remedy.js";
 import { gpus } from "./status.js";
 import { shares, terms } from "./shares.js";
-import { say, translated } from "./words.js";
+import { say, translate } from "./words.js";
 
 export const CONFIG = "CPParallelConfig";
 const WIDGET = "cp_summary";
 const EDIT_MILLISECONDS = 150;
-const LEAST = 44; // pixels
-const MOST = 170;
+const MIN_HEIGHT = 44; // pixels
+const MAX_HEIGHT = 170;
 const FRAME = 34; // around the text
 
 /** @param {any} node a new CP Parallel Config */
@@ -28,7 +28,7 @@ export function addSummary(node) {
   const widget = node.addDOMWidget(WIDGET, "cp_summary", place, {
     serialize: false, hideInPanel: true, getMinHeight: () => height(text, fold.line), getValue: () => "", setValue() {},
   });
-  widget.serialize = false; // of the saved workflow too: widgets there are known by their number
+  widget.serialize = false; // also keep it out of the saved workflow, which knows widgets by their number
   /** @type {ReturnType<typeof setTimeout> | undefined} */
   let timer;
   const later = () => {
@@ -41,7 +41,7 @@ export function addSummary(node) {
 }
 
 /**
- * Call `changed` for every edit, from wherever: a hand, a link, a loaded workflow.
+ * Call `changed` for every edit: by hand, by a link, or by a loaded workflow.
  * @param {any} node
  * @param {() => void} changed
  */
@@ -59,8 +59,8 @@ function watch(node, changed) {
  */
 function after(owner, name, act) {
   const before = owner[name];
-  owner[name] = function (/** @type {any[]} */ ...given) {
-    const result = before?.apply(this, given);
+  owner[name] = function (/** @type {any[]} */ ...args) {
+    const result = before?.apply(this, args);
     act();
     return result;
   };
@@ -78,20 +78,20 @@ async function summarise(node, parts, fold) {
   const values = Object.fromEntries(
     node.widgets.filter((/** @type {any} */ one) => one.name !== WIDGET).map((/** @type {any} */ one) => [one.name, one.value]),
   );
-  const found = linked ? { words: say("config.linked") } : await judged(values);
-  write(parts.words, found.words);
-  write(parts.terms, found.terms ?? "");
-  write(parts.note, found.note ?? "");
-  parts.out.replaceChildren(...remedy(node, found.fix ?? [], () => {}));
+  const verdict = linked ? { words: say("config.linked") } : await fetchVerdict(values);
+  setText(parts.words, verdict.words);
+  setText(parts.terms, verdict.terms ?? "");
+  setText(parts.note, verdict.note ?? "");
+  parts.out.replaceChildren(...remedy(node, verdict.fix ?? [], () => {}));
   for (const part of Object.values(parts)) part.hidden = !part.textContent;
-  parts.words.closest(".cp-summary")?.classList.toggle("cp-bad", Boolean(found.bad));
-  frame(node, Boolean(found.bad));
+  parts.words.closest(".cp-summary")?.classList.toggle("cp-bad", Boolean(verdict.bad));
+  frame(node, Boolean(verdict.bad));
   fold.show();
   app.canvas?.setDirty(true, true);
 }
 
 /**
- * LiteGraph reads the flag, Nodes 2.0 has to be told.
+ * LiteGraph reads the flag; Nodes 2.0 needs an event.
  * @param {any} node
  * @param {boolean} bad
  */
@@ -107,7 +107,7 @@ function frame(node, bad) {
  * @param {HTMLElement} line
  */
 function height(text, line) {
-  return Math.min(MOST, Math.max(LEAST, text.offsetHeight + FRAME)) + line.offsetHeight;
+  return Math.min(MAX_HEIGHT, Math.max(MIN_HEIGHT, text.offsetHeight + FRAME)) + line.offsetHeight;
 }
 
 /**
@@ -115,29 +115,28 @@ function height(text, line) {
  * @param {Record<string, any>} values
  * @returns {Promise<Verdict>}
  */
-async function judged(values) {
+async function fetchVerdict(values) {
   const answer = await api.fetchApi("/cp/check", {
     method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(values),
   });
-  const found = await answer.json();
-  const reason = found.error ?? found.reason;
-  if (reason) return { words: translated(reason), bad: true, fix: found.fix };
-  const degrees = Object.fromEntries(Object.keys(found.degrees).map((name) => [name, values[name]]));
-  const { workers, cores } = found;
-  const cpu = found.devices[0] === "cpu";
-  const told = { words: shares(degrees, workers, cpu), terms: "" };
-  if (workers > 1) told.terms = say("workers", { degrees: terms(degrees), count: workers });
-  if (values.nnodes > 1) told.terms += ` ${say("machines", { count: values.nnodes })}`;
-  const parts = found.shares.map(shared).join(", ");
-  told.terms = [told.terms, parts].filter(Boolean).join("; ");
+  const plan = await answer.json();
+  if (plan.code) return { words: translate(plan), bad: true, fix: plan.fix };
+  const degrees = Object.fromEntries(Object.keys(plan.degrees).map((name) => [name, values[name]]));
+  const { workers, cores } = plan;
+  const cpu = plan.devices[0] === "cpu";
+  const summary = { words: shares(degrees, workers, cpu), terms: "" };
+  if (workers > 1) summary.terms = say("workers", { degrees: terms(degrees), count: workers });
+  if (values.nnodes > 1) summary.terms += ` ${say("machines", { count: values.nnodes })}`;
+  const parts = plan.shares.map(shareText).join(", ");
+  summary.terms = [summary.terms, parts].filter(Boolean).join("; ");
   const note = cpu && workers > 1 ? say("config.cores", { workers, cores }) : gpus() === 1 && workers === 1 ? say("one.hint") : "";
-  return { ...told, note };
+  return { ...summary, note };
 }
 
 /**
  * @param {[string, number]} share a device, and its percent of the work
  * @param {number} rank
  */
-function shared([device, percent], rank) {
+function shareText([device, percent], rank) {
   return say("config.share", { worker: cardName({ rank, device }), percent });
 }

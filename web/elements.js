@@ -10,26 +10,26 @@ export function element(tag, properties = {}, ...children) {
   const [name, ...classes] = tag.split(".");
   const made = document.createElement(name);
   made.classList.add(...classes);
-  return furnished(made, properties, children);
+  return applyProperties(made, properties, children);
 }
 
 /**
- * The same in SVG.
+ * An SVG element, made in one expression.
  * @param {string} tag
  * @param {Record<string, string | number | EventListener>} [properties]
  * @param {...(Node | string)} children
  * @returns {any}
  */
-export function drawn(tag, properties = {}, ...children) {
-  return furnished(document.createElementNS("http://www.w3.org/2000/svg", tag), properties, children);
+export function svgElement(tag, properties = {}, ...children) {
+  return applyProperties(document.createElementNS("http://www.w3.org/2000/svg", tag), properties, children);
 }
 
 /**
- * Change a text only where it differs: what is selected or read aloud stays so.
+ * Set a text only where it differs, so that selections and screen readers are not disturbed.
  * @param {Node} node
  * @param {string} text
  */
-export function write(node, text) {
+export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
@@ -38,7 +38,7 @@ export function write(node, text) {
  * @param {Record<string, string | number | EventListener>} properties
  * @param {(Node | string)[]} children
  */
-function furnished(made, properties, children) {
+function applyProperties(made, properties, children) {
   for (const [name, value] of Object.entries(properties)) {
     if (typeof value === "function") made.addEventListener(name.slice(2), value);
     else made.setAttribute(name, String(value));

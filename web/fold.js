@@ -4,7 +4,7 @@
  */
 
 import { app } from "../../scripts/app.js";
-import { element, write } from "./elements.js";
+import { element, setText } from "./elements.js";
 import { say } from "./words.js";
 
 /** @typedef {any} LGraphNode */
@@ -21,27 +21,27 @@ export function foldLine(node) {
   /** @type {boolean | undefined} what the user chose */
   let chosen;
   /** @type {string | undefined} how it was drawn last */
-  let drawn;
+  let lastLayout;
   const toggle = () => {
     chosen = !open();
     show();
   };
   const open = () => chosen ?? folded(node).some((/** @type {any} */ widget) => unusual(node, widget));
   const show = () => {
-    const own = Boolean(/** @type {any} */ (LiteGraph).vueNodesMode); // the page's own line is there
+    const vueNodes = Boolean(/** @type {any} */ (LiteGraph).vueNodesMode); // the page's own line is there
     const shown = open();
     const widgets = folded(node);
-    for (const widget of widgets) widget.hidden = !own && !shown;
-    if (shown && !node.showAdvanced && own) node.showAdvanced = true;
-    line.hidden = own || !widgets.length;
+    for (const widget of widgets) widget.hidden = !vueNodes && !shown;
+    if (shown && !node.showAdvanced && vueNodes) node.showAdvanced = true;
+    line.hidden = vueNodes || !widgets.length;
     line.setAttribute("aria-expanded", String(shown));
-    write(line, shown ? `▾ ${say("fold.less")}` : `▸ ${say("fold.more", { count: widgets.length })}`);
-    if (!own) fit(node, shown);
-    else if (drawn !== `${own} ${shown}` && !shown) node.setSize([node.size[0], LOW]);
-    drawn = `${own} ${shown}`;
+    setText(line, shown ? `▾ ${say("fold.less")}` : `▸ ${say("fold.more", { count: widgets.length })}`);
+    if (!vueNodes) fit(node, shown);
+    else if (lastLayout !== `${vueNodes} ${shown}` && !shown) node.setSize([node.size[0], LOW]);
+    lastLayout = `${vueNodes} ${shown}`;
   };
   node.cpFold = () => {
-    drawn = undefined;
+    lastLayout = undefined;
     show();
   };
   show();

@@ -6,7 +6,7 @@ import { tell } from "./notices.js";
 import { gpus } from "./status.js";
 import { say } from "./words.js";
 
-/** What stands in for what; parallel_runtime/migrate.py has the same for saved files. */
+/** What stands in for what; parallel_runtime/commands/migrate.py has the same for saved files. */
 const STANDS_IN = {
   KSampler: "CPSampler",
   KSamplerAdvanced: "CPSamplerAdvanced",

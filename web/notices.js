@@ -4,7 +4,7 @@ import { app } from "../../scripts/app.js";
 import { element } from "./elements.js";
 import { openHelp } from "./help.js";
 import { openPanel } from "./panel.js";
-import { FAILED, WORKING, follow, gpus, lastWords } from "./status.js";
+import { FAILED, WORKING, follow, gpus, lastWords, reasonOf } from "./status.js";
 import { say } from "./words.js";
 
 /** @typedef {import("./status.js").Status} Status @typedef {{words: string, open: () => void}} Link */
@@ -14,24 +14,24 @@ const LOOK_MILLISECONDS = 250;
 const GAP = 12; // pixels
 const LINES = 3; // of a worker's last words
 const LONGEST = 140; // characters of one
-const ONE_GPU = "cp.one-gpu"; // in this browser's storage: it was told once
+const ONE_GPU = "cp.one-gpu"; // in this browser's storage: the notice was shown
 
 let number = 0;
 
 export function startNotices() {
-  /** @type {string | undefined} what was told last, or found when this page came */
-  let told;
+  /** @type {string | undefined} the last reason shown, or the one when this page opened */
+  let lastReason;
   /** @type {() => void} */
   let dismiss = () => {};
   follow((now, before) => {
     const failed = FAILED.includes(now.state) && now.loss;
-    if (told === undefined) told = failed ? now.reason : "";
-    else if (failed && failed.settled && told !== now.reason) {
-      told = now.reason;
+    if (lastReason === undefined) lastReason = failed ? now.reason : "";
+    else if (failed && failed.settled && lastReason !== now.reason) {
+      lastReason = now.reason;
       dismiss();
       dismiss = tell("error", title(now), detail(now), 20 * SECONDS, links(now));
-    } else if (told && ["idle", "loading", ...WORKING].includes(now.state)) {
-      told = "";
+    } else if (lastReason && ["idle", "loading", ...WORKING].includes(now.state)) {
+      lastReason = "";
       dismiss();
       tell("success", say("toast.recovered"), say("toast.recovered.detail"), 5 * SECONDS);
     }
@@ -51,7 +51,7 @@ function title(now) {
  * @param {Status} now
  */
 function detail(now) {
-  return [now.reason, ...lastWords(now).slice(-LINES).map((line) => line.slice(0, LONGEST))].join("\n");
+  return [reasonOf(now), ...lastWords(now).slice(-LINES).map((line) => line.slice(0, LONGEST))].join("\n");
 }
 
 /**

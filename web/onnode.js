@@ -16,7 +16,7 @@ const FONT = "12px Inter, sans-serif";
 
 /** @typedef {any} LGraphNode */
 
-let told = 0;
+let revision = 0;
 
 /** What both renderers take for a badge: LiteGraph draws it, Nodes 2.0 reads its text and colours. No wider than the node. */
 class Line {
@@ -127,12 +127,12 @@ function inRun() {
   if (state === "loading") return joined(workers, say("state.loading", { percent: Math.round(now().loaded * 100) }));
   if (!WORKING.includes(state) || !steps) return "";
   const seconds = lastRun()?.step_seconds;
-  const rest = left();
+  const secondsLeft = left();
   return joined(
     workers,
     say("line.step", { step, steps }),
     seconds ? say("line.each", { seconds: digits(seconds) }) : "",
-    rest === undefined ? "" : say("time.left", { time: duration(rest) }),
+    secondsLeft === undefined ? "" : say("time.left", { time: duration(secondsLeft) }),
   );
 }
 
@@ -147,6 +147,6 @@ function joined(...parts) {
  */
 function tell(node, words) {
   node.cpLine.text = words;
-  Object.assign(app.extensionManager, { [CELL]: ++told });
+  Object.assign(app.extensionManager, { [CELL]: ++revision });
   node.setDirtyCanvas?.(true, true);
 }

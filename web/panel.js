@@ -3,13 +3,13 @@
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { diagnostics, copyText } from "./diagnostics.js";
-import { element, write } from "./elements.js";
+import { element, setText } from "./elements.js";
 import { openHelp } from "./help.js";
 import { cardName, rankCard } from "./rank.js";
 import { facts, timeline } from "./runs.js";
 import { duration } from "./seconds.js";
 import { shares, terms } from "./shares.js";
-import { BUSY, FAILED, WORKING, elapsed, follow, gpus, lastRun, lastWords, left, now } from "./status.js";
+import { BUSY, FAILED, WORKING, elapsed, follow, gpus, lastRun, lastWords, left, now, reasonOf } from "./status.js";
 import { say } from "./words.js";
 
 /** @typedef {import("./status.js").Status} Status */
@@ -47,7 +47,7 @@ export function openPanel() {
  * The state in a few words.
  * @param {Status} status
  */
-export function inWords(status) {
+export function stateText(status) {
   if (status.state === "starting" && status.stage) {
     const { step, steps } = status;
     return say("stage.of", { state: say("state.starting"), stage: say(`stage.${status.stage}`), step, steps });
@@ -118,9 +118,9 @@ function fill(place) {
  */
 function showClock(place, status) {
   place.hidden = !BUSY.includes(status.state);
-  const rest = left();
-  const words = [say("time.elapsed", { time: duration(elapsed()) }), rest === undefined ? "" : say("time.left", { time: duration(rest) })];
-  write(place, words.filter(Boolean).join(" · "));
+  const secondsLeft = left();
+  const words = [say("time.elapsed", { time: duration(elapsed()) }), secondsLeft === undefined ? "" : say("time.left", { time: duration(secondsLeft) })];
+  setText(place, words.filter(Boolean).join(" · "));
 }
 
 /**
@@ -129,19 +129,19 @@ function showClock(place, status) {
  */
 function showHead(parts, status) {
   parts.dot.dataset.state = status.state;
-  write(parts.state, inWords(status));
+  setText(parts.state, stateText(status));
   parts.progress.hidden = status.state !== "loading" && !([...WORKING, "starting"].includes(status.state) && status.steps);
   parts.progress.value = status.state === "loading" ? status.loaded : status.step / (status.steps || 1);
-  write(parts.hint, hint(status));
+  setText(parts.hint, hint(status));
   parts.hint.classList.toggle("cp-bad", FAILED.includes(status.state));
-  write(parts.words, lastWords(status).join("\n"));
+  setText(parts.words, lastWords(status).join("\n"));
   parts.help.hidden = !status.help;
-  write(parts.model, status.model);
+  setText(parts.model, status.model);
   parts.model.title = status.model;
   const cpu = status.ranks[0]?.device === "cpu";
-  write(parts.degrees, status.degrees ? shares(status.degrees, status.world_size, cpu) : "");
-  write(parts.terms, termsOf(status));
-  write(parts.facts, BUSY.includes(status.state) ? "" : facts(lastRun()).join(". "));
+  setText(parts.degrees, status.degrees ? shares(status.degrees, status.world_size, cpu) : "");
+  setText(parts.terms, termsOf(status));
+  setText(parts.facts, BUSY.includes(status.state) ? "" : facts(lastRun()).join(". "));
   for (const part of ["hint", "words", "model", "degrees", "terms", "facts"]) parts[part].hidden = !parts[part].textContent;
 }
 
@@ -150,7 +150,8 @@ function hint(status) {
   const hints = {
     none: say("none.hint"), cancelled: say("cancelled.hint"), died: say("died.hint"), unstarted: say("unstarted.hint"),
   };
-  const reason = status.reason && !/[.!?]$/.test(status.reason) ? `${status.reason}.` : status.reason;
+  const text = reasonOf(status);
+  const reason = text && !/[.!?。]$/.test(text) ? `${text}.` : text;
   const one = gpus() === 1 && !BUSY.includes(status.state) ? say("one.hint") : "";
   return [reason, hints[/** @type {keyof hints} */ (status.state)] ?? "", one].filter(Boolean).join(" ");
 }
@@ -211,9 +212,9 @@ function button(name, act) {
  */
 async function ask(route, done) {
   const answer = await api.fetchApi(route, { method: "POST" });
-  const told = await answer.json();
+  const result = await answer.json();
   if (!answer.ok) {
-    app.extensionManager.toast.add({ severity: "warn", summary: say("failed"), detail: told.error, life: 6000 });
+    app.extensionManager.toast.add({ severity: "warn", summary: say("failed"), detail: result.error, life: 6000 });
   } else if (done) {
     app.extensionManager.toast.add({ severity: "success", summary: say(done), life: 3000 });
   }
@@ -229,7 +230,7 @@ function logView() {
     if (!answer.ok) return;
     const { lines } = await answer.json();
     const atEnd = text.scrollHeight - text.scrollTop - text.clientHeight < NEAR_PIXELS;
-    write(text, lines.map((/** @type {{text: string}} */ line) => line.text).join("\n") || say("log.empty"));
+    setText(text, lines.map((/** @type {{text: string}} */ line) => line.text).join("\n") || say("log.empty"));
     if (atEnd) text.scrollTop = text.scrollHeight;
   }
   /** @type {unknown} */

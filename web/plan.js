@@ -2,16 +2,16 @@
 
 import { app } from "../../scripts/app.js";
 import { CONFIG } from "./config.js";
-import { drawn, element, write } from "./elements.js";
+import { svgElement, element, setText } from "./elements.js";
 import { upstream } from "./refusals.js";
 import { remedy } from "./remedy.js";
 import { digits, duration } from "./seconds.js";
 import { count, divided } from "./shares.js";
-import { say, translated } from "./words.js";
+import { say, translate } from "./words.js";
 
 export const PLAN = "CPPlan";
-const LEAST = 150; // pixels
-const MOST = 620;
+const MIN_HEIGHT = 150; // pixels
+const MAX_HEIGHT = 620;
 const FRAME = 40; // around the report
 const SHOWN = 16; // workers; more would be too thin to read
 const WIDE = 360;
@@ -20,9 +20,9 @@ const ROW = 18;
 const GAP = 4;
 
 /**
- * @typedef {{rank: number, device: string, lane: import("./words.js").Said, tokens: [number, number], heads: [number, number],
+ * @typedef {{rank: number, device: string, lane: import("./words.js").Sentence, tokens: [number, number], heads: [number, number],
  *   weights: [number, number]}} Part shares from 0 to 1
- * @typedef {import("./words.js").Said[]} Sentences
+ * @typedef {import("./words.js").Sentence[]} Sentences
  * @typedef {{troubles: Sentences[], rows: [string, Sentences][], notes: Sentences[], parts: Part[],
  *   fix: import("./remedy.js").Change[], times: Time[], cost: Cost}} Plan
  * @typedef {{workers: number, cpu: boolean, degrees: Record<string, number>, seconds: number, times: number | null}} Time
@@ -35,7 +35,7 @@ export function addPlan(node) {
   const take = element("button.cp-button", { type: "button", onclick: () => measure(node) }, say("plan.measure"));
   const cost = element("p.cp-hint.cp-cost", {}, say("plan.measure.tip"));
   const place = element("div.cp-plan", { tabindex: 0 }, report, take, cost);
-  const least = () => Math.min(MOST, Math.max(LEAST, report.offsetHeight + take.offsetHeight + cost.offsetHeight + FRAME));
+  const least = () => Math.min(MAX_HEIGHT, Math.max(MIN_HEIGHT, report.offsetHeight + take.offsetHeight + cost.offsetHeight + FRAME));
   const widget = node.addDOMWidget("cp_plan", "cp_plan", place, {
     serialize: false, hideInPanel: true, getMinHeight: least, getValue: () => "", setValue() {},
   });
@@ -50,7 +50,7 @@ export function addPlan(node) {
     if (!plan) return;
     report.replaceChildren(...shown(plan, node));
     take.disabled = cost.hidden = plan.troubles.length > 0; // there is nothing to measure
-    if (plan.cost) write(cost, price(plan.cost));
+    if (plan.cost) setText(cost, costText(plan.cost));
     grow();
   };
 }
@@ -94,26 +94,26 @@ function shown({ troubles, rows, notes, parts, fix, times }, node) {
     {},
     element("tbody", {}, ...rows.map(([name, value]) =>
       element("tr", {}, ...(name
-        ? [element("th", { scope: "row" }, title(name)), element("td", {}, inWords(value))]
-        : [element("td", { colspan: "2" }, inWords(value))])))),
+        ? [element("th", { scope: "row" }, title(name)), element("td", {}, joinSentences(value))]
+        : [element("td", { colspan: "2" }, joinSentences(value))])))),
   );
-  const refused = troubles.map((trouble) => element("p.cp-trouble", { role: "alert" }, inWords(trouble)));
-  const warnings = notes.map((note) => element("p.cp-note", {}, inWords(note)));
+  const refused = troubles.map((trouble) => element("p.cp-trouble", { role: "alert" }, joinSentences(trouble)));
+  const warnings = notes.map((note) => element("p.cp-note", {}, joinSentences(note)));
   const more = parts.length > SHOWN ? [element("p.cp-hint", {}, say("plan.more", { count: parts.length - SHOWN }))] : [];
   return [
-    ...refused, ...wayOut(fix, node), ...warnings,
+    ...refused, ...remedyButton(fix, node), ...warnings,
     ...(parts.length ? [picture(parts.slice(0, SHOWN)), ...more] : []), ...chart(times), table,
   ];
 }
 
 /** @param {Sentences} sentences */
-function inWords(sentences) {
-  return sentences.map(translated).join(" ");
+function joinSentences(sentences) {
+  return sentences.map(translate).join(" ");
 }
 
 /** @param {string} name */
 function title(name) {
-  return translated([`title.${name.toLowerCase()}`, {}]);
+  return translate({ code: `title.${name.toLowerCase()}`, values: {} });
 }
 
 /**
@@ -121,7 +121,7 @@ function title(name) {
  * @param {import("./remedy.js").Change[]} fix
  * @param {any} node
  */
-function wayOut(fix, node) {
+function remedyButton(fix, node) {
   const config = upstream(node).find((/** @type {any} */ one) => one.comfyClass === CONFIG);
   const [use] = remedy(config, fix, (setting) => use.replaceWith(element("p.cp-hint", { role: "status" }, say("plan.set", { setting }))));
   return use ? [use] : [];
@@ -131,7 +131,7 @@ function wayOut(fix, node) {
  * What measuring takes, before it is asked for.
  * @param {Cost} cost
  */
-function price({ steps, workers, cpu, seconds }) {
+function costText({ steps, workers, cpu, seconds }) {
   const last = /** @type {number} */ (workers.at(-1));
   const who = [...workers.slice(0, -1), count(last, cpu)].join(", ");
   const time = seconds === null ? say("plan.cost.unknown") : say("plan.cost.known", { time: duration(seconds) });
@@ -159,7 +159,7 @@ function chart(measured) {
 }
 
 /**
- * A row a worker, a column for each thing that is shared out; what a worker holds is filled.
+ * A row a worker, a column for each quantity that is divided; a worker's part is filled.
  * @param {Part[]} parts
  */
 function picture(parts) {
@@ -167,24 +167,24 @@ function picture(parts) {
   const wide = (WIDE - LABEL - GAP * columns.length) / columns.length;
   const at = (/** @type {number} */ column) => LABEL + GAP + column * (wide + GAP);
   const heads = columns.map((name, column) =>
-    drawn("text", { x: at(column) + wide / 2, y: 12, "text-anchor": "middle", class: "cp-label" }, say(`plan.${name}`)));
+    svgElement("text", { x: at(column) + wide / 2, y: 12, "text-anchor": "middle", class: "cp-label" }, say(`plan.${name}`)));
   const rows = parts.flatMap((part, row) => {
     const y = 18 + row * (ROW + GAP);
-    const label = drawn("text", { x: 0, y: y + 13, class: "cp-label" }, `${part.rank}  ${[part.device, translated(part.lane)].filter(Boolean).join(" · ")}`);
+    const label = svgElement("text", { x: 0, y: y + 13, class: "cp-label" }, `${part.rank}  ${[part.device, translate(part.lane)].filter(Boolean).join(" · ")}`);
     const bars = columns.flatMap((name, column) => {
       const [from, to] = part[name];
-      const whole = drawn("rect", { x: at(column), y, width: wide, height: ROW, rx: 3, class: "cp-whole" });
-      const own = drawn("rect", {
+      const whole = svgElement("rect", { x: at(column), y, width: wide, height: ROW, rx: 3, class: "cp-whole" });
+      const own = svgElement("rect", {
         x: at(column) + from * wide, y, width: Math.max(1, (to - from) * wide), height: ROW, rx: 3,
         class: `cp-part cp-part-${name}`,
       });
-      own.append(drawn("title", {}, `${say("rank", { rank: part.rank })}, ${say(`plan.${name}`)}: ${percent(from)} – ${percent(to)}`));
+      own.append(svgElement("title", {}, `${say("rank", { rank: part.rank })}, ${say(`plan.${name}`)}: ${percent(from)} – ${percent(to)}`));
       return [whole, own];
     });
     return [label, ...bars];
   });
   const high = 18 + parts.length * (ROW + GAP);
-  return drawn(
+  return svgElement(
     "svg",
     { viewBox: `0 0 ${WIDE} ${high}`, role: "img", "aria-label": say("plan.picture"), class: "cp-picture" },
     ...heads, ...rows,

@@ -1,6 +1,6 @@
 /** One worker in the panel: device, memory, weights, speed. */
 
-import { element, write } from "./elements.js";
+import { element, setText } from "./elements.js";
 import { digits } from "./seconds.js";
 import { say } from "./words.js";
 
@@ -34,15 +34,15 @@ export function rankCard() {
   return Object.assign(card, {
     show: (/** @type {Rank} */ rank, /** @type {Status} */ status) => {
       card.dataset.rank = rank.rank;
-      write(name, cardName(rank));
-      write(device, [say("rank", { rank: rank.rank }), rank.machine].filter(Boolean).join(" · "));
+      setText(name, cardName(rank));
+      setText(device, [say("rank", { rank: rank.rank }), rank.machine].filter(Boolean).join(" · "));
       card.classList.toggle("cp-lost", status.loss?.rank === rank.rank);
       device.title = device.textContent;
       showMemory(bar, fill, memory, rank);
       const loading = status.state === "loading" && rank.loaded < 1;
       const shown = loading ? say("state.loading", { percent: Math.round(rank.loaded * 100) }) : seconds(rank);
-      write(speed, shown);
-      write(waited, loading ? "" : communication(rank));
+      setText(speed, shown);
+      setText(waited, loading ? "" : communication(rank));
       waited.hidden = waits.hidden = !waited.textContent;
       const share = Math.round(100 * Math.min(1, (rank.waited_seconds ?? 0) / (rank.step_seconds || 1)));
       waiting.style.width = `${share}%`;
@@ -76,7 +76,7 @@ function showMemory(bar, fill, text, rank) {
   const words = known
     ? say("memory", { used: gib(rank.used_bytes ?? 0), total: gib(rank.total_bytes ?? 0) })
     : say("memory.none");
-  write(text, words);
+  setText(text, words);
   bar.setAttribute("aria-valuenow", String(Math.round(share * 100)));
   bar.setAttribute("aria-valuetext", words);
 }
@@ -86,8 +86,8 @@ function showMemory(bar, fill, text, rank) {
  * @param {Rank} rank
  */
 function showWeights(place, rank) {
-  const lines = rank.weights.map((held) => [
-    held.model, say(held.fetched ? "holds.fetched" : "holds", { resident: gib(held.resident), fetched: gib(held.fetched) }),
+  const lines = rank.weights.map((model) => [
+    model.model, say(model.fetched ? "holds.fetched" : "holds", { resident: gib(model.resident), fetched: gib(model.fetched) }),
   ]);
   if (rank.blocks) lines.push([say("holds.blocks", { first: rank.blocks[0], last: rank.blocks[1] }), ""]);
   if (rank.graphs?.keys) lines.push(["CUDA graphs", say("holds.recorded", { keys: rank.graphs.keys, size: gib(rank.graphs.bytes) })]);
@@ -96,11 +96,11 @@ function showWeights(place, rank) {
   while (place.children.length < lines.length) {
     place.append(element("div.cp-small.cp-holding", {}, element("span.cp-name"), element("span.cp-held")));
   }
-  lines.forEach(([model, held], index) => {
+  lines.forEach(([model, text], index) => {
     const line = /** @type {HTMLElement} */ (place.children[index]);
-    write(line.children[0], model);
-    write(line.children[1], held);
-    line.title = [model, held].filter(Boolean).join(": ");
+    setText(line.children[0], model);
+    setText(line.children[1], text);
+    line.title = [model, text].filter(Boolean).join(": ");
   });
 }
 
@@ -110,7 +110,7 @@ function seconds(rank) {
 }
 
 /**
- * Known where ranks wait for one another in main memory; a GPU's own waiting is seen by nobody here.
+ * Time in communication; known only where ranks exchange through main memory, not for GPUs.
  * @param {Rank} rank
  */
 function communication(rank) {

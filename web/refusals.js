@@ -1,54 +1,63 @@
-/** A run that was refused: finds the node whose values the refusal is about, and leads there. */
+/** A run that was refused: says why in the user's language, and leads to the node whose values have to change. */
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { CONFIG } from "./config.js";
 import { tell } from "./notices.js";
 import { nodeOf } from "./onnode.js";
-import { literal } from "./understood.js";
-import { say, translated } from "./words.js";
+import { say, translate } from "./words.js";
 
-const REFUSED = ".errors.Refused";
 const SECONDS = 1000;
 const LOOK_MILLISECONDS = 50;
 const DISMISS = '[data-testid="error-overlay-dismiss"]';
 
 /** @typedef {any} LGraphNode */
 
+/**
+ * What nodes/describe/refused_event.py sends. `widget` and `fix` are of a CP Parallel Config.
+ * @typedef {{node_id: string, code: string, values: Record<string, any>, widget: string | null, fix: Record<string, any>}} Refusal
+ */
+
 export function startRefusals() {
   /** @type {() => void} */
   let dismiss = () => {};
   const runs = /** @type {EventTarget} */ (api);
   runs.addEventListener("execution_start", () => dismiss());
-  runs.addEventListener("execution_error", (event) => {
-    const { node_id, exception_type, exception_message } = /** @type {CustomEvent<any>} */ (event).detail;
-    const refused = exception_type.endsWith(REFUSED) && nodeOf(String(node_id));
+  runs.addEventListener("cp.refused", (event) => {
+    /** @type {Refusal} */
+    const refusal = /** @type {CustomEvent<any>} */ (event).detail;
+    const refused = nodeOf(String(refusal.node_id));
     if (!refused) return;
-    const meant = toChange(refused, exception_message);
-    const link = { words: say("toast.node", { node: meant.title }), open: () => show(meant) };
+    const target = toChange(refused, refusal);
+    const link = { words: say("toast.node", { node: target.title }), open: () => show(target) };
     dismiss();
-    dismiss = tell("error", say("toast.refused"), translated(exception_message.trim()), 20 * SECONDS, [link]);
+    dismiss = tell("error", say("toast.refused"), translate(refusal), 20 * SECONDS, [link]);
     takeBack();
   });
 }
 
-/** ComfyUI says of every failed run that a node failed. Ours says why, and one message is enough. */
+/** ComfyUI says of every failed run that a node failed. Ours says why, and one message is enough. It is taken back once,
+ * and not where one is there already: that, and what comes after, is about other errors too. */
 function takeBack() {
-  const look = () => /** @type {HTMLElement | null} */ (document.querySelector(DISMISS))?.click();
-  const timer = setInterval(look, LOOK_MILLISECONDS);
+  const button = () => /** @type {HTMLElement | null} */ (document.querySelector(DISMISS));
+  if (button()) return;
+  const timer = setInterval(() => {
+    const dismiss = button();
+    if (!dismiss) return;
+    clearInterval(timer);
+    dismiss.click();
+  }, LOOK_MILLISECONDS);
   setTimeout(() => clearInterval(timer), 2 * SECONDS);
 }
 
 /**
- * The node above that has what the reason names: a config's widget, or the node's own name. Else the one that refused.
+ * The nearest CP Parallel Config above the node, where its widgets are to change; else the node itself.
  * @param {LGraphNode} refused
- * @param {string} reason
+ * @param {Refusal} refusal
  */
-function toChange(refused, reason) {
-  const above = upstream(refused);
-  const says = (/** @type {string} */ name) => Boolean(name) && new RegExp(`(?<!\\w)${literal(name)}(?!\\w)`).test(reason);
-  const config = above.find((node) => node.comfyClass === CONFIG && node.widgets.some((/** @type {any} */ one) => says(one.name)));
-  return config ?? above.find((node) => says(node.title) || says(node.type)) ?? refused;
+function toChange(refused, { widget, fix }) {
+  const config = widget || Object.keys(fix).length ? upstream(refused).find((node) => node.comfyClass === CONFIG) : undefined;
+  return config ?? refused;
 }
 
 /**
@@ -57,14 +66,14 @@ function toChange(refused, reason) {
  * @returns {LGraphNode[]}
  */
 export function upstream(node) {
-  const found = new Set([node]);
-  for (const one of found) {
+  const visited = new Set([node]);
+  for (const one of visited) {
     for (const index of (one.inputs ?? []).keys()) {
       const origin = one.getInputNode(index);
-      if (origin) found.add(origin);
+      if (origin) visited.add(origin);
     }
   }
-  return [...found].slice(1);
+  return [...visited].slice(1);
 }
 
 /** @param {LGraphNode} node */

@@ -9,7 +9,7 @@ import { say } from "./words.js";
 
 const PHASES = ["starting", "loading", "sampling", "decoding", "encoding"];
 const SHOWN = 5;
-const LEAST = 0.5; // seconds worth a word
+const MIN_SECONDS = 0.5; // seconds worth a word
 
 /**
  * "20 steps, 0.41 s each + 4 s start and load" and how much faster than one worker; nothing before there was a step.
@@ -20,7 +20,7 @@ export function facts(run) {
   if (!run?.step_seconds) return [];
   const before = seconds(run, ["starting", "loading"]);
   const steps = pace(run);
-  return [before < LEAST ? steps : say("run.facts", { steps, before: duration(before) }), faster(run)].filter(Boolean);
+  return [before < MIN_SECONDS ? steps : say("run.facts", { steps, before: duration(before) }), faster(run)].filter(Boolean);
 }
 
 /**
@@ -32,7 +32,7 @@ export function pace(run) {
 }
 
 /**
- * Beside one worker: measured, or estimated and said to be so.
+ * How much faster than one worker, measured or estimated.
  * @param {Run} run
  */
 function faster(run) {

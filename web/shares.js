@@ -11,8 +11,8 @@ import { say } from "./words.js";
  * @param {boolean} cpu
  */
 export function shares(degrees, workers, cpu) {
-  const said = workers === 1 ? [say("share.whole")] : clauses(degrees ?? {});
-  return [count(workers, cpu), ...said].join(", ");
+  const texts = workers === 1 ? [say("share.whole")] : clauses(degrees ?? {});
+  return [count(workers, cpu), ...texts].join(", ");
 }
 
 /**
@@ -48,11 +48,11 @@ export function divided(degrees) {
 function clauses({ ring_degree: ring, ulysses_degree: ulysses, cfg_degree: cfg, data_degree: data, pipeline_degree: stages }) {
   if (!ring || !ulysses || !cfg) return [say("share.auto")];
   const parts = ring * ulysses;
-  const said = [];
-  if (stages > 1) said.push(say("share.stages", { stages }));
-  if (data > 1) said.push(say("share.images", { groups: data }));
-  if (cfg > 1) said.push(say("share.prompts"));
-  if (parts === 2) said.push(say("share.half"));
-  if (parts > 2) said.push(say("share.part", { parts }));
-  return said;
+  const texts = [];
+  if (stages > 1) texts.push(say("share.stages", { stages }));
+  if (data > 1) texts.push(say("share.images", { groups: data }));
+  if (cfg > 1) texts.push(say("share.prompts"));
+  if (parts === 2) texts.push(say("share.half"));
+  if (parts > 2) texts.push(say("share.part", { parts }));
+  return texts;
 }

@@ -1,20 +1,20 @@
-/** What the worker group is doing, as this page last heard; who wants to know is told at once. */
+/** What the worker group is doing, as this page last received it; listeners are called at once. */
 
 import { api } from "../../scripts/api.js";
-import { say } from "./words.js";
+import { say, translate } from "./words.js";
 
 /**
- * @typedef {{model: string, resident: number, fetched: number}} Holding
+ * @typedef {{model: string, resident: number, fetched: number, recorded: number}} Holding
  * @typedef {{keys: number, replays: number, bytes: number, eager: string[]}} Graphs
  * @typedef {{rank: number, device: string, machine: string, loaded: number, blocks: [number, number] | null, used_bytes: number | null,
  *   total_bytes: number | null, step_seconds: number | null, waited_seconds: number | null, weights: Holding[],
  *   graphs: Graphs | null}} Rank
  * @typedef {"none" | "starting" | "unstarted" | "loading" | "sampling" | "decoding" | "encoding" | "cancelling"
  *   | "cancelled" | "idle" | "died" | "unknown"} State
- * @typedef {{rank: number | null, words: string[], settled: boolean}} Loss
+ * @typedef {{rank: number | null, kind: string, words: string[], settled: boolean}} Loss
  * @typedef {{model: string, workers: number, began: number, phases: [string, number][], steps: number,
  *   step_seconds: number | null, waited: number | null, alone: number | null, measured: boolean, end: string}} Run
- * @typedef {{state: State, text: string, reason: string, since: number, elapsed: number, stage: string,
+ * @typedef {{state: State, text: string, reason: string, sentence: import("./words.js").Sentence, since: number, elapsed: number, stage: string,
  *   loss: Loss | null, help: string, model: string, loaded: number, step: number, steps: number, world_size: number,
  *   nnodes: number, degrees: Record<string, number> | null, ranks: Rank[], runs: Run[]}} Status
  */
@@ -25,13 +25,13 @@ export const BUSY = ["starting", "loading", ...WORKING, "cancelling"];
 
 /** @type {Status} */
 const UNKNOWN = {
-  state: "unknown", text: "", reason: "", since: 0, elapsed: 0, stage: "", loss: null, help: "", model: "", loaded: 0,
+  state: "unknown", text: "", reason: "", sentence: "", since: 0, elapsed: 0, stage: "", loss: null, help: "", model: "", loaded: 0,
   step: 0, steps: 0, world_size: 0, nnodes: 0, degrees: null, ranks: [], runs: [],
 };
 
 /** @type {Status} */
 let status = UNKNOWN;
-let heardAt = 0; // on this browser's clock, which may be another than the server's
+let receivedAt = 0; // on this browser's clock, which may be another than the server's
 let visible = 0; // GPUs that ComfyUI uses
 /** @type {Set<(now: Status, before: Status) => void>} */
 const listeners = new Set();
@@ -42,8 +42,8 @@ export const now = () => status;
 /** GPUs that ComfyUI uses on its machine. */
 export const gpus = () => visible;
 
-/** Seconds in which the state has been what it is. */
-export const elapsed = () => status.elapsed + (performance.now() - heardAt) / 1000;
+/** Seconds since the state last changed. */
+export const elapsed = () => status.elapsed + (performance.now() - receivedAt) / 1000;
 
 /** @returns {Run | undefined} the run that goes on, or else the last one */
 export const lastRun = () => status.runs[status.runs.length - 1];
@@ -57,7 +57,13 @@ export function lastWords({ loss, step, steps }) {
   return steps ? [say("loss.silent", { step, steps })] : [];
 }
 
-/** Seconds until the last step is done; undefined where nobody can say yet. */
+/**
+ * Why the workers are gone, in the user's language.
+ * @param {Status} of
+ */
+export const reasonOf = ({ sentence }) => translate(sentence);
+
+/** Seconds until the last step is done; undefined where it is unknown. */
 export function left() {
   const pace = lastRun()?.step_seconds;
   if (status.state !== "sampling" || !pace || !status.steps) return undefined;
@@ -65,7 +71,7 @@ export function left() {
 }
 
 /**
- * Call `listener` with every change from now on. Returns what ends that.
+ * Call `listener` with every change from now on. Returns a function that ends it.
  * @param {(now: Status, before: Status) => void} listener
  */
 export function follow(listener) {
@@ -76,10 +82,10 @@ export function follow(listener) {
 /** Ask once, then listen: a page that was loaded in mid-run knows as much as any other. */
 export async function startFollowing() {
   /** @type {EventTarget} */ (api).addEventListener("cp.status", (event) => {
-    hear(/** @type {CustomEvent<Status>} */ (event).detail);
+    receive(/** @type {CustomEvent<Status>} */ (event).detail);
   });
   api.addEventListener("reconnected", ask);
-  api.addEventListener("reconnecting", () => hear(UNKNOWN));
+  api.addEventListener("reconnecting", () => receive(UNKNOWN));
   await ask();
 }
 
@@ -87,13 +93,13 @@ async function ask() {
   const answer = await api.fetchApi("/cp/status");
   const news = answer.ok ? await answer.json() : UNKNOWN;
   visible = news.gpus ?? visible;
-  hear(news);
+  receive(news);
 }
 
 /** @param {Status} news */
-function hear(news) {
+function receive(news) {
   const before = status;
   status = news;
-  heardAt = performance.now();
+  receivedAt = performance.now();
   for (const listener of listeners) listener(news, before);
 }

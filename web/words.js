@@ -2,44 +2,42 @@
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
-import { understood } from "./understood.js";
 
 const SPACE = "cpSampler";
-const REPORT = "cpReport"; // what CP Plan says
-const REFUSALS = "cpRefusals"; // why a run was refused; English comes alone
+const SENTENCES = ["cpReport", "cpRefusals", "cpDeaths", "cpDeveloper"]; // what comes from ComfyUI by its code
 
 /** @type {Record<string, Record<string, string>>} by language */
 let words = {};
 /** @type {Record<string, Record<string, string>>} by language */
-let reports = {};
-/** @type {Record<string, Record<string, string>>} by language */
-let refusals = {};
+let sentences = {};
 
 /** Fetch them once; until then, and for what has no translation, English is said. */
 export async function loadWords() {
   /** @type {Record<string, any>} */
   const all = await api.getCustomNodesI18n();
-  const of = (/** @type {string} */ space) =>
-    Object.fromEntries(Object.entries(all).map(([language, said]) => [language, said[space] ?? {}]));
+  const of = (/** @type {string[]} */ ...spaces) =>
+    Object.fromEntries(
+      Object.entries(all).map(([language, one]) => [language, Object.assign({}, ...spaces.map((space) => one[space]))]),
+    );
   words = of(SPACE);
-  reports = of(REPORT);
-  refusals = of(REFUSALS);
+  sentences = of(...SENTENCES);
 }
 
-/** @typedef {string | [key: string, values: Record<string, any>]} Said sentences among the values */
+/**
+ * What comes from ComfyUI: a sentence by its code, whose values may be sentences too; a list; or plain text.
+ * @typedef {any[] | string | number | boolean | {code: string, values: Record<string, any>}} Sentence
+ */
 
 /**
- * A sentence of a report, or a refusal, in the user's language, or in English where it has none.
- * @param {Said} said
+ * In the user's language, or in English where it has none.
+ * @param {Sentence} sentence
  * @returns {string}
  */
-export function translated(said) {
-  if (typeof said === "string") {
-    const found = understood(said, refusals[language()] ?? {});
-    return found ? filled(found[0], inWords(found[1])) : said;
-  }
-  const [key, values] = said;
-  return filled(worded(reports, key), inWords(values));
+export function translate(sentence) {
+  if (Array.isArray(sentence)) return sentence.map(translate).join(", ");
+  if (sentence === null || typeof sentence !== "object") return String(sentence);
+  const values = Object.entries(sentence.values).map(([name, value]) => [name, translate(value)]);
+  return fillIn(lookUp(sentences, sentence.code), Object.fromEntries(values));
 }
 
 /**
@@ -48,31 +46,22 @@ export function translated(said) {
  * @param {Record<string, string | number>} [values]
  */
 export function say(key, values = {}) {
-  return filled(worded(words, key), values);
+  return fillIn(lookUp(words, key), values);
 }
 
 /**
  * @param {Record<string, Record<string, string>>} all
  * @param {string} key
  */
-function worded(all, key) {
+function lookUp(all, key) {
   return all[language()]?.[key] ?? all.en?.[key] ?? key;
-}
-
-/**
- * Sentences among the values are translated too.
- * @param {Record<string, any>} values
- * @returns {Record<string, string | number>}
- */
-function inWords(values) {
-  return Object.fromEntries(Object.entries(values).map(([name, value]) => [name, typeof value === "number" ? value : translated(value)]));
 }
 
 /**
  * @param {string} text
  * @param {Record<string, string | number>} values
  */
-function filled(text, values) {
+function fillIn(text, values) {
   return text.replace(/\{(\w+)\}/g, (_, name) => String(values[name] ?? ""));
 }
 

@@ -20,7 +20,4 @@ def spec() -> ModelSpec:
 def check_diffusers() -> None:
     """Raises Refused, with the command to run, where that of which the demo's network is made is not installed."""
     if importlib.util.find_spec("diffusers") is None:
-        raise Refused(
-            "outside of ComfyUI the demo's model needs the package diffusers, which is not installed: "
-            f"{sys.executable} -m pip install -r {REQUIREMENTS}"
-        )
+        raise Refused("demo.packages", python=sys.executable, requirements=str(REQUIREMENTS))

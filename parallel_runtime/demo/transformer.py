@@ -58,7 +58,7 @@ def load(path: Path | str, device: torch.device | str = "cpu") -> Any:
     filled = {
         name: part.to(device, torch.float32)
         for key, names in _names(rows).items()
-        for name, part in zip(names, _turned(key, state[key]).split([rows[name] for name in names]), strict=True)
+        for name, part in zip(names, _swap_halves(key, state[key]).split([rows[name] for name in names]), strict=True)
     }
     transformer.load_state_dict(filled, assign=True)
     for module in transformer.modules():
@@ -69,7 +69,7 @@ def load(path: Path | str, device: torch.device | str = "cpu") -> Any:
 
 def to_checkpoint(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A transformer's state dict as the file that `load` reads."""
-    return {key: _turned(key, torch.cat([state[name] for name in names])) for key, names in _names(state).items()}
+    return {key: _swap_halves(key, torch.cat([state[name] for name in names])) for key, names in _names(state).items()}
 
 
 def evaluate(transformer: Any, x: Tensor, timestep: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
@@ -125,6 +125,6 @@ def _names(transformer: Iterable[str]) -> dict[str, list[str]]:
     return {key: names for key, names in every.items() if names[0] in transformer}
 
 
-def _turned(key: str, tensor: Tensor) -> Tensor:
+def _swap_halves(key: str, tensor: Tensor) -> Tensor:
     """The halves of the last modulation change places."""
     return torch.cat(tensor.chunk(2)[::-1]) if key.startswith(LAST) else tensor

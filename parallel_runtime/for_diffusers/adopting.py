@@ -1,4 +1,4 @@
-"""What a caller of diffusers has already, as ours: PyTorch's DeviceMesh, diffusers' ContextParallelConfig."""
+"""Converts what a caller of diffusers has: PyTorch's DeviceMesh, diffusers' ContextParallelConfig."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..engine.comm.mesh import AXES, BATCH_AXES, ContextMesh, GroupState, build_mesh, comm_device_of, mesh_dim_of
+from ..request import EngineOptions
 from ..specs import Parallelism
-from ..worker.engine.mesh import AXES, LANES, ContextMesh, World, axis_of, build_mesh, wire_of
 
 
 def from_context_parallel_config(config: Any) -> Parallelism:
@@ -22,43 +23,42 @@ def from_context_parallel_config(config: Any) -> Parallelism:
         ring_degree=config.ring_degree or 1,
         ulysses_degree=config.ulysses_degree or 1,
         cfg_degree=1 if mesh is None else _size(mesh, "cfg"),
-        rotate_method=config.rotate_method,
-        convert_to_fp32=config.convert_to_fp32,
+        options=EngineOptions(rotate_method=config.rotate_method, convert_to_fp32=config.convert_to_fp32),
     )
 
 
 def mesh_for(mesh: ContextMesh | DeviceMesh | None, parallelism: Parallelism, device: torch.device) -> ContextMesh:
-    """Built where there is none, adopted where it is PyTorch's; ValueError where degrees and mesh disagree."""
+    """A mesh built where `mesh` is None, adopted where it is PyTorch's; ValueError where degrees and mesh disagree."""
     if mesh is None:
         return build_mesh(parallelism, device)
     if isinstance(mesh, DeviceMesh):
-        return adopt_mesh(mesh, parallelism, device).shared(parallelism.shares)
+        return adopt_mesh(mesh, parallelism, device).with_shares(parallelism.shares)
     for name in ("ring", "ulysses"):
         size, degree = getattr(mesh, name).size, getattr(parallelism, f"{name}_degree")
         if size != degree:
             raise ValueError(f"{name}_degree is {degree}, but the mesh has {size} ranks along {name!r}")
-    return mesh.shared(parallelism.shares)
+    return mesh.with_shares(parallelism.shares)
 
 
 def adopt_mesh(mesh: DeviceMesh, parallelism: Parallelism, device: torch.device | None = None) -> ContextMesh:
-    """The same from a DeviceMesh of the caller's, which may have dims of its own (fsdp, data).
+    """A ContextMesh from a DeviceMesh of the caller's, which may have other dims (fsdp, data).
 
     It must have "ring" and "ulysses", ring first, with the sizes that `parallelism` says, and "data" and "cfg" where
     those are parallel too; ValueError otherwise. Collective over the mesh, as `build_mesh`.
     """
     _check_dims(mesh, parallelism)
-    wire = wire_of(device or torch.device(mesh.device_type))
+    wire = comm_device_of(device or torch.device(mesh.device_type))
     staged = wire if device is not None and wire.type != device.type else None
-    world = World()
-    names = ("ring", "ulysses", *(name for name in LANES if getattr(parallelism, f"{name}_degree") > 1))
-    axes = {name: axis_of(mesh[name].get_group(), staged, world) for name in names}
+    world = GroupState()
+    names = ("ring", "ulysses", *(name for name in BATCH_AXES if getattr(parallelism, f"{name}_degree") > 1))
+    axes = {name: mesh_dim_of(mesh[name].get_group(), staged, world) for name in names}
     both = mesh["ring", "ulysses"]
     flat = both._flatten()
-    context = axis_of(flat.get_group(), staged, world)
+    context = mesh_dim_of(flat.get_group(), staged, world)
     expected = axes["ring"].index * axes["ulysses"].size + axes["ulysses"].index
     if context.index != expected or tuple(both.mesh[axes["ring"].index].tolist()) != axes["ulysses"].ranks:
         raise ValueError(f"the mesh must hold its ranks in ascending order along ring and ulysses, got {both}")
-    return ContextMesh(**axes, context=context, flat=flat)
+    return ContextMesh(**axes, context=context, device_mesh=flat)
 
 
 def _size(mesh: DeviceMesh, name: str) -> int:
@@ -73,5 +73,5 @@ def _check_dims(mesh: DeviceMesh, parallelism: Parallelism) -> None:
     for name in AXES:
         degree = getattr(parallelism, f"{name}_degree")
         size = _size(mesh, name)
-        if size != degree and not (name in LANES and degree == 1):
+        if size != degree and not (name in BATCH_AXES and degree == 1):
             raise ValueError(f"{name}_degree is {degree}, but the mesh has {size} ranks along {name!r}: {mesh}")

@@ -14,26 +14,30 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..plan import Attends, Cross, Plan
+from ..architectures.split_plan import AttentionSpecs, Cross, SplitPlan
+from ..engine.attention.context_attention import ContextAttention
+from ..engine.comm.mesh import ContextMesh
+from ..engine.kernels.dispatch import check_backend
+from ..engine.split.hooks import Block, add_hooks, blocks_of_plan
+from ..engine.split.splitter import Splitter
+from ..engine.split.streams import PARALLELIZED, Streams
 from ..specs import Parallelism
-from ..worker.engine.attention import ContextAttention
-from ..worker.engine.cuts import Cuts
-from ..worker.engine.hooking import Block, cut_blocks, hook
-from ..worker.engine.kernels import check_backend
-from ..worker.engine.mesh import ContextMesh
-from ..worker.engine.streams import DIVIDED, Streams
 from .adopting import mesh_for
 from .plans import plan_of
 from .processors import Aware, aware, backend_name
 
 TESTED = "0.42"  # what requirements.txt asks for
 log = logging.getLogger(__name__)
-# Say that they are aware, but make calls that would stay local, or be cut and must not be; with what to use instead.
+# Processors that say they are aware, but make calls that would stay local, or be split and must not be; with what to
+# use instead.
 _PARTLY_AWARE = {
     "FluxIPAdapterAttnProcessor": "FluxAttnProcessor (no IP-Adapter)",
     "Flux2KVAttnProcessor": "Flux2AttnProcessor (no key-value cache)",
     "Flux2KVParallelSelfAttnProcessor": "Flux2ParallelSelfAttnProcessor (no key-value cache)",
 }
+# Hooks of diffusers' caches that decide, or measure, by the hidden states that they see.
+_COMPARING = ("FBCHeadBlockHook", "SeaCacheLeaderBlockHook")
+_CALIBRATING = "MagCacheHeadHook"
 
 
 class _Setting(NamedTuple):
@@ -50,7 +54,7 @@ class _Setting(NamedTuple):
 
 
 class _Attachment(ExitStack):
-    """What takes back all that was set, and the streams of a transformer that is cut."""
+    """Undoes all settings when closed; has the streams of a split transformer."""
 
     streams: Streams | None = None
 
@@ -59,24 +63,25 @@ def attach(
     transformer: nn.Module,
     mesh: ContextMesh | DeviceMesh | None,
     parallelism: Parallelism,
-    plan: Plan | None = None,
+    plan: SplitPlan | None = None,
     replicated: Collection[str] = (),
 ) -> None:
     """Run every later forward of `transformer` over the ranks of `mesh`; all of them must call it, then forward.
 
-    Each rank passes whole inputs and gets the whole output, equal to what one rank computes. `mesh` None: built here,
-    for a group that is all of the world. `plan` None: ours for its class. `replicated` streams ("text") stay whole on
-    every rank. Where one rank holds the whole sequence, only the attention backend is set. Processors that know no
+    Each rank passes full inputs and gets the full output, equal to what one rank computes. `mesh` None: built here,
+    for a group that is all of the world. `plan` None: ours for its class. `replicated` streams ("text") stay full on
+    every rank. Where one rank has the full sequence, only the attention backend is set. Processors that know no
     backend are replaced by ours where we have one. Raises ValueError, and changes nothing, when it is attached already,
-    when plan, mesh and transformer do not fit, or when an attention processor cannot be made parallel.
+    when plan, mesh and transformer do not fit, when an attention processor cannot be made parallel, or when a cache of
+    diffusers' compares hidden states. A forward raises it for a cache that was enabled later.
     """
-    if hasattr(transformer, DIVIDED):
+    if hasattr(transformer, PARALLELIZED):
         raise ValueError(f"this {type(transformer).__name__} is attached already; detach it first")
     if getattr(transformer, "_parallel_config", None) is not None:
         raise ValueError("diffusers' enable_parallelism was called on this transformer; load it anew and attach it")
     device = next(transformer.parameters()).device
-    check_backend(parallelism.attention_backend, device)
-    _tell_of_another(diffusers.__version__)
+    check_backend(parallelism.options.attention_backend, device)
+    _warn_of_untested_version(diffusers.__version__)
     context_mesh = mesh_for(mesh, parallelism, device)
     attachment = _Attachment()
     if context_mesh.context.size == 1:
@@ -84,30 +89,31 @@ def attach(
     else:
         plan = plan or plan_of(transformer)
         plan = replace(plan, replicated=plan.replicated.union(replicated))
-        cuts = Cuts(plan, context_mesh.context)
-        blocks = cut_blocks(transformer, plan)
-        settings = list(_settings(transformer, blocks, context_mesh, parallelism, cuts.streams))
-        attachment.streams = cuts.streams
-        handles = [transformer.register_forward_pre_hook(_begin(settings, cuts))]
-        handles += [handle for block in blocks for handle in hook(block, cuts)]
-        handles.append(transformer.register_forward_hook(lambda *_: cuts.clear(), always_call=True))
+        splitter = Splitter(plan, context_mesh.context)
+        blocks = blocks_of_plan(transformer, plan)
+        _check_caches(blocks)
+        settings = list(_settings(transformer, blocks, context_mesh, parallelism, splitter.streams))
+        attachment.streams = splitter.streams
+        handles = [transformer.register_forward_pre_hook(_begin(settings, splitter, blocks))]
+        handles += [handle for block in blocks for handle in add_hooks(block, splitter)]
+        handles.append(transformer.register_forward_hook(lambda *_: splitter.clear(), always_call=True))
         for handle in handles:
             attachment.enter_context(handle)
     _apply(settings, attachment)
-    setattr(transformer, DIVIDED, attachment)
+    setattr(transformer, PARALLELIZED, attachment)
 
 
 def detach(transformer: nn.Module) -> None:
     """Make `transformer` plain again, exactly as it was before `attach`; ValueError if it is not attached."""
-    attachment = getattr(transformer, DIVIDED, None)
+    attachment = getattr(transformer, PARALLELIZED, None)
     if attachment is None:
         raise ValueError(f"this {type(transformer).__name__} is not attached")
     attachment.close()
-    delattr(transformer, DIVIDED)
+    delattr(transformer, PARALLELIZED)
 
 
 @cache
-def _tell_of_another(version: str) -> None:
+def _warn_of_untested_version(version: str) -> None:
     if not version.startswith(f"{TESTED}."):
         log.warning("[CP] attach was tested with diffusers %s, and %s is installed", TESTED, version)
 
@@ -115,22 +121,22 @@ def _tell_of_another(version: str) -> None:
 def _settings(
     transformer: nn.Module, blocks: list[Block], mesh: ContextMesh, parallelism: Parallelism, streams: Streams
 ) -> Iterator[_Setting]:
-    """Those of each attention module; ValueError for a processor that would silently stay local."""
+    """The settings of each attention module; ValueError for a processor that would silently stay local."""
     chosen = {id(module): over for block in blocks for scope, over in block.scopes for module in scope.modules()}
     attentions: dict[Cross, ContextAttention] = {}
-    taken: dict[int, Attends] = {}
+    scope_by_processor: dict[int, AttentionSpecs] = {}
     for name, module in _attention_modules(transformer):
         over = chosen.get(id(module), "local")
         processor = aware(module.processor)
-        if taken.setdefault(id(processor), over) != over:
+        if scope_by_processor.setdefault(id(processor), over) != over:
             raise ValueError(f"{name} shares its processor with attention over other streams; give each its own")
         attention, backend = None, _local_backend(processor, parallelism)
         if over != "local":
             _check_aware(name, processor)
             cross = Cross(queries=over, keys=over) if isinstance(over, tuple) else over
             assert isinstance(cross, Cross)
-            made = ContextAttention(mesh, parallelism, streams, cross.queries, cross.keys)
-            attention, backend = attentions.setdefault(cross, made), backend_name(parallelism.attention_backend)
+            new = ContextAttention(mesh, parallelism, streams, cross.queries, cross.keys)
+            attention, backend = attentions.setdefault(cross, new), backend_name(parallelism.options.attention_backend)
         yield _Setting(name, module, "processor", processor)
         yield _Setting(name, processor, "_parallel_config", attention)
         yield _Setting(name, processor, "_attention_backend", backend)
@@ -156,13 +162,14 @@ def _check_aware(name: str, processor: Any) -> None:
 def _local_backend(processor: Any, parallelism: Parallelism) -> AttentionBackendName | None:
     """The backend that diffusers itself shall use: what was chosen, or what the processor has.
 
-    Processors of ours come to us also here: where a kernel of diffusers' would refuse a mask, `attend` takes another.
+    Our own processors use our backend here too: where a kernel of diffusers would refuse a mask, `attend` takes
+    another.
     """
     if isinstance(processor, Aware):
-        return backend_name(parallelism.attention_backend)
-    if parallelism.attention_backend == "auto" or not hasattr(processor, "_attention_backend"):
+        return backend_name(parallelism.options.attention_backend)
+    if parallelism.options.attention_backend == "auto" or not hasattr(processor, "_attention_backend"):
         return getattr(processor, "_attention_backend", None)
-    return AttentionBackendName(parallelism.attention_backend)
+    return AttentionBackendName(parallelism.options.attention_backend)
 
 
 def _apply(settings: list[_Setting], attachment: _Attachment) -> None:
@@ -177,11 +184,24 @@ def _apply(settings: list[_Setting], attachment: _Attachment) -> None:
         setattr(owner, attribute, value)
 
 
-def _begin(settings: list[_Setting], cuts: Cuts) -> Callable[[nn.Module, Any], None]:
-    """Each forward starts with no stream seen, and with the processors that attach left."""
+def _check_caches(blocks: list[Block]) -> None:
+    """ValueError for a cache that goes by hidden states: ranks would disagree about which blocks run."""
+    registries = (getattr(block.module, "_diffusers_hook", None) for block in blocks)
+    for one in (one for registry in registries if registry is not None for one in registry.hooks.values()):
+        kind = type(one).__name__
+        if kind in _COMPARING or (kind == _CALIBRATING and one.config.calibrate):
+            raise ValueError(
+                f"a cache of diffusers ({kind}) compares hidden states, and each rank would go by its own tokens; call "
+                "disable_cache() on the transformer"
+            )
+
+
+def _begin(settings: list[_Setting], splitter: Splitter, blocks: list[Block]) -> Callable[[nn.Module, Any], None]:
+    """A forward pre-hook that clears the streams, and checks caches and that attach's settings are unchanged."""
 
     def begin(_: nn.Module, __: Any) -> None:
-        cuts.clear()
+        splitter.clear()
+        _check_caches(blocks)
         for setting in settings:
             if not setting.holds:
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""A FLUX transformer of diffusers' with random weights, alone and over all ranks: how far they are apart.
+"""A FLUX transformer of diffusers' with random weights, on one rank and over all ranks: how far the outputs differ.
 
     torchrun --nproc-per-node 2 -m parallel_runtime.for_diffusers.example
 
@@ -27,19 +27,19 @@ def main() -> None:
     dist.init_process_group("nccl" if cuda else "gloo")
     device = torch.device("cuda", dist.get_node_local_rank()) if cuda else torch.device("cpu")
     torch.manual_seed(0)  # every rank makes the same weights and inputs, as it would load the same file
-    made: Any = FluxTransformer2DModel(
+    network: Any = FluxTransformer2DModel(
         in_channels=CHANNELS, num_layers=2, num_single_layers=2, attention_head_dim=32, num_attention_heads=4,
         joint_attention_dim=WIDTH, pooled_projection_dim=WIDTH, axes_dims_rope=(8, 12, 12),
     )  # fmt: skip
-    transformer = made.to(device)
+    transformer = network.to(device)
     inputs = {name: tensor.to(device) for name, tensor in make_inputs().items()}
     with torch.no_grad():
-        alone = transformer(**inputs, return_dict=False)[0]
+        reference = transformer(**inputs, return_dict=False)[0]
         attach(transformer, None, Parallelism(ring_degree=dist.get_world_size()))
-        together = transformer(**inputs, return_dict=False)[0]
+        parallel = transformer(**inputs, return_dict=False)[0]
         detach(transformer)
     if dist.get_rank() == 0:
-        difference = float((together - alone).abs().max() / alone.std())
+        difference = float((parallel - reference).abs().max() / reference.std())
         log.info("%d ranks, largest difference %.1e standard deviations", dist.get_world_size(), difference)
     dist.destroy_process_group()
 

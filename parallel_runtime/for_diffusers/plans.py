@@ -1,99 +1,150 @@
-"""The plans of diffusers' transformers: class name to Plan, on diffusers' names. Imports no diffusers.
+"""The plans of diffusers' transformers: class name to SplitPlan, on diffusers' names. Imports no diffusers.
 
-Its own `_cp_plan`s say which tensors are cut, not over which cut streams an attention runs; and some cut what must stay
-whole, or leave out what must be cut. A class that is not here is refused: guessing would be silently wrong.
+Its own `_cp_plan`s say which tensors are split, not over which split streams an attention runs; and some split what
+must stay full, or leave out what must be split. A class that is not here is refused: guessing would be silently wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
-from ..plan import AUDIO, IMAGE, JOINT, TEXT, VIDEO, Along, Cross, Index, Names, Plan, Site, Tokens, Whole, Word
+from ..architectures.split_plan import (
+    AUDIO,
+    IMAGE,
+    JOINT,
+    TEXT,
+    VIDEO,
+    Count,
+    Cross,
+    Gather,
+    Index,
+    ModulePlan,
+    Names,
+    Split,
+    SplitLike,
+    SplitPlan,
+    SplitSpec,
+)
 
 
-def plan_of(transformer: nn.Module) -> Plan:
-    """The Plan of a transformer's class; ValueError if we do not know it."""
+def plan_of(transformer: nn.Module) -> SplitPlan:
+    """The SplitPlan of a transformer's class; ValueError if we do not know it."""
     for kind in type(transformer).__mro__:  # FSDP makes a subclass of each module's class
         if kind.__name__ in PLANS:
             return PLANS[kind.__name__]
     raise ValueError(
         f"no context-parallel plan is known for {type(transformer).__name__} (known: {', '.join(PLANS)}); pass "
-        "plan=Plan(...)"
+        "plan=SplitPlan(...)"
     )
 
 
 def _blocks(
     stack: str,
-    args: Mapping[str | int, Word],
+    args: Mapping[str | int, SplitSpec],
     attends: Names,
     whole: Names,
-    before: tuple[Site, ...] = (),
+    before: tuple[ModulePlan, ...] = (),
     last: str = "norm_out",
     **more: Any,
-) -> Plan:
-    """A stack, after what comes `before`, and the `last` layer, which is given all of the latent's stream."""
-    sites = (*before, Site(stack, args, attends, whole=whole, **more))
-    return Plan((*sites, Site(last, {0: Whole((Plan(sites).main,))})))
+) -> SplitPlan:
+    """A stack of blocks after the modules `before`, and the `last` layer, which receives the full stream of the
+    latent."""
+    module_plans = (*before, ModulePlan(stack, args, attends, unsplit_args=whole, **more))
+    return SplitPlan((*module_plans, ModulePlan(last, {0: Gather((SplitPlan(module_plans).main_stream,))})))
 
 
-def _refiner(argument: str, positions: str, whole: Names) -> tuple[Site, ...]:
-    """Of the image, before text and image are one stream."""
-    args: Mapping[str | int, Word] = {argument: Tokens(IMAGE), positions: Along(IMAGE)}
-    return (Site("noise_refiner", args, IMAGE, whole=whole, gathers=True, aside=True),)
+def _refiner(argument: str, positions: str, whole: Names) -> tuple[ModulePlan, ...]:
+    """The refiner of image tokens, before text and image are one stream."""
+    args: Mapping[str | int, SplitSpec] = {argument: Split(IMAGE), positions: SplitLike(IMAGE)}
+    return (ModulePlan("noise_refiner", args, IMAGE, unsplit_args=whole, gathers=True, never_skipped=True),)
 
 
-_IDS: Mapping[str | int, Word] = {
-    "hidden_states": Tokens(IMAGE),
-    "encoder_hidden_states": Tokens(TEXT),
-    "img_ids": Along(IMAGE, -2),
-    "txt_ids": Along(TEXT, -2),
+def _added(argument: str, streams: Names, *whole: str) -> ModulePlan:
+    """The transformer, which adds a ControlNet's residuals to tokens of these streams, which are split by then.
+
+    It receives them, in a list or by block, before it makes the tokens: their length is that of the streams.
+    """
+
+    def split_residuals(residuals: Any, split: Callable[[Any, SplitSpec], Any]) -> Any:
+        numbers = [*residuals] if isinstance(residuals, dict) else None
+        values = [*(residuals.values() if numbers is not None else residuals)]
+        if values[0].shape[1] > 1:  # else one for all tokens
+            split(values[0], Count(streams, 1))
+        parts = split(values, SplitLike(streams))
+        return parts if numbers is None else dict(zip(numbers, parts, strict=True))
+
+    return ModulePlan(
+        "",
+        {argument: split_residuals},
+        unsplit_args=(*whole, "hidden_states", "encoder_hidden_states", "timestep", "return_dict"),
+    )
+
+
+_IDS: Mapping[str | int, SplitSpec] = {
+    "hidden_states": Split(IMAGE),
+    "encoder_hidden_states": Split(TEXT),
+    "img_ids": SplitLike(IMAGE, -2),
+    "txt_ids": SplitLike(TEXT, -2),
 }
-_RESIDUALS: Mapping[str | int, Word] = {
-    "controlnet_block_samples": Along(IMAGE),
-    "controlnet_single_block_samples": Along(IMAGE),
+_RESIDUALS: Mapping[str | int, SplitSpec] = {
+    "controlnet_block_samples": SplitLike(IMAGE),
+    "controlnet_single_block_samples": SplitLike(IMAGE),
 }
-_APART: Mapping[str | int, Word] = {"encoder_hidden_states": Tokens(TEXT), "hidden_states": Tokens(IMAGE)}
-_TOGETHER: Mapping[str | int, Word] = {"hidden_states": Tokens(TEXT + IMAGE)}
+_TWO_STREAMS: Mapping[str | int, SplitSpec] = {"encoder_hidden_states": Split(TEXT), "hidden_states": Split(IMAGE)}
+_ONE_STREAM: Mapping[str | int, SplitSpec] = {"hidden_states": Split(TEXT + IMAGE)}
 
 
-def _flux(single: Mapping[str | int, Word], inputs: Mapping[str | int, Word]) -> Plan:
-    """All is cut where the transformer gets it; positions are computed from ids, which are cut then."""
+def _flux(single: Mapping[str | int, SplitSpec], inputs: Mapping[str | int, SplitSpec]) -> SplitPlan:
+    """Splits all inputs of the transformer; positions are computed from ids, which are split by then."""
     whole = ("timestep", "pooled_projections", "guidance", "joint_attention_kwargs", "attention_mask", "return_dict",
              "controlnet_blocks_repeat", "num_ref_tokens", "ref_fixed_timestep")  # fmt: skip
     of_blocks = ("temb", "temb_mod", "temb_mod_img", "temb_mod_txt", "image_rotary_emb", "joint_attention_kwargs",
                  "attention_mask")  # fmt: skip
-    return Plan(
+    return SplitPlan(
         (
-            Site("", {**_IDS, **inputs}, TEXT + IMAGE, whole=whole, aside=True),
-            Site("transformer_blocks", _APART, whole=of_blocks),
-            Site("single_transformer_blocks", single, whole=of_blocks),
-            Site("proj_out", gathers=True, returns=(IMAGE,)),
+            ModulePlan("", {**_IDS, **inputs}, TEXT + IMAGE, unsplit_args=whole, never_skipped=True),
+            ModulePlan("transformer_blocks", _TWO_STREAMS, unsplit_args=of_blocks),
+            ModulePlan("single_transformer_blocks", single, unsplit_args=of_blocks),
+            ModulePlan("proj_out", gathers=True, output_streams=(IMAGE,)),
         )
     )
 
 
-FLUX, FLUX2, CHROMA = _flux(_APART, _RESIDUALS), _flux(_TOGETHER, {}), _flux(_TOGETHER, _RESIDUALS)
+FLUX, FLUX2, CHROMA = _flux(_TWO_STREAMS, _RESIDUALS), _flux(_ONE_STREAM, {}), _flux(_ONE_STREAM, _RESIDUALS)
 
 QWEN_IMAGE = _blocks(
     "transformer_blocks",
     {
-        **_APART,
-        "encoder_hidden_states_mask": Along(TEXT),
-        "image_rotary_emb": (Along(IMAGE, 0), Along(TEXT, 0)),
-        "modulate_index": Along(IMAGE),
+        **_TWO_STREAMS,
+        "encoder_hidden_states_mask": SplitLike(TEXT),
+        "image_rotary_emb": (SplitLike(IMAGE, 0), SplitLike(TEXT, 0)),
+        "modulate_index": SplitLike(IMAGE),
     },
     TEXT + IMAGE,
     ("temb", "joint_attention_kwargs"),
-)
+    before=(
+        _added("controlnet_block_samples", IMAGE, "encoder_hidden_states_mask", "img_shapes", "guidance",
+               "attention_kwargs", "additional_t_cond"),
+    ),
+)  # fmt: skip
 
-SD3 = _blocks("transformer_blocks", _APART, IMAGE + TEXT, ("temb", "joint_attention_kwargs"), within={"attn2": IMAGE})
+SD3 = _blocks(
+    "transformer_blocks",
+    _TWO_STREAMS,
+    IMAGE + TEXT,
+    ("temb", "joint_attention_kwargs"),
+    before=(
+        _added("block_controlnet_hidden_states", IMAGE, "pooled_projections", "joint_attention_kwargs", "skip_layers"),
+    ),
+    submodule_attends={"attn2": IMAGE},
+)
 
 LUMINA2 = _blocks(
     "layers",
-    {"hidden_states": Tokens(JOINT), "attention_mask": Along(JOINT), "image_rotary_emb": Along(JOINT)},
+    {"hidden_states": Split(JOINT), "attention_mask": SplitLike(JOINT), "image_rotary_emb": SplitLike(JOINT)},
     JOINT,
     ("temb",),
     before=_refiner("hidden_states", "image_rotary_emb", ("temb",)),
@@ -102,54 +153,58 @@ LUMINA2 = _blocks(
 Z_IMAGE_WHOLE = ("attn_mask", "adaln_input")
 Z_IMAGE = _blocks(
     "layers",
-    {"x": Tokens(JOINT), "freqs_cis": Along(JOINT)},
+    {"x": Split(JOINT), "freqs_cis": SplitLike(JOINT)},
     JOINT,
     Z_IMAGE_WHOLE,
-    before=_refiner("x", "freqs_cis", Z_IMAGE_WHOLE),
+    before=(
+        _added("controlnet_block_samples", JOINT, "x", "t", "cap_feats", "siglip_feats", "image_noise_mask",
+               "patch_size", "f_patch_size", "joint_attention_kwargs"),
+        *_refiner("x", "freqs_cis", Z_IMAGE_WHOLE),
+    ),
     last="all_final_layer.2-1",
-)
+)  # fmt: skip
 
 
-def _rope(streams: Names, dim: int) -> tuple[Along, Along]:
-    """Cosines and sines."""
-    return Along(streams, dim), Along(streams, dim)
+def _rope(streams: Names, dim: int) -> tuple[SplitLike, SplitLike]:
+    """Specs of a pair of cosines and sines."""
+    return SplitLike(streams, dim), SplitLike(streams, dim)
 
 
-def _video(stack: str, args: Mapping[str | int, Word], *whole: str) -> Plan:
-    """Of video alone; the text is read as keys."""
-    own = {"hidden_states": Tokens(VIDEO), **args}
-    return _blocks(stack, own, VIDEO, ("encoder_hidden_states", *whole), within={"attn2": "local"})
+def _video(stack: str, args: Mapping[str | int, SplitSpec], *whole: str) -> SplitPlan:
+    """A stack over video tokens alone; text is read as keys."""
+    split_args = {"hidden_states": Split(VIDEO), **args}
+    return _blocks(stack, split_args, VIDEO, ("encoder_hidden_states", *whole), submodule_attends={"attn2": "local"})
 
 
-WAN = _video("blocks", {"temb": Along(VIDEO, ndim=4), "rotary_emb": _rope(VIDEO, 1)})
+WAN = _video("blocks", {"temb": SplitLike(VIDEO, ndim=4), "rotary_emb": _rope(VIDEO, 1)})
 
 # Tokens of the past come first; how many those of today are is told to every block.
 HELIOS = _video(
     "blocks",
     {
-        "temb": Along(VIDEO, ndim=4),
-        "rotary_emb": Along(VIDEO),
+        "temb": SplitLike(VIDEO, ndim=4),
+        "rotary_emb": SplitLike(VIDEO),
         "original_context_length": Index("video", to_end=True),
     },
 )
 
 LTX_VIDEO = _video(
-    "transformer_blocks", {"temb": Along(VIDEO), "image_rotary_emb": _rope(VIDEO, -2)}, "encoder_attention_mask"
+    "transformer_blocks", {"temb": SplitLike(VIDEO), "image_rotary_emb": _rope(VIDEO, -2)}, "encoder_attention_mask"
 )
 
-LTX2 = Plan(
+LTX2 = SplitPlan(
     (
-        Site(
+        ModulePlan(
             "transformer_blocks",
             {
-                "hidden_states": Tokens(VIDEO),
-                "audio_hidden_states": Tokens(AUDIO),
-                "temb": Along(VIDEO),
-                "temb_audio": Along(AUDIO),
-                "temb_ca_scale_shift": Along(VIDEO),
-                "temb_ca_audio_scale_shift": Along(AUDIO),
-                "temb_ca_gate": Along(VIDEO),
-                "temb_ca_audio_gate": Along(AUDIO),
+                "hidden_states": Split(VIDEO),
+                "audio_hidden_states": Split(AUDIO),
+                "temb": SplitLike(VIDEO),
+                "temb_audio": SplitLike(AUDIO),
+                "temb_ca_scale_shift": SplitLike(VIDEO),
+                "temb_ca_audio_scale_shift": SplitLike(AUDIO),
+                "temb_ca_gate": SplitLike(VIDEO),
+                "temb_ca_audio_gate": SplitLike(AUDIO),
                 "video_rotary_emb": _rope(VIDEO, -2),
                 "audio_rotary_emb": _rope(AUDIO, -2),
                 "ca_video_rotary_emb": _rope(VIDEO, -2),
@@ -163,46 +218,46 @@ LTX2 = Plan(
                 "attn2": "local",
                 "audio_attn2": "local",
             },
-            whole=(
+            unsplit_args=(
                 "encoder_hidden_states", "audio_encoder_hidden_states", "temb_prompt", "temb_prompt_audio",
                 "encoder_attention_mask", "audio_encoder_attention_mask", 
                 "use_a2v_cross_attention", "use_v2a_cross_attention", "perturbation_mask", "all_perturbed",
             ),
         ),
-        Site("norm_out", {0: Whole(VIDEO)}),
-        Site("audio_norm_out", {0: Whole(AUDIO)}),
+        ModulePlan("norm_out", {0: Gather(VIDEO)}),
+        ModulePlan("audio_norm_out", {0: Gather(AUDIO)}),
     ),
 )  # fmt: skip
 
-HUNYUAN_TOKENS: dict[str | int, Word] = {
-    "hidden_states": Tokens(IMAGE),
-    "encoder_hidden_states": Tokens(TEXT),
+HUNYUAN_TOKENS: dict[str | int, SplitSpec] = {
+    "hidden_states": Split(IMAGE),
+    "encoder_hidden_states": Split(TEXT),
     4: _rope(IMAGE, 0),
 }
 # The last two are for a first frame that is given.
-HUNYUAN_VIDEO = Plan(
+HUNYUAN_VIDEO = SplitPlan(
     (
         *(
-            Site(
+            ModulePlan(
                 stack,
                 HUNYUAN_TOKENS | {6: Index("image")},
                 IMAGE + TEXT,
-                whole=("temb", "attention_mask", "token_replace_emb"),
+                unsplit_args=("temb", "attention_mask", "token_replace_emb"),
             )
             for stack in ("transformer_blocks", "single_transformer_blocks")
         ),
-        Site("norm_out", {0: Whole(IMAGE)}),
+        ModulePlan("norm_out", {0: Gather(IMAGE)}),
     )
 )
 # The three kinds of text and the padding between them are put into one row before the blocks: one stream from there.
 HUNYUAN_VIDEO_15 = _blocks(
-    "transformer_blocks", HUNYUAN_TOKENS | {"attention_mask": Along(TEXT)}, IMAGE + TEXT, ("temb",)
+    "transformer_blocks", HUNYUAN_TOKENS | {"attention_mask": SplitLike(TEXT)}, IMAGE + TEXT, ("temb",)
 )
 
 # Text, pictures, audio and video are one row of tokens.
 MINIMAX_H3 = _blocks(
     "transformer_blocks",
-    {"hidden_states": Tokens(JOINT), "adaln_indices": Along(JOINT, 0), "rotary_emb": _rope(JOINT, 0)},
+    {"hidden_states": Split(JOINT), "adaln_indices": SplitLike(JOINT, 0), "rotary_emb": _rope(JOINT, 0)},
     JOINT,
     ("temb",),
 )

@@ -1,5 +1,5 @@
 """The one hook into diffusers, and attention processors of ours for those of diffusers that would stay local, or mask
-what cannot be cut.
+what cannot be split.
 
 diffusers' processors call `dispatch_attention_fn(..., backend=self._attention_backend,
 parallel_config=self._parallel_config)`. A processor whose two attributes name our backend and a ContextAttention
@@ -27,9 +27,9 @@ from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVid
 from diffusers.models.transformers.transformer_lumina2 import Lumina2AttnProcessor2_0
 from torch import Tensor, nn
 
-from ..specs import AttentionBackend
-from ..worker.engine.attention import ContextAttention
-from ..worker.engine.kernels import attend
+from ..engine.attention.context_attention import ContextAttention
+from ..engine.kernels.dispatch import attend
+from ..request import AttentionBackend
 
 
 @cache
@@ -54,7 +54,7 @@ def backend_name(kernel: AttentionBackend) -> AttentionBackendName:
         _parallel_config: Any = None,
     ) -> Tensor:
         if dropout_p or is_causal:
-            raise ValueError("dropout and causal attention cannot be cut over ranks yet")
+            raise ValueError("dropout and causal attention cannot be split over ranks yet")
         if _parallel_config is None:
             return attend(query, key, value, attn_mask, scale, kernel)
         assert isinstance(_parallel_config, ContextAttention)
@@ -65,13 +65,13 @@ def backend_name(kernel: AttentionBackend) -> AttentionBackendName:
 
 
 def aware(processor: Any) -> Any:
-    """A processor of ours that does what `processor` does, or `processor` itself where we have none for it."""
-    ours = _OURS.get(type(processor))
-    return processor if ours is None else ours()
+    """A processor of replacement that does what `processor` does, or `processor` itself where we have none for it."""
+    replacement = _REPLACEMENTS.get(type(processor))
+    return processor if replacement is None else replacement()
 
 
 class Aware:
-    """What `attach` sets on a processor, and the attention that comes of it."""
+    """The attributes that `attach` sets on a processor, and the attention that they select."""
 
     _attention_backend: AttentionBackendName | None = None
     _parallel_config: ContextAttention | None = None
@@ -86,8 +86,8 @@ class JointAttention(Aware):
     """JointAttnProcessor2_0, of SD3, and HunyuanVideo15AttnProcessor2_0: image tokens, and text tokens after them where
     there are any, of which a mask may hide some as keys.
 
-    diffusers lets hidden tokens see nothing either, by a mask of all pairs of tokens. What they see is read by nobody,
-    and a mask of keys serves. None: nothing is hidden.
+    diffusers also masks the keys of hidden queries, by a mask of all pairs of tokens. Nothing reads those outputs, so a
+    mask of keys suffices. None: nothing is hidden.
     """
 
     def __call__(
@@ -151,7 +151,7 @@ def _out(attn: Attention, tokens: Tensor) -> Tensor:
     return dropout(projection(tokens))
 
 
-_OURS: dict[type, type] = {
+_REPLACEMENTS: dict[type, type] = {
     HunyuanVideo15AttnProcessor2_0: JointAttention,
     JointAttnProcessor2_0: JointAttention,
     Lumina2AttnProcessor2_0: GroupedAttention,

@@ -51,7 +51,7 @@ def write_bundle(value: Any, *, limit: int = LIMIT) -> int:
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # keeps every view aligned
     header, offsets, total = _layout(tree, tensors)
     if total > limit:
-        raise Refused(f"a payload of {total / 2**30:.1f} GiB is over the limit of {limit / 2**30:.1f} GiB")
+        raise Refused("payload.size", size=f"{total / 2**30:.1f}", limit=f"{limit / 2**30:.1f}")
     fd = empty_bundle(total)
     try:
         with mmap.mmap(fd, total) as memory:
@@ -131,7 +131,7 @@ def _fold(value: Any, where: str, tensors: dict[str, Tensor], seen: dict[int, st
         return value
     if isinstance(value, Tensor):
         if value.dtype not in DTYPES or value.layout is not torch.strided or value.is_nested:
-            raise Refused(f"{where} is a tensor of {value.dtype} ({value.layout}), which cannot be sent to the workers")
+            raise Refused("payload.tensor", where=where, dtype=str(value.dtype), layout=str(value.layout))
         name = seen.setdefault(id(value), str(len(seen)))
         tensors[name] = value
         return {"tensor": name}
@@ -140,12 +140,12 @@ def _fold(value: Any, where: str, tensors: dict[str, Tensor], seen: dict[int, st
         return {"tuple" if isinstance(value, tuple) else "list": items}
     if isinstance(value, dict):
         return {"dict": [[_key(k, where), _fold(v, f"{where}.{k}", tensors, seen)] for k, v in value.items()]}
-    raise Refused(f"{where} is a {type(value).__module__}.{type(value).__name__}, which cannot be sent to the workers")
+    raise Refused("payload.object", where=where, module=type(value).__module__, name=type(value).__name__)
 
 
 def _key(key: Any, where: str) -> Any:
     if not isinstance(key, str | int | float):
-        raise Refused(f"{where} has a key of type {type(key).__name__}, which cannot be sent to the workers")
+        raise Refused("payload.key", where=where, kind=type(key).__name__)
     return key
 
 

@@ -85,7 +85,7 @@ class Channel:
 
     def greeting(self, kind: type[Kind], seconds: float) -> Kind | None:
         """The first message, without a bundle; None where it does not come, or is of another kind."""
-        if select.select([self._socket], [], [], seconds)[0]:
+        if ready(self._socket, select.POLLIN, seconds):
             with contextlib.suppress(EOFError, OSError, ProtocolError):
                 message, bundle = self.receive()
                 if bundle is not None:
@@ -93,24 +93,30 @@ class Channel:
                 return message if isinstance(message, kind) else None
         return None
 
-    def waiting(self) -> bool:
-        """There is something to receive: a message or EOF."""
-        return bool(select.select([self._socket], [], [], 0)[0])
+    def waiting(self, seconds: float = 0.0) -> bool:
+        """There is something to receive, a message or EOF, within so many seconds."""
+        return ready(self._socket, select.POLLIN, seconds)
 
     def hung_up(self, seconds: float | None = None) -> bool:
         """Whether the other side is gone, or this one closed, after no more than so long; None: wait for it. Leaves
         messages where they are."""
-        poll = select.poll()
-        try:
-            poll.register(self._socket, select.POLLRDHUP)
-        except ValueError:  # closed here, maybe on another thread
-            return True
-        return bool(poll.poll(None if seconds is None else 1000 * seconds))
+        return ready(self._socket, select.POLLRDHUP, seconds)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+def ready(sock: socket.socket, events: int, seconds: float | None) -> bool:
+    """Whether one of poll's `events` comes within so many seconds; None: wait for it. True also where the connection is
+    over, here or there: what the caller does next then says so. select.select takes no descriptor above 1,023."""
+    poll = select.poll()
+    try:
+        poll.register(sock, events)
+    except ValueError:  # closed here, maybe on another thread
+        return True
+    return bool(poll.poll(None if seconds is None else max(0.0, 1000 * seconds)))
 
 
 @contextlib.contextmanager

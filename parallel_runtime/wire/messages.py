@@ -1,8 +1,9 @@
 """Every message there is. They travel as JSON: readable in a log, and free of class identity.
 
-host -> each rank       Welcome  Measure  Room (with memory)  Run (with a bundle)  Cancel
-rank -> host            Ready  Joined  Beat  Step (with a bundle)  Done (rank 0: with a bundle)  Failed
+host -> each rank       Welcome  Measure  MapOutput (with memory)  Run (with a bundle)  Cancel
+rank -> host            Ready  Joined  Heartbeat  Step (with a bundle)  Done (rank 0: with a bundle)  Failed
 machine -> host         Machine  Left
+torchrun -> who has started it  Ended
 host -> machine         Invitation  Denied
 """
 
@@ -19,14 +20,17 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import jobs, specs
-from ..errors import ProtocolError
-from ..specs import ComfySetup, ModelSpec, Parallelism, Storage
+from .. import jobs, request, specs
+from ..errors import Cause, OutOfMemory, ProtocolError, Refused
+from ..request import AfterSampling
+from ..sentences import Sentence, from_json, say, to_json
+from ..specs import ComfySetup, ModelSpec, Parallelism, WeightPlacement
 from .readings import Busy, Readings
 
+TEXT_CHARACTERS, LIST_ITEMS = 1000, 64  # of a refusal's values
 # What host and worker must agree on: the code of the messages themselves, as each of them has it loaded.
 PROTOCOL = hashlib.sha256(
-    b"".join(Path(module.__file__ or "").read_bytes() for module in (specs, jobs, sys.modules[__name__]))
+    b"".join(Path(module.__file__ or "").read_bytes() for module in (request, specs, jobs, sys.modules[__name__]))
 ).hexdigest()[:16]
 
 
@@ -43,12 +47,14 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Measure:
-    """Tell how much memory there is at this moment: once this model, if any, has given its own back, dropped, or, with
-    `offload`, its weights in main memory."""
+    """Tell how much memory there is at this moment. Before that the conditions that a native sampler's run of `model`
+    had are dropped, if one is named, and its weights are kept, offloaded to main memory, or dropped, too; or, with
+    `recordings`, only the memory of its recorded forwards is given back."""
 
     job: int
     model: ModelSpec | None = None
-    offload: bool = False
+    after: AfterSampling = "unload"
+    recordings: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class Run:
     job: int
     model: ModelSpec
     parallelism: Parallelism
-    storage: Storage
+    storage: WeightPlacement
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class Cancel:
 
 
 @dataclass(frozen=True)
-class Room:
+class MapOutput:
     """Memory of ComfyUI's process, along with the message, that the ranks of its machine write the next job's result
     into, each its share."""
 
@@ -95,7 +101,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """Still at work. `loaded` is None while sampling, else the share of the model that is loaded. `busy`: the next sign
     of life is a compiled graph away, or a recorded one."""
 
@@ -116,10 +122,36 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """A Refused as it travels: plain JSON."""
+
+    code: str
+    widget: str | None
+    fix: dict[str, Any]
+    values: dict[str, Any]
+
+    @classmethod
+    def of(cls, refused: Refused) -> Refusal:
+        """Cut so that it fits into a packet, whatever the characters."""
+        values = {name: _truncated(to_json(value)) for name, value in refused.values.items()}
+        return cls(refused.code, refused.widget, refused.fix, values)
+
+    def raised(self, machine: str = "") -> Refused:
+        """The same Refused again; from the address of another `machine` it says so."""
+        values = {name: from_json(value) for name, value in self.values.items()}
+        refused = Refused(self.code, self.widget, self.fix, **values)
+        return (
+            refused
+            if not machine
+            else Refused("on.machine", self.widget, self.fix, reason=refused.sentence, machine=machine)
+        )
+
+
+@dataclass(frozen=True)
 class Done:
     job: int
     cancelled: bool = False
-    refused: str | None = None  # why it cannot be done, "" where another rank says it; the rank is at rest
+    refused: Refusal | None = None  # why it cannot be done; the rank is at rest
     load_seconds: float = 0.0
     seconds: float = 0.0
     readings: Readings | None = None
@@ -127,18 +159,26 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    rank: int
-    error: str
-    where: str
+    """This rank has raised, and ends. `reason` is a sentence as it travels."""
+
+    cause: Cause
+    reason: dict[str, Any]
     traceback: str
 
     @classmethod
     def of(cls, rank: int, error: Exception) -> Failed:
         """Cut so that it fits into a packet, whatever the characters."""
+        text = "".join(traceback.format_exception(error))[-8000:]
+        if isinstance(error, OutOfMemory):
+            return cls(Cause(kind="out_of_memory", rank=rank), to_json(error.sentence), text)
         last = traceback.extract_tb(error.__traceback__)[-1]
-        text = "".join(traceback.format_exception(error))
-        where = f"{os.path.basename(last.filename)}:{last.lineno} {last.line}"
-        return cls(rank, f"{type(error).__name__}: {error}"[:2000], where[:500], text[-8000:])
+        where = f"{os.path.basename(last.filename)}:{last.lineno} {last.line}"[:500]
+        reason = say("died.error", error=f"{type(error).__name__}: {error}"[:2000], where=where)
+        return cls(Cause(kind="raised", rank=rank), to_json(reason), text)
+
+    @property
+    def sentence(self) -> Sentence:
+        return from_json(self.reason)
 
 
 @dataclass(frozen=True)
@@ -172,19 +212,40 @@ class Denied:
 
 
 @dataclass(frozen=True)
-class Left:
-    """The machine's torchrun has ended, with these last lines."""
+class Ended:
+    """What torchrun says as it ends: the workers that did not end well, the first one first, or its own `error`."""
 
-    lines: tuple[str, ...]
+    causes: tuple[Cause, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Left:
+    """The machine's torchrun has ended. `last_line` is what its workers printed last, the first one to go if there is
+    one."""
+
+    ended: Ended
+    last_line: str
 
 
 Message = (
-    Welcome | Measure | Room | Run | Cancel
-    | Ready | Joined | Beat | Step | Done | Failed
-    | Machine | Invitation | Denied | Left
+    Welcome | Measure | MapOutput | Run | Cancel
+    | Ready | Joined | Heartbeat | Step | Done | Failed
+    | Machine | Invitation | Denied | Ended | Left
 )  # fmt: skip
 
 _TYPES = {cls.__name__: cls for cls in typing.get_args(Message)}
+
+
+def _truncated(value: Any) -> Any:
+    match value:
+        case str():
+            return value[:TEXT_CHARACTERS]
+        case list():
+            return [_truncated(item) for item in value[:LIST_ITEMS]]
+        case dict():
+            return {name: _truncated(item) for name, item in value.items()}
+    return value
 
 
 def encode(message: Message) -> bytes:
@@ -212,6 +273,8 @@ def _build(hint: Any, value: Any) -> Any:
         if value is None and type(None) in typing.get_args(hint):
             return None
         return _build(next(arg for arg in typing.get_args(hint) if arg is not type(None)), value)
+    if origin is dict and isinstance(value, dict):
+        return value
     if origin is typing.Literal:
         if value not in typing.get_args(hint):
             raise ValueError(f"{value!r} is none of {typing.get_args(hint)}")

@@ -1,4 +1,4 @@
-"""What a rank says of itself beside its work: memory, the weights that it holds, the time of a step."""
+"""What a rank reports beside its results: memory, the models that it has, the time of a step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ RacedFor = Literal["block", "whole", "alone"]
 
 
 @dataclass(frozen=True)
-class Holding:
-    """What a rank has of one model, in bytes: on its device, and elsewhere, to be fetched when it is needed."""
+class ModelMemory:
+    """What a rank has of one model, in bytes: weights on its device, weights elsewhere, to be fetched when they are
+    needed, and what its recorded forwards take of the device, which can be dropped at any time. `model` is its title,
+    for people, and `fingerprint` the spec's, which no two models have in common."""
 
     model: str
     resident: int
     fetched: int = 0
+    fingerprint: str = ""
+    recorded: int = 0
+
+    @property
+    def device_bytes(self) -> int:
+        return self.resident + self.recorded
 
 
 @dataclass(frozen=True)
@@ -31,9 +39,9 @@ class Race:
     what: RacedFor = "block"
 
     def __str__(self) -> str:
-        own, times = "ComfyUI's own", zip(self.kernels, self.microseconds, strict=True)
-        told = ", ".join(f"{own if name == 'auto' else name} {time:g} us" for name, time in times)
-        return f"{told}, for {self.block}"
+        native, times = "ComfyUI's own", zip(self.kernels, self.microseconds, strict=True)
+        each = ", ".join(f"{native if name == 'auto' else name} {time:g} us" for name, time in times)
+        return f"{each}, for {self.block}"
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class Graphs:
 @dataclass(frozen=True)
 class Readings:
     """What a rank says of itself. `used_bytes` of its device are taken, by whomever; on the CPU by this process.
-    `free_bytes` of it are there for anybody, `spare_bytes` are kept by this rank for its next tensors, and
+    `free_bytes` of it are there for anybody, `allocator_free_bytes` are reserved by this rank's allocator, and
     `host_free_bytes` of main memory can be taken. All are of the moment at which they are told.
     Seconds are those of the last step, 0 before there was one. `waited_seconds` of them went by until tensors of other
     ranks were there; None where nobody can say, as where a device replays what was recorded. `computed_seconds` this
@@ -58,21 +66,25 @@ class Readings:
 
     used_bytes: int
     total_bytes: int
-    weights: tuple[Holding, ...] = ()
+    weights: tuple[ModelMemory, ...] = ()
     step_seconds: float = 0.0
     waited_seconds: float | None = None
     computed_seconds: float | None = None
     races: tuple[Race, ...] = ()
     graphs: Graphs = Graphs()
     free_bytes: int = 0
-    spare_bytes: int = 0
+    allocator_free_bytes: int = 0
     host_free_bytes: int = 0
 
     @property
-    def own_bytes(self) -> int:
-        """Of its device that this rank has, for its models and for its next tensors."""
-        return self.spare_bytes + sum(holding.resident for holding in self.weights)
+    def rank_bytes(self) -> int:
+        """Device memory of this rank: its models, and what its allocator has free."""
+        return self.allocator_free_bytes + sum(model.device_bytes for model in self.weights)
 
-    def others_bytes(self, model: str) -> int:
-        """Of its device that this rank has for other models."""
-        return sum(holding.resident for holding in self.weights if holding.model != model)
+    def other_models_bytes(self, fingerprint: str) -> int:
+        """Device memory of this rank for models other than the one with this fingerprint."""
+        return sum(model.device_bytes for model in self.weights if model.fingerprint != fingerprint)
+
+    def recorded_bytes(self, fingerprint: str) -> int:
+        """Of its device that recorded forwards of this model hold: a run of it needs no others for its activations."""
+        return sum(model.recorded for model in self.weights if model.fingerprint == fingerprint)

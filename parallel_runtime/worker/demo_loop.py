@@ -1,4 +1,4 @@
-"""The denoising loop where there is no ComfyUI: flow-matching Euler around diffusers' FLUX transformer."""
+"""The demo's denoising loop, which needs no ComfyUI: flow-matching Euler around diffusers' FLUX transformer."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from ..for_diffusers import attach, detach
 from ..jobs import DemoJob, Job
 from ..specs import ModelSpec, Parallelism
 from .models import Model
-from .pulse import Pulse
+from .process.progress import Progress
 
 
 @dataclass(eq=False)
 class DemoModel(Model):
     """diffusers' transformer, made parallel by `attach`."""
 
-    def divide(self, parallelism: Parallelism) -> None:
+    def split(self, parallelism: Parallelism) -> None:
         attach(self.network, self.mesh, parallelism)
-        self.division.callback(detach, self.network)
+        self.undo_split.callback(detach, self.network)
 
     def __call__(self, x: Tensor, timestep: Tensor, cond: dict[str, Any]) -> Any:
-        return self.spread(transformer.evaluate, x.shape[0], self.network, x, timestep, cond)
+        return self.data_parallel(transformer.evaluate, x.shape[0], self.network, x, timestep, cond)
 
 
-def load(spec: ModelSpec, device: torch.device, on_share: Callable[[float], None], _: Job) -> DemoModel:
+def load(spec: ModelSpec, device: torch.device, on_progress: Callable[[float], None], _: Job) -> DemoModel:
     (file,) = spec.files
     network = transformer.load(file.path, device)
-    on_share(1.0)
+    on_progress(1.0)
     return DemoModel(spec, network, device=device)
 
 
-def run(model: DemoModel, job: DemoJob, pulse: Pulse) -> dict[str, Any]:
+def run(model: DemoModel, job: DemoJob, progress: Progress) -> dict[str, Any]:
     """Returns {"samples": [B, C, H, W] in model space}."""
     device = next(model.network.parameters()).device
     sigmas, x = job.sigmas.to(device), job.noise.to(device)
     for step, (sigma, following) in enumerate(pairwise(sigmas)):
-        velocity = _velocity(model, job, x, sigma.expand(x.shape[0]), pulse)
+        velocity = _velocity(model, job, x, sigma.expand(x.shape[0]), progress)
         x0 = x - sigma * velocity
         x = x + (following - sigma) * velocity
-        pulse.step(step, len(sigmas) - 1, x0, x)
+        progress.step(step, len(sigmas) - 1, x0, x)
     return {"samples": x}
 
 
-def _velocity(model: DemoModel, job: DemoJob, x: Tensor, sigma: Tensor, pulse: Pulse) -> Tensor:
+def _velocity(model: DemoModel, job: DemoJob, x: Tensor, sigma: Tensor, progress: Progress) -> Tensor:
     prompts = [job.positive] if job.cfg == 1.0 else [job.positive, job.negative]
-    pulse.vote()
-    mine = []
-    with model.branches.refusing_together():
-        for index in model.branches.mine(len(prompts)):
-            pulse.evaluating()
-            mine.append(model(x, sigma, tree_map_only(Tensor, lambda given: given.to(x.device), prompts[index])))
-    done = torch.stack(mine) if mine else x.new_empty((0, *x.shape))
-    positive, *negative = model.branches.collect(done, len(prompts))
+    progress.vote()
+    local = []
+    with model.branch_groups.refuse_on_all_ranks():
+        for index in model.branch_groups.local_items(len(prompts)):
+            progress.before_evaluation()
+            local.append(model(x, sigma, tree_map_only(Tensor, lambda tensor: tensor.to(x.device), prompts[index])))
+    predictions = torch.stack(local) if local else x.new_empty((0, *x.shape))
+    positive, *negative = model.branch_groups.all_gather(predictions, len(prompts))
     return negative[0] + job.cfg * (positive - negative[0]) if negative else positive

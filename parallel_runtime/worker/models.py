@@ -1,9 +1,9 @@
-"""The models of this rank: loaded when a job names one, made parallel as the job asks, kept until the host says."""
+"""The models of this rank: loaded when a job names one, parallelized as it asks, and kept until the host frees them."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,267 +12,330 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..blocks import blocks_of
+from ..architectures import Architecture
+from ..architectures.network_modules import blocks_of
+from ..architectures.row_plan import RowPlan
+from ..architectures.stage_units import BlockRef, counts_of
+from ..engine.attention.attention_override import backend_override
+from ..engine.comm.device_memory import can_allocate, empty_cache
+from ..engine.comm.mesh import ContextMesh, GroupState, MeshDim, build_mesh, with_new_group
+from ..engine.comm.votes import any_rank, refuse_on_all_ranks
+from ..engine.graphs.block_compile import compile_blocks
+from ..engine.graphs.graph_runner import GraphRunner, Unrecordable  # noqa: F401 - for comfy_loop, which knows no engine
+from ..engine.pipeline.pipefusion import PipeFusion
+from ..engine.pipeline.stages import PlaceholderBlock, Stages, install_placeholders, remove_placeholders
+from ..engine.rows.row_division import parallelize_rows
+from ..engine.split.parallelize import parallelize, pipefusion_of, unparallelize
+from ..engine.weights.placement import RankPlacement, rank_placement
+from ..engine.weights.prefetch import Buffers
 from ..errors import Refused
 from ..jobs import Job
-from ..networks import Network
-from ..specs import Compilation, ModelSpec, Parallelism, Storage
-from ..stages import Seat, counts_of
+from ..request import AfterSampling, EngineOptions
+from ..specs import Compilation, ModelSpec, Parallelism, WeightPlacement
 from ..wire.messages import Run
-from .engine.compiling import compile_blocks
-from .engine.divide import divide, patches_of, undivide
-from .engine.exchange import any_of
-from .engine.memory import give_back_cache
-from .engine.mesh import Axis, ContextMesh, World, build_mesh, with_own_group
-from .engine.overriding import by_backend
-from .engine.patches import Patches
-from .engine.recording import Recording, Unrecordable  # noqa: F401 - for comfy_loop, which knows no engine
-from .engine.stages import Elsewhere, Stages, settle, unsettle
-from .lanes import Lanes, from_the_first, spread_rows
-from .pulse import Pulse
-from .ranks import refusing_together
-from .spread import check_files
-from .weights.places import Place, place
-from .weights.store import Buffers
+from .batch_groups import BatchGroups, broadcast_from_first, data_parallel
+from .process.broadcast import check_files
+from .process.progress import Progress
 
 CPU = torch.device("cpu")
 
-OnShare = Callable[[float], None]
+OnProgress = Callable[[float], None]
 
 
 @dataclass(eq=False)
 class Model:
-    """A network on this rank, and how it is cut just now; `architecture` is None where it can only run whole."""
+    """A network on this rank, and how it is split now; `architecture` is None for one that only runs undivided."""
 
     spec: ModelSpec
     network: nn.Module
-    architecture: Network | None = None
+    architecture: Architecture | None = None
     parallelism: Parallelism | None = None
     mesh: ContextMesh = field(default_factory=ContextMesh)
-    compiled: tuple[Compilation, Callable[[], None]] | None = None  # and what makes it eager again
+    compiled: tuple[Compilation, Callable[[], None]] | None = None  # the function makes it eager again
     stages: Stages | None = None
-    elsewhere: Sequence[Seat] = ()  # of blocks, that other stages have
-    division: ExitStack = field(default_factory=ExitStack)  # undoes in turn what cuts it
-    device: torch.device = CPU  # that its evaluations run on
-    recording: Recording = field(init=False)
+    remote_blocks: Sequence[BlockRef] = ()  # the blocks of other stages
+    undo_split: ExitStack = field(default_factory=ExitStack)  # closing it makes the network undivided
+    device: torch.device = CPU  # its evaluations run here
+    conditions: dict[int, dict[str, Any]] = field(default_factory=dict)  # of a native sampler's prompts, by number
+    graph_runner: GraphRunner = field(init=False)
 
     def __post_init__(self) -> None:
-        self.recording = Recording(self.network, self.device, self.reach, self.known, self.objection)
+        self.graph_runner = GraphRunner(
+            self.network,
+            self.device,
+            self.visible_arguments,
+            self.constant_objects,
+            self.unrecordable_reason,
+            self.replaced_attributes,
+        )
+        self.graph_runner.before_timing = self.stop_comm_timer
 
     @property
     def name(self) -> str:
         return self.architecture.name if self.architecture else type(self.network).__name__
 
     @property
-    def branches(self) -> Lanes:
-        """The groups of ranks that share the branches of guidance."""
-        return Lanes(self.mesh.cfg)
+    def branch_groups(self) -> BatchGroups:
+        """The groups of ranks that divide the branches of guidance."""
+        return BatchGroups(self.mesh.cfg)
 
-    def spread(
-        self, evaluate: Callable[..., Any], batch: int, *args: Any, together: bool = False, **kwargs: Any
+    def row_groups(self, *, batch_coupled: bool = False) -> BatchGroups:
+        """The groups of ranks that divide the rows of a batch; a `batch_coupled` batch stays in one group."""
+        return BatchGroups(MeshDim() if batch_coupled else self.mesh.data)
+
+    def data_parallel(
+        self, evaluate: Callable[..., Any], batch: int, *args: Any, batch_coupled: bool = False, **kwargs: Any
     ) -> Any:
-        """`evaluate(*args, **kwargs)`, its rows spread over the lanes, but where something sees all of them `together`.
-        The same bits on all ranks of the sequence."""
-        rows = Lanes(Axis() if together else self.mesh.data)
-        return from_the_first(self.mesh.context, spread_rows(rows, evaluate, batch, *args, **kwargs))
+        """Calls `evaluate(*args, **kwargs)` with its rows divided over the batch groups; each group computes all rows
+        of a `batch_coupled` batch. The result has the same bits on all ranks of a sequence."""
+        rows = self.row_groups(batch_coupled=batch_coupled)
+        return broadcast_from_first(self.mesh.context, data_parallel(rows, evaluate, batch, *args, **kwargs))
 
-    def reach(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What of a call's arguments the network can see. Raises Unrecordable."""
+    def visible_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns those of a call's arguments that the network can see. Raises Unrecordable."""
         return kwargs
 
-    def known(self) -> Sequence[Any]:
-        """Objects among them that are the same in each call."""
+    def constant_objects(self) -> Sequence[Any]:
+        """Returns the objects among the arguments that are the same in each call."""
         return () if self.attention is None else (self.attention,)
 
-    def objection(self) -> str:
-        """Why no forward is to be recorded just now; "" for no reason."""
+    def replaced_attributes(self) -> Hashable:
+        """Returns values that the network's code depends on besides its arguments and weights."""
+        return ()
+
+    def unrecordable_reason(self) -> str:
+        """Returns why no forward can be recorded now; "" where it can."""
         if self.stages is not None:
             return "stages of a pipeline wait for each other in its middle"
-        asked = self.compiled and self.compiled[0]
-        return "torch.compile records it by itself" if asked and asked.records else ""
+        if self.mesh.context.comm_device is not None:
+            return "its ranks exchange tensors through main memory"
+        compilation = self.compiled and self.compiled[0]
+        return "torch.compile records it by itself" if compilation and compilation.makes_graphs else ""
+
+    def stop_comm_timer(self) -> None:
+        """Stops timing communication until the next step."""
+        self.mesh.context.group_state.comm_timer = None
 
     @property
-    def patches(self) -> Patches | None:
-        """In which its evaluations go through stages."""
-        return None if self.stages is None else self.stages.patches
+    def options(self) -> EngineOptions:
+        """The options that the current request set."""
+        return EngineOptions() if self.parallelism is None else self.parallelism.options
 
     @property
-    def cut_by_sequence(self) -> bool:
-        return self.parallelism is not None and self.parallelism.cuts_tokens
+    def pipefusion(self) -> PipeFusion | None:
+        """The token patches that its evaluations send through the stages."""
+        return None if self.stages is None else self.stages.pipefusion
+
+    @property
+    def splits_tokens(self) -> bool:
+        return self.parallelism is not None and self.parallelism.splits_tokens
 
     @property
     def attention(self) -> Callable[..., Any] | None:
-        """ComfyUI's `optimized_attention_override` where a kernel was chosen and this rank holds whole sequences."""
-        if self.parallelism is None or self.cut_by_sequence or self.parallelism.attention_backend == "auto":
+        """ComfyUI's `optimized_attention_override` where the user chose a kernel and this rank has whole sequences."""
+        if self.parallelism is None or self.splits_tokens or self.parallelism.options.attention_backend == "auto":
             return None
-        return by_backend(self.parallelism.attention_backend)
+        return backend_override(self.parallelism.options.attention_backend)
 
-    def cut(self, mesh: ContextMesh, parallelism: Parallelism) -> None:
-        """Every later forward runs over the context ranks of `mesh`."""
+    def parallelize(self, mesh: ContextMesh, parallelism: Parallelism) -> None:
+        """Splits the network over `mesh` for every later forward, after undoing the split before."""
         self.compile(None)
-        self.division.close()
-        self.recording.drop()
+        self.undo_split.close()
+        self.graph_runner.discard()
         self.parallelism, self.mesh = None, mesh
         if parallelism.pipeline_degree > 1 and self.architecture is None:
-            raise Refused(f"{self.name} cannot be cut into stages: set pipeline_degree to 1")
-        self.divide(parallelism)
+            raise Refused("stages.none.worker.whole", widget="pipeline_degree", network=self.name)
+        self.split(parallelism)
         self.parallelism = parallelism
-        self.recording.choice = parallelism.cuda_graphs
-        self.recording.agree = partial(any_of, mesh.context)
+        self.graph_runner.choice = parallelism.options.cuda_graphs
+        self.graph_runner.any_rank = partial(any_rank, dim=mesh.context)
 
-    def divide(self, parallelism: Parallelism) -> None:
-        """By blocks, and those by sequence, until `division` is closed."""
+    def split(self, parallelism: Parallelism) -> None:
+        """Splits the blocks over pipeline stages and the tokens over ranks, until `undo_split` is closed."""
         if self.architecture is None:
-            if parallelism.cuts_tokens:
-                raise Refused(f"{self.name} cannot be cut by sequence: set ring_degree and ulysses_degree to 1")
+            if parallelism.splits_tokens:
+                raise Refused("sequence.none.worker", widget="ring_degree", network=self.name)
             return
         plan, staged = self.architecture.plan, parallelism.pipeline_degree > 1
         counts = counts_of(self.network, self.architecture, parallelism) if staged else ()
         if staged:
-            self.rest()
-            self.elsewhere = settle(self.network, plan, counts, self.mesh.pipeline.index)
-            self.division.callback(self._unsettle)
-        if parallelism.cuts_tokens:
-            divide(self.network, plan, self.mesh, parallelism)
-            self.division.callback(undivide, self.network)
+            self.offload()
+            self.remote_blocks = install_placeholders(self.network, plan, counts, self.mesh.pipeline.index)
+            self.undo_split.callback(self._restore_blocks)
+        if parallelism.splits_tokens:
+            if isinstance(plan, RowPlan):
+                parallelize_rows(self.network, plan, self.mesh, parallelism)
+            else:
+                parallelize(self.network, plan, self.mesh, parallelism)
+            self.undo_split.callback(unparallelize, self.network)
         if staged:
-            self.stages = Stages(self.network, plan, self.mesh.pipeline, counts, patches_of(self.network))
-            self.division.callback(self.stages.remove)
+            self.stages = Stages(self.network, plan, self.mesh.pipeline, counts, pipefusion_of(self.network))
+            self.undo_split.callback(self.stages.remove)
 
-    def _unsettle(self) -> None:
-        self.rest()
-        unsettle(self.elsewhere)
-        self.stages, self.elsewhere = None, ()
+    def _restore_blocks(self) -> None:
+        self.offload()
+        remove_placeholders(self.remote_blocks)
+        self.stages, self.remote_blocks = None, ()
 
     @property
-    def away_bytes(self) -> int:
-        """Of the weights, those that are not on the device of the others."""
+    def nonresident_bytes(self) -> int:
+        """Bytes of the weights that are offloaded, or on other ranks, while the rest is on the device."""
         return 0
 
     @property
-    def beside(self) -> Sequence[nn.Module]:
-        """Other networks that came with it in its last job."""
+    def additional_weights(self) -> Sequence[torch.Tensor]:
+        """The weights of other models (model patches, ControlNets) that its last job used."""
         return ()
 
-    def keep(self, place: Place | None) -> None:
-        """Have the weights at rest there; None: whole on the device."""
-        assert place is None, f"{self.name} is only whole"
+    def place_weights(self, placement: RankPlacement | None) -> None:
+        """Keeps the weights there between forwards; None replicates them on the device."""
+        assert placement is None, f"{self.name} can only be replicated"
 
     def compile(self, compilation: Compilation | None) -> None:
-        """Every later forward runs compiled, block by block where the network's blocks are known; None for eager."""
+        """Compiles every later forward, block by block where the blocks are known; None makes it eager."""
         if (self.compiled and self.compiled[0]) == compilation:
             return
         if self.compiled is not None:
             _, undo = self.compiled
             undo()
         self.compiled = None
-        self.recording.drop()
-        self.recording.compiled = compilation is not None
+        self.graph_runner.discard()
+        self.graph_runner.compiled = compilation is not None
         if compilation is not None:
-            blocks = (
-                blocks_of(self.network, self.architecture.plan, carrying=True) if self.architecture else [self.network]
-            )
-            here = [block for block in blocks if not isinstance(block, Elsewhere)]
-            self.compiled = compilation, compile_blocks(here, compilation)
+            plan = self.architecture.plan if self.architecture else None
+            if plan is None or isinstance(plan, RowPlan):  # ComfyUI's process never asks for rows with a compilation
+                blocks = [self.network]
+            else:
+                blocks = blocks_of(self.network, plan, carrying=True)
+            local = [block for block in blocks if not isinstance(block, PlaceholderBlock)]
+            self.compiled = compilation, compile_blocks(local, compilation)
 
-    def rest(self) -> None:
-        """Give the device's memory back; the next job wakes it."""
-        self.recording.drop()
+    def offload(self) -> None:
+        """Moves the weights to main memory; the next job moves them back with `onload`."""
+        self.graph_runner.discard()
         self.network.to("cpu")
 
-    def wake(self, device: torch.device) -> None:
+    def onload(self, device: torch.device) -> None:
         self.network.to(device)
 
 
-Load = Callable[[ModelSpec, torch.device, OnShare, Job], Model]
-Loop = Callable[[Any, Any, Pulse], dict[str, Any]]  # what runs a kind of job on a Model
-VAE = "vae"  # the loader of all of them
+Load = Callable[[ModelSpec, torch.device, OnProgress, Job], Model]
+Loop = Callable[[Any, Any, Progress], dict[str, Any]]  # runs jobs of one kind on a Model
+VAE = "vae"  # the key of the loader of all VAEs
 
 
 class Models:
-    """Holds models and VAEs by what was loaded. Meshes are kept, so that groups are built once a shape.
+    """The models and VAEs of this rank, by their specs without patches. Meshes are kept: groups are built once.
 
-    `loaders` go by the specs' `loader`; "" is for all others, and VAE for VAEs.
+    `loaders` are keyed by the specs' `loader`; "" is for all other loaders, and VAE for VAEs.
     """
 
     def __init__(self, device: torch.device, loaders: Mapping[str, Load]) -> None:
-        self.world = World()
+        self.group_state = GroupState()
         self._device = device
         self._loaders = loaders
         self._models: dict[ModelSpec, Model] = {}
         self._meshes: dict[tuple[int, ...], ContextMesh] = {}
-        self._axes: dict[tuple[int, ...], Axis] = {}
-        self._places: dict[tuple[Storage, tuple[int, ...]], Place | None] = {}
+        self._shard_dims: dict[tuple[int, ...], MeshDim] = {}
+        self._placements: dict[tuple[WeightPlacement, tuple[int, ...]], RankPlacement | None] = {}
         self._buffers = Buffers(device)
 
-    def get(self, request: Run, on_share: OnShare, job: Job) -> Model:
-        """The model that `request` names for `job`, cut and kept as it says. Loads and cuts anew only what differs."""
+    def get(self, request: Run, on_progress: OnProgress, job: Job) -> Model:
+        """Returns the model that `request` names for `job`, split and placed as it says; redoes only what differs."""
         spec, parallelism = request.model, request.parallelism
+        self.group_state.forget_failed_benchmarks()
         if spec.unpatched not in self._models:
-            with refusing_together():
-                loaded = self._load(spec, on_share, job)
+            with refuse_on_all_ranks():
+                loaded = self._load(spec, on_progress, job)
             self._models[spec.unpatched] = loaded
         model = self._models[spec.unpatched]
         model.spec = spec
-        model.wake(self._device)
-        if model.parallelism != parallelism:
-            model.cut(self.mesh(parallelism), parallelism)
-        model.keep(self._place(request.storage, parallelism))
+        model.onload(self._device)
+        if model.parallelism is None or model.parallelism.of_network != parallelism.of_network:
+            model.parallelize(self.mesh(parallelism), parallelism)
+        model.parallelism = parallelism
+        model.place_weights(self._placement(request.storage, parallelism))
         model.compile(spec.compilation)
+        self._evict_graphs_for(model)
         return model
+
+    def _evict_graphs_for(self, model: Model) -> None:
+        """Discards other models' recordings before the first evaluations of a model without any, where these may need
+        their memory. Collective where there are other models."""
+        other_runners = [other.graph_runner for other in self.loaded if other is not model]
+        model.graph_runner.other_models_bytes = partial(self._recorded_bytes, but=model)
+        recorded = self._recorded_bytes(but=model)
+        first = model.graph_runner.stats.keys == 0
+        if other_runners and any_rank(first and not can_allocate(self._device, recorded, recorded)):
+            for runner in other_runners:
+                runner.discard()
+            empty_cache(self._device)
+
+    def _recorded_bytes(self, *, but: Model) -> int:
+        return sum(other.graph_runner.stats.bytes for other in self.loaded if other is not but)
 
     @property
     def loaded(self) -> list[Model]:
         return list(self._models.values())
 
-    def let_go(self, spec: ModelSpec, *, offload: bool) -> None:
-        """Give back the memory of this model, if it is here; but for an `offload`, which a job may wake, forget it."""
-        if model := self._models.get(spec.unpatched) if offload else self._models.pop(spec.unpatched, None):
-            model.rest()
+    def free(self, spec: ModelSpec, after: AfterSampling) -> None:
+        """Drops the conditions of this model's run, if it is loaded. `offload` also moves its weights to main memory,
+        until a job needs them; `unload` drops the model."""
+        model = self._models.pop(spec.unpatched, None) if after == "unload" else self._models.get(spec.unpatched)
+        if model is not None:
+            model.conditions.clear()
+            if after != "keep":
+                model.offload()
         del model
-        self._give_back()
+        self._free_unused()
 
-    def rest(self, *, briefly: bool = False) -> None:
-        """After a job nothing is on its way. Unless the next is a moment away, give back what only a run needs."""
-        self._buffers.rest()
-        if not briefly:
-            self._buffers.give_back()
-            give_back_cache(self._device)
+    def discard_recordings(self, spec: ModelSpec) -> None:
+        """Discards this model's recorded forwards, if it is loaded; the next job records them again."""
+        if model := self._models.get(spec.unpatched):
+            model.graph_runner.discard()
+        self._free_unused()
+
+    def end_job(self, *, keep_buffers: bool = False) -> None:
+        """Discards fetched weights and, unless `keep_buffers`, frees the memory that only a run needs."""
+        self._buffers.discard_fetched()
+        if not keep_buffers:
+            self._buffers.free()
+            empty_cache(self._device)
 
     def recover(self) -> None:
-        """After a job that was refused in its middle: nothing is on its way, and nobody holds its tensors."""
-        self._buffers.rest()
+        """Waits for the device and frees the tensors of a job that was refused in its middle."""
+        self._buffers.discard_fetched()
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-        self._give_back()
+        self._free_unused()
 
-    def _give_back(self) -> None:
+    def _free_unused(self) -> None:
         gc.collect()
-        self.rest()
+        self.end_job()
 
-    def _load(self, spec: ModelSpec, on_share: OnShare, job: Job) -> Model:
+    def _load(self, spec: ModelSpec, on_progress: OnProgress, job: Job) -> Model:
         check_files(spec.files)
         name = VAE if spec.kind else spec.loader
-        return self._loaders[name if name in self._loaders else ""](spec, self._device, on_share, job)
+        return self._loaders[name if name in self._loaders else ""](spec, self._device, on_progress, job)
 
-    def _place(self, storage: Storage, parallelism: Parallelism) -> Place | None:
-        """Parts are gathered over a communicator of their own, which costs all others nothing. Collective when new."""
-        gathered = storage.mode == "shard"
-        key = (storage, parallelism.dims if gathered else ())
-        if key not in self._places:
-            axis = self._axis(parallelism) if gathered else Axis()
-            self._places[key] = place(storage, axis, self._device, self._buffers)
-        return self._places[key]
+    def _placement(self, placement: WeightPlacement, parallelism: Parallelism) -> RankPlacement | None:
+        """Shards are gathered over a communicator of their own, which delays no other one. Collective when new."""
+        sharded = placement.mode == "shard"
+        key = (placement, parallelism.mesh_shape if sharded else ())
+        if key not in self._placements:
+            dim = self._shard_dim(parallelism) if sharded else MeshDim()
+            self._placements[key] = rank_placement(placement, dim, self._device, self._buffers)
+        return self._placements[key]
 
-    def _axis(self, parallelism: Parallelism) -> Axis:
-        shape = parallelism.dims
-        if shape not in self._axes:
-            self._axes[shape] = with_own_group(self.mesh(parallelism).context, self._device)
-        return self._axes[shape]
+    def _shard_dim(self, parallelism: Parallelism) -> MeshDim:
+        shape = parallelism.mesh_shape
+        if shape not in self._shard_dims:
+            self._shard_dims[shape] = with_new_group(self.mesh(parallelism).context, self._device)
+        return self._shard_dims[shape]
 
     def mesh(self, parallelism: Parallelism) -> ContextMesh:
-        """The mesh of this shape, with these shares. Collective when the shape is new."""
-        shape = parallelism.dims
+        """Returns the mesh of these degrees, with these shares. Collective when the degrees are new."""
+        shape = parallelism.mesh_shape
         if shape not in self._meshes:
-            self._meshes[shape] = build_mesh(parallelism, self._device, self.world)
-        return self._meshes[shape].shared(parallelism.shares)
+            self._meshes[shape] = build_mesh(parallelism, self._device, self.group_state)
+        return self._meshes[shape].with_shares(parallelism.shares)

@@ -1,4 +1,4 @@
-"""One rank's life: meet the host, join the group, run jobs until the host goes away."""
+"""One rank's process: connect to the host, join the process group, run jobs until the host disconnects."""
 
 from __future__ import annotations
 
@@ -14,40 +14,29 @@ from typing import Any
 import torch
 
 from ..demo import check_diffusers
-from ..errors import Refused
+from ..engine.comm.device_events import event_factory
+from ..engine.comm.ranks import device_kind, join, rank, world_size
+from ..engine.comm.votes import differing_ranks
+from ..engine.graphs.block_compile import reporting_compilation
+from ..errors import OutOfMemory, Refused
 from ..jobs import DemoJob, EvaluationJob, Job, VAEJob
 from ..specs import DEMO, ComfySetup, Parallelism
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
 from ..wire.handshake import KEY
-from ..wire.messages import (
-    PROTOCOL,
-    Cancel,
-    Done,
-    Failed,
-    Joined,
-    Measure,
-    Ready,
-    Room,
-    Run,
-    Welcome,
-)
+from ..wire.messages import PROTOCOL, Cancel, Done, Failed, Joined, MapOutput, Measure, Ready, Refusal, Run, Welcome
 from ..wire.readings import Readings
 from ..wire.stream import Stream
-from . import link
-from .agent import AGENT_PID
-from .engine.compiling import telling
-from .engine.moments import now_on
-from .leash import die_when, end_parent
-from .memory import is_out_of_memory, out_of_memory, readings
 from .models import Load, Loop, Models
-from .pulse import Cancelled, Pulse
-from .ranks import apart, join, kind_of, rank, world_size
-from .spread import payload
-from .vaes import VAEs
+from .process import speed_test
+from .process.agent import AGENT_PID
+from .process.broadcast import payload
+from .process.leash import die_when, end_parent
+from .process.progress import Cancelled, Progress
+from .process.rank_memory import is_out_of_memory, out_of_memory, readings
+from .vae.vaes import VAEs
 
 TOKEN = "CP_TOKEN"
-SENTENCE = 2000  # characters of a refusal, which has to fit into a packet whatever they are
 
 
 class Worker:
@@ -61,27 +50,27 @@ class Worker:
         self._loops: dict[type, Loop] = {VAEJob: self._vaes, **loops}
 
     def joined(self) -> Joined:
-        """Measure this rank. Collective."""
-        speed = 0.0
+        """Measures this rank's speeds and memory. Collective."""
+        link_bytes_per_second = 0.0
         if world_size() > 1:
-            everybody = self._models.mesh(Parallelism(ring_degree=world_size())).ring
-            speed = link.bytes_per_second(everybody, self._device)
-            self._models.world.unlike = bool(apart(kind_of(self._device).encode()))
+            ring = self._models.mesh(Parallelism(ring_degree=world_size())).ring
+            link_bytes_per_second = speed_test.bytes_per_second(ring, self._device)
+            self._models.group_state.heterogeneous = bool(differing_ranks(device_kind(self._device)))
         return Joined(
-            link.flops_per_second(self._device),
-            speed,
-            link.host_bytes_per_second(self._device),
+            speed_test.flops_per_second(self._device),
+            link_bytes_per_second,
+            speed_test.host_bytes_per_second(self._device),
             self._readings(),
-            link.attention_flops_per_second(self._device),
+            speed_test.attention_flops_per_second(self._device),
         )
 
     def serve(self) -> None:
-        """Until the host is gone. Raises EOFError then, what a job raised, and RuntimeError where memory ran out."""
+        """Answers requests. Raises EOFError when the host disconnects, OutOfMemory, and whatever else a job raises."""
         try:
             self._serve()
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
-                raise RuntimeError(out_of_memory(self._device, self._models.loaded)) from error
+                raise OutOfMemory(out_of_memory(self._device, self._models.loaded)) from error
             raise
 
     @torch.inference_mode()
@@ -91,49 +80,52 @@ class Worker:
             match message:
                 case Run():
                     self._channel.send(*self._answer(message, payload(bundle)))
-                case Measure(job=job, model=model, offload=offload):
-                    if model is not None:
-                        self._models.let_go(model, offload=offload)
+                case Measure(job=job, model=model, after=after, recordings=recordings):
+                    if model is not None and recordings:
+                        self._models.discard_recordings(model)
+                    elif model is not None:
+                        self._models.free(model, after)
                     self._channel.send(Done(job, readings=self._readings()))
-                case Room():
+                case MapOutput():
                     assert bundle is not None
-                    self._vaes.make_room(bundle)
+                    self._vaes.map_output(bundle)
                 case Cancel():
                     pass  # it lost the race with the answer
 
     def _answer(self, request: Run, bundle: int) -> tuple[Done, int | None]:
-        """A refusal is an answer: this rank is at rest again, and whether all are is for the host to see."""
+        """Runs a job and returns its answer. A refusal is one too: this rank then waits for the next job, and the host
+        checks that all ranks refused."""
         job = read_job(read_bundle(bundle))
-        now, world = now_on(self._device), self._models.world
-        pulse = Pulse(self._channel, request.job, self._readings, now=now, world=world)
+        now, state = event_factory(self._device), self._models.group_state
+        progress = Progress(self._channel, request.job, self._readings, now=now, group_state=state)
         try:
-            return self._run(request, job, pulse)
+            return self._run(request, job, progress)
         except Refused as refused:
-            said = str(refused)[:SENTENCE]
+            refusal = Refusal.of(refused)
         finally:
-            self._vaes.leave_room()
+            self._vaes.close_output()
         self._models.recover()
-        return Done(request.job, refused=said, readings=pulse.readings()), None
+        return Done(request.job, refused=refusal, readings=progress.readings()), None
 
-    def _run(self, request: Run, job: Job, pulse: Pulse) -> tuple[Done, int | None]:
-        pulse.loading(0.0)
+    def _run(self, request: Run, job: Job, progress: Progress) -> tuple[Done, int | None]:
+        progress.loading(0.0)
         started = time.monotonic()
-        model = self._models.get(request, pulse.loading, job)
-        model.recording.telling = partial(pulse.busy, "recording")
+        model = self._models.get(request, progress.loading, job)
+        model.graph_runner.on_recording = partial(progress.busy, "recording")
         loaded = time.monotonic()
         result: dict[str, Any] | None = None
-        with contextlib.suppress(Cancelled), telling(partial(pulse.busy, "compiling")):
-            result = self._loops[type(job)](model, job, pulse)
-        self._models.rest(briefly=isinstance(job, EvaluationJob | VAEJob))  # of these the next is a moment away
+        with contextlib.suppress(Cancelled), reporting_compilation(partial(progress.busy, "compiling")):
+            result = self._loops[type(job)](model, job, progress)
+        self._models.end_job(keep_buffers=isinstance(job, EvaluationJob | VAEJob))  # the next one follows at once
         if result is None:
-            return Done(request.job, cancelled=True, readings=pulse.readings()), None
-        found = write_bundle(result) if rank() == 0 else None  # waits for the device, which the time must count
+            return Done(request.job, cancelled=True, readings=progress.readings()), None
+        result_fd = write_bundle(result) if rank() == 0 else None  # waits for the device: before `seconds` is read
         seconds = time.monotonic() - loaded
-        done = Done(request.job, load_seconds=loaded - started, seconds=seconds, readings=pulse.readings())
-        return done, found
+        done = Done(request.job, load_seconds=loaded - started, seconds=seconds, readings=progress.readings())
+        return done, result_fd
 
     def _readings(self) -> Readings:
-        return readings(self._device, self._models.loaded, self._models.world)
+        return readings(self._device, self._models.loaded, self._models.group_state)
 
 
 def read_job(fields: dict[str, Any]) -> Job:
@@ -152,12 +144,12 @@ def main(address: str) -> None:
         device = torch.device(welcome.device)
         join(device, welcome.store, shared=welcome.shared)
         loops, loaders = _comfy_loop(welcome.comfy, device)
-        loops[DemoJob], loaders[DEMO] = lambda *given: _demo().run(*given), lambda *given: _demo().load(*given)
+        loops[DemoJob], loaders[DEMO] = lambda *args: _demo().run(*args), lambda *args: _demo().load(*args)
         worker = Worker(channel, device, loops, loaders)
         channel.send(worker.joined())
         worker.serve()
     except EOFError:
-        pass  # the host is gone, so are we
+        pass  # the host has disconnected
     except Exception as error:  # the one place where a rank reports its death
         channel.send(Failed.of(rank(), error))
     # Not a clean exit: destroying the process group waits for peers that may never come.
@@ -165,19 +157,19 @@ def main(address: str) -> None:
 
 
 def _end_torchrun() -> None:
-    """What the host would do, were it there."""
+    """Removes the group's folder and kills torchrun, as the host would if it still ran."""
     shutil.rmtree(os.environ["CP_FOLDER"], ignore_errors=True)
     end_parent(int(os.environ[AGENT_PID]))
 
 
 def _call(address: str) -> Channel:
-    """The host's unix socket on its own machine, host:port on another."""
+    """Connects to the host: its unix socket on the same machine, host:port from another."""
     key = os.environ.pop(KEY, "")
     return Channel.connect(address) if os.path.isabs(address) else Stream.call(address, key)
 
 
 def _comfy_loop(comfy: ComfySetup | None, device: torch.device) -> tuple[dict[type, Loop], dict[str, Load]]:
-    if comfy is None:  # the demo is all that will be asked for
+    if comfy is None:  # the host will only ask for the demo
         with contextlib.suppress(Refused):
             _demo()
         return {}, {}
@@ -187,7 +179,7 @@ def _comfy_loop(comfy: ComfySetup | None, device: torch.device) -> tuple[dict[ty
 
 
 def _demo() -> Any:
-    """Raises Refused without diffusers, which takes seconds to import: nothing of ComfyUI's needs it."""
+    """Imports the demo. Raises Refused without diffusers, which only the demo needs and which imports slowly."""
     check_diffusers()
     from . import demo_loop
 

@@ -1,5 +1,5 @@
-"""First-block caching: where the first block changes a step's tokens as it changed the last one's, what the other
-blocks added then is added again. The ranks decide on all tokens and as one. Knows no model family and no sampler.
+"""First-block caching: where the first block's residual repeats that of the last step, the other blocks are skipped and
+their last residual is added again. All ranks decide together, by all tokens. Knows no model family and no sampler.
 """
 
 from __future__ import annotations
@@ -12,35 +12,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..plan import Names, Plan
-from .engine.exchange import any_of, gather
-from .engine.hooking import Block, blocks_of_site
-from .engine.mesh import Axis, ContextMesh
-from .engine.streams import streams_of
+from ..architectures.split_plan import Names, SplitPlan
+from ..engine.comm.collectives import all_gather_v
+from ..engine.comm.mesh import ContextMesh, MeshDim
+from ..engine.comm.votes import any_rank
+from ..engine.split.hooks import Block, blocks_of_module_plan
+from ..engine.split.streams import streams_of
 
 Forward = Callable[..., Any]
-Carried = list[Any]  # tensors, or None for a stream that a last block gives up, as SD3's does
+HiddenStates = list[Any]  # a tensor for each stream; None for one that the last block drops, as SD3's does
 
 
 @dataclass(eq=False)
 class _Branch:
-    """What is kept of the last whole evaluation: the first block's change, and what the rest of each stack added."""
+    """Residuals of a branch's last full evaluation: of the first block, and of each stack's other blocks together."""
 
-    change: Tensor | None = None
-    rest: dict[str, Carried] = field(default_factory=dict)
-    entry: dict[str, Carried] = field(default_factory=dict)  # what the second block of each stack was given
+    first_residual: Tensor | None = None
+    residuals: dict[str, HiddenStates] = field(default_factory=dict)
+    entry_states: dict[str, HiddenStates] = field(default_factory=dict)  # inputs of the second block of each stack
 
 
 class StepCache:
-    """Skips the blocks behind the first one while `caching`, in evaluations of which it is told the branch.
+    """Skips the blocks after the first one while `caching`; each evaluation runs inside `branch`.
 
-    It skips where, for every row of the batch, the first block's change differs from that of the last whole evaluation
-    by less than `threshold`, as a share of it: mean absolute values over the tokens of all ranks. All rows of all data
-    lanes decide together, so that the degrees never change what is skipped. What is added to tokens between blocks
-    (residuals of a ControlNet) is part of what was kept. Evaluations in which ComfyUI replaces blocks skip nothing.
+    It skips where, for every row of the batch, the first block's residual differs from that of the last full evaluation
+    by less than `threshold`, relative to it: mean absolute values over the tokens of all ranks. All rows of all batch
+    groups decide together, so the degrees never change what is skipped. What is added to tokens between blocks
+    (as by a ControlNet) is part of the cached residual. Evaluations in which ComfyUI replaces blocks skip nothing.
     """
 
-    def __init__(self, transformer: nn.Module, plan: Plan, mesh: ContextMesh, threshold: float) -> None:
+    def __init__(self, transformer: nn.Module, plan: SplitPlan, mesh: ContextMesh, threshold: float) -> None:
         self.evaluations = 0
         self.skipped = 0
         self._transformer = transformer
@@ -48,6 +49,7 @@ class StepCache:
         self._mesh = mesh
         self._threshold = threshold
         self._branches: dict[Hashable, _Branch] = {}
+        self._earlier: dict[Hashable, _Branch] = {}  # of the last prediction, not evaluated in this one yet
         self._branch: _Branch | None = None
         self._skipping = False
         self._replaced = False
@@ -55,11 +57,11 @@ class StepCache:
 
     @contextmanager
     def caching(self) -> Iterator[None]:
-        """Nothing is kept from before, and nothing after."""
+        """Caches within this context: it starts empty, and is emptied at the end."""
         forwards = [(block, vars(block).get("forward"), forward) for block, forward in self._forwards()]
         for block, _, forward in forwards:
             block.forward = forward  # type: ignore[method-assign]
-        handle = self._transformer.register_forward_pre_hook(self._note, with_kwargs=True)
+        handle = self._transformer.register_forward_pre_hook(self._detect_replacements, with_kwargs=True)
         try:
             yield
         finally:
@@ -70,112 +72,121 @@ class StepCache:
                 else:  # it is compiled
                     block.forward = before
             self._branches.clear()
+            self._earlier.clear()
             self._followers.clear()
             self._branch = None
 
+    def begin_prediction(self) -> None:
+        """Drops branches that the last prediction did not evaluate, since windows over a video may move in every step.
+        Call it before each prediction of the sampler."""
+        self._earlier, self._branches = self._branches, {}
+
     @contextmanager
     def branch(self, key: Hashable) -> Iterator[None]:
-        """What is evaluated in here belongs to one prompt, at one size; `key` differs where either does."""
-        self._branch = self._branches.setdefault(key, _Branch())
+        """Evaluations in this context belong to one prompt, size and window over the latent, which `key` identifies."""
+        self._branch = self._branches.setdefault(key, self._earlier.pop(key, _Branch()))
         yield
         self._branch = None
 
     def skips(self, block: nn.Module) -> bool:
-        """Whether the evaluation in progress leaves `block` out."""
+        """Returns whether the evaluation in progress skips `block`."""
         return self._skipping and not self._replaced and block in self._followers
 
-    def tally(self, *, shared: bool) -> list[int]:
-        """[evaluations skipped, evaluations]; of all lanes of guidance where they `shared` the branches. Collective."""
+    def counts(self, *, shared: bool) -> list[int]:
+        """Returns [evaluations skipped, evaluations], summed over the groups that `shared` the branches. Collective."""
         device = next(self._transformer.parameters()).device
-        mine = torch.tensor([self.skipped, self.evaluations], device=device)
-        return (self._from_all(mine, self._mesh.cfg).sum(0) if shared else mine).tolist()
+        local = torch.tensor([self.skipped, self.evaluations], device=device)
+        return (self._all_gather(local, self._mesh.cfg).sum(0) if shared else local).tolist()
 
-    def _note(self, _: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _detect_replacements(self, _: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         options = kwargs.get("transformer_options") or {}
         self._replaced = bool((options.get("patches_replace") or {}).get("dit"))
 
     def _forwards(self) -> Iterator[tuple[nn.Module, Forward]]:
-        for number, site in enumerate(self._plan.trunk):
-            blocks = list(blocks_of_site(self._transformer, site))
+        for number, module_plan in enumerate(self._plan.trunk):
+            blocks = list(blocks_of_module_plan(self._transformer, module_plan))
             if number == 0:
                 head = blocks.pop(0)
-                yield head.module, self._leading(head)
+                yield head.module, self._first_forward(head)
             self._followers.update(block.module for block in blocks)
             for block in blocks:
-                yield block.module, self._following(block, first=block is blocks[0])
+                yield block.module, self._later_forward(block, first=block is blocks[0])
 
-    def _leading(self, block: Block) -> Forward:
-        site, plain = block.site, block.module.forward
-        carried = [streams for *_, streams in site.carries]
-        watched = next((n for n, streams in enumerate(carried) if self._plan.main in streams), 0)
+    def _first_forward(self, block: Block) -> Forward:
+        module_plan, original = block.module_plan, block.module.forward
+        names = [streams for *_, streams in module_plan.split_args]
+        main = next((n for n, streams in enumerate(names) if self._plan.main_stream in streams), 0)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._replaced:
-                return plain(*args, **kwargs)
-            before = block.carried(args, kwargs)[watched].clone()
-            out = plain(*args, **kwargs)
-            change = _listed(out)[watched] - before
-            self._decide(change if site.outputs[watched][0].dim else change[None], carried[watched])
+                return original(*args, **kwargs)
+            before = block.hidden_states(args, kwargs)[main].clone()
+            out = original(*args, **kwargs)
+            residual = _as_list(out)[main] - before
+            self._decide(residual if module_plan.outputs[main][0].dim else residual[None], names[main])
             return out
 
         return forward
 
-    def _following(self, block: Block, *, first: bool) -> Forward:
-        plain, name = block.module.forward, block.site.name
+    def _later_forward(self, block: Block, *, first: bool) -> Forward:
+        original, name = block.module.forward, block.module_plan.name
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._replaced:
-                return plain(*args, **kwargs)
+                return original(*args, **kwargs)
             assert self._branch is not None
-            entry, rest = self._branch.entry, self._branch.rest
-            if first:
-                entry[name] = _each(Tensor.clone, block.carried(args, kwargs))  # blocks write into what they are given
+            entry, residuals = self._branch.entry_states, self._branch.residuals
+            if first:  # blocks write into their inputs
+                entry[name] = _map_streams(Tensor.clone, block.hidden_states(args, kwargs))
             if not self._skipping:
-                out = plain(*args, **kwargs)
+                out = original(*args, **kwargs)
                 if block.last:
-                    rest[name] = _each(torch.sub, _listed(out), entry.pop(name))
+                    residuals[name] = _map_streams(torch.sub, _as_list(out), entry.pop(name))
                 return out
-            out = _each(torch.add, rest[name], entry.pop(name)) if block.last else block.carried(args, kwargs)
+            if block.last:
+                out = _map_streams(torch.add, residuals[name], entry.pop(name))
+            else:
+                out = block.hidden_states(args, kwargs)
             return tuple(out) if len(out) > 1 else out[0]
 
         return forward
 
-    def _decide(self, change: Tensor, of: Names) -> None:
+    def _decide(self, residual: Tensor, names: Names) -> None:
         branch = self._branch
         assert branch is not None, "an evaluation of no branch"
         streams = streams_of(self._transformer)
         if streams is not None:
-            change = streams.held(of).drop(change)
-        self._skipping = branch.change is not None and self._repeats(change, branch.change)
+            residual = streams.local_tokens(names).to_chunks(residual)
+        self._skipping = branch.first_residual is not None and self._repeats(residual, branch.first_residual)
         self.evaluations += 1
         self.skipped += self._skipping
         if not self._skipping:
-            branch.change = change
+            branch.first_residual = residual
 
-    def _repeats(self, change: Tensor, last: Tensor) -> bool:
-        """No difference that is not a number counts as small, nor does a change of nothing."""
-        tokens = [part.abs().flatten(1).sum(dim=1, dtype=torch.float32) for part in (change - last, last)]
-        difference, size = self._from_all(torch.stack(tokens), self._mesh.context).sum(0)
+    def _repeats(self, residual: Tensor, last: Tensor) -> bool:
+        """Returns whether all rows are below the threshold; a NaN, or a last residual of zero, is not."""
+        tokens = [part.abs().flatten(1).sum(dim=1, dtype=torch.float32) for part in (residual - last, last)]
+        difference, size = self._all_gather(torch.stack(tokens), self._mesh.context).sum(0)
         excess = (difference - self._threshold * size).max()
-        return self._for_all(bool(self._from_all(excess, self._mesh.data).max() < 0))
+        return self._all_ranks_agree(bool(self._all_gather(excess, self._mesh.data).max() < 0))
 
-    def _for_all(self, repeats: bool) -> bool:
-        """The same bits are added up, and cards of unlike kinds add in unlike orders: what is not small to one of them
-        is small to none."""
+    def _all_ranks_agree(self, repeats: bool) -> bool:
+        """Returns whether `repeats` holds on every rank. Devices of one kind sum the same bits in the same order and
+        need no vote; devices of several kinds may sum in other orders."""
         context = self._mesh.context
-        if not context.world.unlike:
+        if not context.group_state.heterogeneous:
             return repeats
-        return not any_of(self._mesh.data, any_of(context, not repeats))
+        return not any_rank(any_rank(not repeats, context), self._mesh.data)
 
-    def _from_all(self, mine: Tensor, axis: Axis) -> Tensor:
-        """[ranks of the axis, ...]: the same bits on each of them, so what they make of it is the same too."""
-        return gather(mine[None], (1,) * axis.size, axis).wait()[0] if axis.size > 1 else mine[None]
+    def _all_gather(self, local: Tensor, dim: MeshDim) -> Tensor:
+        """Gathers `local` of every rank into [ranks of `dim`, ...], with the same bits on each."""
+        return all_gather_v(local[None], (1,) * dim.size, dim).wait()[0] if dim.size > 1 else local[None]
 
 
-def _listed(out: Any) -> Carried:
+def _as_list(out: Any) -> HiddenStates:
     return [out] if isinstance(out, Tensor) else list(out)
 
 
-def _each(function: Callable[..., Tensor], *carried: Carried) -> Carried:
-    """Of each stream that is still carried on."""
-    return [None if values[0] is None else function(*values) for values in zip(*carried, strict=True)]
+def _map_streams(function: Callable[..., Tensor], *states: HiddenStates) -> HiddenStates:
+    """Applies `function` to each stream that has not been dropped."""
+    return [None if values[0] is None else function(*values) for values in zip(*states, strict=True)]

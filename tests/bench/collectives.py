@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from parallel_runtime.engine.attention.context_attention import ContextAttention
+from parallel_runtime.engine.comm.mesh import build_mesh
+from parallel_runtime.engine.split.streams import Streams
+from parallel_runtime.request import EngineOptions
 from parallel_runtime.specs import Parallelism
-from parallel_runtime.worker.engine.attention import ContextAttention
-from parallel_runtime.worker.engine.mesh import build_mesh
-from parallel_runtime.worker.engine.streams import Streams
 
 from .launch import is_rank, join, launch
 
@@ -60,7 +61,7 @@ def _degrees(world: int) -> dict[str, Parallelism]:
     degrees = {
         "ulysses": Parallelism(ulysses_degree=world),
         "ring": Parallelism(ring_degree=world),
-        "allgather": Parallelism(ring_degree=world, rotate_method="allgather"),
+        "allgather": Parallelism(ring_degree=world, options=EngineOptions(rotate_method="allgather")),
     }
     if world % 2 == 0 and world > 2:
         degrees[f"ring {world // 2} x ulysses 2"] = Parallelism(ring_degree=world // 2, ulysses_degree=2)
@@ -71,16 +72,16 @@ def _degrees(world: int) -> dict[str, Parallelism]:
 def _measure(name: str, parallelism: Parallelism, options: argparse.Namespace) -> dict[str, Any]:
     mesh = build_mesh(parallelism)
     streams = Streams(mesh.context)
-    streams.see("image", options.tokens, "bench")
+    streams.record_length("image", options.tokens, "bench")
     attend = ContextAttention(mesh, parallelism, streams, ("image",))
-    own = streams.held(("image",)).size
+    own = streams.local_tokens(("image",)).size
     shape = (options.batch, own, options.heads, options.head_dim)
     query, key, value = (torch.randn(shape).to(getattr(torch, options.dtype)) for _ in range(3))
     attend(query, key, value)
     with _counted() as traffic:
         attend(query, key, value)
     streams.clear()  # what layers keep for each other counts too
-    streams.see("image", options.tokens, "bench")
+    streams.record_length("image", options.tokens, "bench")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         attend(query, key, value)
     return {

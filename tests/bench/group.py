@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from parallel_runtime.host.group import WorkerGroup
+from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import ComfySetup, Parallelism
 
 from .. import tiny

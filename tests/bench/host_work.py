@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel_runtime.worker.engine import recording
+from parallel_runtime.engine.graphs import graph_runner
 
 LAYERS = 57  # as FLUX has
 VIEWS = ("view", "transpose", "narrow", "split", "slice", "permute", "select", "unsqueeze", "squeeze", "expand",
@@ -53,7 +53,7 @@ class OneLaunch:
     nbytes = 0
     out: Any = None
 
-    def rehearse(self, run: Run) -> Any:
+    def warm_up(self, run: Run) -> Any:
         return run()
 
     def record(self, run: Run) -> OneLaunch:
@@ -70,10 +70,10 @@ def counted(attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: tuple[Te
     network = Attentions(attend)
     eager = _count(lambda: network(*inputs))
     with _of_one_launch():
-        recorded = recording.Recording(network, torch.device("cpu"), choice="on")
-        while not recorded.told.keys and len(recorded.told.eager) == 0:
+        recorded = graph_runner.GraphRunner(network, torch.device("cpu"), choice="on")
+        while not recorded.stats.keys and len(recorded.stats.eager) == 0:
             network(*inputs)
-    assert recorded.told.keys == 1, recorded.told.eager
+    assert recorded.stats.keys == 1, recorded.stats.eager
     return {"eager": eager, "recorded": _count(lambda: network(*inputs))}
 
 
@@ -98,11 +98,11 @@ def _count(run: Run) -> list[int]:
 @contextmanager
 def _of_one_launch() -> Iterator[None]:
     """Memory that nobody delivered to holds the same each time: else no replay would be believed."""
-    usual = recording.graphs.recorder_for
-    recording.graphs.recorder_for = lambda device: OneLaunch()
+    usual = graph_runner.cuda_graphs.recorder_for
+    graph_runner.cuda_graphs.recorder_for = lambda device: OneLaunch()
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        recording.graphs.recorder_for = usual
+        graph_runner.cuda_graphs.recorder_for = usual
         torch.use_deterministic_algorithms(False)

@@ -29,11 +29,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from parallel_runtime.report.diffusers_own import log_sum_exp_on_the_cpu
+from parallel_runtime.commands.report.diffusers_own import log_sum_exp_on_the_cpu
+from parallel_runtime.engine.attention.context_attention import ContextAttention
+from parallel_runtime.engine.comm.mesh import build_mesh
+from parallel_runtime.engine.split.streams import Streams
 from parallel_runtime.specs import Parallelism
-from parallel_runtime.worker.engine.attention import ContextAttention
-from parallel_runtime.worker.engine.mesh import build_mesh
-from parallel_runtime.worker.engine.streams import Streams
 
 from .host_work import LAYERS, counted
 from .vae_layers import vae_layers
@@ -104,7 +104,7 @@ def _ours(ring: int, ulysses: int, tokens: int) -> ContextAttention:
     parallelism = Parallelism(ring_degree=ring, ulysses_degree=ulysses)
     mesh = build_mesh(parallelism, torch.device("cpu"))
     streams = Streams(mesh.context)
-    streams.see("image", tokens, "bench")
+    streams.record_length("image", tokens, "bench")
     return ContextAttention(mesh, parallelism, streams, ("image",))
 
 

@@ -4,8 +4,8 @@ long, against the exact picture and against one of many steps.
     python -m tests.bench.patches [--steps 8 12 20] [--patches 2 4 8] [--warmup 1 4] [--samplers euler dpmpp_2m]
         [--pictures 4] [--many 100] [--json out.json]
 
-In one process, in ComfyUI's python: what is computed does not depend on stages (tests/networks/test_patches.py). Time
-is that of a pipeline's formula for two stages and both prompts.
+In one process, in ComfyUI's python: what is computed does not depend on stages (tests/architectures/test_patches.py).
+Time is that of a pipeline's formula for two stages and both prompts.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel_runtime.architectures import architecture_of
 from parallel_runtime.demo.words import encode
-from parallel_runtime.networks import network_of
+from parallel_runtime.request import EngineOptions
 from parallel_runtime.specs import Parallelism
 
 from ..comfyui.comfy import OUR_ROOT, find_comfy
@@ -73,7 +74,7 @@ def _in_comfyuis_python() -> int:
 
 @torch.inference_mode()
 def _rows(options: argparse.Namespace) -> list[Answer]:
-    from ..networks import tiny
+    from ..architectures import tiny
 
     tiny.start_comfyui()
     pictures = Pictures(options.pictures)
@@ -127,25 +128,30 @@ class Pictures:
         """Latents [pictures, C, H, W]."""
         import comfy.sample
 
-        from parallel_runtime.worker.comfy_loop.branches import in_patches
-        from parallel_runtime.worker.engine.divide import divide, patches_of, undivide
-        from parallel_runtime.worker.engine.mesh import ContextMesh
+        from parallel_runtime.engine.comm.mesh import ContextMesh
+        from parallel_runtime.engine.split.parallelize import parallelize, pipefusion_of, unparallelize
+        from parallel_runtime.worker.comfy_loop.branches import with_pipefusion
 
-        known = network_of(self._network)
+        known = architecture_of(self._network)
         assert known is not None
         if patches > 1:
-            divide(self._network, known.plan, ContextMesh(), Parallelism(pipeline_degree=STAGES, patches=patches))
-        model, cut = self._model.clone(), SimpleNamespace(patches=patches_of(self._network))
+            parallelize(
+                self._network,
+                known.plan,
+                ContextMesh(),
+                Parallelism(pipeline_degree=STAGES, options=EngineOptions(token_patches=patches)),
+            )
+        model, cut = self._model.clone(), SimpleNamespace(pipefusion=pipefusion_of(self._network))
         latent = torch.zeros(self._count, 16, SIDE, SIDE)
         noise, simple = comfy.sample.prepare_noise(latent, 7), "simple"
         sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), simple, steps)
         made, negative = [], _cond("")
         for prompt in PROMPTS:
             given = (model, noise, steps, CFG, sampler, simple, _cond(prompt), negative, latent)
-            with in_patches(cut, model, sigmas, warmup) if patches > 1 else nullcontext():  # type: ignore[arg-type]
+            with with_pipefusion(cut, model, sigmas, warmup) if patches > 1 else nullcontext():  # type: ignore[arg-type]
                 made.append(comfy.sample.sample(*given, seed=7, disable_pbar=True))
         if patches > 1:
-            undivide(self._network)
+            unparallelize(self._network)
         return torch.cat(made)
 
 

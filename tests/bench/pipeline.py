@@ -89,7 +89,7 @@ def _behind(mbit: int, options: argparse.Namespace) -> list[Answer]:
 def _rank(options: argparse.Namespace) -> int:
     os.environ |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     rank, _ = join()
-    from ..networks.pipeline_modes import Mode, modes  # ComfyUI's arguments are parsed there
+    from ..architectures.pipeline_modes import Mode, modes  # ComfyUI's arguments are parsed there
 
     with torch.inference_mode():
         found: list[tuple[str, int, Mode]] = [

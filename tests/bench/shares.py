@@ -18,8 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from parallel_runtime.host.cost import Figures
-from parallel_runtime.host.group import WorkerGroup
+from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import ModelSpec, Parallelism
 
 from .. import tiny
@@ -28,7 +27,6 @@ from ..groups import faulty, flux_job, on_cpu, spec_of
 log = logging.getLogger(__name__)
 
 STEPS = 4
-WORK = Figures(name="tiny", heads=2, layers=4, width=64, weights=1, weight_bytes=4, item_bytes=4).work(1, 100)
 
 
 def main() -> int:
@@ -60,7 +58,9 @@ def _rows(model: ModelSpec, degrees: Parallelism, runs: int) -> list[dict[str, A
         equal = replace(degrees, shares=(1,) * degrees.world_size)
         ideal = step("equal", equal)  # of ranks that did as much each: the harmonic mean of their times
         for number in range(runs):
-            step(f"auto {number + 1}", group.balanced(model, degrees, WORK))
+            auto = replace(degrees, shares=group.balance.shares(model).get(degrees, ()))
+            group.balance.begin(model, auto)
+            step(f"auto {number + 1}", auto)
         step("equal", equal)
     return [
         {"mode": mode, "shares": ",".join(map(str, by.shares)) or "none", "step": seconds, "ideals": seconds / ideal}

@@ -11,14 +11,18 @@ from typing import Any
 
 import pytest
 
+from ..comfyui.comfy import find_comfy
 from ..machines.network import why_there_is_none
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(name: str, out: Path, *arguments: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", f"tests.bench.{name}", *arguments, "--json", str(out)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=400)
+def run(
+    name: str, out: Path, *arguments: str, python: str | Path = sys.executable, **environment: str
+) -> list[dict[str, Any]]:
+    command = [python, "-m", f"tests.bench.{name}", *arguments, "--json", str(out)]
+    variables = os.environ | environment
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(out.read_text())
 
@@ -28,14 +32,6 @@ def test_a_ring_holds_less_than_ulysses(tmp_path: Path) -> None:
     rows = run("collectives", tmp_path / "rows.json", "--tokens", "1023", "--batch", "2")
     peak = {row["mode"]: row["peak_extra_in_queries"] for row in rows}
     assert peak["ring"] < peak["ulysses"] < peak["allgather"]
-
-
-def test_every_mode_is_timed_and_exact(tmp_path: Path) -> None:
-    tiny = ("--tokens", "72", "--rounds", "1", "--double", "1", "--single", "1", "--heads", "2")
-    rows = run("scaling", tmp_path / "rows.json", *tiny)
-    ours = [row for row in rows if row["mode"].startswith("ours")]
-    assert {row["mode"] for row in ours} == {"ours ulysses", "ours ring", "ours allgather"}
-    assert all(row["error"] < 1e-5 for row in ours)
 
 
 def test_a_recorded_attention_is_a_few_launches_whatever_it_holds(tmp_path: Path) -> None:
@@ -54,3 +50,14 @@ def test_a_pipeline_sends_a_tenth_of_what_others_do_and_holds_its_share(tmp_path
     assert by_mode["pipeline 2"]["sent"] < 0.1 * min(by_mode["Ulysses 2"]["sent"], by_mode["ring 2"]["sent"])
     assert by_mode["pipeline 2"]["held"] < 0.7
     assert all(row["error"] <= 1e-5 for row in rows)
+
+
+@pytest.mark.sweep  # a ComfyUI, and a minute
+def test_half_of_a_unet_takes_little_more_than_half_of_the_time(tmp_path: Path) -> None:
+    """Seconds of CPU: 0.58 and 0.56 in RESULTS.md."""
+    comfy = find_comfy()
+    if comfy is None:
+        pytest.skip("there is no ComfyUI")
+    environment = {"COMFYUI_PATH": str(comfy.root), "OMP_NUM_THREADS": "1"}
+    undivided, *by_rows = run("unet_rows", tmp_path / "rows.json", python=comfy.python, **environment)
+    assert all(row["cpu_seconds"] <= 0.62 * undivided["cpu_seconds"] for row in by_rows)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from parallel_runtime.migrate import migrated
+from parallel_runtime.commands.migrate import migrated
 
 from ..comfyui.latents import apart, saved_latents
 from ..comfyui.server import Server

@@ -36,7 +36,7 @@ VARIATIONS: dict[str, dict[str, object]] = {
     "short_prompts": {"prompt_tokens": (7, 7), "cfg": 3.0, "sampler": "euler_cfg_pp"},
     "unequal_prompts": {"prompt_tokens": (7, 63), "cfg": 3.0, "sampler": "lcm"},
     "one_token": {"prompt_tokens": (1, 2), "cfg": 2.0, "scheduler": "ddim_uniform"},
-    "inpainting": {"masked": True, "latent_seed": 3, "denoise": 0.7, "cfg": 2.0},
+    "inpainting": {"masked": 1, "latent_seed": 3, "denoise": 0.7, "cfg": 2.0},
     "two_prompts_one_area": {"second_prompt": True, "cfg": 2.0, "prompt_tokens": (20, 33)},
     "sde": {"sampler": "dpmpp_2m_sde", "cfg": 2.0, "seed": 2**64 - 1},
     "ancestral": {"sampler": "euler_ancestral", "scheduler": "normal", "steps": 5},

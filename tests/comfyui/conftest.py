@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from parallel_runtime.planning.memory_model import BLOCK_BUFFERS
+
+from .. import tiny
 from .cases import DEGREES
 from .comfy import OUR_ROOT, ComfyInstall, find_comfy, why_there_is_none
 from .graphs import Parallel
@@ -48,7 +51,7 @@ def server(shared_server: Server, request: pytest.FixtureRequest) -> Iterator[Se
 def native_network(comfy: ComfyInstall, shared_server: Server) -> Callable[[str], Tensor]:
     """KSampler's latent of each network, sampled once; their files lie in the server's folders from now on."""
     folder = shared_server.base / "models" / "diffusion_models" / "networks"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     command = [comfy.python, "-m", "tests.comfyui.write_networks", folder]
     environment = os.environ | {"COMFYUI_PATH": str(comfy.root)}
     subprocess.run(command, check=True, capture_output=True, cwd=OUR_ROOT, env=environment)
@@ -56,10 +59,15 @@ def native_network(comfy: ComfyInstall, shared_server: Server) -> Callable[[str]
 
 
 @pytest.fixture(scope="session")
-def formats(comfy: ComfyInstall, shared_server: Server) -> Path:
-    """The server's folder of diffusion models, with some of them in every format."""
+def formats(comfy: ComfyInstall, shared_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The server's folder of diffusion models; some are there in every format, with blocks enough to be fetched."""
     folder = shared_server.base / "models" / "diffusion_models"
-    script, sources = Path(__file__).with_name("write_formats.py"), (folder / f"{name}.safetensors" for name in VARIED)
+    script, sources = Path(__file__).with_name("write_formats.py"), []
+    for name in VARIED:
+        deep = {} if name == "flux_dev" else {"layers": BLOCK_BUFFERS + 1}
+        sources.append(
+            tiny.write(tmp_path_factory.mktemp("deep"), name, **deep).rename(folder.parent / f"{name}.safetensors")
+        )
     subprocess.run([comfy.python, script, comfy.root, folder, *sources], check=True, capture_output=True)
     return folder
 
@@ -74,25 +82,19 @@ def vaes(comfy: ComfyInstall, server: Server) -> Server:
 def write_vaes(comfy: ComfyInstall, server: Server) -> None:
     models = server.base / "models"
     if not (models / "vae" / "wan.safetensors").exists():
-        command = [str(comfy.python), "-m", "tests.vae.files", str(comfy.root), str(models)]
+        command = [str(comfy.python), "-m", "tests.rows.files", str(comfy.root), str(models)]
         subprocess.run(command, cwd=OUR_ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Within a module the cases of as many workers follow one another: first as many as there are already, last as many
-    as the next module has cases of. A group serves many."""
-    modules: dict[Path, list[pytest.Item]] = {}
-    for item in items:
-        modules.setdefault(item.path, []).append(item)
-    served = [members for members in modules.values() if any("shared_server" in _fixtures(item) for item in members)]
-    counts = [{*map(_workers, members)} for members in served]
-    there = USUAL
-    for members, here, following in zip(served, counts, [*counts, {USUAL}][1:], strict=True):
-        order = sorted(here, key=lambda count: (count != there, count in following, count))
-        members.sort(key=lambda item: order.index(_workers(item)))
-        there = order[-1]
-    items[:] = [item for members in modules.values() for item in members]
+    """Cases of as many workers follow one another, of all modules: to start a group costs more than most of them."""
+    served = [item for item in items if "shared_server" in _fixtures(item)]
+    moved = sorted((item for item in served if _workers(item) != USUAL), key=_workers)
+    if moved:
+        behind = items.index(served[-1]) + 1
+        stay = [item for item in items[:behind] if item not in moved]
+        items[:] = [*stay, *moved, *items[behind:]]
 
 
 def _fixtures(item: pytest.Item) -> Sequence[str]:

@@ -70,7 +70,7 @@ class Job:
     batch: int = 1
     size: tuple[int, int] = (16, 24)
     latent_seed: int = -1
-    masked: bool = False
+    masked: int = 0  # masks, one for each image or for several in turn
     prompt_tokens: tuple[int, int] = (20, 20)
     text_mask_valid: int | None = None
     second_prompt: bool = False

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ..networks import tiny
+from ..architectures import tiny
 from .client import Graph
 from .graphs import Job, Parallel, sampling_graph
 
@@ -188,6 +188,10 @@ NETWORKS: dict[str, Network] = {
     ),
     "hunyuan_3d": Network(build=tiny.hunyuan_3d, model="Hunyuan3Dv2", latent=((64, 35),)),
     "hunyuan_3d_21": Network(build=tiny.hunyuan_3d_21, model="Hunyuan3Dv2_1", latent=((64, 35),)),
+    "triposplat": Network(
+        build=tiny.triposplat, model="TripoSplat", latent=((37, 16), (1, 5)), tokens=23,
+        more=references((1, 128, 3, 6)),
+    ),
     "mage_flow": Network(
         build=tiny.mage_flow, model="MageFlow", latent=(FLUX2_SIZE,), more=ALL_VALID | references((1, 128, 5, 6))
     ),

@@ -1,4 +1,4 @@
-"""Our pack in a process of ComfyUI's python that serves nothing: `node_module("residence")` is nodes/residence.py."""
+"""Our pack in a process of ComfyUI's python without a server; `node_module("remote.lease")` is one of ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from ..networks.tiny import start_comfyui
+from ..architectures.tiny import start_comfyui
 from .comfy import OUR_ROOT
 
 PACK = "cp_pack"

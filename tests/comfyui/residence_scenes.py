@@ -8,20 +8,29 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from ..groups import faulty, wait_until, workers_of
+from ..groups import faulty, flux_job, wait_until, workers_of
+from ..tiny import write
 from .pack import node_module, pack_module
 
 import comfy.model_management  # isort: skip  # the pack's module has made ComfyUI importable
 
-lease, routes, capacity = (node_module(name) for name in ("lease", "routes", "capacity"))
-runtime, storing = pack_module("parallel_runtime.host.runtime").runtime, pack_module("parallel_runtime.host.storing")
-specs = pack_module("parallel_runtime.specs")
+lease, routes, capacity, evaluation = (
+    node_module(name) for name in ("remote.lease", "server.routes", "remote.capacity", "remote.remote_network")
+)
+runtime = pack_module("parallel_runtime.group.runtime").runtime
+run_plan = pack_module("parallel_runtime.planning.run_plan")
+stats, plan_inputs = (pack_module(f"parallel_runtime.planning.{name}") for name in ("network_stats", "plan_inputs"))
+specs, jobs = pack_module("parallel_runtime.specs"), pack_module("parallel_runtime.jobs")
+request = pack_module("parallel_runtime.request")
 
 ONE = specs.Placement(devices=("cpu",))
 MODELS = [specs.ModelSpec(loader=specs.DEMO, weight_dtype=dtype) for dtype in ("float32", "bfloat16")]
 SLOW_SECONDS = 0.5
+CLAIMED = 1 << 20  # bytes of weights, as the host has them
 
 
 def unloaded_by_both(rank: int, world: int, times: int) -> list[dict[str, Any]]:
@@ -32,7 +41,7 @@ def unloaded_by_both(rank: int, world: int, times: int) -> list[dict[str, Any]]:
 def _unloaded_by_both() -> dict[str, Any]:
     group = _holding_models()
     with _slow(group), ThreadPoolExecutor() as threads:
-        freed = threads.submit(routes._free)
+        freed = threads.submit(routes._unload_models)
         native = threads.submit(comfy.model_management.unload_all_models)
         time.sleep(SLOW_SECONDS)
         os.kill(workers_of(group)[0], signal.SIGCONT)
@@ -57,6 +66,30 @@ def idle_while_unloading(rank: int, world: int) -> dict[str, Any]:
         runtime.close()
 
 
+def plans_of_a_run(rank: int, world: int, folder: str) -> dict[str, int]:
+    """How often a plan is resolved: for a run, for a second evaluation of it, and for one of another size."""
+    work = stats.NetworkStats(name="demo", heads=4, layers=2, width=64, weights=10, weight_bytes=20, item_bytes=4).work
+    inputs = plan_inputs.PlanInputs(request=request.ParallelRequest(devices="cpu"), gpus=0, work=work(1, 64))
+    spec, resolved, count = _model(Path(folder), "model"), [], lease.resolve
+    setup, lease.comfy_setup = lease.comfy_setup, lambda: None
+    lease.resolve = lambda known: resolved.append(known) or count(known)
+    times: dict[str, int] = {}
+    try:
+        with lease.lease_with_plan(spec, inputs) as (taken, plan):
+            taken.run(plan, jobs.DemoJob(**vars(flux_job())))
+            loaded, times["run"] = taken.loaded, len(resolved)
+        with lease.lease_with_plan(spec, inputs, previous=loaded, plan=plan) as (_, again):
+            assert again is plan
+            times["same size"] = len(resolved) - times["run"]
+        with lease.lease_with_plan(spec, replace(inputs, work=work(1, 128)), previous=loaded) as (_, other):
+            assert other.weights == plan.weights
+            times["other size"] = len(resolved) - times["run"]
+    finally:
+        lease.resolve, lease.comfy_setup = count, setup
+        runtime.close()
+    return times
+
+
 def unloading_a_group_that_is_replaced(rank: int, world: int) -> dict[str, Any]:
     """Whoever lets a model go waits for no group that is being started: the one that had the model is gone."""
     group = _holding_models()
@@ -73,6 +106,20 @@ def unloading_a_group_that_is_replaced(rank: int, world: int) -> dict[str, Any]:
         runtime.close()
 
 
+def settled(rank: int, world: int) -> dict[str, Any]:
+    """How many prompts' conditions the workers have of a model before a native sampler's run is over, and after."""
+    group = _holding_models()
+    try:
+        run = evaluation.RemoteEvaluation(request.ParallelRequest())
+        run._model = group.models[MODELS[0]]
+        group._payloads._prompts[MODELS[0]] = [(1, {})]
+        before = len(group._payloads._prompts)
+        run.end()
+        return {"before": before, "after": len(group._payloads._prompts), "listed": len(group.models)}
+    finally:
+        runtime.close()
+
+
 def main_memory(rank: int, world: int, times: int) -> list[int]:
     """What planning goes by, each time after the workers were asked; there is less of it at each."""
     runtime.close()
@@ -85,12 +132,58 @@ def main_memory(rank: int, world: int, times: int) -> list[int]:
         runtime.close()
 
 
+def recordings_go_first(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """ComfyUI wants a part of a model; then a limit has no place for one model beside the other's recordings."""
+    runtime.close()
+    os.environ |= faulty("tape")
+    try:
+        with runtime.borrowed(ONE, None) as group:
+            first, _ = (_recorded(group, Path(folder), name) for name in ("high", "low"))
+            before = _told(group)
+            model = group.models[first.unpatched]
+            (loaded,) = (one for one in comfy.model_management.current_loaded_models if one.model in model.patchers)
+            unloaded = loaded.model_unload(1000)
+            after = _told(group)
+            needed = CLAIMED + after["low"]["resident"] + after["low"]["recorded"] // 2
+            os.environ[capacity.LIMIT] = str(needed / 2**30)
+            lack = lease.Lease(group, first).claim(specs.WeightPlacement(), _needed(), limited=True)
+            last = _told(group)
+        return {"before": before, "unloaded": unloaded, "after": after, "lack": lack and str(lack), "last": last}
+    finally:
+        for name in ("CP_TEST_FAULT", capacity.LIMIT):
+            os.environ.pop(name, None)
+        runtime.close()
+
+
+def _recorded(group: Any, folder: Path, name: str) -> Any:
+    """A model in the workers that has sampled, and been recorded."""
+    spec = _model(folder, name)
+    lease.Lease(group, spec).claim(specs.WeightPlacement(), _needed())
+    group.run(spec, specs.Parallelism(), jobs.DemoJob(**vars(flux_job())))
+    return spec
+
+
+def _model(folder: Path, name: str) -> Any:
+    path = write(folder, "flux_schnell").rename(folder / name)
+    stat = path.stat()
+    file = specs.SourceFile(path=str(path), size=stat.st_size, mtime_ns=stat.st_mtime_ns)
+    return specs.ModelSpec(loader=specs.DEMO, files=(file,))
+
+
+def _needed() -> Any:
+    return run_plan.Estimate(weight_bytes_by_rank=(CLAIMED,), activation_bytes_by_rank=(0,), buffer_bytes_by_rank=(0,))
+
+
+def _told(group: Any) -> dict[str, dict[str, int]]:
+    (readings,) = group.measure()
+    return {one.model: {"resident": one.resident, "recorded": one.recorded} for one in readings.weights}
+
+
 def _holding_models() -> Any:
     comfy.model_management.unload_all_models()
     with runtime.borrowed(ONE, None) as group:
-        way = storing.Prospect(storage=specs.Storage(), held=(1 << 20,))
         for model in MODELS:
-            lease.Lease(group, model).claim(way, (0,))
+            lease.Lease(group, model).claim(specs.WeightPlacement(), _needed())
     assert _listed() == ["WorkerModel"] * len(MODELS)
     return group
 

@@ -10,7 +10,7 @@ import nodes  # isort: skip  # ComfyUI's: the pack's module has made it importab
 from comfy_api.latest import io  # isort: skip
 from comfy_extras.nodes_custom_sampler import SamplerCustomAdvanced  # isort: skip
 
-sampler = node_module("sampler")
+sampler = node_module("classes.cp_sampler")
 
 
 class LaterKSampler(nodes.KSampler):

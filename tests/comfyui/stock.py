@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallel_runtime.migrate import migrated
+from parallel_runtime.commands.migrate import migrated
 
 from .comfy import ComfyInstall, find_comfy, why_there_is_none
 from .stock_verdicts import WORST_FIRST, Verdict, verdicts

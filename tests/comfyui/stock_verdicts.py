@@ -11,15 +11,15 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from parallel_runtime.migrate import STANDS_IN
-from parallel_runtime.networks import NETWORKS
+from parallel_runtime.architectures import ARCHITECTURES
+from parallel_runtime.commands.migrate import REPLACEMENTS
 
 from .stock_canvas import BYPASSED, Canvas, Place
 
 Outcome = Literal["refused", "not known", "undivided", "by lanes", "in ComfyUI's loop", "divided"]
 WORST_FIRST = get_args(Outcome)
-OURS = set(STANDS_IN.values())
-PLANNED = {kind.partition(":")[2] for network in NETWORKS for kind in network.kinds}
+OURS = set(REPLACEMENTS.values())
+PLANNED = {kind.partition(":")[2] for network in ARCHITECTURES for kind in network.kinds}
 
 LOADERS = {
     "UNETLoader", "CheckpointLoaderSimple", "ImageOnlyCheckpointLoader", "unCLIPCheckpointLoader", "CheckpointLoader",
@@ -88,8 +88,7 @@ WHOLE = {
     "SamplerARVideo": "sample_ar_video keeps keys of earlier frames",
 }
 STAYS = {  # a run that leaves ComfyUI's process evaluation by evaluation
-    "ControlNetApplyAdvanced": "a ControlNet", "ControlNetApply": "a ControlNet", "ControlNetApplySD3": "a ControlNet",
-    "ControlNetInpaintingAliMamaApply": "a ControlNet", "DualModelGuider": "a guider of two MODELs",
+    "DualModelGuider": "a guider of two MODELs",
     "TripoSplatSamplingPreview": "a wrapper that holds a VAE",
 }  # fmt: skip
 GUIDES_ALONE = {"BasicGuider"}  # one prompt
@@ -141,7 +140,7 @@ def _verdict(canvas: Canvas, sampler: Place) -> Verdict:
         return verdict("not known", f"{', '.join(strangers)} on the way of MODEL")
     if any(kind.startswith("?") for kind in kinds):
         return verdict("not known", "the file's name does not tell its network")
-    whole = sorted(everything & WHOLE.keys())
+    whole = sorted(everything & WHOLE.keys() if kinds != ["UNetModel"] else ())  # patches there see all rows
     unplanned = [kind for kind in kinds if kind not in PLANNED]
     if whole or unplanned:
         why = f"{unplanned[0]} has no plan" if unplanned else WHOLE[whole[0]]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,14 +15,16 @@ from .comfy import ComfyInstall
 
 VAE, TOGETHER = "tests.comfyui.vae_scenes:", "tests.comfyui.together_scenes:"
 RESIDENCE, SAMPLER = "tests.comfyui.residence_scenes:", "tests.comfyui.sampler_scenes:"
+CODE = "tests.comfyui.code_scenes:"
+CALLBACK, CONTROL = "tests.comfyui.callback_scenes:", "tests.comfyui.control_scenes:"
 SHARED_OUT = ["nothing", "no patches", "an empty list", "several empty lists"]
 
 
 @pytest.fixture(scope="module")
 def processes(comfy: ComfyInstall) -> Iterator[Ranks]:
     """That have ComfyUI and our pack imported."""
-    scenes = ("vae_scenes", "together_scenes", "residence_scenes", "sampler_scenes")
-    modules = [f"tests.comfyui.{name}" for name in scenes]
+    scenes = ("vae", "together", "residence", "sampler", "code", "callback", "control")
+    modules = [f"tests.comfyui.{name}_scenes" for name in scenes]
     ranks = Ranks(comfy.python, modules, {"COMFYUI_PATH": str(comfy.root)})
     yield ranks
     ranks.close()
@@ -29,15 +35,36 @@ def alone(processes: Ranks) -> Group:
     return Group(processes, 1)
 
 
+@pytest.fixture(scope="module")
+def demo(comfy: ComfyInstall) -> None:
+    """The demo's model outside of ComfyUI."""
+    if subprocess.run([comfy.python, "-c", "import diffusers"], capture_output=True, check=False).returncode:
+        pytest.skip(f"no diffusers in {comfy.python}, which the demo's model needs outside of ComfyUI")
+
+
 @pytest.fixture
 def two(processes: Ranks) -> Group:
     return Group(processes, 2)
 
 
+def test_workers_are_asked_with_all_that_a_network_is_given(alone: Group) -> None:
+    """Also where what runs inside of a network's wrappers has other names for it, or more of them."""
+    names = [
+        "qwen image residuals",
+        "stable audio",
+        "z-image references",
+        "hidream o1",
+        "wan scail",
+        "wandancer",
+        "pid",
+    ]
+    assert alone.run(f"{TOGETHER}lost", names=names) == [{}]
+
+
 @pytest.mark.parametrize("how", ["copy", "deepcopy"])
 def test_a_copy_of_a_cp_vae_is_one(alone: Group, how: str) -> None:
     (made,) = alone.run(f"{VAE}copies", how=how)
-    assert made["kind"] == ["DividedVAE", "RemoteVAE"]
+    assert made["kind"] == ["ParallelVAE", "RemoteVAE"]
     assert made["shared"] == (how == "copy")
     assert made["one"], "what it asks is the VAE that it is a copy of"
     assert made["equal"]
@@ -85,12 +112,49 @@ def test_a_patch_inside_the_network_sees_all_rows_of_an_evaluation(two: Group, p
         assert rank == {"given": [4] if patches == "a patch" else [2], "out": 4}
 
 
+@pytest.mark.parametrize(
+    ("node", "widgets", "kept", "shared"),
+    [
+        ("nodes_sag.SelfAttentionGuidance", {"scale": 0.5, "blur_sigma": 2.0}, True, "attn_and_record .*post_cfg"),
+        ("nodes_wan.WanAnimate2Cache", {"device": "cpu"}, True, "PoseBranchCache .*<lambda>"),
+        ("nodes_flux.FluxKVCache", {}, True, ""),
+        ("nodes_hypertile.HyperTile",
+         {"tile_size": 64, "swap_size": 2, "max_depth": 0, "scale_depth": False}, True, ""),
+        ("nodes_tomesd.TomePatchModel", {"ratio": 0.3}, True, ""),
+        ("nodes_apg.APG", {"eta": 0.5, "norm_threshold": 5.0, "momentum": -0.5}, False, ""),
+        ("nodes_pag.PerturbedAttentionGuidance", {"scale": 3.0}, False, ""),
+        ("nodes_slg.SkipLayerGuidanceDiT", {"scale": 3.0, "start_percent": 0.0, "end_percent": 1.0,
+                                            "double_layers": "0"}, False, ""),
+        ("nodes_chroma_radiance.ChromaRadianceOptions",
+         {"preserve_wrapper": True, "start_sigma": 1.0, "end_sigma": 0.0, "nerf_tile_size": 16,
+          "force_sequential_txt_ids": True}, False, ""),
+        ("nodes_easycache.LazyCacheNode",
+         {"reuse_threshold": 0.2, "start_percent": 0.1, "end_percent": 0.9, "verbose": False}, False, ""),
+        ("nodes_rope.ScaleROPE", dict.fromkeys(["scale_x", "shift_x", "scale_y", "shift_y", "scale_t", "shift_t"], 1.5),
+         False, ""),
+    ],
+)  # fmt: skip
+def test_what_a_node_keeps_of_an_evaluation_is_known_by_its_functions(
+    alone: Group, node: str, widgets: dict[str, Any], kept: bool, shared: str
+) -> None:
+    ((keeps, refused),) = alone.run(f"{TOGETHER}kept_by", node=node, widgets=widgets)
+    assert keeps == kept
+    assert re.search(shared, refused) if shared else not refused
+
+
+@pytest.mark.parametrize(("what", "says"), [("forced", "forced hooks"), ("options", "would change them again")])
+def test_hooks_that_no_worker_would_apply_once_are_known(alone: Group, what: str, says: str) -> None:
+    (why,) = alone.run(f"{TOGETHER}why_not_sent", what=what)
+    assert says in why
+
+
 def test_where_a_network_may_keep_what_it_made_nothing_is_recorded(alone: Group) -> None:
     (kept,) = alone.run(f"{TOGETHER}reached", name="ar_state", kept=True)
     (given,) = alone.run(f"{TOGETHER}reached", name="sigmas", kept=False)
     assert (kept, given) == ("the network may keep something in ar_state", "")
 
 
+@pytest.mark.usefixtures("demo")
 def test_comfyui_and_the_page_let_models_go_at_once_and_the_workers_stay(alone: Group) -> None:
     (rounds,) = alone.run(f"{RESIDENCE}unloaded_by_both", times=2)
     for found in rounds:
@@ -99,9 +163,29 @@ def test_comfyui_and_the_page_let_models_go_at_once_and_the_workers_stay(alone: 
         assert found["freed"] in ([], ["demo"], ["demo"] * 2), "whoever came first"
 
 
+@pytest.mark.usefixtures("demo")
 def test_a_group_whose_idle_time_ends_while_a_model_is_let_go_ends_afterwards(alone: Group) -> None:
     (found,) = alone.run(f"{RESIDENCE}idle_while_unloading")
     assert found == {"error": None, "alive meanwhile": True, "reason": "ended after 0.25 s without a run"}
+
+
+@pytest.mark.usefixtures("demo")
+def test_recordings_go_before_a_model_is_unloaded_or_refused(alone: Group, tmp_path: Path) -> None:
+    (found,) = alone.run(f"{RESIDENCE}recordings_go_first", folder=str(tmp_path))
+    before, after, last = found["before"], found["after"], found["last"]
+    assert all(model["recorded"] > 1000 for model in before.values())
+    assert not found["unloaded"], "ComfyUI has got what it asked for"
+    assert [after[name]["recorded"] for name in ("high", "low")] == [0, before["low"]["recorded"]]
+    assert found["lack"] is None
+    assert last["low"]["recorded"] == 0, "it was in the other's place"
+    sizes = [{name: model["resident"] for name, model in told.items()} for told in (before, after, last)]
+    assert sizes[0] == sizes[1] == sizes[2], "all weights stay"
+
+
+@pytest.mark.usefixtures("demo")
+def test_a_run_is_planned_once(alone: Group, tmp_path: Path) -> None:
+    (times,) = alone.run(f"{RESIDENCE}plans_of_a_run", folder=str(tmp_path))
+    assert times == {"run": 1, "same size": 0, "other size": 1}
 
 
 def test_to_let_a_model_go_waits_for_no_group_that_is_started(alone: Group) -> None:
@@ -114,3 +198,115 @@ def test_what_is_free_is_counted_each_time_and_not_when_the_workers_started(alon
     ((first, second, third),) = alone.run(f"{RESIDENCE}main_memory", times=3)
     assert second < 0.8 * first
     assert third < 0.9 * second
+
+
+def test_a_function_of_another_comfyui_is_refused_by_name_and_no_other_takes_its_place(alone: Group) -> None:
+    assert alone.run(f"{CODE}made_again") == ["made"]
+    gone = "comfy.samplers:ksampler.<locals>.nobody"
+    for changed in ({"code": "another"}, {"name": gone}):
+        (said,) = alone.run(f"{CODE}made_again", **changed)
+        assert changed.get("name", "comfy.samplers:ksampler.<locals>.dpm_fast_function") in said
+        assert said.endswith("restart ComfyUI")
+
+
+def test_patches_that_have_run_are_described_without_what_they_keep_of_the_run(alone: Group) -> None:
+    assert alone.run(f"{CODE}tokens_merged_after_a_run") == [True]
+
+
+def test_what_clip_vision_saw_goes_to_the_workers(alone: Group) -> None:
+    assert alone.run(f"{CODE}what_clip_vision_saw") == [[[3, 28, 28]] * 2]
+
+
+def test_an_object_whose_class_is_in_no_module_of_comfyuis_is_refused_as_what_it_is(alone: Group) -> None:
+    (said,) = alone.run(f"{CODE}made_inside_of_a_function")
+    assert said.startswith("the model sampling comfy.model_base.model_sampling.<locals>.ModelSampling")
+    assert "is made by a function of ComfyUI's as it runs" in said
+
+
+def test_a_hypernetwork_of_no_file_is_refused_with_the_folder_that_lacks_it(alone: Group) -> None:
+    (said,) = alone.run(f"{CODE}hypernetwork_of_no_file")
+    assert said.startswith("attn1_patch holds a comfy_extras.nodes_hypernetwork.load_hypernetwork_patch.<locals>.hyper")
+    assert said.endswith("no file in models/hypernetworks has its weights")
+
+
+def test_the_network_of_a_model_of_ours_is_not_called_outside_of_a_run(alone: Group) -> None:
+    (said,) = alone.run(f"{CODE}outside_of_a_run")
+    assert "was called while no sampler runs" in said
+
+
+def test_a_pack_that_goes_to_another_folder_does_not_start_the_workers_anew(alone: Group) -> None:
+    ((before, after),) = alone.run(f"{CODE}folder_after_a_pack_has_gone_elsewhere")
+    assert before == after != "/"
+
+
+@pytest.mark.parametrize(("name", "coupled"), [("SVD", True), ("SDXL", False)])
+def test_frames_of_a_video_stay_together_and_its_prompts_need_not(alone: Group, name: str, coupled: bool) -> None:
+    """They attend to each other, as images of a batch do not."""
+    assert alone.run(f"{CODE}couples_frames", name=name) == [[coupled, False]]
+
+
+def test_of_a_refusal_the_log_has_the_sentence_and_of_a_crash_that_handles_one_the_traceback(alone: Group) -> None:
+    assert alone.run(f"{CODE}logged") == [{"refused": False, "crashed": True, "refused after": False}]
+
+
+def test_conditions_of_a_native_samplers_run_are_forgotten_when_it_is_over(alone: Group) -> None:
+    assert alone.run(f"{RESIDENCE}settled") == [{"before": 1, "after": 0, "listed": 2}]
+
+
+@pytest.mark.parametrize(
+    ("what", "seen", "left"),
+    [
+        ("free", [], 0), ("load", [], 1), ("free by the page", [None], 1), ("sample, and go on", [], 1),
+        ("sample natively", [], 1), ("decode", [True], 1), ("look", ["sampling"], 1), ("end when idle", [], 1),
+    ],
+)  # fmt: skip
+def test_what_a_callback_does_leaves_the_run_as_it_is(alone: Group, what: str, seen: list[Any], left: int) -> None:
+    """`left` models are in the workers after it: one that ComfyUI lets go is unloaded when the run has ended."""
+    (found,) = alone.run(f"{CALLBACK}in_a_callback", what=what)
+    assert found == {"error": "", "equal": True, "seen": seen, "left": left, "same group": True, "again": True}
+
+
+@pytest.mark.parametrize(
+    ("what", "says", "stays"),
+    [
+        ("sample", "Refused: the workers are in the middle of a run", True),
+        ("restart", "a callback asked for it", False),
+    ],
+)
+def test_a_callback_that_ends_its_run_ends_it_at_once_and_the_next_one_is_sound(
+    alone: Group, what: str, says: str, stays: bool
+) -> None:
+    (found,) = alone.run(f"{CALLBACK}in_a_callback", what=what)
+    assert says in found["error"]
+    assert (found["same group"], found["again"]) == (stays, True)
+
+
+def test_a_sampler_that_draws_from_torchs_own_generator_leaves_it_as_comfyui_does(alone: Group) -> None:
+    (runs,) = alone.run(f"{CALLBACK}drawn_in_a_row", times=2)
+    assert max(map(max, runs)) < 1e-3
+
+
+def test_the_last_step_is_delivered_once_also_where_several_have_its_number(alone: Group) -> None:
+    (dropped,) = alone.run(f"{CALLBACK}delivered", steps=[[3, 1.0]], last=[3, 9.0])
+    (arrived,) = alone.run(f"{CALLBACK}delivered", steps=[[3, 1.0], [3, 9.0]], last=[3, 9.0])
+    assert dropped == arrived == [[3, 1.0], [3, 9.0]]
+
+
+def test_a_gguf_file_in_a_subfolder_changes_nothing_for_other_loaders(alone: Group, tmp_path: Path) -> None:
+    (found,) = alone.run(f"{CALLBACK}folders_after_a_gguf", folder=str(tmp_path))
+    assert found == {"loaded": "quant/x.safetensors", "then": "x.safetensors", "folders": True, "names": True}
+
+
+@pytest.mark.parametrize(("batch", "index", "rows"), [(4, 0, [0, 1]), (4, 1, [2, 3]), (1, 0, [0]), (1, 1, [0])])
+def test_a_control_net_computes_the_rows_of_its_batch_group(alone: Group, batch: int, index: int, rows: list) -> None:
+    """An idle group computes one, as of the network; a picture for all rows, and what is no rows, stay as they are."""
+    made = alone.run(f"{CONTROL}rows_that_its_network_has", batch=batch, index=index)
+    assert made == [[rows, [*range(batch)], [0], [3]]]
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [("patched", "a LoRA, hooks or"), ("replaced", "another pack's code on it"), ("file", "no file of models/contr")],
+)
+def test_a_control_net_that_workers_cannot_load_says_why(alone: Group, what: str, says: str) -> None:
+    assert says in alone.run(f"{CONTROL}refusal_of_one", what=what)[0]

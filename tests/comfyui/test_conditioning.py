@@ -26,7 +26,7 @@ TWO = replace(FLUX, batch=2)
 Change = Callable[[Graph], None]
 
 
-def put(graph: Graph, name: str, kind: str, into: str = "", **inputs: Any) -> None:
+def put(graph: Graph, name: str, kind: str, into: str = "", /, **inputs: Any) -> None:
     """Add a node; `into` is the sampler's socket that it feeds."""
     graph[name] = {"class_type": kind, "inputs": inputs}
     if into:
@@ -109,7 +109,7 @@ def on_the_negative(kind: str, **widgets: Any) -> Change:
     return lambda graph: put(graph, "changed", kind, "negative", conditioning=["negative", 0], **widgets)
 
 
-def on_the_positive(kind: str, **widgets: Any) -> Change:
+def on_the_positive(kind: str, /, **widgets: Any) -> Change:
     return lambda graph: put(graph, "changed", kind, "positive", conditioning=["positive", 0], **widgets)
 
 
@@ -148,6 +148,7 @@ CHANGES: dict[str, tuple[Job, Change]] = {
     "combine": (WAN, two_texts("ConditioningCombine", 21)),
     "zeroed out": (FLUX, on_the_negative("ConditioningZeroOut")),
     "guidance": (FLUX, on_the_positive("FluxGuidance", guidance=1.5)),
+    "an input of the network": (FLUX, on_the_positive("CPTestOddCondition", kind="made already")),
     "no guidance": (FLUX, on_the_positive("FluxDisableGuidance")),
     "noise mask": (replace(IMAGE, denoise=0.7), noise_mask),
     "repeated latent": (FLUX, on_the_latent("RepeatLatentBatch", amount=2)),

@@ -92,13 +92,18 @@ PICTURES: dict[str, Picture] = {
     "sampler_sample wrapper": on_the_model("CPTestForeignWrapper", kind="sampler_sample"),
     "calc_cond_batch wrapper": on_the_model("CPTestForeignWrapper", kind="calc_cond_batch"),
     "predict_noise wrapper": on_the_model("CPTestForeignWrapper", kind="predict_noise"),
+    **{f"{kind} wrapper in the model options": on_the_model("CPTestForeignWrapper", kind=f"options: {kind}")
+       for kind in ("outer_sample", "sampler_sample", "predict_noise", "calc_cond_batch", "apply_model",
+                    "diffusion_model")},
     "post-CFG function": on_the_model("CPTestForeignWrapper", kind="post_cfg"),
     "model function": on_the_model("CPTestForeignWrapper", kind="model_function"),
     "option of a pack": on_the_model("CPTestForeignWrapper", kind="transformer_option"),
+    "state of a pack": on_the_model("CPTestForeignWrapper", kind="state"),
     "wrapper on Wan": on_the_model("CPTestForeignWrapper", job=WAN, kind="diffusion_model"),
     "wrapper on Qwen-Image": on_the_model("CPTestForeignWrapper", job=QWEN, kind="apply_model"),
     "guider of a pack": with_the_guider("CPTestForeignGuider", kind="subclass"),
     "guidance on a guider": with_the_guider("CPTestForeignGuider", kind="options"),
+    "wrapper on a guider": with_the_guider("CPTestForeignGuider", kind="wrapper"),
     "guider of two models": with_the_guider("DualModelGuider", model_negative=link("model"), cfg=2.0),
     "sampler of a pack": with_the_sampler("CPTestForeignSampler"),
     "ControlNet": lambda parallel: with_control_net(plain(FLUX, parallel)),
@@ -126,6 +131,14 @@ def test_what_lies_around_a_model_gives_ksamplers_picture(server: Server, what: 
     got = latent_of(server.client.run(PICTURES[what](parallel)))
     print(f"APART {what} {apart(got, want):.1e}")
     assert apart(got, want) <= (0.05 if "dtype" in what else BAR)
+
+
+def test_a_model_that_ksampler_has_sampled_with_is_sampled_by_the_workers(server: Server) -> None:
+    """ComfyUI's context windows keep that model's network."""
+    since = server.log_size()
+    for parallel in (None, RING_2):
+        server.client.run(PICTURES["context windows"](parallel))
+    assert "runs in ComfyUI's process" not in server.log(since)
 
 
 @pytest.mark.parametrize("degrees", ["ring_2", "ulysses_2"])

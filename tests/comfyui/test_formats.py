@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from .cases import ALONE, DEGREES
@@ -14,6 +16,7 @@ from .client import Graph
 from .graphs import Job, Parallel, sampling_graph, with_loras
 from .latents import apart, latent_of
 from .server import Server
+from .test_foreign import hooked
 from .test_kin import node, on_the_loader
 from .write_formats import FORMATS
 
@@ -88,6 +91,23 @@ def test_a_checkpoint_of_any_format_too(server_of_files: Server, name: str) -> N
         graph["model"] = node("CheckpointLoaderSimple", ckpt_name=f"{name}.safetensors")
     native, got = (latent_of(server_of_files.client.run(graph)) for graph in graphs)
     check(got, native, name, "ring_2")
+
+
+@pytest.mark.parametrize("weights", ["replicate", "shard", "offload"])
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_a_scheduled_lora_is_merged_into_what_ksampler_merges_it_into(
+    server_of_files: Server, name: str, weights: str
+) -> None:
+    """And leaves nothing behind."""
+
+    def sampled(graph: Graph) -> Tensor:
+        graph["model"]["inputs"]["unet_name"] = file_of(name)
+        return latent_of(server_of_files.client.run(graph))
+
+    parallel = replace(DEGREES["ring_2"], weights=weights)
+    before = sampled(sampling_graph(JOB, "CPSampler", parallel))
+    check(sampled(hooked(parallel)), sampled(hooked(None)), name, "ring_2")
+    assert torch.equal(sampled(sampling_graph(JOB, "CPSampler", parallel)), before)
 
 
 def check(got: Tensor, want: Tensor, name: str, degrees: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from .comfy import ComfyInstall
 from .graphs import Job, Parallel, sampling_graph
 from .latents import apart, latent_of
@@ -61,6 +63,7 @@ def test_cp_sampler_takes_what_ksampler_takes_in_its_order(server: Server) -> No
         }, name
 
 
+@pytest.mark.sweep  # tests/test_architecture.py reads it off the imports
 def test_without_diffusers_the_workers_give_ksamplers_latent(comfy: ComfyInstall, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(NO_DIFFUSERS.replace("SITE", SITE))
     job = Job(family="flux_dev")

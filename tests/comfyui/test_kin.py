@@ -218,8 +218,7 @@ def test_free_reaches_the_workers_and_the_next_run_loads_again(server: Server) -
     *_, warm, after = load_seconds(server.log(since))
     assert apart(again, first) == 0
     assert server.workers() == workers
-    assert warm == 0.0
-    assert after > 0.0
+    assert warm < after
 
 
 @pytest.mark.parametrize(
@@ -235,7 +234,7 @@ def test_free_reaches_the_workers_and_the_next_run_loads_again(server: Server) -
         ),
         (
             Parallel(ring_degree=1, ulysses_degree=1, cfg_degree=2, weights="shard"),
-            r"Note: weights shard: one worker has nobody to share with.*set cfg_degree and data_degree to 1",
+            r"Note: weights shard: each worker computes its prompt or image alone.*set cfg_degree and data_degree to 1",
         ),
         (None, "One worker does everything"),
     ],

@@ -20,7 +20,7 @@ COMPILER = '\nparser.add_argument("--disable-comfy-compiler", action="store_true
 START = """
 import json, sys
 from parallel_runtime.errors import ParallelError
-from parallel_runtime.host.group import WorkerGroup
+from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import ComfySetup, Placement
 try:
     WorkerGroup(Placement(devices=("cpu",)), ComfySetup(root=sys.argv[1], flags=tuple(sys.argv[2:]))).close()

@@ -83,7 +83,7 @@ def test_comfyuis_own_code_inside_blocks_goes_along_with_each_evaluation(server:
 
 
 REFUSED: list[tuple[str, Node]] = [
-    ("with attn1_patch of TomePatchModel, attn1_output_patch of TomePatchModel cannot be cut by sequence",
+    ("with attn1_patch of TomePatchModel, attn1_output_patch of TomePatchModel cannot be split by sequence",
      Node("TomePatchModel", {"ratio": 0.3})),
     ("inside the network's blocks there is attn1_patch", Node("CPTestAttentionPatch")),
     ("injection bypass_lora", Node("LoraLoaderBypassModelOnly", {

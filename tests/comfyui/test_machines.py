@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from parallel_runtime.errors import WorkerStartError
-from parallel_runtime.host.group import WorkerGroup
+from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import ComfySetup, Placement
 
 from ..machines.guest import Guest, joining
@@ -66,7 +66,7 @@ def test_a_dead_rank_of_the_other_machine_is_an_error_of_the_node_and_the_next_r
     guest.workers()[1].kill()
     with pytest.raises(NodeError, match=r"CPSampler.*rank 1 on 127.0.0.1 was killed by SIGKILL"):
         host.client.finish(prompt, since=since, timeout=30)
-    assert time.monotonic() - killed_at < 2
+    assert time.monotonic() - killed_at < 10
     since = host.client.now()
     prompt = host.client.queue(sampling_graph(LONG, "CPSampler", TWO))
     host.client.wait_for_step(3, since=since)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from .cases import DEGREES
-from .graphs import Parallel
+from .graphs import Parallel, with_loras
 from .latents import apart, latent_of
-from .networks import NETWORKS, picture
+from .networks import JOB, NETWORKS, picture
 from .server import Server
+from .test_kin import on_the_loader
 
 BARS = {
     "1_worker": 2e-6,
@@ -27,8 +31,10 @@ BARS = {
 def test_it_is_sampled_as_ksampler_does(
     server: Server, native_network: Callable[[str], Tensor], degrees: str, name: str
 ) -> None:
+    since = server.log_size()
     got = latent_of(server.client.run(picture(name, DEGREES[degrees])))
     assert apart(got, native_network(name)) <= BARS[degrees]
+    assert "the sampler runs in ComfyUI's process" not in server.log(since)
 
 
 @pytest.mark.parametrize("degrees", [Parallel(cfg_degree=2), Parallel(data_degree=2)], ids=["prompts", "images"])
@@ -44,3 +50,29 @@ def test_in_the_stages_of_a_pipeline(server: Server, native_network: Callable[[s
     """With a reference, and with two streams of tokens: video and audio."""
     got = latent_of(server.client.run(picture(name, DEGREES["pipeline_2"])))
     assert apart(got, native_network(name)) <= BARS["pipeline_2"]
+
+
+@pytest.mark.sweep(one_in=4)
+@pytest.mark.parametrize("name", ["z_image", "stable_audio", "ltx2", "wandancer", "wan_scail", "pid", "anima", "lens"])
+def test_on_the_loader_it_is_sampled_by_ksampler(
+    server: Server, native_network: Callable[[str], Tensor], name: str
+) -> None:
+    graph = on_the_loader(picture(name), replace(JOB, family=f"networks/{name}"), DEGREES["ring_2"])
+    assert apart(latent_of(server.client.run(graph)), native_network(name)) <= BARS["ring_3"]
+
+
+@pytest.mark.parametrize("loaded", [False, True], ids=["CPSampler", "KSampler"])
+def test_keys_of_a_prompt_are_those_of_the_weights_that_a_run_has(
+    server: Server, native_network: Callable[[str], Tensor], loaded: bool
+) -> None:
+    """HiDream O1's network keeps them, and a LoRA on the run before was in them."""
+    name, native = "hidream_o1", native_network("hidream_o1")
+    keys = "diffusion_model.language_model.layers.0.self_attn.v_proj.diff"
+    save_file({keys: 0.3 * torch.ones(128, 128)}, server.base / "models" / "loras" / "keys.safetensors")
+    for stack in ([("keys.safetensors", 1.0)], []):
+        graph = picture(name, None if loaded else DEGREES["ring_2"])
+        if loaded:
+            graph = on_the_loader(graph, replace(JOB, family=f"networks/{name}"), DEGREES["ring_2"])
+        got = latent_of(server.client.run(with_loras(graph, stack)))
+        assert (apart(got, native) > 0.01) == bool(stack)
+    assert apart(got, native) <= BARS["ring_3"]

@@ -258,14 +258,23 @@ def test_in_the_stages_of_a_pipeline_each_has_the_patches_of_its_blocks(
 ) -> None:
     """But for one that goes on from what it made at earlier blocks."""
     check(server, native, "canny", "pipeline_2")
-    with pytest.raises(NodeError, match=r"Fun ControlNet goes on from .*set pipeline_degree to 1"):
+    with pytest.raises(NodeError, match=r"Fun ControlNet continues from .*set pipeline_degree to 1"):
         server.client.run(sampled("Fun lite", DEGREES["pipeline_2"]))
 
 
+def test_a_pickled_file_is_found_by_its_weights_too(server: Server) -> None:
+    latents = []
+    for parallel in None, DEGREES["ulysses_2"]:
+        graph = sampled("canny", parallel)
+        graph["patch"]["inputs"]["name"] = "qwen_pickled.pt"
+        latents.append(latent_of(server.client.run(graph)))
+    assert apart(latents[1], latents[0]) <= BARS["ulysses_2"]
+
+
 def test_one_whose_file_nobody_can_name_is_refused_by_name(server: Server) -> None:
-    """Only safetensors files are compared with what was loaded."""
+    """A file in torch's old format cannot be mapped, and is not read to be compared with what was loaded."""
     graph = sampled("canny", DEGREES["ulysses_2"])
-    graph["patch"]["inputs"]["name"] = "qwen_pickled.pt"
+    graph["patch"]["inputs"]["name"] = "qwen_old.pt"
     with pytest.raises(NodeError, match=r"DiffSynthCnetPatch.*QwenImageBlockWise.*no file in models/model_patches"):
         server.client.run(graph)
 
@@ -275,5 +284,5 @@ def test_a_patch_for_an_area_of_another_size_is_refused_by_name(server: Server) 
     area = {"height": 64, "width": 64, "x": 16, "y": 16, "strength": 0.8}
     graph["area"] = node("ConditioningSetArea", conditioning=link("positive"), **area)
     graph["sampler"]["inputs"]["positive"] = link("area")
-    with pytest.raises(NodeError, match="a model patch asks for its picture at 64 x 64 pixels"):
+    with pytest.raises(NodeError, match="a model patch or ControlNet asks for its picture at 64 x 64 pixels"):
         server.client.run(graph)

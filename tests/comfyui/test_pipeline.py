@@ -88,7 +88,7 @@ def test_a_cancel_stops_all_stages_and_the_next_run_has_the_same_bits(server: Se
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep  # test_crashes kills a rank in a ring
 def test_a_killed_stage_fails_its_run_at_once_and_the_next_run_works(server: Server, rank: int) -> None:
     asked = Job(family="flux_dev", cfg=2.0)
     want = latent_of(server.client.run(sampling_graph(asked, "CPSampler", TWO)))

@@ -66,7 +66,7 @@ def test_previews_are_those_of_comfyui(server: Server, method: str) -> None:
     )
     assert len(ours.previews) == len(native.previews) == (0 if method == "none" else SLOW.steps)
     for got, want in zip(ours.previews, native.previews, strict=True):
-        assert (pixels(got) - pixels(want)).abs().max() <= 4, "of 255, after JPEG"
+        assert (pixels(got) - pixels(want)).abs().max() <= 8, "of 255, after JPEG"
 
 
 def pixels(image: bytes) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..groups import faulty, wait_until
-from .cases import ALONE, DEGREES, FOUR, job
+from .cases import DEGREES, job
 from .client import NodeError
 from .comfy import ComfyInstall
 from .graphs import Job, Parallel, sampling_graph, with_control_net
@@ -23,11 +23,19 @@ from .latents import apart, latent_of
 from .server import Server, running_server
 from .test_kin import on_the_loader
 from .test_lora import lora, with_loras, write
+from .test_model_patches import Node, with_nodes
 
 BAR = 1e-4  # of the latent's standard deviation, float32
 TWO = DEGREES["ulysses_2"]
 FLUX = Job(family="flux_dev", cfg=2.0, steps=6)
 WAN = replace(FLUX, family="wan_t2v")
+
+TAPED: list[Any] = [("flux_dev", "ring_2"), ("wan_t2v", "ulysses_2"), ("qwen_image", "ring_2"), ("ltxv", "ulysses_2")]
+TAPED += [
+    pytest.param(family, degrees, marks=pytest.mark.sweep)
+    for family, degrees in itertools.product(["flux_dev", "wan_t2v", "qwen_image", "ltxv"], DEGREES)
+    if (family, degrees) not in TAPED and degrees not in ("ring_3", "pipeline_2")
+]
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +71,7 @@ def is_the_same(server: Server, asked: Job, parallel: Parallel | None = TWO) -> 
     assert apart(ours(server, asked, parallel), native(server, asked)) <= BAR
 
 
-@pytest.mark.parametrize("degrees", [ALONE, "ring_2", "ulysses_2", FOUR])
-@pytest.mark.parametrize("family", ["flux_dev", "wan_t2v", "qwen_image", "ltxv"])
+@pytest.mark.parametrize(("family", "degrees"), TAPED)
 def test_a_run_is_replayed_and_is_ksamplers(server: Server, family: str, degrees: str) -> None:
     is_the_same(server, replace(FLUX, family=family), DEGREES[degrees])
     once = replays(server)
@@ -104,6 +111,37 @@ def test_a_lora_changes_what_is_replayed(server: Server) -> None:
     assert all(apart(a, b) > 0.01 for a, b in itertools.pairwise(seen)), "each stack has a picture of its own"
 
 
+def test_values_that_a_node_sets_on_the_network_change_what_is_replayed(server: Server) -> None:
+    seen = []
+    for nodes in ((), (Node("CPTestForeignWrapper", {"kind": "no_guidance"}),)) * 2:
+        want, *got = (
+            latent_of(server.client.run(with_nodes(sampling_graph(FLUX, kind, parallel), nodes)))
+            for kind, parallel in (("KSampler", None), ("CPSampler", TWO), ("CPSampler", TWO))
+        )
+        assert max(apart(latent, want) for latent in got) <= BAR
+        seen.append(got[-1])
+    assert all(apart(a, b) > 0.01 for a, b in itertools.pairwise(seen)), "each has a picture of its own"
+
+
+STAGES = DEGREES["pipeline_2"]
+OTHERS = {
+    "stages": STAGES,
+    "patches": replace(STAGES, patches=2),
+    "shares": replace(TWO, shares="3,2"),
+    "shard": replace(TWO, weights="shard"),
+    "offload": replace(TWO, weights="offload"),
+}
+
+
+@pytest.mark.parametrize("parallel", OTHERS.values(), ids=OTHERS)
+def test_where_recording_is_only_asked_for_nothing_changes(server: Server, parallel: Parallel) -> None:
+    asked = replace(FLUX, size=(9, 14), steps=8)
+    want = ours(server, asked, replace(parallel, cuda_graphs="off"))
+    assert torch.equal(ours(server, asked, parallel), want)
+    if parallel.patches == 1:
+        assert apart(want, native(server, asked)) <= BAR
+
+
 def test_two_models_in_turn_keep_their_recordings(server: Server) -> None:
     for asked in (FLUX, WAN, FLUX, WAN):
         is_the_same(server, asked)
@@ -121,11 +159,13 @@ def test_a_control_net_is_recorded(server: Server) -> None:
     assert apart(got, want) <= BAR
 
 
-def test_evaluations_for_a_native_sampler_are_recorded(server: Server) -> None:
+def test_evaluations_for_a_native_sampler_are_recorded_but_those_of_stages(server: Server) -> None:
     want, before = native(server, FLUX), replays(server)
-    graph = on_the_loader(sampling_graph(FLUX, "KSampler"), FLUX, TWO)
-    assert apart(latent_of(server.client.run(graph)), want) <= BAR
-    assert replays(server) > before
+    for parallel in (TWO, STAGES):
+        graph = on_the_loader(sampling_graph(FLUX, "KSampler"), FLUX, parallel)
+        assert apart(latent_of(server.client.run(graph)), want) <= BAR
+        assert (replays(server) > before) == (parallel is TWO)
+        before = replays(server)
 
 
 def test_no_more_than_four_sizes_are_held_and_all_go_when_memory_is_freed(server: Server) -> None:
@@ -139,10 +179,11 @@ def test_no_more_than_four_sizes_are_held_and_all_go_when_memory_is_freed(server
 
 
 def test_what_decides_inside_stays_eager_and_is_told_once(server: Server) -> None:
-    since = server.log_size()
+    since, asked, cached = server.log_size(), replace(FLUX, steps=8), replace(TWO, step_cache=0.6)
+    want = ours(server, asked, replace(cached, cuda_graphs="off"))
     for _ in range(2):
-        ours(server, replace(FLUX, steps=8), replace(TWO, step_cache=0.6))
-    assert server.log(since).count("not recorded as CUDA graphs: flux_dev.safetensors: a step cache") == 1
+        assert torch.equal(ours(server, asked, cached), want)
+    assert server.log(since).count("not recorded as a CUDA graph: flux_dev.safetensors: a step cache") == 1
 
 
 def test_off_records_nothing_and_on_is_refused_without_a_gpu(server: Server) -> None:

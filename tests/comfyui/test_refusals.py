@@ -62,7 +62,7 @@ def test_a_latent_that_the_model_cannot_take_is_refused_with_its_shape(server: S
 def test_conditioning_of_another_model_is_refused_with_both_widths(server: Server) -> None:
     graph = sampling_graph(FLUX, "CPSampler", DEGREES["ring_2"])
     graph["negative"]["inputs"]["spec"] = '{"tokens": 5, "dim": 96, "pooled": 64}'
-    with pytest.raises(NodeError, match="negative: the CONDITIONING is 96 wide, a FLUX model wants 128"):
+    with pytest.raises(NodeError, match="negative: the CONDITIONING is 96 wide, a FLUX model needs 128"):
         server.client.run(graph)
 
 
@@ -71,7 +71,7 @@ def test_conditioning_of_another_model_is_refused_with_both_widths(server: Serve
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ('{"tokens": 5, "dim": 96, "pooled": 64}', "positive: the CONDITIONING is 96 wide, a FLUX model wants 128"),
+        ('{"tokens": 5, "dim": 96, "pooled": 64}', "positive: the CONDITIONING is 96 wide, a FLUX model needs 128"),
         ('{"tokens": 5, "dim": 128, "pooled": 63}', "positive: the pooled text of the CONDITIONING is 63 wide"),
         ('{"tokens": 0, "dim": 128, "pooled": 64}', "positive: the CONDITIONING has no tokens"),
     ],

@@ -62,6 +62,7 @@ def test_a_shard_gives_the_bits_of_whole_weights(server: Server, shared: Paralle
     assert torch.equal(*latents)
 
 
+@pytest.mark.sweep  # a server of its own; tests/architectures and tests/planning have it without one
 def test_workers_of_unlike_memory_have_as_much_of_the_weights_as_each_may_take(comfy: ComfyInstall) -> None:
     """A file of 28 MiB, and of two workers one may take 40 and one 24. By itself the first would compute in bfloat16:
     both do in what both have."""
@@ -92,15 +93,15 @@ def test_workers_of_unlike_memory_have_as_much_of_the_weights_as_each_may_take(c
         sampled = dict(model=link("model"), latent_image=link("latent"), positive=link("positive"))
         graph["plan"] = node("CPPlan", **sampled, cp_config=link("config"), cfg=2.0)
         (said,) = server.client.run(graph).outputs["plan"]["text"]
-        assert re.search(r"at rest \(whole blocks\): cpu 27\.7 MiB \(4/4\), cpu \d\.\d MiB \(0/4\)", said), said
+        assert re.search(r"blocks on the device: cpu 27\.7 MiB \(4/4\), cpu \d\.\d MiB \(0/4\)", said), said
         assert "Whole they fit on cpu only: cpu would need" in said
         write_vaes(comfy, server)
         since = server.log_size()
         assert both(server, decoding, "taef1", "1,16,9,14", TWO) <= VAE_BAR
-        assert re.search(r"rows by the memory of each worker: cpu [5-8]\d%, cpu [2-4]\d%", server.log(since))
+        assert re.search(r"rows are divided by free memory: cpu [5-8]\d%, cpu [2-4]\d%", server.log(since))
 
 
 def test_another_number_of_shares_than_workers_is_refused(server: Server) -> None:
     graph = sampling_graph(Job(family="flux_dev"), "CPSampler", replace(DEGREES["ulysses_2"], shares="1,4,2"))
-    with pytest.raises(NodeError, match="shares 1,4,2 names 3, and the number of workers is 2: name 2"):
+    with pytest.raises(NodeError, match="shares '1,4,2' names 3, and the number of workers is 2: name 2"):
         server.client.run(graph)

@@ -42,9 +42,11 @@ def patch(kind: str) -> Json:
     [
         (canvas("flux1-dev.safetensors"), "divided", ""),
         (canvas("flux1-dev.safetensors", patch("LoraLoaderModelOnly")), "divided", ""),
-        (canvas("wan2.2_i2v_14B_fp8_scaled.safetensors", controlled=True), "in ComfyUI's loop", "ControlNet"),
-        (canvas("sd_xl_base_1.0.safetensors"), "by lanes", "UNetModel has no plan"),
-        (canvas("sd_xl_base_1.0.safetensors", cfg=1), "undivided", "UNetModel has no plan"),
+        (canvas("wan2.2_i2v_14B_fp8_scaled.safetensors", controlled=True), "divided", ""),
+        (canvas("sd_xl_base_1.0.safetensors"), "divided", ""),
+        (canvas("sd_xl_base_1.0.safetensors", patch("HyperTile")), "divided", ""),
+        (canvas("seedvr2_3b.safetensors"), "by lanes", "NaDiT has no plan"),
+        (canvas("seedvr2_3b.safetensors", cfg=1), "undivided", "NaDiT has no plan"),
         (canvas("flux1-dev.safetensors", patch("HyperTile")), "undivided", "attn1_patch of HyperTile"),
         (canvas("flux1-dev.safetensors", patch("SomethingNew")), "not known", "SomethingNew"),
         (canvas("a_new_network.safetensors"), "not known", "file's name"),
@@ -68,7 +70,7 @@ def test_a_model_reaches_a_sampler_inside_of_subgraphs_and_past_what_is_bypassed
     bypassed = patch("SomethingNew") | {"mode": 4}
     outer = {
         "nodes": [
-            node(1, "UNETLoader", ["sd_xl_base_1.0.safetensors"], "MODEL"),
+            node(1, "UNETLoader", ["seedvr2_3b.safetensors"], "MODEL"),
             bypassed,
             node(5, "inside", [], unet=("MODEL", 9)),
         ],
@@ -76,12 +78,12 @@ def test_a_model_reaches_a_sampler_inside_of_subgraphs_and_past_what_is_bypassed
         "definitions": {"subgraphs": [inner]},
     }
     (verdict,) = read("nested", outer).of_samplers
-    assert (verdict.network, verdict.outcome) == ("UNetModel", "by lanes")
+    assert (verdict.network, verdict.outcome) == ("NaDiT", "by lanes")
 
 
 @pytest.mark.parametrize(("cfg", "outcome"), [(4.0, "by lanes"), (1, "undivided")])
 def test_a_sampler_with_a_socket_for_the_algorithm_has_its_cfg_in_the_same_place(cfg: float, outcome: str) -> None:
-    workflow = canvas("sd_xl_turbo_1.0.safetensors")
+    workflow = canvas("seedvr2_3b.safetensors")
     workflow["nodes"][-1] |= {"type": "SamplerCustom", "widgets_values": [True, 0, "fixed", cfg]}
     assert [verdict.outcome for verdict in read("custom", workflow).of_samplers] == [outcome]
 

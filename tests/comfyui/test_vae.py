@@ -126,7 +126,7 @@ def test_a_vae_that_was_not_compared_runs_here_with_one_line_in_the_log(vaes: Se
     got = result(vaes, decoding("pixel_space", "1,3,16,24", TWO))["save"]
     assert torch.equal(got, want)
     assert vaes.log(since).count("CP VAE decodes and encodes in ComfyUI's process") == 1
-    assert "PixelspaceConversionVAE is none of the VAEs that were compared" in vaes.log(since)
+    assert "PixelspaceConversionVAE is not among the VAEs that were compared" in vaes.log(since)
 
 
 def test_a_file_that_changed_after_it_was_loaded_is_not_what_is_decoded_with(vaes: Server) -> None:
@@ -249,7 +249,7 @@ def test_a_latent_of_another_model_is_comfyuis_own_error_and_workers_live(
     assert vaes.workers() == before
 
 
-@pytest.mark.sweep  # tests/vae has three ranks too
+@pytest.mark.sweep  # tests/rows has three ranks too
 @pytest.mark.parametrize(("make", "file", "shape"), WITH_THREE)
 def test_three_workers_make_the_same(vaes: Server, make: Any, file: str, shape: str) -> None:
     assert both(vaes, make, file, shape, THREE) <= BAR

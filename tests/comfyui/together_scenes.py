@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
-from ..networks import tiny
+from ..architectures import tiny
+from ..architectures.cases import forward
+from ..architectures.zoo import CASES
 from .pack import node_module, pack_module
 
-import comfy.samplers  # isort: skip  # the pack's module has made ComfyUI importable
+import comfy.hooks  # isort: skip  # the pack's module has made ComfyUI importable
+import comfy.samplers  # isort: skip
 import comfy.supported_models  # isort: skip
 import comfy.utils  # isort: skip
 import torch  # isort: skip
 
-describe = node_module("describe")
+describe, remote_model, state = (
+    node_module(f"describe.{name}") for name in ("sampling_job", "remote_model", "shared_state")
+)
 sampling = pack_module("parallel_runtime.worker.comfy_loop.sampling")
 evaluation = pack_module("parallel_runtime.worker.comfy_loop.evaluation")
-weights = pack_module("parallel_runtime.worker.comfy_loop.weights")
+weights = pack_module("parallel_runtime.worker.comfy_loop.patcher")
 specs, jobs = pack_module("parallel_runtime.specs"), pack_module("parallel_runtime.jobs")
 
-LATENT = (2, 16, 4, 6)
+LATENT, ONE = (2, 16, 4, 6), specs.Parallelism()
 PATCHES = {
     "nothing": {},
     "no patches": {"patches": {}},
@@ -31,10 +37,72 @@ PATCHES = {
 
 def reached(rank: int, world: int, name: str, kept: bool) -> str:
     """Why a forward with a tensor in these transformer_options is not recorded; "" where it is."""
-    reach = pack_module("parallel_runtime.worker.comfy_loop.model")
+    reach = pack_module("parallel_runtime.worker.comfy_loop.comfy_model")
     try:
-        reach.reaching({"transformer_options": {name: [{"k": torch.zeros(1)}] if kept else torch.zeros(1)}}, None)
+        value = [{"k": torch.zeros(1)}] if kept else torch.zeros(1)
+        reach.recordable_arguments({"transformer_options": {name: value}}, None)
     except reach.Unrecordable as why:
+        return str(why)
+    return ""
+
+
+class Asked(Exception):
+    """What a stand-in's answer is asked."""
+
+
+def lost(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:
+    """What these networks are given that their stand-ins do not ask with, by network."""
+
+    def evaluation(method: str, arguments: dict[str, Any]) -> None:
+        raise Asked(*arguments)
+
+    found = {}
+    for name in names:
+        network, inputs = CASES[name].network(), CASES[name].inputs()
+        network._forward_pre_hooks.clear()  # the zoo's
+        try:
+            forward(remote_model.remote_network(network, evaluation), inputs)
+        except Asked as arrived:
+            if missing := inputs.keys() - set(arrived.args):
+                found[name] = sorted(missing)
+    return found
+
+
+def kept_by(rank: int, world: int, node: str, widgets: dict[str, Any]) -> tuple[bool, str]:
+    """Does what this node of comfy_extras leaves on a MODEL keep what an evaluation shows it; and why it is refused
+    where the sampler is in ComfyUI's process, "" where it is not."""
+    module, _, kind = node.partition(".")
+    made = getattr(importlib.import_module(f"comfy_extras.{module}"), kind).execute(
+        model=_model(ONE)[0].patcher, **widgets
+    )
+    model = made[0] if isinstance(made, tuple) else made.result[0]
+    try:
+        state.check_state(model, model.model_options)
+    except pack_module("parallel_runtime.errors").Refused as why:
+        return state.keeps_state(model, model.model_options), str(why)
+    return state.keeps_state(model, model.model_options), ""
+
+
+def why_not_sent(rank: int, world: int, what: str) -> str:
+    """What a MODEL with a group of hooks is refused with, or does not go to the workers for: hooks that are in force
+    without a condition (`forced`), or that have changed its model options (`options`)."""
+    model = _model(ONE)[0].patcher.clone()
+    hooks = comfy.hooks.HookGroup()
+    hooks.add(comfy.hooks.TransformerOptionsHook({"patches": {}}))
+    if what == "forced":
+        model.forced_hooks = hooks
+    guider = comfy.samplers.CFGGuider(model)
+    guider.model_options = {**model.model_options, "registered_hooks": hooks}
+    guider.conds = {"positive": [_cond(0)]}
+    source = describe.Source(
+        spec=None, weight_patches={}, network=model.model.diffusion_model, plan=None, stats=None, batch_coupled=False,
+        no_lse=False,
+    )  # fmt: skip
+    sampler, zeros = comfy.samplers.sampler_object("euler"), torch.zeros(LATENT)
+    try:
+        describe.check_network_patches(model)
+        describe.describe_job(guider, source, zeros, zeros, sampler, torch.linspace(1, 0, 3), None, 1, None)
+    except pack_module("parallel_runtime.errors").Refused as why:
         return str(why)
     return ""
 
@@ -63,15 +131,15 @@ def rows_sampled(rank: int, world: int, patches: str, of_guider: bool) -> dict[s
     guider.set_cfg(2.0)
     guider.conds = {name: [_cond(index)] for index, name in enumerate(("positive", "negative"))}
     source = describe.Source(
-        spec=model.spec, weights={}, network=model.network, plan=None, figures=None, ringless=False,
-        together=describe.keeps_together(host, host.model_options),
+        spec=model.spec, weight_patches={}, network=model.network, plan=None, stats=None, no_lse=False,
+        batch_coupled=describe.is_batch_coupled(host, host.model_options),
     )  # fmt: skip
     job = describe.describe_job(
         guider, source, torch.randn(LATENT), torch.zeros(LATENT), comfy.samplers.sampler_object("euler"),
         torch.linspace(1, 0, 3), None, 1, None,
     )  # fmt: skip
-    sampling.run(model, job, sampling.Pulse(Unheard(), 1))
-    return {"planned": source.together, "sent": job.together, "rows": seen}
+    sampling.run(model, job, sampling.Progress(Unheard(), 1))
+    return {"planned": source.batch_coupled, "sent": job.batch_coupled, "rows": seen}
 
 
 def rows_evaluated(rank: int, world: int, patches: str) -> dict[str, Any]:
@@ -81,14 +149,14 @@ def rows_evaluated(rank: int, world: int, patches: str) -> dict[str, Any]:
     given: dict[str, Any] = {"x": torch.randn(4, *LATENT[1:]), "timestep": torch.ones(4)}
     options = dict(PATCHES[patches])
     job = jobs.EvaluationJob(
-        each=given,
-        options=node_module("patches").describe_inside(options, None),
+        call_arguments=given,
+        options=node_module("describe.model_patches").describe_transformer_options(options, None),
         prompt=1,
         conds={"context": torch.randn(4, 7, 96), "y": torch.randn(4, 64), "guidance": torch.ones(4)},
-        patches={},
-        together=describe.seen_together(model.network, options),
+        weight_patches={},
+        batch_coupled=describe.network_couples_batch(model.network, options),
     )
-    answer = evaluation.Evaluations()(model, job, sampling.Pulse(Unheard(), 1))
+    answer = evaluation.Evaluations()(model, job, sampling.Progress(Unheard(), 1))
     return {"given": seen, "out": len(answer["out"])}
 
 
@@ -99,14 +167,14 @@ def _model(degrees: Any) -> tuple[Any, list[int]]:
     of = config.get_model({}, "", device="cpu")
     for parameter in of.parameters():
         parameter.data.normal_(std=0.02)
-    patcher = weights.Weights(of, torch.device("cpu"), torch.device("cpu"))
-    patcher.own, patcher.merged = {}, weights.Merged()
+    patcher = weights.RankPatcher(of, torch.device("cpu"), torch.device("cpu"))
+    patcher.file_views, patcher.weight_state = {}, weights.WeightState()
     of.memory_required = lambda *args, **kwargs: 0
     seen: list[int] = []
     network = of.diffusion_model
     network.register_forward_pre_hook(lambda module, args, kwargs: seen.append(_rows(args, kwargs)), with_kwargs=True)
     model = sampling.ComfyModel(specs.ModelSpec(loader="none"), network, patcher=patcher)
-    model.mesh = pack_module("parallel_runtime.worker.engine.mesh").build_mesh(degrees, torch.device("cpu"))
+    model.mesh = pack_module("parallel_runtime.engine.comm.mesh").build_mesh(degrees, torch.device("cpu"))
     return model, seen
 
 

@@ -11,16 +11,16 @@ from .pack import node_module
 import comfy.sd  # isort: skip  # the pack's module has made ComfyUI importable
 import torch  # isort: skip
 
-from ..vae import zoo  # isort: skip
+from ..rows import zoo  # isort: skip
 
-vae = node_module("vae")
+vae = node_module("classes.cp_vae")
 
 
 def _cp_vae() -> tuple[comfy.sd.VAE, Any]:
     model = zoo.random_weights(zoo.ltx(1))
     weights = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
     native = comfy.sd.VAE(sd=weights, metadata={"config": json.dumps({"vae": model.config})})
-    return native, vae.divided(native, None)
+    return native, vae.parallel_vae(native, None)
 
 
 def copies(rank: int, world: int, how: str) -> dict[str, Any]:
@@ -31,8 +31,8 @@ def copies(rank: int, world: int, how: str) -> dict[str, Any]:
     pairs = zip(native.get_sd().values(), made.get_sd().values(), strict=True)
     return {
         "kind": [type(made).__name__, type(inside).__name__],
-        "shared": made.whole is native,
-        "one": inside._vae is made.whole,
+        "shared": made.native is native,
+        "one": inside._vae is made.native,
         "equal": all(torch.equal(a, b) for a, b in pairs),
         "shape": list(inside.decode_output_shape((1, native.latent_channels, 2, 4, 4))),
         "expected": list(ours.first_stage_model.decode_output_shape((1, native.latent_channels, 2, 4, 4))),

@@ -1,4 +1,5 @@
-"""Writes every network of networks.py: `python -m tests.comfyui.write_networks FOLDER`, in ComfyUI's python."""
+"""Writes every network of networks.py: `python -m tests.comfyui.write_networks FOLDER`, in ComfyUI's python; names
+behind the folder: those alone."""
 
 from __future__ import annotations
 
@@ -8,14 +9,16 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from ..networks.tiny import normal, start_comfyui
+from ..architectures.tiny import normal, start_comfyui
 
 
-def main(folder: str) -> None:
+def main(folder: str, *names: str) -> None:
     start_comfyui()
     from .networks import NETWORKS
 
     for name, network in NETWORKS.items():
+        if names and name not in names:
+            continue
         built = network.build()
         tiny = {"model": network.model, "final": built.unet_config}
         weights = {key: tensor.contiguous() for key, tensor in built.state_dict().items()}
@@ -24,4 +27,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ..networks.tiny import anima, filled, lllite, start_comfyui
+from ..architectures.tiny import anima, filled, lllite, start_comfyui
 
 FUN_LITE = {"n_control_layers": 3, "additional_in_dim": 17, "refiner_control": True}
 WAN_DIM = 256  # of the tiny Wan
@@ -58,6 +58,8 @@ def main(folder: str, networks: str) -> None:
     save_file(network.state_dict(), Path(networks) / "anima.safetensors", metadata=tiny)
     pickled = weights_of(made["qwen_canny"], prefix="")
     torch.save({key: value * 0.7 for key, value in pickled.items()}, Path(folder) / "qwen_pickled.pt")
+    old = {key: value * 0.6 for key, value in pickled.items()}
+    torch.save(old, Path(folder) / "qwen_old.pt", _use_new_zipfile_serialization=False)
 
 
 def weights_of(build: Any, prefix: str) -> dict[str, torch.Tensor]:

@@ -64,7 +64,7 @@ def lanes_decide_for_themselves(rank: int, world: int) -> list[bool]:
     attach(transformer, place, degrees)
     cache = StepCache(transformer, plan_of(transformer), place, 0.2)
     skipped = _run(cache, transformer, [first, moved(first, 2.0 if rank < 2 else 0.02, seed=1)])
-    assert cache.tally(shared=True) == [1, 4]
+    assert cache.counts(shared=True) == [1, 4]
     return [step for _, step in skipped]
 
 

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel_runtime.engine.attention import ulysses
+from parallel_runtime.engine.attention.context_attention import ContextAttention
+from parallel_runtime.engine.attention.masks import gather_key_mask
+from parallel_runtime.engine.comm import collectives
+from parallel_runtime.engine.comm.mesh import ContextMesh, MeshDim
+from parallel_runtime.engine.kernels.dispatch import attend
+from parallel_runtime.engine.split.streams import Streams, chunk_range
 from parallel_runtime.specs import Parallelism
-from parallel_runtime.worker.engine import exchange, ulysses
-from parallel_runtime.worker.engine.attention import ContextAttention
-from parallel_runtime.worker.engine.kernels import attend
-from parallel_runtime.worker.engine.masks import exchange_mask
-from parallel_runtime.worker.engine.mesh import Axis, ContextMesh
-from parallel_runtime.worker.engine.streams import Streams, chunk_range
 
 from .meshes import mesh, parallelism, staged_mesh
 from .reference import Problem, attention, random_problem
@@ -28,26 +29,26 @@ def random_errors(
     rank: int, world: int, degrees: list[int], seeds: list[int], options: dict[str, Any], grouped: bool = False
 ) -> list[float]:
     """Errors of this rank's rows on random problems, every spare buffer full of NaN."""
-    exchange.empty = exchange.zeros = nan_filled
+    collectives.empty = collectives.zeros = nan_filled
     try:
         problems = {seed: random_problem(seed, grouped=grouped) for seed in seeds}
         return [_error(mesh(*degrees), problem, seed, degrees, options) for seed, problem in problems.items()]
     finally:
-        exchange.empty, exchange.zeros = torch.empty, torch.zeros
+        collectives.empty, collectives.zeros = torch.empty, torch.zeros
 
 
 def waves_errors(rank: int, world: int, degrees: list[int], seeds: list[int], grouped: bool) -> list[float]:
     """The same where heads travel in waves, as they do where much is sent."""
-    worth, ulysses.WORTH_HIDING = ulysses.WORTH_HIDING, 0
+    worth, ulysses.MIN_HIDDEN_BYTES = ulysses.MIN_HIDDEN_BYTES, 0
     try:
         return random_errors(rank, world, degrees, seeds, {}, grouped)
     finally:
-        ulysses.WORTH_HIDING = worth
+        ulysses.MIN_HIDDEN_BYTES = worth
 
 
 def errors_of_layers(rank: int, world: int, degrees: list[int], seed: int) -> list[float]:
     """Three layers of one forward, of other tokens each and the last of another mask, in memory that they share."""
-    exchange.empty = exchange.zeros = nan_filled
+    collectives.empty = collectives.zeros = nan_filled
     try:
         place, problem = mesh(*degrees), random_problem(seed, masked=True)
         attend_together = together(problem, place, parallelism(*degrees))
@@ -61,7 +62,7 @@ def errors_of_layers(rank: int, world: int, degrees: list[int], seed: int) -> li
             errors.append(_compare(attend_together(q, k, v, mask), problem, place))
         return errors
     finally:
-        exchange.empty, exchange.zeros = torch.empty, torch.zeros
+        collectives.empty, collectives.zeros = torch.empty, torch.zeros
 
 
 def mask_exchanges(rank: int, world: int, degrees: list[int]) -> list[int]:
@@ -112,7 +113,7 @@ def rows_without_keys(rank: int, world: int, degrees: list[int]) -> float:
     return _compare(run(problem, degrees, own_mask, {}), problem, mesh(*degrees))
 
 
-def collectives(rank: int, world: int, degrees: list[int], method: str) -> list[int]:
+def started_collectives(rank: int, world: int, degrees: list[int], method: str) -> list[int]:
     """[all-to-alls, batches of messages, messages] that one attention without a mask starts."""
     return counted_collectives(
         lambda: run(random_problem(2, masked=False), degrees, None, {"rotate_method": method}),
@@ -150,9 +151,9 @@ def masks_follow_their_owner(rank: int, world: int, degrees: list[int]) -> None:
                 for place in range(size)]  # fmt: skip
     streams = Streams(place)
     for name, length in zip(("text", "image"), lengths, strict=True):
-        streams.see(name, length, "test")
+        streams.record_length(name, length, "test")
     for given in (whole, torch.tensor([_own_values(lengths, place)])):
-        keys = exchange_mask(given, 1, 1, streams, ("text", "image"), place).pairs
+        keys = gather_key_mask(given, 1, 1, streams, ("text", "image"), place).pairs
         assert keys.flatten().tolist() == expected, (given, keys.flatten().tolist())
 
 
@@ -172,7 +173,7 @@ def together(problem: Problem, place: ContextMesh, degrees: Parallelism) -> Cont
     """The attention of a forward over the tokens of `problem`."""
     streams = Streams(place.context)
     for name, length in problem.lengths.items():
-        streams.see(name, length, name)
+        streams.record_length(name, length, name)
     return ContextAttention(place, degrees, streams, tuple(problem.lengths))
 
 
@@ -225,7 +226,7 @@ def chunk(whole: Tensor, place: ContextMesh, at_least: int) -> Tensor:
     return whole[:, start : start + size] if size else whole[:, :at_least]
 
 
-def _own_values(lengths: list[int], place: Axis) -> list[float]:
+def _own_values(lengths: list[int], place: MeshDim) -> list[float]:
     values, offset = [], 0
     for length in lengths:
         start, size = chunk_range(length, place.parts, place.index)

@@ -6,9 +6,9 @@ import torch
 import torch._dynamo  # before ranks are forked, and not in each of them
 from torch import Tensor, nn
 
+from parallel_runtime.engine.graphs.block_compile import compile_blocks
 from parallel_runtime.for_diffusers import attach
 from parallel_runtime.specs import Compilation
-from parallel_runtime.worker.engine.compiling import compile_blocks
 
 from .cases import together
 from .meshes import mesh, parallelism
@@ -37,7 +37,7 @@ def in_one_graph(rank: int, world: int, degrees: list[int], masked: bool) -> lis
     """Errors of a graph around an attention, as it was captured and as it was lowered."""
     place, problem = mesh(*degrees), random_problem(9, masked=False)
     attend_together = together(problem, place, parallelism(*degrees))
-    tokens = attend_together.streams.held(("text", "image")).size
+    tokens = attend_together.streams.local_tokens(("text", "image")).size
     q, k, v = (torch.randn(1, tokens, 4, 8) for _ in range(3))
     mask = torch.rand(1, tokens) < 0.7 if masked else None
 

@@ -6,12 +6,12 @@ import os
 
 import torch
 
+from parallel_runtime.engine.comm.votes import differing_ranks
 from parallel_runtime.errors import Refused
-from parallel_runtime.specs import ModelSpec, Parallelism, Storage
+from parallel_runtime.specs import ModelSpec, Parallelism, WeightPlacement
 from parallel_runtime.wire.messages import Run
-from parallel_runtime.worker.lanes import from_the_first
+from parallel_runtime.worker.batch_groups import broadcast_from_first
 from parallel_runtime.worker.models import Model, Models
-from parallel_runtime.worker.ranks import apart
 
 from ..groups import flux_job
 from .meshes import mesh
@@ -19,18 +19,18 @@ from .meshes import mesh
 
 def unlike_kinds(rank: int, world: int, kinds: list[str]) -> bool:
     os.environ["WORLD_SIZE"] = str(world)
-    return bool(apart(kinds[rank].encode()))
+    return bool(differing_ranks(kinds[rank]))
 
 
 def rounded(rank: int, world: int, degrees: list[int], unlike: bool) -> list[list[float]]:
     """What each has of two tensors after an evaluation, whose last digits are each rank's own."""
     context = mesh(*degrees).context
-    context.world.unlike = unlike
+    context.group_state.heterogeneous = unlike
     try:
         whole = torch.arange(6.0).view(3, 2) + rank * 1e-6
-        return [part.flatten().tolist() for part in from_the_first(context, [whole, whole[:1]])]
+        return [part.flatten().tolist() for part in broadcast_from_first(context, [whole, whole[:1]])]
     finally:
-        context.world.unlike = False
+        context.group_state.heterogeneous = False
 
 
 def loaded_by_one(rank: int, world: int) -> tuple[str, int]:
@@ -44,7 +44,7 @@ def loaded_by_one(rank: int, world: int) -> tuple[str, int]:
 
     models, told = Models(torch.device("cpu"), {"": load}), "nothing"
     try:
-        models.get(Run(1, ModelSpec(loader="tests"), Parallelism(), Storage()), lambda share: None, flux_job())
+        models.get(Run(1, ModelSpec(loader="tests"), Parallelism(), WeightPlacement()), lambda share: None, flux_job())
     except Refused as refused:
         told = str(refused)
     return told, len(models.loaded)

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel_runtime.engine.comm.mesh import MeshDim
 from parallel_runtime.for_diffusers import attach
 from parallel_runtime.for_diffusers.plans import plan_of
-from parallel_runtime.worker.engine.mesh import Axis
 from parallel_runtime.worker.step_cache import StepCache
 
 from .meshes import mesh, parallelism
@@ -34,8 +34,8 @@ _LIMIT = timedelta(hours=1)  # of a collective: as in the workers, none gives up
 class Unvoted(StepCache):
     """What each rank would decide of its own tokens."""
 
-    def _from_all(self, mine: Tensor, axis: Axis) -> Tensor:
-        return mine[None]
+    def _all_gather(self, local: Tensor, dim: MeshDim) -> Tensor:
+        return local[None]
 
 
 @torch.no_grad()

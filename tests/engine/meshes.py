@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 
+from parallel_runtime.engine.comm.mesh import ContextMesh, build_mesh
 from parallel_runtime.specs import Parallelism
-from parallel_runtime.worker.engine.mesh import ContextMesh, build_mesh
 
 
 def parallelism(ring: int, ulysses: int, cfg: int = 1, shares: Sequence[int] = (), **options: Any) -> Parallelism:
-    return Parallelism(ring_degree=ring, ulysses_degree=ulysses, cfg_degree=cfg, shares=tuple(shares), **options)
+    degrees = Parallelism(ring_degree=ring, ulysses_degree=ulysses, cfg_degree=cfg, shares=tuple(shares))
+    return degrees.with_options(**options)
 
 
 def mesh(ring: int, ulysses: int, cfg: int = 1, shares: Sequence[int] = ()) -> ContextMesh:
-    return _mesh(ring, ulysses, cfg).shared(tuple(shares))
+    return _mesh(ring, ulysses, cfg).with_shares(tuple(shares))
 
 
 @cache
@@ -30,4 +31,4 @@ def _mesh(ring: int, ulysses: int, cfg: int) -> ContextMesh:
 def staged_mesh(ring: int, ulysses: int) -> ContextMesh:
     """A mesh whose collectives take their tensors through another device, as gloo's do for ranks on a GPU."""
     axes = {name: getattr(mesh(ring, ulysses), name) for name in ("ring", "ulysses", "context")}
-    return ContextMesh(**{name: replace(axis, wire=torch.device("cpu")) for name, axis in axes.items()})
+    return ContextMesh(**{name: replace(axis, comm_device=torch.device("cpu")) for name, axis in axes.items()})

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from parallel_runtime.architectures.split_plan import ModulePlan
 from parallel_runtime.for_diffusers import attach, detach
 from parallel_runtime.for_diffusers.plans import plan_of
-from parallel_runtime.plan import Site
 
 from .meshes import mesh, parallelism
 from .tiny import build, inputs
@@ -91,7 +91,7 @@ def errors_with_sharded_weights(rank: int, world: int) -> list[float]:
         if attach_first:
             attach(transformer, mesh(2, 1), parallelism(2, 1))
         for block in [*transformer.transformer_blocks, *transformer.single_transformer_blocks, transformer]:  # type: ignore[misc, list-item]
-            fully_shard(block, mesh=mesh(2, 1).flat)
+            fully_shard(block, mesh=mesh(2, 1).device_mesh)
         if not attach_first:
             attach(transformer, mesh(2, 1), parallelism(2, 1))
         errors.append(error(output(transformer, made), reference))
@@ -127,14 +127,14 @@ def error_of_local_attention(rank: int, world: int, kind: str, modules: list[str
     made = inputs(kind)
     references = transformer(**made, return_dict=False)
     plan = plan_of(transformer)
-    sites = tuple(_kept_local(site, modules) for site in plan.sites)
-    attach(transformer, mesh(2, 1), parallelism(2, 1), replace(plan, sites=sites))
+    sites = tuple(_kept_local(site, modules) for site in plan.module_plans)
+    attach(transformer, mesh(2, 1), parallelism(2, 1), replace(plan, module_plans=sites))
     outputs = transformer(**made, return_dict=False)
     return max(error(got, reference) for got, reference in zip(outputs, references, strict=True))
 
 
-def _kept_local(site: Site, modules: list[str]) -> Site:
-    return replace(site, within={**site.within, **dict.fromkeys(modules, "local")})
+def _kept_local(site: ModulePlan, modules: list[str]) -> ModulePlan:
+    return replace(site, submodule_attends={**site.submodule_attends, **dict.fromkeys(modules, "local")})
 
 
 @torch.no_grad()

@@ -9,9 +9,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from parallel_runtime.accelerators import ACCELERATORS, Accelerator
-from parallel_runtime.worker.engine import choosing, kernels, operators
-from parallel_runtime.worker.engine.attention import ContextAttention
+from parallel_runtime.accelerators import KERNELS, AttentionKernel
+from parallel_runtime.engine.attention.context_attention import ContextAttention
+from parallel_runtime.engine.kernels import autotune, dispatch, registry
 
 from . import cases
 from .meshes import mesh, parallelism
@@ -28,18 +28,22 @@ def winners(rank: int, world: int, times: dict[str, list[float]]) -> dict[str, A
         timed.append(name)
         return times[name][rank]
 
-    sizes = choosing.Sizes(batch=1, queries=7, keys=9, heads=2, head_dim=64, dtype=torch.bfloat16)
+    sizes = autotune.AttentionSizes(batch=1, queries=7, keys=9, heads=2, head_dim=64, dtype=torch.bfloat16)
     axis = mesh(world, 1).context
-    axis.world.races.clear()
-    won = [choosing.winner(list(times), sizes, axis, seconds, _CPU) for _ in range(2)]
-    return {"won": won, "timed": timed, "results": [list(astuple(found)[:3]) for found in choosing.results(axis.world)]}
+    axis.group_state.kernel_seconds.clear()
+    won = [autotune.fastest_kernel(list(times), sizes, axis, seconds, _CPU) for _ in range(2)]
+    return {
+        "won": won,
+        "timed": timed,
+        "results": [list(astuple(found)[:3]) for found in autotune.benchmark_results(axis.group_state)],
+    }
 
 
-class CountedKernel(operators.Operator):
+class CountedKernel(registry.KernelFunctions):
     """Of a name that has another kernel on GPUs: the CPU's, where this rank has it."""
 
-    def lacks(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str:
-        return "it takes no mask" if mask is not None and not self.masks else ""
+    def unsupported_reason(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str:
+        return "it takes no mask" if mask is not None and not self.row.masks else ""
 
 
 def kernels_taken(
@@ -56,23 +60,26 @@ def kernels_taken(
     which kernels attended, and what raced. "auto" is what attends where nothing is chosen. `fits`: does PyTorch's flash
     kernel run on each rank's card? Of unlike capability are cards that do not say the same."""
     taken: list[str] = []
-    operator = operators.by_pytorch
+    operator = registry.sdpa
 
     def own(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         taken.append("auto")
-        return operator(q, *(kernels.for_heads(x, q.shape[2]) for x in (k, v)), mask, scale)
+        return operator(q, *(dispatch.repeat_kv(x, q.shape[2]) for x in (k, v)), mask, scale)
 
-    def counted(name: str) -> operators.Operator:
+    def counted(name: str) -> registry.KernelFunctions:
         def whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
             if seconds[name][rank] < 0:
                 raise RuntimeError("No available kernel. Aborting execution.")
             taken.append(name)
             return operator(q, k, v, mask, scale)
 
-        return CountedKernel(whole=whole, block=lambda *_: None, dims=64, masks=name == "_native_cudnn")  # type: ignore[arg-type, return-value]
+        return CountedKernel(row=rows[name], full=whole, block=None)
 
-    names = tuple(name for name in seconds if name != "auto")
-    row = Accelerator(kind="cpu", collectives="gloo", whole=names)  # type: ignore[arg-type]
+    rows = {
+        name: AttentionKernel(name=name, devices=("cpu",), masks=name == "_native_cudnn", benchmark=("whole",))
+        for name in seconds
+        if name != "auto"
+    }
     timed: list[str] = []
 
     def clock(run: Any, _: Any) -> float:
@@ -81,19 +88,21 @@ def kernels_taken(
         return seconds[taken[-1]][rank]
 
     place, problem = mesh(*degrees), random_problem(21, masked=masked)
-    place.context.world.races.clear()
-    kernels._TRIED.clear()
+    place.context.group_state.kernel_seconds.clear()
+    dispatch._FAILURES.clear()
     with (
-        patch.dict(ACCELERATORS, cpu=row),
-        patch.dict(operators.OPERATORS, {name: counted(name) for name in names}),
-        patch.object(choosing, "fits_flash", lambda _: fits is None or fits[rank]),
-        patch.object(place.context.world, "unlike", bool(fits and len(set(fits)) > 1)),
-        patch.object(choosing, "cudnn_records", lambda: True),  # PyTorch for the CPU has no cuDNN
-        patch.object(choosing, "timed", clock),
+        patch.dict(KERNELS, rows),
+        patch.dict(registry.FUNCTIONS, {name: counted(name) for name in rows}),
+        patch.object(autotune, "supports_flash", lambda _: fits is None or fits[rank]),
+        patch.object(place.context.group_state, "heterogeneous", bool(fits and len(set(fits)) > 1)),
+        patch.object(autotune, "cudnn_supports_graphs", lambda: True),  # PyTorch for the CPU has no cuDNN
+        patch.object(autotune, "time_runs", clock),
         patch.object(torch.cuda, "get_device_capability", lambda _: tuple(capability or (8, 0))),
     ):
         streams = cases.together(problem, place, parallelism(*degrees)).streams
-        attention = ContextAttention(place, parallelism(*degrees, **options), streams, tuple(problem.lengths), own=own)
+        attention = ContextAttention(
+            place, parallelism(*degrees, **options), streams, tuple(problem.lengths), fallback=own
+        )
         q, k, v = (cases.own(tensor, problem, place) for tensor in (problem.query, problem.key, problem.value))
         mask = cases.masked_as(problem, "4d bool", place) if masked else None
         errors = []
@@ -104,5 +113,5 @@ def kernels_taken(
         "error": max(errors),
         "taken": taken,
         "timed": sorted(set(timed)),
-        "raced": len(choosing.results(place.context.world)),
+        "raced": len(autotune.benchmark_results(place.context.group_state)),
     }

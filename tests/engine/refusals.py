@@ -7,15 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from diffusers import FirstBlockCacheConfig
+from diffusers.hooks import MagCacheConfig
 from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from parallel_runtime.architectures.split_plan import ModulePlan, Split
+from parallel_runtime.engine.comm.mesh import build_mesh
 from parallel_runtime.for_diffusers import attach, detach
 from parallel_runtime.for_diffusers.plans import plan_of
-from parallel_runtime.plan import Site, Tokens
-from parallel_runtime.worker.engine.mesh import build_mesh
 
 from .cases import run
 from .meshes import mesh, parallelism
@@ -66,6 +68,27 @@ def backend_set_after_attach(rank: int, world: int) -> str:
     return message(lambda: output(transformer, inputs("flux")))
 
 
+def caches_that_compare_tokens(rank: int, world: int) -> str:
+    transformer: Any = build("flux")
+    transformer.enable_cache(FirstBlockCacheConfig(threshold=0.25))
+    said = message(lambda: attach(transformer, mesh(*RING), parallelism(*RING)))
+    transformer.disable_cache()
+    attach(transformer, mesh(*RING), parallelism(*RING))
+    return said
+
+
+def caches_that_compare_tokens_after_attach(rank: int, world: int) -> str:
+    transformer = _attached()
+    transformer.enable_cache(FirstBlockCacheConfig(threshold=0.25))
+    return message(lambda: output(transformer, inputs("flux")))
+
+
+def caches_that_measure_tokens(rank: int, world: int) -> str:
+    transformer: Any = build("flux")
+    transformer.enable_cache(MagCacheConfig(calibrate=True, num_inference_steps=4))
+    return message(lambda: attach(transformer, mesh(*RING), parallelism(*RING)))
+
+
 def processors_that_are_not_aware(rank: int, world: int) -> str:
     transformer: Any = build("sd3")
     transformer.fuse_qkv_projections()
@@ -87,13 +110,13 @@ def a_class_without_a_plan(rank: int, world: int) -> str:
 
 def a_plan_for_modules_that_are_not_there(rank: int, world: int) -> str:
     transformer = build("flux")
-    plan = replace(plan_of(transformer), sites=(Site("blocks", {"x": Tokens(("image",))}),))
+    plan = replace(plan_of(transformer), module_plans=(ModulePlan("blocks", {"x": Split(("image",))}),))
     return message(lambda: attach(transformer, mesh(*RING), parallelism(*RING), plan))
 
 
 def a_plan_for_arguments_that_are_not_there(rank: int, world: int) -> str:
     transformer = build("flux")
-    plan = replace(plan_of(transformer), sites=(Site("", {"latents": Tokens(("image",))}),))
+    plan = replace(plan_of(transformer), module_plans=(ModulePlan("", {"latents": Split(("image",))}),))
     return message(lambda: attach(transformer, mesh(*RING), parallelism(*RING), plan))
 
 

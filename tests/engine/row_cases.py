@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel_runtime.worker.engine.mesh import first_ranks, ranks_with
-from parallel_runtime.worker.engine.streams import chunk_sizes
-from parallel_runtime.worker.vae.converting import Conversion
-from parallel_runtime.worker.vae.dividing import Rows
-from parallel_runtime.worker.vae.share import Share
+from parallel_runtime.engine.comm.mesh import first_ranks, participating_ranks
+from parallel_runtime.engine.rows.conversion import Conversion
+from parallel_runtime.engine.rows.row_share import Share
+from parallel_runtime.engine.rows.rows_mode import Rows
+from parallel_runtime.engine.split.streams import chunk_sizes
 
 Net = Callable[[Tensor], Tensor]
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def apart(rank: int, world: int, net: str, dim: int, rows: int, shares: Sequence
     sizes = (2 * rows, 6) if dim == -2 else (6, 2 * rows)
     x = torch.randn(2, 8, *sizes, generator=torch.Generator().manual_seed(3))
     units = chunk_sizes(rows, tuple(shares) or world)
-    ranks = ranks_with(units, CPU)
+    ranks = participating_ranks(units, CPU)
     if ranks is None:
         return 0.0
     share = Share(ranks=ranks, dim=dim, units=chunk_sizes(rows, ranks.parts))
@@ -78,8 +78,8 @@ def apart(rank: int, world: int, net: str, dim: int, rows: int, shares: Sequence
     whole = NETS[net](x)
     torch.manual_seed(4)
     with Rows(share):
-        mine = NETS[net](share.cut(x, 2).clone())
-    wanted = share.cut(whole, whole.shape[dim] // rows)
+        mine = NETS[net](share.split(x, 2).clone())
+    wanted = share.split(whole, whole.shape[dim] // rows)
     assert mine.shape == wanted.shape, f"{tuple(mine.shape)} where {tuple(wanted.shape)} was expected"
     return float((mine - wanted).norm() / wanted.norm())
 
@@ -92,8 +92,8 @@ def attention_apart(rank: int, world: int, rows: int) -> float:
         return x.flatten(2).transpose(1, 2).unsqueeze(1)
 
     whole = F.scaled_dot_product_attention(*map(heads, (query, key, value)))[:, 0].transpose(1, 2).reshape(query.shape)
-    mine = Rows(share).attention(*(share.cut(part, 1) for part in (query, key, value)))
-    wanted = share.cut(whole, 1)
+    mine = Rows(share).attention(*(share.split(part, 1) for part in (query, key, value)))
+    wanted = share.split(whole, 1)
     return float((mine - wanted).norm() / wanted.norm())
 
 
@@ -114,7 +114,7 @@ class Turned(nn.Module):
 def tried(rank: int, world: int, broken: bool, dim: int) -> float:
     """What the self-test finds."""
     x = torch.randn(1, 8, 9, 9)
-    return Conversion((Turned if broken else Whole)(), "decode", CPU).trial(x, first_ranks(world, CPU), dim)
+    return Conversion((Turned if broken else Whole)(), "decode", CPU).self_test(x, first_ranks(world, CPU), dim)
 
 
 def ticks(rank: int, world: int) -> int:
@@ -124,5 +124,5 @@ def ticks(rank: int, world: int) -> int:
     x = torch.randn(1, 8, 7, 6)
     with Rows(share, lambda: asked.append(None)):
         for net in ("3", "5", "group norm", "reflect"):
-            NETS[net](share.cut(x, 1).clone())
+            NETS[net](share.split(x, 1).clone())
     return len(asked)

@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from parallel_runtime.worker.engine import exchange
-from parallel_runtime.worker.engine.attention import ContextAttention
-from parallel_runtime.worker.engine.mesh import ContextMesh
-from parallel_runtime.worker.engine.streams import Streams
+from parallel_runtime.engine.attention.context_attention import ContextAttention
+from parallel_runtime.engine.comm import collectives
+from parallel_runtime.engine.comm.mesh import ContextMesh
+from parallel_runtime.engine.split.streams import Streams
 
 from .cases import chunk, nan_filled, own, rows, run
 from .meshes import mesh, parallelism
@@ -23,29 +23,29 @@ from .reference import Problem, attention, random_problem
 
 def cross_errors(rank: int, world: int, degrees: list[int], seeds: list[int], replicated: list[str]) -> list[float]:
     """Queries of a stream of their own, over the keys of two others; every spare buffer is full of NaN."""
-    exchange.empty = exchange.zeros = nan_filled
+    collectives.empty = collectives.zeros = nan_filled
     try:
         return [_cross_error(mesh(*degrees), seed, degrees, frozenset(replicated)) for seed in seeds]
     finally:
-        exchange.empty, exchange.zeros = torch.empty, torch.zeros
+        collectives.empty, collectives.zeros = torch.empty, torch.zeros
 
 
 def replica_errors(rank: int, world: int, degrees: list[int], seeds: list[int], replicated: list[str]) -> list[float]:
     """Errors of a joint attention whose text or image every rank holds whole."""
-    exchange.empty = exchange.zeros = nan_filled
+    collectives.empty = collectives.zeros = nan_filled
     try:
         return [_replica_error(mesh(*degrees), seed, degrees, frozenset(replicated)) for seed in seeds]
     finally:
-        exchange.empty, exchange.zeros = torch.empty, torch.zeros
+        collectives.empty, collectives.zeros = torch.empty, torch.zeros
 
 
 def pair_errors(rank: int, world: int, degrees: list[int], seeds: list[int], method: str) -> list[float]:
     """Errors where each query has a mask of its own, and some no key at all."""
-    exchange.empty = exchange.zeros = nan_filled
+    collectives.empty = collectives.zeros = nan_filled
     try:
         return [_pair_error(mesh(*degrees), seed, degrees, method) for seed in seeds]
     finally:
-        exchange.empty, exchange.zeros = torch.empty, torch.zeros
+        collectives.empty, collectives.zeros = torch.empty, torch.zeros
 
 
 def _pair_error(place: ContextMesh, seed: int, degrees: list[int], method: str) -> float:
@@ -103,7 +103,7 @@ def _replica_error(place: ContextMesh, seed: int, degrees: list[int], replicated
 def _seen(lengths: dict[str, int], place: ContextMesh, replicated: frozenset[str]) -> Streams:
     streams = Streams(place.context, replicated)
     for name, length in lengths.items():
-        streams.see(name, length, name)
+        streams.record_length(name, length, name)
     return streams
 
 

@@ -10,10 +10,11 @@ from diffusers import ContextParallelConfig
 from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.attention_processor import Attention
 
+from parallel_runtime.engine.comm.mesh import build_mesh
 from parallel_runtime.for_diffusers import attach, detach, from_context_parallel_config
 from parallel_runtime.for_diffusers.processors import aware, backend_name
+from parallel_runtime.request import EngineOptions
 from parallel_runtime.specs import Parallelism
-from parallel_runtime.worker.engine.mesh import build_mesh
 
 from .tiny import build, inputs
 
@@ -47,7 +48,7 @@ def test_processors_of_ours_give_the_bits_of_those_they_replace(kind: str, dtype
 def test_the_backend_is_set_per_transformer_and_taken_back() -> None:
     transformer, other = build("wan"), build("wan")
     processor = transformer.blocks[0].attn1.processor  # type: ignore[union-attr, index]
-    attach(transformer, None, Parallelism(attention_backend="native"))
+    attach(transformer, None, Parallelism(options=EngineOptions(attention_backend="native")))
     assert processor._attention_backend == AttentionBackendName.NATIVE
     assert other.blocks[0].attn1.processor._attention_backend is None  # type: ignore[union-attr, index]
     detach(transformer)
@@ -58,7 +59,7 @@ def test_the_backend_reaches_processors_that_know_none() -> None:
     transformer: Any = build("lumina2")
     attention = transformer.context_refiner[0].attn
     theirs = attention.processor
-    attach(transformer, None, Parallelism(attention_backend="native"))
+    attach(transformer, None, Parallelism(options=EngineOptions(attention_backend="native")))
     assert attention.processor._attention_backend == backend_name("native")
     detach(transformer)
     assert attention.processor is theirs
@@ -71,5 +72,5 @@ def test_several_ranks_without_a_process_group_are_refused() -> None:
 
 def test_a_diffusers_config_is_understood() -> None:
     config = ContextParallelConfig(ulysses_degree=4, ulysses_anything=True, convert_to_fp32=False)
-    expected = Parallelism(ulysses_degree=4, rotate_method="allgather", convert_to_fp32=False)
+    expected = Parallelism(ulysses_degree=4, options=EngineOptions(rotate_method="allgather", convert_to_fp32=False))
     assert from_context_parallel_config(config) == expected

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from parallel_runtime.engine.attention.context_attention import ContextAttention
+from parallel_runtime.engine.comm.mesh import ContextMesh, build_mesh
+from parallel_runtime.engine.split.streams import Streams
 from parallel_runtime.for_diffusers import attach, detach
 from parallel_runtime.specs import Parallelism
-from parallel_runtime.worker.engine.attention import ContextAttention
-from parallel_runtime.worker.engine.mesh import ContextMesh, build_mesh
-from parallel_runtime.worker.engine.streams import Streams
 
 from ..fake_cuda import Launches, fake_cuda, fake_group, on_fake_cuda
 from .tiny import build, inputs
@@ -50,9 +50,9 @@ def _attention(
 ) -> tuple[ContextAttention, Tensor, Tensor]:
     streams = Streams(mesh.context)
     for name, length in LENGTHS.items():
-        streams.see(name, length, name)
+        streams.record_length(name, length, name)
     attend_together = ContextAttention(mesh, _degrees(degrees, **options), streams, tuple(LENGTHS))
-    own = streams.held(tuple(LENGTHS)).size
+    own = streams.local_tokens(tuple(LENGTHS)).size
     query, key = (torch.empty(1, own, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (24, key_heads))
     return attend_together, query, key
 
@@ -138,7 +138,7 @@ def test_a_transformer_stays_on_the_device(kind: str) -> None:
 
 
 def _degrees(degrees: tuple[int, int], **options: Any) -> Parallelism:
-    return Parallelism(ring_degree=degrees[0], ulysses_degree=degrees[1], **options)
+    return Parallelism(ring_degree=degrees[0], ulysses_degree=degrees[1]).with_options(**options)
 
 
 def _moved(value: Any) -> Any:

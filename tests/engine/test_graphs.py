@@ -8,9 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_runtime.worker.engine.graphs import Constants
+from parallel_runtime.engine.graphs.cuda_graphs import Constants
 
 AWAY = torch.device("meta")  # a device that is not the CPU, and is always there
+
+
+def with_rows(x: Tensor, rows: object, value: object) -> Tensor:
+    x[rows] = value  # type: ignore[index, assignment]  # lists are indices, too
+    return x
+
 
 SENT: dict[str, Callable[[Tensor], Tensor]] = {
     "to a tensor": lambda x: torch.arange(4).to(x),
@@ -19,6 +25,14 @@ SENT: dict[str, Callable[[Tensor], Tensor]] = {
     "by name": lambda x: torch.arange(4).to(device="meta", dtype=torch.float16),
     "made there": lambda x: torch.tensor([1, 2, 3], device=AWAY),
     "copied": lambda x: torch.zeros(4, device=AWAY).copy_(torch.ones(4)),
+    "made there by name": lambda x: torch.tensor(data=[1, 2, 3], device=AWAY),
+    "made like it": lambda x: x.new_tensor([1, 2, 3]),
+    "of its type": lambda x: torch.arange(4).type_as(x),
+    "a mask": lambda x: torch.ones(4, dtype=torch.bool).to(AWAY),
+    "an index": lambda x: x.expand(3, 2)[:, [0, 1, 1]],
+    "an index on the CPU": lambda x: x[torch.tensor([1, 0, 1])],
+    "rows written": lambda x: with_rows(x.repeat(3, 1), [0, 2], 1.0),
+    "a row written from the CPU": lambda x: with_rows(x.repeat(3, 1), 1, torch.ones(2)),
 }
 
 
@@ -39,7 +53,7 @@ def test_each_is_locked_once_and_found_again(way: str) -> None:
     constants, pinned = kept()
     with constants:
         rehearsed = SENT[way](x)
-    with constants.again():
+    with constants.for_capture():
         captured = SENT[way](x)
     assert len(pinned) == 1
     assert not any(tensor.is_meta for tensor in pinned)
@@ -54,6 +68,12 @@ def test_what_stays_on_the_cpu_or_on_the_device_is_nobodys_business() -> None:
         torch.zeros(2, device=AWAY).to(torch.float16)
         torch.as_tensor(torch.zeros(2, device=AWAY), device=AWAY)
         torch.tensor([1, 2])
+        torch.tensor(data=[1, 2])
+        torch.arange(4)[[1, 2]]
+        x = torch.zeros(4, device=AWAY)
+        x[torch.tensor(2)], x[1:], x[..., None]
+        x[1] = 3.0
+        x.new_tensor([1, 2], device="cpu")
     assert pinned == []
 
 
@@ -62,20 +82,20 @@ def test_another_constant_the_second_time_is_no_constant(other: Tensor) -> None:
     constants, _ = kept()
     with constants:
         torch.arange(4).to(AWAY)
-    with constants.again(), pytest.raises(RuntimeError, match="other numbers from main memory each time"):
+    with constants.for_capture(), pytest.raises(RuntimeError, match="other numbers from main memory each time"):
         other.to(AWAY)
-    with constants.again():
+    with constants.for_capture():
         torch.arange(4).to(AWAY)
         with pytest.raises(RuntimeError, match="other numbers from main memory each time"):
             torch.arange(4).to(AWAY)
 
 
 def test_too_many_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Constants, "MOST_BYTES", 100)
+    monkeypatch.setattr(Constants, "MAX_BYTES", 100)
     constants, pinned = kept()
     with constants:
         for _ in range(50):
             assert torch.ones(16).to(AWAY).is_meta
     assert sum(tensor.nbytes for tensor in pinned) < 200
-    with pytest.raises(RuntimeError, match="from main memory"), constants.again():
+    with pytest.raises(RuntimeError, match="from main memory"), constants.for_capture():
         pass

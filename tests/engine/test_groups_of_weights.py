@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed import distributed_c10d
 
-from parallel_runtime.specs import ModelSpec, Parallelism, Storage
+from parallel_runtime.engine.weights.placement import RankPlacement
+from parallel_runtime.request import AfterSampling
+from parallel_runtime.specs import ModelSpec, Parallelism, WeightPlacement
 from parallel_runtime.wire.messages import Run
 from parallel_runtime.worker.models import Model, Models
-from parallel_runtime.worker.weights.places import Place
 
 from ..fake_cuda import fake_group
 from ..groups import flux_job
@@ -22,14 +24,14 @@ SHAPES = [Parallelism(ulysses_degree=4), Parallelism(ring_degree=2, ulysses_degr
 
 
 class Kept(Model):
-    """Notes where it is kept."""
+    """Records where its weights were placed."""
 
-    place: Place | None = None
+    place: RankPlacement | None = None
 
-    def keep(self, place: Place | None) -> None:
+    def place_weights(self, place: RankPlacement | None) -> None:
         self.place = place
 
-    def divide(self, parallelism: Parallelism) -> None:
+    def split(self, parallelism: Parallelism) -> None:
         pass
 
 
@@ -47,7 +49,7 @@ def models() -> Models:
     return Models(torch.device("cpu"), {"": lambda spec, *_: Kept(spec, nn.Linear(2, 2))})
 
 
-def place_of(models: Models, parallelism: Parallelism, storage: Storage) -> Place | None:
+def place_of(models: Models, parallelism: Parallelism, storage: WeightPlacement) -> RankPlacement | None:
     model = models.get(Run(1, SPEC, parallelism, storage), lambda share: None, flux_job())
     assert isinstance(model, Kept)
     return model.place
@@ -58,8 +60,10 @@ def groups() -> int:
 
 
 @pytest.mark.parametrize("parallelism", SHAPES, ids=["ulysses", "ring and ulysses"])
-@pytest.mark.parametrize("storage", [Storage(), Storage(mode="offload")], ids=["replicate", "offload"])
-def test_whole_weights_and_those_in_main_memory_make_no_group(parallelism: Parallelism, storage: Storage) -> None:
+@pytest.mark.parametrize("storage", [WeightPlacement(), WeightPlacement(mode="offload")], ids=["replicate", "offload"])
+def test_whole_weights_and_those_in_main_memory_make_no_group(
+    parallelism: Parallelism, storage: WeightPlacement
+) -> None:
     held = models()
     held.mesh(parallelism)
     before = groups()
@@ -67,14 +71,24 @@ def test_whole_weights_and_those_in_main_memory_make_no_group(parallelism: Paral
     assert groups() == before
 
 
+@pytest.mark.parametrize("after", get_args(AfterSampling))
+def test_conditions_of_a_native_samplers_run_go_with_it(after: AfterSampling) -> None:
+    held = models()
+    model = held.get(Run(1, SPEC, SHAPES[0], WeightPlacement()), lambda share: None, flux_job())
+    model.conditions[1] = {"context": torch.zeros(2)}
+    held.free(SPEC, after)
+    assert not model.conditions
+    assert (model in held.loaded) == (after != "unload")
+
+
 def test_parts_have_one_group_a_shape_and_make_it_once() -> None:
     held, parallelism = models(), SHAPES[0]
     held.mesh(parallelism)
     before = groups()
     for resident in (0, 1, 0):
-        place = place_of(held, parallelism, Storage(mode="shard", resident=resident))
+        place = place_of(held, parallelism, WeightPlacement(mode="shard", resident_blocks=resident))
         assert place is not None
-        assert place.share == 0.25
+        assert place.local_fraction == 0.25
     assert groups() == before + 1
-    place_of(held, parallelism, Storage())
+    place_of(held, parallelism, WeightPlacement())
     assert groups() == before + 1

@@ -5,20 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise, permutations
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parallel_runtime.specs import AttentionBackend
-from parallel_runtime.worker.engine import kernels, operators
-from parallel_runtime.worker.engine.choosing import candidates, rivals
-from parallel_runtime.worker.engine.kernels import attend, attend_block
-from parallel_runtime.worker.engine.masks import additive
-from parallel_runtime.worker.engine.merge import GOES, Merge
-from parallel_runtime.worker.engine.overriding import by_backend
+from parallel_runtime.accelerators import KERNELS
+from parallel_runtime.engine.attention.attention_override import backend_override
+from parallel_runtime.engine.attention.masks import additive
+from parallel_runtime.engine.attention.merge import MAX_PENDING_BLOCKS, Merge
+from parallel_runtime.engine.kernels import dispatch, registry
+from parallel_runtime.engine.kernels.autotune import block_candidates, full_candidates
+from parallel_runtime.engine.kernels.dispatch import attend, attend_block
+from parallel_runtime.request import BACKENDS, AttentionBackend
 
 from .reference import attention, random_problem
 
@@ -64,14 +65,14 @@ needs_cuda_build = pytest.mark.skipif(
 @needs_cuda_build
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("backend", get_args(AttentionBackend))
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_cuda_kernels_are_called_with_arguments_that_they_take(
     backend: AttentionBackend, dtype: torch.dtype, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if dtype == torch.float32 and backend not in ("auto", "native"):
         pytest.skip("half precision only")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(operators, "_imported", PACKAGES.get)
+    monkeypatch.setattr(registry, "_imported", PACKAGES.get)
     with FakeTensorMode():
         query = torch.empty(70, 2, 12, 64, device="cuda", dtype=dtype).transpose(0, 1)
         key = torch.empty(37, 2, 12, 64, device="cuda", dtype=dtype).transpose(0, 1)
@@ -117,8 +118,8 @@ def test_auto_lets_cudnn_race_where_pytorch_prefers_it(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     with FakeTensorMode():
-        assert candidates(torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)) == expected
-        assert candidates(torch.empty(1, 8, 2, 64, device="cuda")) == ["native"]
+        assert block_candidates(torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)) == expected
+        assert block_candidates(torch.empty(1, 8, 2, 64, device="cuda")) == ["native"]
 
 
 @pytest.mark.parametrize(("backend", "asks"), [("sage", True), ("flash", True), ("native", False)])
@@ -130,18 +131,18 @@ def test_comfyui_attends_with_masks_that_a_chosen_kernel_does_not_take(backend: 
         asked.append(options)
         return q
 
-    by_backend(backend)(of_comfyui, tokens, tokens, tokens, 2, mask=mask, skip_output_reshape=True)
+    backend_override(backend)(of_comfyui, tokens, tokens, tokens, 2, mask=mask, skip_output_reshape=True)
     assert asked == ([{"mask": mask, "skip_reshape": False, "skip_output_reshape": True}] if asks else [])
 
 
-EXPLICIT = [name for name in get_args(AttentionBackend) if name not in ("auto", "native")]
+EXPLICIT = list(KERNELS)
 
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """What the log says of backends, from the start."""
-    monkeypatch.setattr(kernels, "_TRIED", {})
-    kernels.tell_once.cache_clear()
+    monkeypatch.setattr(dispatch, "_FAILURES", {})
+    dispatch.warn_once.cache_clear()
     return caplog
 
 
@@ -186,16 +187,16 @@ def test_a_call_that_a_kernel_does_not_take_goes_elsewhere_and_the_next_one_come
     told: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(operators, "_imported", CHOOSY.get)
+    monkeypatch.setattr(registry, "_imported", CHOOSY.get)
     taken: list[str] = []
-    found = operators.OPERATORS[backend]
+    found = registry.FUNCTIONS[backend]
 
     def counted(*given: Any) -> Tensor:
-        out = found.whole(*given)
+        out = found.full(*given)
         taken.append(backend)
         return out
 
-    monkeypatch.setitem(operators.OPERATORS, backend, replace(found, whole=counted))
+    monkeypatch.setitem(registry.FUNCTIONS, backend, replace(found, full=counted))
     with FakeTensorMode():
         for given, expected in ((change, 0), ({}, 1), (change, 1), ({}, 2)):
             assert _fake_attention(backend, **given)
@@ -239,33 +240,33 @@ def test_a_device_that_fails_is_no_kernel_that_is_not_there(
         raise fault("of the device")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(operators, "_imported", {"flash_attn": SimpleNamespace(flash_attn_func=failing)}.get)
+    monkeypatch.setattr(registry, "_imported", {"flash_attn": SimpleNamespace(flash_attn_func=failing)}.get)
     with FakeTensorMode(), pytest.raises(fault, match="of the device"):
         _fake_attention("flash")
     assert not told.records
 
 
 def test_a_package_that_is_not_here_is_named(told: pytest.LogCaptureFixture) -> None:
-    operators._imported.cache_clear()
-    assert "needs the package a_package_that_nobody_has" in operators.missing("a_package_that_nobody_has")
+    registry._imported.cache_clear()
+    assert "needs the package a_package_that_nobody_has" in registry.package_missing_reason("a_package_that_nobody_has")
 
 
 @pytest.mark.parametrize(("version", "records"), [(91002, False), (91499, False), (91500, True), (None, False)])
 def test_cudnn_before_9_15_is_not_recorded(version: int | None, records: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert operators.cudnn_records() == records
+    assert registry.cudnn_supports_graphs() == records
     with FakeTensorMode():
         query = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
-        assert ("_native_cudnn" in candidates(query)) == records
-        assert ("_native_cudnn" in rivals(query)) == records
-        assert "_native_cudnn" in rivals(query, recorded=False)
-        assert rivals(query)[0] == "auto", "ComfyUI's own is what others have to beat"
-        assert "_native_flash" not in rivals(query, masked=True)
+        assert ("_native_cudnn" in block_candidates(query)) == records
+        assert ("_native_cudnn" in full_candidates(query)) == records
+        assert "_native_cudnn" in full_candidates(query, recorded=False)
+        assert full_candidates(query)[0] == "auto", "ComfyUI's own is what others have to beat"
+        assert "_native_flash" not in full_candidates(query, masked=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [2, 3, GOES, GOES + 3])
+@pytest.mark.parametrize("count", [2, 3, MAX_PENDING_BLOCKS, MAX_PENDING_BLOCKS + 3])
 def test_many_blocks_merge_as_float64_would(count: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(count)
     outs = [torch.randn(2, 5, 3, 8, generator=generator).to(dtype) for _ in range(count)]

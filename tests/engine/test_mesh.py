@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from parallel_runtime.specs import Parallelism
-from parallel_runtime.worker.engine.mesh import build_mesh
+from parallel_runtime.engine.comm.mesh import build_mesh
 answers = []
 for data, cfg, ring, ulysses in json.loads(sys.argv[1]):
     world = data * cfg * ring * ulysses

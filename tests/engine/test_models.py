@@ -89,6 +89,16 @@ REPLICAS: dict[str, dict[str, Any]] = {
     "hunyuan video 1.5": {"kind": "hunyuan15", "call": {"batch": 2}, "replicated": ["text"]},
     "ltx2": {"kind": "ltx2", "call": {"masked": 3, "batch": 2}, "replicated": ["audio"]},
 }
+RESIDUALS: dict[str, dict[str, Any]] = {
+    "qwen": {"kind": "qwen", "call": {"residuals": 2, "batch": 2}},
+    "sd3": {"kind": "sd3", "call": {"residuals": 1, "batch": 2}},
+    "z-image": {"kind": "z_image", "call": {"residuals": 96}},
+}
+
+
+@pytest.mark.parametrize("call", RESIDUALS.values(), ids=RESIDUALS)
+def test_residuals_of_a_controlnet_are_added_to_the_tokens_of_a_rank(groups: Groups, call: dict[str, Any]) -> None:
+    assert max(groups(3).run(f"{CASES}:forward_error", degrees=(3, 1), **call)) <= BAR
 
 
 @pytest.mark.sweep(one_in=4)

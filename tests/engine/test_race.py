@@ -5,22 +5,25 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from typing import get_args
 
 import pytest
 import torch
 
-from parallel_runtime.accelerators import ACCELERATORS, Accelerator
-from parallel_runtime.specs import AttentionBackend, ModelSpec, Parallelism
-from parallel_runtime.worker.advice import Advising, Watch
-from parallel_runtime.worker.engine import choosing
-from parallel_runtime.worker.engine.mesh import Axis, ContextMesh
-from parallel_runtime.worker.engine.operators import OPERATORS, Operator, by_pytorch
-from parallel_runtime.worker.models import Model
+from parallel_runtime.accelerators import KERNELS, AttentionKernel
+from parallel_runtime.engine.comm.mesh import ContextMesh, GroupState, MeshDim
+from parallel_runtime.engine.kernels import autotune
+from parallel_runtime.engine.kernels.registry import FUNCTIONS, KernelFunctions, sdpa
+from parallel_runtime.request import EngineOptions
+from parallel_runtime.specs import ModelSpec, Parallelism, WeightPlacement
+from parallel_runtime.wire.messages import Run
+from parallel_runtime.worker.kernel_advice import BenchmarkMode, KernelAdvisor
+from parallel_runtime.worker.models import Model, Models
 
+from ..groups import flux_job
 from .conftest import Groups
 
 CASES = "tests.engine.race_cases"
+SPEC = ModelSpec(loader="tests", files=(), weight_dtype="float32")
 
 
 def test_the_kernel_whose_slowest_rank_is_fastest_wins_on_every_rank(groups: Groups) -> None:
@@ -54,6 +57,29 @@ def test_where_a_rank_measured_nothing_sensible_nothing_is_believed(
         assert answer["won"] == [won, won]
         assert answer["timed"] == list(times), "once: nobody races anew in every forward"
         assert bool(answer["results"]) == (won != "own")
+
+
+def test_where_a_rank_could_measure_nothing_the_next_run_measures_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    timed: list[str] = []
+    times = {"own": 2.0, "fast": math.nan, "other": math.inf}
+
+    def seconds(name: str) -> float:
+        timed.append(name)
+        return times[name]
+
+    def won(queries: int, world: GroupState) -> str:
+        sizes = autotune.AttentionSizes(batch=1, queries=queries, keys=9, heads=2, head_dim=64, dtype=torch.bfloat16)
+        return autotune.fastest_kernel(list(times), sizes, MeshDim(group_state=world), seconds, torch.device("cpu"))
+
+    models = Models(torch.device("cpu"), {"": lambda *_: Model(SPEC, torch.nn.Identity())})
+    run = Run(1, SPEC, Parallelism(), WeightPlacement())
+    assert [won(7, models.group_state) for _ in range(2)] == ["own", "own"]
+    times["fast"] = 1.0
+    assert [won(5, models.group_state), won(7, models.group_state)] == ["fast", "own"]
+    models.get(run, lambda _: None, flux_job())
+    assert [won(5, models.group_state), won(7, models.group_state)] == ["fast", "fast"]
+    assert timed == list(times) * 3, "what is known is not measured again"
 
 
 FAST = {"auto": [3.0, 3.0], "_native_cudnn": [1.0, 2.0], "_native_flash": [2.5, 2.5], "flash": [0.5, 4.0]}
@@ -112,7 +138,7 @@ def test_a_backend_that_one_rank_does_not_have_is_none_for_all(
     assert ([set(answer["taken"]) for answer in answers] == [{"auto"}] * 2) == (degrees == [1, 2])
 
 
-@pytest.mark.parametrize("backend", [name for name in get_args(AttentionBackend) if name not in ("auto", "native")])
+@pytest.mark.parametrize("backend", list(KERNELS))
 @pytest.mark.parametrize(("world", "degrees"), [(2, [2, 1]), (2, [1, 2]), (4, [2, 2])], ids=str)
 def test_a_backend_that_nobody_has_leaves_the_result_as_it_is(
     groups: Groups, world: int, degrees: list[int], backend: str
@@ -134,15 +160,14 @@ def attended(tokens: int, *, masked: bool = False) -> torch.Tensor:
 def kernel_here(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """The CPU under the name of another kernel, and the times of both."""
     times = {"auto": 2.0, "_native_cudnn": 1.0}
-    row = Accelerator(kind="cpu", collectives="gloo", whole=("_native_cudnn",))
-    operator = Operator(whole=by_pytorch, block=lambda *_: None, dims=64)  # type: ignore[arg-type, return-value]
-    monkeypatch.setattr(Operator, "lacks", lambda *_: "")
-    monkeypatch.setitem(ACCELERATORS, "cpu", row)
-    monkeypatch.setitem(OPERATORS, "_native_cudnn", operator)
-    monkeypatch.setattr(choosing, "fits_flash", lambda _: True)
-    monkeypatch.setattr(choosing, "cudnn_records", lambda: True)  # PyTorch for the CPU has no cuDNN
+    row = AttentionKernel(name="_native_cudnn", devices=("cpu",), head_dim=64, benchmark=("whole",))
+    monkeypatch.setattr(KernelFunctions, "unsupported_reason", lambda *_: "")
+    monkeypatch.setitem(KERNELS, row.name, row)
+    monkeypatch.setitem(FUNCTIONS, row.name, KernelFunctions(row=row, full=sdpa, block=None))
+    monkeypatch.setattr(autotune, "supports_flash", lambda _: True)
+    monkeypatch.setattr(autotune, "cudnn_supports_graphs", lambda: True)  # PyTorch for the CPU has no cuDNN
     order = iter(list(times) * 9)
-    monkeypatch.setattr(choosing, "timed", lambda run, _: (run(), times[next(order)])[1])
+    monkeypatch.setattr(autotune, "time_runs", lambda run, _: (run(), times[next(order)])[1])
     return times
 
 
@@ -152,12 +177,14 @@ def test_one_worker_keeps_its_bits_and_is_told_once_of_a_kernel_that_is_clearly_
 ) -> None:
     kernel_here["_native_cudnn"] = seconds
     expected = {tokens: attended(tokens) for tokens in (1024, 1100)}
-    rank = Axis()
-    with Advising(rank):
+    rank = MeshDim()
+    with BenchmarkMode(rank):
         for _ in range(2):
             for tokens, alone in expected.items():
                 assert torch.equal(attended(tokens), alone)
-    assert [result.what for result in choosing.results(rank.world)] == ["alone", "alone"], "each size once"
+    assert [result.what for result in autotune.benchmark_results(rank.group_state)] == ["alone", "alone"], (
+        "each size once"
+    )
     said = [record.getMessage() for record in caplog.records]
     races = [text for text in said if text.startswith("[CP] kernels: ")]
     assert len(races) == 2, "the log has the times of both sizes"
@@ -167,30 +194,30 @@ def test_one_worker_keeps_its_bits_and_is_told_once_of_a_kernel_that_is_clearly_
 
 
 def test_small_and_masked_attentions_of_one_worker_are_left_alone(kernel_here: dict[str, float]) -> None:
-    rank = Axis()
-    with Advising(rank):
+    rank = MeshDim()
+    with BenchmarkMode(rank):
         attended(1000)
         attended(1100, masked=True)
-    assert choosing.results(rank.world) == ()
+    assert autotune.benchmark_results(rank.group_state) == ()
 
 
 def test_the_first_evaluation_of_each_shape_is_watched_where_comfyui_chooses() -> None:
-    def watched(watch: Watch, model: Model, rows: int) -> bool:
-        return isinstance(watch(model, torch.empty(rows, 4, 8, 8, device="meta")), Advising)
+    def watched(watch: KernelAdvisor, model: Model, rows: int) -> bool:
+        return isinstance(watch(model, torch.empty(rows, 4, 8, 8, device="meta")), BenchmarkMode)
 
-    model, watch = Model(ModelSpec(loader="test"), torch.nn.Identity()), Watch()
+    model, watch = Model(ModelSpec(loader="test"), torch.nn.Identity()), KernelAdvisor()
     model.parallelism = Parallelism()
     assert [watched(watch, model, rows) for rows in (1, 1, 2, 1, 2)] == [True, False, True, False, False]
-    model.parallelism = Parallelism(attention_backend="native")
-    assert not watched(Watch(), model, 1)
-    model.parallelism, model.mesh = Parallelism(ulysses_degree=2), ContextMesh(context=Axis(size=2))
-    assert not watched(Watch(), model, 1)
-    assert not isinstance(Watch()(model, torch.empty(1)), Advising)
+    model.parallelism = Parallelism(options=EngineOptions(attention_backend="native"))
+    assert not watched(KernelAdvisor(), model, 1)
+    model.parallelism, model.mesh = Parallelism(ulysses_degree=2), ContextMesh(context=MeshDim(size=2))
+    assert not watched(KernelAdvisor(), model, 1)
+    assert not isinstance(KernelAdvisor()(model, torch.empty(1)), BenchmarkMode)
 
 
 def test_what_runs_comfyuis_networks_does_without_diffusers() -> None:
-    modules = "models, engine.divide, engine.attention, engine.kernels, engine.choosing, engine.overriding"
-    names = ", ".join(f"parallel_runtime.worker.{name}" for name in modules.split(", "))
+    modules = "worker.models, engine.split.parallelize, engine.attention.attention_override, engine.kernels.autotune"
+    names = ", ".join(f"parallel_runtime.{name}" for name in modules.split(", "))
     code = f"import sys, {names}; print(*({{name.partition('.')[0] for name in sys.modules}} & {{'diffusers'}}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []

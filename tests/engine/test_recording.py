@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import sys
+import time
+import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel_runtime.worker.engine import recording
-from parallel_runtime.worker.engine.recording import KEYS, NOTHING_TO_GAIN, Recording
+from parallel_runtime.engine.comm.device_events import CommTimer, HostEvent
+from parallel_runtime.engine.comm.mesh import ContextMesh, MeshDim
+from parallel_runtime.engine.graphs import graph_runner
+from parallel_runtime.engine.graphs.graph_runner import MAX_RECORDINGS, NO_GAIN, GraphRunner
+from parallel_runtime.specs import ModelSpec
+from parallel_runtime.worker.models import Model
 
 from ..site.tape import Tape, TapeRecorder
 
@@ -33,13 +43,13 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(recording.graphs, "recorder_for", lambda device: TapeRecorder())
+    monkeypatch.setattr(graph_runner.cuda_graphs, "recorder_for", lambda device: TapeRecorder())
     with torch.inference_mode():
         yield
 
 
-def made(net: nn.Module, **settings: Any) -> Recording:
-    return Recording(net, CPU, **{"choice": "on", **settings})
+def made(net: nn.Module, **settings: Any) -> GraphRunner:
+    return GraphRunner(net, CPU, **{"choice": "on", **settings})
 
 
 def inputs(seed: int = 0, rows: int = 2) -> tuple[Tensor, Tensor]:
@@ -59,8 +69,8 @@ def test_the_first_call_is_eager_the_second_recorded_and_the_rest_replayed_with_
         assert torch.equal(net(*inputs(seed)), eagerly(net, *inputs(seed)))
         python = net.runs - before - 1
         assert python == (1, 2, 0, 0, 0, 0)[seed], "once rehearsed, once recorded, and then no more"
-    assert (told.told.keys, told.told.replays, told.told.eager) == (1, 4, ())
-    assert told.told.bytes > 0
+    assert (told.stats.keys, told.stats.replays, told.stats.eager) == (1, 4, ())
+    assert told.stats.bytes > 0
 
 
 def test_what_a_replay_gave_is_the_callers_own() -> None:
@@ -94,13 +104,13 @@ def test_a_call_that_python_can_tell_apart_is_another(other: Callable[..., Any])
     plain = [tensor.to(net.weight.dtype) for tensor in inputs()]
     for _ in range(3):
         net(*plain)
-    assert told.told.keys == 1
+    assert told.stats.keys == 1
     for _ in range(3):
         args, kwargs = other(*inputs())
         got = net(*args, **kwargs)
         assert torch.equal(got, eagerly(net, *args, **kwargs))
     same = all(a.dtype == b.dtype for a, b in zip(args, plain, strict=True)) and net.weight.dtype == torch.float64
-    assert told.told.keys == (1 if same else 2)
+    assert told.stats.keys == (1 if same else 2)
 
 
 def test_a_large_input_lies_in_its_line_where_the_callers_does_and_a_small_one_anywhere() -> None:
@@ -110,11 +120,11 @@ def test_a_large_input_lies_in_its_line_where_the_callers_does_and_a_small_one_a
     for start in (0, 2, 0, 2, 0, 2):  # 2 rows are a line
         part, t = rows[start : start + 300], torch.rand(600)[start : start + 300]
         assert torch.equal(net(part, t), eagerly(net, part, t))
-    assert told.told.keys == 1
+    assert told.stats.keys == 1
     shifted = rows.flatten()[3 : 3 + 300 * 8].view(300, 8)
     for _ in range(3):
         assert torch.equal(net(shifted, t), eagerly(net, shifted, t))
-    assert told.told.keys == 2
+    assert told.stats.keys == 2
 
 
 def test_a_dims_row_that_is_there_once_is_copied_once() -> None:
@@ -123,7 +133,7 @@ def test_a_dims_row_that_is_there_once_is_copied_once() -> None:
     for seed in range(4):
         x, t = inputs(seed)
         assert torch.equal(net(x, t[:1].expand(2)), eagerly(net, x, t[:1].expand(2)))
-    assert told.told.replays == 2
+    assert told.stats.replays == 2
 
 
 def test_no_more_than_four_calls_are_held_the_longest_unused_goes() -> None:
@@ -132,21 +142,21 @@ def test_no_more_than_four_calls_are_held_the_longest_unused_goes() -> None:
     for rows in range(1, 8):
         for _ in range(3):
             assert torch.equal(net(*inputs(rows=rows)), eagerly(net, *inputs(rows=rows)))
-        assert told.told.keys == min(rows, KEYS)
+        assert told.stats.keys == min(rows, MAX_RECORDINGS)
 
 
 def test_calls_in_turn_do_not_throw_each_other_out() -> None:
     net = Net()
     told = made(net)
     for _ in range(4):
-        for rows in range(1, KEYS + 2):
+        for rows in range(1, MAX_RECORDINGS + 2):
             net(*inputs(rows=rows))
     before = net.runs
     for _ in range(10):
-        for rows in range(1, KEYS + 2):
+        for rows in range(1, MAX_RECORDINGS + 2):
             net(*inputs(rows=rows))
     assert net.runs - before == 10, "one is eager, and four stay"
-    assert told.told.eager == (f"more than {KEYS} sizes, prompt lengths or the like take turns",)
+    assert told.stats.eager == (f"more than {MAX_RECORDINGS} sizes, prompt lengths or the like take turns",)
 
 
 def test_lists_that_a_forward_empties_are_full_again_for_the_next() -> None:
@@ -160,7 +170,7 @@ def test_lists_that_a_forward_empties_are_full_again_for_the_next() -> None:
         residual = inputs(seed + 10)[0]
         got = net(*inputs(seed), control={"output": [residual]})
         assert torch.equal(got, eagerly(net, *inputs(seed), control={"output": [residual]}))
-    assert told.told.replays == 2
+    assert told.stats.replays == 2
 
 
 def test_several_outputs_come_as_they_were() -> None:
@@ -186,10 +196,10 @@ def test_what_reads_numbers_on_the_host_stays_eager_and_says_so(read: Callable[[
     told = made(net)
     for seed in range(4):
         assert torch.equal(net(*inputs(seed)), eagerly(net, *inputs(seed)))
-    assert told.told.replays == 0
-    assert told.told.keys == 0
-    assert len(told.told.eager) == 1
-    assert "reads on the host" in told.told.eager[0]
+    assert told.stats.replays == 0
+    assert told.stats.keys == 0
+    assert len(told.stats.eager) == 1
+    assert "reads on the host" in told.stats.eager[0]
 
 
 def test_what_is_another_each_time_stays_eager() -> None:
@@ -201,15 +211,15 @@ def test_what_is_another_each_time_stays_eager() -> None:
     told = made(net)
     for seed in range(4):
         net(*inputs(seed))
-    assert told.told.keys == 0
-    assert told.told.eager == ("a replay of it gave other numbers",)
+    assert told.stats.keys == 0
+    assert told.stats.eager == ("a replay of it gave other numbers",)
 
 
 def test_numbers_that_are_none_are_equal_to_themselves_and_to_nothing_else() -> None:
     nan, inf = torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.inf])
-    assert recording._equal([nan, inf], [nan.clone(), inf.clone()])
-    assert not recording._equal(nan, torch.tensor([1.0, 0.0]))
-    assert not recording._equal(inf, torch.tensor([1.0, torch.finfo(torch.float32).max]))
+    assert graph_runner._equal([nan, inf], [nan.clone(), inf.clone()])
+    assert not graph_runner._equal(nan, torch.tensor([1.0, 0.0]))
+    assert not graph_runner._equal(inf, torch.tensor([1.0, torch.finfo(torch.float32).max]))
 
 
 def test_no_more_is_remembered_than_is_of_use() -> None:
@@ -224,8 +234,8 @@ def test_no_more_is_remembered_than_is_of_use() -> None:
             net(*inputs(rows=rows))
     for number in range(20):
         net(*inputs(), more={"code": [type(f"Kind{number}", (), {})()]})
-    assert max(len(told._trials), len(told._gone)) <= recording.SEEN
-    assert len(told.told.eager) == recording.TOLD
+    assert max(len(told._trials), len(told._evicted)) <= graph_runner.MAX_TRIALS
+    assert len(told.stats.eager) == graph_runner.MAX_REASONS
 
 
 def test_objects_among_the_arguments_keep_it_eager_unless_they_are_known() -> None:
@@ -233,11 +243,11 @@ def test_objects_among_the_arguments_keep_it_eager_unless_they_are_known() -> No
     told = made(net)
     for _ in range(3):
         net(*inputs(), more={"code": [thing]})
-    assert (told.told.keys, told.told.eager) == (0, ("it is given a object ([1]['more']['code'][0])",))
-    known = made(Net(), known=lambda: [thing])
+    assert (told.stats.keys, told.stats.eager) == (0, ("it is given a object ([1]['more']['code'][0])",))
+    known = made(Net(), constant_objects=lambda: [thing])
     for _ in range(3):
         known.network(*inputs(), more={"code": [thing]})
-    assert known.told.keys == 1
+    assert known.stats.keys == 1
 
 
 def test_a_failure_of_another_rank_keeps_this_one_eager_too() -> None:
@@ -247,17 +257,17 @@ def test_a_failure_of_another_rank_keeps_this_one_eager_too() -> None:
         votes.append(flag)
         return True
 
-    told = made(net, agree=agree)
+    told = made(net, any_rank=agree)
     for seed in range(4):
         assert torch.equal(net(*inputs(seed)), eagerly(net, *inputs(seed)))
     assert votes == [False], "asked once, and never again for this call"
-    assert (told.told.keys, told.told.eager) == (0, ("another worker could not record it",))
+    assert (told.stats.keys, told.stats.eager) == (0, ("another worker could not record it",))
 
 
 def test_a_recording_begins_and_ends_aloud_also_where_it_fails() -> None:
     said: list[bool] = []
     net = Net()
-    made(net, telling=said.append)
+    made(net, on_recording=said.append)
     for _ in range(3):
         net(*inputs())
     assert said == [True, False]
@@ -267,12 +277,12 @@ def test_a_recording_begins_and_ends_aloud_also_where_it_fails() -> None:
         def record(run: Callable[[], Any]) -> Tape:
             raise RuntimeError("no room in here\nand a traceback")
 
-    told = made(net, telling=said.append)
+    told = made(net, on_recording=said.append)
     told._recorder = Broken()
     for _ in range(3):
         assert torch.equal(net(*inputs()), eagerly(net, *inputs()))
     assert said == [True, False] * 2
-    assert told.told.eager == ("recording it failed: no room in here",)
+    assert told.stats.eager == ("recording it failed: no room in here",)
 
 
 class Clock:
@@ -288,7 +298,7 @@ class Clock:
 
 
 class Instant:
-    passed = True
+    completed = True
 
     def __init__(self, at: float) -> None:
         self.at = at
@@ -296,8 +306,45 @@ class Instant:
     def wait(self) -> None:
         pass
 
-    def since(self, earlier: Any) -> float:
+    def seconds_since(self, earlier: Any) -> float:
         return float(self.at - earlier.at)
+
+
+class Busy:
+    """A device that computes each evaluation that long, one after another; the host may wait for it."""
+
+    seconds = 0.05
+
+    def __init__(self) -> None:
+        self.free_at = 0.0
+
+    def compute(self) -> None:
+        self.free_at = max(self.free_at, time.monotonic()) + self.seconds
+
+    def wait(self, until: float) -> None:
+        time.sleep(max(0.0, until - time.monotonic()))
+
+    def __call__(self) -> Any:
+        moment = Instant(max(self.free_at, time.monotonic()))
+        moment.wait = lambda: self.wait(moment.at)  # type: ignore[method-assign]
+        return moment
+
+
+def test_a_host_that_waits_for_its_device_in_a_forward_does_not_lead_it() -> None:
+    """It sends a constant: its launch takes as long as what was launched before it."""
+
+    class Sending(Net):
+        def forward(self, x: Tensor, t: Tensor, **_: Any) -> Tensor:
+            device.wait(device.free_at)
+            device.compute()
+            return super().forward(x, t)
+
+    device, net = Busy(), Sending()
+    told = made(net, choice="auto")
+    told._now = device
+    for seed in range(4):
+        net(*inputs(seed))
+    assert told.stats == graph_runner.Graphs(eager=(NO_GAIN,))
 
 
 @pytest.mark.parametrize(("seconds", "keys"), [(1e-9, 1), (60.0, 0)], ids=["led by the host", "led by the device"])
@@ -308,13 +355,13 @@ def test_auto_records_what_the_host_leads_and_asks_all(seconds: float, keys: int
         asked.append(flag)
         return flag
 
-    told = made(net, choice="auto", agree=agree)
+    told = made(net, choice="auto", any_rank=agree)
     told._now = Clock(seconds)
     for seed in range(5):
         assert torch.equal(net(*inputs(seed)), eagerly(net, *inputs(seed)))
-    assert told.told.keys == keys
+    assert told.stats.keys == keys
     assert asked[0] == bool(keys)
-    assert told.told.eager == (() if keys else (NOTHING_TO_GAIN,))
+    assert told.stats.eager == (() if keys else (NO_GAIN,))
 
 
 def test_off_and_an_objection_leave_it_alone() -> None:
@@ -322,11 +369,121 @@ def test_off_and_an_objection_leave_it_alone() -> None:
     told = made(net, choice="off")
     for _ in range(3):
         net(*inputs())
-    assert told.told == recording.Graphs()
-    objecting = made(net, objection=lambda: "not now")
+    assert told.stats == graph_runner.Graphs()
+    objecting = made(net, eager_reason=lambda: "not now")
     for _ in range(3):
         net(*inputs())
-    assert objecting.told == recording.Graphs(eager=("not now",))
+    assert objecting.stats == graph_runner.Graphs(eager=("not now",))
+
+
+def test_ranks_that_exchange_through_main_memory_record_nothing() -> None:
+    """As those that share a card: no capture may wait for the CPU."""
+    model = Model(ModelSpec(loader="tests"), Net())
+    assert model.unrecordable_reason() == ""
+    model.mesh = ContextMesh(context=MeshDim(size=2, comm_device=CPU))
+    for seed in range(3):
+        model.network(*inputs(seed))
+    assert model.graph_runner.stats == graph_runner.Graphs(eager=("its ranks exchange tensors through main memory",))
+
+
+def test_no_transfer_is_timed_in_the_evaluation_whose_time_decides() -> None:
+    model = Model(ModelSpec(loader="tests"), Net())
+    world = model.mesh.context.group_state
+    model.graph_runner._now, seen = Clock(60.0), []
+    model.network.register_forward_pre_hook(lambda *_: seen.append(world.comm_timer is not None))
+    for seed in range(4):
+        world.comm_timer = CommTimer(HostEvent)
+        model.network(*inputs(seed))
+    assert seen == [True, False, True, True]
+
+
+def test_what_stays_eager_runs_while_no_exception_is_handled() -> None:
+    """Hooks that hear of a forward's failure may ask what is being handled."""
+
+    class Asking(Net):
+        def forward(self, x: Tensor, t: Tensor, **_: Any) -> Tensor:
+            handled.append(sys.exc_info()[1])
+            return super().forward(x, t)
+
+    handled: list[BaseException | None] = []
+    net = Asking()
+    made(net, eager_reason=lambda: "not now")(*inputs())
+    made(net)(*inputs(), more={"code": [object()]})
+    assert handled == [None, None]
+
+
+def test_what_the_networks_code_goes_by_is_part_of_a_call() -> None:
+    class Choosing(Net):
+        method: Any = 1
+
+        def forward(self, x: Tensor, t: Tensor, **_: Any) -> Tensor:
+            return super().forward(x, t) * (self.method if type(self.method) is int else -1)
+
+    net = Choosing()
+    told = made(net, settings=lambda: (type(net.method), net.method))
+    for method in (1, 2, 1, 1.0, 2, 1):
+        net.method = method
+        for _ in range(3):
+            assert torch.equal(net(*inputs()), eagerly(net, *inputs()))
+    assert (told.stats.keys, told.stats.eager) == (3, ())
+
+
+class Bare(TapeRecorder):
+    """What it records keeps nothing that it reads, as a graph."""
+
+    @staticmethod
+    def record(run: Callable[[], Any]) -> Any:
+        out = run()
+        return SimpleNamespace(out=out, nbytes=1, replay=lambda: None)
+
+
+def test_a_cached_result_that_others_evict_lives_as_long_as_what_was_recorded_with_it() -> None:
+    class Positions(Net):
+        @functools.lru_cache(maxsize=1)  # noqa: B019 - as in ComfyUI's network of Chroma Radiance
+        def table(self, size: int) -> Tensor:
+            return torch.ones(size)
+
+        def forward(self, x: Tensor, t: Tensor, **_: Any) -> Tensor:
+            return x * self.table(8) * t[:, None]
+
+    net, another = Positions(), Positions()
+    told = made(net)
+    told._recorder = Bare()  # type: ignore[assignment]
+    for _ in range(2):
+        net(*inputs())
+    table = weakref.ref(net.table(8))
+    another.table(8)
+    assert told.stats.keys == 1
+    assert table() is not None
+    told.discard()
+    gc.collect()
+    assert table() is None
+
+
+def test_the_evaluation_whose_time_decides_is_announced_and_no_other() -> None:
+    net, calls = Net(), []
+    told = made(net, choice="auto", before_timing=lambda: calls.append(told._evaluations))
+    told._now = Clock(60.0)
+    for seed in range(4):
+        net(*inputs(seed))
+    assert calls == [2]
+
+
+def test_a_buffer_that_the_network_makes_anew_lives_as_long_as_what_was_recorded_with_it() -> None:
+    """A graph reads it where it was."""
+    net = Net()
+    net.register_buffer("table", torch.ones(8), persistent=False)
+    told = made(net)
+    told._recorder = Bare()  # type: ignore[assignment]
+    for _ in range(2):
+        net(*inputs())
+    table = weakref.ref(net.table)
+    net.table = torch.ones(16)
+    assert told.stats.keys == 1
+    assert table() is not None
+    told.discard()
+    gc.collect()
+    assert table() is None
 
 
 def test_weights_that_move_take_their_recordings_with_them() -> None:
@@ -337,11 +494,11 @@ def test_weights_that_move_take_their_recordings_with_them() -> None:
         net(*inputs())
     net.weight = nn.Parameter(net.weight * 2, requires_grad=False)
     assert not torch.equal(net(*inputs()), eagerly(net, *inputs()))
-    told.drop()
-    assert told.told.keys == 0
+    told.discard()
+    assert told.stats.keys == 0
     for _ in range(3):
         assert torch.equal(net(*inputs()), eagerly(net, *inputs()))
-    assert told.told.keys == 1
+    assert told.stats.keys == 1
 
 
 def test_a_tape_sees_an_input_that_was_not_copied_in() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from parallel_runtime.engine.graphs import graph_runner
 from parallel_runtime.errors import Refused
-from parallel_runtime.worker.engine import recording
 
 from ..site.tape import TapeRecorder
 
@@ -31,9 +31,10 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def by_tape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording.graphs, "recorder_for", lambda device: TapeRecorder())
-    monkeypatch.setattr(recording, "LAUNCHED", 0.0)
-    monkeypatch.setattr(recording, "WARM", 1)
+    monkeypatch.setattr(graph_runner.cuda_graphs, "recorder_for", lambda device: TapeRecorder())
+    monkeypatch.setattr(graph_runner, "MIN_LAUNCH_FRACTION", 0.0)
+    monkeypatch.setattr(graph_runner, "WARMUP_EVALUATIONS", 1)
+    monkeypatch.setattr(graph_runner, "MAX_REPLAY_RATIO", float("inf"))  # a tape is no faster than what it replays
 
 
 @pytest.mark.parametrize("refused", [{0}, {0, 1, 2}, {1}, {1, 2}], ids=str)
@@ -42,7 +43,7 @@ def test_a_refused_forward_is_as_if_it_had_not_been(refused: set[int]) -> None:
     torch.manual_seed(1)
     network, x = Net(refused), torch.randn(2, 4)
     want = network.linear(network.linear(x))
-    held = recording.Recording(network, torch.device("cpu"))
+    held = graph_runner.GraphRunner(network, torch.device("cpu"))
     said = 0
     for _ in range(8):
         try:
@@ -50,6 +51,6 @@ def test_a_refused_forward_is_as_if_it_had_not_been(refused: set[int]) -> None:
         except Refused:
             said += 1
     assert said == len(refused)
-    assert held.told.eager == ()
-    assert held.told.keys == 1
-    assert held.told.replays == 8 - len(refused) - 2, "all but the first evaluation, and the recorded one"
+    assert held.stats.eager == ()
+    assert held.stats.keys == 1
+    assert held.stats.replays == 8 - len(refused) - 2, "all but the first evaluation, and the recorded one"

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from parallel_runtime.engine.comm.mesh import MeshDim
+from parallel_runtime.engine.rows.conversion import error_limit
+from parallel_runtime.engine.rows.row_share import Share
+from parallel_runtime.engine.rows.rows_mode import Rows
 from parallel_runtime.errors import Refused
-from parallel_runtime.worker.engine.mesh import Axis
-from parallel_runtime.worker.vae.converting import limit
-from parallel_runtime.worker.vae.dividing import Rows
-from parallel_runtime.worker.vae.share import Share
 
 from .conftest import Groups
 from .row_cases import NETS
@@ -48,7 +48,7 @@ def test_ranks_are_asked_equally_often_however_many_rows_they_have(groups: Group
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_self_test_finds_what_the_mode_does_not_see(groups: Groups, world: int) -> None:
     assert max(groups(world).run(f"{CASES}:tried", broken=False, dim=-2)) < 1e-5
-    assert min(groups(world).run(f"{CASES}:tried", broken=True, dim=-2)) > 10 * limit(torch.bfloat16)
+    assert min(groups(world).run(f"{CASES}:tried", broken=True, dim=-2)) > 10 * error_limit(torch.bfloat16)
 
 
 X, W = torch.randn(1, 32, 4, 5), torch.randn(8, 32, 3, 3)
@@ -74,6 +74,6 @@ REFUSED: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize(("says", "run"), REFUSED.items(), ids=REFUSED)
 def test_what_looks_across_a_cut_in_another_way_is_refused_by_name(says: str, run: Callable[[], object]) -> None:
-    share = Share(ranks=Axis(size=2, index=0, ranks=(0, 1)), dim=-2, units=(4, 4))
+    share = Share(ranks=MeshDim(size=2, index=0, ranks=(0, 1)), dim=-2, units=(4, 4))
     with pytest.raises(Refused, match=says), Rows(share):
         run()

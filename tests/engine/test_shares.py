@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from parallel_runtime.engine.attention.ulysses import head_chunks
+from parallel_runtime.engine.comm.mesh import ContextMesh, MeshDim
+from parallel_runtime.engine.split.streams import Streams, chunk_range, chunk_sizes
 from parallel_runtime.specs import Parallelism
-from parallel_runtime.worker.engine.mesh import Axis, ContextMesh
-from parallel_runtime.worker.engine.streams import Streams, chunk_range, chunk_sizes
-from parallel_runtime.worker.engine.ulysses import waves
 
 from .conftest import Groups
 from .share_cases import random_shares
@@ -50,19 +50,19 @@ def place(shares: tuple[int, ...], index: int, ring: int, ulysses: int, data: in
     """Rank `index` of those that `shares` are of."""
     lane, own = divmod(index, ring * ulysses)
     return ContextMesh(
-        data=Axis(size=data, index=lane),
-        ring=Axis(size=ring, index=own // ulysses),
-        ulysses=Axis(size=ulysses, index=own % ulysses),
-        context=Axis(size=ring * ulysses, index=own),
-    ).shared(shares)
+        data=MeshDim(size=data, index=lane),
+        ring=MeshDim(size=ring, index=own // ulysses),
+        ulysses=MeshDim(size=ulysses, index=own % ulysses),
+        context=MeshDim(size=ring * ulysses, index=own),
+    ).with_shares(shares)
 
 
 def test_tokens_heads_and_rows_go_by_shares() -> None:
     mesh = place((1, 2, 3, 4, 10, 10, 10, 10), 2, ring=2, ulysses=2, data=2)
     streams = Streams(mesh.context)
-    streams.see("image", 100, "here")
+    streams.record_length("image", 100, "here")
     assert streams.sizes("image") == (10, 20, 30, 40)
-    assert streams.own("image") == (30, 30)
+    assert streams.local_chunk("image") == (30, 30)
     assert chunk_sizes(10, mesh.ulysses.parts) == (4, 6), "heads of both rings together, 1 + 3 and 2 + 4"
     assert chunk_sizes(5, mesh.data.parts) == (1, 4), "rows, 10 and 40"
     assert place((1, 2, 3, 4, 10, 10, 10, 10), 6, 2, 2, 2).context.shares == (10, 10, 10, 10)
@@ -76,8 +76,8 @@ def test_stages_of_a_pipeline_cut_alike() -> None:
 def test_heads_travel_in_proportion() -> None:
     query, spread = torch.empty(1, 10, 24, 8), (60, 40)
     for index, heads in enumerate((14, 10)):
-        (wave,) = waves(place((3, 2), index, 1, 2), query, (24, 24), (spread, spread), True)
-        assert wave.back.heads == (heads,)
+        (wave,) = head_chunks(place((3, 2), index, 1, 2), query, (24, 24), (spread, spread), True)
+        assert wave.inbound.heads == (heads,)
         assert wave.first == 14 * index
 
 
@@ -87,7 +87,7 @@ def test_heads_travel_in_proportion() -> None:
         ((3, 2, 1), "shares are one a worker, 2 of them, got 3: 3,2,1"),
         ((3,), "2 of them, got 1: 3"),
         ((3, -1), "start at 0, got 3,-1"),
-        ((0, 0), "shares 0,0 leave nobody to do the work"),
+        ((0, 0), "shares 0,0 leave a prompt or an image without a worker"),
     ],
 )
 def test_shares_that_cannot_be_are_refused(shares: tuple[int, ...], says: str) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from parallel_runtime.engine.attention.context_attention import ContextAttention
+from parallel_runtime.engine.comm.mesh import ContextMesh, MeshDim
+from parallel_runtime.engine.split.streams import Streams, chunk_range, chunk_sizes
 from parallel_runtime.specs import Parallelism
-from parallel_runtime.worker.engine.attention import ContextAttention
-from parallel_runtime.worker.engine.mesh import Axis, ContextMesh
-from parallel_runtime.worker.engine.streams import Streams, chunk_range, chunk_sizes
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
@@ -28,30 +28,30 @@ def test_more_ranks_than_tokens_leaves_ranks_without() -> None:
 
 
 def test_streams_spread_together_rank_by_rank() -> None:
-    streams = Streams(Axis(size=3))
-    streams.see("text", 2, "here")
-    streams.see("image", 7, "there")
-    assert streams.spread(("text", "image")) == (4, 3, 2)
+    streams = Streams(MeshDim(size=3))
+    streams.record_length("text", 2, "here")
+    streams.record_length("image", 7, "there")
+    assert streams.tokens_by_rank(("text", "image")) == (4, 3, 2)
 
 
 def test_a_stream_has_one_length_until_the_next_forward() -> None:
-    streams = Streams(Axis(size=2))
-    streams.see("text", 7, "first")
-    with pytest.raises(ValueError, match="second has 8 tokens, but stream 'text' was cut with 7"):
-        streams.see("text", 8, "second")
+    streams = Streams(MeshDim(size=2))
+    streams.record_length("text", 7, "first")
+    with pytest.raises(ValueError, match="second has 8 tokens, but stream 'text' was split with 7"):
+        streams.record_length("text", 8, "second")
     streams.clear()
-    streams.see("text", 8, "second")
+    streams.record_length("text", 8, "second")
 
 
 def test_a_stream_that_was_never_cut_has_no_length() -> None:
-    with pytest.raises(ValueError, match="'audio' is used before the plan cut it"):
-        Streams(Axis(size=2)).length("audio")
+    with pytest.raises(ValueError, match="'audio' is used before the plan split it"):
+        Streams(MeshDim(size=2)).length("audio")
 
 
 def test_kernels_of_a_ring_race_with_all_heads_however_much_there_is_to_send() -> None:
-    axis = Axis(size=2)
+    axis = MeshDim(size=2)
     streams = Streams(axis)
-    streams.see("image", 2 * 8192, "here")
+    streams.record_length("image", 2 * 8192, "here")
     attention = ContextAttention(ContextMesh(ring=axis, context=axis), Parallelism(ring_degree=2), streams, ("image",))
     tokens = torch.empty(1, 8192, 24, 128, device="meta")
-    assert attention._arrange(tokens, tokens).largest.heads == 24
+    assert attention._make_layout(tokens, tokens).largest.heads == 24

@@ -36,15 +36,22 @@ def _flux2_inputs(generator: torch.Generator, **options: Any) -> dict[str, Any]:
 
 
 def _qwen_inputs(
-    generator: torch.Generator, text: int = 7, image: int = 63, batch: int = 1, masked: int | None = None
+    generator: torch.Generator,
+    text: int = 7,
+    image: int = 63,
+    batch: int = 1,
+    masked: int | None = None,
+    residuals: int = 0,
 ) -> dict[str, Any]:
-    return {
+    made = {
         "hidden_states": torch.randn(batch, image, 16, generator=generator),
         "encoder_hidden_states": torch.randn(batch, text, 16, generator=generator),
         "encoder_hidden_states_mask": _text_mask(text, batch, masked),
         "timestep": torch.full((batch,), 0.5),
         "img_shapes": [[(1, 7, image // 7) if image % 7 == 0 else (1, 1, image)]] * batch,
     }
+    added = [torch.randn(batch, image, 48, generator=generator) for _ in range(residuals)]
+    return made | ({"controlnet_block_samples": added} if residuals else {})
 
 
 def _wan_inputs(
@@ -88,14 +95,16 @@ def _ltx_inputs(
 
 
 def _sd3_inputs(
-    generator: torch.Generator, text: int = 7, height: int = 9, width: int = 7, batch: int = 1
+    generator: torch.Generator, text: int = 7, height: int = 9, width: int = 7, batch: int = 1, residuals: int = 0
 ) -> dict[str, Any]:
-    return {
+    made = {
         "hidden_states": torch.randn(batch, 4, 2 * height, 2 * width, generator=generator),
         "encoder_hidden_states": torch.randn(batch, text, 32, generator=generator),
         "pooled_projections": torch.randn(batch, 32, generator=generator),
         "timestep": torch.full((batch,), 500.0),
     }
+    added = [torch.randn(batch, height * width, 48, generator=generator) for _ in range(residuals)]
+    return made | ({"block_controlnet_hidden_states": added} if residuals else {})
 
 
 def _lumina2_inputs(generator: torch.Generator, masked: int = 0, **options: Any) -> dict[str, Any]:

@@ -128,10 +128,11 @@ def _minimax_h3_inputs(
 
 
 def _z_image_inputs(
-    generator: torch.Generator, text: int = 7, height: int = 7, width: int = 5, batch: int = 1
+    generator: torch.Generator, text: int = 7, height: int = 7, width: int = 5, batch: int = 1, residuals: int = 0
 ) -> dict[str, Any]:
-    """The rows of a batch differ in size."""
-    return {
+    """The rows of a batch differ in size. Its `residuals` are one of so many tokens, all of image and text."""
+    added = {1: torch.randn(batch, residuals, HEADS * 16, generator=generator)}
+    return ({"controlnet_block_samples": added} if residuals else {}) | {
         "x": [torch.randn(4, 1, 2 * (height + row), 2 * width, generator=generator) for row in range(batch)],
         "t": torch.full((batch,), 0.5),
         "cap_feats": [torch.randn(text + 3 * row, 16, generator=generator) for row in range(batch)],

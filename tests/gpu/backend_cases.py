@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
-from parallel_runtime.specs import AttentionBackend
+from parallel_runtime.request import BACKENDS, AttentionBackend
 
 RANKS = 2
 DTYPES = {"auto": ("float32", "bfloat16"), "native": ("float32", "bfloat16")}  # the others: half precision only
@@ -28,7 +28,7 @@ class Case(NamedTuple):
 def cases() -> list[Case]:
     return [
         Case(backend, dtype, masked, grouped, degrees)
-        for backend in get_args(AttentionBackend)
+        for backend in BACKENDS
         for dtype, masked, grouped, degrees in product(
             DTYPES.get(backend, ("bfloat16",)), (False, True), (False, True), ((RANKS, 1), (1, RANKS))
         )

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_runtime.report import cases as report
-from parallel_runtime.report.cases import Row, found
-from parallel_runtime.worker.engine.kernels import attend, check_backend
-from parallel_runtime.worker.engine.mesh import ContextMesh, build_mesh
+from parallel_runtime.commands.report import cases as report
+from parallel_runtime.commands.report.cases import Row, measured_row
+from parallel_runtime.engine.comm.mesh import ContextMesh, build_mesh
+from parallel_runtime.engine.kernels.dispatch import attend, check_backend
 
 from ..engine import cases as engine
 from ..engine.meshes import parallelism
@@ -78,7 +78,7 @@ def main(folder: Path, device: torch.device) -> None:
     rows: dict[str, Row] = {}
     for case in cases():
         missing, find = _missing(case, device), partial(errors, case, places[case.degrees], device)
-        rows[str(case)] = {"missing": missing} if missing else found(report.Case({}, find))
+        rows[str(case)] = {"missing": missing} if missing else measured_row(report.Case({}, find))
     if dist.get_rank() == 0:
         (folder / "errors.json").write_text(json.dumps(rows))
     dist.destroy_process_group()

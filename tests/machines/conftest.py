@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel_runtime.host.group import WorkerGroup
+from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import ModelSpec, Parallelism
 from parallel_runtime.wire.handshake import TOKEN as TOKEN_VARIABLE
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from parallel_runtime.host.group import WorkerGroup
+from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import ModelSpec, Parallelism
 
 from ..groups import flux_job

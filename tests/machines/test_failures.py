@@ -11,7 +11,7 @@ import time
 import pytest
 
 from parallel_runtime.errors import WorkerDied
-from parallel_runtime.host.group import WorkerGroup
+from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import Parallelism
 
 from ..groups import flux_job
@@ -100,7 +100,7 @@ def test_a_killed_host_leaves_no_worker_on_the_other_machine(guest, flux, tmp_pa
         "import sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "from tests.groups import *\n"
-        "from parallel_runtime.host.group import WorkerGroup\n"
+        "from parallel_runtime.group.worker_group import WorkerGroup\n"
         f"group = WorkerGroup(Placement(devices=('cpu',), nnodes=2, rdzv_endpoint='{HERE}:{PORT}'))\n"
         f"group.run(spec_of({flux.files[0].path!r}), Parallelism(ulysses_degree=2), flux_job(steps=100000),\n"
         "    on_step=lambda step, *_: print(flush=True) if step == 2 else None)\n"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import resource
 import shutil
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -14,15 +16,19 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 
+from parallel_runtime.commands.join import Guest
+from parallel_runtime.engine.comm.rendezvous import NAME, register
 from parallel_runtime.errors import Refused, WorkerStartError
-from parallel_runtime.host import group as group_module
-from parallel_runtime.host.cluster import Gate, difference, versions
-from parallel_runtime.host.endpoint import parse
-from parallel_runtime.host.group import WorkerGroup
+from parallel_runtime.group import cluster
+from parallel_runtime.group import worker_group as group_module
+from parallel_runtime.group.cluster import MAX_UNPROVEN, Cluster, Gate, RemoteMachine, version_mismatches, versions
+from parallel_runtime.group.endpoint import listen, parse
+from parallel_runtime.group.worker_group import WorkerGroup
+from parallel_runtime.specs import Placement
+from parallel_runtime.wire import handshake, stream
 from parallel_runtime.wire.handshake import TOKEN, TOKEN_FILE, read_key
-from parallel_runtime.wire.messages import Cancel, Machine
+from parallel_runtime.wire.messages import Cancel, Ended, Left, Machine
 from parallel_runtime.wire.stream import Stream
-from parallel_runtime.worker.rendezvous import NAME, register
 
 from ..groups import flux_job, spec_of
 from ..tiny import write
@@ -76,6 +82,91 @@ def test_a_stranger_learns_nothing_but_a_random_number(gate, knock):
     assert len(said[0]) <= 32
     assert not said[0] or said[0] != said[1]
     assert gate.arrivals.empty()
+
+
+def test_strangers_who_fill_every_place_do_not_keep_out_who_has_the_token(gate):
+    place = ("127.0.0.1", int(address_of(gate).split(":")[1]))
+    with contextlib.ExitStack() as strangers:
+        for _ in range(MAX_UNPROVEN):
+            stranger = strangers.enter_context(socket.create_connection(place, timeout=5))
+            assert len(stranger.recv(32)) == 32, "it is asked for the token"
+        guest = Stream.call(address_of(gate), KEY)
+        gate.arrivals.get(timeout=5).close()
+        guest.close()
+
+
+def test_a_stranger_who_sends_a_byte_now_and_then_has_no_longer_than_anybody(gate, monkeypatch):
+    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.3)
+    with socket.create_connection(("127.0.0.1", int(address_of(gate).split(":")[1]))) as stranger:
+        assert len(stranger.recv(32)) == 32
+        stranger.settimeout(0.05)
+        for _ in range(32):
+            with contextlib.suppress(TimeoutError):
+                assert not _receive(stranger)
+                return
+            stranger.send(b"x")
+    pytest.fail("it was listened to for as long as it spoke")
+
+
+@pytest.mark.parametrize("key", [KEY, OTHER])
+def test_another_token_and_no_answer_at_all_are_told_apart(gate, key):
+    said = Guest(endpoint=address_of(gate), key=OTHER).serve_one_group()
+    assert said.endswith("does not accept the token of this machine")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=lambda: other.accept()[0].close()).start()
+        said = Guest(endpoint=f"127.0.0.1:{other.getsockname()[1]}", key=key).serve_one_group()
+    assert "hung up before it asked for the token" in said
+
+
+def test_without_a_free_descriptor_the_gate_waits_and_says_so(gate, caplog):
+    caller = socket.socket()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (caller.fileno(), before[1]))
+    try:
+        caller.connect(("127.0.0.1", int(address_of(gate).split(":")[1])))
+        clock = time.pthread_getcpuclockid(gate._thread.ident)
+        used = time.clock_gettime(clock)
+        time.sleep(0.5)
+        assert time.clock_gettime(clock) - used < 0.1, "it tries again and again"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    caller.settimeout(5)
+    assert len(caller.recv(32)) == 32
+    assert caplog.text.count("it cannot be accepted (Too many open files)") == 1
+    caller.close()
+
+
+def test_what_fails_beside_the_gate_leaves_no_gate(monkeypatch):
+    """Such as a second port that is not to be had."""
+
+    def only_the_named(address, port):
+        if not port:
+            raise Refused("no port is left")
+        return listen(address, port)
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setenv(TOKEN, "a token of some length")
+    monkeypatch.setattr(cluster, "listen", only_the_named)
+    with pytest.raises(Refused, match="no port is left"):
+        Cluster(Placement(devices=("cpu",), nnodes=2, rdzv_endpoint=endpoint), "token")
+    Gate(*parse(endpoint), KEY).close()
+
+
+@pytest.mark.parametrize("kind", [Machine, Left])
+def test_who_stops_in_the_middle_of_a_message_counts_as_gone(gate, monkeypatch, kind):
+    guest = Stream.call(address_of(gate), KEY)
+    host = gate.arrivals.get(timeout=5)
+    monkeypatch.setattr(stream, "SILENCE_SECONDS", 0.3)
+    guest._socket.send(bytes(3))
+    answers: list[object] = []
+    ask = (lambda: host.greeting(Machine, 5)) if kind is Machine else RemoteMachine(host, (), "").ended
+    asking = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
+    asking.start()
+    asking.join(5)
+    assert answers in ([None], [Ended()])
+    host.close()
+    guest.close()
 
 
 def _receive(sock):
@@ -156,7 +247,7 @@ def test_an_address_of_another_machine_or_a_taken_port_is_refused(net):
     with socket.socket() as taken:
         taken.bind((HERE, PORT))
         taken.listen()
-        with pytest.raises(Refused, match=f"{HERE}:{PORT} cannot be had .Address already in use"):
+        with pytest.raises(Refused, match=f"{HERE}:{PORT} cannot be used .Address already in use"):
             WorkerGroup(on_two_machines())
 
 
@@ -177,8 +268,9 @@ def test_a_machine_with_another_token_does_not_join(net, folder, monkeypatch, ca
 
 
 def test_another_version_there_is_an_error_that_names_both(net, folder, tmp_path):
-    shutil.copytree(ROOT / "parallel_runtime", tmp_path / "pack" / "parallel_runtime")
-    with (tmp_path / "pack" / "parallel_runtime" / "worker" / "pulse.py").open("a") as file:
+    for folder_of_pack in ("parallel_runtime", "locales"):
+        shutil.copytree(ROOT / folder_of_pack, tmp_path / "pack" / folder_of_pack)
+    with (tmp_path / "pack" / "parallel_runtime" / "worker" / "serve.py").open("a") as file:
         file.write("# newer\n")
     with joining(folder, namespace=net.there, package=tmp_path / "pack") as guest:
         with pytest.raises(
@@ -192,10 +284,7 @@ def test_builds_of_pytorch_are_compared():
     """pip calls one and the same build 2.13.0 here and 2.13.0+cpu there; PyTorch itself does not."""
     assert f"PyTorch {torch.__version__}" in versions()
     theirs = tuple("PyTorch 1.0.0" if version.startswith("PyTorch") else version for version in versions())
-    assert (
-        difference(theirs)
-        == f"it has PyTorch 1.0.0, this machine PyTorch {torch.__version__}; install the same on both"
-    )
+    assert version_mismatches(theirs) == [("PyTorch 1.0.0", f"PyTorch {torch.__version__}")]
 
 
 def test_another_number_of_devices_there_is_an_error_that_names_both(net, folder):

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from parallel_runtime.host.group import WorkerGroup
+from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import Parallelism
 
 from ..groups import flux_job

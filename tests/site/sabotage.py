@@ -20,24 +20,24 @@ from types import ModuleType
 from typing import Any
 
 PLACES = {  # module, function, which call of it
-    "start": ("parallel_runtime.worker.link", "bytes_per_second", 1),
+    "start": ("parallel_runtime.worker.process.speed_test", "bytes_per_second", 1),
     "load": ("parallel_runtime.worker.models", "Models._load", 1),
     "loaded": ("parallel_runtime.worker.comfy_loop.loading", "load", 1),
     "evaluation": ("parallel_runtime.worker.demo_loop", "DemoModel.__call__", 3),
-    "gather": ("parallel_runtime.worker.engine.exchange", "gather", 3),
-    "step": ("parallel_runtime.worker.pulse", "Pulse.step", 3),
-    "main_memory": ("parallel_runtime.worker.engine.memory", "host_free_bytes", 1),
-    "memory": ("parallel_runtime.worker.memory", "readings", 1),
+    "gather": ("parallel_runtime.engine.comm.collectives", "all_gather_v", 3),
+    "step": ("parallel_runtime.worker.process.progress", "Progress.step", 3),
+    "main_memory": ("parallel_runtime.engine.comm.device_memory", "host_free_bytes", 1),
+    "memory": ("parallel_runtime.worker.process.rank_memory", "readings", 1),
     "reply": ("parallel_runtime.wire.channel", "Channel.send", 3),  # after Ready and Joined
-    "attention": ("parallel_runtime.worker.engine.overriding", "Overriding._together", 10),
-    "convert": ("parallel_runtime.worker.vae.converting", "Conversion.run", 1),
-    "record": ("parallel_runtime.worker.engine.recording", "Recording._attempt", 1),
-    "report": ("parallel_runtime.report.attention", "mean_error", 3),
-    "attend": ("parallel_runtime.worker.engine.kernels", "attend", 10),
-    "kind": ("parallel_runtime.worker.ranks", "kind_of", 1),
+    "attention": ("parallel_runtime.engine.attention.attention_override", "AttentionOverride._attend_split", 10),
+    "convert": ("parallel_runtime.engine.rows.conversion", "Conversion.run", 1),
+    "record": ("parallel_runtime.engine.graphs.graph_runner", "GraphRunner._try_record", 1),
+    "report": ("parallel_runtime.commands.report.attention_rows", "mean_error", 3),
+    "attend": ("parallel_runtime.engine.kernels.dispatch", "attend", 10),
+    "kind": ("parallel_runtime.engine.comm.ranks", "device_kind", 1),
     "forward": ("parallel_runtime.demo.transformer", "evaluate", 2),
-    "tokens": ("parallel_runtime.worker.engine.attention", "ContextAttention._run", 1),
-    "group_norm": ("parallel_runtime.worker.vae.functions", "group_norm", 1),
+    "tokens": ("parallel_runtime.engine.attention.context_attention", "ContextAttention._run", 1),
+    "group_norm": ("parallel_runtime.engine.rows.functions", "group_norm", 1),
 }
 AGAIN = "CP_TEST_AGAIN"
 ROOM = 16 * 32 * 32  # elements; what is larger is out of memory
@@ -67,9 +67,9 @@ def refuse_large(tensors: Sequence[Any]) -> None:
 
 def with_another_model(readings: Any) -> Any:
     """This rank says that it holds a model that nobody can take from it."""
-    from parallel_runtime.wire.readings import Holding
+    from parallel_runtime.wire.readings import ModelMemory
 
-    return dataclasses.replace(readings, weights=(*readings.weights, Holding("somebody else's", 1 << 40)))
+    return dataclasses.replace(readings, weights=(*readings.weights, ModelMemory("somebody else's", 1 << 40)))
 
 
 def in_half(model: Any) -> Any:

@@ -15,13 +15,14 @@ PATCHES = os.path.join("comfy_extras", "nodes_model_patch.py")
 
 
 class WhenImported:
-    """A finder of one module: `then` is called with it as soon as it has been imported."""
+    """A finder of one module, whatever package of packs it is in: `then` is called with it as soon as it has been
+    imported."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self.name, self.then = name, then
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
-        if name != self.name:
+        if name != self.name and not name.endswith(f".{self.name}"):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         assert spec is not None
@@ -72,5 +73,8 @@ for fault in filter(None, os.environ.get("CP_TEST_FAULT", "").split(";")):
     if fault == "tape":
         tape = beside("tape")
         sys.meta_path.insert(0, WhenImported(tape.RECORDING, tape.record_with_tapes))  # type: ignore[arg-type]
+    elif fault == "meter":
+        meter = beside("meter")
+        sys.meta_path.insert(0, WhenImported(meter.BUNDLES, meter.log_bytes))  # type: ignore[arg-type]
     else:
         beside("sabotage").install(fault)

@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-RECORDING = "parallel_runtime.worker.engine.recording"
+RECORDING = "parallel_runtime.engine.graphs.graph_runner"
 READ_ON_THE_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 OF_SUCH = ("is_nonzero", "item", "equal", "allclose")  # made of operators that do
 
@@ -84,7 +84,7 @@ class TapeRecorder:
     """In place of CudaRecorder."""
 
     @staticmethod
-    def rehearse(run: Callable[[], Any]) -> Any:
+    def warm_up(run: Callable[[], Any]) -> Any:
         return run()
 
     @staticmethod
@@ -93,6 +93,7 @@ class TapeRecorder:
 
 
 def record_with_tapes(recording: Any) -> None:
-    """From now on this module records every call at its second evaluation, as if every launch were slow."""
-    recording.graphs.recorder_for = lambda device: TapeRecorder()
-    recording.WARM, recording.LAUNCHED = 1, 0.0
+    """From now on this module records every call at its second evaluation, as if every launch were slow, and keeps it
+    however slow a tape is."""
+    recording.cuda_graphs.recorder_for = lambda device: TapeRecorder()
+    recording.WARMUP_EVALUATIONS, recording.MIN_LAUNCH_FRACTION, recording.MAX_REPLAY_RATIO = 1, 0.0, float("inf")

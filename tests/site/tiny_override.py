@@ -1,4 +1,5 @@
-"""Lets ComfyUI's model detection accept widths that it hard-codes, for files whose metadata has `cp_tiny`."""
+"""Lets ComfyUI's model detection accept widths that it hard-codes, for files whose metadata has `cp_tiny`, or that have
+it as a tensor of bytes, where ComfyUI reads no metadata."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ def install_tiny_override(detection: Any) -> None:
     choose_class = detection.model_config_from_unet_config
 
     def detect_unet_config(state_dict: dict[str, Any], key_prefix: str, metadata: dict[str, str] | None = None) -> Any:
-        tiny = _tiny(metadata)
+        tiny = _tiny(metadata, state_dict)
         if "model" in tiny:
             return {"cp_model": tiny["model"], **tiny["final"]}
         config = detect(state_dict, key_prefix, metadata=metadata)
@@ -29,7 +30,7 @@ def install_tiny_override(detection: Any) -> None:
         metadata: dict[str, str] | None = None,
     ) -> Any:
         model_config = choose(state_dict, unet_key_prefix, use_base_if_no_match, metadata=metadata)
-        if model_config is not None and (tiny := _tiny(metadata)):
+        if model_config is not None and (tiny := _tiny(metadata, state_dict)):
             model_config.unet_config.update(tiny.get("final", {}))
         return model_config
 
@@ -42,5 +43,7 @@ def install_tiny_override(detection: Any) -> None:
     detection.model_config_from_unet_config = model_config_from_unet_config
 
 
-def _tiny(metadata: dict[str, str] | None) -> dict[str, Any]:
+def _tiny(metadata: dict[str, str] | None, state_dict: dict[str, Any]) -> dict[str, Any]:
+    if "cp_tiny" in state_dict:
+        return json.loads(bytes(state_dict["cp_tiny"].tolist()))
     return json.loads(metadata["cp_tiny"]) if metadata and "cp_tiny" in metadata else {}

@@ -12,7 +12,7 @@ import sys
 import time
 from typing import get_args
 
-from parallel_runtime.specs import WeightsChoice
+from parallel_runtime.request import WeightsChoice
 
 from ..comfyui.comfy import find_comfy, why_there_is_none
 from ..comfyui.server import running_server

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from ..comfyui.cases import DEGREES
 from ..comfyui.client import Graph, Interrupted, NodeError
-from ..comfyui.graphs import Job, Parallel, longer, sampling_graph, with_attention_patch, with_control_net
+from ..comfyui.graphs import Job, Parallel, longer, sampling_graph, with_attention_patch
 from ..comfyui.processes import maps
 from ..comfyui.server import Server
 
@@ -144,7 +144,7 @@ def clear_queue(server: Server, dice: random.Random) -> None:
 def bad_input(server: Server, dice: random.Random) -> None:
     """Refused by name, before a worker is asked."""
     graph = graph_of("flux, ring")
-    kind = dice.choice(["latent", "width", "patch", "control", "devices"])
+    kind = dice.choice(["latent", "width", "patch", "devices"])
     if kind == "latent":
         graph["latent"]["inputs"]["shape"] = dice.choice(["1,8,16,24", "16,16,24", "1,16,0,8"])
     elif kind == "width":
@@ -152,7 +152,7 @@ def bad_input(server: Server, dice: random.Random) -> None:
     elif kind == "devices":
         graph["config"]["inputs"]["devices"] = dice.choice(["cuda:7", "cpu", "banana", "cpu,cpu,cpu"])
     else:
-        graph = (with_attention_patch if kind == "patch" else with_control_net)(graph)
+        graph = with_attention_patch(graph)
     before = server.workers()
     since = server.client.now()
     error = failure_of(server, server.client.queue(graph), since)
@@ -197,7 +197,7 @@ DISTURBANCES: dict[str, tuple[Disturbance, float]] = {  # and how often
     "cancel": (cancel, 6),
     "kill": (kill, 1),
     "kill idle": (kill_idle, 0.5),
-    "free": (free, 2),
+    "free": (free, 5),
     "clear queue": (clear_queue, 1),
     "bad input": (bad_input, 3),
 }

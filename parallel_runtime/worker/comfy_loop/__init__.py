@@ -13,14 +13,17 @@ from .comfyui import import_comfyui
 
 
 def start(setup: ComfySetup, device: torch.device) -> tuple[dict[type, Loop], dict[str, Load]]:
-    """Import the host's ComfyUI as the host runs it; returns a loop for each kind of job that needs it, and the loaders
-    of its models and VAEs. Call once, before any other import of comfy.
+    """Imports the host's ComfyUI with the host's flags; returns a loop for each kind of job that needs it, and the
+    loaders of its models and VAEs. Call it once, before any other import of comfy.
     """
     import_comfyui(setup, device)
     from . import autoencoder  # comfy can be imported only now
+    from .additional_models import AdditionalModels
     from .evaluation import Evaluations
     from .loading import load
-    from .patch_models import PatchModels
     from .sampling import run
 
-    return {SamplingJob: run, EvaluationJob: Evaluations()}, {"": partial(load, PatchModels()), VAE: autoencoder.load}
+    return {SamplingJob: run, EvaluationJob: Evaluations()}, {
+        "": partial(load, AdditionalModels()),
+        VAE: autoencoder.load,
+    }

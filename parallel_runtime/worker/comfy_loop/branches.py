@@ -1,7 +1,7 @@
-"""What goes around ComfyUI's `calc_cond_batch`, which is asked for all branches of guidance in one go.
+"""Wrappers around ComfyUI's `calc_cond_batch`, which predicts all branches of guidance in one call.
 
-CFG parallelism: each lane has ComfyUI evaluate its own branches, whatever their prompt lengths and areas, and gets the
-other lanes' predictions. A step cache has them one by one, and a run in patches hears of its noise levels here.
+CFG parallelism: each batch group has ComfyUI evaluate its own branches, whatever their prompt lengths and areas, and
+gathers the other groups' predictions. A step cache needs them one by one; PipeFusion reads the noise level here.
 """
 
 from __future__ import annotations
@@ -17,63 +17,64 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ...errors import Refused
-from ..pulse import Pulse
+from ..process.progress import Progress
 from ..step_cache import StepCache
-from .model import ComfyModel
-from .weights import Weights
+from .comfy_model import ComfyModel
+from .patcher import RankPatcher
 
 KEY = "context_parallel"
-NEAR = 1e-3  # of a step, up or down: samplers may come to a noise level by another way
+SIGMA_TOLERANCE = 1e-3  # as a share of a step: samplers may compute the same noise level differently
 
 Conds = list[list[dict[str, Any]] | None]
 
 
 class Branches:
-    """`together`: every lane evaluates all branches. `rows`: how many ComfyUI may put into one batch, 0 for any."""
+    """A CALC_COND_BATCH wrapper that divides the branches of guidance over batch groups; each group evaluates all of
+    them where they are `batch_coupled`. ComfyUI batches at most `rows` rows, or any number at 0."""
 
-    def __init__(self, model: ComfyModel, pulse: Pulse, *, together: bool = False, rows: int = 0) -> None:
+    def __init__(self, model: ComfyModel, progress: Progress, *, batch_coupled: bool = False, rows: int = 0) -> None:
         self._rows = rows
-        self._stages = None if together else model.stages
-        self._lanes = model.branches
-        self._pulse = pulse
-        self._together = together
+        self._stages = None if batch_coupled else model.stages
+        self._groups = model.branch_groups
+        self._progress = progress
+        self._batch_coupled = batch_coupled
 
     def __call__(
         self, executor: Any, model: Any, conds: Conds, x: Tensor, timestep: Tensor, model_options: dict[str, Any]
     ) -> list[Tensor]:
-        """One denoised prediction [B, C, (T,) H, W] a branch, as `calc_cond_batch` returns them."""
-        self._pulse.vote()
-        with _batches_of(model, x.shape[0] if self._stages else self._rows):
-            return self._shared(executor, model, conds, x, timestep, model_options)
+        """Returns a denoised prediction [B, C, (T,) H, W] for each branch, as `calc_cond_batch` does."""
+        self._progress.vote()
+        with _limited_batches(model, x.shape[0] if self._stages else self._rows):
+            return self._evaluate_split(executor, model, conds, x, timestep, model_options)
 
-    def _shared(self, executor: Any, model: Any, conds: Conds, x: Tensor, *rest: Any) -> list[Tensor]:
-        wanted = [index for index, cond in enumerate(conds) if cond is not None]
-        if self._together or self._lanes.count == 1 or len(wanted) < 2:
-            return self._evaluated(executor, wanted, model, conds, x, *rest)
-        mine = [wanted[position] for position in self._lanes.mine(len(wanted))]
-        ours: Conds = [cond if index in mine else None for index, cond in enumerate(conds)]
-        with self._lanes.refusing_together():
-            out = self._evaluated(executor, mine, model, ours, x, *rest)
-        done = torch.stack([out[index] for index in mine]) if mine else x.new_empty((0, *x.shape))
-        for index, prediction in zip(wanted, self._lanes.collect(done, len(wanted)), strict=True):
+    def _evaluate_split(self, executor: Any, model: Any, conds: Conds, x: Tensor, *args: Any) -> list[Tensor]:
+        branches = [index for index, cond in enumerate(conds) if cond is not None]
+        if self._batch_coupled or self._groups.count == 1 or len(branches) < 2:
+            return self._evaluate(executor, branches, model, conds, x, *args)
+        local = [branches[position] for position in self._groups.local_items(len(branches))]
+        local_conds: Conds = [cond if index in local else None for index, cond in enumerate(conds)]
+        with self._groups.refuse_on_all_ranks():
+            out = self._evaluate(executor, local, model, local_conds, x, *args)
+        predictions = torch.stack([out[index] for index in local]) if local else x.new_empty((0, *x.shape))
+        for index, prediction in zip(branches, self._groups.all_gather(predictions, len(branches)), strict=True):
             out[index] = prediction
         return out
 
-    def _evaluated(self, executor: Any, wanted: list[int], *arguments: Any) -> list[Tensor]:
-        """The predictions; of a pipeline those of its last stage."""
-        if self._stages is None or not wanted:
+    def _evaluate(self, executor: Any, branches: list[int], *arguments: Any) -> list[Tensor]:
+        """Returns the predictions of these branches; in a pipeline, those of its last stage."""
+        if self._stages is None or not branches:
             return executor(*arguments)
         with self._stages.in_flight():
             out = executor(*arguments)
-            (done,) = self._stages.answers([torch.stack([out[index] for index in wanted])])
-        for index, prediction in zip(wanted, done, strict=True):
+            (predictions,) = self._stages.share_outputs([torch.stack([out[index] for index in branches])])
+        for index, prediction in zip(branches, predictions, strict=True):
             out[index] = prediction
         return out
 
 
 @contextmanager
-def _batches_of(model: Any, rows: int) -> Iterator[None]:
-    """ComfyUI makes the largest batch that its memory has room for: each rank would go by its own."""
+def _limited_batches(model: Any, rows: int) -> Iterator[None]:
+    """Limits ComfyUI's batches to `rows` on all ranks; ComfyUI alone would go by each rank's free memory."""
     before = model.memory_required
     if rows:
         model.memory_required = lambda shape, *args, **kwargs: 0 if shape[0] <= rows else math.inf
@@ -84,26 +85,33 @@ def _batches_of(model: Any, rows: int) -> Iterator[None]:
 
 
 @contextmanager
-def cached(model: ComfyModel, patcher: Weights, threshold: float) -> Iterator[StepCache | None]:
-    """One run with `patcher`, which is loaded, goes in here: each branch by itself, and the cache told which. At
-    threshold 0 there is none."""
+def with_step_cache(model: ComfyModel, patcher: RankPatcher) -> Iterator[StepCache | None]:
+    """Runs `patcher`, which is loaded, with a step cache, one branch after another. Yields None at step_cache 0."""
+    threshold = model.options.step_cache
     if not threshold:
         yield None
         return
     assert model.architecture is not None
     if model.stages is not None:
-        raise Refused("step_cache and pipeline_degree: no stage sees all blocks; set one of them to its default")
+        raise Refused("cache.stages")
     cache = model.cache = StepCache(model.network, model.architecture.plan, model.mesh, threshold)
-    if store := patcher.merged.store:
-        store.skips = cache.skips  # what is skipped need not be fetched
+    if prefetcher := patcher.weight_state.prefetcher:
+        prefetcher.is_skipped = cache.skips  # skipped blocks need not be fetched
 
     def evaluate(
         executor: Any, x: Tensor, t: Tensor, c_concat: Any, c_crossattn: Any, control: Any, options: Any, **conds: Any
     ) -> Tensor:
+        window = options.get("context_window")
+        indices = () if window is None else tuple(window.index_list)
         # One uuid may be in several branches: ComfyUI gives them copies of a condition that has an area.
-        with cache.branch((*options["cond_or_uncond"], *options["uuids"], x.shape)):
+        with cache.branch((*options["cond_or_uncond"], *options["uuids"], x.shape, indices)):
             return executor(x, t, c_concat, c_crossattn, control, options, **conds)
 
+    def predict(executor: Any, *arguments: Any) -> Tensor:
+        cache.begin_prediction()
+        return executor(*arguments)
+
+    patcher.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, predict)
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, one_by_one)
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, evaluate)
     try:
@@ -113,34 +121,36 @@ def cached(model: ComfyModel, patcher: Weights, threshold: float) -> Iterator[St
         model.cache = None
 
 
-def one_by_one(executor: Any, model: Any, conds: list[Any], x: Tensor, *rest: Any) -> list[Tensor]:
-    """`calc_cond_batch` branch after branch, as several lanes have it too: a batch of all would be one decision."""
+def one_by_one(executor: Any, model: Any, conds: list[Any], x: Tensor, *args: Any) -> list[Tensor]:
+    """Calls `calc_cond_batch` for one branch after another: in one batch the step cache would decide for all at once,
+    unlike with several batch groups."""
     out = [torch.zeros_like(x)] * len(conds)
     for index, cond in enumerate(conds):
         if cond is not None:
-            alone = [cond if other == index else None for other in range(len(conds))]
-            out[index] = executor(model, alone, x, *rest)[index]
+            only_this = [cond if position == index else None for position in range(len(conds))]
+            out[index] = executor(model, only_this, x, *args)[index]
     return out
 
 
 @contextmanager
-def in_patches(model: ComfyModel, patcher: ModelPatcher, sigmas: Tensor, steps: int) -> Iterator[None]:
-    """One run with `patcher` and these noise levels goes in here. At those of the first `steps` it is exact, and keys
-    and values are those of this run alone."""
-    if (patches := model.patches) is None:
+def with_pipefusion(model: ComfyModel, patcher: ModelPatcher, sigmas: Tensor) -> Iterator[None]:
+    """Runs `patcher` at these noise levels with PipeFusion, where the model has it: exact at those of the first
+    `warmup_steps`, and with keys and values of this run alone."""
+    if (pipefusion := model.pipefusion) is None:
         yield
         return
+    steps = model.options.warmup_steps
     before, after = sigmas[steps - 1 : steps + 1].tolist()
-    least = after + NEAR * (before - after)
+    last_exact = after + SIGMA_TOLERANCE * (before - after)
 
-    def watch(executor: Any, inner: Any, conds: list[Any], x: Tensor, sigma: Tensor, *rest: Any) -> list[Tensor]:
-        patches.exact = patches.exact and bool((sigma.max() - least) * (before - after) > 0)
-        return executor(inner, conds, x, sigma, *rest)
+    def set_exact(executor: Any, inner: Any, conds: list[Any], x: Tensor, sigma: Tensor, *args: Any) -> list[Tensor]:
+        pipefusion.exact = pipefusion.exact and bool((sigma.max() - last_exact) * (before - after) > 0)
+        return executor(inner, conds, x, sigma, *args)
 
-    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, watch)
-    patches.forget()
-    patches.exact = True
+    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, set_exact)
+    pipefusion.reset()
+    pipefusion.exact = True
     try:
         yield
     finally:
-        patches.forget()
+        pipefusion.reset()

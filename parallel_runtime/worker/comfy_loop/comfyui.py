@@ -1,11 +1,11 @@
-"""Make `import comfy` mean the host's ComfyUI, with the host's flags, on this rank's device."""
+"""Imports the host's ComfyUI as `comfy`, with the host's flags, on this rank's device; finds its code by name."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import os
-import re
 import sys
 from functools import reduce
 from pathlib import Path
@@ -18,7 +18,7 @@ from ...errors import Refused
 from ...specs import ComfySetup
 
 VRAM_FLAGS = {"--cpu", "--gpu-only", "--highvram", "--normalvram", "--lowvram", "--novram"}
-# What workers do themselves, or without: weights have places here, and graphs and allocators have to agree with NCCL.
+# Flags that workers turn off: they place weights themselves, and CUDA graphs and allocators must work with NCCL.
 OFF = ("--disable-dynamic-vram", "--disable-comfy-compiler")
 ON = {"--enable-dynamic-vram", "--enable-comfy-compiler", "--cuda-malloc"}
 PACKAGES = ("comfy", "comfy_extras")
@@ -26,7 +26,8 @@ EXTRA_NODES = "comfy_extras.nodes_"
 
 
 def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
-    """Raises ImportError where `setup.root` is no ComfyUI, Refused for a version that insists on what is to be `OFF`.
+    """Imports the ComfyUI at `setup.root`. Raises ImportError where there is none, Refused for another version than the
+    host's or one that does not obey the `OFF` flags.
 
     Its root goes first on the path, as in the host: `import nodes` in ComfyUI's code means its nodes, not ours.
     """
@@ -40,13 +41,14 @@ def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
     import comfy.cli_args
     import comfy.model_management
 
-    found = comfy.model_management.get_torch_device()
-    assert found.type == device.type, f"ComfyUI runs on {found}, this rank on {device}"
+    comfy_device = comfy.model_management.get_torch_device()
+    assert comfy_device.type == device.type, f"ComfyUI runs on {comfy_device}, this rank on {device}"
     _check_off()
 
 
 def _check_off() -> None:
-    """Only main.py turns dynamic VRAM on, in the versions that we know; the compiler goes by its flag."""
+    """Raises Refused where ComfyUI has dynamic VRAM or its compiler on. In the versions that we know, only main.py
+    turns on dynamic VRAM, and only a flag the compiler."""
     import comfy.cli_args
     import comfy.memory_management
     import comfy.model_patcher
@@ -61,52 +63,48 @@ def _check_off() -> None:
         ("its model compiler", getattr(args, "enable_comfy_compiler", False), OFF[1]),
     ):
         if on:
-            raise Refused(
-                f"ComfyUI {comfyui_version.__version__} has {what} on in a worker, where it must be off; start ComfyUI "
-                f"with {flag}, or with another version"
-            )
+            raise Refused("comfyui.flag", version=comfyui_version.__version__, what=what, flag=flag)
 
 
 def _check_version(setup: ComfySetup) -> None:
-    """Machines have a ComfyUI each."""
+    """Raises Refused where this machine's ComfyUI has another version than the host's."""
     import comfyui_version
 
     if setup.version not in ("", comfyui_version.__version__):
-        raise Refused(
-            f"ComfyUI is {setup.version} where it runs, and {comfyui_version.__version__} in {setup.root} on the "
-            "machine of this worker; install the same version"
-        )
+        raise Refused("comfyui.version", version=setup.version, other=comfyui_version.__version__, folder=setup.root)
 
 
 def _flags(setup: ComfySetup, device: torch.device) -> list[str]:
-    """The host's, for a worker on this device. ComfyUI lets --cpu stand beside no other flag on video memory."""
+    """Returns the host's flags for a worker on this device. ComfyUI accepts no other VRAM flag with --cpu."""
     off = [flag for flag in OFF if flag in _known_flags()]
-    kept = [flag for flag in setup.flags if flag not in {*OFF, *ON, "--cpu"}]
+    flags = [flag for flag in setup.flags if flag not in {*OFF, *ON, "--cpu"}]
     if device.type != "cpu":
-        return [*kept, *off]
-    return ["--cpu", *(flag for flag in kept if flag not in VRAM_FLAGS), *off]
+        return [*flags, *off]
+    return ["--cpu", *(flag for flag in flags if flag not in VRAM_FLAGS), *off]
 
 
 def _known_flags() -> set[str]:
-    """ComfyUI parses its flags as it is imported, and ends the process for one that it does not know."""
+    """Returns the flags that this ComfyUI knows: it exits at import for any other one."""
     import comfy.options
 
-    return set(re.findall(r'"(--[a-z-]+)"', Path(comfy.options.__file__).with_name("cli_args.py").read_text()))
+    code = ast.parse(Path(comfy.options.__file__).with_name("cli_args.py").read_text())
+    texts = (node.value for node in ast.walk(code) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return {text for text in texts if text.startswith("--")}
 
 
 def named(reference: str) -> Any:
-    """The class or function that ComfyUI has as `module:name` or `module:Class.name`. Raises Refused for all else."""
+    """Returns ComfyUI's class or function `module:name` or `module:Class.name`. Raises Refused for any other code."""
     module, _, name = reference.partition(":")
     if module.split(".")[0] in PACKAGES:
-        found = reduce(getattr, name.split("."), module_named(module))
-        home = getattr(found, "__module__", None) or ""
-        if home.split(".")[0] in PACKAGES or home == module_named(module).__name__:
-            return found
-    raise Refused(f"{reference} is not part of ComfyUI")
+        value = reduce(getattr, name.split("."), module_named(module))
+        defined_in = getattr(value, "__module__", None) or ""
+        if defined_in.split(".")[0] in PACKAGES or defined_in == module_named(module).__name__:
+            return value
+    raise Refused("worker.reference", name=reference)
 
 
 def module_named(name: str) -> ModuleType:
-    """A module of ComfyUI. As in the host, extra nodes are loaded by file: some import one another in a circle."""
+    """Imports a module of ComfyUI; extra nodes by file, as the host does, since some have circular imports."""
     if not name.startswith(EXTRA_NODES):
         return importlib.import_module(name)
     path = os.path.join(comfy_root(), *name.split("."))

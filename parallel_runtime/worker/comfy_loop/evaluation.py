@@ -10,39 +10,40 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ...errors import Refused
-from ...jobs import PROMPTS, EvaluationJob
-from ..advice import Watch
-from ..pulse import Pulse
-from .code import rebuild
-from .model import ComfyModel
-from .weights import Weights
+from ...jobs import MAX_CACHED_PROMPTS, EvaluationJob
+from ...sentences import quoted
+from ..kernel_advice import KernelAdvisor
+from ..process.progress import Progress
+from .comfy_model import ComfyModel
+from .patcher import RankPatcher
+from .rebuild import rebuild
 
-METHODS = ("forward", "preprocess_text_embeds")  # of a network, that ComfyUI's code outside of it calls
+METHODS = ("forward", "preprocess_text_embeds")  # methods of a network that ComfyUI's code calls from outside
 
 
 class Evaluations:
-    """Keeps the conditions of the last prompts, so that a step sends only its latent."""
+    """Runs EvaluationJobs, and keeps the conditions of a model's last prompts, so that a step sends only its latent."""
 
     def __init__(self) -> None:
-        self._prompts: dict[int, dict[str, Any]] = {}
-        self._watch = Watch()
+        self._advisor = KernelAdvisor()
 
-    def __call__(self, model: ComfyModel, job: EvaluationJob, pulse: Pulse) -> dict[str, Any]:
+    def __call__(self, model: ComfyModel, job: EvaluationJob, progress: Progress) -> dict[str, Any]:
         """Returns {"out": what the network gives: a tensor [B, C_out, (T,) H, W], or several in a list}."""
-        patcher, device = model.clone(job.patches, pulse.loading), comfy.model_management.get_torch_device()
+        patcher, device = model.clone(job.weight_patches, progress.loading), comfy.model_management.get_torch_device()
         options = None if job.options is None else _options(model, job.options, patcher)
         model.load(patcher)
-        pulse.beat()
+        progress.heartbeat()
         if job.conds is not None:
-            self._prompts[job.prompt] = moved(job.conds, device)
-            for oldest in list(self._prompts)[:-PROMPTS]:
-                del self._prompts[oldest]
-        if job.prompt not in self._prompts:
-            raise Refused("the conditions of this prompt were not sent")
+            model.clear_kv_cache()
+            model.conditions[job.prompt] = moved(job.conds, device)
+            for oldest in list(model.conditions)[:-MAX_CACHED_PROMPTS]:
+                del model.conditions[oldest]
+        if job.prompt not in model.conditions:
+            raise Refused("conds.unsent")
         if job.method not in METHODS:
-            raise Refused(f"{job.method!r} is none of {', '.join(METHODS)}")
-        arguments = {**moved(job.each, device), **self._prompts[job.prompt]}
-        if model.spec.compute_dtype:  # a cp_config may ask for another than ComfyUI's process computes in
+            raise Refused("job.method", method=quoted(job.method), methods=", ".join(METHODS))
+        arguments = {**moved(job.call_arguments, device), **model.conditions[job.prompt]}
+        if model.spec.compute_dtype:  # a cp_config may set another one than ComfyUI's process computes in
             arguments = _cast(arguments, getattr(torch, model.spec.compute_dtype))
         if options is not None:
             arguments["transformer_options"] = moved(options, device)
@@ -50,25 +51,25 @@ class Evaluations:
                 arguments["transformer_options"].setdefault("optimized_attention_override", model.attention)
         if job.method != "forward":
             return {"out": getattr(model.network, job.method)(**arguments)}
-        given = arguments[next(iter(job.each))]
-        x = given if torch.is_tensor(given) else given[0]
-        with self._watch(model, x):
-            out = model.spread(model.network, len(x), together=job.together, **arguments)
+        latents = arguments[next(iter(job.call_arguments))]
+        x = latents if torch.is_tensor(latents) else latents[0]
+        with self._advisor(model, x):
+            out = model.data_parallel(model.network, len(x), batch_coupled=job.batch_coupled, **arguments)
         for tensor in out if isinstance(out, list | tuple) else [out]:
-            pulse.evaluated(tensor)
+            progress.compare_prediction(tensor)
         return {"out": out}
 
 
-def _options(model: ComfyModel, described: dict[str, Any], patcher: Weights) -> dict[str, Any]:
-    """The transformer_options, on `patcher` too: with it ComfyUI loads what patches bring along."""
-    with model.patch_models.of_job(model) as patch_model:
-        options: dict[str, Any] = rebuild(described, patch_model)
+def _options(model: ComfyModel, described: dict[str, Any], patcher: RankPatcher) -> dict[str, Any]:
+    """Rebuilds the transformer_options and sets them on `patcher`, with which ComfyUI loads the patches' models."""
+    with model.additional.of_job(model) as load_additional:
+        options: dict[str, Any] = rebuild(described, load_additional)
     patcher.model_options["transformer_options"] = options
     return options
 
 
 def _cast(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The network's inputs as ComfyUI casts them: all that is no whole number, and not the noise level."""
+    """Casts the network's inputs as ComfyUI does: all floating-point tensors except the noise level."""
 
     def cast(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -79,5 +80,5 @@ def _cast(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """The same lists and dicts with every tensor on `device`, and no longer in the memory that it came in."""
+    """Copies the lists and dicts with every tensor on `device`, out of the memory of the message."""
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), value)

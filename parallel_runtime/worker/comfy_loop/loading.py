@@ -1,4 +1,4 @@
-"""What a ModelSpec names, called again: ComfyUI's own loader, in this process, on this rank's device."""
+"""Loads the model of a ModelSpec with ComfyUI's own loader, in this process, on this rank's device."""
 
 from __future__ import annotations
 
@@ -9,43 +9,42 @@ from typing import Any
 import comfy.model_management
 import torch
 
-from ... import gguf
+from ...architectures import architecture_of
 from ...errors import Refused
 from ...jobs import Job
-from ...mapped import load_mapped
-from ...networks import network_of
+from ...loading import gguf
+from ...loading.mapped import load_mapped
 from ...specs import ModelSpec
+from .additional_models import AdditionalModels
+from .comfy_model import ComfyModel
 from .comfyui import named
-from .model import ComfyModel
-from .patch_models import PatchModels
-from .weights import Merged, Weights
+from .patcher import RankPatcher, WeightState
 
-PACKS: dict[str, Callable[..., Any]] = {gguf.LOADER: gguf.load}  # other packs' loaders that workers may call
+PACKS: dict[str, Callable[..., Any]] = {gguf.LOADER: gguf.load}  # loaders of other node packs
 
 
 def load(
-    patch_models: PatchModels, spec: ModelSpec, device: torch.device, on_share: Callable[[float], None], _: Job
+    additional: AdditionalModels, spec: ModelSpec, device: torch.device, on_progress: Callable[[float], None], _: Job
 ) -> ComfyModel:
-    """Raises Refused where this rank's ComfyUI holds the weights in another dtype than the host's."""
+    """Loads the model. Raises Refused where this rank's ComfyUI has the weights in another dtype than the host's."""
     assert comfy.model_management.get_torch_device().type == device.type
-    on_share(0.0)
+    on_progress(0.0)
     arguments = json.loads(spec.arguments, object_hook=_out_of_json)
     if spec.loader in PACKS:
-        patcher = PACKS[spec.loader](Weights, *arguments)
+        patcher = PACKS[spec.loader](RankPatcher, *arguments)
     else:
-        patcher = load_mapped(Weights, named(spec.loader), arguments, spec.index)
-    held = str(patcher.model.get_dtype()).removeprefix("torch.")
-    if held != spec.weight_dtype:
-        raise Refused(f"a worker holds this model in {held}, ComfyUI in {spec.weight_dtype}; give ComfyUI a flag that "
-                      "settles it, such as --bf16-unet, or choose weight_dtype in the loader")  # fmt: skip
-    # ComfyUI batches conditioning by free memory; ranks must not each decide by their own.
+        patcher = load_mapped(RankPatcher, named(spec.loader), arguments, spec.index)
+    dtype = str(patcher.model.get_dtype()).removeprefix("torch.")
+    if dtype != spec.weight_dtype:
+        raise Refused("model.dtype", dtype=dtype, expected=spec.weight_dtype)
+    # ComfyUI batches conditioning by free memory, which differs between ranks: here all prompts fit.
     patcher.model.memory_required = lambda *args, **kwargs: 0
-    patcher.merged = Merged()
-    on_share(1.0)
+    patcher.weight_state = WeightState()
+    on_progress(1.0)
     network = patcher.model.diffusion_model
-    return ComfyModel(spec, network, network_of(network), patcher=patcher, device=device, patch_models=patch_models)
+    return ComfyModel(spec, network, architecture_of(network), patcher=patcher, device=device, additional=additional)
 
 
 def _out_of_json(value: dict[str, Any]) -> Any:
-    """The other side is nodes/origin.py."""
+    """Decodes the dtypes that nodes/describe/origin.py encodes."""
     return getattr(torch, value["torch.dtype"]) if value.keys() == {"torch.dtype"} else value

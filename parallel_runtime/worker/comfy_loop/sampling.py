@@ -1,4 +1,4 @@
-"""A SamplingJob becomes one call of a ComfyUI guider's `sample` on this rank."""
+"""Runs a SamplingJob as one call of a ComfyUI guider's `sample` on this rank."""
 
 from __future__ import annotations
 
@@ -10,55 +10,66 @@ import comfy.model_management
 import comfy.samplers
 import comfy.utils
 import torch
+from comfy.controlnet import ControlBase
 from comfy.model_patcher import ModelPatcher
 from comfy.nested_tensor import NestedTensor
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ...jobs import SamplingJob
-from ..advice import Watch
-from ..lanes import row_by_row
-from ..pulse import Pulse
-from .branches import KEY, Branches, cached, in_patches
-from .code import rebuild
+from ...loading.random_states import random_states, set_random_states
+from ..batch_groups import BatchGroups, row_by_row
+from ..kernel_advice import KernelAdvisor
+from ..process.progress import Progress
+from .branches import KEY, Branches, with_pipefusion, with_step_cache
+from .comfy_model import ComfyModel
 from .comfyui import named
-from .model import ComfyModel
-from .weights import Weights
+from .control_division import divided
+from .control_run import of_conds, own_rows
+from .patcher import RankPatcher
+from .rebuild import LoadAdditional, Rebuilder, rebuild
 
+Conds = dict[str, list[dict[str, Any]]]
 OnStep = Callable[[int, Tensor, Tensor, int], None]
 
 
-def run(model: ComfyModel, job: SamplingJob, pulse: Pulse) -> dict[str, Any]:
-    """Returns {"samples": what the guider returned, "last": the last step's (step, x0, x, total), or None,
-    "skipped": what the step cache says of itself}."""
+def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, Any]:
+    """Returns {"samples": the guider's result, "last": the last step's (step, x0, x, total), or None, "skipped": the
+    step cache's [evaluations skipped, evaluations], or None, "random_states": as the run left them}."""
     last: tuple[int, Tensor, Tensor, int] | None = None
 
     def on_step(step: int, x0: Tensor, x: Tensor, total: int) -> None:
         nonlocal last
         last = (step, x0, x, total)
-        pulse.step(step, total, x0, x)
+        progress.step(step, total, x0, x)
 
-    patcher = _patcher(model, job, pulse)
-    branches = Branches(model, pulse, together=job.together, rows=job.rows)
+    with model.additional.of_job(model) as load_additional:
+        patcher, conds = _patcher(model, job, progress, load_additional), rebuild(job.conds, load_additional)
+    controls = of_conds(conds)
+    branches = Branches(model, progress, batch_coupled=job.batch_coupled, rows=job.rows)
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, branches)
-    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _applied(model, pulse, together=job.together))
-    model.load(patcher)
-    pulse.beat()
-    with cached(model, patcher, job.step_cache) as cache, in_patches(model, patcher, job.sigmas, job.warmup_steps):
-        samples = _sample(job, patcher, on_step)
-    return {"samples": samples, "last": last, "skipped": cache.tally(shared=not job.together) if cache else None}
+    together = job.batch_coupled or job.images_coupled
+    wrapper = _apply_model_wrapper(model, progress, batch_coupled=together)
+    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, wrapper)
+    groups = model.row_groups(batch_coupled=together)
+    patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, _control_wrapper(controls, groups, model))
+    model.load(patcher, controls)
+    model.clear_kv_cache()
+    progress.heartbeat()
+    with with_step_cache(model, patcher) as cache, with_pipefusion(model, patcher, job.sigmas):
+        samples = _sample(job, patcher, conds, on_step)
+    skipped = cache.counts(shared=not job.batch_coupled) if cache else None
+    states = random_states(comfy.model_management.get_torch_device())
+    return {"samples": samples, "last": last, "skipped": skipped, "random_states": states}
 
 
-def _sample(job: SamplingJob, patcher: ModelPatcher, on_step: OnStep) -> Tensor:
-    torch.manual_seed(job.random_seed)
-    torch.set_rng_state(job.random_state)
-    noise, latent, mask = (_unpacked(tensor, job) for tensor in (job.noise, job.latent, job.mask))
-    samples = _guider(job, patcher).sample(
-        noise,
-        latent,
+def _sample(job: SamplingJob, patcher: ModelPatcher, conds: Conds, on_step: OnStep) -> Tensor:
+    set_random_states(job.random_states, comfy.model_management.get_torch_device())
+    samples = _guider(job, patcher, conds).sample(
+        _unpacked(job.noise, job),
+        _unpacked(job.latent, job),
         rebuild(job.sampler),
         job.sigmas.clone(),
-        denoise_mask=mask,
         callback=lambda step, x0, x, total: on_step(step, _packed(x0), _packed(x), total),
         disable_pbar=True,
         seed=job.seed,
@@ -66,10 +77,23 @@ def _sample(job: SamplingJob, patcher: ModelPatcher, on_step: OnStep) -> Tensor:
     return _packed(samples)
 
 
-def _unpacked(tensor: Tensor | None, job: SamplingJob) -> Any:
-    """A latent of several streams (audio with video) comes packed into one, and `sample` takes it apart."""
-    if tensor is None or job.latent_shapes is None:
-        return None if tensor is None else tensor.clone()
+def _mask_wrapper(mask: Tensor, device: torch.device) -> Callable[..., Tensor]:
+    """Returns an OUTER_SAMPLE wrapper that sets the job's mask, which the host's ComfyUI has prepared: preparing it
+    again would mix up the masks of several images."""
+
+    def sample(
+        executor: Any, noise: Tensor, latent: Tensor, sampler: Any, sigmas: Tensor, _: None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        prepared = mask.to(device, copy=True)
+        return executor(noise, latent, sampler, sigmas, prepared, *args, **kwargs)
+
+    return sample
+
+
+def _unpacked(tensor: Tensor, job: SamplingJob) -> Any:
+    """Returns the latent as `sample` expects it; one of several streams (audio with video) is sent packed into one."""
+    if job.latent_shapes is None:
+        return tensor.clone()
     return NestedTensor(comfy.utils.unpack_latents(tensor.clone(), [list(shape) for shape in job.latent_shapes]))
 
 
@@ -77,50 +101,62 @@ def _packed(tensor: Any) -> Tensor:
     return comfy.utils.pack_latents(tensor.unbind())[0] if tensor.is_nested else tensor
 
 
-def _patcher(model: ComfyModel, job: SamplingJob, pulse: Pulse) -> Weights:
-    """The MODEL of the host: with its weight patches, and with the code that lies on it."""
-    patcher = model.clone(job.patches, pulse.loading)
+def _patcher(model: ComfyModel, job: SamplingJob, progress: Progress, load_additional: LoadAdditional) -> RankPatcher:
+    """Returns the host's MODEL, rebuilt: with its weight patches, model_options, wrappers and callbacks."""
+    patcher = model.clone(job.weight_patches, progress.loading)
     patcher.add_object_patch("model_sampling", rebuild_sampling(job.model_sampling))
     for name, value in job.attributes.items():
         patcher.add_object_patch(name, value)
-    with model.patch_models.of_job(model) as patch_model:
-        patcher.model_options.update(rebuild(job.model_options, patch_model))
-        for kind, key, functions in job.wrappers:
-            for function in rebuild(functions, patch_model):
-                patcher.add_wrapper_with_key(kind, key, function)
+    if job.mask is not None:
+        patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _mask_wrapper(job.mask, patcher.load_device))
+    rebuilder = Rebuilder(load_additional)
+    patcher.model_options.update(rebuilder.rebuild(job.model_options))
+    for kind, key, functions in job.wrappers:
+        for function in rebuilder.rebuild(functions):
+            patcher.add_wrapper_with_key(kind, key, function)
+    for kind, key, functions in job.callbacks:
+        for function in rebuilder.rebuild(functions):
+            patcher.add_callback_with_key(kind, key, function)
     if model.attention is not None:
         patcher.model_options["transformer_options"].setdefault("optimized_attention_override", model.attention)
-    if model.stages is not None and job.together:
-        patcher.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, model.stages.before_others_look)
-    for kind, key, functions in job.callbacks:
-        for function in rebuild(functions):
-            patcher.add_callback_with_key(kind, key, function)
+    if model.stages is not None and job.batch_coupled:
+        patcher.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, model.stages.shared_forward)
     return patcher
 
 
-def _applied(model: ComfyModel, pulse: Pulse, *, together: bool) -> Callable[..., Any]:
-    """Around each evaluation of the model: a sign of life, and the rows of the batch spread over the lanes."""
-    watch = Watch()
+def _apply_model_wrapper(model: ComfyModel, progress: Progress, *, batch_coupled: bool) -> Callable[..., Any]:
+    """Returns an APPLY_MODEL wrapper that reports each evaluation and divides its rows over the batch groups."""
+    advisor = KernelAdvisor()
 
     def apply(executor: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        pulse.evaluating()
-        evaluate = partial(row_by_row, executor) if model.stages and not together else executor
-        with watch(model, x):
-            return model.spread(evaluate, x.shape[0], x, *args, together=together, **kwargs)
+        progress.before_evaluation()
+        evaluate = partial(row_by_row, executor) if model.stages and not batch_coupled else executor
+        with advisor(model, x):
+            return model.data_parallel(evaluate, x.shape[0], x, *args, batch_coupled=batch_coupled, **kwargs)
 
     return apply
 
 
-def _guider(job: SamplingJob, patcher: ModelPatcher) -> comfy.samplers.CFGGuider:
+def _control_wrapper(controls: list[ControlBase], groups: BatchGroups, model: ComfyModel) -> Callable[..., Any]:
+    """Returns a SAMPLER_SAMPLE wrapper, which starts after ComfyUI has prepared the ControlNets."""
+
+    def sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        with own_rows(controls, groups), divided(controls, model):
+            return executor(*args, **kwargs)
+
+    return sample
+
+
+def _guider(job: SamplingJob, patcher: ModelPatcher, conds: Conds) -> comfy.samplers.CFGGuider:
     guider = named(job.guider)(patcher)
     for name, value in job.guider_attributes.items():
         setattr(guider, name, value)
-    guider.inner_set_conds({name: [[None, cond] for cond in conds] for name, conds in rebuild(job.conds).items()})
+    guider.inner_set_conds({name: [[None, cond] for cond in branch] for name, branch in conds.items()})
     return guider
 
 
 def rebuild_sampling(sampling: dict[str, Any]) -> torch.nn.Module:
-    """The host's `model_sampling` again: same bases, parameters and buffers."""
+    """Rebuilds the host's `model_sampling`: the same bases, parameters and buffers."""
     bases = tuple(named(name) for name in sampling["bases"])
     module: torch.nn.Module = torch.nn.Module.__new__(type("ModelSampling", bases, {}))
     torch.nn.Module.__init__(module)

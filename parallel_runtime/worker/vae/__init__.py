@@ -1,4 +1,1 @@
-"""A VAE's own, unchanged forward over ranks, each of which holds some rows (or columns) of the picture.
-
-Knows torch and the engine's exchanges, neither ComfyUI nor any VAE.
-"""
+"""Runs ComfyUI's VAEs; each rank computes its rows of the picture."""

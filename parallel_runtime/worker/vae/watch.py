@@ -1,49 +1,47 @@
-"""What ranks say and hear while a VAE runs: that they live, how far they are, and whether all of them stop."""
+"""Progress of a VAE on all ranks while it runs: heartbeats, the frames that are done, and the vote to cancel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from itertools import count
 from typing import Any
 
 from torch import Tensor, nn
 
+from ...engine.comm.mesh import MeshDim
 from ...jobs import VAEJob
-from ..engine.exchange import any_of
-from ..engine.mesh import Axis
-from ..pulse import Pulse
+from ..process.progress import Progress
 
-VOTE_EVERY = 32  # functions that are divided; a cancel waits for so many
+VOTE_EVERY = 32  # divided functions between two votes; a cancel waits for as many
 
 
 @contextmanager
-def watching(pulse: Pulse, ranks: Axis, model: nn.Module, job: VAEJob) -> Iterator[Callable[[], None]]:
-    """While it runs: says that this rank lives, lets all ranks stop together, and counts the frames that are done.
-    Yields what to call before each function that is divided."""
-    agree, ticks, frames = partial(any_of, ranks), count(1), 0
+def report_progress(progress: Progress, ranks: MeshDim, model: nn.Module, job: VAEJob) -> Iterator[Callable[[], None]]:
+    """Reports heartbeats and frames, and cancels all ranks together, while a VAE runs in this context. Yields a
+    function to call before each divided function."""
+    ticks, frames = count(1), 0
     total = (job.shape if job.method == "decode" else job.x.shape)[2] if job.x.ndim == 5 else 0
-    gate = _gate(model, job.method) if total > 1 else None
+    layer = _frame_layer(model, job.method) if total > 1 else None
 
     def tick() -> None:
-        pulse.beat()
+        progress.heartbeat()
         if next(ticks) % VOTE_EVERY == 0:
-            pulse.vote(agree)
+            progress.vote(ranks)
 
-    def passed(_: nn.Module, args: Any, made: Any) -> None:
+    def count_frames(_: nn.Module, args: Any, out: Any) -> None:
         nonlocal frames
-        if (seen := next((value for value in (made, *args) if isinstance(value, Tensor)), None)) is not None:
-            frames += seen.shape[2] if seen.ndim == 5 else seen.shape[0]
-            pulse.converted(min(frames, total), total)
+        if (tensor := next((value for value in (out, *args) if isinstance(value, Tensor)), None)) is not None:
+            frames += tensor.shape[2] if tensor.ndim == 5 else tensor.shape[0]
+            progress.report_frames(min(frames, total), total)
 
-    pulse.vote(agree)
-    with gate.register_forward_hook(passed) if gate else nullcontext():
+    progress.vote(ranks)
+    with layer.register_forward_hook(count_frames) if layer else nullcontext():
         yield tick
 
 
-def _gate(model: nn.Module, method: str) -> nn.Module | None:
-    """Every frame passes it once: the decoder's last convolution, the encoder's first."""
+def _frame_layer(model: nn.Module, method: str) -> nn.Module | None:
+    """Returns a layer that every frame passes once: the decoder's last convolution, or the encoder's first."""
     part = getattr(model, "decoder" if method == "decode" else "encoder", None)
-    found = [module for module in part.modules() if isinstance(module, nn.Conv2d | nn.Conv3d)] if part else []
-    return (found[-1] if method == "decode" else found[0]) if found else None
+    convs = [module for module in part.modules() if isinstance(module, nn.Conv2d | nn.Conv3d)] if part else []
+    return (convs[-1] if method == "decode" else convs[0]) if convs else None

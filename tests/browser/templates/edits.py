@@ -62,8 +62,8 @@ def inpaint() -> Template:
 
 def control() -> Template:
     about = (
-        "ControlNet on Qwen-Image, with edges that are found here in the input picture. The loop runs in ComfyUI, and "
-        "each evaluation of the model goes to the workers; step_cache has to be 0."
+        "ControlNet on Qwen-Image, with edges that are found here in the input picture. Each worker has the "
+        "ControlNet whole, and computes it for its own prompts and images."
     )
     t = Template(name="cp_controlnet", title="ControlNet", kind="Qwen-Image, by edges", about=about, size=34)
     network = t.add("ModelSamplingAuraFlow", 1, model=model(t, files.QWEN_IMAGE), shift=3.1)

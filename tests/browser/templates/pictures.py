@@ -73,17 +73,16 @@ def z_image() -> Template:
 
 def sdxl() -> Template:
     about = (
-        "A convolutional network is not cut by tokens. cfg_degree 2 evaluates both prompts at the same time on two "
-        "GPUs; data_degree would share out the images of a batch."
+        "Auto gives each prompt its own GPU first. Further GPUs share the rows of the picture, where that is faster; "
+        "the picture is that of one GPU. ring_degree and ulysses_degree say how many share them."
     )
-    t = Template(name="cp_sdxl", title="SDXL", kind="two prompts at once", about=about, size=7)
+    t = Template(name="cp_sdxl", title="SDXL", kind="prompts and rows on several GPUs", about=about, size=7)
     loaded = t.add("CheckpointLoaderSimple", 0, ckpt_name=files.SDXL)
     positive = text(t, loaded[1], FOX)
     negative = text(t, loaded[1], "watermark, text, low quality", title="Negative prompt")
     latent = t.add("EmptyLatentImage", 1, width=1024, height=1024, batch_size=1)
-    cut = config(t, cfg_degree=2, ring_degree=1, ulysses_degree=1)
-    out = sampler(t, 3, model=loaded, positive=positive, negative=negative, latent_image=latent, cp_config=cut,
-                  steps=25, cfg=7.0, sampler_name="dpmpp_2m", scheduler="karras")  # fmt: skip
+    out = sampler(t, 3, model=loaded, positive=positive, negative=negative, latent_image=latent,
+                  cp_config=config(t), steps=25, cfg=7.0, sampler_name="dpmpp_2m", scheduler="karras")  # fmt: skip
     picture(t, 4, out, loaded[2])
     return t
 

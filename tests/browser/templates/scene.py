@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from parallel_runtime.host.picture import Part, parts
-from parallel_runtime.host.planning import Wish, plan
-from parallel_runtime.specs import ParallelRequest, widgets
+from parallel_runtime.explain.plan_picture import Part, parts
+from parallel_runtime.planning.candidates import unsized_plan
+from parallel_runtime.planning.plan_inputs import PlanInputs
+from parallel_runtime.request import ParallelRequest
 
 from .graph import Node, Template
 
 GPUS = 4  # of the machine in the picture, or of both where there are two
-UNCUT = ("CheckpointLoaderSimple", "EmptyLatentImage")  # what a convolutional network begins with here
+OF_UNETS = ("CheckpointLoaderSimple", "EmptyLatentImage")  # the nodes of a UNet here
 SAMPLERS = ("CPSampler", "CPSamplerAdvanced", "CPSamplerCustom", "KSampler")
 
 
@@ -67,12 +68,12 @@ class Scene:
 def _lanes(template: Template, *, guided: bool) -> Iterator[tuple[Part, ...]]:
     """By the plan that a run makes where nothing is measured yet."""
     cut = next((node.inputs for node in template.nodes if node.kind == "CPParallelConfig"), {})
-    request = ParallelRequest(**{name: value for name, value in cut.items() if name in widgets()})
-    whole = template.title if {node.kind for node in template.nodes} >= set(UNCUT) else ""
+    request = ParallelRequest.of(cut)
+    by_rows = template.title if {node.kind for node in template.nodes} >= set(OF_UNETS) else ""
     here = replace(request, nnodes=1, rdzv_endpoint="")  # the other machine has as many
     gpus = GPUS if here.pipeline_degree == 1 else here.pipeline_degree  # a stage each
-    division = plan(Wish(request=here, gpus=gpus, guided=guided, whole=whole))
-    all_parts, each = parts(division), division.degrees.context_parallel_size
+    plan = unsized_plan(PlanInputs(request=here, gpus=gpus, guided=guided, by_rows=by_rows))
+    all_parts, each = parts(plan), plan.degrees.context_parallel_size
     for first in range(0, len(all_parts), each):
         yield tuple(all_parts[first : first + each])
 

@@ -12,6 +12,7 @@ from .odd_conditions import OddCondition
 from .one_ulp import OneUlp
 from .pictures import Draw, Heard, Pictures, SaveConcat, SavePictures, Seed, Seen
 from .refusables import AttentionPatch, Control, ForeignWrapper, RealControl, Tampered
+from .tiny_models import NODES as TINY_MODELS
 
 
 class TestNodes(ComfyExtension):
@@ -28,7 +29,7 @@ class TestNodes(ComfyExtension):
             ForeignWrapper,
             Tampered,
         ]
-        return [*ends, *pictures, *foreign]
+        return [*ends, *pictures, *foreign, *TINY_MODELS]
 
 
 async def comfy_entrypoint() -> ComfyExtension:

@@ -6,7 +6,11 @@ from typing import Any
 
 import comfy.samplers
 import torch
+from comfy.model_patcher import create_model_options_clone
+from comfy.patcher_extension import add_wrapper
 from comfy_api.latest import io
+
+from .refusables import halved
 
 
 class Halved(comfy.samplers.CFGGuider):
@@ -17,7 +21,8 @@ class Halved(comfy.samplers.CFGGuider):
 
 
 class ForeignGuider(io.ComfyNode):
-    """`kind`: `subclass`, or `options`: ComfyUI's guider with a function of guidance on it, not on its MODEL."""
+    """`kind`: `subclass`, or `options`: ComfyUI's guider with a function of guidance on it, not on its MODEL;
+    `wrapper`: with a wrapper there."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -41,6 +46,9 @@ class ForeignGuider(io.ComfyNode):
         guider.set_cfg(2.0)
         if kind == "options":
             guider.model_options = {**guider.model_options, "sampler_post_cfg_function": [_halved]}
+        if kind == "wrapper":
+            guider.model_options = create_model_options_clone(guider.model_options)
+            add_wrapper("predict_noise", halved, guider.model_options, is_model_options=True)
         return io.NodeOutput(guider)
 
 

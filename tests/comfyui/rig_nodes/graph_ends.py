@@ -39,8 +39,8 @@ class Conditioning(io.ComfyNode):
 
 
 class Latent(io.ComfyNode):
-    """Zeros (seed -1), NaN (seed -2) or seeded randn, of one shape or of several parts ("1,2;3,4"); `masked` adds a
-    noise_mask that keeps the left part; a new `nonce` makes ComfyUI sample again what it has cached."""
+    """Zeros (seed -1), NaN (seed -2) or seeded randn, of one shape or of several parts ("1,2;3,4"); `masked` adds as
+    many noise masks, each of which keeps another part; a new `nonce` makes ComfyUI sample again what it has cached."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -51,19 +51,18 @@ class Latent(io.ComfyNode):
             inputs=[
                 io.String.Input("shape"),
                 io.Int.Input("seed", min=-2, max=2**31),
-                io.Boolean.Input("masked"),
+                io.Int.Input("masked", min=0, max=8),
                 io.Int.Input("nonce", min=0, max=2**31),
             ],
             outputs=[io.Latent.Output()],
         )
 
     @classmethod
-    def execute(cls, shape: str, seed: int, masked: bool, nonce: int) -> io.NodeOutput:
+    def execute(cls, shape: str, seed: int, masked: int, nonce: int) -> io.NodeOutput:
         parts = [_filled([int(size) for size in part.split(",")], seed) for part in shape.split(";")]
-        latent: dict[str, Any] = {"samples": comfy.nested_tensor.NestedTensor(parts) if len(parts) > 1 else parts[0]}
+        latent = {"samples": _together(parts)}
         if masked:
-            latent["noise_mask"] = torch.ones(1, 1, *parts[0].shape[-2:])
-            latent["noise_mask"][..., : parts[0].shape[-1] // 3] = 0
+            latent["noise_mask"] = _together([_masks(masked, part) for part in parts])
         return io.NodeOutput(latent)
 
 
@@ -119,6 +118,20 @@ def _filled(sizes: list[int], seed: int) -> torch.Tensor:
     return torch.full(sizes, 0.0 if seed == -1 else math.nan)
 
 
+def _masks(count: int, latent: torch.Tensor) -> torch.Tensor:
+    """[count, 1, ...] of a latent's sides: 0 on a third of its columns, from another column on in each."""
+    width = latent.shape[-1]
+    masks = torch.ones(count, 1, *latent.shape[2:] if count > 1 else latent.shape[-2:])
+    for index, mask in enumerate(masks):
+        start = index * width // 4
+        mask[..., start : start + width // 3] = 0
+    return masks
+
+
+def _together(parts: list[torch.Tensor]) -> Any:
+    return comfy.nested_tensor.NestedTensor(parts) if len(parts) > 1 else parts[0]
+
+
 def _conditioning(spec: dict[str, Any], dice: torch.Generator) -> list[list[Any]]:
     text = torch.randn(1, spec["tokens"], spec["dim"], generator=dice)
     options: dict[str, Any] = {}
@@ -135,6 +148,7 @@ def _conditioning(spec: dict[str, Any], dice: torch.Generator) -> list[list[Any]
     if "seen" in spec:
         seen = options["clip_vision_output"] = comfy.clip_vision.Output()
         seen["penultimate_hidden_states"] = seen["last_hidden_state"] = _drawn(spec["seen"], dice)
+        seen["image_sizes"] = [torch.Size((3, 224, 224))]
     return [[text, options | spec.get("values", {})]]
 
 

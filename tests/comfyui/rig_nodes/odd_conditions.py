@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import comfy.clip_vision
+import comfy.conds
 import torch
 from comfy_api.latest import io
 
 
 class OddCondition(io.ComfyNode):
     """CONDITIONING with something in it, by `kind`: nothing at all, gligen boxes, a reference image, clip vision,
-    masks of the text that are none."""
+    masks of the text that are none, an input of the network that a node has made already."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -43,6 +44,8 @@ def _added(kind: str, dice: torch.Generator) -> dict[str, Any]:
             return {"gligen": ("position", None, [])}
         case "reference":
             return {"reference_latents": [torch.randn(1, 16, 8, 8, generator=dice)]}
+        case "made already":
+            return {"model_conds": {"ref_latents": comfy.conds.CONDList([torch.randn(1, 16, 8, 8, generator=dice)])}}
         case "clip_vision":
             seen = comfy.clip_vision.Output()
             seen["penultimate_hidden_states"] = torch.randn(1, 257, 1280, generator=dice)

@@ -13,6 +13,7 @@ import comfy.ops
 import torch
 from comfy.ldm.flux.controlnet import ControlNetFlux
 from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import add_wrapper
 from comfy_api.latest import io
 
 CATEGORY = "cp test"
@@ -103,7 +104,8 @@ class Residuals(comfy.controlnet.ControlBase):
 
 
 class ForeignWrapper(io.ComfyNode):
-    """MODEL as a custom node pack leaves it, by `kind`: most are the kind of a wrapper around its sampling."""
+    """MODEL as a custom node pack leaves it, by `kind`: most are the kind of a wrapper around its sampling, and
+    "options: " with a kind is one in its model options that halves what it wraps."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -124,10 +126,19 @@ class ForeignWrapper(io.ComfyNode):
             patched.set_model_unet_function_wrapper(_evaluated)
         elif kind == "transformer_option":
             patched.model_options["transformer_options"]["cp_test_attention"] = False
+        elif kind == "state":
+            patched.model_options["transformer_options"]["cp_test_state"] = state = Residuals()
+            patched.add_wrapper("apply_model", partial(_noting, state))
         elif kind == "unheard_of_patch":  # ComfyUI's own function, in a place that no plan has heard of
             patched.set_model_patch(comfy.model_management.get_torch_device_name, kind)
+        elif kind == "no_guidance":  # a plain value in place of the network's own
+            patched.add_object_patch("diffusion_model.params.guidance_embed", False)
         elif kind == "no_file":
             patched.cached_patcher_init = None
+        elif kind == "masks of channels":
+            add_wrapper("outer_sample", _other_masks, patched.model_options, is_model_options=True)
+        elif kind.startswith("options: "):
+            add_wrapper(kind.removeprefix("options: "), halved, patched.model_options, is_model_options=True)
         else:
             patched.add_wrapper(kind, _go_on)
         return io.NodeOutput(patched)
@@ -188,8 +199,28 @@ def _denoised(args: dict[str, Any]) -> torch.Tensor:
     return args["denoised"]
 
 
+def _noting(state: Any, executor: Any, *args: Any, **kwargs: Any) -> Any:
+    state.seen = args
+    return executor(*args, **kwargs)
+
+
 def _go_on(executor: Any, *args: Any, **kwargs: Any) -> Any:
     return executor(*args, **kwargs)
+
+
+def halved(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    """A wrapper of anything that gives a latent, or one for each prompt."""
+    out = executor(*args, **kwargs)
+    return [part * 0.5 for part in out] if isinstance(out, list) else out * 0.5
+
+
+def _other_masks(
+    executor: Any, noise: Any, latent: Any, sampler: Any, sigmas: Any, mask: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Every channel has a mask of its own."""
+    return executor(
+        noise, latent, sampler, sigmas, mask * torch.linspace(0.5, 1, mask.shape[1])[:, None, None], *args, **kwargs
+    )
 
 
 def _leave_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> dict[str, torch.Tensor]:

@@ -1,0 +1,1 @@
+"""The nodes that users drag: one file a node."""

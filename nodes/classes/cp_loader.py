@@ -1,0 +1,91 @@
+"""CP Load Diffusion Model: a MODEL without weights in ComfyUI's process, for CP samplers and all other samplers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import comfy.sd
+import folder_paths
+from comfy_api.latest import io
+from nodes import NODE_CLASS_MAPPINGS  # type: ignore[attr-defined]  # ComfyUI's module, not our package
+from safetensors import SafetensorError, safe_open
+
+from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.loading import gguf
+from ...parallel_runtime.loading.mapped import Mapped, load_mapped
+from ...parallel_runtime.request import ParallelRequest
+from ..describe.model_files import SAFETENSORS
+from ..describe.refused_event import announce_refusals
+from ..describe.remote_model import RemoteModelPatcher, without_weights
+from ..remote.remote_network import RemoteEvaluation
+from ..server.settings import request_from
+from .cp_config import CATEGORY, CPConfig
+
+
+class CPLoadDiffusionModel(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPLoadDiffusionModel",
+            display_name="CP Load Diffusion Model",
+            category=CATEGORY,
+            description="A MODEL whose weights live in the workers only. CP samplers use it as it is; every other "
+            "sampler and guider works on it too, with one round trip to the workers per evaluation.",
+            search_aliases=["load diffusion model", "unet loader", "gguf", "multi gpu"],
+            inputs=[
+                io.Combo.Input(
+                    "unet_name", options=[*folder_paths.get_filename_list("diffusion_models"), *_gguf_files()],
+                    tooltip="A file in ComfyUI's folder diffusion_models; also .gguf files, where ComfyUI-GGUF is "
+                    "installed.",
+                ),
+                CPConfig.Input(
+                    "cp_config", optional=True, tooltip="For other samplers; a CP sampler goes by its own cp_config."
+                ),
+            ],
+            outputs=[io.Model.Output(tooltip="For CP samplers, and for every other one.")],
+        )  # fmt: skip
+
+    @classmethod
+    @announce_refusals()
+    def execute(cls, unet_name: str, cp_config: ParallelRequest | None = None) -> io.NodeOutput:
+        return io.NodeOutput(load_without_weights(unet_name, request_from(cp_config)))
+
+
+def load_without_weights(name: str, request: ParallelRequest) -> RemoteModelPatcher:
+    """Returns ComfyUI's MODEL of a file. Its weights are views of the mapped file, and are never read."""
+    init: tuple[Any, ...]
+    if name.endswith(".gguf"):
+        path = folder_paths.get_full_path_or_raise("unet_gguf", name)
+        init = (gguf.load, (Mapped, gguf.pack_folder(NODE_CLASS_MAPPINGS[gguf.NODE]), path))
+        patcher = gguf.load(*init[1])
+    else:
+        path = folder_paths.get_full_path_or_raise("diffusion_models", name)
+        init = (comfy.sd.load_diffusion_model, (path, {}))
+        check_file(path)
+        try:
+            patcher = load_mapped(Mapped, *init, None)
+        except RuntimeError as error:  # ComfyUI's loader raises it for a file that it cannot use
+            text = " ".join(str(error).split())
+            raise Refused("file.unloadable", path=path, reason=text) from None
+    patcher.cached_patcher_init = init
+    return without_weights(patcher, RemoteEvaluation(request))
+
+
+def check_file(path: str) -> None:
+    """Raises Refused for a damaged file, or one of another format, under the name of a safetensors file."""
+    if not path.endswith(SAFETENSORS):
+        return
+    with open(path, "rb") as file:
+        if file.read(4) == b"GGUF":
+            raise Refused("file.gguf", path=path)
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise Refused("file.unsound", path=path, error=str(error)) from None
+
+
+def _gguf_files() -> list[str]:
+    """Returns the names of .gguf files; none where ComfyUI-GGUF is not installed."""
+    installed = gguf.NODE in NODE_CLASS_MAPPINGS and "unet_gguf" in folder_paths.folder_names_and_paths
+    return folder_paths.get_filename_list("unet_gguf") if installed else []

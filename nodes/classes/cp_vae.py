@@ -1,0 +1,137 @@
+"""CP VAE: takes a VAE and returns the same VAE with its network in the workers. ComfyUI's own code stays around it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import comfy.sd
+import torch
+from comfy_api.latest import io
+from torch.overrides import TorchFunctionMode
+
+from ...parallel_runtime.group.shared_output import SharedOutput
+from ...parallel_runtime.request import ParallelRequest
+from ..describe.refused_event import announce_refusals
+from ..describe.remote_model import CPU, WeightlessPatcher
+from ..describe.vae_source import NotParallel, describe_vae
+from ..remote.comfy_memory import WorkerModel
+from ..remote.remote_vae import RemoteVAE, placement_for
+from ..server.settings import request_from
+from .cp_config import CATEGORY, CPConfig
+
+log = logging.getLogger(__name__)
+
+
+class CPVAE(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="CPVAE",
+            display_name="CP VAE",
+            category=CATEGORY,
+            description="A VAE that decodes and encodes on several GPUs, each with a share of the rows and of "
+            "the memory, and with the same result. For every node that takes a VAE.",
+            search_aliases=["vae decode", "vae encode", "multi gpu", "parallel vae", "tiled vae", "context parallel"],
+            inputs=[
+                io.Vae.Input("vae", tooltip="From Load VAE or Load Checkpoint."),
+                CPConfig.Input(
+                    "cp_config",
+                    optional=True,
+                    tooltip="Which workers. Unconnected: the ones that a CP sampler has started, else every GPU.",
+                ),
+            ],
+            outputs=[io.Vae.Output(tooltip="For every node that takes a VAE.")],
+        )
+
+    @classmethod
+    @announce_refusals()
+    def execute(cls, vae: Any, cp_config: ParallelRequest | None = None) -> io.NodeOutput:
+        request = None if cp_config is None else request_from(cp_config)
+        placement_for(request)  # raises Refused before the rest of the graph runs
+        return io.NodeOutput(parallel_vae(vae, request))
+
+
+def parallel_vae(vae: comfy.sd.VAE, request: ParallelRequest | None) -> comfy.sd.VAE:
+    """Returns `vae` with its network in the workers, or `vae` itself, with a warning in the log, where workers cannot
+    have it."""
+    vae.throw_exception_if_invalid()
+    native = vae.native if isinstance(vae, ParallelVAE) else vae
+    try:
+        return ParallelVAE(native, RemoteVAE(native, describe_vae(native), request))
+    except NotParallel as reason:
+        _warn(reason)
+        return vae
+
+
+def _in_workers(name: str) -> Callable[..., torch.Tensor]:
+    """Returns ComfyUI's method of this name, which uses the workers' network, or the native VAE where they refuse."""
+
+    def method(self: ParallelVAE, *args: Any, **kwargs: Any) -> torch.Tensor:
+        try:
+            with SharedOutputMode(self.first_stage_model):
+                return getattr(comfy.sd.VAE, name)(self, *args, **kwargs)
+        except NotParallel as reason:
+            if str(reason) not in self._logged:
+                self._logged.add(str(reason))
+                _warn(reason)
+        finally:
+            self.first_stage_model.end()
+        return getattr(self.native, name)(*args, **kwargs)
+
+    return method
+
+
+class ParallelVAE(comfy.sd.VAE):
+    """A VAE whose network is in the workers. Its `native` VAE does the calls that they refuse."""
+
+    def __init__(self, native: comfy.sd.VAE, remote: RemoteVAE) -> None:
+        self.__dict__.update(vars(native))
+        self.native = native
+        self.first_stage_model = remote
+        # It has no weights to move: the lease claims memory for the workers'.
+        self.patcher = WeightlessPatcher(WorkerModel(), native.device, CPU, size=1)
+        self.memory_used_decode = lambda shape, dtype: native.memory_used_decode(shape, dtype) / remote.workers
+        self.memory_used_encode = lambda shape, dtype: native.memory_used_encode(shape, dtype) / remote.workers
+        self._logged: set[str] = set()
+
+    decode, decode_tiled = _in_workers("decode"), _in_workers("decode_tiled")
+    encode, encode_tiled = _in_workers("encode"), _in_workers("encode_tiled")
+
+    def get_sd(self) -> dict[str, Any]:
+        return self.native.get_sd()
+
+
+class SharedOutputMode(TorchFunctionMode):
+    """Allocates the output of a VAE, for which ComfyUI calls torch.empty, where the workers can write to it."""
+
+    def __init__(self, remote: RemoteVAE) -> None:
+        super().__init__()
+        self._remote = remote
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._close()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and self._is_output(args, kwargs):
+            self._close()
+            self._remote.output = SharedOutput(self._remote.output_shape, kwargs["dtype"])
+            return self._remote.output.tensor
+        return func(*args, **kwargs)
+
+    def _is_output(self, args: Any, kwargs: Any) -> bool:
+        shape = self._remote.output_shape
+        on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
+        return bool(shape) and all(shape) and args == (shape,) and on_cpu and "dtype" in kwargs
+
+    def _close(self) -> None:
+        if self._remote.output is not None:
+            self._remote.output.close()
+        self._remote.output = None
+
+
+def _warn(reason: NotParallel) -> None:
+    log.warning("[CP] CP VAE decodes and encodes in ComfyUI's process: %s", reason)

@@ -1,0 +1,1 @@
+"""Describes a MODEL, guider, sampler or VAE for the workers, or says why they cannot have it."""

@@ -1,0 +1,147 @@
+"""Describes ComfyUI's ControlNets, Control-LoRAs and T2I adapters: the file, the settings, the hint.
+
+The workers load the file with ComfyUI's own loader, and ComfyUI's own loop calls it there. A hint that a VAE encodes is
+encoded before the run, by the ControlNet's own code, because the workers have no VAE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from comfy.controlnet import ControlBase, ControlLora, ControlNet, ControlNetSD35, QwenFunControlNet, T2IAdapter
+from torch import Tensor
+
+from .model_files import find_file, source_file
+
+FOLDER = "controlnet"
+METHODS = ("pre_run", "get_control", "control_merge", "copy", "cleanup")
+OUTPUTS = ("controlnet_blocks", "controlnet_single_blocks", "control_blocks")  # each of these modules gives a residual
+KINDS = (ControlNet, ControlNetSD35, QwenFunControlNet, ControlLora, T2IAdapter)
+SETTINGS = (  # attributes that nodes and loaders set; all others belong to a run or to the loaded file
+    "strength", "timestep_percent_range", "extra_args", "extra_conds", "strength_type", "global_average_pooling",
+    "compression_ratio", "upscale_algorithm", "concat_mask",
+)  # fmt: skip
+
+
+def controls_of(conds: Mapping[str, list[dict[str, Any]]]) -> list[ControlBase]:
+    """Returns all ControlNets of these conditions, each once, with those that they are chained to."""
+    return list(dict.fromkeys(control for prompt in conds.values() for cond in prompt for control in _chain(cond)))
+
+
+def _chain(cond: Mapping[str, Any]) -> Iterator[ControlBase]:
+    control = cond.get("control")
+    while control is not None:
+        yield control
+        control = control.previous_controlnet
+
+
+def needs_full_latent(conds: Mapping[str, list[dict[str, Any]]], options: Mapping[str, Any]) -> bool:
+    """Does a prompt for a part of the latent (an area, a context window) have a ControlNet whose hint a VAE encodes? It
+    would be encoded for each part during the run."""
+    parts = options.get("context_handler") is not None
+    return any(
+        control.vae is not None and (parts or cond.get("area") is not None or cond.get("set_area_to_bounds"))
+        for prompt in conds.values()
+        for cond in prompt
+        for control in _chain(cond)
+    )
+
+
+def is_patched(control: ControlBase) -> bool:
+    """Does the ControlNet carry code or a LoRA that is not in its file?"""
+    patcher = getattr(control, "control_model_wrapped", None)
+    patched = patcher is not None and (patcher.patches or patcher.object_patches or patcher.hook_patches)
+    return bool(patched) or control.extra_hooks is not None
+
+
+def called_functions(control: ControlBase) -> list[Any]:
+    """Returns the functions that a run calls on the ControlNet and its network; a pack may have replaced them."""
+    network = network_of(control)
+    return [getattr(control, name) for name in METHODS] + ([] if network is None else [network.forward])
+
+
+def describe_control_net(
+    control: ControlBase, latent: tuple[int, ...] | None, inner: Callable[[Any], Any]
+) -> dict[str, Any] | None:
+    """Describes a ControlNet for a `latent` of this shape [B, C, (T,) H, W]; None leaves out a hint that a VAE has to
+    encode. `inner` describes the values within it. Returns None where the hint is encoded anew at each evaluation.
+    Raises LookupError where no file has its weights, Refused where the file has changed."""
+    network, weights, hint = network_of(control), weights_of(control), None
+    file = find_file(FOLDER, weights) if network is None else source_file(FOLDER, network, weights)
+    if control.vae is not None and latent is not None:
+        hint = _encode_hint(control, latent)
+        if any(hint.shape[dim] != latent[dim] * control.compression_ratio for dim in (2, 3)):
+            return None
+    dtypes = ("", "")
+    if isinstance(control, ControlNet) and network is not None:
+        dtypes = _dtype_name(control.control_model.dtype), _dtype_name(control.manual_cast_dtype)
+    return {
+        "kind": "control_net",
+        **asdict(file),
+        "dtype": dtypes[0],
+        "computed": dtypes[1],
+        "settings": {name: inner(getattr(control, name)) for name in SETTINGS},
+        "image": None if hint is not None else control.cond_hint_original.movedim(1, -1),  # as it lies in memory
+        "masks": None if hint is not None else list(control.extra_concat_orig),
+        "hint": hint,
+        "compression": control.vae.spacial_compression_encode() if hint is not None else 0,
+        "previous": inner(control.previous_controlnet),
+    }
+
+
+def _dtype_name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def network_of(control: ControlBase) -> torch.nn.Module | None:
+    """Returns the ControlNet's network; None for a Control-LoRA, which makes one from its MODEL's as a run begins."""
+    if isinstance(control, ControlLora):
+        return None
+    return control.t2i_model if isinstance(control, T2IAdapter) else control.control_model
+
+
+def weights_of(control: ControlBase) -> Iterable[Tensor]:
+    network = network_of(control)
+    return control.control_weights.values() if network is None else network.parameters()
+
+
+def weight_bytes(controls: Iterable[ControlBase]) -> int:
+    """Returns the bytes of all their weights; weights that several share count once."""
+    bytes_by_id = {id(weight): weight.nbytes for control in controls for weight in weights_of(control)}
+    return sum(bytes_by_id.values())
+
+
+def count_residuals(controls: Iterable[ControlBase], layers: int) -> int:
+    """Counts the tensors of all tokens that ControlNets give to a network of so many `layers`: each one's residuals,
+    and a chain's sums for every layer."""
+    outputs = (getattr(network_of(control), name, ()) for control in controls for name in OUTPUTS)
+    return sum(map(len, outputs)) + layers * sum(control.previous_controlnet is not None for control in controls)
+
+
+def _encode_hint(control: ControlNet, latent: tuple[int, ...]) -> Tensor:
+    """Returns the hint that the ControlNet's own `get_control` makes of all its images for a latent of this shape."""
+    trial = control.copy()
+    trial.control_model = trial.model_sampling_current = _NoOpNetwork(control)
+    trial.extra_conds = []
+    images = len(control.cond_hint_original)  # a batch of fewer would cut the hint
+    trial.get_control(torch.empty(images, *latent[1:]), torch.zeros(1), {"c_crossattn": torch.zeros(1, 1, 1)}, 1, {})
+    return trial.cond_hint
+
+
+class _NoOpNetwork:
+    """Replaces a ControlNet's network and a MODEL's sampling, and computes nothing."""
+
+    def __init__(self, control: ControlNet) -> None:
+        self.dtype = control.control_model.dtype
+
+    def __call__(self, **_: Any) -> dict[str, list[Tensor]]:
+        return {}
+
+    def timestep(self, t: Tensor) -> Tensor:
+        return t
+
+    def calculate_input(self, _: Tensor, x: Tensor) -> Tensor:
+        return x

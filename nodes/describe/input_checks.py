@@ -1,0 +1,112 @@
+"""Checks inputs before any worker is asked, and finds what must stay in ComfyUI's process."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from types import CodeType
+from typing import Any
+
+import comfy.samplers
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
+from torch import Tensor
+
+from ...parallel_runtime.architectures import Architecture
+from ...parallel_runtime.architectures.split_plan import SplitLike
+from ...parallel_runtime.errors import Refused
+from .comfy_objects import PLAIN, Unsendable, qualified_name, reference
+from .model_patches import wrappers_of
+
+LATENT_DIMS = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}  # by a latent's dimensions
+FULL_RUN_OPTIONS = {"step_cache": 0, "patches": 1}  # options that need the loop in the workers, with their off value
+GUIDER_STATE = {"model_patcher", "model_options", "original_conds", "conds", "inner_model", "loaded_models"}
+
+
+def check_guider(guider: comfy.samplers.CFGGuider) -> tuple[str, dict[str, Any]]:
+    """Returns ComfyUI's name for the guider's class, and its attributes. Raises Unsendable unless these are plain."""
+    kind = reference(type(guider), "the GUIDER")
+    attributes = {name: value for name, value in vars(guider).items() if name not in GUIDER_STATE}
+    for name, value in attributes.items():
+        if not isinstance(value, PLAIN):
+            raise Unsendable("unsendable.guider", guider=qualified_name(guider), name=name, thing=qualified_name(value))
+    return kind, attributes
+
+
+def check_sampler(sampler: comfy.samplers.Sampler) -> None:
+    """Raises Refused for a SAMPLER that uses more of the network than its evaluation."""
+    if uses_network(sampler):
+        raise Refused("sampler.reaches", sampler=qualified_name(unwrap_sampler(sampler)))
+
+
+def uses_network(sampler: comfy.samplers.Sampler) -> bool:
+    """Does the code of a SAMPLER use more of the network than its evaluation?"""
+    return "diffusion_model" in names_in(getattr(unwrap_sampler(sampler), "__code__", None))
+
+
+def unwrap_sampler(sampler: comfy.samplers.Sampler) -> Any:
+    return inspect.unwrap(getattr(sampler, "sampler_function", sampler.sample))
+
+
+def check_latent(model: ModelPatcher, latent: Tensor) -> None:
+    """Raises Refused, with the shape and the right one, for a latent that MODEL cannot take."""
+    form = model.get_model_object("latent_format")
+    dims = ("batch", "channels", *LATENT_DIMS[form.latent_dimensions])
+    if latent.ndim != len(dims) or latent.shape[1] != form.latent_channels or not latent.numel():
+        raise Refused(
+            "latent.shape", shape=str(tuple(latent.shape)), dims=", ".join(dims), channels=form.latent_channels
+        )
+
+
+def check_conds(plan: Architecture | None, network: Any, conds: Mapping[str, list[dict[str, Any]]]) -> None:
+    """Raises Refused for a prompt that another text encoder than the network's has made, or that has no tokens."""
+    if plan is None:
+        return
+    text, pooled = plan.text_width(network), plan.pooled_width(network)
+    for name, cond in ((name, cond) for name, prompt in conds.items() for cond in prompt):
+        tokens, vector = cond.get("cross_attn"), cond.get("pooled_output")
+        if tokens is not None and text is not None and tokens.shape[-1] != text:
+            raise Refused("conds.width", prompt=name, width=tokens.shape[-1], network=plan.name, wanted=text)
+        if vector is not None and pooled is not None and vector.shape[-1] < pooled:
+            raise Refused("conds.pooled", prompt=name, width=vector.shape[-1], network=plan.name, wanted=pooled)
+        if tokens is not None and not tokens.shape[1] and "text" in plan.tokens(network, (1, 1, 1, 1), 0):
+            raise Refused("conds.empty", prompt=name, network=plan.name)
+
+
+def check_token_patches(model: ModelPatcher, options: dict[str, Any], patches: int, *, compiled: bool) -> None:
+    """Raises Refused where something on MODEL, or in its model options, needs all tokens of an evaluation at once."""
+    inside, around = options.get("transformer_options", {}), wrappers_of(model, options, WrappersMP.DIFFUSION_MODEL)
+    kinds = [kind for kind, functions in inside.get("patches", {}).items() if functions]
+    present = {
+        f"model patches ({', '.join(kinds)})": kinds,
+        "replaced blocks": inside.get("patches_replace", {}).get("dit"),
+        "a wrapper around the network, such as a step cache": around,
+        "context windows": options.get("context_handler"),
+        "torch.compile": compiled,
+    }
+    if named := [name for name, value in present.items() if value]:
+        raise Refused("patches.model", widget="patches", patches=patches, things="; ".join(named))
+
+
+def check_masks(plan: Architecture | None, conds: Mapping[str, list[dict[str, Any]]], patches: int) -> None:
+    """Raises Refused for a prompt with a mask that would be split like its tokens."""
+    module_plans = plan.plan.module_plans if plan is not None else ()
+    masks = [
+        name
+        for module_plan in module_plans
+        for name, spec in module_plan.args.items()
+        if "mask" in str(name) and isinstance(spec, SplitLike)
+    ]
+    for name, cond in ((name, cond) for name, prompt in conds.items() for cond in prompt):
+        if masks and cond.get("attention_mask") is not None:
+            raise Refused("conds.mask", widget="patches", prompt=name, patches=patches)
+
+
+def names_in(code: CodeType | None) -> Iterator[str]:
+    """Yields the names in a function's code and its inner functions: attributes, globals, strings."""
+    if code is not None:
+        yield from code.co_names
+        yield from (constant for constant in code.co_consts if isinstance(constant, str))
+        for inner in code.co_consts:
+            if isinstance(inner, CodeType):
+                yield from names_in(inner)

@@ -1,0 +1,76 @@
+"""The GPUs that ComfyUI sees on this machine, and the ComfyUI that workers import."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from functools import cache
+from typing import Any
+
+import comfy.model_management
+import comfy.options
+import comfy.samplers
+import comfyui_version
+import torch
+
+from ...parallel_runtime.accelerators import ACCELERATORS, CUDA
+from ...parallel_runtime.group.machine_check import checked_plan
+from ...parallel_runtime.group.runtime import runtime
+from ...parallel_runtime.planning.device_names import why_one_gpu
+from ...parallel_runtime.planning.plan_inputs import PlanInputs
+from ...parallel_runtime.planning.run_plan import RunPlan
+from ...parallel_runtime.request import ParallelRequest
+from ...parallel_runtime.specs import ComfySetup, Placement
+
+log = logging.getLogger(__name__)
+
+STARTED_IN = os.getcwd()  # ComfyUI's flags name folders relative to it; packs may change the folder later
+
+
+def plan_without_model(request: ParallelRequest, *, guided: bool = False) -> RunPlan:
+    """Returns the plan for a check of the request, or for a VAE, which has no heads. Raises Refused."""
+    return checked_plan(plan_inputs(request, guided=guided))
+
+
+def last_used(request: ParallelRequest, placement: Placement) -> Placement:
+    """Returns the devices that auto chose last among `placement`; all of them where the request names devices."""
+    automatic = plan_inputs(request).automatic_devices
+    return runtime.last_auto_placement.get(placement, placement) if automatic else placement
+
+
+def plan_inputs(request: ParallelRequest, **model: Any) -> PlanInputs:
+    """Returns PlanInputs for `request` on this machine. `model`: further fields of PlanInputs."""
+    return PlanInputs(request=request, gpus=visible_gpus(), kind=gpu_kind(), **model)
+
+
+def visible_gpus() -> int:
+    """Returns the number of GPUs that ComfyUI sees; 0 where it uses none."""
+    if comfy.model_management.get_torch_device().type not in ACCELERATORS:
+        return 0
+    gpus = torch.accelerator.device_count()
+    if why := why_one_gpu(gpus):
+        _warn_once(why)
+    return gpus
+
+
+@cache
+def _warn_once(why: str) -> None:
+    log.warning("[CP] only one GPU is visible: %s", why)
+
+
+def gpu_kind() -> str:
+    """Returns the device type of the GPUs, such as "cuda"."""
+    kind = comfy.model_management.get_torch_device().type
+    return kind if kind in ACCELERATORS else CUDA.kind
+
+
+def comfy_setup() -> ComfySetup:
+    """Returns this process's ComfyUI, for workers to import."""
+    flags = tuple(sys.argv[1:]) if comfy.options.args_parsing else ()
+    return ComfySetup(
+        root=os.path.dirname(os.path.dirname(comfy.samplers.__file__)),
+        flags=flags,
+        folder=STARTED_IN,
+        version=comfyui_version.__version__,
+    )

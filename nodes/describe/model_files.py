@@ -1,0 +1,165 @@
+"""The files that models were loaded from, and how a model's weights are compared with a file.
+
+ComfyUI's loaders of model patches, ControlNets, GLIGEN and hypernetworks do not keep the file of their model, so the
+folder is searched for the one whose weights have the same first rows, when the model is first seen. Names are no help:
+loaders rename weights, take prefixes off, and join q, k and v.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import folder_paths
+import torch
+from comfy.gligen import Gligen
+from comfy.model_base import BaseModel
+from comfy.model_patcher import ModelPatcher
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.group.runtime import runtime
+from ...parallel_runtime.specs import SourceFile
+
+SAFETENSORS = (".safetensors", ".sft")
+FOLDER = "model_patches"
+GLIGEN_FOLDER, HYPERNETWORK_FOLDER = "gligen", "hypernetworks"
+UNPICKLING_ERROR = torch.serialization.pickle.UnpicklingError  # torch.load raises it for a file of more than weights
+Row = tuple[tuple[int, ...], torch.dtype, bytes]  # the shape without the first dim, the dtype, the first row's numbers
+
+
+def stat_file(path: str) -> SourceFile:
+    """Returns the file's path, size and time of change at this moment. Raises FileNotFoundError."""
+    stat = os.stat(path)
+    return SourceFile(path=os.path.realpath(path), size=stat.st_size, mtime_ns=stat.st_mtime_ns)
+
+
+def first_rows(file: Any, slots: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Returns the first rows [1, ...] of weights in an open file and in a model. `slots`: the model's weights by their
+    names in the file. Weights that cannot have the file's numbers (quantized, on meta, another shape) are left out."""
+    return [
+        (file.get_slice(name)[:1], slot[:1].detach().cpu())
+        for name, slot in slots
+        if type(slot.data) is Tensor and not slot.is_meta and list(slot.shape) == file.get_slice(name).get_shape()
+    ]
+
+
+def patch_file(model: ModelPatcher) -> dict[str, Any]:
+    """Describes a model of ModelPatchLoader: its SourceFile, and whether its weights are the file's, `assigned`, or
+    copies in the dtype of its class; or a model of GLIGENLoader. Raises LookupError saying why workers cannot have it,
+    Refused where the file has changed."""
+    if isinstance(model.model, BaseModel):
+        raise LookupError("it is a MODEL, not a model patch")
+    if model.patches or model.object_patches or model.hook_patches:
+        raise LookupError("it is patched itself")
+    if isinstance(model.model, Gligen):
+        return gligen_file(model.model)
+    file = source_file(FOLDER, model.model, model.model.parameters())
+    return {"kind": "model_patch", **asdict(file), "assigned": model.is_dynamic()}
+
+
+def gligen_file(network: Gligen) -> dict[str, Any]:
+    """Describes the network of GLIGENLoader: its SourceFile, and the dtype that it has in ComfyUI. Raises LookupError
+    where no file has its weights, Refused where the file has changed."""
+    file = source_file(GLIGEN_FOLDER, network, network.parameters())
+    dtype = next(network.parameters()).dtype
+    return {"kind": "gligen", **asdict(file), "dtype": str(dtype).removeprefix("torch.")}
+
+
+def hypernetwork_file(patch: Any) -> dict[str, Any]:
+    """Describes the patch of HypernetworkLoader: its SourceFile and strength. Raises LookupError where no file has its
+    weights, Refused where the file has changed."""
+    weights = (weight for layers in patch.hypernet.values() for weight in layers.parameters())
+    file = source_file(HYPERNETWORK_FOLDER, patch, weights)
+    return {"kind": "hypernetwork", **asdict(file), "strength": patch.strength}
+
+
+def source_file(folder: str, owner: object, weights: Iterable[Tensor]) -> SourceFile:
+    """Returns the file in models/`folder` that `weights` were loaded from, searched once for their `owner`. Raises
+    LookupError where no file has them, Refused where the file has changed since."""
+    if owner not in runtime.first_seen:
+        runtime.first_seen[owner] = (find_file(folder, weights),)
+    (file,) = runtime.first_seen[owner]
+    try:
+        now = _stat_link(file.path)
+    except FileNotFoundError:
+        raise Refused("file.gone", path=file.path) from None
+    if now != file:
+        raise Refused("file.changed", path=file.path)
+    return file
+
+
+def find_file(folder: str, weights: Iterable[Tensor]) -> SourceFile:
+    """Returns the file in models/`folder` with the first rows of more than half of `weights`: of several files the one
+    that has most of them, and most to the bit, since loaders round. Raises LookupError."""
+    rows = {row for weight in weights for row in _first_row(weight)}
+    candidates: list[tuple[float, float, str]] = []
+    for name in folder_paths.get_filename_list(folder) if rows else ():
+        path = folder_paths.get_full_path(folder, name)
+        if path is not None and (matches := _count_matches(path, rows))[0] > len(rows) / 2:
+            candidates.append((*matches, path))
+    if not candidates:
+        raise LookupError(f"no file in models/{folder} has its weights")
+    return _stat_link(max(candidates, key=lambda candidate: candidate[:2])[2])
+
+
+def _stat_link(path: str) -> SourceFile:
+    """Returns the file under this name, not a link's target: ComfyUI reads the extension. Raises FileNotFoundError."""
+    return replace(stat_file(path), path=path)
+
+
+def _count_matches(path: str, rows: set[Row]) -> tuple[int, int]:
+    """Counts the `rows` that the file has once rounded to their dtype, and those that it has to the bit."""
+    shapes: dict[tuple[int, ...], set[torch.dtype]] = {}
+    for shape, dtype, _ in rows:
+        shapes.setdefault(shape, set()).add(dtype)
+    rounded, exact = set(), set()
+    for first in _first_rows_in(path, shapes.keys()):
+        for dtype in shapes[tuple(first.shape[1:])]:
+            cast = first.to(dtype)
+            matching = set(_first_row(cast)) & rows
+            rounded |= matching
+            if matching and torch.equal(cast.double(), first.double()):
+                exact |= matching
+    return len(rounded), len(exact)
+
+
+def _first_row(weight: Tensor) -> Iterator[Row]:
+    """Yields a weight's first row, if it identifies a file: none for a vector, a constant, a quantized weight, or one
+    that is not in memory."""
+    if weight.ndim < 2 or not weight.numel() or weight.is_meta or type(weight.data) is not Tensor:
+        return
+    row = weight[:1].detach().cpu().flatten()
+    if row.dtype.is_floating_point and row.numel() > 1 and bool((row.float() != row[0].float()).any()):
+        yield tuple(weight.shape[1:]), weight.dtype, row.float().numpy().tobytes()
+
+
+def _first_rows_in(path: str, shapes: Iterable[tuple[int, ...]]) -> Iterator[Tensor]:
+    """Yields the first rows [1, ...] of a file's weights whose shapes, less the first dim, are in `shapes`. The file is
+    mapped, not read; one that cannot be mapped yields nothing."""
+    row_shapes = set(shapes)
+    try:
+        if path.endswith(SAFETENSORS):
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dict
+                    part = file.get_slice(name)
+                    if tuple(part.get_shape()[1:]) in row_shapes and 0 not in part.get_shape():
+                        yield part[:1]
+            return
+        for weight in _tensors_in(torch.load(path, map_location="cpu", mmap=True, weights_only=True)):
+            if weight.ndim > 1 and tuple(weight.shape[1:]) in row_shapes:
+                yield weight[:1]
+    except (SafetensorError, OSError, RuntimeError, UNPICKLING_ERROR):
+        return
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors of a checkpoint, which may have its weights in dicts and lists in a dict."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(part)

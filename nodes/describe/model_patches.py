@@ -1,0 +1,125 @@
+"""Describes what is on a MODEL for the workers: weight patches, model options, wrappers, block patches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import get_all_wrappers
+from comfy.weight_adapter import WeightAdapterBase
+from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
+
+from ...parallel_runtime.errors import Refused
+from .comfy_objects import PLAIN, Describer, Unsendable, describe, qualified_name
+from .pre_encoding import LatentSize, pre_encode
+
+# ComfyUI's sampling code makes these model options anew in the worker.
+SET_BY_RUN = {"registered_hooks", "to_load_options", "multigpu_clones", "multigpu_thread_pool", TORCH_COMPILE_KWARGS}
+AROUND_NETWORK = {"wrappers", "callbacks"}  # transformer_options that are around the network, not in it
+OVERRIDE = "optimized_attention_override"
+IN_BLOCKS = ("patches", "patches_replace", OVERRIDE)
+WRAPPER_KEY = "context_parallel"
+
+
+def describe_options(options: dict[str, Any], size: LatentSize | None, describer: Describer) -> dict[str, Any]:
+    """Describes a guider's model_options for a latent of this size. Raises Unsendable for foreign code among them."""
+    described = {key: value for key, value in options.items() if key not in SET_BY_RUN}
+    inside = pre_encode(options.get("transformer_options", {}), size)
+    described["transformer_options"] = {key: value for key, value in inside.items() if key not in AROUND_NETWORK}
+    return describer.describe({key: value for key, value in described.items() if not _empty(value)}, "a model option")
+
+
+def describe_functions(functions: dict[str, dict[Any, list[Any]]], what: str, describer: Describer) -> list[list[Any]]:
+    """Returns [kind, key, functions] of each group of wrappers or callbacks, in their order. Raises Unsendable.
+
+    Groups before our own wrapper are left out: ComfyUI calls them first, in its own process.
+    """
+    return [
+        [kind, key, describer.describe(list(group), f"the {kind} {what}")]
+        for kind, by_key in functions.items()
+        for key, group in list(by_key.items())[list(by_key).index(WRAPPER_KEY) + 1 if WRAPPER_KEY in by_key else 0 :]
+        if group
+    ]
+
+
+def wrappers_of(model: ModelPatcher, options: dict[str, Any], kind: str) -> list[Any]:
+    """Returns the wrappers of this kind on MODEL and in model options; ComfyUI copies MODEL's there as a run begins."""
+    return [*get_all_wrappers(kind, options, is_model_options=True), *model.get_all_wrappers(kind)]
+
+
+def describe_weight_patches(model: ModelPatcher) -> dict[str, list[Any]]:
+    """Describes MODEL's weight patches (LoRA, merged models) by weight. Raises Refused for foreign ones."""
+    described = {}
+    for key, patches in model.patches.items():
+        try:
+            described[key] = [describe(patch, f"the LoRA or merge on {key}") for patch in patches]
+        except Unsendable as unsendable:
+            raise Refused("model.weights", reason=unsendable.sentence) from None
+    return described
+
+
+def describe_transformer_options(options: dict[str, Any], size: LatentSize | None) -> dict[str, Any]:
+    """Describes the transformer_options that a network's blocks read, for a latent of this size.
+
+    Raises Refused for foreign code in the blocks. Other foreign objects are left out: only foreign code reads them.
+    """
+    described, describer = {}, Describer()
+    for key, value in pre_encode(options, size).items():
+        if key in AROUND_NETWORK or _empty(value):
+            continue
+        try:
+            described[key] = describer.describe(value, f"the transformer option {key}")
+        except Unsendable as unsendable:
+            if key in IN_BLOCKS:
+                what = _with_function_names(key, value)
+                raise Refused("model.blocks", what=what, reason=unsendable.sentence) from None
+    return {"kind": "dict", "items": [[key, value] for key, value in described.items()]}
+
+
+def check_network_patches(model: ModelPatcher) -> None:
+    """Raises Refused with all patches of MODEL inside the network that the workers cannot run."""
+    if foreign := sorted(_network_changes(model)):
+        raise Refused("model.inside", things="; ".join(foreign))
+    options = model.model_options["transformer_options"]
+    describe_transformer_options({key: value for key, value in options.items() if key in IN_BLOCKS}, None)
+
+
+def check_weight_sizes(model: ModelPatcher) -> None:
+    """Raises Refused for a LoRA that changes a weight's size: ComfyUI's process would read the old size."""
+    for key, patches in model.patches.items():
+        for _, value, *_ in patches:
+            if isinstance(value, WeightAdapterBase) and value.calculate_shape(key) is not None:
+                raise Refused("model.resized", key=key)
+
+
+def _network_changes(model: ModelPatcher) -> list[str]:
+    """Returns English names of what MODEL changes on its network, besides plain attributes and block patches."""
+    names = ["weight wrappers"] if model.weight_wrapper_patches else []
+    names += ["forced hooks"] if model.forced_hooks else []
+    names += [f"the injection {name}" for name, injections in model.injections.items() if injections]
+    replaced = {name for name in model.object_patches if name.startswith("diffusion_model")}
+    return names + [f"a replaced {name}" for name in replaced - replaced_attributes(model).keys()]
+
+
+def replaced_attributes(model: ModelPatcher) -> dict[str, Any]:
+    """Returns the plain values with which MODEL replaces attributes of its network, by name."""
+    patches = ((name, value) for name, value in model.object_patches.items() if name.startswith("diffusion_model."))
+    return {name: value for name, value in patches if isinstance(value, PLAIN)}
+
+
+def check_attributes(model: ModelPatcher) -> None:
+    """Raises Refused for MODEL's replaced attributes: ComfyUI would set them on the network of its own process."""
+    if names := sorted(replaced_attributes(model)):
+        raise Refused("model.replaced", names=", ".join(names))
+
+
+def _with_function_names(key: str, value: Any) -> str:
+    """Returns the option's name with those of its functions, which tell the pack that they belong to."""
+    if not isinstance(value, dict):
+        return f"{key} ({qualified_name(value)})"
+    functions = [function for on in value.values() for function in (on.values() if isinstance(on, dict) else on)]
+    return f"{', '.join(sorted(value))} ({', '.join(sorted({qualified_name(function) for function in functions}))})"
+
+
+def _empty(value: Any) -> bool:
+    return value is None or (isinstance(value, dict | list | tuple | set) and not value)

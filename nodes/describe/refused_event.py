@@ -1,0 +1,32 @@
+"""The event cp.refused: tells the page which node was refused, and why, as data (web/refusals.js)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from comfy_execution.utils import get_executing_context
+from server import PromptServer
+
+from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.sentences import to_json
+
+EVENT = "cp.refused"
+
+
+@contextmanager
+def announce_refusals() -> Iterator[None]:
+    """Sends a refusal that leaves this block, or a function decorated with it, to the page that queued the run."""
+    try:
+        yield
+    except Refused as refused:
+        server, context = PromptServer.instance, get_executing_context()
+        node = context.node_id if context is not None else server.last_node_id
+        server.send_sync(EVENT, {"node_id": node, "fix": refused.fix, **refusal_json(refused)}, server.client_id)
+        raise
+
+
+def refusal_json(refused: Refused) -> dict[str, Any]:
+    """Returns code and values for the user's language, the widget to change, and the sentence in English."""
+    return {**to_json(refused.sentence), "widget": refused.widget, "text": str(refused)}

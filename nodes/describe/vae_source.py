@@ -1,0 +1,92 @@
+"""Describes a VAE for the workers, or says why it stays in ComfyUI's process, and explains a decode for CP Plan."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import comfy.sd
+
+from ...parallel_runtime.architectures.autoencoders import COMPARED, kind_of
+from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.explain.plan_report import share_cores
+from ...parallel_runtime.loading.fingerprint import model_fingerprint
+from ...parallel_runtime.planning.device_profile import DeviceProfile
+from ...parallel_runtime.planning.vae_decode import Decode, decode_line
+from ...parallel_runtime.sentences import say
+from ...parallel_runtime.specs import ModelSpec, Placement
+from .comfy_objects import reference
+
+ARGUMENT_BYTES = 64 << 10  # a message may be twice as long
+
+
+class NotParallel(Exception):
+    """Says why ComfyUI's own process, not the workers, runs a VAE or a call of it."""
+
+
+def describe_vae(vae: comfy.sd.VAE) -> ModelSpec:
+    """Returns what the workers load for this VAE. Raises NotParallel."""
+    check_vae(vae)
+    model = vae.first_stage_model
+    loader, arguments = _origin(vae)
+    return ModelSpec(
+        loader=loader,
+        arguments=arguments,
+        weight_dtype=str(vae.vae_dtype).removeprefix("torch."),
+        kind=kind_of(model),
+        weights_fingerprint=model_fingerprint(model, vae.vae_dtype),
+    )
+
+
+def check_vae(vae: comfy.sd.VAE) -> None:
+    """Raises NotParallel for a VAE that the workers cannot run at all."""
+    if type(vae) is not comfy.sd.VAE:
+        raise NotParallel(say("vae.foreign", kind=f"{type(vae).__module__}.{type(vae).__name__}"))
+    kind = kind_of(vae.first_stage_model)
+    if kind not in COMPARED:
+        raise NotParallel(say("vae.unknown", kind=kind))
+    if vae.latent_dim == 1 or vae.extra_1d_channel is not None:
+        raise NotParallel(say("vae.sound"))
+    if vae.patcher.patches or vae.patcher.object_patches:
+        raise NotParallel(say("vae.patched"))
+
+
+def explain_decode(
+    vae: Any, latent: tuple[int, ...], placement: Placement, profile: DeviceProfile | None
+) -> str | tuple[str, ...]:
+    """Returns sentences on the decode of a latent [B, C, (T,) H, W]. `vae`: VAE Decode's, with or without CP VAE."""
+    native = getattr(vae, "native", vae)
+    native.throw_exception_if_invalid()
+    try:
+        check_vae(native)
+    except NotParallel as reason:
+        return say("decode.whole", reason=reason.args[0])
+    if native.latent_dim == 2 and len(latent) == 5:  # as ComfyUI does: a video's first frame
+        latent = (*latent[:2], *latent[3:])
+    if len(latent) != native.latent_dim + 2:
+        return say("decode.dims", wanted=native.latent_dim + 2, found=len(latent))
+    decode = Decode(
+        kind=kind_of(native.first_stage_model),
+        latent=latent,
+        weight_bytes=native.model_size(),
+        activation_bytes=int(native.memory_used_decode(latent, native.vae_dtype)),
+        item_bytes=native.vae_dtype.itemsize,
+    )
+    return decode_line(decode, len(placement.devices), None if share_cores(placement) else profile)
+
+
+def _origin(vae: comfy.sd.VAE) -> tuple[str, str]:
+    """Returns the ComfyUI function that made the VAE, and its arguments in JSON; or "" and the metadata that the
+    weights lack."""
+    init = vae.patcher.cached_patcher_init
+    if init is not None and len(init) == 2 and init[0].__module__ == comfy.sd.__name__:
+        with suppress(Refused, TypeError):  # a function without a name, or arguments that are not plain
+            loader, arguments = reference(init[0], "the loader"), json.dumps(init[1])
+            if len(arguments) < ARGUMENT_BYTES:
+                return loader, arguments
+    config = getattr(vae.first_stage_model, "config", None)
+    metadata: dict[str, Any] = {"tae_latent_channels": vae.latent_channels}
+    if isinstance(config, dict):
+        metadata["config"] = json.dumps({"vae": config})
+    return "", json.dumps(metadata)

@@ -1,0 +1,303 @@
+"""A run's lease of the workers: exclusive use of them, a plan, and memory for it on their devices. Every request to the
+workers goes through a lease."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cache
+
+import comfy.model_management
+from comfy.model_management import throw_exception_if_processing_interrupted as check_interrupt
+
+from ...parallel_runtime.errors import ParallelError, Refused, WorkerFailed
+from ...parallel_runtime.explain.plan_words import compared, why_replicated
+from ...parallel_runtime.group.history import Size
+from ...parallel_runtime.group.runtime import runtime
+from ...parallel_runtime.group.worker_group import OnStep, Result, WorkerGroup
+from ...parallel_runtime.jobs import Job
+from ...parallel_runtime.planning.candidates import profile_of, unsized_plan
+from ...parallel_runtime.planning.memory_model import Capacity
+from ...parallel_runtime.planning.network_stats import Work
+from ...parallel_runtime.planning.plan_inputs import PlanInputs
+from ...parallel_runtime.planning.resolve import alternatives, ranked, resolve
+from ...parallel_runtime.planning.run_plan import Estimate, RunPlan
+from ...parallel_runtime.planning.seconds import times_as_fast
+from ...parallel_runtime.planning.shortage import Shortage, shortage
+from ...parallel_runtime.request import AfterSampling
+from ...parallel_runtime.specs import ModelSpec, Placement, WeightPlacement
+from ..describe.local_devices import comfy_setup
+from .capacity import LIMIT, capacity_for, unload_comfyui_models, user_limits
+from .comfy_memory import GroupModel, sum_by_device
+
+log = logging.getLogger(__name__)
+
+KINDS_PER_DOUBLING = 8  # kinds of runs for each doubling of the tokens: a smaller difference is the same kind
+KEEP_MODELS = 2  # models at once in the workers, memory permitting: Wan 2.2 samples one video with two
+
+
+@contextmanager
+def lease_workers(spec: ModelSpec, placement: Placement, after: AfterSampling = "keep") -> Iterator[Lease]:
+    """Leases the workers of `placement`, exclusively. `after`: keeps, offloads or unloads the model at the end. Raises
+    WorkerStartError."""
+    with runtime.borrowed(placement, comfy_setup(), check_interrupt) as group:
+        lease = Lease(group, spec)
+        try:
+            yield lease
+        finally:
+            if lease.loaded is not None:
+                lease.loaded.end_run(after)
+
+
+@contextmanager
+def lease_with_plan(
+    spec: ModelSpec,
+    inputs: PlanInputs,
+    after: AfterSampling = "keep",
+    *,
+    previous: GroupModel | None = None,
+    plan: RunPlan | None = None,
+) -> Iterator[tuple[Lease, RunPlan]]:
+    """Leases the workers of a run, with its plan, which is resolved once, when sizes and memory are known. Without
+    `devices` in the request all devices start once, and slow ones are left out from then on. `previous` is the model
+    at the last evaluation of the same run, and `plan` its plan where the sizes are the same: both stay if the workers
+    still have the model. Raises Refused, with the numbers, before a worker takes memory; WorkerStartError."""
+    first = previous.group.placement if previous is not None else _initial_placement(inputs)
+    with lease_workers(spec, first, after) as lease:
+        known, plan = lease.plan(inputs, previous, plan)
+        if plan.placement == first:
+            yield lease, plan if lease.is_current(previous) else lease.fit(known, plan)
+            return
+    with lease_workers(spec, plan.placement, after) as lease:
+        yield lease, lease.fit(known, plan)
+
+
+def _initial_placement(inputs: PlanInputs) -> Placement:
+    """Returns the workers to measure first: the live ones if allowed, else all or the last used."""
+    all_devices, live = unsized_plan(inputs).placement, runtime.live
+    if not inputs.may_leave_devices or all_devices not in runtime.profiles:
+        return all_devices
+    if live is not None and live.placement.nnodes == 1 and set(live.placement.devices) <= set(all_devices.devices):
+        return live.placement if not live.placement.shared else all_devices
+    return runtime.last_auto_placement.get(all_devices, all_devices)
+
+
+def dry_run(spec: ModelSpec, inputs: PlanInputs) -> DryRun:
+    """Returns the plan that a run would get at this moment. Raises Refused for a request invalid at any size."""
+    devices = unsized_plan(inputs).placement.devices
+    with runtime.idle_group() as group, suppress(ParallelError):
+        if group is not None and set(group.placement.devices) <= set(devices):
+            group.measure()
+    live = runtime.live
+    known, refused = _with_measurements(spec, inputs, live), None
+    try:
+        plan = resolve(known)
+    except Refused as reason:
+        plan, refused = replace(ranked(known)[0], estimate=None), reason
+    others = alternatives(known, plan) if refused is None else ()
+    group = live if live is not None and live.placement == plan.placement else None
+    return DryRun(inputs=known, plan=plan, group=group, compared=compared((plan, *others)), refused=refused)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """The plan that a run would get, the inputs that it was resolved from, and its live workers, if any. `compared`:
+    sentences on other plans. `refused`: the shortage of memory, if any; the plan has no estimate then."""
+
+    inputs: PlanInputs
+    plan: RunPlan
+    group: WorkerGroup | None
+    compared: Sequence[str]
+    refused: Refused | None
+
+    @property
+    def capacity(self) -> Capacity:
+        """Returns the memory of the workers in the plan."""
+        return self.inputs.capacity.of(self.plan.ranks) if self.plan.ranks else self.inputs.capacity
+
+
+def _with_measurements(spec: ModelSpec, inputs: PlanInputs, group: WorkerGroup | None) -> PlanInputs:
+    """Returns `inputs` with the devices' measurements and the weights that the live `group` has loaded."""
+    all_devices = unsized_plan(inputs).placement
+    loaded = group.models.get(spec.unpatched) if group is not None else None
+    return replace(
+        inputs,
+        profile=runtime.profiles.get(all_devices),
+        profiles=runtime.profiles,
+        capacity=capacity_for(all_devices, group, spec),
+        live=group.placement if group is not None else None,
+        shares=group.balance.shares(spec) if group is not None else {},
+        before=loaded.weights if loaded is not None else None,
+    )
+
+
+class Lease:
+    """The lease of one group's workers, for requests of one model or VAE."""
+
+    def __init__(self, group: WorkerGroup, spec: ModelSpec) -> None:
+        self.group = group
+        self.spec = spec
+
+    @property
+    def loaded(self) -> GroupModel | None:
+        """Returns the model in the group's list; None where it is not listed."""
+        return self.group.models.get(self.spec.unpatched)
+
+    def is_current(self, previous: GroupModel | None) -> bool:
+        """Do the workers still have `previous`, with these weight patches?"""
+        return previous is not None and previous is self.loaded and self.group.has_model(self.spec)
+
+    def budget_bytes(self) -> tuple[int | None, ...]:
+        """Returns the bytes of its device that each worker may take at this moment; None where that is unknown."""
+        self.group.measure(check_interrupt)
+        placement = self.group.placement
+        return capacity_for(placement, self.group, self.spec).budget_bytes(placement.world_size)
+
+    def plan(
+        self, inputs: PlanInputs, previous: GroupModel | None = None, plan: RunPlan | None = None
+    ) -> tuple[PlanInputs, RunPlan]:
+        """Resolves the plan with the workers' memory at this moment; returns its inputs and itself. Raises Refused."""
+        current, only = self.is_current(previous), self.group.placement if previous is not None else None
+        if plan is not None and current:
+            return inputs, plan
+        if not current:
+            self.group.measure(check_interrupt)
+        known = replace(_with_measurements(self.spec, inputs, self.group), only=only, keeps_placement=current)
+        plan = resolve(known)
+        if inputs.may_leave_devices and not current:
+            runtime.last_auto_placement[unsized_plan(inputs).placement] = plan.placement
+        return known, plan
+
+    def run(self, plan: RunPlan, job: Job, *, output: int | None = None, on_step: OnStep = lambda *_: None) -> Result:
+        try:
+            return self.group.run(
+                self.spec,
+                plan.degrees,
+                job,
+                weight_placement=plan.weights,
+                output=output,
+                on_step=on_step,
+                watch=check_interrupt,
+            )
+        except WorkerFailed as failed:
+            log.error("[CP] rank %d:\n%s", failed.cause.rank, failed.traceback)
+            raise
+        finally:
+            for model in [model for model in self.group.models.values() if model.unload_after_run]:
+                model.unload()
+
+    def claim(self, weights: WeightPlacement, needed: Estimate, *, limited: bool = False) -> Shortage | None:
+        """Has ComfyUI free memory on every device for weights and workspace. Returns the shortage that remains after it
+        has unloaded all it can. CUDA graphs go first: other models' are evicted where memory is missing, and this
+        model's count as workspace. `limited`: the user's CP_MEMORY_GIB counts too."""
+        patchers, placement = self._list_model(weights, needed).patchers, self.group.placement
+        limits, workspace = user_limits(placement.world_size) if limited else (), needed.workspace_bytes_by_rank
+        comfy.model_management.soft_empty_cache()  # ComfyUI counts its cache as free, but workers cannot have it
+        if self._other_models_have_graphs() and self._find_shortage(needed, limits):
+            for other in self.group.models.values():
+                if other is not self.loaded:
+                    other.evict_graphs()
+        graph_bytes = [reading.recorded_bytes(self.spec.fingerprint) for reading in self.group.readings]
+        each = zip(workspace, graph_bytes or [0] * len(workspace), strict=True)
+        workspace = [max(0, size - recorded) for size, recorded in each]
+        for patcher, size in zip(patchers, sum_by_device(placement, workspace).values(), strict=True):
+            comfy.model_management.load_models_gpu([patcher], memory_required=size)
+        if placement.devices[0] == "cpu" and not limits:
+            return None
+        if lack := self._find_shortage(needed, limits):
+            log.info("[CP] %s; ComfyUI unloads its models", lack)
+            unload_comfyui_models(placement.devices, patchers)
+            lack = self._find_shortage(needed, limits)
+        return lack
+
+    def _list_model(self, weights: WeightPlacement, needed: Estimate) -> GroupModel:
+        """Lists the model as the last one used, and unloads the oldest ones beyond KEEP_MODELS of its kind."""
+        models, key = self.group.models, self.spec.unpatched
+        model = models.pop(key, None)
+        if model is None or model.needed.weight_bytes_by_rank != needed.weight_bytes_by_rank:
+            if model is not None:
+                model.mark_unloaded()
+            model = GroupModel(self.group, key, weights, needed)
+        model.weights, model.needed = weights, needed
+        same_kind = [other for other in models.values() if bool(other.spec.kind) == bool(key.kind)]  # VAE or not
+        for oldest in same_kind[: -(KEEP_MODELS - 1)]:
+            oldest.unload()
+        models[key] = model
+        return model
+
+    def _other_models_have_graphs(self) -> bool:
+        return any(
+            reading.graphs.bytes > reading.recorded_bytes(self.spec.fingerprint) for reading in self.group.readings
+        )
+
+    def _find_shortage(self, needed: Estimate, limits: Sequence[int]) -> Shortage | None:
+        readings, placement = self.group.measure(check_interrupt), self.group.placement
+        of_each, each = limits or (None,) * placement.world_size, needed.needed_bytes_by_rank
+        return shortage(placement, readings, self.spec.fingerprint, each, limits=of_each, limited_by=LIMIT)
+
+    def fit(self, inputs: PlanInputs, plan: RunPlan) -> RunPlan:
+        """Claims memory for the plan and returns it. Where ComfyUI cannot free as much as the plan counted on, weights
+        auto resolves another plan, which is returned instead. Raises Refused."""
+        auto, name = inputs.request.weights == "auto", inputs.work.network.name if inputs.work else ""
+        lack = self._claim(plan, auto)
+        try:
+            for _ in self.group.placement.devices if auto else ():
+                if lack is None:
+                    break
+                ranks = [plan.ranks[rank] for rank in lack.ranks] if plan.ranks else lack.ranks
+                workers = unsized_plan(inputs).placement.world_size
+                capacity = inputs.capacity.at_most(lack.each, ranks, workers)
+                inputs = replace(inputs, capacity=capacity, only=plan.placement)
+                plan = resolve(inputs)
+                lack = self._claim(plan, auto)
+            if lack is not None:
+                raise Refused("memory.taken", widget="weights", network=name, lack=lack.sentence)
+        except Refused:
+            if self.loaded is not None:
+                self.loaded.unload()
+            raise
+        self._record_start(inputs, plan)
+        return plan
+
+    def _claim(self, plan: RunPlan, auto: bool) -> Shortage | None:
+        assert plan.estimate is not None
+        return self.claim(plan.weights, plan.estimate, limited=auto)
+
+    def _record_start(self, inputs: PlanInputs, plan: RunPlan) -> None:
+        """Records in the history, the share balance and the log that a run of this plan begins."""
+        work = inputs.work
+        assert work is not None
+        self.group.activity.set_size(Size(run_kind(self.spec, work), _estimate_speedup(inputs, plan, work)))
+        if inputs.request.shares.strip() in ("", "auto"):
+            self.group.balance.begin(self.spec, plan.degrees)
+        if inputs.gpus == 1 == plan.placement.world_size:
+            _log_one_gpu()
+        if why := why_replicated(inputs.request, plan, work.network):
+            log.info("[CP] %s", why.removesuffix("."))
+        if plan.rows:
+            prompts = work.prompts_per_rank(plan.degrees)
+            log.info("[CP] prompts are evaluated one by one: memory does not suffice for %d at once", prompts)
+
+
+def run_kind(spec: ModelSpec, work: Work) -> tuple[object, ...]:
+    """Returns a key of runs that take equally long on the same workers. A few more text tokens do not change it."""
+    tokens = round(KINDS_PER_DOUBLING * math.log2(max(1, work.tokens)))
+    return spec.unpatched, work.network.weight_bytes, work.rows, work.prompts, work.cached, tokens
+
+
+def _estimate_speedup(inputs: PlanInputs, plan: RunPlan, work: Work) -> float | None:
+    """Estimates how many times as fast as one worker the plan is; None where nothing is split or a device is shared."""
+    profile, split = profile_of(inputs, plan), work.network.divisible and plan.degrees.pipeline_degree == 1
+    known = split and profile is not None and profile.bytes_per_second and not plan.placement.shared
+    return times_as_fast(work, plan.degrees, profile) if known and profile is not None else None
+
+
+@cache
+def _log_one_gpu() -> None:
+    log.info(
+        "[CP] one GPU: CP Sampler gives KSampler's bits, and CUDA graphs make it faster where the CPU is "
+        "too slow for the GPU; sharing one picture takes two GPUs or more"
+    )

@@ -1,0 +1,242 @@
+"""The network of a VAE in the workers: each decode or encode of a tensor is one request to them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import comfy.model_management
+import comfy.sd
+import comfy.utils
+import torch
+from torch import Tensor
+
+from ...parallel_runtime.architectures.autoencoders import COMPARED
+from ...parallel_runtime.errors import Refused, WorkerFailed
+from ...parallel_runtime.group.runtime import runtime
+from ...parallel_runtime.group.shared_output import SharedOutput
+from ...parallel_runtime.group.worker_group import Result
+from ...parallel_runtime.jobs import VAEJob
+from ...parallel_runtime.loading.random_states import random_states, set_random_states
+from ...parallel_runtime.planning.device_names import parse_devices
+from ...parallel_runtime.planning.run_plan import Estimate, RunPlan
+from ...parallel_runtime.planning.work_shares import requested_shares, shares_within
+from ...parallel_runtime.request import ParallelRequest
+from ...parallel_runtime.specs import ModelSpec, Parallelism, Placement, VAEMethod, WeightPlacement
+from ..describe.local_devices import gpu_kind, last_used, plan_without_model, visible_gpus
+from ..describe.vae_source import NotParallel
+from .lease import Lease, lease_workers
+
+log = logging.getLogger(__name__)
+
+
+class RemoteVAE:
+    """Replaces `first_stage_model`. By `comfy_has_chunked_io` ComfyUI passes the memory of the IMAGE to `decode`."""
+
+    comfy_has_chunked_io = True
+
+    def __init__(self, vae: comfy.sd.VAE, spec: ModelSpec, request: ParallelRequest | None) -> None:
+        self._vae = vae
+        self._spec = spec
+        self._request = request
+        self.output: SharedOutput | None = None  # the next decodes write to it
+        self.output_shape: tuple[int, ...] = ()  # the last shape that `decode_output_shape` returned
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the native network, except for copying and pickling, and none before `__init__`."""
+        if name.startswith("__") or "_vae" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no {name}", name=name, obj=self)
+        return getattr(self._vae.first_stage_model, name)
+
+    @property
+    def workers(self) -> int:
+        return len(placement_for(self._request).devices)
+
+    def decode_output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        vae = self._vae
+        if hasattr(vae.first_stage_model, "decode_output_shape"):
+            self.output_shape = tuple(vae.first_stage_model.decode_output_shape(shape))
+        else:
+            channels = getattr(vae, "conv_out_channels", vae.output_channels)
+            self.output_shape = (shape[0], channels, *_sizes(shape[2:], vae.upscale_ratio, lambda n, by: n * by))
+        return self.output_shape
+
+    def decode(self, x: Tensor, output_buffer: Tensor | None = None, **options: Any) -> Tensor:
+        if options:
+            raise NotParallel(f"it is given {', '.join(options)}")
+        shape = self.decode_output_shape(tuple(x.shape)) if output_buffer is None else tuple(output_buffer.shape)
+        dtype = x.dtype if output_buffer is None else output_buffer.dtype
+        if self.output is not None and output_buffer is not None:
+            offset = self.output.offset_of(output_buffer)
+            if offset is not None:
+                self._convert("decode", x, 1, self.output, offset, shape)
+                return output_buffer
+        with _new_output(shape, dtype) as output:
+            self._convert("decode", x, 1, output, 0, shape)
+        return output.tensor.to(x.device) if output_buffer is None else output_buffer.copy_(output.tensor)
+
+    def encode(self, x: Tensor, device: torch.device | None = None) -> Tensor:
+        unit = self._vae.spacial_compression_encode()
+        latent = _sizes(tuple(x.shape[2:]), self._vae.downscale_ratio, lambda n, by: n // by)
+        shape = (x.shape[0], self._vae.latent_channels, *latent)
+        with _new_output(shape, x.dtype) as output:
+            self._convert("encode", x, unit, output, 0, shape)
+        return output.tensor.to(device or x.device)
+
+    def decode_tiled(self, *args: Any, **kwargs: Any) -> Tensor:
+        """ComfyUI calls this on a network that makes tiles itself."""
+        raise NotParallel("it makes its own tiles")
+
+    encode_tiled = decode_tiled
+
+    def end(self) -> None:
+        """Keeps, offloads or unloads the VAE after a decode or encode, as the user chose."""
+        group = runtime.live
+        model = group.models.get(self._spec.unpatched) if group is not None else None
+        if model is not None and self._request is not None:
+            model.end_run(self._request.after_sampling)
+
+    def _convert(
+        self,
+        method: VAEMethod,
+        x: Tensor,
+        unit: int,
+        output: SharedOutput,
+        offset: int,
+        shape: tuple[int, ...],
+    ) -> None:
+        """Decodes or encodes `x` into `output` from element `offset` on. `unit`: pixels in a row of the latent."""
+        self._check(method, x, unit)
+        placement = placement_for(self._request)
+        with _refusals_as_not_parallel(), lease_workers(self._spec, placement) as lease:
+            shares = self._claim(lease, method, tuple(x.shape))
+            job = VAEJob(
+                method=method,
+                x=x,
+                unit=unit,
+                shape=list(shape),
+                dtype=str(output.tensor.dtype).removeprefix("torch."),
+                offset=offset,
+                random_states=random_states(self._vae.device),
+                chunk_bytes=self._chunk_bytes(),
+                weights=None if self._spec.loader else dict(self._vae.get_sd()),
+                shares=shares,
+            )
+            result = self._run(lease, job, output)
+        set_random_states(result.value["random_states"], self._vae.device)
+        log.info(
+            "[CP] VAE %sd on %d worker(s) in %.2f s, loaded in %.2f s",
+            method, min(len(placement.devices), max(x.shape[-2:]) // unit), result.seconds, result.load_seconds,
+        )  # fmt: skip
+
+    def _check(self, method: VAEMethod, x: Tensor, unit: int) -> None:
+        """Raises NotParallel for a tensor at which ComfyUI fails: a failure in a worker would end the group."""
+        channels = self._vae.latent_channels if method == "decode" else self._vae.output_channels
+        if x.shape[1] != channels:
+            raise NotParallel(f"it takes {channels} channels, and got {x.shape[1]}")
+        if not (x.shape[-2] // unit and x.shape[-1] // unit):
+            raise NotParallel(f"{x.shape[-1]} x {x.shape[-2]} pixels make no row of a latent")
+
+    def _run(self, lease: Lease, job: VAEJob, output: SharedOutput) -> Result:
+        bar: comfy.utils.ProgressBar | None = None
+
+        def on_step(frames: int, x0: Any, x: Any, total: int) -> None:
+            nonlocal bar
+            bar = bar or comfy.utils.ProgressBar(total)
+            bar.update_absolute(frames, total)
+
+        placement = lease.group.placement
+        by_rows = RunPlan(degrees=Parallelism(ring_degree=placement.world_size), placement=placement)
+        try:
+            return lease.run(by_rows, job, output=output.fd, on_step=on_step)
+        except WorkerFailed as failed:
+            if failed.cause.kind == "out_of_memory":  # ComfyUI goes on with tiles
+                log.warning("[CP] VAE: %s", failed)
+                raise torch.OutOfMemoryError(str(failed)) from failed
+            raise
+
+    def _claim(self, lease: Lease, method: VAEMethod, shape: tuple[int, ...]) -> list[int]:
+        """Has ComfyUI free memory for the weights and each worker's share of the activations. Refuses nothing where
+        memory is still missing: ComfyUI's estimate is high, and its VAE goes on with tiles. Returns the shares of the
+        rows: the requested ones, else fewer for a device with too little memory for as many as the others."""
+        vae, placement = self._vae, lease.group.placement
+        estimate = vae.memory_used_decode if method == "decode" else vae.memory_used_encode
+        full_bytes, weight_bytes = int(estimate(shape, vae.vae_dtype)), int(vae.model_size())
+        shares = shares_for(self._request, placement) or self._shares_by_memory(lease, full_bytes, weight_bytes)
+        parts = shares or [1] * len(placement.devices)
+        activations = [int(full_bytes * part / sum(parts)) for part in parts]
+        other_machines = [0] * (placement.world_size - len(parts))
+        needed = Estimate(
+            weight_bytes_by_rank=(weight_bytes,) * placement.world_size,
+            activation_bytes_by_rank=(*activations, *other_machines),
+            buffer_bytes_by_rank=(0,) * placement.world_size,
+        )
+        lease.claim(WeightPlacement(), needed)
+        return shares
+
+    def _shares_by_memory(self, lease: Lease, full_bytes: int, weight_bytes: int) -> list[int]:
+        """Returns shares of the rows by each worker's memory; none where it suffices for equal shares."""
+        devices = lease.group.placement.devices
+        budgets = lease.budget_bytes()[: len(devices)]
+        shares = shares_within(full_bytes, [None if budget is None else budget - weight_bytes for budget in budgets])
+        if shares:
+            each = zip(devices, shares, strict=True)
+            percent = ", ".join(f"{device} {share / sum(shares):.0%}" for device, share in each)
+            log.info("[CP] VAE: rows are divided by free memory: %s", percent)
+        return list(shares)
+
+    def _chunk_bytes(self) -> int:
+        """Returns the bytes in which ComfyUI would split a video in time on this device: one number for all ranks."""
+        function = COMPARED[self._spec.kind].chunk_size
+        if not function:
+            return 0
+        module, _, name = function.partition(":")
+        return int(getattr(import_module(module), name)(self._vae.device))
+
+
+@contextmanager
+def _refusals_as_not_parallel() -> Iterator[None]:
+    try:
+        yield
+    except Refused as refused:
+        raise NotParallel(refused.sentence) from None
+
+
+def placement_for(request: ParallelRequest | None) -> Placement:
+    """Returns a VAE's workers: the requested ones, else the live group, else one on every device. Raises Refused."""
+    group = runtime.live
+    live = group.placement if group is not None else None
+    if request is None:
+        return live or plan_without_model(ParallelRequest()).placement
+    placement = plan_without_model(replace(request, shares="equal")).placement
+    if live is not None and request.by_heads and set(live.devices) <= set(placement.devices):
+        return live  # a sampler's model may need fewer
+    return last_used(request, placement)
+
+
+def shares_for(request: ParallelRequest | None, placement: Placement) -> list[int]:
+    """Returns the requested shares of the rows for the workers of ComfyUI's machine; [] = equal. Raises Refused."""
+    if request is None:
+        return []
+    devices = len(parse_devices(request.devices, visible_gpus(), gpu_kind()))
+    shares = requested_shares(request.shares, placement.world_size, devices, placement.nnodes)
+    local = shares[: len(placement.devices)]
+    return list(local) if any(local) else []
+
+
+def _sizes(sizes: tuple[int, ...], ratio: Any, scale: Any) -> list[int]:
+    """Scales `sizes` by ComfyUI's ratio: one number for all dims, or a number or function for each."""
+    ratios = ratio if isinstance(ratio, tuple) else (ratio,) * len(sizes)
+    if len(ratios) != len(sizes):
+        raise NotParallel(f"it takes {len(ratios)} dims, and got {len(sizes)}")
+    return [int(by(size)) if callable(by) else int(scale(size, by)) for size, by in zip(sizes, ratios, strict=True)]
+
+
+def _new_output(shape: tuple[int, ...], dtype: torch.dtype) -> SharedOutput:
+    if not all(shape):
+        raise NotParallel(f"a result of {shape} is empty")
+    return SharedOutput(shape, dtype)

@@ -1,0 +1,128 @@
+"""The HTTP routes under /cp, which ComfyUI serves under /api/cp too, behind its own check of the origin."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+from aiohttp import web
+from server import PromptServer
+
+from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.explain.remedy import changes, instead
+from ...parallel_runtime.group.group_status import BUSY
+from ...parallel_runtime.group.journal import LINES
+from ...parallel_runtime.group.runtime import runtime
+from ...parallel_runtime.planning.work_shares import work_percent
+from ...parallel_runtime.request import ParallelRequest
+from ...parallel_runtime.sentences import say
+from ..describe.local_devices import comfy_setup, plan_inputs, plan_without_model, visible_gpus
+from ..describe.refused_event import refusal_json
+from .status_events import full_status_json
+
+log = logging.getLogger(__name__)
+
+PAGES = Path(__file__).parents[2] / "docs" / "troubleshooting"
+
+
+def add_routes() -> None:
+    routes = PromptServer.instance.routes
+    routes.get("/cp/status")(get_status)
+    routes.get("/cp/logs")(get_logs)
+    routes.get("/cp/help/{page}")(get_help)
+    routes.post("/cp/stop")(stop)
+    routes.post("/cp/free")(free)
+    routes.post("/cp/restart")(restart)
+    routes.post("/cp/check")(check)
+
+
+async def get_status(_: web.Request) -> web.Response:
+    """Returns the status of the group and of each rank, and the limits that apply."""
+    return web.json_response(await _in_thread(full_status_json))
+
+
+async def get_logs(request: web.Request) -> web.Response:
+    """Returns the last lines of one rank (?rank=1&lines=100), or of all ranks and this pack."""
+    try:
+        rank = int(request.query["rank"]) if request.query.get("rank") else None
+        lines = int(request.query.get("lines") or LINES)
+    except ValueError:
+        return _error("rank and lines are whole numbers", 400)
+    return web.json_response({"lines": [asdict(line) for line in runtime.journal.tail(lines, rank)]})
+
+
+async def get_help(request: web.Request) -> web.Response:
+    """Returns a page of docs/troubleshooting as text."""
+    pages = {path.stem: path for path in PAGES.glob("*.md")}
+    page = pages.get(request.match_info["page"])
+    if page is None:
+        return _error(f"there is no such page; there are {', '.join(sorted(pages))}", 404)
+    return web.Response(text=page.read_text(encoding="utf-8"), charset="utf-8")
+
+
+async def stop(_: web.Request) -> web.Response:
+    """Cancels the run in the workers, like ComfyUI's /interrupt; they stay warm."""
+    running, _waiting = PromptServer.instance.prompt_queue.get_current_queue_volatile()
+    if runtime.status().state not in BUSY or not running:
+        return _error("no run uses the workers")
+    comfy.model_management.interrupt_current_processing()
+    return web.json_response({"stopped": True})
+
+
+async def free(_: web.Request) -> web.Response:
+    """Has the workers unload their models; the next run loads again."""
+    freed = await _in_thread(_unload_models)
+    return web.json_response({"freed": freed}) if freed is not None else _error("there are no workers at rest")
+
+
+async def restart(_: web.Request) -> web.Response:
+    """Ends the workers, also during a run, which fails, and starts others in the background."""
+    if not await _in_thread(lambda: runtime.restart(say("ended.restarted"), comfy_setup())):
+        return _error("there are no workers to restart")
+    log.info("[CP] the user restarted the workers")
+    return web.json_response({"restarted": True})
+
+
+async def check(request: web.Request) -> web.Response:
+    """Returns the plan of a CP Parallel Config with these values, or why it cannot work."""
+    try:
+        config = ParallelRequest.of(await request.json())
+    except ValueError as error:
+        reason = error.sentence if isinstance(error, Refused) else str(error)
+        refused = Refused("config.unreadable", reason=reason)
+        return web.json_response({"error": str(refused), **refusal_json(refused)}, status=400)
+    return web.json_response(await _in_thread(partial(_plan_json, config)))
+
+
+def _plan_json(config: ParallelRequest) -> dict[str, Any]:
+    gpus = visible_gpus()
+    try:
+        plan = plan_without_model(config, guided=True)
+    except Refused as refused:
+        nearest = instead(partial(plan_inputs, guided=True), config, refused.fix)
+        fix = [asdict(change) for change in changes(config, nearest)]
+        return {"gpus": gpus, "reason": str(refused), **refusal_json(refused), "fix": fix}
+    placement = plan.placement
+    result = {"workers": placement.world_size, "devices": placement.devices, "degrees": plan.degrees.by_name}
+    result["shares"] = work_percent(plan.degrees, placement) if len(set(plan.degrees.shares)) > 1 else []
+    return {"gpus": gpus, "cores": os.cpu_count(), "reason": "", **result}
+
+
+def _unload_models() -> list[str] | None:
+    with runtime.idle_group() as group:
+        return None if group is None else [model.spec.title for model in list(group.models.values()) if model.unload()]
+
+
+def _error(reason: str, code: int = 409) -> web.Response:
+    return web.json_response({"error": reason}, status=code)
+
+
+async def _in_thread(work: Any) -> Any:
+    """Runs `work` in a thread, so that other requests are served meanwhile."""
+    return await asyncio.get_running_loop().run_in_executor(None, work)

@@ -1,0 +1,120 @@
+"""Reads the user's choices under ComfyUI's Settings, and applies them when they are saved.
+
+web/settings.js declares them and ComfyUI stores them. Environment variables win over them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import folder_paths
+
+from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.group.runtime import runtime
+from ...parallel_runtime.planning.request_checks import MAX_DEGREE
+from ...parallel_runtime.request import ParallelRequest
+
+log = logging.getLogger(__name__)
+
+PREFIX = "CPSampler."
+MAX_SECONDS = 1e9
+READS, READ_PAUSE_SECONDS = 4, 0.05
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+PACKAGES = [__name__.rsplit(".", 2)[0], ParallelRequest.__module__.rpartition(".")[0]]  # loggers that get the level
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings by their names in the frontend, without PREFIX. IdleSeconds 0: workers are never ended."""
+
+    IdleSeconds: float = 0.0
+    StallSeconds: float = 120.0
+    RingDegree: int = 0
+    UlyssesDegree: int = 0
+    LogLevel: str = "INFO"
+
+    @classmethod
+    def of(cls, chosen: Any) -> Settings:
+        """Returns the settings in ComfyUI's file; missing and invalid ones have their defaults."""
+        chosen = chosen if isinstance(chosen, dict) else {}
+        kinds = get_type_hints(cls)
+        values = {name: chosen.get(PREFIX + name) for name in kinds} | _from_environment()
+        return cls(**{name: kinds[name](value) for name, value in values.items() if _is_valid(kinds[name], value)})
+
+    @property
+    def request(self) -> ParallelRequest:
+        """Returns the request of a node without a cp_config."""
+        return ParallelRequest(ring_degree=self.RingDegree, ulysses_degree=self.UlyssesDegree, pipeline_degree=0)
+
+
+def settings_file() -> Path:
+    """Returns the default user's file: all users of a server share the workers."""
+    return Path(folder_paths.get_user_directory()) / "default" / "comfy.settings.json"
+
+
+def refresh() -> Settings:
+    """Applies saved changes; costs one os.stat where there are none."""
+    version = None
+    with contextlib.suppress(OSError):
+        stat = settings_file().stat()
+        version = (stat.st_mtime_ns, stat.st_size)
+    return _apply(version)
+
+
+def request_from(cp_config: object) -> ParallelRequest:
+    """Returns the request on a `cp_config` socket, or the default request. Raises Refused for anything else."""
+    if cp_config is None:
+        return refresh().request
+    if not isinstance(cp_config, ParallelRequest):
+        raise Refused("config.kind", kind=type(cp_config).__name__)
+    return cp_config
+
+
+@lru_cache(maxsize=1)
+def _apply(version: tuple[int, int] | None) -> Settings:
+    """Applies the file's settings, once for each `version` (time of change, size) of it."""
+    settings = Settings.of(_read())
+    runtime.stall.choose(settings.StallSeconds)
+    runtime.idle.choose(settings.IdleSeconds)
+    for package in PACKAGES:
+        level = "NOTSET" if settings.LogLevel == Settings.LogLevel else settings.LogLevel  # as ComfyUI's own
+        logging.getLogger(package).setLevel(level if level in (*LEVELS, "NOTSET") else "NOTSET")
+    return settings
+
+
+def _read() -> Any:
+    """Returns the file's JSON; None without the file, or where it stays invalid after several reads."""
+    for _ in range(READS):
+        try:
+            return json.loads(settings_file().read_text())
+        except OSError:
+            return None
+        except (ValueError, RecursionError):
+            time.sleep(READ_PAUSE_SECONDS)
+    log.warning("[CP] %s is no valid JSON; CP Sampler uses its default settings until it is", settings_file())
+    return None
+
+
+def _from_environment() -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, variable in (("RingDegree", "CP_RING_DEGREE"), ("UlyssesDegree", "CP_ULYSSES_DEGREE")):
+        if (text := os.environ.get(variable, "").strip()).isdecimal():
+            values[name] = int(text)
+    if (level := os.environ.get("CP_LOG_LEVEL", "").strip().upper()) in LEVELS:
+        values["LogLevel"] = level
+    return values
+
+
+def _is_valid(kind: type, value: Any) -> bool:
+    if kind is str:
+        return isinstance(value, str)
+    number = type(value) is int or (kind is float and type(value) is float)
+    return number and 0 <= value <= (MAX_DEGREE if kind is int else MAX_SECONDS)

@@ -1,0 +1,95 @@
+"""An architecture: its classes, its split plan, and the sizes that planning reads from a network. Imports no torch.
+
+Sizes are read from attributes of the network, which may be without weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from typing import Any
+
+from .split_plan import JOINT, ModulePlan, Names, SplitPlan
+
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "heads")  # what networks and their blocks call them
+WIDTH = ("hidden_size", "inner_dim", "dim", "model_channels", "model_dim")
+
+
+def _patch_size(net: Any) -> Sequence[int]:
+    """The patch size in (frames, rows, columns); a single number is that of rows and columns."""
+    size = net.patch_size
+    return (1, size, size) if isinstance(size, int) else size
+
+
+def _number(names: Sequence[str], modules: Iterable[Any]) -> int:
+    """The first integer attribute with one of these names, module by module."""
+    values = (getattr(module, name, None) for module in modules for name in names)
+    return next(number for number in values if isinstance(number, int))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One architecture. `kinds` are its classes, "module:qualified name".
+
+    `patch`: how many of a latent's last dims (frames, rows, columns) make a token, or what says so of a network; its
+    `patch_size` where nothing is said. `width`: heads x head size, where the network does not have it under a name of
+    WIDTH. `prompt`: the stream of the text's tokens, if the plan cuts it. `text_width` and `pooled_width` are those of
+    a prompt, None where the network does not say. `fits`: whether the plan is for this one of the class; it runs
+    undivided if not. `padded`: to multiples of what the latent is padded that patches between its blocks are shown.
+    `batch_coupled`: whether this one goes by where prompts and images are in its batch, which are shared out to nobody.
+    `images_coupled`: whether the images of a prompt are computed together, as frames that attend to each other are, so
+    that prompts may be shared out and images may not.
+    """
+
+    name: str
+    kinds: Names
+    plan: SplitPlan
+    patch: Sequence[int] | Callable[[Any], Sequence[int]] = _patch_size
+    prompt: str = "text"
+    width: Callable[[Any], int] = lambda net: _number(WIDTH, [net])
+    text_width: Callable[[Any], int | None] = lambda net: None
+    pooled_width: Callable[[Any], int | None] = lambda net: None
+    fits: Callable[[Any], bool] = lambda net: True
+    padded: Callable[[Any], int] = lambda net: 1
+    batch_coupled: Callable[[Any], bool] = lambda net: False
+    images_coupled: Callable[[Any], bool] = lambda net: False
+
+    def layers(self, net: Any) -> int:
+        """Blocks with attention that run in turn; of those that run with others, such as have the latent's tokens."""
+        main = self.plan.main_stream
+        plans = (
+            each for each in self._attending if not each.runs_with or any(main in of for *_, of in each.split_args)
+        )
+        return sum(len(net.get_submodule(module_plan.name)) for module_plan in plans)
+
+    def heads(self, net: Any) -> int:
+        """Attention heads: an attribute of the network, or of the first submodule of its blocks that has one."""
+        parts = (part for module_plan in self._attending for part in net.get_submodule(module_plan.name).modules())
+        return _number(HEADS, chain([net], parts))
+
+    def tokens(self, net: Any, latent_shape: Sequence[int], text: int) -> dict[str, int]:
+        """Tokens of each split stream, for a latent of shape [B, C, (T,) H, W] and `text` tokens of text."""
+        patch = self.patch(net) if callable(self.patch) else self.patch
+        sides = zip(reversed(latent_shape[2:]), reversed(patch), strict=False)
+        count = prod(-(-size // side) for size, side in sides)
+        if self.plan.main_stream in JOINT:
+            return {self.plan.main_stream: count + text}
+        return {self.plan.main_stream: count} | ({self.prompt: text} if self.prompt in self.plan.streams else {})
+
+    @property
+    def _attending(self) -> list[ModulePlan]:
+        plans = self.plan.module_plans
+        return [plan for plan in plans if plan.split_args and (plan.attends or plan.submodule_attends)]
+
+
+def inputs_of(path: str) -> Callable[[Any], int | None]:
+    """Returns a function: a network's in_features of the linear layer at `path`, None for a network without it."""
+
+    def width(net: Any) -> int | None:
+        for part in path.split("."):
+            net = getattr(net, part, None)
+        return getattr(net, "in_features", None)
+
+    return width

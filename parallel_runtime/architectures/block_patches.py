@@ -1,0 +1,76 @@
+"""Which of ComfyUI's patches between and inside blocks need all tokens, and which work on each token, or each frame,
+alone and so can run on a split sequence.
+
+Knows functions and classes by their names. Imports no torch, no ComfyUI.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import Refused
+
+BEFORE = {"post_input"}
+BETWEEN = {"double_block", "single_block", "noise_refiner"}
+OF_UNETS = {
+    "input_block_patch", "input_block_patch_after_skip", "output_block_patch", "middle_patch", "middle_block_patch",
+    "middle_block_after_patch", "emb_patch", "forward_timestep_embed_patch",
+}  # fmt: skip  # called by no network of tokens
+INSIDE = ("attn1_patch", "attn2_patch", "attn1_output_patch", "attn2_output_patch", "mlp_patch")
+EACH_TOKEN = (
+    "comfy_extras.nodes_nag.NAGuidance.execute.<locals>.nag_attention_output_patch",
+    "comfy.ldm.anima.lllite.AnimaLLLiteAttentionPatch",
+    "comfy.ldm.anima.lllite.AnimaLLLiteMLPPatch",
+)
+
+OF_FRAMES = ("comfy.ldm.wan.model_multitalk.MultiTalkCrossAttnPatch",)  # which reshape their tokens by frames
+
+
+def needs_full_tokens(options: Mapping[str, Any]) -> bool:
+    """Whether patches in `transformer_options` need full tokens between blocks. Raises Refused for ones inside."""
+    all_patches = options.get("patches") or {}
+    patches = {kind for kind, functions in all_patches.items() if functions}
+    if inside := sorted(patches - BEFORE - BETWEEN - OF_UNETS - set(INSIDE)) + see_all_tokens(all_patches):
+        raise Refused("blocks.inside", widget="ring_degree", names=", ".join(inside))
+    return bool(patches & BETWEEN) or bool((options.get("patches_replace") or {}).get("dit"))
+
+
+def see_all_tokens(patches: Mapping[str, Sequence[Any]]) -> list[str]:
+    """Those of the patches, by ComfyUI's kinds, that need all tokens inside of blocks: "attn1_patch of HyperTile"."""
+    inside = ((kind, patch) for kind in INSIDE for patch in patches.get(kind) or ())
+    splittable = EACH_TOKEN + OF_FRAMES
+    return list(
+        dict.fromkeys(f"{kind} of {_owner(patch)}" for kind, patch in inside if not _is_one_of(splittable, patch))
+    )
+
+
+def are_inside(patches: Mapping[str, Sequence[Any]]) -> bool:
+    """Whether any of these runs inside of blocks."""
+    return any(patches.get(kind) for kind in INSIDE)
+
+
+def goes_by_frames(patch: Any) -> bool:
+    """Whether `patch` gives the same on a part of the tokens that is made of full frames."""
+    return _is_one_of(OF_FRAMES, patch)
+
+
+def _is_one_of(names: Sequence[str], patch: Any) -> bool:
+    return any(f".{_name(patch)}".endswith(f".{known}") for known in names)
+
+
+def _owner(patch: Any) -> str:
+    """The name of the node that defines `patch`, or its class."""
+    named: str = _named(patch).__qualname__
+    return named.partition(".")[0]
+
+
+def _name(patch: Any) -> str:
+    """The dotted name of `patch`; ComfyUI imports its extra nodes under the path of their file."""
+    named = _named(patch)
+    return f"{named.__module__.replace(os.sep, '.')}.{named.__qualname__}"
+
+
+def _named(patch: Any) -> Any:
+    return patch if hasattr(patch, "__qualname__") else type(patch)

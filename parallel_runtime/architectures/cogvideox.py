@@ -1,0 +1,24 @@
+"""CogVideoX."""
+
+from .architecture import Architecture
+from .split_plan import TEXT, VIDEO, Gather, ModulePlan, Split, SplitLike, SplitPlan
+
+NETWORK = Architecture(
+    name="CogVideoX",
+    kinds=("comfy.ldm.cogvideo.model:CogVideoXTransformer3DModel",),
+    plan=SplitPlan(
+        (
+            ModulePlan(
+                "blocks",
+                {
+                    "hidden_states": Split(VIDEO),
+                    "encoder_hidden_states": Split(TEXT),
+                    "image_rotary_emb": SplitLike(VIDEO, -2),
+                },
+                attends=TEXT + VIDEO,
+                unsplit_args=("temb",),
+            ),
+            ModulePlan("norm_final", {0: Gather(VIDEO)}),
+        ),
+    ),
+)

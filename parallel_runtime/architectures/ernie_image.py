@@ -1,0 +1,18 @@
+"""ERNIE-Image: image and text in one stream. Its attention is called without transformer_options."""
+
+from .architecture import Architecture
+from .split_plan import JOINT, Gather, ModulePlan, Split, SplitLike, SplitPlan
+
+NETWORK = Architecture(
+    name="ERNIE-Image",
+    kinds=("comfy.ldm.ernie.model:ErnieImageModel",),
+    plan=SplitPlan(
+        (
+            ModulePlan(
+                "layers", {"x": Split(JOINT), "rotary_pos_emb": SplitLike(JOINT)}, attends=JOINT, unsplit_args=("temb",)
+            ),
+            ModulePlan("final_norm", {"x": Gather(JOINT)}),
+        ),
+        no_options=("comfy.ldm.ernie.model",),
+    ),
+)

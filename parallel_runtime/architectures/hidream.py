@@ -1,0 +1,32 @@
+"""HiDream I1. Each block gets another text beside what it kept of the last: the text stays whole, and is attended to
+in shares."""
+
+from .architecture import Architecture
+from .split_plan import IMAGE, TEXT, Gather, ModulePlan, Split, SplitLike, SplitPlan
+
+BOTH = IMAGE + TEXT
+
+PLAN = SplitPlan(
+    (
+        ModulePlan(
+            "double_stream_blocks",
+            {"image_tokens": Split(IMAGE), "text_tokens": Split(TEXT), "rope": SplitLike(BOTH)},
+            attends=BOTH,
+            unsplit_args=("adaln_input",),
+        ),
+        ModulePlan(
+            "single_stream_blocks",
+            {"image_tokens": Split(BOTH), "rope": SplitLike(BOTH)},
+            attends=BOTH,
+            unsplit_args=("adaln_input",),
+        ),
+        ModulePlan("final_layer", {"x": Gather(IMAGE)}),
+    ),
+    replicated=frozenset(TEXT),
+)
+
+NETWORK = Architecture(
+    name="HiDream I1",
+    kinds=("comfy.ldm.hidream.model:HiDreamImageTransformer2DModel",),
+    plan=PLAN,
+)

@@ -1,0 +1,43 @@
+"""HunyuanVideo (text and both image to video), HunyuanVideo 1.5 and HunyuanImage, which have no single blocks or do.
+
+After the blocks the parent slices reference latents off by whole positions, so each stack ends whole.
+"""
+
+from .architecture import Architecture
+from .split_plan import IMAGE, TEXT, ModulePlan, Slices, Split, SplitLike, SplitPlan
+
+BOTH = TEXT + IMAGE
+WHOLE = ("vec", "attn_mask")
+
+PLAN = SplitPlan(
+    (
+        ModulePlan(
+            "double_blocks",
+            {
+                "img": Split(IMAGE),
+                "txt": Split(TEXT),
+                "pe": SplitLike(BOTH, 2),
+                "modulation_dims_img": Slices(IMAGE),
+                "modulation_dims_txt": Slices(TEXT),
+            },
+            attends=BOTH,
+            unsplit_args=WHOLE,
+            gathers=True,
+        ),
+        # The image's slices are applied to text and image: that is how ComfyUI does it.
+        ModulePlan(
+            "single_blocks",
+            {"x": Split(BOTH), "pe": SplitLike(BOTH, 2), "modulation_dims": Slices(BOTH)},
+            attends=BOTH,
+            unsplit_args=WHOLE,
+            gathers=True,
+        ),
+    ),
+    residuals=("input",),
+)
+
+NETWORK = Architecture(
+    name="HunyuanVideo",
+    kinds=("comfy.ldm.hunyuan_video.model:HunyuanVideo",),
+    plan=PLAN,
+)

@@ -1,0 +1,54 @@
+"""The modules of a network that its plan names, and those that choose their own attention. Knows no ranks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .row_plan import RowPlan
+from .split_plan import ModulePlan, Names, SplitPlan
+
+CHOOSES = "ComfyAttention"  # the class of modules that may choose an attention function
+Stack = nn.ModuleList | nn.ModuleDict
+
+
+def blocks_of(network: nn.Module, plan: SplitPlan, *, carrying: bool = False) -> list[nn.Module]:
+    """The modules of the plan's stacks, in the order in which they run; `carrying`: only those with hidden states.
+    Those of a RowPlan are the modules of its `fetched_classes`."""
+    if isinstance(plan, RowPlan):
+        return _outermost(network, plan.fetched_classes)
+    named = [each for each in plan.module_plans if each.name and "*" not in each.name]
+    stacks = [network.get_submodule(each.name) for each in named if each.split_args or not carrying]
+    return [block for stack in stacks if isinstance(stack, Stack) for block in stack.children()]
+
+
+def _outermost(module: nn.Module, classes: Names) -> list[nn.Module]:
+    """The modules below `module` that are of one of these classes and inside of no other that is."""
+    found = []
+    for child in module.children():
+        found += [child] if type(child).__name__ in classes else _outermost(child, classes)
+    return found
+
+
+def modules_of(network: nn.Module, module_plan: ModulePlan) -> list[nn.Module]:
+    """The modules that `module_plan` names. Raises ValueError where the network does not have them."""
+    stack, _, below = module_plan.name.partition(".*.")
+    try:
+        module = network.get_submodule(stack)
+        modules = list(module.children()) if isinstance(module, Stack) else [module]
+        return [each.get_submodule(below) for each in modules]
+    except AttributeError as missing:
+        kind = type(network).__name__
+        raise ValueError(f"the plan names {module_plan.name!r}, which {kind} does not have") from missing
+
+
+def self_chosen_kernels(network: nn.Module) -> dict[str, str]:
+    """Names of attention functions that modules choose themselves, each with the path of the first module. In newer
+    versions of ComfyUI a checkpoint may choose one for each. ComfyUI calls it only where attention is not overridden,
+    and does not tell an override.
+    """
+    paths: dict[str, str] = {}
+    for path, module in network.named_modules():
+        function = getattr(module, "function", None) if type(module).__name__ == CHOOSES else None
+        if function is not None:
+            paths.setdefault(getattr(function, "__name__", type(function).__name__), path)
+    return paths

@@ -1,0 +1,35 @@
+"""PixelDiT and PiD: patches with the text; then blocks of pixels, which run whole on every rank.
+
+PiD mixes what it knows of the small picture into the patches between blocks, by modules of its own.
+"""
+
+from .architecture import Architecture, inputs_of
+from .split_plan import IMAGE, TEXT, ModulePlan, Split, SplitLike, SplitPlan
+
+BLOCKS = ModulePlan(
+    "patch_blocks",
+    {"x": Split(IMAGE), "y": Split(TEXT), "pos_img": SplitLike(IMAGE, 0), "pos_txt": SplitLike(TEXT, 0)},
+    attends=TEXT + IMAGE,
+    unsplit_args=("c", "attn_mask"),
+    gathers=True,
+)
+GATES = ModulePlan(
+    "lq_proj.gate_modules",
+    {"x": Split(IMAGE), "lq": SplitLike(IMAGE)},
+    unsplit_args=("sigma",),
+    never_skipped=True,
+    updates=(),
+)
+
+
+def pixels(name: str, kind: str, *module_plans: ModulePlan) -> Architecture:
+    return Architecture(
+        name=name,
+        kinds=(f"comfy.ldm.pixeldit.{kind}",),
+        plan=SplitPlan((*module_plans, BLOCKS)),
+        text_width=inputs_of("y_embedder.proj"),
+    )
+
+
+PIXELDIT = pixels("PixelDiT", "model:PixDiT_T2I")
+PID = pixels("PiD", "pid:PidNet", GATES)

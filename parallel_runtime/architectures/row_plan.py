@@ -1,0 +1,115 @@
+"""How a network of convolutions is split: by rows of the picture at each of its levels. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import gcd, prod
+from typing import Any
+
+from .architecture import Architecture
+from .split_plan import IMAGE, Names, SplitPlan
+
+PICTURE = (-2, -1)  # dims of rows and columns
+RESAMPLES = ("Downsample", "Upsample")  # classes of modules between two levels
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLevel:
+    """A level of a network that is cut by rows: `weights` that each pixel there is multiplied by, `attentions` over all
+    its pixels, as wide as `width`, and `messages` to other ranks beside those of attentions."""
+
+    weights: int
+    attentions: int
+    width: int
+    messages: int
+
+
+@dataclass(frozen=True)
+class RowPlan(SplitPlan):
+    """A plan without tokens between blocks: each rank computes its rows of every activation.
+
+    `depth` says how often a network halves its picture. Self-attentions, modules that end in one of `attends`, are of
+    all ranks' rows; those that end in one of `local` each rank computes for its own rows, as it does all that is below
+    a module named in `local_below`. `forward` is the method that is replaced: what ComfyUI wraps around it sees whole
+    pictures. There are no `module_plans`: ComfyUI calls the layers of a UNet's blocks one by one, and never a block.
+    `fetched_classes` are the classes of modules that it calls, and before which their weights may be fetched.
+    """
+
+    depth: Callable[[Any], int] = field(kw_only=True)
+    attends: Names = ("attn1",)
+    local: Names = ("attn2",)
+    local_below: Names = ("time_stack",)
+    forward: str = "_forward"
+    fetched_classes: Names = ("ResBlock", "VideoResBlock", "BasicTransformerBlock")
+
+    @property
+    def main_stream(self) -> str:  # type: ignore[override]  # there it is cached
+        return IMAGE[0]
+
+    @property
+    def streams(self) -> frozenset[str]:
+        return frozenset(IMAGE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowArchitecture(Architecture):
+    """An architecture with a RowPlan."""
+
+    plan: RowPlan
+
+    def attentions(self, net: Any) -> list[tuple[str, Any]]:
+        """Self-attentions over rows, by their paths."""
+        below = tuple(f".{name}." for name in self.plan.local_below)
+        return [
+            (name, module)
+            for name, module in net.named_modules()
+            if name.rpartition(".")[2] in self.plan.attends and not any(part in f".{name}." for part in below)
+        ]
+
+    def layers(self, net: Any) -> int:
+        return len(self.attentions(net))
+
+    def heads(self, net: Any) -> int:
+        """Of all its attentions: what divides the heads of each."""
+        return gcd(*(module.heads for _, module in self.attentions(net)))
+
+    def row_levels(self, net: Any) -> tuple[RowLevel, ...]:
+        """What planning reckons with, by level."""
+        counts = [[0, 0, 0, 0] for _ in range(self.plan.depth(net) + 1)]
+        level, attends = 0, {module for _, module in self.attentions(net)}
+        middle = [net.middle_block] if net.middle_block is not None else []  # distilled ones have none
+        for stack, step in ((net.input_blocks, 1), (middle, 0), (net.output_blocks, -1)):
+            for block in stack:
+                kinds = [type(module).__name__ for module in block.modules()]
+                resamples = sum(kinds.count(kind) for kind in RESAMPLES)
+                attentions = [module for module in block.modules() if module in attends]
+                counts[level][0] += sum(weight.numel() for weight in block.parameters() if weight.ndim > 1)
+                counts[level][1] += len(attentions)
+                counts[level][2] += sum(module.heads * module.dim_head for module in attentions)
+                counts[level][3] += resamples + kinds.count("GroupNorm")
+                level += step if resamples else 0
+        return tuple(
+            RowLevel(weights=weights, attentions=layers, width=width // max(1, layers), messages=messages)
+            for weights, layers, width, messages in counts
+        )
+
+    def row_ranks(self, net: Any, latent_shape: Sequence[int]) -> int:
+        """How many ranks can share a picture: rows of its last level."""
+        return max((rows for _, rows in sides_to_cut(latent_shape, self.plan.depth(net))), default=1)
+
+    def tokens(self, net: Any, latent_shape: Sequence[int], text: int) -> dict[str, int]:
+        """Pixels of the latent."""
+        return {self.plan.main_stream: prod(latent_shape[2:])}
+
+
+def sides_to_cut(latent_shape: Sequence[int], depth: int) -> list[tuple[int, int]]:
+    """The sides of a latent [..., H, W] that may be cut over ranks, the longer one first: the dim, and how many rows
+    the last of `depth` halvings leaves. A level is known by its other side, which each of them has to halve."""
+    height, width = latent_shape[-2:]
+    sides = []
+    for dim in PICTURE if height >= width else PICTURE[::-1]:
+        across = latent_shape[-3 - dim]
+        if len({-(-across // 2**level) for level in range(depth + 1)}) > depth:
+            sides.append((dim, -(-latent_shape[dim] // 2**depth)))
+    return sides

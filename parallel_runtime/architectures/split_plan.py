@@ -1,0 +1,252 @@
+"""The language of split plans: how each argument of a network's blocks is split over ranks, and over which streams of
+tokens its attention runs. Argument names are the network's own. Knows no model, no torch and no ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+Names = tuple[str, ...]  # of streams, in the order in which they are concatenated
+IMAGE, TEXT, VIDEO, AUDIO, JOINT = ("image",), ("text",), ("video",), ("audio",), ("joint",)  # joint: text and image
+Local = Literal["local"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Hidden states: split where they are full, left where they are split already; their length tells which.
+
+    The first tensor of a stream in a forward sets its length. `flat` dims from `dim` on are one row of tokens: with 3,
+    [B, T, H, W, C] becomes [B, local tokens, 1, 1, C]. `repeats`: blocks run several times in a forward, each time from
+    full tokens to full tokens, and the length may change between them.
+    """
+
+    streams: Names
+    dim: int = 1
+    flat: int = 1
+    repeats: bool = False
+
+
+@dataclass(frozen=True)
+class SplitLike:
+    """A tensor with one entry a token, full in every block, which is split like streams: positions, masks, modulation.
+
+    A dim of size 1 is not split. `per`: an entry may stand for several tokens, such as a frame's; it is repeated first.
+    `at_end`: there may be fewer entries, for the last tokens. `ndim`: only tensors with so many dims are split (None:
+    all). Every tensor of a list or tuple is split.
+    """
+
+    streams: Names
+    dim: int = 1
+    per: bool = False
+    at_end: bool = False
+    ndim: int | None = None
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Ranges (start, end, ...) of positions in the full streams; `after`: the streams concatenated before these.
+
+    A tensor that follows start and end has one entry a position of the range, and is split with it.
+    """
+
+    streams: Names
+    after: Names = ()
+
+
+@dataclass(frozen=True)
+class Index:
+    """A number: a position in the full stream or, `to_end`, the count of tokens from a position to its end."""
+
+    stream: str
+    to_end: bool = False
+
+
+@dataclass(frozen=True)
+class Count:
+    """The global token count of streams: a number, or the length of a tensor along `dim`. It is passed unchanged.
+
+    For streams whose length no hidden states show. Of several streams all lengths but one are known by then, and that
+    one is the remainder.
+    """
+
+    streams: Names
+    dim: int = -1
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Hidden states that are gathered from all ranks."""
+
+    streams: Names
+    dim: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cross:
+    """An attention whose queries and keys are of different streams."""
+
+    queries: Names
+    keys: Names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """An attention in which each token sees `width` tokens on each side, and all if that is None. The mask that the
+    module makes from its local tokens is ignored.
+    """
+
+    streams: Names
+    width: str | int  # the name of the module's attribute, or its value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frames:
+    """A module that reshapes its `tokens` by frames, and reads `conditions` frame by frame; all are arguments.
+
+    A rank's tokens may begin inside a frame: they are padded with zeros to full frames for the module, and the padding
+    is dropped from its output. The module gets the conditions of these frames alone, along dim 1, `each` entries a
+    frame. The argument `until` counts the tokens that belong to frames, from the first on (None: all).
+    """
+
+    stream: str
+    tokens: str
+    conditions: Names
+    each: int = 1
+    until: str | None = None
+
+
+# How an argument is split: a spec; a tuple of specs, one an item of the value; a list of specs, of which the value's
+# length selects one; None to pass it unchanged; or a function of the value and of `split(value, spec)`.
+SplitSpec = (
+    Split
+    | SplitLike
+    | Slices
+    | Index
+    | Count
+    | Gather
+    | tuple[Any, ...]
+    | list[Any]
+    | Callable[[Any, Callable[[Any, Any], Any]], Any]
+    | None
+)
+AttentionSpec = Names | Cross | Window | Local
+AttentionSpecs = AttentionSpec | list[AttentionSpec]  # the token count selects one of a list
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """How a list of blocks, or one module, is split. `name` is its path; "" is the network itself, and `*` in a path
+    stands for every module of a list.
+
+    `args` maps an argument's name or position to its spec, and `unsplit_args` are passed unchanged; any other tensor is
+    refused. `attends`: the streams of the attention inside; `submodule_attends`: those of submodules, by their names.
+    `gathers`: the last block's outputs are gathered, or with "each" those of every block, where the network's own code
+    between blocks needs full tokens. `output_streams`: the streams of a block's outputs, where they are not those of
+    `updates`. `frames`: blocks that reshape their tokens by frames. `never_skipped`: no step cache skips these blocks.
+
+    `updates` names the arguments of the next block that a block's outputs replace, in order; None: those with a Split.
+    Where a block belongs to another pipeline stage, tensors of their shapes stand in for its outputs; (): every stage
+    has all of these blocks. `runs_with` (for each block, the index of a block in the stack before) puts a block into
+    the stage of that one; without it these blocks run after that stack.
+    """
+
+    name: str
+    args: Mapping[str | int, SplitSpec] = field(default_factory=dict)
+    attends: AttentionSpecs | None = None
+    submodule_attends: Mapping[str, AttentionSpecs] = field(default_factory=dict)
+    unsplit_args: Names = ()
+    gathers: bool | Literal["each"] = False
+    output_streams: tuple[Names, ...] | None = None
+    frames: Frames | None = None
+    never_skipped: bool = False
+    updates: tuple[str | int, ...] | None = None
+    runs_with: Callable[[Any], Sequence[int]] | None = None
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.updates or ()) - set(self.args):
+            raise ValueError(f"{self.name} updates {sorted(map(str, unknown))}, which `args` does not name")
+
+    @property
+    def split_args(self) -> list[tuple[str | int, int | None, Names]]:
+        """The hidden states among the arguments: name, index if it is one of a tuple, streams."""
+        return [(name, index, words[0].streams) for name, index, words in self._tokens]
+
+    @property
+    def outputs(self) -> tuple[list[Split], ...]:
+        """The specs of each output of a block; the output's length selects one of several."""
+        if self.output_streams is not None:
+            return tuple([Split(streams)] for streams in self.output_streams)
+        specs = {name: [words for other, _, words in self._tokens if other == name] for name in self.args}
+        return tuple(words for name in self.updated_args or specs for words in specs[name])
+
+    @property
+    def updated_args(self) -> tuple[str | int, ...]:
+        """The arguments of the next block that a block's outputs replace, in order."""
+        return tuple(dict.fromkeys(name for name, *_ in self._tokens)) if self.updates is None else self.updates
+
+    @property
+    def repeats(self) -> bool:
+        """Whether its blocks run several times in a forward."""
+        return any(word.repeats for *_, words in self._tokens for word in words)
+
+    @property
+    def _tokens(self) -> list[tuple[str | int, int | None, list[Split]]]:
+        return [split for name, spec in self.args.items() for split in _tokens(name, spec)]
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """How a network is split: the plans of its modules, in the order in which they run.
+
+    A ControlNet's `residuals` of these kinds are split like `main_stream`; others are added to full tokens.
+    `replicated` streams are full on every rank, and only their attention is shared out. `no_options` names Python
+    modules whose attention gets no transformer_options. `split_outputs`: the network returns this rank's part of
+    tensors of `main_stream`, such as the residuals that a ControlNet returns.
+    """
+
+    module_plans: tuple[ModulePlan, ...]
+    residuals: Names = ("input", "output")
+    replicated: frozenset[str] = frozenset()
+    no_options: Names = ()
+    split_outputs: bool = False
+
+    def __post_init__(self) -> None:
+        if unknown := self.replicated - self.streams:
+            raise ValueError(
+                f"the plan splits no stream {', '.join(sorted(unknown))} that could be replicated; it splits "
+                f"{', '.join(sorted(self.streams))}"
+            )
+
+    @cached_property
+    def main_stream(self) -> str:
+        """The stream of the latent: the first in the last stack's hidden states that is neither text nor replicated."""
+        *_, last = (module_plan for module_plan in self.module_plans if module_plan.split_args)
+        carried = (stream for *_, streams in last.split_args for stream in streams)
+        return next(stream for stream in carried if stream not in self.replicated.union(TEXT))
+
+    @property
+    def streams(self) -> frozenset[str]:
+        """The names of all streams that are split or counted."""
+        carried = (
+            stream for module_plan in self.module_plans for *_, streams in module_plan.split_args for stream in streams
+        )
+        words = (word for module_plan in self.module_plans for word in module_plan.args.values())
+        return frozenset(carried).union(*(word.streams for word in words if isinstance(word, Count)))
+
+    @property
+    def trunk(self) -> list[ModulePlan]:
+        """The stacks of blocks that a step cache may skip."""
+        return [
+            module_plan for module_plan in self.module_plans if module_plan.split_args and not module_plan.never_skipped
+        ]
+
+
+def _tokens(name: str | int, word: SplitSpec) -> Iterator[tuple[str | int, int | None, list[Split]]]:
+    words: list[tuple[int | None, Any]] = list(enumerate(word)) if isinstance(word, tuple) else [(None, word)]
+    for index, item in words:
+        either = item if isinstance(item, list) else [item]
+        if isinstance(either[0], Split):
+            yield name, index, either

@@ -1,0 +1,12 @@
+"""The UNets of Stable Diffusion 1.5, 2 and XL, of the refiner, and of Stable Video Diffusion."""
+
+from .row_plan import RowArchitecture, RowPlan
+
+PLAN = RowPlan((), depth=lambda net: len(net.channel_mult) - 1)
+
+NETWORK = RowArchitecture(
+    name="UNet",
+    kinds=("comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel",),
+    plan=PLAN,
+    images_coupled=lambda net: net.use_temporal_resblocks,  # a video's: its batch are frames
+)

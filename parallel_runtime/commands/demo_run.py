@@ -1,0 +1,128 @@
+"""The whole path without ComfyUI and without downloads: two workers draw a picture, one worker checks it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from ..demo import HEADS, codec, spec
+from ..demo.words import conditions, encode
+from ..errors import ParallelError
+from ..group.machine_check import checked_plan
+from ..group.worker_group import Result, WorkerGroup
+from ..jobs import DemoJob
+from ..planning.plan_inputs import PlanInputs
+from ..planning.run_plan import RunPlan
+from ..request import ParallelRequest
+from ..specs import Parallelism, Placement
+
+Run = tuple[RunPlan, Result]  # a row of the table
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns the exit status."""
+    options = parse(arguments)
+    try:
+        runs = draw(options)
+    except (ParallelError, ValueError) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    plan, drawn = runs[0]
+    save(drawn.value["samples"], options.out)
+    print(table(runs, options.steps))
+    if plan.placement.shared:
+        print("The workers share one device: compare the results, not the times.")
+    print(f"{options.prompt!r} drawn to {options.out}")
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m parallel_runtime demo",
+        description="Draw a picture with a small embedded FLUX model on several workers and compare with one worker.",
+    )
+    parser.add_argument("--prompt", default="a red circle on a white background", help="words the demo model knows")
+    parser.add_argument("--ring-degree", type=int, default=0, help="workers in the ring (0: auto)")
+    parser.add_argument("--ulysses-degree", type=int, default=0, help="workers that swap tokens for heads (0: auto)")
+    parser.add_argument("--steps", type=int, default=12, help="denoising steps")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cfg", type=float, default=2.5, help="classifier-free guidance scale")
+    parser.add_argument("--width", type=int, default=128, help="pixels")
+    parser.add_argument("--height", type=int, default=128, help="pixels")
+    parser.add_argument("--devices", default="", help="such as 0,1 or cpu,cpu (default: GPUs if there are)")
+    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="where the PNG goes")
+    options = parser.parse_args(arguments)
+    if not options.out.absolute().parent.is_dir():
+        parser.error(f"--out {options.out} is in a folder that does not exist")
+    if options.seed < 0:
+        parser.error(f"--seed is 0 or more, got {options.seed}")
+    if options.steps < 1:
+        parser.error(f"--steps is 1 or more, got {options.steps}")
+    if min(options.width, options.height) < 16 or options.width % 8 or options.height % 8:
+        parser.error(f"--width and --height are multiples of 8 from 16 up, got {options.width} x {options.height}")
+    return options
+
+
+def draw(options: argparse.Namespace) -> list[Run]:
+    """The run that was asked for, then the same on one worker."""
+    gpus = torch.cuda.device_count()
+    devices = options.devices or ("" if gpus > 1 else "cuda:0,cuda:0" if gpus else "")
+    ring, ulysses = options.ring_degree, options.ulysses_degree
+    if not ring and not ulysses and not options.devices:
+        ulysses = 2
+    request = ParallelRequest(ring_degree=ring, ulysses_degree=ulysses, devices=devices)
+    plan = checked_plan(PlanInputs(request=request, heads=HEADS, gpus=gpus))
+    job = job_of(options)
+    runs = [run(plan, job)]
+    if plan.placement.world_size > 1:
+        one = Placement(devices=plan.placement.devices[:1])
+        runs.append(run(RunPlan(degrees=Parallelism(), placement=one), job))
+    return runs
+
+
+def job_of(options: argparse.Namespace) -> DemoJob:
+    generator = torch.Generator().manual_seed(options.seed)
+    return DemoJob(
+        noise=torch.randn(1, codec.CHANNELS, options.height // 8, options.width // 8, generator=generator),
+        sigmas=torch.linspace(1, 0, options.steps + 1),
+        cfg=options.cfg,
+        positive=conditions(*encode(options.prompt)),
+        negative=conditions(*encode("")),
+    )
+
+
+def run(plan: RunPlan, job: DemoJob) -> Run:
+    placement, steps = plan.placement, len(job.sigmas) - 1
+    print(f"starting {placement.world_size} worker(s) on {', '.join(placement.devices)} ...", flush=True)
+    with WorkerGroup(placement) as group, tqdm(total=steps, unit="step") as bar:
+        result = group.run(spec(), plan.degrees, job, on_step=lambda step, *_: bar.update(step + 1 - bar.n))
+        bar.update(steps - bar.n)
+    return plan, result
+
+
+def save(samples: Tensor, out: Path) -> None:
+    pixels = codec.decode(samples / codec.SCALE + codec.SHIFT)[0]
+    picture = Image.fromarray((pixels * 255).round().to(torch.uint8).numpy())
+    out.parent.mkdir(parents=True, exist_ok=True)
+    picture.resize((picture.width * 4, picture.height * 4), Image.Resampling.BICUBIC).save(out)
+
+
+def table(runs: Sequence[Run], steps: int) -> str:
+    """Largest difference: of the final latents [1, 16, H/8, W/8], relative to their standard deviation."""
+    single = runs[-1][1].value["samples"]
+    lines = [f"{'degrees':<24}{'workers':>8}{'s/step':>10}{'total s':>10}{'largest difference':>21}"]
+    for plan, result in runs:
+        degrees = f"ring {plan.degrees.ring_degree} x ulysses {plan.degrees.ulysses_degree}"
+        difference = ((result.value["samples"] - single).abs().max() / single.std()).item()
+        lines.append(
+            f"{degrees:<24}{plan.degrees.world_size:>8}{result.seconds / steps:>10.3f}{result.seconds:>10.2f}"
+            f"{difference:>21.1e}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,117 @@
+"""python -m parallel_runtime join HOST:PORT: lend this machine's devices to the ComfyUI there, until Ctrl-C.
+
+Stands in the host's place for the ranks of this machine: starts their torchrun when the host has invited it, ends it
+when the host's connection ends, and waits for the next group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import ProtocolError, Refused
+from ..group.cluster import versions
+from ..group.endpoint import interface_of, parse
+from ..group.torchrun import Rendezvous, Torchrun
+from ..wire.handshake import TOKEN_FILE, read_key
+from ..wire.messages import Denied, Invitation, Left, Machine
+from ..wire.stream import Stream
+
+RETRY_SECONDS = 1.0
+POLL_SECONDS = 0.05
+LINE_CHARACTERS = 300  # what goes to the host must fit in a message
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guest:
+    """What this machine gives, and to whom."""
+
+    endpoint: str
+    key: str
+    devices: str = ""
+    comfyui: str = ""
+
+    def serve_one_group(self) -> str:
+        """Returns what happened, in words."""
+        try:
+            stream = Stream.call(self.endpoint, self.key)
+        except ConnectionAbortedError:
+            return f"{self.endpoint} hung up before it asked for the token, as where too many call; trying again"
+        except EOFError:
+            return f"{self.endpoint} does not accept the token of this machine"
+        except OSError:
+            return f"waiting for ComfyUI at {self.endpoint}"
+        try:
+            stream.send(Machine(versions(), self.devices, torch.cuda.device_count(), self.comfyui))
+            message, _ = stream.receive()
+            if isinstance(message, Denied):
+                return f"ComfyUI's machine refuses this one: {message.reason}"
+            assert isinstance(message, Invitation), message
+            return self._run(stream, message)
+        except (EOFError, OSError):
+            return f"{self.endpoint} has no work; waiting"
+        except ProtocolError:
+            return f"{self.endpoint} runs another version of CP Sampler; install the same on both"
+        finally:
+            stream.close()
+
+    def _run(self, stream: Stream, invitation: Invitation) -> str:
+        log.info("[CP] joined: starting %d worker(s)", invitation.workers)
+        host, _ = parse(self.endpoint)
+        meeting = Rendezvous(
+            store=f"{host}:{invitation.store}",
+            machine=invitation.index,
+            machines=invitation.nnodes,
+            interface=interface_of(stream.addresses[0]),
+        )
+        first_rank = invitation.index * invitation.workers
+        torchrun = Torchrun(range(first_rank, first_rank + invitation.workers))
+        try:
+            torchrun.start(self.endpoint, invitation.token, meeting, self.key)
+            while (ended := torchrun.ended()) is None and not stream.waiting():
+                time.sleep(POLL_SECONDS)
+            if ended is None:
+                return "ComfyUI has ended the group"
+            stream.send(Left(ended, torchrun.last_line()[:LINE_CHARACTERS]))
+            return "the workers have ended"
+        finally:
+            torchrun.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    try:
+        parse(options.endpoint)
+        comfyui = os.path.abspath(options.comfyui) if options.comfyui else ""
+        guest = Guest(
+            endpoint=options.endpoint, key=read_key(options.token_file), devices=options.devices, comfyui=comfyui
+        )
+        said = ""
+        while True:
+            if (happened := guest.serve_one_group()) != said:
+                log.info("[CP] %s", happened)
+            said = happened
+            time.sleep(RETRY_SECONDS)
+    except Refused as refused:
+        sys.exit(str(refused))
+    except KeyboardInterrupt:
+        return 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="parallel_runtime join", description=__doc__)
+    parser.add_argument("endpoint", metavar="HOST:PORT", help="rdzv_endpoint of CP Parallel Config")
+    parser.add_argument("--token-file", help=f"a file with the shared token; else ${TOKEN_FILE} names it")
+    parser.add_argument("--devices", default="", help="such as 0,1 or cpu,cpu; else like ComfyUI's machine")
+    parser.add_argument("--comfyui", default="", help="the folder of ComfyUI here; else the same path as there")
+    return parser.parse_args(arguments)

@@ -1,0 +1,199 @@
+"""Swaps native samplers for the CP nodes in a saved workflow, of the canvas' form or the API's. Knows JSON, no ComfyUI.
+
+A CP node has its native node's sockets and widgets in the same order, so that nothing is moved and no value changes.
+Where the graph that holds it has one CP Parallel Config, that is connected to it, as ComfyUI's page does it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+REPLACEMENTS = {
+    "KSampler": "CPSampler",
+    "KSamplerAdvanced": "CPSamplerAdvanced",
+    "SamplerCustomAdvanced": "CPSamplerCustom",
+    "SamplerCustom": "CPSamplerCustomBasic",
+}
+CONFIG = "CPParallelConfig"
+ALWAYS = 0  # the mode of a node that is neither muted nor bypassed
+SOCKET = {"name": "cp_config", "type": "CP_CONFIG", "shape": 7, "link": None}  # 7: drawn as optional
+NAME = "Node name for S&R"
+ORIGIN = ("cnr_id", "aux_id", "ver")  # which pack a node is of, and which version of it
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """`place` is the subgraph or group node that holds the node, "" for the workflow itself."""
+
+    node: str
+    before: str
+    after: str
+    place: str = ""
+
+    def __str__(self) -> str:
+        where = f" in {self.place}" if self.place else ""
+        return f"node {self.node}{where}: {self.before} -> {self.after}"
+
+
+def migrated(workflow: Any) -> tuple[Json, list[Change]]:
+    """A copy of `workflow` with CP nodes, and what was changed. Raises ValueError for what is no workflow."""
+    workflow = copy.deepcopy(workflow)
+    if not isinstance(workflow, dict):
+        raise ValueError(f"a workflow is a JSON object, and this is a {type(workflow).__name__}")
+    if isinstance(workflow.get("nodes"), list):
+        return workflow, [change for place, graph in _graphs(workflow) for change in _swap_all(graph, place)]
+    calls = workflow.get("prompt") if isinstance(workflow.get("prompt"), dict) else workflow
+    if not calls or not all(isinstance(call, dict) and "class_type" in call for call in calls.values()):
+        raise ValueError("neither a workflow as ComfyUI saves it (nodes) nor one exported for its API (class_type)")
+    configs = [name for name, call in calls.items() if call["class_type"] == CONFIG]
+    config = configs[0] if len(configs) == 1 else None
+    return workflow, [_swap_call(name, call, config) for name, call in calls.items() if _native(call, "class_type")]
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m parallel_runtime migrate", description=__doc__)
+    parser.add_argument("workflow", type=Path, help="a saved workflow, or - for standard input")
+    parser.add_argument("-o", "--out", type=Path, help="where to write; otherwise NAME.cp.json, - for standard output")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    from_stdin = str(options.workflow) == "-"
+    try:
+        text = sys.stdin.read() if from_stdin else options.workflow.read_text(encoding="utf-8")
+        result, changes = migrated(json.loads(text))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        log.error("%s is no JSON (%s); give it a workflow that ComfyUI saved", options.workflow, error)
+        return 1
+    except (OSError, ValueError) as error:
+        log.error("%s: %s", options.workflow, getattr(error, "strerror", None) or error)
+        return 1
+    for change in changes:
+        log.info("%s", change)
+    if not changes:
+        log.info("nothing to swap: no %s in it", ", ".join(REPLACEMENTS))
+    out = options.out or (Path("-") if from_stdin else options.workflow.with_suffix(".cp.json"))
+    try:
+        _write(out, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    except OSError as error:
+        log.error("%s: %s; -o names another place", out, error.strerror)
+        return 1
+    return 0
+
+
+def _write(out: Path, text: str) -> None:
+    if str(out) == "-":
+        sys.stdout.write(text)
+    else:
+        how = "writes over" if out.exists() else "written to"
+        out.write_text(text, encoding="utf-8")
+        log.info("%s %s", how, out)
+
+
+def _native(node: Any, key: str) -> bool:
+    return isinstance(node, dict) and isinstance(node.get(key), str) and node[key] in REPLACEMENTS
+
+
+def _graphs(workflow: Json) -> Iterator[tuple[str, Json]]:
+    """Every graph of nodes and links, with its name: the canvas, a subgraph, an old group node."""
+    yield "", workflow
+    for subgraph in _items(_under(workflow, "definitions", "subgraphs")):
+        yield f"subgraph {subgraph.get('name', '')!r}", subgraph
+    groups = _under(workflow, "extra", "groupNodes")
+    for name, group in groups.items() if isinstance(groups, dict) else ():
+        if isinstance(group, dict):
+            yield f"group node {name!r}", group
+
+
+def _under(found: Any, *keys: str) -> Any:
+    for key in keys:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+def _items(found: Any) -> list[Json]:
+    return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+
+
+def _swap_all(graph: Json, place: str) -> Iterator[Change]:
+    nodes = _items(graph.get("nodes"))
+    configs = [node for node in nodes if node.get("type") == CONFIG and node.get("mode", ALWAYS) == ALWAYS]
+    for node in nodes:
+        if _native(node, "type"):
+            yield _swap_on_canvas(node, place)
+            if len(configs) == 1 and "id" in node:  # a node of an old group has none
+                _connect(graph, configs[0], node)
+
+
+def _connect(graph: Json, config: Json, node: Json) -> None:
+    """The config's output with the node's last socket, in the form that this graph's links have.
+
+    Where a graph has no list of links, or the config no output to connect, the node is only swapped.
+    """
+    if graph.get("links") is None:
+        graph["links"] = []
+    links, outputs = graph["links"], _items(config.get("outputs"))
+    if not isinstance(links, list) or not outputs or "id" not in config:
+        return
+    state = _under(graph, "state")
+    by_name = isinstance(state, dict) or any(isinstance(link, dict) for link in links)
+    number = 1 + max([0, *map(_number_of, links)])
+    where = {
+        "origin_id": config["id"],
+        "origin_slot": 0,
+        "target_id": node["id"],
+        "target_slot": len(node["inputs"]) - 1,
+    }
+    kind = SOCKET["type"]
+    links.append({"id": number, **where, "type": kind} if by_name else [number, *where.values(), kind])
+    if isinstance(state, dict):
+        state["lastLinkId"] = max(number, _number(state.get("lastLinkId")))
+    elif "last_link_id" in graph:
+        graph["last_link_id"] = max(number, _number(graph["last_link_id"]))
+    node["inputs"][-1]["link"] = number
+    outputs[0]["links"] = [*(outputs[0].get("links") or []), number]
+
+
+def _number_of(link: Any) -> int:
+    """A link's, in either form; 0 where there is none, as in the gaps of a list."""
+    if isinstance(link, dict):
+        return _number(link.get("id"))
+    return _number(link[0]) if isinstance(link, list) and link else 0
+
+
+def _number(value: Any) -> int:
+    """Of JSON that may have it as text."""
+    if isinstance(value, str):
+        return int(value) if value.isdecimal() else 0
+    return value if isinstance(value, int) else 0
+
+
+def _swap_on_canvas(node: Json, place: str) -> Change:
+    before, after = node["type"], REPLACEMENTS[node["type"]]
+    node["type"] = after
+    properties = node.get("properties")
+    if isinstance(properties, dict):
+        for name in ORIGIN:
+            properties.pop(name, None)
+        properties[NAME] = after
+    inputs = node.get("inputs")
+    node["inputs"] = [*(inputs if isinstance(inputs, list) else []), dict(SOCKET)]
+    return Change(node=str(node.get("id", node.get("index", "?"))), before=before, after=after, place=place)
+
+
+def _swap_call(name: str, call: Json, config: str | None) -> Change:
+    before, after = call["class_type"], REPLACEMENTS[call["class_type"]]
+    call["class_type"] = after
+    if config is not None:
+        call["inputs"] = {**(call.get("inputs") or {}), "cp_config": [config, 0]}
+    return Change(node=name, before=before, after=after)

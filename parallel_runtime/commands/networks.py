@@ -1,0 +1,215 @@
+"""python -m parallel_runtime networks draft|check SUBJECT.py: see architectures/README.md.
+
+A plan's first draft comes from three forwards: what changes with the latent, what with the text. It finds stacks,
+streams and most arguments. It cannot see the order of streams, which attention is local, or what the forwards did not
+bring (masks, references, times of their own). A check is a plan on two and three CPU ranks against the network
+undivided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+import runpy
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..architectures import architecture_of
+from ..engine.comm.mesh import ContextMesh, build_mesh
+from ..specs import ModelSpec, Parallelism
+from ..worker.models import Model
+
+EXACT = 1e-5
+CHECKED = {
+    "ring 2, ulysses 1": Parallelism(ring_degree=2),
+    "ring 1, ulysses 2": Parallelism(ulysses_degree=2),
+    "ring 3, ulysses 1": Parallelism(ring_degree=3),
+    "pipeline 2": Parallelism(pipeline_degree=2),
+}
+
+Subject = tuple[nn.Module, list[dict[str, Any]]]  # a call, the same with a larger latent, and with a longer prompt
+Shapes = dict[str, dict[str, tuple[int, ...]]]  # stack: argument: shape, and "returns"
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m parallel_runtime networks", description="Write the split plan of a network of ComfyUI."
+    )
+    parser.add_argument(
+        "action", choices=("draft", "check"), help="print a plan's first draft, or try the plan there is"
+    )
+    parser.add_argument(
+        "subject",
+        type=Path,
+        help="a file with network() and inputs(rows=0, text=0), see parallel_runtime/architectures/README.md",
+    )
+    parser.add_argument("--comfyui", type=Path, default=Path(), help="a checkout of ComfyUI")
+    told = parser.parse_args(arguments)
+    if told.action == "draft":
+        sys.stdout.write(draft(told.subject, told.comfyui))
+        return 0
+    return check(told.subject, told.comfyui)
+
+
+def load_subject(path: Path, comfyui: Path) -> Subject:
+    """Runs the file at `path`, with ComfyUI importable and set to the CPU and float32."""
+    if not path.is_file():
+        raise SystemExit(f"{path} is no file; write one as architectures/README.md shows")
+    sys.path.append(str(comfyui.resolve()))
+    sys.argv = ["main.py", "--cpu", "--force-fp32", "--use-pytorch-cross-attention"]
+    made = SimpleNamespace(**runpy.run_path(str(path), run_name="subject"))
+    torch.manual_seed(1)
+    network = randomized(made.network())
+    return network, [_seeded(made, **more) for more in ({}, {"rows": 2}, {"text": 3})]
+
+
+def randomized(network: nn.Module) -> nn.Module:
+    """With weights that keep numbers about as large as they are."""
+    for name, parameter in network.named_parameters():
+        deviation = max(parameter[0].numel() if parameter.ndim > 1 else 100, 1) ** -0.5
+        around = 1.0 if parameter.ndim < 2 and name.endswith(("weight", "scale")) else 0.0
+        value = torch.randn(parameter.shape, device=parameter.device) * deviation + around
+        parameter.data = value.to(parameter.dtype)
+    return network.eval().requires_grad_(False)
+
+
+def run(network: nn.Module, call: dict[str, Any]) -> list[Tensor]:
+    with torch.inference_mode():
+        out = network(**tree_map_only(Tensor, Tensor.clone, call), transformer_options={})
+    return [out] if isinstance(out, Tensor) else list(out)
+
+
+def _seeded(made: Any, **more: int) -> dict[str, Any]:
+    torch.manual_seed(2)
+    call: dict[str, Any] = made.inputs(**more)
+    return call
+
+
+def check(path: Path, comfyui: Path) -> int:
+    """Prints the error of each division against one process; returns 1 if one is not exact, or is refused."""
+    network, _ = load_subject(path, comfyui)
+    if architecture_of(network) is None:
+        kind = type(network)
+        sys.stdout.write(f"no plan for {kind.__module__}:{kind.__qualname__} is registered\n")
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        failed = 0
+        for number, (name, way) in enumerate(CHECKED.items()):
+            out = Path(folder) / f"said{number}"
+            arguments = (path, comfyui, way, f"{folder}/store{number}", out)
+            processes.start_processes(_rank, arguments, nprocs=way.world_size, start_method="spawn")
+            said, exact = out.read_text().split("\n")
+            sys.stdout.write(f"{name}: {said}\n")
+            failed |= exact != "True"
+    return failed
+
+
+def _rank(rank: int, path: Path, comfyui: Path, way: Parallelism, store: str, out: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    world = way.world_size
+    shared = dist.FileStore(store, world)
+    dist.init_process_group("cpu:gloo", store=shared, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    said, exact = _compare(load_subject(path, comfyui), way)
+    if rank == 0:
+        out.write_text(f"{said}\n{exact}")
+    dist.destroy_process_group()
+
+
+def _compare(subject: Subject, way: Parallelism) -> tuple[str, bool]:
+    network, calls = subject
+    model, mesh, worst = Model(ModelSpec(loader=""), network, architecture_of(network)), build_mesh(way), 0.0
+    for call in calls:
+        wants = run(network, call)
+        try:
+            model.parallelize(mesh, way)
+            got = run(network, call)
+        except ValueError as refused:
+            return " ".join(str(refused).split()), False
+        model.parallelize(ContextMesh(), Parallelism())
+        worst = max(
+            [worst, *((a - b).abs().max().item() / b.abs().max().item() for a, b in zip(got, wants, strict=True))]
+        )
+    return f"{worst:.1e} of the largest value", worst <= EXACT
+
+
+def draft(path: Path, comfyui: Path) -> str:
+    """Returns the ModulePlans of a plan as Python, to be completed."""
+    network, calls = load_subject(path, comfyui)
+    seen = [_observe(network, call) for call in calls]
+    lines = [f"# {type(network).__module__}:{type(network).__qualname__}"]
+    for stack in seen[0]:
+        lines += _module_plan_text(stack, [shapes[stack] for shapes in seen])
+    return "\n".join(
+        [*lines, "# then: the final layer or gathers=True, the order of streams, submodule_attends={...}", ""]
+    )
+
+
+def _observe(network: nn.Module, call: dict[str, Any]) -> Shapes:
+    seen: Shapes = {}
+    handles = []
+    for name, stack in network.named_modules():
+        if isinstance(stack, nn.ModuleList) and len(stack) and "." not in name:
+            handles.append(stack[0].register_forward_hook(_recorder(seen, name), with_kwargs=True))
+    run(network, call)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def _recorder(seen: Shapes, stack: str) -> Any:
+    def record(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        names = list(inspect.signature(type(block).forward).parameters)[1:]
+        given = {names[n] if n < len(names) else str(n): value for n, value in enumerate(args)} | kwargs
+        tensors = {name: shape for name, value in given.items() for shape in _shapes(value)}
+        seen[stack] = tensors | {f"returns {n}": shape for n, shape in enumerate(_shapes(out))}
+
+    return record
+
+
+def _shapes(value: Any) -> list[tuple[int, ...]]:
+    return [tuple(leaf.shape) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _module_plan_text(stack: str, runs: list[dict[str, tuple[int, ...]]]) -> list[str]:
+    given = {name: shape for name, shape in runs[0].items() if not name.startswith("returns ")}
+    returned = {shape for name, shape in runs[0].items() if name not in given}
+    found = {name: next(((dim, cause) for dim in range(len(shape)) if (cause := _cause(name, dim, runs))), None)
+             for name, shape in given.items()}  # fmt: skip
+    tokens = {name: follows for name, follows in found.items() if follows and given[name] in returned}
+    streams = list(dict.fromkeys(cause for _, cause in tokens.values()))
+    words, whole = [], []
+    for name, follows in found.items():
+        if follows is None or (name not in tokens and follows[1] not in [*streams, "joint"]):
+            whole.append(name)  # what follows a stream without tokens here is read as keys
+            continue
+        dim, cause = follows
+        over = streams if cause == "joint" and "joint" not in streams else [cause]
+        rest = f", {dim}" if dim != 1 else ""
+        words.append(f'"{name}": {"Split" if name in tokens else "SplitLike"}({tuple(over)}{rest})')
+    return (
+        [f'ModulePlan("{stack}", {{{", ".join(words)}}}, attends={tuple(streams)}, unsplit_args={tuple(whole)}),']
+        if words
+        else []
+    )
+
+
+def _cause(name: str, dim: int, runs: list[dict[str, tuple[int, ...]]]) -> str:
+    """Returns the stream that a dim belongs to: it grew with the latent, with the text, or with both."""
+    base, rows, text = (run.get(name, ()) for run in runs)
+    if len(rows) <= dim or len(text) <= dim:
+        return ""
+    grew = (rows[dim] != base[dim], text[dim] != base[dim])
+    return {(True, False): "image", (False, True): "text", (True, True): "joint"}.get(grew, "")

@@ -1,0 +1,120 @@
+"""A part of the report yields Cases; each becomes a row of labels and measurements. A failure is a row too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...errors import ParallelError
+from ...specs import ComfySetup
+
+Row = dict[str, Any]  # by the names of page.py's columns, and "failed": why there is no more to tell
+
+FAILURES = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, ParallelError,
+    RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+ERRORS = ("error", "alone")
+REMAINING_CASES = "the rest of this part"
+WORDS = 300  # characters of a failure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a part is run with. `world` ranks have a GPU each, or with `one_card` all the first: then times say nothing.
+    `comfyui` is a checkout, "" for none. `registered`: NCCL registers the buffers of what is recorded, which it does
+    by itself and workers do not let it. On the CPU networks are tiny."""
+
+    kind: str = "cuda"
+    world: int = 1
+    one_card: bool = False
+    registered: bool = False
+    comfyui: str = ""
+    tokens: int = 4608
+
+    @property
+    def tiny(self) -> bool:
+        return self.kind == "cpu"
+
+    @property
+    def comfy(self) -> ComfySetup:
+        """Started for the device that is measured."""
+        flags = ("--cpu", "--use-pytorch-cross-attention") if self.kind == "cpu" else ()
+        return ComfySetup(root=self.comfyui, flags=flags, folder=self.comfyui)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Of the ranks, in their order."""
+        return tuple(
+            "cpu" if self.kind == "cpu" else f"{self.kind}:{0 if self.one_card else rank}" for rank in range(self.world)
+        )
+
+
+class Case(NamedTuple):
+    """The labels of a row, a function that measures it, and one that times it if no rank has failed."""
+
+    labels: Row
+    measure: Callable[[], Row]
+    clock: Callable[[], Row] | None = None
+
+
+def measured_row(case: Case) -> Row:
+    """Returns the complete row over all ranks. Collective."""
+    row = of_all_ranks(case.labels | _row_or_failure(case.measure))
+    if case.clock is None or "failed" in row:
+        return row
+    return of_all_ranks(row | _row_or_failure(case.clock))
+
+
+def _row_or_failure(act: Callable[[], Row]) -> Row:
+    try:
+        return act()
+    except FAILURES as failure:
+        return {"failed": in_words(failure)}
+
+
+def unbroken(what: Row, cases: Iterator[Case]) -> Iterator[Case]:
+    """Yields these cases; if the code between them fails, a failed case in place of the remaining ones."""
+    try:
+        yield from cases
+    except FAILURES as failure:
+        words = in_words(failure)
+        yield Case(what, lambda: {"failed": words})
+
+
+def of_all_ranks(row: Row) -> Row:
+    """Returns the row with the largest errors of all ranks, or a failed row if any rank failed. Collective."""
+    if not distributed():
+        return row
+    failed, *errors = largest("failed" in row, *(row.get(name, 0.0) for name in ERRORS))
+    if failed:
+        labels = {name: value for name, value in row.items() if name not in ERRORS}
+        return {"failed": "on another rank"} | labels
+    return row | {name: error for name, error in zip(ERRORS, errors, strict=True) if name in row}
+
+
+def largest(*numbers: float) -> list[float]:
+    """Returns the maximum of each number over the ranks. Collective."""
+    values = torch.tensor(numbers, dtype=torch.float64)
+    if distributed():
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values.tolist()
+
+
+def distributed() -> bool:
+    """Are there other ranks that communicate (not the fake backend)?"""
+    return dist.is_initialized() and dist.get_backend() != "fake"
+
+
+def in_words(failure: BaseException) -> str:
+    return f"{type(failure).__name__}: {' '.join(str(failure).split())}"[:WORDS]
+
+
+def mean_error(out: torch.Tensor, exact: torch.Tensor) -> float:
+    """Returns the mean difference, in standard deviations of the exact result."""
+    assert not out.isnan().any(), "NaN"
+    return float((out.double() - exact.double()).abs().mean() / exact.double().std()) if out.numel() else 0.0

@@ -1,0 +1,246 @@
+"""What a machine can do, as Markdown and JSON to paste into an issue. Downloads nothing.
+
+Every row is printed and written at once, and parts run in processes of their own: what breaks in one is a row, and
+the others go on. Parts without time are listed as not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ...demo import REQUIREMENTS
+from ...errors import Refused
+from .cases import Row, Setting
+from .page import Page, in_a_line
+from .part import ROOT, rows_of
+
+log = logging.getLogger(__name__)
+
+MINUTES = 10.0
+LONGER = 3  # times what a part takes on an H100, before it is cut off; more where there are more minutes
+SHORTEST_SECONDS = 20.0  # a part that has less is not begun
+
+MODULES = {  # of the parts that are called otherwise
+    "attention": "attention_rows",
+    "group": "group_rows",
+    "networks": "network_rows",
+    "vae": "vae_rows",
+    "share": "rank_share_rows",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """`seconds` is a guess of what it takes on an H100. `by` shares its work out: `ranks` of its own, the `workers` of
+    the product, or `nobody`."""
+
+    name: str
+    title: str
+    seconds: float
+    by: str
+    needs: Literal["ComfyUI", "diffusers", "no more"] = "ComfyUI"
+
+
+PARTS = (  # what nobody has measured yet; then what is found soon, and matters most
+    Part(name="graph_pools", title="Memory of CUDA graphs", seconds=30, by="nobody", needs="no more"),
+    Part(name="recordings", title="Recorded forwards", seconds=25, by="ranks"),
+    Part(name="page_locks", title="Offload without page-locked memory", seconds=10, by="nobody", needs="no more"),
+    Part(name="attention", title="Attention against float64", seconds=25, by="ranks", needs="no more"),
+    Part(name="group", title="The worker group", seconds=70, by="workers", needs="diffusers"),
+    Part(name="networks", title="ComfyUI's own networks against one rank", seconds=35, by="ranks"),
+    Part(name="vae", title="CP VAE against one process", seconds=70, by="workers"),
+    Part(name="share", title="A rank's share of an evaluation, without wires", seconds=150, by="nobody"),
+    Part(name="diffusers_own", title="The same, diffusers' own", seconds=35, by="nobody", needs="diffusers"),
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _options(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    gpus = torch.cuda.device_count() if options.devices == "cuda" else 0
+    if options.devices == "cuda" and not gpus:
+        log.info("torch sees no CUDA device here; --devices cpu tries the report itself, with tiny networks")
+        return 1
+    try:
+        parts, page = list(planned(options, gpus)), Page(options.out, machine())
+    except Refused as refused:
+        log.info("%s", refused)
+        return 1
+    try:
+        _report(parts, page, options.minutes)
+    except KeyboardInterrupt:
+        log.info("stopped; results so far are in %s.md and .jsonl", page.out)
+        return 1
+    log.info("written: %s.md and .jsonl", page.out)
+    return 0
+
+
+def _report(left: Sequence[tuple[Part, Setting]], page: Page, length: float) -> None:
+    """`length` is in minutes."""
+    deadline = time.monotonic() + 60 * length
+    for number, (part, setting) in enumerate(left):
+        title = f"{part.title}{_where(part, setting)}"
+        seconds = max(0.0, min(deadline - time.monotonic(), _about(left[number:])))
+        log.info("[%d of %d] %s; what is left takes about %.1f min", number + 1, len(left), title, seconds / 60)
+        page.section(title)
+        longest = seconds_for(left[number:], deadline - time.monotonic(), length)
+        for row in _rows(part, setting, longest):
+            page.add(row)
+            log.info("  %s", in_a_line(row))
+
+
+def planned(options: argparse.Namespace, gpus: int) -> Iterator[tuple[Part, Setting]]:
+    """Each part on as many ranks as there are GPUs; with one GPU also on several ranks of it, for their errors.
+
+    Raises Refused where all numbers of ranks are larger than that."""
+    base = Setting(kind=options.devices, comfyui=find_comfyui(options.comfyui), tokens=options.tokens)
+    worlds = [world for world in options.world if world <= (gpus or max(options.world))]
+    settings = [replace(base, world=world) for world in worlds]
+    if gpus == 1:
+        settings += [replace(base, world=world, one_card=True) for world in options.world if world in (2, 4)]
+    if not settings:
+        raise Refused("report.world", world=min(options.world), gpus=gpus)
+    for part in PARTS:
+        if part.name not in (options.only or [part.name]):
+            continue
+        if part.name == "recordings":
+            yield from ((part, setting) for setting in _recorded(settings))
+        elif part.by == "ranks":
+            yield from ((part, setting) for setting in settings)
+        else:
+            yield part, max(settings, key=lambda each: min(each.world, 2)) if part.by == "workers" else base
+
+
+def _recorded(settings: Sequence[Setting]) -> list[Setting]:
+    """One rank, two, and four, which have two communicators; the most of them also with NCCL's own way of buffers."""
+    chosen = [setting for setting in settings if setting.world in (1, 2, 4)] or [settings[0]]
+    most = chosen[-1]
+    return chosen + ([replace(most, registered=True)] if most.world > 1 and most.kind == "cuda" else [])
+
+
+def seconds_for(left: Sequence[tuple[Part, Setting]], there: float, minutes: float) -> float:
+    """The most that the first part of those that are left may take of the seconds that are there: all for the last."""
+    part, _ = left[0]
+    share = there * part.seconds / _about(left)
+    return min(there, max(share, LONGER * part.seconds * minutes / MINUTES))
+
+
+def machine() -> dict[str, Any]:
+    """What results depend on."""
+    there = torch.cuda.is_available()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "diffusers": importlib.metadata.version("diffusers") if _has_diffusers() else None,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if there else None,
+        "cudnn": torch.backends.cudnn.version() if there else None,
+        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "topology": _output("nvidia-smi", "topo", "-m"),
+    }
+
+
+def find_comfyui(path: str) -> str:
+    """Returns the checkout at `path`, in COMFYUI_PATH, or around this pack if it is in custom_nodes; "" for none."""
+    places = [Path(place).expanduser() for place in (path, os.environ.get("COMFYUI_PATH", "")) if place]
+    places += [ROOT.parent.parent] if ROOT.parent.name == "custom_nodes" else []
+    return next((str(place.absolute()) for place in places if _is_checkout(place)), "")
+
+
+def _is_checkout(place: Path) -> bool:
+    return (place / "comfy" / "cli_args.py").is_file()
+
+
+def _rows(part: Part, setting: Setting, seconds: float) -> Iterator[Row]:
+    if part.needs == "ComfyUI" and not setting.comfyui:
+        yield {"what": "not run", "note": "no ComfyUI here; --comfyui names its folder"}
+    elif part.needs == "diffusers" and not _has_diffusers():
+        yield {"what": "not run", "note": f"no diffusers here; {sys.executable} -m pip install -r {REQUIREMENTS}"}
+    elif seconds < SHORTEST_SECONDS:
+        yield {"what": "not run", "note": "its share of time is too short; --minutes gives more, --only fewer parts"}
+    else:
+        setting = setting if part.needs == "ComfyUI" else replace(setting, comfyui="")
+        processes = setting.world if part.by == "ranks" else 1
+        yield from rows_of(MODULES.get(part.name, part.name), setting, processes=processes, seconds=seconds)
+
+
+def _has_diffusers() -> bool:
+    return importlib.util.find_spec("diffusers") is not None
+
+
+def _where(part: Part, setting: Setting) -> str:
+    if part.by == "nobody":
+        return ""
+    several = f": {setting.world} {part.by}" if setting.world > 1 else f": one {part.by.removesuffix('s')}"
+    several += ", NCCL_GRAPH_REGISTER=1" if setting.registered else ""
+    return f"{several} on one card, over NCCL; times would say nothing" if setting.one_card else several
+
+
+def _about(parts: Sequence[tuple[Part, Setting]]) -> float:
+    """Seconds."""
+    return sum(part.seconds for part, _ in parts)
+
+
+def count(text: str) -> int:
+    """Of the command line, as the next two. Raises ValueError, in argparse's words or our own."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"starts at 1, got {text}")
+    return number
+
+
+def minutes(text: str) -> float:
+    if not (length := float(text)) >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is no length of time; give minutes, such as 10")
+    return length
+
+
+def checkout(text: str) -> str:
+    if text and not _is_checkout(Path(text).expanduser()):
+        raise argparse.ArgumentTypeError(f"there is no ComfyUI in {text}; name the folder that has its main.py")
+    return text
+
+
+def _output(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m parallel_runtime report", description=__doc__)
+    parser.add_argument("--devices", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny networks, for a trial")
+    parser.add_argument("--world", type=count, nargs="+", help="numbers of ranks; 1 2 4 8, on the CPU 1 2")
+    parser.add_argument(
+        "--tokens", type=count, help="of the attention that is compared with float64; 4608, on the CPU 67"
+    )
+    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these parts alone")
+    parser.add_argument(
+        "--minutes", type=minutes, default=MINUTES, help="what there is no time for is left out, with a note"
+    )
+    parser.add_argument(
+        "--comfyui", type=checkout, default="", help="its folder; else COMFYUI_PATH, or the one around this pack"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("report"), help="of report.md and .jsonl; a folder has them in it"
+    )
+    options = parser.parse_args(arguments)
+    on_cpu = options.devices == "cpu"
+    options.world = options.world or ([1, 2] if on_cpu else [1, 2, 4, 8])
+    options.tokens = options.tokens or (67 if on_cpu else 4608)
+    return options

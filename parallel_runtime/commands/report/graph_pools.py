@@ -1,0 +1,167 @@
+"""The memory that recordings share, on a GPU: does a graph outlive another model's, and is all of it given back, also
+where a capture failed? No CPU can show this: cuBLAS's workspaces and PyTorch's pools are the GPU's own.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...engine.graphs import cuda_graphs
+from ...engine.graphs.cuda_graphs import Graph, Recorder
+from .cases import Case, Row, Setting
+from .clock import GIB, NO_GRAPHS
+
+REPLAYS = 100
+WIDTH, INSIDE = 64, 16384  # sums so long are split, and their parts added up in cuBLAS's workspace
+PIECE = 2 << 20  # bytes
+SMALL = 8 << 20  # bytes: less than any pool has, more than PyTorch keeps for a few tensors
+FILLED = 0xFF  # in each byte: not a number in any type
+
+
+def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
+    if device.type != "cuda":
+        yield Case({"what": "graphs and their pools"}, lambda: {"note": NO_GRAPHS})
+        return
+    yield Case({"what": "replays after another model's graphs are gone"}, partial(_outliving, device))
+    for what, fail in FAILURES.items():
+        yield Case({"what": f"a capture that fails: {what}"}, partial(_failing, fail, device))
+
+
+def _outliving(device: torch.device) -> Row:
+    """The largest difference of a network's replays from itself, with all that another one's graphs have left filled
+    with NaN; and whether a replay wrote there."""
+    first, second = (_Recorded(device) for _ in range(2))
+    for each in (first, second):
+        each.record()
+    first.replay()
+    want = second.run().clone()
+    before = _reserved()
+    first.discard()
+    left = before - _reserved()
+    filler = [torch.full((PIECE,), FILLED, dtype=torch.uint8, device=device) for _ in range(1 + 2 * left // PIECE)]
+    errors = []
+    for _ in range(REPLAYS):
+        second.replay()
+        errors.append((second.out.float() - want.float()).abs().max())
+    error = float(torch.stack(errors).max())
+    written = sum(int((piece != FILLED).sum()) for piece in filler)
+    assert not written, f"{written} bytes were written that belong to others"
+    assert error == 0, f"a replay is {error} off"
+    return {"error": error, "gib": left / GIB, "note": f"{REPLAYS} replays; memory is what the others gave back"}
+
+
+def _failing(fail: Callable[[Tensor], object], device: torch.device) -> Row:
+    """What a failed capture keeps of the device, beside a good graph and after that one is gone; the good one's replay
+    and a later recording are right."""
+    good = _Recorded(device)
+    begun = _reserved()
+    good.record()
+    recorded = _reserved()
+    message = good.fail(fail)
+    retained = _reserved() - recorded
+    want = good.run().clone()
+    good.replay()
+    assert torch.equal(good.out, want), "the graph that was there before computes something else"
+    good.record()
+    good.replay()
+    assert torch.equal(good.out, want), "a later graph computes something else"
+    good.discard()
+    left = _reserved() - begun
+    assert max(retained, left) < SMALL, (
+        f"{retained} bytes stay taken after the failure, {left} when all graphs are gone"
+    )
+    return {"gib": max(0, left) / GIB, "note": message}
+
+
+class _Recorded:
+    """A network, and the latest graph of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        kind: Any = {"dtype": torch.bfloat16, "device": device}
+        self._network: nn.Module = nn.Sequential(nn.Linear(WIDTH, INSIDE, **kind), nn.Linear(INSIDE, WIDTH, **kind))
+        self._input = torch.randn(WIDTH, WIDTH, **kind)
+        self._recorder: Recorder | None = cuda_graphs.recorder_for(device)
+        self._graph: Graph | None = None
+
+    def run(self) -> Tensor:
+        out: Tensor = self._network(self._input)
+        return out
+
+    def record(self) -> None:
+        assert self._recorder is not None
+        self._recorder.warm_up(self.run)
+        self._graph = self._recorder.record(self.run)
+
+    @property
+    def out(self) -> Tensor:
+        assert self._graph is not None
+        out: Tensor = self._graph.out
+        return out
+
+    def replay(self) -> None:
+        assert self._graph is not None
+        self._graph.replay()
+
+    def fail(self, fail: Callable[[Tensor], object]) -> str:
+        """What a recording of this network says of itself in whose middle this is done."""
+
+        def run() -> Tensor:
+            out = self.run()
+            if torch.cuda.is_current_stream_capturing():
+                fail(out)
+            return out
+
+        assert self._recorder is not None
+        self._recorder.warm_up(run)
+        try:
+            self._recorder.record(run)
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+        raise AssertionError("it was recorded all the same")
+
+    def discard(self) -> None:
+        """Its graph and the pool; the network stays."""
+        self._graph = self._recorder = None
+
+
+def _read(out: Tensor) -> None:
+    out.sum().item()
+
+
+def _run_out(out: Tensor) -> None:
+    torch.empty(2 * torch.cuda.mem_get_info(out.device)[1], dtype=torch.uint8, device=out.device)
+
+
+def _leave_unjoined(out: Tensor) -> None:
+    """As an exception between a transfer's start and its end does."""
+    side = torch.cuda.Stream(out.device)
+    side.wait_stream(torch.cuda.current_stream(out.device))
+    with torch.cuda.stream(side):
+        out.mul(2)
+
+
+def _raise(_: Tensor) -> None:
+    raise ValueError("in Python alone")
+
+
+FAILURES: dict[str, Callable[[Tensor], object]] = {
+    "a number is read on the host": _read,
+    "memory runs out": _run_out,
+    "another stream is not waited for": _leave_unjoined,
+    "an exception of Python's": _raise,
+}
+
+
+def _reserved() -> int:
+    """Bytes that PyTorch has of the device when it has given back what it can."""
+    gc.collect()
+    torch.cuda.synchronize()
+    cuda_graphs.clear_workspaces()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()

@@ -1,0 +1,163 @@
+"""The worker group: how long it takes to start, to sample, to cancel, to free memory and to tell of a killed rank.
+
+The demo's model, which comes with the pack; the group is the very one that ComfyUI's process has.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...demo import spec
+from ...demo.words import conditions, encode
+from ...errors import WorkerDied
+from ...group.worker_group import WorkerGroup
+from ...jobs import DemoJob
+from ...specs import Parallelism, Placement
+from .cases import Case, Row, Setting
+from .clock import GIB
+
+LONG = 2000  # steps of a run that somebody ends
+
+
+class Enough(BaseException):
+    """The user's cancel."""
+
+
+def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
+    trial = Trial(Placement(devices=setting.devices))
+    steps = (
+        ("start of the group", trial.start),
+        ("first run, with loading", trial.run),
+        ("the same, warm", trial.run),
+        ("run that is cancelled in its first steps", trial.cancel),
+        ("run after it, the same bits", trial.run),
+        ("run that is cancelled while it records", trial.cancel_recording),
+        ("run after it, the same bits", trial.run),
+        ("Free memory", trial.free),
+        ("run after it, the same bits", trial.run),
+        ("run in which a rank is killed, until it is told", trial.kill),
+        ("start of another group", trial.start),
+        ("run in it, the same bits", trial.run),
+        ("run in which a rank is killed while it records, until it is told", trial.kill_recording),
+        ("start of another group", trial.start),
+        ("run in it, the same bits", trial.run),
+    )
+    try:
+        for what, act in steps:
+            yield Case({"what": what}, partial(trial.timed, act))
+    finally:
+        trial.end()
+
+
+def memory_row(group: WorkerGroup) -> Row:
+    """The used memory of the fullest device, by any process; on the CPU that of the largest worker."""
+    readings = [rank.readings.used_bytes for rank in group.activity.now.ranks if rank.readings]
+    return {"gib": max(readings) / GIB} if readings else {}
+
+
+class Trial:
+    """A group, and what a user does to it."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._parallelism = Parallelism(ring_degree=placement.world_size)
+        self._group: WorkerGroup | None = None
+        self._first: Tensor | None = None
+
+    @property
+    def group(self) -> WorkerGroup:
+        assert self._group is not None, "no group came up"
+        return self._group
+
+    def timed(self, act: Callable[[], Row | None]) -> Row:
+        started = time.monotonic()
+        more = act() or {}
+        return {"seconds": time.monotonic() - started} | memory_row(self.group) | more
+
+    def start(self) -> None:
+        self.end()
+        self._group = WorkerGroup(self._placement)
+
+    def run(self) -> None:
+        samples = self._sample(4)
+        self._first = samples if self._first is None else self._first
+        assert torch.equal(self._first, samples), "it differs from the first"
+
+    def cancel(self) -> None:
+        self._ended_by(_enough, Enough)
+
+    def kill(self) -> None:
+        self._ended_by(self._kill, WorkerDied)
+
+    def cancel_recording(self) -> Row:
+        return self._ended_recording(_enough, Enough)
+
+    def kill_recording(self) -> Row:
+        return self._ended_recording(self._kill, WorkerDied)
+
+    def _kill(self) -> None:
+        os.kill(self.group.pids[-1], signal.SIGKILL)
+
+    def free(self) -> None:
+        self.group.unload(spec())
+
+    def end(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+
+    def _ended_by(self, act: Callable[[], None], expected: type[BaseException]) -> None:
+        """A long run in whose first step somebody acts."""
+
+        def on_step(step: int, *_: Any) -> None:
+            if step == 0:
+                act()
+
+        try:
+            self._sample(LONG, on_step)
+        except expected:
+            return
+        raise AssertionError(f"the run was not ended by {expected.__name__}")
+
+    def _ended_recording(self, act: Callable[[], None], expected: type[BaseException]) -> Row:
+        """A run that records what it can, and in which somebody acts as soon as a rank says that it does."""
+
+        def watch() -> None:
+            if any(rank.busy == "recording" for rank in self.group.activity.now.ranks):
+                act()
+
+        always = self._parallelism.with_options(cuda_graphs="on")
+        try:
+            self._sample(4, parallelism=always, watch=watch)
+        except expected:
+            return {}
+        return {"note": "nothing was recorded here, or too soon to be seen"}
+
+    def _sample(
+        self,
+        steps: int,
+        on_step: Callable[..., None] = lambda *_: None,
+        *,
+        parallelism: Parallelism | None = None,
+        watch: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        noise = torch.randn(1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
+        positive, negative = (conditions(*encode(prompt)) for prompt in ("a red circle on a white background", ""))
+        job = DemoJob(
+            noise=noise, sigmas=torch.linspace(1, 0, steps + 1), cfg=2.0, positive=positive, negative=negative
+        )
+        degrees = parallelism or self._parallelism
+        made: Tensor = self.group.run(spec(), degrees, job, on_step=on_step, watch=watch).value["samples"]
+        return made
+
+
+def _enough() -> None:
+    raise Enough

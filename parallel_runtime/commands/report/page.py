@@ -1,0 +1,98 @@
+"""What was found, in files as it is found: each row a line of report.jsonl, and all of them as tables in report.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ...errors import Refused
+from .cases import Row
+
+NAME, ENDINGS = "report", (".jsonl", ".md")
+COLUMNS = {  # of all parts, in their order, and how each is written
+    "what": "{}",
+    "dtype": "{}",
+    "weights": "{}",
+    "workers": "{}",
+    "degrees": "{}",
+    "mode": "{}",
+    "error": "{:.1e}",
+    "seconds": "{:.2f} s",
+    "ms": "{:.3g} ms",
+    "host_ms": "{:.3g} ms",
+    "faster": "{:.2f} x",
+    "gib": "{:.2f} GiB",
+    "graph_gib": "{:.2f} GiB",
+    "note": "{}",
+}
+TITLES = {
+    "seconds": "time", "ms": "time", "host_ms": "of the host", "faster": "as fast as the first", "gib": "memory",
+    "graph_gib": "of a graph",
+}  # fmt: skip
+ON_A_LINE = {  # where no title stands above
+    "workers": "workers: {}",
+    "error": "error {}",
+    "host_ms": "{} of the host",
+    "faster": "{} as fast as the first",
+    "graph_gib": "{} of a graph",
+}
+
+
+class Page:
+    """`out` is where the files go, without their endings; a folder has them in it. Raises Refused where they cannot."""
+
+    def __init__(self, out: Path, machine: dict[str, Any]) -> None:
+        self.out = out / NAME if out.is_dir() else out.with_suffix("") if out.suffix in ENDINGS else out
+        self._lines, self._text = (self.out.with_name(self.out.name + ending) for ending in ENDINGS)
+        self._machine = machine
+        self._sections: list[tuple[str, list[Row]]] = []
+        try:
+            self._lines.write_text(json.dumps({"machine": machine}) + "\n")
+            self._write()
+        except OSError as error:
+            raise Refused("report.unwritten", error=str(error)) from None
+
+    def section(self, title: str) -> None:
+        self._sections.append((title, []))
+
+    def add(self, row: Row) -> None:
+        """One that failed says why in its note."""
+        title, rows = self._sections[-1]
+        rows.append(row)
+        with self._lines.open("a") as file:
+            file.write(json.dumps({"section": title, **row}) + "\n")
+        self._write()
+
+    def _write(self) -> None:
+        lines = ["## Machine", *(f"- {name}: {value}" for name, value in self._machine.items() if name != "topology")]
+        if self._machine.get("topology"):
+            lines += ["", "```", self._machine["topology"], "```"]
+        for title, rows in self._sections:
+            lines += ["", f"## {title}", *_table([{**row, "note": note_of(row)} for row in rows])]
+        self._text.write_text("\n".join(lines) + "\n")
+
+
+def note_of(row: Row) -> str:
+    return f"FAILED: {row['failed']}" if "failed" in row else str(row.get("note", ""))
+
+
+def in_a_line(row: Row) -> str:
+    """For the terminal."""
+    cells = [ON_A_LINE.get(name, "{}").format(_cell(row, name)) for name in COLUMNS if name in row]
+    return ", ".join(cells if "failed" not in row else [*cells, note_of(row)])
+
+
+def _table(rows: list[Row]) -> Iterable[str]:
+    names = [name for name in COLUMNS if any(row.get(name) not in (None, "") for row in rows)]
+    yield from ("", _line(TITLES.get(name, name) for name in names), _line("---" for _ in names))
+    yield from (_line(_cell(row, name) for name in names) for row in rows)
+
+
+def _cell(row: Row, name: str) -> str:
+    return COLUMNS[name].format(row[name]).replace("|", "/") if row.get(name) not in (None, "") else ""
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

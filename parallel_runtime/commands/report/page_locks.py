@@ -1,0 +1,85 @@
+"""Weights offload where the system does not let pages be locked: a call of the CUDA runtime that really fails leaves
+its error behind, and a run must be right all the same, if slower."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...engine.weights.placement import HostWeights
+from ...engine.weights.prefetch import BlockPrefetcher, Buffers
+from .cases import Case, Row, Setting, mean_error
+from .clock import NEEDS_CUDA, clocked
+
+BLOCKS, WIDTH, ROWS = 8, 4096, 512
+
+
+def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
+    if device.type != "cuda":
+        yield Case({"what": "memory that cannot be page-locked"}, partial(dict, note=NEEDS_CUDA))
+        return
+    yield Case({"what": "the launch after a failed cudaHostRegister"}, partial(left_error, device))
+    for what, locks in (("page-locked", True), ("memory that cannot be locked", False)):
+        yield Case({"what": f"offload, {what}"}, partial(offloaded, device, locks=locks))
+
+
+def left_error(device: torch.device) -> Row:
+    """Is what a failed call left behind raised by a launch that has nothing to do with it?"""
+    code = int(torch.cuda.cudart().cudaHostRegister(0, 4096, 0))
+    assert code, "memory at no address was registered"
+    try:
+        torch.ones(1, device=device)
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        first, *_ = str(error).splitlines()
+        return {"note": f"code {code}; raised by the next launch: {first}"}
+    return {"note": f"code {code}; no launch raises it"}
+
+
+@torch.no_grad()
+def offloaded(device: torch.device, *, locks: bool, width: int = WIDTH) -> Row:
+    """Error and time of blocks whose weights come from main memory, against the same blocks on the device."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    blocks = [nn.Linear(width, width, device=device, dtype=dtype) for _ in range(BLOCKS)]
+    network, x = nn.Sequential(*blocks), torch.randn(ROWS, width, device=device, dtype=dtype)
+    exact = network(x)
+    store = BlockPrefetcher(network, HostWeights(device, [0], 0, staged=True), Buffers(device))
+    with nullcontext() if locks else nothing_locked():
+        try:
+            for block in blocks:
+                store.add(block)
+            store.seal()
+            row = {"error": mean_error(network(x), exact)} | clocked(partial(network, x), device)
+        finally:
+            store.close()
+    torch.ones(1, device=device)
+    return row
+
+
+class _FailingRuntime:
+    """The CUDA runtime, which cannot lock memory: it is given an address at which there is none."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> Any:
+        return self._runtime.cudaHostRegister(0, size, flags)
+
+
+@contextmanager
+def nothing_locked() -> Iterator[None]:
+    """Each cudaHostRegister fails, in the runtime itself."""
+    real = torch.cuda.cudart
+    torch.cuda.cudart = lambda: _FailingRuntime(real())
+    try:
+        yield
+    finally:
+        torch.cuda.cudart = real

@@ -1,0 +1,111 @@
+"""A part of the report in processes of its own: what starts them, passes their rows on and ends them in time, and what
+each of them does.
+
+    python -m parallel_runtime.commands.report.part PART SETTING
+
+One rank, or the process that has the workers of a part: it runs the part's cases, and writes each row down at once, a
+line of JSON. SETTING is JSON too.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ...accelerators import environment
+from ...engine.comm.device_memory import empty_cache
+from ...engine.comm.ranks import ONE_CARD, join, rank
+from ...worker.comfy_loop.comfyui import import_comfyui
+from ...worker.process.leash import die_with_parent
+from .cases import REMAINING_CASES, Row, Setting, measured_row, unbroken
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER, PARENT = "REPORT_FOLDER", "REPORT_PARENT"
+ROWS, OUTPUT, STORE = "rows", "output", "store"  # files in FOLDER
+GRACE_SECONDS = 5.0  # for the other ranks to end after one has failed
+WORDS = 600  # characters of a process' last output
+
+
+def rows_of(part: str, setting: Setting, *, processes: int, seconds: float) -> Iterator[Row]:
+    """What `processes` ranks find, row by row; where they fail or are cut off a last row says so."""
+    with tempfile.TemporaryDirectory() as name, Path(name, ROWS).open("w+") as rows:
+        folder = Path(name)
+        ranks = [_start(part, setting, rank, processes, folder) for rank in range(processes)]
+        deadline, failed = time.monotonic() + seconds, False
+        try:
+            while (running := any(each.poll() is None for each in ranks)) and time.monotonic() < deadline:
+                if not failed and any(each.poll() for each in ranks):
+                    deadline, failed = min(deadline, time.monotonic() + GRACE_SECONDS), True
+                yield from map(json.loads, rows)
+                time.sleep(0.05)
+        finally:
+            _end(ranks)
+        yield from map(json.loads, rows)
+        codes = [each.wait() for each in ranks]
+        if running and not failed:
+            yield {"what": REMAINING_CASES, "failed": f"not done after {seconds:.0f} s: too slow, or it hangs"}
+        elif any(codes):
+            last = " ".join((folder / OUTPUT).read_text()[-WORDS:].split())
+            ended = ", ".join(f"rank {rank} with {code}" for rank, code in enumerate(codes) if code)
+            yield {"what": REMAINING_CASES, "failed": f"processes ended: {ended}: {last}"}
+
+
+def _start(part: str, setting: Setting, rank: int, world: int, folder: Path) -> subprocess.Popen[bytes]:
+    place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
+    mine = {name: str(value) for name, value in place.items()} | {FOLDER: str(folder), PARENT: str(os.getpid())}
+    mine |= {ONE_CARD: "1"} if setting.one_card else {}
+    mine |= {"NCCL_GRAPH_REGISTER": "1"} if setting.registered else {}
+    quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+    with (folder / OUTPUT).open("a") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.part", part, json.dumps(asdict(setting))],
+            cwd=ROOT,
+            env=os.environ | environment("lo") | quiet | mine,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for each in ranks:
+        if each.poll() is None:
+            os.killpg(each.pid, signal.SIGKILL)
+
+
+def main(name: str, setting: Setting) -> None:
+    folder = Path(os.environ[FOLDER])
+    device = torch.device(setting.devices[rank()])
+    join(device, str(folder / STORE), shared=setting.one_card)
+    part = importlib.import_module(f".{name}", __package__)
+    if setting.comfyui:
+        import_comfyui(setting.comfy, device)
+    with torch.inference_mode():
+        for case in unbroken({"what": REMAINING_CASES}, part.cases(setting, device)):
+            row = measured_row(case)
+            if rank() == 0:
+                with (folder / ROWS).open("a") as rows:
+                    rows.write(json.dumps(row) + "\n")
+            gc.collect()  # of the next one there would be no room beside what this one held
+            empty_cache(device)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    die_with_parent(int(os.environ[PARENT]))  # it may be killed, or its terminal closed
+    sys.path.remove(os.getcwd())  # our folders `nodes` and `tests` must not hide ComfyUI's modules of the same names
+    main(sys.argv[1], Setting(**json.loads(sys.argv[2])))

@@ -1,0 +1,75 @@
+"""A rank's share of one evaluation without communication: a fake group transfers nothing. Eager, recorded as one CUDA
+graph, compiled and recorded. What it computes is garbage: only times count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ...architectures.network_modules import blocks_of
+from ...engine.comm.mesh import build_mesh
+from ...engine.graphs.block_compile import compile_blocks
+from ...specs import Compilation, Parallelism
+from .cases import Case, Row, Setting, unbroken
+from .clock import NO_GRAPHS, Clock
+from .network_rows import divided, plan_of
+from .subjects import Subject, subjects
+
+WORLDS = (2, 4, 8)
+
+
+def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
+    for subject in subjects(tiny=setting.tiny):
+        labels = {"what": subject.name}
+        yield from unbroken(labels, _of_subject(subject, labels, device))
+
+
+def degrees(world: int) -> Iterator[tuple[str, Parallelism]]:
+    """Ulysses first: alone it is also compiled."""
+    yield f"Ulysses {world}", Parallelism(ulysses_degree=world)
+    yield f"ring {world}", Parallelism(ring_degree=world)
+    if world > 2:
+        yield f"ring 2 x Ulysses {world // 2}", Parallelism(ring_degree=2, ulysses_degree=world // 2)
+
+
+@contextmanager
+def fake_group(world: int) -> Iterator[None]:
+    """A process group of the fake backend, in which this process is rank 0 and no other rank exists."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _of_subject(subject: Subject, labels: Row, device: torch.device) -> Iterator[Case]:
+    network, inputs = subject.build(torch.bfloat16, device), subject.inputs(device)
+    clock = Clock(lambda: network(**inputs, transformer_options={}), device)
+    yield from clock.cases(labels | {"degrees": "1 rank"})
+    for world in WORLDS:
+        with fake_group(world):
+            for words, parallelism in degrees(world):
+                with divided(network, build_mesh(parallelism, device), parallelism):
+                    yield from clock.cases(labels | {"degrees": words})
+    for world in (8, 1, 4, 2):  # last, since compiling takes its time
+        degree = f"Ulysses {world}" if world > 1 else "1 rank"
+        compiled = labels | {"degrees": degree, "mode": "compiled and recorded"}
+        yield Case(compiled, partial(_compiled, network, clock, world, device))
+
+
+def _compiled(network: nn.Module, clock: Clock, world: int, device: torch.device) -> Row:
+    if device.type != "cuda":
+        return {"note": NO_GRAPHS}
+    parallelism, plan = Parallelism(ulysses_degree=world), plan_of(network).plan
+    with fake_group(world), divided(network, build_mesh(parallelism, device), parallelism):
+        undo = compile_blocks(blocks_of(network, plan, carrying=True), Compilation())
+        try:
+            return clock.recorded()
+        finally:
+            undo()

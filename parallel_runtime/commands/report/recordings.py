@@ -1,0 +1,159 @@
+"""ComfyUI's own FLUX and Wan, divided over the ranks and recorded as a run records them: whether they are, whether many
+replays give the same bits, what one consists of, and whether the memory of a recording counts as its model's."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...engine.comm.mesh import build_mesh
+from ...engine.graphs import graph_runner
+from ...planning.shortage import shortage
+from ...specs import ModelSpec, Parallelism, Placement
+from ...worker.models import Model
+from ...worker.process.rank_memory import readings
+from .attention_rows import parallelisms
+from .cases import Case, Row, Setting, largest, mean_error, unbroken
+from .clock import GIB, NEEDS_CUDA, clocked
+from .network_rows import plan_of
+from .subjects import Subject, subjects
+from .timeline import timeline_of
+
+STEPS, REPLAYS, CFG = 8, 200, 3.0
+MARGIN = 256 << 20  # bytes that other work leaves of the device, beside what a run needs
+
+
+def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
+    if graph_runner.cuda_graphs.recorder_for(device) is None:
+        yield Case({"what": "recorded forwards"}, partial(dict, note=NEEDS_CUDA))
+        return
+    for subject in subjects(tiny=setting.tiny, one_card=setting.one_card):
+        trial = Trial(subject, device, alone=not setting.one_card)
+        for words, parallelism in degrees(setting.world):
+            labels = {"what": subject.name, "degrees": words}
+            yield from unbroken(labels, trial.cases(labels, parallelism))
+
+
+def degrees(world: int) -> list[tuple[str, Parallelism]]:
+    """Ring and Ulysses each alone; four ranks and more have both at once, in two communicators."""
+    rotated = [each for each in parallelisms(world) if each[1].options.rotate_method == "alltoall"]
+    both = [each for each in rotated if min(each[1].ring_degree, each[1].ulysses_degree) > 1]
+    return both or rotated or [("1 rank", Parallelism())]
+
+
+class Trial:
+    """A network, and runs of it by Euler steps that evaluate the prompt and the negative prompt apart: nothing in
+    them waits for the device. `alone`: no other rank shares the device."""
+
+    def __init__(self, subject: Subject, device: torch.device, *, alone: bool) -> None:
+        network: nn.Module = subject.build(torch.bfloat16, device)
+        spec = ModelSpec(loader=subject.name)
+        self._device, self._alone = device, alone
+        self._model = Model(spec, network, plan_of(network), device=device)
+        self._prompts = [subject.inputs(device) for _ in range(2)]
+
+    def cases(self, labels: Row, parallelism: Parallelism) -> Iterator[Case]:
+        self._mesh = build_mesh(parallelism, self._device)
+        self._model.parallelize(self._mesh, parallelism)
+        yield Case(labels | {"mode": "eager"}, self._eager)
+        yield Case(labels | {"mode": "auto"}, self._auto)
+        yield Case(labels | {"mode": f"{REPLAYS} replays"}, self._replays)
+        yield Case(labels | {"mode": "one replay"}, self._one_replay)
+        for run in (1, 2, 3) if self._alone and self._device.type == "cuda" else ():
+            yield Case(labels | {"mode": f"run {run} on a full device"}, partial(self._on_a_full_device, run))
+        yield Case(labels | {"mode": "after its recordings were dropped"}, self._dropped)
+
+    def _sampled(self, call: Callable[..., Any], steps: int = STEPS) -> Tensor:
+        x = self._prompts[0]["x"]
+        for _ in range(steps):
+            cond, uncond = (call(**{**prompt, "x": x}, transformer_options={}) for prompt in self._prompts)
+            x = x - (uncond + CFG * (cond - uncond)) / steps
+        return x
+
+    def _eager(self) -> Row:
+        """What a run needs beside the weights, too, which later rows go by."""
+        call = self._model.network._call_impl
+        self._expected = self._sampled(call)
+        self._free_at_rest, used = self._free(), self._used()
+        times = clocked(lambda: call(**self._prompts[0], transformer_options={}), self._device)
+        peak = 0 if self._device.type == "cpu" else torch.cuda.max_memory_allocated(self._device)
+        self._needed = max(0, peak - used)
+        return times
+
+    def _auto(self) -> Row:
+        """As a run does it, and the share of an evaluation that decides."""
+        before = self._model.graph_runner.stats.replays
+        self._sampled(self._model.network, 1)
+        trials = [trial for trial in self._model.graph_runner._trials.values() if trial.events]
+        launched = f"{trials[0].launch_fraction:.0%} of an evaluation is its launch; " if trials else ""
+        error = mean_error(self._sampled(self._model.network), self._expected)
+        stats = self._model.graph_runner.stats
+        decided = (
+            f"recorded, {stats.replays - before} replays" if stats.keys else f"not recorded: {'; '.join(stats.eager)}"
+        )
+        return {"error": error, "graph_gib": stats.bytes / GIB, "note": launched + decided}
+
+    def _replays(self) -> Row:
+        """The bits of runs that have so many of them together, and how long one takes."""
+        self._model.graph_runner.discard()
+        self._model.graph_runner.choice = "on"
+        samples = [self._sampled(self._model.network) for _ in range(1 + REPLAYS // (2 * STEPS))]
+        stats = self._model.graph_runner.stats
+        differing = sum(not torch.equal(each, self._expected) for each in samples)
+        row = clocked(self._once, self._device) | {"graph_gib": stats.bytes / GIB}
+        assert stats.keys, f"not recorded: {'; '.join(stats.eager)}"
+        assert not differing, f"{differing} of {len(samples)} runs gave other numbers than the eager one"
+        return row
+
+    def _one_replay(self) -> Row:
+        return timeline_of(self._once) if self._device.type == "cuda" else {"note": NEEDS_CUDA}
+
+    def _once(self) -> Any:
+        return self._model.network(**self._prompts[0], transformer_options={})
+
+    def _on_a_full_device(self, run: int) -> Row:
+        """Does the run of a workflow find what the one before found? Other work leaves as much as its first run needs:
+        after that the recording has it."""
+        if run == 1:
+            self._model.graph_runner.discard()
+        kept = self._model.graph_runner.stats.bytes
+        ballast = self._ballast(max(0, self._needed + MARGIN - kept))
+        reading = readings(self._device, [self._model], self._mesh.context.group_state)
+        weights = sum(holding.resident for holding in reading.weights)
+        lack = shortage(
+            Placement(devices=(str(self._device),)), [reading], self._model.spec.title, [weights + self._needed],
+            limits=[None], limited_by="",
+        )  # fmt: skip
+        assert torch.equal(self._sampled(self._model.network), self._expected), "it gave other numbers"
+        del ballast
+        found = {"gib": reading.free_bytes / GIB, "graph_gib": kept / GIB}
+        return found | {"note": f"it would be refused: {lack}" if lack else "it fits"}
+
+    def _dropped(self) -> Row:
+        """Of the device that is still taken; other ranks may have to let go of it first."""
+        self._model.graph_runner.discard()
+        largest(0.0)  # all have dropped theirs
+        taken = self._free_at_rest - self._free()
+        self._model.graph_runner.choice = "auto"
+        return {"gib": taken / GIB, "note": "still taken"}
+
+    def _ballast(self, left: int) -> Sequence[Tensor]:
+        """Memory that leaves so many bytes of the device to this rank."""
+        free = self._free() - left
+        return [torch.empty(free, dtype=torch.uint8, device=self._device)] if free > 0 else []
+
+    def _used(self) -> int:
+        return 0 if self._device.type == "cpu" else torch.cuda.memory_allocated(self._device)
+
+    def _free(self) -> int:
+        gc.collect()
+        if self._device.type == "cpu":
+            return 0
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]

@@ -1,0 +1,56 @@
+"""What a device did in a run, kernel by kernel: how many of each kind, how long, and how long it stood still."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from .cases import Row
+
+KINDS = {  # by what the names of kernels contain, the first that fits
+    "NCCL": ("nccl",),
+    "attention": ("flash", "fmha", "attention", "sdpa"),
+    "packing by cat": ("CatArray",),
+    "copies": ("copy", "Memcpy"),
+    "products": ("gemm", "cutlass", "nvjet", "cublas"),
+    "others": ("",),
+}
+
+
+class Span(NamedTuple):
+    """A kernel or a copy, in microseconds."""
+
+    name: str
+    begin: float
+    end: float
+
+
+def timeline_of(run: Callable[[], Any]) -> Row:
+    run()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        run()
+        torch.cuda.synchronize()
+    events = [event for event in profiled.events() or () if event.device_type == DeviceType.CUDA]
+    return summed(Span(event.name, event.time_range.start, event.time_range.end) for event in events)
+
+
+def summed(spans: Iterable[Span]) -> Row:
+    """The time from the first kernel to the last, and in words what it consists of."""
+    ordered = sorted(spans, key=lambda span: span.begin)
+    if not ordered:
+        return {"note": "the profiler saw nothing on the device"}
+    busy, until = 0.0, ordered[0].begin
+    of_kinds: dict[str, list[float]] = {}
+    for span in ordered:
+        busy += max(0.0, span.end - max(span.begin, until))
+        until = max(until, span.end)
+        kind = next(kind for kind, words in KINDS.items() if any(word in span.name for word in words))
+        of_kinds.setdefault(kind, []).append(span.end - span.begin)
+    whole = until - ordered[0].begin
+    times = {kind: of_kinds[kind] for kind in KINDS if kind in of_kinds}
+    parts = [f"{kind} {len(each)} in {sum(each) / 1e3:.3g} ms" for kind, each in times.items()]
+    return {"ms": whole / 1e3, "note": f"{(whole - busy) / 1e3:.3g} ms of it without a kernel; {', '.join(parts)}"}

@@ -1,0 +1,1 @@
+"""Exact parallel forwards of any torch network. Knows no ComfyUI, no sampler and no user of it."""

@@ -1,0 +1,272 @@
+"""Replaces ComfyUI's attention, through its `optimized_attention_override`, by attention over split streams.
+
+Knows no plan as a whole: scopes say over which streams the attention that runs now is. To torch.compile it is one
+operator: what it decides by changes while a graph runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...architectures.split_plan import AttentionSpec, AttentionSpecs, Cross, Names, Window
+from ...errors import Refused
+from ...request import AttentionBackend
+from ...specs import Parallelism
+from ..comm.mesh import ContextMesh
+from ..kernels.custom_op import attend_op, register
+from ..kernels.dispatch import try_kernel, warn_once
+from ..kernels.registry import FUNCTIONS
+from ..pipeline.pipefusion import PipeFusion
+from ..split.streams import Streams
+from .context_attention import ContextAttention
+
+Attention = Callable[..., Tensor]  # ComfyUI's, called as its optimized_attention
+Override = Callable[..., Tensor]  # called with the native attention function, then with its arguments
+
+_NO_SCOPE = -1  # the index outside of all scopes
+_LOW_PRECISION = "low_precision_attention"  # ComfyUI's word: False where a kernel that quantises would be wrong
+_CALLER_OPTIONS = ("transformer_options", "_inside_attn_wrapper")
+
+
+@dataclass(frozen=True)
+class _NativeCall:
+    """A call of ComfyUI's own attention, for full keys."""
+
+    function: Attention
+    options: dict[str, Any]
+
+    @property
+    def scale(self) -> float | None:
+        scale: float | None = self.options.get("scale")
+        return scale
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, _: float | None = None) -> Tensor:
+        """Takes and returns [B, tokens, heads, head size]; the scale is among the options."""
+        heads = q.shape[2]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return self.function(q, k, v, heads, mask=mask, skip_reshape=True, **self.options).unflatten(2, (heads, -1))
+
+
+# Takes query, key and value [B, tokens, heads, head size] and a mask; returns the output, or None for ComfyUI's own.
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, _NativeCall], Tensor | None]
+
+_CALLS: list[_NativeCall] = []  # the calls in compiled graphs, by index
+
+
+@torch.compiler.assume_constant_result
+def _call_index(function: Attention, **options: Any) -> int:
+    """Returns the index of this call in _CALLS: a custom op takes tensors and numbers only."""
+    call = _NativeCall(function, options)
+    if call not in _CALLS:
+        _CALLS.append(call)
+    return _CALLS.index(call)
+
+
+class BackendOverride:
+    """Runs attention with the chosen backend's kernel; calls that it does not support go to ComfyUI's attention.
+
+    `active_scopes` are the indices of the entered scopes, innermost last; `previous` is an override set by a node.
+    """
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self.active_scopes: list[int] = []
+        self.previous: Override | None = None
+        self._backend = backend
+        self._graph_function = self._run_in_graph  # lives as long as this
+        self._op_id = register(self._graph_function)
+
+    def __call__(
+        self,
+        func: Attention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None = None,
+        attn_precision: Any = None,
+        skip_reshape: bool = False,
+        skip_output_reshape: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        if attn_precision is not None:
+            options["attn_precision"] = attn_precision
+        scope = self.active_scopes[-1] if self.active_scopes else _NO_SCOPE
+        tokens = 2 if skip_reshape else 1
+        traced = torch.compiler.is_compiling() and self.previous is None
+        attend = None if traced else self._select(scope, q.shape[tokens], k.shape[tokens])
+        out = None
+        if traced or attend is not None:
+            size = q.shape[-1] if skip_reshape else q.shape[-1] // heads
+            query, key, value = (_by_heads(x, size, skip_reshape) for x in (q, k, v))
+            if attend is None:
+                plain = {name: value for name, value in options.items() if name not in _CALLER_OPTIONS}
+                settings = [scope, _call_index(func, **plain)]
+                out = attend_op(query, key, value, mask, None, self._op_id, settings)
+            else:
+                out = attend(query, key, value, mask, _NativeCall(self._fallback(func), options))
+        if out is None:
+            layout = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
+            return self._fallback(func)(q, k, v, heads, mask=mask, **layout, **options)
+        return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
+
+    def _run_in_graph(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, _: None, scope: int, settings: int
+    ) -> Tensor:
+        call = _NativeCall(self._fallback(_CALLS[settings].function), _CALLS[settings].options)
+        attend = self._select(scope, q.shape[1], k.shape[1])
+        out = None if attend is None else attend(q, k, v, mask, call)
+        return call(q, k, v, mask) if out is None else out
+
+    def _fallback(self, func: Attention) -> Attention:
+        """Returns the attention for calls that no chosen kernel takes: a node's override, or ComfyUI's own."""
+        if (previous := self.previous) is None:
+            return func
+        return lambda *args, **kwargs: previous(func, *args, **kwargs)
+
+    def _select(self, scope: int, queries: int, keys: int) -> Attend | None:
+        """Returns the function that replaces ComfyUI's attention for these token counts; None for ComfyUI's own."""
+        return None if self.previous or self._backend == "auto" else self._attempt
+
+    def _attempt(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: _NativeCall) -> Tensor | None:
+        return try_kernel(q, k, v, _four_dims(mask), call.scale, self._backend_for(call))
+
+    def _backend_for(self, call: _NativeCall) -> AttentionBackend:
+        """The chosen backend, or "auto" where ComfyUI forbids low precision. The same on all ranks."""
+        kernel = FUNCTIONS.get(self._backend)
+        if kernel is None or not kernel.row.low_precision or call.options.get(_LOW_PRECISION) is not False:
+            return self._backend
+        warn_once(self._backend, "ComfyUI asks for higher precision")
+        return "auto"
+
+
+@cache
+def backend_override(backend: AttentionBackend) -> BackendOverride:
+    """Returns the override of this backend, one for each name."""
+    return BackendOverride(backend)
+
+
+class SplitState(Protocol):
+    """How the tokens of the forward in progress are split."""
+
+    @property
+    def streams(self) -> Streams: ...
+
+    def any_split(self) -> bool:
+        """Returns whether any tensor is split at this point of the forward."""
+
+    def local_count(self, streams: Names) -> int:
+        """The number of tokens of these streams on this rank."""
+
+    def total(self, streams: Names) -> int:
+        """The number of tokens of these streams on all ranks."""
+
+
+class AttentionOverride(BackendOverride):
+    """The override of a parallelized network: attends over all ranks where streams are split."""
+
+    def __init__(
+        self, split_state: SplitState, mesh: ContextMesh, parallelism: Parallelism, pipefusion: PipeFusion | None = None
+    ) -> None:
+        super().__init__(parallelism.options.attention_backend)
+        self.split_calls = 0  # attentions over all ranks in this forward
+        self._split_state = split_state
+        self._mesh = mesh
+        self._parallelism = parallelism
+        self._pipefusion = pipefusion
+        self._call: _NativeCall | None = None
+        self._scope_specs: list[AttentionSpecs] = []  # by scope
+        self._attentions: dict[tuple[Cross, AttentionBackend], ContextAttention] = {}
+
+    def scope_index(self, over: AttentionSpecs) -> int:
+        """Returns the index of a scope, a new one for new specs."""
+        if over not in self._scope_specs:
+            self._scope_specs.append(over)
+        return self._scope_specs.index(over)
+
+    def _select(self, scope: int, queries: int, keys: int) -> Attend | None:
+        cross = self._cross(scope, queries, keys)
+        return super()._select(scope, queries, keys) if cross is None else partial(self._attend_split, cross, scope)
+
+    def _attend_split(
+        self, cross: Cross, scope: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: _NativeCall
+    ) -> Tensor:
+        self.split_calls += 1
+        self._call = call
+        return self._attention(cross, self._backend_for(call))(
+            q, k, v, _four_dims(self._full_mask(mask, scope, q)), call.scale
+        )
+
+    def _full_mask(self, mask: Tensor | None, scope: int, query: Tensor) -> Tensor | None:
+        """Returns the mask; for a window, the window's mask of all tokens."""
+        kind = self._scope_specs[scope]
+        if not isinstance(kind, Window):
+            return mask
+        total, width = self._split_state.total(kind.streams), int(kind.width)
+        return self._split_state.streams.cached(
+            ("near", total, width), lambda: _window_mask(total, width, query.device)
+        )
+
+    def _cross(self, scope: int, queries: int, keys: int) -> Cross | None:
+        """Returns the streams of an attention with these token counts; None if it is local."""
+        if scope == _NO_SCOPE:
+            if self._split_state.any_split():
+                raise Refused("attention.between", widget="ring_degree")
+            return None
+        spec = self._scope_specs[scope]
+        over = spec if isinstance(spec, list) else [spec]
+        for kind in over:
+            if kind == "local":
+                return None
+            cross = _cross_of(kind)
+            if (
+                self._split_state.local_count(cross.queries) == queries
+                and self._split_state.local_count(cross.keys) == keys
+            ):
+                return cross
+        raise Refused("attention.tokens", widget="ring_degree", queries=queries, keys=keys, streams=str(over))
+
+    def _attention(self, cross: Cross, backend: AttentionBackend) -> ContextAttention:
+        if (cross, backend) not in self._attentions:
+            self._attentions[cross, backend] = ContextAttention(
+                self._mesh, self._parallelism.with_options(attention_backend=backend), self._split_state.streams,
+                cross.queries, cross.keys,
+                fallback=self._attend_natively, only_fallback=lambda: self.previous is not None,
+                pipefusion=self._pipefusion,
+            )  # fmt: skip
+        return self._attentions[cross, backend]
+
+    def _attend_natively(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        assert self._call is not None
+        return self._call(q, k, v, mask, scale)
+
+
+def _by_heads(x: Tensor, size: int, heads_first: bool) -> Tensor:
+    """Reshapes a tensor in ComfyUI's layout to [B, tokens, heads, head size]."""
+    return x.transpose(1, 2) if heads_first else x.reshape(*x.shape[:2], -1, size)
+
+
+def _cross_of(over: AttentionSpec) -> Cross:
+    assert not isinstance(over, str)
+    if isinstance(over, Cross):
+        return over
+    streams = over.streams if isinstance(over, Window) else over
+    return Cross(queries=streams, keys=streams)
+
+
+def _window_mask(total: int, width: int, device: torch.device) -> Tensor:
+    """[1, 1, total, total]: True for tokens at most `width` apart."""
+    positions = torch.arange(total, device=device)
+    return ((positions[:, None] - positions).abs() <= width)[None, None]
+
+
+def _four_dims(mask: Tensor | None) -> Tensor | None:
+    """Returns the mask as [batch, heads, queries, keys], as ComfyUI reads masks of fewer dims."""
+    if mask is None or mask.ndim == 4:
+        return mask
+    return mask[None, None] if mask.ndim == 2 else mask.unsqueeze(1)

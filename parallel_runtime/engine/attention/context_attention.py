@@ -1,0 +1,325 @@
+"""Attention over split streams, exact for every combination of ring and Ulysses degree. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...errors import Refused
+from ...request import AttentionBackend
+from ...specs import Parallelism
+from ..comm.collectives import Pending, ScratchAllocator, all_gather_v, allocate
+from ..comm.mesh import ContextMesh
+from ..kernels.autotune import AttentionSizes, choose_kernel
+from ..kernels.custom_op import attend_op, register
+from ..kernels.dispatch import attend_block, attend_native, contiguous_by_head, repeat_kv, try_kernel
+from ..kernels.registry import FullAttention
+from ..pipeline.pipefusion import PipeFusion
+from ..split.streams import SCRATCH_CACHE_BYTES, LocalTokens, Streams, chunk_sizes
+from .masks import Mask, MaskKind, gather_key_mask, memory_key, pair_mask, patch_mask
+from .merge import Merge
+from .ring import Block, Owners, RingSlot, all_gather_blocks, packed_bytes, ring_slots, rotate
+from .ulysses import (
+    MAX_HEAD_CHUNKS,
+    AllToAllLayout,
+    HeadChunk,
+    head_chunks,
+    split_received,
+    to_heads,
+    to_tokens,
+    write_returned,
+)
+
+OnHeads = Callable[[Tensor, Tensor, Tensor, Mask | None], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionLayout:
+    """The sizes and transfers of one attention: computed once a forward, from shapes alone, so the same on all ranks.
+
+    `blocks` are the key tokens at each ring index, `largest` the sizes of the largest kernel call of any rank.
+    `repeat_keys`: repeat key heads first, so that each query head has its own.
+    """
+
+    queries: LocalTokens
+    keys: LocalTokens
+    blocks: tuple[int, ...]
+    largest: AttentionSizes
+    repeat_keys: bool
+    head_chunks: tuple[HeadChunk, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ContextAttention:
+    """Attention of the ranks of a context mesh; `queries` and `keys` are the streams that each concatenates.
+
+    `keys` None: those of the queries. `fallback` attends where keys are full and no kernel is chosen: [B, tokens, H, D]
+    each and a mask [B, 1 or H, 1 or queries, keys]; while `only_fallback()` no kernel is. With `pipefusion` ranks may
+    have the tokens of one token patch, and cached keys of the others.
+    """
+
+    mesh: ContextMesh
+    parallelism: Parallelism
+    streams: Streams
+    queries: tuple[str, ...]
+    keys: tuple[str, ...] | None = None
+    fallback: FullAttention = attend_native
+    only_fallback: Callable[[], bool] = lambda: False
+    pipefusion: PipeFusion | None = None
+    op_id: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "op_id", register(self))
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
+        """Each rank passes its local tokens [B, local tokens, H, D] and gets their rows of the full attention.
+
+        Keys and values may have fewer heads, each for a group of neighbouring query heads. `mask` is a key-padding
+        mask, see `gather_key_mask`, or a full mask of pairs, see `pair_mask`. Collective over the context ranks.
+        """
+        if torch.compiler.is_compiling():
+            return attend_op(query, key, value, mask, scale, self.op_id, [])
+        return self._run(query, key, value, mask, scale)
+
+    def _run(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
+        if torch.is_grad_enabled() and query.requires_grad:
+            raise ValueError("context parallelism here is for inference; wrap the call in torch.no_grad()")
+        shapes = (self, query.shape, key.shape, query.dtype)
+        layout = self.streams.cached(shapes, lambda: self._make_layout(query, key))
+        keys = None if mask is None else self._full_mask(mask, query, layout)
+        attend_heads: OnHeads = partial(self._attend_heads, layout, scale)
+        attend_all = (
+            attend_heads if self.mesh.ulysses.size == 1 else partial(self._attend_ulysses, layout, attend_heads)
+        )
+        out = attend_all(
+            layout.queries.to_chunks(query), layout.keys.to_chunks(key), layout.keys.to_chunks(value), keys
+        )
+        return layout.queries.from_chunks(out, self._gather_replicated)
+
+    def _make_layout(self, query: Tensor, key: Tensor) -> AttentionLayout:
+        """Takes [B, local tokens, H, D]; raises Refused for other token counts."""
+        queries, keys = map(self.streams.local_tokens, self._stream_names)
+        self._check(query, key, queries.size, keys.size)
+        ranks, heads, key_heads = self.mesh.ulysses.size, query.shape[2], key.shape[2]
+        by_rank = chunk_sizes(heads, self.mesh.ulysses.parts)
+        repeat = any(local % (heads // key_heads) for local in by_rank)  # a rank's query heads need a part of a group
+        counts = (heads, heads if repeat else key_heads)
+        tokens_by_rank = (
+            self.streams.tokens_by_rank(self._stream_names[0]),
+            self.streams.tokens_by_rank(self._stream_names[1]),
+        )
+        max_chunks = MAX_HEAD_CHUNKS if self.pipefusion is None else 1  # PipeFusion caches keys of all heads at once
+        chunks = head_chunks(
+            self.mesh, query, counts, tokens_by_rank, self._stream_names[0] == self._stream_names[1], max_chunks
+        )
+        of_queries, blocks = (_tokens_by_ring_index(tokens, ranks) for tokens in tokens_by_rank)
+        attended = max(blocks) if self._has_all_tokens else self.streams.total(self._stream_names[1])
+        largest = AttentionSizes(
+            batch=query.shape[0],
+            queries=max(of_queries),
+            keys=attended,
+            heads=-(-max(by_rank) // max(1, len(chunks))),
+            head_dim=query.shape[3],
+            dtype=query.dtype,
+        )
+        return AttentionLayout(
+            queries=queries, keys=keys, blocks=blocks, largest=largest, repeat_keys=repeat, head_chunks=chunks
+        )
+
+    def _check(self, query: Tensor, key: Tensor, queries: int, keys: int) -> None:
+        if query.shape[1] != queries or key.shape[1] != keys:
+            raise Refused(
+                "attention.expected",
+                over=self._stream_names[0],
+                of=self._stream_names[1],
+                queries=queries,
+                keys=keys,
+                query=query.shape[1],
+                key=key.shape[1],
+            )
+        if query.shape[2] % key.shape[2]:
+            raise Refused("attention.heads", queries=query.shape[2], keys=key.shape[2])
+
+    def _gather_replicated(self, chunk: Tensor, length: int) -> Tensor:
+        """Gathers [B, local tokens, H, D] of every rank to [B, `length`, H, D] on each."""
+        axis = self.mesh.context
+        (output,) = all_gather_v(chunk.transpose(0, 1), chunk_sizes(length, axis.parts), axis).wait()
+        return output.transpose(0, 1)
+
+    def _full_mask(self, mask: Tensor, query: Tensor, layout: AttentionLayout) -> Mask:
+        """The mask of all keys; the same mask in the next layer is not gathered again."""
+        batch, heads = query.shape[0], query.shape[2]
+        cached = self.streams.cached((self, "mask", batch, heads), _CachedMask)
+        if cached.source is None or memory_key(cached.source) != memory_key(mask):
+            streams, (of_queries, of_keys) = self.streams, self._stream_names
+            if not self._has_all_tokens:
+                cached.keys = patch_mask(mask, batch, heads, streams, of_queries, of_keys)
+            elif mask.ndim == 4 and mask.shape[2] > 1:
+                cached.keys = pair_mask(mask, streams, of_queries, of_keys, self.mesh)
+            else:
+                local = layout.keys.to_chunks(mask, dim=-1) if mask.shape[-1] == layout.keys.size else mask
+                cached.keys = gather_key_mask(local, batch, heads, streams, of_keys, self.mesh.context)
+            cached.source = mask
+        return cached.keys
+
+    def _attend_ulysses(
+        self,
+        layout: AttentionLayout,
+        attend_heads: OnHeads,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Mask | None,
+    ) -> Tensor:
+        """All-to-all from tokens to heads, attention on local heads, and all-to-all back."""
+        if layout.repeat_keys:
+            key, value = repeat_kv(key, query.shape[2]), repeat_kv(value, query.shape[2])
+        axis, pending_returns = self.mesh.ulysses, []
+        for chunk, received in self._received_chunks(layout.head_chunks, query, key, value):
+            chunk_mask = None if keys is None else keys.heads(chunk.first, *chunk.inbound.heads)
+            q, k, v = received
+            out = attend_heads(q, k, v, chunk_mask)
+            del q, k, v
+            received.clear()
+            pending_returns.append((chunk, to_tokens(out, chunk.inbound, axis, self._scratch(query, chunk.number))))
+        del out
+        output = allocate(query.shape, query)
+        for chunk, pending in pending_returns:
+            (returned_heads,) = pending.wait()
+            write_returned(returned_heads, chunk.inbound, output)
+        return output
+
+    def _received_chunks(
+        self, chunks: Sequence[HeadChunk], query: Tensor, key: Tensor, value: Tensor
+    ) -> Iterator[tuple[HeadChunk, list[Tensor]]]:
+        """Yields each head chunk with its queries, keys and values; the next is sent meanwhile."""
+
+        def start(chunk: HeadChunk) -> list[tuple[Pending, AllToAllLayout]]:
+            tensors = [[query, key, value]] if len(chunk.outbound) == 1 else [[query], [key, value]]
+            uses = [self._scratch(query, (chunk.number, part)) for part in range(len(tensors))]
+            return [
+                (to_heads(some, a2a_layout, self.mesh.ulysses, use), a2a_layout)
+                for some, a2a_layout, use in zip(tensors, chunk.outbound, uses, strict=True)
+            ]
+
+        in_flight = start(chunks[0])
+        for chunk in chunks:
+            received = [
+                part for pending, a2a_layout in in_flight for part in split_received(pending.wait()[0], a2a_layout)
+            ]
+            in_flight.clear()  # and with it the send buffers
+            if chunk.number + 1 < len(chunks):
+                in_flight = start(chunks[chunk.number + 1])
+            yield chunk, received
+
+    def _attend_heads(
+        self,
+        layout: AttentionLayout,
+        scale: float | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Mask | None,
+    ) -> Tensor:
+        """Attends `query` [B, Sq, heads, D] over the ring, of which `key` and `value` are this rank's block."""
+        query = contiguous_by_head(query)
+        if self.pipefusion is not None:
+            key, value = self._update_kv(self.pipefusion, key, value)
+        if self.mesh.ring.size > 1:
+            return self._attend_ring(layout, scale, query, key, value, keys)
+        mask = None if keys is None else keys.block(0, key.shape[1])
+        backend = self._kernel(query, layout, None if keys is None else keys.kind)
+        if query.numel() == 0:
+            return allocate(query.shape, query)
+        key, value = contiguous_by_head(key), contiguous_by_head(value)
+        out = None if backend == "auto" else try_kernel(query, key, value, mask, scale, backend)
+        return self.fallback(query, key, value, mask, scale) if out is None else out
+
+    def _update_kv(self, patches: PipeFusion, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        names = self._stream_names[1]
+        positions = self.streams.cached(("places", names), lambda: self.streams.global_positions(names, key.device))
+        return patches.update_kv(key, value, positions, self.streams.total(names))
+
+    @property
+    def _has_all_tokens(self) -> bool:
+        """Whether the ranks together have all tokens, not one token patch."""
+        return self.pipefusion is None or self.pipefusion.has_all_tokens
+
+    def _attend_ring(
+        self,
+        layout: AttentionLayout,
+        scale: float | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Mask | None,
+    ) -> Tensor:
+        merge, blocks = Merge(in_float32=self.parallelism.options.convert_to_fp32), layout.blocks
+        backend = self._kernel(query, layout, None)
+        for owners, (k, v) in self._ring_blocks((key, value), blocks):
+            if query.numel() == 0 or k.numel() == 0:
+                continue
+            bias = None
+            if keys is not None:
+                spans = tuple((sum(blocks[:owner]), blocks[owner]) for owner in owners if blocks[owner])
+                if all(keys.hides(*span) for span in spans):
+                    continue
+                bias = keys.bias(spans, query.dtype)
+            merge.add(*attend_block(query, k, v, bias, scale, backend))
+        return merge.result(query, None if keys is None else keys.fully_masked())
+
+    def _kernel(self, query: Tensor, layout: AttentionLayout, mask: MaskKind | None) -> AttentionBackend:
+        """Returns the kernel for this layout and kind of mask, chosen once a forward."""
+        if self.only_fallback():
+            return "auto"
+        return self.streams.cached((layout, "kernel", mask), lambda: self._choose_kernel(query, layout.largest, mask))
+
+    def _choose_kernel(self, query: Tensor, largest: AttentionSizes, mask: MaskKind | None) -> AttentionBackend:
+        backend, axis, batch_groups = (
+            self.parallelism.options.attention_backend,
+            self.mesh.context,
+            self.mesh.batch_groups,
+        )
+        recorded = self.parallelism.options.cuda_graphs != "off"
+        sizes = largest if self.mesh.ring.size > 1 else replace(largest, what="whole", mask=mask)
+        return choose_kernel(backend, query, sizes, axis, self.fallback, batch_groups, recorded)
+
+    def _ring_blocks(self, block: Block, blocks: tuple[int, ...]) -> Iterator[tuple[Owners, Block]]:
+        axis = self.mesh.ring
+        if self.parallelism.options.rotate_method == "allgather":
+            return all_gather_blocks(block, blocks, axis)
+
+        def make_slots() -> list[RingSlot]:
+            return ring_slots(block, blocks, axis, self._scratch(block[0], "ring"))
+
+        if packed_bytes(block, blocks) > SCRATCH_CACHE_BYTES:
+            return rotate(block, make_slots(), axis)
+        key = ("stops", blocks, block[0].shape, block[0].dtype, torch.is_inference_mode_enabled())
+        return rotate(block, self.streams.cached(key, make_slots), axis)
+
+    def _scratch(self, like: Tensor, use: Hashable) -> ScratchAllocator:
+        return lambda shape, part: self.streams.scratch((use, part), shape, like)
+
+    @property
+    def _stream_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return self.queries, self.queries if self.keys is None else self.keys
+
+
+def _tokens_by_ring_index(tokens: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """Tokens at each ring index, summed over the `ranks` of its Ulysses group."""
+    return tuple(sum(tokens[start : start + ranks]) for start in range(0, len(tokens), ranks))
+
+
+class _CachedMask:
+    """A layer's mask (a reference, so that its memory is not reused) and the Mask made from it."""
+
+    source: Tensor | None = None
+    keys: Mask

@@ -1,0 +1,153 @@
+"""Masks over split streams, by block of keys: key masks, which are checked and gathered, and masks of pairs of tokens,
+of which every rank has the full mask and takes the rows of its queries. Knows no kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...architectures.split_plan import Names
+from ...errors import Refused
+from ..comm.collectives import all_gather_v
+from ..comm.mesh import ContextMesh, MeshDim
+from ..split.streams import Streams
+
+MaskKind = tuple[torch.dtype, bool, bool, bool]  # a mask's dtype; does it vary by batch, head, query?
+Spans = tuple[tuple[int, int], ...]  # of keys: (start, size) of each
+
+
+class Mask:
+    """The mask of all keys of an attention, for the queries of this rank: `pairs` [1 or B, 1 or heads, 1 or queries,
+    keys], bool or additive float, keys in context order.
+
+    What layers ask for repeatedly is cached. `kind` is the same on all ranks, however few heads and
+    queries one has.
+    """
+
+    def __init__(self, pairs: Tensor, kind: MaskKind) -> None:
+        self.pairs = pairs
+        self.kind = kind
+        self._cache: dict[Hashable, Any] = {}
+
+    def block(self, start: int, size: int) -> Tensor:
+        """[1 or B, 1 or heads, 1 or queries, size] of the keys from `start` on, as scaled_dot_product_attention
+        takes it."""
+        return self._cached(("block", start, size), lambda: self.pairs[..., start : start + size].contiguous())
+
+    def bias(self, spans: Spans, dtype: torch.dtype) -> Tensor:
+        """The same as a finite bias, see `additive`, of the keys of several such spans, one after the other."""
+        key = ("bias", spans, dtype)
+        return self._cached(key, lambda: additive(torch.cat([self.block(*span) for span in spans], -1), dtype))
+
+    def heads(self, start: int, size: int) -> Mask:
+        """The same for some of the heads."""
+        if self.pairs.shape[1] == 1:
+            return self
+        return self._cached(("heads", start, size), lambda: Mask(self.pairs[:, start : start + size], self.kind))
+
+    def fully_masked(self) -> Tensor:
+        """[1 or B, 1 or queries, 1 or heads, 1]: True where a query has no key at all; then its output is zero."""
+        return self._cached("dead", self._dead)
+
+    def _dead(self) -> Tensor:
+        alive = self.pairs if self.pairs.dtype == torch.bool else self.pairs > -torch.inf
+        return ~alive.any(dim=-1, keepdim=True).transpose(1, 2)
+
+    def hides(self, start: int, size: int) -> bool:
+        """Whether it is known that no query sees these keys. Looked at only where that costs no wait for the device:
+        blocks that are hidden anyway merge to nothing."""
+        if self.pairs.device.type != "cpu" or self.pairs.dtype != torch.bool:
+            return False
+        return self._cached(("hides", start, size), lambda: not self.pairs[..., start : start + size].any().item())
+
+    def _cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
+
+
+def _pair(pairs: Tensor, *, of_queries: bool = True) -> Mask:
+    """`of_queries`: another for each query of this rank's Ulysses group. Numbers attend where they are not zero."""
+    if not pairs.is_floating_point() and pairs.dtype != torch.bool:
+        pairs = pairs != 0
+    return Mask(pairs, (pairs.dtype, pairs.shape[0] > 1, pairs.shape[1] > 1, of_queries))
+
+
+def _key(keys: Tensor) -> Mask:
+    """The same for all queries, of `keys` [S, B, 1 or heads]."""
+    return _pair(keys.permute(1, 2, 0).unsqueeze(2), of_queries=False)
+
+
+def memory_key(mask: Tensor) -> Hashable:
+    """Equal for tensors that show the same values, as long as one of them is alive."""
+    version = None if mask.is_inference() else mask._version
+    storage = mask.untyped_storage()._cdata
+    return storage, mask.storage_offset(), mask.shape, mask.stride(), mask.dtype, version
+
+
+def gather_key_mask(mask: Tensor, batch: int, heads: int, streams: Streams, names: Names, axis: MeshDim) -> Mask:
+    """The mask of all keys, gathered from each rank's slice of it (or taken from the full mask, if it was not split).
+
+    `mask` is [B, S] bool or int (non-zero: attend), [B, S] additive float, or [B, 1 or heads, 1, S] of either; `names`
+    are the attention's streams, in the order in which its keys are concatenated. Raises Refused for masks that differ
+    between queries: a rank sees only its own.
+    """
+    keys = _tokens_first(mask, batch, heads)
+    sizes, total = streams.tokens_by_rank(names), streams.total(names)
+    local = sizes[axis.index]
+    if keys.shape[0] not in (local, total):
+        raise Refused("mask.keys", keys=keys.shape[0], local=local, total=total)
+    if keys.shape[0] != local:
+        if not streams.any_rank_has_all(names):
+            return _key(keys.index_select(0, streams.global_positions(names, keys.device)))
+        keys = keys.index_select(0, streams.global_positions(names, keys.device, [axis.index]))
+    to_send = keys.to(torch.uint8) if keys.dtype == torch.bool else keys
+    (full,) = all_gather_v(to_send, sizes, axis).wait()
+    return _key(full.to(keys.dtype))
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """`mask` as a finite bias. Minus infinity becomes a huge negative number, so that a block whose keys are all
+    masked has a log-sum-exp that vanishes in the merge; with -inf itself kernels return 0 there, or NaN."""
+    floor = torch.finfo(dtype).min / 2
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, floor)
+    return mask.to(dtype).masked_fill(mask == -torch.inf, floor)
+
+
+def _tokens_first(mask: Tensor, batch: int, heads: int) -> Tensor:
+    if mask.ndim == 2:
+        mask = mask[:, None, None, :]
+    shape = tuple(mask.shape)
+    if mask.ndim != 4 or shape[2] != 1 or shape[1] not in (1, heads) or shape[0] not in (1, batch):
+        raise Refused("mask.queries", batch=batch, shape=str(shape))
+    return mask.expand(batch, -1, -1, -1).squeeze(2).permute(2, 0, 1)
+
+
+def pair_mask(mask: Tensor, streams: Streams, queries: Names, keys: Names, mesh: ContextMesh) -> Mask:
+    """From `mask` [1 or B, 1 or heads, queries, keys] of all tokens of both sides' streams."""
+    if tuple(mask.shape[-2:]) != (streams.total(queries), streams.total(keys)):
+        raise Refused(
+            "mask.part",
+            widget="ring_degree",
+            rows=mask.shape[-2],
+            columns=mask.shape[-1],
+            queries=streams.total(queries),
+            keys=streams.total(keys),
+        )
+    first = mesh.ring.index * mesh.ulysses.size
+    rows = streams.global_positions(queries, mask.device, range(first, first + mesh.ulysses.size))
+    return _pair(mask.index_select(-2, rows).index_select(-1, streams.global_positions(keys, mask.device)))
+
+
+def patch_mask(mask: Tensor, batch: int, heads: int, streams: Streams, queries: Names, keys: Names) -> Mask:
+    """From the mask of all queries and all keys, in the streams' order, that of the queries whose turn it is."""
+    pairs = mask.ndim == 4 and mask.shape[2] > 1
+    if mask.shape[-1] != streams.total(keys) or (pairs and mask.shape[2] != streams.total(queries)):
+        raise Refused("mask.patch", widget="patches", shape=str(list(mask.shape)), keys=streams.total(keys))
+    if not pairs:
+        return _key(_tokens_first(mask, batch, heads))
+    return _pair(mask.index_select(-2, streams.global_positions(queries, mask.device)))

@@ -1,0 +1,158 @@
+"""The engine's collectives: all-to-all, all-gather and ring send-receive, for chunks of unequal size.
+
+Every size is known to every rank beforehand. Works on NCCL and on gloo, which has no uneven all-gather and moves only
+CPU tensors: with gloo, tensors on a GPU are staged through the CPU (`MeshDim.comm_device`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .mesh import GroupState, MeshDim
+
+ScratchAllocator = Callable[[Sequence[int], str], Tensor]  # returns memory of this shape for this use
+
+empty = torch.empty  # tests put functions here that fill with NaN
+zeros = torch.zeros
+
+
+def allocate(shape: Sequence[int], like: Tensor, device: torch.device | None = None) -> Tensor:
+    """Returns uninitialised memory of the dtype and device of `like`. All buffers of the engine come from here or
+    from `allocate_scratch`."""
+    return empty(tuple(shape), dtype=like.dtype, device=device or like.device)
+
+
+def allocate_scratch(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Returns zeros of the dtype and device of `like`, for buffers that many layers reuse. Zeros, because a test group
+    that delivers nothing would otherwise time kernels on subnormal numbers."""
+    return zeros(tuple(shape), dtype=like.dtype, device=like.device)
+
+
+class Pending:
+    """A transfer under way. Its buffers may not be touched before `wait`, which returns what was received.
+
+    The collective writes `recv_buffers`; `wait` copies them to `outputs` where they differ. `group_state` counts the
+    seconds that this process waited. NCCL waits on the device instead, which `comm_timer` measures if it is set.
+    """
+
+    def __init__(
+        self, works: Sequence[dist.Work], buffer: Sequence[Tensor], outputs: list[Tensor], world: GroupState
+    ) -> None:
+        self._world = world
+        self._works = works
+        self._recv_buffers = buffer
+        self._outputs = outputs
+
+    def wait(self) -> list[Tensor]:
+        if all(tensor.device.type == "cpu" for tensor in self._recv_buffers):
+            start = time.monotonic()
+            self._wait()
+            self._world.waited_seconds = (self._world.waited_seconds or 0.0) + time.monotonic() - start
+        elif self._world.comm_timer is not None:
+            self._world.comm_timer.time_wait(self._wait)
+        else:
+            self._wait()
+        for arrived, tensor in zip(self._recv_buffers, self._outputs, strict=True):
+            if arrived is not tensor:
+                tensor.copy_(arrived)
+        return self._outputs
+
+    def _wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def all_to_all(
+    send: Tensor, outputs: Tensor, send_counts: list[int] | None, recv_counts: list[int] | None, axis: MeshDim
+) -> Pending:
+    """All-to-all of flat tensors: `send_counts[i]` elements go to rank i, `recv_counts[i]` come back (None: even)."""
+    buffer = _comm_buffer(outputs, axis)
+    options: Any = {"group": axis.group, "async_op": True}
+    work = dist.all_to_all_single(buffer, _to_comm_device(send, axis), recv_counts, send_counts, **options)
+    return Pending([work], [buffer], [outputs], axis.group_state)
+
+
+def all_gather_v(chunk: Tensor, sizes: Sequence[int], axis: MeshDim) -> Pending:
+    """All-gather along dim 0: `chunk` [sizes[index], ...] of every rank makes [sum(sizes), ...], in rank order.
+
+    Point to point, straight into place: nothing is padded, and on gloo it is faster than its all-gather.
+    """
+    output = allocate((sum(sizes), *chunk.shape[1:]), chunk)
+    return _all_gather_p2p(output, chunk.contiguous(), range(axis.size), sizes, axis)
+
+
+def all_gather_others(chunk: Tensor, sizes: Sequence[int], axis: MeshDim) -> Pending:
+    """All-gather of the other ranks' chunks, starting after this rank: [sum of their sizes, ...]."""
+    others = allocate((sum(sizes) - sizes[axis.index], *chunk.shape[1:]), chunk)
+    return _all_gather_p2p(others, chunk.contiguous(), axis.other_ranks, sizes, axis)
+
+
+def all_gather_into(output: Tensor, chunk: Tensor, sizes: Sequence[int], axis: MeshDim) -> Pending:
+    """All-gather of flat chunks [sizes[index]] into `output`, in rank order."""
+    if output.device.type == "cpu" or axis.comm_device is not None or len(set(sizes)) > 1:
+        return _all_gather_p2p(output, chunk, range(axis.size), sizes, axis)
+    work = dist.all_gather_into_tensor(output, chunk, group=axis.group, async_op=True)
+    return Pending([work], [output], [output], axis.group_state)
+
+
+def _all_gather_p2p(
+    output: Tensor, chunk: Tensor, peers: Sequence[int], sizes: Sequence[int], axis: MeshDim
+) -> Pending:
+    """Gathers the chunks of `peers` in this order. Each rank sends to another peer first, so links are not shared."""
+    buffer, to_send, others = _comm_buffer(output, axis), _to_comm_device(chunk, axis), axis.other_ranks
+    buffers = dict(zip(peers, buffer.split([sizes[peer] for peer in peers]), strict=True))
+    if axis.index in buffers:
+        buffers[axis.index].copy_(to_send)
+    operations = [_p2p(dist.isend, to_send, peer, axis) for peer in others]
+    operations += [_p2p(dist.irecv, buffers[peer], peer, axis) for peer in reversed(others)]
+    return Pending(_start(operations), [buffer], [output], axis.group_state)
+
+
+def ring_send_recv(block: Tensor, recv_buffer: Tensor, axis: MeshDim) -> Pending:
+    """Send `block` to the next rank of a ring while the previous one's arrives in `recv_buffer`."""
+    after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
+    buffer = _comm_buffer(recv_buffer, axis)
+    operations = [_p2p(dist.isend, _to_comm_device(block, axis), after, axis), _p2p(dist.irecv, buffer, before, axis)]
+    return Pending(_start(operations), [buffer], [recv_buffer], axis.group_state)
+
+
+def send_recv(
+    send_tensors: Mapping[int, Tensor], recv_shapes: Mapping[int, Sequence[int]], axis: MeshDim, *, like: Tensor
+) -> Pending:
+    """Send `send_tensors[i]` to rank i of the axis; receive tensors of the shapes `recv_shapes`, in its order.
+
+    All tensors have the dtype and device of `like`; every rank knows all sizes beforehand.
+    """
+    outputs = [allocate(shape, like) for shape in recv_shapes.values()]
+    buffer = [_comm_buffer(tensor, axis) for tensor in outputs]
+    operations = [
+        _p2p(dist.isend, _to_comm_device(tensor.contiguous(), axis), peer, axis)
+        for peer, tensor in send_tensors.items()
+    ]
+    operations += [_p2p(dist.irecv, place, peer, axis) for peer, place in zip(recv_shapes, buffer, strict=True)]
+    return Pending(_start(operations), buffer, outputs, axis.group_state)
+
+
+def _to_comm_device(tensor: Tensor, axis: MeshDim) -> Tensor:
+    return tensor if axis.comm_device is None else tensor.to(axis.comm_device)
+
+
+def _comm_buffer(tensor: Tensor, axis: MeshDim) -> Tensor:
+    """Returns the buffer that the collective writes: `tensor`, or one of its shape on `comm_device`."""
+    return tensor if axis.comm_device is None else allocate(tensor.shape, tensor, axis.comm_device)
+
+
+def _p2p(operation: Callable[..., Any], tensor: Tensor, peer: int, axis: MeshDim) -> dist.P2POp:
+    return dist.P2POp(operation, tensor, axis.ranks[peer], axis.group)
+
+
+def _start(operations: list[dist.P2POp]) -> list[dist.Work]:
+    """Starts the operations. Empty tensors are left out, on both ends."""
+    operations = [operation for operation in operations if operation.tensor.numel()]
+    return dist.batch_isend_irecv(operations) if operations else []

@@ -1,0 +1,226 @@
+"""This rank's place among pipeline x data x cfg x ring x ulysses ranks, with the groups to talk to.
+
+Built once, then frozen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ...specs import Parallelism
+from .device_events import CommTimer
+
+BATCH_AXES = ("data", "cfg")  # axes along which batch rows and prompts are split, not tokens
+AXES = ("pipeline", *BATCH_AXES, "ring", "ulysses")
+
+Parts = int | tuple[int, ...]  # the number of equal parts, or each part's share
+
+
+@dataclass(eq=False)
+class GroupState:
+    """What this rank measures as long as its group lives.
+
+    `kernel_seconds`: by sizes, ranks and kernel names. `advised`: kernels that the log has recommended.
+    `waited_seconds`: how long the process waited for transfers (None: not measured). `comm_timer` measures the device's
+    waits if set. `heterogeneous`: the ranks' devices differ, so they round differently and may draw other random
+    numbers."""
+
+    kernel_seconds: dict[tuple[Any, ...], dict[str, float]] = field(default_factory=dict)
+    advised: set[str] = field(default_factory=set)
+    waited_seconds: float | None = None
+    comm_timer: CommTimer | None = None
+    heterogeneous: bool = False
+
+    def forget_failed_benchmarks(self) -> None:
+        """Removes benchmarks that ran out of memory on some rank, so that they are repeated: memory may be free now."""
+        self.kernel_seconds = {
+            entry: times for entry, times in self.kernel_seconds.items() if not any(map(math.isnan, times.values()))
+        }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MeshDim:
+    """The ranks along one axis: how many, which one this is, their global ranks and group (None: this rank alone).
+
+    `comm_device` is where collectives need their tensors if they cannot use this rank's device (None: they can).
+    `group_state` is one object for all axes of a group. Work along the axis is split by `shares`, one a rank; () for
+    equal parts.
+    """
+
+    size: int = 1
+    index: int = 0
+    ranks: tuple[int, ...] = (0,)
+    group: dist.ProcessGroup | None = None
+    comm_device: torch.device | None = None
+    group_state: GroupState = field(default_factory=GroupState)
+    shares: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> Parts:
+        return self.shares or self.size
+
+    @property
+    def other_ranks(self) -> list[int]:
+        """The indices of the other ranks, starting after this one: so each rank starts with another peer."""
+        return [(self.index + step) % self.size for step in range(1, self.size)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ContextMesh:
+    """`context` is ring and ulysses together, ring-major: the ranks that share one sequence. `pipeline` is those that
+    have the same place in each stage.
+
+    `device_mesh` is the one-dim DeviceMesh of the context ranks (None: alone), for sharding weights over them.
+    """
+
+    pipeline: MeshDim = field(default_factory=MeshDim)
+    data: MeshDim = field(default_factory=MeshDim)
+    cfg: MeshDim = field(default_factory=MeshDim)
+    ring: MeshDim = field(default_factory=MeshDim)
+    ulysses: MeshDim = field(default_factory=MeshDim)
+    context: MeshDim = field(default_factory=MeshDim)
+    device_mesh: DeviceMesh | None = None
+
+    @property
+    def batch_groups(self) -> int:
+        """The number of batch groups: context meshes that compute other prompts or rows."""
+        return self.data.size * self.cfg.size
+
+    def with_shares(self, shares: tuple[int, ...]) -> ContextMesh:
+        """Returns the mesh with the `shares` of a Parallelism, one a rank; () for equal shares.
+
+        Tokens go by each rank's own. Heads go by the shares of all ranks that have them, since a ring's keep theirs,
+        and rows of a batch by those of all ranks of a lane. Of prompts each lane has as many. Stages of a pipeline cut
+        alike.
+        """
+        ranks = self.batch_groups * self.context.size
+        shares = tuple(sum(shares[place::ranks]) for place in range(ranks)) if shares else (1,) * ranks
+        lane = self.data.index * self.cfg.size + self.cfg.index
+        own = shares[lane * self.context.size :][: self.context.size]
+        of_heads = tuple(sum(own[place :: self.ulysses.size]) for place in range(self.ulysses.size))
+        each = self.cfg.size * self.context.size
+        of_rows = tuple(sum(shares[first : first + each]) for first in range(0, len(shares), each))
+        return replace(
+            self,
+            context=replace(self.context, shares=own),
+            ulysses=replace(self.ulysses, shares=of_heads),
+            data=replace(self.data, shares=of_rows),
+        )
+
+
+def build_mesh(
+    parallelism: Parallelism, device: torch.device | None = None, world: GroupState | None = None
+) -> ContextMesh:
+    """The mesh of a group of `parallelism.world_size` ranks that compute on `device`; `world` is the GroupState so far.
+
+    Every rank of the group must call it together, once per shape: groups are made here. A world of one rank needs
+    no process group. Raises ValueError when the degrees and the group disagree.
+    """
+    single_rank = MeshDim(group_state=world or GroupState())
+    if parallelism.world_size == 1:
+        return ContextMesh(context=single_rank)
+    degrees = _degrees(parallelism)
+    if not dist.is_initialized():
+        raise ValueError(
+            f"{degrees} needs {parallelism.world_size} ranks, but there is no process group; launch with torchrun and "
+            "call torch.distributed.init_process_group first"
+        )
+    if dist.get_world_size() != parallelism.world_size:
+        raise ValueError(
+            f"{degrees} makes {parallelism.world_size} ranks, but the group has {dist.get_world_size()}; change the "
+            "degrees, or pass a DeviceMesh with one more dim for the other ranks"
+        )
+    wire = comm_device_of(device or torch.device("cpu"))
+    sizes = {name: size for name, size in zip(AXES, parallelism.mesh_shape, strict=True) if size > 1}
+    mesh = init_device_mesh(wire.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    staging_device = wire if device is not None and wire.type != device.type else None
+    axes = {name: mesh_dim_of(mesh[name].get_group(), staging_device, single_rank.group_state) for name in sizes}
+    context = _context(mesh, axes, staging_device, single_rank)
+    flat = DeviceMesh.from_group(context.group, wire.type) if context.group is not None else None
+    for axis in (*axes.values(), context):
+        _copy_world_timeout(axis, wire)
+    return ContextMesh(**axes, context=context, device_mesh=flat).with_shares(parallelism.shares)
+
+
+def with_new_group(axis: MeshDim, device: torch.device) -> MeshDim:
+    """The same ranks on a communicator of their own, which waits for nothing else that they send. Collective over the
+    world, in which the ranks of such an axis are neighbours."""
+    if axis.size == 1:
+        return axis
+    groups = [
+        dist.new_group(list(range(first, first + axis.size))) for first in range(0, dist.get_world_size(), axis.size)
+    ]
+    dim = replace(axis, group=groups[dist.get_rank() // axis.size])
+    assert tuple(dist.get_process_group_ranks(dim.group)) == axis.ranks
+    _copy_world_timeout(dim, comm_device_of(device))
+    return dim
+
+
+def first_ranks(count: int, device: torch.device) -> MeshDim:
+    """The first `count` ranks of the world, of which this must be one; they compute on `device`.
+
+    No group is made: point to point, and so in everything in collectives.py, any ranks of the world may talk.
+    """
+    wire = comm_device_of(device)
+    index = dist.get_rank() if dist.is_initialized() else 0
+    assert index < count
+    staging_device = wire if wire.type != device.type else None
+    return MeshDim(size=count, index=index, ranks=tuple(range(count)), comm_device=staging_device)
+
+
+def participating_ranks(sizes: Sequence[int], device: torch.device) -> MeshDim | None:
+    """Of the first ranks of the world those for whom there is something, with `sizes` as their shares; None where this
+    is none of them. As `first_ranks`."""
+    group = first_ranks(len(sizes), device)
+    ranks = tuple(rank for rank, size in enumerate(sizes) if size)
+    if group.index not in ranks:
+        return None
+    shares = tuple(size for size in sizes if size)
+    return replace(group, size=len(ranks), index=ranks.index(group.index), ranks=ranks, shares=shares)
+
+
+def _context(mesh: DeviceMesh, axes: Mapping[str, MeshDim], wire: torch.device | None, single_rank: MeshDim) -> MeshDim:
+    """Ring and Ulysses together; a group of its own only where no other has just these ranks."""
+    parts = [axes[name] for name in ("ring", "ulysses") if name in axes]
+    if len(parts) < 2:
+        return parts[0] if parts else single_rank
+    if len(axes) == 2:
+        assert dist.group.WORLD is not None
+        return mesh_dim_of(dist.group.WORLD, wire, single_rank.group_state)
+    return mesh_dim_of(mesh["ring", "ulysses"]._flatten().get_group(), wire, single_rank.group_state)
+
+
+def _copy_world_timeout(axis: MeshDim, wire: torch.device) -> None:
+    """Gives the axis' group the timeout of the world group; a new subgroup has PyTorch's default."""
+    assert dist.group.WORLD is not None
+    timeout = getattr(dist.group.WORLD._get_backend(wire).options, "_timeout", None)
+    if axis.group is not None and axis.group is not dist.group.WORLD and isinstance(timeout, timedelta):
+        axis.group._get_backend(wire)._set_default_timeout(timeout)
+
+
+def mesh_dim_of(group: dist.ProcessGroup, wire: torch.device | None, world: GroupState) -> MeshDim:
+    """Returns the MeshDim of the ranks of `group`; `wire` becomes its `comm_device`."""
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return MeshDim(
+        size=len(ranks), index=dist.get_rank(group), ranks=ranks, group=group, comm_device=wire, group_state=world
+    )
+
+
+def comm_device_of(device: torch.device) -> torch.device:
+    """Where collectives take tensors: gloo moves CPU tensors only, also for ranks that share one GPU."""
+    if device.type == "cpu" or not dist.is_initialized():
+        return device
+    backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
+    return torch.device("cpu") if backends.get(device.type, "gloo") == "gloo" else device
+
+
+def _degrees(parallelism: Parallelism) -> str:
+    return " x ".join(f"{name} {getattr(parallelism, f'{name}_degree')}" for name in AXES)

@@ -1,0 +1,78 @@
+"""This rank, its machine and its device."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ...accelerators import distributed_backends
+from .rendezvous import store_at
+
+# The host watches for stalls and ends the whole group; a collective that timed out alone would only blur the cause.
+COLLECTIVE_TIMEOUT = timedelta(hours=24)
+ONE_CARD = "CP_NCCL_ON_ONE_CARD"
+
+
+def separate_host_environment(rank: int) -> dict[str, str]:
+    """Environment that makes this rank a host of its own to NCCL, which refuses two ranks of one host on one GPU."""
+    return {"NCCL_HOSTID": f"rank{rank}", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "=lo"}
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def world_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def machine() -> int:
+    """The number of this rank's machine: 0 is ComfyUI's."""
+    return int(os.environ["GROUP_RANK"])
+
+
+def machine_count() -> int:
+    return int(os.environ["GROUP_WORLD_SIZE"])
+
+
+def machine_ranks() -> range:
+    """The ranks on this machine, including this rank."""
+    each = world_size() // machine_count()
+    return range(machine() * each, (machine() + 1) * each)
+
+
+def join(device: torch.device, store: str, *, shared: bool) -> None:
+    """Initialises the process group: with the device's own backend, or with gloo where ranks share a device.
+
+    `store` is a place of rendezvous.py. With ONE_CARD set ranks that share a GPU use NCCL all the same, through
+    sockets: to try NCCL's code where there is one GPU.
+    """
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+    if world_size() == 1:
+        return
+    if shared and device.type == "cuda" and os.environ.get(ONE_CARD):
+        os.environ |= separate_host_environment(rank())
+        shared = False
+    backend = "cpu:gloo" if shared else distributed_backends(device.type)
+    dist.init_process_group(
+        backend,
+        store=store_at(store, "ranks"),
+        rank=rank(),
+        world_size=world_size(),
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device if device.type in backend and device.type != "cpu" else None,
+    )
+
+
+def device_kind(device: torch.device) -> str:
+    """Identifies devices that draw the same random numbers, round alike and have the same kernels: a GPU's name, its
+    number of processors and the version of cuDNN."""
+    if device.type == "cpu":
+        return device.type
+    properties = torch.get_device_module(device).get_device_properties(device)
+    processors, cudnn = getattr(properties, "multi_processor_count", ""), torch.backends.cudnn.version()
+    return f"{properties.name} {processors} {cudnn}"

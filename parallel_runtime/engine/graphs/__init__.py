@@ -1,0 +1,1 @@
+"""Forwards recorded as CUDA graphs, and blocks compiled by torch.compile."""

@@ -1,0 +1,324 @@
+"""Chooses the kernel of attentions of one size: the requested one if all ranks have it, else the fastest in a benchmark
+that all ranks take part in, once a group; it is repeated in the next run where memory was short.
+
+All ranks choose the same. Knows no streams and moves no keys. `benchmark_results` returns the times, which the group
+keeps as long as it lives.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ...accelerators import benchmarked
+from ...request import AttentionBackend
+from ...wire.readings import WORTH_TELLING, Race, RacedFor
+from ..attention.masks import MaskKind
+from ..comm.collectives import all_gather_v
+from ..comm.mesh import GroupState, MeshDim
+from .dispatch import FAULTS, NO_KERNEL, supports_flash, warn_once
+from .registry import FUNCTIONS, FullAttention, cudnn_supports_graphs
+
+REPEATS = 3
+RUNS_PER_REPEAT = 4  # between two events
+_WARMUP_ROWS = 4096  # rows of matrix products that keep the device busy while runs are launched
+
+log = logging.getLogger(__name__)
+
+Measure = Callable[[str], float]  # of one run of the kernel of this name; infinite where it has none
+_CUDNN_CAPABILITIES = (9, 10)  # compute capabilities for which PyTorch itself prefers cuDNN
+_MAX_ERROR = 0.05  # of the values' deviation: half precision is ten times closer
+_MAX_ERROR_REQUESTED = 0.5  # a kernel requested by name may round more (sage)
+_CHECKED_QUERIES = 16  # queries whose rows are computed anew in float32, of the first and the last head
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSizes:
+    """The sizes of the largest attention of any rank. All ranks must pass the same: they benchmark together."""
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    what: RacedFor = "block"
+    mask: MaskKind | None = None
+
+
+def block_candidates(query: Tensor, *, recorded: bool = True) -> list[AttentionBackend]:
+    """The kernels that "auto" may choose for ring blocks, the likely fastest first; ["native"] if there is no choice.
+    `recorded`: they may become part of a CUDA graph."""
+    names = benchmarked(query.device.type, "block")
+    if not names or not supports_flash(query):
+        return ["native"]
+    return [name for name in names if name != "_native_cudnn" or _prefers_cudnn(query, recorded)]
+
+
+def full_candidates(query: Tensor, *, masked: bool = False, recorded: bool = True) -> list[AttentionBackend]:
+    """The kernels for full keys; the first is "auto", ComfyUI's own attention."""
+    names = benchmarked(query.device.type, "whole")
+    if not names or not supports_flash(query):
+        return ["auto"]
+    cudnn = torch.version.hip is None and (cudnn_supports_graphs() or not recorded)
+    usable = (
+        name for name in names if not FUNCTIONS[name].missing_reason and (FUNCTIONS[name].row.masks or not masked)
+    )
+    return ["auto", *(name for name in usable if name != "_native_cudnn" or cudnn)]
+
+
+def choose_kernel(
+    backend: AttentionBackend,
+    query: Tensor,
+    sizes: AttentionSizes,
+    axis: MeshDim,
+    fallback: FullAttention,
+    batch_groups: int = 1,
+    recorded: bool = True,
+) -> AttentionBackend:
+    """Returns the kernel for ring blocks or full keys, as `sizes` say; "auto" is `fallback`. `recorded`: see
+    block_candidates. Collective over `axis` for new sizes.
+
+    Several `batch_groups` take the likely fastest without a benchmark: each would have its own, and groups that compute
+    the same must agree to the bit.
+    """
+    blocks = sizes.what == "block"
+    masked = sizes.mask is not None
+    if isinstance(query, FakeTensor):
+        return block_candidates(query, recorded=recorded)[0] if blocks and backend == "auto" else backend
+    if backend != "auto":
+        if backend == "native" or _available_on_all(backend, query, sizes, axis):
+            return backend
+        condition = "for a ring's blocks" if blocks else "where keys are whole"
+        warn_once(backend, f"not every rank has it {condition}")
+    available = (
+        block_candidates(query, recorded=recorded)
+        if blocks
+        else full_candidates(query, masked=masked, recorded=recorded)
+    )
+    if batch_groups > 1:
+        return available[0] if blocks else _likely_fastest(available, query, sizes, axis, recorded)
+    if len(available) == 1 and not axis.group_state.heterogeneous:
+        return available[0]
+    seconds = partial(_measure, sizes, query.device, fallback, available)
+    return fastest_kernel(_benchmarked_names(query.device, blocks), sizes, axis, seconds, query.device, available[0])
+
+
+def _benchmarked_names(device: torch.device, blocks: bool) -> Sequence[AttentionBackend]:
+    """All names in the benchmark, also those that this GPU lacks: other GPUs of the group may have them."""
+    if blocks:
+        return benchmarked(device.type, "block") or ["native"]
+    return ["auto", *benchmarked(device.type, "whole")]
+
+
+def _likely_fastest(
+    names: Sequence[AttentionBackend], query: Tensor, sizes: AttentionSizes, axis: MeshDim, recorded: bool
+) -> AttentionBackend:
+    """Returns cuDNN's kernel if all ranks prefer it, as in every measurement so far; else "auto"."""
+    if "_native_cudnn" not in _benchmarked_names(query.device, blocks=False):
+        return "auto"
+    preferred = "_native_cudnn" in names and _prefers_cudnn(query, recorded)
+    return "_native_cudnn" if _available_on_all("_native_cudnn", query, sizes, axis, preferred=preferred) else "auto"
+
+
+def _prefers_cudnn(query: Tensor, recorded: bool) -> bool:
+    if torch.version.hip is not None or (recorded and not cudnn_supports_graphs()):
+        return False
+    return torch.cuda.get_device_capability(query.device)[0] in _CUDNN_CAPABILITIES
+
+
+def _available_on_all(
+    backend: AttentionBackend, query: Tensor, sizes: AttentionSizes, axis: MeshDim, *, preferred: bool = True
+) -> bool:
+    """Has every rank of `axis` has this kernel for these sizes, it computes correctly, and it is `preferred`."""
+    seconds = partial(_measure, sizes, query.device, None, [backend] if preferred else [], with_timing=False)
+    return bool(slowest_rank_seconds([backend], sizes, axis, seconds, query.device))
+
+
+def _measure(
+    sizes: AttentionSizes,
+    device: torch.device,
+    fallback: FullAttention | None,
+    available: Sequence[str],
+    name: str,
+    *,
+    with_timing: bool = True,
+) -> float:
+    """Seconds of one such attention: infinity if the kernel is not `available` here or computes something else,
+    NaN if memory does not suffice to find out."""
+    if name not in available:
+        return torch.inf
+    try:
+        q, k, v, mask = random_inputs(sizes, device)
+        kernel, block = FUNCTIONS.get(name), sizes.what == "block"
+        if kernel and (kernel.unsupported_block_reason if block else kernel.unsupported_reason)(q, k, v, mask):
+            return torch.inf
+
+        def run() -> Tensor:
+            if kernel is None:
+                assert fallback is not None
+                return fallback(q, k, v, mask, None)
+            return kernel.with_log_sum_exp(q, k, v, None)[0] if block else kernel.full(q, k, v, mask, None)
+
+        if name != "auto" and not _is_accurate(
+            run(), (q, k, v), mask, _MAX_ERROR if with_timing else _MAX_ERROR_REQUESTED
+        ):
+            return torch.inf
+        return time_runs(run, device) if with_timing else 1.0
+    except torch.OutOfMemoryError:
+        return torch.nan
+    except NO_KERNEL as error:
+        if isinstance(error, FAULTS):
+            raise
+        return torch.inf
+
+
+def _is_accurate(out: Tensor, inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, tolerance: float) -> bool:
+    """Compares some rows with float32: some versions of some kernels compute something else."""
+    q, k, v = inputs
+    heads = [0, q.shape[2] - 1]
+    queries = q[:, :_CHECKED_QUERIES, heads].transpose(1, 2).float() * q.shape[-1] ** -0.5
+    scores = queries @ k[:, :, heads].transpose(1, 2).float().transpose(-1, -2)
+    if mask is not None:
+        mask = (mask[:, heads] if mask.shape[1] > 1 else mask)[:, :, :_CHECKED_QUERIES]
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    expected = (scores.softmax(-1) @ v[:, :, heads].transpose(1, 2).float()).transpose(1, 2)
+    mean_error = (out[:, :_CHECKED_QUERIES, heads].float() - expected).abs().mean()
+    return bool(mean_error <= tolerance * expected.std())  # not where it is not a number
+
+
+def faster_kernel(query: Tensor, fallback: FullAttention, sizes: AttentionSizes, alone: MeshDim) -> str:
+    """The name of a kernel that is clearly faster than `fallback` for a worker without context parallelism, or ""."""
+    names = full_candidates(query)
+    if isinstance(query, FakeTensor) or len(names) == 1:
+        return ""
+    seconds = partial(_measure, sizes, query.device, fallback, names)
+    times = slowest_rank_seconds(names, sizes, alone, seconds, query.device)
+    fastest = min(times, key=times.__getitem__, default="auto")
+    return fastest if fastest != "auto" and times["auto"] > WORTH_TELLING * times[fastest] else ""
+
+
+def fastest_kernel(
+    names: Sequence[str],
+    sizes: AttentionSizes,
+    axis: MeshDim,
+    seconds: Measure,
+    device: torch.device,
+    default: str = "",
+) -> str:
+    """The name with the fewest seconds on its slowest rank. Collective over `axis` for new sizes, so all ranks
+    must pass the same `names`.
+
+    A kernel that some rank lacks is left out. If any time is invalid, returns `default`, or the first name.
+    """
+    times = slowest_rank_seconds(names, sizes, axis, seconds, device) if len(names) > 1 else {}
+    return min(times, key=times.__getitem__, default=default or names[0])
+
+
+def slowest_rank_seconds(
+    names: Sequence[str], sizes: AttentionSizes, axis: MeshDim, seconds: Measure, device: torch.device
+) -> dict[str, float]:
+    """Seconds on the slowest rank, for kernels that all have; {} if any is invalid. Collective as `fastest_kernel`."""
+    key, benchmarks = (sizes, axis.ranks, tuple(names)), axis.group_state.kernel_seconds
+    if key not in benchmarks and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return {}
+    if key not in benchmarks:
+        measured = [measured_seconds if (measured_seconds := seconds(name)) > 0 else math.nan for name in names]
+        slowest = torch.tensor(measured, dtype=torch.float32, device=device)
+        if axis.size > 1:
+            (by_rank,) = all_gather_v(slowest[None], [1] * axis.size, axis).wait()
+            slowest = by_rank.amax(dim=0)  # not a number where any is not
+        benchmarks[key] = dict(zip(names, slowest.tolist(), strict=True))
+        if axis.index == 0:
+            _log_benchmark(sizes, benchmarks[key])
+    return _valid(benchmarks[key])
+
+
+def _log_benchmark(sizes: AttentionSizes, times: dict[str, float]) -> None:
+    """Logs a benchmark, as a warning: the log of a worker shows no less."""
+    if any(map(math.isnan, times.values())):
+        log.warning("[CP] kernels were timed as %s: nothing sensible, so none of them is preferred in this run", times)
+    elif len(_valid(times)) > 1:
+        log.warning("[CP] kernels: %s", _to_race(sizes, _valid(times)))
+
+
+def _valid(times: dict[str, float]) -> dict[str, float]:
+    """The finite times; empty if a rank could not time them all."""
+    if any(map(math.isnan, times.values())):
+        return {}
+    return {name: seconds for name, seconds in times.items() if math.isfinite(seconds)}
+
+
+def benchmark_results(world: GroupState) -> tuple[Race, ...]:
+    """Returns the results of all benchmarks so far, the latest last."""
+    races = ((sizes, _valid(times)) for (sizes, _, _), times in world.kernel_seconds.items())
+    return tuple(_to_race(sizes, times) for sizes, times in races if len(times) > 1)
+
+
+def _to_race(sizes: AttentionSizes, times: dict[str, float]) -> Race:
+    names = sorted(times, key=times.__getitem__)
+    return Race(describe_sizes(sizes), tuple(names), tuple(round(1e6 * times[name], 1) for name in names), sizes.what)
+
+
+def describe_sizes(sizes: AttentionSizes) -> str:
+    """Returns the sizes in words."""
+    batch = f"{sizes.batch} x " if sizes.batch > 1 else ""
+    masked = "" if sizes.mask is None else ", masked"
+    dtype = str(sizes.dtype).removeprefix("torch.")
+    return (
+        f"{batch}{sizes.queries} queries x {sizes.keys} keys, {sizes.heads} heads of {sizes.head_dim}, {dtype}{masked}"
+    )
+
+
+def time_runs(run: Callable[[], object], device: torch.device) -> float:
+    """Device seconds of the fastest run, after a warm-up. Launch time is hidden behind matrix products, as in a
+    graph replay."""
+    run()
+    warmup = torch.zeros(_WARMUP_ROWS, _WARMUP_ROWS, dtype=torch.bfloat16, device=device)
+    times = []
+    for _ in range(REPEATS):
+        begin, end = (torch.Event(device=device, enable_timing=True) for _ in range(2))
+        for _ in range(RUNS_PER_REPEAT):
+            torch.mm(warmup, warmup)
+        begin.record()
+        for _ in range(RUNS_PER_REPEAT):
+            run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / RUNS_PER_REPEAT)
+    return min(times)
+
+
+def random_inputs(sizes: AttentionSizes, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Queries, keys, values and a mask to benchmark with; in one tensor for full keys, as after Ulysses."""
+    generator = torch.Generator(device).manual_seed(0)
+    tokens = (sizes.queries, sizes.keys, sizes.keys)
+    shape = (sizes.batch, sizes.heads, sizes.head_dim)
+    options: Any = {"dtype": sizes.dtype, "device": device, "generator": generator}
+    if sizes.what == "whole" and sizes.queries == sizes.keys:
+        packed = torch.randn(sizes.keys, sizes.batch, 3 * sizes.heads, sizes.head_dim, **options)
+        q, k, v = packed.transpose(0, 1).split(sizes.heads, 2)
+    else:
+        q, k, v = (torch.randn(count, *shape, **options).transpose(0, 1) for count in tokens)
+    return q, k, v, _test_mask(sizes, device)
+
+
+def _test_mask(sizes: AttentionSizes, device: torch.device) -> Tensor | None:
+    """Hides every seventh key from all queries."""
+    if sizes.mask is None:
+        return None
+    dtype, *varies_by = sizes.mask
+    dims = (sizes.batch, sizes.heads, sizes.queries)
+    shape = [size if varies else 1 for size, varies in zip(dims, varies_by, strict=True)]
+    hidden = (torch.arange(sizes.keys, device=device) % 7 == 0).expand(*shape, sizes.keys)
+    if dtype == torch.bool:
+        return ~hidden
+    return torch.zeros(*shape, sizes.keys, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)

@@ -1,0 +1,123 @@
+"""Sends tensors between the stages of a pipeline, each time after a message of their layout, or that no more come.
+
+The message travels on the CPU, so that a stage knows dtype and shape without asking its device. A send never blocks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import Refused
+from ..comm.collectives import Pending, allocate
+from ..comm.mesh import MeshDim
+from ..comm.votes import any_rank
+
+TAG = 7  # of messages and tensors on the CPU, where votes use the same ranks
+MAX_TENSORS, MAX_DIMS = 16, 6  # of one message, dims of each tensor
+MAX_PENDING_SENDS = 8  # sends not yet received, messages too: more would keep more activations
+END = -1
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+
+Layout = tuple[torch.dtype, tuple[int, ...]]
+
+
+class StageChannel:
+    """Point-to-point transfers between the ranks of `axis`; both ends know the order of transfers."""
+
+    def __init__(self, axis: MeshDim) -> None:
+        self.sent_bytes = 0
+        self._axis = axis
+        self._pending_sends: deque[Pending] = deque()
+        self._end_sent = False  # this rank announced that no more comes
+        self._ended_peers: set[int] = set()  # peers that announced the same
+
+    def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
+        """Send copies of `tensors` to rank `peer` of the axis."""
+        self._send(peer, _layout_message(tensors), None)
+        for tensor in tensors:
+            if tensor.numel():
+                self.sent_bytes += tensor.nbytes
+                self._send(peer, self._to_send(tensor), self._axis.group)
+        while len(self._pending_sends) > MAX_PENDING_SENDS:
+            self._pending_sends.popleft().wait()
+
+    def recv(self, peer: int, like: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors that `peer` sends; Refused where their shapes are not those of `like`, or where none come."""
+        layouts = self._recv_layouts(peer)
+        if layouts is None:
+            raise Refused
+        received = [self._recv(peer, layout, like[0].device) for layout in layouts]
+        shapes, expected = [list(x.shape) for x in received], [list(x.shape) for x in like]
+        if shapes != expected:
+            raise Refused("stage.shapes", widget="pipeline_degree", shapes=str(shapes), expected=str(expected))
+        return received
+
+    def send_end(self) -> None:
+        """Announce to all peers that no more comes: a peer that waits in `recv` raises Refused."""
+        if not self._end_sent:
+            self._end_sent = True
+            for peer in self._axis.other_ranks:
+                self._send(peer, torch.tensor([END] + [0] * (MAX_TENSORS * (2 + MAX_DIMS))), None)
+
+    def close(self, *, refused: bool) -> None:
+        """Wait until all sends are received. Where any rank `refused`, drop what is in transit and raise Refused on
+        all of them. Collective."""
+        if any_rank(refused, self._axis):
+            self.send_end()
+            for peer in self._axis.other_ranks:
+                while peer not in self._ended_peers:
+                    for layout in self._recv_layouts(peer) or ():
+                        self._recv(peer, layout, self._axis.comm_device or torch.device("cpu"))
+        while self._pending_sends:
+            self._pending_sends.popleft().wait()
+        ended, self._end_sent = self._end_sent, False
+        self._ended_peers.clear()
+        if ended:
+            raise Refused
+
+    def _to_send(self, tensor: Tensor) -> Tensor:
+        """A copy on the device of transfers: the next block may write into `tensor`."""
+        if self._axis.comm_device is None or self._axis.comm_device == tensor.device:
+            return tensor.clone(memory_format=torch.contiguous_format)
+        return tensor.to(self._axis.comm_device).contiguous()
+
+    def _send(self, peer: int, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+        work = dist.isend(tensor, self._axis.ranks[peer], group=group, tag=TAG)
+        assert work is not None
+        self._pending_sends.append(Pending([work], [tensor], [tensor], self._axis.group_state))
+
+    def _recv_layouts(self, peer: int) -> list[Layout] | None:
+        """Layouts of the tensors that come next; None where the peer announced the end."""
+        message = torch.zeros(1 + MAX_TENSORS * (2 + MAX_DIMS), dtype=torch.int64)
+        self._recv_into(message, peer, None)
+        count, *numbers = message.tolist()
+        if count == END:
+            self._ended_peers.add(peer)
+            return None
+        rows = [numbers[index : index + 2 + MAX_DIMS] for index in range(0, count * (2 + MAX_DIMS), 2 + MAX_DIMS)]
+        return [(DTYPES[dtype], tuple(dims[:ndim])) for dtype, ndim, *dims in rows]
+
+    def _recv(self, peer: int, layout: Layout, device: torch.device) -> Tensor:
+        dtype, shape = layout
+        received = allocate(shape, torch.empty(0, dtype=dtype, device=self._axis.comm_device or device))
+        if received.numel():
+            self._recv_into(received, peer, self._axis.group)
+        return received.to(device)
+
+    def _recv_into(self, buffer: Tensor, peer: int, group: dist.ProcessGroup | None) -> None:
+        work = dist.irecv(buffer, self._axis.ranks[peer], group=group, tag=TAG)
+        assert work is not None
+        Pending([work], [buffer], [buffer], self._axis.group_state).wait()
+
+
+def _layout_message(tensors: Sequence[Tensor]) -> Tensor:
+    assert len(tensors) <= MAX_TENSORS
+    numbers = [len(tensors)]
+    for tensor in tensors:
+        numbers += [DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape, *[0] * (MAX_DIMS - tensor.ndim)]
+    return torch.tensor(numbers + [0] * ((MAX_TENSORS - len(tensors)) * (2 + MAX_DIMS)))

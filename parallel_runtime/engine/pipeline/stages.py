@@ -1,0 +1,264 @@
+"""A network in the stages of a pipeline: each rank computes its own blocks, and sends tokens to the rank of the next.
+
+Every rank runs the network's own forward from beginning to end. Blocks of other stages return NaN in the shapes of
+their outputs; where a block reads tokens that another stage computed, that stage sends them. So the code between blocks
+is the network's own, on the rank where its numbers are real.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.hooks import RemovableHandle
+
+from ...architectures.split_plan import SplitPlan
+from ...architectures.stage_units import BlockRef, owners, units_of
+from ...errors import Refused
+from ..comm.mesh import MeshDim
+from ..split.hooks import Block, blocks_of_plan
+from .pipefusion import PipeFusion
+from .stage_channel import StageChannel
+
+STAGE_ATTRIBUTE = "_real_on_stage"  # attribute of a block's output: the stage that computed it
+
+
+class PlaceholderBlock(nn.Module):
+    """Replaces a block of another stage. Returns NaN in the shapes of the arguments that the block would update: where
+    the plan is wrong, NaN reaches the output.
+
+    Reads all other attributes from the block itself, whose weights stay as they are.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["block"] = block
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["block"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Parameter):  # a weight that returns to the mapped file
+            setattr(self.__dict__["block"], name, value)
+        else:
+            super().__setattr__(name, value)
+
+
+def _placeholder(ref: BlockRef) -> PlaceholderBlock:
+    """A placeholder whose forward has the signature of the block's: plans name its arguments."""
+    signature = inspect.signature(type(ref.block).forward)
+    names = [one.name for one in signature.parameters.values() if one.kind == one.POSITIONAL_OR_KEYWORD][1:]
+    like_nan = partial(torch.full_like, fill_value=torch.nan)
+
+    def forward(_: PlaceholderBlock, *args: Any, **kwargs: Any) -> Any:
+        arguments: dict[Any, Any] = {**dict(enumerate(args)), **dict(zip(names, args, strict=False)), **kwargs}
+        out = tuple(tree_map_only(Tensor, like_nan, arguments[name]) for name in ref.module_plan.updated_args)
+        return out[0] if len(out) == 1 else out
+
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    return type(type(ref.block).__name__, (PlaceholderBlock,), {"forward": forward})(ref.block)
+
+
+def install_placeholders(
+    network: nn.Module, plan: SplitPlan, counts: Sequence[int], local_stage: int
+) -> list[BlockRef]:
+    """Replace the blocks of other stages than `local_stage`, of `counts` units each; returns where they are."""
+    units = units_of(network, plan)
+    assert sum(counts) == len(units)
+    by_unit = zip(units, owners(counts), strict=True)
+    placeholders = [ref for unit, owner in by_unit if owner != local_stage for ref in unit]
+    for ref in placeholders:
+        ref.stack._modules[ref.name] = _placeholder(ref)
+    return placeholders
+
+
+def remove_placeholders(placeholders: Sequence[BlockRef]) -> None:
+    """Undo `install_placeholders`."""
+    for ref in placeholders:
+        ref.stack._modules[ref.name] = ref.block.block  # type: ignore[assignment]
+
+
+class Stages:
+    """The hooks of a network with placeholders, over the ranks of `axis`; installed after those of `parallelize`.
+
+    Each forward's output is on every rank when it returns. `in_flight`, several forwards follow each other without
+    waiting, and their outputs are real on the last stage until `share_outputs`; so do `pipefusion`'s turns.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        plan: SplitPlan,
+        axis: MeshDim,
+        counts: Sequence[int],
+        pipefusion: PipeFusion | None = None,
+    ) -> None:
+        self.channel = StageChannel(axis)
+        self._axis = axis
+        self._is_in_flight = False
+        self._output_shared = False  # all ranks have this forward's output, or its error
+        self._outer_exception: BaseException | None = None  # handled by the caller while this forward began
+        self._unit = 0  # the unit that ran last in this forward
+        self._latest_stage: int | None = None  # of the block that ran last; None: every rank's numbers are real
+        self._sources: list[int | None] = []  # for a block's hidden states: the stages where they are real
+        self._late_block = _find_late_block(plan)
+        self.pipefusion = pipefusion
+        if pipefusion is not None:
+            pipefusion.turn_callbacks.append(self._begin_turn)
+        self._handles: list[RemovableHandle] = [network.register_forward_pre_hook(self._begin, with_kwargs=True)]
+        blocks = {block.module: block for block in blocks_of_plan(network, plan)}
+        for number, (unit, owner) in enumerate(zip(units_of(network, plan), owners(counts), strict=True)):
+            for ref in unit:
+                self._hook(blocks[ref.block], number, owner)
+        self._handles.append(network.register_forward_hook(self._end, always_call=True))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Forwards in this context return real numbers on the last stage alone. At its end a refusal of one stage is
+        raised on all."""
+        self._is_in_flight, refused = True, None
+        try:
+            with nullcontext() if self.pipefusion is None else self.pipefusion.in_flight():
+                yield
+        except Refused as error:
+            self.channel.send_end()
+            refused = error
+        finally:
+            self._is_in_flight = False
+        try:
+            self.channel.close(refused=refused is not None)
+        except Refused as other_refusal:
+            raise refused or other_refusal from None
+
+    def share_outputs(self, out: Sequence[Tensor]) -> list[Tensor]:
+        """The last stage's `out`, computed from outputs of forwards `in_flight`, on every rank."""
+        return self._broadcast_from(self._axis.size - 1, list(out))
+
+    def shared_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """ComfyUI's innermost wrapper around a network's forward. Outer wrappers (EasyCache) decide by its output, so
+        every stage has to have it."""
+        output = forward(*args, **kwargs)
+        if not self._is_in_flight:
+            self._output_shared = True
+            with self.in_flight():
+                output = self._from_latest_stage(output)
+        return output
+
+    def _hook(self, block: Block, number: int, owner: int) -> None:
+        module = block.module
+        self._handles += [
+            module.register_forward_pre_hook(
+                partial(self._note_sources, block, number), prepend=True, with_kwargs=True
+            ),
+            module.register_forward_pre_hook(partial(self._transfer, block, owner), with_kwargs=True),
+            module.register_forward_hook(partial(self._label, owner)),
+        ]
+
+    def _begin(self, network: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+        self._output_shared, self._outer_exception = False, sys.exc_info()[1]
+        self._begin_turn()
+        if self._late_block and any((kwargs.get("control") or {}).values()):
+            name = type(network).__name__
+            raise Refused("stage.control", widget="pipeline_degree", network=name, kept=self._late_block)
+        if ((kwargs.get("transformer_options") or {}).get("patches") or {}).get("noise_refiner"):
+            raise Refused("stage.fun", widget="pipeline_degree", network=type(network).__name__)
+
+    def _begin_turn(self) -> None:
+        self._latest_stage, self._unit = None, 0
+
+    @torch.compiler.disable
+    def _note_sources(
+        self, block: Block, number: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Runs before the arguments are split: a split makes other tensors."""
+        if number < self._unit and not block.module_plan.repeats:
+            raise Refused("stage.order", widget="pipeline_degree", name=block.module_plan.name)
+        self._unit = number
+        tokens = _hidden_states(block, args, kwargs)
+        self._sources = [getattr(tensor, STAGE_ATTRIBUTE, self._latest_stage) for tensor in tokens]
+
+    @torch.compiler.disable
+    def _transfer(self, block: Block, owner: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        local_stage, tokens = self._axis.index, _hidden_states(block, args, kwargs)
+        if owner != local_stage:
+            if local_stage in self._sources:
+                pairs = zip(tokens, self._sources, strict=True)
+                self.channel.send(owner, [tensor for tensor, source in pairs if source == local_stage])
+            return None
+        arrived: dict[int, Tensor] = {}
+        for source in dict.fromkeys(self._sources):
+            if source not in (None, local_stage):
+                like = [tensor for tensor, stage in zip(tokens, self._sources, strict=True) if stage == source]
+                arrived |= zip(map(id, like), self.channel.recv(source, like), strict=True)
+
+        def received(_: Any, value: Any, __: Any) -> Any:
+            return tree_map_only(Tensor, lambda tensor: arrived.get(id(tensor), tensor), value)
+
+        return block.replace_arguments(args, kwargs, received) if arrived else None
+
+    @torch.compiler.disable
+    def _label(self, owner: int, _: nn.Module, __: Any, output: Any) -> None:
+        self._latest_stage = owner
+        for tensor in tree_flatten(output)[0]:
+            if isinstance(tensor, Tensor):
+                setattr(tensor, STAGE_ATTRIBUTE, owner)
+
+    def _end(self, _: nn.Module, __: Any, output: Any) -> Any:
+        """Shares the output of the stage whose block ran last. Torch calls this too where the forward or a later hook
+        raised, and handles that exception meanwhile; one handled since before the forward is the caller's."""
+        raised, self._outer_exception = sys.exc_info()[1] is not self._outer_exception, None
+        if self._output_shared:
+            return output
+        if raised:
+            self.channel.send_end()
+            if not self._is_in_flight:
+                with suppress(Refused):
+                    self.channel.close(refused=True)
+            return None
+        if self._is_in_flight:
+            return output if self._latest_stage == self._axis.size - 1 else self._from_latest_stage(output)
+        with self.in_flight():
+            output = self._from_latest_stage(output)
+        return output
+
+    def _from_latest_stage(self, output: Any) -> Any:
+        if self._latest_stage is None:
+            return output
+        leaves, structure = tree_flatten(output)
+        return tree_unflatten(self._broadcast_from(self._latest_stage, leaves), structure)
+
+    def _broadcast_from(self, owner: int, tensors: list[Tensor]) -> list[Tensor]:
+        """The tensors of stage `owner`, on every rank."""
+        if owner != self._axis.index:
+            return self.channel.recv(owner, tensors)
+        if any(bool(tensor.isnan().any()) for tensor in tensors):
+            raise Refused("stage.number", widget="pipeline_degree")
+        for peer in self._axis.other_ranks:
+            self.channel.send(peer, tensors)
+        return tensors
+
+
+def _find_late_block(plan: SplitPlan) -> str:
+    """A module plan whose blocks also read what earlier blocks computed long before; "" for none."""
+    reading = (each for each in plan.module_plans if each.updated_args and each.runs_with is None)
+    late = (each.name for each in reading if {name for name, *_ in each.split_args} - set(each.updated_args))
+    return next(late, "")
+
+
+def _hidden_states(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The hidden states among a block's arguments."""
+    return [value for value in block.hidden_states(args, kwargs) if isinstance(value, Tensor)]

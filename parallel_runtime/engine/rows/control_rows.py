@@ -1,0 +1,113 @@
+"""Makes a UNet's ControlNet context parallel: its own forward runs on the rows that this rank has in the UNet.
+
+The residuals that it returns are this rank's rows too. RowDivision, which divides the UNet, takes them as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...architectures.control_networks import ControlRowPlan
+from ...specs import Parallelism
+from ..comm.collectives import all_gather_v
+from ..comm.mesh import ContextMesh
+from ..split.streams import PARALLELIZED
+from .levels import Levels
+from .row_division import OVERRIDE, Forward, RowDivision
+
+
+def parallelize_control_rows(
+    network: nn.Module, plan: ControlRowPlan, unet: RowDivision, mesh: ContextMesh, parallelism: Parallelism
+) -> None:
+    """Run every later forward of a ControlNet's `network` over the context ranks of `mesh`, by the rows of `unet`.
+    Collective, as its forwards are.
+
+    Each rank passes full inputs and gets its rows of each residual, or full residuals for a latent that `unet` computes
+    in full. `unparallelize` of split/parallelize.py undoes it.
+    """
+    setattr(network, PARALLELIZED, ControlRowDivision(network, plan, unet, mesh, parallelism))
+
+
+def split_residuals(control: dict[str, list[Any]], levels: Levels) -> dict[str, list[Any]]:
+    """This rank's rows of full residuals, by kind. ComfyUI does not apply residuals of no level's size."""
+    return {
+        kind: [levels.split(x) if isinstance(x, Tensor) and levels.is_full(x) else x for x in residuals]
+        for kind, residuals in control.items()
+    }
+
+
+class ControlRowDivision(RowDivision):
+    """The replaced forwards of one ControlNet's network, and the state of its forward in progress."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        plan: ControlRowPlan,
+        unet: RowDivision,
+        mesh: ContextMesh,
+        parallelism: Parallelism,
+    ) -> None:
+        self._unet = unet
+        self._plan = plan
+        self._finer: dict[Levels, Levels] = {}  # of the hint, by those of the latent
+        super().__init__(network, plan, mesh, parallelism)
+
+    def _adopt(self, name: str, module: nn.Module, plan: Any) -> None:
+        if name.rpartition(".")[2] in self._plan.averaged:
+            self._keep(module.register_forward_pre_hook(self._mean_of_all))
+        elif _is_control_lora_convolution(module):
+            self._keep(module.register_forward_pre_hook(self._enter))
+            self._keep(module.register_forward_hook(self._leave, always_call=True))
+        else:
+            super()._adopt(name, module, plan)
+
+    def _forward(  # type: ignore[override]  # it stands for the forward of another class of networks
+        self, forward: Forward, x: Tensor, hint: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Replaces the network's forward; full pictures in, this rank's rows of its residuals out."""
+        of_latent = self._unet.levels_of(x.shape)
+        if of_latent is None:
+            return forward(x, hint, *args, **kwargs)
+        levels = self._with_hint(of_latent)
+        if not levels.is_full(hint):
+            return split_residuals(forward(x, hint, *args, **kwargs), of_latent)
+        with self._dividing(levels, None):
+            return forward(levels.split(x), levels.split(hint), *args, **kwargs)
+
+    def _attend(self, local: bool, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Gives an attention the override: ComfyUI gives a ControlNet no transformer_options."""
+        if self.is_divided:
+            kwargs["transformer_options"] = {**kwargs.get("transformer_options", {}), OVERRIDE: self._override}
+        return super()._attend(local, forward, x, *args, **kwargs)
+
+    def _with_hint(self, of_latent: Levels) -> Levels:
+        """The levels of the hint's picture, of which the last are those of the latent."""
+        if of_latent not in self._finer:
+            finer = 2**self._plan.hint_halvings
+            self._finer[of_latent] = Levels(
+                ranks=of_latent.ranks,
+                dim=of_latent.dim,
+                units=of_latent.units,
+                rows=of_latent.rows * finer,
+                across=of_latent.across * finer,
+                depth=of_latent.depth + self._plan.hint_halvings,
+            )
+        return self._finer[of_latent]
+
+    def _mean_of_all(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Replaces means [B, items, C] over this rank's rows of the latent by means over all rows."""
+        if (levels := self._levels) is None:
+            return None
+        rows = levels.sizes[self._plan.hint_halvings]
+        (means,) = all_gather_v(args[0].float()[None], [1] * len(rows), levels.ranks).wait()
+        shares = torch.tensor([own / sum(rows) for own in rows], device=means.device)
+        return (torch.tensordot(shares, means, 1).to(args[0]), *args[1:])
+
+
+def _is_control_lora_convolution(module: nn.Module) -> bool:
+    """Whether it is the convolution of ComfyUI's Control-LoRA, which is no subclass of torch's."""
+    size = getattr(module, "kernel_size", 1)
+    return not isinstance(module, nn.Conv2d | nn.Conv3d) and (size if isinstance(size, int) else max(size)) > 1

@@ -1,0 +1,354 @@
+"""torch's functions on this rank's rows of a larger tensor: with the neighbours' rows, with all ranks' statistics or
+keys, on these rows alone where no other matters, or refused.
+
+A convolution is computed with zeros for the neighbours' rows while these travel; then the rows at an inner edge are
+computed again. No activation is copied for its halo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...errors import Refused
+from ..attention.merge import Merge
+from ..attention.ring import ring_slots, rotate
+from ..comm.collectives import all_gather_v, allocate, send_recv
+from ..kernels.dispatch import attend_block
+from .row_share import Share, fetch_neighbour_rows
+
+PIECE_ELEMENTS = 2**22  # 16 MiB in float32, which stay in a GPU's cache
+FIELDS: dict[str, Callable[..., Tensor]] = {"randn_like": torch.randn, "rand_like": torch.rand}
+WIDE = (torch.float32, torch.float64)
+
+Size = int | Sequence[int]
+Run = Callable[..., Tensor]
+
+
+def convolution(
+    share: Share,
+    func: Run,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: Any = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+) -> Tensor:
+    """torch.nn.functional.conv2d and conv3d."""
+    dims = weight.ndim - 2
+    if isinstance(padding, str):
+        raise Refused("rows.padding", padding=repr(padding))
+    stride, padding, dilation = (_per_dim(size, dims) for size in (stride, padding, dilation))
+    run = partial(func, weight=weight, bias=bias, stride=stride, dilation=dilation, groups=groups)
+    rows = padding[share.dim]
+    if weight.shape[share.dim] == stride[share.dim] == 1 and rows == 0:
+        return run(x, padding=padding)
+    if rows == 0:  # what it needs was padded before, or it needs nothing
+        y = run(x, padding=padding)
+    else:
+        reach, across = (weight.shape[share.dim] - 1) * dilation[share.dim], list(padding)
+        across[share.dim] = 0
+        if stride[share.dim] == 1 and x.shape[share.dim] >= 2 * reach and rows <= share.fewest_rows(x):
+            y = _convolve_edges(share, run, x, padding, across, reach)
+        else:  # an output row at one edge may need the other's halo, or one from afar, or rows are skipped
+            y = run(pad(share, F.pad, x, [*[0, 0] * (-1 - share.dim), rows, rows]), padding=tuple(across))
+    return _check_level(share, y, x, weight, stride, padding)
+
+
+def convolution_with_edges(
+    share: Share,
+    func: Run,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: Any = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+) -> Tensor:
+    """conv2d and conv3d of rows with one more row at each side, which serves as padding."""
+    remaining_padding = list(_per_dim(padding, weight.ndim - 2))
+    remaining_padding[share.dim] = max(0, remaining_padding[share.dim] - 1)
+    y = func(x, weight, bias, stride, tuple(remaining_padding), dilation, groups)
+    return _check_level(share, y, x, weight, stride, padding)
+
+
+def _check_level(share: Share, y: Tensor, x: Tensor, weight: Tensor, stride: Size, padding: Any) -> Tensor:
+    """Returns `y`, the convolution of `x`. Raises Refused where it is not the rows of a level."""
+    if not share.is_level(y):
+        raise Refused(
+            "rows.convolution",
+            weight=str(tuple(weight.shape)),
+            stride=str(stride),
+            padding=str(padding),
+            shape=str(tuple(x.shape)),
+            output=str(tuple(y.shape)),
+        )
+    return y
+
+
+def cudnn_convolution(
+    share: Share,
+    func: Run,
+    x: Tensor,
+    weight: Tensor,
+    padding: Size,
+    stride: Size,
+    dilation: Size,
+    groups: int,
+    **flags: Any,
+) -> Tensor:
+    """torch.cudnn_convolution, which ComfyUI calls for 3D convolutions on some versions of cuDNN."""
+
+    def plain(
+        x: Tensor, weight: Tensor, bias: None, stride: Size, padding: Size, dilation: Size, groups: int
+    ) -> Tensor:
+        return func(x, weight, padding, stride, dilation, groups, **flags)
+
+    return convolution(share, plain, x, weight, None, stride, padding, dilation, groups)
+
+
+def transposed(
+    share: Share,
+    func: Run,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: Size = 0,
+    output_padding: Size = 0,
+    groups: int = 1,
+    dilation: Size = 1,
+) -> Tensor:
+    """torch.nn.functional.conv_transpose2d and 3d, where no output row comes from two input rows."""
+    dims = weight.ndim - 2
+    steps, pads, more, dilated = (_per_dim(s, dims)[share.dim] for s in (stride, padding, output_padding, dilation))
+    if weight.shape[share.dim] != steps or pads or more or dilated != 1:
+        raise Refused("rows.transposed", weight=str(tuple(weight.shape)), stride=str(stride), padding=str(padding))
+    return func(x, weight, bias, stride, padding, output_padding, groups, dilation)
+
+
+def _convolve_edges(share: Share, run: Run, x: Tensor, padding: Sequence[int], across: list[int], reach: int) -> Tensor:
+    """Convolves, and computes the rows at inner edges again. `across` is `padding` without that along the split dim."""
+    dim, rows, pad = share.dim, x.shape[share.dim], padding[share.dim]
+    answer = fetch_neighbour_rows(share, x, pad, pad)
+    y = run(x, padding=tuple(padding))
+    top, bottom = answer()
+    if top is not None:
+        edge = torch.cat([top, x.narrow(dim, 0, reach)], dim)
+        y.narrow(dim, 0, pad).copy_(run(edge, padding=tuple(across)))
+    if bottom is not None:
+        edge = torch.cat([x.narrow(dim, rows - reach, reach), bottom], dim)
+        y.narrow(dim, y.shape[dim] - pad, pad).copy_(run(edge, padding=tuple(across)))
+    return y
+
+
+def _per_dim(size: Size, dims: int) -> tuple[int, ...]:
+    sizes = (size,) if isinstance(size, int) else tuple(size)
+    return sizes * dims if len(sizes) == 1 else sizes
+
+
+def pad(
+    share: Share,
+    func: Callable[..., Tensor],
+    x: Tensor,
+    pad: Sequence[int],
+    mode: str = "constant",
+    value: float | None = None,
+) -> Tensor:
+    """torch.nn.functional.pad: along the split dim the neighbour's rows; at the outer edges as given."""
+    at = 2 * (-1 - share.dim)
+    before, after = (pad[at], pad[at + 1]) if len(pad) > at + 1 else (0, 0)
+    if before == after == 0:
+        return func(x, pad, mode, value)
+    if min(before, after) < 0 or mode == "circular":
+        raise Refused("rows.pad", padding=str(tuple(pad)), mode=mode, shape=str(tuple(x.shape)))
+    if max(before, after) + (mode == "reflect") > share.fewest_rows(x):  # some rows are further than the next rank
+        factor = share.factor(x, "padding")
+        y = func(share.gather(x), pad, mode, value)
+        rows = share.local_units * factor + before + after
+        return y.narrow(share.dim, share.before * factor, rows).contiguous()
+    answer = fetch_neighbour_rows(share, x, before, after)
+    across = [*pad]
+    across[at] = across[at + 1] = 0
+    y = func(x, pad, mode, value)
+    top, bottom = answer()
+    if top is not None:
+        y.narrow(share.dim, 0, before).copy_(func(top, across, mode, value))
+    if bottom is not None:
+        y.narrow(share.dim, y.shape[share.dim] - after, after).copy_(func(bottom, across, mode, value))
+    return y
+
+
+def group_norm(
+    share: Share,
+    func: Callable[..., Tensor],
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """torch.nn.functional.group_norm with the statistics of all ranks, in float32 whatever the activations are in."""
+    weights = share.weights(x, "a group norm")
+    local = _moments(x, num_groups)
+    (moments,) = all_gather_v(local[None], [1] * share.ranks.size, share.ranks).wait()
+    return _normalize(x, _combined_moments(weights, moments), weight, bias, eps)
+
+
+def group_norm_with_edges(
+    share: Share,
+    func: Callable[..., Tensor],
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """group_norm with one more row at each side for the convolution that follows: the neighbours', or a copy of this
+    rank's at an outer edge. They travel with the statistics, in one message."""
+    weights, dim, local = share.weights(x, "a group norm"), share.dim, _moments(x, num_groups)
+    first, last = x.narrow(dim, 0, 1), x.narrow(dim, x.shape[dim] - 1, 1)
+    index, peers = share.index, share.ranks.other_ranks
+    edges, packed = {index - 1: first, index + 1: last}, local.flatten().view(x.dtype)
+    send = {peer: torch.cat([packed, edges[peer].flatten()]) if peer in edges else packed for peer in peers}
+    received = send_recv(send, {peer: part.shape for peer, part in send.items()}, share.ranks, like=x).wait()
+    by_rank = {index: packed} | dict(zip(peers, received, strict=True))
+    moments = [by_rank[rank][: len(packed)].view(local.dtype).view(local.shape) for rank in range(share.ranks.size)]
+    before, after = (
+        by_rank[peer][len(packed) :].view(edge.shape) if peer in by_rank else edge for peer, edge in edges.items()
+    )
+    return _normalize(
+        torch.cat([before, x, after], dim), _combined_moments(weights, torch.stack(moments)), weight, bias, eps
+    )
+
+
+def _normalize(x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """In one fused kernel, which computes in float32: a batch norm whose channels are all items' channels."""
+    batch, channels = x.shape[:2]
+    by_group = (2, batch, moments.shape[2], channels // moments.shape[2])
+    mean, variance = moments.unsqueeze(3).expand(by_group).reshape(2, -1)
+    weight, bias = (None if value is None else value.to(mean.dtype).repeat(batch) for value in (weight, bias))
+    rows = x.reshape(1, batch * channels, -1)
+    return F.batch_norm(rows, mean, variance, weight, bias, False, 0.0, eps).view(x.shape)
+
+
+def _moments(x: Tensor, num_groups: int) -> Tensor:
+    """[2, batch, groups]: mean and variance, in float32 at least.
+
+    A half precision `x` is taken in pieces of whole rows: a copy of all of it in float32 would be twice its size.
+    """
+    if x.device.type == "cpu" and x.dtype in WIDE:  # where torch's var_mean takes ten times as long
+        x = x.reshape(x.shape[0], num_groups, -1)
+        mean = x.mean(2)
+        return torch.stack([mean, (x - mean.unsqueeze(2)).square_().mean(2)])
+    x = x.reshape(x.shape[0], num_groups, -1, x.shape[-1])
+    if x.dtype in WIDE:
+        variance, mean = torch.var_mean(x, (2, 3), correction=0)
+        return torch.stack([mean, variance])
+    rows = x.reshape(-1, x.shape[3])
+    pieces = rows.split(max(1, PIECE_ELEMENTS // x.shape[3]))
+    of_each = [torch.stack(torch.var_mean(piece.float(), 1, correction=0)) for piece in pieces]
+    variances, means = torch.cat(of_each, 1).view(2, *x.shape[:3])
+    variance, mean = torch.var_mean(means, 2, correction=0)
+    return torch.stack([mean, variance + variances.mean(2)])
+
+
+def _combined_moments(weights: Tensor, moments: Tensor) -> Tensor:
+    """[ranks, 2, batch, groups] to [2, batch, groups]. Chan's combination: the mean of the variances, and the variance
+    of the means."""
+    means, variances = moments.unbind(1)
+    weights = weights.to(means.dtype)
+    mean = torch.tensordot(weights, means, 1)
+    return torch.stack([mean, torch.tensordot(weights, variances + (means - mean).square(), 1)])
+
+
+def attend(share: Share, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of one head over all pixels; inputs and result are [B, C, (T,) rows, columns] of this rank. Collective.
+
+    Keys and values go round in a ring. No rank ever has all of them, which in a large video would set the peak memory,
+    and no kernel depends on free memory.
+    """
+    tokens = key.flatten(2).shape[2]
+    sizes = [tokens // share.local_units * units for units in share.units]
+    share.factor(query, "attention")
+    merge = Merge(in_float32=True)
+    asking, block = _batch_first(query), (_batch_first(key), _batch_first(value))
+    places = ring_slots(block, sizes, share.ranks, lambda shape, _: allocate(shape, query))
+    for _, (keys, values) in rotate(block, places, share.ranks):
+        merge.add(*attend_block(asking, keys, values, None, None, "auto"))
+    return merge.result(asking, None)[:, :, 0].transpose(1, 2).reshape(query.shape)
+
+
+def _batch_first(x: Tensor) -> Tensor:
+    return x.flatten(2).transpose(1, 2).unsqueeze(2).contiguous()
+
+
+def interpolate(
+    share: Share,
+    func: Callable[..., Tensor],
+    x: Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    y = func(x, size, scale_factor, mode, *args, **kwargs)
+    rows, made = x.shape[share.dim], y.shape[share.dim]
+    if (not mode.startswith("nearest") and rows != made) or (rows % made and made % rows) or made % share.local_units:
+        raise Refused("rows.interpolation", mode=mode, shape=str(tuple(x.shape)), output=str(tuple(y.shape)))
+    return y
+
+
+def pool(
+    share: Share,
+    func: Callable[..., Tensor],
+    x: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    wide, step, pad = (v if isinstance(v, int) else v[share.dim] for v in (kernel_size, stride or kernel_size, padding))
+    y = func(x, kernel_size, stride, padding, *args, **kwargs)
+    if wide != step or pad or not share.is_level(y):
+        raise Refused("rows.pooling", size=str(kernel_size), stride=str(stride), shape=str(tuple(x.shape)))
+    return y
+
+
+def noise(share: Share, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Full noise on every rank, from the same state of the generator, then split."""
+    like = isinstance(args[0], Tensor)
+    flat = not like and isinstance(args[0], int)
+    shape = [*(args if flat else args[0].shape if like else args[0])]
+    if len(shape) < 2 or shape[share.dim] % share.local_units:
+        raise Refused("rows.function", name=func.__name__, shape=str(tuple(shape)))
+    factor = shape[share.dim] // share.local_units
+    shape[share.dim] = sum(share.units) * factor
+    if like:
+        kwargs = {"dtype": args[0].dtype, "device": args[0].device, **kwargs}
+        kwargs.pop("memory_format", None)
+    return share.split(FIELDS.get(func.__name__, func)(shape, **kwargs), factor)
+
+
+def reduce(share: Share, func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    positional = next((arg for arg in args if isinstance(arg, int | tuple | list) and not isinstance(arg, bool)), None)
+    dim = kwargs.get("dim", positional)
+    dims = [dim] if isinstance(dim, int) else dim
+    if x.ndim >= 4 and (dims is None or any(each % x.ndim == x.ndim + share.dim for each in dims)):
+        raise Refused("rows.dim", name=func.__name__, dim=dim, shape=str(tuple(x.shape)))
+    return func(x, *args, **kwargs)
+
+
+def refuse(share: Share, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    shape = next((tuple(arg.shape) for arg in args if isinstance(arg, Tensor)), ())
+    raise Refused("rows.function", name=func.__name__, shape=str(shape))

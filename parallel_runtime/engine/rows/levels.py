@@ -1,0 +1,170 @@
+"""The rows of each level of a UNet that each rank computes, as pictures and as streams of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from ...architectures.row_plan import sides_to_cut
+from ...errors import Refused
+from ..comm.collectives import all_gather_v
+from ..comm.mesh import MeshDim
+from ..split.streams import Streams, chunk_sizes
+from .row_share import Rows, Share
+
+PICTURE_DIMS = 4  # of the least that has rows and columns
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Levels(Share):
+    """Level l has ceil(rows / 2**l) rows of ceil(across / 2**l) pixels, where `rows` and `across` are the latent's and
+    `depth` is the last level. `units` are rows of that one: rank i begins where its first unit begins, at every level,
+    so that row j of level l + 1 and rows 2j and 2j + 1 of level l are always one rank's. The last rank ends where the
+    level ends; it alone may have less than two rows for one.
+
+    The level of a tensor follows from its side that is not split, which is the same on all ranks. `source` is this
+    rank's rows of a picture and the full picture, if every rank has it: neighbours' rows need not travel then.
+    """
+
+    rows: int
+    across: int
+    depth: int
+    source: list[Tensor] = field(default_factory=list)
+
+    @cached_property
+    def sizes(self) -> tuple[Rows, ...]:
+        """Rows of each rank, by level."""
+        return tuple(self._sizes(level) for level in range(self.depth + 1))
+
+    def _sizes(self, level: int) -> Rows:
+        total, step = -(-self.rows // 2**level), 2 ** (self.depth - level)
+        ends = [min(units * step, total) for units in accumulate(self.units, initial=0)]
+        return tuple(end - begin for begin, end in pairwise(ends))
+
+    @cached_property
+    def _by_width(self) -> dict[int, int]:
+        return {self._width(level): level for level in range(self.depth + 1)}
+
+    def _width(self, level: int) -> int:
+        return -(-self.across // 2**level)
+
+    @cached_property
+    def by_tokens(self) -> dict[int, int]:
+        """The level by this rank's tokens of it."""
+        return {sizes[self.index] * self._width(level): level for level, sizes in enumerate(self.sizes)}
+
+    def level(self, shape: Sequence[int], what: str, *, full: bool = False) -> int:
+        """The level of this rank's rows of shape [..., H, W], or of all ranks' where it is the `full` picture. Raises
+        NoLevel where there is none."""
+        if (level := self._level(shape, full=full)) is None:
+            raise NoLevel("rows.level", name=what, shape=str(tuple(shape)), rows=self.rows, columns=self.across)
+        return level
+
+    def _level(self, shape: Sequence[int], *, full: bool) -> int | None:
+        level = self._by_width.get(shape[-3 - self.dim]) if len(shape) >= PICTURE_DIMS else None
+        if level is None:
+            return None
+        rows = self.sizes[level]
+        return level if shape[self.dim] == (sum(rows) if full else rows[self.index]) else None
+
+    def is_level(self, x: Tensor) -> bool:
+        return self._level(x.shape, full=False) is not None
+
+    def is_full(self, x: Tensor) -> bool:
+        """Whether `x` is the full picture of a level."""
+        return self._level(x.shape, full=True) is not None
+
+    def rows_of(self, x: Tensor, what: str) -> Rows:
+        return self.sizes[self.level(x.shape, what)]
+
+    def full_of(self, x: Tensor) -> Tensor | None:
+        local, full = self.source or (None, None)
+        return full if x is local else None
+
+    def split(self, x: Tensor, factor: int = 1) -> Tensor:
+        """This rank's rows of a picture of any level."""
+        rows = self.sizes[self.level(x.shape, "a picture", full=True)]
+        return x.narrow(self.dim, sum(rows[: self.index]), rows[self.index]).contiguous()
+
+    def gather(self, x: Tensor, what: str = "a gather") -> Tensor:
+        return super().gather(x, what).contiguous()
+
+    def full_shape(self, shape: list[int]) -> list[int]:
+        """The shape of the full picture of which this rank's rows have this one."""
+        full = list(shape)
+        full[self.dim] = sum(self.sizes[self.level(shape, "a shape")])
+        return full
+
+    def gather_tokens(self, x: Tensor, level: int) -> Tensor:
+        """[B, local tokens, C] of a level to [B, all tokens, C], in the order of rows. Collective."""
+        rows, at = self.sizes[level], 3 + self.dim
+        (full,) = all_gather_v(
+            x.unflatten(1, self._plane(level, rows[self.index])).movedim(at, 0), rows, self.ranks
+        ).wait()
+        return full.movedim(0, at).flatten(1, 2)
+
+    def split_tokens(self, x: Tensor, level: int) -> Tensor:
+        """[B, all tokens, C] of a level to [B, local tokens, C]."""
+        rows, at = self.sizes[level], 3 + self.dim
+        plane = x.unflatten(1, self._plane(level, sum(rows)))
+        return plane.narrow(at, sum(rows[: self.index]), rows[self.index]).flatten(1, 2)
+
+    def tokens(self, level: int) -> Rows:
+        """Tokens of each rank at a level."""
+        return tuple(rows * self._width(level) for rows in self.sizes[level])
+
+    def _plane(self, level: int, rows: int) -> tuple[int, int]:
+        width = self._width(level)
+        return (rows, width) if self.dim == -2 else (width, rows)
+
+
+class NoLevel(Refused):
+    """Refuses a tensor whose size is of no level, on all ranks alike."""
+
+
+def levels_of(shape: torch.Size, depth: int, ranks: MeshDim) -> Levels | None:
+    """Levels along the longer side of a latent [..., H, W], or else the other; None where neither has a row for each
+    rank at the last level, or where two levels could not be told apart."""
+    for dim, last in sides_to_cut(shape, depth):
+        if last >= ranks.size:
+            rows, across = shape[dim], shape[-3 - dim]
+            return Levels(ranks=ranks, dim=dim, units=_units(rows, depth, ranks), rows=rows, across=across, depth=depth)
+    return None
+
+
+def _units(rows: int, depth: int, ranks: MeshDim) -> Rows:
+    """Rows of the last level: each rank ends at that which is next to its quota of `rows`, and has one at least."""
+    last, ends = -(-rows // 2**depth), [0]
+    for number, quota in enumerate(accumulate(chunk_sizes(rows, ranks.parts)), 1):
+        end = round(quota / 2**depth) if number < ranks.size else last
+        ends.append(min(max(end, ends[-1] + 1), last - (ranks.size - number)))
+    return tuple(end - begin for begin, end in pairwise(ends))
+
+
+class LevelTokens(Streams):
+    """The pixels of each level as a stream of tokens: stream "0" is level 0."""
+
+    def __init__(self, ranks: MeshDim) -> None:
+        super().__init__(ranks)
+        self.levels: Levels | None = None
+
+    def begin(self, levels: Levels | None) -> None:
+        """Begins a forward of these levels; None ends it."""
+        self.clear()
+        self.levels = levels
+        if levels is not None:
+            for level in range(levels.depth + 1):
+                self.record_length(str(level), sum(levels.tokens(level)), "a level of the latent")
+
+    def sizes(self, stream: str) -> Rows:
+        assert self.levels is not None
+        return self.levels.tokens(int(stream))
+
+    def _rank_chunk(self, stream: str, index: int) -> tuple[int, int]:
+        sizes = self.sizes(stream)
+        return sum(sizes[:index]), sizes[index]

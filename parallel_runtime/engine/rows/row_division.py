@@ -1,0 +1,305 @@
+"""Makes a UNet of ComfyUI's context parallel: its own forward runs on this rank's rows of the latent.
+
+Convolutions and group norms are handled in the functions that their modules call, attention by ComfyUI's override. All
+other layers see this rank's rows alone. Where a latent has too few rows for the ranks, or a patch makes a picture of no
+level's size, every rank computes that evaluation in full, by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Size, Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from ...architectures.row_plan import RowPlan
+from ...architectures.split_plan import Names
+from ...errors import Refused
+from ...loading.random_states import random_states, set_random_states
+from ...specs import Parallelism
+from ..attention.attention_override import AttentionOverride, backend_override
+from ..attention.patched_names import set_active, wrap_modules
+from ..comm.mesh import ContextMesh
+from ..comm.shared_scales import shared_input_scales
+from ..split.streams import PARALLELIZED, Streams
+from . import functions
+from .levels import Levels, LevelTokens, NoLevel, levels_of
+from .whole_patches import WholePatches
+
+OVERRIDE = "optimized_attention_override"
+ATTENTION = "comfy.ldm.modules.attention"
+Forward = Callable[..., Any]
+
+
+def parallelize_rows(network: nn.Module, plan: RowPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
+    """Run every later forward of `network` over the context ranks of `mesh`. Collective, as its forwards are.
+
+    Each rank passes full inputs and gets the full output, equal to what one rank computes. Raises ValueError, and
+    changes nothing, when it is parallel already. `unparallelize` of split/parallelize.py undoes it.
+    """
+    if hasattr(network, PARALLELIZED):
+        raise ValueError(f"this {type(network).__name__} is parallel already; unparallelize it first")
+    setattr(network, PARALLELIZED, RowDivision(network, plan, mesh, parallelism))
+
+
+class RowDivision:
+    """The replaced forwards of one network, and the state of its forward in progress."""
+
+    pipefusion = None
+    streams = None
+
+    def __init__(self, network: nn.Module, plan: RowPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
+        self._depth = plan.depth(network)
+        self._mesh = mesh
+        self._backend = parallelism.options.attention_backend
+        self._known: dict[Size, Levels | None] = {}  # recorded graphs read their tensors
+        self._levels: Levels | None = None  # of the forward in progress; None where it sees full tensors
+        self._tokens = LevelTokens(mesh.context)
+        self._override = AttentionOverride(_RowSplitState(self, self._tokens), mesh, parallelism)
+        self._local = self._override.scope_index("local")
+        self._across = self._override.scope_index([(str(level),) for level in range(self._depth + 1)])
+        self._patches = WholePatches(self.undivided)
+        self._handlers = HANDLERS
+        self._modes: list[_Mode | None] = []
+        self._until_removed = ExitStack()
+        self.remove = self._until_removed.close
+        with ExitStack() as undo:  # half parallel, it would refuse every other plan
+            undo.callback(self.remove)
+            self._replace(network, plan.forward, partial(self._forward, getattr(network, plan.forward)))
+            for name, module in network.named_modules():
+                self._adopt(name, module, plan)
+            self._until_removed.enter_context(shared_input_scales(network, mesh.context))
+            self._until_removed.enter_context(wrap_modules((ATTENTION,)))
+            undo.pop_all()
+
+    def _replace(self, module: nn.Module, name: str, forward: Forward) -> None:
+        setattr(module, name, forward)
+        self._until_removed.callback(delattr, module, name)
+
+    def _keep(self, handle: RemovableHandle) -> None:
+        self._until_removed.enter_context(handle)
+
+    def _adopt(self, name: str, module: nn.Module, plan: RowPlan) -> None:
+        below, _, last_name = name.rpartition(".")
+        if last_name in plan.attends + plan.local:
+            local = last_name in plan.local or bool(set(below.split(".")) & set(plan.local_below))
+            local |= getattr(module, "disable_self_attn", False)
+            self._replace(module, "forward", partial(self._attend, local, module.forward))
+        elif below.rpartition(".")[2] in plan.local_below:
+            self._keep(module.register_forward_pre_hook(partial(self._set_over_time, True)))
+            self._keep(module.register_forward_hook(partial(self._set_over_time, False), always_call=True))
+        elif isinstance(module, nn.Sequential) and _is_normed_convolution(list(module)):
+            self._replace(module, "forward", partial(self._normed_convolution, module.forward, list(module)))
+        elif _looks_across(module):
+            self._keep(module.register_forward_pre_hook(self._enter))
+            self._keep(module.register_forward_hook(self._leave, always_call=True))
+
+    def _forward(
+        self,
+        forward: Forward,
+        x: Tensor,
+        timesteps: Any = None,
+        context: Any = None,
+        y: Any = None,
+        control: Any = None,
+        transformer_options: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Replaces the network's forward; [B, C, H, W] in and out."""
+        options = {} if transformer_options is None else transformer_options
+        levels = self.levels_of(x.shape)
+        if levels is None:
+            return self._forward_undivided(forward, x, timesteps, context, y, control, options, **kwargs)
+        before = random_states(x.device) if options.get("patches") else None
+        with self._dividing(levels, options.get(OVERRIDE)):
+            local_options = {**options, **self._patches.of(options, levels, list(x.shape)), OVERRIDE: self._override}
+            local_control = control and {kind: _split_residuals(each, levels) for kind, each in control.items()}
+            try:
+                local_x = levels.split(x)
+                levels.source[:] = [local_x, x]
+                return levels.gather(forward(local_x, timesteps, context, y, local_control, local_options, **kwargs))
+            except NoLevel:  # on all ranks, whose patches saw the same
+                if before is None:
+                    raise
+        set_random_states(before, x.device)
+        if control is not None:
+            control = {kind: _gather_residuals(each, levels) for kind, each in control.items()}
+        return self._forward_undivided(forward, x, timesteps, context, y, control, options, **kwargs)
+
+    def levels_of(self, shape: Size) -> Levels | None:
+        """The levels of a latent [B, C, H, W] of this shape; None where every rank computes it in full."""
+        if shape not in self._known:
+            self._known[shape] = levels_of(shape, self._depth, self._mesh.context)
+        return self._known[shape]
+
+    def _forward_undivided(self, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        *others, options = args
+        if self._backend != "auto":
+            options = {OVERRIDE: backend_override(self._backend), **options}
+        out: Tensor = forward(x, *others, options, **kwargs)
+        return out
+
+    @contextmanager
+    def _dividing(self, levels: Levels, previous: Any) -> Iterator[None]:
+        if previous is not None and self._mesh.ring.size > 1:
+            raise Refused("attention.node", widget="ring_degree", option=OVERRIDE)
+        self._override.previous = previous
+        self._levels = levels
+        self._tokens.begin(levels)
+        set_active(self._override)
+        try:
+            yield
+        finally:
+            set_active(None)
+            self._override.active_scopes.clear()
+            self._modes.clear()
+            self._tokens.begin(None)
+            levels.source.clear()
+            self._levels = None
+
+    @contextmanager
+    def undivided(self) -> Iterator[None]:
+        """Layers and attentions in this context see full tensors."""
+        levels, self._levels = self._levels, None
+        self._override.active_scopes.append(self._local)
+        try:
+            yield
+        finally:
+            self._override.active_scopes.pop()
+            self._levels = levels
+
+    @property
+    def depth(self) -> int:
+        """How often the network halves its picture."""
+        return self._depth
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether layers see this rank's rows alone now."""
+        return self._levels is not None
+
+    def _attend(self, local: bool, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        local = local or not self.is_divided or self._patches.has_full_tokens
+        self._override.active_scopes.append(self._local if local else self._across)
+        try:
+            out: Tensor = forward(x, *args, **kwargs)
+            return out
+        finally:
+            self._override.active_scopes.pop()
+
+    def _set_over_time(self, now: bool, *_: Any) -> None:
+        self._patches.over_time = now
+
+    def _enter(self, *_: Any) -> None:
+        """A forward pre-hook of a module with functions that read other ranks' rows."""
+        mode = None if self._levels is None else _Mode(self._levels, self._handlers)
+        self._modes.append(mode)
+        if mode is not None:
+            mode.__enter__()
+
+    def _leave(self, *_: Any) -> None:
+        if (mode := self._modes.pop()) is not None:
+            mode.__exit__(None, None, None)
+
+    def _normed_convolution(self, forward: Forward, layers: list[nn.Module], x: Tensor) -> Tensor:
+        """A group norm, elementwise layers, and a convolution of 3 x 3 pixels, of this rank's rows and one more at each
+        side, which travel with the norm's statistics."""
+        if (levels := self._levels) is None:
+            return forward(x)  # type: ignore[no-any-return]
+        norm, *between, convolution = layers
+        try:
+            self._handlers = WITH_EDGES
+            x = norm(x)
+            for layer in between:
+                x = layer(x)
+            if levels.index == 0:
+                x.narrow(levels.dim, 0, 1).zero_()
+            if levels.index == levels.ranks.size - 1:
+                x.narrow(levels.dim, x.shape[levels.dim] - 1, 1).zero_()
+            self._handlers = OF_EDGES
+            return convolution(x)  # type: ignore[no-any-return]
+        finally:
+            self._handlers = HANDLERS
+
+
+class _Mode(TorchFunctionMode):
+    """Functions called in this mode treat a tensor as this rank's rows of a larger one."""
+
+    def __init__(self, levels: Levels, handlers: Handlers) -> None:
+        super().__init__()
+        self._levels = levels
+        self._handlers = handlers
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = self._handlers.get(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        return handler(self._levels, func, *args, **(kwargs or {}))
+
+
+class _RowSplitState:
+    """What the attention override asks about the forward in progress."""
+
+    def __init__(self, division: RowDivision, streams: Streams) -> None:
+        self.streams = streams
+        self._division = division
+
+    def any_split(self) -> bool:
+        return self._division.is_divided
+
+    def local_count(self, streams: Names) -> int:
+        return self.streams.local_tokens(streams).size
+
+    def total(self, streams: Names) -> int:
+        return self.streams.total(streams)
+
+
+def _split_residuals(residuals: list[Tensor | None], levels: Levels) -> list[Tensor | None]:
+    """This rank's rows of residuals of a ControlNet or T2I adapter, which those of a divided ControlNet are already.
+    ComfyUI does not apply residuals of no level's size."""
+    return [x if x is None or not levels.is_full(x) else levels.split(x) for x in residuals]
+
+
+def _gather_residuals(residuals: list[Tensor | None], levels: Levels) -> list[Tensor | None]:
+    """Full residuals of those that are full or this rank's rows. Collective."""
+    return [x if x is None or not levels.is_level(x) else levels.gather(x) for x in residuals]
+
+
+def _is_normed_convolution(layers: list[nn.Module]) -> bool:
+    if len(layers) < 2 or not isinstance(layers[0], nn.GroupNorm):
+        return False
+    *between, last = layers[1:]
+    if not isinstance(last, nn.Conv2d | nn.Conv3d) or not all(isinstance(x, nn.SiLU | nn.Dropout) for x in between):
+        return False
+    shape = (last.kernel_size, last.padding, last.stride, last.dilation)
+    return [size[-2:] for size in shape] == [(3, 3), (1, 1), (1, 1), (1, 1)]
+
+
+def _looks_across(module: nn.Module) -> bool:
+    if isinstance(module, nn.Conv2d | nn.Conv3d):
+        return max(module.kernel_size[-2:]) > 1
+    return isinstance(module, nn.GroupNorm | nn.AvgPool2d)
+
+
+Handlers = dict[Any, Callable[..., Any]]
+HANDLERS: Handlers = {
+    F.conv2d: functions.convolution,
+    F.conv3d: functions.convolution,
+    torch.cudnn_convolution: functions.cudnn_convolution,
+    F.group_norm: functions.group_norm,
+    F.avg_pool2d: functions.pool,
+}
+WITH_EDGES: Handlers = {F.group_norm: functions.group_norm_with_edges}
+OF_EDGES: Handlers = {
+    F.conv2d: functions.convolution_with_edges,
+    F.conv3d: functions.convolution_with_edges,
+    torch.cudnn_convolution: functions.refuse,
+}

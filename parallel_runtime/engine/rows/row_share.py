@@ -1,0 +1,114 @@
+"""The rows (dim -2) or columns (dim -1) of every activation that each rank computes, and the neighbours' rows at its
+edges, which travel while the inside is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...errors import Refused
+from ..comm.collectives import all_gather_v, send_recv
+from ..comm.mesh import MeshDim
+
+Rows = tuple[int, ...]  # of each rank
+NeighbourRows = Callable[[], tuple[Tensor | None, Tensor | None]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Share:
+    """Rank i of `ranks` has `units[i]` rows of the latent, and f times as many of a level that is f times as fine."""
+
+    ranks: MeshDim
+    dim: int
+    units: tuple[int, ...]
+    _weights: dict[tuple[Rows, torch.device], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.dim in (-2, -1)
+        assert len(self.units) == self.ranks.size
+        assert min(self.units) >= 1, "a rank without rows: use fewer ranks"
+
+    @property
+    def index(self) -> int:
+        return self.ranks.index
+
+    @property
+    def local_units(self) -> int:
+        return self.units[self.index]
+
+    @property
+    def before(self) -> int:
+        """Units of the ranks before this one."""
+        return sum(self.units[: self.index])
+
+    def factor(self, x: Tensor, what: str) -> int:
+        """How fine the level of `x` is. Raises Refused where `x` cannot be this rank's rows."""
+        rows = x.shape[self.dim]
+        if rows % self.local_units:
+            raise Refused("rows.own", name=what, shape=str(tuple(x.shape)), dim=self.dim, own=self.local_units)
+        return rows // self.local_units
+
+    def is_level(self, x: Tensor) -> bool:
+        """Whether `x` can be this rank's rows of some level."""
+        return x.shape[self.dim] % self.local_units == 0
+
+    def rows_of(self, x: Tensor, what: str) -> Rows:
+        """Rows of each rank at the level of `x`. Raises Refused where `x` cannot be this rank's rows."""
+        factor = self.factor(x, what)
+        return tuple(units * factor for units in self.units)
+
+    def fewest_rows(self, x: Tensor) -> int:
+        """The fewest rows of `x` that a rank has: no rank is asked for more."""
+        return min(self.rows_of(x, "padding"))
+
+    def full_of(self, x: Tensor) -> Tensor | None:
+        """The picture of which `x` is this rank's rows, if every rank has all of it."""
+        return None
+
+    def split(self, x: Tensor, factor: int) -> Tensor:
+        """This rank's rows of a full tensor."""
+        return x.narrow(self.dim, self.before * factor, self.local_units * factor)
+
+    def gather(self, x: Tensor, what: str = "a gather") -> Tensor:
+        """The full tensor of all ranks' rows. Collective."""
+        (rows,) = all_gather_v(x.movedim(self.dim, 0), self.rows_of(x, what), self.ranks).wait()
+        return rows.movedim(0, self.dim)
+
+    def weights(self, x: Tensor, what: str) -> Tensor:
+        """Each rank's weight in the mean over all rows of `x`: its share of the rows, float32."""
+        key = rows, _ = (self.rows_of(x, what) if x.ndim > 3 else self.units), x.device  # in 3 dims rows lie flat
+        if key not in self._weights:
+            self._weights[key] = torch.tensor([each / sum(rows) for each in rows], device=x.device)
+        return self._weights[key]
+
+
+def fetch_neighbour_rows(share: Share, x: Tensor, before: int, after: int) -> NeighbourRows:
+    """Start to fetch `before` and `after` rows next to this rank's, at most `fewest_rows`. The result waits for them,
+    and is None at an outer edge and where none were asked for. Collective."""
+    rows, ranks = x.shape[share.dim], range(share.ranks.size)
+    send: dict[int, Tensor] = {}
+    receive: dict[int, list[int]] = {}
+    sides = ((share.index - 1, 0, after, before), (share.index + 1, rows - before, before, after))
+    for peer, start, sent_rows, received_rows in sides:
+        if peer in ranks and sent_rows:
+            send[peer] = x.narrow(share.dim, start, sent_rows)
+        if peer in ranks and received_rows:
+            receive[peer] = list(x.shape)
+            receive[peer][share.dim] = received_rows
+    if not send and not receive:
+        return lambda: (None, None)
+    if (full := share.full_of(x)) is not None:
+        first = sum(share.rows_of(x, "rows")[: share.index])
+        places = {share.index - 1: (first - before, before), share.index + 1: (first + rows, after)}
+        edges = {peer: full.narrow(share.dim, *places[peer]) for peer in receive}
+        return lambda: (edges.get(share.index - 1), edges.get(share.index + 1))
+    pending = send_recv(send, receive, share.ranks, like=x)
+
+    def answer() -> tuple[Tensor | None, Tensor | None]:
+        by_peer = dict(zip(receive, pending.wait(), strict=True))
+        return by_peer.get(share.index - 1), by_peer.get(share.index + 1)
+
+    return answer

@@ -1,0 +1,141 @@
+"""ComfyUI's patches inside a UNet that is split by rows: each sees full tensors and full shapes, and its output is
+split. The attention between two patches of a block is computed in full on every rank.
+
+Knows the kinds of patches by ComfyUI's names, and no single patch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from .levels import Levels, NoLevel
+
+Options = dict[str, Any]
+Patch = Callable[..., Any]
+PICTURES = ("input_block_patch", "input_block_patch_after_skip", "output_block_patch")
+SELF, CROSS = "attn1", "attn2"
+
+
+class WholePatches:
+    """`undivided` is the context that a patch runs in. `has_full_tokens`: the current attention has all tokens, for a
+    patch."""
+
+    def __init__(self, undivided: Callable[[], AbstractContextManager[None]]) -> None:
+        self.has_full_tokens = False
+        self.over_time = False  # a block attends along time, each pixel for itself
+        self._undivided = undivided
+        self._levels: Levels
+        self._shape: list[int] = []
+
+    def of(self, options: Options, levels: Levels, shape: list[int]) -> Options:
+        """The patches of transformer_options, for a forward of these levels of a latent [B, C, H, W]."""
+        self._levels, self._shape = levels, shape
+        self.has_full_tokens = self.over_time = False
+        given: dict[str, list[Any]] = {kind: list(found) for kind, found in (options.get("patches") or {}).items()}
+        of_pictures: dict[str, Patch] = {kind: self._picture for kind in PICTURES}
+        of_pictures |= {"middle_block_after_patch": self._middle, "middle_patch": self._between}
+        patches = {
+            kind: [partial(of_pictures[kind], patch) for patch in found] if kind in of_pictures else found
+            for kind, found in given.items()
+        }
+        if layers := given.get("forward_timestep_embed_patch"):
+            patches["forward_timestep_embed_patch"] = [(kind, partial(self._layer, patch)) for kind, patch in layers]
+        for kind in (SELF, CROSS):
+            first, last = given.get(f"{kind}_patch", []), given.get(f"{kind}_output_patch", [])
+            if first or last:
+                patches[f"{kind}_patch"] = [partial(self._gather, kind), *(partial(self._inside, p) for p in first)]
+                patches[f"{kind}_output_patch"] = [*(partial(self._inside, p) for p in last), self._split]
+        replaced = {kind: dict(found) for kind, found in (options.get("patches_replace") or {}).items()}
+        for kind in replaced.keys() & {SELF, CROSS}:
+            replaced[kind] = {at: partial(self._attention, kind, patch) for at, patch in replaced[kind].items()}
+        return {"patches": patches, "patches_replace": replaced}
+
+    def _full_options(self, options: Options) -> Options:
+        full = {**options, "original_shape": self._shape}
+        if "activations_shape" in options:
+            full["activations_shape"] = self._levels.full_shape(options["activations_shape"])
+        return full
+
+    def _picture(self, patch: Patch, *given: Any) -> Any:
+        """Pictures and the options, of an input or output block."""
+        *pictures, options = given
+        full = [self._levels.gather(x) for x in pictures]
+        with self._undivided():
+            made = patch(*full, self._full_options(options))
+        if not isinstance(made, tuple):
+            return self._split_picture(made, full[0])
+        return tuple(None if x is None else self._split_picture(x, of) for x, of in zip(made, full, strict=True))
+
+    def _split_picture(self, made: Tensor, before: Tensor) -> Tensor:
+        """This rank's rows. Raises NoLevel for a picture of another size than before (Deep Shrink): its rows would be
+        of another level or none."""
+        if made.shape[-2:] != before.shape[-2:]:
+            raise self._no_level("a picture", made.shape)
+        return self._levels.split(made)
+
+    def _middle(self, patch: Patch, given: Options) -> Options:
+        full = {name: self._levels.gather(given[name]) for name in ("h", "x")}
+        options = {"transformer_options": self._full_options(given["transformer_options"])}
+        with self._undivided():
+            made = patch({**given, **full, **options})
+        return {**made, "h": self._levels.split(made["h"])}
+
+    def _layer(self, patch: Patch, layer: Any, x: Tensor, emb: Any, context: Any, *given: Any) -> Tensor:
+        options, shape, *more = given
+        full = self._levels.gather(x)
+        if shape is not None:
+            shape = self._levels.full_shape(list(shape))
+        with self._undivided():
+            made = patch(layer, full, emb, context, self._full_options(options), shape, *more)
+        return self._levels.split(made)
+
+    def _between(self, patch: Patch, x: Tensor, extra: Options) -> Tensor:
+        """middle_patch: tokens between the two attentions of a block."""
+        level = self._level(extra)
+        full = self._levels.gather_tokens(x, level)
+        with self._undivided():
+            made = patch(full, self._full_options(extra))
+        return self._levels.split_tokens(made, level)
+
+    def _gather(self, kind: str, n: Tensor, key: Any, value: Any, extra: Options) -> tuple[Any, Any, Any]:
+        """The first patch of an attention: from here to `_split` its tokens are full."""
+        full = self._levels.gather_tokens(n, self._level(extra))
+        self.has_full_tokens = True
+        return (full, full, full) if kind == SELF and key is n else (full, key, value)
+
+    def _inside(self, patch: Patch, *given: Any) -> Any:
+        *tensors, extra = given
+        with self._undivided():
+            return patch(*tensors, self._full_options(extra))
+
+    def _split(self, n: Tensor, extra: Options) -> Tensor:
+        self.has_full_tokens = False
+        return self._levels.split_tokens(n, self._level(extra))
+
+    def _attention(self, kind: str, patch: Patch, q: Tensor, k: Tensor, v: Tensor, extra: Options, **more: Any) -> Any:
+        """Replaces an attention, or runs within one that has full tokens by then."""
+        if self.has_full_tokens:
+            with self._undivided():
+                return patch(q, k, v, self._full_options(extra), **more)
+        level = self._level(extra)
+        q, *keys = (self._levels.gather_tokens(x, level) for x in ((q, k, v) if kind == SELF else (q,)))
+        k, v = keys or (k, v)
+        with self._undivided():
+            made = patch(q, k, v, self._full_options(extra), **more)
+        return self._levels.split_tokens(made, level)
+
+    def _level(self, extra: Options) -> int:
+        """The level of a block's tokens. Raises NoLevel for a block that attends along time."""
+        shape = extra["activations_shape"]
+        if self.over_time:
+            raise self._no_level("attention along time", shape)
+        return self._levels.level(shape, "a patch")
+
+    def _no_level(self, name: str, shape: Sequence[int]) -> NoLevel:
+        rows, columns = self._shape[-2:]
+        return NoLevel("rows.level", name=name, shape=str(tuple(shape)), rows=rows, columns=columns)

@@ -1,0 +1,302 @@
+"""A split plan in a network: its modules, and hooks that split their arguments and gather their outputs.
+
+The hooks run outside of whatever wraps a module's forward (offloading, caching), in any order of attaching. Modules
+that reshape their tokens by frames receive this rank's tokens padded to full frames, each with its own keys.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ...architectures.block_patches import goes_by_frames
+from ...architectures.network_modules import modules_of
+from ...architectures.split_plan import (
+    AttentionSpecs,
+    Count,
+    Frames,
+    Gather,
+    ModulePlan,
+    Names,
+    Slices,
+    SplitLike,
+    SplitPlan,
+    SplitSpec,
+    Window,
+)
+from ...errors import Refused
+from .splitter import Splitter
+
+_ALWAYS_FULL = {"transformer_options"}
+_Kind = inspect.Parameter
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One module of a ModulePlan. `specs`: argument to (its index among positional ones, how it is split)."""
+
+    module_plan: ModulePlan
+    module: nn.Module
+    last: bool
+    specs: dict[str | int, tuple[int | None, SplitSpec]]
+    scopes: list[tuple[nn.Module, AttentionSpecs]]
+    parameters: list[str]
+
+    def check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises Refused for an argument that the plan does not name: ignored, it would make a wrong result."""
+        if self.module_plan.frames is None and all(isinstance(spec, Gather | Count) for _, spec in self.specs.values()):
+            return
+        arguments, frames = self.arguments_by_name(args, kwargs), self.module_plan.frames
+        framed = set() if frames is None else {frames.tokens, *frames.conditions, frames.until}
+        known = self.specs.keys() | set(self.module_plan.unsplit_args) | _ALWAYS_FULL | framed
+        if unknown := [str(name) for name, value in arguments.items() if value is not None and name not in known]:
+            raise Refused(
+                "arguments.unknown",
+                widget="ring_degree",
+                name=self.module_plan.name,
+                kind=type(self.module).__name__,
+                arguments=", ".join(unknown),
+            )
+
+    def arguments_by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+        """The arguments by name; by index where they have none."""
+        return {self.parameters[n] if n < len(self.parameters) else n: value for n, value in enumerate(args)} | kwargs
+
+    def replace_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], replacement: Callable[[str | int, Any, SplitSpec], Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call with each argument of the plan replaced by `replacement(name, value, spec)`."""
+        positional = list(args)
+        for name, (index, spec) in self.specs.items():
+            if name in kwargs:
+                kwargs[str(name)] = replacement(name, kwargs[str(name)], spec)
+            elif index is not None and index < len(positional):
+                positional[index] = replacement(name, positional[index], spec)
+        return tuple(positional), kwargs
+
+    def hidden_states(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The hidden states among the arguments, in the plan's order."""
+        arguments, names = (
+            self.arguments_by_name(args, kwargs),
+            dict(zip(self.module_plan.args, self.specs, strict=True)),
+        )
+        values = [(arguments.get(names[name]), item) for name, item, _ in self.module_plan.split_args]
+        return [value if item is None or value is None else value[item] for value, item in values]
+
+
+def blocks_of_plan(network: nn.Module, plan: SplitPlan) -> list[Block]:
+    """The modules that `plan` names; ValueError where the network lacks one."""
+    return [block for module_plan in plan.module_plans for block in blocks_of_module_plan(network, module_plan)]
+
+
+def blocks_of_module_plan(network: nn.Module, plan: ModulePlan) -> Iterator[Block]:
+    modules = modules_of(network, plan)
+    for module in modules:
+        parameters, open_ended = _parameters(module)
+        specs = {name: (index, spec) for name, index, spec in _argument_specs(plan, parameters, open_ended, module)}
+        scopes: list[tuple[nn.Module, AttentionSpecs]] = [] if plan.attends is None else [(module, plan.attends)]
+        below = dict(module.named_modules())
+        inner = {name: over for name, over in plan.submodule_attends.items() if name in below}
+        scopes += [(below[name], _with_width(over, below[name])) for name, over in inner.items()]
+        yield Block(plan, module, module is modules[-1], specs, scopes, parameters)
+
+
+def _with_width(over: AttentionSpecs, module: nn.Module) -> AttentionSpecs:
+    if not isinstance(over, Window) or isinstance(over.width, int):
+        return over
+    width = getattr(module, over.width)
+    return over.streams if width is None else replace(over, width=width)
+
+
+def _parameters(module: nn.Module) -> tuple[list[str], bool]:
+    """Names of the forward's arguments, and whether it takes **kwargs."""
+    signature = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    named = [one.name for one in signature if one.kind in (_Kind.POSITIONAL_OR_KEYWORD, _Kind.KEYWORD_ONLY)]
+    return named, any(one.kind == _Kind.VAR_KEYWORD for one in signature)
+
+
+def _argument_specs(
+    plan: ModulePlan, parameters: list[str], open_ended: bool, module: nn.Module
+) -> Iterator[tuple[Any, int | None, SplitSpec]]:
+    for name, spec in plan.args.items():
+        if isinstance(name, int):
+            yield parameters[name] if name < len(parameters) else name, name, spec
+        elif name in parameters:
+            yield name, parameters.index(name), spec
+        elif open_ended:
+            yield name, None, spec
+        else:
+            raise ValueError(
+                f"the plan names argument {name!r} of {plan.name} ({type(module).__name__}), whose forward takes "
+                f"{', '.join(parameters)}"
+            )
+
+
+def add_hooks(block: Block, splitter: Splitter) -> list[RemovableHandle]:
+    """Split the arguments of `block`, and gather its outputs where its plan or the forward asks for it."""
+    plan = block.module_plan
+    handles = [] if plan.frames is None else _add_frame_hooks(block, plan.frames, splitter)
+    if block.specs:
+        split = partial(_split_inputs, block, splitter)
+        handles.append(block.module.register_forward_pre_hook(split, with_kwargs=True))
+    if plan.outputs:
+        handles.append(block.module.register_forward_hook(partial(_gather_outputs, block, splitter)))
+    return handles
+
+
+@torch.compiler.disable
+def _split_inputs(block: Block, splitter: Splitter, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    block.check_arguments(args, kwargs)
+    plan = block.module_plan
+    split = block.replace_arguments(
+        args, kwargs, lambda name, value, spec: splitter.split(value, spec, f"{plan.name}({name})")
+    )
+    splitter.raise_if_incomplete()
+    if splitter.has_block_patches and "transformer_options" in kwargs:
+        kwargs["transformer_options"] = _local_options(kwargs["transformer_options"], plan, splitter)
+    return split
+
+
+@torch.compiler.disable
+def _gather_outputs(block: Block, splitter: Splitter, _: nn.Module, __: Any, output: Any) -> Any:
+    plan = block.module_plan
+    if not (splitter.full_between_blocks or (block.last and plan.gathers) or plan.gathers == "each"):
+        return None
+    outputs = [output] if isinstance(output, Tensor) else list(output)
+    for index, specs in enumerate(plan.outputs):
+        where = f"output {index} of {plan.name}"
+        spec = specs[0] if len(specs) == 1 else splitter.matching_spec(outputs[index], specs, where)
+        outputs[index] = splitter.gather(outputs[index], spec.streams, spec.dim, where)
+    splitter.raise_if_incomplete()
+    return outputs[0] if isinstance(output, Tensor) else type(output)(outputs)
+
+
+def _local_options(options: dict[str, Any], plan: ModulePlan, splitter: Splitter) -> dict[str, Any]:
+    """transformer_options for this rank's tokens: positions in full streams (`img_slice`), and the values that a model
+    patch keeps for each token (`model_patch_data`)."""
+    local, over = dict(options), plan.attends
+    image_range = options.get("img_slice")
+    if image_range and isinstance(over, tuple) and image_range[1] == splitter.total(over):
+        local["img_slice"] = list(splitter.split([tuple(image_range)], Slices(over), "img_slice")[0])
+    if not plan.split_args:
+        return local
+    (_, _, streams), *_ = plan.split_args
+    local["patches"] = {
+        kind: [
+            partial(_patch_local_frames, each, splitter, streams) if goes_by_frames(each) else each for each in patches
+        ]
+        for kind, patches in options["patches"].items()
+    }
+    if data := options.get("model_patch_data"):
+        local["model_patch_data"] = {
+            patch: splitter.split(value, SplitLike(streams), f"model_patch_data of patch {number}")
+            for number, (patch, value) in enumerate(data.items())
+        }
+    return local
+
+
+def _patch_local_frames(
+    patch: Callable[[dict[str, Any]], Tensor], splitter: Splitter, streams: Names, arguments: dict[str, Any]
+) -> Tensor:
+    """Runs a patch of InfiniteTalk's on the frames of this rank's tokens, each with its own audio."""
+    options, total = arguments["transformer_options"], splitter.total(streams)
+    frames, *plane = options["grid_sizes"]
+    if total != prod(options["grid_sizes"]):
+        raise Refused("tokens.frame", widget="ring_degree")  # fmt: skip
+    part = _LocalFrames.of(splitter.first_local_position(streams[0]), splitter.local_count(streams), total, frames)
+    audio = options["audio_embeds"][:, part.first : part.last]
+    local = {**options, "grid_sizes": (part.last - part.first, *plane), "audio_embeds": audio}
+    return part.unpad(patch({**arguments, "x": part.pad(arguments["x"]), "transformer_options": local}))
+
+
+@dataclass(frozen=True)
+class _LocalFrames:
+    """This rank's `tokens` padded to full frames, `first` to `last`, with `padding_before` dummy tokens first."""
+
+    first: int
+    last: int
+    padding_before: int
+    tokens: int
+    size: int  # tokens of a frame
+
+    @classmethod
+    def of(cls, start: int, local: int, tokens: int, frames: int) -> _LocalFrames:
+        """`local` tokens from `start` on; the first `tokens` of all are of `frames` frames."""
+        size = tokens // frames
+        end = min(start + local, tokens)
+        if start >= end:  # no token in any frame: the module still needs one frame
+            return cls(first=0, last=1, padding_before=0, tokens=0, size=size)
+        first = start // size
+        return cls(
+            first=first, last=-(-end // size), padding_before=start - first * size, tokens=end - start, size=size
+        )
+
+    @property
+    def length(self) -> int:
+        return (self.last - self.first) * self.size
+
+    def pad(self, local: Tensor) -> Tensor:
+        in_frames, remainder = local[:, : self.tokens], local[:, self.tokens :]
+        before, after = (
+            local.new_zeros(local.shape[0], count, *local.shape[2:])
+            for count in (self.padding_before, self.length - self.padding_before - self.tokens)
+        )
+        return torch.cat([before, in_frames, after, remainder], 1)
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        end = self.padding_before + self.tokens
+        return torch.cat([padded[:, self.padding_before : end], padded[:, self.length :]], 1)
+
+
+def _add_frame_hooks(block: Block, frames: Frames, splitter: Splitter) -> list[RemovableHandle]:
+    """Pad the tokens of `block` to full frames, and remove the padding from its output."""
+    parts: list[_LocalFrames | None] = []  # of the calls in progress
+    return [
+        block.module.register_forward_pre_hook(partial(_pad_frames, block, frames, splitter, parts), with_kwargs=True),
+        block.module.register_forward_hook(partial(_unpad_frames, parts)),
+    ]
+
+
+@torch.compiler.disable
+def _pad_frames(
+    block: Block,
+    frames: Frames,
+    splitter: Splitter,
+    parts: list[_LocalFrames | None],
+    _: nn.Module,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    block.check_arguments(args, kwargs)
+    arguments = block.arguments_by_name(args, kwargs)
+    tokens, stream = arguments[frames.tokens], (frames.stream,)
+    total, local = splitter.total(stream), splitter.local_count(stream)
+    parts[:] = [None]
+    if tokens.shape[1] != local or local == total:
+        return None
+    conditions = {name: arguments[name] for name in frames.conditions if arguments.get(name) is not None}
+    count = next(iter(conditions.values())).shape[1] // frames.each
+    part = _LocalFrames.of(
+        splitter.first_local_position(frames.stream), local, arguments[frames.until] if frames.until else total, count
+    )
+    arguments[frames.tokens] = part.pad(tokens)
+    for name, value in conditions.items():
+        arguments[name] = value[:, part.first * frames.each : part.last * frames.each]
+    if frames.until:
+        arguments[frames.until] = part.length
+    parts[:] = [part]
+    return (), arguments
+
+
+@torch.compiler.disable
+def _unpad_frames(parts: list[_LocalFrames | None], _: nn.Module, __: Any, output: Tensor) -> Tensor:
+    (part,) = parts
+    return output if part is None else part.unpad(output)

@@ -1,0 +1,214 @@
+"""Makes ComfyUI's own network context parallel: hooks at its blocks' inputs and outputs, as a split plan says.
+
+All names of a network are the plan's. Imports no ComfyUI.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from ...architectures.block_patches import are_inside, needs_full_tokens
+from ...architectures.network_modules import self_chosen_kernels
+from ...architectures.split_plan import SplitPlan
+from ...errors import Refused
+from ...specs import Parallelism
+from ..attention.attention_override import AttentionOverride
+from ..attention.patched_names import set_active, wrap_modules
+from ..comm.mesh import ContextMesh
+from ..comm.shared_scales import shared_input_scales
+from ..pipeline.pipefusion import PipeFusion, TurnEnded
+from .hooks import Block, add_hooks, blocks_of_plan
+from .splitter import Residuals, Splitter
+from .streams import PARALLELIZED
+
+_OPTIONS = "transformer_options"
+_OVERRIDE = "optimized_attention_override"
+
+
+def parallelize(network: nn.Module, plan: SplitPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
+    """Run every later forward of `network` over the context ranks of `mesh`. Collective, as its forwards are.
+
+    Each rank passes full inputs and gets the full output, equal to what one rank computes. Raises ValueError, and
+    changes nothing, when it is parallel already or when plan and network do not fit. A forward raises Refused for
+    arguments that the plan does not name.
+    """
+    if hasattr(network, PARALLELIZED):
+        raise ValueError(f"this {type(network).__name__} is parallel already; unparallelize it first")
+    setattr(network, PARALLELIZED, _ParallelNetwork(network, plan, mesh, parallelism))
+
+
+def parallelize_control(
+    control: nn.Module, plan: SplitPlan, network: nn.Module, mesh: ContextMesh, parallelism: Parallelism
+) -> None:
+    """Run every later forward of the ControlNet's network `control`, whose plan has `split_outputs`, over the context
+    ranks of `mesh`. Collective.
+
+    It returns this rank's part of each residual. `network`, which is parallel over the same ranks, takes these until
+    `control` is unparallelized.
+    """
+    parallelize(control, plan, mesh, parallelism)
+    getattr(control, PARALLELIZED).return_residuals_to(getattr(network, PARALLELIZED))
+
+
+def unparallelize(network: nn.Module) -> None:
+    """Undo `parallelize`; ValueError if `network` is not parallel."""
+    if not hasattr(network, PARALLELIZED):
+        raise ValueError(f"this {type(network).__name__} is not parallel")
+    getattr(network, PARALLELIZED).remove()
+    delattr(network, PARALLELIZED)
+
+
+def pipefusion_of(network: nn.Module) -> PipeFusion | None:
+    """The token patches of a parallel network; None where its ranks process all tokens at once."""
+    pipefusion: PipeFusion | None = getattr(getattr(network, PARALLELIZED, None), "pipefusion", None)
+    return pipefusion
+
+
+class _ParallelNetwork:
+    """The hooks of one network, and the state of its forward in progress."""
+
+    def __init__(self, network: nn.Module, plan: SplitPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
+        patches = parallelism.options.token_patches
+        self.pipefusion = PipeFusion(patches, plan.main_stream) if patches > 1 else None
+        self.splitter = Splitter(plan, mesh.context, self.pipefusion)
+        self.streams = self.splitter.streams
+        self._plan = plan
+        self._ring = mesh.ring.size
+        self._own_attentions = self_chosen_kernels(network) if parallelism.options.attention_backend == "auto" else {}
+        self._override = AttentionOverride(self.splitter, mesh, parallelism, self.pipefusion)
+        self._residual_tokens: int | None = None  # the full length of residuals that are split; None: they are full
+        self._residual_consumer: _ParallelNetwork | None = None
+        parameters = inspect.signature(type(network).forward).parameters.values()
+        self._takes_options = any(one.name == _OPTIONS or one.kind is one.VAR_KEYWORD for one in parameters)
+        self._cleanup = ExitStack()
+        self.remove = self._cleanup.close
+        with ExitStack() as undo:  # half parallel, it would refuse every other plan
+            undo.callback(self.remove)
+            blocks = blocks_of_plan(network, plan)
+            self._keep(network.register_forward_pre_hook(self._begin, with_kwargs=True))
+            for block in blocks:
+                self._hook(block)
+            if self.pipefusion is not None:
+                self._replace(network, partial(self._forward_by_patch, self.pipefusion, network.forward))
+            self._cleanup.enter_context(shared_input_scales(network, mesh.context))
+            self._keep(network.register_forward_hook(self._end, always_call=True))
+            self._cleanup.enter_context(wrap_modules(plan.no_options))
+            undo.pop_all()
+
+    def return_residuals_to(self, consumer: _ParallelNetwork) -> None:
+        """Tells `consumer` of what length the residuals are that this network returns a part of."""
+        self._residual_consumer = consumer
+        self._cleanup.callback(setattr, consumer, "_residual_tokens", None)
+
+    def _keep(self, *handles: RemovableHandle) -> None:
+        for handle in handles:
+            self._cleanup.enter_context(handle)
+
+    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        module.forward = forward
+        self._cleanup.callback(delattr, module, "forward")
+
+    def _hook(self, block: Block) -> None:
+        if self.pipefusion is not None and block.scopes:
+            self._keep(block.module.register_forward_pre_hook(self.pipefusion.enter_block))
+        for module, over in block.scopes:
+            scope = self._override.scope_index(over)
+            if module is block.module:
+                self._keep(module.register_forward_pre_hook(partial(self._enter, scope)))
+                self._keep(module.register_forward_hook(self._leave, always_call=True))
+            else:
+                self._replace(module, _scoped(module.forward, self._override.active_scopes, scope))
+        self._keep(*add_hooks(block, self.splitter))
+
+    def _begin(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._clear()
+        options = dict(kwargs.get(_OPTIONS) or {})
+        previous = options.get(_OVERRIDE)
+        if previous is not None and self._ring > 1:
+            raise Refused("attention.node", widget="ring_degree", option=_OVERRIDE)
+        if previous is None and self._own_attentions:
+            function, module = next(iter(self._own_attentions.items()))
+            raise Refused("attention.own", widget="attention_backend", module=module, function=function)
+        self.splitter.full_between_blocks = needs_full_tokens(options)
+        self.splitter.has_block_patches = are_inside(options.get("patches") or {})
+        self._override.previous = previous
+        options[_OVERRIDE] = self._override
+        if self._takes_options:
+            kwargs[_OPTIONS] = options
+        if control := kwargs.get("control"):
+            self.splitter.full_between_blocks |= bool(
+                {kind for kind, residuals in control.items() if residuals} - set(self._plan.residuals)
+            )
+            kwargs["control"] = {
+                k: Residuals(v, self.splitter, self._plan.main_stream, self._residual_tokens)
+                for k, v in control.items()
+                if v is not None
+            }
+        if self.pipefusion is not None and (self.splitter.full_between_blocks or self.splitter.has_block_patches):
+            raise Refused("patches.nodes", widget="patches")
+        set_active(self._override)
+        return args, kwargs
+
+    def _forward_by_patch(self, pipefusion: PipeFusion, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls the network's `forward` once for each token patch; the last call returns the full output."""
+        options, out = kwargs.pop("transformer_options"), None
+        for _ in pipefusion.turns(_evaluation_key(args, kwargs, options), lambda: self.streams.lengths):
+            self.splitter.restart()
+            self._override.active_scopes.clear()
+            with suppress(TurnEnded):
+                out = forward(*args, **kwargs, transformer_options=dict(options))
+        return out
+
+    def _end(self, network: nn.Module, _: Any, output: Any) -> None:
+        unfinished = self.splitter.is_split(self._plan.main_stream) and not self._plan.split_outputs
+        alone = self.streams.is_known(self._plan.main_stream) and not self._override.split_calls
+        if self._residual_consumer is not None and output is not None:
+            self._residual_consumer._residual_tokens = self.streams.length(self._plan.main_stream)
+        self._clear()
+        if output is not None and (unfinished or alone):  # None: it raised
+            raise Refused(
+                "network.ungathered" if unfinished else "network.unsplit",
+                widget="ring_degree",
+                network=type(network).__name__,
+            )
+
+    def _clear(self) -> None:
+        self.splitter.clear()
+        self._override.active_scopes.clear()
+        self._override.split_calls = 0
+        set_active(None)
+
+    def _enter(self, scope: int, *_: Any) -> None:
+        self._override.active_scopes.append(scope)
+
+    def _leave(self, *_: Any) -> None:
+        if self._override.active_scopes:
+            self._override.active_scopes.pop()
+
+
+def _evaluation_key(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> Hashable:
+    """Identifies an evaluation within a step: by its prompts, and by the shapes of its arguments."""
+    arguments = {name: value for name, value in kwargs.items() if name != "control"}
+    shapes = tuple(leaf.shape for leaf in tree_leaves((args, arguments)) if isinstance(leaf, Tensor))
+    return (*options.get("cond_or_uncond", ()), *options.get("uuids", ()), shapes)
+
+
+def _scoped(forward: Callable[..., Any], scopes: list[int], scope: int) -> Callable[..., Any]:
+    """`forward` in an attention scope. A hook inside a block would make torch.compile compile each block anew."""
+
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        scopes.append(scope)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            scopes.pop()
+
+    return scoped

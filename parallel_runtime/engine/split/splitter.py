@@ -1,0 +1,316 @@
+"""Applies a split plan to the values of one forward: splits full ones over the ranks, gathers them again.
+
+Knows no module and no attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...architectures.split_plan import Count, Gather, Index, Names, Slices, Split, SplitLike, SplitPlan, SplitSpec
+from ...errors import Refused
+from ..comm.collectives import all_gather_v
+from ..comm.mesh import MeshDim
+from ..pipeline.pipefusion import PipeFusion, TurnEnded
+from .streams import Streams, chunk_sizes
+
+
+class Splitter:
+    """Splits and gathers over the ranks of `axis`. Its state, `streams` too, lives for one forward, or for the turn of
+    one token patch with `pipefusion`."""
+
+    def __init__(self, plan: SplitPlan, axis: MeshDim, pipefusion: PipeFusion | None = None) -> None:
+        self.streams = Streams(axis, plan.replicated, pipefusion)
+        self._pipefusion = pipefusion
+        self._gather_incomplete = False  # a gather waits for later token patches
+        self._replicated = plan.replicated
+        self._axis = axis
+        self._shapes: dict[Names, torch.Size] = {}  # shapes of tokens that came in several dims
+        self._split_values: dict[str, tuple[Any, Any]] = {}  # by name: the last full value, and its split
+        self._split_streams: set[str] = set()
+        self._arrived_split: dict[Names, bool] = {}  # at the first block of a stack
+        self._matching_specs: dict[tuple[Any, ...], Any] = {}  # several specs: the one that fits in this forward
+        self.full_between_blocks = False  # tokens are gathered after each block of this forward
+        self.has_block_patches = False  # a model patch runs inside its blocks
+
+    def clear(self) -> None:
+        self.streams.clear()
+        for state in (self._shapes, self._split_values, self._split_streams, self._arrived_split, self._matching_specs):
+            state.clear()
+        self.full_between_blocks = self.has_block_patches = self._gather_incomplete = False
+
+    def restart(self) -> None:
+        """Starts the same forward over, with other tokens."""
+        flags = self.full_between_blocks, self.has_block_patches
+        self.clear()
+        self.full_between_blocks, self.has_block_patches = flags
+
+    def is_split(self, stream: str) -> bool:
+        """Whether the network's variables contain this rank's part of `stream` at this moment."""
+        return stream in self._split_streams
+
+    def any_split(self) -> bool:
+        return bool(self._split_streams)
+
+    def local_count(self, streams: Names) -> int:
+        """This rank's tokens of these streams."""
+        return self.streams.local_tokens(streams).size
+
+    def total(self, streams: Names) -> int:
+        """All tokens of these streams."""
+        return self.streams.total(streams)
+
+    def first_local_position(self, stream: str) -> int:
+        """The global position of this rank's first token of `stream`."""
+        start, size = self.streams.local_chunk(stream)
+        return start if size else 0
+
+    def split(self, value: Any, spec: SplitSpec, where: str) -> Any:
+        """The argument `value` as `spec` says; `where` names it in refusals."""
+        if value is None or spec is None:
+            return value
+        if isinstance(spec, list):
+            return self.split(value, self.matching_spec(value, spec, where), where)
+        if isinstance(spec, tuple):
+            return type(value)(
+                [self.split(v, w, f"{where}[{n}]") for n, (v, w) in enumerate(zip(value, spec, strict=True))]
+            )
+        if isinstance(spec, Split):
+            return self._split_tokens(value, spec, where)
+        if isinstance(spec, Gather):
+            return self.gather(value, spec.streams, spec.dim, where)
+        if isinstance(spec, Count | Index | Slices):
+            return self._split_numbers(value, spec, where)
+        return self._split_once(value, spec, where)
+
+    def _split_numbers(self, value: Any, spec: Count | Index | Slices, where: str) -> Any:
+        if isinstance(spec, Count):
+            self._record_remainder(spec.streams, value.shape[spec.dim] if isinstance(value, Tensor) else value, where)
+            return value
+        if isinstance(spec, Index):
+            return self._local_index(value, spec)
+        return [self._local_range(part, spec) for part in value]
+
+    def _split_once(self, value: Any, spec: Any, where: str) -> Any:
+        """Splits a value once for all blocks that receive the same one."""
+        if self._pipefusion is not None and isinstance(spec, SplitLike) and "mask" in where:
+            raise Refused("tokens.patch", widget="patches", name=where)
+        last, split = self._split_values.get(where, (None, None))
+        if last is not value:
+            like = isinstance(spec, SplitLike)
+            split = self._split_like(value, spec, where) if like else spec(value, self._nested_split(where))
+            self._split_values[where] = value, split
+        return split
+
+    def _nested_split(self, where: str) -> Any:
+        return lambda value, spec: self.split(value, spec, f"{where} inside")
+
+    def matching_spec(self, value: Any, specs: list[Any], where: str) -> Any:
+        """The spec whose streams have as many tokens as the full `value`, at the first block of a stack.
+
+        Chosen once a forward: later the full streams of one spec may be as long as a rank's part of another's.
+        """
+        key = tuple(specs)
+        if key not in self._matching_specs:
+            length = (value if isinstance(value, Tensor) else value[0]).shape[specs[0].dim]
+            fits = [spec for spec in specs if length == self.total(spec.streams)]
+            if not fits:
+                raise _wrong_length(where, length, specs[0].streams, str(self.total(specs[0].streams)))
+            self._matching_specs[key] = fits[0]
+        return self._matching_specs[key]
+
+    def _record_remainder(self, streams: Names, length: int, where: str) -> None:
+        unknown = [stream for stream in streams if not self.streams.is_known(stream)] or [streams[-1]]
+        remainder = length - self.total(tuple(stream for stream in streams if stream != unknown[0]))
+        self.streams.record_length(unknown[0], remainder, where)
+
+    def _record_combined(self, streams: Names, length: int, where: str) -> None:
+        """Records streams of which no block has run, as where a node skips a whole stack: the last gets all tokens, the
+        others none."""
+        if not any(map(self.streams.is_known, streams)):
+            for stream in streams:
+                self.streams.record_length(stream, length if stream == streams[-1] else 0, where)
+
+    def _split_tokens(self, value: Tensor, spec: Split, where: str) -> Tensor:
+        shape = value.shape[spec.dim : spec.dim + spec.flat]
+        (stream, *more_streams) = spec.streams
+        if spec.repeats and stream not in self._split_streams:
+            self.restart()
+        if not more_streams and not self.streams.is_known(stream):
+            self._shapes[spec.streams] = shape
+        self._record_combined(spec.streams, shape.numel(), where)
+        total, local = self.total(spec.streams), self.local_count(spec.streams)
+        self._split_streams.update(spec.streams)
+        arrived_split = shape.numel() == local and total != local
+        self._arrived_split.setdefault(spec.streams, arrived_split)
+        if arrived_split:
+            return value
+        if shape.numel() != total:
+            raise _wrong_length(where, shape.numel(), spec.streams, f"{total} (whole) or {local} (this rank's)")
+        behind = value.shape[spec.dim + spec.flat :]
+        rows = value.reshape(*value.shape[: spec.dim], total, *(1,) * (spec.flat - 1), *behind)
+        split = self._local(rows, spec.streams, spec.dim)
+        if more_streams or stream in self._replicated:
+            return split
+        return split.clone(memory_format=torch.contiguous_format)  # blocks write into their input
+
+    def _split_like(self, value: Any, spec: SplitLike, where: str) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._split_like(item, spec, where) for item in value])
+        if value is None:
+            return None
+        if not isinstance(value, Tensor):
+            raise Refused("tokens.kind", widget="ring_degree", name=where, kind=type(value).__name__)
+        if spec.ndim not in (None, value.ndim) or value.shape[spec.dim] == 1:
+            return value
+        total, length = self.total(spec.streams), value.shape[spec.dim]
+        if spec.per and length < total:
+            value = value.repeat_interleave(-(-total // length), spec.dim).narrow(spec.dim, 0, total)
+        elif spec.at_end and length < total:
+            before = value.narrow(spec.dim, 0, 1).repeat_interleave(total - length, spec.dim)
+            behind = self._local_position(total - length, spec.streams)
+            local = self._local(torch.cat([before, value], spec.dim), spec.streams, spec.dim)
+            return local.narrow(spec.dim, behind, local.shape[spec.dim] - behind).contiguous()
+        elif length != total:
+            raise _wrong_length(where, length, spec.streams, str(total))
+        return self._local(value, spec.streams, spec.dim).contiguous()
+
+    def _local(self, value: Tensor, streams: Names, dim: int) -> Tensor:
+        parts = value.split([self.streams.length(stream) for stream in streams], dim)
+        local = [self.streams.local_slice(part, stream, dim) for part, stream in zip(parts, streams, strict=True)]
+        return local[0] if len(local) == 1 else torch.cat(local, dim)
+
+    def _local_index(self, at: int, spec: Index) -> int:
+        streams = (spec.stream,)
+        if spec.to_end:
+            return self.local_count(streams) - self._local_position(self.total(streams) - at, streams)
+        return self._local_position(at, streams)
+
+    def _local_range(self, part: Any, spec: Slices) -> tuple[Any, ...]:
+        local_before = self.local_count(spec.after)
+        before = self.total(spec.after) if self.full_between_blocks else local_before  # as the network counts them
+        start, end, *values = part
+        local = [self._local_position(at - before, spec.streams, local_before) if at else at for at in (start, end)]
+        positions, local_positions = _slice_after(before, start, end), _slice_after(local_before, *local)
+        return (*local, *(self._local_values(item, spec.streams, positions, local_positions) for item in values))
+
+    def _local_values(self, value: Any, streams: Names, positions: slice, local_positions: slice) -> Any:
+        """This rank's part of a tensor that has a value for each position of a range."""
+        if not isinstance(value, Tensor):
+            return value
+        full = value.new_zeros(self.total(streams), *value.shape[1:])
+        full[positions] = value
+        return self._local(full, streams, 0)[local_positions]
+
+    def _local_position(self, at: int, streams: Names, before: int = 0) -> int:
+        """The index, among this rank's tokens, of a position in the concatenated full streams, plus `before`."""
+        for stream in streams:
+            length, local = self.streams.length(stream), self.local_count((stream,))
+            start = 0 if stream in self._replicated else self.streams.local_chunk(stream)[0]
+            before += min(max(min(at, length) - start, 0), local)
+            at = max(at - length, 0)
+        return before
+
+    def split_prefix(self, value: Tensor, stream: str) -> Tensor:
+        """This rank's part of [B, tokens, C], values for the first tokens of a stream or for all of them."""
+        length = self.streams.length(stream)
+        if value.shape[1] > length:
+            raise _wrong_length("a residual", value.shape[1], (stream,), str(length))
+        if value.shape[1] == length or stream in self._replicated:
+            return self._local(value, (stream,), 1)
+        start, size = self.streams.local_chunk(stream)
+        return value[:, start : start + size]
+
+    def gather(self, value: Any, streams: Names, dim: int, where: str) -> Any:
+        """The full streams, gathered from all ranks; what is full already stays. Collective."""
+        if value is None or self._split_streams.isdisjoint(streams):
+            return value
+        self._split_streams.difference_update(streams)
+        total, local, shape = self.total(streams), self.local_count(streams), self._shapes.get(streams, ())
+        flat = max(1, len(shape))
+        tokens_shape = value.shape[dim:][:flat]
+        if tokens_shape[0] != local or (flat > 1 and tokens_shape == shape and total != local):
+            if tokens_shape.numel() != total:
+                raise _wrong_length(where, tokens_shape.numel(), streams, f"{total} (whole) or {local} (this rank's)")
+            if not self.streams.any_rank_has_all(streams):
+                return value
+            rows = value.reshape(*value.shape[:dim], total, *(1,) * (flat - 1), *value.shape[dim + flat :])
+            value = self._local(rows, streams, dim)
+        elif self._arrived_split.get(streams) and not self.full_between_blocks:
+            raise Refused("tokens.whole", widget="ring_degree", name=where)
+        parts = value.split([self.local_count((stream,)) for stream in streams], dim)
+        gathered = [self._gather_stream(part, stream, dim, where) for part, stream in zip(parts, streams, strict=True)]
+        complete = [part for part in gathered if part is not None]
+        if len(complete) < len(gathered):
+            self._gather_incomplete = True
+            return value
+        full = torch.cat(complete, dim)
+        return full.reshape(*full.shape[:dim], *shape, *full.shape[dim + len(shape) :]) if len(shape) > 1 else full
+
+    def gather_residual(self, local: Tensor, tokens: int) -> Tensor:
+        """The full [B, tokens, C] of this rank's part of it. Collective."""
+        sizes = chunk_sizes(tokens, self._axis.parts)
+        chunk = local.narrow(1, 0, sizes[self._axis.index]).transpose(0, 1)
+        return all_gather_v(chunk, sizes, self._axis).wait()[0].transpose(0, 1)
+
+    def raise_if_incomplete(self) -> None:
+        """Raises TurnEnded where a gather waits for later token patches."""
+        if self._gather_incomplete:
+            raise TurnEnded
+
+    def _gather_stream(self, part: Tensor, stream: str, dim: int, where: str) -> Tensor | None:
+        """The full stream of this rank's part of it; None where other token patches have not had their turn."""
+        if stream not in self._replicated:
+            sizes = self.streams.sizes(stream)
+            chunk = part.narrow(dim, 0, sizes[self._axis.index]).movedim(dim, 0)
+            part = all_gather_v(chunk, sizes, self._axis).wait()[0].movedim(0, dim)
+        return part if self._pipefusion is None else self._pipefusion.gather((where, stream), part, dim)
+
+
+class Residuals(list[Any]):
+    """A ControlNet's residuals of the stream `main`, each split when it is read, if the stream is split by then. They
+    are full, or with `tokens` this rank's part of so many, which is gathered unless the stream has as many."""
+
+    def __init__(self, residuals: list[Any], splitter: Splitter, main: str, tokens: int | None = None) -> None:
+        super().__init__(residuals)
+        self._splitter = splitter
+        self._main = main
+        self._tokens = tokens
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._split(super().__getitem__(index))
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._split, super().__iter__())
+
+    def pop(self, index: Any = -1) -> Any:
+        return self._split(super().pop(index))
+
+    def _split(self, residual: Any) -> Any:
+        if not isinstance(residual, Tensor):
+            return residual
+        is_split = self._splitter.is_split(self._main)
+        if self._tokens is not None:
+            if is_split and self._splitter.total((self._main,)) == self._tokens:
+                return residual
+            residual = self._splitter.gather_residual(residual, self._tokens)
+        return self._splitter.split_prefix(residual, self._main) if is_split else residual
+
+
+def _slice_after(before: int, start: int | None, end: int | None) -> slice:
+    return slice(*(at - before if at else at for at in (start, end)))
+
+
+def _wrong_length(where: str, tokens: int, streams: Names, expected: str) -> Refused:
+    return Refused(
+        "tokens.other",
+        widget="ring_degree",
+        name=where,
+        tokens=tokens,
+        streams="+".join(streams),
+        expected=str(expected),
+    )

@@ -1,0 +1,235 @@
+"""The token streams of the forward in progress: their lengths, and which of their tokens each rank has.
+
+Chunk sizes follow from the global token count alone, so that no size is ever sent. Values that depend only on the
+lengths, and scratch memory that layers share, are cached here until the forward is over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import Refused
+from ..comm.collectives import allocate, allocate_scratch
+from ..comm.mesh import MeshDim, Parts
+from ..pipeline.pipefusion import PipeFusion
+
+SCRATCH_CACHE_BYTES = 32 << 20  # of one buffer; allocating a larger one costs little beside filling it
+
+PARALLELIZED = "_context_parallel"  # the attribute of a parallel network; its value has `streams`
+
+T = TypeVar("T")
+GatherFull = Callable[[Tensor, int], Tensor]
+
+
+@lru_cache(maxsize=4096)
+def chunk_sizes(total: int, parts: Parts) -> tuple[int, ...]:
+    """Sizes of contiguous chunks of `total` items: of `parts` equal chunks, or in proportion to these shares.
+
+    Each size is the chunk's quota, rounded up where rounding down would lose most, the earlier chunk first. So equal
+    shares differ by at most one item, larger chunks first. A chunk is empty where its share is 0 or too small for an
+    item. Every split of tokens and bytes follows this rule.
+    """
+    assert total >= 0
+    shares = (1,) * parts if isinstance(parts, int) else parts
+    share_sum = sum(shares)
+    assert share_sum > 0
+    assert min(shares) >= 0
+    sizes = [total * share // share_sum for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda index: -(total * shares[index] % share_sum))
+    for index in by_remainder[: total - sum(sizes)]:
+        sizes[index] += 1
+    return tuple(sizes)
+
+
+@lru_cache(maxsize=4096)
+def chunk_range(total: int, parts: Parts, index: int) -> tuple[int, int]:
+    """(start, size) of chunk `index` among the chunks of `chunk_sizes`."""
+    sizes = chunk_sizes(total, parts)
+    return sum(sizes[:index]), sizes[index]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalStream:
+    """This rank's `local_tokens` of one stream. Its chunk, the tokens whose queries it computes, is `chunk_tokens` of
+    them from `chunk_start` on.
+
+    A split stream has its chunk alone, a replicated one all tokens. For an empty chunk the rank has one dummy token,
+    which no attention and no gather sees: layers of diffusers reshape with -1, and fail on tensors of no elements.
+    """
+
+    local_tokens: int
+    chunk_start: int
+    chunk_tokens: int
+    replicated: bool
+
+    def from_chunk(self, chunk: Tensor, gather_full: GatherFull) -> Tensor:
+        """Returns the local tokens: all ranks' chunks of a replicated stream, zeros for a dummy token."""
+        if self.replicated:
+            return gather_full(chunk, self.local_tokens)
+        if self.local_tokens == self.chunk_tokens:
+            return chunk
+        return chunk.new_zeros((chunk.shape[0], self.local_tokens, *chunk.shape[2:]))
+
+
+@dataclass(frozen=True)
+class LocalTokens:
+    """This rank's tokens of several concatenated streams."""
+
+    streams: Sequence[LocalStream]
+
+    @property
+    def size(self) -> int:
+        return sum(stream.local_tokens for stream in self.streams)
+
+    @property
+    def _only_chunks(self) -> bool:
+        return not any(stream.replicated or stream.local_tokens != stream.chunk_tokens for stream in self.streams)
+
+    def to_chunks(self, local: Tensor, dim: int = 1) -> Tensor:
+        """Returns this rank's chunks of the local tokens."""
+        if self._only_chunks:
+            return local
+        pieces = zip(local.split([stream.local_tokens for stream in self.streams], dim), self.streams, strict=True)
+        return torch.cat([piece.narrow(dim, stream.chunk_start, stream.chunk_tokens) for piece, stream in pieces], dim)
+
+    def from_chunks(self, out: Tensor, gather_full: GatherFull) -> Tensor:
+        """Undoes `to_chunks` along dim 1. `gather_full(chunk, length)` gathers a replicated stream from all ranks."""
+        if self._only_chunks:
+            return out
+        pieces = zip(out.split([stream.chunk_tokens for stream in self.streams], 1), self.streams, strict=True)
+        return torch.cat([stream.from_chunk(piece, gather_full) for piece, stream in pieces], 1)
+
+
+class Streams:
+    """The streams of one forward, split over the ranks of `axis`. Cleared between forwards.
+
+    Every rank has all tokens of a `replicated` stream, and computes attention for its chunk of them. With `pipefusion`
+    only the tokens of the current patch are split.
+    """
+
+    def __init__(
+        self, axis: MeshDim, replicated: frozenset[str] = frozenset(), pipefusion: PipeFusion | None = None
+    ) -> None:
+        self.replicated = replicated
+        self._axis = axis
+        self._pipefusion = pipefusion
+        self._lengths: dict[str, int] = {}
+        self._cache: dict[Hashable, Any] = {}
+
+    def clear(self) -> None:
+        self._lengths.clear()
+        self._cache.clear()
+
+    def record_length(self, stream: str, length: int, where: str) -> None:
+        """Record the global length of `stream` [tokens]; Refused if this forward has recorded another one."""
+        known = self._lengths.setdefault(stream, length)
+        if known != length:
+            raise Refused("stream.length", name=where, tokens=length, stream=repr(stream), known=known)
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Global lengths of the streams split so far in this forward [tokens]."""
+        return dict(self._lengths)
+
+    def is_known(self, stream: str) -> bool:
+        """Whether this forward has recorded the length of `stream`."""
+        return stream in self._lengths
+
+    def length(self, stream: str) -> int:
+        """Global length of `stream`; Refused before it is first split."""
+        if stream not in self._lengths:
+            seen = ", ".join(f"{name}={length}" for name, length in self._lengths.items()) or "none"
+            raise Refused("stream.early", stream=repr(stream), streams=str(seen))
+        return self._lengths[stream]
+
+    def total(self, names: tuple[str, ...]) -> int:
+        """Sum of the global lengths of `names`."""
+        return sum(map(self.length, names))
+
+    def sizes(self, stream: str) -> tuple[int, ...]:
+        """The chunk size of `stream` on each rank."""
+        return chunk_sizes(self._active_range(stream)[1], self._axis.parts)
+
+    def local_chunk(self, stream: str) -> tuple[int, int]:
+        """(start, size) of this rank's chunk of `stream`."""
+        return self._rank_chunk(stream, self._axis.index)
+
+    def _rank_chunk(self, stream: str, index: int) -> tuple[int, int]:
+        first, active = self._active_range(stream)
+        start, size = chunk_range(active, self._axis.parts, index)
+        return first + start, size
+
+    def _active_range(self, stream: str) -> tuple[int, int]:
+        """(start, size) of the tokens that are split over the ranks: all of them, or those of the current patch."""
+        length = self.length(stream)
+        return (0, length) if self._pipefusion is None else self._pipefusion.active_range(stream, length)
+
+    def global_positions(
+        self, names: tuple[str, ...], device: torch.device, ranks: Sequence[int] | None = None
+    ) -> Tensor:
+        """Positions of the chunks of `ranks` (None: all) in the concatenated full streams `names`, rank by rank."""
+        starts = [self.total(names[:n]) for n in range(len(names))]
+        ranges = [
+            (before + start, size)
+            for index in (range(self._axis.size) if ranks is None else ranks)
+            for before, (start, size) in zip(starts, (self._rank_chunk(name, index) for name in names), strict=True)
+        ]
+        return torch.cat([torch.arange(start, start + size, device=device) for start, size in ranges])
+
+    def local_tokens(self, names: tuple[str, ...]) -> LocalTokens:
+        """This rank's tokens of `names`."""
+        return LocalTokens([self._local_stream(name) for name in names])
+
+    def _local_stream(self, stream: str) -> LocalStream:
+        length, (start, size) = self.length(stream), self.local_chunk(stream)
+        if stream in self.replicated:
+            return LocalStream(local_tokens=length, chunk_start=start, chunk_tokens=size, replicated=True)
+        return LocalStream(local_tokens=max(size, min(length, 1)), chunk_start=0, chunk_tokens=size, replicated=False)
+
+    def local_slice(self, full: Tensor, stream: str, dim: int) -> Tensor:
+        """A view of this rank's tokens of the full stream; of the first token where its chunk is empty."""
+        if stream in self.replicated:
+            return full
+        start, size = self.local_chunk(stream)
+        return full.narrow(dim, start, size) if size else full.narrow(dim, 0, min(full.shape[dim], 1))
+
+    def tokens_by_rank(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        """Each rank's chunk sizes of `names`, summed, in context order."""
+        return tuple(map(sum, zip(*map(self.sizes, names), strict=True)))
+
+    def any_rank_has_all(self, names: tuple[str, ...]) -> bool:
+        """Whether a rank has as many tokens of the split streams of `names` as there are in all. That rank cannot tell
+        by a tensor's length whether it is split, so all ranks must do what is correct in both cases."""
+        split = tuple(name for name in names if name not in self.replicated)
+        by_rank = ([max(size, min(self.length(name), 1)) for size in self.sizes(name)] for name in split)
+        return self.total(split) in map(sum, zip(*by_rank, strict=True))
+
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Returns `make()`, called once a forward for each `key`."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        value: T = self._cache[key]
+        return value
+
+    def scratch(self, use: Hashable, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Memory for `use`, which the next layer gets again: its contents are lost then."""
+        key = (use, shape, like.dtype, like.device, torch.is_inference_mode_enabled())
+        buffer: Tensor | None = self._cache.get(key)
+        if buffer is None:
+            if math.prod(shape) * like.element_size() > SCRATCH_CACHE_BYTES:
+                return allocate(shape, like)
+            buffer = self._cache[key] = allocate_scratch(shape, like)
+        return buffer
+
+
+def streams_of(network: nn.Module) -> Streams | None:
+    """The split streams of the forward in progress; None where this rank has the full sequence."""
+    streams: Streams | None = getattr(getattr(network, PARALLELIZED, None), "streams", None)
+    return streams

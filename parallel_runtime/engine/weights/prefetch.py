@@ -1,0 +1,266 @@
+"""Fetches the weights of one network just before they are needed, one block ahead, into two buffers in turn; and lists
+the modules to fetch: its blocks, and large layers outside of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..comm.votes import differing_ranks
+from .flat_block import FlatBlock
+
+BLOCK_BUFFERS = 2  # buffers that blocks use in turn; layers outside of blocks share one more
+NOT_FETCHED = BLOCK_BUFFERS + 1  # instead of a buffer, for a module that only other ranks fetch
+LARGE_FRACTION = 0.02  # of the model's weights: smaller layers are on every device
+
+
+def on_buffer_released(memory: Tensor) -> None:
+    """Called when no kernel reads `memory` before the next fetch. Tests replace it to fill `memory` with NaN."""
+
+
+Wait = Callable[[], object]  # waits for a fetch
+
+
+class WeightSource(Protocol):
+    """Where offloaded bytes are stored: of each block this rank's part, from `first_byte` on. `ranks` must divide a
+    block's padded size; `device_bytes` are those on this device. `staged`: blocks are copied before they run.
+    """
+
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def device_bytes(self) -> int: ...
+    @property
+    def staged(self) -> bool: ...
+    def store(self, flat_block: FlatBlock, like: Tensor) -> None: ...
+    def seal(self) -> list[Tensor]: ...
+    def first_byte(self, size: int) -> int: ...
+    def fetch(self, part: Tensor, memory: Tensor) -> Wait: ...
+    def close(self) -> None: ...
+
+
+@dataclass(eq=False)
+class FetchedModule:
+    """A block, or a layer outside of blocks, and this rank's stored `part` of it. `original_part` is that before its
+    weights were overridden; `overrides` are replaced weights of another dtype, which have no place in the layout."""
+
+    module: nn.Module
+    flat_block: FlatBlock
+    buffer: int
+    part: Tensor
+    original_part: Tensor | None = None
+    overrides: dict[tuple[nn.Module, str], nn.Parameter] = field(default_factory=dict)
+
+
+class Buffers:
+    """Memory that modules are fetched into: a few storages of a device, which all of its models use in turn, and their
+    contents. Storages grow and are freed while views of them stay valid objects."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._contents: dict[int, FetchedModule] = {}  # by buffer: the module in it, or being fetched
+        self._pending: dict[int, Wait] = {}
+
+    def view(self, buffer: int, size: int) -> Tensor:
+        """The first `size` bytes of a storage."""
+        storage = self._storages.setdefault(buffer, torch.UntypedStorage(0, device=self._device))
+        if storage.nbytes() < size:
+            storage.resize_(0)  # old contents need not be copied
+            storage.resize_(size)
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (size,), (1,))
+
+    def fetch(self, entry: FetchedModule, source: WeightSource) -> bool:
+        """Start to fetch a module that is not in its buffer; returns whether it was not."""
+        if self._contents.get(entry.buffer) is entry:
+            return False
+        self.wait(entry.buffer)
+        self._contents[entry.buffer] = entry
+        memory = self.view(entry.buffer, entry.flat_block.padded_bytes)
+        self._pending[entry.buffer] = source.fetch(entry.part, memory)
+        return True
+
+    def wait(self, buffer: int) -> None:
+        """Waits for the fetch into `buffer`, if any."""
+        if wait := self._pending.pop(buffer, None):
+            wait()
+
+    def release(self, entry: FetchedModule) -> None:
+        """The module has run: its buffer may be reused."""
+        if self._contents.get(entry.buffer) is entry:
+            del self._contents[entry.buffer]
+            on_buffer_released(self.view(entry.buffer, entry.flat_block.padded_bytes))
+
+    def discard_fetched(self) -> None:
+        """Forgets what was fetched and not used, so that all ranks begin the next job in the same state."""
+        for buffer in list(self._pending):
+            self.wait(buffer)
+        self._contents.clear()
+
+    def free(self) -> None:
+        """Frees the storages, after `discard_fetched`. Views must not be read until the next call of `view`."""
+        for storage in self._storages.values():
+            storage.resize_(0)
+
+
+class BlockPrefetcher:
+    """Add modules with `add`, then call `seal`, which is collective. From then on their parameters have values only
+    while the module runs. `is_skipped(block)` says whether a block will not compute in this evaluation."""
+
+    def __init__(self, network: nn.Module, source: WeightSource, buffers: Buffers) -> None:
+        self.fetch_count = 0
+        self.is_skipped: Callable[[nn.Module], bool] = lambda block: False
+        self._network = network
+        self.source = source
+        self._buffers = buffers
+        self._modules: list[FetchedModule] = []
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def offloaded(self) -> list[FetchedModule]:
+        """The modules that this rank fetches."""
+        return [entry for entry in self._modules if entry.buffer != NOT_FETCHED]
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of the weights that this rank fetches."""
+        return sum(entry.flat_block.nbytes for entry in self.offloaded)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of them that are stored on this device."""
+        return self.source.device_bytes
+
+    def add(self, module: nn.Module, *, block: bool = True, resident: bool = False) -> None:
+        """Store the parameters of `module` and free their memory. `block`: one of those that run in the order
+        of adding. `resident`: only other ranks fetch it, and here it stays as it is."""
+        flat_block = FlatBlock(module, self.source.ranks)
+        like = torch.empty(0, dtype=torch.uint8, device=next(module.parameters()).device)
+        self.source.store(flat_block, like)
+        if not resident:
+            flat_block.drop_storage()
+        blocks = sum(entry.buffer < BLOCK_BUFFERS for entry in self._modules)
+        buffer = NOT_FETCHED if resident else blocks % BLOCK_BUFFERS if block else BLOCK_BUFFERS
+        self._modules.append(FetchedModule(module, flat_block, buffer, like))
+
+    def seal(self) -> None:
+        """Waits until all ranks have stored their weights. Collective."""
+        if differing_ranks(*(entry.flat_block.layout for entry in self._modules)):
+            raise RuntimeError("the ranks laid out a model's weights in different ways")
+        for entry, part in zip(self._modules, self.source.seal(), strict=True):
+            entry.part = part
+        for entry in self.offloaded:
+            self._bind(entry)
+        if self.offloaded and self.source.staged:
+            self._hook()
+
+    def _hook(self) -> None:
+        blocks = [entry for entry in self.offloaded if entry.buffer < BLOCK_BUFFERS]
+        following = dict(pairwise(blocks))
+        self._handles.append(self._network.register_forward_pre_hook(partial(self._begin, blocks[:1])))
+        for entry in self.offloaded:
+            hook = partial(self._before_block, entry, following.get(entry))
+            self._handles.append(entry.module.register_forward_pre_hook(hook, prepend=True))
+            hook = partial(self._after_block, entry)
+            self._handles.append(entry.module.register_forward_hook(hook, always_call=True))
+
+    def find_fetched(self, module: nn.Module) -> FetchedModule | None:
+        """The fetched module that contains `module`, for `override_weight`."""
+        return next((entry for entry in self.offloaded if any(module is x for x in entry.module.modules())), None)
+
+    def override_weight(self, entry: FetchedModule, module: nn.Module, name: str) -> None:
+        """Use the parameter as it is now, of the same shape, until `restore_weights`. For this rank alone: other batch
+        groups may have other weights."""
+        self._buffers.discard_fetched()
+        if not entry.flat_block.dtype_matches(module, name):
+            entry.overrides[module, name] = getattr(module, name)
+            self._bind(entry)
+            return
+        if entry.original_part is None:
+            entry.original_part, entry.part = entry.part, entry.part.clone()
+        entry.flat_block.write(entry.part, self.source.first_byte(entry.flat_block.padded_bytes), (module, name))
+        self._bind(entry)
+
+    def restore_weights(self) -> None:
+        """Restores all weights as they were added."""
+        self._buffers.discard_fetched()
+        for entry in self._modules:
+            if entry.original_part is not None or entry.overrides:
+                if entry.original_part is not None:
+                    entry.part, entry.original_part = entry.original_part, None
+                entry.overrides.clear()
+                self._bind(entry)
+
+    def close(self) -> None:
+        """Removes hooks and stored weights; the parameters must not be used any more."""
+        self._buffers.discard_fetched()
+        for handle in self._handles:
+            handle.remove()
+        self._modules.clear()
+        self.source.close()
+
+    def _bind(self, entry: FetchedModule) -> None:
+        size = entry.flat_block.padded_bytes
+        entry.flat_block.bind(self._buffers.view(entry.buffer, size) if self.source.staged else entry.part)
+        for (module, name), weight in entry.overrides.items():
+            module._parameters[name] = weight
+
+    @torch.compiler.disable
+    def _begin(self, first: Sequence[FetchedModule], *_: Any) -> None:
+        for buffer in {entry.buffer for entry in self.offloaded}:
+            sizes = [entry.flat_block.padded_bytes for entry in self.offloaded if entry.buffer == buffer]
+            self._buffers.view(buffer, max(sizes))
+        for entry in first:
+            self._fetch(entry)
+
+    @torch.compiler.disable
+    def _before_block(self, entry: FetchedModule, following: FetchedModule | None, module: nn.Module, _: Any) -> None:
+        if self.is_skipped(module):
+            return
+        self._fetch(entry)
+        self._buffers.wait(entry.buffer)
+        if following is not None:
+            self._fetch(following)
+
+    @torch.compiler.disable
+    def _after_block(self, entry: FetchedModule, module: nn.Module, *_: Any) -> None:
+        if not self.is_skipped(module):
+            self._buffers.release(entry)
+
+    def _fetch(self, entry: FetchedModule) -> None:
+        self.fetch_count += self._buffers.fetch(entry, self.source)
+
+
+def offloaded_blocks(blocks: list[nn.Module], resident: int, residents: Collection[int] = ()) -> list[nn.Module]:
+    """`blocks` without `resident` ones, which are evenly spaced. A rank's resident blocks include those of every rank
+    with fewer (`residents` are the ranks' numbers), so that a block that no rank fetches need not be stored."""
+    resident_blocks = blocks
+    for count in sorted({resident, *residents}, reverse=True):
+        if count >= resident:
+            resident_blocks = evenly_spaced(resident_blocks, count)
+    return [block for block in blocks if not any(block is one for one in resident_blocks)]
+
+
+def evenly_spaced(blocks: list[nn.Module], count: int) -> list[nn.Module]:
+    """`count` of the blocks, evenly spaced."""
+    total = len(blocks)
+    return [block for number, block in enumerate(blocks) if (number + 1) * count // total != number * count // total]
+
+
+def large_layers(network: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """Layers outside of `blocks` with more than LARGE_FRACTION of the network's weights."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    minimum_bytes = LARGE_FRACTION * weight_bytes(network)
+    layers = [module for module in network.modules() if not list(module.children()) and id(module) not in inside]
+    return [layer for layer in layers if weight_bytes(layer) > minimum_bytes]
+
+
+def weight_bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())

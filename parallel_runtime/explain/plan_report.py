@@ -1,0 +1,345 @@
+"""A plan in words that a user understands: what will run where, what it needs, what is wrong and what to do. Each thing
+is a row; the text, and the page's table and picture, are made of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..accelerators import CUDA
+from ..group.history import Cost, Pace, RunSetup
+from ..planning.device_names import why_one_gpu
+from ..planning.device_profile import DeviceProfile
+from ..planning.memory_model import UNLIMITED, Capacity, activation_bytes
+from ..planning.misfit import size_in_words
+from ..planning.network_stats import Work
+from ..planning.run_plan import RunPlan
+from ..planning.seconds import attention_bytes, evaluation_seconds
+from ..planning.stage_blocks import StageBlocks, busy_share, cached_key_value_bytes, stages_of, weight_ranges
+from ..sentences import Sentence, listed, say, say_if, to_json
+from ..specs import Parallelism, Placement
+from ..wire.readings import Race
+from .kernel_rows import kernel_sentences
+from .memory_rows import memory, placed, weights
+from .plan_picture import Part, parts
+from .plan_words import idle, shares_in_words
+from .remedy import Change
+
+GIB = 2**30
+Kind = Literal["model", "row", "note", "trouble"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that a report says, and whether it is what the plan is for, a part of it, advice, or a refusal."""
+
+    title: str
+    sentences: str | tuple[str, ...]
+    kind: Kind = "row"
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """Each sentence; one that is a Sentence has words in other languages."""
+        found = (self.sentences,) if isinstance(self.sentences, str) else self.sentences
+        return tuple(sentence for sentence in found if sentence)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.said)
+
+    @property
+    def for_page(self) -> list[Any]:
+        return [to_json(sentence) for sentence in self.said]
+
+    @property
+    def line(self) -> str:
+        return f"{self.title}: {self.text}" if self.title and self.kind != "model" else self.text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All that is to say, in order, and what each rank holds: nothing where it cannot run as asked. `fix` is what to
+    change in CP Parallel Config then; `times` are steps that were measured, `cost` is what it
+    takes to measure them anew."""
+
+    rows: tuple[Row, ...]
+    parts: tuple[Part, ...] = ()
+    fix: tuple[Change, ...] = ()
+    times: tuple[Pace, ...] = ()
+    cost: Cost | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(row.line for row in self.rows)
+
+    @property
+    def table(self) -> dict[str, list]:
+        """Titles with what is said; what is wrong and what is advised stands apart."""
+        return {
+            "troubles": [row.for_page for row in self.rows if row.kind == "trouble"],
+            "rows": [(row.title, row.for_page) for row in self.rows if row.kind in ("model", "row")],
+            "notes": [row.for_page for row in self.rows if row.kind == "note"],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What the plan is for: the model in words, the latent's sizes, and the token count of each stream and of
+    the prompt. `batch_coupled`: something on the model sees every prompt and image at once; `images_coupled`: every
+    image of a prompt; `compiled`: its blocks are. `controls` says where its ControlNets run, `loop` why the loop stays
+    in ComfyUI's process."""
+
+    model: str
+    latent: tuple[int, ...]
+    tokens: dict[str, int]
+    work: Work
+    text: int = 0
+    batch_coupled: bool = False
+    images_coupled: bool = False
+    compiled: bool = False
+    controls: str = ""
+    loop: str = ""
+
+
+def report(
+    subject: Subject,
+    plan: RunPlan,
+    *,
+    guided: bool,
+    automatic: bool,
+    profile: DeviceProfile | None = None,
+    free: Sequence[int] = (),
+    capacity: Capacity = UNLIMITED,
+    decode: str | tuple[str, ...] = "",
+    races: Sequence[Race] = (),
+    troubles: Sequence[Row] = (),
+    whole: str = "",
+    unused: str = "",
+    compared: Sequence[str] = (),
+    resorted: bool = False,
+    warmup: int = 1,
+) -> Report:
+    """`plan` has no estimate where its weights fit nowhere. `profile` is None where no worker group has measured this
+    machine yet, and nothing is `free` then: the bytes that each worker could take of its device at this moment.
+    `capacity` is what the weights found a place by. `decode` is of a VAE,
+    `races` are those of kernels that its workers have run. What was refused, the `troubles`, comes first; `whole` says
+    why weights are on every device that were to be elsewhere, `unused` that shares divide nothing, `compared` what
+    other devices and degrees would take. `resorted`: auto made it a pipeline. `warmup` steps are exact where others
+    come in patches."""
+    work, degrees, placement = subject.work, plan.degrees, plan.placement
+    chosen = _choice(profile) if automatic and degrees.context_parallel_size > 1 else "degrees"
+    estimate = placed(plan, work, capacity)
+    notes = [
+        *_warnings(subject, plan, guided, estimate.needed_bytes_by_rank, free),
+        whole,
+        unused,
+        idle(plan),
+    ]
+    rows = [
+        *troubles,
+        Row("Model", subject.model, "model"),
+        Row("Tokens", _tokens(subject.tokens, work.rows)),
+        Row("ControlNets", subject.controls),
+        Row("Loop", subject.loop),
+        Row("Workers", _workers(placement)),
+        Row("Degrees", (say(chosen, degrees=_degrees(degrees)), *_reasons(subject, plan, guided))),
+        Row("Shares", (shares_in_words(plan), *compared)),
+        Row("Stages", (*_stages(work, degrees, resorted), _patches(work, degrees, warmup))),
+        Row("Memory", memory(estimate, placement, free)),
+        Row("Weights", weights(plan, work, capacity)),
+        Row("Traffic", _traffic(work, degrees)),
+        Row("Launch", _launch(subject, plan)),
+        *(Row("Kernel", text) for text in kernel_sentences(races, degrees)),
+        Row("Speed", _speed(work, plan, profile)),
+        Row("Decode", decode),
+        *(Row("Note", text, "note") for text in notes),
+    ]
+    of_all = max(1, work.network.weight_bytes)
+    held = [nbytes / of_all if plan.estimate else 1.0 for nbytes in estimate.weight_bytes_by_rank]
+    stages = weight_ranges(work.network, degrees)
+    shown = [] if troubles else parts(plan, sharded=plan.sharded, held=held, stages=stages)
+    return Report(rows=tuple(row for row in rows if row.text), parts=tuple(shown))
+
+
+def _workers(placement: Placement) -> str:
+    count, devices = placement.world_size, ", ".join(placement.devices)
+    if placement.nnodes == 1:
+        return say("workers", count=count, devices=devices)
+    machines, endpoint = placement.nnodes, placement.rdzv_endpoint
+    return say("workers.machines", count=count, devices=devices, machines=machines, endpoint=endpoint)
+
+
+def _tokens(tokens: dict[str, int], rows: int) -> str:
+    streams = " + ".join(f"{count} {stream}" for stream, count in tokens.items())
+    key = ("tokens" if streams else "uncut") + (".one" if rows == 1 else "")
+    return say(key, tokens=streams, rows=rows)
+
+
+def _degrees(degrees: Parallelism) -> str:
+    names = ("pipeline_degree", "data_degree", "cfg_degree")
+    shown = [name for name in names if getattr(degrees, name) > 1] + ["ring_degree", "ulysses_degree"]
+    return " x ".join(f"{name} {getattr(degrees, name)}" for name in shown)
+
+
+def share_cores(placement: Placement) -> bool:
+    """One worker would have all of them; what was measured of several says nothing of it."""
+    return placement.devices[0] == "cpu" and len(placement.devices) > 1
+
+
+def _choice(profile: DeviceProfile | None) -> str:
+    """How auto came to the degrees."""
+    if profile is None or not profile.bytes_per_second:
+        return "degrees.unmeasured"
+    return "degrees.measured"
+
+
+def _reasons(subject: Subject, plan: RunPlan, guided: bool) -> list[str]:
+    degrees, sharded, several = plan.degrees, plan.sharded, plan.degrees.context_parallel_size > 1
+    how = "ring.collects" if degrees.options.rotate_method == "allgather" else "ring.passes"
+    reasons = [
+        say_if(degrees.cfg_degree == 2, "branches"),
+        say_if(degrees.pipeline_degree > 1, "stages", stages=degrees.pipeline_degree),
+        _heads(subject.work, degrees),
+        say_if(degrees.ring_degree > 1, how, workers=degrees.ring_degree),
+        say_if(degrees.data_degree > 1, "images", groups=degrees.data_degree),
+        say_if(not guided and degrees.cfg_degree == 1 and several, "one.prompt"),
+        say_if(guided and sharded and degrees.cfg_degree == 1, "both.parts"),
+        say_if(guided and subject.batch_coupled and several, "both.seen"),
+    ]
+    return reasons if any(reasons) else [say("alone")]
+
+
+def _stages(work: Work, degrees: Parallelism, resorted: bool) -> tuple[str, ...]:
+    """Of each stage of a pipeline: its blocks, what they compute, and what they take; how long it stands still; and
+    why there is one, if auto made it."""
+    if degrees.pipeline_degree == 1 or not (stages := stages_of(work.network, degrees)):
+        return ()
+    each = [_stage(number, stage) for number, stage in enumerate(stages, 1)]
+    flights, busy = work.busiest_rows(degrees), f"{busy_share(work, degrees):.0%}"
+    follow = say("stage.several" if flights > 1 else "stage.one", flights=flights, busy=busy)
+    exact, auto = say_if(degrees.options.token_patches == 1, "stage.exact"), say_if(resorted, "stage.auto")
+    return say("stage.all", stages=listed(each, "stage.and")), follow, exact, auto
+
+
+def _stage(number: int, stage: StageBlocks) -> Sentence:
+    blocks = {"first": stage.first + 1, "last": stage.first + stage.count}
+    return say("stage", number=number, **blocks, work=f"{stage.work:.0%}", size=size_in_words(stage.nbytes))
+
+
+def _patches(work: Work, degrees: Parallelism, warmup: int) -> str:
+    if degrees.options.token_patches == 1:
+        return ""
+    kept = f"{max(cached_key_value_bytes(work, degrees)) / GIB:.2f}"
+    return say("stages.patches", patches=degrees.options.token_patches, warmup=warmup, kept=kept)
+
+
+def _heads(work: Work, degrees: Parallelism) -> str:
+    workers = degrees.ulysses_degree
+    if workers == 1:
+        return ""
+    least, more = divmod(work.network.heads, workers)
+    if len(set(degrees.shares)) > 1:
+        return say("heads.shares", workers=workers)
+    if more:
+        return say("heads.or", workers=workers, heads=least, more=least + 1)
+    return say("heads.one" if least == 1 else "heads", workers=workers, heads=least)
+
+
+def _traffic(work: Work, degrees: Parallelism) -> tuple[str, ...]:
+    """In the model, and from stage to stage of a pipeline."""
+    each = f"{work.row_bytes / degrees.context_parallel_size / 2**20:.2f}"
+    passed = say_if(degrees.pipeline_degree > 1, "traffic.stages", each=each)
+    if degrees.context_parallel_size == 1:
+        return (passed or say("traffic.none"),)
+    layer, layers = attention_bytes(work, degrees) / 2**20, work.network.layers
+    return say("traffic", layer=f"{layer:.2f}", layers=layers, evaluation=f"{layer * layers:.1f}"), passed
+
+
+def _launch(subject: Subject, plan: RunPlan) -> str:
+    """Where GPUs could be led by the host."""
+    choice, work = plan.degrees.options.cuda_graphs, subject.work
+    if not plan.placement.devices[0].startswith(CUDA.kind):
+        return ""
+    if plan.degrees.pipeline_degree > 1:
+        return say("launch.stages")
+    if choice == "off" or not work.recorded or (plan.estimate is not None and plan.estimate.fetched_bytes):
+        return say("launch.eager")
+    key = f"launch.{choice}{'.compiled' if subject.compiled else ''}"
+    return say(key, held=f"{activation_bytes(work, plan.degrees) / GIB:.2f}")
+
+
+def _speed(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
+    if profile is None or not profile.bytes_per_second:
+        return ""
+    degrees = plan.degrees
+    several, alone = (evaluation_seconds(work, cut, profile) for cut in (degrees, Parallelism()))
+    times = RunSetup.of(degrees, plan.placement).credible(alone / several) if several else None
+    if times is None:
+        return ""
+    lanes = degrees.cfg_degree * degrees.data_degree
+    measured = {"link": f"{profile.bytes_per_second / 1e9:.1f}", "flops": f"{profile.flops_per_second / 1e12:.1f}"}
+    return say("speed.lanes" if lanes > 1 else "speed", times=f"{times:.2f}", lanes=lanes, **measured)
+
+
+def _warnings(subject: Subject, plan: RunPlan, guided: bool, needed: Sequence[int], free: Sequence[int]) -> list[str]:
+    work, degrees, placement = subject.work, plan.degrees, plan.placement
+    heads, ulysses, on_cpu = work.network.heads, degrees.ulysses_degree, placement.devices[0] == "cpu"
+    lacking = any(size > available for size, available in zip(needed, free, strict=False))
+    one_gpu = why_one_gpu(1) if placement.devices == ("cuda:0",) else ""
+    standing_still = degrees.pipeline_degree > work.busiest_rows(degrees) * degrees.options.token_patches
+    return [
+        say_if(lacking, "note.memory"),
+        say_if(plan.rows and guided, "note.rows"),
+        say_if(heads % ulysses, "note.uneven", heads=heads, ulysses=ulysses),
+        _of_few_rows(work, degrees),
+        say_if(share_cores(placement), "note.cores", workers=len(placement.devices), cores=os.cpu_count()),
+        say_if(placement.shared and not on_cpu, "note.twice"),
+        f"{one_gpu}." if one_gpu else "",
+        _untried(placement),
+        _of_prompts(subject, plan) if guided else "",
+        say_if(standing_still, "note.stages", idle=f"{1 - busy_share(work, degrees):.0%}"),
+        _of_rows(subject, degrees),
+    ]
+
+
+def _of_few_rows(work: Work, degrees: Parallelism) -> str:
+    ranks = degrees.context_parallel_size
+    return say_if(
+        ranks > work.row_ranks > 0, "note.fewrows", name=work.network.name, rows=work.row_ranks, workers=ranks
+    )
+
+
+def _untried(placement: Placement) -> str:
+    """What of this placement nobody has run."""
+    kind = placement.devices[0].partition(":")[0]
+    if kind == "cpu":
+        return ""
+    if placement.nnodes > 1:
+        return say("untried.machines")
+    if kind != "cuda":
+        return say("untried.kind", kind=kind)
+    return say_if(len(set(placement.devices)) > 1, "untried.several")
+
+
+def _of_prompts(subject: Subject, plan: RunPlan) -> str:
+    degrees = plan.degrees
+    if plan.sharded and degrees.cfg_degree > 1:
+        return say("note.halves")
+    even = degrees.cfg_degree == 1 and degrees.context_parallel_size % 2 == 0
+    in_parts = plan.weights.mode != "replicate"
+    return say_if(even and not in_parts and not subject.batch_coupled, "note.branches")
+
+
+def _of_rows(subject: Subject, degrees: Parallelism) -> str:
+    work, data = subject.work, degrees.data_degree
+    if subject.batch_coupled and data > 1:
+        return say("note.together", data=data)
+    if subject.images_coupled and data > 1:
+        return say("note.frames", data=data)
+    if data <= work.rows:
+        return ""
+    if not work.network.divisible:
+        return say("note.undivided", name=work.network.name)
+    return say("note.idle", data=data, rows=work.rows)

@@ -1,0 +1,62 @@
+"""The way out of a refusal: the nearest CP Parallel Config that works, and which of its widgets are others there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import Refused
+from ..group.machine_check import checked_plan
+from ..planning.plan_inputs import PlanInputs
+from ..request import ParallelRequest
+from ..sentences import Sentence, listed, say
+from ..specs import DEGREES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A widget to set, and to what; `automatic`: with that value the choice is auto's."""
+
+    name: str
+    value: Any
+    automatic: bool
+
+
+def instead(
+    inputs: Callable[[ParallelRequest], PlanInputs], request: ParallelRequest, fix: Mapping[str, Any]
+) -> ParallelRequest:
+    """The nearest to `request` that works: with the `fix` that the refusal names, with all degrees on auto, on its
+    devices with everything else on auto, or all of it on auto."""
+    nothing = ParallelRequest(dtype=request.dtype)
+    automatic = {name: nothing.values[name] for name in (*DEGREES, "shares", "patches")}
+    free, devices = request.with_values(automatic), replace(nothing, devices=request.devices)
+    for candidate in (request.with_values(fix), free, devices):
+        with contextlib.suppress(Refused):
+            checked_plan(inputs(candidate))
+            return candidate
+    return nothing
+
+
+def changes(before: ParallelRequest, after: ParallelRequest) -> tuple[Change, ...]:
+    """What makes `after` of `before`."""
+    return tuple(
+        Change(name=name, value=value, automatic=_is_automatic(name, value))
+        for name, value in after.values.items()
+        if value != before.values[name]
+    )
+
+
+def in_words(changed: Sequence[Change]) -> str:
+    """ "ring_degree 1, devices on auto"."""
+    return listed([_said(change) for change in changed]) if changed else ""
+
+
+def _said(change: Change) -> Sentence:
+    return say("set.auto", name=change.name) if change.automatic else say("set", name=change.name, value=change.value)
+
+
+def _is_automatic(name: str, value: Any) -> bool:
+    """Empty devices are all of them, and 0 is auto for degrees."""
+    return value == "" or (value == 0 and name in DEGREES)

@@ -1,0 +1,186 @@
+"""Tracks the state of the worker group: its start, requests, heartbeats of its ranks, and its end."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from ..errors import ParallelError, WorkerLost
+from ..jobs import EvaluationJob, Job, VAEJob
+from ..sentences import say
+from ..specs import ModelSpec, Parallelism, Placement
+from ..wire.messages import Done, Heartbeat, Joined, Step
+from ..wire.readings import Busy, Readings
+from .group_status import BUSY, CONVERTING, RESTING, Loss, RankStatus, Stage, State, Status
+from .history import History, Size
+from .journal import Journal
+
+LAST_LINES = 6  # printed lines shown of a worker that has ended
+EVALUATION_GAP_SECONDS = 2.0  # after a longer gap the run of a native sampler counts as over
+
+
+class Activity:
+    """The state of the process's groups, one after another. `now` is the current Status. A model whose recording ended
+    a group is in `unrecordable`: later groups evaluate it eagerly."""
+
+    def __init__(self) -> None:
+        self.now = Status()
+        self.journal = Journal()
+        self.history = History()
+        self.unrecordable: set[ModelSpec] = set()
+        self._model: ModelSpec | None = None
+        self._logged_reasons: set[str] = set()
+        self._evaluated = 0.0
+
+    def starting(self, placement: Placement) -> None:
+        devices = placement.devices * placement.nnodes
+        ranks = tuple(RankStatus(rank=rank, device=device) for rank, device in enumerate(devices))
+        self._replace_status(Status(state="starting", placement=placement, ranks=ranks, steps=len(ranks)))
+
+    def set_stage(self, stage: Stage, workers: int = 0) -> None:
+        """Sets the stage of the start, and the number of workers that have finished it."""
+        self._change(stage=stage, step=workers)
+
+    def request_run(self, *, by_prompt: bool = False) -> None:
+        """A run requests the workers; `by_prompt`: a queued prompt does so ahead, which counts only while they are
+        idle."""
+        if self.history.requested_at is None or (by_prompt and self.now.state not in BUSY):
+            self.history.requested_at = time.time()
+
+    def withdraw_request(self) -> None:
+        """The workers restart without a run that waits for them."""
+        self.history.requested_at = None
+
+    def set_size(self, size: Size) -> None:
+        """Sets the size of the current run, or of the next one if there is none."""
+        self.history.size = size
+
+    def joined(self, answers: dict[int, Joined], machines: list[str]) -> None:
+        ranks = (
+            replace(rank, machine=machines[rank.rank], readings=answers[rank.rank].readings) for rank in self.now.ranks
+        )
+        self._set_state("idle", ranks=tuple(ranks), stage="", step=0, steps=0)
+
+    def begin_request(self, model: ModelSpec, degrees: Parallelism, job: Job) -> None:
+        """A request begins. Between two evaluations of one run the state stays as it is."""
+        again = self._model == model.unpatched
+        self._model = model.unpatched
+        if isinstance(job, EvaluationJob) and self.now.state == "sampling" and again:
+            return
+        self._evaluated = 0.0
+        if isinstance(job, VAEJob):
+            self._set_state("decoding" if job.method == "decode" else "encoding", model="", step=0, steps=0)
+            return
+        self.history.sampler = repr(getattr(job, "sampler", ""))
+        ranks = tuple(replace(rank, loaded=0.0) for rank in self.now.ranks)
+        self._set_state("loading", model=model.title, degrees=degrees, step=0, steps=0, ranks=ranks)
+
+    def receive(self, rank: int, message: Any) -> None:
+        """Takes a message of a rank about its state and work."""
+        match message:
+            case Heartbeat(loaded=loaded, readings=readings, busy=busy):
+                self._update_rank(rank, 1.0 if loaded is None else loaded, readings, busy)
+                if loaded is None and self.now.state == "loading":
+                    self._set_state("sampling")
+            case Step(step=step, total=total):
+                self._step(step, total)
+            case Done(readings=readings):
+                self._update_rank(rank, 1.0, readings)
+
+    def cancelling(self) -> None:
+        self._set_state("cancelling")
+
+    def new_eager_reasons(self) -> list[str]:
+        """Returns why workers evaluate something eagerly instead of recording it; each reason once a process."""
+        reasons = {reason for rank in self.now.ranks if rank.readings for reason in rank.readings.graphs.eager}
+        news = sorted(f"{self.now.model}: {reason}" for reason in reasons)
+        news = [reason for reason in news if reason not in self._logged_reasons]
+        self._logged_reasons.update(news)
+        return news
+
+    def give_up_recording(self) -> bool:
+        """The group has ended. Returns whether it was recording, and does not record that model again."""
+        recording = any(rank.busy == "recording" for rank in self.now.ranks)
+        if recording and self._model is not None:
+            self.unrecordable.add(self._model)
+        return recording
+
+    @property
+    def replaying(self) -> bool:
+        """Have workers replayed a recorded forward?"""
+        return any(rank.readings and rank.readings.graphs.replays for rank in self.now.ranks)
+
+    def end_request(self, job: Job) -> None:
+        """Every rank has finished the request."""
+        self._evaluated = time.monotonic() if isinstance(job, EvaluationJob) else 0.0
+        self._set_state("sampling" if self._evaluated else "idle")
+
+    def end_idle_run(self) -> None:
+        """Ends the run of a native sampler that has requested no evaluation for EVALUATION_GAP_SECONDS."""
+        over = self._evaluated and time.monotonic() - self._evaluated > EVALUATION_GAP_SECONDS
+        if over and self.now.state == "sampling":
+            self._set_state("idle")
+
+    def cancelled(self) -> None:
+        """The run was cancelled, and the workers keep their models."""
+        self._set_state("cancelled")
+
+    def models_unloaded(self) -> None:
+        """The workers have unloaded all models: clears what the status says of one."""
+        if self.now.state in RESTING:
+            self._set_state("idle", model="", degrees=None, step=0, steps=0)
+
+    def rank_gone(self, worker: str, rank: int) -> None:
+        """A rank has hung up. The cause follows in `lost`: torchrun may take a second to report it."""
+        self._set_state("died", reason=say("died.gone", worker=worker), loss=Loss(rank=rank, settled=False))
+
+    def lost(self, error: ParallelError, *, intended: bool = False) -> None:
+        """The group has ended; `intended` where it was ended on request."""
+        self._set_state("died", reason=error.sentence, loss=None if intended else self._loss(error))
+
+    def failed(self, error: BaseException) -> None:
+        """The start has failed, or was cancelled."""
+        if isinstance(error, ParallelError):
+            self._set_state("unstarted", reason=error.sentence, loss=self._loss(error), stage="", step=0, steps=0)
+        else:
+            self.ended()
+
+    def ended(self, reason: str = "") -> None:
+        self._replace_status(Status(reason=reason))
+
+    def _loss(self, error: ParallelError) -> Loss:
+        cause = error.cause if isinstance(error, WorkerLost) else None
+        if cause is None:
+            return Loss()
+        lines = self.journal.tail(LAST_LINES, cause.rank)
+        return Loss(rank=cause.rank, kind=cause.kind, words=tuple(line.text for line in lines))
+
+    def _set_state(self, state: State, **known: Any) -> None:
+        since = self.now.since if state == self.now.state else time.time()
+        self._replace_status(replace(self.now, state=state, since=since, **known))
+
+    def _replace_status(self, now: Status) -> None:
+        """Replaces the status; only the history is kept."""
+        if now.state != self.now.state:
+            self.history.state_changed(self.now, now)
+        self.now = replace(now, runs=self.history.runs)
+
+    def _step(self, step: int, total: int) -> None:
+        if self.now.state in CONVERTING:
+            self._change(step=step, steps=total)
+            return
+        if self.now.state == "loading":
+            self._set_state("sampling")
+        self._change(step=step + 1, steps=total)
+        self.history.step_done(self.now, time.time())
+        self._change(runs=self.history.runs)
+
+    def _change(self, **known: Any) -> None:
+        self.now = replace(self.now, **known)
+
+    def _update_rank(self, rank: int, loaded: float, readings: Readings | None, busy: Busy = "") -> None:
+        ranks = list(self.now.ranks)
+        if rank < len(ranks):
+            ranks[rank] = replace(ranks[rank], loaded=loaded, readings=readings or ranks[rank].readings, busy=busy)
+            self._change(ranks=tuple(ranks))

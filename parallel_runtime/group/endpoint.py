@@ -1,0 +1,77 @@
+"""Parses and checks `rdzv_endpoint`, and finds the network interface of its address. IPv4 only."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import socket
+import struct
+
+from ..errors import Refused
+from ..sentences import quoted
+
+SIOCGIFADDR = 0x8915
+
+
+def split(endpoint: str) -> tuple[str, int]:
+    """Returns the host and the port as written. Raises Refused."""
+    if not endpoint.strip():
+        raise Refused("endpoint.missing", widget="rdzv_endpoint")
+    host, _, port = endpoint.strip().rpartition(":")
+    if not host or not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
+        raise Refused("endpoint.port", widget="rdzv_endpoint", endpoint=quoted(endpoint))
+    return host, int(port)
+
+
+def check(endpoint: str) -> None:
+    """Raises Refused for an address that no interface of this machine has. A host name is not resolved here, but when
+    the workers start."""
+    host, _ = split(endpoint)
+    try:
+        socket.inet_aton(host)
+    except (OSError, ValueError):
+        return
+    interface_of(parse(endpoint)[0])
+
+
+def parse(endpoint: str) -> tuple[str, int]:
+    """Returns the address and the port. Resolving a name may take seconds. Raises Refused."""
+    host, port = split(endpoint)
+    try:
+        address = socket.gethostbyname(host)
+    except (OSError, ValueError):
+        raise Refused("endpoint.name", widget="rdzv_endpoint", host=quoted(host)) from None
+    if address == "0.0.0.0":
+        raise Refused("endpoint.every", widget="rdzv_endpoint")
+    return address, port
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Returns a socket that listens at this address only; port 0 for any. Raises Refused."""
+    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        server.bind((address, port))
+    except OSError as error:
+        server.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise Refused("endpoint.address", widget="rdzv_endpoint", address=address) from None
+        raise Refused(
+            "endpoint.taken", widget="rdzv_endpoint", address=address, port=port, error=error.strerror
+        ) from None
+    server.listen()
+    return server
+
+
+def interface_of(address: str) -> str:
+    """Returns the network interface that has `address`. Raises Refused."""
+    if address.startswith("127."):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(sock, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    raise Refused("endpoint.interface", widget="rdzv_endpoint", address=address)

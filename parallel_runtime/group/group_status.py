@@ -1,0 +1,96 @@
+"""The status of the worker group as one frozen value, which is replaced, never changed: readers need no lock."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..specs import Parallelism, Placement
+from ..wire.readings import Busy, Readings
+
+State = Literal[
+    "none", "starting", "unstarted", "loading", "sampling", "decoding", "encoding", "cancelling", "cancelled", "idle",
+    "died",
+]  # fmt: skip
+# Of a start: waiting for other machines; waiting for workers, which import PyTorch; workers import ComfyUI, form the
+# process group and measure.
+Stage = Literal["", "machines", "processes", "meeting"]
+CONVERTING: tuple[State, ...] = ("decoding", "encoding")  # states of a VAE run
+WORK: tuple[State, ...] = ("loading", "sampling", *CONVERTING)
+BUSY: tuple[State, ...] = ("starting", *WORK, "cancelling")
+RESTING: tuple[State, ...] = ("idle", "cancelled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """One worker. `machine` is "" for this machine; `loaded` is the fraction of the model that it has loaded."""
+
+    rank: int
+    device: str
+    machine: str = ""
+    loaded: float = 0.0
+    readings: Readings | None = None
+    busy: Busy = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """How a group was lost: the rank that failed first, None if none did, the kind of its Cause, and its last printed
+    lines. Until `settled` is set the cause may change."""
+
+    rank: int | None = None
+    kind: str = ""
+    words: tuple[str, ...] = ()
+    settled: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run. `phases` are its finished states with their seconds, in order. `step_seconds` is the mean time between
+    steps, without the first step; `waited` is the fraction of a step spent waiting for other workers, None if unknown.
+    `alone` is the seconds a step on one worker: `measured` in a run of this size, or else estimated; None if unknown,
+    if workers share a device, or if the speedup is implausible."""
+
+    model: str = ""
+    workers: int = 1
+    began: float = 0.0
+    phases: tuple[tuple[str, float], ...] = ()
+    steps: int = 0
+    step_seconds: float | None = None
+    waited: float | None = None
+    alone: float | None = None
+    measured: bool = False
+    end: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """The status of the group. `reason` says why it died or ended. `step` of `steps` counts sampling steps, frames of a
+    VAE's video, or workers that are up in this `stage` of a start; both are 0 where the sampler runs in ComfyUI's
+    process. `since` is the time, in seconds of the epoch, at which `state` began."""
+
+    state: State = "none"
+    stage: Stage = ""
+    loss: Loss | None = None
+    reason: str = ""
+    since: float = field(default_factory=lambda: time.time())
+    placement: Placement | None = None
+    degrees: Parallelism | None = None
+    model: str = ""
+    step: int = 0
+    steps: int = 0
+    ranks: tuple[RankStatus, ...] = ()
+    runs: tuple[Run, ...] = ()
+
+    @property
+    def loaded(self) -> float:
+        """The fraction of the model that the slowest rank has loaded."""
+        return min((rank.loaded for rank in self.ranks), default=0.0)
+
+    @property
+    def waited(self) -> float | None:
+        """The mean fraction of a step in which ranks waited for one another."""
+        readings = [rank.readings for rank in self.ranks if rank.readings is not None and rank.readings.step_seconds]
+        shares = [one.waited_seconds / one.step_seconds for one in readings if one.waited_seconds is not None]
+        return min(1.0, sum(shares) / len(shares)) if shares else None

@@ -1,0 +1,193 @@
+"""The last runs of this process: the phases of each, the seconds a step, and those on one worker. Everything follows
+from the group's states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from ..specs import DEGREES, Parallelism, Placement
+from .group_status import WORK, Run, Status
+
+MAX_SPEEDUP_PER_WORKER = 1.2  # times as fast as one worker, for each worker: beyond that one of the runs was disturbed
+HISTORY_LENGTH = 8  # runs, and kinds of work, that are kept
+TIMED = {"starting", *WORK}
+ENDS = {"idle", "cancelled", "died", "none"}
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a run: two runs with the same `key` take equally long on the same workers. `speedup` is the estimate
+    against one worker, None if unknown."""
+
+    key: Hashable
+    speedup: float | None = None
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """How a run was divided: the `sizes` of DEGREES and the kind of devices. `shared`: several workers use one device,
+    or the cores of one machine."""
+
+    sizes: tuple[int, ...] = (1,) * len(DEGREES)
+    kind: str = ""
+    shared: bool = False
+
+    @classmethod
+    def of(cls, degrees: Parallelism, placement: Placement) -> RunSetup:
+        kind = placement.devices[0].partition(":")[0]
+        return cls(tuple(degrees.by_name.values()), kind, placement.shared)
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        return dict(zip(DEGREES, self.sizes, strict=True))
+
+    @property
+    def workers(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def alone(self) -> RunSetup:
+        return RunSetup(kind=self.kind)
+
+    def credible(self, times: float | None) -> float | None:
+        """Returns this speedup, or None if it is implausible or the devices are shared."""
+        believed = times is not None and self.workers > 1 and times <= MAX_SPEEDUP_PER_WORKER * self.workers
+        return times if believed and not self.shared else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """Measured seconds a step of a setup; `speedup` is against one worker, None if unknown."""
+
+    setup: RunSetup
+    seconds: float
+    speedup: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """The cost of measuring: `steps` on each number of workers in turn; `seconds` is None if unknown."""
+
+    steps: int
+    workers: Sequence[int]
+    cpu: bool
+    seconds: float | None
+
+
+class History:
+    """`runs` are the last ones, oldest first, and the one that goes on. `size` and `sampler` are of what is asked next:
+    a step of one sampler may be several evaluations. `wanted` is since when somebody waits for the workers, None where
+    nobody does."""
+
+    def __init__(self) -> None:
+        self.runs: tuple[Run, ...] = ()
+        self.size = Size(None)
+        self.sampler = ""
+        self.requested_at: float | None = None
+        self._paces: dict[Hashable, dict[str, dict[RunSetup, float]]] = {}  # by work and sampler
+        self._first_step: tuple[int, float] | None = None  # the first step of the run that was reported, and its time
+
+    def paces(self, key: Hashable) -> tuple[Pace, ...]:
+        """Returns the paces measured for this work with its last sampler, fewest workers first; () for a single
+        setup."""
+        several = [paces for paces in self._paces.get(key, {}).values() if len(paces) > 1]
+        paces = several[-1] if several else {}
+        return tuple(
+            Pace(setup=setup, seconds=seconds, speedup=setup.credible(paces.get(setup.alone, math.inf) / seconds))
+            for setup, seconds in sorted(paces.items(), key=lambda pace: (pace[0].workers, pace[0].sizes))
+        )
+
+    def cost(self, key: Hashable, workers: Sequence[int], steps: int) -> float | None:
+        """Estimates the seconds of `steps` on each number of workers in turn, with starting and loading; None for work
+        that has not run here."""
+        paces = [pace for paces in self._paces.get(key, {}).values() for pace in paces.items()]
+        if not paces:
+            return None
+        alone = min(seconds * setup.workers for setup, seconds in paces)
+        before = max(sum(took for name, took in run.phases if name in ("starting", "loading")) for run in self.runs)
+        return sum(before + steps * alone / count for count in workers)
+
+    def state_changed(self, before: Status, now: Status) -> None:
+        """The group's state has changed from `before` to `now`."""
+        if before.state in TIMED:
+            phase = (before.state, max(0.0, now.since - before.since))
+            self._replace_last(replace(self.runs[-1], phases=(*self.runs[-1].phases, phase)))
+        if now.state in WORK:
+            self._split_off_early_start()
+        workers = now.placement.world_size if now.placement else 1
+        if now.state in TIMED and self._begins_run(now.state):
+            self.runs = (*self.runs, Run(began=now.since, workers=workers))[-HISTORY_LENGTH:]
+        if now.state in ("loading", "sampling"):
+            self._replace_last(replace(self.runs[-1], model=now.model, workers=workers))
+        if now.state == "loading":
+            self._first_step = None
+        if now.state in ENDS - {"none"} and before.state != "starting":
+            self.requested_at = None
+        if now.state in ENDS and before.state in (*WORK, "cancelling"):
+            self._ended(before, now.state)
+
+    def step_done(self, now: Status, at: float) -> None:
+        """Another step is done."""
+        first, began = self._first_step = self._first_step or (now.step, at)
+        run = self.runs[-1]
+        pace = (at - began) / (now.step - first) if now.step > first else run.step_seconds
+        self._replace_last(
+            self._with_single_worker(replace(run, steps=now.step, step_seconds=pace, waited=now.waited), _setup_of(now))
+        )
+
+    def _split_off_early_start(self) -> None:
+        """Makes the part of a start before the run was requested a run by itself: it is no time of the run."""
+        start = self.runs[-1] if self.runs else Run()
+        if (
+            self.requested_at is None
+            or self.requested_at <= start.began
+            or [name for name, _ in start.phases] != ["starting"]
+        ):
+            return
+        ((_, took),) = start.phases
+        before = min(took, self.requested_at - start.began)
+        self._replace_last(replace(start, phases=(("starting", before),), end="idle"))
+        remaining = (("starting", took - before),) if took > before else ()
+        self.runs = (*self.runs, replace(start, began=self.requested_at, phases=remaining))[-HISTORY_LENGTH:]
+
+    def _begins_run(self, state: str) -> bool:
+        """Does a new run begin with this state? A start and encoding come before a run's steps, decoding after them."""
+        if not self.runs or state == "starting":
+            return True
+        been = {name for name, _ in self.runs[-1].phases}
+        if state == "loading":
+            return bool(been & {"loading", "sampling", "decoding"})
+        return state == "encoding" and bool(been & {"sampling", "decoding"})
+
+    def _with_single_worker(self, run: Run, setup: RunSetup) -> Run:
+        """Adds the seconds a step on one worker: measured with this sampler, else scaled from another sampler, else
+        estimated."""
+        if run.step_seconds is None or run.workers == 1:
+            return run
+        paces = self._paces.get(self.size.key, {})
+        own = paces.get(self.sampler, {}).get(setup.alone)
+        others = [one[setup.alone] / one[setup] for one in paces.values() if {setup.alone, setup} <= one.keys()]
+        estimated = others[-1] if others else self.size.speedup
+        times = setup.credible(own / run.step_seconds if own is not None else estimated)
+        alone = run.step_seconds * times if times else None
+        return replace(run, alone=alone, measured=alone is not None and (own is not None or bool(others)))
+
+    def _ended(self, before: Status, how: str) -> None:
+        run = self.runs[-1]
+        sampled = before.state == "sampling" and how == "idle"
+        # the last step may not have been reported
+        self._replace_last(replace(run, end=run.end or how, steps=before.steps if sampled else run.steps))
+        if sampled and self.size.key is not None and run.step_seconds is not None:
+            known = self._paces.pop(self.size.key, {})
+            known[self.sampler] = {**known.pop(self.sampler, {}), _setup_of(before): run.step_seconds}
+            self._paces = dict([*self._paces.items(), (self.size.key, known)][-HISTORY_LENGTH:])
+
+    def _replace_last(self, run: Run) -> None:
+        self.runs = (*self.runs[:-1], run)
+
+
+def _setup_of(now: Status) -> RunSetup:
+    """Returns the setup of this status' run."""
+    return RunSetup.of(now.degrees, now.placement) if now.degrees and now.placement else RunSetup()

@@ -1,0 +1,247 @@
+"""Starts the processes of a group and connects to them: a torchrun on each machine, a connection for each rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+from ..errors import WorkerDied, WorkerStartError
+from ..planning.device_profile import DeviceProfile, Speed, coarse
+from ..sentences import Sentence, say
+from ..specs import ComfySetup, Placement
+from ..wire.channel import Channel, short_path
+from ..wire.messages import PROTOCOL, Ended, Failed, Joined, MapOutput, Ready, Welcome
+from .activity import Activity
+from .cluster import Cluster, RemoteMachine
+from .journal import Journal
+from .torchrun import GRACE_SECONDS, Rendezvous, Torchrun
+
+POLL_SECONDS = 0.1
+
+
+class Processes:
+    """The workers and their torchruns. `meet` fills `channels`, in rank order."""
+
+    def __init__(self, placement: Placement, activity: Activity) -> None:
+        self.channels: list[Channel] = []
+        self._activity = activity
+        self._placement = placement
+        self.pids: list[int] = []
+        self._token = secrets.token_hex(16)
+        self._cluster: Cluster | None = None
+        self._torchrun, self._server = _torchrun_and_socket(len(placement.devices), activity.journal)
+        self._address = os.path.join(self._torchrun.folder, "socket")
+        self._rendezvous = Rendezvous(store=os.path.join(self._torchrun.folder, "store"))
+        self._server.listen(placement.world_size)
+        self._server.settimeout(POLL_SECONDS)
+
+    def meet(self, comfy: ComfySetup | None, timeout: float, watch: Callable[[], None]) -> DeviceProfile:
+        """Starts every rank, accepts it and waits until the group has formed. Raises WorkerStartError, with the reason.
+
+        Returns the measured device profile, with the slowest rank's rates.
+        """
+        self._activity.starting(self._placement)
+        self._start(time.monotonic() + timeout, watch)
+        deadline = time.monotonic() + timeout  # anew: machines that came late take nothing from the workers
+        ranks = range(self._placement.world_size)
+        met: dict[int, tuple[Channel, int]] = {}
+        while len(met) < len(ranks):
+            self._check_start(deadline, say("start.few", count=len(met), workers=len(ranks), seconds=f"{timeout:.0f}"))
+            watch()
+            for channel in self._new_connections():
+                if ready := self._admit(channel):
+                    met[ready.rank] = channel, ready.pid
+                    self._activity.set_stage("processes", len(met))
+        self.channels, self.pids = [met[rank][0] for rank in ranks], [met[rank][1] for rank in ranks]
+        self._welcome(comfy)
+        self._activity.set_stage("meeting")
+        joined: dict[int, Joined] = {}
+        while len(joined) < len(ranks):
+            watch()
+            # Messages are read in the order of arrival: a failed rank makes its peers fail too.
+            silent = {self.channels[rank].fileno(): rank for rank in ranks if rank not in joined}
+            heard = [silent[fd] for fd in wait(list(silent), POLL_SECONDS) if isinstance(fd, int)]
+            for rank in heard:
+                joined[rank] = self._joined(rank, self.channels[rank])
+                self._activity.set_stage("meeting", len(joined))
+            if not heard:
+                self._check_start(deadline, say("start.apart", workers=len(ranks), count=len(silent)))
+        self._server.close()
+        os.unlink(self._address)
+        self._activity.joined(joined, [self.machine_of(rank) for rank in ranks])
+        return DeviceProfile(
+            bytes_per_second=coarse(min(answer.bytes_per_second for answer in joined.values())),
+            flops_per_second=coarse(min(answer.flops_per_second for answer in joined.values())),
+            host_bytes_per_second=coarse(min(answer.host_bytes_per_second for answer in joined.values())),
+            ranks=tuple(
+                Speed(products=joined[rank].flops_per_second, attention=joined[rank].attention_flops_per_second)
+                for rank in ranks
+            ),
+        )
+
+    def ask(self, message: Any, bundle: int | None = None) -> None:
+        """Sends to every rank. `bundle` goes to all ranks on one machine; on several to rank 0, which passes it on.
+        Raises WorkerDied."""
+        for rank in range(len(self.channels)):
+            self._send(rank, message, bundle if rank == 0 or self._placement.nnodes == 1 else None)
+
+    def map_output(self, job: int, output: int) -> None:
+        """Sends a memory file to the ranks of this machine; no other shares memory with it. Raises WorkerDied."""
+        for rank in range(len(self._placement.devices)):
+            self._send(rank, MapOutput(job), output)
+
+    def running(self) -> bool:
+        """Are all torchruns and connected ranks alive?"""
+        return all(machine.running() for machine in self._machines) and not self._hung_up_ranks
+
+    def worker_name(self, rank: int) -> Sentence:
+        """Returns the rank's name for users, with its machine if that is another one."""
+        machine = self.machine_of(rank)
+        return say("worker.on", rank=rank, machine=machine) if machine else say("worker", rank=rank)
+
+    def machine_of(self, rank: int) -> str:
+        """The address of the rank's machine; "" for this one."""
+        return self._machine(rank).machine
+
+    def died(self, rank: int) -> WorkerDied:
+        """Returns how the rank ended, as far as its torchrun reports it shortly."""
+        cause = self._machine(rank).cause_of_death(rank)
+        return WorkerDied(cause.sentence(self.worker_name(rank)), cause)
+
+    def loss(self) -> WorkerDied:
+        """Returns the error of the rank of a dead group that ended first, as far as torchrun reports it."""
+        first = next(iter(self._hung_up_ranks), None)
+        if first is not None:
+            self._activity.rank_gone(self.worker_name(first), first)
+        losses = [self.died(rank) for rank in range(len(self.channels))]
+        known = [loss for loss in losses if loss.cause and loss.cause.kind in ("killed", "exited")]
+        # torchrun ends the other workers by SIGTERM.
+        return next((loss for loss in known if loss.cause and loss.cause.signal != "SIGTERM"), (known or losses)[0])
+
+    def kill(self) -> None:
+        """End every process of this machine now: ranks die with their torchrun. Safe on any thread, also while another
+        one closes."""
+        self._torchrun.kill()
+
+    def close(self) -> None:
+        """End every process. Idempotent."""
+        if self._cluster is not None:
+            self._cluster.close()
+        self._torchrun.close()
+        for channel in self.channels:
+            channel.close()
+        self._server.close()
+
+    @property
+    def _hung_up_ranks(self) -> list[int]:
+        """The ranks that have hung up."""
+        return [rank for rank, channel in enumerate(self.channels) if channel.hung_up(0)]
+
+    def _send(self, rank: int, message: Any, bundle: int | None) -> None:
+        copy = None if bundle is None else os.dup(bundle)
+        try:
+            self.channels[rank].send(message, copy)
+        except OSError:
+            raise self.died(rank) from None
+
+    @property
+    def _machines(self) -> list[Torchrun | RemoteMachine]:
+        """In the order of their ranks."""
+        return [self._torchrun, *(self._cluster.machines if self._cluster else [])]
+
+    def _machine(self, rank: int) -> Torchrun | RemoteMachine:
+        return self._machines[rank // len(self._placement.devices)]
+
+    def _start(self, deadline: float, watch: Callable[[], None]) -> None:
+        if self._placement.nnodes > 1:
+            self._cluster = Cluster(self._placement, self._token)
+            self._activity.set_stage("machines")
+            self._cluster.wait_for_machines(deadline, watch)
+            self._rendezvous = self._cluster.meeting
+        self._activity.set_stage("processes")
+        self._torchrun.start(self._address, self._token, self._rendezvous)
+
+    def _new_connections(self) -> list[Channel]:
+        """Returns the connections made since the last call, after waiting up to POLL_SECONDS."""
+        callers: list[Channel] = []
+        with contextlib.suppress(TimeoutError):
+            callers.append(Channel(self._server.accept()[0]))
+        with contextlib.suppress(queue.Empty):
+            while self._cluster is not None:
+                callers.append(self._cluster.gate.arrivals.get_nowait())
+        return callers
+
+    def _admit(self, channel: Channel) -> Ready | None:
+        """Returns the rank's greeting if it has the token; other connections are closed."""
+        ready = channel.greeting(Ready, GRACE_SECONDS)
+        if ready is None or not secrets.compare_digest(ready.token.encode(), self._token.encode()):
+            channel.close()
+            return None
+        if ready.protocol != PROTOCOL:
+            raise WorkerStartError(say("start.changed"))
+        return ready
+
+    def _welcome(self, comfy: ComfySetup | None) -> None:
+        remotes = self._cluster.machines if self._cluster else []
+        devices = [self._placement.devices, *(machine.devices for machine in remotes)]
+        setups = [comfy, *(machine.comfy(comfy) for machine in remotes)]
+        shared = any(len(set(names)) < len(names) for names in devices)
+        for rank, channel in enumerate(self.channels):
+            machine, place = divmod(rank, len(self._placement.devices))
+            channel.send(Welcome(devices[machine][place], self._rendezvous.store, shared, setups[machine]))
+
+    def _joined(self, rank: int, channel: Channel) -> Joined:
+        try:
+            answer, _ = channel.receive()
+        except EOFError:
+            died = self.died(rank)
+            starting = _with_last_line(say("start.died", died=died.sentence), self._machine(rank).last_line())
+            raise WorkerStartError(starting, died.cause) from None
+        if isinstance(answer, Failed):
+            failed = say("start.failed", worker=self.worker_name(rank), reason=answer.sentence)
+            raise WorkerStartError(failed, answer.cause)
+        assert isinstance(answer, Joined)
+        return answer
+
+    def _check_start(self, deadline: float, late: Sentence) -> None:
+        """Raises WorkerStartError where a process has ended, or with `late` past the deadline."""
+        if not self.running():
+            # Of a worker that has ended torchrun may not know yet.
+            machine = next((machine for machine in self._machines if not machine.running()), self._torchrun)
+            ended = machine.ended(GRACE_SECONDS) or Ended()
+            reason = _with_last_line(say("start.ended"), ended.error or machine.last_line())
+            if machine.machine:
+                reason = say("on.machine", reason=reason, machine=machine.machine)
+            first = next(iter(ended.causes), None)
+            raise WorkerStartError(say("start.full", reason=reason) if self._torchrun.disk_full() else reason, first)
+        if time.monotonic() > deadline:
+            lines = filter(None, (machine.last_line() for machine in self._machines))
+            raise WorkerStartError(_with_last_line(say("start.late", late=late), next(lines, "")))
+
+
+def _with_last_line(sentence: Sentence, line: str) -> Sentence:
+    """Adds the workers' last printed line."""
+    return say("start.printed", reason=sentence, line=line) if line else sentence
+
+
+def _torchrun_and_socket(workers: int, journal: Journal) -> tuple[Torchrun, socket.socket]:
+    """Returns a torchrun with its private folder, and the host's socket in it. Raises WorkerStartError where the disk
+    is full."""
+    torchrun, server = None, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        torchrun = Torchrun(range(workers), journal)
+        with short_path(os.path.join(torchrun.folder, "socket")) as address:
+            server.bind(address)
+    except OSError as error:
+        server.close()
+        if torchrun is not None:
+            torchrun.close()
+        raise WorkerStartError(say("start.folder", error=str(error))) from None
+    return torchrun, server

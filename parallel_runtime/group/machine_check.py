@@ -1,0 +1,33 @@
+"""Checks what a plan needs of this machine: an address that others can reach, and packages."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from ..accelerators import KERNELS
+from ..errors import Refused
+from ..planning.candidates import unsized_plan
+from ..planning.plan_inputs import PlanInputs
+from ..planning.run_plan import RunPlan
+from ..wire.handshake import read_key
+from . import endpoint
+
+
+def checked_plan(inputs: PlanInputs) -> RunPlan:
+    """Returns the plan as far as it needs no sizes. Raises Refused where it cannot run here: other machines could not
+    reach this one, the shared token is missing, or a package is."""
+    request = inputs.request
+    if request.nnodes > 1:
+        endpoint.check(request.rdzv_endpoint)
+        read_key()
+    plan = unsized_plan(inputs)
+    kernel = KERNELS.get(request.options.attention_backend)
+    if kernel and kernel.package and importlib.util.find_spec(kernel.package) is None:
+        raise Refused(
+            "backend.package",
+            widget="attention_backend",
+            fix={"attention_backend": "auto"},
+            backend=kernel.name,
+            package=kernel.package,
+        )
+    return plan

@@ -1,0 +1,74 @@
+"""Tracks what the workers of a group have (weights, weight patches, conditions), which need not be sent again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..errors import Refused
+from ..jobs import MAX_CACHED_PROMPTS, EvaluationJob, Job, SamplingJob, VAEJob
+from ..specs import ModelSpec
+
+
+class PayloadCache:
+    def __init__(self) -> None:
+        self._weight_patches: dict[ModelSpec, str] = {}  # of each model and VAE that the workers hold
+        self._prompts: dict[ModelSpec, list[tuple[int, dict[str, Any]]]] = {}
+        self._last_prompt = 0
+
+    def has_model(self, model: ModelSpec) -> bool:
+        """Do the workers have `model`, with its weight patches?"""
+        return self._weight_patches.get(model.unpatched) == model.weight_patches
+
+    def drop(self, model: ModelSpec) -> None:
+        self._weight_patches.pop(model.unpatched, None)
+
+    def evict_conditions(self, model: ModelSpec) -> None:
+        self._prompts.pop(model.unpatched, None)
+
+    @contextmanager
+    def delta(self, job: Job, model: ModelSpec) -> Iterator[Job]:
+        """Yields the job without what the workers have. If the block does not raise, the workers have all of it."""
+        cached = self.has_model(model)
+        try:
+            payload = self._without_weights(job) if cached else job
+            self.drop(model)
+            yield self._without_prompt(payload, model) if isinstance(payload, EvaluationJob) else payload
+        except BaseException as error:
+            self._prompts = {}
+            if cached and isinstance(error, Refused):
+                self._weight_patches[model.unpatched] = model.weight_patches
+            raise
+        self._weight_patches[model.unpatched] = model.weight_patches
+
+    def _without_weights(self, job: Job) -> Job:
+        match job:
+            case SamplingJob() | EvaluationJob():
+                return replace(job, weight_patches=None)
+            case VAEJob():
+                return replace(job, weights=None)
+        return job
+
+    def _without_prompt(self, job: EvaluationJob, model: ModelSpec) -> EvaluationJob:
+        """Conditions are compared by value: they may change from step to step under one uuid of ComfyUI's."""
+        prompts = self._prompts.get(model.unpatched, [])
+        for number, conds in prompts:
+            if _equal(conds, job.conds):
+                return replace(job, prompt=number, conds=None)
+        self._last_prompt += 1
+        self._prompts[model.unpatched] = [*prompts, (self._last_prompt, job.conds or {})][-MAX_CACHED_PROMPTS:]
+        return replace(job, prompt=self._last_prompt)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if torch.is_tensor(a) and torch.is_tensor(b):
+        return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return type(a) is type(b) and not torch.is_tensor(a) and a == b

@@ -1,0 +1,211 @@
+"""The one worker group of this process: started when first needed, replaced when it is dead or does not fit, ended
+when nobody has used it for long enough."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from ..errors import ParallelError, Refused, WorkerDied
+from ..planning.device_profile import DeviceProfile
+from ..sentences import say
+from ..specs import ComfySetup, Placement, SourceFile
+from .activity import Activity
+from .endpoint import parse
+from .group_status import BUSY, RESTING, Status
+from .launch import POLL_SECONDS
+from .limits import Limit, stall_limit
+from .worker_group import WorkerGroup
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 1.0
+
+
+class Runtime:
+    """Everything that outlives a group. `runtime` is the only instance."""
+
+    def __init__(self) -> None:
+        self.group: WorkerGroup | None = None  # only to inspect; `borrowed` to use it
+        self.stall = stall_limit()
+        self.idle = Limit("CP_IDLE_SECONDS", 0)  # 0: never
+        self.first_seen: WeakKeyDictionary[Any, tuple[SourceFile, ...]] = WeakKeyDictionary()  # of loaded networks
+        self.profiles: dict[Placement, DeviceProfile] = {}  # what each group measured when it met
+        self.last_auto_placement: dict[Placement, Placement] = {}  # by all devices, those that auto chose last
+        self._activity = Activity()
+        self.history = self._activity.history
+        self.journal = self._activity.journal  # what was printed and logged last
+        self._lock = threading.RLock()  # needed to use, start or end the group
+        self._closing = threading.Event()
+        self._last_used_at = 0.0  # last
+
+    @property
+    def live(self) -> WorkerGroup | None:
+        """The group, if it lives."""
+        group = self.group
+        return group if group is not None and group.alive else None
+
+    @contextmanager
+    def borrowed(
+        self, placement: Placement, comfy: ComfySetup | None, watch: Callable[[], None] = lambda: None
+    ) -> Iterator[WorkerGroup]:
+        """Yields the live group for `placement`, which no other thread uses or ends meanwhile.
+
+        `watch` is called while we wait for it; what it raises ends the waiting. Raises WorkerStartError, and Refused
+        where a callback of this thread's own run asks.
+        """
+
+        def go_on() -> bool:
+            watch()
+            return True
+
+        self._activity.request_run()
+        with self._locked(go_on):
+            if self.group is not None and self.group.in_run:
+                raise Refused("workers.busy")
+            try:
+                yield self._current(placement, comfy, watch)
+            finally:
+                self._last_used_at = time.monotonic()
+
+    @contextmanager
+    def exclusive(self, group: WorkerGroup) -> Iterator[WorkerGroup | None]:
+        """Yields `group` once no other thread uses it; None if it has ended, also during the wait: the thread with the
+        lock then starts another one, which may take minutes."""
+        with self._locked(lambda: self.group is group) as alone:
+            yield group if alone and self.live is group else None
+
+    @contextmanager
+    def idle_group(self) -> Iterator[WorkerGroup | None]:
+        """Yields the live group, which no other thread uses or ends meanwhile; None if there is none or it is busy,
+        also between two evaluations of a run."""
+        with self._locked() as alone:
+            yield self.live if alone and self._activity.now.state not in BUSY else None
+
+    def start_ahead(self, placement: Placement, comfy: ComfySetup | None) -> None:
+        """Starts the group on another thread for a queued prompt, if none is alive. The run that borrows it gets the
+        error of a failed start."""
+        self._activity.request_run(by_prompt=True)
+        self._start_in_thread(placement, comfy)
+
+    def status(self) -> Status:
+        """Returns the status. Detects that an idle group has died, and ends one after its idle timeout: to be called a
+        few times a second."""
+        self._activity.end_idle_run()
+        group = self.group
+        if group is not None and self._activity.now.state in RESTING and not group.alive:
+            with self._locked() as alone:
+                if alone:
+                    group.check_alive()
+        if self._idle_too_long:
+            with self._locked() as alone:
+                if alone and self._idle_too_long:
+                    reason = say("ended.idle", seconds=f"{float(self.idle):g}")
+                    log.info("[CP] the workers are %s", reason)
+                    self._close()
+                    self._activity.ended(reason)
+        return self._activity.now
+
+    def restart(self, reason: str, comfy: ComfySetup | None) -> bool:
+        """Ends the group, also during a run, which fails with `reason`, and starts another like it on another thread,
+        also after a failed start. Returns False if there is none to restart and none is starting.
+        """
+        group, now = self.group, self._activity.now
+        self._activity.withdraw_request()
+        if group is None:
+            if now.state in ("died", "unstarted") and now.placement is not None:
+                self._start_in_thread(now.placement, comfy)
+                return True
+            return now.state == "starting"
+
+        def end_the_run() -> bool:
+            group.kill(reason)
+            return True
+
+        with self._locked(end_the_run):
+            if group.in_run:  # a callback of that run asks for it
+                group.kill(reason)
+            elif self.group is group:  # nobody has replaced it meanwhile
+                self._close()
+        self._start_in_thread(group.placement, group.comfy)
+        return True
+
+    def close(self) -> None:
+        """End the group, if there is one; a run that uses it fails."""
+        self._closing.set()
+        free = self._lock.acquire(timeout=CLOSE_SECONDS)
+        self._close()
+        self._closing.clear()
+        if free:
+            self._lock.release()
+
+    @property
+    def _idle_too_long(self) -> bool:
+        """Has the group been idle for longer than its limit?"""
+        idle = self.group is not None and self._activity.now.state not in BUSY
+        return idle and 0 < float(self.idle) < time.monotonic() - self._last_used_at
+
+    @contextmanager
+    def _locked(self, go_on: Callable[[], bool] = lambda: False) -> Iterator[bool]:
+        """Holds the group's lock, and yields True; False if another thread has it and `go_on` returns False."""
+        while not self._lock.acquire(timeout=POLL_SECONDS):
+            if not go_on():
+                yield False
+                return
+        try:
+            yield True
+        finally:
+            self._lock.release()
+
+    def _current(self, placement: Placement, comfy: ComfySetup | None, watch: Callable[[], None]) -> WorkerGroup:
+        group = self.live
+        if group is None or group.placement != placement or group.comfy != comfy or not self._responds(group, watch):
+            if placement.nnodes > 1:
+                parse(placement.rdzv_endpoint)  # a name that nobody knows is refused before it costs the live workers
+            self._close()
+        if self.group is None:
+            machines = f" on each of {placement.nnodes} machines" if placement.nnodes > 1 else ""
+            log.info("[CP] starting %d worker(s): %s%s", placement.world_size, ", ".join(placement.devices), machines)
+            self.group = WorkerGroup(placement, comfy, watch, self._activity, self.stall)
+            self.profiles[placement] = self.group.profile
+        return self.group
+
+    def _responds(self, group: WorkerGroup, watch: Callable[[], None]) -> bool:
+        """Sends an idle group a message: a worker killed meanwhile counts as running until its process has ended."""
+        if self._activity.now.state not in BUSY:
+            with contextlib.suppress(WorkerDied):
+                group.measure(watch)
+        return group.alive
+
+    def _start_in_thread(self, placement: Placement, comfy: ComfySetup | None) -> None:
+        threading.Thread(target=self._start_ahead, args=(placement, comfy), name="start workers", daemon=True).start()
+
+    def _start_ahead(self, placement: Placement, comfy: ComfySetup | None) -> None:
+        try:
+            with self._locked() as alone:
+                if alone and self.live is None:
+                    self._current(placement, comfy, self._unless_closing)
+                    self._last_used_at = time.monotonic()
+        except ParallelError as error:
+            log.debug("[CP] no workers started ahead: %s", error)
+
+    def _unless_closing(self) -> None:
+        if self._closing.is_set():
+            raise ParallelError(say("ended.closing"))
+
+    def _close(self) -> None:
+        if self.group is not None:
+            group, self.group = self.group, None
+            group.close()
+            self._activity.ended()
+
+
+runtime = Runtime()
+atexit.register(runtime.close)

@@ -1,0 +1,177 @@
+"""One torchrun on this machine, with a private folder; it ends with this process. Reads its and the workers' output."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from .. import accelerators
+from ..errors import Cause
+from ..wire.handshake import KEY
+from ..wire.messages import Ended, decode
+from .journal import Journal
+from .output_reader import OutputReader
+
+PACKAGE = Path(__file__).resolve().parents[1]
+GRACE_SECONDS = 5.0
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+COMFYUIS_ALLOCATOR = "backend:cudaMallocAsync"
+WORKER_LOG_PREFIX = "[CP rank"  # how what a worker logs begins, see worker/serve.py
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Where the torchruns of a group and their ranks connect: at `store`, a file on one machine, host:port on several.
+    `machine` is this one's number of `machines`, `interface` its network interface."""
+
+    store: str
+    machine: int = 0
+    machines: int = 1
+    interface: str = "lo"
+
+
+class Torchrun:
+    """The torchrun process of `ranks`, after `start`. The private `folder` is made at once. Raises OSError where the
+    disk is full."""
+
+    machine = ""  # this one
+    agent: subprocess.Popen[bytes]
+
+    def __init__(self, ranks: range, journal: Journal | None = None) -> None:
+        self._journal = journal or Journal()
+        self.folder = tempfile.mkdtemp(prefix="cp-")
+        self._ranks = ranks
+        self._printed: dict[int | None, OutputReader] = {}  # by rank; None: torchrun
+        self._report: Connection | None = None
+        self._ended: Ended | None = None
+        self._secrets: tuple[str, ...] = (self.folder,)
+        try:
+            for rank in ranks:
+                fifo = os.path.join(self.folder, f"output-{rank}")  # worker/__main__.py opens it
+                self._printed[rank] = OutputReader.from_fifo(fifo, partial(self._note, rank))
+        except OSError:
+            self.close()
+            raise
+
+    def start(self, address: str, token: str, meeting: Rendezvous, key: str = "") -> None:
+        """Starts the ranks, which connect to `address`, a unix socket, or host:port with `key`, and send `token`."""
+        self._secrets = (token, key, self.folder)
+        report, agent_end = Pipe(duplex=False)
+        workers = len(self._ranks)
+        command = [
+            sys.executable, "-m", f"{PACKAGE.name}.worker.process.agent", str(agent_end.fileno()),
+            f"--nproc-per-node={workers}", "--max-restarts=0", "--monitor-interval=0.1", "--log-dir", self.folder,
+            f"--nnodes={meeting.machines}", "--rdzv-backend=cp-store", f"--rdzv-endpoint={meeting.store}",
+            f"--rdzv-conf=machine={meeting.machine}",
+            "-m", f"{PACKAGE.name}.worker", address,
+        ]  # fmt: skip
+        with agent_end:
+            self.agent = subprocess.Popen(
+                command,
+                cwd=PACKAGE.parent,
+                env=environment(workers, token, self.folder, meeting, key),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[agent_end.fileno()],
+                start_new_session=True,
+            )
+        self._report = report
+        assert self.agent.stdout is not None
+        self._printed[None] = OutputReader(self.agent.stdout, partial(log.debug, "%s"))
+
+    def running(self) -> bool:
+        return self._report is not None and self.agent.poll() is None
+
+    def ended(self, seconds: float = 0.0) -> Ended | None:
+        """Returns how the workers ended, which torchrun reports a second or two before it exits; None if it reports
+        nothing within so many seconds. A killed torchrun reports an empty Ended."""
+        if self._ended is None and self._report is not None and self._report.poll(seconds):
+            try:
+                self._ended = decode(self._report.recv_bytes())
+            except EOFError:
+                self._ended = Ended()
+        return self._ended
+
+    def cause_of_death(self, rank: int) -> Cause:
+        """Returns how this rank ended, as far as torchrun reports it within a second."""
+        ended = self.ended(1.0) or Ended()
+        self._printed[rank].end(0.5)
+        if cause := next((cause for cause in ended.causes if cause.rank == rank), None):
+            return cause
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if (code := self.agent.wait(0.5)) < 0:
+                return Cause(kind="torchrun", rank=rank, signal=signal.Signals(-code).name)
+        return Cause(kind="gone", rank=rank)
+
+    def last_line(self) -> str:
+        """Returns the last line of the rank that failed first; else that of any rank, or of torchrun."""
+        first = [cause.rank for cause in (self._ended or Ended()).causes]
+        lines = (self._printed[rank].last_line for rank in (*first, *self._ranks, None) if rank in self._printed)
+        return next(filter(None, lines), "")
+
+    def disk_full(self) -> bool:
+        disk = os.statvfs(self.folder)
+        return not disk.f_bavail or (bool(disk.f_files) and not disk.f_favail)
+
+    def kill(self) -> None:
+        """Kills its processes, without waiting."""
+        if self.running():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.agent.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Ends torchrun, and waits for the workers' output to end. Idempotent."""
+        if self._report is not None:
+            self.kill()
+            self.agent.wait()
+            assert self.agent.stdin is not None
+            self.agent.stdin.close()
+            self._report.close()
+        for printed in self._printed.values():
+            printed.end(GRACE_SECONDS)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _note(self, rank: int, text: str) -> None:
+        self._journal.note(text, rank, hide=self._secrets)
+        log.log(logging.INFO if text.startswith(WORKER_LOG_PREFIX) else logging.DEBUG, "%s", text)
+
+
+def environment(workers: int, token: str, folder: str, meeting: Rendezvous, key: str = "") -> dict[str, str]:
+    """Returns the environment of torchrun and its workers. A user's settings of GPUs and networks override ours."""
+    cores = str(max(1, (os.cpu_count() or 1) // workers))
+    defaults = {
+        # Gloo, NCCL and their like listen on their own; on one machine they need no more than loopback.
+        "GLOO_SOCKET_IFNAME": meeting.interface,
+        **accelerators.environment(meeting.interface),
+        "OMP_NUM_THREADS": cores,
+        "TORCHINDUCTOR_COMPILE_THREADS": cores,  # a pool of processes in each worker
+    }
+    inherited = _without_comfyui_allocator(os.environ)
+    private = {"CP_TOKEN": token, "CP_FOLDER": folder, KEY: key}
+    return {**defaults, **inherited, **private, "PYTHONSAFEPATH": "", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def _without_comfyui_allocator(environment: Mapping[str, str]) -> dict[str, str]:
+    """Removes the allocator that ComfyUI's main.py sets for its own process, and keeps a user's other allocator
+    options."""
+    made = dict(environment)
+    for name in ALLOCATOR:
+        words = made.pop(name, "").split(",")
+        if options := [word for word in words if word and "".join(word.split()) != COMFYUIS_ALLOCATOR]:
+            made[name] = ",".join(options)
+    return made

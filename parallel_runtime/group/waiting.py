@@ -1,0 +1,175 @@
+"""Collects the answers of every rank to one request, or raises why one will not come, such as a rank that is silent for
+too long."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterable
+from multiprocessing.connection import wait
+from typing import Any, Literal
+
+from ..errors import ON_ANOTHER_RANK, Cause, WorkerDied, WorkerFailed, WorkerLost
+from ..sentences import say
+from ..wire.bundles import read_bundle
+from ..wire.messages import Done, Failed, Heartbeat, Refusal, Step
+from .activity import Activity
+from .launch import POLL_SECONDS, Processes
+
+PEER_FAILURE_SECONDS = 0.3
+
+Work = Literal["", "loading", "sampling", "compiling"]  # "" before a rank's first message
+
+
+class Waiting:
+    """The answers to one request, as they come in."""
+
+    def __init__(self, processes: Processes, job: int, limits: SilenceLimits, activity: Activity) -> None:
+        self.answers: dict[int, tuple[Done, Any]] = {}
+        self._processes = processes
+        self._channels = processes.channels
+        self._job = job
+        self._activity = activity
+        self.limits = limits
+
+    @property
+    def over(self) -> bool:
+        return len(self.answers) == len(self._channels)
+
+    @property
+    def refused(self) -> tuple[int, Refusal] | None:
+        """The rank that refused, with its reason: other ranks only report that another one did."""
+        refusals = [(rank, done.refused) for rank, (done, _) in sorted(self.answers.items()) if done.refused]
+        return max(refusals, key=lambda refusal: refusal[1].code != ON_ANOTHER_RANK, default=None)
+
+    def agreed(self) -> dict[int, tuple[Done, Any]]:
+        """Returns the answers of all ranks, once `over`. Raises Refused if a rank refused."""
+        if self.refused is not None:
+            rank, refusal = self.refused
+            raise refusal.raised(self._processes.machine_of(rank))
+        return self.answers
+
+    def listen(self) -> list[tuple[int, Any, Any, int]]:
+        """Waits up to POLL_SECONDS for messages, and returns the steps that rank 0 reported, oldest first."""
+        steps = []
+        for rank in self._ready(POLL_SECONDS):
+            message, bundle = self._receive(rank)
+            value: Any = read_bundle(bundle) if bundle is not None else None
+            if getattr(message, "job", self._job) != self._job:
+                continue
+            self.limits.heard_from(rank)
+            self._activity.receive(rank, message)
+            match message:
+                case Failed():
+                    raise self._root_cause(message)
+                case Step(step=step, total=total):
+                    x0, x = (value["x0"], value["x"]) if value else (None, None)
+                    steps.append((step, x0, x, total))
+                case Done(refused=refused):
+                    self.answers[rank] = (message, value)
+                    if refused is not None:
+                        self.limits.refused()
+                case Heartbeat(loaded=None, busy=busy):
+                    self.limits.set_work(rank, "compiling" if busy == "compiling" else "sampling")
+        self._check_stall()
+        return steps
+
+    def _ready(self, timeout: float) -> Iterable[int]:
+        sockets = [channel.fileno() for channel in self._channels]
+        if -1 in sockets:
+            raise WorkerDied(say("died.ended"))
+        ready = wait(sockets, timeout)
+        return [rank for rank, socket in enumerate(sockets) if socket in ready]
+
+    def _receive(self, rank: int) -> tuple[Any, int | None]:
+        try:
+            return self._channels[rank].receive()
+        except (EOFError, OSError):
+            self._activity.rank_gone(self._processes.worker_name(rank), rank)
+            raise self._processes.died(rank) from None
+
+    def _root_cause(self, failed: Failed) -> WorkerLost:
+        """Returns the first cause of a failure: a rank that has died, if any, since a rank that loses a peer fails
+        too."""
+        time.sleep(PEER_FAILURE_SECONDS)
+        for rank in self._ready(0):
+            if rank != failed.cause.rank:
+                try:
+                    _, bundle = self._receive(rank)
+                except WorkerDied as died:
+                    return died
+                if bundle is not None:
+                    os.close(bundle)
+        worker = self._processes.worker_name(failed.cause.rank)
+        return WorkerFailed(say("died.failed", worker=worker, reason=failed.sentence), failed.cause, failed.traceback)
+
+    def _check_stall(self) -> None:
+        if lost := self.limits.timed_out_rank(
+            [rank for rank in range(len(self._channels)) if rank not in self.answers]
+        ):
+            silent, seconds = lost
+            if refused := self.refused:
+                rank, refusal = refused
+                alone = say("died.alone", worker=self._processes.worker_name(silent))
+                reason = say("died.error", error=say("died.refused", reason=refusal.raised().sentence), where=alone)
+                failed = say("died.failed", worker=self._processes.worker_name(rank), reason=reason)
+                raise WorkerFailed(failed, Cause(kind="raised", rank=rank), "")
+            died = say("died.silent", worker=self._processes.worker_name(silent), seconds=f"{seconds:.0f}")
+            if self._activity.replaying:
+                died = say("reason.why", reason=died, why=say("died.replaying"))
+            raise WorkerDied(died, Cause(kind="silent", rank=silent))
+
+
+class SilenceLimits:
+    """How long the ranks of one request may be silent.
+
+    Limits in seconds: `load` while a rank loads or compiles, `stall` before and after.
+
+    A cancelled rank has at most the remainder of one step: the longest step so far, known after the first, plus
+    `cancel`. After a refusal the ranks that sample are at the same place, and have `cancel` seconds to refuse too;
+    otherwise they wait in a collective forever.
+    """
+
+    def __init__(self, ranks: int, *, load: float, stall: float, cancel: float) -> None:
+        self.cancelled = False
+        self._load = load
+        self._stall = stall
+        self._cancel = cancel
+        self._heard = [time.monotonic()] * ranks
+        self._work: list[Work] = [""] * ranks
+        self._longest_step = 0.0
+        self._refused: float | None = None  # when
+
+    def heard_from(self, rank: int) -> None:
+        now = time.monotonic()
+        if self._work[rank] == "sampling":
+            self._longest_step = max(self._longest_step, now - self._heard[rank])
+        self._work[rank] = self._work[rank] or "loading"
+        self._heard[rank] = now
+
+    def set_work(self, rank: int, doing: Work) -> None:
+        """Sets the work of a rank that has loaded. One that compiles receives no cancel until torch.compile is done."""
+        self._work[rank] = doing
+
+    def refused(self) -> None:
+        """Notes when the first rank refused."""
+        self._refused = self._refused or time.monotonic()
+
+    def timed_out_rank(self, waited_for: Collection[int]) -> tuple[int, float] | None:
+        """Returns the longest silent rank and its silence in seconds, if any of `waited_for` is silent for too long."""
+        now = time.monotonic()
+        if all(now - self._heard[rank] <= self._limit(rank) for rank in waited_for):
+            return None
+        stuck = min(waited_for, key=lambda rank: self._heard[rank])
+        return stuck, now - self._heard[stuck]
+
+    def _limit(self, rank: int) -> float:
+        stall = min(self._stall, self._load)
+        match self._work[rank]:
+            case "compiling":
+                return stall if self.cancelled else self._load
+            case "loading":
+                return min(self._cancel, self._load) if self.cancelled else self._load
+        if self._refused is not None:
+            return min(self._cancel, stall) + max(0.0, self._refused - self._heard[rank])
+        return min(self._cancel + self._longest_step, stall) if self.cancelled and self._longest_step else stall

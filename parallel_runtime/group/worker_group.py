@@ -1,0 +1,237 @@
+"""A running worker group: sends one request at a time to every rank and returns rank 0's result. Crash-only."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import ParallelError, Refused, WorkerDied
+from ..jobs import Job
+from ..planning.share_balance import ShareBalance
+from ..request import AfterSampling
+from ..sentences import say
+from ..specs import ComfySetup, ModelSpec, Parallelism, Placement, WeightPlacement
+from ..wire.bundles import bundled
+from ..wire.messages import Cancel, Done, Measure, Run
+from ..wire.readings import Readings
+from .activity import Activity
+from .group_status import BUSY
+from .launch import Processes
+from .limits import Limit, seconds_from, stall_limit
+from .payload_cache import PayloadCache
+from .waiting import SilenceLimits, Waiting
+
+log = logging.getLogger(__name__)
+
+START_SECONDS = seconds_from("CP_START_SECONDS", 180)
+LOAD_SECONDS = seconds_from("CP_LOAD_SECONDS", 600)
+CANCEL_SECONDS = seconds_from("CP_CANCEL_SECONDS", 10)
+UNLOAD_SECONDS = 10.0  # a group that takes longer to drop its models is ended, which drops them too
+
+REPLICATED = WeightPlacement()
+
+OnStep = Callable[[int, Any, Any, int], None]
+Watch = Callable[[], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The result of a run: `value` is what the workers' loop returned; the times are rank 0's."""
+
+    value: dict[str, Any]
+    load_seconds: float
+    seconds: float
+
+
+class WorkerGroup:
+    """A context manager. A ParallelError ends the group, and later requests raise it again: start another group. An
+    exception that `watch` or `on_step` raises cancels the job on every rank, and the group stays."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        comfy: ComfySetup | None = None,
+        watch: Watch = lambda: None,
+        activity: Activity | None = None,
+        stall: Limit | None = None,
+    ) -> None:
+        self.placement = placement
+        self.activity = activity or Activity()
+        self.comfy = comfy
+        self.stall = stall or stall_limit()
+        self._jobs = itertools.count(1)
+        self._payloads = PayloadCache()
+        self.models: dict[ModelSpec, Any] = {}  # nodes/remote lists its GroupModels here, the last used one last
+        self.in_run = False  # if set on the run's own thread, the code is called from the run's `on_step` or `watch`
+        self._error: ParallelError | None = None  # what ended the group
+        self._kill_error: ParallelError | None = None  # the error of `kill`
+        self._processes = Processes(placement, self.activity)
+        try:
+            self.profile = self._processes.meet(comfy, START_SECONDS, watch)
+            self.balance = ShareBalance(placement)
+        except BaseException as error:
+            self.close()
+            self.activity.failed(error)
+            raise
+
+    @property
+    def alive(self) -> bool:
+        return self._processes.running()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process ids in rank order; those of other machines are ids there."""
+        return tuple(self._processes.pids)
+
+    @property
+    def readings(self) -> tuple[Readings, ...]:
+        """The last readings of each rank, in rank order; () where a rank has sent none."""
+        readings = tuple(rank.readings for rank in self.activity.now.ranks if rank.readings is not None)
+        return readings if len(readings) == len(self.activity.now.ranks) else ()
+
+    def has_model(self, model: ModelSpec) -> bool:
+        """Do the workers have `model`, with its weight patches?"""
+        return self._payloads.has_model(model)
+
+    def run(
+        self,
+        model: ModelSpec,
+        parallelism: Parallelism,
+        job: Job,
+        *,
+        weight_placement: WeightPlacement = REPLICATED,
+        output: int | None = None,
+        on_step: OnStep = lambda *_: None,
+        watch: Watch = lambda: None,
+    ) -> Result:
+        """Run `job` on every rank and return rank 0's result. Raises Refused; the group and its models stay.
+
+        The ranks of a VAE write into the memory file `output`. Parts of `job` that the workers have are not sent again.
+        `on_step(step, x0, x, total)` has the arguments of the sampler's callback, and reports the frames of a VAE's
+        video; `watch` is called about every POLL_SECONDS.
+        """
+        assert parallelism.world_size == self.placement.world_size
+        if self._error is not None:
+            raise self._error
+        number = next(self._jobs)
+        self.activity.begin_request(model, parallelism, job)
+        effective = parallelism
+        if model.unpatched in self.activity.unrecordable:
+            effective = parallelism.with_options(cuda_graphs="off")
+        try:
+            with (
+                self._payloads.delta(job, model) as payload,
+                bundled({"kind": type(job).__name__, **vars(payload)}) as bundle,
+            ):
+                if output is not None:
+                    self._processes.map_output(number, output)
+                self._processes.ask(Run(number, model, effective, weight_placement), bundle)
+                self.in_run = True
+                answers = self._collect_answers(number, LOAD_SECONDS, on_step, watch)
+                if self._kill_error is not None:  # its processes are ending, also where they have answered
+                    raise self._kill_error
+        except Refused:
+            raise
+        except ParallelError as error:
+            raise self._lose(error) from None
+        finally:
+            self.in_run = False
+            if self.activity.now.state in BUSY:
+                self.activity.end_request(job)
+        for reason in self.activity.new_eager_reasons():
+            log.info("[CP] not recorded as a CUDA graph: %s", reason)
+        done, result = answers[0]
+        self.balance.learn(model, parallelism, [reading.computed_seconds for reading in self.readings])
+        return Result(result, done.load_seconds, done.seconds)
+
+    def unload(self, model: ModelSpec, *, offload: bool = False) -> None:
+        """Unloads this model on every rank, or offloads its weights to main memory."""
+        self.evict_conditions(model, "offload" if offload else "unload")
+
+    def evict_conditions(self, model: ModelSpec, after: AfterSampling = "keep") -> None:
+        """Evicts the conditions of this model on every rank, when a native sampler's run is over; `after` says whether
+        to keep, offload or unload the model."""
+        self._payloads.evict_conditions(model)
+        if after == "unload":
+            self._payloads.drop(model)
+        if not any(reading.weights for reading in self._measure(UNLOAD_SECONDS, model=model, after=after)):
+            self.activity.models_unloaded()
+
+    def evict_graphs(self, model: ModelSpec) -> None:
+        """Evicts this model's recorded forwards on every rank; its next run records again."""
+        self._measure(UNLOAD_SECONDS, model=model, recordings=True)
+
+    def measure(self, watch: Watch = lambda: None) -> tuple[Readings, ...]:
+        """Returns the current readings of each rank, in rank order; `watch` is called as in `run`."""
+        return self._measure(LOAD_SECONDS, watch)
+
+    def check_alive(self) -> None:
+        """Ends an idle group that has lost a worker."""
+        if self._error is None and not self.alive:
+            self._lose(self._processes.loss())
+
+    def kill(self, reason: str) -> None:
+        """Ends every process at once; a run in progress then raises WorkerDied with this reason."""
+        self._kill_error = WorkerDied(reason)
+        self._processes.kill()
+
+    def close(self) -> None:
+        self._processes.close()
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _measure(self, limit: float, watch: Watch = lambda: None, **freed: Any) -> tuple[Readings, ...]:
+        """Frees memory as the fields `freed` of a Measure say, and returns each rank's readings."""
+        if self._error is not None:
+            raise self._error
+        number = next(self._jobs)
+        try:
+            self._processes.ask(Measure(number, **freed))
+            self._collect_answers(number, limit, lambda *_: None, watch)
+        except ParallelError as error:
+            raise self._lose(error) from None
+        return self.readings
+
+    def _collect_answers(self, job: int, limit: float, on_step: OnStep, watch: Watch) -> dict[int, tuple[Done, Any]]:
+        ranks, stall = len(self._processes.channels), float(self.stall)
+        limits = SilenceLimits(ranks, load=limit, stall=stall, cancel=CANCEL_SECONDS)
+        waiting = Waiting(self._processes, job, limits, self.activity)
+        try:
+            while not waiting.over:
+                watch()
+                for step, x0, x, total in waiting.listen():
+                    on_step(step, x0, x, total)
+        except BaseException as error:
+            if isinstance(error, Refused) or not isinstance(error, ParallelError):  # `watch` or `on_step` raised it
+                self._cancel(waiting, job)
+            raise
+        return waiting.agreed()
+
+    def _cancel(self, waiting: Waiting, job: int) -> None:
+        """Stops the job on every rank. An error here ends the group, and the caller raises its own exception."""
+        waiting.limits.cancelled = True
+        self.activity.cancelling()
+        try:
+            self._processes.ask(Cancel(job))
+            while not waiting.over:
+                for _ in waiting.listen():
+                    pass
+            self.activity.cancelled()
+        except ParallelError as error:
+            self._lose(error)
+
+    def _lose(self, error: ParallelError) -> ParallelError:
+        """Ends the group, and returns the error to raise."""
+        if self._kill_error is None and self.activity.give_up_recording():
+            error.sentence = say("reason.why", reason=error.sentence, why=say("died.recording"))
+        self._error = self._error or self._kill_error or error
+        self.activity.lost(self._error, intended=self._kill_error is not None)
+        self.close()
+        return self._error

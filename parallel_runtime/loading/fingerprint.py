@@ -1,0 +1,66 @@
+"""Fingerprints of what two processes have: the same text in each of them where they have the same."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from types import CodeType
+
+import torch
+from torch import Tensor, nn
+
+SAMPLES = 64  # of a weight its values, of a file its pieces
+PIECE_BYTES = 64 << 10
+BUILT_BY = (  # what does not show in its modules
+    "config",
+    "latent_format",
+    "timestep_conditioning",
+    "decode_noise_scale",
+    "decode_timestep",
+)
+
+
+def fingerprint(*parts: str | bytes | Tensor) -> str:
+    """Of texts and of tensors' values, one after another, wherever tensors lie and however they are strided."""
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Tensor):
+            digest.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        else:
+            digest.update(part.encode() if isinstance(part, str) else part)
+    return digest.hexdigest()
+
+
+def model_fingerprint(model: nn.Module, dtype: torch.dtype) -> str:
+    """Of how it is built, and of samples of every weight, rounded to `dtype`. Weights may be on several devices."""
+    built = repr([getattr(model, name, None) for name in BUILT_BY])
+    weights = (tensor for tensor in model.state_dict().values() if tensor.is_floating_point())
+    return fingerprint(str(model), built, *(_sample(tensor).to(dtype) for tensor in weights))
+
+
+def file_fingerprint(path: str) -> str:
+    """Of the file's size, its start and pieces from all over it. Raises OSError."""
+    size, pieces = os.path.getsize(path), []
+    with open(path, "rb") as file:
+        for index in range(SAMPLES):
+            file.seek(index * size // SAMPLES)
+            pieces.append(file.read(PIECE_BYTES))
+    return fingerprint(str(size), *pieces)
+
+
+def code_fingerprint(code: CodeType) -> str:
+    """Of what a function does, functions inside it included; not of where it stands. The same in each Python of one
+    version."""
+    names = repr((code.co_names, code.co_varnames, code.co_cellvars, code.co_freevars))
+    constants = (
+        code_fingerprint(constant) if isinstance(constant, CodeType) else repr(constant)
+        for constant in code.co_consts
+        if not isinstance(constant, frozenset)  # whose order is another in each process
+    )
+    return fingerprint(code.co_code, names, *constants)[:16]
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """In main memory, one after another."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].cpu()

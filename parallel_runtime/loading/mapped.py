@@ -1,0 +1,149 @@
+"""Models loaded by ComfyUI's own loaders, with weights that stay views of the mapped file. Knows no worker.
+
+ComfyUI builds what `comfy.model_patcher.CoreModelPatcher` names, and has weights assigned instead of copied where that
+class says it is dynamic: its main.py replaces the same attribute. Nothing else of ComfyUI is touched.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import comfy.model_patcher
+import comfy.utils
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+Kind = TypeVar("Kind", bound="Mapped")
+Backup = namedtuple("Backup", ["weight", "inplace_update"])  # as ComfyUI's, which has no name
+
+
+class Mapped(ModelPatcher):
+    """A static ModelPatcher whose copy in main memory is the file's pages: unloading drops the device's, moves nothing.
+
+    `file_views` maps parameter names to these views, for all clones. Where the file holds another dtype than
+    ComfyUI would, they are cast on the device, or as they are used.
+    """
+
+    file_views: dict[str, Tensor]
+    _assigning = False
+
+    def is_dynamic(self) -> bool:
+        return Mapped._assigning
+
+    def clone(self: Kind, *args: Any, **kwargs: Any) -> Kind:
+        made = super().clone(*args, **kwargs)
+        made.file_views = self.file_views
+        return made
+
+    def load(self, device_to: torch.device | None = None, *args: Any, **kwargs: Any) -> None:
+        super().load(device_to, *args, **kwargs)
+        for module in self.model.modules():
+            self.settle(module)
+
+    def settle(self, module: torch.nn.Module) -> None:
+        """Give the module's own weights, which are where they shall be, the dtype that they are computed from."""
+        for name in _uncast(module):
+            if not _casts_as_it_computes(module, name):
+                _cast(module, name)
+
+    def patch_weight_to_device(self, key: str, *args: Any, **kwargs: Any) -> Any:
+        """A weight that patches change has the dtype that ComfyUI would have merged them into."""
+        if key in self.patches:
+            self._cast_to_merge(key)
+        return super().patch_weight_to_device(key, *args, **kwargs)
+
+    def patch_hook_weight_to_device(
+        self, hooks: Any, combined_patches: Any, key: str, original_weights: Any, memory_counter: Any
+    ) -> None:
+        uncast = key in combined_patches and self._cast_to_merge(key)
+        super().patch_hook_weight_to_device(hooks, combined_patches, key, original_weights, memory_counter)
+        self._back_up_view(key, uncast)
+
+    def patch_cached_hook_weights(self, cached_weights: Any, key: str, memory_counter: Any) -> None:
+        uncast = self._cast_to_merge(key)
+        super().patch_cached_hook_weights(cached_weights, key, memory_counter)
+        self._back_up_view(key, uncast)
+
+    def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
+        """A weight that was cast for a hook is a view of the file again."""
+        for key in [key for key in self.hook_backup if not whitelist_keys_set or key in whitelist_keys_set]:
+            if (view := self.hook_backup[key][0]) is self.file_views.get(key):
+                comfy.utils.set_attr_param(self.model, key, view)
+                del self.hook_backup[key]
+        super().unpatch_hooks(whitelist_keys_set)
+
+    def _cast_to_merge(self, key: str) -> bool:
+        """Give this weight ComfyUI's dtype; False where it has that already."""
+        path, _, name = key.rpartition(".")
+        module = self.model.get_submodule(path)
+        if name not in _uncast(module):
+            return False
+        _cast(module, name)
+        return True
+
+    def _back_up_view(self, key: str, uncast: bool) -> None:
+        if uncast:
+            self.hook_backup[key] = (self.file_views[key], self.hook_backup[key][1])
+
+    def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
+        super().unpatch_model(None if unpatch_weights else device_to, unpatch_weights)
+        if unpatch_weights and device_to is not None:
+            for name, view in self.file_views.items():
+                comfy.utils.set_attr_param(self.model, name, view)
+            self.model.to(device_to)  # buffers
+            self.model.device = device_to
+
+
+def load_mapped(kind: type[Kind], load: Callable[..., Any], arguments: Sequence[Any], index: int | None) -> Kind:
+    """The `kind` that `load(*arguments)` makes, or the one at `index` of what it makes.
+
+    Formats that a loader holds in wrappers of its own (quantised, GGUF) stay as it made them.
+    """
+    with _assigned(kind):
+        made = load(*arguments)
+    patcher: Kind = made if index is None else made[index]
+    # Not `.data`, which is of a wrapper's class without what makes it one.
+    patcher.file_views = {name: parameter.detach() for name, parameter in patcher.model.named_parameters()}
+    return patcher
+
+
+@contextmanager
+def _assigned(kind: type[Mapped]) -> Iterator[None]:
+    before = comfy.model_patcher.CoreModelPatcher
+    comfy.model_patcher.CoreModelPatcher, Mapped._assigning = kind, True
+    try:
+        yield
+    finally:
+        comfy.model_patcher.CoreModelPatcher, Mapped._assigning = before, False
+
+
+def _uncast(module: torch.nn.Module) -> list[str]:
+    """The plain parameters that have another dtype than ComfyUI's loader would have copied them into."""
+    return [
+        name
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+        and type(parameter.data) is Tensor
+        and parameter.dtype.is_floating_point
+        and getattr(module, f"{name}_comfy_model_dtype", parameter.dtype) != parameter.dtype
+    ]
+
+
+def _casts_as_it_computes(module: Any, name: str) -> bool:
+    """On the CPU, where the file's pages are the weights: a layer of ComfyUI can widen them each time, to the bit."""
+    parameter, dtype = module._parameters[name], getattr(module, f"{name}_comfy_model_dtype")
+    widens = dtype.itemsize > parameter.dtype.itemsize
+    if parameter.device.type != "cpu" or not hasattr(module, "comfy_cast_weights") or not widens:
+        return False
+    module.comfy_cast_weights = True
+    return True
+
+
+def _cast(module: Any, name: str) -> None:
+    """To the dtype that ComfyUI's loader would have copied it into."""
+    value = module._parameters[name].data.to(getattr(module, f"{name}_comfy_model_dtype"))
+    module._parameters[name] = torch.nn.Parameter(value, requires_grad=False)

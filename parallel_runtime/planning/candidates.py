@@ -1,0 +1,331 @@
+"""Every plan that a request allows: device subsets, degrees, stages, weight placement. What the user fixed is a
+filter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from ..errors import Refused
+from ..specs import Parallelism, Placement, WeightPlacement, WeightsMode
+from .device_names import parse_devices
+from .device_profile import DeviceProfile
+from .memory_model import FETCHED_MODES, SIMILAR_RATIO, MemoryModel, hardly_better
+from .plan_inputs import PlanInputs
+from .request_checks import check_placement, check_request, check_stages, check_workers, unused_shares
+from .run_plan import RunPlan
+from .seconds import alone_seconds_by_rank, are_heterogeneous, rotate_method_for, shares_by_speed
+from .work_shares import are_uneven, are_unused, requested_shares
+
+
+def unsized_plan(inputs: PlanInputs) -> RunPlan:
+    """Devices and degrees before sizes and memory are known: those that are preferred where nothing is measured.
+    Raises Refused where the request cannot work."""
+    *_, widest = _usual_plans(inputs, parse_devices(inputs.request.devices, inputs.gpus, inputs.kind))
+    return widest
+
+
+def candidates(inputs: PlanInputs) -> Iterator[RunPlan]:
+    """In order of preference where none is clearly faster. Raises Refused where the request cannot work."""
+    assert inputs.work is not None, "candidates go by sizes"
+    for usual in _device_subsets(inputs):
+        profile = profile_of(inputs, usual)
+        heterogeneous = are_heterogeneous(inputs.work, usual.placement, profile)
+        by_speed = shares_by_speed(inputs.work, profile) if heterogeneous and profile is not None else ()
+        for degrees in _degrees(inputs, usual):
+            yield from _with_weights(inputs, usual, degrees, by_speed)
+
+
+def profile_of(inputs: PlanInputs, plan: RunPlan) -> DeviceProfile | None:
+    """What the workers of `plan` measured, or those of all devices did."""
+    known = inputs.profiles.get(plan.placement)
+    if known is not None or inputs.profile is None:
+        return known
+    return inputs.profile.of(plan.ranks) if plan.ranks else inputs.profile
+
+
+def memory_of(inputs: PlanInputs, plan: RunPlan, degrees: Parallelism | None = None) -> MemoryModel:
+    """Of an evaluation by `plan`, or by other degrees of the same workers."""
+    assert inputs.work is not None, "memory goes by sizes"
+    capacity = inputs.capacity.of(plan.ranks) if plan.ranks else inputs.capacity
+    work = replace(inputs.work, prompts=1) if plan.rows else inputs.work
+    automatic = inputs.request.weights == "auto"
+    return MemoryModel(work=work, degrees=degrees or plan.degrees, capacity=capacity, automatic=automatic)
+
+
+def _device_subsets(inputs: PlanInputs) -> Iterator[RunPlan]:
+    """The usual plans on all devices; then on fewer, where these are not alike and nobody has named any."""
+    widest = unsized_plan(inputs)
+    devices, only = parse_devices(inputs.request.devices, inputs.gpus, inputs.kind), inputs.only
+    if only is not None and only != widest.placement:
+        ranks = [widest.placement.devices.index(device) for device in only.devices]
+        yield from _on_ranks(inputs, widest.placement.devices, ranks)
+        return
+    yield from (plan for plan in _usual_plans(inputs, devices) if only is None or plan.placement == only)
+    chosen = only is not None or not (inputs.automatic_devices or inputs.compared)
+    if chosen or widest.placement.shared or inputs.request.nnodes > 1:
+        return
+    devices = widest.placement.devices
+    orders = _orders(inputs, widest)
+    for some in dict.fromkeys(tuple(sorted(order[count:])) for order in orders for count in range(1, len(devices))):
+        with suppress(Refused):
+            yield from (plan for plan in _on_ranks(inputs, devices, some) if plan.placement.world_size == len(some))
+
+
+def _usual_plans(inputs: PlanInputs, devices: tuple[str, ...]) -> list[RunPlan]:
+    """The preferred plan on these devices. Where a network may be cut by rows: without a cut, on as many of them as
+    there are prompts; with one, on as many as its rows allow where these are fewer; and on all. Raises Refused."""
+    in_parts = inputs.request.weights == "shard"  # which takes several workers for each prompt
+    if not (inputs.by_rows and inputs.is_free) or inputs.request.pipeline_degree > 1 or in_parts:
+        return [_preferred(inputs, devices)]
+    unsharded = _preferred(replace(inputs, unsharded=inputs.by_rows), devices)
+    try:
+        by_rows = _preferred(inputs, devices)
+    except Refused:
+        return [unsharded]
+    if unsharded.placement == by_rows.placement:
+        return [unsharded, by_rows] if unsharded.degrees != by_rows.degrees else [unsharded]
+    fewer = [unsharded, *_on_as_many_as_rows(inputs, by_rows)]
+    return [*(_first_of(by_rows, plan) for plan in fewer if plan.placement != by_rows.placement), by_rows]
+
+
+def _on_as_many_as_rows(inputs: PlanInputs, by_rows: RunPlan) -> list[RunPlan]:
+    """The preferred plan on so many of these devices that each rank has rows of its own; none where all have."""
+    degrees, rows = by_rows.degrees, inputs.work.row_ranks if inputs.work else 0
+    if not 0 < rows < degrees.context_parallel_size or by_rows.placement.nnodes > 1:
+        return []
+    devices = by_rows.placement.devices
+    count = min(rows * degrees.data_degree * (2 if inputs.guided else 1), len(devices) - 1)
+    with suppress(Refused):
+        return [_preferred(inputs, devices[:count])]
+    return []
+
+
+def _first_of(all_devices: RunPlan, plan: RunPlan) -> RunPlan:
+    """`plan`, which is on the first of the devices of another one."""
+    ranks, left_out = range(plan.placement.world_size), all_devices.placement.devices[len(plan.placement.devices) :]
+    return replace(plan, ranks=tuple(ranks), left_out=left_out)
+
+
+def _on_ranks(inputs: PlanInputs, devices: tuple[str, ...], ranks: Sequence[int]) -> Iterator[RunPlan]:
+    """The usual plans on some of all devices. Raises Refused."""
+    for fewer in _usual_plans(inputs, tuple(devices[rank] for rank in ranks)):
+        used_ranks = tuple(ranks)[: len(fewer.placement.devices)]
+        left_out = tuple(device for rank, device in enumerate(devices) if rank not in used_ranks)
+        yield replace(fewer, ranks=used_ranks, left_out=left_out)
+
+
+def _orders(inputs: PlanInputs, widest: RunPlan) -> Iterator[Sequence[int]]:
+    """Ranks in the order in which they may be left out: the slowest first, and those with the smallest budget."""
+    work, profile, budgets = inputs.work, profile_of(inputs, widest), inputs.capacity.ranks
+    if work is not None and profile is not None and are_heterogeneous(work, widest.placement, profile):
+        alone = alone_seconds_by_rank(work, profile)
+        yield sorted(range(len(alone)), key=lambda rank: -alone[rank])
+    if len(budgets) == widest.placement.world_size and max(budgets) > SIMILAR_RATIO * min(budgets):
+        yield sorted(range(len(budgets)), key=lambda rank: budgets[rank])
+
+
+def _preferred(inputs: PlanInputs, devices: tuple[str, ...]) -> RunPlan:
+    """The two branches of guidance first, then Ulysses as far as heads divide, then the ring. Raises Refused."""
+    request, nnodes = inputs.request, inputs.request.nnodes
+    check_request(inputs)
+    world = nnodes * max(1, len(devices))
+    guided = inputs.guided and not inputs.batch_coupled
+    degrees = _branches(inputs, world) if inputs.unsharded else _sequence(inputs, world, guided)
+    check_workers(degrees, devices, inputs)
+    local_workers = degrees.world_size // nnodes
+    placement = Placement(
+        devices=devices[:local_workers] or ("cpu",) * local_workers,
+        nnodes=nnodes,
+        rdzv_endpoint=request.rdzv_endpoint if nnodes > 1 else "",
+    )
+    check_placement(request, placement)
+    as_one = _as_one(inputs, degrees) if degrees.cfg_degree == 2 else degrees
+    if not guided:
+        degrees = as_one
+    every = len(devices) or local_workers
+    degrees = replace(degrees, shares=requested_shares(request.shares, degrees.world_size, every, nnodes))
+    if are_unused(degrees):
+        if not inputs.unsharded or (request.cfg_degree and local_workers == every):
+            raise unused_shares(request.shares, as_one)
+        degrees = replace(degrees, shares=())  # of a config that a VAE has, too
+    return RunPlan(degrees=degrees, placement=placement)
+
+
+def _branches(inputs: PlanInputs, world: int) -> Parallelism:
+    """For a network that is not cut: both prompts side by side where there are devices for it, on as many groups as
+    data_degree says."""
+    request = inputs.request
+    several = not inputs.batch_coupled and world // request.data_degree >= 2
+    cfg = request.cfg_degree or (2 if several else 1)
+    return Parallelism(options=request.options, cfg_degree=cfg, data_degree=request.data_degree)
+
+
+def _sequence(inputs: PlanInputs, world: int, guided: bool) -> Parallelism:
+    """What is 0 in the request is filled in."""
+    request = inputs.request
+    stages, cfg = max(1, request.pipeline_degree), request.cfg_degree
+    workers = max(1, world // (request.data_degree * stages))
+    if cfg == 0:
+        # Each branch of guidance would have a copy of the weights, which were to be as small as they can; and a prompt
+        # is not cut, so that shares have the sequence to divide.
+        apart = request.weights != "shard" and not are_uneven(request.shares)
+        cfg = 2 if guided and inputs.is_free and workers % 2 == 0 and apart else 1
+    workers = max(1, workers // cfg)
+    ring, ulysses = request.ring_degree or int(_has_no_ring(inputs)), request.ulysses_degree
+    if not ring and not ulysses:
+        ring, ulysses = _sequence_degrees(inputs, workers)[0]
+    elif not ring:
+        ring = max(1, workers // ulysses)
+    elif not ulysses:
+        most = max(1, workers // ring)
+        ulysses = max(degree for degree in range(1, most + 1) if inputs.heads % degree == 0)
+    return Parallelism(
+        options=request.options,
+        ring_degree=ring,
+        ulysses_degree=ulysses,
+        cfg_degree=cfg,
+        data_degree=request.data_degree,
+        pipeline_degree=stages,
+    )
+
+
+def _has_no_ring(inputs: PlanInputs) -> bool:
+    return inputs.no_lse or inputs.request.pipeline_degree > 1
+
+
+def _sequence_degrees(inputs: PlanInputs, workers: int) -> list[tuple[int, int]]:
+    """Ring and Ulysses degrees for so many workers on one sequence, the largest Ulysses degree first."""
+    heads, least = inputs.heads, workers if _has_no_ring(inputs) else 1
+    divisors = (degree for degree in range(workers, least - 1, -1) if workers % degree == 0 == heads % degree)
+    return [(workers // degree, degree) for degree in divisors]
+
+
+def _as_one(inputs: PlanInputs, degrees: Parallelism) -> Parallelism:
+    """Without a second branch of guidance the workers that cfg_degree would have given it join the sequence: all of
+    them, and where neither heads nor a ring have room for them the rows of the batch."""
+    ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
+    no_ring = _has_no_ring(inputs)
+    rows = replace(degrees, cfg_degree=1, data_degree=2 * degrees.data_degree)
+    if inputs.unsharded:
+        return rows
+    if not no_ring and inputs.is_free:
+        ring, ulysses = _sequence_degrees(inputs, 2 * ring * ulysses)[0]
+    elif inputs.heads % (2 * ulysses) == 0 or (no_ring and 2 * ulysses <= inputs.heads):
+        ulysses *= 2
+    elif no_ring:
+        return rows
+    else:
+        ring *= 2
+    return replace(degrees, cfg_degree=1, ring_degree=ring, ulysses_degree=ulysses)
+
+
+def _degrees(inputs: PlanInputs, usual: RunPlan) -> Iterator[Parallelism]:
+    """For the usual plan's workers: its own, other cuts of the sequence, both prompts to all of them, a pipeline."""
+    request, first = inputs.request, usual.degrees
+    yield first
+    staged = request.pipeline_degree > 1
+    if (
+        inputs.is_free
+        and not inputs.unsharded
+        and not staged
+        and not (inputs.by_rows and first.context_parallel_size == 1)
+    ):
+        both = (1,) if first.cfg_degree == 2 and not request.cfg_degree else ()
+        for cfg in (first.cfg_degree, *both):
+            for ring, ulysses in _sequence_degrees(inputs, first.world_size // (first.data_degree * cfg)):
+                other = replace(first, cfg_degree=cfg, ring_degree=ring, ulysses_degree=ulysses)
+                if other != first:
+                    yield other
+    stages = first.world_size // first.data_degree
+    if request.pipeline_degree == 0 and stages > 1 and _may_be_stages(inputs, stages):
+        yield replace(first, pipeline_degree=stages, ring_degree=1, ulysses_degree=1, cfg_degree=1)
+
+
+def _may_be_stages(inputs: PlanInputs, stages: int) -> bool:
+    """May auto make a pipeline of so many stages?"""
+    request, work = inputs.request, inputs.work
+    chosen = request.ring_degree or request.ulysses_degree or request.cfg_degree or request.weights != "auto"
+    if chosen or work is None or not work.network.divisible:
+        return False
+    staged = replace(inputs, request=replace(request, pipeline_degree=stages))
+    with suppress(Refused):
+        check_request(staged)
+        check_stages(staged.request, work.network)
+        return True
+    return False
+
+
+def _with_weights(
+    inputs: PlanInputs, usual: RunPlan, degrees: Parallelism, by_speed: tuple[int, ...]
+) -> Iterator[RunPlan]:
+    """The usual workers by these degrees, with what goes by memory and speed: stages, how a ring goes round, shares,
+    which are `by_speed` before the workers have learnt better ones, and places for the weights."""
+    assert inputs.work is not None
+    memory = memory_of(inputs, usual, degrees)
+    measured = _measured_degrees(inputs, usual, memory, by_speed)
+    if measured != degrees:
+        degrees, memory = measured, replace(memory, degrees=measured)
+    before = inputs.before if usual.placement == inputs.live else None
+    if inputs.keeps_placement and before is not None:
+        yield replace(usual, degrees=degrees, weights=before)
+        return
+    rows = inputs.work.rows if inputs.work.prompts_per_rank(degrees) > 1 else 0
+    choice = inputs.request.weights
+    placements = _automatic(memory, before) if choice == "auto" else [_fixed(choice, memory, before)]
+    for weights, in_one_batch in placements:
+        yield replace(usual, degrees=degrees, weights=weights, rows=0 if in_one_batch else rows)
+
+
+def _measured_degrees(
+    inputs: PlanInputs, usual: RunPlan, memory: MemoryModel, by_speed: tuple[int, ...]
+) -> Parallelism:
+    degrees = memory.degrees
+    if degrees.options.rotate_method == "auto":
+        profile = profile_of(inputs, usual)
+        spacious = degrees.ring_degree > 1 and profile is not None and memory.may_collect()
+        measured = profile is not None and profile.bytes_per_second > 0
+        method = rotate_method_for(memory.work, degrees, profile, spacious=spacious) if measured and profile else None
+        degrees = degrees.with_options(rotate_method=method or "alltoall")
+    if degrees.pipeline_degree > 1:
+        return replace(memory, degrees=degrees).with_stages()
+    if degrees.shares or degrees.context_parallel_size * degrees.data_degree == 1:
+        return degrees
+    learnt = inputs.shares.get(degrees) if usual.placement == inputs.live else None
+    shares = by_speed if learnt is None else learnt
+    return replace(degrees, shares=shares) if shares else degrees
+
+
+def _automatic(memory: MemoryModel, before: WeightPlacement | None) -> Sequence[tuple[WeightPlacement, bool]]:
+    """Places for weights, and whether prompts are evaluated at once: whole weights before others, and all prompts at
+    once before one by one, which costs whole weights nothing, and others a second fetch. Where nothing fits, what needs
+    least."""
+    for modes in (("replicate",), FETCHED_MODES):
+        for each in (memory, memory.one_by_one):
+            if placements := [weights for mode in modes if (weights := _fullest(mode, each, before)) is not None]:
+                return [(weights, each is memory) for weights in placements]
+    least = [WeightPlacement(mode=mode) for mode in FETCHED_MODES if memory.allows(mode)] or [WeightPlacement()]
+    return [(weights, False) for weights in least]
+
+
+def _fullest(mode: WeightsMode, memory: MemoryModel, before: WeightPlacement | None) -> WeightPlacement | None:
+    """With as many blocks resident as fit; what the workers have stays where another is hardly better."""
+    if mode == "replicate":
+        return WeightPlacement() if memory.fits(WeightPlacement()) else None
+    best, workers = memory.fullest(mode), memory.degrees.world_size
+    if best is None or before is None or before.mode != mode or not memory.fits(before):
+        return best
+    return before if hardly_better(best, before, memory.blocks, workers) else best
+
+
+def _fixed(mode: WeightsMode, memory: MemoryModel, before: WeightPlacement | None) -> tuple[WeightPlacement, bool]:
+    """As little on each device as can be, which somebody wants for something else; what the workers have stays where
+    it is that."""
+    mode = mode if memory.allows(mode) else "replicate"
+    least = WeightPlacement(mode=mode)
+    if before is not None and replace(before, shard_shares=()) == least and memory.fits(before):
+        weights = before
+    else:
+        weights = memory.shard(0) if mode == "shard" else least
+    return weights, memory.fits(weights)

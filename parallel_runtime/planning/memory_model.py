@@ -1,0 +1,261 @@
+"""Memory of each rank: weights + activations + buffers <= budget.
+
+The only file that knows a reserve, and it knows two. ACTIVATION_TENSORS is what the forward needs beside the weights,
+in tensors, for every plan. UNFILLED_SHARE is the part of the budget that stays empty where `auto` fills a device with
+blocks: room for what the model does not count.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ..specs import Parallelism, WeightPlacement, WeightsMode
+from .network_stats import Work
+from .stage_blocks import balanced, cached_key_value_bytes, staged_weight_bytes
+from .work_shares import in_proportion
+
+UNFILLED_SHARE = 0.08  # of the budget stays empty where auto places as many blocks on a device as fit
+BLOCK_BUFFERS = 2  # blocks that a device has room for to fetch others into
+# Activations at the peak of a transformer block, in tensors of [local tokens, width]: residuals, q, k, v, MLP; and
+# buffers of ring and Ulysses attention, up to 10 where they are too large to be reused.
+ACTIVATION_TENSORS = 20
+# Such tensors that a step cache keeps: of two prompts the change by the first block, and by the others.
+CACHED_TENSORS = 6
+COLLECTED_SHARE = 1 / 8  # of the memory beside weights and activations that a ring's all-gather may use
+SIMILAR_RATIO = 1.1  # budgets, and seconds of weight placements, whose ratio is no larger count as equal
+FETCHED_MODES: tuple[WeightsMode, ...] = ("offload", "shard")  # by preference: an offload waits for no rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """The memory that workers may use: `device_bytes` each of its device, `host_bytes` those of a machine of main RAM,
+    together; None: no limit. Where budgets differ `ranks` has each, in rank order, and `device_bytes` is the least.
+
+    `limited_by` names the setting that limits them, "" where free memory does.
+    """
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    limited_by: str = ""
+    ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def of_each(cls, ranks: Sequence[int], *, host_bytes: int | None = None, limited_by: str = "") -> Capacity:
+        uneven = tuple(ranks) if len(set(ranks)) > 1 else ()
+        return cls(device_bytes=min(ranks), host_bytes=host_bytes, limited_by=limited_by, ranks=uneven)
+
+    def budget_bytes(self, workers: int) -> tuple[int | None, ...]:
+        """The budget of each worker; `device_bytes` for all where `ranks` has another number of them."""
+        return self.ranks if len(self.ranks) == workers else (self.device_bytes,) * workers
+
+    def of(self, ranks: Sequence[int]) -> Capacity:
+        """The capacity of the workers with these ranks."""
+        if not self.ranks:
+            return self
+        budgets = [self.ranks[rank] for rank in ranks]
+        return self.of_each(budgets, host_bytes=self.host_bytes, limited_by=self.limited_by)
+
+    def at_most(self, most: int, ranks: Collection[int], workers: int) -> Capacity:
+        """Returns this capacity with the budget of these ranks limited to `most` bytes."""
+        known = (most if budget is None else budget for budget in self.budget_bytes(workers))
+        each = [min(budget, most) if rank in ranks else budget for rank, budget in enumerate(known)]
+        return self.of_each(each, host_bytes=self.host_bytes, limited_by=self.limited_by)
+
+
+UNLIMITED = Capacity()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryModel:
+    """The memory that each rank of `degrees` needs for `work`, and may use of `capacity`. `automatic`: offload and
+    shard put as many blocks on a device as fit, and leave UNFILLED_SHARE of it empty."""
+
+    work: Work
+    degrees: Parallelism
+    capacity: Capacity
+    automatic: bool = True
+
+    @cached_property
+    def budget_bytes_by_rank(self) -> tuple[int | None, ...]:
+        return self.capacity.budget_bytes(self.degrees.world_size)
+
+    def usable_bytes_by_rank(self, weights: WeightPlacement) -> tuple[float | None, ...]:
+        """The budget of each rank, less UNFILLED_SHARE where blocks fill the device."""
+        share = 1 - UNFILLED_SHARE if self.automatic and weights.mode != "replicate" else 1.0
+        return tuple(None if budget is None else share * budget for budget in self.budget_bytes_by_rank)
+
+    def weight_bytes_by_rank(self, weights: WeightPlacement) -> tuple[int, ...]:
+        """Size of the weights on each rank's device between forwards."""
+        full, ranks = self.work.network.weight_bytes, range(self.degrees.world_size)
+        if weights.mode == "replicate":
+            return staged_weight_bytes(self.work.network, self.degrees)
+        fetched = [self.fetched_bytes(weights.resident_blocks_on(rank)) for rank in ranks]
+        if weights.mode == "offload":
+            return tuple(full - each for each in fetched)
+        parts = zip(fetched, self.shard_parts(weights), strict=True)
+        return tuple(full - each + -(-each * part // total) for each, (part, total) in parts)
+
+    @property
+    def one_by_one(self) -> MemoryModel:
+        """This model with one prompt in a batch, where `work` has all of a rank's."""
+        return replace(self, work=replace(self.work, prompts=1))
+
+    @cached_property
+    def activation_bytes_by_rank(self) -> tuple[int, ...]:
+        return activation_bytes_by_rank(self.work, self.degrees)
+
+    def buffer_bytes_by_rank(self, weights: WeightPlacement) -> tuple[int, ...]:
+        """Size of the buffers that blocks are fetched into, and of the keys and values that token patches keep."""
+        residents = [
+            self.blocks if weights.mode == "replicate" else weights.resident_blocks_on(rank) for rank in self._ranks
+        ]
+        return tuple(
+            self._block_buffers(count) + cached
+            for count, cached in zip(residents, self._cached_bytes_by_rank, strict=True)
+        )
+
+    def needed_bytes_by_rank(self, weights: WeightPlacement) -> tuple[int, ...]:
+        """Weights, activations and buffers of each rank, at the peak of an evaluation."""
+        weight_bytes, buffers = self.weight_bytes_by_rank(weights), self.buffer_bytes_by_rank(weights)
+        return tuple(map(sum, zip(weight_bytes, self.activation_bytes_by_rank, buffers, strict=True)))
+
+    def fits(self, weights: WeightPlacement) -> bool:
+        host, needed = self.capacity.host_bytes, self.needed_bytes_by_rank(weights)
+        budgets = zip(self.usable_bytes_by_rank(weights), needed, strict=True)
+        if any(budget is not None and size > budget for budget, size in budgets):
+            return False
+        return weights.mode != "offload" or host is None or self.fetched_bytes(weights.resident_blocks) <= host
+
+    def allows(self, mode: WeightsMode) -> bool:
+        """Whether weights can be placed so. Offload and shard need a split plan with blocks, and no pipeline; shard
+        also needs two ranks of one sequence."""
+        if mode == "replicate" or self.degrees.pipeline_degree > 1:
+            return mode == "replicate"
+        return self.blocks > BLOCK_BUFFERS and (mode == "offload" or self.degrees.context_parallel_size > 1)
+
+    def fullest(self, mode: WeightsMode) -> WeightPlacement | None:
+        """The placement with the most resident blocks that fits; None where it does not fit with none."""
+        if not self.allows(mode):
+            return None
+        if mode == "offload":
+            offload = self._offload_by_rank()
+            return offload if offload is not None and self.fits(offload) else None
+        first = bisect_left(self._residents, True, key=lambda resident: self.fits(self.shard(resident)))
+        return self.shard(self._residents[first]) if first < len(self._residents) else None
+
+    def shard(self, resident: int) -> WeightPlacement:
+        """A shard with so many resident blocks. The other blocks are split in proportion to each rank's free memory, or
+        equally where budgets are similar and that fits."""
+        equal = WeightPlacement(mode="shard", resident_blocks=resident)
+        budgets = [budget for budget in self.budget_bytes_by_rank if budget is not None]
+        if len(budgets) < self.degrees.world_size or (
+            max(budgets) <= SIMILAR_RATIO * min(budgets) and self.fits(equal)
+        ):
+            return equal
+        replicated = self.work.network.weight_bytes - self.fetched_bytes(resident)
+        workspace = zip(budgets, self.activation_bytes_by_rank, self.buffer_bytes_by_rank(equal), strict=True)
+        free = [(1 - UNFILLED_SHARE) * budget - replicated - active - buffers for budget, active, buffers in workspace]
+        parts = in_proportion([max(1.0, size) for size in free])
+        return replace(equal, shard_shares=parts) if len(set(parts)) > 1 else equal
+
+    def fetched_bytes(self, resident: int) -> int:
+        """Size of the blocks that are fetched, with `resident` blocks on the device."""
+        sizes = self.work.network.blocks
+        return self._block_bytes * (len(sizes) - resident) // len(sizes) if sizes else 0
+
+    def shard_parts(self, weights: WeightPlacement) -> list[tuple[int, int]]:
+        """Each rank's share of a sharded block, and the sum of the shares of its cp group."""
+        size = self.degrees.context_parallel_size
+        parts = weights.shard_shares or (1,) * self.degrees.world_size
+        return [(part, sum(parts[rank // size * size :][:size])) for rank, part in enumerate(parts)]
+
+    def with_stages(self) -> Parallelism:
+        """The degrees with the blocks of each stage, chosen by the memory that activations leave on each device."""
+        active, budgets = max(self.one_by_one.activation_bytes_by_rank), self.budget_bytes_by_rank
+        left = [None if budget is None else int((1 - UNFILLED_SHARE) * budget) - active for budget in budgets]
+        return balanced(self.degrees, self.work, left)
+
+    def may_collect(self) -> bool:
+        """Whether a ring may all-gather its keys and values: the budget is known, and COLLECTED_SHARE is enough."""
+        budget = self.capacity.device_bytes
+        needed = self.work.network.weight_bytes + max(self.activation_bytes_by_rank)
+        return budget is not None and collected_bytes(self.work, self.degrees) <= COLLECTED_SHARE * (budget - needed)
+
+    @cached_property
+    def blocks(self) -> int:
+        return len(self.work.network.blocks)
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.degrees.world_size)
+
+    @cached_property
+    def _block_bytes(self) -> int:
+        return sum(self.work.network.blocks)
+
+    @cached_property
+    def _all_buffers(self) -> int:
+        return BLOCK_BUFFERS * max(self.work.network.blocks, default=0)
+
+    @cached_property
+    def _cached_bytes_by_rank(self) -> tuple[int, ...]:
+        return cached_key_value_bytes(self.work, self.degrees)
+
+    @property
+    def _residents(self) -> range:
+        """Counts of resident blocks, largest first: with more, replicated weights need no more memory."""
+        return range(self.blocks - BLOCK_BUFFERS - 1, -1, -1)
+
+    def _offload_by_rank(self) -> WeightPlacement | None:
+        """The offload with as many resident blocks on each rank as its budget allows; None where one is too small. A
+        rank that has all blocks needs no buffers."""
+        full, counts = self.work.network.weight_bytes, []
+        budgets = self.usable_bytes_by_rank(WeightPlacement(mode="offload"))
+        for budget, active in zip(budgets, self.activation_bytes_by_rank, strict=True):
+            excess = 0 if budget is None else full + active - budget
+            first = bisect_left(self._residents, excess, key=self._spared_bytes)
+            if excess > 0 and first == len(self._residents):
+                return None
+            counts.append(self._residents[first] if excess > 0 else self.blocks)
+        by_rank = tuple(counts) if len(set(counts)) > 1 else ()
+        return WeightPlacement(mode="offload", resident_blocks=min(counts), resident_blocks_by_rank=by_rank)
+
+    def _spared_bytes(self, resident: int) -> int:
+        """Bytes saved against replicated weights, with `resident` blocks on the device."""
+        return self.fetched_bytes(resident) - self._block_buffers(resident)
+
+    def _block_buffers(self, resident: int) -> int:
+        return self._all_buffers if resident < self.blocks else 0
+
+
+def hardly_better(best: WeightPlacement, before: WeightPlacement, blocks: int, workers: int) -> bool:
+    """Whether `best` has at most a tenth of the blocks more than `before`: not worth loading the model anew."""
+    gained = [best.resident_blocks_on(rank) - before.resident_blocks_on(rank) for rank in range(workers)]
+    return min(gained) >= 0 and max(gained) <= math.ceil(blocks / 10)
+
+
+def activation_bytes_by_rank(work: Work, degrees: Parallelism) -> tuple[int, ...]:
+    """Estimated size of the activations of one evaluation on each rank, by its share of the tokens."""
+    tensors, residuals = ACTIVATION_TENSORS + CACHED_TENSORS * work.cached, work.network.residuals
+    if residuals:  # and a block of the ControlNet, which is split like the network's
+        tensors += ACTIVATION_TENSORS + residuals
+    tensor = tensors * work.row_bytes
+    sizes: list[int] = []
+    for number, shares in enumerate(degrees.cp_group_shares):
+        rows = work.rows_of_group(degrees, number // degrees.cfg_degree % degrees.data_degree)
+        sizes += [tensor * rows * share // sum(shares) for share in shares]
+    return tuple(sizes)
+
+
+def activation_bytes(work: Work, degrees: Parallelism) -> int:
+    """Activations of the rank that has the most."""
+    return max(activation_bytes_by_rank(work, degrees))
+
+
+def collected_bytes(work: Work, degrees: Parallelism) -> int:
+    """Size of a ring's keys and values, all-gathered on one rank."""
+    return 2 * work.busiest_rows(degrees) * work.row_bytes // degrees.ulysses_degree

@@ -1,0 +1,81 @@
+"""The sentence of a model that does not fit: what is needed, what there is, and the nearest change that would fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..errors import Refused
+from ..sentences import Sentence, say
+from ..specs import Parallelism, WeightPlacement
+from .memory_model import FETCHED_MODES, MemoryModel
+from .stage_blocks import cached_key_value_bytes
+
+GIB = 2**30
+
+
+def misfit(memory: MemoryModel) -> Refused:
+    """For one prompt at a time, with the numbers of the rank that lacks most."""
+    modes = [mode for mode in FETCHED_MODES if memory.allows(mode)]
+    placements = [WeightPlacement(mode=mode) for mode in modes] or [WeightPlacement()]
+    least = min((memory.needed_bytes_by_rank(weights) for weights in placements), key=max)
+    usable = [budget or 0 for budget in memory.usable_bytes_by_rank(WeightPlacement(mode="offload"))]
+    needed, free = max(zip(least, usable, strict=True), key=lambda both: both[0] - both[1])
+    host, limit, network = memory.capacity.host_bytes, memory.capacity.limited_by, memory.work.network
+    out = _nearest_fit(memory)
+    return Refused(
+        "memory.misfit",
+        widget="weights",
+        network=network.name,
+        weights=size_in_words(network.weight_bytes),
+        workspace=_workspace(memory),
+        needed=size_in_words(needed, math.ceil),
+        free=size_in_words(free, math.floor),
+        limit=say("memory.limited", limit=limit) if limit else "",
+        host="" if host is None else say("memory.host", size=size_in_words(host)),
+        out=say("memory.raise", out=out, limit=limit) if limit else out,
+    )
+
+
+def size_in_words(count: float, rounded: Callable[[float], int] = round) -> str:
+    """What is too much is `rounded` up, and what there is down: the two never read alike."""
+    unit, name = (GIB, "GiB") if count >= GIB / 10 else (2**20, "MiB")
+    return f"{rounded(10 * count / unit) / 10:.1f} {name}"
+
+
+def _workspace(memory: MemoryModel) -> str:
+    computed, cached = max(memory.activation_bytes_by_rank), max(cached_key_value_bytes(memory.work, memory.degrees))
+    if not cached:
+        return size_in_words(computed)
+    return say("memory.kept", workspace=size_in_words(computed), kept=size_in_words(cached))
+
+
+def _nearest_fit(memory: MemoryModel) -> Sentence:
+    """The sentence that names the nearest change with which the network fits."""
+    work, network, degrees = memory.work, memory.work.network, memory.degrees
+    if degrees.options.token_patches > 1 and _fits(replace(memory, degrees=degrees.with_options(token_patches=1))):
+        return say("fits.exact")
+    blocks = tuple(size // 2 for size in network.blocks)
+    half = replace(network, weight_bytes=network.weight_bytes // 2, blocks=blocks)
+    if network.weight_bytes > 1.5 * network.weights and _fits(replace(memory, work=replace(work, network=half))):
+        return say("fits.fp8")
+    for factor in (2, 4, 8):
+        more = _times(degrees, factor)
+        if _fits(replace(memory, degrees=more)):
+            return say("fits.workers", workers=more.world_size)
+    for part in (2, 4, 8, 16):
+        if _fits(replace(memory, work=replace(work, tokens=max(1, work.tokens // part)))):
+            return say("fits.pixels", part=part)
+    return say("fits.none")
+
+
+def _times(degrees: Parallelism, factor: int) -> Parallelism:
+    """So many times the workers."""
+    if degrees.pipeline_degree > 1:
+        return replace(degrees, pipeline_degree=degrees.pipeline_degree * factor, stages=(), shares=())
+    return replace(degrees, ring_degree=degrees.ring_degree * factor, shares=())
+
+
+def _fits(memory: MemoryModel) -> bool:
+    return memory.fits(WeightPlacement()) or any(memory.fullest(mode) is not None for mode in FETCHED_MODES)

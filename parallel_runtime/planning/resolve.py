@@ -1,0 +1,116 @@
+"""The plan of a run: the best of all candidates, or what is nearest to one that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+
+from ..specs import WeightPlacement
+from .candidates import candidates, memory_of, profile_of
+from .device_profile import DeviceProfile
+from .memory_model import SIMILAR_RATIO, MemoryModel
+from .misfit import misfit
+from .plan_inputs import PlanInputs
+from .run_plan import Estimate, RunPlan
+from .seconds import are_measured, averaged, evaluation_seconds
+
+CLEARLY = 0.95  # of the seconds that other workers take: what is less apart is noise, and others have to start
+SLOW = 4e9  # bytes/s: an Ethernet, and no bus
+
+
+def resolve(inputs: PlanInputs) -> RunPlan:
+    """The fastest plan that fits; workers that are running stay where others are hardly faster, and so does where
+    weights are. The best of other devices and cfg_degrees are its runners-up. Raises Refused, with the nearest that
+    would fit."""
+    best, *others = ranked(inputs)
+    if inputs.request.weights == "auto" and not inputs.keeps_placement and best.estimate and not best.estimate.fits:
+        raise misfit(memory_of(inputs, replace(best, rows=1)))
+    return replace(best, runners_up=tuple(others))
+
+
+def alternatives(inputs: PlanInputs, plan: RunPlan) -> tuple[RunPlan, ...]:
+    """What auto would make of the devices of `plan`, where somebody has chosen: other devices and cfg_degrees."""
+    if inputs.automatic_devices:
+        return plan.runners_up
+    request, degrees = inputs.request, plan.degrees
+    if degrees.pipeline_degree * degrees.data_degree * plan.placement.nnodes > 1:
+        return ()
+    free = replace(request, ring_degree=0, ulysses_degree=0, cfg_degree=0, shares="auto")
+    free = replace(free, devices=",".join(plan.placement.devices))
+    others = ranked(replace(inputs, request=free, compared=True))
+    return tuple(other for other in others if other.left_out or other.degrees.cfg_degree != degrees.cfg_degree)
+
+
+def ranked(inputs: PlanInputs) -> list[RunPlan]:
+    """The plan to take, then the best of other devices and cfg_degrees by their seconds. Where none fits the preferred
+    one is first."""
+    plans = [replace(plan, estimate=evaluate(plan, inputs)) for plan in candidates(inputs)]
+    plans.sort(key=lambda plan: plan.placement != inputs.live)
+    plans = _fastest(plans, lambda plan: (plan.placement, plan.degrees), 1 / SIMILAR_RATIO)
+    plans = _fastest(plans, lambda plan: (plan.placement, plan.degrees.cfg_degree, plan.degrees.pipeline_degree), 1.0)
+    fitting = [plan for plan in plans if plan.estimate and plan.estimate.fits]
+    if inputs.request.pipeline_degree == 0:  # a pipeline is for weights that have no other place nearby
+        usual = [plan for plan in fitting if plan.degrees.pipeline_degree == 1]
+        fitting = usual if any(plan.estimate and plan.estimate.nearby for plan in usual) else fitting
+    (first,) = _fastest(fitting or plans[:1], lambda plan: None, CLEARLY)
+    return [first, *sorted((plan for plan in plans if plan is not first), key=lambda plan: plan.seconds)]
+
+
+def _fastest(plans: Sequence[RunPlan], kind: Callable[[RunPlan], Hashable], clearly: float) -> list[RunPlan]:
+    """Of each kind the first that no other takes less than `clearly` times the seconds of."""
+    kinds: dict[Hashable, list[RunPlan]] = {}
+    for plan in plans:
+        kinds.setdefault(kind(plan), []).append(plan)
+    least = {key: min(plan.seconds for plan in group) for key, group in kinds.items()}
+    return [next(plan for plan in group if plan.seconds * clearly <= least[key]) for key, group in kinds.items()]
+
+
+def evaluate(plan: RunPlan, inputs: PlanInputs) -> Estimate:
+    """Seconds and bytes of `plan`, and what does not fit."""
+    memory, profile, weights = memory_of(inputs, plan), profile_of(inputs, plan), plan.weights
+    prompts, fetched = memory.work.prompts_per_rank(plan.degrees), 0
+    if weights.mode != "replicate":
+        fetched = memory.fetched_bytes(weights.resident_blocks)
+    compute = prompts * _compute_seconds(plan, memory, profile)
+    exposed = max(0.0, _fetch_seconds(weights, fetched, memory, profile) - compute)
+    batches = inputs.work.prompts_per_rank(plan.degrees) if plan.rows and inputs.work else 1
+    host = memory.capacity.host_bytes
+    short = max(0, fetched - host) if host is not None and weights.mode == "offload" else 0
+    return Estimate(
+        weight_bytes_by_rank=memory.weight_bytes_by_rank(weights),
+        activation_bytes_by_rank=memory.activation_bytes_by_rank,
+        buffer_bytes_by_rank=memory.buffer_bytes_by_rank(weights),
+        usable_bytes_by_rank=memory.usable_bytes_by_rank(weights),
+        host_bytes_short=short,
+        fetched_bytes=fetched,
+        seconds=batches * (compute + exposed),
+        batch_seconds=compute + exposed,
+        exposed_seconds=exposed,
+        nearby=not 0 < _fetch_speed(weights, profile) < SLOW,
+    )
+
+
+def _compute_seconds(plan: RunPlan, memory: MemoryModel, profile: DeviceProfile | None) -> float:
+    """Of one prompt; workers that are not alike go by what each measured."""
+    work, degrees = memory.work, plan.degrees
+    if profile is None or not profile.flops_per_second:
+        return 0.0
+    if degrees.pipeline_degree == 1 and are_measured(work, plan.placement, profile):
+        profile = averaged(work, degrees, profile)
+    if work.network.row_levels:  # candidates differ in data_degree
+        work = replace(work, rows=-(-work.rows // degrees.data_degree))
+    return evaluation_seconds(work, degrees, profile)
+
+
+def _fetch_seconds(weights: WeightPlacement, fetched: int, memory: MemoryModel, profile: DeviceProfile | None) -> float:
+    """Of the rank that has least of its own."""
+    local = min(part / total for part, total in memory.shard_parts(weights)) if weights.mode == "shard" else 0.0
+    speed = _fetch_speed(weights, profile)
+    return fetched * (1 - local) / speed if speed else 0.0
+
+
+def _fetch_speed(weights: WeightPlacement, profile: DeviceProfile | None) -> float:
+    """Bytes/s; 0 where nothing is fetched, or nobody has measured it."""
+    if profile is None or weights.mode == "replicate":
+        return 0.0
+    return profile.bytes_per_second if weights.mode == "shard" else profile.host_bytes_per_second

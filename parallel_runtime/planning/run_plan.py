@@ -1,0 +1,84 @@
+"""How a run is divided and among whom, and what that is estimated to need and to take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..specs import Parallelism, Placement, WeightPlacement
+
+REPLICATED = WeightPlacement()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Of a RunPlan: `seconds` of evaluating all prompts once, 0 where nothing was measured; `batch_seconds` are of the
+    prompts of one batch, `exposed_seconds` of them spent waiting for weights, of which a rank fetches `fetched_bytes`.
+    Bytes of each rank: weights at rest, activations, and buffers with what patches keep; `usable` is what it may take,
+    None: anything. `host_bytes_short` is what main memory lacks. `nearby`: weights are not fetched
+    over a slow link."""
+
+    weight_bytes_by_rank: tuple[int, ...]
+    activation_bytes_by_rank: tuple[int, ...]
+    buffer_bytes_by_rank: tuple[int, ...]
+    usable_bytes_by_rank: tuple[float | None, ...] = ()
+    host_bytes_short: int = 0
+    fetched_bytes: int = 0
+    seconds: float = 0.0
+    batch_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    nearby: bool = True
+
+    @property
+    def workspace_bytes_by_rank(self) -> tuple[int, ...]:
+        """What each rank needs beside the weights at rest."""
+        return tuple(map(sum, zip(self.activation_bytes_by_rank, self.buffer_bytes_by_rank, strict=True)))
+
+    @property
+    def needed_bytes_by_rank(self) -> tuple[int, ...]:
+        """What each rank needs at its peak."""
+        return tuple(map(sum, zip(self.weight_bytes_by_rank, self.workspace_bytes_by_rank, strict=True)))
+
+    @property
+    def short_ranks(self) -> tuple[int, ...]:
+        """The ranks that need more than they may take."""
+        each = zip(self.needed_bytes_by_rank, self.usable_bytes_by_rank, strict=False)
+        return tuple(rank for rank, (needed, usable) in enumerate(each) if usable is not None and needed > usable)
+
+    @property
+    def fits(self) -> bool:
+        return not self.short_ranks and not self.host_bytes_short
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """One rank of `placement` for each share of `degrees`. `weights` says where these are at rest, and `rows` of a
+        batch are evaluated at once, 0: all, those of several prompts too. `left_out` are devices that it does without,
+        and `ranks` its own among the workers of all devices, (): all.
+    `runners_up` are the best of other devices and of other cfg_degrees."""
+
+    degrees: Parallelism
+    placement: Placement
+    weights: WeightPlacement = REPLICATED
+    rows: int = 0
+    left_out: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    estimate: Estimate | None = None
+    runners_up: tuple[RunPlan, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.degrees.world_size != self.placement.world_size:
+            raise ValueError(
+                f"degrees {self.degrees.stage_mesh_shape} make {self.degrees.world_size} shares, and there are "
+                f"{self.placement.world_size} workers"
+            )
+
+    @property
+    def seconds(self) -> float:
+        """Of evaluating all prompts once; infinite where it does not fit."""
+        if self.estimate is None:
+            return 0.0
+        return self.estimate.seconds if self.estimate.fits else float("inf")
+
+    @property
+    def sharded(self) -> bool:
+        return self.weights.mode == "shard"

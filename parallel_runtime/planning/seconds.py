@@ -1,0 +1,198 @@
+"""How long an evaluation takes by these degrees, from the sizes of network and sequence and what the devices measured.
+
+Ulysses waits for its all-to-alls; a ring hides a transfer behind the attention of the block it has, if the block is
+long enough. Both cost packing, a ring also merging; and an evaluation lasts as long as its launches, at least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..request import RotateMethod
+from ..specs import Parallelism, Placement
+from .device_profile import DeviceProfile, Speed
+from .network_stats import Work
+from .work_shares import in_proportion
+
+# Calibrated by a rank's share of FLUX.1 dev at 1024 px and of Wan 2.1 14B at 480p on one H100 (2026-11-22), of whose
+# matrix product the workers say 2 ** 49 FLOP/s. Shares of that speed that the linear layers reach, with all that is
+# between them, and attention:
+LINEAR, ATTENTION = 0.91, 0.62
+# FLOP for each byte that goes through memory; no slower than main memory.
+FLOP_PER_BYTE = 245
+LEAST_BYTES_PER_SECOND = 1e10
+# Passes over a tensor of a rank's tokens: packing for Ulysses and back, for a ring, merging one block.
+PACKED, PACKED_FOR_RING, MERGED = 10, 4, 5
+# Seconds of the device a layer: kernels that are too small for it once the work is divided, and those of each block.
+DIVIDED, BLOCK = 215e-6, 27.5e-6
+# Seconds of the host a layer where launches are not recorded: its own, for each rank, for each block of a ring; and
+# what the one of host and device who is done sooner adds to the other.
+LAUNCHED, LAUNCHED_BY_RANKS, LAUNCHED_BY_BLOCKS, LAG = 1.09e-3, 150e-6, 190e-6, 0.1
+# Bytes/s from which all may send to all at once: through one bus or one network card they would wait for each other.
+FAST = 3e10
+# Of a network that is cut by rows, reckoned for SDXL and measured on no GPU yet: seconds of the device a message, with
+# the small kernels around it; of the host a norm, a convolution or an attention, and how many times as many where it is
+# divided (on a CPU, 2026-11-23).
+MESSAGE, UNIT_LAUNCHED, UNIT_DIVIDED = 40e-6, 0.2e-3, 1.4
+# Times the mean, in which the slowest worker would do it all: what is less is the noise of a measurement.
+HETEROGENEOUS = 1.1
+
+
+def evaluation_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
+    """Seconds of one evaluation on one rank, its transfers included: as long as the device takes, or as the host takes
+    to launch it. A rotate_method that is `auto` counts as alltoall."""
+    if work.network.row_levels:
+        return evaluation_seconds_by_rows(work, degrees, profile)
+    network, ranks = work.network, degrees.context_parallel_size
+    linear = work.rows * network.linear_flop(work.tokens) / ranks / (LINEAR * profile.flops_per_second)
+    device = linear + network.layers * attention_seconds(work, degrees, profile)
+    staged = degrees.pipeline_degree > 1
+    host = 0.0 if work.recorded and not staged else network.layers * _launch_seconds(degrees)
+    return (max(device, host) + LAG * min(device, host)) * (_stage_share(work, degrees) if staged else 1.0)
+
+
+def evaluation_seconds_by_rows(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
+    """The same of a network that is cut by rows: all that is sent is waited for."""
+    network, ranks = work.network, degrees.context_parallel_size
+    if ranks > work.row_ranks:  # each computes all of it
+        degrees, ranks = replace(degrees, ring_degree=1, ulysses_degree=1, shares=()), 1
+    flop = network.linear_flop(work.tokens) / LINEAR + network.attention_flop(work.tokens) / ATTENTION
+    device = work.rows * flop / ranks / profile.flops_per_second
+    units = network.layers + sum(level.messages for level in network.row_levels)
+    host = 0.0 if work.recorded else units * UNIT_LAUNCHED * (UNIT_DIVIDED if ranks > 1 else 1.0)
+    if ranks > 1 and profile.bytes_per_second:
+        device += _row_exchange_seconds(work, degrees, profile)
+    return max(device, host) + LAG * min(device, host)
+
+
+def _row_exchange_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
+    """Of all messages of a rank: of norms with the edges of rows, and of attentions over the pixels of a level."""
+    ring, ulysses, levels = degrees.ring_degree, degrees.ulysses_degree, work.network.row_levels
+    hops = 1 if degrees.options.rotate_method == "allgather" else ring - 1
+    each = (hops if ring > 1 else 0) + (2 if ulysses > 1 else 0)
+    messages = sum(level.messages + level.attentions * each for level in levels)
+    wide = sum(level.attentions * level.width * work.tokens / 4**number for number, level in enumerate(levels))
+    share = work.rows * wide * work.network.item_bytes / (ring * ulysses)
+    sent = share * (4 * (ulysses - 1) / ulysses + 2 * (ring - 1))
+    return messages * MESSAGE + sent / profile.bytes_per_second
+
+
+def _stage_share(work: Work, degrees: Parallelism) -> float:
+    """The time of an evaluation, as a share of what one stage that had all blocks would take: while the pipeline fills
+    and empties, stages stand still."""
+    flights, stages = work.busiest_rows(degrees) * degrees.options.token_patches, degrees.pipeline_degree
+    return (flights + stages - 1) / (flights * stages)
+
+
+def alone_seconds(work: Work, speed: Speed) -> float:
+    """How long this worker would compute, had it all of the work; 0 where its speed is not known."""
+    return _alone_seconds(work, [speed])[0]
+
+
+def alone_seconds_by_rank(work: Work, profile: DeviceProfile) -> list[float]:
+    """The same of each rank."""
+    return _alone_seconds(work, profile.ranks)
+
+
+def _alone_seconds(work: Work, speeds: Sequence[Speed]) -> list[float]:
+    linear = work.rows * work.network.linear_flop(work.tokens) / LINEAR
+    attention = work.rows * work.network.attention_flop(work.tokens)
+    known = (speed.products and speed.attention for speed in speeds)
+    return [
+        linear / speed.products + attention / speed.attention if measured else 0.0
+        for speed, measured in zip(speeds, known, strict=True)
+    ]
+
+
+def are_measured(work: Work, placement: Placement, profile: DeviceProfile | None) -> bool:
+    """Did each worker measure how fast it is by itself? Those that share a device take its time from each other."""
+    known = profile is not None and not placement.shared and len(profile.ranks) == placement.world_size
+    return known and profile is not None and all(alone_seconds_by_rank(work, profile))
+
+
+def are_heterogeneous(work: Work, placement: Placement, profile: DeviceProfile | None) -> bool:
+    """Did these workers measure that the slowest would hold the others up by equal shares?"""
+    if profile is None or not are_measured(work, placement, profile):
+        return False
+    alone = alone_seconds_by_rank(work, profile)
+    return max(alone) > HETEROGENEOUS * sum(alone) / len(alone)
+
+
+def shares_by_speed(work: Work, profile: DeviceProfile) -> tuple[int, ...]:
+    """Shares in proportion to what each of these workers measured."""
+    return in_proportion([1 / alone for alone in alone_seconds_by_rank(work, profile)])
+
+
+def averaged(work: Work, degrees: Parallelism, profile: DeviceProfile) -> DeviceProfile:
+    """The profile with the speed of one of so many workers that are alike: the one that computes longest by its share
+    is waited for."""
+    each, ranks = degrees.context_parallel_size, iter(alone_seconds_by_rank(work, profile))
+    slowest = max(each * next(ranks) * share / sum(lane) for lane in degrees.cp_group_shares for share in lane)
+    return replace(profile, flops_per_second=alone_seconds(work, Speed(products=1.0, attention=ATTENTION)) / slowest)
+
+
+def times_as_fast(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
+    """How many times as fast a step is on these workers as on one alone: prompts, rows and tokens are shared out."""
+    share = replace(work, rows=-(-work.rows // degrees.data_degree))
+    several = work.prompts_per_rank(degrees) * evaluation_seconds(share, degrees, profile)
+    return work.prompts * evaluation_seconds(work, Parallelism(), profile) / several
+
+
+def attention_bytes(work: Work, degrees: Parallelism) -> float:
+    """Bytes that one rank sends in one attention: 4T(u-1)/u of its share for Ulysses, 2T/u a hop for the ring."""
+    ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
+    share = work.activation_bytes / (ring * ulysses)
+    return 4 * share * (ulysses - 1) / ulysses + 2 * share * (ring - 1)
+
+
+def attention_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
+    """Seconds of one attention layer on one rank, its transfers included."""
+    ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
+    share = work.activation_bytes / (ring * ulysses)
+    compute = 4 * work.rows * work.tokens**2 * work.network.width / (ring * ulysses)
+    compute /= ATTENTION * profile.flops_per_second
+    if degrees.context_parallel_size == 1 or not profile.bytes_per_second:  # a worker alone has measured none
+        return compute
+    passes = PACKED * (ulysses > 1) + (PACKED_FOR_RING + MERGED * _ring_blocks(degrees)) * (ring > 1)
+    memory = passes * share / max(profile.flops_per_second / FLOP_PER_BYTE, LEAST_BYTES_PER_SECOND)
+    small = DIVIDED + BLOCK * _ring_blocks(degrees) * (ring > 1)
+    return compute + memory + small + _exposed_transfer(share, compute, degrees, profile)
+
+
+def _exposed_transfer(share: float, compute: float, degrees: Parallelism, profile: DeviceProfile) -> float:
+    """Seconds of transfers that no computation hides."""
+    ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
+    all_to_all = 4 * share * (ulysses - 1) / ulysses / profile.bytes_per_second
+    send_recv, block = 2 * share / profile.bytes_per_second, compute / ring
+    if degrees.options.rotate_method == "allgather":
+        return all_to_all + max(0.0, (ring - 1) * send_recv - block)
+    return all_to_all + (ring - 1) * max(0.0, send_recv - block)
+
+
+def _ring_blocks(degrees: Parallelism) -> int:
+    """How many blocks of keys a rank attends to one by one."""
+    return min(2, degrees.ring_degree) if degrees.options.rotate_method == "allgather" else degrees.ring_degree
+
+
+def _launch_seconds(degrees: Parallelism) -> float:
+    """Seconds of the host a layer."""
+    ranks, ring = degrees.context_parallel_size, degrees.ring_degree
+    divided = LAUNCHED_BY_RANKS * ranks + LAUNCHED_BY_BLOCKS * _ring_blocks(degrees) * (ring > 1)
+    return LAUNCHED + divided * (ranks > 1)
+
+
+def rotate_method_for(work: Work, degrees: Parallelism, profile: DeviceProfile, *, spacious: bool) -> RotateMethod:
+    """How a ring's keys and values go round where the request leaves it open: all at once where memory is `spacious`
+    enough for them, the link is fast, and less hiding costs less than fewer blocks gain."""
+    if degrees.options.rotate_method != "auto":
+        return degrees.options.rotate_method
+    if degrees.ring_degree > 1 and work.network.row_levels:  # a level's keys are few
+        return "allgather" if spacious else "alltoall"
+    if degrees.ring_degree == 1 or profile.bytes_per_second < FAST or not spacious:
+        return "alltoall"
+    seconds: dict[RotateMethod, float] = {
+        method: attention_seconds(work, degrees.with_options(rotate_method=method), profile)
+        for method in ("alltoall", "allgather")
+    }
+    return "allgather" if seconds["allgather"] <= seconds["alltoall"] else "alltoall"

@@ -1,0 +1,108 @@
+"""Which blocks each stage of a pipeline has, and what these hold and compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from ..architectures.partition import Load, share_out
+from ..specs import Parallelism
+from .network_stats import NetworkStats, Work
+
+
+@dataclass(frozen=True)
+class StageBlocks:
+    """What the ranks of one stage have: blocks from `first` on, their bytes, and their share of all work."""
+
+    first: int
+    count: int
+    nbytes: int
+    work: float
+
+
+def stages_of(network: NetworkStats, degrees: Parallelism) -> list[StageBlocks]:
+    """The stages in order; a single one where there is no pipeline, none where no plan knows blocks."""
+    loads = network.loads
+    if not loads:
+        return []
+    counts = degrees.stages or share_out(loads, degrees.pipeline_degree)
+    total, first, stages = sum(load.blocks for load in loads), 0, []
+    for count in counts:
+        units = loads[first : first + count]
+        nbytes, work = sum(load.nbytes for load in units), sum(load.blocks for load in units) / total
+        stages.append(StageBlocks(first, count, nbytes, work))
+        first += count
+    return stages
+
+
+def outside_bytes(network: NetworkStats) -> int:
+    """Size of the weights outside of blocks, which every stage has."""
+    return network.weight_bytes - sum(load.nbytes for load in network.loads)
+
+
+def staged_weight_bytes(network: NetworkStats, degrees: Parallelism) -> tuple[int, ...]:
+    """Size of the weights of each rank: what lies outside of blocks, and the blocks of its stage."""
+    if degrees.pipeline_degree == 1:
+        return (network.weight_bytes,) * degrees.world_size
+    outside, stages = outside_bytes(network), stages_of(network, degrees)
+    return tuple(outside + stages[stage_of(degrees, rank)].nbytes for rank in range(degrees.world_size))
+
+
+def balanced(degrees: Parallelism, work: Work, budget_bytes: Sequence[int | None]) -> Parallelism:
+    """The degrees with the blocks of each stage: the busiest computes as little as it can, where each rank has no more
+    of weights, and of the keys and values that patches keep, than its budget (None: no limit)."""
+    network = work.network
+    if degrees.pipeline_degree == 1 or not network.loads:
+        return degrees
+    cached, outside = _cached_bytes_per_block(work, degrees), outside_bytes(network)
+    loads = [Load(load.nbytes + cached * load.blocks, load.blocks) for load in network.loads]
+    known = [max(0, budget - outside) for budget in budget_bytes if budget is not None]
+    ranks = len(budget_bytes) // degrees.pipeline_degree
+    least = [min(known[first : first + ranks]) for first in range(0, len(known), ranks)]
+    return replace(degrees, stages=share_out(loads, degrees.pipeline_degree, least))
+
+
+def cached_key_value_bytes(work: Work, degrees: Parallelism) -> tuple[int, ...]:
+    """Size of the keys and values that each rank keeps from step to step where tokens come in patches."""
+    each, ranks = _cached_bytes_per_block(work, degrees), range(degrees.world_size)
+    if not each:
+        return (0,) * len(ranks)
+    loads, stages = work.network.loads, stages_of(work.network, degrees)
+    blocks = [sum(load.blocks for load in loads[stage.first : stage.first + stage.count]) for stage in stages]
+    return tuple(each * blocks[stage_of(degrees, rank)] for rank in ranks)
+
+
+def _cached_bytes_per_block(work: Work, degrees: Parallelism) -> int:
+    """Size of the keys and values of all tokens in one block, of each evaluation of a step."""
+    if degrees.options.token_patches == 1:
+        return 0
+    rows, branches = -(-work.rows // degrees.data_degree), -(-work.branches // degrees.cfg_degree)
+    return 2 * work.row_bytes * rows * branches // degrees.ulysses_degree
+
+
+def busy_share(work: Work, degrees: Parallelism) -> float:
+    """The share of a step in which a stage computes: it waits while the pipeline fills and empties."""
+    flights = work.busiest_rows(degrees) * degrees.options.token_patches
+    return flights / (flights + degrees.pipeline_degree - 1)
+
+
+def weight_ranges(network: NetworkStats, degrees: Parallelism) -> list[tuple[float, float]]:
+    """From and to, as shares of all weights, what each stage has of its own; none where there is no pipeline."""
+    if degrees.pipeline_degree == 1:
+        return []
+    ends = list(accumulate((stage.nbytes for stage in stages_of(network, degrees)), initial=outside_bytes(network)))
+    return [(begin / network.weight_bytes, end / network.weight_bytes) for begin, end in pairwise(ends)]
+
+
+def stage_of(degrees: Parallelism, rank: int) -> int:
+    return rank * degrees.pipeline_degree // degrees.world_size
+
+
+def blocks_of_rank(degrees: Parallelism, rank: int) -> tuple[int, int] | None:
+    """The first and the last of the blocks that it has, counted from 1; None where it has all of them."""
+    if not degrees.stages:
+        return None
+    stage = stage_of(degrees, rank)
+    before = sum(degrees.stages[:stage])
+    return before + 1, before + degrees.stages[stage]

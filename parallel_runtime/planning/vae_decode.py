@@ -1,0 +1,112 @@
+"""What a VAE's decode costs, here and divided: seconds, memory and traffic, in one line for a user. Arithmetic only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..architectures.autoencoders import DIFFUSION, ENGINE, HUNYUAN, KL, LTX
+from ..sentences import say
+from .device_profile import DeviceProfile
+
+GIB = 2**30
+LATENCY = 30e-6  # seconds a message between two GPUs waits for, whatever its size
+LAUNCH = 8e-6  # seconds of host time a kernel: what more workers do not divide
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """A decoder at its real size, counted on fake tensors in 16 bit, as tests/rows/fake.py does it.
+
+    `flops` is for a pixel of the latent (of a frame), `halo_bytes` what a rank sends to one neighbour for a frame and a
+    pixel of the side that is not cut; `exchanges` and `kernels` are of one frame; `width` is that of its attention.
+    """
+
+    flops: float
+    halo_bytes: float
+    exchanges: float
+    kernels: float
+    width: int = 0
+    over_time: bool = False  # attention sees the pixels of all frames
+
+
+WAN, WAN_22 = "comfy.ldm.wan.vae", "comfy.ldm.wan.vae2_2"
+PICTURES = Decoding(flops=6.06e8, halo_bytes=6.4e4, exchanges=64, kernels=1100, width=512)
+COUNTED: dict[tuple[str, int], Decoding] = {  # by class and the dims of a latent
+    (f"{KL}({DIFFUSION}.Encoder, {DIFFUSION}.Decoder)", 4): PICTURES,
+    (f"{ENGINE}({DIFFUSION}.Encoder, {DIFFUSION}.Decoder)", 4): PICTURES,
+    (f"{KL}({DIFFUSION}.Encoder, {DIFFUSION}.Decoder)", 5): Decoding(
+        flops=4.23e9, halo_bytes=1.41e5, exchanges=28, kernels=570, width=512, over_time=True
+    ),
+    (f"{ENGINE}({HUNYUAN}.vae_refiner.Encoder, {HUNYUAN}.vae_refiner.Decoder)", 5): Decoding(
+        flops=2.50e10, halo_bytes=4.15e5, exchanges=18, kernels=280, width=1024
+    ),
+    (f"{WAN}.WanVAE({WAN}.Encoder3d, {WAN}.Decoder3d)", 5): Decoding(
+        flops=2.07e9, halo_bytes=2.27e5, exchanges=41, kernels=790, width=384
+    ),
+    (f"{WAN_22}.WanVAE({WAN_22}.Encoder3d, {WAN_22}.Decoder3d)", 5): Decoding(
+        flops=1.83e10, halo_bytes=5.87e5, exchanges=33, kernels=710, width=1024
+    ),
+    (f"{LTX}.VideoVAE({LTX}.Encoder, {LTX}.Decoder)", 5): Decoding(
+        flops=9.80e9, halo_bytes=3.8e5, exchanges=15, kernels=300
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decode:
+    """One decode of a latent [B, C, (T,) H, W] by a VAE of the class `kind`. `activation_bytes` is ComfyUI's own
+    estimate for one process."""
+
+    kind: str
+    latent: tuple[int, ...]
+    weight_bytes: int
+    activation_bytes: int
+    item_bytes: int
+
+    @property
+    def frames(self) -> int:
+        return self.latent[0] * (self.latent[2] if len(self.latent) == 5 else 1)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The longer one, which is cut, and the other."""
+        return max(self.latent[-2:]), min(self.latent[-2:])
+
+
+def decode_seconds(decode: Decode, workers: int, profile: DeviceProfile) -> float | None:
+    """On `workers`; None for a class that was not counted. Halos hide behind convolutions, latencies do not."""
+    counted = COUNTED.get((decode.kind, len(decode.latent)))
+    if counted is None or not profile.flops_per_second:
+        return None
+    cut, other = decode.sides
+    workers = min(workers, cut)
+    pixels = decode.frames * cut * other
+    attention = 4 * pixels**2 * counted.width / (1 if counted.over_time else decode.frames)
+    compute = (counted.flops * pixels + attention) / profile.flops_per_second / workers
+    busy = max(compute, LAUNCH * counted.kernels * decode.frames)
+    if workers == 1 or not profile.bytes_per_second:
+        return busy
+    exposed = max(0.0, traffic(decode, workers, counted) / profile.bytes_per_second - compute)
+    return busy + LATENCY * counted.exchanges * decode.frames + exposed
+
+
+def traffic(decode: Decode, workers: int, counted: Decoding) -> float:
+    """Bytes that one rank sends: halos to two neighbours, its keys and values round the ring."""
+    cut, other = decode.sides
+    scale = decode.item_bytes / 2
+    halos = min(2, workers - 1) * counted.halo_bytes * decode.frames * other
+    keys = 4 * counted.width * decode.frames * cut * other / workers * (workers - 1)
+    return scale * (halos + keys)
+
+
+def decode_line(decode: Decode, workers: int, profile: DeviceProfile | None) -> tuple[str, ...]:
+    """For CP Plan, sentence by sentence."""
+    used = min(workers, decode.sides[0])
+    here, share = (decode.activation_bytes / GIB, decode.activation_bytes / used / GIB)
+    sizes = {"here": f"{here:.2f}", "weights": f"{decode.weight_bytes / GIB:.2f}", "share": f"{share:.2f}"}
+    memory = say("decode", **sizes, workers=used)
+    alone = decode_seconds(decode, 1, profile) if profile is not None else None
+    several = decode_seconds(decode, workers, profile) if profile is not None else None
+    if alone is None or several is None:
+        return (memory,)
+    return memory, say("decode.seconds", alone=f"{alone:.1f}", several=f"{several:.1f}")

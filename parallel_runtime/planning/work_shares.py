@@ -1,0 +1,89 @@
+"""How much of the work each worker gets: what `shares` of a CP Parallel Config say, and whole numbers in proportion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+
+from ..errors import Refused
+from ..sentences import quoted
+from ..specs import Parallelism, Placement
+
+PARTS = 64  # for each worker
+DIGITS = 9  # of one, at most
+
+
+def requested_shares(shares: str, workers: int, devices: int = 0, nnodes: int = 1) -> tuple[int, ...]:
+    """The share of each of so many workers, in rank order; () where `shares` leaves them to auto. Numbers may be one
+    for each of a config's `devices` on each machine, of which workers have the first. Raises Refused."""
+    if shares.strip() in ("", "auto"):
+        return ()
+    if shares.strip() == "equal":
+        return (1,) * workers
+    numbers, every, local = _numbers(shares), devices * nnodes, workers // nnodes
+    if not numbers:
+        raise Refused("shares.text", widget="shares", shares=quoted(shares))
+    if len(numbers) == workers:
+        return numbers
+    if len(numbers) != every or local > devices:
+        text = quoted(shares.strip())
+        raise Refused("shares.count", widget="shares", shares=text, count=len(numbers), workers=workers)
+    return tuple(number for machine in range(nnodes) for number in numbers[machine * devices :][:local])
+
+
+def are_uneven(shares: str) -> bool:
+    """Are they typed as numbers that are not all the same?"""
+    return len(set(_numbers(shares))) > 1
+
+
+def _numbers(shares: str) -> tuple[int, ...]:
+    """() where they are not whole numbers with commas between them."""
+    words = [word.strip() for word in shares.split(",")]
+    known = all(word.isascii() and word.isdecimal() and len(word) <= DIGITS for word in words)
+    return tuple(map(int, words)) if known else ()
+
+
+def are_unused(degrees: Parallelism) -> bool:
+    """Do they differ only between the halves of cfg_degree, which have a prompt each whatever is asked for?"""
+    even = all(len(set(shares)) == 1 for shares in degrees.cp_group_shares)
+    return len(set(degrees.shares)) > 1 and even and len(set(degrees.data_group_shares)) == 1
+
+
+def in_proportion(to: Sequence[float]) -> tuple[int, ...]:
+    """Whole numbers in proportion to these, about PARTS for each worker; nobody who has any goes without."""
+    mean = sum(to) / len(to)
+    sizes = [max(round(PARTS * one / mean), int(one > 0)) for one in to]
+    common = gcd(*sizes)
+    return tuple(size // common for size in sizes)
+
+
+def shares_within(total: int, budget_bytes: Sequence[int | None]) -> tuple[int, ...]:
+    """Shares of what takes `total` bytes on all workers together: alike, but nobody has more than its budget (None: no
+    limit); where all have too little, in proportion to their budgets. () where all get alike."""
+    limits = sorted(total if budget is None else max(0, budget) for budget in budget_bytes)
+    left, level = total, 0.0
+    for number, limit in enumerate(limits):
+        level = left / (len(limits) - number)
+        if limit >= level:
+            break
+        left -= limit
+    if limits[0] >= level or not limits[-1]:
+        return ()
+    return in_proportion([level if budget is None else min(max(0, budget), level) for budget in budget_bytes])
+
+
+def work_percent(degrees: Parallelism, placement: Placement) -> list[tuple[str, int]]:
+    """Each worker's device, and its share of all the work in percent."""
+    devices = placement.devices * placement.nnodes
+    return [(device, round(100 * part)) for device, part in zip(devices, work_fractions(degrees), strict=True)]
+
+
+def work_fractions(degrees: Parallelism) -> list[float]:
+    """What each worker has to do of all the work. Ranks of different prompts have as much to do whatever their shares,
+    ranks of different rows in proportion to theirs."""
+    rows = degrees.data_group_shares
+    return [
+        share / sum(shares) / degrees.cfg_degree * rows[number // degrees.cfg_degree % len(rows)] / sum(rows)
+        for number, shares in enumerate(degrees.cp_group_shares)
+        for share in shares
+    ]

@@ -1,0 +1,245 @@
+"""The values of a CP Parallel Config node. Each of its widgets is one field of ParallelRequest or of EngineOptions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
+
+from .accelerators import KERNELS
+from .errors import Refused
+from .sentences import quoted, say
+
+RotateMethod = Literal["alltoall", "allgather", "auto"]
+AttentionBackend = str  # one of BACKENDS
+DtypeChoice = Literal["auto", "bfloat16", "float16", "float32"]
+AfterSampling = Literal["keep", "offload", "unload"]
+WeightsChoice = Literal["auto", "replicate", "shard", "offload"]
+CompileChoice = Literal["off", "on"]
+GraphsChoice = Literal["auto", "on", "off"]
+BACKENDS = ("auto", "native", *KERNELS)
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Widget:
+    """One input of the node. Saved workflows list values in the order of `place`: a new widget gets the next number."""
+
+    name: str
+    field: str  # of ParallelRequest, or of EngineOptions
+    of_engine: bool
+    kind: type
+    options: tuple[str, ...]  # empty where any value of its kind is allowed
+    default: Any
+    place: int
+    tooltip: str
+    limits: dict[str, float]
+    required: bool
+    advanced: bool
+
+
+def widget(
+    place: int,
+    default: Value,
+    tooltip: str,
+    *,
+    limits: dict[str, float] | None = None,
+    name: str = "",
+    options: tuple[str, ...] = (),
+    required: bool = False,
+    advanced: bool = True,
+) -> Value:
+    """Returns a dataclass field that a widget sets. `name` is the widget's name if it differs from the field's,
+    `options` are its allowed values where the field's type is no Literal of them."""
+    row = {"place": place, "tooltip": tooltip, "limits": limits or {}, "required": required, "advanced": advanced}
+    made: Value = field(default=default, metadata={"row": row, "name": name, "options": options})
+    return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options of the engine, besides degrees and devices. Workers get them unchanged, in a Parallelism: a new option is
+    a field here and the code in the engine that reads it."""
+
+    # fmt: off
+    rotate_method: RotateMethod = widget(
+        3, "alltoall",
+        "How a ring moves keys and values: alltoall passes blocks on while computing, allgather collects them all "
+        "first (more memory). auto = allgather where there is room and the link is fast, else alltoall.",
+    )
+    convert_to_fp32: bool = widget(4, True, "Merge the ring's partial results in float32.")
+    attention_backend: AttentionBackend = widget(
+        5, "auto",
+        "The attention kernel of each worker, by diffusers' name. auto = where workers share a sequence the fastest "
+        "that is there, by a race; one worker has ComfyUI's own attention.",
+        options=BACKENDS,
+    )
+    step_cache: float = widget(
+        10, 0.0,
+        "Where the first block of the model changes by less than this share from one evaluation to the next, the "
+        "other blocks are skipped. Faster, not exact; 0.05 to 0.1 is common. 0 = off. Refused where no plan cuts the "
+        "network, or the loop stays in ComfyUI.",
+        limits={"min": 0.0, "max": 1.0, "step": 0.01, "round": 0.001},
+    )
+    cuda_graphs: GraphsChoice = widget(
+        16, "auto",
+        "Record an evaluation of the model once as a CUDA graph, and replay it: one launch a step, the same bits. "
+        "auto: where the CPU would launch it slower than the GPU computes. on: always. Recorded sizes hold GPU "
+        "memory, four at most, until the model is unloaded.",
+    )
+    token_patches: int = widget(
+        19, 1,
+        "Parts of one evaluation that follow each other through the stages of a pipeline (PipeFusion), with keys and "
+        "values that are one step old. Faster, approximate: not the picture of one GPU. 8 steps or more; not every "
+        "network. 1 = exact.",
+        limits={"min": 1, "max": 64}, name="patches",
+    )
+    warmup_steps: int = widget(
+        20, 1,
+        "With patches above 1: so many first steps are exact. More are nearer to one GPU's picture and slower; 2 to 4 "
+        "are advised below 20 steps.",
+        limits={"min": 1, "max": 1000},
+    )
+    # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelRequest:
+    """The values of a CP Parallel Config. 0 and "auto" are resolved when the model is known. `devices` is a list such
+    as "0,1", "cuda:0,cuda:1" or "cpu,cpu", and empty for all. Each of `nnodes` machines gives as many devices; the
+    others connect to the first at `rdzv_endpoint`, "address:port". `shares` is "auto", "equal", or one number a
+    worker."""
+
+    # fmt: off
+    options: EngineOptions = field(default_factory=EngineOptions)
+    ring_degree: int = widget(
+        1, 0,
+        "Workers in the ring: each holds a part of the tokens, keys and values go round. 0 = auto.",
+        limits={"min": 0, "max": 64}, required=True, advanced=False,
+    )
+    ulysses_degree: int = widget(
+        2, 0,
+        "Workers that swap tokens for attention heads. Meant for NVLink; at most one worker per head. 0 = auto. "
+        "Workers in all: the product of the degrees.",
+        limits={"min": 0, "max": 64}, required=True, advanced=False,
+    )
+    dtype: DtypeChoice = widget(
+        6, "auto", "What the workers compute in. auto = what ComfyUI would use for this model."
+    )
+    devices: str = widget(
+        7, "",
+        "GPUs to use, such as 0,1. Empty = all. cpu,cpu starts two workers on the CPU, 0,0 two that share GPU 0.",
+        advanced=False,
+    )
+    cfg_degree: int = widget(
+        8, 0,
+        "2: positive and negative prompt run side by side on two halves of the workers; at cfg 1 both halves work on "
+        "the one prompt. 0 = auto.",
+        limits={"min": 0, "max": 2},
+    )
+    data_degree: int = widget(
+        9, 1, "Groups of workers that share the images of a batch.", limits={"min": 1, "max": 64}
+    )
+    after_sampling: AfterSampling = widget(
+        11, "keep",
+        "What the workers do with the model after a run: keep it, offload it to main memory, or unload it.",
+    )
+    nnodes: int = widget(
+        12, 1,
+        "Machines, this one included. Each gives as many devices as this one; the others run the join command and "
+        "share a token with this one: see docs/several-machines.md.",
+        limits={"min": 1, "max": 64},
+    )
+    rdzv_endpoint: str = widget(
+        13, "",
+        "With several machines: the address of this one and a free port, such as 10.0.0.1:29500. Only there do the "
+        "others find it.",
+    )
+    weights: WeightsChoice = widget(
+        14, "auto",
+        "Where the model's weights are. replicate: whole on every GPU. shard: each GPU keeps a part, and a block is "
+        "gathered just before it runs. offload: once in main memory, and a block is copied to the GPU just before it "
+        "runs. Both hold as little on the GPU as they can. auto: replicate where it fits, else the faster of the two, "
+        "with as many blocks on the GPU as fit.",
+    )
+    compile: CompileChoice = widget(
+        15, "off",
+        "on: torch.compile for each block of the model in the workers. The first step takes minutes; a new size may "
+        "compile again. Torch Compile Model on the MODEL does the same.",
+    )
+    shares: str = widget(
+        17, "auto",
+        "How much of the work each worker gets, for cards that are not alike. Numbers such as 3,2: in the order of "
+        "devices, one for each worker, or for each device, of which a run on fewer takes the first. equal: all alike. "
+        "auto: by what the workers measure.",
+    )
+    pipeline_degree: int = widget(
+        18, 1,
+        "Stages of a pipeline: each has its own part of the model's blocks, and passes the tokens on. For models that "
+        "do not fit, and for slow links; exact. Prompts and images follow each other through the stages. 1 = none, "
+        "0 = where nothing else fits.",
+        limits={"min": 0, "max": 64},
+    )
+    # fmt: on
+
+    @classmethod
+    def of(cls, values: object) -> ParallelRequest:
+        """Returns the request of these values by widget name; other names are ignored. Raises Refused for a value that
+        its widget cannot have; whether the request can run is checked where the devices are known."""
+        if not isinstance(values, Mapping):
+            raise Refused("config.object")
+        request: dict[str, Any] = {}
+        options: dict[str, Any] = {}
+        for row in widgets():
+            if row.name in values:
+                (options if row.of_engine else request)[row.field] = _checked(row, values[row.name])
+        return cls(options=EngineOptions(**options), **request)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The value of each widget, by its name."""
+        return {row.name: getattr(self.options if row.of_engine else self, row.field) for row in widgets()}
+
+    def with_values(self, changed: Mapping[str, Any]) -> ParallelRequest:
+        """Returns the request with these widgets changed. Raises Refused as `of` does."""
+        return ParallelRequest.of({**self.values, **changed})
+
+    @property
+    def by_heads(self) -> bool:
+        """Does the number of workers depend on the model's heads?"""
+        return bool(self.ring_degree and not self.ulysses_degree)
+
+
+@cache
+def widgets() -> tuple[Widget, ...]:
+    """The node's widgets in their order."""
+    rows = [
+        Widget(
+            name=row.metadata["name"] or row.name,
+            field=row.name,
+            of_engine=owner is EngineOptions,
+            kind=type(row.default),
+            options=row.metadata["options"] or get_args(get_type_hints(owner)[row.name]),
+            default=row.default,
+            **row.metadata["row"],
+        )
+        for owner in (ParallelRequest, EngineOptions)
+        for row in fields(owner)
+        if row.metadata
+    ]
+    return tuple(sorted(rows, key=lambda row: row.place))
+
+
+def _checked(row: Widget, value: Any) -> Any:
+    """Returns the value that the widget takes from `value`. Raises Refused."""
+    types = (float, int) if row.kind is float else (row.kind,)
+    if value == "auto" and row.default == "":  # refusals call it auto where all devices are used
+        return ""
+    if type(value) not in types or value != value or value not in (row.options or (value,)):
+        if row.options:
+            raise Refused("widget.options", row.name, name=row.name, value=quoted(value), options=list(row.options))
+        raise Refused(
+            "widget.kind", row.name, name=row.name, value=quoted(value), kind=say(f"kind.{row.kind.__name__}")
+        )
+    return value

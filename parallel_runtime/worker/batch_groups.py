@@ -1,0 +1,113 @@
+"""Batch groups: ranks that divide the branches of guidance or the rows of a batch, without communication in the model.
+
+Every group has all inputs, computes its share, and gathers all results, so callers see the undivided result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
+
+from ..engine.comm.collectives import all_gather_v
+from ..engine.comm.mesh import MeshDim
+from ..engine.comm.votes import refuse_on_all_ranks
+from ..engine.split.streams import chunk_range, chunk_sizes
+
+
+class BatchGroups:
+    """The batch groups along one dim of the mesh; this rank belongs to the one at `dim.index`."""
+
+    def __init__(self, dim: MeshDim) -> None:
+        self._dim = dim
+
+    @property
+    def count(self) -> int:
+        return self._dim.size
+
+    def local_items(self, total: int) -> range:
+        """Returns which of `total` items this group computes: contiguous, by the groups' shares, possibly none."""
+        start, size = chunk_range(total, self._dim.parts, self._dim.index)
+        return range(start, start + size)
+
+    def local_rows(self, total: int) -> slice:
+        """Returns `local_items` as a slice; a group without items computes the first one for the output's shape."""
+        items = self.local_items(total)
+        return slice(items.start, items.stop) if items else slice(0, 1)
+
+    def refuse_on_all_ranks(self) -> AbstractContextManager[None]:
+        """Has all groups raise Refused when one does inside it; otherwise the others wait in `all_gather` forever."""
+        return refuse_on_all_ranks(self._dim)
+
+    def all_gather(self, local: Tensor, total: int) -> Tensor:
+        """Gathers each group's [local items, ...] into [total, ...], in order."""
+        if self._dim.size == 1:
+            return local
+        (full,) = all_gather_v(local, chunk_sizes(total, self._dim.parts), self._dim).wait()
+        return full
+
+
+def broadcast_from_first(dim: MeshDim, out: Any) -> Any:
+    """Returns the tensors of `out` as the first rank of `dim` has them. Every rank computes the layers after the tokens
+    are gathered, and devices of several kinds round differently there."""
+    if dim.size == 1 or not dim.group_state.heterogeneous:
+        return out
+
+    def first(part: Tensor) -> Tensor:
+        local = part if dim.index == 0 else part[:0]
+        return all_gather_v(local, (len(part), *(0,) * (dim.size - 1)), dim).wait()[0]
+
+    return tree_map_only(Tensor, first, out)
+
+
+PER_BATCH_OPTIONS = ("cond_or_uncond", "uuids")  # lists in transformer_options with one item for each joined batch
+
+
+def data_parallel(groups: BatchGroups, evaluate: Callable[..., Any], batch: int, *args: Any, **kwargs: Any) -> Any:
+    """Calls `evaluate(*args, **kwargs)` with its rows divided over `groups`: tensors [batch, ...], also in lists and
+    dicts. It returns one such tensor, or a list of them.
+
+    ComfyUI's transformer_options belong to the whole run and stay, except each row's noise level and prompt.
+    """
+    if groups.count == 1:
+        return evaluate(*args, **kwargs)
+    items, rows = groups.local_items(batch), groups.local_rows(batch)
+    out = evaluate(*select_rows(args, rows, batch), **select_rows(kwargs, rows, batch))
+    return tree_map_only(Tensor, lambda part: groups.all_gather(part[: len(items)], batch), out)
+
+
+def row_by_row(evaluate: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Calls `evaluate(x, *args, **kwargs)` for one row after another, so that several pipeline stages work at once."""
+    if x.shape[0] == 1:
+        return evaluate(x, *args, **kwargs)
+    parts = []
+    for row in range(x.shape[0]):
+        row_args, row_kwargs = (select_rows(value, slice(row, row + 1), x.shape[0]) for value in ((x, *args), kwargs))
+        parts.append(evaluate(*row_args, **row_kwargs))
+    return tree_map(lambda *rows: torch.cat(rows), *parts)
+
+
+def select_rows(value: Any, rows: slice, batch: int) -> Any:
+    """Returns `value` with only these `rows` of every tensor [batch, ...] in it, also in lists and dicts."""
+    if torch.is_tensor(value):
+        return value[rows] if value.ndim and value.shape[0] == batch else value
+    if isinstance(value, list | tuple):
+        return type(value)(select_rows(item, rows, batch) for item in value)
+    if type(value) is dict and "sample_sigmas" in value:
+        return _options(value, rows, batch)
+    return {name: select_rows(item, rows, batch) for name, item in value.items()} if type(value) is dict else value
+
+
+def _options(options: dict[str, Any], rows: slice, batch: int) -> dict[str, Any]:
+    selected = dict(options)
+    if torch.is_tensor(options.get("sigmas")) and len(options["sigmas"]) == batch:
+        selected["sigmas"] = options["sigmas"][rows]
+    for name in PER_BATCH_OPTIONS:
+        if per_batch := options.get(name):
+            rows_per_batch = batch // len(per_batch)
+            selected[name] = [per_batch[row // rows_per_batch] for row in range(batch)[rows]]
+    return selected

@@ -1,0 +1,181 @@
+"""The models that ComfyUI loads besides a MODEL's own network: those of Load Model Patch, ControlNets, GLIGEN and
+hypernetworks.
+
+Each is loaded by ComfyUI's own code, once per file, and kept while any of this rank's models used it in its last job.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias
+
+import comfy.controlnet
+import comfy.model_management
+import comfy.sd
+import folder_paths
+import torch
+from comfy.controlnet import ControlBase
+from comfy.gligen import Gligen
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+from ...engine.comm.votes import refuse_on_all_ranks
+from ...errors import Refused
+from ...loading.mapped import Mapped, load_mapped
+from ...specs import SourceFile
+from ..process.broadcast import check_files
+from .comfyui import named
+from .patcher import UNLIMITED_BYTES
+
+FOLDER = "model_patches"
+LOADER = "comfy_extras.nodes_model_patch:ModelPatchLoader"
+HYPERNETWORK_LOADER = "comfy_extras.nodes_hypernetwork:load_hypernetwork_patch"
+Key = tuple[SourceFile, str]  # and the dtype of a ControlNet's weights, "" for none
+Additional: TypeAlias = ModelPatcher | ControlBase | Any  # a hypernetwork's class has no name in its module
+LoadAdditional = Callable[[dict[str, Any]], Any]  # loads what a description of nodes/describe names
+
+
+class AdditionalModels:
+    """The additional models that this rank has loaded."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[Key, Additional] = {}
+        self._used: dict[object, set[Key]] = {}  # by the models that this rank has
+
+    @contextmanager
+    def of_job(self, user: object) -> Iterator[LoadAdditional]:
+        """Yields a function that loads the additional models of a job on the model `user` by their descriptions. At the
+        end those that no model's last job used are unloaded."""
+        used: set[Key] = set()
+        yield partial(self._load, used)
+        self._used[user] = used
+        self._drop_unused()
+
+    def weights(self, user: object) -> Iterator[Tensor]:
+        """Yields the weights of the additional models that the last job on `user` used."""
+        for key in self._used.get(user, ()):
+            yield from _weights_of(self._loaded[key])
+
+    def gligens(self, user: object) -> list[ModelPatcher]:
+        """The GLIGEN models that a model's last job used."""
+        models = (self._loaded[key] for key in self._used.get(user, ()))
+        return [model for model in models if isinstance(model, ModelPatcher) and isinstance(model.model, Gligen)]
+
+    def drop(self, user: object) -> None:
+        """Unloads the additional models that only `user` used, which this rank no longer has."""
+        if self._used.pop(user, None):
+            self._drop_unused()
+
+    def _load(self, used: set[Key], described: dict[str, Any]) -> Additional:
+        """Returns the model of one file. Collective where it is not loaded yet. Raises Refused for a changed file."""
+        file = SourceFile(path=described["path"], size=described["size"], mtime_ns=described["mtime_ns"])
+        key = file, described.get("dtype", "")
+        if key not in self._loaded:
+            with refuse_on_all_ranks():
+                check_files([file])
+                self._loaded[key] = LOADERS[described["kind"]](described)
+        used.add(key)
+        return self._loaded[key]
+
+    def _drop_unused(self) -> None:
+        for key in self._loaded.keys() - set().union(*self._used.values()):
+            loaded = self._loaded.pop(key)
+            for patcher in _patchers_of(loaded):
+                comfy.model_management.unload_model_and_clones(patcher)
+
+
+def _weights_of(loaded: Additional) -> Iterator[Tensor]:
+    if isinstance(loaded, comfy.controlnet.ControlLora):
+        return iter(loaded.control_weights.values())
+    if isinstance(loaded, comfy.controlnet.T2IAdapter):
+        return loaded.t2i_model.parameters()
+    if isinstance(loaded, ModelPatcher):
+        return loaded.model.parameters()
+    if isinstance(loaded, ControlBase):
+        return loaded.control_model.parameters()
+    return (weight for layers in loaded.hypernet.values() for weight in layers.parameters())
+
+
+def _patchers_of(loaded: Additional) -> list[ModelPatcher]:
+    """The ModelPatchers that ComfyUI puts on a device for it; a hypernetwork goes along with its MODEL."""
+    if isinstance(loaded, ModelPatcher):
+        return [loaded]
+    return list(loaded.get_models()) if isinstance(loaded, ControlBase) else []
+
+
+def _load_model_patch(described: dict[str, Any]) -> ModelPatcher:
+    """Loads a model patch as ComfyUI did, with weights `assigned` from the file or copied. ComfyUI's loader finds the
+    file by name in the first folder that has it, so the folder is put first."""
+    path = described["path"]
+    folder, name = os.path.split(path)
+    folder_paths.add_model_folder_path(FOLDER, folder, is_default=True)
+    load = named(LOADER)().load_model_patch
+    try:
+        return load_mapped(_Unsettled, load, [name], 0) if described["assigned"] else load(name)[0]
+    except FileNotFoundError as missing:
+        raise Refused("patch.missing", path=path, reason=str(missing)) from None
+
+
+def _load_control_net(described: dict[str, Any]) -> ControlBase:
+    """Loads a ControlNet as ComfyUI's loader nodes do, in ComfyUI's dtype. Raises Refused where it gets another one."""
+    options = {"dtype": getattr(torch, described["dtype"])} if described["dtype"] else {}
+    made = comfy.controlnet.load_controlnet(described["path"], None, options)
+    if made is None:
+        raise Refused("file.unloadable", path=described["path"], reason="ComfyUI finds no ControlNet in it")
+    if described["dtype"]:
+        dtypes = f"{made.control_model.dtype}, {made.manual_cast_dtype}".replace("torch.", "")
+        expected = f"{described['dtype']}, {described['computed']}"
+        if dtypes != expected:
+            raise Refused("model.dtype", dtype=dtypes, expected=expected)
+        made.control_model_wrapped = _FullyLoaded(
+            made.control_model, made.load_device, comfy.model_management.unet_offload_device()
+        )
+    return made
+
+
+def _load_gligen(described: dict[str, Any]) -> ModelPatcher:
+    """As GLIGENLoader loads it. Raises Refused where it has another dtype than in ComfyUI."""
+    made = comfy.sd.load_gligen(described["path"])
+    dtype = str(next(made.model.parameters()).dtype).removeprefix("torch.")
+    if dtype != described["dtype"]:
+        raise Refused("model.dtype", dtype=dtype, expected=described["dtype"])
+    return _FullyLoaded(made.model, made.load_device, made.offload_device)
+
+
+def _load_hypernetwork(described: dict[str, Any]) -> Any:
+    """The patch as HypernetworkLoader makes it, at strength 1."""
+    made = named(HYPERNETWORK_LOADER)(described["path"], 1.0)
+    if made is None:
+        raise Refused("file.unloadable", path=described["path"], reason="ComfyUI finds no hypernetwork in it")
+    return made
+
+
+LOADERS: dict[str, Callable[[dict[str, Any]], Additional]] = {
+    "model_patch": _load_model_patch,
+    "control_net": _load_control_net,
+    "gligen": _load_gligen,
+    "hypernetwork": _load_hypernetwork,
+}
+
+
+class _Unsettled(Mapped):
+    """A model whose weights keep the file's dtype, since its code may depend on it."""
+
+    def settle(self, module: torch.nn.Module) -> None:
+        pass
+
+
+class _FullyLoaded(ModelPatcher):
+    """A model that is always fully on the device; ComfyUI alone would go by each rank's free memory."""
+
+    def partially_load(
+        self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
+    ) -> int:
+        loaded: int = super().partially_load(device_to, UNLIMITED_BYTES, force_patch_weights)
+        return loaded
+
+    def partially_unload(self, device_to: torch.device, memory_to_free: int = 0, **_: Any) -> int:
+        return 0

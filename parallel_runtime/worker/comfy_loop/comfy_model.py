@@ -1,0 +1,172 @@
+"""One of ComfyUI's models on this rank: its ModelPatcher, the weight patches on it, and the clone that a job uses."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import itemgetter
+from typing import Any
+
+import comfy.model_management
+import torch
+from comfy.controlnet import ControlBase
+from comfy.patcher_extension import WrappersMP
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ...engine.comm.votes import all_gather_int, any_rank
+from ...engine.weights.placement import RankPlacement
+from ...errors import Refused
+from ..models import Model, Unrecordable
+from ..step_cache import StepCache
+from .additional_models import AdditionalModels
+from .patcher import OffloadSet, RankPatcher
+from .rebuild import rebuild
+
+WeightPatches = Mapping[str, list[Any]]
+PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)  # those that older cards support come first
+OPTIONS = "transformer_options"
+OVERRIDE = "optimized_attention_override"
+UNUSED_OPTIONS = ("uuids", "callbacks")  # for the loop around the network, which does not read them
+OUTER_WRAPPERS = {value for name, value in vars(WrappersMP).items() if name.isupper()} - {WrappersMP.DIFFUSION_MODEL}
+
+
+@dataclass(eq=False)
+class ComfyModel(Model):
+    """`patcher` is the loaded model without patches; `weight_patches` are the last job's: their fingerprint, and the
+    patches by weight."""
+
+    patcher: Any = None
+    weight_patches: tuple[str, dict[str, list[Any]]] = field(default=("", {}))
+    cache: StepCache | None = None  # the step cache of the run in progress
+    additional: AdditionalModels = field(default_factory=AdditionalModels)  # one for all models of this rank
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.patcher.weight_state.on_move = self.graph_runner.discard
+
+    @property
+    def nonresident_bytes(self) -> int:
+        state = self.patcher.weight_state
+        return state.in_file_bytes + (
+            state.prefetcher.offloaded_bytes - state.prefetcher.device_bytes if state.prefetcher else 0
+        )
+
+    @cached_property
+    def common_compute_dtype(self) -> torch.dtype | None:
+        """The dtype in which all ranks compute where ComfyUI would choose several: a card without bfloat16 computes in
+        float16 or float32, but ranks exchange tensors of one dtype. None where all choose alike. Collective."""
+        local = self.patcher.model.get_dtype_inference()
+        ranks = all_gather_int(PRECISIONS.index(local) if local in PRECISIONS else len(PRECISIONS))
+        return PRECISIONS[min(ranks)] if len(set(ranks)) > 1 else None
+
+    def place_weights(self, placement: RankPlacement | None) -> None:
+        """Keeps the weights there from the next load on; None replicates them on the device."""
+        state, plan = self.patcher.weight_state, self.architecture.plan if self.architecture else None
+        placement = placement if plan else None
+        if placement is not (state.offload_set and state.offload_set.placement):
+            self.offload()
+            state.offload_set = OffloadSet.of(self.network, plan, placement) if plan and placement else None
+
+    def load(self, patcher: RankPatcher, controls: Sequence[ControlBase] = ()) -> None:
+        """Loads `patcher` to the device, with the networks of these ControlNets and of GLIGEN. Where any rank has too
+        little memory, all of them unload their other models: ComfyUI would decide by each rank's own memory, but ranks
+        that gather weights must have the same ones loaded."""
+        device, networks = patcher.load_device, dict.fromkeys(one for each in controls for one in each.get_models())
+        networks |= dict.fromkeys(self.additional.gligens(self))
+        if device.type != "cpu":
+            patchers = [patcher, *patcher.model_patches_models(), *networks]
+            needed = 1.1 * sum(one.model_size() - one.loaded_size() for one in patchers)
+            needed += comfy.model_management.minimum_inference_memory()
+            if any_rank(comfy.model_management.get_free_memory(device) < needed):
+                for loaded in list(comfy.model_management.current_loaded_models):
+                    if loaded.model is not None and not any(one.is_clone(loaded.model) for one in patchers):
+                        comfy.model_management.unload_model_and_clones(loaded.model)
+        comfy.model_management.load_models_gpu([patcher, *networks])
+
+    def visible_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return recordable_arguments(kwargs, self.attention)
+
+    def clear_kv_cache(self) -> None:
+        """Clears the keys of a prompt that HiDream O1 caches: they depend on the weights of the run before."""
+        if (clear := getattr(self.network, "clear_kv_cache", None)) is not None:
+            clear()
+
+    def replaced_attributes(self) -> Hashable:
+        """Returns the plain values with which nodes have replaced attributes of the network."""
+        patches = getattr(self.patcher.model.current_patcher, "object_patches", {})
+        of_network = ((name, value) for name, value in patches.items() if name.startswith("diffusion_model."))
+        return tuple((name, type(value), value) for name, value in sorted(of_network, key=itemgetter(0)))
+
+    def unrecordable_reason(self) -> str:
+        current = self.patcher.model.current_patcher
+        if self.patcher.weight_state.offload_set is not None:
+            return "weights are fetched block by block"
+        if self.cache is not None:
+            return "a step cache decides which blocks run"
+        if current is not None and (current.hook_patches or current.forced_hooks):
+            return "hooks (scheduled LoRA) change weights from step to step"
+        return super().unrecordable_reason()
+
+    def clone(self, patches: WeightPatches | None, on_progress: Callable[[float], None]) -> RankPatcher:
+        """Returns a MODEL with `patches`, whose fingerprint is `spec.weight_patches`, described by
+        nodes/describe/model_patches.py. None stands for the last job's; raises Refused if that had others."""
+        if self.weight_patches[0] != self.spec.weight_patches:
+            if patches is None:
+                raise Refused("weights.unsent")
+            self.weight_patches = (self.spec.weight_patches, {key: rebuild(value) for key, value in patches.items()})
+            self.clear_kv_cache()
+        made: RankPatcher = self.patcher.clone()
+        made.on_progress = on_progress
+        remote = tuple(f"diffusion_model.{block.path}." for block in self.remote_blocks)
+        patches = self.weight_patches[1]
+        made.patches = {key: list(value) for key, value in patches.items() if not key.startswith(remote)}
+        name = self.spec.compute_dtype
+        if dtype := getattr(torch, name) if name else self.common_compute_dtype:
+            made.set_model_compute_dtype(dtype)
+        made.patches_uuid = uuid.uuid5(uuid.NAMESPACE_OID, f"{self.spec.weight_patches} {self.spec.compute_dtype}")
+        return made
+
+    @property
+    def additional_weights(self) -> list[Tensor]:
+        return list(self.additional.weights(self))
+
+    def offload(self) -> None:
+        comfy.model_management.unload_model_and_clones(self.patcher)
+        self.patcher.size = 0  # at the next load it may have other blocks
+        self.additional.drop(self)
+
+    def onload(self, device: torch.device) -> None:
+        """Does nothing: ComfyUI loads the clone that a job uses."""
+
+
+def recordable_arguments(kwargs: dict[str, Any], attention: Any) -> dict[str, Any]:
+    """Returns the `kwargs` of a network's call without options that its code does not read; `attention` is ours.
+
+    Raises Unrecordable for code that runs inside the network: it may decide by value, or change from step to step;
+    and for tensors in lists or dicts, where the network may store its own, as causal Wan does.
+    """
+    if (all_options := kwargs.get(OPTIONS)) is None:
+        return kwargs
+    options = {name: value for name, value in all_options.items() if name not in UNUSED_OPTIONS}
+    wrappers = {kind: by_key for kind, by_key in options.pop("wrappers", {}).items() if kind not in OUTER_WRAPPERS}
+    inside = {
+        "wrappers": _kinds(wrappers),
+        "patches": _kinds(options.get("patches")),
+        "replaced blocks": _kinds(options.get("patches_replace")),
+    }
+    for what, kinds in inside.items():
+        if kinds:
+            raise Unrecordable(f"{what} inside the network ({', '.join(kinds)})")
+    if options.get(OVERRIDE) is not attention:
+        raise Unrecordable("a node replaces the attention")
+    for name, value in options.items():
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value) if leaf is not value):
+            raise Unrecordable(f"the network may keep something in {name}")
+    return {**kwargs, OPTIONS: options}
+
+
+def _kinds(by_kind: dict[str, Any] | None) -> list[str]:
+    return sorted(str(kind) for kind, functions in (by_kind or {}).items() if functions)

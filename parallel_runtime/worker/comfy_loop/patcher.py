@@ -1,0 +1,220 @@
+"""The weights of one of ComfyUI's models on this rank: a ModelPatcher that merges patches and offloads blocks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import comfy.hooks
+import comfy.utils
+import torch
+from comfy.model_patcher import key_param_name_to_key
+
+from ...architectures.network_modules import blocks_of
+from ...architectures.split_plan import SplitPlan
+from ...engine.weights.placement import RankPlacement
+from ...engine.weights.prefetch import BlockPrefetcher, large_layers, offloaded_blocks, weight_bytes
+from ...loading.mapped import Backup, Mapped
+
+UNLIMITED_BYTES = 1e32
+
+
+@dataclass(frozen=True, eq=False)
+class OffloadSet:
+    """The modules whose weights some rank offloads or shards as its `placement` says: `blocks` in the order in which
+    they run, and large `layers` outside of them. This rank keeps them on its device, except those `offloaded`."""
+
+    placement: RankPlacement
+    blocks: list[torch.nn.Module]
+    layers: list[torch.nn.Module]
+    offloaded: list[torch.nn.Module]
+
+    @classmethod
+    def of(cls, network: torch.nn.Module, plan: SplitPlan, placement: RankPlacement) -> OffloadSet:
+        blocks, least = blocks_of(network, plan), min(placement.resident_counts)
+        layers = [] if least else large_layers(network, blocks)
+        local = offloaded_blocks(blocks, placement.resident_blocks, placement.resident_counts)
+        on_any_rank = offloaded_blocks(blocks, least, placement.resident_counts)
+        return cls(placement, on_any_rank, layers, [*local, *([] if placement.resident_blocks else layers)])
+
+
+@dataclass(eq=False)
+class WeightState:
+    """The state of the weights that all clones share: the merged patches by weight, whether layers are forced to cast,
+    what is offloaded, and the prefetcher that has it while the model is loaded."""
+
+    patches: dict[str, list[Any]] = field(default_factory=dict)
+    force_cast: bool = False
+    offload_set: OffloadSet | None = None
+    prefetcher: BlockPrefetcher | None = None
+    in_file_bytes: int = 0
+    on_move: Callable[[], None] = lambda: None  # called when weights leave their memory
+
+
+class RankPatcher(Mapped):
+    """Loads the full model to the device, except its `offload_set`. Where patches change, it merges the new ones into
+    the file's weight, and leaves other weights as they are.
+
+    `on_progress` is called with the share of the modules that is on the device.
+    """
+
+    weight_state: WeightState
+    on_progress: Callable[[float], None]
+
+    def clone(self, *args: Any, **kwargs: Any) -> RankPatcher:
+        made = super().clone(*args, **kwargs)
+        made.weight_state = self.weight_state
+        if self.weight_state.offload_set is not None:
+            made.hook_mode = comfy.hooks.EnumHookMode.MinVram  # else it keeps every weight that hooks change
+        return made
+
+    def model_size(self) -> int:
+        """Returns the bytes on the device, or those once loaded. Never 0, which means to ComfyUI that nothing is."""
+        offload_set, prefetcher = self.weight_state.offload_set, self.weight_state.prefetcher
+        if offload_set is None:
+            return int(super().model_size())
+        size = weight_bytes(self.model)  # counted anew: patches widen weights
+        if prefetcher is not None:
+            return max(1, size - int(prefetcher.offloaded_bytes - prefetcher.device_bytes))
+        fraction = 1 - offload_set.placement.local_fraction
+        return max(1, size - int(fraction * sum(map(weight_bytes, offload_set.offloaded))))
+
+    def partially_load(
+        self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
+    ) -> int:
+        before = self.model.current_weight_patches_uuid
+        load_fully = (
+            before is None
+            or not self.loaded_size()
+            or self.hook_backup
+            or self.weight_state.force_cast != self.force_cast_weights
+            or self.weight_state.offload_set is not None
+        )
+        if load_fully or before == self.patches_uuid:
+            loaded = super().partially_load(device_to, UNLIMITED_BYTES, force_patch_weights)
+        else:
+            loaded = self._repatch(device_to)
+        self.weight_state.patches = {key: list(patches) for key, patches in self.patches.items()}
+        self.weight_state.force_cast = self.force_cast_weights
+        return loaded
+
+    def partially_unload(self, device_to: torch.device, memory_to_free: int = 0, **_: Any) -> int:
+        return 0
+
+    def load(self, device_to: torch.device | None = None, *args: Any, **kwargs: Any) -> None:
+        """Loads module by module, to report progress."""
+        self.weight_state.on_move()
+        prefetcher = self._filled_prefetcher(device_to) if self.weight_state.offload_set is not None else None
+        modules = [(name, module) for name, module in self.model.named_modules() if not list(module.children())]
+        for index, (name, module) in enumerate(modules):
+            if not any(f"{name}.{key}" in self.patches for key in module._parameters):
+                module.to(device_to)
+            self.on_progress(index / len(modules))
+        super().load(device_to, *args, **kwargs)
+        if prefetcher is not None:
+            prefetcher.seal()
+            self.weight_state.prefetcher = prefetcher
+            self.model.model_loaded_weight_memory = self.model_size()
+
+    def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
+        if unpatch_weights:
+            self.weight_state.on_move()
+        if unpatch_weights and (prefetcher := self.weight_state.prefetcher):
+            self.unpatch_hooks()
+            prefetcher.close()
+            self.weight_state.prefetcher, self.weight_state.in_file_bytes = None, 0
+        super().unpatch_model(device_to, unpatch_weights)
+
+    def patch_hook_weight_to_device(
+        self, hooks: Any, combined_patches: Any, key: str, original_weights: Any, memory_counter: Any
+    ) -> None:
+        """Gives the module its full weight first where it is offloaded, since ComfyUI writes into the weight."""
+        prefetcher, (module, name) = self.weight_state.prefetcher, self._owner(key)
+        unit = prefetcher.find_fetched(module) if prefetcher is not None else None
+        if prefetcher is None or unit is None or key not in combined_patches:
+            super().patch_hook_weight_to_device(hooks, combined_patches, key, original_weights, memory_counter)
+            return
+        device = self.model.device
+        comfy.utils.set_attr_param(self.model, key, self.file_views[key])
+        self.patch_weight_to_device(key, device_to=device)
+        comfy.utils.set_attr_param(self.model, key, getattr(module, name).to(device, copy=True))
+        self.settle(module)
+        super().patch_hook_weight_to_device(hooks, combined_patches, key, original_weights, memory_counter)
+        self.hook_backup[key] = (self.backup[key].weight, device)
+        prefetcher.override_weight(unit, module, name)
+
+    def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
+        prefetcher = self.weight_state.prefetcher
+        if prefetcher is not None and self.hook_backup:
+            for key in [key for key in self.hook_backup if prefetcher.find_fetched(self._owner(key)[0])]:
+                del self.hook_backup[key]
+            prefetcher.restore_weights()
+        super().unpatch_hooks(whitelist_keys_set)
+
+    def _filled_prefetcher(self, device: torch.device | None) -> BlockPrefetcher:
+        """Returns a prefetcher with the offload set's weights, patched and cast module by module as ComfyUI would."""
+        offload_set = self.weight_state.offload_set
+        assert offload_set is not None
+        placement = offload_set.placement
+        prefetcher = BlockPrefetcher(self.model.diffusion_model, placement.source(), placement.buffers)
+        listed = {id(module): (name, params) for *_, name, module, params in self._load_list()}
+        for number, unit in enumerate(units := [*offload_set.blocks, *offload_set.layers]):
+            if any(parameter.is_meta for parameter in unit.parameters()):
+                continue  # it is not in the file, and ComfyUI creates it
+            for module in unit.modules():
+                name, params = listed.get(id(module), ("", {}))
+                for parameter in params:
+                    self.patch_weight_to_device(key_param_name_to_key(name, parameter), device_to=device)
+            unit.to(device)
+            for module in unit.modules():
+                self.settle(module)
+                vars(module)["comfy_patched_weights"] = True  # or ComfyUI would patch them again
+            resident = unit not in offload_set.offloaded
+            self._add(prefetcher, unit, block=number < len(offload_set.blocks), resident=resident)
+            self.on_progress(number / len(units))
+        return prefetcher
+
+    def _add(self, prefetcher: BlockPrefetcher, unit: torch.nn.Module, *, block: bool, resident: bool) -> None:
+        originals = {name: self.file_views[name] for name in self._parameter_names(unit)}
+        current = dict(zip(originals, unit.parameters(), strict=True))
+        # Where main memory is the device, weights without patches stay in the mapped file.
+        if not prefetcher.source.staged and all(
+            original.data_ptr() == current[name].data_ptr() for name, original in originals.items()
+        ):
+            self.weight_state.in_file_bytes += 0 if resident else weight_bytes(unit)
+            return
+        prefetcher.add(unit, block=block, resident=resident)
+        for name, weight in originals.items():
+            self.backup.setdefault(name, Backup(weight, False))
+
+    def _parameter_names(self, unit: torch.nn.Module) -> Iterator[str]:
+        """Returns the names of the unit's parameters in the model."""
+        path = next(name for name, module in self.model.named_modules() if module is unit)
+        return (f"{path}.{name}" for name, _ in unit.named_parameters())
+
+    def _owner(self, key: str) -> tuple[torch.nn.Module, str]:
+        path, _, name = key.rpartition(".")
+        return self.model.get_submodule(path), name
+
+    def _repatch(self, device: torch.device) -> int:
+        """Merges only the patches that changed; ComfyUI itself would unload the model and load it again."""
+        self.weight_state.on_move()
+        before, now = self.weight_state.patches, self.patches
+        changed = (key for key in before.keys() | now if not _identical(before.get(key, []), now.get(key, [])))
+        with self.use_ejected(skip_and_inject_on_exit_only=True):
+            for key in sorted(changed):
+                if key in self.backup:
+                    comfy.utils.set_attr_param(self.model, key, self.backup.pop(key).weight.to(device))
+                self.patch_weight_to_device(key, device_to=device)
+            self.model.current_weight_patches_uuid = self.patches_uuid
+            self.unpatch_model(unpatch_weights=False)
+            self.patch_model(load_weights=False)
+        return 0
+
+
+def _identical(before: list[Any], now: list[Any]) -> bool:
+    """Compares by identity, not by value: whether both lists have the same objects. Patches contain tensors, whose ==
+    gives no single bool. An equal copy counts as another patch, and is merged again with the same result."""
+    return len(before) == len(now) and all(map(operator.is_, before, now))

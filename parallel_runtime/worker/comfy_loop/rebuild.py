@@ -1,0 +1,159 @@
+"""Rebuilds the objects that nodes/describe/comfy_objects.py describes: this rank's ComfyUI code with the sent values.
+
+Names outside ComfyUI's own packages are refused (comfyui.named); nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from types import CellType, CodeType, FunctionType
+from typing import Any, NoReturn
+
+import comfy.model_management
+import torch
+
+from ...errors import Refused
+from ...loading.fingerprint import code_fingerprint
+from .comfyui import module_named, named
+from .control_run import make
+
+LOCAL = ".<locals>."
+
+
+LoadAdditional = Callable[[dict[str, Any]], Any]
+
+
+def rebuild(described: Any, load_additional: LoadAdditional | None = None) -> Any:
+    """Rebuilds one described value. `load_additional` loads its model patches, ControlNets and the like, if any."""
+    return Rebuilder(load_additional).rebuild(described)
+
+
+class Rebuilder:
+    """Rebuilds what one Describer described, in the same order, and remembers the numbered objects."""
+
+    def __init__(self, load_additional: LoadAdditional | None = None) -> None:
+        self._made: dict[int, Any] = {}
+        self._load_additional = load_additional
+
+    def rebuild(self, described: Any) -> Any:
+        if isinstance(described, list | tuple):
+            return type(described)([self.rebuild(part) for part in described])
+        if not isinstance(described, dict):
+            return described
+        make = getattr(self, f"_{described['kind']}", None)
+        if make is None:
+            raise ValueError(f"no such description: {described['kind']!r}")
+        return make(described)
+
+    def _dict(self, described: dict[str, Any]) -> dict[Any, Any]:
+        return {self.rebuild(key): self.rebuild(value) for key, value in described["items"]}
+
+    def _set(self, described: dict[str, Any]) -> set[Any]:
+        return {self.rebuild(item) for item in described["items"]}
+
+    def _uuid(self, described: dict[str, Any]) -> uuid.UUID:
+        return uuid.UUID(described["text"])
+
+    def _device(self, described: dict[str, Any]) -> torch.device:
+        made: torch.device = comfy.model_management.get_torch_device()
+        return torch.device("cpu") if described["on_cpu"] else made
+
+    def _dtype(self, described: dict[str, Any]) -> torch.dtype:
+        return getattr(torch, described["name"])
+
+    def _enum(self, described: dict[str, Any]) -> Any:
+        return named(described["class"])[described["name"]]
+
+    def _on_device(self, described: dict[str, Any]) -> torch.Tensor:
+        made: torch.Tensor = described["of"].to(comfy.model_management.get_torch_device())
+        return made
+
+    def _name(self, described: dict[str, Any]) -> Any:
+        return named(described["name"])
+
+    def _method(self, described: dict[str, Any]) -> Any:
+        return getattr(self.rebuild(described["of"]), described["name"])
+
+    def _model_patch(self, described: dict[str, Any]) -> Any:
+        if self._load_additional is None:
+            raise Refused("patch.place", path=described["path"])
+        return self._load_additional(described)
+
+    def _control_net(self, described: dict[str, Any]) -> Any:
+        made = make(self._model_patch(described), described, self.rebuild, Encoded(described))
+        self._made[described["number"]] = made
+        return made
+
+    def _network(self, described: dict[str, Any]) -> Any:
+        return self.rebuild(described["of"]).model
+
+    def _gligen(self, described: dict[str, Any]) -> Any:
+        return self._model_patch(described)
+
+    def _hypernetwork(self, described: dict[str, Any]) -> Any:
+        loaded = self._model_patch(described)
+        made = self._made[described["number"]] = type(loaded)(loaded.hypernet, described["strength"])
+        return made
+
+    def _encoded(self, described: dict[str, Any]) -> Encoded:
+        return Encoded(described)
+
+    def _same(self, described: dict[str, Any]) -> Any:
+        return self._made[described["number"]]
+
+    def _function(self, described: dict[str, Any]) -> FunctionType:
+        """Rebuilds a function that ComfyUI's code defines inside another one. Raises Refused where this rank's ComfyUI
+        has another function of that name, as after an update while ComfyUI's process runs."""
+        module, _, path = described["name"].partition(":")
+        outermost, *inner = path.split(LOCAL)
+        codes = [named(f"{module}:{outermost}").__code__]
+        for name in inner:
+            codes = [part for code in codes for part in code.co_consts if _is_code(part, name)]
+        code = next((code for code in codes if code_fingerprint(code) == described["code"]), None)
+        if code is None:
+            raise Refused("comfyui.changed", name=described["name"])
+        function = FunctionType(
+            code,
+            vars(module_named(module)),
+            argdefs=self.rebuild(described["defaults"]),
+            closure=tuple(self.rebuild(described["cells"])),
+        )
+        function.__qualname__ = path
+        function.__kwdefaults__ = self.rebuild(described["keyword_defaults"])
+        vars(function).update(self.rebuild(described["attributes"]))
+        return function
+
+    def _cell(self, described: dict[str, Any]) -> CellType:
+        made = self._made[described["number"]] = CellType(self.rebuild(described["of"]))
+        return made
+
+    def _object(self, described: dict[str, Any]) -> Any:
+        kind = named(described["class"])
+        made = kind.__new__(kind)
+        vars(made).update(self.rebuild(described["attributes"]))
+        self._made[described["number"]] = made
+        return made
+
+
+def _is_code(constant: object, name: str) -> bool:
+    return isinstance(constant, CodeType) and constant.co_name == name
+
+
+class Encoded:
+    """Replaces the VAE of a model patch or ControlNet, whose pictures nodes/describe/pre_encoding.py and
+    control_nets.py have encoded."""
+
+    def __init__(self, described: dict[str, Any]) -> None:
+        self._compression: int = described["compression"]
+
+    def spacial_compression_encode(self) -> int:
+        return self._compression
+
+    def temporal_compression_decode(self) -> int:
+        return 1
+
+    def encode(self, pixels: torch.Tensor) -> NoReturn:
+        """Raises Refused: ComfyUI encodes again only pixels [B, H, W, C] of another size than the full latent."""
+        height, width = pixels.shape[1:3]
+        raise Refused("patch.size", width=width, height=height)

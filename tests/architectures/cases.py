@@ -1,0 +1,135 @@
+"""What each rank does in the tests of networks, in ComfyUI's python."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel_runtime.accelerators import KERNELS
+from parallel_runtime.architectures import Architecture, architecture_of
+from parallel_runtime.engine.attention.attention_override import backend_override
+from parallel_runtime.engine.kernels.dispatch import attend_block, attend_native
+from parallel_runtime.engine.kernels.registry import FUNCTIONS, KernelFunctions
+from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
+from parallel_runtime.engine.split.streams import streams_of
+
+from ..engine.meshes import mesh, parallelism
+from . import tiny
+
+tiny.start_comfyui()
+from .zoo import CASES, Inputs  # noqa: E402
+
+
+def parity(rank: int, world: int, name: str, ring: int, ulysses: int, shares: Sequence[int] = ()) -> dict[str, Any]:
+    """How far the divided network is from the plain one, and the plain one afterwards from itself."""
+    network, inputs = made(name)
+    plain = forward(network, inputs)
+    together = divided_forward(network, inputs, ring, ulysses, shares)
+    again = forward(network, inputs)
+    return {"error": error(together, plain), "left": error(again, plain), "bits": digest(together)}
+
+
+def planned(rank: int, world: int, name: str, text: int) -> dict[str, Any]:
+    """What planning knows of a network, and how long the streams were that a forward over the ranks cut."""
+    network, inputs = made(name)
+    known, cut = plan_of(network), {}
+    parallelize(network, known.plan, mesh(world, 1), parallelism(world, 1))
+    network.register_forward_hook(lambda net, *_: cut.update(streams_of(net).lengths), prepend=True)  # type: ignore[union-attr]
+    forward(network, inputs)
+    unparallelize(network)
+    latent = inputs["x"][0] if isinstance(inputs["x"], list) else inputs["x"]
+    return {
+        "tokens": known.tokens(network, latent.shape, text),
+        "cut": cut,
+        "main": known.plan.main_stream,
+        "layers": known.layers(network),
+        "head size": known.width(network) / known.heads(network),
+    }
+
+
+class _Low(KernelFunctions):
+    """A kernel of low precision for every device; it counts its calls by their keys."""
+
+    def unsupported_reason(self, *_: Any) -> str:
+        return ""
+
+
+def low_precision(rank: int, world: int, name: str) -> dict[str, list[int]]:
+    """Keys of the calls that a kernel of low precision gets, of the undivided network, over Ulysses and in a ring."""
+    keys: list[int] = []
+
+    def whole(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+        keys.append(k.shape[1])
+        return attend_native(q, k, *rest)
+
+    def block(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+        keys.append(k.shape[1])
+        return attend_block(q, k, v, None, scale, "native")
+
+    network, inputs = made(name)
+    before, got = FUNCTIONS["sage"], {}
+    FUNCTIONS["sage"] = _Low(row=KERNELS["sage"], full=whole, block=block)
+    try:
+        forward(network, inputs, optimized_attention_override=backend_override("sage"))
+        got["undivided"] = sorted(set(keys))
+        for degrees in ((1, world), (world, 1)):
+            parallelize(network, plan_of(network).plan, mesh(*degrees), parallelism(*degrees, attention_backend="sage"))
+            keys.clear()
+            forward(network, inputs)
+            got["ring" if degrees[0] > 1 else "ulysses"] = sorted(set(keys))
+            unparallelize(network)
+    finally:
+        FUNCTIONS["sage"] = before
+    return got
+
+
+def made(name: str) -> tuple[nn.Module, Inputs]:
+    network = CASES[name].network()
+    tiny.seed(11)
+    return network, CASES[name].inputs()
+
+
+def plan_of(network: nn.Module) -> Architecture:
+    found = architecture_of(network)
+    assert found is not None, type(network)
+    return found
+
+
+def divided_forward(
+    network: nn.Module, inputs: Inputs, ring: int, ulysses: int, shares: Sequence[int] = (), **options: Any
+) -> list[Tensor]:
+    degrees = (ring, ulysses, 1, tuple(shares))
+    parallelize(network, plan_of(network).plan, mesh(*degrees), parallelism(*degrees))
+    try:
+        return forward(network, inputs, **options)
+    finally:
+        unparallelize(network)
+
+
+@torch.inference_mode()
+def forward(network: nn.Module, inputs: Inputs, **options: Any) -> list[Tensor]:
+    out = network(**copied(inputs), transformer_options=dict(options))
+    return [out] if isinstance(out, Tensor) else list(out)
+
+
+def error(got: list[Tensor], want: list[Tensor]) -> float:
+    """The largest difference, as a share of the largest value."""
+    assert [x.shape for x in got] == [x.shape for x in want]
+    worst = max((((a - b).abs().max() / b.abs().max()).item() for a, b in zip(got, want, strict=True)))
+    return worst if worst == worst else float("inf")
+
+
+def digest(tensors: list[Tensor]) -> str:
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {name: copied(item) for name, item in value.items()}
+    return type(value)(map(copied, value)) if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,138 @@
+"""ComfyUI's patches and replaced blocks see whole tokens, and other attention than ours is honoured or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ..engine.conftest import Groups
+
+EXACT = 1e-5
+DEGREES = [(2, 1), (3, 1), (1, 2), (2, 2)]
+PATCHED = [
+    ("wan", "double_block"),
+    ("qwen image edit", "double_block"),
+    ("z-image", "double_block"),
+    ("z-image references", "noise_refiner"),
+    ("wan vace", "double_block"),
+]
+REPLACED: list[tuple[str, list[list[Any]]]] = [
+    ("flux", [["double_block", 0], ["single_block", 1]]),
+    ("flux", [["double_block", 1], ["single_block", 0]]),
+    ("flux residuals", [["double_block", 1], ["single_block", 1]]),
+    ("flux 2 references at time zero", [["double_block", 0], ["single_block", 1]]),
+    ("wan", [["double_block", 1]]),
+    ("wan vace", [["double_block", 0], ["double_block", 3]]),
+    ("qwen image", [["double_block", 0]]),
+    ("qwen image edit 2511", [["double_block", 1]]),
+    ("sd3.5 medium", [["double_block", 1]]),
+    ("hunyuan video", [["double_block", 1], ["single_block", 1]]),
+    ("hunyuan video i2v", [["single_block", 0], ["single_block", 1]]),
+    ("chroma", [["double_block", 18], ["single_block", 37]]),
+    ("ltx-video", [["double_block", 1]]),
+    ("joyimage references", [["double_block", 1]]),
+    ("lens", [["double_block", 0]]),
+]
+DOUBLE = [["double_block", 0], ["double_block", 1]]
+STACKS: list[tuple[str, list[list[Any]]]] = [
+    ("flux", DOUBLE),
+    ("flux residuals", DOUBLE),
+    ("flux 2 references at time zero", DOUBLE),
+    ("flux 2 references at time zero", [*DOUBLE, ["single_block", 0]]),
+    ("hunyuan video i2v", DOUBLE),
+    ("flux", [*DOUBLE, ["single_block", 0], ["single_block", 1]]),
+    ("wan", DOUBLE),
+]
+
+
+def _run(networks: Groups, ring: int, ulysses: int, function: str, **arguments: Any) -> list[Any]:
+    where = f"tests.architectures.between_cases:{function}"
+    return networks(ring * ulysses).run(where, ring=ring, ulysses=ulysses, **arguments)
+
+
+@pytest.mark.sweep(one_in=3)
+@pytest.mark.parametrize(("ring", "ulysses"), DEGREES)
+@pytest.mark.parametrize(("name", "kind"), PATCHED)
+def test_a_patch_between_blocks_sees_all_tokens(
+    networks: Groups, name: str, kind: str, ring: int, ulysses: int
+) -> None:
+    assert max(_run(networks, ring, ulysses, "patched", name=name, kind=kind)) <= EXACT
+
+
+@pytest.mark.sweep(one_in=7)
+@pytest.mark.parametrize(("ring", "ulysses"), DEGREES)
+@pytest.mark.parametrize("how", ["leaving out", "mixing"])
+@pytest.mark.parametrize(("name", "blocks"), REPLACED)
+def test_replaced_blocks_see_all_tokens(
+    networks: Groups, name: str, blocks: list[list[Any]], how: str, ring: int, ulysses: int
+) -> None:
+    assert max(_run(networks, ring, ulysses, "replaced", name=name, how=how, blocks=blocks)) <= EXACT
+
+
+@pytest.mark.parametrize(("name", "blocks"), STACKS)
+def test_all_blocks_of_a_stack_may_be_left_out(networks: Groups, name: str, blocks: list[list[Any]]) -> None:
+    assert max(_run(networks, 2, 1, "replaced", name=name, how="leaving out", blocks=blocks)) <= EXACT
+
+
+@pytest.mark.parametrize("kind", ["attn1_patch", "attn1_output_patch", "attn2_patch", "mlp_patch", "someone's"])
+def test_a_patch_inside_blocks_is_refused_by_name(networks: Groups, kind: str) -> None:
+    answers = networks(2).run("tests.architectures.between_cases:refused", name="flux", kind=kind)
+    owner = "" if kind == "someone's" else " of mixing"
+    assert all(f"{kind}{owner} would run inside blocks" in said and "degrees to 1" in said for said in answers)
+
+
+@pytest.mark.parametrize("name", ["wan i2v", "qwen image mask", "flux redux"])
+def test_another_nodes_attention_runs_on_whole_keys(networks: Groups, name: str) -> None:
+    for answer in _run(networks, 1, 2, "overridden", name=name):
+        assert answer["error"] <= EXACT
+        assert answer["calls"][0] >= answer["calls"][1]  # heads go in waves, each a call
+
+
+def test_another_nodes_attention_is_refused_in_a_ring(networks: Groups) -> None:
+    for answer in _run(networks, 2, 1, "overridden", name="wan"):
+        assert "gives no log-sum-exp" in answer["refused"]
+        assert "ring_degree to 1" in answer["refused"]
+
+
+def test_names_in_comfyuis_modules_are_given_back_after_the_last_network(networks: Groups) -> None:
+    for answer in networks(2).run("tests.architectures.between_cases:names_restored"):
+        assert answer["wrapped"]
+        assert answer["restored"]
+        assert max(answer["errors"]) <= EXACT
+
+
+def test_a_forward_that_fails_leaves_nothing_behind(networks: Groups) -> None:
+    for answer in networks(2).run("tests.architectures.between_cases:after_an_exception"):
+        assert answer["said"] == "out of memory, say"
+        assert answer["error"] <= EXACT
+
+
+def test_a_network_is_divided_once(networks: Groups) -> None:
+    assert all("parallel already" in said for said in networks(2).run("tests.architectures.between_cases:twice"))
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), DEGREES[:3])
+def test_a_chosen_backend_computes_the_same(networks: Groups, ring: int, ulysses: int) -> None:
+    assert max(_run(networks, ring, ulysses, "chosen_backend", name="flux redux")) <= EXACT
+
+
+def test_a_mask_of_some_pairs_is_refused(networks: Groups) -> None:
+    answers = networks(2).run("tests.architectures.between_cases:foreign_masks")
+    assert all("50 x 50 pairs of tokens" in said for said in answers)
+
+
+def test_an_attention_that_the_file_chose_is_refused_by_name(networks: Groups) -> None:
+    for answer in networks(2).run("tests.architectures.between_cases:own_attention", chosen=True):
+        assert "double_blocks.1.comfy_attention chooses its attention itself (attention_int8)" in answer["refused"]
+        assert "degrees to 1, or choose an attention_backend" in answer["refused"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [{"chosen": False}, {"chosen": True, "overridden": True}, {"chosen": True, "backend": "native"}],
+    ids=["none chosen", "under another node's", "under a chosen backend"],
+)
+def test_an_attention_that_comfyui_would_not_use_either_is_none(networks: Groups, case: dict[str, Any]) -> None:
+    for answer in networks(2).run("tests.architectures.between_cases:own_attention", **case):
+        assert answer["error"] <= EXACT

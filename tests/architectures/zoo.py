@@ -1,0 +1,393 @@
+"""What the tiny networks are asked: sizes that do not divide, prompts of odd lengths, references, masks, residuals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import tiny
+from .tiny import normal, uniform
+
+Inputs = dict[str, Any]
+TIMES, LATE = (0.3, 0.8), (300.0, 800.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    network: Callable[[], nn.Module]
+    inputs: Callable[[], Inputs]
+
+
+def times(batch: int, of: tuple[float, float] = TIMES) -> Tensor:
+    return torch.linspace(*of, batch)
+
+
+def padding(batch: int, length: int, valid: int) -> Tensor:
+    return (torch.arange(length) < valid).long().expand(batch, -1).contiguous()
+
+
+def residuals(*kinds: str, tokens: int = 108, width: int = 192, batch: int = 2) -> dict[str, list[Tensor]]:
+    return {kind: [normal(batch, tokens, width) for _ in range(2)] for kind in kinds}
+
+
+def references(batch: int = 2) -> list[Tensor]:
+    return [normal(batch, 16, 11, 13), normal(batch, 16, 8, 6)]
+
+
+def flux(text: int = 7, batch: int = 2, **more: Any) -> Inputs:
+    given = dict(
+        x=normal(batch, 16, 17, 23), timestep=times(batch), context=normal(batch, text, 96), y=normal(batch, 64)
+    )
+    return given | dict(guidance=torch.full((batch,), 3.5)) | more
+
+
+def flux_redux(heads: int = 0, boolean: bool = False) -> Inputs:
+    tokens = 21 + 108
+    mask = uniform(2, *(heads,) * bool(heads), tokens, tokens)
+    return flux(21, attention_mask=mask > 0.3 if boolean else mask.log())
+
+
+def flux2(text: int = 63, batch: int = 2, **more: Any) -> Inputs:
+    return flux(text, batch) | dict(x=normal(batch, 128, 9, 13)) | more
+
+
+def flux2_zero() -> Inputs:
+    return flux2(7, 1, ref_latents=[normal(1, 128, 5, 6)], ref_latents_method="index_timestep_zero")
+
+
+def chroma(**more: Any) -> Inputs:
+    return {name: value for name, value in flux(**more).items() if name != "y"}
+
+
+def wan(text: int = 63, channels: int = 16, size: tuple[int, int, int] = (3, 9, 14), **more: Any) -> Inputs:
+    return dict(x=normal(2, channels, *size), timestep=times(2, LATE), context=normal(2, text, 96)) | more
+
+
+def wan_vace() -> Inputs:
+    return wan(size=(3, 10, 14), vace_context=normal(2, 2, 96, 3, 10, 14), vace_strength=[1.0, 0.7])
+
+
+def wan_camera() -> Inputs:
+    given = wan(channels=32, size=(3, 10, 14), clip_fea=normal(2, 257, 1280))
+    return given | dict(camera_conditions=normal(2, 24, 3, 80, 112))
+
+
+def qwen(text: int = 7, batch: int = 2, **more: Any) -> Inputs:
+    return dict(x=normal(batch, 16, 1, 17, 23), timestep=times(batch), context=normal(batch, text, 96)) | more
+
+
+def qwen_reference(method: str) -> Inputs:
+    return qwen(ref_latents=[normal(2, 16, 1, 11, 13)], ref_latents_method=method)
+
+
+def lumina(text: int = 7, **more: Any) -> Inputs:
+    return dict(x=normal(2, 16, 17, 23), timesteps=times(2), context=normal(2, text, 96), num_tokens=text) | more
+
+
+def z_image_references() -> Inputs:
+    return lumina(ref_latents=[normal(1, 16, 12, 14)], ref_contexts=[normal(1, 20, 96)])
+
+
+def sd3(text: int = 7, **more: Any) -> Inputs:
+    given = dict(x=normal(2, 16, 17, 23), timesteps=times(2, LATE), context=normal(2, text, 96), y=normal(2, 64))
+    return given | more
+
+
+def hunyuan(text: int = 7, batch: int = 2, **more: Any) -> Inputs:
+    given = dict(x=normal(batch, 16, 3, 6, 10), timestep=times(batch, LATE), context=normal(batch, text, 96))
+    return given | dict(y=normal(batch, 64), guidance=torch.full((batch,), 6000.0)) | more
+
+
+def ltxv(**more: Any) -> Inputs:
+    given = dict(x=normal(2, 128, 3, 3, 5), timestep=times(2), context=normal(2, 63, 96))
+    return given | dict(attention_mask=padding(2, 63, 40)) | more
+
+
+def ltxav(per_frame: bool = False) -> Inputs:
+    frames = uniform(2, 3).repeat_interleave(15, 1), uniform(2, 11)
+    given = dict(x=[normal(2, 128, 3, 3, 5), normal(2, 8, 11, 16)], context=normal(2, 9, 192))
+    return given | dict(timestep=frames if per_frame else times(2))
+
+
+def video(text: int = 63, size: tuple[int, int, int] = (3, 9, 14), **more: Any) -> Inputs:
+    return dict(x=normal(2, 16, *size), timesteps=times(2), context=normal(2, text, 96)) | more
+
+
+def image(text: int = 7, **more: Any) -> Inputs:
+    return dict(x=normal(2, 16, 17, 23), timesteps=times(2), context=normal(2, text, 96)) | more
+
+
+def hidream() -> Inputs:
+    given = dict(x=normal(2, 16, 17, 23), t=times(2, LATE), y=normal(2, 64), context=normal(2, 9, 96))
+    return given | dict(encoder_hidden_states_llama3=normal(2, 3, 11, 80))
+
+
+def kandinsky5() -> Inputs:
+    return dict(x=normal(2, 16, 3, 9, 14), timestep=times(2, LATE), context=normal(2, 7, 96), y=normal(2, 64))
+
+
+def krea2(**more: Any) -> Inputs:
+    return dict(x=normal(2, 16, 17, 23), timesteps=times(2), context=normal(2, 7, 192)) | more
+
+
+def krea2_zero() -> Inputs:
+    return krea2(ref_latents=[normal(2, 16, 8, 11)], ref_latents_method="index_timestep_zero")
+
+
+def joyimage() -> Inputs:
+    given = dict(hidden_states=normal(2, 16, 1, 17, 23), timestep=times(2, LATE), context=normal(2, 7, 96))
+    return given | dict(ref_latents=[normal(2, 16, 1, 8, 11)])
+
+
+def cogvideox() -> Inputs:
+    return dict(x=normal(2, 16, 3, 9, 14), timestep=times(2, LATE), context=normal(2, 7, 96))
+
+
+def lens() -> Inputs:
+    mask = padding(2, 24, 11).bool()
+    return dict(x=normal(2, 128, 9, 13), timestep=times(2), context=normal(2, 24, 192), attention_mask=mask)
+
+
+def ernie_image(text: int = 7) -> Inputs:
+    return dict(x=normal(2, 128, 9, 13), timesteps=times(2, LATE), context=normal(2, text, 96))
+
+
+def wan_scail() -> Inputs:
+    given = dict(reference_latent=normal(2, 20, 1, 9, 14), pose_latents=normal(2, 20, 3, 5, 7))
+    return wan(channels=20, clip_fea=normal(2, 257, 1280)) | given
+
+
+def wan_scail2() -> Inputs:
+    masks = dict(ref_mask_latents=normal(2, 28, 4, 9, 14), sam_latents=normal(2, 28, 3, 5, 7))
+    return wan_scail() | masks | dict(ref_mask_flag=False)
+
+
+def wan_animate() -> Inputs:
+    given = wan(channels=36, size=(3, 10, 14), clip_fea=normal(2, 257, 1280))
+    return given | dict(pose_latents=normal(2, 16, 2, 10, 14), face_pixel_values=normal(2, 3, 4, 32, 32))
+
+
+def wan_s2v(**more: Any) -> Inputs:
+    return wan(size=(3, 10, 14), audio_embed=normal(2, 25, 48, 12), reference_latent=normal(2, 16, 1, 10, 14)) | more
+
+
+def wan_s2v_motion() -> Inputs:
+    return wan_s2v(reference_motion=normal(2, 16, 19, 10, 14), control_video=normal(2, 16, 3, 10, 14))
+
+
+def wan_humo() -> Inputs:
+    return wan(size=(3, 10, 14), audio_embed=normal(2, 3, 8, 5, 1280), reference_latent=normal(2, 16, 1, 10, 14))
+
+
+def wan_dancer(fps: int) -> Inputs:
+    given = wan(channels=36, size=(3, 10, 16), clip_fea=normal(2, 257, 1280), audio_embed=normal(2, 10, 35))
+    return given | dict(clip_fea_ref=normal(2, 257, 1280), fps=fps, audio_inject_scale=0.8)
+
+
+def hunyuan_dit(**more: Any) -> Inputs:
+    masks = dict(text_embedding_mask=padding(2, 7, 5), text_embedding_mask_t5=padding(2, 9, 4))
+    given = dict(x=normal(2, 4, 17, 23), t=times(2, LATE), context=normal(2, 7, 96))
+    size = torch.tensor([[1024.0, 768.0, 1024.0, 768.0, 0.0, 0.0]] * 2)
+    return given | masks | dict(encoder_hidden_states_t5=normal(2, 9, 128), image_meta_size=size) | more
+
+
+def hunyuan_3d(time: str = "timestep") -> Inputs:
+    return {"x": normal(2, 64, 35), time: times(2), "context": normal(2, 7, 96)}
+
+
+def triposplat(**more: Any) -> Inputs:
+    return dict(x=[normal(2, 37, 16), normal(2, 1, 5)], t=times(2), context=normal(2, 23, 96)) | more
+
+
+def pixels(**more: Any) -> Inputs:
+    return dict(x=normal(2, 3, 33, 45), timesteps=times(2), context=normal(2, 7, 96)) | more
+
+
+def renamed(given: Inputs, **names: str) -> Inputs:
+    return {names.get(name, name): value for name, value in given.items()}
+
+
+def radiance() -> Inputs:
+    return renamed(pixels(x=normal(2, 3, 36, 44), guidance=torch.zeros(2)), timesteps="timestep")
+
+
+def mage_flow() -> Inputs:
+    mask, references = padding(2, 7, 5), [normal(2, 128, 5, 6)]
+    return dict(x=normal(2, 128, 9, 13), timestep=times(2), context=normal(2, 7, 96)) | dict(
+        attention_mask=mask, ref_latents=references
+    )
+
+
+def ideogram4(text: int = 11, batch: int = 2, **more: Any) -> Inputs:
+    return dict(x=normal(batch, 128, 9, 13), timesteps=times(batch), context=normal(batch, text, 96)) | more
+
+
+def mochi(valid: int = 17) -> Inputs:
+    given = dict(x=normal(1, 12, 3, 10, 14), timestep=times(1), context=normal(1, 24, 96))
+    return given | dict(attention_mask=padding(1, 24, valid).bool(), num_tokens=valid)
+
+
+def minimax_h3(text: int = 7, **more: Any) -> Inputs:
+    sizes = normal(1, 24, 3, 5, 7), normal(1, 32, 2, 11)
+    return dict(x=list(sizes), timestep=times(1, (700.0, 700.0)), context=normal(1, text, 96)) | more
+
+
+def minimax_h3_masks() -> Inputs:
+    masks = dict(denoise_mask=uniform(1, 1, 3, 5, 7).round(decimals=1), audio_denoise_mask=uniform(1, 1, 1, 22))
+    return minimax_h3(**masks)
+
+
+def hidream_o1(text: int = 9) -> Inputs:
+    from comfy.ldm.hidream_o1.conditioning import build_extra_conds
+
+    picture = normal(2, 3, 160, 224)
+    ids = torch.randint(0, 1000, (1, text), generator=torch.Generator().manual_seed(3))
+    ids[:, -1] = 151673  # the time's token
+    return dict(x=picture, timesteps=times(2, LATE)) | build_extra_conds(ids, picture)
+
+
+def stable_audio(**more: Any) -> Inputs:
+    given = dict(x=normal(2, 16, 37), timestep=times(2), context=normal(2, 7, 64), global_embed=normal(2, 64))
+    return given | more
+
+
+def ace_step15() -> Inputs:
+    given = dict(x=normal(2, 64, 35), timestep=times(2), context=normal(2, 7, 96))
+    return given | dict(lyric_embed=normal(2, 9, 96), refer_audio=normal(2, 64, 40))
+
+
+def minimax_music(length: int) -> Inputs:
+    given = dict(x=normal(1, 128, length), timestep=times(1), context=normal(1, 20, 8 * 4096))
+    return given | dict(conditioning_scale=torch.ones(1, 1, 1))
+
+
+five_b = partial(tiny.wan, in_dim=48, out_dim=48)
+hunyuan_15 = partial(tiny.hunyuan, **tiny.HUNYUAN_15)
+z_image, lumina2 = partial(tiny.lumina, True), partial(tiny.lumina, False)
+
+CASES: dict[str, Case] = {
+    "flux": Case(tiny.flux, flux),
+    "flux, 63 text tokens": Case(tiny.flux, partial(flux, 63)),
+    "flux, 1 text token": Case(tiny.flux, partial(flux, 1)),
+    "flux fill": Case(partial(tiny.flux, in_channels=24), lambda: flux() | dict(x=normal(2, 24, 17, 23))),
+    "flux kontext": Case(tiny.flux, lambda: flux(ref_latents=references())),
+    "flux uso": Case(tiny.flux, lambda: flux(ref_latents=references(), ref_latents_method="uxo")),
+    "flux redux": Case(tiny.flux, flux_redux),
+    "flux redux, a mask for each head": Case(tiny.flux, partial(flux_redux, heads=3)),
+    "flux redux, hidden pairs": Case(tiny.flux, partial(flux_redux, boolean=True)),
+    "flux residuals": Case(tiny.flux, lambda: flux(control=residuals("input", "output"))),
+    "flux residuals and references": Case(
+        tiny.flux, lambda: flux(control=residuals("input", "output"), ref_latents=references())
+    ),
+    "flux 2": Case(tiny.flux2, flux2),
+    "flux 2 references": Case(
+        tiny.flux2, lambda: flux2(ref_latents=[normal(2, 128, 5, 6)], ref_latents_method="index")
+    ),
+    "flux 2 references at time zero": Case(partial(tiny.flux2, guidance_embed=False), flux2_zero),
+    "chroma": Case(tiny.chroma, chroma),
+    "chroma residuals": Case(tiny.chroma, lambda: chroma(control=residuals("input", "output", width=96))),
+    "wan": Case(tiny.wan, wan),
+    "wan, one frame": Case(tiny.wan, partial(wan, 7, size=(1, 9, 14))),
+    "wan i2v": Case(
+        partial(tiny.wan, model_type="i2v", in_dim=36), lambda: wan(channels=36, clip_fea=normal(2, 257, 1280))
+    ),
+    "wan first and last frame": Case(
+        partial(tiny.wan, model_type="i2v", in_dim=36, flf_pos_embed_token_number=514),
+        lambda: wan(channels=36, clip_fea=normal(2, 514, 1280)),
+    ),
+    "wan 5b": Case(five_b, lambda: wan(channels=48, timestep=torch.tensor([[0.0, 500.0, 500.0], [0.0, 800.0, 800.0]]))),
+    "wan fun control": Case(partial(tiny.wan, in_dim_ref_conv=16), lambda: wan(reference_latent=normal(2, 16, 10, 14))),
+    "wan phantom": Case(tiny.wan, lambda: wan(time_dim_concat=normal(2, 16, 2, 9, 14))),
+    "wan context latents": Case(
+        tiny.wan, lambda: wan(context_latents=[normal(2, 16, 2, 6, 8), normal(2, 16, 1, 4, 4)])
+    ),
+    "wan vace": Case(partial(tiny.wan, "VaceWanModel", vace_layers=2, vace_in_dim=96, num_layers=4), wan_vace),
+    "wan camera": Case(partial(tiny.wan, "CameraWanModel", model_type="camera", in_dim=32), wan_camera),
+    "qwen image": Case(tiny.qwen, qwen),
+    "qwen image mask": Case(tiny.qwen, lambda: qwen(63, 1, attention_mask=padding(1, 63, 40))),
+    "qwen image edit": Case(tiny.qwen, partial(qwen_reference, "index")),
+    "qwen image edit 2511": Case(tiny.qwen, partial(qwen_reference, "index_timestep_zero")),
+    "qwen image residuals": Case(tiny.qwen, lambda: qwen(control=residuals("input"))),
+    "z-image": Case(z_image, lumina),
+    "z-image references": Case(z_image, z_image_references),
+    "lumina 2": Case(lumina2, partial(lumina, 63)),
+    "sd3.5 large": Case(tiny.sd3, partial(sd3, 63)),
+    "sd3.5 medium": Case(partial(tiny.sd3, True), sd3),
+    "sd3.5 residuals": Case(partial(tiny.sd3, True), lambda: sd3(control=residuals("output"))),
+    "hunyuan video": Case(tiny.hunyuan, hunyuan),
+    "hunyuan video mask": Case(tiny.hunyuan, lambda: hunyuan(24, 1, attention_mask=padding(1, 24, 11))),
+    "hunyuan video i2v": Case(tiny.hunyuan, lambda: hunyuan(batch=1, ref_latent=normal(1, 16, 1, 6, 10))),
+    "hunyuan video i2v, guiding frame": Case(
+        partial(tiny.hunyuan, guidance_embed=False), lambda: hunyuan(batch=1, guiding_frame_index=torch.tensor([0.0]))
+    ),
+    "hunyuan video residuals": Case(
+        tiny.hunyuan, lambda: hunyuan(control=residuals("input", tokens=45) | {"output": []})
+    ),
+    "hunyuan video residuals of both kinds": Case(
+        tiny.hunyuan, lambda: hunyuan(control=residuals("input", "output", tokens=45))
+    ),
+    "hunyuan video 1.5": Case(hunyuan_15, lambda: hunyuan(txt_byt5=normal(2, 9, 1472), clip_fea=normal(2, 12, 48))),
+    "ltx-video": Case(tiny.ltxv, ltxv),
+    "ltx-video, a time for each token": Case(tiny.ltxv, lambda: ltxv(timestep=uniform(2, 45))),
+    "ltx-2": Case(tiny.ltxav, ltxav),
+    "ltx-2, a time for each frame": Case(tiny.ltxav, partial(ltxav, per_frame=True)),
+    "cosmos predict2": Case(tiny.cosmos, video),
+    "cosmos predict2, a time for each frame": Case(tiny.cosmos, lambda: video(timesteps=uniform(2, 3))),
+    "cosmos predict2 image": Case(tiny.cosmos, partial(video, size=(1, 17, 23))),
+    "anima": Case(tiny.anima, lambda: video(size=(1, 17, 23)) | dict(context=normal(2, 40, 1024))),
+    "hidream i1": Case(tiny.hidream, hidream),
+    "kandinsky 5": Case(tiny.kandinsky5, kandinsky5),
+    "omnigen 2": Case(tiny.omnigen2, lambda: image(num_tokens=7)),
+    "omnigen 2 references": Case(tiny.omnigen2, lambda: image(num_tokens=7, ref_latents=[normal(2, 16, 8, 11)])),
+    "boogu": Case(tiny.boogu, lambda: image(num_tokens=7)),
+    "boogu references": Case(tiny.boogu, lambda: image(num_tokens=7, ref_latents=[normal(2, 16, 8, 11)])),
+    "krea 2": Case(tiny.krea2, krea2),
+    "krea 2 references at time zero": Case(tiny.krea2, krea2_zero),
+    "joyimage references": Case(tiny.joyimage, joyimage),
+    "cogvideox": Case(tiny.cogvideox, cogvideox),
+    "lens": Case(tiny.lens, lens),
+    "ernie image": Case(tiny.ernie_image, ernie_image),
+    "ernie image, 1 text token": Case(tiny.ernie_image, partial(ernie_image, 1)),
+    "wan scail": Case(partial(tiny.wan, "SCAILWanModel", model_type="scail", in_dim=20), wan_scail),
+    "wan scail 2": Case(partial(tiny.wan, "SCAIL2WanModel", model_type="scail2", in_dim=20), wan_scail2),
+    "wan animate": Case(partial(tiny.wan_animate, faces=False), wan_animate),
+    "wan s2v": Case(tiny.wan_s2v, wan_s2v),
+    "wan s2v with motion": Case(tiny.wan_s2v, wan_s2v_motion),
+    "humo": Case(partial(tiny.wan, "HumoWanModel", model_type="humo"), wan_humo),
+    "wandancer": Case(tiny.wan_dancer, partial(wan_dancer, 30)),
+    "wandancer, all of the dance": Case(tiny.wan_dancer, partial(wan_dancer, 15)),
+    "chroma radiance": Case(tiny.chroma_radiance, radiance),
+    "aura flow": Case(tiny.aura_flow, lambda: renamed(image(), timesteps="timestep") | dict(x=normal(2, 4, 17, 23))),
+    "pixart": Case(tiny.pixart, lambda: image() | dict(x=normal(2, 4, 34, 46))),
+    "hunyuan dit": Case(tiny.hunyuan_dit, hunyuan_dit),
+    "hunyuan dit residuals": Case(tiny.hunyuan_dit, lambda: hunyuan_dit(control=residuals("output"))),
+    "hunyuan 3d": Case(tiny.hunyuan_3d, hunyuan_3d),
+    "hunyuan 3d 2.1": Case(tiny.hunyuan_3d_21, partial(hunyuan_3d, "t")),
+    "triposplat": Case(tiny.triposplat, triposplat),
+    "triposplat with a reference": Case(tiny.triposplat, partial(triposplat, ref_latents=[normal(2, 128, 3, 6)])),
+    "mage-flow references": Case(tiny.mage_flow, mage_flow),
+    "z-image in pixels": Case(tiny.lumina_pixels, lambda: pixels(num_tokens=7)),
+    "ideogram 4": Case(tiny.ideogram4, partial(ideogram4, attention_mask=None)),
+    "ideogram 4, padded": Case(tiny.ideogram4, lambda: ideogram4(attention_mask=padding(2, 11, 6))),
+    "ideogram 4, the image alone": Case(tiny.ideogram4, lambda: ideogram4(context=None)),
+    "pixeldit": Case(tiny.pixeldit, pixels),
+    "pid": Case(tiny.pid, lambda: pixels(lq_latent=normal(2, 16, 5, 6), degrade_sigma=torch.tensor([0.4]))),
+    "cosmos 1": Case(tiny.cosmos1, lambda: video(size=(3, 10, 14))),
+    "mochi": Case(tiny.mochi, mochi),
+    "mochi, 1 text token": Case(tiny.mochi, partial(mochi, 1)),
+    "minimax h3": Case(tiny.minimax_h3, minimax_h3),
+    "minimax h3 masks": Case(tiny.minimax_h3, minimax_h3_masks),
+    "hidream o1": Case(partial(tiny.hidream_o1, keeps=False), hidream_o1),
+    "hidream o1, a later step": Case(tiny.hidream_o1, partial(hidream_o1, 19)),
+    "stable audio": Case(tiny.stable_audio, stable_audio),
+    "stable audio 3": Case(tiny.stable_audio_3, lambda: stable_audio(local_add_cond=normal(2, 17, 37))),
+    "causal wan": Case(tiny.causal_wan, wan),
+    "ace-step 1.5": Case(tiny.ace_step15, ace_step15),
+    "minimax music": Case(tiny.minimax_music, partial(minimax_music, 37)),
+    "minimax music, two windows": Case(tiny.minimax_music, partial(minimax_music, 900)),
+}

@@ -1,0 +1,177 @@
+"""What a preview or a callback of a pack may do in the middle of a run on the workers, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from .pack import node_module, pack_module
+
+import comfy.model_management  # isort: skip  # the pack's module has made ComfyUI importable
+import comfy.sample  # isort: skip
+import comfy.samplers  # isort: skip
+import comfy.sd  # isort: skip
+import folder_paths  # isort: skip
+import torch  # isort: skip
+from comfy_extras.nodes_custom_sampler import Noise_EmptyNoise, SamplerCustomAdvanced  # isort: skip
+from torch import Tensor  # isort: skip
+
+from .vae_scenes import _cp_vae  # isort: skip
+
+demo, remote, routes = (node_module(name) for name in ("classes.cp_demo", "remote.sampling_run", "server.routes"))
+gguf, mapped = pack_module("parallel_runtime.loading.gguf"), pack_module("parallel_runtime.loading.mapped")
+errors, specs = pack_module("parallel_runtime.errors"), pack_module("parallel_runtime.specs")
+runtime = pack_module("parallel_runtime.group.runtime").runtime
+
+sys.argv[1:] = ["--cpu", "--force-fp32", "--use-pytorch-cross-attention"]  # as this ComfyUI runs, its workers shall
+ONE = pack_module("parallel_runtime.request").ParallelRequest(devices="cpu")
+PACK = """
+import comfy.sd, folder_paths
+from comfy.model_patcher import ModelPatcher
+class GGUFModelPatcher(ModelPatcher):
+    pass
+class UnetLoaderGGUF:
+    def load_unet(self, name):
+        return (comfy.sd.load_diffusion_model(folder_paths.get_full_path("unet", name)),)
+"""
+
+
+def in_a_callback(rank: int, world: int, what: str) -> dict[str, Any]:
+    """Somebody does `what` in the middle of a run: what becomes of that run and of the next one."""
+    model = demo.CPDemoModel.execute().result[0]
+    try:
+        want = _sampled(model)
+        group = runtime.live
+        seen: list[Any] = []
+        act = {
+            "free": comfy.model_management.unload_all_models,
+            "load": lambda: comfy.model_management.load_models_gpu([demo.CPDemoModel.execute().result[0]]),
+            "free by the page": lambda: seen.append(routes._unload_models()),
+            "sample": lambda: _sampled(model),
+            "sample, and go on": lambda: _refused(seen, lambda: _sampled(model)),
+            "sample natively": lambda: comfy.sample.sample(model, *_arguments()),
+            "decode": lambda: seen.append(_decoded()),
+            "look": lambda: seen.append(runtime.status().state),
+            "end when idle": lambda: (runtime.idle.choose(1e-9), runtime.status()),
+            "restart": lambda: runtime.restart("a callback asked for it", group.comfy),
+        }[what]
+        error, got = "", None
+        try:
+            got = _sampled(model, lambda step: act() if step == 1 else None)
+        except errors.ParallelError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        left = len(group.models)
+        runtime.idle.choose(None)
+        same = runtime.live is group
+        return {
+            "error": error,
+            "equal": got is not None and torch.equal(got, want),
+            "seen": seen,
+            "left": left,
+            "same group": same,
+            "again": torch.equal(_sampled(model), want),
+        }
+    finally:
+        runtime.idle.choose(None)
+
+
+def _refused(seen: list[Any], act: Callable[[], Any]) -> None:
+    with suppress(errors.Refused):
+        act()
+        seen.append("not refused")
+
+
+def _decoded() -> bool:
+    """Does a CP VAE give the picture of the VAE that it was made of?"""
+    native, ours = _cp_vae()
+    latent = torch.randn(1, native.latent_channels, 2, 4, 4, generator=torch.Generator().manual_seed(4))
+    pictures = []
+    for vae in (native, ours):
+        torch.manual_seed(4)  # this VAE draws noise
+        pictures.append(vae.decode(latent))
+    return torch.equal(*pictures)
+
+
+def _arguments() -> tuple[Any, ...]:
+    dice = torch.Generator().manual_seed(3)
+    positive, negative = (demo.CPDemoConditioning.execute(text).result[0] for text in ("a red circle", "a blue square"))
+    return (
+        torch.randn(1, 16, 8, 8, generator=dice),
+        3,
+        2.0,
+        "euler",
+        "simple",
+        positive,
+        negative,
+        torch.zeros(1, 16, 8, 8),
+    )
+
+
+def _sampled(model: Any, act: Callable[[int], Any] = lambda step: None) -> Tensor:
+    return comfy.sample.sample(
+        remote.model_on_workers(model, ONE),
+        *_arguments(),
+        callback=lambda step, *_: act(step),
+        disable_pbar=True,
+        seed=5,
+    )
+
+
+def drawn_in_a_row(rank: int, world: int, times: int) -> list[list[float]]:
+    """How far several runs, whose sampler draws from torch's own generator, are from ComfyUI's, output by output."""
+    runs = zip(_drawn(times, False), _drawn(times, True), strict=True)
+    return [[float((ours - want).abs().max()) for want, ours in zip(*run, strict=True)] for run in runs]
+
+
+def _drawn(times: int, on_workers: bool) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    model = demo.CPDemoModel.execute().result[0]
+    *_, positive, negative, latent = _arguments()
+    sampler = comfy.samplers.ksampler("euler", {"s_churn": 1.0, "s_noise": 1.0})
+    drawn = []
+    for _ in range(times):
+        guider = comfy.samplers.CFGGuider(model)
+        guider.set_conds(positive, negative)
+        guider.set_cfg(2.0)
+        if on_workers:
+            guider = remote.guider_on_workers(guider, ONE)
+        sigmas, samples = torch.tensor([1.0, 0.7, 0.4, 0.0]), {"samples": latent}
+        out = SamplerCustomAdvanced.execute(Noise_EmptyNoise(), guider, sampler, sigmas, samples).result
+        drawn.append((out[0]["samples"], out[1]["samples"]))
+    return drawn
+
+
+def delivered(rank: int, world: int, steps: list[list[float]], last: list[float]) -> list[list[float]]:
+    """What a callback is given, [step, x0] each, of these `steps` that arrived and of the run's `last`."""
+    given: list[list[float]] = []
+    watcher = remote.StepCallback(lambda step, x0, x, total: given.append([step, float(x0)]), torch.device("cpu"))
+    for step, x0 in steps:
+        watcher.on_step(int(step), torch.tensor(x0), torch.tensor(x0), 4)
+    watcher.finish((int(last[0]), torch.tensor(last[1]), torch.tensor(last[1]), 4))
+    return given
+
+
+def folders_after_a_gguf(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Of two files of one name: which one a GGUF pack's loader reads from a subfolder, and which one others do then."""
+    top, below = os.path.join(folder, "models"), os.path.join(folder, "models", "quant")
+    pack = os.path.join(folder, "custom_nodes", "gguf")
+    for each in (below, pack):
+        os.makedirs(each)
+    for path in (os.path.join(top, "x.safetensors"), os.path.join(below, "x.safetensors")):
+        os.symlink(demo.MODEL, path)
+    for name, text in (("__init__.py", "from . import nodes"), ("nodes.py", PACK)):
+        with open(os.path.join(pack, name), "w") as file:
+            file.write(text)
+    folder_paths.add_model_folder_path("diffusion_models", top)
+    listed = folder_paths.get_filename_list("diffusion_models")
+    before = folder_paths.get_folder_paths("diffusion_models")
+    patcher = gguf.load(mapped.Mapped, pack, os.path.join(below, "x.safetensors"))
+    return {
+        "loaded": os.path.relpath(patcher.cached_patcher_init[1][0], top),
+        "then": os.path.relpath(folder_paths.get_full_path("diffusion_models", "x.safetensors"), top),
+        "folders": folder_paths.get_folder_paths("diffusion_models") == before,
+        "names": folder_paths.get_filename_list("diffusion_models") == listed,
+    }

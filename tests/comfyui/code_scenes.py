@@ -1,0 +1,150 @@
+"""What our nodes ask of ComfyUI's process and the workers of its code, in ways that users can cause."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import traceback
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ..architectures import tiny
+from .pack import node_module, pack_module
+
+import comfy.clip_vision  # isort: skip  # the pack's module has made ComfyUI importable
+import comfy.model_base  # isort: skip
+import comfy.samplers  # isort: skip
+from comfy.model_patcher import ModelPatcher  # isort: skip
+from comfy_extras.nodes_hypernetwork import load_hypernetwork_patch  # isort: skip
+from comfy_extras.nodes_tomesd import TomePatchModel  # isort: skip
+
+code, evaluation, workers = (
+    node_module(name) for name in ("describe.comfy_objects", "remote.remote_network", "describe.local_devices")
+)
+specs, errors = pack_module("parallel_runtime.specs"), pack_module("parallel_runtime.errors")
+architecture_of = pack_module("parallel_runtime.architectures").architecture_of
+worker_code = pack_module("parallel_runtime.worker.comfy_loop.rebuild")
+
+
+def made_again(rank: int, world: int, **changed: str) -> str:
+    """A function of ComfyUI's that another one makes, after the words for it were `changed`; or the refusal."""
+    function = comfy.samplers.ksampler("dpm_fast").sampler_function
+    described = code.describe(function, "the sampler") | changed
+    try:
+        made = worker_code.rebuild(described)
+    except errors.Refused as refused:
+        return str(refused)
+    assert made.__code__ is function.__code__
+    return "made"
+
+
+def tokens_merged_after_a_run(rank: int, world: int) -> bool:
+    """Whether the patches of TomePatchModel, described after they have run, do in a worker what they do here."""
+    model = ModelPatcher(torch.nn.Identity(), load_device=torch.device("cpu"), offload_device=torch.device("cpu"))
+    patches = TomePatchModel.execute(model, 0.5).result[0].model_options["transformer_options"]["patches"]
+    kinds, tokens = ("attn1_patch", "attn1_output_patch"), torch.arange(128.0).sin().reshape(1, 16, 8)
+
+    def merged(patches: dict[str, Any]) -> torch.Tensor:
+        torch.manual_seed(3)
+        query, *_ = patches["attn1_patch"][0](tokens, None, None, {"original_shape": (1, 4, 4, 4)})
+        assert query.shape[1] < 16
+        return patches["attn1_output_patch"][0](query, {})
+
+    here, describer, rebuilder = merged(patches), code.Describer(), worker_code.Rebuilder()
+    again = {kind: rebuilder.rebuild(describer.describe(patches[kind], kind)) for kind in kinds}
+    return torch.equal(merged(again), here)
+
+
+def what_clip_vision_saw(rank: int, world: int) -> list[Any]:
+    """The sizes of the pictures that a vision encoder of ComfyUI's saw, as a worker has them."""
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 1, "hidden_size": 8, "intermediate_size": 8}
+    picture = {"image_size": 28, "patch_size": 14, "num_channels": 3, "projection_dim": 8}
+    config = {"model_type": "clip_vision_model", "hidden_act": "gelu", "layer_norm_eps": 1e-5, **layers, **picture}
+    seen = comfy.clip_vision.ClipVisionModel(config).encode_image(torch.zeros(2, 30, 40, 3))
+    return worker_code.rebuild(code.describe(seen, "the CONDITIONING")).image_sizes
+
+
+def made_inside_of_a_function(rank: int, world: int) -> str:
+    """The refusal of a class of ComfyUI's that is in no module."""
+    sampling = comfy.model_base.model_sampling(SimpleNamespace(sampling_settings={}), comfy.model_base.ModelType.EPS)
+    return _refusal_of(type(sampling), "the model sampling")
+
+
+def hypernetwork_of_no_file(rank: int, world: int) -> str:
+    """The refusal of a patch of HypernetworkLoader whose file is in no folder of ComfyUI's."""
+    path = os.path.join(tempfile.mkdtemp(), "hypernetwork.pt")
+    layers = {"linear.weight": torch.randn(4, 4), "linear.bias": torch.zeros(4)}
+    torch.save({4: [layers, layers]}, path)
+    return _refusal_of(load_hypernetwork_patch(path, 1.0), "attn1_patch")
+
+
+def _refusal_of(value: Any, what: str) -> str:
+    try:
+        code.describe(value, what)
+    except errors.Refused as refused:
+        return str(refused)
+    return ""
+
+
+def outside_of_a_run(rank: int, world: int) -> str:
+    """What a pack hears that calls the network of CP Load Diffusion Model by itself."""
+    try:
+        evaluation.RemoteEvaluation(pack_module("parallel_runtime.request").ParallelRequest())("forward", {})
+    except errors.Refused as refused:
+        return str(refused)
+    return ""
+
+
+def folder_after_a_pack_has_gone_elsewhere(rank: int, world: int) -> list[str]:
+    """The one that workers are started in, before and after."""
+    here, before = os.getcwd(), workers.comfy_setup().folder
+    os.chdir("/")
+    try:
+        return [before, workers.comfy_setup().folder]
+    finally:
+        os.chdir(here)
+
+
+def couples_frames(rank: int, world: int, name: str) -> list[bool]:
+    """Whether the images of a UNet's batch may not be shared out, and whether neither images nor prompts may."""
+    from ..rows import unet_zoo
+
+    network = tiny.build("modules.diffusionmodules.openaimodel:UNetModel", **unet_zoo.UNETS[name])
+    known = architecture_of(network)
+    return [known.images_coupled(network), node_module("describe.sampling_job").network_couples_batch(network, {})]
+
+
+def logged(rank: int, world: int) -> dict[str, bool]:
+    """Whether ComfyUI's log has the traceback of a refusal, of a crash while one was handled, and of the reverse."""
+    return {"refused": _is_logged(_refuse), "crashed": _is_logged(_crash), "refused after": _is_logged(_refuse_after)}
+
+
+def _refuse() -> None:
+    raise errors.Refused("the degrees do not fit")
+
+
+def _crash() -> None:
+    try:
+        _refuse()
+    except errors.Refused:
+        {}["a bug while it is handled"]
+
+
+def _refuse_after() -> None:
+    try:
+        {}["no such widget"]
+    except KeyError:
+        _refuse()
+
+
+def _is_logged(act: Any) -> bool:
+    try:
+        act()
+    except (errors.Refused, KeyError):  # where ComfyUI logs it
+        return bool(
+            pack_module("nodes")._is_not_refusal_traceback(logging.makeLogRecord({"msg": traceback.format_exc()}))
+        )
+    raise AssertionError("nothing was raised")

@@ -1,0 +1,69 @@
+"""ControlNets as the host describes them, and as a worker computes them, without a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .pack import node_module, pack_module
+
+import comfy.controlnet  # isort: skip  # the pack's module has made ComfyUI importable
+
+objects, errors = node_module("describe.comfy_objects"), pack_module("parallel_runtime.errors")
+control_run = pack_module("parallel_runtime.worker.comfy_loop.control_run")
+batch_groups, mesh = (
+    pack_module("parallel_runtime.worker.batch_groups"),
+    pack_module("parallel_runtime.engine.comm.mesh"),
+)
+
+
+class Network(nn.Module):
+    """What a ControlNet calls; keeps what it was given."""
+
+    dtype = torch.float32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.seen: list[dict[str, Any]] = []
+
+    def forward(self, **given: Any) -> dict[str, list[torch.Tensor]]:
+        self.seen.append(given)
+        return {"output": [given["x"] * 2]}
+
+
+def rows_that_its_network_has(rank: int, world: int, batch: int, index: int) -> list[list[int]]:
+    """The rows of a batch that the network of the second in a chain is given in batch group `index` of two: within a
+    run's context, and after it; and the rows of the hint and of a list that is of no rows."""
+    first, second = (comfy.controlnet.ControlNet(Network(), load_device="cpu") for _ in range(2))
+    second.previous_controlnet, network = first, second.control_model
+    controls = control_run.of_conds({"positive": [{"control": second}], "negative": [{"control": second}]})
+    given = {"x": torch.arange(batch), "hint": torch.arange(1), "control_type": [3], "y": torch.arange(batch)}
+    with control_run.own_rows(controls, batch_groups.BatchGroups(mesh.MeshDim(size=2, index=index))):
+        network(**given)
+        first.control_model(**given)
+    network(**given)
+    inside, after = network.seen
+    assert first.control_model.seen[0]["x"].tolist() == inside["x"].tolist() == inside["y"].tolist()
+    return [inside["x"].tolist(), after["x"].tolist(), inside["hint"].tolist(), inside["control_type"]]
+
+
+def _of_a_pack(*_: Any) -> None:
+    """A pack's own, in place of a method."""
+
+
+def refusal_of_one(rank: int, world: int, what: str) -> str:
+    """Why one that is `patched` itself, with a method `replaced`, or of no `file` stays in ComfyUI's process."""
+    control = comfy.controlnet.ControlNet(comfy.ops.disable_weight_init.Linear(3, 3), load_device="cpu")
+    control.set_cond_hint(torch.rand(1, 3, 8, 8))
+    if what == "replaced":
+        vars(control)["get_control"] = _of_a_pack
+    if what == "patched":
+        control.control_model_wrapped.add_patches({"weight": (torch.ones(3, 3),)})
+    try:
+        objects.Describer((1, 4, 1, 1)).describe({"control": control}, "the CONDITIONING")
+    except errors.Refused as refused:
+        return str(refused)
+    return ""

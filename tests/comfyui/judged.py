@@ -1,0 +1,117 @@
+"""What ComfyUI reads off a MODEL, its options, a condition and a latent, and what becomes of it under a CP Sampler.
+
+`HONOURED`: it reaches the workers, or ComfyUI's own code reads it in its own process. `STEPWISE`: the loop then stays
+in ComfyUI's process. `REFUSED`: by name. `WITHOUT_EFFECT` on a latent.
+"""
+
+from __future__ import annotations
+
+HONOURED, STEPWISE, REFUSED, WITHOUT_EFFECT = "honoured", "stepwise", "refused", "without effect"
+
+Judgement = tuple[str, str]  # and why
+
+
+def alike(verdict: str, reason: str, keys: str) -> dict[str, Judgement]:
+    return dict.fromkeys(keys.split(), (verdict, reason))
+
+
+MODEL_OPTIONS = {
+    **alike(
+        HONOURED, "described as a whole, in the order that ComfyUI calls them",
+        "context_handler denoise_mask_function disable_cfg1_optimization model_function_wrapper "
+        "sampler_calc_cond_batch_function sampler_cfg_function sampler_post_cfg_function sampler_pre_cfg_function "
+        "transformer_options",
+    ),
+    **alike(WITHOUT_EFFECT, "made anew in the workers, from the conditions' hooks", "registered_hooks to_load_options"),
+    **alike(WITHOUT_EFFECT, "only while ComfyUI's own network runs on several GPUs",
+            "multigpu_clones multigpu_thread_pool ignore_multigpu multigpu_options"),
+    **alike(WITHOUT_EFFECT, "an option of a loader of this name, which is no MODEL's",
+            "dtype fp8_optimizations load_device offload_device"),
+}  # fmt: skip
+
+TRANSFORMER_OPTIONS = {
+    **alike(HONOURED, "described; all prompts and images stay together where a patch may look at several",
+            "patches patches_replace optimized_attention_override"),
+    **alike(HONOURED, "around the loop and the network: described with those of the MODEL, or the loop stays here",
+            "wrappers"),
+    **alike(WITHOUT_EFFECT, "ComfyUI calls those of the MODEL alone, which are described", "callbacks"),
+    **alike(
+        HONOURED, "a plain value, which the network or a patch reads",
+        "a2v_cross_attn ar_config audio_embeds chroma_radiance_options minimax_h3_sigma_shift_audio "
+        "minimax_h3_sigma_shift_video rope_options run_ax run_vx stg_self_attn_blocks stg_skip_self_attn "
+        "v2a_cross_attn",
+    ),
+    **alike(
+        HONOURED, "made by ComfyUI's code around the network or in it, in every worker, of what the worker has",
+        "activations_shape block block_index block_type cond_or_uncond context_window grid_sizes img_slice "
+        "model_patch_data original_shape reference_image_num_tokens sample_sigmas sigmas total_blocks "
+        "transformer_index transformer_options uuids x_ref_attn_map attn_precision dim_head n_heads model",
+    ),
+    "ar_state": (HONOURED, "of a sampler that reaches into the network: it runs whole, or is refused stepwise"),
+    "easycache": (HONOURED, "an object for wrappers, which see all prompts and images"),
+    "animate2_cache": (HONOURED, "shared with a callback: prompts and images stay together, refused stepwise"),
+    **alike(WITHOUT_EFFECT, "only where ComfyUI itself moves weights or has several GPUs",
+            "multigpu_thread_device prefetch_dynamic_vbars"),
+}  # fmt: skip
+
+CONDITION = {
+    **alike(
+        HONOURED, "described, key by key",
+        "area clip_end_percent clip_start_percent control control_apply_to_uncond cross_attn default end_percent "
+        "gligen hooks mask mask_strength model_conds set_area_to_bounds start_percent strength timestep_end "
+        "timestep_start",
+    ),
+    "uuid": (WITHOUT_EFFECT, "made anew: it only tells conditions of one run apart"),
+}  # fmt: skip
+
+LATENT = alike(
+    HONOURED, "read by the native node, in ComfyUI's process", "batch_index downscale_ratio_spacial "
+    "downscale_ratio_temporal noise_mask samples latent_tensor latent_format_version_0",
+)  # fmt: skip
+
+PATCHER = {
+    "model": (HONOURED, "loaded again from the file that it is of; what is not from there is refused"),
+    **alike(HONOURED, "described", "callbacks model_options patches wrappers"),
+    "cached_patcher_init": (HONOURED, "says which file; refused where there is none"),
+    "force_cast_weights": (HONOURED, "goes with a replaced manual_cast_dtype"),
+    "object_patches": (HONOURED, "those of the sampling, the dtype and plain values; others are stepwise or refused"),
+    "additional_models": (STEPWISE, "models that only ComfyUI's process has"),
+    **alike(HONOURED, "of a condition's hooks, which are described", "hook_patches hook_patches_backup"),
+    **alike(REFUSED, "code or weights inside the network", "forced_hooks injections weight_wrapper_patches"),
+    **alike(WITHOUT_EFFECT, "ComfyUI's own book-keeping while this MODEL is injected, of what is refused",
+            "is_injected skip_injection"),
+    **alike(
+        WITHOUT_EFFECT, "where weights are, or whose they are, in ComfyUI's process",
+        "backup backup_buffers cached_hook_patches clone_base_uuid current_hooks hook_backup hook_mode is_clip "
+        "is_multigpu_base_clone load_device non_dynamic_delegate_model object_patches_backup offload_device parent "
+        "patches_uuid pinned size weight_inplace_update _free_methods _last_free_log_time _last_prepare_log_key",
+    ),
+    "attachments": (WITHOUT_EFFECT, "read by nodes, never by a run"),
+}  # fmt: skip
+
+GUIDER = {
+    **alike(HONOURED, "described; every other attribute too, or the loop stays here",
+            "cfg conds model_options model_patcher"),
+    **alike(WITHOUT_EFFECT, "made in a run, or what `conds` are made of", "inner_model loaded_models original_conds"),
+}  # fmt: skip
+
+WRAPPERS = {
+    "OUTER_SAMPLE": (HONOURED, "those before our own run in ComfyUI's process, those behind it in the workers"),
+    **alike(HONOURED, "in the workers, on all prompts and images",
+            "PREPARE_SAMPLING SAMPLER_SAMPLE PREDICT_NOISE CALC_COND_BATCH"),
+    "APPLY_MODEL": (HONOURED, "in the workers; all prompts stay together where it keeps what it sees"),
+    "DIFFUSION_MODEL": (HONOURED, "in the workers; all prompts and images stay together"),
+}  # fmt: skip
+
+CALLBACKS = alike(
+    HONOURED, "called by every worker for its own MODEL", "ON_CLONE ON_DEEPCLONE_MULTIGPU ON_MATCH_MULTIGPU_CLONES "
+    "ON_LOAD ON_DETACH ON_CLEANUP ON_PRE_RUN ON_PREPARE_STATE ON_APPLY_HOOKS ON_REGISTER_ALL_HOOK_PATCHES "
+    "ON_INJECT_MODEL ON_EJECT_MODEL",
+)  # fmt: skip
+
+HOOKS = {
+    "Weight": (HONOURED, "described with the condition; refused where the loop is stepwise"),
+    "AdditionalModels": (STEPWISE, "models that only ComfyUI's process has"),
+    "TransformerOptions": (STEPWISE, "it has changed the model options by then, and would in the workers once more"),
+    **alike(WITHOUT_EFFECT, "ComfyUI raises NotImplementedError", "ObjectPatch Injections"),
+}  # fmt: skip

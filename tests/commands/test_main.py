@@ -1,0 +1,27 @@
+"""What `python -m parallel_runtime` says where it cannot begin."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def said(*arguments: str, bare: bool = False) -> str:
+    command = [sys.executable, *(["-S"] if bare else []), "-m", "parallel_runtime", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    return done.stderr
+
+
+def test_a_python_without_our_packages_is_told_how_to_get_them() -> None:
+    told = said("demo", bare=True)
+    assert "torch is not installed" in told
+    assert f"-m pip install torch -r {ROOT / 'parallel_runtime' / 'for_diffusers' / 'requirements.txt'}" in told
+    assert "Traceback" not in told
+
+
+def test_a_command_that_is_none_is_told_those_that_are() -> None:
+    assert "usage: python -m parallel_runtime {demo,join,migrate,networks,report}" in said("drmo")

@@ -1,0 +1,222 @@
+"""Saved workflows of both forms get CP nodes, and nothing else of them changes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallel_runtime.commands.migrate import REPLACEMENTS, migrated
+
+ROOT = Path(__file__).resolve().parents[2]
+API = {
+    "3": {
+        "class_type": "KSampler",
+        "inputs": {"seed": 5, "model": ["4", 0], "denoise": 0.5},
+        "_meta": {"title": "Mine"},
+    },
+    "4": {"class_type": "UNETLoader", "inputs": {"unet_name": "KSampler"}},
+    "5": {"class_type": "SamplerCustomAdvanced", "inputs": {"noise": ["6", 0]}},
+    "7": {"class_type": "KSamplerAdvanced", "inputs": {}},
+    "8": {"class_type": "SamplerCustom", "inputs": {"model": ["4", 0], "cfg": 1.0}},
+}
+
+
+def node(number: int, kind: str) -> dict:
+    return {
+        "id": number,
+        "type": kind,
+        "title": "My title",
+        "inputs": [
+            {"name": "model", "type": "MODEL", "link": 9},
+            {"name": "seed", "widget": {"name": "seed"}, "link": 3},
+        ],
+        "outputs": [{"name": "LATENT", "links": [4]}],
+        "properties": {"Node name for S&R": kind, "cnr_id": "comfy-core", "ver": "0.3.40", "mine": 1},
+        "widgets_values": [7, "randomize", 20, 4.5, "euler", "simple", 1],
+    }
+
+
+def canvas() -> dict:
+    inner = {"id": "a-b", "name": "Refine", "nodes": [node(1, "KSamplerAdvanced")], "links": []}
+    return {
+        "nodes": [node(3, "KSampler"), node(4, "VAEDecode")],
+        "links": [[9, 4, 0, 3, 0, "MODEL"]],
+        "definitions": {"subgraphs": [inner]},
+        "extra": {"groupNodes": {"Old group": {"nodes": [{"type": "SamplerCustomAdvanced", "index": 2}]}}},
+        "version": 0.4,
+    }
+
+
+def test_a_prompt_for_the_api_changes_in_its_classes_only():
+    before = copy.deepcopy(API)
+    after, changes = migrated(API)
+    assert before == API, "what was given is left alone"
+    assert [str(change) for change in changes] == [
+        "node 3: KSampler -> CPSampler",
+        "node 5: SamplerCustomAdvanced -> CPSamplerCustom",
+        "node 7: KSamplerAdvanced -> CPSamplerAdvanced",
+        "node 8: SamplerCustom -> CPSamplerCustomBasic",
+    ]
+    for name, call in after.items():
+        assert call.pop("class_type") == REPLACEMENTS.get(before[name]["class_type"], before[name]["class_type"])
+        assert call == {key: value for key, value in before[name].items() if key != "class_type"}
+
+
+def test_a_request_to_prompt_is_a_prompt_too():
+    after, changes = migrated({"prompt": API, "client_id": "me"})
+    assert len(changes) == 4
+    assert after["client_id"] == "me"
+    assert after["prompt"]["3"]["class_type"] == "CPSampler"
+
+
+def test_a_canvas_changes_on_the_canvas_in_subgraphs_and_in_group_nodes():
+    after, changes = migrated(canvas())
+    assert [str(change) for change in changes] == [
+        "node 3: KSampler -> CPSampler",
+        "node 1 in subgraph 'Refine': KSamplerAdvanced -> CPSamplerAdvanced",
+        "node 2 in group node 'Old group': SamplerCustomAdvanced -> CPSamplerCustom",
+    ]
+    swapped, untouched = after["nodes"]
+    assert untouched == node(4, "VAEDecode")
+    assert swapped["properties"] == {"Node name for S&R": "CPSampler", "mine": 1}
+    assert swapped["inputs"][:2] == node(3, "KSampler")["inputs"]
+    assert swapped["inputs"][2] == {"name": "cp_config", "type": "CP_CONFIG", "shape": 7, "link": None}
+    for key in ("id", "title", "outputs", "widgets_values"):
+        assert swapped[key] == node(3, "KSampler")[key]
+    assert after["links"] == canvas()["links"]
+
+
+CONFIG = {"id": 8, "type": "CPParallelConfig", "mode": 0, "outputs": [{"name": "cp_config", "links": None}]}
+
+
+def test_the_one_config_of_a_graph_is_connected_and_a_second_one_leaves_the_choice() -> None:
+    before = canvas()
+    before["nodes"].append(copy.deepcopy(CONFIG))
+    before["last_link_id"] = 9
+    after, _ = migrated(before)
+    assert after["links"][-1] == [10, 8, 0, 3, 2, "CP_CONFIG"]
+    assert after["nodes"][0]["inputs"][2]["link"] == 10
+    assert after["nodes"][2]["outputs"][0]["links"] == [10]
+    assert after["last_link_id"] == 10
+    inner = after["definitions"]["subgraphs"][0]
+    assert inner["nodes"][0]["inputs"][2]["link"] is None, "a graph of its own"
+
+    for other in ({**CONFIG, "id": 9}, None):
+        twice = canvas()
+        twice["nodes"] += [copy.deepcopy(CONFIG) if other else {**CONFIG, "mode": 4}, *([other] if other else [])]
+        assert migrated(twice)[0]["links"] == canvas()["links"], "which of them, or one that is bypassed"
+
+
+def test_a_subgraph_has_links_by_name() -> None:
+    before = canvas()
+    subgraph = before["definitions"]["subgraphs"][0]
+    link = {"id": 4, "origin_id": -10, "origin_slot": 0, "target_id": 1, "target_slot": 0, "type": "MODEL"}
+    subgraph |= {"links": [link], "state": {"lastLinkId": 6}}
+    subgraph["nodes"].append(copy.deepcopy(CONFIG))
+    after = migrated(before)[0]["definitions"]["subgraphs"][0]
+    assert after["links"][1] == {
+        "id": 5, "origin_id": 8, "origin_slot": 0, "target_id": 1, "target_slot": 2, "type": "CP_CONFIG",
+    }  # fmt: skip
+    assert after["state"] == {"lastLinkId": 6}
+
+
+LINK = [3, 4, 0, 1, 0, "MODEL"]
+
+
+@pytest.mark.parametrize(
+    ("odd", "number"),
+    [
+        ({"links": [None, LINK]}, 4),
+        ({"links": None}, 1),
+        ({"links": [["3", "4", 0, "1", 0, "MODEL"]]}, 4),
+        ({"links": [LINK], "last_link_id": None}, 4),
+        ({"links": [], "state": {"lastLinkId": None}}, 1),
+        ({"links": {"3": LINK}}, None),
+    ],
+    ids=str,
+)
+def test_links_of_any_form_are_gone_on_with_or_left_alone(odd: dict, number: int | None) -> None:
+    sampler, config = node(1, "KSampler"), {**node(2, "CPParallelConfig"), "outputs": [{"name": "cp", "links": None}]}
+    after, changes = migrated({"nodes": [sampler, config], **odd})
+    assert len(changes) == 1
+    assert after["nodes"][0]["inputs"][-1]["link"] == number
+    assert after["nodes"][1]["outputs"][0]["links"] == (number and [number])
+
+
+@pytest.mark.parametrize(("of", "odd"), [(0, {"inputs": None}), (1, {"outputs": []}), (1, {"outputs": None})], ids=str)
+def test_a_node_without_sockets_is_swapped(of: int, odd: dict) -> None:
+    nodes = [node(1, "KSampler"), node(2, "CPParallelConfig")]
+    after, changes = migrated({"nodes": [{**each, **odd} if n == of else each for n, each in enumerate(nodes)]})
+    assert len(changes) == 1
+    assert (after["nodes"][0]["inputs"][-1]["link"] is None) == ("outputs" in odd)
+
+
+def test_the_one_config_of_a_prompt_is_connected_where_there_are_no_inputs_yet() -> None:
+    calls = {"1": {"class_type": "KSampler", "inputs": None}, "2": {"class_type": "CPParallelConfig", "inputs": {}}}
+    assert migrated(calls)[0]["1"]["inputs"] == {"cp_config": ["2", 0]}
+
+
+def test_the_one_config_of_a_prompt_is_connected() -> None:
+    one = {**API, "8": {"class_type": "CPParallelConfig", "inputs": {}}}
+    after, _ = migrated(one)
+    assert [name for name, call in after.items() if call["inputs"].get("cp_config") == ["8", 0]] == ["3", "5", "7"]
+    two = migrated({**one, "9": one["8"]})[0]
+    assert not any("cp_config" in call["inputs"] for call in two.values())
+
+
+def test_twice_is_once():
+    once, _ = migrated(canvas())
+    assert migrated(once) == (once, [])
+
+
+@pytest.mark.parametrize("found", [[], "text", {}, {"a": 1}, {"1": {"inputs": {}}}, {"nodes": {}}, {"1": None}])
+def test_what_is_no_workflow_is_refused(found):
+    with pytest.raises(ValueError, match="workflow"):
+        migrated(found)
+
+
+def test_odd_parts_are_passed_by():
+    odd = {"nodes": [None, {"type": 3}, node(3, "KSampler")], "definitions": [], "extra": {"groupNodes": []}}
+    assert len(migrated(odd)[1]) == 1
+
+
+def command(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "parallel_runtime", "migrate", *arguments]
+    return subprocess.run(line, cwd=ROOT, input=stdin, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_writes_beside_the_file_and_says_what_it_did(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(API))
+    done = command(str(path))
+    assert done.returncode == 0
+    assert "node 3: KSampler -> CPSampler" in done.stderr
+    assert f"written to {tmp_path / 'mine.cp.json'}" in done.stderr
+    assert f"writes over {tmp_path / 'mine.cp.json'}" in command(str(path)).stderr
+    assert json.loads(path.read_text()) == API
+    assert json.loads((tmp_path / "mine.cp.json").read_text()) == migrated(API)[0]
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "mine.json").write_text(json.dumps(API))
+    failed = command(str(tmp_path / "mine.json"), "-o", str(tmp_path / "nowhere" / "mine.json"))
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines()[-1].endswith("mine.json: No such file or directory; -o names another place")
+
+
+def test_the_command_works_in_a_pipe_and_says_why_it_cannot(tmp_path):
+    done = command("-", stdin=json.dumps(API))
+    assert json.loads(done.stdout) == migrated(API)[0]
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "picture.jpg").write_bytes(b"\xff\xd8")
+    for path, says in (("broken.json", "is no JSON"), ("missing.json", "No such file"), ("picture.jpg", "is no JSON")):
+        failed = command(str(tmp_path / path))
+        assert failed.returncode == 1
+        assert path in failed.stderr
+        assert says in failed.stderr
+        assert "Traceback" not in failed.stderr

@@ -1,0 +1,53 @@
+"""Cases in which ranks ask each other for what only one of them knows."""
+
+from __future__ import annotations
+
+import os
+
+from parallel_runtime.engine.comm.votes import (
+    all_gather_int,
+    all_gather_ints,
+    any_rank,
+    differing_ranks,
+    refuse_on_all_ranks,
+)
+from parallel_runtime.errors import Refused
+
+from .meshes import mesh
+
+
+def votes(rank: int, world: int, speaker: int) -> dict[str, bool]:
+    """Who hears that `speaker` says yes: its ring, its Ulysses group, all."""
+    os.environ["WORLD_SIZE"] = str(world)
+    axes, said = mesh(2, world // 2), rank == speaker
+    return {"ring": any_rank(said, axes.ring), "ulysses": any_rank(said, axes.ulysses), "all": any_rank(said)}
+
+
+def numbers(rank: int, world: int) -> list[object]:
+    os.environ["WORLD_SIZE"] = str(world)
+    large = (1 << 62) + rank
+    data = b"of rank 2" if rank == 2 else b"of the others"
+    ring = all_gather_ints([rank, large], mesh(2, world // 2).ring)
+    return [all_gather_int(large), ring, differing_ranks(data)]
+
+
+def refusals(rank: int, world: int) -> list[str]:
+    """What each rank is refused with where rank 1 refuses: among the ranks of its ring alone."""
+    try:
+        with refuse_on_all_ranks(mesh(2, world // 2).ring):
+            if rank == 1:
+                raise Refused("file.gone", path="x")
+    except Refused as refused:
+        return [refused.code]
+    return []
+
+
+def waiting(rank: int, world: int) -> list[bool]:
+    """Is a vote's waiting counted? Before a transfer that the host could see, and after."""
+    context = mesh(1, world).context
+    context.group_state.waited_seconds = None
+    any_rank(False, context)
+    before = context.group_state.waited_seconds
+    context.group_state.waited_seconds = 0.0
+    any_rank(False, context)
+    return [before is not None, context.group_state.waited_seconds > 0]

@@ -1,0 +1,304 @@
+"""CP Plan's words, and the rows that they are views of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from parallel_runtime.explain.plan_report import Report, Row, Subject, report
+from parallel_runtime.planning.device_profile import DeviceProfile
+from parallel_runtime.planning.network_stats import NetworkStats, Work
+from parallel_runtime.planning.run_plan import Estimate, RunPlan
+from parallel_runtime.request import EngineOptions, widgets
+from parallel_runtime.sentences import say
+from parallel_runtime.specs import Parallelism, Placement, WeightPlacement
+from parallel_runtime.wire.messages import Heartbeat, decode, encode
+from parallel_runtime.wire.readings import Race, Readings
+
+RACE = Race("2304 queries x 2304 keys, 24 heads of 128, bfloat16", ("_native_cudnn", "_native_flash"), (310.5, 480.0))
+WORK = NetworkStats(name="FLUX", heads=24, layers=57, width=3072, weights=10, weight_bytes=20, item_bytes=2).work(
+    1, 4608
+)
+
+
+FETCHED = Estimate(
+    weight_bytes_by_rank=(10, 10),
+    activation_bytes_by_rank=(0, 0),
+    buffer_bytes_by_rank=(0, 0),
+    fetched_bytes=15,
+    batch_seconds=2.0,
+    exposed_seconds=0.5,
+)
+
+
+def words(
+    *,
+    guided: bool = False,
+    batch_coupled: bool = False,
+    weights: WeightPlacement | None = None,
+    rows: int = 0,
+    work: Work = WORK,
+    races: Sequence[Race] = (RACE,),
+    **degrees: Any,
+) -> str:
+    tokens = {"image": 4096, "text": 512}
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens=tokens, work=work, batch_coupled=batch_coupled)
+    asked = divided(degrees)
+    devices = tuple(f"cuda:{number}" for number in range(asked.world_size))
+    plan = RunPlan(degrees=asked, placement=Placement(devices=devices), rows=rows)
+    if weights is not None:
+        plan = replace(plan, weights=weights, estimate=FETCHED)
+    return report(subject, plan, guided=guided, automatic=False, races=races).text
+
+
+def divided(values: dict[str, Any]) -> Parallelism:
+    """Degrees, and widgets of the engine's options."""
+    options = {row.name: row.field for row in widgets() if row.of_engine}
+    degrees = {name: value for name, value in values.items() if name not in options}
+    set_options = {options[name]: value for name, value in values.items() if name in options}
+    return Parallelism(**degrees, options=EngineOptions(**set_options))
+
+
+def test_the_kernel_that_won_is_named_with_its_time_and_that_of_the_loser() -> None:
+    line = next(line for line in words(ring_degree=2).splitlines() if line.startswith("Kernel: "))
+    assert line == (
+        "Kernel: _native_cudnn with 310.5 us, before _native_flash with 480 us, for the ring's blocks of "
+        "2304 queries x 2304 keys, 24 heads of 128, bfloat16."
+    )
+
+
+def test_where_keys_are_whole_a_race_is_told_for_that() -> None:
+    race = replace(RACE, kernels=("_native_cudnn", "auto"), what="whole")
+    text = words(ulysses_degree=2, races=[race])
+    assert "Kernel: _native_cudnn with 310.5 us, before ComfyUI's own with 480 us, for full keys, 2304 queries" in text
+    assert "Kernel" not in words(ring_degree=2, races=[race])
+    assert "Kernel" not in words(races=[race])
+
+
+@pytest.mark.parametrize(("own", "advised"), [(480.0, True), (350.0, False), (300.0, False)])
+def test_one_worker_is_told_of_a_kernel_that_is_clearly_faster_than_comfyuis_own(own: float, advised: bool) -> None:
+    kernels, times = zip(*sorted({"auto": own, "_native_cudnn": 310.5}.items(), key=lambda one: one[1]), strict=True)
+    race = replace(RACE, kernels=kernels, microseconds=times, what="alone")
+    text = words(races=[race])
+    assert ("set attention_backend to _native_cudnn in CP Parallel Config" in text) == advised
+    assert ("ComfyUI's own, with 480 us" in text) == advised
+    assert "Kernel" not in words(races=[race], attention_backend="native")
+    assert "Kernel" not in words(races=[race], ulysses_degree=2)
+
+
+@pytest.mark.parametrize("degrees", [{"ulysses_degree": 2}, {"ring_degree": 2, "attention_backend": "flash"}], ids=str)
+def test_where_nothing_races_nothing_is_said(degrees: dict) -> None:
+    assert "Kernel" not in words(**degrees)
+
+
+def test_a_network_that_no_plan_cuts_has_a_report_once_the_workers_have_measured_their_link() -> None:
+    work = replace(WORK.network, heads=1, layers=0, width=0).undivided("UNetModel").work(1, 0, prompts=2)
+    subject = Subject(model="SDXL", latent=(1, 4, 64, 64), tokens={}, work=work)
+    division = RunPlan(degrees=Parallelism(cfg_degree=2), placement=Placement(devices=("cuda:0", "cuda:1")))
+    link = DeviceProfile(bytes_per_second=1e10, flops_per_second=1e14)
+    text = report(subject, division, guided=True, automatic=True, profile=link).text
+    assert "Speed" not in text
+    assert "cfg_degree 2" in text
+
+
+def test_a_race_comes_through_with_the_other_readings() -> None:
+    message = Heartbeat(3, None, Readings(1, 2, races=(RACE,)))
+    assert decode(encode(message)) == message
+
+
+def test_cfg_degree_2_is_advised_where_it_would_gain_and_only_there() -> None:
+    advice, sharded = "cfg_degree 2 would exchange less", WeightPlacement(mode="shard")
+    assert advice in words(ulysses_degree=2, guided=True)
+    assert advice not in words(ulysses_degree=2, guided=False)
+    assert advice not in words(ulysses_degree=2, guided=True, batch_coupled=True)
+    assert advice not in words(ulysses_degree=2, guided=True, weights=sharded), "each half would have its own weights"
+    assert "each keeps a part of the weights" in words(ulysses_degree=2, guided=True, weights=sharded)
+    fetched = WeightPlacement(mode="offload")
+    assert advice not in words(ulysses_degree=2, guided=True, weights=fetched), "auto may have had reasons"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "rows", "says"), [(1, 0, "one prompt"), (2, 0, "2 prompts at once"), (2, 1, "one prompt")]
+)
+def test_the_seconds_of_an_evaluation_are_of_the_prompts_in_it(prompts: int, rows: int, says: str) -> None:
+    figures = replace(WORK.network, blocks=(5,) * 4)
+    weights = WeightPlacement(mode="shard", resident_blocks=1)
+    text = words(ulysses_degree=2, guided=True, weights=weights, rows=rows, work=figures.work(1, 4608, prompts=prompts))
+    assert f"2.00 s for {says}, 0.50 s of them waiting" in text
+
+
+@pytest.mark.parametrize(
+    ("devices", "told"), [(("cuda:0", "cuda:1"), True), (("cuda:0", "cuda:0"), False), (("cpu", "cpu"), False)]
+)
+def test_no_speed_is_promised_where_workers_share_a_device(devices: tuple[str, ...], told: bool) -> None:
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096, "text": 512}, work=WORK)
+    division = RunPlan(degrees=Parallelism(ulysses_degree=2), placement=Placement(devices=devices))
+    link = DeviceProfile(bytes_per_second=3e11, flops_per_second=1.4e14)
+    said = report(subject, division, guided=False, automatic=False, profile=link).text
+    assert ("times as fast as on one worker" in said) == told
+
+
+def test_unequal_shares_are_told_in_percent_and_one_without_work_is_advised_against() -> None:
+    said = words(ulysses_degree=2, shares=(3, 2))
+    assert "Shares: cuda:0 60 %, cuda:1 40 %" in said
+    assert "gets no work" not in said
+    assert "Shares:" not in words(ulysses_degree=2, shares=(3, 3))
+    assert "cuda:1 gets no work and waits for the others all the same: leave it out" in words(
+        ulysses_degree=2, shares=(5, 0)
+    )
+
+
+def test_memory_is_that_of_the_worker_with_the_most_tokens() -> None:
+    def gib(**degrees: Any) -> float:
+        return float(words(**degrees).split("Memory: about ")[1].split(" GiB")[0])
+
+    assert gib(ulysses_degree=2, shares=(3, 1)) == pytest.approx(1.5 * gib(ulysses_degree=2), abs=0.02)
+
+
+def test_how_a_ring_moves_keys_is_told() -> None:
+    assert "The ring passes keys and values between 2 workers while they compute (rotate_method alltoall)." in words(
+        ring_degree=2
+    )
+    collected = words(ring_degree=2, rotate_method="allgather")
+    assert "of all 2 workers before they compute (rotate_method allgather)." in collected
+
+
+def test_what_sees_all_prompts_at_once_is_told() -> None:
+    assert "so all workers share the tokens of both" in words(ulysses_degree=2, guided=True, batch_coupled=True)
+    assert "data_degree 2 gains nothing" in words(data_degree=2, guided=True, batch_coupled=True)
+
+
+def test_a_plan_for_one_gpu_says_where_comfyui_hides_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def notes(*devices: str) -> list[str]:
+        subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=WORK)
+        division = RunPlan(degrees=Parallelism(ulysses_degree=len(devices)), placement=Placement(devices=devices))
+        text = report(subject, division, guided=False, automatic=True).text
+        return [line for line in text.splitlines() if "--cuda-device all" in line]
+
+    monkeypatch.setattr("sys.argv", ["main.py"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    (line,) = notes("cuda:0")
+    assert line.startswith("Note: CUDA_VISIBLE_DEVICES is 0, which hides the other GPUs: start ComfyUI without it")
+    assert notes("cpu") == notes("cuda:0", "cuda:1") == []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert notes("cuda:0") == []
+
+
+@pytest.mark.parametrize(
+    ("placement", "untried"),
+    [
+        (Placement(devices=("cuda:0", "cuda:1")), "Several GPUs at once"),
+        (Placement(devices=("cuda:0",), nnodes=2, rdzv_endpoint="10.0.0.1:29500"), "Several machines with GPUs"),
+        (Placement(devices=("xpu:0",)), "Devices of the kind xpu"),
+        (Placement(devices=("cuda:0", "cuda:0")), ""),
+        (Placement(devices=("cuda:0",)), ""),
+        (Placement(devices=("cpu", "cpu")), ""),
+    ],
+)
+def test_what_nobody_has_run_on_hardware_is_said(placement: Placement, untried: str) -> None:
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=WORK)
+    division = RunPlan(degrees=Parallelism(ring_degree=placement.world_size), placement=placement)
+    text = report(subject, division, guided=False, automatic=False, races=[]).text
+    said = [line.partition(" have not been tried on hardware yet")[0] for line in text.splitlines() if "tried" in line]
+    assert said == ([f"Note: {untried}"] if untried else [])
+
+
+@pytest.mark.parametrize(
+    ("degrees", "recorded", "compiled", "says"),
+    [
+        (
+            {},
+            True,
+            False,
+            "where the CPU would launch it slower than the GPU computes, which takes about 0.53 GiB more",
+        ),
+        (
+            {"cuda_graphs": "on"},
+            True,
+            False,
+            "is recorded as a CUDA graph, which takes about 0.53 GiB more; compile",
+        ),
+        ({}, True, True, "compiled and recorded is the fastest combination"),
+        ({"cuda_graphs": "off"}, True, False, "kernel by kernel"),
+        ({}, False, False, "kernel by kernel"),
+    ],
+)
+def test_how_evaluations_are_launched_is_told_of_gpus(degrees: dict, recorded: bool, compiled: bool, says: str) -> None:
+    work = replace(WORK, recorded=recorded)
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4608}, work=work, compiled=compiled)
+
+    def launch(device: str) -> list[str]:
+        division = RunPlan(degrees=divided(degrees), placement=Placement(devices=(device,)))
+        text = report(subject, division, guided=False, automatic=False).text
+        return [line for line in text.splitlines() if line.startswith("Launch: ")]
+
+    assert launch("cpu") == []
+    (line,) = launch("cuda:0")
+    assert says in line
+
+
+def test_text_and_table_say_the_same_whatever_stands_in_the_words() -> None:
+    rows = (
+        Row("", "The CP Parallel Config cannot work: Note: no such device.", "trouble"),
+        Row("", "With the degrees on auto:"),
+        Row("Model", "flux (a: b.safetensors), 2 layers.", "model"),
+        Row("Speed", "fast: very,\nand so on."),
+        Row("Note", "uneven: slow.", "note"),
+    )
+    report = Report(rows=rows)
+    assert report.text == (
+        "The CP Parallel Config cannot work: Note: no such device.\nWith the degrees on auto:\n"
+        "flux (a: b.safetensors), 2 layers.\nSpeed: fast: very,\nand so on.\nNote: uneven: slow."
+    )
+    assert report.table == {
+        "troubles": [["The CP Parallel Config cannot work: Note: no such device."]],
+        "rows": [
+            ("", ["With the degrees on auto:"]),
+            ("Model", ["flux (a: b.safetensors), 2 layers."]),
+            ("Speed", ["fast: very,\nand so on."]),
+        ],
+        "notes": [["uneven: slow."]],
+    }
+
+
+def test_a_refusal_comes_first_and_a_reason_for_whole_weights_last() -> None:
+    trouble = Row("", "There is too little memory: 20 GiB.", "trouble")
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={}, work=WORK)
+    one = RunPlan(degrees=Parallelism(), placement=Placement(devices=("cpu",)))
+    said = report(subject, one, guided=False, automatic=True, troubles=[trouble], whole="FLUX is whole.", decode="0 s.")
+    assert [row.title for row in said.rows] == [
+        "", "Model", "Tokens", "Workers", "Degrees", "Memory", "Traffic", "Decode", "Note",
+    ]  # fmt: skip
+    assert said.text.startswith("There is too little memory: 20 GiB.\nFLUX\nTokens: not split")
+    assert said.text.endswith("Decode: 0 s.\nNote: FLUX is whole.")
+    assert said.parts == (), "no picture of what will not run"
+
+
+def test_what_is_said_is_data_for_other_languages() -> None:
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=WORK)
+    two = RunPlan(degrees=Parallelism(ulysses_degree=24), placement=Placement(devices=("cuda:0",) * 24))
+    table = report(subject, two, guided=False, automatic=False).table
+    said = dict(table["rows"])
+    assert said["Tokens"] == [{"code": "tokens.one", "values": {"tokens": "4096 image", "rows": 1}}]
+    assert {"code": "heads.one", "values": {"workers": 24, "heads": 1}} in said["Degrees"]
+    assert [said["code"] for [said] in table["notes"]] == ["note.twice"]
+
+
+def test_where_control_nets_run_and_why_the_loop_stays_is_said_where_there_is_something_to_say() -> None:
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=WORK)
+    plan = RunPlan(degrees=Parallelism(), placement=Placement(devices=("cuda:0",)))
+
+    def lines(subject: Subject) -> list[str]:
+        text = report(subject, plan, guided=False, automatic=True).text
+        return [line for line in text.splitlines() if line.startswith(("ControlNets", "Loop"))]
+
+    assert lines(subject) == []
+    said = say("controls", count=2, size="1.50")
+    assert lines(replace(subject, controls=said)) == [
+        "ControlNets: in the workers: 2, with 1.50 GiB of weights on each of them."
+    ]
+    (loop,) = lines(replace(subject, loop=say("loop.comfyui", reason=say("unsendable.control.patched", what="x"))))
+    assert loop.startswith("Loop: stays in ComfyUI's process, with one round trip an evaluation, because x has a")

@@ -1,0 +1,305 @@
+"""What the page is told of a group follows what it is asked for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import zeros
+
+from parallel_runtime.errors import Cause, WorkerDied, WorkerStartError
+from parallel_runtime.group import activity as activity_module
+from parallel_runtime.group.activity import Activity
+from parallel_runtime.group.history import Size
+from parallel_runtime.jobs import EvaluationJob, VAEJob
+from parallel_runtime.specs import ModelSpec, Parallelism, Placement
+from parallel_runtime.wire.messages import Done, Heartbeat, Joined, Step
+
+TWO = Placement(devices=("cuda:0", "cuda:1"))
+BY_ALL = {workers: Parallelism(ulysses_degree=workers) for workers in (1, 2)}
+DECODE = VAEJob(
+    method="decode",
+    x=zeros(1),
+    unit=8,
+    shape=[1],
+    dtype="float32",
+    offset=0,
+    random_states={},
+    chunk_bytes=0,
+    weights=None,
+)
+RUN: Any = object()  # the kind of a job decides nothing here
+
+
+class Clock:
+    """What the page is told of seconds goes by `time.time`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(activity_module.time, "time", lambda: self.now)
+
+    def after(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def started(clock: Clock, placement: Placement = TWO) -> Activity:
+    """A group that took three seconds to come up."""
+    activity = Activity()
+    activity.starting(placement)
+    clock.after(3)
+    ranks = range(placement.world_size)
+    activity.joined({rank: Joined(bytes_per_second=0.0, flops_per_second=0.0) for rank in ranks}, [""] * len(ranks))
+    return activity
+
+
+def sample(
+    activity: Activity,
+    clock: Clock,
+    degrees: Parallelism | None = None,
+    *,
+    seconds: float,
+    steps: int = 4,
+    sampler: str = "",
+) -> None:
+    job: Any = SimpleNamespace(sampler=sampler)
+    activity.begin_request(ModelSpec(loader="a"), degrees or BY_ALL[activity.now.placement.world_size], job)
+    clock.after(2)
+    activity.receive(0, Heartbeat(1, None))
+    for step in range(steps):
+        clock.after(5 if step == 0 else seconds)
+        activity.receive(0, Step(1, step, steps))
+    activity.receive(0, Done(1, seconds=0.0, load_seconds=0.0))
+    activity.end_request(job)
+
+
+def test_a_run_after_a_native_samplers_is_not_over_while_it_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity_module, "EVALUATION_GAP_SECONDS", 0.0)
+    activity, model, run = Activity(), ModelSpec(loader="a"), object()
+    evaluation: Any = EvaluationJob(
+        call_arguments={}, options=None, prompt=1, conds=None, weight_patches=None, batch_coupled=False
+    )
+    activity.begin_request(model, Parallelism(), evaluation)
+    activity.end_request(evaluation)
+    same_name = ModelSpec(loader="a", arguments='["another folder"]')
+    activity.begin_request(same_name, Parallelism(), evaluation)
+    assert activity.now.state == "loading", "another model"
+    activity.end_request(evaluation)
+    activity.begin_request(ModelSpec(loader="b"), Parallelism(), run)  # type: ignore[arg-type]
+    assert activity.now.state == "loading"
+    activity.receive(0, Heartbeat(1, None))
+    activity.end_idle_run()
+    assert activity.now.state == "sampling"
+
+
+def test_a_runs_time_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = started(clock)
+    clock.after(60)  # ComfyUI encodes the text
+    sample(activity, clock, seconds=1.5)
+    activity.begin_request(ModelSpec(loader="vae"), Parallelism(), DECODE)
+    clock.after(4)
+    activity.end_request(DECODE)
+    (run,) = activity.now.runs
+    assert run.phases == (("starting", 3.0), ("loading", 2.0), ("sampling", 9.5), ("decoding", 4.0))
+    assert (run.steps, run.workers, run.end) == (4, 2, "idle")
+    assert run.step_seconds == 1.5, "the first step is not like the others"
+    sample(activity, clock, seconds=1.0)
+    assert [dict(run.phases).get("starting") for run in activity.now.runs] == [3.0, None]
+
+
+def phases_of_runs(activity: Activity) -> list[dict[str, float]]:
+    return [dict(run.phases) for run in activity.now.runs]
+
+
+def test_a_start_that_was_over_before_a_run_was_asked_for_is_none_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = started(clock)  # the user has restarted the workers
+    clock.after(60)
+    activity.request_run()
+    sample(activity, clock, seconds=1.5)
+    assert phases_of_runs(activity) == [{"starting": 3.0}, {"loading": 2.0, "sampling": 9.5}]
+    assert [run.end for run in activity.now.runs] == ["idle", "idle"]
+
+
+def test_of_a_start_that_goes_on_a_run_has_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = Activity()
+    activity.starting(TWO)
+    clock.after(20)
+    activity.request_run()
+    clock.after(30)
+    activity.request_run()  # another prompt is queued
+    clock.after(5)
+    activity.joined({rank: Joined(bytes_per_second=0.0, flops_per_second=0.0) for rank in (0, 1)}, ["", ""])
+    sample(activity, clock, seconds=1.5)
+    assert phases_of_runs(activity) == [{"starting": 20.0}, {"starting": 35.0, "loading": 2.0, "sampling": 9.5}]
+
+
+@pytest.mark.parametrize("encoding", [0, 30])
+def test_a_start_for_a_prompt_is_its_runs_own(encoding: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = Activity()
+    activity.request_run(by_prompt=True)
+    activity.starting(TWO)
+    clock.after(55)
+    activity.joined({rank: Joined(bytes_per_second=0.0, flops_per_second=0.0) for rank in (0, 1)}, ["", ""])
+    clock.after(encoding)
+    activity.request_run()
+    sample(activity, clock, seconds=1.5)
+    assert phases_of_runs(activity) == [{"starting": 55.0, "loading": 2.0, "sampling": 9.5}]
+
+
+def test_a_prompt_that_came_to_nothing_leaves_its_start_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = Activity()
+    activity.request_run(by_prompt=True)
+    activity.starting(TWO)
+    clock.after(3)
+    activity.joined({rank: Joined(bytes_per_second=0.0, flops_per_second=0.0) for rank in (0, 1)}, ["", ""])
+    clock.after(600)
+    activity.request_run(by_prompt=True)
+    sample(activity, clock, seconds=1.5)
+    assert phases_of_runs(activity) == [{"starting": 3.0}, {"loading": 2.0, "sampling": 9.5}]
+
+
+def test_steps_are_counted_to_the_last_one_also_where_nobody_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = started(clock)
+    activity.begin_request(ModelSpec(loader="a"), Parallelism(), RUN)
+    for step in range(11):  # of twelve; and nobody has said that all is loaded
+        clock.after(0.1)
+        activity.receive(0, Step(1, step, 12))
+        assert activity.now.state == "sampling"
+        assert activity.now.runs[-1].steps == activity.now.step == step + 1
+    activity.end_request(RUN)
+    assert activity.now.runs[-1].steps == 12
+
+
+def test_a_run_is_compared_with_one_worker_as_estimated_and_once_there_was_one_as_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    activity = started(clock)
+    activity.set_size(Size("this work", speedup=1.8))
+    sample(activity, clock, seconds=1.0)
+    assert (activity.now.runs[-1].alone, activity.now.runs[-1].measured) == (1.8, False)
+    activity.starting(Placement(devices=("cuda:0",)))
+    activity.joined({0: Joined(bytes_per_second=0.0, flops_per_second=0.0)}, [""])
+    sample(activity, clock, seconds=1.75)
+    assert activity.now.runs[-1].alone is None, "it is one worker"
+    assert [(pace.setup.workers, pace.seconds, pace.speedup) for pace in activity.history.paces("this work")] == [
+        (1, 1.75, None), (2, 1.0, 1.75),
+    ]  # fmt: skip
+    activity.starting(TWO)
+    sample(activity, clock, seconds=1.0)
+    assert (activity.now.runs[-1].alone, activity.now.runs[-1].measured) == (1.75, True)
+    activity.set_size(Size("other work"))
+    sample(activity, clock, seconds=1.0)
+    assert activity.now.runs[-1].alone is None
+
+
+def alone_then(activity: Activity, clock: Clock, placement: Placement, *, alone: float, seconds: float) -> Activity:
+    """The same work by one worker, and by all of `placement`."""
+    activity.set_size(Size("this work", speedup=1.8))
+    activity.starting(Placement(devices=placement.devices[:1]))
+    sample(activity, clock, seconds=alone)
+    activity.starting(placement)
+    sample(activity, clock, seconds=seconds)
+    return activity
+
+
+@pytest.mark.parametrize(
+    ("devices", "alone", "times"),
+    [
+        (("cuda:0", "cuda:1"), 2.25, 2.25),
+        (("cuda:0", "cuda:1"), 2.5, None),  # nobody is more than twice as fast by a second one
+        (("cuda:0", "cuda:0"), 1.5, None),  # they share it: what one has the other lacks
+        (("cpu", "cpu"), 18.5, None),  # they share its cores
+        (("cpu", "cpu"), 1.5, None),
+    ],
+)
+def test_workers_are_so_many_times_as_fast_only_where_each_has_a_device_and_it_can_be(
+    devices: tuple[str, ...], alone: float, times: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    activity = alone_then(Activity(), Clock(monkeypatch), Placement(devices=devices), alone=alone, seconds=1.0)
+    run = activity.now.runs[-1]
+    assert run.step_seconds == 1.0
+    assert (run.alone, run.measured) == (times, times is not None)
+    slow, fast = activity.history.paces("this work")
+    assert (slow.seconds, slow.speedup, fast.seconds, fast.speedup) == (alone, None, 1.0, times)
+
+
+@pytest.mark.parametrize("times", [1.8, 31.0])
+def test_an_estimate_is_no_more_than_workers_can_be(times: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    for placement, told in ((TWO, 1.8 if times < 2 else None), (Placement(devices=("cuda:0", "cuda:0")), None)):
+        activity = started(clock, placement)
+        activity.set_size(Size("this work", speedup=times))
+        sample(activity, clock, seconds=1.0)
+        assert (activity.now.runs[-1].alone, activity.now.runs[-1].measured) == (told, False)
+
+
+def test_a_pace_is_of_the_degrees_that_it_was_measured_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = alone_then(Activity(), clock, TWO, alone=1.75, seconds=1.0)
+    sample(activity, clock, Parallelism(pipeline_degree=2), seconds=1.5)
+    paces = [(pace.setup.degrees, pace.seconds, pace.speedup) for pace in activity.history.paces("this work")]
+    one, stages = Parallelism().by_name, Parallelism(pipeline_degree=2).by_name
+    assert paces == [(one, 1.75, None), (stages, 1.5, 1.75 / 1.5), (BY_ALL[2].by_name, 1.0, 1.75)]
+    assert activity.now.runs[-1].alone == pytest.approx(1.75)
+
+
+def test_paces_are_of_the_sampler_that_was_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = started(clock)
+    activity.set_size(Size("this work"))
+    for sampler, seconds in (("euler", 1.75), ("heun", 3.5), ("euler", 1.5)):
+        for degrees in (BY_ALL[2], Parallelism(pipeline_degree=2)):
+            sample(activity, clock, degrees, seconds=seconds, sampler=sampler)
+        assert {pace.seconds for pace in activity.history.paces("this work")} == {seconds}
+
+
+def test_what_measuring_will_take_is_known_once_such_work_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    activity = alone_then(Activity(), Clock(monkeypatch), TWO, alone=1.75, seconds=1.0)
+    assert activity.history.cost("other work", [1, 2], 4) is None
+    took = [dict(run.phases) for run in activity.now.runs]
+    before = max(run.get("starting", 0.0) + run.get("loading", 0.0) for run in took)
+    assert activity.history.cost("this work", [1, 2], 4) == pytest.approx(2 * before + 4 * 1.75 + 4 * 1.75 / 2)
+
+
+def test_a_start_says_how_far_it_is_and_one_that_fails_is_no_death() -> None:
+    activity = Activity()
+    activity.starting(TWO)
+    activity.set_stage("processes", 1)
+    assert (activity.now.stage, activity.now.step, activity.now.steps) == ("processes", 1, 2)
+    activity.failed(WorkerStartError("rank 1 could not start", Cause(kind="raised", rank=1)))
+    assert (activity.now.state, activity.now.reason) == ("unstarted", "rank 1 could not start")
+    assert activity.now.loss is not None
+
+
+def test_a_death_names_the_rank_and_its_last_words_once_they_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    activity = started(Clock(monkeypatch))
+    activity.journal.note("about to fall", 1)
+    activity.journal.note("what the other one says", 0)
+    activity.rank_gone("rank 1", 1)
+    assert activity.now.loss is not None
+    assert (activity.now.loss.rank, activity.now.loss.settled) == (1, False)
+    cause = Cause(kind="killed", rank=1, signal="SIGKILL")
+    activity.lost(WorkerDied(cause.sentence("rank 1"), cause))
+    assert (activity.now.loss.rank, activity.now.loss.kind, activity.now.loss.settled) == (1, "killed", True)
+    assert activity.now.loss.words[-1] == "about to fall"
+    activity.starting(TWO)
+    assert activity.now.loss is None
+
+
+def test_workers_that_hold_nothing_are_not_said_to_have_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = started(clock)
+    activity.begin_request(ModelSpec(loader="a"), Parallelism(), RUN)
+    activity.cancelling()
+    activity.models_unloaded()
+    assert activity.now.state == "cancelling", "not in the middle of something"
+    activity.cancelled()
+    activity.models_unloaded()
+    assert (activity.now.state, activity.now.model, activity.now.degrees) == ("idle", "", None)

@@ -1,0 +1,34 @@
+"""What workers have been sent is not sent again, as long as they have it."""
+
+from __future__ import annotations
+
+import torch
+
+from parallel_runtime.group.payload_cache import PayloadCache
+from parallel_runtime.jobs import EvaluationJob
+from parallel_runtime.specs import ModelSpec
+
+MODEL, OTHER = ModelSpec(loader="a"), ModelSpec(loader="b")
+
+
+def evaluated(sent: PayloadCache, model: ModelSpec) -> EvaluationJob:
+    """What is sent of one more evaluation of the same prompt."""
+    conds = {"context": torch.ones(2, 3)}
+    job = EvaluationJob(call_arguments={}, options=None, conds=conds, weight_patches={}, batch_coupled=False)
+    with sent.delta(job, model) as lean:
+        assert isinstance(lean, EvaluationJob)
+        return lean
+
+
+def test_conditions_are_sent_once_a_run_of_each_model() -> None:
+    sent = PayloadCache()
+    first, second, of_other = evaluated(sent, MODEL), evaluated(sent, MODEL), evaluated(sent, OTHER)
+    assert first.conds is not None
+    assert (second.conds, second.prompt) == (None, first.prompt)
+    assert of_other.conds is not None, "each model has its own"
+    sent.evict_conditions(MODEL)
+    assert sent.has_model(MODEL)
+    again = evaluated(sent, MODEL)
+    assert again.conds is not None
+    assert again.prompt not in (first.prompt, of_other.prompt)
+    assert evaluated(sent, OTHER).conds is None

@@ -1,0 +1,96 @@
+"""The one group of a process: borrowed, replaced when dead, started ahead, ended when idle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from parallel_runtime.errors import Refused
+from parallel_runtime.group.runtime import runtime
+from parallel_runtime.specs import Parallelism, Placement
+
+from ..groups import our_processes, samples, spec_of, wait_until, workers_of
+from ..tiny import write
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory):
+    return spec_of(write(tmp_path_factory.mktemp("models"), "flux_schnell"))
+
+
+ONE = Placement(devices=("cpu",))
+
+
+def test_a_dead_group_is_replaced_and_an_equal_one_is_kept(flux):
+    try:
+        with runtime.borrowed(ONE, None) as first:
+            pass
+        with runtime.borrowed(ONE, None) as again:
+            assert again is first
+        nobody = Placement(devices=("cpu",), nnodes=2, rdzv_endpoint="no..host:29500")
+        with pytest.raises(Refused, match="no name of one"), runtime.borrowed(nobody, None):
+            pass
+        assert runtime.live is first, "a name that nobody knows costs no workers"
+        assert runtime.profiles[ONE] == first.profile, "also when it is gone"
+        os.kill(workers_of(first)[0], signal.SIGKILL)
+        wait_until(lambda: not first.alive, 5)
+        with runtime.borrowed(ONE, None) as second:
+            assert second is not first
+            samples(second, flux, Parallelism())
+    finally:
+        runtime.close()
+
+
+def test_a_worker_that_was_killed_a_moment_ago_costs_no_run(flux):
+    """Until it is gone it counts as running."""
+    try:
+        with runtime.borrowed(ONE, None) as first:
+            samples(first, flux, Parallelism())
+        os.kill(workers_of(first)[0], signal.SIGKILL)
+        with runtime.borrowed(ONE, None) as second:
+            samples(second, flux, Parallelism())
+        assert second is not first
+        assert runtime.status().state == "idle"
+    finally:
+        runtime.close()
+
+
+def test_a_group_that_was_started_ahead_is_the_one_that_is_borrowed():
+    try:
+        runtime.start_ahead(ONE, None)
+        wait_until(lambda: runtime.live is not None, 60)
+        with runtime.borrowed(ONE, None) as group:
+            pids = workers_of(group)
+        runtime.start_ahead(Placement(devices=("cpu", "cpu")), None)
+        time.sleep(0.5)
+        with runtime.borrowed(ONE, None) as again:
+            assert workers_of(again) == pids, "a live group gave way to one that nobody has asked for yet"
+    finally:
+        runtime.close()
+
+
+def test_closing_does_not_wait_for_a_group_that_is_being_started():
+    runtime.start_ahead(ONE, None)
+    time.sleep(0.5)
+    before = time.monotonic()
+    runtime.close()
+    assert time.monotonic() - before < 2
+    assert runtime.live is None
+
+
+def test_an_idle_group_ends_and_one_in_use_does_not(flux):
+    runtime.idle.choose(0.5)
+    try:
+        with runtime.borrowed(ONE, None) as group:
+            time.sleep(1)
+            assert group.alive
+            samples(group, flux, Parallelism())
+            pids = workers_of(group)
+        wait_until(lambda: runtime.status().state == "none", 10)
+        assert not any(pid in our_processes() for pid in pids)
+    finally:
+        runtime.idle.choose(None)
+        runtime.close()

@@ -1,0 +1,76 @@
+"""What a launch sets for GPUs and networks: transfers first, one interface by its whole name, a user's word last."""
+
+import os
+
+import pytest
+
+from parallel_runtime.group.torchrun import Rendezvous, environment
+
+
+@pytest.fixture
+def clean(monkeypatch):
+    for name in (
+        "TORCH_NCCL_HIGH_PRIORITY",
+        "NCCL_GRAPH_REGISTER",
+        "NCCL_LAUNCH_ORDER_IMPLICIT",
+        "NCCL_SOCKET_IFNAME",
+        "GLOO_SOCKET_IFNAME",
+        "OMP_NUM_THREADS",
+        "TORCHINDUCTOR_COMPILE_THREADS",
+    ):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("clean")
+def test_transfers_go_before_attention_and_over_loopback_alone():
+    found = environment(2, "token", "/folder", Rendezvous(store="/folder/store"))
+    assert found["TORCH_NCCL_HIGH_PRIORITY"] == "1"
+    assert (found["NCCL_GRAPH_REGISTER"], found["NCCL_LAUNCH_ORDER_IMPLICIT"]) == ("0", "1"), "graphs neither hang"
+    assert found["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert found["GLOO_SOCKET_IFNAME"] == "lo"
+    assert found["CP_TOKEN"] == "token"
+
+
+@pytest.mark.usefixtures("clean")
+def test_workers_share_the_cores_also_while_they_compile(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 9)
+    found = environment(4, "token", "/folder", Rendezvous(store="/folder/store"))
+    assert (found["OMP_NUM_THREADS"], found["TORCHINDUCTOR_COMPILE_THREADS"]) == ("2", "2")
+
+
+@pytest.mark.usefixtures("clean")
+def test_what_a_user_sets_stays(monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "0")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth3")
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
+    found = environment(2, "token", "/folder", Rendezvous(store="/folder/store"))
+    assert (found["TORCH_NCCL_HIGH_PRIORITY"], found["NCCL_SOCKET_IFNAME"]) == ("0", "eth3")
+    assert found["NCCL_GRAPH_REGISTER"] == "1"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("comfyuis", "workers"),
+    [
+        ("backend:cudaMallocAsync", None),
+        ("expandable_segments:True,backend:cudaMallocAsync", "expandable_segments:True"),
+        ("backend: cudaMallocAsync, max_split_size_mb:128", " max_split_size_mb:128"),
+        (
+            "roundup_power2_divisions:[256:1,>:4],backend:cudaMallocAsync,max_split_size_mb:64",
+            "roundup_power2_divisions:[256:1,>:4],max_split_size_mb:64",
+        ),
+        ("backend:native,expandable_segments:True", "backend:native,expandable_segments:True"),
+    ],
+)
+def test_workers_have_an_allocator_of_their_own_and_the_rest_of_what_a_user_wrote(monkeypatch, name, comfyuis, workers):
+    monkeypatch.setenv(name, comfyuis)
+    assert environment(2, "token", "/folder", Rendezvous(store="/folder/store")).get(name) == workers
+    assert os.environ[name] == comfyuis, "ComfyUI's own process keeps it"
+
+
+def test_what_is_like_that_word_elsewhere_stays(monkeypatch):
+    monkeypatch.setenv("SOME_ALLOC_CONF", "backend:cudaMallocAsync")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    found = environment(2, "token", "/folder", Rendezvous(store="/folder/store"))
+    assert found["SOME_ALLOC_CONF"] == "backend:cudaMallocAsync"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in found

@@ -1,0 +1,170 @@
+"""How long a silent rank is waited for, second by second."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from parallel_runtime.group import waiting as waiting_module
+from parallel_runtime.group.limits import limit_by_worker, seconds_from
+from parallel_runtime.group.waiting import SilenceLimits
+
+
+@pytest.mark.parametrize("text", ["banana", "nan", "inf", "-1", "0", ""])
+def test_a_limit_that_is_none_is_not_used(monkeypatch, text):
+    monkeypatch.setenv("CP_STALL_SECONDS", text)
+    assert seconds_from("CP_STALL_SECONDS", 120) == 120
+    monkeypatch.setenv("CP_STALL_SECONDS", " 2.5 ")
+    assert seconds_from("CP_STALL_SECONDS", 120) == 2.5
+    monkeypatch.setenv("CP_IDLE_SECONDS", "0")
+    assert seconds_from("CP_IDLE_SECONDS", 0) == 0
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass only where the test says so."""
+    now = [1000.0]
+    monkeypatch.setattr(waiting_module.time, "monotonic", lambda: now[0])
+
+    def forward(seconds):
+        now[0] += seconds
+
+    return forward
+
+
+@pytest.fixture
+def limits(clock):
+    return SilenceLimits(2, load=600, stall=120, cancel=10)
+
+
+def lost_after(limits, clock, seconds):
+    """Nobody is lost a second before, and somebody is a second after."""
+    clock(seconds - 1)
+    assert limits.timed_out_rank([0, 1]) is None
+    clock(2)
+    return limits.timed_out_rank([0, 1])
+
+
+def test_a_rank_that_never_says_a_word_has_the_stall_limit(limits, clock):
+    clock(1)
+    limits.heard_from(0)
+    assert lost_after(limits, clock, 119) == (1, 121)
+
+
+def test_a_rank_that_loads_has_the_load_limit(limits, clock):
+    for rank in (0, 1):
+        limits.heard_from(rank)
+    assert lost_after(limits, clock, 600) is not None
+
+
+def test_a_rank_that_compiles_has_the_load_limit_and_the_stall_limit_after_it(limits, clock):
+    for rank in (0, 1):
+        limits.heard_from(rank)
+        limits.set_work(rank, "sampling")
+        limits.set_work(rank, "compiling")
+    clock(500)
+    assert limits.timed_out_rank([0, 1]) is None
+    for rank in (0, 1):
+        limits.heard_from(rank)
+        limits.set_work(rank, "sampling")
+    assert lost_after(limits, clock, 120) is not None
+
+
+def test_a_cancel_is_not_expected_to_be_heard_by_a_rank_that_compiles(limits, clock):
+    for rank in (0, 1):
+        limits.heard_from(rank)
+        limits.set_work(rank, "compiling")
+    limits.cancelled = True
+    assert lost_after(limits, clock, 120) is not None
+
+
+def test_a_rank_that_samples_has_the_stall_limit_and_the_longest_silent_one_is_named(limits, clock):
+    for rank in (0, 1):
+        limits.heard_from(rank)
+        limits.set_work(rank, "sampling")
+    clock(5)
+    limits.heard_from(1)
+    assert lost_after(limits, clock, 115) == (0, 121)
+
+
+def test_after_a_cancel_a_rank_has_one_step_and_ten_seconds(limits, clock):
+    for rank in (0, 1):
+        limits.heard_from(rank)
+        limits.set_work(rank, "sampling")
+    clock(40)
+    for rank in (0, 1):
+        limits.heard_from(rank)
+    limits.cancelled = True
+    assert lost_after(limits, clock, 50) is not None
+
+
+def test_a_cancel_in_the_first_step_ends_no_group_that_works(limits, clock):
+    for rank in (0, 1):
+        limits.heard_from(rank)
+        limits.set_work(rank, "sampling")
+    limits.cancelled = True
+    assert lost_after(limits, clock, 120) is not None
+
+
+def test_a_cancel_while_loading_waits_ten_seconds(limits, clock):
+    for rank in (0, 1):
+        limits.heard_from(rank)
+    limits.cancelled = True
+    assert lost_after(limits, clock, 10) is not None
+
+
+def test_after_a_refusal_a_rank_that_samples_has_ten_seconds_to_refuse_too(limits, clock):
+    for rank in (0, 1):
+        limits.heard_from(rank)
+        limits.set_work(rank, "sampling")
+    clock(100)
+    limits.refused()
+    clock(5)
+    limits.refused()
+    clock(-5)
+    assert lost_after(limits, clock, 10) is not None
+
+
+def test_a_rank_that_works_on_after_another_one_refused_is_no_longer_silent(limits, clock):
+    for rank in (0, 1):
+        limits.heard_from(rank)
+        limits.set_work(rank, "sampling")
+    limits.refused()
+    for _ in range(5):
+        clock(8)
+        limits.heard_from(0)
+        limits.heard_from(1)
+        assert limits.timed_out_rank([0, 1]) is None
+    assert lost_after(limits, clock, 10) is not None
+
+
+@pytest.mark.parametrize("phase", ["loads", "compiles"])
+def test_after_a_refusal_a_rank_that_loads_or_compiles_is_waited_for_as_long_as_ever(limits, clock, phase):
+    for rank in (0, 1):
+        limits.heard_from(rank)
+        if phase == "compiles":
+            limits.set_work(rank, "compiling")
+    limits.refused()
+    assert lost_after(limits, clock, 600) is not None
+
+
+def test_ranks_that_have_answered_are_not_waited_for(limits, clock):
+    clock(10_000)
+    assert limits.timed_out_rank([]) is None
+
+
+@pytest.mark.parametrize(
+    ("numbers", "workers", "each"),
+    [
+        ((), 2, ()),
+        ((0.0,), 2, ()),
+        ((8.0,), 3, (8.0, 8.0, 8.0)),
+        ((22.0, 10.0), 2, (22.0, 10.0)),
+        ((0.0, 10.0), 2, (math.inf, 10.0)),
+        ((0.0, 10.0), 3, (10.0, 10.0, 10.0)),
+        ((22.0, 10.0), 1, (10.0,)),
+    ],
+)
+def test_what_each_worker_may_have(numbers: tuple[float, ...], workers: int, each: tuple[float, ...]) -> None:
+    assert limit_by_worker(numbers, workers) == each

@@ -1,0 +1,65 @@
+"""What CP Plan says of a decode: what more workers divide and what they do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from parallel_runtime.architectures.autoencoders import COMPARED
+from parallel_runtime.planning.device_profile import DeviceProfile
+from parallel_runtime.planning.vae_decode import COUNTED, Decode, decode_line, decode_seconds
+
+FAST = DeviceProfile(bytes_per_second=2e10, flops_per_second=6e13)
+WAN_720P = Decode(
+    kind=next(kind for kind in COMPARED if "wan.vae.WanVAE" in kind),
+    latent=(1, 16, 21, 90, 160),
+    weight_bytes=250 << 20,
+    activation_bytes=8 << 30,
+    item_bytes=2,
+)
+
+
+def seconds(decode: Decode, workers: int, link: DeviceProfile = FAST) -> float:
+    found = decode_seconds(decode, workers, link)
+    assert found is not None
+    return found
+
+
+def test_every_class_that_is_counted_may_be_divided() -> None:
+    assert {kind for kind, _ in COUNTED} <= COMPARED.keys()
+
+
+def test_workers_divide_the_work_but_for_latencies_and_launches() -> None:
+    alone = seconds(WAN_720P, 1)
+    assert 9 < alone < 13, "626 TFLOP at 60 TFLOP/s"
+    assert 1.9 < alone / seconds(WAN_720P, 2) <= 2
+    assert 3.5 < alone / seconds(WAN_720P, 4) < 4
+    faster = replace(FAST, flops_per_second=1e15)
+    assert seconds(WAN_720P, 1, faster) / seconds(WAN_720P, 8, faster) < 5, "launches stay"
+
+
+def test_a_slow_link_is_not_hidden() -> None:
+    assert seconds(WAN_720P, 4, replace(FAST, bytes_per_second=1e8)) > seconds(WAN_720P, 1) / 2
+
+
+def test_no_more_workers_are_counted_than_there_are_rows() -> None:
+    small = replace(WAN_720P, latent=(1, 16, 21, 2, 3))
+    assert seconds(small, 8) == seconds(small, 3)
+    assert "on each of 3 worker(s)" in decode_line(small, 8, FAST)[0]
+
+
+def test_the_line_names_memory_here_and_divided_and_seconds_where_they_are_known() -> None:
+    line = " ".join(decode_line(WAN_720P, 4, FAST))
+    assert "8.00 GiB in ComfyUI's process" in line
+    assert "2.00 on each of 4 worker(s)" in line
+    assert " s on one device, " in line
+    assert len(decode_line(WAN_720P, 4, None)) == 1
+    assert len(decode_line(replace(WAN_720P, kind="unknown"), 4, FAST)) == 1
+
+
+@pytest.mark.parametrize("dims", [4, 5])
+def test_pictures_and_videos_of_one_class_are_counted_apart(dims: int) -> None:
+    kind = next(kind for kind, found in COUNTED if found == 5 and "AutoencoderKL" in kind)
+    latent = (1, 16, 90, 160) if dims == 4 else (1, 16, 1, 90, 160)
+    assert decode_seconds(replace(WAN_720P, kind=kind, latent=latent), 1, FAST)

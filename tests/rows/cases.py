@@ -1,0 +1,79 @@
+"""One VAE of the zoo, whole and divided."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel_runtime.architectures.autoencoders import COMPARED, Compared, kind_of
+from parallel_runtime.engine.comm.mesh import MeshDim, first_ranks
+from parallel_runtime.engine.rows.conversion import Conversion
+from parallel_runtime.engine.rows.row_share import Share
+from parallel_runtime.engine.split.streams import chunk_sizes
+from parallel_runtime.worker.comfy_loop.autoencoder import uniform_chunk_bytes, without_memory_limit
+
+from . import zoo
+
+CPU = torch.device("cpu")
+CHUNK_BYTES = 60_000  # so that even these tiny videos are cut in time
+Divide = Callable[[int, Callable[[int], Any]], list[Any]]
+
+
+def run(name: str, method: str, dim: int, world: int, options: dict[str, Any], divide: Divide) -> dict[str, Any]:
+    """{"apart": the worst rank's relative L2 distance, "noise": are the generators where one process leaves its}."""
+    dtype = getattr(torch, options.get("dtype", "float32"))
+    if method == "kind":
+        return {"kind": kind_of(_model(name, dtype))}
+    model, x = _model(name, dtype), _input(name, method, dtype, tuple(options.get("latent", ())))
+    compared, unit = COMPARED[kind_of(model)], 1 if method == "decode" else zoo.CASES[name].ratio
+    with torch.inference_mode():
+        whole, state = _whole(name, method, dtype, tuple(options.get("latent", ())))
+    units = chunk_sizes(x.shape[dim] // unit, world)
+
+    def work(rank: int) -> tuple[float, bool]:
+        share = Share(ranks=first_ranks(world, CPU), dim=dim, units=units)
+        made = _converted(
+            without_memory_limit(model), method, x, share, unit, compared, fair=not options.get("own_chunks")
+        )
+        wanted = share.split(whole, whole.shape[dim] // sum(units))
+        assert made.shape == wanted.shape, f"{tuple(made.shape)} where {tuple(wanted.shape)} was expected"
+        apart = float((made.float() - wanted.float()).norm() / wanted.float().norm())
+        return apart, torch.equal(torch.get_rng_state(), state)
+
+    answers = divide(world, work)
+    return {"apart": max(apart for apart, _ in answers), "noise": all(same for _, same in answers)}
+
+
+def _converted(
+    model: nn.Module, method: Any, x: Tensor, share: Share, unit: int, compared: Compared, fair: bool = True
+) -> Tensor:
+    torch.manual_seed(7)
+    with uniform_chunk_bytes(compared.chunk_size, CHUNK_BYTES) as chunks:
+        more = (chunks,) if fair else ()
+        return Conversion(model, method, CPU, unit, compared.over_time, *more).run(x, share)
+
+
+@functools.lru_cache(2)
+def _model(name: str, dtype: torch.dtype) -> nn.Module:
+    return zoo.random_weights(zoo.CASES[name].make()).to(dtype)
+
+
+@functools.lru_cache(2)
+def _whole(name: str, method: str, dtype: torch.dtype, latent: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """And the state of the random generator after it."""
+    model, x = _model(name, dtype), _input(name, method, dtype, latent)
+    alone = Share(ranks=MeshDim(), dim=-2, units=(x.shape[-2],))
+    made = _converted(model, method, x, alone, 1, COMPARED[kind_of(model)])
+    return made.clone(), torch.get_rng_state()
+
+
+def _input(name: str, method: str, dtype: torch.dtype, latent: tuple[int, ...]) -> Tensor:
+    case, shape = zoo.CASES[name], latent or zoo.CASES[name].latent
+    if method == "encode":
+        frames = (case.frames or 1,) if len(shape) == 5 else ()
+        shape = (shape[0], 3, *frames, shape[-2] * case.ratio, shape[-1] * case.ratio)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)

@@ -1,0 +1,93 @@
+"""UNets whose rows are divided over ranks compute what they do on one: no further from a float64 run than twice what
+the undivided float32 run is."""
+
+from __future__ import annotations
+
+import pytest
+
+from ..engine.conftest import Groups
+from .conftest import UNET_CASES as CASES
+
+BAR = 2.0
+DIVISIONS = {"ring 2": (2, 1), "ring 3": (3, 1), "Ulysses 2": (1, 2), "2 x 2": (2, 2)}
+ODD = [(13, 21, 2), (33, 20, 1), (40, 9, 1)]
+EVEN = [(40, 64, 1)]
+SIZES = {"SDXL": ODD, "SD1.5": ODD, "resblock_updown": EVEN, "pooled": EVEN}
+NAMES = ("SD1.5", "SD1.5 inpaint", "SD2, 3 heads", "SD2 unclip", "SDXL", "SDXL refiner", "SVD", *list(SIZES)[2:])
+
+
+def check(unets: Groups, name: str, division: str, sizes: list[tuple[int, ...]], **more: object) -> None:
+    ring, ulysses = DIVISIONS[division]
+    given = {"name": name, "ring": ring, "ulysses": ulysses, "sizes": sizes, **more}
+    for of_rank in unets(ring * ulysses).run(f"{CASES}:apart", **given):
+        for size, found in zip(sizes, of_rank, strict=True):
+            assert found["error"] <= BAR * found["floor"], (size, found)
+            assert not found["left"], "undivide leaves something behind"
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("name", ["SDXL", "SVD"])
+def test_it_is_the_same_by_rows_and_columns_at_odd_sizes(unets: Groups, name: str, division: str) -> None:
+    check(unets, name, division, SIZES.get(name, ODD[1:2]))
+
+
+@pytest.mark.sweep(one_in=4)
+@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_all_of_them_are(unets: Groups, name: str, division: str) -> None:
+    check(unets, name, division, SIZES.get(name, ODD[1:2]))
+
+
+@pytest.mark.parametrize("shares", [(3, 1), (2, 5, 3), (1, 6, 0)], ids=str)
+def test_shares_need_not_be_equal(unets: Groups, shares: tuple[int, ...]) -> None:
+    check(unets, "SDXL", f"ring {len(shares)}", [(33, 20, 1)], shares=shares)
+
+
+def test_keys_may_be_collected_at_once(unets: Groups) -> None:
+    check(unets, "SDXL", "ring 3", [(33, 20, 1)], rotate_method="allgather")
+
+
+@pytest.mark.parametrize("size", [(8, 8, 1), (4, 3, 1), (16, 2, 1)], ids=str)
+def test_a_latent_of_too_few_rows_is_computed_whole_on_every_rank(unets: Groups, size: tuple[int, ...]) -> None:
+    """SD1.5 halves it three times: 8 rows make one, and columns of 2, 1 and 1 cannot be told apart."""
+    for (found,) in unets(2).run(f"{CASES}:apart", name="SD1.5", ring=2, ulysses=1, sizes=[size]):
+        assert found["from plain"] == 0.0
+
+
+def test_a_norm_and_the_next_convolution_share_one_message(unets: Groups) -> None:
+    (of_rank, *_) = unets(2).run(f"{CASES}:messages", name="SDXL", ring=2, ulysses=1, size=(64, 64, 1))
+    assert of_rank["messages"] == of_rank["norms"] + of_rank["samplings"] + of_rank["attentions"] + 1  # the output
+
+
+PATCHES = (
+    "FreeU", "FreeU_V2", "ToMe", "HyperTile", "Deep Shrink", "PAG", "attention by regions", "attn2_patch",
+    "Hypernetwork", "GLIGEN", "emb_patch", "middle_block_after_patch", "forward_timestep_embed_patch", "control",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_patch_sees_all_rows_and_does_what_it_does_undivided(unets: Groups, name: str) -> None:
+    for (ring, ulysses), size in (((2, 1), (33, 40, 1)), ((1, 2), (64, 48, 1))):
+        given = {"name": name, "ring": ring, "ulysses": ulysses, "size": size}
+        for found in unets(2).run(f"{CASES}:patched", **given):
+            assert found["does"] > 1e-3
+            assert found["error"] <= 2e-5
+
+
+@pytest.mark.sweep(one_in=8)
+@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_patch_does_so_at_odd_sizes_with_two_images(unets: Groups, name: str, division: str) -> None:
+    ring, ulysses = DIVISIONS[division]
+    for size in ((37, 24, 2), (24, 41, 2)):
+        for found in unets(ring * ulysses).run(f"{CASES}:patched", name=name, ring=ring, ulysses=ulysses, size=size):
+            assert found["does"] > 1e-3
+            assert found["error"] <= 2e-5
+
+
+@pytest.mark.parametrize("division", ["ring 2", "Ulysses 2"])
+def test_a_recorded_forward_replays_what_it_computes_eagerly(unets: Groups, division: str) -> None:
+    ring, ulysses = DIVISIONS[division]
+    given = {"name": "SDXL", "ring": ring, "ulysses": ulysses, "size": (33, 20, 2)}
+    for found in unets(2).run(f"{CASES}:replayed", **given):
+        assert found == {"same": [True, True], "replays": 2, "reasons": []}

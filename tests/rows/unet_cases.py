@@ -1,0 +1,151 @@
+"""What each rank does in the tests of UNets, in ComfyUI's python."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel_runtime.architectures import architecture_of
+from parallel_runtime.architectures.row_plan import RowPlan
+from parallel_runtime.engine.comm import collectives
+from parallel_runtime.engine.graphs import graph_runner
+from parallel_runtime.engine.graphs.graph_runner import GraphRunner
+from parallel_runtime.engine.rows.row_division import parallelize_rows
+from parallel_runtime.engine.split.parallelize import unparallelize
+
+from ..architectures import tiny
+from ..engine.meshes import mesh, parallelism
+from ..site.tape import record_with_tapes
+
+tiny.start_comfyui()
+from . import unet_patches, unet_zoo  # noqa: E402
+
+
+def apart(
+    rank: int, world: int, name: str, ring: int, ulysses: int, sizes: Sequence[Sequence[int]], **more: Any
+) -> list[dict[str, float]]:
+    """Of each size (rows, columns, batch): how far the undivided float32 run is from float64, and the divided one from
+    both, as shares of the standard deviation."""
+    network = unet_zoo.made(name)
+    found = []
+    with torch.inference_mode():
+        for size in sizes:
+            given = unet_zoo.inputs(name, *size)
+            exact = network.to(torch.float64)(**_double(given), transformer_options={})
+            network.to(torch.float32)
+            plain = network(**given, transformer_options={})
+            divided = _divided(network, given, {}, ring, ulysses, **more)
+            left = network(**given, transformer_options={})
+            found.append(
+                {
+                    "floor": _error(plain, exact),
+                    "error": _error(divided, exact),
+                    "from plain": _error(divided, plain),
+                    "left": _error(left, plain),
+                }
+            )
+    return found
+
+
+def _divided(network: nn.Module, given: dict[str, Any], options: dict[str, Any], *degrees: int, **more: Any) -> Tensor:
+    with _division(network, *degrees, **more):
+        return network(**given, transformer_options=options)
+
+
+@contextmanager
+def _division(
+    network: nn.Module, ring: int, ulysses: int, shares: Sequence[int] = (), **options: Any
+) -> Iterator[None]:
+    known = architecture_of(network)
+    assert known is not None
+    assert isinstance(known.plan, RowPlan)
+    degrees = parallelism(ring, ulysses, 1, shares, **options)
+    parallelize_rows(network, known.plan, mesh(ring, ulysses, 1, shares), degrees)
+    try:
+        yield
+    finally:
+        unparallelize(network)
+
+
+def _double(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.double() if isinstance(value, Tensor) else value for name, value in given.items()}
+
+
+def _error(x: Tensor, wanted: Tensor) -> float:
+    return float((x.double() - wanted).abs().max() / wanted.double().std())
+
+
+def messages(rank: int, world: int, name: str, ring: int, ulysses: int, size: Sequence[int]) -> dict[str, int]:
+    """How often this rank sends in a forward, and what asks for it."""
+    network, sent, start = unet_zoo.made(name), [], collectives._start
+    modules = list(network.modules())
+    known = architecture_of(network)
+    assert known is not None
+
+    def counting(operations: list[Any]) -> Any:
+        sent.append(len(operations))
+        return start(operations)
+
+    with torch.inference_mode(), _division(network, ring, ulysses):
+        collectives._start = counting
+        network(**unet_zoo.inputs(name, *size), transformer_options={})
+        collectives._start = start
+    return {
+        "messages": len(sent),
+        "norms": sum(isinstance(module, nn.GroupNorm) for module in modules),
+        "samplings": sum(type(module).__name__ in ("Upsample", "Downsample") for module in modules),
+        "attentions": known.layers(network),
+    }
+
+
+def patched(rank: int, world: int, name: str, ring: int, ulysses: int, size: Sequence[int]) -> dict[str, float]:
+    """With one of unet_patches.PATCHES, or "control": how far the divided network is from the undivided one, and what
+    the patch does to that."""
+    network, given = unet_patches.model().diffusion_model, unet_zoo.inputs("SD1.5", *size)
+    runs = []
+
+    def once(options: dict[str, Any]) -> Tensor:
+        torch.manual_seed(1)  # ToMe and HyperTile draw from the process's generator
+        more = {"control": unet_patches.control(*size[:2])} if name == "control" else {}
+        out: Tensor = network(**given, **more, transformer_options=options)
+        runs.append(torch.randn(()))  # where the generator is left
+        return out
+
+    def options() -> dict[str, Any]:
+        return {} if name == "control" else unet_patches.options_of(unet_patches.PATCHES[name])
+
+    with torch.inference_mode():
+        plain = network(**given, transformer_options={})
+        wanted = once(options())
+        with _division(network, ring, ulysses):
+            found = once(options())
+    assert torch.equal(*runs), "the random generator is elsewhere"
+    return {"error": _error(found, wanted), "does": _error(plain, wanted)}
+
+
+def replayed(rank: int, world: int, name: str, ring: int, ulysses: int, size: Sequence[int]) -> dict[str, Any]:
+    """The bits of two inputs, eager and by a tape's replays, and what the recording says of itself."""
+    network, first = unet_zoo.made(name), unet_zoo.inputs(name, *size)
+    second = {key: value.flip(0) + 1 if key in ("x", "context") else value for key, value in first.items()}
+
+    def out(given: dict[str, Any]) -> Tensor:
+        copied = {key: value.clone() if isinstance(value, Tensor) else value for key, value in given.items()}
+        made: Tensor = network(**copied, transformer_options={})
+        return made
+
+    with torch.inference_mode(), _division(network, ring, ulysses):
+        eager = [out(given) for given in (first, second)]
+        record_with_tapes(graph_runner)
+        recorded = GraphRunner(network, torch.device("cpu"))
+        try:
+            out(first)  # eager
+            out(first)  # recorded
+            replays = [out(given) for given in (first, second)]
+        finally:
+            network._compiled_call_impl = None  # type: ignore[assignment]
+    same = [torch.equal(*pair) for pair in zip(eager, replays, strict=True)]
+    return {"same": same, "replays": recorded.stats.replays, "reasons": recorded.stats.eager}
