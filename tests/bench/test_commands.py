@@ -34,6 +34,7 @@ def test_a_ring_holds_less_than_ulysses(tmp_path: Path) -> None:
     assert peak["ring"] < peak["ulysses"] < peak["allgather"]
 
 
+@pytest.mark.sweep
 def test_a_recorded_attention_is_a_few_launches_whatever_it_holds(tmp_path: Path) -> None:
     (row,) = run("overhead", tmp_path / "rows.json", "--worlds", "2", "--rounds", "2")
     assert set(row["launches_and_calls"]) == {"ours ring", "ours ulysses"}

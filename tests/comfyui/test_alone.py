@@ -170,6 +170,7 @@ def test_a_group_whose_idle_time_ends_while_a_model_is_let_go_ends_afterwards(al
 
 
 @pytest.mark.usefixtures("demo")
+@pytest.mark.sweep
 def test_recordings_go_before_a_model_is_unloaded_or_refused(alone: Group, tmp_path: Path) -> None:
     (found,) = alone.run(f"{RESIDENCE}recordings_go_first", folder=str(tmp_path))
     before, after, last = found["before"], found["after"], found["last"]
@@ -188,12 +189,14 @@ def test_a_run_is_planned_once(alone: Group, tmp_path: Path) -> None:
     assert times == {"run": 1, "same size": 0, "other size": 1}
 
 
+@pytest.mark.sweep
 def test_to_let_a_model_go_waits_for_no_group_that_is_started(alone: Group) -> None:
     (found,) = alone.run(f"{RESIDENCE}unloading_a_group_that_is_replaced")
     assert found["waited"] < 1
     assert found["starting"], "too late to tell"
 
 
+@pytest.mark.sweep
 def test_what_is_free_is_counted_each_time_and_not_when_the_workers_started(alone: Group) -> None:
     ((first, second, third),) = alone.run(f"{RESIDENCE}main_memory", times=3)
     assert second < 0.8 * first

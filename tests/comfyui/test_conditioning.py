@@ -174,6 +174,7 @@ def test_a_changed_condition_or_latent_gives_ksamplers_latent(server: Server, na
     assert plain.shape != want.shape or apart(plain, want) > 100 * BAR, "the change does something"
 
 
+@pytest.mark.sweep
 def test_the_order_of_the_runs_changes_no_bit(server: Server) -> None:
     names = random.Random(5).sample(list(CHANGES), 10)
     there = {name: sample(server, name) for name in names}

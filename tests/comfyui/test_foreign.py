@@ -123,7 +123,7 @@ PICTURES: dict[str, Picture] = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(one_in=3)
+@pytest.mark.sweep(one_in=2)
 @pytest.mark.parametrize("what", PICTURES)
 def test_what_lies_around_a_model_gives_ksamplers_picture(server: Server, what: str) -> None:
     want = latent_of(server.client.run(PICTURES[what](None)))

@@ -12,6 +12,7 @@ from .server import Server
 
 
 @pytest.mark.parametrize("way", ["2 workers", "2 workers, loaded"])
+@pytest.mark.sweep
 def test_samplers_with_schedulers_give_ksamplers_latent(server: Server, way: str) -> None:
     rows = compare(server.client, dealt(all_pairs(server.client), way), ways=[way])
     assert all(row.equal for row in rows), "\n" + table([row for row in rows if not row.equal], [way])

@@ -48,6 +48,7 @@ def test_without_a_token_the_node_says_what_to_do_and_warm_workers_stay(server: 
     assert server.workers() == before
 
 
+@pytest.mark.sweep
 def test_two_machines_sample_what_ksampler_samples(host: Server, guest: Guest) -> None:
     want = latent_of(host.client.run(sampling_graph(FLUX, "KSampler")))
     got = latent_of(host.client.run(sampling_graph(FLUX, "CPSampler", TWO)))

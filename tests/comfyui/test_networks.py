@@ -25,7 +25,7 @@ BARS = {
 }  # of the latent's standard deviation
 
 
-@pytest.mark.sweep(one_in=17)
+@pytest.mark.sweep(one_in=34)
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("degrees", BARS)
 def test_it_is_sampled_as_ksampler_does(

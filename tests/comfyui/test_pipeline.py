@@ -58,6 +58,7 @@ def test_any_format_with_a_lora_that_changes_between_runs(server: Server, name: 
         assert apart(got, want) <= BAR, lora
 
 
+@pytest.mark.sweep
 def test_a_stage_holds_what_a_lora_changes_of_its_own_blocks_alone(server: Server) -> None:
     """In memory of its own, where the CPU's workers have weights that are no more what the file has."""
     path = write_large(server.base / "models" / "diffusion_models", torch.float32)

@@ -66,6 +66,7 @@ def test_one_config_with_shares_serves_a_unet_and_a_vae(unet_server: Server, vae
     assert len(unet_server.workers()) == 3
 
 
+@pytest.mark.sweep
 def test_a_native_sampler_takes_it_from_the_workers_which_share_the_batch_of_both_prompts(unet_server: Server) -> None:
     """ComfyUI asks for both in one batch, whose items are shared out, or the rows of each."""
     graph = picture(None, loader="CPLoadDiffusionModel")

@@ -51,7 +51,7 @@ def trial(name: str, division: str = "ring 2") -> Trial:
     return Trial(node=name, bench=replace(bench, latent=ODD, parallel=DIVISIONS[division]))
 
 
-@pytest.mark.sweep(one_in=38)
+@pytest.mark.sweep(one_in=57)
 @pytest.mark.parametrize("division", DIVISIONS)
 @pytest.mark.parametrize("name", ON)
 def test_a_node_gives_ksamplers_latent(unets: Server, name: str, division: str) -> None:

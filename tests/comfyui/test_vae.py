@@ -167,6 +167,7 @@ def test_unload_models_drops_it_and_the_next_decode_gives_the_same_bits(vaes: Se
     assert torch.equal(result(vaes, decoding("wan.safetensors", "1,16,2,6,6", TWO))["save"], want)
 
 
+@pytest.mark.sweep
 def test_progress_goes_by_frames(vaes: Server) -> None:
     run = vaes.client.run(decoding("wan.safetensors", "1,16,7,16,16", TWO), timeout=300)
     steps = [event.data for event in run.events if event.kind == "progress" and event.data["max"] == 25]
@@ -189,6 +190,7 @@ def test_cancel_ends_a_decode_and_keeps_the_workers(vaes: Server) -> None:
     assert vaes.workers() == workers
 
 
+@pytest.mark.sweep
 def test_a_killed_worker_fails_its_decode_and_the_next_works(vaes: Server) -> None:
     since = vaes.client.now()
     prompt = vaes.client.queue(decoding("wan.safetensors", "1,16,21,40,40", TWO))

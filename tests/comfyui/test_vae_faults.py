@@ -45,6 +45,7 @@ def test_after_it_the_next_decode_is_whole_again(faulty: Server) -> None:
     assert "tiled" not in faulty.log(since)
 
 
+@pytest.mark.sweep
 def test_a_class_that_fails_its_self_test_runs_in_comfyuis_process_with_one_line(faulty: Server) -> None:
     shape = "1,16,8,6"
     want = result(faulty, decoding("flux.safetensors", shape, False))["save"]

@@ -179,6 +179,7 @@ def test_a_model_that_has_gone_comes_back_the_same(server: Server, policy: str, 
     assert torch.equal(latent_of(server.client.run(sampling_graph(JOB, "CPSampler", in_two(mode)))), want)
 
 
+@pytest.mark.sweep
 def test_after_a_cancel_the_bits_are_the_same_and_the_workers_too(server: Server) -> None:
     want = latent_of(server.client.run(sampling_graph(JOB, "CPSampler", in_two("shard"))))
     workers = server.workers()

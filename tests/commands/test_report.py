@@ -161,7 +161,7 @@ def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
     assert any(note.startswith("its share of time is too short") for note in notes)
 
 
-@pytest.mark.sweep(one_in=3)
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT], ids=lambda how: how.name)
 def test_no_rank_outlives_a_report_that_was_ended(tmp_path: Path, how: signal.Signals) -> None:
     mark, lines = uuid.uuid4().hex, tmp_path / "report.jsonl"

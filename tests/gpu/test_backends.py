@@ -46,6 +46,7 @@ def test_two_ranks_on_one_card_lose_no_more_than_one_process(errors: dict[str, A
     assert found["error"] <= max(EXACT, OF_ONE_PROCESS * found["alone"])
 
 
+@pytest.mark.sweep
 def test_a_case_that_fails_takes_no_other_with_it(tmp_path: Path) -> None:
     found = tried(tmp_path, "cpu", faulty(";".join(f"{rank} attend raise" for rank in range(RANKS))))
     here = {name: row for name, row in found.items() if "missing" not in row}

@@ -133,6 +133,7 @@ def test_a_cancel_while_a_rank_hangs_is_not_kept_waiting_for_the_stall_limit(doo
     assert not doomed.alive
 
 
+@pytest.mark.sweep
 def test_in_debug_mode_a_rank_whose_latent_deviates_is_found_at_its_step(monkeypatch, flux):
     monkeypatch.setenv("CP_DEBUG", "1")
     sabotage(monkeypatch, "1 evaluation deviate")  # the third evaluation, and each step has two
@@ -199,6 +200,7 @@ def test_the_host_being_killed_leaves_no_process(flux, tmp_path, torchrun):
     wait_until(lambda: not list(scratch.glob("cp-*")), 3)
 
 
+@pytest.mark.sweep
 def test_torchrun_being_killed_is_named_and_leaves_no_process(doomed, flux):
     samples(doomed, flux, ULYSSES)
     pids = workers_of(doomed)

@@ -24,6 +24,7 @@ def flux(tmp_path_factory):
 ONE = Placement(devices=("cpu",))
 
 
+@pytest.mark.sweep
 def test_a_dead_group_is_replaced_and_an_equal_one_is_kept(flux):
     try:
         with runtime.borrowed(ONE, None) as first:

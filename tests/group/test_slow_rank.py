@@ -40,6 +40,7 @@ def run(group: WorkerGroup, model: ModelSpec) -> Result:
     return group.run(model, balanced(group, model), flux_job(steps=2, size=(12, 8), tokens=6))
 
 
+@pytest.mark.sweep
 def test_a_rank_of_half_the_speed_has_a_third_after_two_runs(slowed: WorkerGroup, model: ModelSpec) -> None:
     before = run(slowed, model)
     assert balanced(slowed, model).shares == (), "one run may be chance"

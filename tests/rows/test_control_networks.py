@@ -32,7 +32,7 @@ def test_sdxls_is_the_same_by_rows_and_columns_at_odd_sizes(unets: Groups, divis
     check(unets, "SDXL", division)
 
 
-@pytest.mark.sweep(one_in=9)
+@pytest.mark.sweep(one_in=18)
 @pytest.mark.parametrize("division", DIVISIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_all_of_them_are(unets: Groups, name: str, division: str) -> None:
