@@ -116,7 +116,7 @@ class DryRun:
     @property
     def capacity(self) -> Capacity:
         """Returns the memory of the workers in the plan."""
-        return self.inputs.capacity.of(self.plan.ranks) if self.plan.ranks else self.inputs.capacity
+        return self.inputs.capacity.of(self.plan.ranks)
 
 
 def _with_measurements(spec: ModelSpec, inputs: PlanInputs, group: WorkerGroup | None) -> PlanInputs:
