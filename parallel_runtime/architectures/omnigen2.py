@@ -37,11 +37,7 @@ PLAN = SplitPlan(
             unsplit_args=("temb",),
         ),
         ModulePlan("norm_out", {"x": Gather(JOINT)}),
-    ),
+    )
 )
 
-NETWORK = Architecture(
-    name="OmniGen 2",
-    kinds=("comfy.ldm.omnigen.omnigen2:OmniGen2Transformer2DModel",),
-    plan=PLAN,
-)
+NETWORK = Architecture(name="OmniGen 2", kinds=("comfy.ldm.omnigen.omnigen2:OmniGen2Transformer2DModel",), plan=PLAN)

@@ -131,12 +131,7 @@ def report(
     work, degrees, placement = subject.work, plan.degrees, plan.placement
     chosen = _choice(profile) if automatic and degrees.context_parallel_size > 1 else "degrees"
     estimate = placed(plan, work, capacity)
-    notes = [
-        *_warnings(subject, plan, guided, estimate.needed_bytes_by_rank, free),
-        whole,
-        unused,
-        idle(plan),
-    ]
+    notes = [*_warnings(subject, plan, guided, estimate.needed_bytes_by_rank, free), whole, unused, idle(plan)]
     rows = [
         *troubles,
         Row("Model", subject.model, "model"),
