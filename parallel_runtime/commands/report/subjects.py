@@ -29,7 +29,7 @@ class Subject:
     pooled: int = 0
 
     def build(self, weights: torch.dtype, device: torch.device) -> nn.Module:
-        """As ComfyUI builds it: layers that cast their weights as they compute."""
+        """Builds the network as ComfyUI does, with layers that cast their weights as they compute."""
         import comfy.ops
 
         module, _, name = self.path.partition(":")
