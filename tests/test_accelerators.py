@@ -18,7 +18,7 @@ from parallel_runtime.planning.candidates import unsized_plan
 from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.request import EngineOptions, ParallelRequest, widgets
 
-choosing = pytest.importorskip("parallel_runtime.engine.kernels.autotune")
+autotune = pytest.importorskip("parallel_runtime.engine.kernels.autotune")
 kernels = pytest.importorskip("parallel_runtime.engine.kernels.dispatch")
 registry = pytest.importorskip("parallel_runtime.engine.kernels.registry")
 masks = pytest.importorskip("parallel_runtime.engine.attention.masks")
@@ -75,7 +75,7 @@ def test_on_a_device_without_such_a_kernel_a_block_stays_there() -> None:
     with FakeTensorMode():
         query = torch.empty(1, 2100, 4, 64, device="xpu", dtype=torch.bfloat16)
         key = torch.empty(1, 70, 2, 64, device="xpu", dtype=torch.bfloat16)
-        assert choosing.candidates(query) == ["native"]
+        assert autotune.block_candidates(query) == ["native"]
         out, lse = kernels.attend_block(query, key, key, None, None, "auto")
         assert (out.shape, out.dtype, out.device.type) == (query.shape, query.dtype, "xpu")
         assert (lse.shape, lse.dtype) == ((1, 2100, 4, 1), torch.float32)
@@ -86,7 +86,7 @@ def test_rocm_has_no_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with FakeTensorMode():
-        assert choosing.candidates(torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)) == ["_native_flash"]
+        assert autotune.block_candidates(torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)) == ["_native_flash"]
 
 
 def test_every_kernel_of_the_table_has_its_functions_and_an_option_and_is_in_the_help() -> None:

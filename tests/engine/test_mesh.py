@@ -28,7 +28,7 @@ for data, cfg, ring, ulysses in json.loads(sys.argv[1]):
     answers.append({
         "groups": len(distributed_c10d._world.pg_map),
         "ranks": {name: axis.ranks if axis.group else [] for name, axis in axes.items()},
-        "flat": mesh.flat.size(),
+        "device_mesh": mesh.device_mesh.size(),
     })
     dist.destroy_process_group()
 print(json.dumps(answers))
@@ -45,10 +45,10 @@ def answers() -> dict[tuple[int, ...], Any]:
 
 @pytest.mark.parametrize("shape", GROUPS, ids=str)
 def test_only_ranks_that_talk_apart_have_a_group(answers: dict[tuple[int, ...], Any], shape: tuple[int, ...]) -> None:
-    found = answers[shape]
-    assert found["groups"] <= GROUPS[shape]
-    sizes = {name: len(ranks) for name, ranks in found["ranks"].items()}
+    answer = answers[shape]
+    assert answer["groups"] <= GROUPS[shape]
+    sizes = {name: len(ranks) for name, ranks in answer["ranks"].items()}
     data, cfg, ring, ulysses = (size if size > 1 else 0 for size in shape)
     context = shape[2] * shape[3]
     assert sizes == {"data": data, "cfg": cfg, "ring": ring, "ulysses": ulysses, "context": context}
-    assert found["flat"] == context
+    assert answer["device_mesh"] == context
