@@ -1,5 +1,5 @@
-"""A plan in words that a user understands: what will run where, what it needs, what is wrong and what to do. Each thing
-is a row; the text, and the page's table and picture, are made of them."""
+"""Puts a plan into words for its user: what will run where, what it needs, what is wrong and what to do. Each thing is
+a row; the text, and the page's table and picture, are made of them."""
 
 from __future__ import annotations
 
@@ -33,36 +33,34 @@ Kind = Literal["model", "row", "note", "trouble"]
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that a report says, and whether it is what the plan is for, a part of it, advice, or a refusal."""
+    """One row of a report: the model, a part of the plan, advice ("note"), or a refusal ("trouble")."""
 
     title: str
     sentences: str | tuple[str, ...]
     kind: Kind = "row"
 
     @property
-    def said(self) -> tuple[str, ...]:
-        """Each sentence; one that is a Sentence has words in other languages."""
-        found = (self.sentences,) if isinstance(self.sentences, str) else self.sentences
-        return tuple(sentence for sentence in found if sentence)
-
-    @property
     def text(self) -> str:
-        return " ".join(self.said)
+        return " ".join(self._nonempty)
 
     @property
     def for_page(self) -> list[Any]:
-        return [to_json(sentence) for sentence in self.said]
+        """Returns the sentences as JSON; a Sentence can be translated."""
+        return [to_json(sentence) for sentence in self._nonempty]
 
     @property
     def line(self) -> str:
         return f"{self.title}: {self.text}" if self.title and self.kind != "model" else self.text
 
+    @property
+    def _nonempty(self) -> list[str]:
+        return [text for text in ((self.sentences,) if isinstance(self.sentences, str) else self.sentences) if text]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that is to say, in order, and what each rank holds: nothing where it cannot run as asked. `fix` is what to
-    change in CP Parallel Config then; `times` are steps that were measured, `cost` is what it
-    takes to measure them anew."""
+    """All rows in order, and the parts of each rank, none where it cannot run as requested. `fix` is what to change in
+    CP Parallel Config then. `times` are measured steps, `cost` is that of measuring them anew."""
 
     rows: tuple[Row, ...]
     parts: tuple[Part, ...] = ()
@@ -76,7 +74,7 @@ class Report:
 
     @property
     def table(self) -> dict[str, list]:
-        """Titles with what is said; what is wrong and what is advised stands apart."""
+        """Returns the rows as JSON for the page, refusals and advice apart from the others."""
         return {
             "troubles": [row.for_page for row in self.rows if row.kind == "trouble"],
             "rows": [(row.title, row.for_page) for row in self.rows if row.kind in ("model", "row")],
@@ -86,10 +84,10 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What the plan is for: the model in words, the latent's sizes, and the token count of each stream and of
-    the prompt. `batch_coupled`: something on the model sees every prompt and image at once; `images_coupled`: every
-    image of a prompt; `compiled`: its blocks are. `controls` says where its ControlNets run, `loop` why the loop stays
-    in ComfyUI's process."""
+    """The subject of a plan: the model in words, the latent's sizes, and the token count of each stream and of the
+    prompt. `batch_coupled`: something on the model sees every prompt and image at once; `images_coupled`: every image
+    of a prompt; `compiled`: its blocks are. `controls` says where its ControlNets run, `loop` why the loop stays in
+    ComfyUI's process."""
 
     model: str
     latent: tuple[int, ...]
@@ -115,23 +113,24 @@ def report(
     decode: str | tuple[str, ...] = "",
     races: Sequence[Race] = (),
     troubles: Sequence[Row] = (),
-    whole: str = "",
+    replicated: str = "",
     unused: str = "",
     compared: Sequence[str] = (),
     resorted: bool = False,
     warmup: int = 1,
 ) -> Report:
-    """`plan` has no estimate where its weights fit nowhere. `profile` is None where no worker group has measured this
-    machine yet, and nothing is `free` then: the bytes that each worker could take of its device at this moment.
-    `capacity` is what the weights found a place by. `decode` is of a VAE,
-    `races` are those of kernels that its workers have run. What was refused, the `troubles`, comes first; `whole` says
-    why weights are on every device that were to be elsewhere, `unused` that shares divide nothing, `compared` what
-    other devices and degrees would take. `resorted`: auto made it a pipeline. `warmup` steps are exact where others
-    come in patches."""
+    """Returns the report on `plan`, which has no estimate where its weights fit nowhere. `profile` is None where no
+    worker group has measured this machine yet; `free` are the bytes that each worker could take of its device at this
+    moment, () then. `capacity` is the one that the plan was resolved with, `decode` has the sentences on a VAE, `races`
+    are the workers' benchmarks of kernels. Refusals, the `troubles`, come first; `replicated` says why weights are
+    replicated that were to be elsewhere, `unused` that shares divide nothing, `compared` how long other devices and
+    degrees would take. `resorted`: auto made it a pipeline. `warmup` steps are exact where others come in patches."""
     work, degrees, placement = subject.work, plan.degrees, plan.placement
-    chosen = _choice(profile) if automatic and degrees.context_parallel_size > 1 else "degrees"
+    measured = profile is not None and profile.bytes_per_second > 0
+    by_auto = "degrees.measured" if measured else "degrees.unmeasured"
+    chosen = by_auto if automatic and degrees.context_parallel_size > 1 else "degrees"
     estimate = placed(plan, work, capacity)
-    notes = [*_warnings(subject, plan, guided, estimate.needed_bytes_by_rank, free), whole, unused, idle(plan)]
+    notes = [*_warnings(subject, plan, guided, estimate.needed_bytes_by_rank, free), replicated, unused, idle(plan)]
     rows = [
         *troubles,
         Row("Model", subject.model, "model"),
@@ -151,10 +150,9 @@ def report(
         Row("Decode", decode),
         *(Row("Note", text, "note") for text in notes),
     ]
-    of_all = max(1, work.network.weight_bytes)
-    held = [nbytes / of_all if plan.estimate else 1.0 for nbytes in estimate.weight_bytes_by_rank]
-    stages = weight_ranges(work.network, degrees)
-    shown = [] if troubles else parts(plan, sharded=plan.sharded, held=held, stages=stages)
+    total = max(1, work.network.weight_bytes)
+    fractions = [nbytes / total if plan.estimate else 1.0 for nbytes in estimate.weight_bytes_by_rank]
+    shown = [] if troubles else parts(plan, weights=fractions, stages=weight_ranges(work.network, degrees))
     return Report(rows=tuple(row for row in rows if row.text), parts=tuple(shown))
 
 
@@ -179,15 +177,8 @@ def _degrees(degrees: Parallelism) -> str:
 
 
 def share_cores(placement: Placement) -> bool:
-    """One worker would have all of them; what was measured of several says nothing of it."""
+    """Do several workers share the cores of a CPU? Then their measurements say nothing of one worker."""
     return placement.devices[0] == "cpu" and len(placement.devices) > 1
-
-
-def _choice(profile: DeviceProfile | None) -> str:
-    """How auto came to the degrees."""
-    if profile is None or not profile.bytes_per_second:
-        return "degrees.unmeasured"
-    return "degrees.measured"
 
 
 def _reasons(subject: Subject, plan: RunPlan, guided: bool) -> list[str]:
@@ -207,8 +198,8 @@ def _reasons(subject: Subject, plan: RunPlan, guided: bool) -> list[str]:
 
 
 def _stages(work: Work, degrees: Parallelism, resorted: bool) -> tuple[str, ...]:
-    """Of each stage of a pipeline: its blocks, what they compute, and what they take; how long it stands still; and
-    why there is one, if auto made it."""
+    """Says of each stage of a pipeline which blocks it has, with their work and size, how long stages are idle, and why
+    there is a pipeline if auto made it."""
     if degrees.pipeline_degree == 1 or not (stages := stages_of(work.network, degrees)):
         return ()
     each = [_stage(number, stage) for number, stage in enumerate(stages, 1)]
@@ -226,8 +217,8 @@ def _stage(number: int, stage: StageBlocks) -> Sentence:
 def _patches(work: Work, degrees: Parallelism, warmup: int) -> str:
     if degrees.options.token_patches == 1:
         return ""
-    kept = f"{max(cached_key_value_bytes(work, degrees)) / GIB:.2f}"
-    return say("stages.patches", patches=degrees.options.token_patches, warmup=warmup, kept=kept)
+    size = f"{max(cached_key_value_bytes(work, degrees)) / GIB:.2f}"
+    return say("stages.patches", patches=degrees.options.token_patches, warmup=warmup, kept=size)
 
 
 def _heads(work: Work, degrees: Parallelism) -> str:
@@ -243,7 +234,7 @@ def _heads(work: Work, degrees: Parallelism) -> str:
 
 
 def _traffic(work: Work, degrees: Parallelism) -> tuple[str, ...]:
-    """In the model, and from stage to stage of a pipeline."""
+    """Says what is sent in the model, and from stage to stage of a pipeline."""
     each = f"{work.row_bytes / degrees.context_parallel_size / 2**20:.2f}"
     passed = say_if(degrees.pipeline_degree > 1, "traffic.stages", each=each)
     if degrees.context_parallel_size == 1:
@@ -253,7 +244,7 @@ def _traffic(work: Work, degrees: Parallelism) -> tuple[str, ...]:
 
 
 def _launch(subject: Subject, plan: RunPlan) -> str:
-    """Where GPUs could be led by the host."""
+    """Says how GPU work is launched: eagerly, or as a recorded CUDA graph."""
     choice, work = plan.degrees.options.cuda_graphs, subject.work
     if not plan.placement.devices[0].startswith(CUDA.kind):
         return ""
@@ -269,13 +260,13 @@ def _speed(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
     if profile is None or not profile.bytes_per_second:
         return ""
     degrees = plan.degrees
-    several, alone = (evaluation_seconds(work, cut, profile) for cut in (degrees, Parallelism()))
+    several, alone = (evaluation_seconds(work, each, profile) for each in (degrees, Parallelism()))
     times = RunSetup.of(degrees, plan.placement).credible(alone / several) if several else None
     if times is None:
         return ""
-    lanes = degrees.cfg_degree * degrees.data_degree
+    groups = degrees.cfg_degree * degrees.data_degree
     measured = {"link": f"{profile.bytes_per_second / 1e9:.1f}", "flops": f"{profile.flops_per_second / 1e12:.1f}"}
-    return say("speed.lanes" if lanes > 1 else "speed", times=f"{times:.2f}", lanes=lanes, **measured)
+    return say("speed.lanes" if groups > 1 else "speed", times=f"{times:.2f}", lanes=groups, **measured)
 
 
 def _warnings(subject: Subject, plan: RunPlan, guided: bool, needed: Sequence[int], free: Sequence[int]) -> list[str]:
@@ -283,7 +274,7 @@ def _warnings(subject: Subject, plan: RunPlan, guided: bool, needed: Sequence[in
     heads, ulysses, on_cpu = work.network.heads, degrees.ulysses_degree, placement.devices[0] == "cpu"
     lacking = any(size > available for size, available in zip(needed, free, strict=False))
     one_gpu = why_one_gpu(1) if placement.devices == ("cuda:0",) else ""
-    standing_still = degrees.pipeline_degree > work.busiest_rows(degrees) * degrees.options.token_patches
+    stages_idle = degrees.pipeline_degree > work.busiest_rows(degrees) * degrees.options.token_patches
     return [
         say_if(lacking, "note.memory"),
         say_if(plan.rows and guided, "note.rows"),
@@ -294,7 +285,7 @@ def _warnings(subject: Subject, plan: RunPlan, guided: bool, needed: Sequence[in
         f"{one_gpu}." if one_gpu else "",
         _untried(placement),
         _of_prompts(subject, plan) if guided else "",
-        say_if(standing_still, "note.stages", idle=f"{1 - busy_share(work, degrees):.0%}"),
+        say_if(stages_idle, "note.stages", idle=f"{1 - busy_share(work, degrees):.0%}"),
         _of_rows(subject, degrees),
     ]
 
@@ -307,7 +298,7 @@ def _of_few_rows(work: Work, degrees: Parallelism) -> str:
 
 
 def _untried(placement: Placement) -> str:
-    """What of this placement nobody has run."""
+    """Says which part of this placement is untested."""
     kind = placement.devices[0].partition(":")[0]
     if kind == "cpu":
         return ""
@@ -323,8 +314,7 @@ def _of_prompts(subject: Subject, plan: RunPlan) -> str:
     if plan.sharded and degrees.cfg_degree > 1:
         return say("note.halves")
     even = degrees.cfg_degree == 1 and degrees.context_parallel_size % 2 == 0
-    in_parts = plan.weights.mode != "replicate"
-    return say_if(even and not in_parts and not subject.batch_coupled, "note.branches")
+    return say_if(even and plan.weights.mode == "replicate" and not subject.batch_coupled, "note.branches")
 
 
 def _of_rows(subject: Subject, degrees: Parallelism) -> str:

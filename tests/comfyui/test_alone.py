@@ -225,7 +225,9 @@ def test_an_object_whose_class_is_in_no_module_of_comfyuis_is_refused_as_what_it
 
 def test_a_hypernetwork_of_no_file_is_refused_with_the_folder_that_lacks_it(alone: Group) -> None:
     (said,) = alone.run(f"{CODE}hypernetwork_of_no_file")
-    assert said.startswith("attn1_patch contains a comfy_extras.nodes_hypernetwork.load_hypernetwork_patch.<locals>.hyper")
+    assert said.startswith(
+        "attn1_patch contains a comfy_extras.nodes_hypernetwork.load_hypernetwork_patch.<locals>.hyper"
+    )
     assert said.endswith("no file in models/hypernetworks has its weights")
 
 

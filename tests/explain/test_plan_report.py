@@ -268,7 +268,9 @@ def test_a_refusal_comes_first_and_a_reason_for_whole_weights_last() -> None:
     trouble = Row("", "There is too little memory: 20 GiB.", "trouble")
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={}, work=WORK)
     one = RunPlan(degrees=Parallelism(), placement=Placement(devices=("cpu",)))
-    said = report(subject, one, guided=False, automatic=True, troubles=[trouble], whole="FLUX is whole.", decode="0 s.")
+    said = report(
+        subject, one, guided=False, automatic=True, troubles=[trouble], replicated="FLUX is whole.", decode="0 s."
+    )
     assert [row.title for row in said.rows] == [
         "", "Model", "Tokens", "Workers", "Degrees", "Memory", "Traffic", "Decode", "Note",
     ]  # fmt: skip

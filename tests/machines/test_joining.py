@@ -290,7 +290,10 @@ def test_builds_of_pytorch_are_compared():
 def test_another_number_of_devices_there_is_an_error_that_names_both(net, folder):
     with (
         joining(folder, "--devices", "cpu,cpu", namespace=net.there),
-        pytest.raises(WorkerStartError, match=rf"{THERE} cannot join: it offers cpu, cpu, and the machine of ComfyUI has cpu; offer as many"),
+        pytest.raises(
+            WorkerStartError,
+            match=rf"{THERE} cannot join: it offers cpu, cpu, and the machine of ComfyUI has cpu; offer as many",
+        ),
     ):
         WorkerGroup(on_two_machines())
 
