@@ -174,8 +174,8 @@ class MemoryModel:
     def with_stages(self) -> Parallelism:
         """The degrees with the blocks of each stage, chosen by the memory that activations leave on each device."""
         active, budgets = max(self.one_by_one.activation_bytes_by_rank), self.budget_bytes_by_rank
-        left = [None if budget is None else int((1 - UNFILLED_SHARE) * budget) - active for budget in budgets]
-        return balanced(self.degrees, self.work, left)
+        free = [None if budget is None else int((1 - UNFILLED_SHARE) * budget) - active for budget in budgets]
+        return balanced(self.degrees, self.work, free)
 
     def may_collect(self) -> bool:
         """Whether a ring may all-gather its keys and values: the budget is known, and COLLECTED_SHARE is enough."""

@@ -158,7 +158,7 @@ def degrees_in_words(degrees: Parallelism) -> str:
 def _too_much(
     degrees: Parallelism, devices: tuple[str, ...], limit: int, inputs: PlanInputs, nearest: Parallelism
 ) -> Sentence:
-    nnodes, wanted = inputs.request.nnodes, degrees_in_words(degrees)
+    nnodes, words = inputs.request.nnodes, degrees_in_words(degrees)
     if degrees.world_size > limit:
         where = say("there.cpu", limit=limit)
         if len(devices) == 1:
@@ -167,9 +167,9 @@ def _too_much(
             where = say("there.devices", count=len(devices), devices=list(devices))
         if nnodes > 1 and devices:
             where = say("there.machines", devices=where, machines=nnodes)
-        reason = say("workers.few", degrees=wanted, needed=degrees.world_size, where=where)
+        reason = say("workers.few", degrees=words, needed=degrees.world_size, where=where)
     else:
-        reason = say("heads.few", degrees=wanted, heads=inputs.heads, workers=degrees.ulysses_degree)
+        reason = say("heads.few", degrees=words, heads=inputs.heads, workers=degrees.ulysses_degree)
     local_workers = degrees.world_size // nnodes
     if len(devices) == 1 and local_workers <= MAX_CPU_WORKERS:
         again = ",".join(devices * local_workers)

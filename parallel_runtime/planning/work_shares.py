@@ -62,12 +62,12 @@ def shares_within(total: int, budget_bytes: Sequence[int | None]) -> tuple[int, 
     """Returns shares of what takes `total` bytes on all workers together: equal, but none above its budget (None: no
     limit); where all budgets are too small, in proportion to them. () where all are equal."""
     limits = sorted(total if budget is None else max(0, budget) for budget in budget_bytes)
-    left, level = total, 0.0
+    remaining, level = total, 0.0
     for number, limit in enumerate(limits):
-        level = left / (len(limits) - number)
+        level = remaining / (len(limits) - number)
         if limit >= level:
             break
-        left -= limit
+        remaining -= limit
     if limits[0] >= level or not limits[-1]:
         return ()
     return in_proportion([level if budget is None else min(max(0, budget), level) for budget in budget_bytes])

@@ -75,8 +75,8 @@ def _of_backend(
 def _judged(run: partial[Tensor], own: slice, exact: Tensor) -> Row:
     """Returns the error of this rank's part of the compared queries."""
     rows = slice(own.start, min(own.stop, COMPARED_QUERIES))
-    got = run()
-    return {"error": mean_error(got[:, : rows.stop - rows.start], exact[:, rows]) if rows.start < rows.stop else 0.0}
+    out = run()
+    return {"error": mean_error(out[:, : rows.stop - rows.start], exact[:, rows]) if rows.start < rows.stop else 0.0}
 
 
 def _missing(backend: AttentionBackend, device: torch.device) -> str | None:

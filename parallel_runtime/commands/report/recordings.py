@@ -142,9 +142,9 @@ class Trial:
         self._model.graph_runner.choice = "auto"
         return {"gib": taken / GIB, "note": "still taken"}
 
-    def _ballast(self, left: int) -> Sequence[Tensor]:
-        """Allocates memory so that `left` bytes of the device stay free for this rank."""
-        excess = self._free() - left
+    def _ballast(self, free: int) -> Sequence[Tensor]:
+        """Allocates memory so that `free` bytes of the device stay free for this rank."""
+        excess = self._free() - free
         return [torch.empty(excess, dtype=torch.uint8, device=self._device)] if excess > 0 else []
 
     def _used(self) -> int:

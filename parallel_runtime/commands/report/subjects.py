@@ -38,9 +38,9 @@ class Subject:
         return randomized(kind(**self.config, dtype=weights, device=device, operations=comfy.ops.manual_cast))
 
     def inputs(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-        given: dict[str, Shape] = {"x": self.latent, "context": self.text}
-        given |= {"y": (1, self.pooled)} if self.pooled else {}
-        made = {name: torch.randn(shape, device=device).to(dtype) for name, shape in given.items()}
+        shapes: dict[str, Shape] = {"x": self.latent, "context": self.text}
+        shapes |= {"y": (1, self.pooled)} if self.pooled else {}
+        made = {name: torch.randn(shape, device=device).to(dtype) for name, shape in shapes.items()}
         made |= {"guidance": torch.full((1,), 3.5, device=device, dtype=dtype)} if self.pooled else {}
         return made | {"timestep": torch.full((1,), 0.5, device=device, dtype=dtype)}
 

@@ -151,8 +151,8 @@ def build_mesh(
 
 
 def with_new_group(axis: MeshDim, device: torch.device) -> MeshDim:
-    """The same ranks on a communicator of their own, which waits for nothing else that they send. Collective over the
-    world, in which the ranks of such an axis are neighbours."""
+    """Returns the same ranks on a communicator of their own, which waits for nothing else that they send. Collective
+    over the world, in which the ranks of such an axis are neighbours."""
     if axis.size == 1:
         return axis
     groups = [
@@ -177,8 +177,8 @@ def first_ranks(count: int, device: torch.device) -> MeshDim:
 
 
 def participating_ranks(sizes: Sequence[int], device: torch.device) -> MeshDim | None:
-    """Of the first ranks of the world those for whom there is something, with `sizes` as their shares; None where this
-    is none of them. As `first_ranks`."""
+    """Returns the ranks, of the first ones of the world, that have a nonzero size in `sizes`, with these as their
+    shares; None where this rank is none of them. As `first_ranks`."""
     group = first_ranks(len(sizes), device)
     ranks = tuple(rank for rank, size in enumerate(sizes) if size)
     if group.index not in ranks:
@@ -215,7 +215,8 @@ def mesh_dim_of(group: dist.ProcessGroup, wire: torch.device | None, world: Grou
 
 
 def comm_device_of(device: torch.device) -> torch.device:
-    """Where collectives take tensors: gloo moves CPU tensors only, also for ranks that share one GPU."""
+    """Returns the device on which collectives take tensors: gloo moves CPU tensors only, also for ranks that share one
+    GPU."""
     if device.type == "cpu" or not dist.is_initialized():
         return device
     backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
