@@ -151,7 +151,7 @@ def explain(
     made = report(
         subject, plan, guided=guided, automatic=not (request.ring_degree or request.ulysses_degree), profile=profile,
         free=[reading.free_bytes + reading.rank_bytes for reading in readings], capacity=seen.capacity, decode=decode,
-        races=readings[0].races if readings else (), troubles=troubles,
+        benchmarks=readings[0].benchmarks if readings else (), troubles=troubles,
         replicated=why_replicated(request, plan, work.network) if plan.estimate else "",
         unused=idle, compared=seen.compared,
         resorted=request.pipeline_degree == 0 and degrees.pipeline_degree > 1, warmup=request.options.warmup_steps,

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 from ..sentences import Sentence, listed, say
 from ..specs import Parallelism
-from ..wire.readings import WORTH_TELLING, Race
+from ..wire.readings import WORTH_TELLING, KernelBenchmark
 
 
-def kernel_sentences(races: Sequence[Race], degrees: Parallelism) -> list[str]:
+def kernel_sentences(benchmarks: Sequence[KernelBenchmark], degrees: Parallelism) -> list[str]:
     """Returns a sentence on each benchmark by which auto chose kernels for these degrees."""
     if degrees.options.attention_backend != "auto":
         return []
     what = "block" if degrees.ring_degree > 1 else "whole" if degrees.ulysses_degree > 1 else "alone"
-    return [text for result in races if result.what == what and (text := _kernel(result))]
+    return [text for result in benchmarks if result.what == what and (text := _kernel(result))]
 
 
-def _kernel(result: Race) -> str:
+def _kernel(result: KernelBenchmark) -> str:
     times = dict(zip(result.kernels, result.microseconds, strict=True))
     if result.what == "alone":
         return _advice(result, times)
@@ -33,7 +33,7 @@ def _timed(name: str, microseconds: float) -> Sentence:
     return say("kernel.own", time=time) if name == "auto" else say("kernel.time", name=name, time=time)
 
 
-def _advice(result: Race, times: dict[str, float]) -> str:
+def _advice(result: KernelBenchmark, times: dict[str, float]) -> str:
     """Advises a faster kernel to one worker, which keeps ComfyUI's own and its bits; "" where that gains little."""
     fastest = result.kernels[0]
     if times.get("auto", 0.0) <= WORTH_TELLING * times[fastest]:

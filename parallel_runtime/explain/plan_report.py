@@ -20,7 +20,7 @@ from ..planning.seconds import attention_bytes, evaluation_seconds
 from ..planning.stage_blocks import StageBlocks, busy_share, cached_key_value_bytes, stages_of, weight_ranges
 from ..sentences import Sentence, listed, say, say_if, to_json
 from ..specs import Parallelism, Placement
-from ..wire.readings import Race
+from ..wire.readings import KernelBenchmark
 from .kernel_rows import kernel_sentences
 from .memory_rows import memory, placed, weights
 from .plan_picture import Part, parts
@@ -111,7 +111,7 @@ def report(
     free: Sequence[int] = (),
     capacity: Capacity = UNLIMITED,
     decode: str | tuple[str, ...] = "",
-    races: Sequence[Race] = (),
+    benchmarks: Sequence[KernelBenchmark] = (),
     troubles: Sequence[Row] = (),
     replicated: str = "",
     unused: str = "",
@@ -121,10 +121,11 @@ def report(
 ) -> Report:
     """Returns the report on `plan`, which has no estimate where its weights fit nowhere. `profile` is None where no
     worker group has measured this machine yet; `free` are the bytes that each worker could take of its device at this
-    moment, () then. `capacity` is the one that the plan was resolved with, `decode` has the sentences on a VAE, `races`
-    are the workers' benchmarks of kernels. Refusals, the `troubles`, come first; `replicated` says why weights are
-    replicated that were to be elsewhere, `unused` that shares divide nothing, `compared` how long other devices and
-    degrees would take. `resorted`: auto made it a pipeline. `warmup` steps are exact where others come in patches."""
+    moment, () then. `capacity` is the one that the plan was resolved with, `decode` has the sentences on a VAE,
+    `benchmarks` are the workers' benchmarks of kernels. Refusals, the `troubles`, come first; `replicated` says why
+    weights are replicated that were to be elsewhere, `unused` that shares divide nothing, `compared` how long other
+    devices and degrees would take. `resorted`: auto made it a pipeline. `warmup` steps are exact where others come in
+    patches."""
     work, degrees, placement = subject.work, plan.degrees, plan.placement
     measured = profile is not None and profile.bytes_per_second > 0
     by_auto = "degrees.measured" if measured else "degrees.unmeasured"
@@ -145,7 +146,7 @@ def report(
         Row("Weights", weights(plan, work, capacity)),
         Row("Traffic", _traffic(work, degrees)),
         Row("Launch", _launch(subject, plan)),
-        *(Row("Kernel", text) for text in kernel_sentences(races, degrees)),
+        *(Row("Kernel", text) for text in kernel_sentences(benchmarks, degrees)),
         Row("Speed", _speed(work, plan, profile)),
         Row("Decode", decode),
         *(Row("Note", text, "note") for text in notes),

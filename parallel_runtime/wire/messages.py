@@ -64,7 +64,7 @@ class Run:
     job: int
     model: ModelSpec
     parallelism: Parallelism
-    storage: WeightPlacement
+    weight_placement: WeightPlacement
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Literal
 Busy = Literal["", "compiling", "recording"]  # with what makes later evaluations faster
 WORTH_TELLING = 1.15  # times as fast as ComfyUI's own: a user is told of that
 # Blocks of a ring's keys, whole keys of a sequence that workers share, or those of a worker that has all of it.
-RacedFor = Literal["block", "whole", "alone"]
+BenchmarkKind = Literal["block", "whole", "alone"]
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class ModelMemory:
 
 
 @dataclass(frozen=True)
-class Race:
-    """Kernels that raced for attentions of these sizes, the winner first, with the microseconds that each took. "auto"
+class KernelBenchmark:
+    """The times of kernels for attentions of these sizes, the fastest first, in microseconds. "auto"
     is ComfyUI's own."""
 
     block: str
     kernels: tuple[str, ...]
     microseconds: tuple[float, ...]
-    what: RacedFor = "block"
+    what: BenchmarkKind = "block"
 
     def __str__(self) -> str:
         native, times = "ComfyUI's own", zip(self.kernels, self.microseconds, strict=True)
@@ -69,7 +69,7 @@ class Readings:
     step_seconds: float = 0.0
     waited_seconds: float | None = None
     computed_seconds: float | None = None
-    races: tuple[Race, ...] = ()
+    benchmarks: tuple[KernelBenchmark, ...] = ()
     graphs: Graphs = Graphs()
     free_bytes: int = 0
     allocator_free_bytes: int = 0
