@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
+from ..errors import Refused
 from ..specs import WeightPlacement
 from .candidates import candidates, memory_of, profile_of
 from .device_profile import DeviceProfile
@@ -19,13 +20,26 @@ SLOW = 4e9  # bytes/s: an Ethernet, and no bus
 
 
 def resolve(inputs: PlanInputs) -> RunPlan:
-    """Returns the fastest plan that fits. Live workers, and the places of their weights, stay where others are hardly
-    faster. The best plans of other devices and cfg_degrees are its runners-up. Raises Refused, with the nearest change
-    that would fit."""
+    """Returns the best plan. Raises Refused, with the nearest change that would fit, where it does not fit."""
+    plan = best_plan(inputs)
+    if refused := why_unfit(inputs, plan):
+        raise refused
+    return plan
+
+
+def best_plan(inputs: PlanInputs) -> RunPlan:
+    """Returns the fastest plan that fits, or the preferred one where none does. Live workers, and the places of their
+    weights, stay where others are hardly faster. The best plans of other devices and cfg_degrees are its runners-up."""
     best, *others = ranked(inputs)
-    if inputs.request.weights == "auto" and not inputs.keeps_placement and best.estimate and not best.estimate.fits:
-        raise misfit(memory_of(inputs, replace(best, rows=1)))
     return replace(best, runners_up=tuple(others))
+
+
+def why_unfit(inputs: PlanInputs, plan: RunPlan) -> Refused | None:
+    """Returns the refusal of a plan that does not fit; weights that the user placed are left to the workers' check."""
+    automatic = inputs.request.weights == "auto" and not inputs.keeps_placement
+    if not automatic or plan.estimate is None or plan.estimate.fits:
+        return None
+    return misfit(memory_of(inputs, replace(plan, rows=1)))
 
 
 def alternatives(inputs: PlanInputs, plan: RunPlan) -> tuple[RunPlan, ...]:

@@ -43,7 +43,7 @@ def words(
     weights: WeightPlacement | None = None,
     rows: int = 0,
     work: Work = WORK,
-    races: Sequence[KernelBenchmark] = (RACE,),
+    benchmarks: Sequence[KernelBenchmark] = (RACE,),
     **degrees: Any,
 ) -> str:
     tokens = {"image": 4096, "text": 512}
@@ -53,7 +53,7 @@ def words(
     plan = RunPlan(degrees=asked, placement=Placement(devices=devices), rows=rows)
     if weights is not None:
         plan = replace(plan, weights=weights, estimate=FETCHED)
-    return report(subject, plan, guided=guided, automatic=False, benchmarks=races).text
+    return report(subject, plan, guided=guided, automatic=False, benchmarks=benchmarks).text
 
 
 def divided(values: dict[str, Any]) -> Parallelism:
