@@ -42,7 +42,6 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 def vocabulary() -> list[str]:
-    """Every word a prompt may use."""
     return sorted({*COLOURS, *SHAPES, *SIZES, *PLACES, *GRAMMAR, *SYNONYMS})
 
 

@@ -33,7 +33,6 @@ def compared(plans: Sequence[RunPlan]) -> tuple[str, ...]:
 
 
 def _other(plan: RunPlan, best: RunPlan) -> Sentence | None:
-    """Describes a plan that was not taken."""
     if plan.seconds == math.inf:
         return None if plan.left_out else say("unlike.nowhere")
     if plan.left_out:

@@ -271,7 +271,6 @@ def _to_result(sizes: AttentionSizes, times: dict[str, float]) -> KernelBenchmar
 
 
 def describe_sizes(sizes: AttentionSizes) -> str:
-    """Returns the sizes in words."""
     batch = f"{sizes.batch} x " if sizes.batch > 1 else ""
     masked = "" if sizes.mask is None else ", masked"
     dtype = str(sizes.dtype).removeprefix("torch.")
