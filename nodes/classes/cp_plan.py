@@ -14,7 +14,7 @@ from comfy_api.latest import io
 
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.explain.plan_report import Report, Row, Subject, report
-from ...parallel_runtime.explain.plan_words import unused, why_replicated
+from ...parallel_runtime.explain.plan_words import unused
 from ...parallel_runtime.explain.remedy import changes, in_words, instead
 from ...parallel_runtime.group.history import Pace
 from ...parallel_runtime.group.machine_check import checked_plan
@@ -149,12 +149,9 @@ def explain(
     if seen.refused is not None:
         troubles.append(_trouble_row("trouble.weights", seen.refused))
     made = report(
-        subject, plan, guided=guided, automatic=not (request.ring_degree or request.ulysses_degree), profile=profile,
-        free=[reading.free_bytes + reading.rank_bytes for reading in readings], capacity=seen.capacity, decode=decode,
-        benchmarks=readings[0].benchmarks if readings else (), troubles=troubles,
-        replicated=why_replicated(request, plan, work.network) if plan.estimate else "",
-        unused=idle, compared=seen.compared,
-        resorted=request.pipeline_degree == 0 and degrees.pipeline_degree > 1, warmup=request.options.warmup_steps,
+        subject, plan, seen.inputs,
+        free=[reading.free_bytes + reading.rank_bytes for reading in readings], decode=decode,
+        benchmarks=readings[0].benchmarks if readings else (), troubles=troubles, compared=seen.compared,
     )  # fmt: skip
     kind = run_kind(source.spec, work)
     cost = None if troubles else cost_of(plan, kind)

@@ -20,7 +20,6 @@ from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.worker_group import OnStep, Result, WorkerGroup
 from ...parallel_runtime.jobs import Job
 from ...parallel_runtime.planning.candidates import profile_of, unsized_plan
-from ...parallel_runtime.planning.memory_model import Capacity
 from ...parallel_runtime.planning.network_stats import Work
 from ...parallel_runtime.planning.plan_inputs import PlanInputs
 from ...parallel_runtime.planning.resolve import alternatives, best_plan, resolve, why_unfit
@@ -111,11 +110,6 @@ class DryRun:
     group: WorkerGroup | None
     compared: Sequence[str]
     refused: Refused | None
-
-    @property
-    def capacity(self) -> Capacity:
-        """Returns the memory of the workers in the plan."""
-        return self.inputs.capacity.of(self.plan.ranks)
 
 
 def _with_measurements(spec: ModelSpec, inputs: PlanInputs, group: WorkerGroup | None) -> PlanInputs:

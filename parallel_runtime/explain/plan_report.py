@@ -10,21 +10,24 @@ from typing import Any, Literal
 
 from ..accelerators import CUDA
 from ..group.history import Cost, Pace, RunSetup
+from ..planning.candidates import profile_of
 from ..planning.device_names import why_one_gpu
 from ..planning.device_profile import DeviceProfile
-from ..planning.memory_model import UNLIMITED, Capacity, activation_bytes
+from ..planning.memory_model import activation_bytes
 from ..planning.misfit import size_in_words
 from ..planning.network_stats import Work
+from ..planning.plan_inputs import PlanInputs
 from ..planning.run_plan import RunPlan
 from ..planning.seconds import attention_bytes, evaluation_seconds
 from ..planning.stage_blocks import StageBlocks, busy_share, cached_key_value_bytes, stages_of, weight_ranges
+from ..request import ParallelRequest
 from ..sentences import Sentence, listed, say, say_if, to_json
 from ..specs import Parallelism, Placement
 from ..wire.readings import KernelBenchmark
 from .kernel_rows import kernel_sentences
 from .memory_rows import memory, placed, weights
 from .plan_picture import Part, parts
-from .plan_words import idle, shares_in_words
+from .plan_words import idle, shares_in_words, unused, why_replicated
 from .remedy import Change
 
 GIB = 2**30
@@ -104,34 +107,30 @@ class Subject:
 def report(
     subject: Subject,
     plan: RunPlan,
+    inputs: PlanInputs,
     *,
-    guided: bool,
-    automatic: bool,
-    profile: DeviceProfile | None = None,
     free: Sequence[int] = (),
-    capacity: Capacity = UNLIMITED,
     decode: str | tuple[str, ...] = "",
     benchmarks: Sequence[KernelBenchmark] = (),
     troubles: Sequence[Row] = (),
-    replicated: str = "",
-    unused: str = "",
     compared: Sequence[str] = (),
-    resorted: bool = False,
-    warmup: int = 1,
 ) -> Report:
-    """Returns the report on `plan`, which has no estimate where its weights fit nowhere. `profile` is None where no
-    worker group has measured this machine yet; `free` are the bytes that each worker could take of its device at this
-    moment, () then. `capacity` is the one that the plan was resolved with, `decode` has the sentences on a VAE,
-    `benchmarks` are the workers' benchmarks of kernels. Refusals, the `troubles`, come first; `replicated` says why
-    weights are replicated that were to be elsewhere, `unused` that shares divide nothing, `compared` how long other
-    devices and degrees would take. `resorted`: auto made it a pipeline. `warmup` steps are exact where others come in
-    patches."""
-    work, degrees, placement = subject.work, plan.degrees, plan.placement
+    """Returns the report on the `plan` of these inputs, which has no estimate where its weights fit nowhere. `free` are
+    the bytes that each worker could take of its device at this moment, () where none has measured. `decode` has the
+    sentences on a VAE, `benchmarks` are the workers' of kernels. Refusals, the `troubles`, come first; `compared` says
+    how long other devices and degrees would take."""
+    work, degrees, placement, request = subject.work, plan.degrees, plan.placement, inputs.request
+    profile, capacity = profile_of(inputs, plan), inputs.capacity.of(plan.ranks)
     measured = profile is not None and profile.bytes_per_second > 0
     by_auto = "degrees.measured" if measured else "degrees.unmeasured"
-    chosen = by_auto if automatic and degrees.context_parallel_size > 1 else "degrees"
+    chosen = by_auto if inputs.is_free and degrees.context_parallel_size > 1 else "degrees"
     estimate = placed(plan, work, capacity)
-    notes = [*_warnings(subject, plan, guided, estimate.needed_bytes_by_rank, free), replicated, unused, idle(plan)]
+    notes = [
+        *_warnings(subject, plan, inputs.guided, estimate.needed_bytes_by_rank, free),
+        why_replicated(request, plan, work.network) if plan.estimate else "",
+        unused(request, plan, work.network.name),
+        idle(plan),
+    ]
     rows = [
         *troubles,
         Row("Model", subject.model, "model"),
@@ -139,9 +138,9 @@ def report(
         Row("ControlNets", subject.controls),
         Row("Loop", subject.loop),
         Row("Workers", _workers(placement)),
-        Row("Degrees", (say(chosen, degrees=_degrees(degrees)), *_reasons(subject, plan, guided))),
+        Row("Degrees", (say(chosen, degrees=_degrees(degrees)), *_reasons(subject, plan, inputs.guided))),
         Row("Shares", (shares_in_words(plan), *compared)),
-        Row("Stages", (*_stages(work, degrees, resorted), _patches(work, degrees, warmup))),
+        Row("Stages", (*_stages(work, degrees, request), _patches(work, degrees, request.options.warmup_steps))),
         Row("Memory", memory(estimate, placement, free)),
         Row("Weights", weights(plan, work, capacity)),
         Row("Traffic", _traffic(work, degrees)),
@@ -198,7 +197,7 @@ def _reasons(subject: Subject, plan: RunPlan, guided: bool) -> list[str]:
     return reasons if any(reasons) else [say("alone")]
 
 
-def _stages(work: Work, degrees: Parallelism, resorted: bool) -> tuple[str, ...]:
+def _stages(work: Work, degrees: Parallelism, request: ParallelRequest) -> tuple[str, ...]:
     """Says of each stage of a pipeline which blocks it has, with their work and size, how long stages are idle, and why
     there is a pipeline if auto made it."""
     if degrees.pipeline_degree == 1 or not (stages := stages_of(work.network, degrees)):
@@ -206,7 +205,10 @@ def _stages(work: Work, degrees: Parallelism, resorted: bool) -> tuple[str, ...]
     each = [_stage(number, stage) for number, stage in enumerate(stages, 1)]
     flights, busy = work.busiest_rows(degrees), f"{busy_share(work, degrees):.0%}"
     follow = say("stage.several" if flights > 1 else "stage.one", flights=flights, busy=busy)
-    exact, auto = say_if(degrees.options.token_patches == 1, "stage.exact"), say_if(resorted, "stage.auto")
+    exact, auto = (
+        say_if(degrees.options.token_patches == 1, "stage.exact"),
+        say_if(request.pipeline_degree == 0, "stage.auto"),
+    )
     return say("stage.all", stages=listed(each, "stage.and")), follow, exact, auto
 
 

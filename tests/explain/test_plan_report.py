@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from parallel_runtime.explain.plan_report import Report, Row, Subject, report
+from parallel_runtime.explain.plan_report import Report, Row, Subject
 from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.network_stats import NetworkStats, Work
 from parallel_runtime.planning.run_plan import Estimate, RunPlan
@@ -17,6 +17,8 @@ from parallel_runtime.sentences import say
 from parallel_runtime.specs import Parallelism, Placement, WeightPlacement
 from parallel_runtime.wire.messages import Heartbeat, decode, encode
 from parallel_runtime.wire.readings import KernelBenchmark, Readings
+
+from .reports import report
 
 RACE = KernelBenchmark(
     "2304 queries x 2304 keys, 24 heads of 128, bfloat16", ("_native_cudnn", "_native_flash"), (310.5, 480.0)
@@ -269,15 +271,15 @@ def test_text_and_table_say_the_same_whatever_stands_in_the_words() -> None:
 def test_a_refusal_comes_first_and_a_reason_for_whole_weights_last() -> None:
     trouble = Row("", "There is too little memory: 20 GiB.", "trouble")
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={}, work=WORK)
-    one = RunPlan(degrees=Parallelism(), placement=Placement(devices=("cpu",)))
-    said = report(
-        subject, one, guided=False, automatic=True, troubles=[trouble], replicated="FLUX is whole.", decode="0 s."
-    )
+    estimate = Estimate(weight_bytes_by_rank=(1,), activation_bytes_by_rank=(1,), buffer_bytes_by_rank=(0,))
+    one = RunPlan(degrees=Parallelism(), placement=Placement(devices=("cpu",)), estimate=estimate)
+    said = report(subject, one, guided=False, automatic=True, troubles=[trouble], weights="shard", decode="0 s.")
     assert [row.title for row in said.rows] == [
-        "", "Model", "Tokens", "Workers", "Degrees", "Memory", "Traffic", "Decode", "Note",
+        "", "Model", "Tokens", "Workers", "Degrees", "Memory", "Weights", "Traffic", "Decode", "Note",
     ]  # fmt: skip
     assert said.text.startswith("There is too little memory: 20 GiB.\nFLUX\nTokens: not split")
-    assert said.text.endswith("Decode: 0 s.\nNote: FLUX is whole.")
+    assert "Decode: 0 s.\nNote: " in said.text
+    assert "shard" in said.rows[-1].text
     assert said.parts == (), "no picture of what will not run"
 
 
