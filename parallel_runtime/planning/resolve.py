@@ -88,14 +88,11 @@ def evaluate(plan: RunPlan, inputs: PlanInputs) -> Estimate:
     compute = prompts * _compute_seconds(plan, memory, profile)
     exposed = max(0.0, _fetch_seconds(weights, fetched, memory, profile) - compute)
     batches = inputs.work.prompts_per_rank(plan.degrees) if plan.rows and inputs.work else 1
-    host = memory.capacity.host_bytes
-    short = max(0, fetched - host) if host is not None and weights.mode == "offload" else 0
     return Estimate(
         weight_bytes_by_rank=memory.weight_bytes_by_rank(weights),
         activation_bytes_by_rank=memory.activation_bytes_by_rank,
         buffer_bytes_by_rank=memory.buffer_bytes_by_rank(weights),
-        usable_bytes_by_rank=memory.usable_bytes_by_rank(weights),
-        host_bytes_short=short,
+        fits=memory.fits(weights),
         fetched_bytes=fetched,
         seconds=batches * (compute + exposed),
         batch_seconds=compute + exposed,

@@ -15,14 +15,13 @@ class Estimate:
 
     `seconds` are those of evaluating all prompts once, 0 where nothing was measured; `batch_seconds` those of one
     batch, of which a rank waits `exposed_seconds` for the weights that it fetches. Buffers include the keys and values
-    that token patches keep. A rank may take its `usable` bytes, None: any number. `host_bytes_short` is what main
-    memory lacks. `nearby`: weights are not fetched over a slow link."""
+    that token patches keep. `fits`: each rank may take what it needs, and main memory has enough. `nearby`: weights are
+    not fetched over a slow link."""
 
     weight_bytes_by_rank: tuple[int, ...]
     activation_bytes_by_rank: tuple[int, ...]
     buffer_bytes_by_rank: tuple[int, ...]
-    usable_bytes_by_rank: tuple[float | None, ...] = ()
-    host_bytes_short: int = 0
+    fits: bool = True
     fetched_bytes: int = 0
     seconds: float = 0.0
     batch_seconds: float = 0.0
@@ -38,15 +37,6 @@ class Estimate:
     def needed_bytes_by_rank(self) -> tuple[int, ...]:
         """Returns the bytes that each rank needs at its peak."""
         return tuple(map(sum, zip(self.weight_bytes_by_rank, self.workspace_bytes_by_rank, strict=True)))
-
-    @property
-    def short_ranks(self) -> tuple[int, ...]:
-        each = zip(self.needed_bytes_by_rank, self.usable_bytes_by_rank, strict=False)
-        return tuple(rank for rank, (needed, usable) in enumerate(each) if usable is not None and needed > usable)
-
-    @property
-    def fits(self) -> bool:
-        return not self.short_ranks and not self.host_bytes_short
 
 
 @dataclass(frozen=True, kw_only=True)
