@@ -86,9 +86,8 @@ def test_rocm_has_no_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with FakeTensorMode():
-        assert autotune.block_candidates(torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)) == [
-            "_native_flash"
-        ]
+        query = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
+        assert autotune.block_candidates(query) == ["_native_flash"]
 
 
 def test_every_kernel_of_the_table_has_its_functions_and_an_option_and_is_in_the_help() -> None:

@@ -8,7 +8,7 @@ from ..engine.conftest import Groups
 from .zoo import CASES
 
 
-@pytest.mark.sweep(one_in=29)
+@pytest.mark.sweep(one_in=80)
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.parametrize("degrees", [(2, 1), (1, 2)], ids=str)
 def test_what_is_cut_breaks_no_graph(networks: Groups, case: str, degrees: tuple[int, int]) -> None:

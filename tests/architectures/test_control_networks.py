@@ -28,6 +28,7 @@ def check(networks: Groups, name: str, ring: int, ulysses: int, shares: tuple[in
 
 @pytest.mark.parametrize("degrees", [(2, 1), (1, 3)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sweep(one_in=3)
 def test_it_is_the_same_on_several_ranks(networks: Groups, name: str, degrees: tuple[int, int]) -> None:
     check(networks, name, *degrees)
 
@@ -38,6 +39,7 @@ def test_shares_need_not_be_equal(networks: Groups) -> None:
 
 
 @pytest.mark.parametrize("name", ["flux union", "qwen", "qwen fun", "sd3", "sd3.5", "hunyuan dit"])
+@pytest.mark.sweep(one_in=3)
 def test_a_plan_that_lacks_a_word_is_refused(networks: Groups, name: str) -> None:
     for found in networks(2).run(f"{CASES}:survivors", name=name):
         assert all(wrong <= EXACT for wrong in found.values()), found

@@ -28,5 +28,6 @@ def test_normalized_attention_guidance_is_what_it_is_undivided(
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), DEGREES)
+@pytest.mark.sweep(one_in=4)
 def test_anima_lllite_goes_by_the_picture_at_each_ranks_tokens(networks: Groups, ring: int, ulysses: int) -> None:
     assert max(_run(networks, ring, ulysses, "controlled")) <= EXACT

@@ -63,7 +63,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sweep(one_in=6)
+@pytest.mark.sweep(one_in=12)
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_wrong_gets_through_a_plan_with_one_word_less(networks: Groups, name: str) -> None:
     for answer in networks(2).run("tests.architectures.mutations:survivors", name=name):

@@ -46,25 +46,25 @@ def test_what_decides_by_values_stays_eager(networks: Groups) -> None:
     check(networks, "hidream i1", 1, 2)
 
 
-@pytest.mark.sweep(one_in=10)
+@pytest.mark.sweep(one_in=20)
 @pytest.mark.parametrize("case", list(CASES))
 def test_two_ranks_in_a_ring(networks: Groups, case: str) -> None:
     check(networks, case, 2, 1)
 
 
-@pytest.mark.sweep(one_in=10)
+@pytest.mark.sweep(one_in=30)
 @pytest.mark.parametrize("case", list(CASES))
 def test_three_ranks_in_a_ring(networks: Groups, case: str) -> None:
     check(networks, case, 3, 1)
 
 
-@pytest.mark.sweep(one_in=10)
+@pytest.mark.sweep(one_in=20)
 @pytest.mark.parametrize("case", list(CASES))
 def test_two_ranks_of_ulysses(networks: Groups, case: str) -> None:
     check(networks, case, 1, 2)
 
 
-@pytest.mark.sweep(one_in=10)
+@pytest.mark.sweep(one_in=30)
 @pytest.mark.parametrize("case", list(CASES))
 def test_two_by_two_ranks(networks: Groups, case: str) -> None:
     check(networks, case, 2, 2)

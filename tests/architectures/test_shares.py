@@ -16,7 +16,7 @@ Degrees = tuple[int, int, tuple[int, ...]]  # ring, Ulysses, shares
 DEGREES: list[Degrees] = [(3, 1, (1, 4, 2)), (1, 2, (3, 2)), (2, 2, (5, 3, 1, 2)), (1, 3, (2, 0, 1)), (2, 1, (1, 0))]
 
 
-@pytest.mark.sweep(one_in=17)
+@pytest.mark.sweep(one_in=34)
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
 @pytest.mark.parametrize("case", list(CASES))
 def test_networks_are_exact(networks: Groups, case: str, degrees: Degrees) -> None:
@@ -27,7 +27,7 @@ def test_networks_are_exact(networks: Groups, case: str, degrees: Degrees) -> No
     assert len({answer["bits"] for answer in answers}) == 1, "ranks differ"
 
 
-@pytest.mark.sweep(one_in=24)
+@pytest.mark.sweep(one_in=48)
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
 @pytest.mark.parametrize("case", [case for case in CASES if case not in BY_VALUES and "hidden" not in case])
 def test_recorded_networks_replay_the_same_bits(networks: Groups, case: str, degrees: Degrees) -> None:

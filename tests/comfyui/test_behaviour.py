@@ -125,6 +125,7 @@ def test_progress_and_previews_move_with_every_step(server: Server) -> None:
     assert all(image.startswith(b"\xff\xd8") for image in ours.previews), "JPEG, as KSampler sends"
 
 
+@pytest.mark.sweep
 def test_without_previews_progress_still_moves_while_sampling(server: Server) -> None:
     run = server.client.run(sampling_graph(longer(FLUX, steps=30), "CPSampler", RING_2))
     assert run.progress == sorted(run.progress)

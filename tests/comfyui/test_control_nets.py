@@ -178,17 +178,19 @@ def check(
 
 
 @pytest.mark.parametrize("what", SCENES)
+@pytest.mark.sweep(one_in=7)
 def test_it_does_something(server: Server, native: Callable[[Scene], Tensor], what: str) -> None:
     scene = SCENES[what]
     assert apart(native(scene), native(replace(scene, chain=scene.chain[:-1]))) > 1e-3
 
 
 @pytest.mark.parametrize("what", SCENES)
+@pytest.mark.sweep(one_in=4)
 def test_on_one_worker_it_is_ksamplers_to_the_bit(server: Server, native: Callable[[Scene], Tensor], what: str) -> None:
     check(server, native, SCENES[what], ONE, bar=2e-6 if what.startswith("FLUX") else 0.0)
 
 
-@pytest.mark.sweep(one_in=3)
+@pytest.mark.sweep(one_in=7)
 @pytest.mark.parametrize(("what", "degrees"), DIVIDED)
 def test_two_workers_give_ksamplers_latent(
     server: Server, native: Callable[[Scene], Tensor], what: str, degrees: str
@@ -210,7 +212,7 @@ def test_a_later_run_has_nothing_of_an_earlier_one(server: Server, native: Calla
             check(server, native, each, parallel)
 
 
-@pytest.mark.sweep(one_in=3)
+@pytest.mark.sweep(one_in=12)
 @pytest.mark.parametrize("degrees", ["ring_3", "ring_2_x_ulysses_2", "ring and prompts"])
 @pytest.mark.parametrize("what", ["SDXL", "SD1.5 with a T2I adapter before", "FLUX", "SD3.5"])
 def test_more_workers_and_an_odd_size_do(
@@ -226,6 +228,7 @@ def test_stages_divide_them_too(server: Server, native: Callable[[Scene], Tensor
 
 
 @pytest.mark.parametrize("what", ["SDXL", "FLUX"])
+@pytest.mark.sweep(one_in=2)
 def test_what_was_divided_is_whole_in_the_next_run(
     server: Server, native: Callable[[Scene], Tensor], what: str
 ) -> None:
@@ -286,6 +289,7 @@ def test_patches_are_refused_with_them(server: Server) -> None:
     ids=["stages", "weights in parts", "a step cache that skips nothing"],
 )
 @pytest.mark.parametrize("what", ["FLUX", "SD3.5", "Qwen-Image Fun"])
+@pytest.mark.sweep(one_in=3)
 def test_with_stages_weights_elsewhere_and_a_step_cache(
     server: Server, native: Callable[[Scene], Tensor], what: str, parallel: Parallel
 ) -> None:
@@ -311,6 +315,7 @@ def test_cp_plan_counts_their_weights_and_says_why_the_loop_stays(server: Server
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sweep(one_in=2)
 def test_a_control_lora_which_is_made_of_the_networks_weights_has_all_of_them(server: Server, mode: str) -> None:
     scene = SCENES["Control-LoRA"]
     want = latent_of(server.client.run(scene.graph(RING)))

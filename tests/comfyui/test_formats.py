@@ -95,6 +95,7 @@ def test_a_checkpoint_of_any_format_too(server_of_files: Server, name: str) -> N
 
 @pytest.mark.parametrize("weights", ["replicate", "shard", "offload"])
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
+@pytest.mark.sweep(one_in=3)
 def test_a_scheduled_lora_is_merged_into_what_ksampler_merges_it_into(
     server_of_files: Server, name: str, weights: str
 ) -> None:

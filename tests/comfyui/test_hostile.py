@@ -55,6 +55,7 @@ def test_a_broken_file_is_refused_by_its_name(server: Server, broken: Callable[[
     assert server.children() == before
 
 
+@pytest.mark.sweep
 def test_a_latent_without_numbers_comes_out_as_from_ksampler(server: Server) -> None:
     job = replace(FLUX, latent_seed=-2, denoise=0.5)
     want = latent_of(server.client.run(sampling_graph(job, "KSampler")))

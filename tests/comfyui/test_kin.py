@@ -240,6 +240,7 @@ def test_free_reaches_the_workers_and_the_next_run_loads_again(server: Server) -
     ],
     ids=["fits", "does not fit", "nobody to share with", "no config"],
 )
+@pytest.mark.sweep
 def test_the_plan_says_what_will_run_and_what_is_wrong(server: Server, config: Parallel | None, says: str) -> None:
     graph = sampling_graph(FLUX, "CPSampler", config)
     graph["plan"] = node("CPPlan", model=link("model"), latent_image=link("latent"), positive=link("positive"), cfg=2.0)

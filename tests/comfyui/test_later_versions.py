@@ -80,6 +80,7 @@ def answer(comfy: ComfyInstall, script: str, root: Path, flags: Sequence[str] = 
     ],
     ids=["memory", "patcher", "compiler"],
 )
+@pytest.mark.sweep(one_in=2)
 def test_a_version_that_insists_is_refused_by_name(
     comfy: ComfyInstall, tmp_path: Path, added: dict[str, str], says: str
 ) -> None:

@@ -75,12 +75,14 @@ def test_whole_differences_are_changed_for_others(server: Server) -> None:
         check(server, FLUX, stack)
 
 
+@pytest.mark.sweep
 def test_a_new_seed_and_a_new_group_keep_the_lora(server: Server) -> None:
     stack = [(write(server, "flux_dev_4", lora(server, "flux_dev", 4)), 1.0)]
     for degrees, seed in (("ring_2", 7), ("ring_2", 8), ("1_worker", 8)):
         check(server, Job(family="flux_dev", cfg=2.0, seed=seed), stack, DEGREES[degrees])
 
 
+@pytest.mark.sweep
 def test_another_model_in_between_does_not_lose_the_lora(server: Server) -> None:
     stack = [(write(server, "flux_dev_4", lora(server, "flux_dev", 4)), 1.0)]
     want = sample(server, FLUX, stack)

@@ -56,6 +56,7 @@ def test_two_machines_sample_what_ksampler_samples(host: Server, guest: Guest) -
     assert list(host.workers()) == [0]
 
 
+@pytest.mark.sweep
 def test_a_dead_rank_of_the_other_machine_is_an_error_of_the_node_and_the_next_run_works(
     host: Server, guest: Guest
 ) -> None:

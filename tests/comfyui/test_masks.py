@@ -100,6 +100,7 @@ def test_what_changes_masks_on_the_way_gets_each_images_own(server: Server, pict
 
 @pytest.mark.parametrize("parallel", [RING, IMAGES], ids=["ring", "images"])
 @pytest.mark.parametrize("native", [False, True], ids=["CPSampler", "KSampler on CP Load"])
+@pytest.mark.sweep(one_in=2)
 def test_video_and_audio_have_masks_of_their_own(
     server: Server, native_network: Callable[[str], Tensor], native: bool, parallel: Parallel
 ) -> None:

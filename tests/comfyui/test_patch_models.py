@@ -198,14 +198,14 @@ def check(server: Server, native: Callable[..., Tensor], what: str, degrees: str
     assert apart(got, want) <= max(BARS[degrees], READ_IN_PLACE if PATCHES[what].family == "flux_dev" else 0)
 
 
-@pytest.mark.sweep(one_in=7)
+@pytest.mark.sweep(one_in=12)
 @pytest.mark.parametrize("what", PATCHES)
 @pytest.mark.parametrize("degrees", [ALONE, "ulysses_2", "ring_2", "ring_3", FOUR])
 def test_it_gives_ksamplers_latent(server: Server, native: Callable[..., Tensor], degrees: str, what: str) -> None:
     check(server, native, what, degrees)
 
 
-@pytest.mark.sweep(one_in=7)
+@pytest.mark.sweep(one_in=18)
 @pytest.mark.parametrize("what", ["canny", "Fun lite", "USO"])
 @pytest.mark.parametrize("degrees", ["ulysses_2", "ring_2", ALONE])
 @pytest.mark.parametrize("how", ["lora", "fp8"])
@@ -217,6 +217,7 @@ def test_with_a_lora_or_in_fp8_too(
 
 
 @pytest.mark.parametrize("what", ["canny", "Fun lite", "USO", "Anima LLLite"])
+@pytest.mark.sweep(one_in=4)
 def test_it_does_something(server: Server, native: Callable[..., Tensor], what: str) -> None:
     graph = sampled(what)
     graph["sampler"]["inputs"]["model"] = link("model")

@@ -72,6 +72,7 @@ def is_the_same(server: Server, asked: Job, parallel: Parallel | None = TWO) -> 
 
 
 @pytest.mark.parametrize(("family", "degrees"), TAPED)
+@pytest.mark.sweep(one_in=2)
 def test_a_run_is_replayed_and_is_ksamplers(server: Server, family: str, degrees: str) -> None:
     is_the_same(server, replace(FLUX, family=family), DEGREES[degrees])
     once = replays(server)
@@ -83,6 +84,7 @@ def test_a_run_is_replayed_and_is_ksamplers(server: Server, family: str, degrees
     "variation",
     ["batch_of_two", "odd_size_guided", "unequal_prompts", "inpainting", "two_prompts_one_area", "sde", "masked_text"],
 )
+@pytest.mark.sweep(one_in=3)
 def test_what_workflows_do(server: Server, variation: str) -> None:
     is_the_same(server, replace(job("flux_dev", variation), steps=6))
     before = replays(server)
@@ -134,6 +136,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("parallel", OTHERS.values(), ids=OTHERS)
+@pytest.mark.sweep(one_in=3)
 def test_where_recording_is_only_asked_for_nothing_changes(server: Server, parallel: Parallel) -> None:
     asked = replace(FLUX, size=(9, 14), steps=8)
     want = ours(server, asked, replace(parallel, cuda_graphs="off"))
@@ -194,6 +197,7 @@ def test_off_records_nothing_and_on_is_refused_without_a_gpu(server: Server) -> 
         ours(server, FLUX, replace(TWO, cuda_graphs="on"))
 
 
+@pytest.mark.sweep
 def test_the_bits_are_those_of_workers_that_record_nothing(server: Server) -> None:
     for asked in (FLUX, WAN):
         assert torch.equal(ours(server, asked), ours(server, asked, replace(TWO, cuda_graphs="off")))

@@ -98,7 +98,7 @@ def refusing(comfy: ComfyInstall, again: Path) -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep(one_in=6)
 @pytest.mark.parametrize("parallel", [RING_2, ULYSSES_2], ids=["ring", "ulysses"])
 @pytest.mark.parametrize("what", RUNS)
 def test_after_a_refusal_in_the_middle_of_a_forward_runs_are_as_from_fresh_workers(

@@ -41,6 +41,7 @@ def test_two_models_in_turn_are_loaded_once_and_a_third_makes_room(server: Serve
 
 @pytest.mark.parametrize("native", [False, True], ids=["CP Sampler", "KSampler on CP Load Diffusion Model"])
 @pytest.mark.parametrize(("policy", "says"), [("unload", "unloading"), ("offload", "offloading"), ("keep", None)])
+@pytest.mark.sweep(one_in=2)
 def test_after_a_run_the_model_stays_or_goes_as_asked(
     server: Server, native: bool, policy: str, says: str | None
 ) -> None:

@@ -126,6 +126,7 @@ def test_restart_ends_a_run_with_the_reason_and_brings_new_workers(server: Serve
 @pytest.mark.parametrize(
     "idle", [pytest.param(True, id="idle"), pytest.param(False, id="in a run", marks=pytest.mark.sweep)]
 )
+@pytest.mark.sweep(one_in=2)
 def test_a_killed_worker_is_shown_at_once_with_the_cause(server: Server, idle: bool) -> None:
     server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
     if not idle:

@@ -64,6 +64,7 @@ def graph_of(file: str, sampler: str, parallel: Parallel = THREE) -> Graph:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["widened", "as it is"])
+@pytest.mark.sweep(one_in=2)
 def test_a_worker_holds_less_than_a_tenth_of_the_file_for_itself(server: Server, dtype: torch.dtype) -> None:
     """ComfyUI computes in float32 here: what the file holds in bfloat16 is widened as it is used."""
     path = write_large(server.base / "models" / "diffusion_models", dtype)
@@ -80,6 +81,7 @@ def test_a_worker_holds_less_than_a_tenth_of_the_file_for_itself(server: Server,
 
 
 @pytest.mark.parametrize(("lora", "copies"), [(False, 0), (True, 1)], ids=["the file's", "patched"])
+@pytest.mark.sweep(one_in=2)
 def test_weights_in_main_memory_are_there_once_for_three_workers(server: Server, lora: bool, copies: int) -> None:
     path = write_large(server.base / "models" / "diffusion_models", torch.float32)
     write_lora(server.base / "models" / "loras" / "of_large.safetensors")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ..soak.soak import Soak
 from .server import Server
 
 SHORT = ["cancel", "free", "bad input", "cancel", "clear queue", "free", "cancel", "bad input"]
 
 
+@pytest.mark.sweep
 def test_whatever_happens_in_between_a_run_gives_the_same_bits_and_nothing_piles_up(server: Server) -> None:
     soak = Soak(server, seed=0, cases=["flux, ulysses", "flux, ring"])
     for name in SHORT:

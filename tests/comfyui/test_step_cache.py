@@ -68,7 +68,7 @@ def alone(shared_server: Server) -> dict[str, Sampled]:
     }
 
 
-@pytest.mark.sweep(one_in=13)
+@pytest.mark.sweep(one_in=26)
 @pytest.mark.parametrize(("degrees", "name"), [(degrees, name) for degrees, names in CASES.items() for name in names])
 def test_however_the_work_is_divided_the_same_is_skipped(
     server: Server, alone: dict[str, Sampled], degrees: str, name: str

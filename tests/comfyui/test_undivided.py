@@ -56,6 +56,7 @@ def test_it_is_sampled_as_ksampler_does(unet_server: Server, parallel: Parallel)
     assert apart(latent_of(unet_server.client.run(picture(parallel, size="1,4,18,26"))), odd) <= BAR
 
 
+@pytest.mark.sweep
 def test_one_config_with_shares_serves_a_unet_and_a_vae(unet_server: Server, vaes: Server) -> None:
     """Auto divides a UNet as is fastest here, and the rows of a VAE are on all three workers."""
     parallel = Parallel(ring_degree=0, ulysses_degree=0, devices="cpu,cpu,cpu", shares="3,2,1")
@@ -80,6 +81,7 @@ def test_a_native_sampler_takes_it_from_the_workers_which_share_the_batch_of_bot
 @pytest.mark.parametrize(
     "degrees", ["ring_2", "ulysses_2", pytest.param("ring_2_x_ulysses_2", marks=pytest.mark.sweep)]
 )
+@pytest.mark.sweep(one_in=3)
 def test_its_rows_are_shared_out_where_somebody_asks_for_it(unet_server: Server, degrees: str) -> None:
     for size in ("3,4,16,24", "1,4,27,18"):
         want = latent_of(unet_server.client.run(picture(None, size=size)))
@@ -92,6 +94,7 @@ def test_a_latent_of_too_few_rows_is_sampled_on_every_worker(unet_server: Server
     assert apart(latent_of(unet_server.client.run(picture(DEGREES["ring_2"], size="2,4,2,2"))), want) <= BAR
 
 
+@pytest.mark.sweep
 def test_patches_that_share_a_variable_share_it_in_the_workers(unet_server: Server) -> None:
     """HyperTile's second patch undoes what the first says that it did. Both see all tokens."""
 
@@ -110,6 +113,7 @@ def test_patches_that_share_a_variable_share_it_in_the_workers(unet_server: Serv
 
 
 @pytest.mark.parametrize("parallel", LANES)
+@pytest.mark.sweep(one_in=2)
 def test_guidance_by_what_a_patch_has_seen_sees_every_prompt_and_image(unet_server: Server, parallel: Parallel) -> None:
     """Self-Attention Guidance keeps the map of the negative prompt, for a function that all workers call."""
     want, plain = (latent_of(unet_server.client.run(graph)) for graph in (attentive(picture(None)), picture(None)))

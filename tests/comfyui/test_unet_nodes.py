@@ -51,7 +51,7 @@ def trial(name: str, division: str = "ring 2") -> Trial:
     return Trial(node=name, bench=replace(bench, latent=ODD, parallel=DIVISIONS[division]))
 
 
-@pytest.mark.sweep(one_in=12)
+@pytest.mark.sweep(one_in=38)
 @pytest.mark.parametrize("division", DIVISIONS)
 @pytest.mark.parametrize("name", ON)
 def test_a_node_gives_ksamplers_latent(unets: Server, name: str, division: str) -> None:
@@ -60,6 +60,7 @@ def test_a_node_gives_ksamplers_latent(unets: Server, name: str, division: str) 
 
 
 @pytest.mark.parametrize("name", ["GLIGENTextBoxApply", "HypernetworkLoader"])
+@pytest.mark.sweep(one_in=2)
 def test_a_file_beside_the_model_is_loaded_by_the_workers_and_does_there_what_it_does_natively(
     unets: Server, name: str
 ) -> None:

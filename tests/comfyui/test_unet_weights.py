@@ -46,7 +46,7 @@ def picture(server: Server, network: str, division: str, latent: str, mode: str)
     return trial.graph(server.client.get("/object_info"), parallel)
 
 
-@pytest.mark.sweep(one_in=4)
+@pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize("latent", ["2,4,17,23", "2,4,2,2"])  # the second has too few rows, and is computed whole
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("division", ["ring 2", "Ulysses 2"])

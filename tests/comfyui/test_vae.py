@@ -63,6 +63,7 @@ def test_without_a_config_it_uses_the_workers_that_are_there(vaes: Server) -> No
     assert vaes.workers() == before
 
 
+@pytest.mark.sweep
 def test_the_page_follows_a_decode_and_free_drops_the_vae_too(vaes: Server) -> None:
     graph, since = decoding("wan.safetensors", "1,16,4,12,12", TWO), vaes.client.now()
     want = result(vaes, graph)["save"]
@@ -86,6 +87,7 @@ def test_two_vaes_in_turn_are_loaded_once_each_and_keep_apart(vaes: Server) -> N
     assert relative(want[files[0]], want[files[1]]) > 0.1
 
 
+@pytest.mark.sweep
 def test_a_sampler_and_a_decode_share_the_workers_twice(vaes: Server) -> None:
     job = Job(family="wan_t2v", cfg=2.0, size=(10, 12))
 

@@ -24,6 +24,7 @@ def faulty(comfy: ComfyInstall) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.sweep
 def test_a_worker_out_of_memory_leaves_comfyui_its_tiles_which_workers_decode(faulty: Server) -> None:
     tiles = {"decoder": "VAEDecodeTiled", "tile_size": 256, "overlap": 64, "temporal_size": 64, "temporal_overlap": 8}
     want = result(faulty, decoding("wan.safetensors", LARGE, False, **tiles))["save"]
@@ -36,6 +37,7 @@ def test_a_worker_out_of_memory_leaves_comfyui_its_tiles_which_workers_decode(fa
     assert relative(got, want) <= BAR
 
 
+@pytest.mark.sweep
 def test_after_it_the_next_decode_is_whole_again(faulty: Server) -> None:
     want = result(faulty, decoding("wan.safetensors", SMALL, False))["save"]
     since = faulty.log_size()

@@ -130,6 +130,7 @@ def test_a_worker_of_several_holds_little_more_than_its_part(server: Server, deg
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sweep(one_in=2)
 def test_a_model_stays_loaded_and_its_lora_changes(server: Server, mode: str) -> None:
     """Strengths there and back: the bits of the first time, loaded once each."""
 
@@ -155,7 +156,7 @@ OTHERS: dict[str, Callable[[Parallel], Graph]] = {
 }
 
 
-@pytest.mark.sweep(one_in=3)
+@pytest.mark.sweep(one_in=6)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_changes_weights_or_skips_blocks_does_so_to_the_bit(server: Server, name: str, mode: str) -> None:
@@ -163,7 +164,7 @@ def test_what_changes_weights_or_skips_blocks_does_so_to_the_bit(server: Server,
     assert torch.equal(fetched, whole)
 
 
-@pytest.mark.sweep(one_in=3)
+@pytest.mark.sweep(one_in=6)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", ["unload", "offload"])
 def test_a_model_that_has_gone_comes_back_the_same(server: Server, policy: str, mode: str) -> None:
@@ -206,6 +207,7 @@ def test_a_rank_killed_while_all_gather_fails_the_run_and_the_next_one_works(ser
 
 @pytest.mark.usefixtures("wan_pair")
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.sweep(one_in=2)
 def test_two_models_take_turns_without_loading(server: Server, mode: str) -> None:
     want = latent_of(server.client.run(pair(in_two("replicate"))))
     server.client.run(pair(in_two(mode)))

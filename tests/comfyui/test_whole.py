@@ -122,6 +122,7 @@ def server_of_whole(comfy: ComfyInstall, shared_server: Server, native_network: 
 
 
 @pytest.mark.parametrize("what", SCENES)
+@pytest.mark.sweep(one_in=2)
 def test_it_is_sampled_as_by_the_native_sampler_and_refused_by_name_where_it_shall_be_cut(
     server_of_whole: Server, vaes: Server, what: str
 ) -> None:
@@ -134,6 +135,7 @@ def test_it_is_sampled_as_by_the_native_sampler_and_refused_by_name_where_it_sha
 
 
 @pytest.mark.parametrize("degrees", ["ring_2", "ulysses_2"])
+@pytest.mark.sweep(one_in=2)
 def test_a_voice_is_heard_by_the_frames_that_a_worker_has_a_part_of(
     server_of_whole: Server, vaes: Server, degrees: str
 ) -> None:

@@ -55,6 +55,7 @@ def reported(folder: Path, *arguments: str, fault: str) -> tuple[Rows, str, str]
     return found, (folder / "report.md").read_text(), done.stdout
 
 
+@pytest.mark.sweep
 def test_the_report_is_whole_and_exact(tmp_path: Path) -> None:
     found, text, said = reported(tmp_path, "--minutes", "60", fault="tape")  # a busy machine is slow
     assert not [row for rows in found.values() for row in rows if "failed" in row]
@@ -126,6 +127,18 @@ def test_a_figure_on_the_terminal_says_what_it_is() -> None:
     )
 
 
+def test_parts_that_are_named_are_all_that_is_reported(tmp_path: Path) -> None:
+    parts = ["graph_pools", "page_locks", "attention", "recordings"]
+    rows, text, output = reported(tmp_path, "--minutes", "60", "--only", *parts, fault="tape")
+    pools, recordings, locks, attention = rows.values()
+    assert [row["note"] for row in (*pools, *locks)] == ["no CUDA graphs here", "needs a CUDA GPU"]
+    assert max(row["error"] for row in attention if row["what"] == "auto") <= EXACT
+    assert all(row["what"] in text for row in attention)
+    assert "[4 of 4] Attention against float64: 2 ranks; what is left takes about" in output
+    if find_comfy() is not None:
+        check_recordings(recordings)
+
+
 def test_a_case_that_fails_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:
     found, text, _ = reported(tmp_path, "--only", "attention", fault="1 report raise")
     (rows,) = found.values()
@@ -163,10 +176,10 @@ def test_no_rank_outlives_a_report_that_was_ended(tmp_path: Path, how: signal.Si
     try:
         wait_until(lambda: lines.exists() and len(lines.read_text().splitlines()) == 3, 300)
         report.send_signal(how)
-        said, _ = report.communicate(timeout=60)
+        output, _ = report.communicate(timeout=60)
         assert wait_until_none(mark, 5) == []
         assert report.returncode == (1 if how == signal.SIGINT else -how)
-        assert ("stopped; what was found until then is in" in said) == (how == signal.SIGINT)
+        assert ("stopped; results so far are in" in output) == (how == signal.SIGINT)
     finally:
         for process in marked_processes(mark):
             process.kill()

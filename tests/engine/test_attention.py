@@ -18,6 +18,7 @@ SIDES = "tests.engine.side_cases"
 
 @pytest.mark.parametrize("rotate_method", ["alltoall", "allgather"])
 @pytest.mark.parametrize("degrees", [*DEGREES, (2, 1, 2), (1, 2, 2)], ids=str)
+@pytest.mark.sweep(one_in=3)
 def test_random_attention_equals_one_process(groups: Groups, degrees: Degrees, rotate_method: str) -> None:
     seeds = _seeds(20, degrees, rotate_method)
     options = {"rotate_method": rotate_method}
@@ -37,6 +38,7 @@ def test_fewer_key_heads_than_query_heads_are_exact(groups: Groups, degrees: Deg
 
 @pytest.mark.parametrize("replicated", [[], ["audio"], ["text"]], ids=str)
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
+@pytest.mark.sweep(one_in=3)
 def test_queries_of_another_stream_than_the_keys_are_exact(
     groups: Groups, degrees: Degrees, replicated: list[str]
 ) -> None:
@@ -47,6 +49,7 @@ def test_queries_of_another_stream_than_the_keys_are_exact(
 
 @pytest.mark.parametrize("rotate_method", ["alltoall", "allgather"])
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
+@pytest.mark.sweep(one_in=2)
 def test_a_mask_of_each_query_is_exact(groups: Groups, degrees: Degrees, rotate_method: str) -> None:
     call = {"degrees": degrees, "seeds": _seeds(6, "pairs", degrees), "method": rotate_method}
     answers = groups(_world(degrees)).run(f"{SIDES}:pair_errors", **call)
@@ -55,6 +58,7 @@ def test_a_mask_of_each_query_is_exact(groups: Groups, degrees: Degrees, rotate_
 
 @pytest.mark.parametrize("replicated", [["text"], ["image"], ["text", "image"]], ids=str)
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
+@pytest.mark.sweep(one_in=3)
 def test_streams_that_every_rank_holds_whole_are_exact(groups: Groups, degrees: Degrees, replicated: list[str]) -> None:
     call = {"degrees": degrees, "seeds": _seeds(12, "replica", degrees, replicated), "replicated": replicated}
     answers = groups(_world(degrees)).run(f"{SIDES}:replica_errors", **call)

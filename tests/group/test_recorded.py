@@ -94,6 +94,7 @@ def test_recordings_go_alone_where_their_memory_is_wanted(recording: WorkerGroup
 
 
 @pytest.mark.parametrize(("deed", "error"), [("abort", WorkerDied), ("raise", WorkerFailed)])
+@pytest.mark.sweep(one_in=2)
 def test_a_group_that_dies_recording_is_followed_by_one_that_does_not_record(
     monkeypatch: pytest.MonkeyPatch, flux: ModelSpec, deed: str, error: type[Exception]
 ) -> None:

@@ -157,6 +157,7 @@ def test_an_interrupt_cancels_every_rank_and_the_group_stays_warm(pair, flux, wh
     assert torch.equal(samples(pair, flux, ULYSSES, steps=5), before)
 
 
+@pytest.mark.sweep
 def test_two_hundred_requests_leave_nothing_in_host_and_workers(pair, flux):
     def held():
         return [holdings(pid) for pid in (os.getpid(), *workers_of(pair))]

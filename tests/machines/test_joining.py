@@ -291,8 +291,7 @@ def test_another_number_of_devices_there_is_an_error_that_names_both(net, folder
     with (
         joining(folder, "--devices", "cpu,cpu", namespace=net.there),
         pytest.raises(
-            WorkerStartError,
-            match=rf"{THERE} cannot join: it offers cpu, cpu, and the machine of ComfyUI has cpu; offer as many",
+            WorkerStartError, match=rf"{THERE} cannot join: it offers cpu, cpu, and the machine of ComfyUI has cpu;"
         ),
     ):
         WorkerGroup(on_two_machines())

@@ -25,7 +25,7 @@ NO_KERNEL = {("encode", "Cosmos 1")}  # undivided neither: PyTorch's avg_pool3d 
 IN_BFLOAT16 = [case for case in itertools.product(("decode", "encode"), NAMES) if case not in NO_KERNEL]
 
 
-@pytest.mark.sweep(one_in=2)
+@pytest.mark.sweep(one_in=4)
 @pytest.mark.parametrize(("method", "name", "way"), ONCE, ids=[f"{method}-{name}" for method, name, _ in ONCE])
 def test_divided_is_the_same(divided: Divided, method: str, name: str, way: tuple[int, int]) -> None:
     assert divided(name, method, *way)["apart"] <= BAR
