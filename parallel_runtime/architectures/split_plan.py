@@ -230,18 +230,14 @@ class SplitPlan:
     @property
     def streams(self) -> frozenset[str]:
         """The names of all streams that are split or counted."""
-        carried = (
-            stream for module_plan in self.module_plans for *_, streams in module_plan.split_args for stream in streams
-        )
+        carried = (stream for plan in self.module_plans for *_, streams in plan.split_args for stream in streams)
         specs = (spec for module_plan in self.module_plans for spec in module_plan.args.values())
         return frozenset(carried).union(*(spec.streams for spec in specs if isinstance(spec, Count)))
 
     @property
     def trunk(self) -> list[ModulePlan]:
         """The stacks of blocks that a step cache may skip."""
-        return [
-            module_plan for module_plan in self.module_plans if module_plan.split_args and not module_plan.never_skipped
-        ]
+        return [plan for plan in self.module_plans if plan.split_args and not plan.never_skipped]
 
 
 def _tokens(name: str | int, spec: SplitSpec) -> Iterator[tuple[str | int, int | None, list[Split]]]:
