@@ -30,6 +30,7 @@ def test_the_first_rank_is_on_comfyuis_machine_and_the_other_on_the_other(pair, 
 
 
 @pytest.mark.parametrize("parallelism", [ULYSSES, RING, Parallelism(cfg_degree=2)], ids=["ulysses", "ring", "cfg"])
+@pytest.mark.sweep(one_in=3)
 def test_two_machines_draw_what_one_worker_draws(alone, pair, flux, parallelism):
     job = {"size": (7, 11), "tokens": 5, "negative_tokens": 12}
     one = samples(alone, flux, Parallelism(), **job)
@@ -62,6 +63,7 @@ def test_a_cancel_stops_every_machine_and_the_group_stays_warm(pair, guest, flux
     assert torch.equal(samples(pair, flux, ULYSSES, steps=5), before)
 
 
+@pytest.mark.sweep
 def test_unloaded_workers_load_again(pair, flux):
     before = samples(pair, flux, ULYSSES)
     pair.unload(flux)

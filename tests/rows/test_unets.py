@@ -27,11 +27,12 @@ def check(unets: Groups, name: str, division: str, sizes: list[tuple[int, ...]],
 
 @pytest.mark.parametrize("division", DIVISIONS)
 @pytest.mark.parametrize("name", ["SDXL", "SVD"])
+@pytest.mark.sweep(one_in=4)
 def test_it_is_the_same_by_rows_and_columns_at_odd_sizes(unets: Groups, name: str, division: str) -> None:
     check(unets, name, division, SIZES.get(name, ODD[1:2]))
 
 
-@pytest.mark.sweep(one_in=4)
+@pytest.mark.sweep(one_in=12)
 @pytest.mark.parametrize("division", DIVISIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_all_of_them_are(unets: Groups, name: str, division: str) -> None:
@@ -66,6 +67,7 @@ PATCHES = (
 
 
 @pytest.mark.parametrize("name", PATCHES)
+@pytest.mark.sweep(one_in=2)
 def test_a_patch_sees_all_rows_and_does_what_it_does_undivided(unets: Groups, name: str) -> None:
     for (ring, ulysses), size in (((2, 1), (33, 40, 1)), ((1, 2), (64, 48, 1))):
         given = {"name": name, "ring": ring, "ulysses": ulysses, "size": size}
@@ -74,7 +76,7 @@ def test_a_patch_sees_all_rows_and_does_what_it_does_undivided(unets: Groups, na
             assert found["error"] <= 2e-5
 
 
-@pytest.mark.sweep(one_in=8)
+@pytest.mark.sweep(one_in=28)
 @pytest.mark.parametrize("division", DIVISIONS)
 @pytest.mark.parametrize("name", PATCHES)
 def test_a_patch_does_so_at_odd_sizes_with_two_images(unets: Groups, name: str, division: str) -> None:
