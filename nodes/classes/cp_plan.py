@@ -14,7 +14,7 @@ from comfy_api.latest import io
 
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.explain.plan_report import Report, Row, Subject, report
-from ...parallel_runtime.explain.plan_words import unused, why_replicated
+from ...parallel_runtime.explain.plan_words import unused
 from ...parallel_runtime.explain.remedy import changes, in_words, instead
 from ...parallel_runtime.group.history import Pace
 from ...parallel_runtime.group.machine_check import checked_plan
@@ -124,7 +124,7 @@ def explain(
     troubles: list[Row] = []
     work = subject.work
     inputs = partial(source.inputs, work=work, guided=guided, batch_coupled=source.batch_coupled)
-    asked = request
+    requested = request
     try:
         source.check_patches(request, subject.latent, subject.text)
         checked_plan(inputs(request))
@@ -133,7 +133,7 @@ def explain(
         request = instead(inputs, request, refused.fix)
         seen = dry_run(source.spec, inputs(request))
         troubles.append(_trouble_row("trouble.config", refused))
-        troubles.append(Row("", say("instead", setting=in_words(changes(asked, request)))))
+        troubles.append(Row("", say("instead", setting=in_words(changes(requested, request)))))
     if take_times and not troubles:
         measure(model, latent, positive, request, seen.plan, cfg)
         seen = dry_run(source.spec, inputs(request))
@@ -149,15 +149,13 @@ def explain(
     if seen.refused is not None:
         troubles.append(_trouble_row("trouble.weights", seen.refused))
     made = report(
-        subject, plan, guided=guided, automatic=not (request.ring_degree or request.ulysses_degree), profile=profile,
-        free=[reading.free_bytes + reading.rank_bytes for reading in readings], capacity=seen.capacity, decode=decode,
-        races=readings[0].races if readings else (), troubles=troubles,
-        whole=why_replicated(request, plan, work.network) if plan.estimate else "", unused=idle, compared=seen.compared,
-        resorted=request.pipeline_degree == 0 and degrees.pipeline_degree > 1, warmup=request.options.warmup_steps,
+        subject, plan, seen.inputs,
+        free=[reading.free_bytes + reading.rank_bytes for reading in readings], decode=decode,
+        benchmarks=readings[0].benchmarks if readings else (), troubles=troubles, compared=seen.compared,
     )  # fmt: skip
     kind = run_kind(source.spec, work)
     cost = None if troubles else cost_of(plan, kind)
-    return replace(made, fix=changes(asked, request), times=runtime.history.paces(kind), cost=cost), recommended
+    return replace(made, fix=changes(requested, request), times=runtime.history.paces(kind), cost=cost), recommended
 
 
 def _pace_json(pace: Pace) -> dict[str, Any]:

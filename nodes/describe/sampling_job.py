@@ -202,9 +202,10 @@ def is_batch_coupled(model: ModelPatcher, options: dict[str, Any]) -> bool:
 
 
 def gligens_of(conds: Mapping[str, list[dict[str, Any]]]) -> list[ModelPatcher]:
-    """The GLIGEN models of these conditions, each once. They make as many boxes as there are images in a batch."""
-    given = (cond["gligen"][1] for of_one in conds.values() for cond in of_one if cond.get("gligen"))
-    return list(dict.fromkeys(given))
+    """Returns the GLIGEN models of these conditions, each once. They make as many boxes as there are images in a
+    batch."""
+    models = (cond["gligen"][1] for prompt in conds.values() for cond in prompt if cond.get("gligen"))
+    return list(dict.fromkeys(models))
 
 
 def network_couples_batch(network: nn.Module, options: dict[str, Any]) -> bool:

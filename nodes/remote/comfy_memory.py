@@ -82,7 +82,6 @@ class GroupModel:
             patcher.model.device = CPU
 
     def end_run(self, after_sampling: AfterSampling) -> None:
-        """Keeps, offloads or unloads the model after a run, as the user chose."""
         if after_sampling != "keep":
             self.unload(offload=after_sampling == "offload")
 

@@ -20,10 +20,9 @@ from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.worker_group import OnStep, Result, WorkerGroup
 from ...parallel_runtime.jobs import Job
 from ...parallel_runtime.planning.candidates import profile_of, unsized_plan
-from ...parallel_runtime.planning.memory_model import Capacity
 from ...parallel_runtime.planning.network_stats import Work
 from ...parallel_runtime.planning.plan_inputs import PlanInputs
-from ...parallel_runtime.planning.resolve import alternatives, ranked, resolve
+from ...parallel_runtime.planning.resolve import alternatives, best_plan, resolve, why_unfit
 from ...parallel_runtime.planning.run_plan import Estimate, RunPlan
 from ...parallel_runtime.planning.seconds import times_as_fast
 from ...parallel_runtime.planning.shortage import Shortage, shortage
@@ -92,12 +91,11 @@ def dry_run(spec: ModelSpec, inputs: PlanInputs) -> DryRun:
         if group is not None and set(group.placement.devices) <= set(devices):
             group.measure()
     live = runtime.live
-    known, refused = _with_measurements(spec, inputs, live), None
-    try:
-        plan = resolve(known)
-    except Refused as reason:
-        plan, refused = replace(ranked(known)[0], estimate=None), reason
-    others = alternatives(known, plan) if refused is None else ()
+    known = _with_measurements(spec, inputs, live)
+    plan = best_plan(known)
+    refused = why_unfit(known, plan)
+    others = () if refused else alternatives(known, plan)
+    plan = replace(plan, estimate=None) if refused else plan
     group = live if live is not None and live.placement == plan.placement else None
     return DryRun(inputs=known, plan=plan, group=group, compared=compared((plan, *others)), refused=refused)
 
@@ -112,11 +110,6 @@ class DryRun:
     group: WorkerGroup | None
     compared: Sequence[str]
     refused: Refused | None
-
-    @property
-    def capacity(self) -> Capacity:
-        """Returns the memory of the workers in the plan."""
-        return self.inputs.capacity.of(self.plan.ranks) if self.plan.ranks else self.inputs.capacity
 
 
 def _with_measurements(spec: ModelSpec, inputs: PlanInputs, group: WorkerGroup | None) -> PlanInputs:

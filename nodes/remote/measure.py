@@ -44,7 +44,6 @@ def measure(
 
 
 def cost_of(plan: RunPlan, kind: Hashable) -> Cost:
-    """Returns the cost of measuring this kind of work on the plan's devices."""
     devices = plan.placement.devices
     workers = device_counts(len(devices))
     cpu = devices[0] == "cpu"

@@ -101,13 +101,7 @@ class RemoteVAE:
             model.end_run(self._request.after_sampling)
 
     def _convert(
-        self,
-        method: VAEMethod,
-        x: Tensor,
-        unit: int,
-        output: SharedOutput,
-        offset: int,
-        shape: tuple[int, ...],
+        self, method: VAEMethod, x: Tensor, unit: int, output: SharedOutput, offset: int, shape: tuple[int, ...]
     ) -> None:
         """Decodes or encodes `x` into `output` from element `offset` on. `unit`: pixels in a row of the latent."""
         self._check(method, x, unit)

@@ -58,7 +58,6 @@ async def get_logs(request: web.Request) -> web.Response:
 
 
 async def get_help(request: web.Request) -> web.Response:
-    """Returns a page of docs/troubleshooting as text."""
     pages = {path.stem: path for path in PAGES.glob("*.md")}
     page = pages.get(request.match_info["page"])
     if page is None:

@@ -13,7 +13,7 @@ from .architecture import Architecture
 __all__ = ["ARCHITECTURES", "Architecture", "architecture_of"]
 
 _FILES = [import_module(f".{file.name}", __name__) for file in iter_modules(__path__)]
-ARCHITECTURES = tuple(found for file in _FILES for found in vars(file).values() if isinstance(found, Architecture))
+ARCHITECTURES = tuple(value for file in _FILES for value in vars(file).values() if isinstance(value, Architecture))
 _BY_CLASS = {kind: network for network in ARCHITECTURES for kind in network.kinds}
 
 
@@ -23,5 +23,5 @@ def architecture_of(network: object) -> Architecture | None:
     A subclass is another class, whatever it changes: nobody has compared it with the plan.
     """
     kind = type(network)
-    found = _BY_CLASS.get(f"{kind.__module__}:{kind.__qualname__}")
-    return found if found is not None and found.fits(network) else None
+    known = _BY_CLASS.get(f"{kind.__module__}:{kind.__qualname__}")
+    return known if known is not None and known.fits(network) else None

@@ -38,7 +38,7 @@ def needs_full_tokens(options: Mapping[str, Any]) -> bool:
 
 
 def see_all_tokens(patches: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Those of the patches, by ComfyUI's kinds, that need all tokens inside of blocks: "attn1_patch of HyperTile"."""
+    """Returns the patches, with ComfyUI's kind, that need all tokens inside of blocks: "attn1_patch of HyperTile"."""
     inside = ((kind, patch) for kind in INSIDE for patch in patches.get(kind) or ())
     splittable = EACH_TOKEN + OF_FRAMES
     return list(

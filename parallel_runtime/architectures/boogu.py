@@ -28,11 +28,7 @@ PLAN = SplitPlan(
             unsplit_args=("temb",),
         ),
         ModulePlan("norm_out", {"x": Gather(JOINT)}),
-    ),
+    )
 )
 
-NETWORK = Architecture(
-    name="Boogu",
-    kinds=("comfy.ldm.boogu.model:BooguTransformer2DModel",),
-    plan=PLAN,
-)
+NETWORK = Architecture(name="Boogu", kinds=("comfy.ldm.boogu.model:BooguTransformer2DModel",), plan=PLAN)

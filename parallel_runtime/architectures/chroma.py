@@ -8,10 +8,7 @@ from .flux import PLAN
 from .split_plan import SplitPlan
 
 NETWORK = Architecture(
-    name="Chroma",
-    kinds=("comfy.ldm.chroma.model:Chroma",),
-    plan=PLAN,
-    text_width=inputs_of("txt_in"),
+    name="Chroma", kinds=("comfy.ldm.chroma.model:Chroma",), plan=PLAN, text_width=inputs_of("txt_in")
 )
 
 RADIANCE = replace(

@@ -19,6 +19,6 @@ NETWORK = Architecture(
                 unsplit_args=("temb",),
             ),
             ModulePlan("norm_final", {0: Gather(VIDEO)}),
-        ),
+        )
     ),
 )

@@ -18,7 +18,7 @@ PLAN = SplitPlan(
             unsplit_args=("crossattn_emb",),
             gathers=True,
         ),
-    ),
+    )
 )
 
 NETWORK = Architecture(

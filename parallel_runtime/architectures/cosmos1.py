@@ -16,7 +16,7 @@ NETWORK = Architecture(
                 unsplit_args=("emb_B_D", "crossattn_emb", "crossattn_mask", "adaln_lora_B_3D"),
                 gathers="each",
             ),
-        ),
+        )
     ),
     patch=(1, 2, 2),
 )

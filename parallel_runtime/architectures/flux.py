@@ -10,12 +10,7 @@ PLAN = SplitPlan(
     (
         ModulePlan(
             "double_blocks",
-            {
-                "img": Split(IMAGE),
-                "txt": Split(TEXT),
-                "pe": SplitLike(BOTH, 2),
-                "modulation_dims_img": Slices(IMAGE),
-            },
+            {"img": Split(IMAGE), "txt": Split(TEXT), "pe": SplitLike(BOTH, 2), "modulation_dims_img": Slices(IMAGE)},
             attends=BOTH,
             unsplit_args=("vec", "attn_mask"),
         ),

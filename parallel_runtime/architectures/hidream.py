@@ -25,8 +25,4 @@ PLAN = SplitPlan(
     replicated=frozenset(TEXT),
 )
 
-NETWORK = Architecture(
-    name="HiDream I1",
-    kinds=("comfy.ldm.hidream.model:HiDreamImageTransformer2DModel",),
-    plan=PLAN,
-)
+NETWORK = Architecture(name="HiDream I1", kinds=("comfy.ldm.hidream.model:HiDreamImageTransformer2DModel",), plan=PLAN)

@@ -36,8 +36,4 @@ PLAN = SplitPlan(
     residuals=("input",),
 )
 
-NETWORK = Architecture(
-    name="HunyuanVideo",
-    kinds=("comfy.ldm.hunyuan_video.model:HunyuanVideo",),
-    plan=PLAN,
-)
+NETWORK = Architecture(name="HunyuanVideo", kinds=("comfy.ldm.hunyuan_video.model:HunyuanVideo",), plan=PLAN)

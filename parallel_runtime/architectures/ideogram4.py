@@ -15,7 +15,7 @@ NETWORK = Architecture(
                 unsplit_args=("attn_mask",),
             ),
             ModulePlan("final_layer", {"x": Gather(JOINT)}),
-        ),
+        )
     ),
     width=lambda net: net.input_proj.out_features,
     text_width=inputs_of("llm_cond_proj"),

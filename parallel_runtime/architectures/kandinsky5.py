@@ -13,11 +13,7 @@ PLAN = SplitPlan(
             unsplit_args=("text_embed", "time_embed"),
             gathers=True,
         ),
-    ),
+    )
 )
 
-NETWORK = Architecture(
-    name="Kandinsky 5",
-    kinds=("comfy.ldm.kandinsky5.model:Kandinsky5",),
-    plan=PLAN,
-)
+NETWORK = Architecture(name="Kandinsky 5", kinds=("comfy.ldm.kandinsky5.model:Kandinsky5",), plan=PLAN)

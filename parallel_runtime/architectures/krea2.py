@@ -15,7 +15,7 @@ NETWORK = Architecture(
                 unsplit_args=("vec",),
             ),
             ModulePlan("last", {"x": Gather(JOINT)}),
-        ),
+        )
     ),
     width=lambda net: net.first.out_features,
     patch=(1, 2, 2),

@@ -20,7 +20,7 @@ LTXV = Architecture(
                 unsplit_args=("attention_mask", "context", "prompt_timestep"),
             ),
             ModulePlan("norm_out", {0: Gather(VIDEO)}),
-        ),
+        )
     ),
     patch=(1, 1, 1),
 )
@@ -66,6 +66,6 @@ LTXAV = replace(
                 unsplit_args=("v_context", "a_context", "attention_mask", "v_prompt_timestep", "a_prompt_timestep"),
                 gathers=True,
             ),
-        ),
+        )
     ),
 )

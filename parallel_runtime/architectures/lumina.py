@@ -25,14 +25,11 @@ PLAN = SplitPlan(
             unsplit_args=("adaln_input",),
         ),
         ModulePlan("final_layer", {"x": Gather(JOINT)}),
-    ),
+    )
 )
 
 NETWORK = Architecture(
-    name="Lumina 2 or Z-Image",
-    kinds=("comfy.ldm.lumina.model:NextDiT",),
-    plan=PLAN,
-    padded=lambda net: net.patch_size,
+    name="Lumina 2 or Z-Image", kinds=("comfy.ldm.lumina.model:NextDiT",), plan=PLAN, padded=lambda net: net.patch_size
 )
 
 PIXELS = replace(

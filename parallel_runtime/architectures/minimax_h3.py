@@ -15,7 +15,7 @@ NETWORK = Architecture(
                 unsplit_args=("t_emb",),
             ),
             ModulePlan("final_layer", {"x": Gather(JOINT, dim=0)}),
-        ),
+        )
     ),
     width=lambda net: net.blocks[0].attn.heads * net.blocks[0].attn.head_dim,
 )

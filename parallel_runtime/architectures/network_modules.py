@@ -23,10 +23,10 @@ def blocks_of(network: nn.Module, plan: SplitPlan, *, carrying: bool = False) ->
 
 def _outermost(module: nn.Module, classes: Names) -> list[nn.Module]:
     """The modules below `module` that are of one of these classes and inside of no other that is."""
-    found = []
+    outermost = []
     for child in module.children():
-        found += [child] if type(child).__name__ in classes else _outermost(child, classes)
-    return found
+        outermost += [child] if type(child).__name__ in classes else _outermost(child, classes)
+    return outermost
 
 
 def modules_of(network: nn.Module, module_plan: ModulePlan) -> list[nn.Module]:

@@ -21,7 +21,7 @@ def refiner(name: str, streams: tuple[str, ...], **more: Any) -> ModulePlan:
 
 
 def _with_the_last(net: Any) -> list[int]:
-    """What both refine is joined next: one stage must have it all."""
+    """Puts the last refiners into one stage, which must have all tokens that are joined next."""
     return [len(net.noise_refiner) - 1] * len(net.ref_image_refiner)
 
 
@@ -37,11 +37,7 @@ PLAN = SplitPlan(
             unsplit_args=("temb",),
         ),
         ModulePlan("norm_out", {"x": Gather(JOINT)}),
-    ),
+    )
 )
 
-NETWORK = Architecture(
-    name="OmniGen 2",
-    kinds=("comfy.ldm.omnigen.omnigen2:OmniGen2Transformer2DModel",),
-    plan=PLAN,
-)
+NETWORK = Architecture(name="OmniGen 2", kinds=("comfy.ldm.omnigen.omnigen2:OmniGen2Transformer2DModel",), plan=PLAN)

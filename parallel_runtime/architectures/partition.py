@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 @dataclass(frozen=True)
 class Load:
-    """What a unit costs its stage: bytes of weights, and blocks that tokens pass, all of the same cost."""
+    """The cost of a unit to its stage: bytes of weights, and blocks that tokens pass, all of the same cost."""
 
     nbytes: int
     blocks: int = 1

@@ -172,15 +172,15 @@ class ModulePlan:
     @property
     def split_args(self) -> list[tuple[str | int, int | None, Names]]:
         """The hidden states among the arguments: name, index if it is one of a tuple, streams."""
-        return [(name, index, words[0].streams) for name, index, words in self._tokens]
+        return [(name, index, specs[0].streams) for name, index, specs in self._tokens]
 
     @property
     def outputs(self) -> tuple[list[Split], ...]:
         """The specs of each output of a block; the output's length selects one of several."""
         if self.output_streams is not None:
             return tuple([Split(streams)] for streams in self.output_streams)
-        specs = {name: [words for other, _, words in self._tokens if other == name] for name in self.args}
-        return tuple(words for name in self.updated_args or specs for words in specs[name])
+        by_name = {name: [specs for other, _, specs in self._tokens if other == name] for name in self.args}
+        return tuple(specs for name in self.updated_args or by_name for specs in by_name[name])
 
     @property
     def updated_args(self) -> tuple[str | int, ...]:
@@ -190,7 +190,7 @@ class ModulePlan:
     @property
     def repeats(self) -> bool:
         """Whether its blocks run several times in a forward."""
-        return any(word.repeats for *_, words in self._tokens for word in words)
+        return any(spec.repeats for *_, specs in self._tokens for spec in specs)
 
     @property
     def _tokens(self) -> list[tuple[str | int, int | None, list[Split]]]:
@@ -230,23 +230,19 @@ class SplitPlan:
     @property
     def streams(self) -> frozenset[str]:
         """The names of all streams that are split or counted."""
-        carried = (
-            stream for module_plan in self.module_plans for *_, streams in module_plan.split_args for stream in streams
-        )
-        words = (word for module_plan in self.module_plans for word in module_plan.args.values())
-        return frozenset(carried).union(*(word.streams for word in words if isinstance(word, Count)))
+        carried = (stream for plan in self.module_plans for *_, streams in plan.split_args for stream in streams)
+        specs = (spec for module_plan in self.module_plans for spec in module_plan.args.values())
+        return frozenset(carried).union(*(spec.streams for spec in specs if isinstance(spec, Count)))
 
     @property
     def trunk(self) -> list[ModulePlan]:
         """The stacks of blocks that a step cache may skip."""
-        return [
-            module_plan for module_plan in self.module_plans if module_plan.split_args and not module_plan.never_skipped
-        ]
+        return [plan for plan in self.module_plans if plan.split_args and not plan.never_skipped]
 
 
-def _tokens(name: str | int, word: SplitSpec) -> Iterator[tuple[str | int, int | None, list[Split]]]:
-    words: list[tuple[int | None, Any]] = list(enumerate(word)) if isinstance(word, tuple) else [(None, word)]
-    for index, item in words:
+def _tokens(name: str | int, spec: SplitSpec) -> Iterator[tuple[str | int, int | None, list[Split]]]:
+    items: list[tuple[int | None, Any]] = list(enumerate(spec)) if isinstance(spec, tuple) else [(None, spec)]
+    for index, item in items:
         either = item if isinstance(item, list) else [item]
         if isinstance(either[0], Split):
             yield name, index, either

@@ -20,7 +20,7 @@ NETWORK = Architecture(
                 unsplit_args=("context", "global_cond"),
                 gathers=True,
             ),
-        ),
+        )
     ),
     width=lambda net: net.transformer.dim,
     fits=lambda net: (

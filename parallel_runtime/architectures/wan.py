@@ -40,10 +40,7 @@ VACE_BLOCKS = replace(
     runs_with=lambda net: list(net.vace_layers_mapping),
 )
 VACE = replace(
-    NETWORK,
-    name="Wan VACE",
-    kinds=("comfy.ldm.wan.model:VaceWanModel",),
-    plan=SplitPlan((BLOCKS, VACE_BLOCKS, HEAD)),
+    NETWORK, name="Wan VACE", kinds=("comfy.ldm.wan.model:VaceWanModel",), plan=SplitPlan((BLOCKS, VACE_BLOCKS, HEAD))
 )
 
 
@@ -66,8 +63,7 @@ HUMO = driven(
     "HuMo",
     "model:HumoWanModel",
     ModulePlan(
-        "blocks.*.audio_cross_attn_wrapper",
-        frames=Frames(stream="video", tokens="x", conditions=("audio",), each=16),
+        "blocks.*.audio_cross_attn_wrapper", frames=Frames(stream="video", tokens="x", conditions=("audio",), each=16)
     ),
     blocks=replace(
         BLOCKS,

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Guest:
-    """What this machine gives, and to whom."""
+    """A machine that joins, with the devices that it gives and the endpoint that it gives them to."""
 
     endpoint: str
     key: str
@@ -96,11 +96,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         guest = Guest(
             endpoint=options.endpoint, key=read_key(options.token_file), devices=options.devices, comfyui=comfyui
         )
-        said = ""
+        last = ""
         while True:
-            if (happened := guest.serve_one_group()) != said:
-                log.info("[CP] %s", happened)
-            said = happened
+            if (event := guest.serve_one_group()) != last:
+                log.info("[CP] %s", event)
+            last = event
             time.sleep(RETRY_SECONDS)
     except Refused as refused:
         sys.exit(str(refused))

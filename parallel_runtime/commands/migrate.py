@@ -115,14 +115,14 @@ def _graphs(workflow: Json) -> Iterator[tuple[str, Json]]:
             yield f"group node {name!r}", group
 
 
-def _under(found: Any, *keys: str) -> Any:
+def _under(value: Any, *keys: str) -> Any:
     for key in keys:
-        found = found.get(key) if isinstance(found, dict) else None
-    return found
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
-def _items(found: Any) -> list[Json]:
-    return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
+def _items(value: Any) -> list[Json]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _swap_all(graph: Json, place: str) -> Iterator[Change]:
@@ -172,7 +172,7 @@ def _number_of(link: Any) -> int:
 
 
 def _number(value: Any) -> int:
-    """Of JSON that may have it as text."""
+    """Returns a number of the JSON, which may have it as text."""
     if isinstance(value, str):
         return int(value) if value.isdecimal() else 0
     return value if isinstance(value, int) else 0

@@ -56,11 +56,11 @@ def main(arguments: Sequence[str]) -> int:
         help="a file with network() and inputs(rows=0, text=0), see parallel_runtime/architectures/README.md",
     )
     parser.add_argument("--comfyui", type=Path, default=Path(), help="a checkout of ComfyUI")
-    told = parser.parse_args(arguments)
-    if told.action == "draft":
-        sys.stdout.write(draft(told.subject, told.comfyui))
+    options = parser.parse_args(arguments)
+    if options.action == "draft":
+        sys.stdout.write(draft(options.subject, options.comfyui))
         return 0
-    return check(told.subject, told.comfyui)
+    return check(options.subject, options.comfyui)
 
 
 def load_subject(path: Path, comfyui: Path) -> Subject:
@@ -76,7 +76,7 @@ def load_subject(path: Path, comfyui: Path) -> Subject:
 
 
 def randomized(network: nn.Module) -> nn.Module:
-    """With weights that keep numbers about as large as they are."""
+    """Returns the network with random weights that keep numbers about as large as they are."""
     for name, parameter in network.named_parameters():
         deviation = max(parameter[0].numel() if parameter.ndim > 1 else 100, 1) ** -0.5
         around = 1.0 if parameter.ndim < 2 and name.endswith(("weight", "scale")) else 0.0
@@ -106,42 +106,41 @@ def check(path: Path, comfyui: Path) -> int:
         return 1
     with tempfile.TemporaryDirectory() as folder:
         failed = 0
-        for number, (name, way) in enumerate(CHECKED.items()):
-            out = Path(folder) / f"said{number}"
-            arguments = (path, comfyui, way, f"{folder}/store{number}", out)
-            processes.start_processes(_rank, arguments, nprocs=way.world_size, start_method="spawn")
-            said, exact = out.read_text().split("\n")
-            sys.stdout.write(f"{name}: {said}\n")
+        for number, (name, degrees) in enumerate(CHECKED.items()):
+            out = Path(folder) / f"result{number}"
+            arguments = (path, comfyui, degrees, f"{folder}/store{number}", out)
+            processes.start_processes(_rank, arguments, nprocs=degrees.world_size, start_method="spawn")
+            result, exact = out.read_text().split("\n")
+            sys.stdout.write(f"{name}: {result}\n")
             failed |= exact != "True"
     return failed
 
 
-def _rank(rank: int, path: Path, comfyui: Path, way: Parallelism, store: str, out: Path) -> None:
+def _rank(rank: int, path: Path, comfyui: Path, degrees: Parallelism, store: str, out: Path) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    world = way.world_size
+    world = degrees.world_size
     shared = dist.FileStore(store, world)
     dist.init_process_group("cpu:gloo", store=shared, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    said, exact = _compare(load_subject(path, comfyui), way)
+    result, exact = _compare(load_subject(path, comfyui), degrees)
     if rank == 0:
-        out.write_text(f"{said}\n{exact}")
+        out.write_text(f"{result}\n{exact}")
     dist.destroy_process_group()
 
 
-def _compare(subject: Subject, way: Parallelism) -> tuple[str, bool]:
+def _compare(subject: Subject, degrees: Parallelism) -> tuple[str, bool]:
     network, calls = subject
-    model, mesh, worst = Model(ModelSpec(loader=""), network, architecture_of(network)), build_mesh(way), 0.0
+    model, mesh, worst = Model(ModelSpec(loader=""), network, architecture_of(network)), build_mesh(degrees), 0.0
     for call in calls:
-        wants = run(network, call)
+        expected = run(network, call)
         try:
-            model.parallelize(mesh, way)
-            got = run(network, call)
+            model.parallelize(mesh, degrees)
+            outputs = run(network, call)
         except ValueError as refused:
             return " ".join(str(refused).split()), False
         model.parallelize(ContextMesh(), Parallelism())
-        worst = max(
-            [worst, *((a - b).abs().max().item() / b.abs().max().item() for a, b in zip(got, wants, strict=True))]
-        )
+        pairs = zip(outputs, expected, strict=True)
+        worst = max(worst, *((a - b).abs().max().item() / b.abs().max().item() for a, b in pairs))
     return f"{worst:.1e} of the largest value", worst <= EXACT
 
 
@@ -172,8 +171,8 @@ def _observe(network: nn.Module, call: dict[str, Any]) -> Shapes:
 def _recorder(seen: Shapes, stack: str) -> Any:
     def record(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         names = list(inspect.signature(type(block).forward).parameters)[1:]
-        given = {names[n] if n < len(names) else str(n): value for n, value in enumerate(args)} | kwargs
-        tensors = {name: shape for name, value in given.items() for shape in _shapes(value)}
+        arguments = {names[n] if n < len(names) else str(n): value for n, value in enumerate(args)} | kwargs
+        tensors = {name: shape for name, value in arguments.items() for shape in _shapes(value)}
         seen[stack] = tensors | {f"returns {n}": shape for n, shape in enumerate(_shapes(out))}
 
     return record
@@ -184,26 +183,23 @@ def _shapes(value: Any) -> list[tuple[int, ...]]:
 
 
 def _module_plan_text(stack: str, runs: list[dict[str, tuple[int, ...]]]) -> list[str]:
-    given = {name: shape for name, shape in runs[0].items() if not name.startswith("returns ")}
-    returned = {shape for name, shape in runs[0].items() if name not in given}
-    found = {name: next(((dim, cause) for dim in range(len(shape)) if (cause := _cause(name, dim, runs))), None)
-             for name, shape in given.items()}  # fmt: skip
-    tokens = {name: follows for name, follows in found.items() if follows and given[name] in returned}
+    arguments = {name: shape for name, shape in runs[0].items() if not name.startswith("returns ")}
+    returned = {shape for name, shape in runs[0].items() if name not in arguments}
+    causes = {name: next(((dim, cause) for dim in range(len(shape)) if (cause := _cause(name, dim, runs))), None)
+              for name, shape in arguments.items()}  # fmt: skip
+    tokens = {name: follows for name, follows in causes.items() if follows and arguments[name] in returned}
     streams = list(dict.fromkeys(cause for _, cause in tokens.values()))
-    words, whole = [], []
-    for name, follows in found.items():
+    specs, unsplit = [], []
+    for name, follows in causes.items():
         if follows is None or (name not in tokens and follows[1] not in [*streams, "joint"]):
-            whole.append(name)  # what follows a stream without tokens here is read as keys
+            unsplit.append(name)  # what follows a stream without tokens here is read as keys
             continue
         dim, cause = follows
         over = streams if cause == "joint" and "joint" not in streams else [cause]
-        rest = f", {dim}" if dim != 1 else ""
-        words.append(f'"{name}": {"Split" if name in tokens else "SplitLike"}({tuple(over)}{rest})')
-    return (
-        [f'ModulePlan("{stack}", {{{", ".join(words)}}}, attends={tuple(streams)}, unsplit_args={tuple(whole)}),']
-        if words
-        else []
-    )
+        suffix = f", {dim}" if dim != 1 else ""
+        specs.append(f'"{name}": {"Split" if name in tokens else "SplitLike"}({tuple(over)}{suffix})')
+    module_plan = f'"{stack}", {{{", ".join(specs)}}}, attends={tuple(streams)}, unsplit_args={tuple(unsplit)}'
+    return [f"ModulePlan({module_plan}),"] if specs else []
 
 
 def _cause(name: str, dim: int, runs: list[dict[str, tuple[int, ...]]]) -> str:

@@ -94,7 +94,7 @@ def evaluate(transformer: Any, x: Tensor, timestep: Tensor, cond: Mapping[str, T
 
 
 def _config(state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What the shapes in a checkpoint tell of its transformer."""
+    """Returns the transformer's arguments, which follow from the shapes in its checkpoint."""
     width, channels = state["img_in.weight"].shape
     head = state["double_blocks.0.img_attn.norm.query_norm.scale"].shape[0]
     return {

@@ -42,7 +42,6 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 def vocabulary() -> list[str]:
-    """Every word a prompt may use."""
     return sorted({*COLOURS, *SHAPES, *SIZES, *PLACES, *GRAMMAR, *SYNONYMS})
 
 
@@ -65,8 +64,8 @@ def encode(prompt: str) -> tuple[Tensor, Tensor]:
     table = _hadamard(WIDTH)
     rows = torch.tensor([1 + ROWS.index(name) for name in ["start", *names]])
     places = 1 + len(ROWS) + torch.arange(len(rows))
-    said = [1 + ROWS.index(name) for name in names if name not in GRAMMAR]
-    pooled = table[torch.tensor(said, dtype=torch.long)].sum(0, keepdim=True)
+    meant = [1 + ROWS.index(name) for name in names if name not in GRAMMAR]
+    pooled = table[torch.tensor(meant, dtype=torch.long)].sum(0, keepdim=True)
     return torch.cat([_registers(), table[rows] + table[places]])[None], pooled
 
 
@@ -90,9 +89,9 @@ def _is_backdrop(words: list[str], i: int) -> bool:
 
 def _check_single(names: list[str]) -> None:
     for kind, members in KINDS.items():
-        found = [name for name in names if name in members]
-        if len(found) > 1:
-            raise ValueError(f"the prompt names more than one {kind} ({', '.join(found)}); the demo model draws one")
+        named = [name for name in names if name in members]
+        if len(named) > 1:
+            raise ValueError(f"the prompt names more than one {kind} ({', '.join(named)}); the demo model draws one")
 
 
 def _hadamard(width: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What workers hold of a model and need beside it, each where that is not alike, and why, for CP Plan."""
+"""Puts the memory of a plan into words, for CP Plan: weights, workspace, and how both differ between workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..specs import Placement, WeightPlacement
 
 
 def placed(plan: RunPlan, work: Work, capacity: Capacity) -> Estimate:
-    """What the plan needs; whole weights where there is no place for them."""
+    """Returns the plan's estimate, or that of replicated weights where the plan has none."""
     if plan.estimate is not None:
         return plan.estimate
     model = MemoryModel(work=work, degrees=plan.degrees, capacity=capacity)
@@ -26,7 +26,7 @@ def placed(plan: RunPlan, work: Work, capacity: Capacity) -> Estimate:
 
 
 def memory(estimate: Estimate, placement: Placement, free: Sequence[int]) -> tuple[str, str]:
-    """At the peak."""
+    """Returns the sentences on the memory that workers need at their peak."""
     each, most_weights = estimate.needed_bytes_by_rank, max(estimate.weight_bytes_by_rank)
     values = {"needed": f"{max(each) / GIB:.2f}", "held": f"{most_weights / GIB:.2f}"}
     most = say("memory", **values, free=f"{min(free) / GIB:.2f}") if free else say("memory.unknown", **values)
@@ -34,7 +34,8 @@ def memory(estimate: Estimate, placement: Placement, free: Sequence[int]) -> tup
 
 
 def weights(plan: RunPlan, work: Work, capacity: Capacity) -> tuple[str, ...]:
-    """Of each worker: what it has, what it fetches, and what it waits for that."""
+    """Returns the sentences on the weights that workers have, those that they fetch, and how long they wait for
+    them."""
     estimate, mode, degrees = plan.estimate, plan.weights.mode, plan.degrees
     if estimate is None:
         return ()
@@ -62,7 +63,7 @@ def _fetching(plan: RunPlan, work: Work, estimate: Estimate) -> str:
 
 
 def _weights_of_each(plan: RunPlan, estimate: Estimate, blocks: int) -> str:
-    """Which each has at rest, and of how many blocks."""
+    """Lists each worker's weights at rest, and its number of resident blocks."""
     each = []
     for rank, (device, size) in enumerate(zip(plan.placement.device_names, estimate.weight_bytes_by_rank, strict=True)):
         each.append(f"{device} {size_in_words(size)} ({plan.weights.resident_blocks_on(rank)}/{blocks})")
@@ -70,7 +71,7 @@ def _weights_of_each(plan: RunPlan, estimate: Estimate, blocks: int) -> str:
 
 
 def _why_not_replicated(plan: RunPlan, work: Work, capacity: Capacity) -> str:
-    """Which devices whole weights would fit, and which not; "" where they fit all or none."""
+    """Says which devices replicated weights would fit, and which not; "" where they fit all or none."""
     model = MemoryModel(work=work, degrees=plan.degrees, capacity=capacity).one_by_one
     needed = model.needed_bytes_by_rank(WeightPlacement())
     each = list(zip(plan.placement.device_names, model.budget_bytes_by_rank, needed, strict=True))
@@ -83,7 +84,7 @@ def _why_not_replicated(plan: RunPlan, work: Work, capacity: Capacity) -> str:
 
 
 def _memory_of_each(placement: Placement, needed: Sequence[int], free: Sequence[int]) -> str:
-    """What each needs at its peak, of what is free."""
+    """Lists what each worker needs at its peak, and what is free for it."""
     needs = [f"{device} {size_in_words(size)}" for device, size in zip(placement.device_names, needed, strict=True)]
     if not free:
         return say("memory.each.unknown", each=", ".join(needs))

@@ -1,4 +1,4 @@
-"""A plan to look at: which rank holds which part of sequence, heads and weights."""
+"""Draws a plan: each rank's part of the sequence, the heads and the weights."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ..planning.run_plan import RunPlan
 from ..sentences import listed, say
 from ..specs import Parallelism
 
-Share = tuple[float, float]  # from and to, of the whole
+Share = tuple[float, float]  # begin and end, as fractions of all
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one rank holds. `tokens` outside of attention, `heads` inside it; `lane` says which prompt or which images
-    where these are shared out."""
+    """The part of one rank: its `tokens` outside of attention, its `heads` inside it. `lane` says which prompt or which
+    images where these are shared out."""
 
     rank: int
     device: str
@@ -25,47 +25,40 @@ class Part:
     lane: str
 
 
-def parts(
-    plan: RunPlan, *, sharded: bool = False, held: Sequence[float] = (), stages: Sequence[Share] = ()
-) -> list[Part]:
-    """In rank order. Ranks are numbered through pipeline, data, cfg, ring, ulysses, the last one fastest. `held` is the
-    share of the weights that each device has, none: all; the same ones unless they are `sharded`, or of `stages`."""
+def parts(plan: RunPlan, *, weights: Sequence[float] = (), stages: Sequence[Share] = ()) -> list[Part]:
+    """Returns the parts in rank order: ranks are numbered through pipeline, data, cfg, ring, ulysses, the last one
+    fastest. `weights` is the fraction of the weights on each device, (): all of them; these are the same ones unless
+    they are sharded, or of `stages`."""
     devices = plan.placement.devices * plan.placement.nnodes
-    each = held or (1.0,) * len(devices)
-    return [_part(rank, device, plan.degrees, sharded, each, stages) for rank, device in enumerate(devices)]
+    fractions = weights or (1.0,) * len(devices)
+    return [_part(rank, device, plan, fractions, stages) for rank, device in enumerate(devices)]
 
 
-def _part(
-    rank: int, device: str, degrees: Parallelism, sharded: bool, held: Sequence[float], stages: Sequence[Share]
-) -> Part:
-    lane, place = divmod(rank, degrees.context_parallel_size)
-    first = _first(place, held[rank - place :][: degrees.context_parallel_size]) if sharded else 0.0
-    stage, lane = divmod(lane, degrees.cfg_degree * degrees.data_degree)
-    data, cfg = divmod(lane, degrees.cfg_degree)
+def _part(rank: int, device: str, plan: RunPlan, weights: Sequence[float], stages: Sequence[Share]) -> Part:
+    degrees, size, ulysses = plan.degrees, plan.degrees.context_parallel_size, plan.degrees.ulysses_degree
+    group, index = divmod(rank, size)
+    first = _first(index, weights[rank - index :][:size]) if plan.sharded else 0.0
+    stage, group = divmod(group, degrees.cfg_degree * degrees.data_degree)
+    data, cfg = divmod(group, degrees.cfg_degree)
+    shares = degrees.cp_group_shares[group]
     return Part(
         rank=rank,
         device=device,
-        tokens=_share(place, degrees.cp_group_shares[lane]),
-        heads=_share(rank % degrees.ulysses_degree, _of_heads(degrees, lane)),
-        weights=stages[stage] if stages else (first, first + held[rank]),
+        tokens=_share(index, shares),
+        heads=_share(rank % ulysses, [sum(shares[number::ulysses]) for number in range(ulysses)]),
+        weights=stages[stage] if stages else (first, first + weights[rank]),
         lane=_lane(stage, data, cfg, degrees),
     )
 
 
-def _first(place: int, held: Sequence[float]) -> float:
-    """Where the part of a shard begins that this rank of a lane has: the first's with the weights, the last's ends with
-    them, and what several have whole is where parts overlap."""
-    before, others = sum(held[:place]), sum(held[:-1])
-    return (1 - held[-1]) * before / others if others else 0.0
+def _first(index: int, weights: Sequence[float]) -> float:
+    """Returns where the shard of rank `index` of a cp group begins: the first one begins with the weights, the last one
+    ends with them, and they overlap in the weights that several ranks have in full."""
+    before, others = sum(weights[:index]), sum(weights[:-1])
+    return (1 - weights[-1]) * before / others if others else 0.0
 
 
-def _of_heads(degrees: Parallelism, lane: int) -> tuple[int, ...]:
-    """Of all ranks of a ring that have the same heads."""
-    shares = degrees.cp_group_shares[lane]
-    return tuple(sum(shares[place :: degrees.ulysses_degree]) for place in range(degrees.ulysses_degree))
-
-
-def _share(index: int, shares: tuple[int, ...]) -> Share:
+def _share(index: int, shares: Sequence[int]) -> Share:
     return sum(shares[:index]) / sum(shares), sum(shares[: index + 1]) / sum(shares)
 
 

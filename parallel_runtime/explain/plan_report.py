@@ -1,5 +1,5 @@
-"""A plan in words that a user understands: what will run where, what it needs, what is wrong and what to do. Each thing
-is a row; the text, and the page's table and picture, are made of them."""
+"""Puts a plan into words for its user: what will run where, what it needs, what is wrong and what to do. Each thing is
+a row; the text, and the page's table and picture, are made of them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from typing import Any, Literal
 
 from ..accelerators import CUDA
 from ..group.history import Cost, Pace, RunSetup
+from ..planning.candidates import profile_of
 from ..planning.device_names import why_one_gpu
 from ..planning.device_profile import DeviceProfile
-from ..planning.memory_model import UNLIMITED, Capacity, activation_bytes
+from ..planning.memory_model import activation_bytes
 from ..planning.misfit import size_in_words
 from ..planning.network_stats import Work
+from ..planning.plan_inputs import PlanInputs
 from ..planning.run_plan import RunPlan
 from ..planning.seconds import attention_bytes, evaluation_seconds
 from ..planning.stage_blocks import StageBlocks, busy_share, cached_key_value_bytes, stages_of, weight_ranges
+from ..request import ParallelRequest
 from ..sentences import Sentence, listed, say, say_if, to_json
 from ..specs import Parallelism, Placement
-from ..wire.readings import Race
+from ..wire.readings import KernelBenchmark
 from .kernel_rows import kernel_sentences
 from .memory_rows import memory, placed, weights
 from .plan_picture import Part, parts
-from .plan_words import idle, shares_in_words
+from .plan_words import idle, shares_in_words, unused, why_replicated
 from .remedy import Change
 
 GIB = 2**30
@@ -33,36 +36,34 @@ Kind = Literal["model", "row", "note", "trouble"]
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that a report says, and whether it is what the plan is for, a part of it, advice, or a refusal."""
+    """One row of a report: the model, a part of the plan, advice ("note"), or a refusal ("trouble")."""
 
     title: str
     sentences: str | tuple[str, ...]
     kind: Kind = "row"
 
     @property
-    def said(self) -> tuple[str, ...]:
-        """Each sentence; one that is a Sentence has words in other languages."""
-        found = (self.sentences,) if isinstance(self.sentences, str) else self.sentences
-        return tuple(sentence for sentence in found if sentence)
-
-    @property
     def text(self) -> str:
-        return " ".join(self.said)
+        return " ".join(self._nonempty)
 
     @property
     def for_page(self) -> list[Any]:
-        return [to_json(sentence) for sentence in self.said]
+        """Returns the sentences as JSON; a Sentence can be translated."""
+        return [to_json(sentence) for sentence in self._nonempty]
 
     @property
     def line(self) -> str:
         return f"{self.title}: {self.text}" if self.title and self.kind != "model" else self.text
 
+    @property
+    def _nonempty(self) -> list[str]:
+        return [text for text in ((self.sentences,) if isinstance(self.sentences, str) else self.sentences) if text]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that is to say, in order, and what each rank holds: nothing where it cannot run as asked. `fix` is what to
-    change in CP Parallel Config then; `times` are steps that were measured, `cost` is what it
-    takes to measure them anew."""
+    """All rows in order, and the parts of each rank, none where it cannot run as requested. `fix` is what to change in
+    CP Parallel Config then. `times` are measured steps, `cost` is that of measuring them anew."""
 
     rows: tuple[Row, ...]
     parts: tuple[Part, ...] = ()
@@ -76,7 +77,7 @@ class Report:
 
     @property
     def table(self) -> dict[str, list]:
-        """Titles with what is said; what is wrong and what is advised stands apart."""
+        """Returns the rows as JSON for the page, refusals and advice apart from the others."""
         return {
             "troubles": [row.for_page for row in self.rows if row.kind == "trouble"],
             "rows": [(row.title, row.for_page) for row in self.rows if row.kind in ("model", "row")],
@@ -86,10 +87,10 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What the plan is for: the model in words, the latent's sizes, and the token count of each stream and of
-    the prompt. `batch_coupled`: something on the model sees every prompt and image at once; `images_coupled`: every
-    image of a prompt; `compiled`: its blocks are. `controls` says where its ControlNets run, `loop` why the loop stays
-    in ComfyUI's process."""
+    """The subject of a plan: the model in words, the latent's sizes, and the token count of each stream and of the
+    prompt. `batch_coupled`: something on the model sees every prompt and image at once; `images_coupled`: every image
+    of a prompt; `compiled`: its blocks are. `controls` says where its ControlNets run, `loop` why the loop stays in
+    ComfyUI's process."""
 
     model: str
     latent: tuple[int, ...]
@@ -106,35 +107,28 @@ class Subject:
 def report(
     subject: Subject,
     plan: RunPlan,
+    inputs: PlanInputs,
     *,
-    guided: bool,
-    automatic: bool,
-    profile: DeviceProfile | None = None,
     free: Sequence[int] = (),
-    capacity: Capacity = UNLIMITED,
     decode: str | tuple[str, ...] = "",
-    races: Sequence[Race] = (),
+    benchmarks: Sequence[KernelBenchmark] = (),
     troubles: Sequence[Row] = (),
-    whole: str = "",
-    unused: str = "",
     compared: Sequence[str] = (),
-    resorted: bool = False,
-    warmup: int = 1,
 ) -> Report:
-    """`plan` has no estimate where its weights fit nowhere. `profile` is None where no worker group has measured this
-    machine yet, and nothing is `free` then: the bytes that each worker could take of its device at this moment.
-    `capacity` is what the weights found a place by. `decode` is of a VAE,
-    `races` are those of kernels that its workers have run. What was refused, the `troubles`, comes first; `whole` says
-    why weights are on every device that were to be elsewhere, `unused` that shares divide nothing, `compared` what
-    other devices and degrees would take. `resorted`: auto made it a pipeline. `warmup` steps are exact where others
-    come in patches."""
-    work, degrees, placement = subject.work, plan.degrees, plan.placement
-    chosen = _choice(profile) if automatic and degrees.context_parallel_size > 1 else "degrees"
+    """Returns the report on the `plan` of these inputs, which has no estimate where its weights fit nowhere. `free` are
+    the bytes that each worker could take of its device at this moment, () where none has measured. `decode` has the
+    sentences on a VAE, `benchmarks` are the workers' of kernels. Refusals, the `troubles`, come first; `compared` says
+    how long other devices and degrees would take."""
+    work, degrees, placement, request = subject.work, plan.degrees, plan.placement, inputs.request
+    profile, capacity = profile_of(inputs, plan), inputs.capacity.of(plan.ranks)
+    measured = profile is not None and profile.bytes_per_second > 0
+    by_auto = "degrees.measured" if measured else "degrees.unmeasured"
+    chosen = by_auto if inputs.is_free and degrees.context_parallel_size > 1 else "degrees"
     estimate = placed(plan, work, capacity)
     notes = [
-        *_warnings(subject, plan, guided, estimate.needed_bytes_by_rank, free),
-        whole,
-        unused,
+        *_warnings(subject, plan, inputs.guided, estimate.needed_bytes_by_rank, free),
+        why_replicated(request, plan, work.network) if plan.estimate else "",
+        unused(request, plan, work.network.name),
         idle(plan),
     ]
     rows = [
@@ -144,22 +138,21 @@ def report(
         Row("ControlNets", subject.controls),
         Row("Loop", subject.loop),
         Row("Workers", _workers(placement)),
-        Row("Degrees", (say(chosen, degrees=_degrees(degrees)), *_reasons(subject, plan, guided))),
+        Row("Degrees", (say(chosen, degrees=_degrees(degrees)), *_reasons(subject, plan, inputs.guided))),
         Row("Shares", (shares_in_words(plan), *compared)),
-        Row("Stages", (*_stages(work, degrees, resorted), _patches(work, degrees, warmup))),
+        Row("Stages", (*_stages(work, degrees, request), _patches(work, degrees, request.options.warmup_steps))),
         Row("Memory", memory(estimate, placement, free)),
         Row("Weights", weights(plan, work, capacity)),
         Row("Traffic", _traffic(work, degrees)),
         Row("Launch", _launch(subject, plan)),
-        *(Row("Kernel", text) for text in kernel_sentences(races, degrees)),
+        *(Row("Kernel", text) for text in kernel_sentences(benchmarks, degrees)),
         Row("Speed", _speed(work, plan, profile)),
         Row("Decode", decode),
         *(Row("Note", text, "note") for text in notes),
     ]
-    of_all = max(1, work.network.weight_bytes)
-    held = [nbytes / of_all if plan.estimate else 1.0 for nbytes in estimate.weight_bytes_by_rank]
-    stages = weight_ranges(work.network, degrees)
-    shown = [] if troubles else parts(plan, sharded=plan.sharded, held=held, stages=stages)
+    total = max(1, work.network.weight_bytes)
+    fractions = [nbytes / total if plan.estimate else 1.0 for nbytes in estimate.weight_bytes_by_rank]
+    shown = [] if troubles else parts(plan, weights=fractions, stages=weight_ranges(work.network, degrees))
     return Report(rows=tuple(row for row in rows if row.text), parts=tuple(shown))
 
 
@@ -184,15 +177,8 @@ def _degrees(degrees: Parallelism) -> str:
 
 
 def share_cores(placement: Placement) -> bool:
-    """One worker would have all of them; what was measured of several says nothing of it."""
+    """Do several workers share the cores of a CPU? Then their measurements say nothing of one worker."""
     return placement.devices[0] == "cpu" and len(placement.devices) > 1
-
-
-def _choice(profile: DeviceProfile | None) -> str:
-    """How auto came to the degrees."""
-    if profile is None or not profile.bytes_per_second:
-        return "degrees.unmeasured"
-    return "degrees.measured"
 
 
 def _reasons(subject: Subject, plan: RunPlan, guided: bool) -> list[str]:
@@ -211,15 +197,18 @@ def _reasons(subject: Subject, plan: RunPlan, guided: bool) -> list[str]:
     return reasons if any(reasons) else [say("alone")]
 
 
-def _stages(work: Work, degrees: Parallelism, resorted: bool) -> tuple[str, ...]:
-    """Of each stage of a pipeline: its blocks, what they compute, and what they take; how long it stands still; and
-    why there is one, if auto made it."""
+def _stages(work: Work, degrees: Parallelism, request: ParallelRequest) -> tuple[str, ...]:
+    """Says of each stage of a pipeline which blocks it has, with their work and size, how long stages are idle, and why
+    there is a pipeline if auto made it."""
     if degrees.pipeline_degree == 1 or not (stages := stages_of(work.network, degrees)):
         return ()
     each = [_stage(number, stage) for number, stage in enumerate(stages, 1)]
     flights, busy = work.busiest_rows(degrees), f"{busy_share(work, degrees):.0%}"
     follow = say("stage.several" if flights > 1 else "stage.one", flights=flights, busy=busy)
-    exact, auto = say_if(degrees.options.token_patches == 1, "stage.exact"), say_if(resorted, "stage.auto")
+    exact, auto = (
+        say_if(degrees.options.token_patches == 1, "stage.exact"),
+        say_if(request.pipeline_degree == 0, "stage.auto"),
+    )
     return say("stage.all", stages=listed(each, "stage.and")), follow, exact, auto
 
 
@@ -231,8 +220,8 @@ def _stage(number: int, stage: StageBlocks) -> Sentence:
 def _patches(work: Work, degrees: Parallelism, warmup: int) -> str:
     if degrees.options.token_patches == 1:
         return ""
-    kept = f"{max(cached_key_value_bytes(work, degrees)) / GIB:.2f}"
-    return say("stages.patches", patches=degrees.options.token_patches, warmup=warmup, kept=kept)
+    size = f"{max(cached_key_value_bytes(work, degrees)) / GIB:.2f}"
+    return say("stages.patches", patches=degrees.options.token_patches, warmup=warmup, kept=size)
 
 
 def _heads(work: Work, degrees: Parallelism) -> str:
@@ -248,7 +237,7 @@ def _heads(work: Work, degrees: Parallelism) -> str:
 
 
 def _traffic(work: Work, degrees: Parallelism) -> tuple[str, ...]:
-    """In the model, and from stage to stage of a pipeline."""
+    """Says what is sent in the model, and from stage to stage of a pipeline."""
     each = f"{work.row_bytes / degrees.context_parallel_size / 2**20:.2f}"
     passed = say_if(degrees.pipeline_degree > 1, "traffic.stages", each=each)
     if degrees.context_parallel_size == 1:
@@ -258,7 +247,7 @@ def _traffic(work: Work, degrees: Parallelism) -> tuple[str, ...]:
 
 
 def _launch(subject: Subject, plan: RunPlan) -> str:
-    """Where GPUs could be led by the host."""
+    """Says how GPU work is launched: eagerly, or as a recorded CUDA graph."""
     choice, work = plan.degrees.options.cuda_graphs, subject.work
     if not plan.placement.devices[0].startswith(CUDA.kind):
         return ""
@@ -274,13 +263,13 @@ def _speed(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
     if profile is None or not profile.bytes_per_second:
         return ""
     degrees = plan.degrees
-    several, alone = (evaluation_seconds(work, cut, profile) for cut in (degrees, Parallelism()))
+    several, alone = (evaluation_seconds(work, each, profile) for each in (degrees, Parallelism()))
     times = RunSetup.of(degrees, plan.placement).credible(alone / several) if several else None
     if times is None:
         return ""
-    lanes = degrees.cfg_degree * degrees.data_degree
+    groups = degrees.cfg_degree * degrees.data_degree
     measured = {"link": f"{profile.bytes_per_second / 1e9:.1f}", "flops": f"{profile.flops_per_second / 1e12:.1f}"}
-    return say("speed.lanes" if lanes > 1 else "speed", times=f"{times:.2f}", lanes=lanes, **measured)
+    return say("speed.lanes" if groups > 1 else "speed", times=f"{times:.2f}", lanes=groups, **measured)
 
 
 def _warnings(subject: Subject, plan: RunPlan, guided: bool, needed: Sequence[int], free: Sequence[int]) -> list[str]:
@@ -288,7 +277,7 @@ def _warnings(subject: Subject, plan: RunPlan, guided: bool, needed: Sequence[in
     heads, ulysses, on_cpu = work.network.heads, degrees.ulysses_degree, placement.devices[0] == "cpu"
     lacking = any(size > available for size, available in zip(needed, free, strict=False))
     one_gpu = why_one_gpu(1) if placement.devices == ("cuda:0",) else ""
-    standing_still = degrees.pipeline_degree > work.busiest_rows(degrees) * degrees.options.token_patches
+    stages_idle = degrees.pipeline_degree > work.busiest_rows(degrees) * degrees.options.token_patches
     return [
         say_if(lacking, "note.memory"),
         say_if(plan.rows and guided, "note.rows"),
@@ -299,7 +288,7 @@ def _warnings(subject: Subject, plan: RunPlan, guided: bool, needed: Sequence[in
         f"{one_gpu}." if one_gpu else "",
         _untried(placement),
         _of_prompts(subject, plan) if guided else "",
-        say_if(standing_still, "note.stages", idle=f"{1 - busy_share(work, degrees):.0%}"),
+        say_if(stages_idle, "note.stages", idle=f"{1 - busy_share(work, degrees):.0%}"),
         _of_rows(subject, degrees),
     ]
 
@@ -312,7 +301,7 @@ def _of_few_rows(work: Work, degrees: Parallelism) -> str:
 
 
 def _untried(placement: Placement) -> str:
-    """What of this placement nobody has run."""
+    """Says which part of this placement is untested."""
     kind = placement.devices[0].partition(":")[0]
     if kind == "cpu":
         return ""
@@ -328,8 +317,7 @@ def _of_prompts(subject: Subject, plan: RunPlan) -> str:
     if plan.sharded and degrees.cfg_degree > 1:
         return say("note.halves")
     even = degrees.cfg_degree == 1 and degrees.context_parallel_size % 2 == 0
-    in_parts = plan.weights.mode != "replicate"
-    return say_if(even and not in_parts and not subject.batch_coupled, "note.branches")
+    return say_if(even and plan.weights.mode == "replicate" and not subject.batch_coupled, "note.branches")
 
 
 def _of_rows(subject: Subject, degrees: Parallelism) -> str:

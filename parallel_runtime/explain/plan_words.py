@@ -1,4 +1,4 @@
-"""Why a plan is as it is, in words for CP Plan and the log: shares, other devices, weights that are whole."""
+"""Puts the reasons of a plan into words, for CP Plan and the log: shares, other devices, replicated weights."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ SHOWN = 4  # other plans, the best ones
 
 
 def compared(plans: Sequence[RunPlan]) -> tuple[str, ...]:
-    """The seconds of the first plan, which is taken, and of the best others; nothing where devices are alike."""
+    """Compares the seconds of the first plan, which is taken, with those of the best others; () where none leaves out
+    a device."""
     if not any(plan.left_out for plan in plans):
         return ()
-    best, *rest = plans
-    others = sorted(rest, key=lambda plan: (bool(plan.left_out), plan.seconds))
-    told = [said for plan in others[:SHOWN] if (said := _other(plan, best)) is not None]
-    if not told or not (best.seconds or math.inf in [plan.seconds for plan in plans]):
+    best, *others = plans
+    others.sort(key=lambda plan: (bool(plan.left_out), plan.seconds))
+    sentences = [sentence for plan in others[:SHOWN] if (sentence := _other(plan, best)) is not None]
+    if not sentences or not (best.seconds or math.inf in [plan.seconds for plan in plans]):
         return ()
-    names = listed(list(dict.fromkeys(told)))
+    names = listed(list(dict.fromkeys(sentences)))
     measured = say("unlike", seconds=_seconds(best), others=names)
     first = measured if best.seconds else say("unlike.unmeasured", others=names)
     return (first, say("unlike.left", devices=", ".join(best.left_out))) if best.left_out else (first,)
 
 
 def _other(plan: RunPlan, best: RunPlan) -> Sentence | None:
-    """A plan that was not taken."""
     if plan.seconds == math.inf:
         return None if plan.left_out else say("unlike.nowhere")
     if plan.left_out:
@@ -46,7 +46,7 @@ def _seconds(plan: RunPlan) -> str:
 
 
 def why_replicated(request: ParallelRequest, plan: RunPlan, network: NetworkStats) -> str:
-    """Why weights that were to be elsewhere are whole on every device; "" where they are as asked."""
+    """Says why weights are replicated that were to be elsewhere; "" where they are as requested."""
     choice, degrees = request.weights, plan.degrees
     if choice in ("auto", plan.weights.mode):
         return ""
@@ -57,14 +57,14 @@ def why_replicated(request: ParallelRequest, plan: RunPlan, network: NetworkStat
 
 
 def unused(request: ParallelRequest, plan: RunPlan, network: str) -> str:
-    """That numbers have nothing to divide in a network that only shares out prompts; "" where they have."""
+    """Says that shares divide nothing in a network that only shares out prompts; "" where they do."""
     if plan.degrees.shares or not are_uneven(request.shares) or plan.placement.world_size == 1:
         return ""
     return say("note.unused", shares=request.shares.strip(), name=network)
 
 
 def shares_in_words(plan: RunPlan) -> str:
-    """Each worker's share; "" where all have alike."""
+    """Says each worker's share; "" where all have equal ones."""
     if len(set(plan.degrees.shares)) < 2:
         return ""
     percent = work_percent(plan.degrees, plan.placement)
@@ -72,7 +72,7 @@ def shares_in_words(plan: RunPlan) -> str:
 
 
 def idle(plan: RunPlan) -> str:
-    """What to do about workers without work; "" where there are none."""
+    """Advises on workers without work; "" where there are none."""
     if 0 not in plan.degrees.shares:
         return ""
     devices = plan.placement.devices * plan.placement.nnodes

@@ -1,4 +1,4 @@
-"""The way out of a refusal: the nearest CP Parallel Config that works, and which of its widgets are others there."""
+"""Finds the way out of a refusal: the nearest CP Parallel Config that works, and the widgets to change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..specs import DEGREES
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A widget to set, and to what; `automatic`: with that value the choice is auto's."""
+    """A widget to set, and its new value; `automatic`: with that value the choice is auto's."""
 
     name: str
     value: Any
@@ -27,7 +27,7 @@ class Change:
 def instead(
     inputs: Callable[[ParallelRequest], PlanInputs], request: ParallelRequest, fix: Mapping[str, Any]
 ) -> ParallelRequest:
-    """The nearest to `request` that works: with the `fix` that the refusal names, with all degrees on auto, on its
+    """Returns the nearest request that works: with the `fix` that the refusal names, with all degrees on auto, on its
     devices with everything else on auto, or all of it on auto."""
     nothing = ParallelRequest(dtype=request.dtype)
     automatic = {name: nothing.values[name] for name in (*DEGREES, "shares", "patches")}
@@ -40,7 +40,7 @@ def instead(
 
 
 def changes(before: ParallelRequest, after: ParallelRequest) -> tuple[Change, ...]:
-    """What makes `after` of `before`."""
+    """Returns the changes from `before` to `after`."""
     return tuple(
         Change(name=name, value=value, automatic=_is_automatic(name, value))
         for name, value in after.values.items()
@@ -49,14 +49,14 @@ def changes(before: ParallelRequest, after: ParallelRequest) -> tuple[Change, ..
 
 
 def in_words(changed: Sequence[Change]) -> str:
-    """ "ring_degree 1, devices on auto"."""
-    return listed([_said(change) for change in changed]) if changed else ""
+    """Returns a list such as "ring_degree 1, devices on auto"."""
+    return listed([_sentence(change) for change in changed]) if changed else ""
 
 
-def _said(change: Change) -> Sentence:
+def _sentence(change: Change) -> Sentence:
     return say("set.auto", name=change.name) if change.automatic else say("set", name=change.name, value=change.value)
 
 
 def _is_automatic(name: str, value: Any) -> bool:
-    """Empty devices are all of them, and 0 is auto for degrees."""
+    """Is this value left to auto? Empty devices are all of them, and 0 is auto for degrees."""
     return value == "" or (value == 0 and name in DEGREES)

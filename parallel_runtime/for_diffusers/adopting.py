@@ -47,14 +47,14 @@ def adopt_mesh(mesh: DeviceMesh, parallelism: Parallelism, device: torch.device 
     those are parallel too; ValueError otherwise. Collective over the mesh, as `build_mesh`.
     """
     _check_dims(mesh, parallelism)
-    wire = comm_device_of(device or torch.device(mesh.device_type))
-    staged = wire if device is not None and wire.type != device.type else None
-    world = GroupState()
+    backend_device = comm_device_of(device or torch.device(mesh.device_type))
+    comm_device = backend_device if device is not None and backend_device.type != device.type else None
+    group_state = GroupState()
     names = ("ring", "ulysses", *(name for name in BATCH_AXES if getattr(parallelism, f"{name}_degree") > 1))
-    axes = {name: mesh_dim_of(mesh[name].get_group(), staged, world) for name in names}
+    axes = {name: mesh_dim_of(mesh[name].get_group(), comm_device, group_state) for name in names}
     both = mesh["ring", "ulysses"]
     flat = both._flatten()
-    context = mesh_dim_of(flat.get_group(), staged, world)
+    context = mesh_dim_of(flat.get_group(), comm_device, group_state)
     expected = axes["ring"].index * axes["ulysses"].size + axes["ulysses"].index
     if context.index != expected or tuple(both.mesh[axes["ring"].index].tolist()) != axes["ulysses"].ranks:
         raise ValueError(f"the mesh must hold its ranks in ascending order along ring and ulysses, got {both}")

@@ -41,7 +41,7 @@ _CALIBRATING = "MagCacheHeadHook"
 
 
 class _Setting(NamedTuple):
-    """What is set on an attention module while attached, or on its processor."""
+    """A setting of an attention module, or of its processor, while it is attached."""
 
     module_name: str
     owner: Any

@@ -16,11 +16,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import (
-    AttentionBackendName,
-    _AttentionBackendRegistry,
-    dispatch_attention_fn,
-)
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0

@@ -91,7 +91,6 @@ class Cluster:
 
     @property
     def meeting(self) -> Rendezvous:
-        """The rendezvous of this machine's torchrun."""
         store = f"{self._address}:{self._store_port}"
         return Rendezvous(store=store, machines=self._placement.nnodes, interface=self._interface)
 
@@ -260,7 +259,6 @@ def version_mismatches(versions_there: tuple[str, ...]) -> list[tuple[str, str]]
 
 
 def _code_digest() -> str:
-    """Returns a hash of this package's code."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(str(path.relative_to(PACKAGE)).encode() + path.read_bytes())

@@ -189,5 +189,4 @@ class History:
 
 
 def _setup_of(now: Status) -> RunSetup:
-    """Returns the setup of this status' run."""
     return RunSetup.of(now.degrees, now.placement) if now.degrees and now.placement else RunSetup()

@@ -51,15 +51,17 @@ class Processes:
         self._start(time.monotonic() + timeout, watch)
         deadline = time.monotonic() + timeout  # anew: machines that came late take nothing from the workers
         ranks = range(self._placement.world_size)
-        met: dict[int, tuple[Channel, int]] = {}
-        while len(met) < len(ranks):
-            self._check_start(deadline, say("start.few", count=len(met), workers=len(ranks), seconds=f"{timeout:.0f}"))
+        connected: dict[int, tuple[Channel, int]] = {}
+        while len(connected) < len(ranks):
+            self._check_start(
+                deadline, say("start.few", count=len(connected), workers=len(ranks), seconds=f"{timeout:.0f}")
+            )
             watch()
             for channel in self._new_connections():
                 if ready := self._admit(channel):
-                    met[ready.rank] = channel, ready.pid
-                    self._activity.set_stage("processes", len(met))
-        self.channels, self.pids = [met[rank][0] for rank in ranks], [met[rank][1] for rank in ranks]
+                    connected[ready.rank] = channel, ready.pid
+                    self._activity.set_stage("processes", len(connected))
+        self.channels, self.pids = map(list, zip(*(connected[rank] for rank in ranks), strict=True))
         self._welcome(comfy)
         self._activity.set_stage("meeting")
         joined: dict[int, Joined] = {}
@@ -67,23 +69,21 @@ class Processes:
             watch()
             # Messages are read in the order of arrival: a failed rank makes its peers fail too.
             silent = {self.channels[rank].fileno(): rank for rank in ranks if rank not in joined}
-            heard = [silent[fd] for fd in wait(list(silent), POLL_SECONDS) if isinstance(fd, int)]
-            for rank in heard:
+            answering = [silent[fd] for fd in wait(list(silent), POLL_SECONDS) if isinstance(fd, int)]
+            for rank in answering:
                 joined[rank] = self._joined(rank, self.channels[rank])
                 self._activity.set_stage("meeting", len(joined))
-            if not heard:
+            if not answering:
                 self._check_start(deadline, say("start.apart", workers=len(ranks), count=len(silent)))
         self._server.close()
         os.unlink(self._address)
         self._activity.joined(joined, [self.machine_of(rank) for rank in ranks])
+        answers = [joined[rank] for rank in ranks]
         return DeviceProfile(
-            bytes_per_second=coarse(min(answer.bytes_per_second for answer in joined.values())),
-            flops_per_second=coarse(min(answer.flops_per_second for answer in joined.values())),
-            host_bytes_per_second=coarse(min(answer.host_bytes_per_second for answer in joined.values())),
-            ranks=tuple(
-                Speed(products=joined[rank].flops_per_second, attention=joined[rank].attention_flops_per_second)
-                for rank in ranks
-            ),
+            bytes_per_second=coarse(min(answer.bytes_per_second for answer in answers)),
+            flops_per_second=coarse(min(answer.flops_per_second for answer in answers)),
+            host_bytes_per_second=coarse(min(answer.host_bytes_per_second for answer in answers)),
+            ranks=tuple(Speed(products=x.flops_per_second, attention=x.attention_flops_per_second) for x in answers),
         )
 
     def ask(self, message: Any, bundle: int | None = None) -> None:
@@ -153,7 +153,7 @@ class Processes:
 
     @property
     def _machines(self) -> list[Torchrun | RemoteMachine]:
-        """In the order of their ranks."""
+        """Returns the machines in the order of their ranks."""
         return [self._torchrun, *(self._cluster.machines if self._cluster else [])]
 
     def _machine(self, rank: int) -> Torchrun | RemoteMachine:

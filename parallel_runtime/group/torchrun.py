@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where the torchruns of a group and their ranks connect: at `store`, a file on one machine, host:port on several.
-    `machine` is this one's number of `machines`, `interface` its network interface."""
+    """The place where the torchruns of a group and their ranks connect: `store` is a file on one machine, host:port on
+    several. This is machine number `machine` of `machines`, on the network interface `interface`."""
 
     store: str
     machine: int = 0

@@ -135,7 +135,7 @@ class SilenceLimits:
         self._load = load
         self._stall = stall
         self._cancel = cancel
-        self._heard = [time.monotonic()] * ranks
+        self._last_message = [time.monotonic()] * ranks
         self._work: list[Work] = [""] * ranks
         self._longest_step = 0.0
         self._refused: float | None = None  # when
@@ -143,9 +143,9 @@ class SilenceLimits:
     def heard_from(self, rank: int) -> None:
         now = time.monotonic()
         if self._work[rank] == "sampling":
-            self._longest_step = max(self._longest_step, now - self._heard[rank])
+            self._longest_step = max(self._longest_step, now - self._last_message[rank])
         self._work[rank] = self._work[rank] or "loading"
-        self._heard[rank] = now
+        self._last_message[rank] = now
 
     def set_work(self, rank: int, doing: Work) -> None:
         """Sets the work of a rank that has loaded. One that compiles receives no cancel until torch.compile is done."""
@@ -158,10 +158,10 @@ class SilenceLimits:
     def timed_out_rank(self, waited_for: Collection[int]) -> tuple[int, float] | None:
         """Returns the longest silent rank and its silence in seconds, if any of `waited_for` is silent for too long."""
         now = time.monotonic()
-        if all(now - self._heard[rank] <= self._limit(rank) for rank in waited_for):
+        if all(now - self._last_message[rank] <= self._limit(rank) for rank in waited_for):
             return None
-        stuck = min(waited_for, key=lambda rank: self._heard[rank])
-        return stuck, now - self._heard[stuck]
+        stuck = min(waited_for, key=lambda rank: self._last_message[rank])
+        return stuck, now - self._last_message[stuck]
 
     def _limit(self, rank: int) -> float:
         stall = min(self._stall, self._load)
@@ -171,5 +171,5 @@ class SilenceLimits:
             case "loading":
                 return min(self._cancel, self._load) if self.cancelled else self._load
         if self._refused is not None:
-            return min(self._cancel, stall) + max(0.0, self._refused - self._heard[rank])
+            return min(self._cancel, stall) + max(0.0, self._refused - self._last_message[rank])
         return min(self._cancel + self._longest_step, stall) if self.cancelled and self._longest_step else stall

@@ -21,7 +21,7 @@ BUILT_BY = (  # what does not show in its modules
 
 
 def fingerprint(*parts: str | bytes | Tensor) -> str:
-    """Of texts and of tensors' values, one after another, wherever tensors lie and however they are strided."""
+    """Fingerprints texts and the values of tensors, one after another, on any device and with any strides."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, Tensor):
@@ -32,14 +32,15 @@ def fingerprint(*parts: str | bytes | Tensor) -> str:
 
 
 def model_fingerprint(model: nn.Module, dtype: torch.dtype) -> str:
-    """Of how it is built, and of samples of every weight, rounded to `dtype`. Weights may be on several devices."""
+    """Fingerprints a model by its structure and samples of every weight, rounded to `dtype`. Weights may be on several
+    devices."""
     built = repr([getattr(model, name, None) for name in BUILT_BY])
     weights = (tensor for tensor in model.state_dict().values() if tensor.is_floating_point())
     return fingerprint(str(model), built, *(_sample(tensor).to(dtype) for tensor in weights))
 
 
 def file_fingerprint(path: str) -> str:
-    """Of the file's size, its start and pieces from all over it. Raises OSError."""
+    """Fingerprints a file by its size, its start and pieces from all over it. Raises OSError."""
     size, pieces = os.path.getsize(path), []
     with open(path, "rb") as file:
         for index in range(SAMPLES):
@@ -49,8 +50,8 @@ def file_fingerprint(path: str) -> str:
 
 
 def code_fingerprint(code: CodeType) -> str:
-    """Of what a function does, functions inside it included; not of where it stands. The same in each Python of one
-    version."""
+    """Fingerprints the behaviour of a function, functions inside it included, but not its place in a file. Equal in
+    each Python of one version."""
     names = repr((code.co_names, code.co_varnames, code.co_cellvars, code.co_freevars))
     constants = (
         code_fingerprint(constant) if isinstance(constant, CodeType) else repr(constant)
@@ -61,6 +62,6 @@ def code_fingerprint(code: CodeType) -> str:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """In main memory, one after another."""
+    """Returns the sampled numbers in main memory, one after another."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].cpu()

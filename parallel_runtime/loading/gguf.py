@@ -63,7 +63,7 @@ def load(kind: type[Kind], folder: str, path: str) -> Kind:
 
 @contextmanager
 def _first_folder(folder: str) -> Iterator[None]:
-    """In here ComfyUI looks for diffusion models in `folder` before all others: the pack's loader takes a name."""
+    """Has ComfyUI look for diffusion models in `folder` before all others: the pack's loader takes a name."""
     folders, cache = folder_paths.folder_names_and_paths["diffusion_models"][0], folder_paths.filename_list_cache
     before, cached = list(folders), dict(cache)
     folder_paths.add_model_folder_path("diffusion_models", folder, is_default=True)

@@ -134,7 +134,8 @@ def _uncast(module: torch.nn.Module) -> list[str]:
 
 
 def _casts_as_it_computes(module: Any, name: str) -> bool:
-    """On the CPU, where the file's pages are the weights: a layer of ComfyUI can widen them each time, to the bit."""
+    """Can this layer of ComfyUI widen its weights at each use, to the bit? On the CPU the file's pages are the
+    weights."""
     parameter, dtype = module._parameters[name], getattr(module, f"{name}_comfy_model_dtype")
     widens = dtype.itemsize > parameter.dtype.itemsize
     if parameter.device.type != "cpu" or not hasattr(module, "comfy_cast_weights") or not widens:
@@ -144,6 +145,6 @@ def _casts_as_it_computes(module: Any, name: str) -> bool:
 
 
 def _cast(module: Any, name: str) -> None:
-    """To the dtype that ComfyUI's loader would have copied it into."""
+    """Casts a weight to the dtype into which ComfyUI's loader would have copied it."""
     value = module._parameters[name].data.to(getattr(module, f"{name}_comfy_model_dtype"))
     module._parameters[name] = torch.nn.Parameter(value, requires_grad=False)

@@ -1,4 +1,4 @@
-"""Every plan that a request allows: device subsets, degrees, stages, weight placement. What the user fixed is a
+"""Makes every plan that a request allows: device subsets, degrees, stages, weight placement. What the user fixed is a
 filter."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ..errors import Refused
+from ..request import RotateMethod
 from ..specs import Parallelism, Placement, WeightPlacement, WeightsMode
 from .device_names import parse_devices
 from .device_profile import DeviceProfile
@@ -20,53 +21,48 @@ from .work_shares import are_uneven, are_unused, requested_shares
 
 
 def unsized_plan(inputs: PlanInputs) -> RunPlan:
-    """Devices and degrees before sizes and memory are known: those that are preferred where nothing is measured.
-    Raises Refused where the request cannot work."""
+    """Returns the devices and degrees that are preferred where neither sizes nor measurements are known. Raises Refused
+    where the request cannot work."""
     *_, widest = _usual_plans(inputs, parse_devices(inputs.request.devices, inputs.gpus, inputs.kind))
     return widest
 
 
 def candidates(inputs: PlanInputs) -> Iterator[RunPlan]:
-    """In order of preference where none is clearly faster. Raises Refused where the request cannot work."""
-    assert inputs.work is not None, "candidates go by sizes"
+    """Yields the plans, the preferred one first where none is clearly faster. Raises Refused where the request cannot
+    work."""
     for usual in _device_subsets(inputs):
-        profile = profile_of(inputs, usual)
-        heterogeneous = are_heterogeneous(inputs.work, usual.placement, profile)
-        by_speed = shares_by_speed(inputs.work, profile) if heterogeneous and profile is not None else ()
         for degrees in _degrees(inputs, usual):
-            yield from _with_weights(inputs, usual, degrees, by_speed)
+            yield from _with_weights(inputs, usual, degrees)
 
 
 def profile_of(inputs: PlanInputs, plan: RunPlan) -> DeviceProfile | None:
-    """What the workers of `plan` measured, or those of all devices did."""
+    """Returns what the workers of `plan` measured together, else among those of all devices."""
     known = inputs.profiles.get(plan.placement)
-    if known is not None or inputs.profile is None:
-        return known
-    return inputs.profile.of(plan.ranks) if plan.ranks else inputs.profile
+    return known if known is not None or inputs.profile is None else inputs.profile.of(plan.ranks)
 
 
 def memory_of(inputs: PlanInputs, plan: RunPlan, degrees: Parallelism | None = None) -> MemoryModel:
-    """Of an evaluation by `plan`, or by other degrees of the same workers."""
+    """Returns the MemoryModel of an evaluation by `plan`, or by other `degrees` of the same workers."""
     assert inputs.work is not None, "memory goes by sizes"
-    capacity = inputs.capacity.of(plan.ranks) if plan.ranks else inputs.capacity
+    capacity = inputs.capacity.of(plan.ranks)
     work = replace(inputs.work, prompts=1) if plan.rows else inputs.work
     automatic = inputs.request.weights == "auto"
     return MemoryModel(work=work, degrees=degrees or plan.degrees, capacity=capacity, automatic=automatic)
 
 
 def _device_subsets(inputs: PlanInputs) -> Iterator[RunPlan]:
-    """The usual plans on all devices; then on fewer, where these are not alike and nobody has named any."""
-    widest = unsized_plan(inputs)
-    devices, only = parse_devices(inputs.request.devices, inputs.gpus, inputs.kind), inputs.only
+    """Yields the usual plans on all devices; then on fewer, where these are heterogeneous and nobody has named any."""
+    all_devices = parse_devices(inputs.request.devices, inputs.gpus, inputs.kind)
+    usual, only = _usual_plans(inputs, all_devices), inputs.only
+    widest = usual[-1]
+    devices = widest.placement.devices
     if only is not None and only != widest.placement:
-        ranks = [widest.placement.devices.index(device) for device in only.devices]
-        yield from _on_ranks(inputs, widest.placement.devices, ranks)
+        yield from _on_ranks(inputs, devices, [devices.index(device) for device in only.devices])
         return
-    yield from (plan for plan in _usual_plans(inputs, devices) if only is None or plan.placement == only)
+    yield from (plan for plan in usual if only is None or plan.placement == only)
     chosen = only is not None or not (inputs.automatic_devices or inputs.compared)
     if chosen or widest.placement.shared or inputs.request.nnodes > 1:
         return
-    devices = widest.placement.devices
     orders = _orders(inputs, widest)
     for some in dict.fromkeys(tuple(sorted(order[count:])) for order in orders for count in range(1, len(devices))):
         with suppress(Refused):
@@ -74,8 +70,8 @@ def _device_subsets(inputs: PlanInputs) -> Iterator[RunPlan]:
 
 
 def _usual_plans(inputs: PlanInputs, devices: tuple[str, ...]) -> list[RunPlan]:
-    """The preferred plan on these devices. Where a network may be cut by rows: without a cut, on as many of them as
-    there are prompts; with one, on as many as its rows allow where these are fewer; and on all. Raises Refused."""
+    """Returns the preferred plan on these devices. Where a network may be split by rows: unsplit, on as many of them as
+    there are prompts; split, on as many as its rows allow where these are fewer; and on all. Raises Refused."""
     in_parts = inputs.request.weights == "shard"  # which takes several workers for each prompt
     if not (inputs.by_rows and inputs.is_free) or inputs.request.pipeline_degree > 1 or in_parts:
         return [_preferred(inputs, devices)]
@@ -86,12 +82,13 @@ def _usual_plans(inputs: PlanInputs, devices: tuple[str, ...]) -> list[RunPlan]:
         return [unsharded]
     if unsharded.placement == by_rows.placement:
         return [unsharded, by_rows] if unsharded.degrees != by_rows.degrees else [unsharded]
-    fewer = [unsharded, *_on_as_many_as_rows(inputs, by_rows)]
-    return [*(_first_of(by_rows, plan) for plan in fewer if plan.placement != by_rows.placement), by_rows]
+    fewer = [plan for plan in (unsharded, *_on_as_many_as_rows(inputs, by_rows)) if plan.placement != by_rows.placement]
+    on_first = [_among(by_rows.placement.devices, range(plan.placement.world_size), plan) for plan in fewer]
+    return [*on_first, by_rows]
 
 
 def _on_as_many_as_rows(inputs: PlanInputs, by_rows: RunPlan) -> list[RunPlan]:
-    """The preferred plan on so many of these devices that each rank has rows of its own; none where all have."""
+    """Returns the preferred plan on so many of these devices that each rank has rows of its own; [] where all have."""
     degrees, rows = by_rows.degrees, inputs.work.row_ranks if inputs.work else 0
     if not 0 < rows < degrees.context_parallel_size or by_rows.placement.nnodes > 1:
         return []
@@ -102,22 +99,20 @@ def _on_as_many_as_rows(inputs: PlanInputs, by_rows: RunPlan) -> list[RunPlan]:
     return []
 
 
-def _first_of(all_devices: RunPlan, plan: RunPlan) -> RunPlan:
-    """`plan`, which is on the first of the devices of another one."""
-    ranks, left_out = range(plan.placement.world_size), all_devices.placement.devices[len(plan.placement.devices) :]
+def _on_ranks(inputs: PlanInputs, devices: tuple[str, ...], ranks: Sequence[int]) -> Iterator[RunPlan]:
+    """Yields the usual plans on some of all `devices`. Raises Refused."""
+    for plan in _usual_plans(inputs, tuple(devices[rank] for rank in ranks)):
+        yield _among(devices, ranks[: len(plan.placement.devices)], plan)
+
+
+def _among(devices: tuple[str, ...], ranks: Sequence[int], plan: RunPlan) -> RunPlan:
+    """Returns `plan`, which has the ranks `ranks` of all `devices`, with the devices that it leaves out."""
+    left_out = tuple(device for rank, device in enumerate(devices) if rank not in ranks)
     return replace(plan, ranks=tuple(ranks), left_out=left_out)
 
 
-def _on_ranks(inputs: PlanInputs, devices: tuple[str, ...], ranks: Sequence[int]) -> Iterator[RunPlan]:
-    """The usual plans on some of all devices. Raises Refused."""
-    for fewer in _usual_plans(inputs, tuple(devices[rank] for rank in ranks)):
-        used_ranks = tuple(ranks)[: len(fewer.placement.devices)]
-        left_out = tuple(device for rank, device in enumerate(devices) if rank not in used_ranks)
-        yield replace(fewer, ranks=used_ranks, left_out=left_out)
-
-
 def _orders(inputs: PlanInputs, widest: RunPlan) -> Iterator[Sequence[int]]:
-    """Ranks in the order in which they may be left out: the slowest first, and those with the smallest budget."""
+    """Yields the ranks in the order in which they may be left out: the slowest first, or the smallest budget first."""
     work, profile, budgets = inputs.work, profile_of(inputs, widest), inputs.capacity.ranks
     if work is not None and profile is not None and are_heterogeneous(work, widest.placement, profile):
         alone = alone_seconds_by_rank(work, profile)
@@ -127,7 +122,8 @@ def _orders(inputs: PlanInputs, widest: RunPlan) -> Iterator[Sequence[int]]:
 
 
 def _preferred(inputs: PlanInputs, devices: tuple[str, ...]) -> RunPlan:
-    """The two branches of guidance first, then Ulysses as far as heads divide, then the ring. Raises Refused."""
+    """Returns the plan that uses the two branches of guidance first, then Ulysses as far as heads divide, then the
+    ring. Raises Refused."""
     request, nnodes = inputs.request, inputs.request.nnodes
     check_request(inputs)
     world = nnodes * max(1, len(devices))
@@ -154,8 +150,8 @@ def _preferred(inputs: PlanInputs, devices: tuple[str, ...]) -> RunPlan:
 
 
 def _branches(inputs: PlanInputs, world: int) -> Parallelism:
-    """For a network that is not cut: both prompts side by side where there are devices for it, on as many groups as
-    data_degree says."""
+    """Returns the degrees of a network that is not split: both prompts side by side where there are devices for it, on
+    as many groups as data_degree says."""
     request = inputs.request
     several = not inputs.batch_coupled and world // request.data_degree >= 2
     cfg = request.cfg_degree or (2 if several else 1)
@@ -163,15 +159,15 @@ def _branches(inputs: PlanInputs, world: int) -> Parallelism:
 
 
 def _sequence(inputs: PlanInputs, world: int, guided: bool) -> Parallelism:
-    """What is 0 in the request is filled in."""
+    """Returns the degrees of a network that is split, with those filled in that are 0 in the request."""
     request = inputs.request
     stages, cfg = max(1, request.pipeline_degree), request.cfg_degree
     workers = max(1, world // (request.data_degree * stages))
     if cfg == 0:
-        # Each branch of guidance would have a copy of the weights, which were to be as small as they can; and a prompt
-        # is not cut, so that shares have the sequence to divide.
-        apart = request.weights != "shard" and not are_uneven(request.shares)
-        cfg = 2 if guided and inputs.is_free and workers % 2 == 0 and apart else 1
+        # Each branch of guidance would have a copy of the weights, which a shard keeps small; and prompts are not
+        # divided, so uneven shares need the sequence.
+        may_split = request.weights != "shard" and not are_uneven(request.shares)
+        cfg = 2 if guided and inputs.is_free and workers % 2 == 0 and may_split else 1
     workers = max(1, workers // cfg)
     ring, ulysses = request.ring_degree or int(_has_no_ring(inputs)), request.ulysses_degree
     if not ring and not ulysses:
@@ -196,17 +192,16 @@ def _has_no_ring(inputs: PlanInputs) -> bool:
 
 
 def _sequence_degrees(inputs: PlanInputs, workers: int) -> list[tuple[int, int]]:
-    """Ring and Ulysses degrees for so many workers on one sequence, the largest Ulysses degree first."""
+    """Returns ring and Ulysses degrees for so many workers on one sequence, the largest Ulysses degree first."""
     heads, least = inputs.heads, workers if _has_no_ring(inputs) else 1
     divisors = (degree for degree in range(workers, least - 1, -1) if workers % degree == 0 == heads % degree)
     return [(workers // degree, degree) for degree in divisors]
 
 
 def _as_one(inputs: PlanInputs, degrees: Parallelism) -> Parallelism:
-    """Without a second branch of guidance the workers that cfg_degree would have given it join the sequence: all of
-    them, and where neither heads nor a ring have room for them the rows of the batch."""
-    ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
-    no_ring = _has_no_ring(inputs)
+    """Returns the degrees without a second branch of guidance: the workers that cfg_degree would have given it join the
+    sequence, or the rows of the batch where neither heads nor a ring can take them."""
+    ring, ulysses, no_ring = degrees.ring_degree, degrees.ulysses_degree, _has_no_ring(inputs)
     rows = replace(degrees, cfg_degree=1, data_degree=2 * degrees.data_degree)
     if inputs.unsharded:
         return rows
@@ -222,16 +217,12 @@ def _as_one(inputs: PlanInputs, degrees: Parallelism) -> Parallelism:
 
 
 def _degrees(inputs: PlanInputs, usual: RunPlan) -> Iterator[Parallelism]:
-    """For the usual plan's workers: its own, other cuts of the sequence, both prompts to all of them, a pipeline."""
+    """Yields degrees for the usual plan's workers: its own, other splits of the sequence, both prompts to all of them,
+    a pipeline."""
     request, first = inputs.request, usual.degrees
     yield first
-    staged = request.pipeline_degree > 1
-    if (
-        inputs.is_free
-        and not inputs.unsharded
-        and not staged
-        and not (inputs.by_rows and first.context_parallel_size == 1)
-    ):
+    unsplit = inputs.unsharded or (inputs.by_rows and first.context_parallel_size == 1)
+    if inputs.is_free and not unsplit and request.pipeline_degree <= 1:
         both = (1,) if first.cfg_degree == 2 and not request.cfg_degree else ()
         for cfg in (first.cfg_degree, *both):
             for ring, ulysses in _sequence_degrees(inputs, first.world_size // (first.data_degree * cfg)):
@@ -244,7 +235,6 @@ def _degrees(inputs: PlanInputs, usual: RunPlan) -> Iterator[Parallelism]:
 
 
 def _may_be_stages(inputs: PlanInputs, stages: int) -> bool:
-    """May auto make a pipeline of so many stages?"""
     request, work = inputs.request, inputs.work
     chosen = request.ring_degree or request.ulysses_degree or request.cfg_degree or request.weights != "auto"
     if chosen or work is None or not work.network.divisible:
@@ -257,16 +247,12 @@ def _may_be_stages(inputs: PlanInputs, stages: int) -> bool:
     return False
 
 
-def _with_weights(
-    inputs: PlanInputs, usual: RunPlan, degrees: Parallelism, by_speed: tuple[int, ...]
-) -> Iterator[RunPlan]:
-    """The usual workers by these degrees, with what goes by memory and speed: stages, how a ring goes round, shares,
-    which are `by_speed` before the workers have learnt better ones, and places for the weights."""
+def _with_weights(inputs: PlanInputs, usual: RunPlan, degrees: Parallelism) -> Iterator[RunPlan]:
+    """Yields plans of the usual workers by these degrees, with what follows from memory and speed: stages, the ring's
+    rotate_method, shares, and places for the weights."""
     assert inputs.work is not None
+    degrees = _measured_degrees(inputs, usual, memory_of(inputs, usual, degrees))
     memory = memory_of(inputs, usual, degrees)
-    measured = _measured_degrees(inputs, usual, memory, by_speed)
-    if measured != degrees:
-        degrees, memory = measured, replace(memory, degrees=measured)
     before = inputs.before if usual.placement == inputs.live else None
     if inputs.keeps_placement and before is not None:
         yield replace(usual, degrees=degrees, weights=before)
@@ -278,29 +264,30 @@ def _with_weights(
         yield replace(usual, degrees=degrees, weights=weights, rows=0 if in_one_batch else rows)
 
 
-def _measured_degrees(
-    inputs: PlanInputs, usual: RunPlan, memory: MemoryModel, by_speed: tuple[int, ...]
-) -> Parallelism:
-    degrees = memory.degrees
+def _measured_degrees(inputs: PlanInputs, usual: RunPlan, memory: MemoryModel) -> Parallelism:
+    """Returns the degrees with stages, rotate_method and shares. Shares go by speed until the workers have learnt
+    better ones."""
+    degrees, work, profile = memory.degrees, memory.work, profile_of(inputs, usual)
     if degrees.options.rotate_method == "auto":
-        profile = profile_of(inputs, usual)
-        spacious = degrees.ring_degree > 1 and profile is not None and memory.may_collect()
-        measured = profile is not None and profile.bytes_per_second > 0
-        method = rotate_method_for(memory.work, degrees, profile, spacious=spacious) if measured and profile else None
-        degrees = degrees.with_options(rotate_method=method or "alltoall")
+        method: RotateMethod = "alltoall"
+        if profile is not None and profile.bytes_per_second > 0:
+            spacious = degrees.ring_degree > 1 and memory.may_collect()
+            method = rotate_method_for(work, degrees, profile, spacious=spacious)
+        degrees = degrees.with_options(rotate_method=method)
     if degrees.pipeline_degree > 1:
         return replace(memory, degrees=degrees).with_stages()
     if degrees.shares or degrees.context_parallel_size * degrees.data_degree == 1:
         return degrees
-    learnt = inputs.shares.get(degrees) if usual.placement == inputs.live else None
-    shares = by_speed if learnt is None else learnt
+    shares = inputs.shares.get(degrees) if usual.placement == inputs.live else None
+    if shares is None and profile is not None and are_heterogeneous(work, usual.placement, profile):
+        shares = shares_by_speed(work, profile)
     return replace(degrees, shares=shares) if shares else degrees
 
 
 def _automatic(memory: MemoryModel, before: WeightPlacement | None) -> Sequence[tuple[WeightPlacement, bool]]:
-    """Places for weights, and whether prompts are evaluated at once: whole weights before others, and all prompts at
-    once before one by one, which costs whole weights nothing, and others a second fetch. Where nothing fits, what needs
-    least."""
+    """Returns places for the weights, each with whether all prompts are evaluated at once: replicated weights before
+    others, and all prompts at once before one by one, which costs replicated weights nothing, and others a second
+    fetch. Where nothing fits these are the places that need least."""
     for modes in (("replicate",), FETCHED_MODES):
         for each in (memory, memory.one_by_one):
             if placements := [weights for mode in modes if (weights := _fullest(mode, each, before)) is not None]:
@@ -310,7 +297,8 @@ def _automatic(memory: MemoryModel, before: WeightPlacement | None) -> Sequence[
 
 
 def _fullest(mode: WeightsMode, memory: MemoryModel, before: WeightPlacement | None) -> WeightPlacement | None:
-    """With as many blocks resident as fit; what the workers have stays where another is hardly better."""
+    """Returns the placement with as many resident blocks as fit, or the workers' present one if that is hardly worse;
+    None where none fits."""
     if mode == "replicate":
         return WeightPlacement() if memory.fits(WeightPlacement()) else None
     best, workers = memory.fullest(mode), memory.degrees.world_size
@@ -320,12 +308,10 @@ def _fullest(mode: WeightsMode, memory: MemoryModel, before: WeightPlacement | N
 
 
 def _fixed(mode: WeightsMode, memory: MemoryModel, before: WeightPlacement | None) -> tuple[WeightPlacement, bool]:
-    """As little on each device as can be, which somebody wants for something else; what the workers have stays where
-    it is that."""
-    mode = mode if memory.allows(mode) else "replicate"
-    least = WeightPlacement(mode=mode)
+    """Returns the placement with the fewest bytes on each device, and whether it fits with all prompts at once: a user
+    who names a mode wants the device for something else."""
+    least = WeightPlacement(mode=mode if memory.allows(mode) else "replicate")
+    weights = memory.shard(0) if least.mode == "shard" else least
     if before is not None and replace(before, shard_shares=()) == least and memory.fits(before):
         weights = before
-    else:
-        weights = memory.shard(0) if mode == "shard" else least
     return weights, memory.fits(weights)

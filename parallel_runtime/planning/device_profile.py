@@ -26,8 +26,8 @@ class DeviceProfile:
     ranks: tuple[Speed, ...] = ()
 
     def of(self, ranks: Sequence[int]) -> DeviceProfile:
-        """The profile of these of the ranks."""
-        if not self.ranks:
+        """Returns the profile of these ranks; () for all of them."""
+        if not self.ranks or not ranks:
             return self
         speeds = tuple(self.ranks[rank] for rank in ranks)
         return replace(self, ranks=speeds, flops_per_second=coarse(min(speed.products for speed in speeds)))

@@ -53,8 +53,8 @@ class Capacity:
         return self.ranks if len(self.ranks) == workers else (self.device_bytes,) * workers
 
     def of(self, ranks: Sequence[int]) -> Capacity:
-        """The capacity of the workers with these ranks."""
-        if not self.ranks:
+        """Returns the capacity of the workers with these ranks; () for all of them."""
+        if not self.ranks or not ranks:
             return self
         budgets = [self.ranks[rank] for rank in ranks]
         return self.of_each(budgets, host_bytes=self.host_bytes, limited_by=self.limited_by)
@@ -110,12 +110,10 @@ class MemoryModel:
 
     def buffer_bytes_by_rank(self, weights: WeightPlacement) -> tuple[int, ...]:
         """Size of the buffers that blocks are fetched into, and of the keys and values that token patches keep."""
-        residents = [
-            self.blocks if weights.mode == "replicate" else weights.resident_blocks_on(rank) for rank in self._ranks
-        ]
+        replicated = weights.mode == "replicate"
         return tuple(
-            self._block_buffers(count) + cached
-            for count, cached in zip(residents, self._cached_bytes_by_rank, strict=True)
+            self._block_buffers(self.blocks if replicated else weights.resident_blocks_on(rank)) + cached
+            for rank, cached in enumerate(cached_key_value_bytes(self.work, self.degrees))
         )
 
     def needed_bytes_by_rank(self, weights: WeightPlacement) -> tuple[int, ...]:
@@ -165,7 +163,7 @@ class MemoryModel:
     def fetched_bytes(self, resident: int) -> int:
         """Size of the blocks that are fetched, with `resident` blocks on the device."""
         sizes = self.work.network.blocks
-        return self._block_bytes * (len(sizes) - resident) // len(sizes) if sizes else 0
+        return sum(sizes) * (len(sizes) - resident) // len(sizes) if sizes else 0
 
     def shard_parts(self, weights: WeightPlacement) -> list[tuple[int, int]]:
         """Each rank's share of a sharded block, and the sum of the shares of its cp group."""
@@ -176,8 +174,8 @@ class MemoryModel:
     def with_stages(self) -> Parallelism:
         """The degrees with the blocks of each stage, chosen by the memory that activations leave on each device."""
         active, budgets = max(self.one_by_one.activation_bytes_by_rank), self.budget_bytes_by_rank
-        left = [None if budget is None else int((1 - UNFILLED_SHARE) * budget) - active for budget in budgets]
-        return balanced(self.degrees, self.work, left)
+        free = [None if budget is None else int((1 - UNFILLED_SHARE) * budget) - active for budget in budgets]
+        return balanced(self.degrees, self.work, free)
 
     def may_collect(self) -> bool:
         """Whether a ring may all-gather its keys and values: the budget is known, and COLLECTED_SHARE is enough."""
@@ -185,25 +183,9 @@ class MemoryModel:
         needed = self.work.network.weight_bytes + max(self.activation_bytes_by_rank)
         return budget is not None and collected_bytes(self.work, self.degrees) <= COLLECTED_SHARE * (budget - needed)
 
-    @cached_property
+    @property
     def blocks(self) -> int:
         return len(self.work.network.blocks)
-
-    @property
-    def _ranks(self) -> range:
-        return range(self.degrees.world_size)
-
-    @cached_property
-    def _block_bytes(self) -> int:
-        return sum(self.work.network.blocks)
-
-    @cached_property
-    def _all_buffers(self) -> int:
-        return BLOCK_BUFFERS * max(self.work.network.blocks, default=0)
-
-    @cached_property
-    def _cached_bytes_by_rank(self) -> tuple[int, ...]:
-        return cached_key_value_bytes(self.work, self.degrees)
 
     @property
     def _residents(self) -> range:
@@ -229,7 +211,7 @@ class MemoryModel:
         return self.fetched_bytes(resident) - self._block_buffers(resident)
 
     def _block_buffers(self, resident: int) -> int:
-        return self._all_buffers if resident < self.blocks else 0
+        return BLOCK_BUFFERS * max(self.work.network.blocks) if resident < self.blocks else 0
 
 
 def hardly_better(best: WeightPlacement, before: WeightPlacement, blocks: int, workers: int) -> bool:
@@ -243,11 +225,10 @@ def activation_bytes_by_rank(work: Work, degrees: Parallelism) -> tuple[int, ...
     tensors, residuals = ACTIVATION_TENSORS + CACHED_TENSORS * work.cached, work.network.residuals
     if residuals:  # and a block of the ControlNet, which is split like the network's
         tensors += ACTIVATION_TENSORS + residuals
-    tensor = tensors * work.row_bytes
     sizes: list[int] = []
     for number, shares in enumerate(degrees.cp_group_shares):
         rows = work.rows_of_group(degrees, number // degrees.cfg_degree % degrees.data_degree)
-        sizes += [tensor * rows * share // sum(shares) for share in shares]
+        sizes += [tensors * work.row_bytes * rows * share // sum(shares) for share in shares]
     return tuple(sizes)
 
 

@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 def misfit(memory: MemoryModel) -> Refused:
-    """For one prompt at a time, with the numbers of the rank that lacks most."""
+    """Returns the refusal for one prompt at a time, with the numbers of the rank that lacks most."""
     modes = [mode for mode in FETCHED_MODES if memory.allows(mode)]
     placements = [WeightPlacement(mode=mode) for mode in modes] or [WeightPlacement()]
     least = min((memory.needed_bytes_by_rank(weights) for weights in placements), key=max)
@@ -39,7 +39,7 @@ def misfit(memory: MemoryModel) -> Refused:
 
 
 def size_in_words(count: float, rounded: Callable[[float], int] = round) -> str:
-    """What is too much is `rounded` up, and what there is down: the two never read alike."""
+    """Returns a size as text. Callers round a needed size up and a free one down, so that the two never look equal."""
     unit, name = (GIB, "GiB") if count >= GIB / 10 else (2**20, "MiB")
     return f"{rounded(10 * count / unit) / 10:.1f} {name}"
 
@@ -52,7 +52,7 @@ def _workspace(memory: MemoryModel) -> str:
 
 
 def _nearest_fit(memory: MemoryModel) -> Sentence:
-    """The sentence that names the nearest change with which the network fits."""
+    """Returns the sentence that names the nearest change with which the network fits."""
     work, network, degrees = memory.work, memory.work.network, memory.degrees
     if degrees.options.token_patches > 1 and _fits(replace(memory, degrees=degrees.with_options(token_patches=1))):
         return say("fits.exact")
@@ -71,7 +71,6 @@ def _nearest_fit(memory: MemoryModel) -> Sentence:
 
 
 def _times(degrees: Parallelism, factor: int) -> Parallelism:
-    """So many times the workers."""
     if degrees.pipeline_degree > 1:
         return replace(degrees, pipeline_degree=degrees.pipeline_degree * factor, stages=(), shares=())
     return replace(degrees, ring_degree=degrees.ring_degree * factor, shares=())

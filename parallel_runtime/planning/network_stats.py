@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..architectures.partition import Load
 from ..architectures.row_plan import RowLevel
@@ -13,13 +14,13 @@ LAYER_WEIGHTS = 12  # widths squared: the weights of a layer that a token passes
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkStats:
-    """A network in numbers. `divisible`: a plan says how its sequence is cut; `skippable`: a step cache may leave its
-    blocks out. `width` is heads x head size. `weights` is a count, `weight_bytes` the size in the file's format,
-    `item_bytes` the size of one number in what it computes. `blocks` are the bytes of each block that a plan knows,
-    `loads` what may be a stage's of a pipeline, in turn; `unpatched` says why its tokens cannot go through one patch
-    by patch. `weight_bytes` counts its model patches and ControlNets, which every rank has whole; `residuals`
-    are the tensors of all tokens that its ControlNets give, of which each rank has its part. `row_levels` are those of
-    a network that is cut by rows, each with a quarter of the pixels of the one before."""
+    """A network in numbers. `divisible`: a plan says how its sequence is split; `skippable`: a step cache may leave its
+    blocks out. `width` is heads x head size. `weights` is a count, `item_bytes` the size of one computed number.
+    `weight_bytes` is the size in the file's format, with model patches and ControlNets, which every rank has in full.
+    `blocks` are the bytes of each block that a plan knows, `loads` the units that a pipeline's stages share out;
+    `unpatched` says why its tokens cannot go through one patch by patch. `residuals` is the number of tensors of all
+    tokens that its ControlNets give, of which each rank has its part. `row_levels` are those of a network that is split
+    by rows, each with a quarter of the pixels of the one before."""
 
     name: str
     divisible: bool = True
@@ -37,26 +38,14 @@ class NetworkStats:
     row_levels: tuple[RowLevel, ...] = ()
 
     def undivided(self, name: str) -> NetworkStats:
-        """The same network where nothing of it is cut or skipped."""
-        return replace(
-            self,
-            name=name,
-            divisible=False,
-            skippable=False,
-            heads=1,
-            layers=0,
-            width=0,
-            blocks=(),
-            loads=(),
-            row_levels=(),
-        )
+        """Returns this network where nothing of it is split or skipped."""
+        counts: dict[str, Any] = {"heads": 1, "layers": 0, "width": 0, "blocks": (), "loads": (), "row_levels": ()}
+        return replace(self, name=name, divisible=False, skippable=False, **counts)
 
     def work(self, rows: int, tokens: int, *, prompts: int = 1, cached: bool = False, recorded: bool = False) -> Work:
-        """One evaluation of `rows` sequences of `tokens`, of each of so many `prompts`."""
-        at_once = 1 if cached else prompts
-        return Work(
-            network=self, rows=rows, tokens=tokens, prompts=at_once, branches=prompts, cached=cached, recorded=recorded
-        )
+        """Returns one evaluation of `rows` sequences of `tokens`, of each of so many `prompts`."""
+        at_once = {"prompts": 1 if cached else prompts, "branches": prompts}
+        return Work(network=self, rows=rows, tokens=tokens, cached=cached, recorded=recorded, **at_once)
 
     def linear_flop(self, tokens: int) -> float:
         """FLOP of all products with weights, for one sequence."""
@@ -73,15 +62,15 @@ class NetworkStats:
 
     @property
     def token_weights(self) -> int:
-        """How many weights every token is multiplied by."""
+        """Returns the number of weights that every token is multiplied by."""
         return min(self.weights, LAYER_WEIGHTS * self.layers * self.width**2) if self.layers else self.weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One evaluation: `tokens` of all streams together; `cached`: with a step cache; `recorded`: its launches are
+    """One evaluation of `tokens` of all streams together. `cached`: with a step cache; `recorded`: its launches are
     replayed. Workers evaluate `prompts` in one batch, of the `branches` of a step, unless cfg_degree shares them
-    out. At most so many `row_ranks` can share a picture that is cut by rows."""
+    out. At most `row_ranks` can share a picture that is split by rows."""
 
     network: NetworkStats
     tokens: int
@@ -103,14 +92,13 @@ class Work:
         return self.tokens * self.network.width * self.network.item_bytes
 
     def prompts_per_rank(self, degrees: Parallelism) -> int:
-        """How many prompts a rank evaluates in one batch."""
         return -(-self.prompts // degrees.cfg_degree)
 
     def rows_of_group(self, degrees: Parallelism, group: int) -> int:
-        """Rows of all prompts together that this one of the data_degree groups evaluates in a step."""
+        """Returns the rows of all prompts together that this one of the data_degree groups evaluates in a step."""
         shares = degrees.data_group_shares
         return -(-self.rows * shares[group] // sum(shares)) * self.prompts_per_rank(degrees)
 
     def busiest_rows(self, degrees: Parallelism) -> int:
-        """The same of the group that has most; through stages of a pipeline they follow each other."""
+        """Returns the rows of the group that has most; through the stages of a pipeline they follow each other."""
         return max(self.rows_of_group(degrees, group) for group in range(degrees.data_degree))

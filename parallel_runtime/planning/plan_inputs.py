@@ -1,4 +1,4 @@
-"""All that planning goes by: what the user asked for, the network, and what was measured."""
+"""The inputs of planning: what the user asked for, the network, and what was measured."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from .device_profile import DeviceProfile
 from .memory_model import UNLIMITED, Capacity
 from .network_stats import Work
 
-ANY_HEADS = 5040  # divides well: where no model is known, or a VAE, which has no heads to share out
+ANY_HEADS = 5040  # divides well; for an unknown model, and for a VAE, which has no heads to share out
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
     """`request`, for a model with `heads` attention heads, on a host with `gpus` visible GPUs of a `kind`.
 
-    `unsharded` names a network that no plan can cut by sequence: prompts and images are all there is to share.
-    `by_rows` names one that is cut by rows of its picture, which pays for large ones alone.
-    `guided`: positive and negative prompt are both evaluated; not by workers of their own where something sees all
-    prompts and images at once (`batch_coupled`). Without that, what cfg_degree would have used joins the sequence, or
-    the rows of the batch where no plan cuts it: the workers stay the same. `no_lse`: a node's attention gives no
-    log-sum-exp to merge blocks by.
+    `unsharded` names a network that cannot be split by sequence: only its prompts and images are shared out. `by_rows`
+    names one that is split by rows of its picture, which pays for large pictures alone. `guided`: positive and negative
+    prompt are both evaluated, by workers of their own unless something sees all prompts and images at once
+    (`batch_coupled`); otherwise the workers of cfg_degree join the sequence, or the rows of the batch. `no_lse`: a
+    node's attention gives no log-sum-exp to merge blocks by.
 
-    The rest is known when a run begins. `profile` and `capacity` are of all devices that the request may use;
-    `profiles` are of groups that have met. `live` are the workers that are running, `shares` what they have learnt of
-    their speed by degrees (without shares), `before` where they have the weights; `keeps_placement`: these stay there.
-    `only` are the workers that a plan is for, None: any. `compared`: fewer devices are candidates whoever named them.
+    The rest is known when a run begins. `profile` and `capacity` are of all devices that the request may use,
+    `profiles` of groups that have met. `live` are the running workers, `shares` those that they have learnt by degrees
+    (without shares), `before` where they have the weights; `keeps_placement`: these stay there. `only` are the workers
+    that a plan is for, None: any. `compared`: fewer devices are candidates even if the user named all.
     """
 
     request: ParallelRequest
@@ -54,17 +53,17 @@ class PlanInputs:
 
     @property
     def is_free(self) -> bool:
-        """Is nothing said of how a sequence is cut?"""
+        """Does the request leave open how a sequence is split?"""
         return not self.request.ring_degree and not self.request.ulysses_degree
 
     @property
     def may_leave_devices(self) -> bool:
-        """May a plan do without some of the devices, so that others start next time?"""
+        """May a plan do without some of the devices?"""
         return self.automatic_devices or (bool(self.by_rows) and self.is_free)
 
     @property
     def automatic_devices(self) -> bool:
-        """Has nobody said which devices, how many in each group, or what each of them gets?"""
+        """Does the request leave open the devices, the degrees and the shares?"""
         request = self.request
         named = request.devices.strip(" ,") or request.ring_degree or request.ulysses_degree or request.cfg_degree
         alone = request.data_degree == request.pipeline_degree == request.nnodes == 1

@@ -1,9 +1,10 @@
-"""What of a request cannot work, whatever the sizes of a run: one sentence each that says why, and what would."""
+"""Refuses what cannot work in a request, whatever the sizes of a run, each with its reason and the way out."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 from ..accelerators import CUDA, KERNELS
 from ..errors import Refused
@@ -24,16 +25,11 @@ def check_request(inputs: PlanInputs) -> None:
     request = inputs.request
     if not 1 <= request.nnodes <= MAX_DEGREE:
         raise Refused("nnodes.range", widget="nnodes", most=MAX_DEGREE, nnodes=request.nnodes)
-    check_pipeline(request, inputs.unsharded)
+    _check_pipeline(request, inputs.unsharded)
     _check_range(request)
     if inputs.unsharded and max(request.ring_degree, request.ulysses_degree) > 1:
-        raise Refused(
-            "sequence.none",
-            widget="ring_degree",
-            network=inputs.unsharded,
-            ring=request.ring_degree,
-            ulysses=request.ulysses_degree,
-        )
+        ring, ulysses = request.ring_degree, request.ulysses_degree
+        raise Refused("sequence.none", "ring_degree", network=inputs.unsharded, ring=ring, ulysses=ulysses)
     if inputs.no_lse and request.ring_degree > 1 and request.pipeline_degree == 1 and not inputs.unsharded:
         raise Refused("ring.node", widget="ring_degree", ring=request.ring_degree)
 
@@ -41,14 +37,11 @@ def check_request(inputs: PlanInputs) -> None:
 def _check_range(request: ParallelRequest) -> None:
     ring, ulysses, cfg, data = request.ring_degree, request.ulysses_degree, request.cfg_degree, request.data_degree
     if min(ring, ulysses, cfg) < 0 or data < 1 or cfg > 2 or max(ring, ulysses, data) > MAX_DEGREE:
-        raise Refused(
-            "degrees.range", widget="ring_degree", most=MAX_DEGREE, ring=ring, ulysses=ulysses, cfg=cfg, data=data
-        )
+        raise Refused("degrees.range", "ring_degree", most=MAX_DEGREE, ring=ring, ulysses=ulysses, cfg=cfg, data=data)
 
 
-def check_pipeline(request: ParallelRequest, unsharded: str = "") -> None:
-    """Raises Refused for what a pipeline cannot be, or cannot be together with. `unsharded` names a network without a
-    plan."""
+def _check_pipeline(request: ParallelRequest, unsharded: str) -> None:
+    """Raises Refused for a pipeline that cannot work. `unsharded` names a network without a plan."""
     stages = request.pipeline_degree
     if not 0 <= stages <= MAX_STAGES:
         raise Refused("pipeline.range", widget="pipeline_degree", most=MAX_STAGES, stages=stages)
@@ -68,86 +61,53 @@ def check_pipeline(request: ParallelRequest, unsharded: str = "") -> None:
 
 
 def _check_patches(request: ParallelRequest) -> None:
-    patches = request.options.token_patches
+    patches, stages = request.options.token_patches, request.pipeline_degree
     exact = {"patches": 1, "warmup_steps": 1}
     if not 1 <= patches <= MAX_STAGES:
         raise Refused("patches.range", widget="patches", fix=exact, most=MAX_STAGES, patches=patches)
     if request.options.warmup_steps < 1:
         raise Refused("warmup.range", widget="warmup_steps", fix=exact, steps=request.options.warmup_steps)
-    if patches == 1:
-        return
-    if request.pipeline_degree < 2:
-        raise Refused(
-            "patches.pipeline",
-            widget="pipeline_degree",
-            fix=exact,
-            patches=patches,
-            stages=request.pipeline_degree,
-        )
+    if patches > 1 and stages < 2:
+        raise Refused("patches.pipeline", widget="pipeline_degree", fix=exact, patches=patches, stages=stages)
 
 
 def check_run_in_patches(request: ParallelRequest, tokens: int, steps: int | None = None) -> None:
     """Raises Refused for a latent of so few tokens, or a run of so few steps (None: not known yet), that it cannot be
     sampled in patches."""
-    patches = request.options.token_patches
-    if patches > max(1, tokens):
-        raise Refused(
-            "patches.tokens",
-            widget="patches",
-            fix={"patches": max(1, tokens)},
-            patches=patches,
-            tokens=tokens,
-            most=max(1, tokens),
-        )
+    patches, warmup, most = request.options.token_patches, request.options.warmup_steps, max(1, tokens)
+    if patches > most:
+        raise Refused("patches.tokens", "patches", {"patches": most}, patches=patches, tokens=tokens, most=most)
     if patches == 1 or steps is None:
         return
     if steps < LEAST_STEPS:
         raise Refused("patches.steps", widget="patches", patches=patches, steps=steps, least=LEAST_STEPS)
-    if request.options.warmup_steps >= steps:
-        raise Refused(
-            "patches.warmup",
-            widget="warmup_steps",
-            warmup=request.options.warmup_steps,
-            steps=steps,
-            patches=patches,
-        )
+    if warmup >= steps:
+        raise Refused("patches.warmup", widget="warmup_steps", warmup=warmup, steps=steps, patches=patches)
 
 
 def check_stages(request: ParallelRequest, network: NetworkStats) -> None:
     """Raises Refused where a network has no blocks for so many stages, or cannot be sampled in patches."""
-    patches = request.options.token_patches
-    stages, blocks = request.pipeline_degree, len(network.loads)
-    if network.divisible and stages > max(1, blocks):
+    patches, stages, name, most = (
+        request.options.token_patches,
+        request.pipeline_degree,
+        network.name,
+        len(network.loads),
+    )
+    if network.divisible and stages > max(1, most):
         raise Refused(
-            "stages.few" if blocks else "stages.kept",
-            widget="pipeline_degree",
-            network=network.name,
-            blocks=max(1, blocks),
-            stages=stages,
+            "stages.few" if most else "stages.kept", "pipeline_degree", network=name, blocks=max(1, most), stages=stages
         )
     if network.divisible and patches > 1 and network.unpatched:
-        raise Refused(
-            "patches.none",
-            widget="patches",
-            fix={"patches": 1},
-            network=network.name,
-            why=network.unpatched,
-            patches=patches,
-        )
+        raise Refused("patches.none", "patches", {"patches": 1}, network=name, why=network.unpatched, patches=patches)
 
 
 def check_step_cache(request: ParallelRequest, network: NetworkStats) -> None:
     """Raises Refused where a threshold is asked for that is none, or of a network whose blocks cannot be skipped."""
+    threshold = f"{request.options.step_cache:g}"
     if not 0 <= request.options.step_cache <= 1:
-        raise Refused("cache.range", widget="step_cache", threshold=f"{request.options.step_cache:g}")
+        raise Refused("cache.range", widget="step_cache", threshold=threshold)
     if request.options.step_cache and not (network.divisible and network.skippable):
-        raise Refused(
-            "cache.blocks",
-            widget="step_cache",
-            fix={"step_cache": 0.0},
-            threshold=f"{request.options.step_cache:g}",
-            network=network.name,
-        )
+        raise Refused("cache.blocks", "step_cache", {"step_cache": 0.0}, threshold=threshold, network=network.name)
 
 
 def check_workers(degrees: Parallelism, devices: tuple[str, ...], inputs: PlanInputs) -> None:
@@ -162,48 +122,31 @@ def check_workers(degrees: Parallelism, devices: tuple[str, ...], inputs: PlanIn
         if "cpu" not in devices and (why := why_one_gpu(inputs.gpus)):
             reason = say("reason.why", reason=reason, why=why)
         raise Refused(reason.key, "ring_degree", fix, **reason.values)
-    here, left = divmod(degrees.world_size, nnodes)
-    if left:
+    local_workers, remainder = divmod(degrees.world_size, nnodes)
+    words = degrees_in_words(degrees)
+    if remainder:
+        raise Refused("machines.uneven", "nnodes", degrees=words, workers=degrees.world_size, machines=nnodes)
+    if request.devices.strip(" ,") and local_workers < len(devices) and not inputs.unsharded:
         raise Refused(
-            "machines.uneven",
-            widget="nnodes",
-            degrees=degrees_in_words(degrees),
-            workers=degrees.world_size,
-            machines=nnodes,
-        )
-    if request.devices.strip(" ,") and here < len(devices) and not inputs.unsharded:
-        raise Refused(
-            "devices.idle.machines" if nnodes > 1 else "devices.idle",
-            widget="devices",
-            count=len(devices),
-            devices=list(devices),
-            degrees=degrees_in_words(degrees),
-            needed=here,
-        )
+            "devices.idle.machines" if nnodes > 1 else "devices.idle", "devices",
+            count=len(devices), devices=list(devices), degrees=words, needed=local_workers,
+        )  # fmt: skip
 
 
 def check_placement(request: ParallelRequest, placement: Placement) -> None:
     """Raises Refused for what needs other devices than these."""
-    kinds = {device.partition(":")[0] for device in placement.devices}
+    kinds, first = {device.partition(":")[0] for device in placement.devices}, placement.devices[0]
     kernel = KERNELS.get(request.options.attention_backend)
     if kernel and not kinds <= set(kernel.devices):
-        raise Refused(
-            "backend.cuda",
-            widget="attention_backend",
-            fix={"attention_backend": "auto"},
-            backend=kernel.name,
-            needed=" / ".join(kernel.devices).upper(),
-            device=placement.devices[0],
-        )
+        fix, needed = {"attention_backend": "auto"}, " / ".join(kernel.devices).upper()
+        raise Refused("backend.cuda", "attention_backend", fix, backend=kernel.name, needed=needed, device=first)
     if request.options.cuda_graphs == "on" and kinds != {CUDA.kind}:
-        raise Refused("graphs.cuda", widget="cuda_graphs", fix={"cuda_graphs": "auto"}, device=placement.devices[0])
+        raise Refused("graphs.cuda", "cuda_graphs", {"cuda_graphs": "auto"}, device=first)
 
 
 def unused_shares(shares: str, as_one: Parallelism) -> Refused:
-    """For shares that divide nothing: by the degrees `as_one` they would."""
-    return Refused(
-        "shares.unused", widget="shares", fix=as_one.by_name, shares=shares.strip(), degrees=degrees_in_words(as_one)
-    )
+    """Returns the refusal of shares that divide nothing; by the degrees `as_one` they would."""
+    return Refused("shares.unused", "shares", as_one.by_name, shares=shares.strip(), degrees=degrees_in_words(as_one))
 
 
 def degrees_in_words(degrees: Parallelism) -> str:
@@ -215,7 +158,7 @@ def degrees_in_words(degrees: Parallelism) -> str:
 def _too_much(
     degrees: Parallelism, devices: tuple[str, ...], limit: int, inputs: PlanInputs, nearest: Parallelism
 ) -> Sentence:
-    nnodes, wanted = inputs.request.nnodes, degrees_in_words(degrees)
+    nnodes, words = inputs.request.nnodes, degrees_in_words(degrees)
     if degrees.world_size > limit:
         where = say("there.cpu", limit=limit)
         if len(devices) == 1:
@@ -224,18 +167,18 @@ def _too_much(
             where = say("there.devices", count=len(devices), devices=list(devices))
         if nnodes > 1 and devices:
             where = say("there.machines", devices=where, machines=nnodes)
-        reason = say("workers.few", degrees=wanted, needed=degrees.world_size, where=where)
+        reason = say("workers.few", degrees=words, needed=degrees.world_size, where=where)
     else:
-        reason = say("heads.few", degrees=wanted, heads=inputs.heads, workers=degrees.ulysses_degree)
-    here = degrees.world_size // nnodes
-    if len(devices) == 1 and here <= MAX_CPU_WORKERS:
-        again = ",".join(devices * here)
+        reason = say("heads.few", degrees=words, heads=inputs.heads, workers=degrees.ulysses_degree)
+    local_workers = degrees.world_size // nnodes
+    if len(devices) == 1 and local_workers <= MAX_CPU_WORKERS:
+        again = ",".join(devices * local_workers)
         return say("nearest.shared", reason=reason, nearest=degrees_in_words(nearest), again=again)
     return say("nearest", reason=reason, nearest=degrees_in_words(nearest))
 
 
 def _nearest(degrees: Parallelism, limit: int, heads: int, nnodes: int) -> Parallelism:
-    """Degrees, none larger than asked but the ring's, that use as many of the workers as they can."""
+    """Returns degrees, none larger than requested but the ring's, that use as many of the workers as they can."""
     goal = min(degrees.world_size, limit)
     shapes = [
         (stages, data, cfg, ring, ulysses)
@@ -246,17 +189,12 @@ def _nearest(degrees: Parallelism, limit: int, heads: int, nnodes: int) -> Paral
         for ring in range(1, (limit // (stages * data * cfg * ulysses) if stages == 1 else 1) + 1)
         if stages * data * cfg * ulysses * ring % nnodes == 0
     ]
-    wanted = degrees.mesh_shape
-    best = min(
-        shapes, key=lambda s: (abs(prod(s) - goal), sum(abs(a - b) for a, b in zip(s, wanted, strict=True)), s[3])
-    )
-    stages, data, cfg, ring, ulysses = best
-    return replace(
-        degrees,
-        pipeline_degree=stages,
-        options=replace(degrees.options, token_patches=degrees.options.token_patches if stages > 1 else 1),
-        data_degree=data,
-        cfg_degree=cfg,
-        ring_degree=ring,
-        ulysses_degree=ulysses,
-    )
+
+    def distance(shape: tuple[int, ...]) -> tuple[int, int, int]:
+        changed = sum(abs(a - b) for a, b in zip(shape, degrees.mesh_shape, strict=True))
+        return abs(prod(shape) - goal), changed, shape[3]
+
+    stages, data, cfg, ring, ulysses = min(shapes, key=distance)
+    degrees = degrees.with_options(token_patches=degrees.options.token_patches if stages > 1 else 1)
+    more: dict[str, Any] = {"data_degree": data, "cfg_degree": cfg, "ring_degree": ring, "ulysses_degree": ulysses}
+    return replace(degrees, pipeline_degree=stages, **more)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
+from ..errors import Refused
 from ..specs import WeightPlacement
 from .candidates import candidates, memory_of, profile_of
 from .device_profile import DeviceProfile
@@ -19,17 +20,30 @@ SLOW = 4e9  # bytes/s: an Ethernet, and no bus
 
 
 def resolve(inputs: PlanInputs) -> RunPlan:
-    """The fastest plan that fits; workers that are running stay where others are hardly faster, and so does where
-    weights are. The best of other devices and cfg_degrees are its runners-up. Raises Refused, with the nearest that
-    would fit."""
+    """Returns the best plan. Raises Refused, with the nearest change that would fit, where it does not fit."""
+    plan = best_plan(inputs)
+    if refused := why_unfit(inputs, plan):
+        raise refused
+    return plan
+
+
+def best_plan(inputs: PlanInputs) -> RunPlan:
+    """Returns the fastest plan that fits, or the preferred one where none does. Live workers, and the places of their
+    weights, stay where others are hardly faster. The best plans of other devices and cfg_degrees are its runners-up."""
     best, *others = ranked(inputs)
-    if inputs.request.weights == "auto" and not inputs.keeps_placement and best.estimate and not best.estimate.fits:
-        raise misfit(memory_of(inputs, replace(best, rows=1)))
     return replace(best, runners_up=tuple(others))
 
 
+def why_unfit(inputs: PlanInputs, plan: RunPlan) -> Refused | None:
+    """Returns the refusal of a plan that does not fit; weights that the user placed are left to the workers' check."""
+    automatic = inputs.request.weights == "auto" and not inputs.keeps_placement
+    if not automatic or plan.estimate is None or plan.estimate.fits:
+        return None
+    return misfit(memory_of(inputs, replace(plan, rows=1)))
+
+
 def alternatives(inputs: PlanInputs, plan: RunPlan) -> tuple[RunPlan, ...]:
-    """What auto would make of the devices of `plan`, where somebody has chosen: other devices and cfg_degrees."""
+    """Returns what auto would choose on the devices of a `plan` that the user chose: other devices and cfg_degrees."""
     if inputs.automatic_devices:
         return plan.runners_up
     request, degrees = inputs.request, plan.degrees
@@ -42,8 +56,8 @@ def alternatives(inputs: PlanInputs, plan: RunPlan) -> tuple[RunPlan, ...]:
 
 
 def ranked(inputs: PlanInputs) -> list[RunPlan]:
-    """The plan to take, then the best of other devices and cfg_degrees by their seconds. Where none fits the preferred
-    one is first."""
+    """Returns the plan to take, then the best of other devices and cfg_degrees by their seconds. Where none fits the
+    preferred one is first."""
     plans = [replace(plan, estimate=evaluate(plan, inputs)) for plan in candidates(inputs)]
     plans.sort(key=lambda plan: plan.placement != inputs.live)
     plans = _fastest(plans, lambda plan: (plan.placement, plan.degrees), 1 / SIMILAR_RATIO)
@@ -57,7 +71,7 @@ def ranked(inputs: PlanInputs) -> list[RunPlan]:
 
 
 def _fastest(plans: Sequence[RunPlan], kind: Callable[[RunPlan], Hashable], clearly: float) -> list[RunPlan]:
-    """Of each kind the first that no other takes less than `clearly` times the seconds of."""
+    """Returns the first plan of each kind that takes at most 1 / `clearly` times the seconds of that kind's fastest."""
     kinds: dict[Hashable, list[RunPlan]] = {}
     for plan in plans:
         kinds.setdefault(kind(plan), []).append(plan)
@@ -66,7 +80,7 @@ def _fastest(plans: Sequence[RunPlan], kind: Callable[[RunPlan], Hashable], clea
 
 
 def evaluate(plan: RunPlan, inputs: PlanInputs) -> Estimate:
-    """Seconds and bytes of `plan`, and what does not fit."""
+    """Returns the seconds and bytes of `plan`, and what does not fit."""
     memory, profile, weights = memory_of(inputs, plan), profile_of(inputs, plan), plan.weights
     prompts, fetched = memory.work.prompts_per_rank(plan.degrees), 0
     if weights.mode != "replicate":
@@ -74,14 +88,11 @@ def evaluate(plan: RunPlan, inputs: PlanInputs) -> Estimate:
     compute = prompts * _compute_seconds(plan, memory, profile)
     exposed = max(0.0, _fetch_seconds(weights, fetched, memory, profile) - compute)
     batches = inputs.work.prompts_per_rank(plan.degrees) if plan.rows and inputs.work else 1
-    host = memory.capacity.host_bytes
-    short = max(0, fetched - host) if host is not None and weights.mode == "offload" else 0
     return Estimate(
         weight_bytes_by_rank=memory.weight_bytes_by_rank(weights),
         activation_bytes_by_rank=memory.activation_bytes_by_rank,
         buffer_bytes_by_rank=memory.buffer_bytes_by_rank(weights),
-        usable_bytes_by_rank=memory.usable_bytes_by_rank(weights),
-        host_bytes_short=short,
+        fits=memory.fits(weights),
         fetched_bytes=fetched,
         seconds=batches * (compute + exposed),
         batch_seconds=compute + exposed,
@@ -91,7 +102,7 @@ def evaluate(plan: RunPlan, inputs: PlanInputs) -> Estimate:
 
 
 def _compute_seconds(plan: RunPlan, memory: MemoryModel, profile: DeviceProfile | None) -> float:
-    """Of one prompt; workers that are not alike go by what each measured."""
+    """Returns the seconds of one prompt; those of heterogeneous workers follow from what each measured."""
     work, degrees = memory.work, plan.degrees
     if profile is None or not profile.flops_per_second:
         return 0.0
@@ -103,14 +114,14 @@ def _compute_seconds(plan: RunPlan, memory: MemoryModel, profile: DeviceProfile 
 
 
 def _fetch_seconds(weights: WeightPlacement, fetched: int, memory: MemoryModel, profile: DeviceProfile | None) -> float:
-    """Of the rank that has least of its own."""
+    """Returns the seconds in which the rank with the smallest shard fetches `fetched` bytes."""
     local = min(part / total for part, total in memory.shard_parts(weights)) if weights.mode == "shard" else 0.0
     speed = _fetch_speed(weights, profile)
     return fetched * (1 - local) / speed if speed else 0.0
 
 
 def _fetch_speed(weights: WeightPlacement, profile: DeviceProfile | None) -> float:
-    """Bytes/s; 0 where nothing is fetched, or nobody has measured it."""
+    """Returns bytes/s; 0 where nothing is fetched or nobody has measured it."""
     if profile is None or weights.mode == "replicate":
         return 0.0
     return profile.bytes_per_second if weights.mode == "shard" else profile.host_bytes_per_second

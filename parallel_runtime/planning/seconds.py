@@ -6,13 +6,13 @@ long enough. Both cost packing, a ring also merging; and an evaluation lasts as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ..request import RotateMethod
 from ..specs import Parallelism, Placement
 from .device_profile import DeviceProfile, Speed
 from .network_stats import Work
+from .stage_blocks import busy_share
 from .work_shares import in_proportion
 
 # Calibrated by a rank's share of FLUX.1 dev at 1024 px and of Wan 2.1 14B at 480p on one H100 (2026-11-22), of whose
@@ -40,20 +40,20 @@ HETEROGENEOUS = 1.1
 
 
 def evaluation_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
-    """Seconds of one evaluation on one rank, its transfers included: as long as the device takes, or as the host takes
-    to launch it. A rotate_method that is `auto` counts as alltoall."""
+    """Returns the seconds of one evaluation on one rank, its transfers included: as long as the device takes, or as the
+    host takes to launch it. A rotate_method that is `auto` counts as alltoall."""
     if work.network.row_levels:
-        return evaluation_seconds_by_rows(work, degrees, profile)
+        return _evaluation_seconds_by_rows(work, degrees, profile)
     network, ranks = work.network, degrees.context_parallel_size
     linear = work.rows * network.linear_flop(work.tokens) / ranks / (LINEAR * profile.flops_per_second)
     device = linear + network.layers * attention_seconds(work, degrees, profile)
-    staged = degrees.pipeline_degree > 1
-    host = 0.0 if work.recorded and not staged else network.layers * _launch_seconds(degrees)
-    return (max(device, host) + LAG * min(device, host)) * (_stage_share(work, degrees) if staged else 1.0)
+    stages = degrees.pipeline_degree
+    host = 0.0 if work.recorded and stages == 1 else network.layers * _launch_seconds(degrees)
+    return (max(device, host) + LAG * min(device, host)) / (stages * busy_share(work, degrees))
 
 
-def evaluation_seconds_by_rows(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
-    """The same of a network that is cut by rows: all that is sent is waited for."""
+def _evaluation_seconds_by_rows(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
+    """Returns the seconds of a network that is split by rows of its picture: all that is sent is waited for."""
     network, ranks = work.network, degrees.context_parallel_size
     if ranks > work.row_ranks:  # each computes all of it
         degrees, ranks = replace(degrees, ring_degree=1, ulysses_degree=1, shares=()), 1
@@ -67,48 +67,34 @@ def evaluation_seconds_by_rows(work: Work, degrees: Parallelism, profile: Device
 
 
 def _row_exchange_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
-    """Of all messages of a rank: of norms with the edges of rows, and of attentions over the pixels of a level."""
+    """Returns the seconds of all messages of a rank: of norms with the edges of rows, and of attentions over the pixels
+    of a level."""
     ring, ulysses, levels = degrees.ring_degree, degrees.ulysses_degree, work.network.row_levels
     hops = 1 if degrees.options.rotate_method == "allgather" else ring - 1
     each = (hops if ring > 1 else 0) + (2 if ulysses > 1 else 0)
     messages = sum(level.messages + level.attentions * each for level in levels)
     wide = sum(level.attentions * level.width * work.tokens / 4**number for number, level in enumerate(levels))
-    share = work.rows * wide * work.network.item_bytes / (ring * ulysses)
-    sent = share * (4 * (ulysses - 1) / ulysses + 2 * (ring - 1))
+    sent = work.rows * wide * work.network.item_bytes * _tensors_sent(degrees)
     return messages * MESSAGE + sent / profile.bytes_per_second
 
 
-def _stage_share(work: Work, degrees: Parallelism) -> float:
-    """The time of an evaluation, as a share of what one stage that had all blocks would take: while the pipeline fills
-    and empties, stages stand still."""
-    flights, stages = work.busiest_rows(degrees) * degrees.options.token_patches, degrees.pipeline_degree
-    return (flights + stages - 1) / (flights * stages)
-
-
 def alone_seconds(work: Work, speed: Speed) -> float:
-    """How long this worker would compute, had it all of the work; 0 where its speed is not known."""
-    return _alone_seconds(work, [speed])[0]
+    """Returns how long this worker would compute, had it all of the work; 0 where its speed was not measured."""
+    if not speed.products or not speed.attention:
+        return 0.0
+    linear, attention = work.network.linear_flop(work.tokens), work.network.attention_flop(work.tokens)
+    return work.rows * (linear / LINEAR / speed.products + attention / speed.attention)
 
 
 def alone_seconds_by_rank(work: Work, profile: DeviceProfile) -> list[float]:
-    """The same of each rank."""
-    return _alone_seconds(work, profile.ranks)
-
-
-def _alone_seconds(work: Work, speeds: Sequence[Speed]) -> list[float]:
-    linear = work.rows * work.network.linear_flop(work.tokens) / LINEAR
-    attention = work.rows * work.network.attention_flop(work.tokens)
-    known = (speed.products and speed.attention for speed in speeds)
-    return [
-        linear / speed.products + attention / speed.attention if measured else 0.0
-        for speed, measured in zip(speeds, known, strict=True)
-    ]
+    return [alone_seconds(work, speed) for speed in profile.ranks]
 
 
 def are_measured(work: Work, placement: Placement, profile: DeviceProfile | None) -> bool:
     """Did each worker measure how fast it is by itself? Those that share a device take its time from each other."""
-    known = profile is not None and not placement.shared and len(profile.ranks) == placement.world_size
-    return known and profile is not None and all(alone_seconds_by_rank(work, profile))
+    if profile is None or placement.shared or len(profile.ranks) != placement.world_size:
+        return False
+    return all(alone_seconds_by_rank(work, profile))
 
 
 def are_heterogeneous(work: Work, placement: Placement, profile: DeviceProfile | None) -> bool:
@@ -125,10 +111,10 @@ def shares_by_speed(work: Work, profile: DeviceProfile) -> tuple[int, ...]:
 
 
 def averaged(work: Work, degrees: Parallelism, profile: DeviceProfile) -> DeviceProfile:
-    """The profile with the speed of one of so many workers that are alike: the one that computes longest by its share
+    """Returns the profile with the speed of one of so many uniform workers: the one that computes longest by its share
     is waited for."""
     each, ranks = degrees.context_parallel_size, iter(alone_seconds_by_rank(work, profile))
-    slowest = max(each * next(ranks) * share / sum(lane) for lane in degrees.cp_group_shares for share in lane)
+    slowest = max(each * next(ranks) * share / sum(group) for group in degrees.cp_group_shares for share in group)
     return replace(profile, flops_per_second=alone_seconds(work, Speed(products=1.0, attention=ATTENTION)) / slowest)
 
 
@@ -140,10 +126,15 @@ def times_as_fast(work: Work, degrees: Parallelism, profile: DeviceProfile) -> f
 
 
 def attention_bytes(work: Work, degrees: Parallelism) -> float:
-    """Bytes that one rank sends in one attention: 4T(u-1)/u of its share for Ulysses, 2T/u a hop for the ring."""
+    """Bytes that one rank sends in one attention."""
+    return work.activation_bytes * _tensors_sent(degrees)
+
+
+def _tensors_sent(degrees: Parallelism) -> float:
+    """Tensors of the whole sequence that one rank sends in one attention: of its share 4(u-1)/u for Ulysses, and 2 a
+    hop for the ring."""
     ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
-    share = work.activation_bytes / (ring * ulysses)
-    return 4 * share * (ulysses - 1) / ulysses + 2 * share * (ring - 1)
+    return (4 * (ulysses - 1) / ulysses + 2 * (ring - 1)) / (ring * ulysses)
 
 
 def attention_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:

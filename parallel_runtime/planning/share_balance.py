@@ -1,5 +1,5 @@
-"""Which shares `auto` comes to, by how long each rank computed in real steps. Shares change between runs, and settle: a
-shape that is recorded or compiled is worth something."""
+"""Learns the shares of `auto` from how long each rank computed in real steps. Shares change only between runs, and
+settle: another share is another shape, to be recorded or compiled anew."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from .work_shares import in_proportion, work_fractions
 
 log = logging.getLogger(__name__)
 
-BEHIND = 1.05  # times the mean: from there on the slowest rank is waited for
-# Seconds of computing in a step: what is shorter says nothing of the device. Workers that have one in common take it
-# from each other.
+BEHIND = 1.05  # times the mean: a slowest rank above it is waited for
+# Seconds of computing in a step: shorter ones say nothing of the device, which workers may share.
 LEAST, LEAST_TOGETHER = 0.02, 0.4
 TWICE = 2
-
 
 Key = tuple[ModelSpec, Parallelism]
 Shares = tuple[int, ...]
@@ -25,8 +23,8 @@ Shares = tuple[int, ...]
 
 @dataclass(eq=False)
 class _Tried:
-    """The shares of one model on one division. How long the slowest rank computes, in means of all: `before` by the
-    shares that these replaced, and `settled` where nothing better was found."""
+    """The shares of one model by its degrees. The slowest rank's time, in means of all ranks, is in `before` with the
+    shares that these replaced, and in `settled` where no better ones were found."""
 
     shares: Shares
     behind: int = 0  # runs in a row
@@ -34,8 +32,9 @@ class _Tried:
     settled: float = 1.0
 
     def ran(self, slowest: float, better: Shares) -> None:
-        """By these shares; from the speeds alone `better` ones would follow. What does not go by shares alone, such as
-        whole heads, might have them take turns for ever: those that gained nothing give way to the last, which stay."""
+        """Notes a run by these shares; `better` ones would follow from the speeds alone. Shares that gained nothing
+        give way to the last ones, which stay: where work is not in proportion to shares (whole heads), two might
+        alternate forever."""
         self.behind = self.behind + 1 if slowest > BEHIND * self.settled else 0
         if self.behind < TWICE:
             return
@@ -48,29 +47,30 @@ class _Tried:
 
 
 class ShareBalance:
-    """Of one group, as long as it lives."""
+    """The learnt shares of one group, for as long as it lives."""
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self._tried: dict[Key, _Tried] = {}
 
     def begin(self, model: ModelSpec, degrees: Parallelism) -> None:
-        """A run of this model begins whose shares nobody has chosen."""
+        """Notes that a run of this model begins whose shares the user left to auto."""
         if degrees.pipeline_degree == 1:
             self._tried.setdefault(_key(model, degrees), _Tried(degrees.shares))
 
     def shares(self, model: ModelSpec) -> dict[Parallelism, Shares]:
-        """What the next run of this model has, by its degrees (without shares)."""
+        """Returns the shares of the next run of this model, by its degrees (without shares)."""
         return {degrees: tried.shares for (spec, degrees), tried in self._tried.items() if spec == model.unpatched}
 
     def learn(self, model: ModelSpec, degrees: Parallelism, seconds: Sequence[float | None]) -> None:
-        """How long each rank computed in a step of a run by these degrees, None: it could not say."""
+        """Takes the seconds that each rank computed in a step of a run by these degrees; None if it could not
+        measure."""
         known = [each for each in seconds if each is not None]
         shares = degrees.shares or (1,) * degrees.world_size
         if not known or len(known) < len(seconds) or max(known) < (LEAST_TOGETHER if self._placement.shared else LEAST):
             return
         tried = self._tried.get(_key(model, degrees))
-        if tried is None or not _same(tried.shares, shares):  # somebody chose them
+        if tried is None or (tried.shares or (1,) * len(shares)) != shares:  # the user chose them
             return
         taking = [each for each, share in zip(known, shares, strict=True) if share]
         slowest, before = max(taking) * len(taking) / sum(taking), tried.shares
@@ -85,7 +85,3 @@ class ShareBalance:
 
 def _key(model: ModelSpec, degrees: Parallelism) -> Key:
     return model.unpatched, replace(degrees, shares=())
-
-
-def _same(first: Shares, second: Shares) -> bool:
-    return (first or (1,) * len(second)) == second

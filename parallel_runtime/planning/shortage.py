@@ -1,4 +1,4 @@
-"""Whether what a plan needs is free on its devices at this moment, by what each rank says of its own."""
+"""Finds the device that lacks memory for a plan at this moment, from what each rank measured of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .misfit import size_in_words
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """A device on which `ranks` need so many bytes, and could have `free`, all of them together."""
+    """A device on which `ranks` together need `needed` bytes and could have `free`."""
 
     device: str
     ranks: tuple[int, ...]
@@ -24,7 +24,7 @@ class Shortage:
 
     @property
     def each(self) -> int:
-        """What a rank could have."""
+        """Returns the bytes that one rank could have."""
         return max(0, self.free) // len(self.ranks)
 
     @property
@@ -46,10 +46,9 @@ def shortage(
     limits: Sequence[int | None],
     limited_by: str,
 ) -> Shortage | None:
-    """The device that lacks most of the bytes that its ranks need for the model with this `fingerprint`, each so many
-    as `needed` says; None where there is room. What a rank has of this model already counts as free, what it has of
-    others does not. `limits` are what each may take of its device. Main memory has none but that.
-    """
+    """Returns the device that lacks most of the bytes `needed` by its ranks for the model with this `fingerprint`; None
+    where all have enough. A rank's memory of this model counts as free, its memory of other models does not. `limits`
+    are what each may take of its device, and the only limits of main memory."""
     sharing: dict[str, list[int]] = {}
     for rank, device in enumerate(placement.device_names[: len(readings)]):
         sharing.setdefault(device, []).append(rank)
@@ -66,8 +65,7 @@ def shortage(
 
 
 def _free(device: str, ranks: Sequence[Readings], fingerprint: str, limit: int | None) -> int | None:
-    """What these ranks could have of their device for this model, of a `limit` for all of them; None where nothing
-    says."""
+    """Returns the bytes that these ranks together could have of their device for this model; None if unknown."""
     other_models = sum(each.other_models_bytes(fingerprint) for each in ranks)
     known = [] if limit is None else [limit - other_models]
     if not device.startswith("cpu"):

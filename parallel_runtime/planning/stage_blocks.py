@@ -1,4 +1,4 @@
-"""Which blocks each stage of a pipeline has, and what these hold and compute."""
+"""The blocks of each stage of a pipeline, with their weights and work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .network_stats import NetworkStats, Work
 
 @dataclass(frozen=True)
 class StageBlocks:
-    """What the ranks of one stage have: blocks from `first` on, their bytes, and their share of all work."""
+    """The blocks of one stage: `count` from `first` on, their bytes, and their share of all work."""
 
     first: int
     count: int
@@ -82,13 +82,13 @@ def _cached_bytes_per_block(work: Work, degrees: Parallelism) -> int:
 
 
 def busy_share(work: Work, degrees: Parallelism) -> float:
-    """The share of a step in which a stage computes: it waits while the pipeline fills and empties."""
+    """Returns the share of a step in which a stage computes: it waits while the pipeline fills and empties."""
     flights = work.busiest_rows(degrees) * degrees.options.token_patches
     return flights / (flights + degrees.pipeline_degree - 1)
 
 
 def weight_ranges(network: NetworkStats, degrees: Parallelism) -> list[tuple[float, float]]:
-    """From and to, as shares of all weights, what each stage has of its own; none where there is no pipeline."""
+    """Returns the weights that each stage has of its own, as a range of all weights; [] where there is no pipeline."""
     if degrees.pipeline_degree == 1:
         return []
     ends = list(accumulate((stage.nbytes for stage in stages_of(network, degrees)), initial=outside_bytes(network)))

@@ -1,4 +1,5 @@
-"""What a VAE's decode costs, here and divided: seconds, memory and traffic, in one line for a user. Arithmetic only."""
+"""The cost of a VAE's decode, here and divided: seconds, memory and traffic, in one line for a user. Arithmetic
+only."""
 
 from __future__ import annotations
 
@@ -69,18 +70,19 @@ class Decode:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """The longer one, which is cut, and the other."""
+        """Returns the longer one, which is split, and the other."""
         return max(self.latent[-2:]), min(self.latent[-2:])
 
 
 def decode_seconds(decode: Decode, workers: int, profile: DeviceProfile) -> float | None:
-    """On `workers`; None for a class that was not counted. Halos hide behind convolutions, latencies do not."""
+    """Returns the seconds on `workers`; None for a class that was not counted. Halos hide behind convolutions,
+    latencies do not."""
     counted = COUNTED.get((decode.kind, len(decode.latent)))
     if counted is None or not profile.flops_per_second:
         return None
-    cut, other = decode.sides
-    workers = min(workers, cut)
-    pixels = decode.frames * cut * other
+    split, other = decode.sides
+    workers = min(workers, split)
+    pixels = decode.frames * split * other
     attention = 4 * pixels**2 * counted.width / (1 if counted.over_time else decode.frames)
     compute = (counted.flops * pixels + attention) / profile.flops_per_second / workers
     busy = max(compute, LAUNCH * counted.kernels * decode.frames)
@@ -92,21 +94,20 @@ def decode_seconds(decode: Decode, workers: int, profile: DeviceProfile) -> floa
 
 def traffic(decode: Decode, workers: int, counted: Decoding) -> float:
     """Bytes that one rank sends: halos to two neighbours, its keys and values round the ring."""
-    cut, other = decode.sides
+    split, other = decode.sides
     scale = decode.item_bytes / 2
     halos = min(2, workers - 1) * counted.halo_bytes * decode.frames * other
-    keys = 4 * counted.width * decode.frames * cut * other / workers * (workers - 1)
+    keys = 4 * counted.width * decode.frames * split * other / workers * (workers - 1)
     return scale * (halos + keys)
 
 
 def decode_line(decode: Decode, workers: int, profile: DeviceProfile | None) -> tuple[str, ...]:
-    """For CP Plan, sentence by sentence."""
+    """Returns the sentences on a decode for CP Plan."""
     used = min(workers, decode.sides[0])
-    here, share = (decode.activation_bytes / GIB, decode.activation_bytes / used / GIB)
-    sizes = {"here": f"{here:.2f}", "weights": f"{decode.weight_bytes / GIB:.2f}", "share": f"{share:.2f}"}
+    full, part = decode.activation_bytes / GIB, decode.activation_bytes / used / GIB
+    sizes = {"here": f"{full:.2f}", "weights": f"{decode.weight_bytes / GIB:.2f}", "share": f"{part:.2f}"}
     memory = say("decode", **sizes, workers=used)
-    alone = decode_seconds(decode, 1, profile) if profile is not None else None
-    several = decode_seconds(decode, workers, profile) if profile is not None else None
+    alone, several = (profile and decode_seconds(decode, count, profile) for count in (1, workers))
     if alone is None or several is None:
         return (memory,)
     return memory, say("decode.seconds", alone=f"{alone:.1f}", several=f"{several:.1f}")

@@ -1,4 +1,5 @@
-"""How much of the work each worker gets: what `shares` of a CP Parallel Config say, and whole numbers in proportion."""
+"""Shares of the work for each worker: those of a CP Parallel Config, and whole numbers in proportion to
+measurements."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ DIGITS = 9  # of one, at most
 
 
 def requested_shares(shares: str, workers: int, devices: int = 0, nnodes: int = 1) -> tuple[int, ...]:
-    """The share of each of so many workers, in rank order; () where `shares` leaves them to auto. Numbers may be one
-    for each of a config's `devices` on each machine, of which workers have the first. Raises Refused."""
+    """Returns the share of each of so many workers, in rank order; () where `shares` leaves them to auto. Numbers may
+    be one for each of a config's `devices` on each machine, of which workers have the first. Raises Refused."""
     if shares.strip() in ("", "auto"):
         return ()
     if shares.strip() == "equal":
@@ -32,25 +33,25 @@ def requested_shares(shares: str, workers: int, devices: int = 0, nnodes: int = 
 
 
 def are_uneven(shares: str) -> bool:
-    """Are they typed as numbers that are not all the same?"""
+    """Are these shares numbers that are not all equal?"""
     return len(set(_numbers(shares))) > 1
 
 
 def _numbers(shares: str) -> tuple[int, ...]:
-    """() where they are not whole numbers with commas between them."""
+    """Returns the comma-separated whole numbers; () for other text."""
     words = [word.strip() for word in shares.split(",")]
     known = all(word.isascii() and word.isdecimal() and len(word) <= DIGITS for word in words)
     return tuple(map(int, words)) if known else ()
 
 
 def are_unused(degrees: Parallelism) -> bool:
-    """Do they differ only between the halves of cfg_degree, which have a prompt each whatever is asked for?"""
+    """Do the shares differ only between the groups of cfg_degree, which have a prompt each whatever their shares?"""
     even = all(len(set(shares)) == 1 for shares in degrees.cp_group_shares)
     return len(set(degrees.shares)) > 1 and even and len(set(degrees.data_group_shares)) == 1
 
 
 def in_proportion(to: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers in proportion to these, about PARTS for each worker; nobody who has any goes without."""
+    """Returns whole numbers in proportion to these, about PARTS for each worker; a positive number stays positive."""
     mean = sum(to) / len(to)
     sizes = [max(round(PARTS * one / mean), int(one > 0)) for one in to]
     common = gcd(*sizes)
@@ -58,29 +59,29 @@ def in_proportion(to: Sequence[float]) -> tuple[int, ...]:
 
 
 def shares_within(total: int, budget_bytes: Sequence[int | None]) -> tuple[int, ...]:
-    """Shares of what takes `total` bytes on all workers together: alike, but nobody has more than its budget (None: no
-    limit); where all have too little, in proportion to their budgets. () where all get alike."""
+    """Returns shares of what takes `total` bytes on all workers together: equal, but none above its budget (None: no
+    limit); where all budgets are too small, in proportion to them. () where all are equal."""
     limits = sorted(total if budget is None else max(0, budget) for budget in budget_bytes)
-    left, level = total, 0.0
+    remaining, level = total, 0.0
     for number, limit in enumerate(limits):
-        level = left / (len(limits) - number)
+        level = remaining / (len(limits) - number)
         if limit >= level:
             break
-        left -= limit
+        remaining -= limit
     if limits[0] >= level or not limits[-1]:
         return ()
     return in_proportion([level if budget is None else min(max(0, budget), level) for budget in budget_bytes])
 
 
 def work_percent(degrees: Parallelism, placement: Placement) -> list[tuple[str, int]]:
-    """Each worker's device, and its share of all the work in percent."""
+    """Returns each worker's device with its share of all the work in percent."""
     devices = placement.devices * placement.nnodes
     return [(device, round(100 * part)) for device, part in zip(devices, work_fractions(degrees), strict=True)]
 
 
 def work_fractions(degrees: Parallelism) -> list[float]:
-    """What each worker has to do of all the work. Ranks of different prompts have as much to do whatever their shares,
-    ranks of different rows in proportion to theirs."""
+    """Returns each worker's fraction of all the work. Ranks of different prompts have equal parts whatever their
+    shares, ranks of different rows have parts in proportion to them."""
     rows = degrees.data_group_shares
     return [
         share / sum(shares) / degrees.cfg_degree * rows[number // degrees.cfg_degree % len(rows)] / sum(rows)

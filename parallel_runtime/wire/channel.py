@@ -21,7 +21,7 @@ PACKET_BYTES = 128 << 10  # Linux gives a socket 208 KiB
 
 
 class Channel:
-    """Not thread safe for sending; one thread may wait for the hang-up while another sends and receives."""
+    """A socket to the other process. One thread may send at a time; another may wait for the hang-up meanwhile."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock

@@ -64,7 +64,7 @@ class Run:
     job: int
     model: ModelSpec
     parallelism: Parallelism
-    storage: WeightPlacement
+    weight_placement: WeightPlacement
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Refusal:
         return cls(refused.code, refused.widget, refused.fix, values)
 
     def raised(self, machine: str = "") -> Refused:
-        """The same Refused again; from the address of another `machine` it says so."""
+        """Returns the Refused that was sent, with the address of another `machine` if it came from one."""
         values = {name: from_json(value) for name, value in self.values.items()}
         refused = Refused(self.code, self.widget, self.fix, **values)
         return (
@@ -213,7 +213,8 @@ class Denied:
 
 @dataclass(frozen=True)
 class Ended:
-    """What torchrun says as it ends: the workers that did not end well, the first one first, or its own `error`."""
+    """The end of a torchrun, by its own report: the workers that did not end well, the first one first, or its own
+    `error`."""
 
     causes: tuple[Cause, ...] = ()
     error: str = ""

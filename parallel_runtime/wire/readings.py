@@ -8,14 +8,14 @@ from typing import Literal
 Busy = Literal["", "compiling", "recording"]  # with what makes later evaluations faster
 WORTH_TELLING = 1.15  # times as fast as ComfyUI's own: a user is told of that
 # Blocks of a ring's keys, whole keys of a sequence that workers share, or those of a worker that has all of it.
-RacedFor = Literal["block", "whole", "alone"]
+BenchmarkKind = Literal["block", "whole", "alone"]
 
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """What a rank has of one model, in bytes: weights on its device, weights elsewhere, to be fetched when they are
-    needed, and what its recorded forwards take of the device, which can be dropped at any time. `model` is its title,
-    for people, and `fingerprint` the spec's, which no two models have in common."""
+    """The bytes that a rank has of one model: weights on its device, weights elsewhere that it fetches when needed, and
+    recorded forwards on the device, which can be dropped at any time. `model` is its title for users; `fingerprint`
+    identifies its spec."""
 
     model: str
     resident: int
@@ -29,14 +29,14 @@ class ModelMemory:
 
 
 @dataclass(frozen=True)
-class Race:
-    """Kernels that raced for attentions of these sizes, the winner first, with the microseconds that each took. "auto"
+class KernelBenchmark:
+    """The times of kernels for attentions of these sizes, the fastest first, in microseconds. "auto"
     is ComfyUI's own."""
 
     block: str
     kernels: tuple[str, ...]
     microseconds: tuple[float, ...]
-    what: RacedFor = "block"
+    what: BenchmarkKind = "block"
 
     def __str__(self) -> str:
         native, times = "ComfyUI's own", zip(self.kernels, self.microseconds, strict=True)
@@ -57,12 +57,11 @@ class Graphs:
 
 @dataclass(frozen=True)
 class Readings:
-    """What a rank says of itself. `used_bytes` of its device are taken, by whomever; on the CPU by this process.
-    `free_bytes` of it are there for anybody, `allocator_free_bytes` are reserved by this rank's allocator, and
-    `host_free_bytes` of main memory can be taken. All are of the moment at which they are told.
-    Seconds are those of the last step, 0 before there was one. `waited_seconds` of them went by until tensors of other
-    ranks were there; None where nobody can say, as where a device replays what was recorded. `computed_seconds` this
-    rank spent on its own share of a step, the median of the run; None where nobody can say."""
+    """The measurements of one rank, all of the same moment. `used_bytes` of its device are taken by any process; on the
+    CPU by this one. `free_bytes` are free for any process, `allocator_free_bytes` reserved by this rank's allocator and
+    unused; `host_free_bytes` of main memory are free. Seconds are those of the last step, 0 before the first. In
+    `waited_seconds` of them it waited for other ranks' tensors; None if unknown, as where the device replays a
+    recording. `computed_seconds` is the median of the run of what this rank computed in a step; None if unknown."""
 
     used_bytes: int
     total_bytes: int
@@ -70,7 +69,7 @@ class Readings:
     step_seconds: float = 0.0
     waited_seconds: float | None = None
     computed_seconds: float | None = None
-    races: tuple[Race, ...] = ()
+    benchmarks: tuple[KernelBenchmark, ...] = ()
     graphs: Graphs = Graphs()
     free_bytes: int = 0
     allocator_free_bytes: int = 0
@@ -86,5 +85,6 @@ class Readings:
         return sum(model.device_bytes for model in self.weights if model.fingerprint != fingerprint)
 
     def recorded_bytes(self, fingerprint: str) -> int:
-        """Of its device that recorded forwards of this model hold: a run of it needs no others for its activations."""
+        """Returns the device bytes of this model's recorded forwards: a run of it needs no others for its
+        activations."""
         return sum(model.recorded for model in self.weights if model.fingerprint == fingerprint)

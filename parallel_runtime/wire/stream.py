@@ -46,7 +46,7 @@ class Stream(Channel):
 
     @property
     def addresses(self) -> tuple[str, str]:
-        """Of this end, and of the other."""
+        """Returns the address of this end and that of the other one."""
         return self._socket.getsockname()[0], self._socket.getpeername()[0]
 
     def receive(self) -> tuple[Message, None]:

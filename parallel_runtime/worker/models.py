@@ -254,7 +254,7 @@ class Models:
         if model.parallelism is None or model.parallelism.of_network != parallelism.of_network:
             model.parallelize(self.mesh(parallelism), parallelism)
         model.parallelism = parallelism
-        model.place_weights(self._placement(request.storage, parallelism))
+        model.place_weights(self._placement(request.weight_placement, parallelism))
         model.compile(spec.compilation)
         self._evict_graphs_for(model)
         return model

@@ -19,7 +19,7 @@ import torch
 pytest.importorskip("diffusers")
 
 from parallel_runtime.commands.report import command
-from parallel_runtime.commands.report.command import MODULES, PARTS, main, planned, seconds_for
+from parallel_runtime.commands.report.command import PARTS, main, planned, seconds_for
 from parallel_runtime.commands.report.page import in_a_line
 from parallel_runtime.commands.report.page_locks import offloaded
 from parallel_runtime.commands.report.recordings import degrees as recorded_degrees
@@ -116,7 +116,7 @@ def check_shares(rows: list[dict[str, Any]]) -> None:
 
 def test_every_part_has_its_module() -> None:
     folder = Path(command.__file__).parent
-    names = [MODULES.get(part.name, part.name) for part in PARTS]
+    names = [part.module for part in PARTS]
     assert [name for name in names if not (folder / f"{name}.py").exists()] == []
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from parallel_runtime.explain.plan_picture import parts
 from parallel_runtime.planning.run_plan import RunPlan
-from parallel_runtime.specs import Parallelism, Placement
+from parallel_runtime.specs import Parallelism, Placement, WeightPlacement
 
 MESHES = list(itertools.product((1, 2), (1, 2), (1, 3), (1, 4)))
 
@@ -32,11 +33,12 @@ def test_weights_are_whole_unless_they_are_sharded():
     degrees = Parallelism(ulysses_degree=2, cfg_degree=2)
     four = RunPlan(degrees=degrees, placement=Placement(devices=("cpu",) * 4))
     assert {part.weights for part in parts(four)} == {(0, 1)}
-    sharded = [part.weights for part in parts(four, sharded=True, held=[0.5] * 4)]
+    in_shards = replace(four, weights=WeightPlacement(mode="shard"))
+    sharded = [part.weights for part in parts(in_shards, weights=[0.5] * 4)]
     assert covered(sharded[:2])
     assert covered(sharded[2:]), "each half of the workers has all of them"
-    assert {part.weights for part in parts(four, held=[0.25] * 4)} == {(0, 0.25)}, "the rest is fetched"
-    first, second = (part.weights for part in parts(four, sharded=True, held=[0.75] * 4)[:2])
+    assert {part.weights for part in parts(four, weights=[0.25] * 4)} == {(0, 0.25)}, "the rest is fetched"
+    first, second = (part.weights for part in parts(in_shards, weights=[0.75] * 4)[:2])
     assert (first, second) == ((0, 0.75), (0.25, 1)), "some blocks are resident on both"
 
 

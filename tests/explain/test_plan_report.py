@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from parallel_runtime.explain.plan_report import Report, Row, Subject, report
+from parallel_runtime.explain.plan_report import Report, Row, Subject
 from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.network_stats import NetworkStats, Work
 from parallel_runtime.planning.run_plan import Estimate, RunPlan
@@ -16,9 +16,13 @@ from parallel_runtime.request import EngineOptions, widgets
 from parallel_runtime.sentences import say
 from parallel_runtime.specs import Parallelism, Placement, WeightPlacement
 from parallel_runtime.wire.messages import Heartbeat, decode, encode
-from parallel_runtime.wire.readings import Race, Readings
+from parallel_runtime.wire.readings import KernelBenchmark, Readings
 
-RACE = Race("2304 queries x 2304 keys, 24 heads of 128, bfloat16", ("_native_cudnn", "_native_flash"), (310.5, 480.0))
+from .reports import report
+
+RACE = KernelBenchmark(
+    "2304 queries x 2304 keys, 24 heads of 128, bfloat16", ("_native_cudnn", "_native_flash"), (310.5, 480.0)
+)
 WORK = NetworkStats(name="FLUX", heads=24, layers=57, width=3072, weights=10, weight_bytes=20, item_bytes=2).work(
     1, 4608
 )
@@ -41,7 +45,7 @@ def words(
     weights: WeightPlacement | None = None,
     rows: int = 0,
     work: Work = WORK,
-    races: Sequence[Race] = (RACE,),
+    benchmarks: Sequence[KernelBenchmark] = (RACE,),
     **degrees: Any,
 ) -> str:
     tokens = {"image": 4096, "text": 512}
@@ -51,7 +55,7 @@ def words(
     plan = RunPlan(degrees=asked, placement=Placement(devices=devices), rows=rows)
     if weights is not None:
         plan = replace(plan, weights=weights, estimate=FETCHED)
-    return report(subject, plan, guided=guided, automatic=False, races=races).text
+    return report(subject, plan, guided=guided, automatic=False, benchmarks=benchmarks).text
 
 
 def divided(values: dict[str, Any]) -> Parallelism:
@@ -72,21 +76,21 @@ def test_the_kernel_that_won_is_named_with_its_time_and_that_of_the_loser() -> N
 
 def test_where_keys_are_whole_a_race_is_told_for_that() -> None:
     race = replace(RACE, kernels=("_native_cudnn", "auto"), what="whole")
-    text = words(ulysses_degree=2, races=[race])
+    text = words(ulysses_degree=2, benchmarks=[race])
     assert "Kernel: _native_cudnn with 310.5 us, before ComfyUI's own with 480 us, for full keys, 2304 queries" in text
-    assert "Kernel" not in words(ring_degree=2, races=[race])
-    assert "Kernel" not in words(races=[race])
+    assert "Kernel" not in words(ring_degree=2, benchmarks=[race])
+    assert "Kernel" not in words(benchmarks=[race])
 
 
 @pytest.mark.parametrize(("own", "advised"), [(480.0, True), (350.0, False), (300.0, False)])
 def test_one_worker_is_told_of_a_kernel_that_is_clearly_faster_than_comfyuis_own(own: float, advised: bool) -> None:
     kernels, times = zip(*sorted({"auto": own, "_native_cudnn": 310.5}.items(), key=lambda one: one[1]), strict=True)
     race = replace(RACE, kernels=kernels, microseconds=times, what="alone")
-    text = words(races=[race])
+    text = words(benchmarks=[race])
     assert ("set attention_backend to _native_cudnn in CP Parallel Config" in text) == advised
     assert ("ComfyUI's own, with 480 us" in text) == advised
-    assert "Kernel" not in words(races=[race], attention_backend="native")
-    assert "Kernel" not in words(races=[race], ulysses_degree=2)
+    assert "Kernel" not in words(benchmarks=[race], attention_backend="native")
+    assert "Kernel" not in words(benchmarks=[race], ulysses_degree=2)
 
 
 @pytest.mark.parametrize("degrees", [{"ulysses_degree": 2}, {"ring_degree": 2, "attention_backend": "flash"}], ids=str)
@@ -105,7 +109,7 @@ def test_a_network_that_no_plan_cuts_has_a_report_once_the_workers_have_measured
 
 
 def test_a_race_comes_through_with_the_other_readings() -> None:
-    message = Heartbeat(3, None, Readings(1, 2, races=(RACE,)))
+    message = Heartbeat(3, None, Readings(1, 2, benchmarks=(RACE,)))
     assert decode(encode(message)) == message
 
 
@@ -201,7 +205,7 @@ def test_a_plan_for_one_gpu_says_where_comfyui_hides_the_others(monkeypatch: pyt
 def test_what_nobody_has_run_on_hardware_is_said(placement: Placement, untried: str) -> None:
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=WORK)
     division = RunPlan(degrees=Parallelism(ring_degree=placement.world_size), placement=placement)
-    text = report(subject, division, guided=False, automatic=False, races=[]).text
+    text = report(subject, division, guided=False, automatic=False, benchmarks=[]).text
     said = [line.partition(" have not been tried on hardware yet")[0] for line in text.splitlines() if "tried" in line]
     assert said == ([f"Note: {untried}"] if untried else [])
 
@@ -267,13 +271,15 @@ def test_text_and_table_say_the_same_whatever_stands_in_the_words() -> None:
 def test_a_refusal_comes_first_and_a_reason_for_whole_weights_last() -> None:
     trouble = Row("", "There is too little memory: 20 GiB.", "trouble")
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={}, work=WORK)
-    one = RunPlan(degrees=Parallelism(), placement=Placement(devices=("cpu",)))
-    said = report(subject, one, guided=False, automatic=True, troubles=[trouble], whole="FLUX is whole.", decode="0 s.")
+    estimate = Estimate(weight_bytes_by_rank=(1,), activation_bytes_by_rank=(1,), buffer_bytes_by_rank=(0,))
+    one = RunPlan(degrees=Parallelism(), placement=Placement(devices=("cpu",)), estimate=estimate)
+    said = report(subject, one, guided=False, automatic=True, troubles=[trouble], weights="shard", decode="0 s.")
     assert [row.title for row in said.rows] == [
-        "", "Model", "Tokens", "Workers", "Degrees", "Memory", "Traffic", "Decode", "Note",
+        "", "Model", "Tokens", "Workers", "Degrees", "Memory", "Weights", "Traffic", "Decode", "Note",
     ]  # fmt: skip
     assert said.text.startswith("There is too little memory: 20 GiB.\nFLUX\nTokens: not split")
-    assert said.text.endswith("Decode: 0 s.\nNote: FLUX is whole.")
+    assert "Decode: 0 s.\nNote: " in said.text
+    assert "shard" in said.rows[-1].text
     assert said.parts == (), "no picture of what will not run"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from parallel_runtime.architectures.partition import Load, share_out
 from parallel_runtime.errors import Refused
-from parallel_runtime.explain.plan_report import Subject, report
+from parallel_runtime.explain.plan_report import Subject
 from parallel_runtime.planning.candidates import unsized_plan
 from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.memory_model import Capacity
@@ -27,6 +27,7 @@ from parallel_runtime.planning.stage_blocks import (
 from parallel_runtime.request import ParallelRequest
 from parallel_runtime.specs import Parallelism, Placement
 
+from ..explain.reports import report
 from .memory_cases import held, needed
 
 GIB = 2**30

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from parallel_runtime.errors import Refused
-from parallel_runtime.explain.plan_report import Subject, report
+from parallel_runtime.explain.plan_report import Subject
 from parallel_runtime.planning.memory_model import (
     SIMILAR_RATIO,
     UNFILLED_SHARE,
@@ -20,6 +20,7 @@ from parallel_runtime.planning.run_plan import RunPlan
 from parallel_runtime.planning.work_shares import shares_within
 from parallel_runtime.specs import Parallelism, WeightPlacement
 
+from ..explain.reports import report
 from .memory_cases import Case, decide, estimated, held, needed
 from .test_memory_model import FAST_LINKS, GIB, QWEN, SLOW_LINKS
 

@@ -1,4 +1,4 @@
-"""python -m parallel_runtime report: what a machine can do, found in processes of its own and told row by row.
+"""python -m parallel_runtime report: measures what a machine can do, in processes of its own, row by row.
 
 Nothing else needs this package. Each part of the report is a module with `cases`; part.py starts and runs one, page.py
 writes down what it tells, command.py says what is left.

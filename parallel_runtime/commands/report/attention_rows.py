@@ -1,4 +1,4 @@
-"""Every kernel and every division of a sequence: errors against float64, and times, beside one process."""
+"""Measures every kernel and every division of a sequence: errors against float64, and times, beside one process."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
             yield from _of_backend(backend, inputs, exact, setting, device, world)
         elif setting.world == 1:
             yield Case({"what": backend}, partial(dict, note=f"not here: {why}"))
-    for race in benchmark_results(world):
-        for name, microseconds in zip(race.kernels, race.microseconds, strict=True):
-            yield Case({"what": f"race: {name}, {race.block}"}, partial(dict, ms=microseconds / 1e3))
+    for result in benchmark_results(world):
+        for name, microseconds in zip(result.kernels, result.microseconds, strict=True):
+            yield Case({"what": f"race: {name}, {result.block}"}, partial(dict, ms=microseconds / 1e3))
 
 
 def parallelisms(world: int, backend: AttentionBackend = "auto") -> Iterator[tuple[str, Parallelism]]:
@@ -46,14 +46,8 @@ def parallelisms(world: int, backend: AttentionBackend = "auto") -> Iterator[tup
     for ring, ulysses in sorted(shapes) if world > 1 else ():
         for method in ("alltoall", "allgather") if ring > 1 else ("alltoall",):
             words = f"ring {ring} x Ulysses {ulysses}" + (", allgather" if method == "allgather" else "")
-            yield (
-                words,
-                Parallelism(
-                    ring_degree=ring,
-                    ulysses_degree=ulysses,
-                    options=EngineOptions(rotate_method=cast(Any, method), attention_backend=backend),
-                ),
-            )
+            options = EngineOptions(rotate_method=cast(Any, method), attention_backend=backend)
+            yield words, Parallelism(ring_degree=ring, ulysses_degree=ulysses, options=options)
 
 
 def _of_backend(
@@ -81,8 +75,8 @@ def _of_backend(
 def _judged(run: partial[Tensor], own: slice, exact: Tensor) -> Row:
     """Returns the error of this rank's part of the compared queries."""
     rows = slice(own.start, min(own.stop, COMPARED_QUERIES))
-    got = run()
-    return {"error": mean_error(got[:, : rows.stop - rows.start], exact[:, rows]) if rows.start < rows.stop else 0.0}
+    out = run()
+    return {"error": mean_error(out[:, : rows.stop - rows.start], exact[:, rows]) if rows.start < rows.stop else 0.0}
 
 
 def _missing(backend: AttentionBackend, device: torch.device) -> str | None:

@@ -25,9 +25,9 @@ WORDS = 300  # characters of a failure
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a part is run with. `world` ranks have a GPU each, or with `one_card` all the first: then times say nothing.
-    `comfyui` is a checkout, "" for none. `registered`: NCCL registers the buffers of what is recorded, which it does
-    by itself and workers do not let it. On the CPU networks are tiny."""
+    """The setting of one part. `world` ranks have a GPU each, or all of them the first one (`one_card`, where times
+    mean nothing). `comfyui` is a checkout, "" for none. `registered`: NCCL registers recorded buffers, its default,
+    which workers turn off. On the CPU networks are tiny."""
 
     kind: str = "cuda"
     world: int = 1
@@ -42,16 +42,14 @@ class Setting:
 
     @property
     def comfy(self) -> ComfySetup:
-        """Started for the device that is measured."""
-        flags = ("--cpu", "--use-pytorch-cross-attention") if self.kind == "cpu" else ()
+        flags = ("--cpu", "--use-pytorch-cross-attention") if self.tiny else ()
         return ComfySetup(root=self.comfyui, flags=flags, folder=self.comfyui)
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Of the ranks, in their order."""
-        return tuple(
-            "cpu" if self.kind == "cpu" else f"{self.kind}:{0 if self.one_card else rank}" for rank in range(self.world)
-        )
+        """Returns the device of each rank."""
+        numbers = (0 if self.one_card else rank for rank in range(self.world))
+        return tuple("cpu" if self.tiny else f"{self.kind}:{number}" for number in numbers)
 
 
 class Case(NamedTuple):

@@ -20,7 +20,7 @@ NEEDS_CUDA = "needs a CUDA GPU"
 
 
 class Clock:
-    """Rows of one run in its modes, and how much faster each is than the first of all."""
+    """Measures one run in its modes, and how much faster each is than the very first one."""
 
     def __init__(self, run: Callable[[], Any], device: torch.device) -> None:
         self.run, self._device = run, device
@@ -34,7 +34,7 @@ class Clock:
         return self._row(self.run)
 
     def recorded(self) -> Row:
-        """As the product records, less the copies of inputs and output, which are a few launches."""
+        """Measures a replay of the run, recorded as workers do it but without the copies of its inputs and output."""
         recorder = graph_runner.cuda_graphs.recorder_for(self._device)
         if recorder is None:
             return {"note": NO_GRAPHS}

@@ -1,4 +1,4 @@
-"""What a machine can do, as Markdown and JSON to paste into an issue. Downloads nothing.
+"""Reports what a machine can do, as Markdown and JSON to paste into an issue. Downloads nothing.
 
 Every row is printed and written at once, and parts run in processes of their own: what breaks in one is a row, and
 the others go on. Parts without time are listed as not run.
@@ -16,9 +16,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -34,37 +34,29 @@ MINUTES = 10.0
 LONGER = 3  # times what a part takes on an H100, before it is cut off; more where there are more minutes
 SHORTEST_SECONDS = 20.0  # a part that has less is not begun
 
-MODULES = {  # of the parts that are called otherwise
-    "attention": "attention_rows",
-    "group": "group_rows",
-    "networks": "network_rows",
-    "vae": "vae_rows",
-    "share": "rank_share_rows",
-}
 
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """`seconds` is a guess of what it takes on an H100. `by` shares its work out: `ranks` of its own, the `workers` of
-    the product, or `nobody`."""
+class Part(NamedTuple):
+    """A part of the report: its `module` beside this one, and about how many `seconds` it takes on an H100. `by` shares
+    its work out: `ranks` of its own, the `workers` of the product, or `nobody`."""
 
     name: str
+    module: str
     title: str
     seconds: float
     by: str
     needs: Literal["ComfyUI", "diffusers", "no more"] = "ComfyUI"
 
 
-PARTS = (  # what nobody has measured yet; then what is found soon, and matters most
-    Part(name="graph_pools", title="Memory of CUDA graphs", seconds=30, by="nobody", needs="no more"),
-    Part(name="recordings", title="Recorded forwards", seconds=25, by="ranks"),
-    Part(name="page_locks", title="Offload without page-locked memory", seconds=10, by="nobody", needs="no more"),
-    Part(name="attention", title="Attention against float64", seconds=25, by="ranks", needs="no more"),
-    Part(name="group", title="The worker group", seconds=70, by="workers", needs="diffusers"),
-    Part(name="networks", title="ComfyUI's own networks against one rank", seconds=35, by="ranks"),
-    Part(name="vae", title="CP VAE against one process", seconds=70, by="workers"),
-    Part(name="share", title="A rank's share of an evaluation, without wires", seconds=150, by="nobody"),
-    Part(name="diffusers_own", title="The same, diffusers' own", seconds=35, by="nobody", needs="diffusers"),
+PARTS = (  # unmeasured ones first, then by speed and importance
+    Part("graph_pools", "graph_pools", "Memory of CUDA graphs", 30, "nobody", "no more"),
+    Part("recordings", "recordings", "Recorded forwards", 25, "ranks"),
+    Part("page_locks", "page_locks", "Offload without page-locked memory", 10, "nobody", "no more"),
+    Part("attention", "attention_rows", "Attention against float64", 25, "ranks", "no more"),
+    Part("group", "group_rows", "The worker group", 70, "workers", "diffusers"),
+    Part("networks", "network_rows", "ComfyUI's own networks against one rank", 35, "ranks"),
+    Part("vae", "vae_rows", "CP VAE against one process", 70, "workers"),
+    Part("share", "rank_share_rows", "A rank's share of an evaluation, without wires", 150, "nobody"),
+    Part("diffusers_own", "diffusers_own", "The same, diffusers' own", 35, "nobody", "diffusers"),
 )
 
 
@@ -89,23 +81,21 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _report(left: Sequence[tuple[Part, Setting]], page: Page, length: float) -> None:
-    """`length` is in minutes."""
-    deadline = time.monotonic() + 60 * length
-    for number, (part, setting) in enumerate(left):
+def _report(parts: Sequence[tuple[Part, Setting]], page: Page, minutes: float) -> None:
+    deadline = time.monotonic() + 60 * minutes
+    for number, (part, setting) in enumerate(parts):
         title = f"{part.title}{_where(part, setting)}"
-        seconds = max(0.0, min(deadline - time.monotonic(), _about(left[number:])))
-        log.info("[%d of %d] %s; what is left takes about %.1f min", number + 1, len(left), title, seconds / 60)
+        seconds = max(0.0, min(deadline - time.monotonic(), _estimated_seconds(parts[number:])))
+        log.info("[%d of %d] %s; what is left takes about %.1f min", number + 1, len(parts), title, seconds / 60)
         page.section(title)
-        longest = seconds_for(left[number:], deadline - time.monotonic(), length)
+        longest = seconds_for(parts[number:], deadline - time.monotonic(), minutes)
         for row in _rows(part, setting, longest):
             page.add(row)
             log.info("  %s", in_a_line(row))
 
 
 def planned(options: argparse.Namespace, gpus: int) -> Iterator[tuple[Part, Setting]]:
-    """Each part on as many ranks as there are GPUs; with one GPU also on several ranks of it, for their errors.
-
+    """Yields each part on as many ranks as there are GPUs; with one GPU also on several ranks of it, for their errors.
     Raises Refused where all numbers of ranks are larger than that."""
     base = Setting(kind=options.devices, comfyui=find_comfyui(options.comfyui), tokens=options.tokens)
     worlds = [world for world in options.world if world <= (gpus or max(options.world))]
@@ -126,29 +116,30 @@ def planned(options: argparse.Namespace, gpus: int) -> Iterator[tuple[Part, Sett
 
 
 def _recorded(settings: Sequence[Setting]) -> list[Setting]:
-    """One rank, two, and four, which have two communicators; the most of them also with NCCL's own way of buffers."""
+    """Returns one rank, two, and four, which have two communicators; the most of them also with registered buffers."""
     chosen = [setting for setting in settings if setting.world in (1, 2, 4)] or [settings[0]]
     most = chosen[-1]
     return chosen + ([replace(most, registered=True)] if most.world > 1 and most.kind == "cuda" else [])
 
 
-def seconds_for(left: Sequence[tuple[Part, Setting]], there: float, minutes: float) -> float:
-    """The most that the first part of those that are left may take of the seconds that are there: all for the last."""
-    part, _ = left[0]
-    share = there * part.seconds / _about(left)
-    return min(there, max(share, LONGER * part.seconds * minutes / MINUTES))
+def seconds_for(parts: Sequence[tuple[Part, Setting]], remaining: float, minutes: float) -> float:
+    """Returns how many of the `remaining` seconds the first of the remaining `parts` may take; the last one gets
+    all."""
+    part, _ = parts[0]
+    share = remaining * part.seconds / _estimated_seconds(parts)
+    return min(remaining, max(share, LONGER * part.seconds * minutes / MINUTES))
 
 
 def machine() -> dict[str, Any]:
-    """What results depend on."""
-    there = torch.cuda.is_available()
+    """Returns the versions and the hardware that results depend on."""
+    cuda = torch.cuda.is_available()
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "diffusers": importlib.metadata.version("diffusers") if _has_diffusers() else None,
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if there else None,
-        "cudnn": torch.backends.cudnn.version() if there else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
         "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "topology": _output("nvidia-smi", "topo", "-m"),
@@ -157,13 +148,13 @@ def machine() -> dict[str, Any]:
 
 def find_comfyui(path: str) -> str:
     """Returns the checkout at `path`, in COMFYUI_PATH, or around this pack if it is in custom_nodes; "" for none."""
-    places = [Path(place).expanduser() for place in (path, os.environ.get("COMFYUI_PATH", "")) if place]
-    places += [ROOT.parent.parent] if ROOT.parent.name == "custom_nodes" else []
-    return next((str(place.absolute()) for place in places if _is_checkout(place)), "")
+    folders = [Path(name).expanduser() for name in (path, os.environ.get("COMFYUI_PATH", "")) if name]
+    folders += [ROOT.parent.parent] if ROOT.parent.name == "custom_nodes" else []
+    return next((str(folder.absolute()) for folder in folders if _is_checkout(folder)), "")
 
 
-def _is_checkout(place: Path) -> bool:
-    return (place / "comfy" / "cli_args.py").is_file()
+def _is_checkout(folder: Path) -> bool:
+    return (folder / "comfy" / "cli_args.py").is_file()
 
 
 def _rows(part: Part, setting: Setting, seconds: float) -> Iterator[Row]:
@@ -176,7 +167,7 @@ def _rows(part: Part, setting: Setting, seconds: float) -> Iterator[Row]:
     else:
         setting = setting if part.needs == "ComfyUI" else replace(setting, comfyui="")
         processes = setting.world if part.by == "ranks" else 1
-        yield from rows_of(MODULES.get(part.name, part.name), setting, processes=processes, seconds=seconds)
+        yield from rows_of(part.module, setting, processes=processes, seconds=seconds)
 
 
 def _has_diffusers() -> bool:
@@ -191,13 +182,12 @@ def _where(part: Part, setting: Setting) -> str:
     return f"{several} on one card, over NCCL; times would say nothing" if setting.one_card else several
 
 
-def _about(parts: Sequence[tuple[Part, Setting]]) -> float:
-    """Seconds."""
+def _estimated_seconds(parts: Sequence[tuple[Part, Setting]]) -> float:
     return sum(part.seconds for part, _ in parts)
 
 
 def count(text: str) -> int:
-    """Of the command line, as the next two. Raises ValueError, in argparse's words or our own."""
+    """Parses a number of the command line. Raises ValueError, as the next two functions do."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"starts at 1, got {text}")
     return number

@@ -1,5 +1,5 @@
-"""The memory that recordings share, on a GPU: does a graph outlive another model's, and is all of it given back, also
-where a capture failed? No CPU can show this: cuBLAS's workspaces and PyTorch's pools are the GPU's own.
+"""Checks the memory that recordings share on a GPU: a graph outlives another model's, and all memory is given back,
+also after a failed capture. No CPU can show this: cuBLAS's workspaces and PyTorch's pools are the GPU's own.
 """
 
 from __future__ import annotations
@@ -34,49 +34,47 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
 
 
 def _outliving(device: torch.device) -> Row:
-    """The largest difference of a network's replays from itself, with all that another one's graphs have left filled
-    with NaN; and whether a replay wrote there."""
+    """Measures the largest difference of a network's replays from itself while the memory that another one's graphs
+    have left is filled with NaN, and checks that no replay wrote there."""
     first, second = (_Recorded(device) for _ in range(2))
     for each in (first, second):
         each.record()
     first.replay()
-    want = second.run().clone()
+    expected = second.run().clone()
     before = _reserved()
     first.discard()
-    left = before - _reserved()
-    filler = [torch.full((PIECE,), FILLED, dtype=torch.uint8, device=device) for _ in range(1 + 2 * left // PIECE)]
+    freed = before - _reserved()
+    filler = [torch.full((PIECE,), FILLED, dtype=torch.uint8, device=device) for _ in range(1 + 2 * freed // PIECE)]
     errors = []
     for _ in range(REPLAYS):
         second.replay()
-        errors.append((second.out.float() - want.float()).abs().max())
+        errors.append((second.out.float() - expected.float()).abs().max())
     error = float(torch.stack(errors).max())
     written = sum(int((piece != FILLED).sum()) for piece in filler)
     assert not written, f"{written} bytes were written that belong to others"
     assert error == 0, f"a replay is {error} off"
-    return {"error": error, "gib": left / GIB, "note": f"{REPLAYS} replays; memory is what the others gave back"}
+    return {"error": error, "gib": freed / GIB, "note": f"{REPLAYS} replays; memory is what the others gave back"}
 
 
 def _failing(fail: Callable[[Tensor], object], device: torch.device) -> Row:
-    """What a failed capture keeps of the device, beside a good graph and after that one is gone; the good one's replay
-    and a later recording are right."""
+    """Measures what a failed capture keeps of the device, besides a good graph and after that one is gone, and checks
+    that the good one's replay and a later recording are right."""
     good = _Recorded(device)
     begun = _reserved()
     good.record()
     recorded = _reserved()
     message = good.fail(fail)
     retained = _reserved() - recorded
-    want = good.run().clone()
+    expected = good.run().clone()
     good.replay()
-    assert torch.equal(good.out, want), "the graph that was there before computes something else"
+    assert torch.equal(good.out, expected), "the earlier graph computes something else"
     good.record()
     good.replay()
-    assert torch.equal(good.out, want), "a later graph computes something else"
+    assert torch.equal(good.out, expected), "a later graph computes something else"
     good.discard()
-    left = _reserved() - begun
-    assert max(retained, left) < SMALL, (
-        f"{retained} bytes stay taken after the failure, {left} when all graphs are gone"
-    )
-    return {"gib": max(0, left) / GIB, "note": message}
+    leaked = _reserved() - begun
+    assert max(retained, leaked) < SMALL, f"{retained} bytes stay after the failure, {leaked} when all graphs are gone"
+    return {"gib": max(0, leaked) / GIB, "note": message}
 
 
 class _Recorded:
@@ -109,7 +107,7 @@ class _Recorded:
         self._graph.replay()
 
     def fail(self, fail: Callable[[Tensor], object]) -> str:
-        """What a recording of this network says of itself in whose middle this is done."""
+        """Returns the error of a recording of this network that calls `fail` in its middle."""
 
         def run() -> Tensor:
             out = self.run()
@@ -126,7 +124,7 @@ class _Recorded:
         raise AssertionError("it was recorded all the same")
 
     def discard(self) -> None:
-        """Its graph and the pool; the network stays."""
+        """Frees the graph and its pool; the network stays."""
         self._graph = self._recorder = None
 
 
@@ -139,7 +137,7 @@ def _run_out(out: Tensor) -> None:
 
 
 def _leave_unjoined(out: Tensor) -> None:
-    """As an exception between a transfer's start and its end does."""
+    """Forks a stream and never joins it, as an exception between a transfer's start and end does."""
     side = torch.cuda.Stream(out.device)
     side.wait_stream(torch.cuda.current_stream(out.device))
     with torch.cuda.stream(side):
@@ -159,7 +157,7 @@ FAILURES: dict[str, Callable[[Tensor], object]] = {
 
 
 def _reserved() -> int:
-    """Bytes that PyTorch has of the device when it has given back what it can."""
+    """Returns the bytes that PyTorch has reserved on the device after it has freed what it can."""
     gc.collect()
     torch.cuda.synchronize()
     cuda_graphs.clear_workspaces()

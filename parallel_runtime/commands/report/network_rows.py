@@ -51,7 +51,7 @@ def _of_subject(
     def case(words: str) -> Case:
         return Case(labels | {"degrees": words}, error, None if setting.one_card else clock.eager)
 
-    def cut(words: str, parallelism: Parallelism, mesh: ContextMesh, mode: WeightsMode) -> Iterator[Case]:
+    def split(words: str, parallelism: Parallelism, mesh: ContextMesh, mode: WeightsMode) -> Iterator[Case]:
         with divided(network, mesh, parallelism), placed_weights(network, WeightPlacement(mode=mode), mesh, device):
             yield case(words if mode == "replicate" else f"{words}, {mode}")
 
@@ -60,7 +60,7 @@ def _of_subject(
         mesh = build_mesh(parallelism, device)
         for mode in get_args(WeightsMode) if number == 0 else ("replicate",):
             if mode != "shard" or setting.world > 1:
-                yield from unbroken(labels | {"degrees": f"{words}, {mode}"}, cut(words, parallelism, mesh, mode))
+                yield from unbroken(labels | {"degrees": f"{words}, {mode}"}, split(words, parallelism, mesh, mode))
 
 
 @contextmanager
@@ -74,22 +74,22 @@ def divided(network: nn.Module, mesh: ContextMesh, parallelism: Parallelism) -> 
 
 @contextmanager
 def placed_weights(
-    network: nn.Module, storage: WeightPlacement, mesh: ContextMesh, device: torch.device
+    network: nn.Module, placement: WeightPlacement, mesh: ContextMesh, device: torch.device
 ) -> Iterator[None]:
-    """Places the weights of all blocks as `storage` says; the original weights stay too."""
-    where = rank_placement(storage, mesh.context, device, Buffers(device))
-    if where is None:
+    """Places the weights of all blocks by `placement` in this context; the original weights stay too."""
+    of_rank = rank_placement(placement, mesh.context, device, Buffers(device))
+    if of_rank is None:
         yield
         return
     blocks = blocks_of(network, plan_of(network).plan)
-    whole = {module: dict(module._parameters) for block in blocks for module in block.modules()}
-    store = BlockPrefetcher(network, where.source(), where.buffers)
+    original = {module: dict(module._parameters) for block in blocks for module in block.modules()}
+    prefetcher = BlockPrefetcher(network, of_rank.source(), of_rank.buffers)
     try:
         for block in blocks:
-            store.add(block)
-        store.seal()
+            prefetcher.add(block)
+        prefetcher.seal()
         yield
     finally:
-        store.close()
-        for module, parameters in whole.items():
+        prefetcher.close()
+        for module, parameters in original.items():
             module._parameters.update(parameters)

@@ -1,4 +1,4 @@
-"""What was found, in files as it is found: each row a line of report.jsonl, and all of them as tables in report.md."""
+"""Writes each result at once: as a line of report.jsonl, and in the tables of report.md."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ ON_A_LINE = {  # where no title stands above
 
 
 class Page:
-    """`out` is where the files go, without their endings; a folder has them in it. Raises Refused where they cannot."""
+    """The two files of a report. `out` is their path without the endings, or a folder. Raises Refused where they cannot
+    be written."""
 
     def __init__(self, out: Path, machine: dict[str, Any]) -> None:
         self.out = out / NAME if out.is_dir() else out.with_suffix("") if out.suffix in ENDINGS else out
@@ -58,7 +59,6 @@ class Page:
         self._sections.append((title, []))
 
     def add(self, row: Row) -> None:
-        """One that failed says why in its note."""
         title, rows = self._sections[-1]
         rows.append(row)
         with self._lines.open("a") as file:
@@ -79,7 +79,7 @@ def note_of(row: Row) -> str:
 
 
 def in_a_line(row: Row) -> str:
-    """For the terminal."""
+    """Returns the row as a line of the terminal."""
     cells = [ON_A_LINE.get(name, "{}").format(_cell(row, name)) for name in COLUMNS if name in row]
     return ", ".join(cells if "failed" not in row else [*cells, note_of(row)])
 

@@ -1,5 +1,5 @@
-"""Weights offload where the system does not let pages be locked: a call of the CUDA runtime that really fails leaves
-its error behind, and a run must be right all the same, if slower."""
+"""Checks weights offload where pages cannot be locked: a failed call of the CUDA runtime leaves its error behind, and a
+run must be right all the same, if slower."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
 
 
 def left_error(device: torch.device) -> Row:
-    """Is what a failed call left behind raised by a launch that has nothing to do with it?"""
+    """Does an unrelated launch raise the error that a failed call left behind?"""
     code = int(torch.cuda.cudart().cudaHostRegister(0, 4096, 0))
     assert code, "memory at no address was registered"
     try:
@@ -43,20 +43,20 @@ def left_error(device: torch.device) -> Row:
 
 @torch.no_grad()
 def offloaded(device: torch.device, *, locks: bool, width: int = WIDTH) -> Row:
-    """Error and time of blocks whose weights come from main memory, against the same blocks on the device."""
+    """Returns error and time of blocks whose weights come from main memory, against the same blocks on the device."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     blocks = [nn.Linear(width, width, device=device, dtype=dtype) for _ in range(BLOCKS)]
     network, x = nn.Sequential(*blocks), torch.randn(ROWS, width, device=device, dtype=dtype)
     exact = network(x)
-    store = BlockPrefetcher(network, HostWeights(device, [0], 0, staged=True), Buffers(device))
+    prefetcher = BlockPrefetcher(network, HostWeights(device, [0], 0, staged=True), Buffers(device))
     with nullcontext() if locks else nothing_locked():
         try:
             for block in blocks:
-                store.add(block)
-            store.seal()
+                prefetcher.add(block)
+            prefetcher.seal()
             row = {"error": mean_error(network(x), exact)} | clocked(partial(network, x), device)
         finally:
-            store.close()
+            prefetcher.close()
     torch.ones(1, device=device)
     return row
 
@@ -76,7 +76,7 @@ class _FailingRuntime:
 
 @contextmanager
 def nothing_locked() -> Iterator[None]:
-    """Each cudaHostRegister fails, in the runtime itself."""
+    """Makes each cudaHostRegister in this context fail, in the runtime itself."""
     real = torch.cuda.cudart
     torch.cuda.cudart = lambda: _FailingRuntime(real())
     try:

@@ -40,7 +40,7 @@ WORDS = 600  # characters of a process' last output
 
 
 def rows_of(part: str, setting: Setting, *, processes: int, seconds: float) -> Iterator[Row]:
-    """What `processes` ranks find, row by row; where they fail or are cut off a last row says so."""
+    """Yields the rows that `processes` ranks measure; where they fail or take too long a last row says so."""
     with tempfile.TemporaryDirectory() as name, Path(name, ROWS).open("w+") as rows:
         folder = Path(name)
         ranks = [_start(part, setting, rank, processes, folder) for rank in range(processes)]

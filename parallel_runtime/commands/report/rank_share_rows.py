@@ -1,5 +1,5 @@
-"""A rank's share of one evaluation without communication: a fake group transfers nothing. Eager, recorded as one CUDA
-graph, compiled and recorded. What it computes is garbage: only times count."""
+"""Times a rank's share of one evaluation without communication: a fake group transfers nothing. Eager, recorded as one
+CUDA graph, compiled and recorded. What it computes is garbage: only times count."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
 
 
 def degrees(world: int) -> Iterator[tuple[str, Parallelism]]:
-    """Ulysses first: alone it is also compiled."""
+    """Yields degrees with their names, Ulysses first: alone it is also compiled."""
     yield f"Ulysses {world}", Parallelism(ulysses_degree=world)
     yield f"ring {world}", Parallelism(ring_degree=world)
     if world > 2:

@@ -1,5 +1,5 @@
-"""ComfyUI's own FLUX and Wan, divided over the ranks and recorded as a run records them: whether they are, whether many
-replays give the same bits, what one consists of, and whether the memory of a recording counts as its model's."""
+"""Records ComfyUI's own FLUX and Wan, divided over the ranks as in a run: whether they are recorded, whether many
+replays give the same bits, what a replay consists of, and whether the memory of a recording counts as its model's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
 
 
 def degrees(world: int) -> list[tuple[str, Parallelism]]:
-    """Ring and Ulysses each alone; four ranks and more have both at once, in two communicators."""
+    """Returns ring and Ulysses each alone; for four ranks and more both at once, in two communicators."""
     rotated = [each for each in parallelisms(world) if each[1].options.rotate_method == "alltoall"]
     both = [each for each in rotated if min(each[1].ring_degree, each[1].ulysses_degree) > 1]
     return both or rotated or [("1 rank", Parallelism())]
@@ -76,7 +76,7 @@ class Trial:
         return x
 
     def _eager(self) -> Row:
-        """What a run needs beside the weights, too, which later rows go by."""
+        """Times an eager evaluation, and keeps the memory that a run needs, which later rows use."""
         call = self._model.network._call_impl
         self._expected = self._sampled(call)
         self._free_at_rest, used = self._free(), self._used()
@@ -86,7 +86,7 @@ class Trial:
         return times
 
     def _auto(self) -> Row:
-        """As a run does it, and the share of an evaluation that decides."""
+        """Samples with recording on auto, and returns its decision with the share of launches that it followed from."""
         before = self._model.graph_runner.stats.replays
         self._sampled(self._model.network, 1)
         trials = [trial for trial in self._model.graph_runner._trials.values() if trial.events]
@@ -99,7 +99,7 @@ class Trial:
         return {"error": error, "graph_gib": stats.bytes / GIB, "note": launched + decided}
 
     def _replays(self) -> Row:
-        """The bits of runs that have so many of them together, and how long one takes."""
+        """Checks the bits of runs that make REPLAYS replays together, and times one."""
         self._model.graph_runner.discard()
         self._model.graph_runner.choice = "on"
         samples = [self._sampled(self._model.network) for _ in range(1 + REPLAYS // (2 * STEPS))]
@@ -117,35 +117,35 @@ class Trial:
         return self._model.network(**self._prompts[0], transformer_options={})
 
     def _on_a_full_device(self, run: int) -> Row:
-        """Does the run of a workflow find what the one before found? Other work leaves as much as its first run needs:
-        after that the recording has it."""
+        """Checks that a workflow's next run fits as its first one did: other work leaves as much memory as the first
+        run needs, and after that the recording has it."""
         if run == 1:
             self._model.graph_runner.discard()
-        kept = self._model.graph_runner.stats.bytes
-        ballast = self._ballast(max(0, self._needed + MARGIN - kept))
+        graph_bytes = self._model.graph_runner.stats.bytes
+        ballast = self._ballast(max(0, self._needed + MARGIN - graph_bytes))
         reading = readings(self._device, [self._model], self._mesh.context.group_state)
-        weights = sum(holding.resident for holding in reading.weights)
+        weights = sum(model.resident for model in reading.weights)
         lack = shortage(
             Placement(devices=(str(self._device),)), [reading], self._model.spec.title, [weights + self._needed],
             limits=[None], limited_by="",
         )  # fmt: skip
         assert torch.equal(self._sampled(self._model.network), self._expected), "it gave other numbers"
         del ballast
-        found = {"gib": reading.free_bytes / GIB, "graph_gib": kept / GIB}
-        return found | {"note": f"it would be refused: {lack}" if lack else "it fits"}
+        note = f"it would be refused: {lack}" if lack else "it fits"
+        return {"gib": reading.free_bytes / GIB, "graph_gib": graph_bytes / GIB, "note": note}
 
     def _dropped(self) -> Row:
-        """Of the device that is still taken; other ranks may have to let go of it first."""
+        """Returns the device memory that is still taken after all ranks have dropped their recordings."""
         self._model.graph_runner.discard()
         largest(0.0)  # all have dropped theirs
         taken = self._free_at_rest - self._free()
         self._model.graph_runner.choice = "auto"
         return {"gib": taken / GIB, "note": "still taken"}
 
-    def _ballast(self, left: int) -> Sequence[Tensor]:
-        """Memory that leaves so many bytes of the device to this rank."""
-        free = self._free() - left
-        return [torch.empty(free, dtype=torch.uint8, device=self._device)] if free > 0 else []
+    def _ballast(self, free: int) -> Sequence[Tensor]:
+        """Allocates memory so that `free` bytes of the device stay free for this rank."""
+        excess = self._free() - free
+        return [torch.empty(excess, dtype=torch.uint8, device=self._device)] if excess > 0 else []
 
     def _used(self) -> int:
         return 0 if self._device.type == "cpu" else torch.cuda.memory_allocated(self._device)

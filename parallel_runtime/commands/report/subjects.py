@@ -29,7 +29,7 @@ class Subject:
     pooled: int = 0
 
     def build(self, weights: torch.dtype, device: torch.device) -> nn.Module:
-        """As ComfyUI builds it: layers that cast their weights as they compute."""
+        """Builds the network as ComfyUI does, with layers that cast their weights as they compute."""
         import comfy.ops
 
         module, _, name = self.path.partition(":")
@@ -38,9 +38,9 @@ class Subject:
         return randomized(kind(**self.config, dtype=weights, device=device, operations=comfy.ops.manual_cast))
 
     def inputs(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-        given: dict[str, Shape] = {"x": self.latent, "context": self.text}
-        given |= {"y": (1, self.pooled)} if self.pooled else {}
-        made = {name: torch.randn(shape, device=device).to(dtype) for name, shape in given.items()}
+        shapes: dict[str, Shape] = {"x": self.latent, "context": self.text}
+        shapes |= {"y": (1, self.pooled)} if self.pooled else {}
+        made = {name: torch.randn(shape, device=device).to(dtype) for name, shape in shapes.items()}
         made |= {"guidance": torch.full((1,), 3.5, device=device, dtype=dtype)} if self.pooled else {}
         return made | {"timestep": torch.full((1,), 0.5, device=device, dtype=dtype)}
 

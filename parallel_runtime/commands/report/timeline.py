@@ -1,4 +1,4 @@
-"""What a device did in a run, kernel by kernel: how many of each kind, how long, and how long it stood still."""
+"""Sums up the kernels of a run on a device: how many of each kind, for how long, and how long the device was idle."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def timeline_of(run: Callable[[], Any]) -> Row:
 
 
 def summed(spans: Iterable[Span]) -> Row:
-    """The time from the first kernel to the last, and in words what it consists of."""
+    """Returns the time from the first kernel to the last, and in words what it consists of."""
     ordered = sorted(spans, key=lambda span: span.begin)
     if not ordered:
         return {"note": "the profiler saw nothing on the device"}
@@ -48,9 +48,9 @@ def summed(spans: Iterable[Span]) -> Row:
     for span in ordered:
         busy += max(0.0, span.end - max(span.begin, until))
         until = max(until, span.end)
-        kind = next(kind for kind, words in KINDS.items() if any(word in span.name for word in words))
+        kind = next(kind for kind, parts in KINDS.items() if any(part in span.name for part in parts))
         of_kinds.setdefault(kind, []).append(span.end - span.begin)
-    whole = until - ordered[0].begin
+    total = until - ordered[0].begin
     times = {kind: of_kinds[kind] for kind in KINDS if kind in of_kinds}
     parts = [f"{kind} {len(each)} in {sum(each) / 1e3:.3g} ms" for kind, each in times.items()]
-    return {"ms": whole / 1e3, "note": f"{(whole - busy) / 1e3:.3g} ms of it without a kernel; {', '.join(parts)}"}
+    return {"ms": total / 1e3, "note": f"{(total - busy) / 1e3:.3g} ms of it without a kernel; {', '.join(parts)}"}

@@ -59,7 +59,7 @@ class Decode:
         self._spec = self._described(self._vae.first_stage_model, dtype)
 
     def _described(self, model: nn.Module, dtype: torch.dtype) -> ModelSpec:
-        """With weights on two devices, as ComfyUI's dynamic VRAM leaves them."""
+        """Describes the VAE with weights on two devices, as ComfyUI's dynamic VRAM leaves them."""
         model.get_submodule("encoder").to(self._device)
         arguments = json.dumps({"tae_latent_channels": self._x.shape[1]})
         return ModelSpec(
@@ -75,7 +75,7 @@ class Decode:
         return {"seconds": times["ms"] / 1e3} | {name: gib for name, gib in times.items() if name == "gib"}
 
     def divided(self, group: WorkerGroup) -> Row:
-        """The second time: the first one loads, and tries on a small picture whether dividing is exact."""
+        """Times the second decode: the first one loads, and compares a small picture with an undivided one."""
         with SharedOutput(self._expected.shape, self._expected.dtype) as output:
             degrees = Parallelism(ring_degree=group.placement.world_size)
             for _ in range(2):
@@ -97,7 +97,7 @@ class Decode:
 
 
 def _vaes(tiny: bool) -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]:
-    """What makes each, and a latent. ComfyUI fixes the width of FLUX's."""
+    """Returns a function that makes each VAE, and the shape of its latent. ComfyUI fixes the width of FLUX's."""
     from comfy.ldm.models.autoencoder import AutoencodingEngine
     from comfy.ldm.wan.vae import WanVAE
 

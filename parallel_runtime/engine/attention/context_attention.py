@@ -221,13 +221,7 @@ class ContextAttention:
             yield chunk, received
 
     def _attend_heads(
-        self,
-        layout: AttentionLayout,
-        scale: float | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        keys: Mask | None,
+        self, layout: AttentionLayout, scale: float | None, query: Tensor, key: Tensor, value: Tensor, keys: Mask | None
     ) -> Tensor:
         """Attends `query` [B, Sq, heads, D] over the ring, of which `key` and `value` are this rank's block."""
         query = contiguous_by_head(query)
@@ -254,13 +248,7 @@ class ContextAttention:
         return self.pipefusion is None or self.pipefusion.has_all_tokens
 
     def _attend_ring(
-        self,
-        layout: AttentionLayout,
-        scale: float | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        keys: Mask | None,
+        self, layout: AttentionLayout, scale: float | None, query: Tensor, key: Tensor, value: Tensor, keys: Mask | None
     ) -> Tensor:
         merge, blocks = Merge(in_float32=self.parallelism.options.convert_to_fp32), layout.blocks
         backend = self._kernel(query, layout, None)

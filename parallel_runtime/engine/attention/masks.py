@@ -38,12 +38,12 @@ class Mask:
         return self._cached(("block", start, size), lambda: self.pairs[..., start : start + size].contiguous())
 
     def bias(self, spans: Spans, dtype: torch.dtype) -> Tensor:
-        """The same as a finite bias, see `additive`, of the keys of several such spans, one after the other."""
+        """Returns the mask of several such spans of keys, one after the other, as a finite bias; see `additive`."""
         key = ("bias", spans, dtype)
         return self._cached(key, lambda: additive(torch.cat([self.block(*span) for span in spans], -1), dtype))
 
     def heads(self, start: int, size: int) -> Mask:
-        """The same for some of the heads."""
+        """Returns the mask of some of the heads."""
         if self.pairs.shape[1] == 1:
             return self
         return self._cached(("heads", start, size), lambda: Mask(self.pairs[:, start : start + size], self.kind))
@@ -77,7 +77,7 @@ def _pair(pairs: Tensor, *, of_queries: bool = True) -> Mask:
 
 
 def _key(keys: Tensor) -> Mask:
-    """The same for all queries, of `keys` [S, B, 1 or heads]."""
+    """Returns the mask `keys` [S, B, 1 or heads], which is the same for all queries."""
     return _pair(keys.permute(1, 2, 0).unsqueeze(2), of_queries=False)
 
 
@@ -128,7 +128,7 @@ def _tokens_first(mask: Tensor, batch: int, heads: int) -> Tensor:
 
 
 def pair_mask(mask: Tensor, streams: Streams, queries: Names, keys: Names, mesh: ContextMesh) -> Mask:
-    """From `mask` [1 or B, 1 or heads, queries, keys] of all tokens of both sides' streams."""
+    """Returns the rows of this rank's queries of `mask` [1 or B, 1 or heads, queries, keys], which has all tokens."""
     if tuple(mask.shape[-2:]) != (streams.total(queries), streams.total(keys)):
         raise Refused(
             "mask.part",
@@ -144,7 +144,8 @@ def pair_mask(mask: Tensor, streams: Streams, queries: Names, keys: Names, mesh:
 
 
 def patch_mask(mask: Tensor, batch: int, heads: int, streams: Streams, queries: Names, keys: Names) -> Mask:
-    """From the mask of all queries and all keys, in the streams' order, that of the queries whose turn it is."""
+    """Returns the rows of the current token patch's queries of a mask of all queries and all keys, in the streams'
+    order."""
     pairs = mask.ndim == 4 and mask.shape[2] > 1
     if mask.shape[-1] != streams.total(keys) or (pairs and mask.shape[2] != streams.total(queries)):
         raise Refused("mask.patch", widget="patches", shape=str(list(mask.shape)), keys=streams.total(keys))

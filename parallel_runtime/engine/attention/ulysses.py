@@ -140,11 +140,8 @@ def head_chunks(
     same_tokens: bool,
     max_chunks: int = MAX_HEAD_CHUNKS,
 ) -> tuple[HeadChunk, ...]:
-    """For queries [B, tokens, H, D] and keys of so many `heads`, `together` where both are of the same tokens; `most`
-    at most.
-
-    Returns () without Ulysses ranks.
-    """
+    """Returns the head chunks, at most `max_chunks`, of queries [B, tokens, H, D] with so many `heads`, its own and the
+    keys'; `same_tokens`: both are of the same tokens. Returns () without Ulysses ranks."""
     axis, first = mesh.ulysses, mesh.ring.index * mesh.ulysses.size
     if axis.size == 1:
         return ()
@@ -189,7 +186,7 @@ def to_heads(tensors: Sequence[Tensor], layout: AllToAllLayout, axis: MeshDim, s
 
 
 def split_received(received: Tensor, layout: AllToAllLayout) -> tuple[Tensor, ...]:
-    """What arrived: [B, all tokens, own heads, D] of each tensor, views."""
+    """Splits what arrived into views [B, all tokens, own heads, D] of each tensor."""
     full = received.view(sum(layout.tokens), layout.batch, sum(layout.heads), layout.dim)
     return full.transpose(0, 1).split(layout.heads, 2)
 

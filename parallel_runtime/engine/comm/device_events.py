@@ -62,7 +62,6 @@ class _TorchEvent:
 
 
 def event_factory(device: torch.device) -> EventFactory:
-    """Returns the constructor of events on this device."""
     return HostEvent if device.type == "cpu" else partial(_TorchEvent, device)
 
 

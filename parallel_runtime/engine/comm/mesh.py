@@ -97,14 +97,12 @@ class ContextMesh:
     def with_shares(self, shares: tuple[int, ...]) -> ContextMesh:
         """Returns the mesh with the `shares` of a Parallelism, one a rank; () for equal shares.
 
-        Tokens go by each rank's own. Heads go by the shares of all ranks that have them, since a ring's keep theirs,
-        and rows of a batch by those of all ranks of a lane. Of prompts each lane has as many. Stages of a pipeline cut
-        alike.
-        """
+        Tokens follow each rank's own share, heads the shares of all ring ranks that have them, and rows of a batch
+        those of all ranks of a data group. Every batch group has as many prompts. Stages of a pipeline split alike."""
         ranks = self.batch_groups * self.context.size
         shares = tuple(sum(shares[place::ranks]) for place in range(ranks)) if shares else (1,) * ranks
-        lane = self.data.index * self.cfg.size + self.cfg.index
-        own = shares[lane * self.context.size :][: self.context.size]
+        group = self.data.index * self.cfg.size + self.cfg.index
+        own = shares[group * self.context.size :][: self.context.size]
         of_heads = tuple(sum(own[place :: self.ulysses.size]) for place in range(self.ulysses.size))
         each = self.cfg.size * self.context.size
         of_rows = tuple(sum(shares[first : first + each]) for first in range(0, len(shares), each))
@@ -138,21 +136,21 @@ def build_mesh(
             f"{degrees} makes {parallelism.world_size} ranks, but the group has {dist.get_world_size()}; change the "
             "degrees, or pass a DeviceMesh with one more dim for the other ranks"
         )
-    wire = comm_device_of(device or torch.device("cpu"))
+    backend_device = comm_device_of(device or torch.device("cpu"))
     sizes = {name: size for name, size in zip(AXES, parallelism.mesh_shape, strict=True) if size > 1}
-    mesh = init_device_mesh(wire.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    staging_device = wire if device is not None and wire.type != device.type else None
-    axes = {name: mesh_dim_of(mesh[name].get_group(), staging_device, single_rank.group_state) for name in sizes}
-    context = _context(mesh, axes, staging_device, single_rank)
-    flat = DeviceMesh.from_group(context.group, wire.type) if context.group is not None else None
+    mesh = init_device_mesh(backend_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    comm_device = backend_device if device is not None and backend_device.type != device.type else None
+    axes = {name: mesh_dim_of(mesh[name].get_group(), comm_device, single_rank.group_state) for name in sizes}
+    context = _context(mesh, axes, comm_device, single_rank)
+    flat = DeviceMesh.from_group(context.group, backend_device.type) if context.group is not None else None
     for axis in (*axes.values(), context):
-        _copy_world_timeout(axis, wire)
+        _copy_world_timeout(axis, backend_device)
     return ContextMesh(**axes, context=context, device_mesh=flat).with_shares(parallelism.shares)
 
 
 def with_new_group(axis: MeshDim, device: torch.device) -> MeshDim:
-    """The same ranks on a communicator of their own, which waits for nothing else that they send. Collective over the
-    world, in which the ranks of such an axis are neighbours."""
+    """Returns the same ranks on a communicator of their own, which waits for nothing else that they send. Collective
+    over the world, in which the ranks of such an axis are neighbours."""
     if axis.size == 1:
         return axis
     groups = [
@@ -169,16 +167,16 @@ def first_ranks(count: int, device: torch.device) -> MeshDim:
 
     No group is made: point to point, and so in everything in collectives.py, any ranks of the world may talk.
     """
-    wire = comm_device_of(device)
+    backend_device = comm_device_of(device)
     index = dist.get_rank() if dist.is_initialized() else 0
     assert index < count
-    staging_device = wire if wire.type != device.type else None
-    return MeshDim(size=count, index=index, ranks=tuple(range(count)), comm_device=staging_device)
+    comm_device = backend_device if backend_device.type != device.type else None
+    return MeshDim(size=count, index=index, ranks=tuple(range(count)), comm_device=comm_device)
 
 
 def participating_ranks(sizes: Sequence[int], device: torch.device) -> MeshDim | None:
-    """Of the first ranks of the world those for whom there is something, with `sizes` as their shares; None where this
-    is none of them. As `first_ranks`."""
+    """Returns the ranks, of the first ones of the world, that have a nonzero size in `sizes`, with these as their
+    shares; None where this rank is none of them. As `first_ranks`."""
     group = first_ranks(len(sizes), device)
     ranks = tuple(rank for rank, size in enumerate(sizes) if size)
     if group.index not in ranks:
@@ -187,35 +185,43 @@ def participating_ranks(sizes: Sequence[int], device: torch.device) -> MeshDim |
     return replace(group, size=len(ranks), index=ranks.index(group.index), ranks=ranks, shares=shares)
 
 
-def _context(mesh: DeviceMesh, axes: Mapping[str, MeshDim], wire: torch.device | None, single_rank: MeshDim) -> MeshDim:
+def _context(
+    mesh: DeviceMesh, axes: Mapping[str, MeshDim], comm_device: torch.device | None, single_rank: MeshDim
+) -> MeshDim:
     """Ring and Ulysses together; a group of its own only where no other has just these ranks."""
     parts = [axes[name] for name in ("ring", "ulysses") if name in axes]
     if len(parts) < 2:
         return parts[0] if parts else single_rank
     if len(axes) == 2:
         assert dist.group.WORLD is not None
-        return mesh_dim_of(dist.group.WORLD, wire, single_rank.group_state)
-    return mesh_dim_of(mesh["ring", "ulysses"]._flatten().get_group(), wire, single_rank.group_state)
+        return mesh_dim_of(dist.group.WORLD, comm_device, single_rank.group_state)
+    return mesh_dim_of(mesh["ring", "ulysses"]._flatten().get_group(), comm_device, single_rank.group_state)
 
 
-def _copy_world_timeout(axis: MeshDim, wire: torch.device) -> None:
+def _copy_world_timeout(axis: MeshDim, backend_device: torch.device) -> None:
     """Gives the axis' group the timeout of the world group; a new subgroup has PyTorch's default."""
     assert dist.group.WORLD is not None
-    timeout = getattr(dist.group.WORLD._get_backend(wire).options, "_timeout", None)
+    timeout = getattr(dist.group.WORLD._get_backend(backend_device).options, "_timeout", None)
     if axis.group is not None and axis.group is not dist.group.WORLD and isinstance(timeout, timedelta):
-        axis.group._get_backend(wire)._set_default_timeout(timeout)
+        axis.group._get_backend(backend_device)._set_default_timeout(timeout)
 
 
-def mesh_dim_of(group: dist.ProcessGroup, wire: torch.device | None, world: GroupState) -> MeshDim:
-    """Returns the MeshDim of the ranks of `group`; `wire` becomes its `comm_device`."""
+def mesh_dim_of(group: dist.ProcessGroup, comm_device: torch.device | None, group_state: GroupState) -> MeshDim:
+    """Returns the MeshDim of the ranks of `group`."""
     ranks = tuple(dist.get_process_group_ranks(group))
     return MeshDim(
-        size=len(ranks), index=dist.get_rank(group), ranks=ranks, group=group, comm_device=wire, group_state=world
+        size=len(ranks),
+        index=dist.get_rank(group),
+        ranks=ranks,
+        group=group,
+        comm_device=comm_device,
+        group_state=group_state,
     )
 
 
 def comm_device_of(device: torch.device) -> torch.device:
-    """Where collectives take tensors: gloo moves CPU tensors only, also for ranks that share one GPU."""
+    """Returns the device on which collectives take tensors: gloo moves CPU tensors only, also for ranks that share one
+    GPU."""
     if device.type == "cpu" or not dist.is_initialized():
         return device
     backends = dict(part.split(":") for part in dist.get_backend_config().split(","))

@@ -39,7 +39,6 @@ def machine_count() -> int:
 
 
 def machine_ranks() -> range:
-    """The ranks on this machine, including this rank."""
     each = world_size() // machine_count()
     return range(machine() * each, (machine() + 1) * each)
 

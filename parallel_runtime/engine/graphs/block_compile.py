@@ -67,7 +67,7 @@ def _refusing(forward: Callable[..., Any], backend: str) -> Callable[..., Any]:
 
 @contextmanager
 def reporting_compilation(compiling: Callable[[bool], None]) -> Iterator[None]:
-    """In this context calls `compiling(True)` when the compilation of a graph begins, `compiling(False)` when it
+    """Calls `compiling(True)` when the compilation of a graph begins in this context, `compiling(False)` when it
     ends."""
 
     def on_start(_: Any) -> None:

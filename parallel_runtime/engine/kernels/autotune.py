@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ...accelerators import benchmarked
 from ...request import AttentionBackend
-from ...wire.readings import WORTH_TELLING, Race, RacedFor
+from ...wire.readings import WORTH_TELLING, BenchmarkKind, KernelBenchmark
 from ..attention.masks import MaskKind
 from ..comm.collectives import all_gather_v
 from ..comm.mesh import GroupState, MeshDim
@@ -50,7 +50,7 @@ class AttentionSizes:
     heads: int
     head_dim: int
     dtype: torch.dtype
-    what: RacedFor = "block"
+    what: BenchmarkKind = "block"
     mask: MaskKind | None = None
 
 
@@ -247,7 +247,7 @@ def _log_benchmark(sizes: AttentionSizes, times: dict[str, float]) -> None:
     if any(map(math.isnan, times.values())):
         log.warning("[CP] kernels were timed as %s: nothing sensible, so none of them is preferred in this run", times)
     elif len(_valid(times)) > 1:
-        log.warning("[CP] kernels: %s", _to_race(sizes, _valid(times)))
+        log.warning("[CP] kernels: %s", _to_result(sizes, _valid(times)))
 
 
 def _valid(times: dict[str, float]) -> dict[str, float]:
@@ -257,19 +257,20 @@ def _valid(times: dict[str, float]) -> dict[str, float]:
     return {name: seconds for name, seconds in times.items() if math.isfinite(seconds)}
 
 
-def benchmark_results(world: GroupState) -> tuple[Race, ...]:
+def benchmark_results(world: GroupState) -> tuple[KernelBenchmark, ...]:
     """Returns the results of all benchmarks so far, the latest last."""
-    races = ((sizes, _valid(times)) for (sizes, _, _), times in world.kernel_seconds.items())
-    return tuple(_to_race(sizes, times) for sizes, times in races if len(times) > 1)
+    results = ((sizes, _valid(times)) for (sizes, _, _), times in world.kernel_seconds.items())
+    return tuple(_to_result(sizes, times) for sizes, times in results if len(times) > 1)
 
 
-def _to_race(sizes: AttentionSizes, times: dict[str, float]) -> Race:
+def _to_result(sizes: AttentionSizes, times: dict[str, float]) -> KernelBenchmark:
     names = sorted(times, key=times.__getitem__)
-    return Race(describe_sizes(sizes), tuple(names), tuple(round(1e6 * times[name], 1) for name in names), sizes.what)
+    return KernelBenchmark(
+        describe_sizes(sizes), tuple(names), tuple(round(1e6 * times[name], 1) for name in names), sizes.what
+    )
 
 
 def describe_sizes(sizes: AttentionSizes) -> str:
-    """Returns the sizes in words."""
     batch = f"{sizes.batch} x " if sizes.batch > 1 else ""
     masked = "" if sizes.mask is None else ", masked"
     dtype = str(sizes.dtype).removeprefix("torch.")

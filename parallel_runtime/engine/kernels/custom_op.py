@@ -38,7 +38,7 @@ def attend_op(
     op_id: int,
     extra: Sequence[int],
 ) -> Tensor:
-    """What the attention of this `number` makes of these, and of what `more` it asked for."""
+    """Returns the output of the attention of this `number` for these tensors, with the `more` that it asked for."""
     return _REGISTERED[op_id](query, key, value, mask, scale, *extra).contiguous()
 
 

@@ -144,8 +144,9 @@ def _call_key(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) ->
 
 
 def _try(call: tuple[Any, ...], unsupported_reason: Callable[[], str], run: Callable[[], T]) -> T | None:
-    """What `run` makes, or None. Calls of a kind, `call` with the backend first, are looked into once: what failed then
-    is not tried again, and who has attended once is trusted, also where nothing could be asked (in a graph)."""
+    """Returns the result of `run`, or None where the kernel does not support this kind of `call` (the backend is its
+    first item). A kind is checked once: one that failed is not tried again, and one that succeeded is not checked
+    again, also where nothing could be checked (in a graph)."""
     reason = _FAILURES.get(call)
     if reason == "":
         return run()

@@ -75,7 +75,6 @@ class KernelFunctions:
 
 
 def package_missing_reason(package: str) -> str:
-    """Why this package cannot be used here; "" if it can."""
     package_or_reason = _imported(package)
     return package_or_reason if isinstance(package_or_reason, str) else ""
 

@@ -23,8 +23,8 @@ class TurnEnded(Exception):
 
 @dataclass(eq=False)
 class _Branch:
-    """What one evaluation of a step leaves for the next step: lengths of its streams, and keys and values
-    [B, all tokens, heads, head size] of each attention, in the streams' order."""
+    """The state that one evaluation of a step leaves to the next step: lengths of its streams, and keys and values [B,
+    all tokens, heads, head size] of each attention, in the streams' order."""
 
     lengths: dict[str, int] = field(default_factory=dict)
     cached_kv: dict[Hashable, tuple[Tensor, Tensor]] = field(default_factory=dict)

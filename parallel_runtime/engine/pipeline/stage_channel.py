@@ -37,7 +37,6 @@ class StageChannel:
         self._ended_peers: set[int] = set()  # peers that announced the same
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> None:
-        """Send copies of `tensors` to rank `peer` of the axis."""
         self._send(peer, _layout_message(tensors), None)
         for tensor in tensors:
             if tensor.numel():

@@ -83,7 +83,6 @@ def install_placeholders(
 
 
 def remove_placeholders(placeholders: Sequence[BlockRef]) -> None:
-    """Undo `install_placeholders`."""
     for ref in placeholders:
         ref.stack._modules[ref.name] = ref.block.block  # type: ignore[assignment]
 
@@ -260,5 +259,4 @@ def _find_late_block(plan: SplitPlan) -> str:
 
 
 def _hidden_states(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The hidden states among a block's arguments."""
     return [value for value in block.hidden_states(args, kwargs) if isinstance(value, Tensor)]

@@ -57,11 +57,9 @@ class Splitter:
         return bool(self._split_streams)
 
     def local_count(self, streams: Names) -> int:
-        """This rank's tokens of these streams."""
         return self.streams.local_tokens(streams).size
 
     def total(self, streams: Names) -> int:
-        """All tokens of these streams."""
         return self.streams.total(streams)
 
     def first_local_position(self, stream: str) -> int:

@@ -139,7 +139,6 @@ class Streams:
         return dict(self._lengths)
 
     def is_known(self, stream: str) -> bool:
-        """Whether this forward has recorded the length of `stream`."""
         return stream in self._lengths
 
     def length(self, stream: str) -> int:
@@ -184,7 +183,6 @@ class Streams:
         return torch.cat([torch.arange(start, start + size, device=device) for start, size in ranges])
 
     def local_tokens(self, names: tuple[str, ...]) -> LocalTokens:
-        """This rank's tokens of `names`."""
         return LocalTokens([self._local_stream(name) for name in names])
 
     def _local_stream(self, stream: str) -> LocalStream:

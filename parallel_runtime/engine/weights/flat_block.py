@@ -74,7 +74,6 @@ class FlatBlock:
             module._parameters[name] = empty
 
     def bind(self, memory: Tensor) -> None:
-        """Makes the parameters views of `memory`."""
         for module, name, empty, tensors in self._parameters:
             module._parameters[name] = rebuild_parameter(empty, [tensor.view(memory) for tensor in tensors])
 

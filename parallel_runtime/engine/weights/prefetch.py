@@ -125,7 +125,6 @@ class BlockPrefetcher:
 
     @property
     def offloaded(self) -> list[FetchedModule]:
-        """The modules that this rank fetches."""
         return [entry for entry in self._modules if entry.buffer != NOT_FETCHED]
 
     @property

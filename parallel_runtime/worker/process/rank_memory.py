@@ -49,7 +49,7 @@ def readings(device: torch.device, models: Iterable[Model], group_state: GroupSt
         used,
         total,
         tuple(_model_memory(model, device) for model in loaded),
-        races=benchmark_results(group_state)[-MAX_BENCHMARKS:],
+        benchmarks=benchmark_results(group_state)[-MAX_BENCHMARKS:],
         graphs=graphs,
         free_bytes=free_bytes(device),
         allocator_free_bytes=max(0, cached_bytes(device) - graphs.bytes),
