@@ -195,9 +195,12 @@ def _choice(profile: DeviceProfile | None) -> str:
     return "degrees.measured"
 
 
+RING_SENTENCES = {"alltoall": "ring.passes", "allgather": "ring.collects", "tokens": "ring.tokens"}
+
+
 def _reasons(subject: Subject, plan: RunPlan, guided: bool) -> list[str]:
     degrees, sharded, several = plan.degrees, plan.sharded, plan.degrees.context_parallel_size > 1
-    how = "ring.collects" if degrees.options.rotate_method == "allgather" else "ring.passes"
+    how = RING_SENTENCES[degrees.options.rotate_method]
     reasons = [
         say_if(degrees.cfg_degree == 2, "branches"),
         say_if(degrees.pipeline_degree > 1, "stages", stages=degrees.pipeline_degree),
@@ -251,7 +254,7 @@ def _traffic(work: Work, degrees: Parallelism) -> tuple[str, ...]:
     """In the model, and from stage to stage of a pipeline."""
     each = f"{work.row_bytes / degrees.context_parallel_size / 2**20:.2f}"
     passed = say_if(degrees.pipeline_degree > 1, "traffic.stages", each=each)
-    if degrees.context_parallel_size == 1:
+    if degrees.context_parallel_size == 1 or 0 < work.row_ranks < degrees.context_parallel_size:
         return (passed or say("traffic.none"),)
     layer, layers = attention_bytes(work, degrees) / 2**20, work.network.layers
     return say("traffic", layer=f"{layer:.2f}", layers=layers, evaluation=f"{layer * layers:.1f}"), passed

@@ -108,6 +108,12 @@ class Levels(Share):
         ).wait()
         return full.movedim(0, at).flatten(1, 2)
 
+    def gather_flat(self, x: Tensor) -> Tensor:
+        """[B, local tokens, C] to [B, all tokens, C], rank by rank, which is the order of rows where these are split.
+        Collective."""
+        (full,) = all_gather_v(x.transpose(0, 1), self.tokens(self.by_tokens[x.shape[1]]), self.ranks).wait()
+        return full.transpose(0, 1)
+
     def split_tokens(self, x: Tensor, level: int) -> Tensor:
         """[B, all tokens, C] of a level to [B, local tokens, C]."""
         rows, at = self.sizes[level], 3 + self.dim

@@ -58,6 +58,7 @@ class RowDivision:
         self._depth = plan.depth(network)
         self._mesh = mesh
         self._backend = parallelism.options.attention_backend
+        self._collects_tokens = parallelism.options.rotate_method == "tokens"
         self._known: dict[Size, Levels | None] = {}  # recorded graphs read their tensors
         self._levels: Levels | None = None  # of the forward in progress; None where it sees full tensors
         self._tokens = LevelTokens(mesh.context)
@@ -186,6 +187,8 @@ class RowDivision:
 
     def _attend(self, local: bool, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         local = local or not self.is_divided or self._patches.has_full_tokens
+        if self._collects_tokens and not local and self._levels is not None and kwargs.get("context") is None:
+            kwargs["context"], local = self._levels.gather_flat(x), True
         self._override.active_scopes.append(self._local if local else self._across)
         try:
             out: Tensor = forward(x, *args, **kwargs)
