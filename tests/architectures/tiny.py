@@ -467,3 +467,20 @@ def minimax_music() -> nn.Module:
     transformer.project_in, transformer.project_out = nn.Linear(2304, 192, bias=False), nn.Linear(192, 128, bias=False)
     inner.to_timestep_embed = nn.Sequential(nn.Linear(256, 192), nn.SiLU(), nn.Linear(192, 192))
     return filled(network.to_empty(device="cpu").eval())
+
+
+STAGE_C: dict[str, Any] = {
+    "c_in": 4, "c_out": 4, "c_r": 16, "c_cond": 32, "c_hidden": [48, 48], "nhead": [3, 3], "blocks": [[1, 2], [2, 1]],
+    "c_clip_text": 24, "c_clip_text_pooled": 24, "c_clip_img": 20, "stable_cascade_stage": "c",
+}  # fmt: skip
+STAGE_B: dict[str, Any] = {
+    "c_in": 4, "c_out": 4, "c_r": 16, "c_cond": 32, "c_hidden": [16, 24, 48], "nhead": [-1, 3, 3],
+    "blocks": [[1, 1, 2], [2, 1, 1]], "block_repeat": [[1, 1, 1], [2, 2, 1]], "level_config": ["CT", "CTA", "CTAF"],
+    "c_clip": 24, "c_effnet": 5, "dropout": [0, 0, 0], "stable_cascade_stage": "b",
+}  # fmt: skip
+CASCADE = {"stage C": ("cascade.stage_c:StageC", STAGE_C), "stage B": ("cascade.stage_b:StageB", STAGE_B)}
+
+
+def cascade(stage: str, **changes: Any) -> nn.Module:
+    kind, config = CASCADE[stage]
+    return build(kind, **config | changes)

@@ -15,7 +15,7 @@ from parallel_runtime.architectures.row_plan import RowPlan
 from parallel_runtime.engine.comm import collectives
 from parallel_runtime.engine.graphs import graph_runner
 from parallel_runtime.engine.graphs.graph_runner import GraphRunner
-from parallel_runtime.engine.rows.row_division import parallelize_rows
+from parallel_runtime.engine.rows.parallel_rows import parallelize_rows
 from parallel_runtime.engine.split.parallelize import unparallelize
 
 from ..architectures import tiny
