@@ -454,6 +454,21 @@ def ace_step15() -> nn.Module:
     )  # fmt: skip
 
 
+def ace_step() -> nn.Module:
+    """ComfyUI fixes the width of its encoder of lyrics: a small one is put in its place."""
+    import comfy.ops
+
+    small = {"dtype": _COMPUTED_IN[0], "device": "cpu", "operations": comfy.ops.disable_weight_init}
+    network = kind_of("ace.model:ACEStepTransformer2DModel")(
+        num_layers=2, attention_head_dim=32, num_attention_heads=3, text_embedding_dim=96, lyric_encoder_vocab_size=50,
+        lyric_hidden_size=48, ssl_encoder_depths=[1, 1], ssl_latent_dims=[16, 12], max_position=64, **small,
+    )  # fmt: skip
+    network.lyric_encoder = kind_of("ace.lyric_encoder:ConformerEncoder")(
+        48, 48, 3, 64, 1, static_chunk_size=0, **small
+    )
+    return filled(network.eval())
+
+
 def minimax_music() -> nn.Module:
     """ComfyUI fixes its widths: layers of these are put in place of those that make it large."""
     import comfy.ops
