@@ -11,7 +11,7 @@ from .accelerators import KERNELS
 from .errors import Refused
 from .sentences import quoted, say
 
-RotateMethod = Literal["alltoall", "allgather", "auto"]
+RotateMethod = Literal["alltoall", "allgather", "tokens", "auto"]
 AttentionBackend = str  # one of BACKENDS
 DtypeChoice = Literal["auto", "bfloat16", "float16", "float32"]
 AfterSampling = Literal["keep", "offload", "unload"]
@@ -67,6 +67,7 @@ class EngineOptions:
         3, "alltoall",
         "How a ring moves keys and values: alltoall passes blocks on while computing, allgather collects them all "
         "first (more memory). auto = allgather where there is room and the link is fast, else alltoall.",
+        options=("alltoall", "allgather", "auto"),  # tokens: auto's choice, for networks that are cut by rows
     )
     convert_to_fp32: bool = widget(4, True, "Merge the ring's partial results in float32.")
     attention_backend: AttentionBackend = widget(

@@ -298,9 +298,9 @@ def _describe_model_sampling(sampling: torch.nn.Module) -> dict[str, Any]:
     bases = kind.__bases__ if LOCAL in kind.__qualname__ else (kind,)
     if kind not in bases and any(map(callable, vars(kind).values())):
         raise Unsendable("unsendable.sampling", kind=qualified_name(kind))
-    attributes = {k: v for k, v in vars(sampling).items() if not k.startswith("_") and k != "training"}
+    attributes = {name: value for name, value in vars(sampling).items() if name not in vars(nn.Module())}
     for name, value in attributes.items():
-        if not _is_plain(value):
+        if not isinstance(value, Tensor) and not _is_plain(value):
             raise Unsendable("unsendable.value", name=name, value=quoted(value))
     return {
         "bases": [reference(base, "the model sampling") for base in bases],

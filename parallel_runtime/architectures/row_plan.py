@@ -33,7 +33,8 @@ class RowPlan(SplitPlan):
     all ranks' rows; those that end in one of `local` each rank computes for its own rows, as it does all that is below
     a module named in `local_below`. `forward` is the method that is replaced: what ComfyUI wraps around it sees whole
     pictures. There are no `module_plans`: ComfyUI calls the layers of a UNet's blocks one by one, and never a block.
-    `fetched_classes` are the classes of modules that it calls, and before which their weights may be fetched.
+    `fetched_classes` are the classes of modules that it calls, and before which their weights may be fetched. Modules
+    of `across_classes` have statistics of all pixels.
     """
 
     depth: Callable[[Any], int] = field(kw_only=True)
@@ -42,6 +43,7 @@ class RowPlan(SplitPlan):
     local_below: Names = ("time_stack",)
     forward: str = "_forward"
     fetched_classes: Names = ("ResBlock", "VideoResBlock", "BasicTransformerBlock")
+    across_classes: Names = ()
 
     @property
     def main_stream(self) -> str:  # type: ignore[override]  # there it is cached
@@ -50,6 +52,17 @@ class RowPlan(SplitPlan):
     @property
     def streams(self) -> frozenset[str]:
         return frozenset(IMAGE)
+
+
+@dataclass(frozen=True)
+class CascadeRowPlan(RowPlan):
+    """The plan of a network whose blocks begin at level `first`, and whose attentions have the text's keys behind those
+    of the pixels. It resizes the arguments `resized`, and residuals, to the pixels of that level. With an argument of
+    `refused_split`, and at sizes that are no multiple of the last level's, every rank computes all of it."""
+
+    first: Callable[[Any], int] = field(kw_only=True)
+    resized: Names = field(default=(), kw_only=True)
+    refused_split: Names = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -118,6 +118,20 @@ class Frames:
     until: str | None = None
 
 
+@dataclass(frozen=True)
+class TokenSum:
+    """A module whose first matrix product is a sum over tokens, such as values times keys in linear attention."""
+
+    stream: str
+
+
+@dataclass(frozen=True)
+class TokenConvolution:
+    """A module that convolves three tokens at a time along a stream, with a padding of one."""
+
+    stream: str
+
+
 # How an argument is split: a spec; a tuple of specs, one an item of the value; a list of specs, of which the value's
 # length selects one; None to pass it unchanged; or a function of the value and of `split(value, spec)`.
 SplitSpec = (
@@ -133,6 +147,7 @@ SplitSpec = (
     | None
 )
 AttentionSpec = Names | Cross | Window | Local
+TokenFunction = TokenSum | TokenConvolution
 AttentionSpecs = AttentionSpec | list[AttentionSpec]  # the token count selects one of a list
 
 
@@ -143,6 +158,7 @@ class ModulePlan:
 
     `args` maps an argument's name or position to its spec, and `unsplit_args` are passed unchanged; any other tensor is
     refused. `attends`: the streams of the attention inside; `submodule_attends`: those of submodules, by their names.
+    `token_functions`: submodules that read other tokens without attention.
     `gathers`: the last block's outputs are gathered, or with "each" those of every block, where the network's own code
     between blocks needs full tokens. `output_streams`: the streams of a block's outputs, where they are not those of
     `updates`. `frames`: blocks that reshape their tokens by frames. `never_skipped`: no step cache skips these blocks.
@@ -157,6 +173,7 @@ class ModulePlan:
     args: Mapping[str | int, SplitSpec] = field(default_factory=dict)
     attends: AttentionSpecs | None = None
     submodule_attends: Mapping[str, AttentionSpecs] = field(default_factory=dict)
+    token_functions: Mapping[str, TokenFunction] = field(default_factory=dict)
     unsplit_args: Names = ()
     gathers: bool | Literal["each"] = False
     output_streams: tuple[Names, ...] | None = None

@@ -181,9 +181,12 @@ def share_cores(placement: Placement) -> bool:
     return placement.devices[0] == "cpu" and len(placement.devices) > 1
 
 
+RING_SENTENCES = {"alltoall": "ring.passes", "allgather": "ring.collects", "tokens": "ring.tokens"}
+
+
 def _reasons(subject: Subject, plan: RunPlan, guided: bool) -> list[str]:
     degrees, sharded, several = plan.degrees, plan.sharded, plan.degrees.context_parallel_size > 1
-    how = "ring.collects" if degrees.options.rotate_method == "allgather" else "ring.passes"
+    how = RING_SENTENCES[degrees.options.rotate_method]
     reasons = [
         say_if(degrees.cfg_degree == 2, "branches"),
         say_if(degrees.pipeline_degree > 1, "stages", stages=degrees.pipeline_degree),
@@ -240,7 +243,7 @@ def _traffic(work: Work, degrees: Parallelism) -> tuple[str, ...]:
     """Says what is sent in the model, and from stage to stage of a pipeline."""
     each = f"{work.row_bytes / degrees.context_parallel_size / 2**20:.2f}"
     passed = say_if(degrees.pipeline_degree > 1, "traffic.stages", each=each)
-    if degrees.context_parallel_size == 1:
+    if degrees.context_parallel_size == 1 or 0 < work.row_ranks < degrees.context_parallel_size:
         return (passed or say("traffic.none"),)
     layer, layers = attention_bytes(work, degrees) / 2**20, work.network.layers
     return say("traffic", layer=f"{layer:.2f}", layers=layers, evaluation=f"{layer * layers:.1f}"), passed

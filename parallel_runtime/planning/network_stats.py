@@ -60,6 +60,11 @@ class NetworkStats:
             return sum(4 * level.attentions * level.width * (tokens / 4**number) ** 2 for number, level in levels)
         return 4 * tokens**2 * self.width * self.layers
 
+    def key_flop(self, tokens: int) -> float:
+        """FLOP of the projections of all keys and values of a network that is cut by rows, for one sequence."""
+        levels = enumerate(self.row_levels)
+        return sum(4 * level.attentions * level.width**2 * tokens / 4**number for number, level in levels)
+
     @property
     def token_weights(self) -> int:
         """Returns the number of weights that every token is multiplied by."""
@@ -85,6 +90,15 @@ class Work:
     def activation_bytes(self) -> int:
         """Size of one activation tensor of the whole sequence, of all rows."""
         return self.rows * self.row_bytes
+
+    @property
+    def attention_tensor_bytes(self) -> float:
+        """Size of the queries of one attention, of all rows; the mean of all levels of a network that is cut by
+        rows."""
+        if not (levels := self.network.row_levels):
+            return self.activation_bytes
+        wide = sum(level.attentions * level.width * self.tokens / 4**number for number, level in enumerate(levels))
+        return self.rows * wide * self.network.item_bytes / max(1, self.network.layers)
 
     @property
     def row_bytes(self) -> int:

@@ -58,6 +58,8 @@ def _evaluation_seconds_by_rows(work: Work, degrees: Parallelism, profile: Devic
     if ranks > work.row_ranks:  # each computes all of it
         degrees, ranks = replace(degrees, ring_degree=1, ulysses_degree=1, shares=()), 1
     flop = network.linear_flop(work.tokens) / LINEAR + network.attention_flop(work.tokens) / ATTENTION
+    if ranks > 1 and degrees.options.rotate_method == "tokens":
+        flop += (ranks - 1) * network.key_flop(work.tokens) / LINEAR
     device = work.rows * flop / ranks / profile.flops_per_second
     units = network.layers + sum(level.messages for level in network.row_levels)
     host = 0.0 if work.recorded else units * UNIT_LAUNCHED * (UNIT_DIVIDED if ranks > 1 else 1.0)
@@ -69,13 +71,11 @@ def _evaluation_seconds_by_rows(work: Work, degrees: Parallelism, profile: Devic
 def _row_exchange_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
     """Returns the seconds of all messages of a rank: of norms with the edges of rows, and of attentions over the pixels
     of a level."""
-    ring, ulysses, levels = degrees.ring_degree, degrees.ulysses_degree, work.network.row_levels
-    hops = 1 if degrees.options.rotate_method == "allgather" else ring - 1
+    ring, ulysses, network = degrees.ring_degree, degrees.ulysses_degree, work.network
+    hops = ring - 1 if degrees.options.rotate_method == "alltoall" else 1
     each = (hops if ring > 1 else 0) + (2 if ulysses > 1 else 0)
-    messages = sum(level.messages + level.attentions * each for level in levels)
-    wide = sum(level.attentions * level.width * work.tokens / 4**number for number, level in enumerate(levels))
-    sent = work.rows * wide * work.network.item_bytes * _tensors_sent(degrees)
-    return messages * MESSAGE + sent / profile.bytes_per_second
+    messages = sum(level.messages + level.attentions * each for level in network.row_levels)
+    return messages * MESSAGE + network.layers * attention_bytes(work, degrees) / profile.bytes_per_second
 
 
 def alone_seconds(work: Work, speed: Speed) -> float:
@@ -126,15 +126,12 @@ def times_as_fast(work: Work, degrees: Parallelism, profile: DeviceProfile) -> f
 
 
 def attention_bytes(work: Work, degrees: Parallelism) -> float:
-    """Bytes that one rank sends in one attention."""
-    return work.activation_bytes * _tensors_sent(degrees)
-
-
-def _tensors_sent(degrees: Parallelism) -> float:
-    """Tensors of the whole sequence that one rank sends in one attention: of its share 4(u-1)/u for Ulysses, and 2 a
-    hop for the ring."""
+    """Returns the bytes that one rank sends in one attention: 4T(u-1)/u of its share for Ulysses, 2T/u a hop for the
+    ring, T where it collects tokens. For a network that is cut by rows it is the mean of all its attentions."""
     ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
-    return (4 * (ulysses - 1) / ulysses + 2 * (ring - 1)) / (ring * ulysses)
+    share = work.attention_tensor_bytes / (ring * ulysses)
+    per_hop = 1 if degrees.options.rotate_method == "tokens" else 2
+    return 4 * share * (ulysses - 1) / ulysses + per_hop * share * (ring - 1)
 
 
 def attention_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
@@ -175,11 +172,14 @@ def _launch_seconds(degrees: Parallelism) -> float:
 
 def rotate_method_for(work: Work, degrees: Parallelism, profile: DeviceProfile, *, spacious: bool) -> RotateMethod:
     """How a ring's keys and values go round where the request leaves it open: all at once where memory is `spacious`
-    enough for them, the link is fast, and less hiding costs less than fewer blocks gain."""
+    enough for them, the link is fast, and less hiding costs less than fewer blocks gain. Of a network that is cut by
+    rows, whose levels have few keys, all at once, or as the tokens that they are made of: half the bytes, and each rank
+    makes all keys."""
     if degrees.options.rotate_method != "auto":
         return degrees.options.rotate_method
-    if degrees.ring_degree > 1 and work.network.row_levels:  # a level's keys are few
-        return "allgather" if spacious else "alltoall"
+    if degrees.ring_degree > 1 and spacious and work.network.row_levels:
+        methods: tuple[RotateMethod, ...] = ("allgather",) if degrees.ulysses_degree > 1 else ("allgather", "tokens")
+        return min(methods, key=lambda method: _seconds_by_method(work, degrees, profile, method))
     if degrees.ring_degree == 1 or profile.bytes_per_second < FAST or not spacious:
         return "alltoall"
     seconds: dict[RotateMethod, float] = {
@@ -187,3 +187,7 @@ def rotate_method_for(work: Work, degrees: Parallelism, profile: DeviceProfile, 
         for method in ("alltoall", "allgather")
     }
     return "allgather" if seconds["allgather"] <= seconds["alltoall"] else "alltoall"
+
+
+def _seconds_by_method(work: Work, degrees: Parallelism, profile: DeviceProfile, method: RotateMethod) -> float:
+    return evaluation_seconds(work, degrees.with_options(rotate_method=method), profile)

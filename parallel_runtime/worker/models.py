@@ -24,7 +24,7 @@ from ..engine.graphs.block_compile import compile_blocks
 from ..engine.graphs.graph_runner import GraphRunner, Unrecordable  # noqa: F401 - for comfy_loop, which knows no engine
 from ..engine.pipeline.pipefusion import PipeFusion
 from ..engine.pipeline.stages import PlaceholderBlock, Stages, install_placeholders, remove_placeholders
-from ..engine.rows.row_division import parallelize_rows
+from ..engine.rows.parallel_rows import parallelize_rows
 from ..engine.split.parallelize import parallelize, pipefusion_of, unparallelize
 from ..engine.weights.placement import RankPlacement, rank_placement
 from ..engine.weights.prefetch import Buffers

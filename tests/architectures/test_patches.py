@@ -14,7 +14,7 @@ REFUSED = {  # what keeps a network's tokens from going patch by patch
         "z-image", "z-image references", "lumina 2", "z-image in pixels", "omnigen 2", "omnigen 2 references", "boogu",
         "boogu references", "chroma radiance", "hunyuan video", "hunyuan video mask", "hunyuan video i2v",
         "hunyuan video i2v, guiding frame", "hunyuan video residuals", "hunyuan video residuals of both kinds",
-        "hunyuan video 1.5", "triposplat", "triposplat with a reference",
+        "hunyuan video 1.5", "triposplat", "triposplat with a reference", "ace-step",
     ),
     "whole sequence is needed": ("cosmos 1",),
     "more than tokens for later blocks": (

@@ -454,6 +454,21 @@ def ace_step15() -> nn.Module:
     )  # fmt: skip
 
 
+def ace_step() -> nn.Module:
+    """ComfyUI fixes the width of its encoder of lyrics: a small one is put in its place."""
+    import comfy.ops
+
+    small = {"dtype": _COMPUTED_IN[0], "device": "cpu", "operations": comfy.ops.disable_weight_init}
+    network = kind_of("ace.model:ACEStepTransformer2DModel")(
+        num_layers=2, attention_head_dim=32, num_attention_heads=3, text_embedding_dim=96, lyric_encoder_vocab_size=50,
+        lyric_hidden_size=48, ssl_encoder_depths=[1, 1], ssl_latent_dims=[16, 12], max_position=64, **small,
+    )  # fmt: skip
+    network.lyric_encoder = kind_of("ace.lyric_encoder:ConformerEncoder")(
+        48, 48, 3, 64, 1, static_chunk_size=0, **small
+    )
+    return filled(network.eval())
+
+
 def minimax_music() -> nn.Module:
     """ComfyUI fixes its widths: layers of these are put in place of those that make it large."""
     import comfy.ops
@@ -467,3 +482,20 @@ def minimax_music() -> nn.Module:
     transformer.project_in, transformer.project_out = nn.Linear(2304, 192, bias=False), nn.Linear(192, 128, bias=False)
     inner.to_timestep_embed = nn.Sequential(nn.Linear(256, 192), nn.SiLU(), nn.Linear(192, 192))
     return filled(network.to_empty(device="cpu").eval())
+
+
+STAGE_C: dict[str, Any] = {
+    "c_in": 4, "c_out": 4, "c_r": 16, "c_cond": 32, "c_hidden": [48, 48], "nhead": [3, 3], "blocks": [[1, 2], [2, 1]],
+    "c_clip_text": 24, "c_clip_text_pooled": 24, "c_clip_img": 20, "stable_cascade_stage": "c",
+}  # fmt: skip
+STAGE_B: dict[str, Any] = {
+    "c_in": 4, "c_out": 4, "c_r": 16, "c_cond": 32, "c_hidden": [16, 24, 48], "nhead": [-1, 3, 3],
+    "blocks": [[1, 1, 2], [2, 1, 1]], "block_repeat": [[1, 1, 1], [2, 2, 1]], "level_config": ["CT", "CTA", "CTAF"],
+    "c_clip": 24, "c_effnet": 5, "dropout": [0, 0, 0], "stable_cascade_stage": "b",
+}  # fmt: skip
+CASCADE = {"stage C": ("cascade.stage_c:StageC", STAGE_C), "stage B": ("cascade.stage_b:StageB", STAGE_B)}
+
+
+def cascade(stage: str, **changes: Any) -> nn.Module:
+    kind, config = CASCADE[stage]
+    return build(kind, **config | changes)

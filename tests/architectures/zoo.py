@@ -256,6 +256,11 @@ def stable_audio(**more: Any) -> Inputs:
     return given | more
 
 
+def ace_step() -> Inputs:
+    given = dict(x=normal(2, 8, 16, 37), timestep=times(2), context=normal(2, 7, 96), speaker_embeds=normal(2, 512))
+    return given | dict(lyric_token_idx=torch.tensor([[3, 9, 4, 12, 7], [8, 1, 2, 6, 49]]))
+
+
 def ace_step15() -> Inputs:
     given = dict(x=normal(2, 64, 35), timestep=times(2), context=normal(2, 7, 96))
     return given | dict(lyric_embed=normal(2, 9, 96), refer_audio=normal(2, 64, 40))
@@ -387,6 +392,7 @@ CASES: dict[str, Case] = {
     "stable audio": Case(tiny.stable_audio, stable_audio),
     "stable audio 3": Case(tiny.stable_audio_3, lambda: stable_audio(local_add_cond=normal(2, 17, 37))),
     "causal wan": Case(tiny.causal_wan, wan),
+    "ace-step": Case(tiny.ace_step, ace_step),
     "ace-step 1.5": Case(tiny.ace_step15, ace_step15),
     "minimax music": Case(tiny.minimax_music, partial(minimax_music, 37)),
     "minimax music, two windows": Case(tiny.minimax_music, partial(minimax_music, 900)),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parallel_runtime.architectures import architecture_of
 from parallel_runtime.engine.comm.mesh import build_mesh
-from parallel_runtime.engine.rows.row_division import parallelize_rows
+from parallel_runtime.engine.rows.parallel_rows import parallelize_rows
 from parallel_runtime.specs import Parallelism
 
 from ..architectures import tiny

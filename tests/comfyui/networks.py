@@ -229,7 +229,16 @@ NETWORKS: dict[str, Network] = {
         build=tiny.hidream_o1, model="HiDreamO1", latent=((3, 160, 224),),
         more={"numbers": {"text_input_ids": [[11, 12, 13, 14, 15, 16, 17, 151673]]}},
     ),
+    "stage_c": Network(
+        build=partial(tiny.cascade, "stage C", c_in=16, c_out=16, c_clip_img=768), model="Stable_Cascade_C",
+        latent=((16, 13, 9),), dim=24, more={"pooled": 24},
+    ),
+    "stage_b": Network(
+        build=partial(tiny.cascade, "stage B", c_effnet=16), model="Stable_Cascade_B", latent=((4, 32, 24),), dim=24,
+        more={"pooled": 24} | tensors(stable_cascade_prior=(1, 16, 3, 4)),
+    ),
 }  # fmt: skip
+BY_ROWS = ("stage_c", "stage_b")  # of which there are no stages of a pipeline
 
 
 def picture(name: str, parallel: Parallel | None = None) -> Graph:

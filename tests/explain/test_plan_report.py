@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from parallel_runtime.architectures.row_plan import RowLevel
 from parallel_runtime.explain.plan_report import Report, Row, Subject
 from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.network_stats import NetworkStats, Work
@@ -48,9 +49,20 @@ def words(
     benchmarks: Sequence[KernelBenchmark] = (RACE,),
     **degrees: Any,
 ) -> str:
+    return report_of(work, divided(degrees), guided, batch_coupled, weights, rows, benchmarks)
+
+
+def report_of(
+    work: Work,
+    asked: Parallelism,
+    guided: bool = False,
+    batch_coupled: bool = False,
+    weights: WeightPlacement | None = None,
+    rows: int = 0,
+    benchmarks: Sequence[KernelBenchmark] = (RACE,),
+) -> str:
     tokens = {"image": 4096, "text": 512}
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens=tokens, work=work, batch_coupled=batch_coupled)
-    asked = divided(degrees)
     devices = tuple(f"cuda:{number}" for number in range(asked.world_size))
     plan = RunPlan(degrees=asked, placement=Placement(devices=devices), rows=rows)
     if weights is not None:
@@ -168,6 +180,18 @@ def test_how_a_ring_moves_keys_is_told() -> None:
     )
     collected = words(ring_degree=2, rotate_method="allgather")
     assert "of all 2 workers before they compute (rotate_method allgather)." in collected
+
+
+def test_the_traffic_of_a_unet_goes_by_its_levels_and_is_half_where_tokens_are_collected() -> None:
+    level = RowLevel(weights=1, attentions=1, width=64, messages=1)
+    network = replace(WORK.network, layers=2, row_levels=(level, level))  # of 0.5 and 0.125 MiB
+    work = replace(network.work(1, 4096), row_ranks=2)
+    assert "sends 0.31 MiB in each of 2 layers, 0.6 MiB an evaluation" in words(work=work, ring_degree=2)
+    collected = replace(divided({"ring_degree": 2}), options=EngineOptions(rotate_method="tokens"))
+    text = report_of(work, collected)
+    assert "sends 0.16 MiB in each of 2 layers" in text
+    assert "collects the tokens of all 2 workers" in text
+    assert "none inside the model" in words(work=work, ring_degree=3), "each computes all of it"
 
 
 def test_what_sees_all_prompts_at_once_is_told() -> None:

@@ -10,11 +10,12 @@ import pytest
 from parallel_runtime.architectures.row_plan import RowLevel, sides_to_cut
 from parallel_runtime.planning.candidates import candidates, unsized_plan
 from parallel_runtime.planning.device_profile import DeviceProfile
+from parallel_runtime.planning.memory_model import Capacity
 from parallel_runtime.planning.network_stats import NetworkStats
 from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.planning.resolve import evaluate, resolve
 from parallel_runtime.planning.run_plan import RunPlan
-from parallel_runtime.request import ParallelRequest
+from parallel_runtime.request import EngineOptions, ParallelRequest
 
 
 def unet(name: str, heads: int, *levels: tuple[int, int, int, int]) -> NetworkStats:
@@ -126,6 +127,18 @@ def test_degrees_that_somebody_asks_for_stay() -> None:
     asked = {"ring_degree": 2, "ulysses_degree": 2, "devices": "cuda:0,cuda:1,cuda:2,cuda:3"}
     plan = resolve(inputs(SD15, 512, 4, H100, request=asked))
     assert (plan.degrees.ring_degree, plan.degrees.ulysses_degree, plan.degrees.cfg_degree) == (2, 2, 1)
+
+
+@pytest.mark.parametrize(("profile", "wanted"), [(H100, "allgather"), (RTX, "tokens")], ids=["fast link", "slow link"])
+def test_a_ring_collects_keys_or_on_a_slow_link_the_tokens_that_they_are_made_of(
+    profile: DeviceProfile, wanted: str
+) -> None:
+    asked = {"ring_degree": 2, "ulysses_degree": 1, "options": EngineOptions(rotate_method="auto")}
+    known = inputs(SDXL, 1024, 2, profile, prompts=1, request=asked, capacity=Capacity(device_bytes=80 * 2**30))
+    plan = resolve(known)
+    assert plan.degrees.options.rotate_method == wanted
+    passed = replace(plan, degrees=plan.degrees.with_options(rotate_method="alltoall"))
+    assert evaluate(plan, known).seconds <= evaluate(passed, known).seconds
 
 
 def test_a_picture_of_too_few_rows_takes_as_long_as_on_one_worker() -> None:

@@ -18,6 +18,7 @@ from ..engine.conftest import Group, Groups, Ranks
 LIMIT = 150.0
 UNET_CASES = "tests.rows.unet_cases"
 CONTROL_CASES = "tests.rows.control_cases"
+CASCADE_CASES = "tests.rows.cascade_cases"
 Divided = Callable[..., dict[str, Any]]
 
 
@@ -58,6 +59,6 @@ def unets() -> Iterator[Groups]:
     comfy = find_comfy()
     if comfy is None:
         pytest.skip(why_there_is_none())
-    ranks = Ranks(comfy.python, [UNET_CASES, CONTROL_CASES], {"COMFYUI_PATH": str(comfy.root)})
+    ranks = Ranks(comfy.python, [UNET_CASES, CONTROL_CASES, CASCADE_CASES], {"COMFYUI_PATH": str(comfy.root)})
     yield lambda world: Group(ranks, world)
     ranks.close()

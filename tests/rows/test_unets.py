@@ -48,6 +48,11 @@ def test_keys_may_be_collected_at_once(unets: Groups) -> None:
     check(unets, "SDXL", "ring 3", [(33, 20, 1)], rotate_method="allgather")
 
 
+@pytest.mark.parametrize("name", ["SDXL", "SVD"])
+def test_tokens_may_be_collected_before_keys_are_made_of_them(unets: Groups, name: str) -> None:
+    check(unets, name, "ring 3", [(33, 20, 1), (20, 33, 1)], rotate_method="tokens")
+
+
 @pytest.mark.parametrize("size", [(8, 8, 1), (4, 3, 1), (16, 2, 1)], ids=str)
 def test_a_latent_of_too_few_rows_is_computed_whole_on_every_rank(unets: Groups, size: tuple[int, ...]) -> None:
     """SD1.5 halves it three times: 8 rows make one, and columns of 2, 1 and 1 cannot be told apart."""
@@ -58,6 +63,17 @@ def test_a_latent_of_too_few_rows_is_computed_whole_on_every_rank(unets: Groups,
 def test_a_norm_and_the_next_convolution_share_one_message(unets: Groups) -> None:
     (of_rank, *_) = unets(2).run(f"{CASES}:messages", name="SDXL", ring=2, ulysses=1, size=(64, 64, 1))
     assert of_rank["messages"] == of_rank["norms"] + of_rank["samplings"] + of_rank["attentions"] + 1  # the output
+
+
+def test_sdxl_sends_120_messages_and_its_output(unets: Groups) -> None:
+    """As deep as the published network: 46 norms, 4 convolutions between levels, 70 attentions."""
+    sent = {}
+    for method in ("alltoall", "tokens"):
+        given = {"name": "SDXL, full depth", "ring": 2, "ulysses": 1, "size": (32, 32, 1), "rotate_method": method}
+        (of_rank, *_) = unets(2).run(f"{CASES}:messages", **given)
+        assert of_rank["messages"] == 46 + 4 + 70 + 1
+        sent[method] = of_rank["bytes"]
+    assert sent["tokens"] < 0.7 * sent["alltoall"], "tokens are half of the keys and values that are made of them"
 
 
 PATCHES = (

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel_runtime.architectures import architecture_of
@@ -14,7 +15,7 @@ from parallel_runtime.architectures.row_plan import RowPlan
 from parallel_runtime.engine.comm import collectives
 from parallel_runtime.engine.graphs import graph_runner
 from parallel_runtime.engine.graphs.graph_runner import GraphRunner
-from parallel_runtime.engine.rows.row_division import parallelize_rows
+from parallel_runtime.engine.rows.parallel_rows import parallelize_rows
 from parallel_runtime.engine.split.parallelize import unparallelize
 
 from ..architectures import tiny
@@ -79,23 +80,26 @@ def _error(x: Tensor, wanted: Tensor) -> float:
     return float((x.double() - wanted).abs().max() / wanted.double().std())
 
 
-def messages(rank: int, world: int, name: str, ring: int, ulysses: int, size: Sequence[int]) -> dict[str, int]:
-    """How often this rank sends in a forward, and what asks for it."""
+def messages(
+    rank: int, world: int, name: str, ring: int, ulysses: int, size: Sequence[int], **options: Any
+) -> dict[str, int]:
+    """How often this rank sends in a forward, how many bytes, and what asks for it."""
     network, sent, start = unet_zoo.made(name), [], collectives._start
     modules = list(network.modules())
     known = architecture_of(network)
     assert known is not None
 
     def counting(operations: list[Any]) -> Any:
-        sent.append(len(operations))
+        sent.append(sum(each.tensor.nbytes for each in operations if each.op is dist.isend))
         return start(operations)
 
-    with torch.inference_mode(), _division(network, ring, ulysses):
+    with torch.inference_mode(), _division(network, ring, ulysses, **options):
         collectives._start = counting
         network(**unet_zoo.inputs(name, *size), transformer_options={})
         collectives._start = start
     return {
         "messages": len(sent),
+        "bytes": sum(sent),
         "norms": sum(isinstance(module, nn.GroupNorm) for module in modules),
         "samplings": sum(type(module).__name__ in ("Upsample", "Downsample") for module in modules),
         "attentions": known.layers(network),

@@ -26,6 +26,10 @@ SDXL: Config = SD15 | PROJECTED | SEEN | {
     "num_res_blocks": [2] * 3, "channel_mult": [1, 2, 4], "transformer_depth": [0, 0, 1, 1, 2, 2],
     "transformer_depth_middle": 2, "transformer_depth_output": [0, 0, 0, 1, 1, 1, 2, 2, 2],
 }  # fmt: skip
+DEEP: Config = SDXL | {
+    "transformer_depth": [0, 0, 2, 2, 10, 10], "transformer_depth_middle": 10,
+    "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
+}  # fmt: skip
 REFINER: Config = SDXL | {
     "num_res_blocks": [2] * 4, "channel_mult": [1, 2, 4, 4], "transformer_depth": [0, 0, 1, 1, 1, 1, 0, 0],
     "transformer_depth_middle": 1, "transformer_depth_output": [0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0],
@@ -41,6 +45,7 @@ UNETS: dict[str, Config] = {
     "SD2, 3 heads": SD15 | PROJECTED | {"model_channels": 96, "num_head_channels": 32},
     "SD2 unclip": SD15 | PROJECTED | SEEN,
     "SDXL": SDXL,
+    "SDXL, full depth": DEEP,
     "SDXL refiner": REFINER,
     "SVD": VIDEO,
     "resblock_updown": SD15 | PROJECTED | {"resblock_updown": True, "use_scale_shift_norm": True},

@@ -270,6 +270,24 @@ def _combined_moments(weights: Tensor, moments: Tensor) -> Tensor:
     return torch.stack([mean, torch.tensordot(weights, variances + (means - mean).square(), 1)])
 
 
+def norm(
+    share: Share,
+    func: Callable[..., Tensor],
+    x: Tensor,
+    p: Any = "fro",
+    dim: Any = None,
+    keepdim: bool = False,
+    **options: Any,
+) -> Tensor:
+    """torch.norm of each channel over all rows and columns of `x` [batch, rows, columns, channels], in float32 at
+    least."""
+    if p not in (2, 2.0) or tuple(dim or ()) != (1, 2) or not keepdim or any(options.values()):
+        raise Refused("rows.dim", name="norm", dim=dim, shape=str(tuple(x.shape)))
+    local = func(x, 2, dim, True, dtype=x.dtype if x.dtype in WIDE else torch.float32)
+    (all_ranks,) = all_gather_v(local[None], [1] * share.ranks.size, share.ranks).wait()
+    return all_ranks.square().sum(0).sqrt().to(x.dtype)
+
+
 def attend(share: Share, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention of one head over all pixels; inputs and result are [B, C, (T,) rows, columns] of this rank. Collective.
 

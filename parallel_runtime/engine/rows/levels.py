@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...architectures.row_plan import sides_to_cut
+from ...architectures.split_plan import TEXT
 from ...errors import Refused
 from ..comm.collectives import all_gather_v
 from ..comm.mesh import MeshDim
@@ -94,6 +95,10 @@ class Levels(Share):
     def gather(self, x: Tensor, what: str = "a gather") -> Tensor:
         return super().gather(x, what).contiguous()
 
+    def full_plane(self, level: int) -> tuple[int, int]:
+        """Rows and columns of a level, of all ranks."""
+        return self._plane(level, sum(self.sizes[level]))
+
     def full_shape(self, shape: list[int]) -> list[int]:
         """The shape of the full picture of which this rank's rows have this one."""
         full = list(shape)
@@ -107,6 +112,12 @@ class Levels(Share):
             x.unflatten(1, self._plane(level, rows[self.index])).movedim(at, 0), rows, self.ranks
         ).wait()
         return full.movedim(0, at).flatten(1, 2)
+
+    def gather_flat(self, x: Tensor) -> Tensor:
+        """[B, local tokens, C] to [B, all tokens, C], rank by rank, which is the order of rows where these are split.
+        Collective."""
+        (full,) = all_gather_v(x.transpose(0, 1), self.tokens(self.by_tokens[x.shape[1]]), self.ranks).wait()
+        return full.transpose(0, 1)
 
     def split_tokens(self, x: Tensor, level: int) -> Tensor:
         """[B, all tokens, C] of a level to [B, local tokens, C]."""
@@ -147,10 +158,10 @@ def _units(rows: int, depth: int, ranks: MeshDim) -> Rows:
 
 
 class LevelTokens(Streams):
-    """The pixels of each level as a stream of tokens: stream "0" is level 0."""
+    """The pixels of each level as a stream of tokens: stream "0" is level 0. Tokens of the text are on every rank."""
 
     def __init__(self, ranks: MeshDim) -> None:
-        super().__init__(ranks)
+        super().__init__(ranks, frozenset(TEXT))
         self.levels: Levels | None = None
 
     def begin(self, levels: Levels | None) -> None:
@@ -162,9 +173,13 @@ class LevelTokens(Streams):
                 self.record_length(str(level), sum(levels.tokens(level)), "a level of the latent")
 
     def sizes(self, stream: str) -> Rows:
+        if stream in self.replicated:
+            return super().sizes(stream)
         assert self.levels is not None
         return self.levels.tokens(int(stream))
 
     def _rank_chunk(self, stream: str, index: int) -> tuple[int, int]:
+        if stream in self.replicated:
+            return super()._rank_chunk(stream, index)
         sizes = self.sizes(stream)
         return sum(sizes[:index]), sizes[index]

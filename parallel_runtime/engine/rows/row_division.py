@@ -27,7 +27,7 @@ from ..attention.attention_override import AttentionOverride, backend_override
 from ..attention.patched_names import set_active, wrap_modules
 from ..comm.mesh import ContextMesh
 from ..comm.shared_scales import shared_input_scales
-from ..split.streams import PARALLELIZED, Streams
+from ..split.streams import Streams
 from . import functions
 from .levels import Levels, LevelTokens, NoLevel, levels_of
 from .whole_patches import WholePatches
@@ -35,17 +35,6 @@ from .whole_patches import WholePatches
 OVERRIDE = "optimized_attention_override"
 ATTENTION = "comfy.ldm.modules.attention"
 Forward = Callable[..., Any]
-
-
-def parallelize_rows(network: nn.Module, plan: RowPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
-    """Run every later forward of `network` over the context ranks of `mesh`. Collective, as its forwards are.
-
-    Each rank passes full inputs and gets the full output, equal to what one rank computes. Raises ValueError, and
-    changes nothing, when it is parallel already. `unparallelize` of split/parallelize.py undoes it.
-    """
-    if hasattr(network, PARALLELIZED):
-        raise ValueError(f"this {type(network).__name__} is parallel already; unparallelize it first")
-    setattr(network, PARALLELIZED, RowDivision(network, plan, mesh, parallelism))
 
 
 class RowDivision:
@@ -58,6 +47,7 @@ class RowDivision:
         self._depth = plan.depth(network)
         self._mesh = mesh
         self._backend = parallelism.options.attention_backend
+        self._collects_tokens = parallelism.options.rotate_method == "tokens"
         self._known: dict[Size, Levels | None] = {}  # recorded graphs read their tensors
         self._levels: Levels | None = None  # of the forward in progress; None where it sees full tensors
         self._tokens = LevelTokens(mesh.context)
@@ -96,7 +86,7 @@ class RowDivision:
             self._keep(module.register_forward_hook(partial(self._set_over_time, False), always_call=True))
         elif isinstance(module, nn.Sequential) and _is_normed_convolution(list(module)):
             self._replace(module, "forward", partial(self._normed_convolution, module.forward, list(module)))
-        elif _looks_across(module):
+        elif _looks_across(module) or type(module).__name__ in plan.across_classes:
             self._keep(module.register_forward_pre_hook(self._enter))
             self._keep(module.register_forward_hook(self._leave, always_call=True))
 
@@ -186,6 +176,8 @@ class RowDivision:
 
     def _attend(self, local: bool, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         local = local or not self.is_divided or self._patches.has_full_tokens
+        if self._collects_tokens and not local and self._levels is not None and kwargs.get("context") is None:
+            kwargs["context"], local = self._levels.gather_flat(x), True
         self._override.active_scopes.append(self._local if local else self._across)
         try:
             out: Tensor = forward(x, *args, **kwargs)
@@ -296,6 +288,7 @@ HANDLERS: Handlers = {
     torch.cudnn_convolution: functions.cudnn_convolution,
     F.group_norm: functions.group_norm,
     F.avg_pool2d: functions.pool,
+    torch.norm: functions.norm,
 }
 WITH_EDGES: Handlers = {F.group_norm: functions.group_norm_with_edges}
 OF_EDGES: Handlers = {

@@ -28,6 +28,7 @@ from ..pipeline.pipefusion import PipeFusion, TurnEnded
 from .hooks import Block, add_hooks, blocks_of_plan
 from .splitter import Residuals, Splitter
 from .streams import PARALLELIZED
+from .token_functions import with_all_tokens
 
 _OPTIONS = "transformer_options"
 _OVERRIDE = "optimized_attention_override"
@@ -81,7 +82,7 @@ class _ParallelNetwork:
         self.splitter = Splitter(plan, mesh.context, self.pipefusion)
         self.streams = self.splitter.streams
         self._plan = plan
-        self._ring = mesh.ring.size
+        self._ring, self._ranks = mesh.ring.size, mesh.context
         self._own_attentions = self_chosen_kernels(network) if parallelism.options.attention_backend == "auto" else {}
         self._override = AttentionOverride(self.splitter, mesh, parallelism, self.pipefusion)
         self._residual_tokens: int | None = None  # the full length of residuals that are split; None: they are full
@@ -126,6 +127,9 @@ class _ParallelNetwork:
                 self._keep(module.register_forward_hook(self._leave, always_call=True))
             else:
                 self._replace(module, _scoped(module.forward, self._override.active_scopes, scope))
+        for name, spec in block.module_plan.token_functions.items():
+            module = block.module.get_submodule(name)
+            self._replace(module, with_all_tokens(module.forward, spec, self.streams, self._ranks))
         self._keep(*add_hooks(block, self.splitter))
 
     def _begin(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -169,7 +173,8 @@ class _ParallelNetwork:
 
     def _end(self, network: nn.Module, _: Any, output: Any) -> None:
         unfinished = self.splitter.is_split(self._plan.main_stream) and not self._plan.split_outputs
-        alone = self.streams.is_known(self._plan.main_stream) and not self._override.split_calls
+        attends = not any(module_plan.token_functions for module_plan in self._plan.module_plans)
+        alone = attends and self.streams.is_known(self._plan.main_stream) and not self._override.split_calls
         if self._residual_consumer is not None and output is not None:
             self._residual_consumer._residual_tokens = self.streams.length(self._plan.main_stream)
         self._clear()

@@ -161,7 +161,7 @@ def rebuild_sampling(sampling: dict[str, Any]) -> torch.nn.Module:
     module: torch.nn.Module = torch.nn.Module.__new__(type("ModelSampling", bases, {}))
     torch.nn.Module.__init__(module)
     for name, value in sampling["attributes"].items():
-        setattr(module, name, value)
+        setattr(module, name, value.clone() if isinstance(value, torch.Tensor) else value)
     for name, buffer in sampling["buffers"].items():
         module.register_buffer(name, buffer.clone(), persistent=False)
     return module
