@@ -67,7 +67,7 @@ class Scene:
         graph = sampling_graph(self.job, "CPSampler" if parallel else "KSampler", parallel)
         graph["model"]["inputs"] |= {"unet_name": f"{self.network}.safetensors", "weight_dtype": self.weight_dtype}
         if self.merged:
-            merge = {"model1": link("model"), "model2": link("model"), "multiplier": 0.3}
+            merge = {"model1": link("model"), "model2": link("model"), "multiplier": -0.3}
             graph["merged"] = node("ModelMergeSubtract", **merge)
             graph["sampler"]["inputs"]["model"] = link("merged")
         shape = (self.job.batch, self.channels, *self.frames, *self.job.size)
