@@ -98,7 +98,7 @@ def _write_unets(networks: Path, nets: Path) -> None:
 
 
 def _write_union(networks: Path, nets: Path) -> None:
-    """SDXL's union, whose code has a fixed width. Files name their parts otherwise, which takes a full-sized network."""
+    """SDXL's union, whose code has a fixed width. Real files name their parts otherwise."""
     config = SHAPE | UNETS["sdxl"][1] | {"model_channels": 320, "channel_mult": (1, 1), "num_res_blocks": [1, 1]}
     network = build("modules.diffusionmodules.openaimodel:UNetModel", **config)
     metadata = {"cp_tiny": json.dumps({"model": "SDXL", "final": config})}
