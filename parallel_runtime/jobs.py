@@ -9,6 +9,9 @@ from torch import Tensor
 
 from .specs import VAEMethod
 
+# ComfyUI's guiders that evaluate the negative prompt with a MODEL of its own, and the attribute that has it.
+TWO_MODEL_GUIDERS = {"comfy_extras.nodes_custom_sampler:Guider_DualModel": "uncond_model_patcher"}
+PARTNER = "partner: "  # begins the names of weights of a model's partner among weight patches
 MAX_CACHED_PROMPTS = 8  # a worker keeps the conditions of this many prompts; the host counts them the same way
 
 
@@ -25,7 +28,8 @@ class SamplingJob:
     weight, None where the workers have them already. `latent_shapes` belong to latents (audio and video) that are
     packed into one. `batch_coupled` means that something on the MODEL sees every prompt and image at once, so they are
     not divided; `images_coupled`, that something sees every image of a prompt, so only prompts are divided. `rows` of a
-    batch go through the network at once; 0 for all, also those of several prompts.
+    batch go through the network at once; 0 for all, also those of several prompts. `partner` has the fields of this
+    class that differ for the MODEL of the negative prompt, where the guider has one of its own.
     """
 
     guider: str
@@ -48,6 +52,7 @@ class SamplingJob:
     latent_shapes: list[Any] | None = None
     rows: int = 0
     images_coupled: bool = False
+    partner: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

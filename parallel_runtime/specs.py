@@ -189,6 +189,8 @@ class ModelSpec:
     A VAE is one of the classes `kind` (autoencoders.py), whose weights and structure `weights_fingerprint` tells
     from all others.
     Without a `loader` its weights come with the job, and `arguments` are its file's metadata.
+    `partner` is the model of the negative prompt where a guider has two MODELs: both are loaded, split and placed as
+    one, and `weight_patches` identifies the patches on both.
     """
 
     loader: str
@@ -201,18 +203,26 @@ class ModelSpec:
     compilation: Compilation | None = None
     kind: str = ""
     weights_fingerprint: str = ""
+    partner: ModelSpec | None = None
 
     @property
     def title(self) -> str:
         """The name shown to users: that of the file, or of the loader where there is none; of a VAE its class."""
         if self.kind:
             return self.kind.partition("(")[0].rpartition(".")[2]
-        return os.path.basename(self.files[0].path) if self.files else self.loader
+        name = os.path.basename(self.files[0].path) if self.files else self.loader
+        return name if self.partner is None else f"{name}, {self.partner.title}"
 
     @property
     def unpatched(self) -> ModelSpec:
         """The spec of the loaded model: the same for every stack of patches and compute dtype, compiled or not."""
-        return replace(self, weight_patches="", compute_dtype="", compilation=None)
+        partner = None if self.partner is None else self.partner.unpatched
+        return replace(self, weight_patches="", compute_dtype="", compilation=None, partner=partner)
+
+    @property
+    def all_files(self) -> tuple[SourceFile, ...]:
+        """The files of the model and of its partner."""
+        return self.files if self.partner is None else (*self.files, *self.partner.all_files)
 
     @property
     def fingerprint(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from types import CodeType
 from typing import Any
@@ -15,22 +16,48 @@ from torch import Tensor
 from ...parallel_runtime.architectures import Architecture
 from ...parallel_runtime.architectures.split_plan import SplitLike
 from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS
 from .comfy_objects import PLAIN, Unsendable, qualified_name, reference
 from .model_patches import wrappers_of
 
 LATENT_DIMS = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}  # by a latent's dimensions
 FULL_RUN_OPTIONS = {"step_cache": 0, "patches": 1}  # options that need the loop in the workers, with their off value
-GUIDER_STATE = {"model_patcher", "model_options", "original_conds", "conds", "inner_model", "loaded_models"}
+GUIDER_STATE = {
+    "model_patcher", "model_options", "original_conds", "conds", "inner_model", "loaded_models",
+    "uncond_inner", "uncond_loaded", "_uncond_neg", "_uncond_conds",  # of the second MODEL
+}  # fmt: skip
 
 
 def check_guider(guider: comfy.samplers.CFGGuider) -> tuple[str, dict[str, Any]]:
     """Returns ComfyUI's name for the guider's class, and its attributes. Raises Unsendable unless these are plain."""
     kind = reference(type(guider), "the GUIDER")
-    attributes = {name: value for name, value in vars(guider).items() if name not in GUIDER_STATE}
+    state = {*GUIDER_STATE, TWO_MODEL_GUIDERS.get(kind)}
+    attributes = {name: value for name, value in vars(guider).items() if name not in state}
     for name, value in attributes.items():
         if not isinstance(value, PLAIN):
             raise Unsendable("unsendable.guider", guider=qualified_name(guider), name=name, thing=qualified_name(value))
     return kind, attributes
+
+
+def partner_of(guider: comfy.samplers.CFGGuider) -> ModelPatcher | None:
+    """Returns the MODEL that the guider evaluates the negative prompt with, None where it is the guider's only one.
+    Raises Unsendable for two MODELs of one network, of which ComfyUI loads one at a time."""
+    model = guider.model_patcher
+    other = getattr(guider, TWO_MODEL_GUIDERS.get(reference(type(guider), "the GUIDER"), ""), model)
+    if math.isclose(guider.cfg, 1.0) or other is model:
+        return None
+    if other.model is not model.model:
+        return other
+    if other.patches_uuid != model.patches_uuid or other.object_patches != model.object_patches:
+        raise unsendable_partner(guider)
+    return None
+
+
+def unsendable_partner(guider: comfy.samplers.CFGGuider) -> Unsendable:
+    """Says that the second MODEL of a guider keeps the loop in ComfyUI's process."""
+    name = TWO_MODEL_GUIDERS[reference(type(guider), "the GUIDER")]
+    thing = qualified_name(getattr(guider, name))
+    return Unsendable("unsendable.guider", guider=qualified_name(guider), name=name, thing=thing)
 
 
 def check_sampler(sampler: comfy.samplers.Sampler) -> None:

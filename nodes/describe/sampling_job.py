@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import comfy.model_management
@@ -24,7 +25,7 @@ from ...parallel_runtime.architectures.partition import Load
 from ...parallel_runtime.architectures.row_plan import RowArchitecture
 from ...parallel_runtime.architectures.split_plan import SplitPlan
 from ...parallel_runtime.architectures.stage_units import units_of, why_not_in_patches
-from ...parallel_runtime.jobs import SamplingJob
+from ...parallel_runtime.jobs import PARTNER, SamplingJob
 from ...parallel_runtime.loading.random_states import random_states
 from ...parallel_runtime.planning.network_stats import NetworkStats, Work
 from ...parallel_runtime.planning.plan_inputs import PlanInputs
@@ -35,7 +36,7 @@ from ...parallel_runtime.specs import ModelSpec
 from .comfy_objects import LOCAL, PLAIN, Describer, Unsendable, describe, qualified_name, reference
 from .control_nets import controls_of, count_residuals, needs_full_latent, weight_bytes
 from .foreign_code import check_network
-from .input_checks import check_guider, check_latent, unwrap_sampler, uses_network
+from .input_checks import check_guider, check_latent, partner_of, unwrap_sampler, uses_network
 from .local_devices import plan_inputs
 from .model_patches import (
     OVERRIDE,
@@ -47,7 +48,7 @@ from .model_patches import (
     wrappers_of,
 )
 from .origin import model_spec
-from .pre_encoding import latent_size
+from .pre_encoding import LatentSize, latent_size
 from .remote_model import native_network
 from .shared_state import keeps_state
 from .torch_compile import compilation
@@ -94,6 +95,36 @@ class Source:
             more |= {"blocks": (), "name": f"{self.stats.name} with a Control-LoRA"}
         coupled = self.images_coupled or bool(gligens)
         return replace(self, stats=replace(self.stats, **more), images_coupled=coupled)
+
+    def with_partner(self, other: Source) -> Source:
+        """Returns this MODEL with the one that a guider evaluates the negative prompt with. Workers have both, and keep
+        the blocks of both in the same places. Raises ValueError for networks that are not split alike."""
+        own, others = self.stats, other.stats
+        if self.plan is not other.plan or (own.heads, own.width) != (others.heads, others.width):
+            raise ValueError("networks that are not split alike")
+        patches = {f"{PARTNER}{key}": value for key, value in other.weight_patches.items()}
+        fingerprints = (self.spec.weight_patches, other.spec.weight_patches)
+        spec = replace(
+            self.spec,
+            partner=replace(other.spec, weight_patches=""),
+            weight_patches=" and ".join(fingerprints) if any(fingerprints) else "",
+        )
+        stats = replace(
+            own,
+            weight_bytes=own.weight_bytes + others.weight_bytes,
+            blocks=tuple(map(sum, zip_longest(own.blocks, others.blocks, fillvalue=0))),
+            loads=(),
+        )
+        return replace(
+            self,
+            spec=spec,
+            weight_patches={**self.weight_patches, **patches},
+            stats=stats,
+            batch_coupled=self.batch_coupled or other.batch_coupled,
+            images_coupled=self.images_coupled or other.images_coupled,
+            no_lse=self.no_lse or other.no_lse,
+            recorded=False,
+        )
 
     def inputs(
         self, request: ParallelRequest, work: Work | None = None, *, guided: bool = False, batch_coupled: bool = False
@@ -240,10 +271,9 @@ def describe_job(
     if not several:
         check_latent(guider.model_patcher, noise)
     kind, attributes = check_guider(guider)
-    model = guider.model_patcher
-    _check_sendable(model, guider.model_options)
-    options, describer = guider.model_options, Describer()
+    model, partner, options = guider.model_patcher, partner_of(guider), guider.model_options
     shape = latent_shapes[0] if latent_shapes else noise.shape
+    size = latent_size(source.network, shape)
     batch_coupled = source.batch_coupled or is_batch_coupled(model, options) or couples_by_masks(source.network, mask)
     return SamplingJob(
         guider=kind,
@@ -255,17 +285,27 @@ def describe_job(
         sigmas=sigmas,
         seed=seed,
         random_states=random_states(model.load_device),
-        model_sampling=_describe_model_sampling(model.get_model_object("model_sampling")),
-        attributes=replaced_attributes(model),
-        model_options=describe_options(options, latent_size(source.network, shape), describer),
-        wrappers=describe_functions(options["transformer_options"].get("wrappers", {}), "wrapper", describer),
-        callbacks=describe_functions(model.callbacks, "callback", describer),
+        **_describe_on_model(model, options, size),
+        partner=None if partner is None else _describe_on_model(partner, partner.model_options, size) | {"mask": None},
         weight_patches=source.weight_patches,
         batch_coupled=batch_coupled,
         images_coupled=source.images_coupled or bool(gligens_of(guider.conds)),
         latent_shapes=[list(shape) for shape in latent_shapes or ()] if several else None,
         conds=describe_conds(guider.conds, options, tuple(shape)),
     )
+
+
+def _describe_on_model(model: ModelPatcher, options: dict[str, Any], size: LatentSize | None) -> dict[str, Any]:
+    """Describes what is on a MODEL, with these model options: fields of a SamplingJob. Raises Unsendable."""
+    _check_sendable(model, options)
+    describer = Describer()
+    return {
+        "model_sampling": _describe_model_sampling(model.get_model_object("model_sampling")),
+        "attributes": replaced_attributes(model),
+        "model_options": describe_options(options, size, describer),
+        "wrappers": describe_functions(options["transformer_options"].get("wrappers", {}), "wrapper", describer),
+        "callbacks": describe_functions(model.callbacks, "callback", describer),
+    }
 
 
 def _check_sendable(model: ModelPatcher, options: dict[str, Any]) -> None:

@@ -24,11 +24,11 @@ from torch import Tensor
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.group.worker_group import Result
-from ...parallel_runtime.jobs import SamplingJob
+from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import Placement
-from ..describe.comfy_objects import Unsendable
+from ..describe.comfy_objects import Unsendable, qualified_name, reference
 from ..describe.control_nets import controls_of
 from ..describe.input_checks import (
     FULL_RUN_OPTIONS,
@@ -37,6 +37,8 @@ from ..describe.input_checks import (
     check_masks,
     check_sampler,
     check_token_patches,
+    partner_of,
+    unsendable_partner,
 )
 from ..describe.model_patches import WRAPPER_KEY
 from ..describe.remote_model import without_weights
@@ -47,17 +49,26 @@ from .remote_network import RemoteEvaluation
 
 log = logging.getLogger(__name__)
 
+PREVIEWS = {  # OUTER_SAMPLE wrappers of ComfyUI's that only show each step, with what workers do not have
+    "comfy_extras.nodes_triposplat.TripoSplatSamplingPreview.execute.<locals>.outer_sample_wrapper"
+}
+
 Callback = Callable[[int, Any, Any, int], None]
 
 
 def model_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatcher:
     """A clone of `model` whose sampling runs in the worker group. Raises Refused for what workers cannot honour."""
-    source = _describe_checked(model, request)
+    return _on_workers(model, _describe_checked(model, request), request)
+
+
+def _on_workers(model: ModelPatcher, source: Source, request: ParallelRequest) -> ModelPatcher:
     remote = model.clone()
     remove_compile(remote)
-    inner_wrappers = remote.wrappers.pop(WrappersMP.OUTER_SAMPLE, {})
-    remote.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, WRAPPER_KEY, RemoteSampling(source, request))
-    remote.wrappers[WrappersMP.OUTER_SAMPLE].update(inner_wrappers)  # these run in the workers, around the sampler
+    wrappers = remote.wrappers.pop(WrappersMP.OUTER_SAMPLE, {})
+    previews = {key: group for key, group in wrappers.items() if all(qualified_name(one) in PREVIEWS for one in group)}
+    inner = {key: group for key, group in wrappers.items() if key not in previews}  # run in the workers
+    ours = {WRAPPER_KEY: [RemoteSampling(source, request)]}
+    remote.wrappers[WrappersMP.OUTER_SAMPLE] = {**previews, **ours, **inner}
     return remote
 
 
@@ -67,17 +78,33 @@ def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
     if not models:
         raise Refused("guider.empty", guider=type(guider).__name__)
     remote = copy.copy(guider)
+    sources = {name: _describe_checked(model, request) for name, model in models.items()}
     try:
         check_guider(guider)
+        source = _with_partner(guider, sources, request)
     except Unsendable as reason:
         for name, model in models.items():
-            _describe_checked(model, request)
             setattr(remote, name, _with_remote_network(model, request, reason))
         return remote
-    remote.model_patcher = model_on_workers(guider.model_patcher, request)
+    remote.model_patcher = _on_workers(guider.model_patcher, source, request)
     if guider.model_options is guider.model_patcher.model_options:
         remote.model_options = remote.model_patcher.model_options
     return remote
+
+
+def _with_partner(guider: Any, sources: dict[str, Source], request: ParallelRequest) -> Source:
+    """Returns the guider's MODEL with the one of its negative prompt, if it has one. Raises Unsendable where workers
+    cannot have both at once: through stages of a pipeline, with a step cache, or where they are not split alike."""
+    source, partner = sources["model_patcher"], partner_of(guider)
+    if partner is None:
+        return source
+    if request.pipeline_degree > 1 or request.options.step_cache:
+        raise unsendable_partner(guider)
+    try:
+        (other,) = (sources[name] for name, value in vars(guider).items() if value is partner)
+        return source.with_partner(other)
+    except ValueError:
+        raise unsendable_partner(guider) from None
 
 
 def _describe_checked(model: ModelPatcher, request: ParallelRequest) -> Source:
@@ -151,12 +178,12 @@ class RemoteSampling:
     def _sample_in_comfyui(
         self, guider: comfy.samplers.CFGGuider, run: Callable[[], Tensor], reason: Unsendable
     ) -> Tensor:
-        model = guider.model_patcher
-        guider.model_patcher = _with_remote_network(model, self.request, reason)
+        models = {name: value for name, value in vars(guider).items() if isinstance(value, ModelPatcher)}
+        vars(guider).update({name: _with_remote_network(model, self.request, reason) for name, model in models.items()})
         try:
             return run()
         finally:
-            guider.model_patcher = model
+            vars(guider).update(models)
 
     def _sample_in_workers(
         self,
@@ -222,8 +249,9 @@ def _text_tokens(guider: comfy.samplers.CFGGuider) -> int:
 
 
 def is_guided(guider: comfy.samplers.CFGGuider) -> bool:
-    """Does a step evaluate several prompts? ComfyUI leaves the negative one out at cfg 1."""
-    if len(guider.conds) < 2:
+    """Does a step evaluate several prompts at once? ComfyUI leaves the negative one out at cfg 1, and evaluates two
+    MODELs in turn."""
+    if len(guider.conds) < 2 or reference(type(guider), "the GUIDER") in TWO_MODEL_GUIDERS:
         return False
     skips_negative = not guider.model_options.get("disable_cfg1_optimization", False)
     return not (skips_negative and len(guider.conds) == 2 and math.isclose(guider.cfg, 1.0))

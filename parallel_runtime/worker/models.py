@@ -314,7 +314,7 @@ class Models:
         self.end_job()
 
     def _load(self, spec: ModelSpec, on_progress: OnProgress, job: Job) -> Model:
-        check_files(spec.files)
+        check_files(spec.all_files)
         name = VAE if spec.kind else spec.loader
         return self._loaders[name if name in self._loaders else ""](spec, self._device, on_progress, job)
 

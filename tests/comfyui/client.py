@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 import urllib.error
@@ -15,6 +16,7 @@ from typing import Any
 from .websocket import WebSocket
 
 Graph = dict[str, dict[str, Any]]
+RUN_SECONDS = float(os.environ.get("CP_TEST_RUN_SECONDS", "120"))  # more where many tests share few cores
 ENDS = ("execution_success", "execution_error", "execution_interrupted")
 
 
@@ -74,11 +76,11 @@ class Client:
             raise NodeError(json.dumps(answer["node_errors"], indent=1))
         return str(answer["prompt_id"])
 
-    def run(self, graph: Graph, *, timeout: float = 120, preview_method: str = "none") -> Run:
+    def run(self, graph: Graph, *, timeout: float = RUN_SECONDS, preview_method: str = "none") -> Run:
         since = self.now()
         return self.finish(self.queue(graph, preview_method=preview_method), since=since, timeout=timeout)
 
-    def finish(self, prompt: str, *, since: int = 0, timeout: float = 120) -> Run:
+    def finish(self, prompt: str, *, since: int = 0, timeout: float = RUN_SECONDS) -> Run:
         """Wait for the end of a queued prompt: its outputs, or raise what its node raised."""
         started = time.monotonic()
         self.wait(lambda e: e.kind == "executing" and e.data == {"node": None, "prompt_id": prompt}, timeout, since)

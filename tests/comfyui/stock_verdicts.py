@@ -16,7 +16,7 @@ from parallel_runtime.commands.migrate import REPLACEMENTS
 
 from .stock_canvas import BYPASSED, Canvas, Place
 
-Outcome = Literal["refused", "not known", "undivided", "by lanes", "in ComfyUI's loop", "divided"]
+Outcome = Literal["refused", "not known", "undivided", "by lanes", "divided"]
 WORST_FIRST = get_args(Outcome)
 OURS = set(REPLACEMENTS.values())
 PLANNED = {kind.partition(":")[2] for network in ARCHITECTURES for kind in network.kinds}
@@ -79,7 +79,7 @@ HONOURED = {  # on the way of a MODEL: the workers have what they put there
     "UNetTemporalAttentionMultiply", "ScaleROPE", "ContextWindowsManual", "ChromaRadianceOptions",
     "HiDreamO1PatchSeamSmoothing", "LTXVReferenceAudio", "WanAnimate2Cache", "ARVideoI2V", "USOStyleReference",
     "QwenImageDiffsynthControlnet", "ZImageFunControlnet", "AnimaLLLiteApply", "NAGuidance", "ModelAttentionBackend",
-    "ComfySwitchNode", "Reroute",
+    "TripoSplatSamplingPreview", "ComfySwitchNode", "Reroute",
 }  # fmt: skip
 WHOLE = {
     "FluxKVCache": "attn1_patch of KV_Attn_Input",
@@ -87,10 +87,6 @@ WHOLE = {
     "HyperTile": "attn1_patch of HyperTile",
     "SamplerARVideo": "sample_ar_video keeps keys of earlier frames",
 }
-STAYS = {  # a run that leaves ComfyUI's process evaluation by evaluation
-    "DualModelGuider": "a guider of two MODELs",
-    "TripoSplatSamplingPreview": "a wrapper that holds a VAE",
-}  # fmt: skip
 GUIDES_ALONE = {"BasicGuider"}  # one prompt
 # Which of a node's widgets it is.
 CFG = {"CPSampler": 3, "CPSamplerAdvanced": 4, "CPSamplerCustomBasic": 3, "CFGGuider": 0}
@@ -136,7 +132,7 @@ def _verdict(canvas: Canvas, sampler: Place) -> Verdict:
     prompts = canvas.upstream(_prompts(canvas, sampler, guiders), "CONDITIONING")
     algorithms = list(canvas.feeding(sampler, "sampler"))
     everything = {*on_the_way, *_types(canvas, [*prompts, *algorithms, *guiders])}
-    if strangers := sorted(on_the_way - HONOURED - LOADERS - WHOLE.keys() - STAYS.keys()):
+    if strangers := sorted(on_the_way - HONOURED - LOADERS - WHOLE.keys()):
         return verdict("not known", f"{', '.join(strangers)} on the way of MODEL")
     if any(kind.startswith("?") for kind in kinds):
         return verdict("not known", "the file's name does not tell its network")
@@ -146,8 +142,6 @@ def _verdict(canvas: Canvas, sampler: Place) -> Verdict:
         why = f"{unplanned[0]} has no plan" if unplanned else WHOLE[whole[0]]
         lanes = not whole and _guided(canvas, sampler, guiders)
         return verdict("by lanes" if lanes else "undivided", why)
-    if found := sorted(everything & STAYS.keys()):
-        return verdict("in ComfyUI's loop", STAYS[found[0]])
     return verdict("divided")
 
 

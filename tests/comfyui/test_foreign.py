@@ -104,7 +104,7 @@ PICTURES: dict[str, Picture] = {
     "guider of a pack": with_the_guider("CPTestForeignGuider", kind="subclass"),
     "guidance on a guider": with_the_guider("CPTestForeignGuider", kind="options"),
     "wrapper on a guider": with_the_guider("CPTestForeignGuider", kind="wrapper"),
-    "guider of two models": with_the_guider("DualModelGuider", model_negative=link("model"), cfg=2.0),
+    "guider of one model for two": with_the_guider("DualModelGuider", model_negative=link("model"), cfg=2.0),
     "sampler of a pack": with_the_sampler("CPTestForeignSampler"),
     "ControlNet": lambda parallel: with_control_net(plain(FLUX, parallel)),
     "ControlNet on an odd size": lambda parallel: with_control_net(plain(replace(FLUX, size=(9, 13)), parallel)),

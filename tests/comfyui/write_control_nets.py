@@ -38,6 +38,7 @@ def main(directory: str) -> None:
     for folder in networks, nets:
         folder.mkdir(exist_ok=True)
     _write_unets(networks, nets)
+    _write_union(networks, nets)
     _write_flux(nets)
     _write_sd3(networks, nets)
     _write_qwen(nets)
@@ -94,6 +95,18 @@ def _write_unets(networks: Path, nets: Path) -> None:
                            | {f"control_model.{key}": value * 0.1 for key, value in state.items()},
                            nets / f"{name}_difference.pth")  # fmt: skip
         save_file(_lora(weights_of(network, 40 + number, 3.0)), nets / f"{name}_lora.safetensors")
+
+
+def _write_union(networks: Path, nets: Path) -> None:
+    """SDXL's union, whose code has a fixed width. Real files name their parts otherwise."""
+    config = SHAPE | UNETS["sdxl"][1] | {"model_channels": 320, "channel_mult": (1, 1), "num_res_blocks": [1, 1]}
+    network = build("modules.diffusionmodules.openaimodel:UNetModel", **config)
+    metadata = {"cp_tiny": json.dumps({"model": "SDXL", "final": config})}
+    save_file(weights_of(network, 90), networks / "sdxl_wide.safetensors", metadata=metadata)
+    short = {key: value for key, value in config.items() if key not in ("out_channels", "transformer_depth_output")}
+    types = {"union_controlnet_num_control_type": 6}
+    state = weights_of(_control("cldm.cldm:ControlNet", **short, **types, hint_channels=3), 91, 3.0)
+    save_file(state | told("SDXL", config | types), nets / "sdxl_union.safetensors")
 
 
 def _lora(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
 from typing import Any
@@ -16,9 +16,12 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ...engine.comm.mesh import ContextMesh
 from ...engine.comm.votes import all_gather_int, any_rank
 from ...engine.weights.placement import RankPlacement
 from ...errors import Refused
+from ...jobs import PARTNER, SamplingJob
+from ...specs import Compilation, Parallelism
 from ..models import Model, Unrecordable
 from ..step_cache import StepCache
 from .additional_models import AdditionalModels
@@ -36,23 +39,28 @@ OUTER_WRAPPERS = {value for name, value in vars(WrappersMP).items() if name.isup
 @dataclass(eq=False)
 class ComfyModel(Model):
     """`patcher` is the loaded model without patches; `weight_patches` are the last job's: their fingerprint, and the
-    patches by weight."""
+    patches by weight. `partner` is the model of the negative prompt, where a guider has two MODELs."""
 
     patcher: Any = None
     weight_patches: tuple[str, dict[str, list[Any]]] = field(default=("", {}))
     cache: StepCache | None = None  # the step cache of the run in progress
     additional: AdditionalModels = field(default_factory=AdditionalModels)  # one for all models of this rank
+    partner: ComfyModel | None = None
+    takes_turns: bool = False  # with another network, in one run
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.patcher.weight_state.on_move = self.graph_runner.discard
+        if self.partner is not None:
+            self.takes_turns = self.partner.takes_turns = True
 
     @property
     def nonresident_bytes(self) -> int:
         state = self.patcher.weight_state
-        return state.in_file_bytes + (
+        own: int = state.in_file_bytes + (
             state.prefetcher.offloaded_bytes - state.prefetcher.device_bytes if state.prefetcher else 0
         )
+        return own if self.partner is None else own + self.partner.nonresident_bytes
 
     @cached_property
     def common_compute_dtype(self) -> torch.dtype | None:
@@ -62,6 +70,16 @@ class ComfyModel(Model):
         ranks = all_gather_int(PRECISIONS.index(local) if local in PRECISIONS else len(PRECISIONS))
         return PRECISIONS[min(ranks)] if len(set(ranks)) > 1 else None
 
+    def parallelize(self, mesh: ContextMesh, parallelism: Parallelism) -> None:
+        super().parallelize(mesh, parallelism)
+        if self.partner is not None:
+            self.partner.parallelize(mesh, parallelism)
+
+    def compile(self, compilation: Compilation | None) -> None:
+        super().compile(compilation)
+        if self.partner is not None:
+            self.partner.compile(self.spec.partner.compilation if self.spec.partner else None)
+
     def place_weights(self, placement: RankPlacement | None) -> None:
         """Keeps the weights there from the next load on; None replicates them on the device."""
         state, plan = self.patcher.weight_state, self.architecture.plan if self.architecture else None
@@ -69,28 +87,33 @@ class ComfyModel(Model):
         if placement is not (state.offload_set and state.offload_set.placement):
             self.offload()
             state.offload_set = OffloadSet.of(self.network, plan, placement) if plan and placement else None
+        if self.partner is not None:
+            self.partner.place_weights(placement)
 
-    def load(self, patcher: RankPatcher, controls: Sequence[ControlBase] = ()) -> None:
-        """Loads `patcher` to the device, with the networks of these ControlNets and of GLIGEN. Where any rank has too
+    def load(self, patchers: Sequence[RankPatcher], controls: Sequence[ControlBase] = ()) -> None:
+        """Loads `patchers` to the device, with the networks of these ControlNets and of GLIGEN. Where any rank has too
         little memory, all of them unload their other models: ComfyUI would decide by each rank's own memory, but ranks
         that gather weights must have the same ones loaded."""
-        device, networks = patcher.load_device, dict.fromkeys(one for each in controls for one in each.get_models())
+        device, networks = patchers[0].load_device, dict.fromkeys(one for each in controls for one in each.get_models())
         networks |= dict.fromkeys(self.additional.gligens(self))
         if device.type != "cpu":
-            patchers = [patcher, *patcher.model_patches_models(), *networks]
-            needed = 1.1 * sum(one.model_size() - one.loaded_size() for one in patchers)
+            patches = [patch for patcher in patchers for patch in patcher.model_patches_models()]
+            loading = [*patchers, *patches, *networks]
+            needed = 1.1 * sum(one.model_size() - one.loaded_size() for one in loading)
             needed += comfy.model_management.minimum_inference_memory()
             if any_rank(comfy.model_management.get_free_memory(device) < needed):
                 for loaded in list(comfy.model_management.current_loaded_models):
-                    if loaded.model is not None and not any(one.is_clone(loaded.model) for one in patchers):
+                    if loaded.model is not None and not any(one.is_clone(loaded.model) for one in loading):
                         comfy.model_management.unload_model_and_clones(loaded.model)
-        comfy.model_management.load_models_gpu([patcher, *networks])
+        comfy.model_management.load_models_gpu([*patchers, *networks])
 
     def visible_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         return recordable_arguments(kwargs, self.attention)
 
     def clear_kv_cache(self) -> None:
         """Clears the keys of a prompt that HiDream O1 caches: they depend on the weights of the run before."""
+        if self.partner is not None:
+            self.partner.clear_kv_cache()
         if (clear := getattr(self.network, "clear_kv_cache", None)) is not None:
             clear()
 
@@ -108,6 +131,8 @@ class ComfyModel(Model):
             return "a step cache decides which blocks run"
         if current is not None and (current.hook_patches or current.forced_hooks):
             return "hooks (scheduled LoRA) change weights from step to step"
+        if self.takes_turns:
+            return "two MODELs take turns"
         return super().unrecordable_reason()
 
     def clone(self, patches: WeightPatches | None, on_progress: Callable[[float], None]) -> RankPatcher:
@@ -116,7 +141,8 @@ class ComfyModel(Model):
         if self.weight_patches[0] != self.spec.weight_patches:
             if patches is None:
                 raise Refused("weights.unsent")
-            self.weight_patches = (self.spec.weight_patches, {key: rebuild(value) for key, value in patches.items()})
+            own = {key: value for key, value in patches.items() if not key.startswith(PARTNER)}
+            self.weight_patches = (self.spec.weight_patches, {key: rebuild(value) for key, value in own.items()})
             self.clear_kv_cache()
         made: RankPatcher = self.patcher.clone()
         made.on_progress = on_progress
@@ -129,11 +155,25 @@ class ComfyModel(Model):
         made.patches_uuid = uuid.uuid5(uuid.NAMESPACE_OID, f"{self.spec.weight_patches} {self.spec.compute_dtype}")
         return made
 
+    def partner_in(self, job: SamplingJob) -> tuple[ComfyModel, SamplingJob] | None:
+        """Returns the model of the negative prompt, and the job as it is for it; None where there is only one."""
+        if self.partner is None or job.partner is None or self.spec.partner is None:
+            return None
+        self.partner.spec = replace(self.spec.partner, weight_patches=self.spec.weight_patches)
+        patches = None
+        if job.weight_patches is not None:
+            names = (name for name in job.weight_patches if name.startswith(PARTNER))
+            patches = {name.removeprefix(PARTNER): job.weight_patches[name] for name in names}
+        return self.partner, replace(job, **job.partner, weight_patches=patches, partner=None)
+
     @property
     def additional_weights(self) -> list[Tensor]:
-        return list(self.additional.weights(self))
+        partner = [] if self.partner is None else self.partner.network.parameters()
+        return [*self.additional.weights(self), *partner]
 
     def offload(self) -> None:
+        if self.partner is not None:
+            self.partner.offload()
         comfy.model_management.unload_model_and_clones(self.patcher)
         self.patcher.size = 0  # at the next load it may have other blocks
         self.additional.drop(self)

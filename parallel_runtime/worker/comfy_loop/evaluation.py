@@ -31,7 +31,7 @@ class Evaluations:
         """Returns {"out": what the network gives: a tensor [B, C_out, (T,) H, W], or several in a list}."""
         patcher, device = model.clone(job.weight_patches, progress.loading), comfy.model_management.get_torch_device()
         options = None if job.options is None else _options(model, job.options, patcher)
-        model.load(patcher)
+        model.load([patcher])
         progress.heartbeat()
         if job.conds is not None:
             model.clear_kv_cache()

@@ -42,7 +42,15 @@ def load(
     patcher.weight_state = WeightState()
     on_progress(1.0)
     network = patcher.model.diffusion_model
-    return ComfyModel(spec, network, architecture_of(network), patcher=patcher, device=device, additional=additional)
+    return ComfyModel(
+        spec,
+        network,
+        architecture_of(network),
+        patcher=patcher,
+        device=device,
+        additional=additional,
+        partner=None if spec.partner is None else load(additional, spec.partner, device, on_progress, _),
+    )
 
 
 def _out_of_json(value: dict[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from comfy.nested_tensor import NestedTensor
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
-from ...jobs import SamplingJob
+from ...jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...loading.random_states import random_states, set_random_states
 from ..batch_groups import BatchGroups, row_by_row
 from ..kernel_advice import KernelAdvisor
@@ -44,7 +44,10 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
         progress.step(step, total, x0, x)
 
     with model.additional.of_job(model) as load_additional:
-        patcher, conds = _patcher(model, job, progress, load_additional), rebuild(job.conds, load_additional)
+        pairs = [pair for pair in ((model, job), model.partner_in(job)) if pair is not None]
+        patchers = [_patcher(*pair, progress, load_additional) for pair in pairs]
+        conds = rebuild(job.conds, load_additional)
+    patcher = patchers[0]
     controls = of_conds(conds)
     branches = Branches(model, progress, batch_coupled=job.batch_coupled, rows=job.rows)
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, branches)
@@ -53,19 +56,19 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, wrapper)
     groups = model.row_groups(batch_coupled=together)
     patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, _control_wrapper(controls, groups, model))
-    model.load(patcher, controls)
+    model.load(patchers, controls)
     model.clear_kv_cache()
     progress.heartbeat()
     with with_step_cache(model, patcher) as cache, with_pipefusion(model, patcher, job.sigmas):
-        samples = _sample(job, patcher, conds, on_step)
+        samples = _sample(job, patchers, conds, on_step)
     skipped = cache.counts(shared=not job.batch_coupled) if cache else None
     states = random_states(comfy.model_management.get_torch_device())
     return {"samples": samples, "last": last, "skipped": skipped, "random_states": states}
 
 
-def _sample(job: SamplingJob, patcher: ModelPatcher, conds: Conds, on_step: OnStep) -> Tensor:
+def _sample(job: SamplingJob, patchers: Sequence[ModelPatcher], conds: Conds, on_step: OnStep) -> Tensor:
     set_random_states(job.random_states, comfy.model_management.get_torch_device())
-    samples = _guider(job, patcher, conds).sample(
+    samples = _guider(job, patchers, conds).sample(
         _unpacked(job.noise, job),
         _unpacked(job.latent, job),
         rebuild(job.sampler),
@@ -147,8 +150,10 @@ def _control_wrapper(controls: list[ControlBase], groups: BatchGroups, model: Co
     return sample
 
 
-def _guider(job: SamplingJob, patcher: ModelPatcher, conds: Conds) -> comfy.samplers.CFGGuider:
-    guider = named(job.guider)(patcher)
+def _guider(job: SamplingJob, patchers: Sequence[ModelPatcher], conds: Conds) -> comfy.samplers.CFGGuider:
+    """Returns the host's guider, of two MODELs also where these are one."""
+    models = (patchers[0], patchers[-1]) if job.guider in TWO_MODEL_GUIDERS else (patchers[0],)
+    guider = named(job.guider)(*models)
     for name, value in job.guider_attributes.items():
         setattr(guider, name, value)
     guider.inner_set_conds({name: [[None, cond] for cond in branch] for name, branch in conds.items()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from . import files
 from .graph import Template
-from .parts import config, flux_text, guided, model, nothing, picture, qwen_text, sampler, text
+from .parts import config, empty, flux_text, guided, model, nothing, picture, qwen_text, sampler, text
 from .pictures import FOX
 
 EXAMPLE = "example.png"  # in ComfyUI's input folder from the start
@@ -81,5 +81,53 @@ def control() -> Template:
     )  # fmt: skip
     out = sampler(t, 4, model=network, positive=steered, negative=steered[1], cp_config=config(t, 3),
                   latent_image=t.add("VAEEncode", 2, pixels=scaled, vae=vae), steps=20, cfg=2.5)  # fmt: skip
+    picture(t, 5, out, vae)
+    return t
+
+
+def control_sdxl() -> Template:
+    about = (
+        "A ControlNet with several types on SDXL; Set Union ControlNet Type says which. It runs in the workers: with "
+        "the prompt that a GPU has, and by the same rows of the picture where GPUs share them."
+    )
+    t = Template(name="cp_controlnet_sdxl", title="ControlNet", kind="SDXL, by edges", about=about, size=10)
+    loaded = t.add("CheckpointLoaderSimple", 0, ckpt_name=files.SDXL)
+    scaled = t.add("ImageScale", 1, image=t.add("LoadImage", 0, image=EXAMPLE), upscale_method="lanczos", width=1024,
+                   height=1024, crop="center")  # fmt: skip
+    edges = t.add("Canny", 2, image=scaled, low_threshold=0.1, high_threshold=0.3)
+    net = t.add("SetUnionControlNetType", 2, type="canny/lineart/anime_lineart/mlsd",
+                control_net=t.add("ControlNetLoader", 1, control_net_name=files.SDXL_CONTROL))  # fmt: skip
+    positive = text(t, loaded[1], "A paper collage, bright colours")
+    negative = text(t, loaded[1], "watermark, text, low quality", title="Negative prompt")
+    steered = t.add(
+        "ControlNetApplyAdvanced", 3, positive=positive, negative=negative, image=edges, control_net=net, strength=0.7,
+        start_percent=0.0, end_percent=0.8,
+    )  # fmt: skip
+    out = sampler(t, 4, model=loaded, positive=steered, negative=steered[1], cp_config=config(t, 3),
+                  latent_image=t.add("EmptyLatentImage", 2, width=1024, height=1024, batch_size=1), steps=25, cfg=7.0,
+                  sampler_name="dpmpp_2m", scheduler="karras")  # fmt: skip
+    picture(t, 5, out, loaded[2])
+    return t
+
+
+def control_flux() -> Template:
+    about = (
+        "A ControlNet on FLUX.1 dev. Where workers share the tokens of the picture they share those of the ControlNet "
+        "too, and what it adds to the model never leaves a worker."
+    )
+    t = Template(name="cp_controlnet_flux", title="ControlNet", kind="FLUX.1 dev, by edges", about=about, size=36)
+    network = model(t, files.FLUX_DEV)
+    vae, prompt = flux_text(t, "A paper collage, bright colours")
+    scaled = t.add("ImageScale", 1, image=t.add("LoadImage", 0, image=EXAMPLE), upscale_method="lanczos", width=1024,
+                   height=1024, crop="center")  # fmt: skip
+    edges = t.add("Canny", 2, image=scaled, low_threshold=0.1, high_threshold=0.3)
+    positive, negative = guided(t, prompt, 3.5)
+    steered = t.add(
+        "ControlNetApplyAdvanced", 3, positive=positive, negative=negative, image=edges, strength=0.7,
+        control_net=t.add("ControlNetLoader", 2, control_net_name=files.FLUX_CONTROL), start_percent=0.0,
+        end_percent=0.8,
+    )  # fmt: skip
+    out = sampler(t, 4, model=network, positive=steered, negative=steered[1], latent_image=empty(t, 1024, 1024),
+                  cp_config=config(t, 3), steps=20, cfg=1.0)  # fmt: skip
     picture(t, 5, out, vae)
     return t

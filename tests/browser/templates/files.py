@@ -20,6 +20,7 @@ def _below(start: str, folder: str, name: str) -> File:
 
 
 FLUX_DEV = _file("diffusion_models", "Comfy-Org/flux1-dev:flux1-dev.safetensors")
+FLUX_CONTROL = _file("controlnet", "XLabs-AI/flux-controlnet-canny-v3:flux-canny-controlnet-v3.safetensors")
 FLUX_FILL = _file("diffusion_models", "Comfy-Org/flux1-dev:split_files/diffusion_models/flux1-fill-dev.safetensors")
 KONTEXT = _file(
     "diffusion_models",
@@ -62,3 +63,4 @@ QWEN_3 = _file("text_encoders", "Comfy-Org/z_image_turbo:split_files/text_encode
 LTX_2 = _file("checkpoints", "Lightricks/LTX-2:ltx-2-19b-dev.safetensors")
 GEMMA = _file("text_encoders", "Comfy-Org/ltx-2:split_files/text_encoders/gemma_3_12B_it.safetensors")
 SDXL = _file("checkpoints", "stabilityai/stable-diffusion-xl-base-1.0:sd_xl_base_1.0.safetensors")
+SDXL_CONTROL = _file("controlnet", "xinsir/controlnet-union-sdxl-1.0:diffusion_pytorch_model_promax.safetensors")
