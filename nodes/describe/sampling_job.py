@@ -34,7 +34,7 @@ from ...parallel_runtime.sentences import quoted
 from ...parallel_runtime.specs import ModelSpec
 from .comfy_objects import LOCAL, PLAIN, Describer, Unsendable, describe, qualified_name, reference
 from .control_nets import controls_of, count_residuals, needs_full_latent, weight_bytes
-from .foreign_code import check_network
+from .foreign_code import check_loop, check_model, check_network
 from .input_checks import check_guider, check_latent, unwrap_sampler, uses_network
 from .local_devices import plan_inputs
 from .model_patches import (
@@ -141,6 +141,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
     requested_dtype = dtype if dtype != "auto" else "" if cast is None else str(cast).removeprefix("torch.")
     spec = model_spec(model)
     network = native_network(model)
+    check_model(model.model)
     check_network(network)
     plan = architecture_of(network)
     options = model.model_options["transformer_options"]
@@ -240,6 +241,7 @@ def describe_job(
         check_latent(guider.model_patcher, noise)
     kind, attributes = check_guider(guider)
     model = guider.model_patcher
+    check_loop()
     _check_sendable(model, guider.model_options)
     options, describer = guider.model_options, Describer()
     shape = latent_shapes[0] if latent_shapes else noise.shape
