@@ -70,14 +70,25 @@ def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
     try:
         check_guider(guider)
     except Unsendable as reason:
-        for name, model in models.items():
+        for name in models:
+            model = _as_guided(guider, name)
             _describe_checked(model, request)
             setattr(remote, name, _with_remote_network(model, request, reason))
         return remote
-    remote.model_patcher = model_on_workers(guider.model_patcher, request)
-    if guider.model_options is guider.model_patcher.model_options:
-        remote.model_options = remote.model_patcher.model_options
+    remote.model_patcher = model_on_workers(_as_guided(guider), request)
+    remote.model_options = remote.model_patcher.model_options
     return remote
+
+
+def _as_guided(guider: Any, name: str = "model_patcher") -> ModelPatcher:
+    """Returns a MODEL of the guider, with the model options that the guider runs it with: they may be its own."""
+    model: ModelPatcher = getattr(guider, name)
+    options = getattr(guider, "model_options", model.model_options)
+    if name != "model_patcher" or options is model.model_options:
+        return model
+    made = model.clone()
+    made.model_options = options
+    return made
 
 
 def _describe_checked(model: ModelPatcher, request: ParallelRequest) -> Source:
