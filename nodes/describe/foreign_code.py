@@ -11,12 +11,14 @@ from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from comfy.model_patcher import ModelPatcher
 from torch import nn
 
 from ...parallel_runtime.errors import Refused
 from .comfy_objects import Unsendable, is_comfyui, qualified_name
 
 CUSTOM_NODES = f"{os.sep}custom_nodes{os.sep}"
+OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 NETWORKS = "comfy.ldm."
 LOOP = (  # modules, and packages, whose code the workers run around the network
@@ -43,12 +45,22 @@ def check_merging() -> None:
         raise Unsendable("unsendable.code", name=name, code=code)
 
 
-def check_model(model: nn.Module) -> None:
-    """Raises Refused for a method that another pack has put onto ComfyUI's model around the network. One that has
-    ComfyUI batch fewer rows at once changes no result."""
-    for name in (vars(model).keys() & _methods(type(model))) - {"memory_required"}:
-        if _is_foreign(value := vars(model)[name]):
-            _refuse(f"{type(model).__name__}.{name}", value)
+def check_model(model: ModelPatcher) -> None:
+    """Raises Refused for a MODEL of another pack's class, and for methods that another pack has put onto it or onto
+    ComfyUI's model around the network. One that has ComfyUI batch fewer rows at once changes no result."""
+    if _is_of_a_pack(type(model)):
+        _refuse("the MODEL's class", type(model))
+    for owner in (model, model.model):
+        for name in (vars(owner).keys() & _methods(type(owner))) - {"memory_required"}:
+            if _is_foreign(value := vars(owner)[name]):
+                _refuse(f"{type(owner).__name__}.{name}", value)
+
+
+def check_layers(network: nn.Module) -> None:
+    """Raises Refused for a layer of another pack's class."""
+    for name, module in network.named_modules():
+        if _is_of_a_pack(type(module)):
+            _refuse(name or "the network", type(module))
 
 
 def check_network(network: nn.Module) -> None:
@@ -142,7 +154,8 @@ def _is_foreign(value: Any) -> bool:
 
 def _is_of_a_pack(value: Any) -> bool:
     """Is this function or class made by a file of a custom node pack? functools.wraps does not hide that."""
-    return CUSTOM_NODES in _file(value)
+    file = _file(value)
+    return CUSTOM_NODES in file and not file.startswith(OURS)
 
 
 def _file(value: Any) -> str:

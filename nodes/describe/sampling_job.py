@@ -34,7 +34,7 @@ from ...parallel_runtime.sentences import quoted
 from ...parallel_runtime.specs import ModelSpec
 from .comfy_objects import LOCAL, PLAIN, Describer, Unsendable, describe, qualified_name, reference
 from .control_nets import controls_of, count_residuals, needs_full_latent, weight_bytes
-from .foreign_code import check_loop, check_model, check_network
+from .foreign_code import check_layers, check_loop, check_model, check_network
 from .input_checks import check_guider, check_latent, unwrap_sampler, uses_network
 from .local_devices import plan_inputs
 from .model_patches import (
@@ -46,7 +46,7 @@ from .model_patches import (
     replaced_attributes,
     wrappers_of,
 )
-from .origin import model_spec
+from .origin import is_gguf, model_spec
 from .pre_encoding import latent_size
 from .remote_model import native_network
 from .shared_state import keeps_state
@@ -141,8 +141,10 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
     requested_dtype = dtype if dtype != "auto" else "" if cast is None else str(cast).removeprefix("torch.")
     spec = model_spec(model)
     network = native_network(model)
-    check_model(model.model)
+    check_model(model)
     check_network(network)
+    if not is_gguf(model):  # which is loaded with that pack's layers, in the workers too
+        check_layers(network)
     plan = architecture_of(network)
     options = model.model_options["transformer_options"]
     by_rows, replaced = isinstance(plan, RowArchitecture), OVERRIDE in options
