@@ -113,7 +113,7 @@ class Describer:
     def _describe(self, value: Any, what: str, within: tuple[int, ...]) -> Any:
         """`within`: the ids of the values around this one."""
         if isinstance(value, PLAIN | Number) and not isinstance(value, Enum):
-            return value.item() if hasattr(value, "item") else value  # of numpy
+            return getattr(value, "item", lambda: value)()  # numpy's numbers have one
         if id(value) in within:
             raise Unsendable("unsendable.loop", what=what, thing=qualified_name(value))
 

@@ -51,7 +51,8 @@ def check_model(model: ModelPatcher) -> None:
     if _is_of_a_pack(type(model)):
         _refuse("the MODEL's class", type(model))
     for owner in (model, model.model):
-        for name in (vars(owner).keys() & _methods(type(owner))) - {"memory_required"}:
+        kind: Any = type(owner)
+        for name in (vars(owner).keys() & _methods(kind)) - {"memory_required"}:
             if _is_foreign(value := vars(owner)[name]):
                 _refuse(f"{type(owner).__name__}.{name}", value)
 
@@ -143,7 +144,7 @@ def _modules_of(kinds: Iterable[type]) -> Iterator[ModuleType]:
 @functools.cache
 def _own_names(module: ModuleType) -> tuple[str, ...]:
     """Returns the names that the module's own source defines or imports."""
-    loader = getattr(module.__spec__, "loader", None)
+    loader: Any = getattr(module.__spec__, "loader", None)
     code = loader.get_code(module.__name__) if hasattr(loader, "get_code") else None
     return code.co_names if isinstance(code, CodeType) else ()
 
