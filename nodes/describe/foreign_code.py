@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
@@ -26,16 +25,15 @@ LOOP = (  # modules, and packages, whose code the workers run around the network
     "comfy.latent_formats", "comfy.model_base", "comfy.model_sampling", "comfy.patcher_extension",
     "comfy.sampler_helpers", "comfy.samplers",
 )  # fmt: skip
-IN_COMFYUI = re.compile(  # what ComfyUI's process alone runs
-    r"comfy\.samplers\.(KSampler|sample|ksampler|sampler_object|calculate_sigmas|\w+_scheduler)(\.|$)"
-)
+IN_COMFYUI = {"KSampler", "sample", "ksampler", "sampler_object", "calculate_sigmas"}  # run in ComfyUI's process alone
 MERGES = ("comfy.lora", "comfy.weight_adapter.")
 
 
 def check_loop() -> None:
     """Raises Unsendable for a function, method or class of ComfyUI's sampling loop that another pack has replaced."""
     for name, code in _replaced(_loaded(LOOP)):
-        if not IN_COMFYUI.match(name):
+        own = name.removeprefix("comfy.samplers.").partition(".")[0]
+        if own not in IN_COMFYUI and not own.endswith("_scheduler"):
             raise Unsendable("unsendable.code", name=name, code=code)
 
 
