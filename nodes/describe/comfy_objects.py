@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
+from numbers import Number
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -111,8 +112,8 @@ class Describer:
 
     def _describe(self, value: Any, what: str, within: tuple[int, ...]) -> Any:
         """`within`: the ids of the values around this one."""
-        if isinstance(value, PLAIN) and not isinstance(value, Enum):
-            return value
+        if isinstance(value, PLAIN | Number) and not isinstance(value, Enum):
+            return getattr(value, "item", lambda: value)()  # numpy's numbers have one
         if id(value) in within:
             raise Unsendable("unsendable.loop", what=what, thing=qualified_name(value))
 
@@ -131,7 +132,7 @@ class Describer:
         if isinstance(value, FunctionType):
             return self._function(value, what, inner)
         if isinstance(value, MethodType):
-            return {"kind": "method", "of": inner(value.__self__), "name": value.__name__}
+            return {"kind": "method", "of": inner(value.__self__), "name": _own_name(value, what)}
         return _describe_by_name(value, what) or self._object(value, what, inner)
 
     def _function(self, function: FunctionType, what: str, inner: Callable[[Any], Any]) -> dict[str, Any]:
@@ -185,6 +186,15 @@ class Describer:
         made_anew = SET_BY_EACH_RUN.get(name, ())
         attributes = inner({key: part for key, part in vars(value).items() if key not in made_anew})
         return {"kind": "object", "class": name, "attributes": attributes, "number": self._number(value)}
+
+
+def _own_name(method: MethodType, what: str) -> str:
+    """Returns the name of a bound method. Raises Unsendable for a function that its object's class does not have."""
+    owner = method.__self__ if isinstance(method.__self__, type) else type(method.__self__)
+    own = getattr(owner, method.__name__, None)
+    if getattr(own, "__func__", own) is not method.__func__:
+        raise Unsendable("unsendable.foreign", what=what, thing=qualified_name(method.__func__))
+    return method.__name__
 
 
 def _describe_by_name(value: Any, what: str) -> dict[str, Any] | None:

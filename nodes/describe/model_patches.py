@@ -11,6 +11,7 @@ from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
 
 from ...parallel_runtime.errors import Refused
 from .comfy_objects import PLAIN, Describer, Unsendable, describe, qualified_name
+from .foreign_code import check_merging
 from .pre_encoding import LatentSize, pre_encode
 
 # ComfyUI's sampling code makes these model options anew in the worker.
@@ -50,11 +51,13 @@ def wrappers_of(model: ModelPatcher, options: dict[str, Any], kind: str) -> list
 def describe_weight_patches(model: ModelPatcher) -> dict[str, list[Any]]:
     """Describes MODEL's weight patches (LoRA, merged models) by weight. Raises Refused for foreign ones."""
     described = {}
-    for key, patches in model.patches.items():
-        try:
+    try:
+        if model.patches:
+            check_merging()
+        for key, patches in model.patches.items():
             described[key] = [describe(patch, f"the LoRA or merge on {key}") for patch in patches]
-        except Unsendable as unsendable:
-            raise Refused("model.weights", reason=unsendable.sentence) from None
+    except Unsendable as unsendable:
+        raise Refused("model.weights", reason=unsendable.sentence) from None
     return described
 
 

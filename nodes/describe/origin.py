@@ -44,6 +44,12 @@ def model_spec(model: ModelPatcher) -> ModelSpec:
     )
 
 
+def is_gguf(model: ModelPatcher) -> bool:
+    """Is this a MODEL that CP Load Diffusion Model has made of a GGUF file?"""
+    init = getattr(model, "cached_patcher_init", None)
+    return init is not None and init[0] is gguf.load
+
+
 def _loader_call(
     loader: Callable[..., Any], arguments: tuple[Any, ...], dtype: torch.dtype
 ) -> tuple[str, tuple[Any, ...]]:

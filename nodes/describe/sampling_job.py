@@ -35,7 +35,7 @@ from ...parallel_runtime.sentences import quoted
 from ...parallel_runtime.specs import ModelSpec
 from .comfy_objects import LOCAL, PLAIN, Describer, Unsendable, describe, qualified_name, reference
 from .control_nets import controls_of, count_residuals, needs_full_latent, weight_bytes
-from .foreign_code import check_network
+from .foreign_code import check_layers, check_loop, check_model, check_network
 from .input_checks import check_guider, check_latent, partner_of, unwrap_sampler, uses_network
 from .local_devices import plan_inputs
 from .model_patches import (
@@ -47,7 +47,7 @@ from .model_patches import (
     replaced_attributes,
     wrappers_of,
 )
-from .origin import model_spec
+from .origin import is_gguf, model_spec
 from .pre_encoding import LatentSize, latent_size
 from .remote_model import native_network
 from .shared_state import keeps_state
@@ -172,7 +172,10 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
     requested_dtype = dtype if dtype != "auto" else "" if cast is None else str(cast).removeprefix("torch.")
     spec = model_spec(model)
     network = native_network(model)
+    check_model(model)
     check_network(network)
+    if not is_gguf(model):  # which is loaded with that pack's layers, in the workers too
+        check_layers(network)
     plan = architecture_of(network)
     options = model.model_options["transformer_options"]
     by_rows, replaced = isinstance(plan, RowArchitecture), OVERRIDE in options
@@ -272,6 +275,7 @@ def describe_job(
         check_latent(guider.model_patcher, noise)
     kind, attributes = check_guider(guider)
     model, partner, options = guider.model_patcher, partner_of(guider), guider.model_options
+    check_loop()
     shape = latent_shapes[0] if latent_shapes else noise.shape
     size = latent_size(source.network, shape)
     batch_coupled = source.batch_coupled or is_batch_coupled(model, options) or couples_by_masks(source.network, mask)

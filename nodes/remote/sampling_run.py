@@ -74,7 +74,8 @@ def _on_workers(model: ModelPatcher, source: Source, request: ParallelRequest) -
 
 def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
     """A copy of `guider` whose sampling runs in the worker group. Raises Refused for what workers cannot honour."""
-    models = {name: value for name, value in vars(guider).items() if isinstance(value, ModelPatcher)}
+    names = [name for name, value in vars(guider).items() if isinstance(value, ModelPatcher)]
+    models = {name: _as_guided(guider, name) for name in names}
     if not models:
         raise Refused("guider.empty", guider=type(guider).__name__)
     remote = copy.copy(guider)
@@ -86,10 +87,20 @@ def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
         for name, model in models.items():
             setattr(remote, name, _with_remote_network(model, request, reason))
         return remote
-    remote.model_patcher = _on_workers(guider.model_patcher, source, request)
-    if guider.model_options is guider.model_patcher.model_options:
-        remote.model_options = remote.model_patcher.model_options
+    remote.model_patcher = _on_workers(models["model_patcher"], source, request)
+    remote.model_options = remote.model_patcher.model_options
     return remote
+
+
+def _as_guided(guider: Any, name: str) -> ModelPatcher:
+    """Returns a MODEL of the guider, with the model options that the guider runs it with: they may be its own."""
+    model: ModelPatcher = getattr(guider, name)
+    options = getattr(guider, "model_options", model.model_options)
+    if name != "model_patcher" or options is model.model_options:
+        return model
+    made = model.clone()
+    made.model_options = options
+    return made
 
 
 def _with_partner(guider: Any, sources: dict[str, Source], request: ParallelRequest) -> Source:

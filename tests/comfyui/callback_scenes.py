@@ -52,7 +52,7 @@ def in_a_callback(rank: int, world: int, what: str) -> dict[str, Any]:
             "free by the page": lambda: seen.append(routes._unload_models()),
             "sample": lambda: _sampled(model),
             "sample, and go on": lambda: _refused(seen, lambda: _sampled(model)),
-            "sample natively": lambda: comfy.sample.sample(model, *_arguments()),
+            "sample natively": lambda: comfy.sample.sample(model, *run_arguments()),
             "decode": lambda: seen.append(_decoded()),
             "look": lambda: seen.append(runtime.status().state),
             "end when idle": lambda: (runtime.idle.choose(1e-9), runtime.status()),
@@ -95,7 +95,7 @@ def _decoded() -> bool:
     return torch.equal(*pictures)
 
 
-def _arguments() -> tuple[Any, ...]:
+def run_arguments() -> tuple[Any, ...]:
     dice = torch.Generator().manual_seed(3)
     positive, negative = (demo.CPDemoConditioning.execute(text).result[0] for text in ("a red circle", "a blue square"))
     return (
@@ -113,7 +113,7 @@ def _arguments() -> tuple[Any, ...]:
 def _sampled(model: Any, act: Callable[[int], Any] = lambda step: None) -> Tensor:
     return comfy.sample.sample(
         remote.model_on_workers(model, ONE),
-        *_arguments(),
+        *run_arguments(),
         callback=lambda step, *_: act(step),
         disable_pbar=True,
         seed=5,
@@ -129,7 +129,7 @@ def drawn_in_a_row(rank: int, world: int, times: int) -> list[list[float]]:
 def _drawn(times: int, on_workers: bool) -> list[tuple[Tensor, Tensor]]:
     torch.manual_seed(1)
     model = demo.CPDemoModel.execute().result[0]
-    *_, positive, negative, latent = _arguments()
+    *_, positive, negative, latent = run_arguments()
     sampler = comfy.samplers.ksampler("euler", {"s_churn": 1.0, "s_noise": 1.0})
     drawn = []
     for _ in range(times):

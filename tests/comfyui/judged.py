@@ -61,7 +61,32 @@ CONDITION = {
         "gligen hooks mask mask_strength model_conds set_area_to_bounds start_percent strength timestep_end "
         "timestep_start",
     ),
+    "additional_models": (STEPWISE, "models of a pack that only ComfyUI's process has"),
     "uuid": (WITHOUT_EFFECT, "made anew: it only tells conditions of one run apart"),
+}  # fmt: skip
+
+MODEL_CONDITION = {  # what a network's `extra_conds` reads of a condition
+    **alike(
+        HONOURED, "described, whatever a condition calls it",
+        "aesthetic_score area aspect_ratio attention_mask attention_mask_img_shape attention_mask_mt5xl "
+        "audio_codes audio_embed audio_inject_scale augmentation_level azimuth camera_conditions "
+        "clip_vision_output clip_vision_output_pose clip_vision_output_ref clip_vision_outputs "
+        "concat_image concat_latent_image concat_mask concat_mask_index condition conditioning_byt5small "
+        "conditioning_llama3 conditioning_lyrics conditioning_mt5xl conditioning_scale context_latents "
+        "control_video crop_h crop_w cross_attn cross_attn_controlnet cross_attn_pose degrade_sigma "
+        "driving_mask_28ch elevation embeds face_video_pixels fps frame_rate generated_keyframes "
+        "guidance guide_attention_entries guiding_frame_index height keyframe_idxs lq_latent "
+        "lyrics_strength minimax_audio_cond_noise_aug minimax_keyframes minimax_refs minimax_token_tags "
+        "minimax_visual_cond_noise_aug motion_bucket_id noise_augmentation noise_concat ofs "
+        "pooled_output pose_strength pose_video_latent ref_audio ref_latent ref_mask_28ch ref_mask_flag "
+        "reference_audio_timbre_latents reference_latents reference_latents_method "
+        "reference_latents_text_embeds reference_motion reference_strength seconds_start seconds_total "
+        "stable_cascade_prior t5xxl_ids t5xxl_weights target_height target_width text_input_ids "
+        "time_conditioning time_dim_concat time_dim_replace unclip_conditioning "
+        "unclip_noise_augment_merge unprocessed_ltxav_embeds vace_frames vace_mask vace_strength width",
+    ),
+    **alike(HONOURED, "given by the run, in every worker",
+            "denoise_mask device latent_image latent_shapes noise prompt_type seed"),
 }  # fmt: skip
 
 LATENT = alike(

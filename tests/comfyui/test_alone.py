@@ -17,13 +17,14 @@ VAE, TOGETHER = "tests.comfyui.vae_scenes:", "tests.comfyui.together_scenes:"
 RESIDENCE, SAMPLER = "tests.comfyui.residence_scenes:", "tests.comfyui.sampler_scenes:"
 CODE = "tests.comfyui.code_scenes:"
 CALLBACK, CONTROL = "tests.comfyui.callback_scenes:", "tests.comfyui.control_scenes:"
+REPLACED = "tests.comfyui.replaced_scenes:"
 SHARED_OUT = ["nothing", "no patches", "an empty list", "several empty lists"]
 
 
 @pytest.fixture(scope="module")
 def processes(comfy: ComfyInstall) -> Iterator[Ranks]:
     """That have ComfyUI and our pack imported."""
-    scenes = ("vae", "together", "residence", "sampler", "code", "callback", "control")
+    scenes = ("vae", "together", "residence", "sampler", "code", "callback", "control", "replaced")
     modules = [f"tests.comfyui.{name}_scenes" for name in scenes]
     ranks = Ranks(comfy.python, modules, {"COMFYUI_PATH": str(comfy.root)})
     yield ranks
@@ -313,3 +314,24 @@ def test_a_control_net_computes_the_rows_of_its_batch_group(alone: Group, batch:
 )
 def test_a_control_net_that_workers_cannot_load_says_why(alone: Group, what: str, says: str) -> None:
     assert says in alone.run(f"{CONTROL}refusal_of_one", what=what)[0]
+
+
+def test_what_a_pack_replaces_in_comfyuis_own_code_is_honoured_or_refused_by_name(alone: Group) -> None:
+    """Workers have ComfyUI's own code: where the loop's is another, the loop stays in ComfyUI's process."""
+    (runs,) = alone.run(f"{REPLACED}sampled_with")
+    refused = {what: run["refused"] for what, run in runs.items() if "refused" in run}
+    for what, name in {
+        "a function of the network": r"comfy\.ldm\.flux\.layers\.apply_mod",
+        "a function that merges": r"comfy\.lora\.calculate_weight",
+        "an object's method": r"Flux\.apply_model",
+        "a layer": "final_layer",
+        "a MODEL's method": r"ModelPatcher\.model_dtype",
+        "a MODEL's class": "the MODEL's class",
+    }.items():
+        assert re.search(f"{name} .*a_pack.*remove it", refused.pop(what))
+        runs.pop(what)
+    assert refused == {}
+    for what, run in runs.items():
+        assert run["equal"], what
+        assert run["does something"] == (what != "an algorithm of its own")
+        assert bool(run["said"]) == run["does something"], what

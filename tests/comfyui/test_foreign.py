@@ -57,6 +57,17 @@ def with_the_guider(kind: str, /, **widgets: Any) -> Picture:
     return lambda parallel: custom(FLUX, parallel, node(kind, **inputs, **widgets), EULER, 0)
 
 
+def on_the_guider(kind: str, /, **widgets: Any) -> Picture:
+    """What `kind` puts on a MODEL, on a guider of another MODEL."""
+
+    def picture(parallel: Parallel | None) -> Graph:
+        graph = with_the_guider("CPTestForeignGuider", kind="options of", other=link("changed"))(parallel)
+        graph["changed"] = node(kind, model=link("model"), **widgets)
+        return graph
+
+    return picture
+
+
 def with_the_sampler(kind: str, /, **widgets: Any) -> Picture:
     return lambda parallel: custom(FLUX, parallel, GUIDERS["CFGGuider"], node(kind, **widgets), 0)
 
@@ -104,6 +115,7 @@ PICTURES: dict[str, Picture] = {
     "guider of a pack": with_the_guider("CPTestForeignGuider", kind="subclass"),
     "guidance on a guider": with_the_guider("CPTestForeignGuider", kind="options"),
     "wrapper on a guider": with_the_guider("CPTestForeignGuider", kind="wrapper"),
+    "guidance inside blocks on a guider": on_the_guider("NAGuidance", nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5),
     "guider of one model for two": with_the_guider("DualModelGuider", model_negative=link("model"), cfg=2.0),
     "sampler of a pack": with_the_sampler("CPTestForeignSampler"),
     "ControlNet": lambda parallel: with_control_net(plain(FLUX, parallel)),
@@ -131,6 +143,11 @@ def test_what_lies_around_a_model_gives_ksamplers_picture(server: Server, what: 
     got = latent_of(server.client.run(PICTURES[what](parallel)))
     print(f"APART {what} {apart(got, want):.1e}")
     assert apart(got, want) <= (0.05 if "dtype" in what else BAR)
+
+
+def test_an_attention_on_a_guider_is_refused_a_ring_as_it_is_on_a_model(server: Server) -> None:
+    with pytest.raises(NodeError, match="a node on MODEL replaces the attention"):
+        server.client.run(on_the_guider("ModelAttentionBackend", attention="pytorch attention")(RING_2))
 
 
 def test_a_model_that_ksampler_has_sampled_with_is_sampled_by_the_workers(server: Server) -> None:

@@ -13,6 +13,7 @@ from . import judged
 from .comfy import ComfyInstall
 
 READS = {"get", "pop", "setdefault"}  # methods of a dict
+READS_A_COND = "get_models_from_cond"  # a function that is called with a list of conditions and a key
 LOOP = ("comfy/samplers.py", "comfy/sampler_helpers.py")
 RUNS = (  # code that runs on a MODEL, and makes what lies on it: no loaders, encoders or decoders
     *LOOP, "comfy/context_windows.py", "comfy/hooks.py", "comfy/model_base.py", "comfy/model_patcher.py",
@@ -25,12 +26,14 @@ DICTS = {  # the names under which ComfyUI's code has each, and where
     "MODEL_OPTIONS": ({"model_options", "extra_model_options"}, RUNS),
     "TRANSFORMER_OPTIONS": ({"transformer_options", "extra_options", "to"}, RUNS),
     "CONDITION": ({"c", "cond", "conds", "kk", "modified", "n", "smallest", "temp", "x"}, LOOP),
-    "LATENT": ({"latent"}, SAMPLE),
+    "MODEL_CONDITION": ({"kwargs"}, ("comfy/model_base.py",)),
+    "LATENT": ({"latent", "input_latent"}, SAMPLE),
 }
 OTHERS = {  # such names for something else: guidance's prompts, a sampler's callback, one evaluation
     "MODEL_OPTIONS": set(),
     "TRANSFORMER_OPTIONS": set(),
     "CONDITION": {"positive", "negative", "denoised", "i", "sigma", "sigma_hat", "x", "transformer_options"},
+    "MODEL_CONDITION": set(),
     "LATENT": set(),
 }
 ATTRIBUTES = {
@@ -71,9 +74,11 @@ def test_a_key_is_seen_however_it_is_read() -> None:
     code = """
 d["item"]; d.get("get", 1); d.pop("pop"); d.setdefault("default", {}); "contains" in d; "lacks" not in d
 self.d["of an object"]; f(y["d"]["nested"]); y.get("d", {})["got"]; d.copy()["copied"]; d[name]; e["another"]
+get_models_from_cond(conds[k], "model")
 """
-    seen = {key for owner, key in _keys(ast.parse(code)) if owner == "d"}
-    assert seen == {
+    read = {*_keys(ast.parse(code))}
+    assert ("cond", "model") in read
+    assert {key for owner, key in read if owner == "d"} == {
         "item", "get", "pop", "default", "contains", "lacks", "of an object", "nested", "got", "copied"
     }  # fmt: skip
 
@@ -96,6 +101,8 @@ def _keys(tree: ast.AST) -> Iterator[tuple[str, str]]:
             case ast.Call(func=ast.Attribute(value=owner, attr=method), args=[ast.Constant(value=str(key)), *_]):
                 if method in READS:
                     yield _name(owner), key
+            case ast.Call(func=ast.Name(id=called), args=[_, ast.Constant(value=str(key))]) if called == READS_A_COND:
+                yield "cond", key
             case ast.Compare(left=ast.Constant(value=str(key)), ops=[ast.In() | ast.NotIn()], comparators=[owner]):
                 yield _name(owner), key
 

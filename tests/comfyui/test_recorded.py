@@ -18,12 +18,16 @@ from ..groups import faulty, wait_until
 from .cases import DEGREES, job
 from .client import NodeError
 from .comfy import ComfyInstall
+from .conftest import write_vaes
 from .graphs import Job, Parallel, sampling_graph, with_control_net
 from .latents import apart, latent_of
 from .server import Server, running_server
 from .test_kin import on_the_loader
 from .test_lora import lora, with_loras, write
 from .test_model_patches import Node, with_nodes
+from .vae_graphs import BAR as VAE_BAR
+from .vae_graphs import TWO as TWO_BY_ROWS
+from .vae_graphs import both, decoding
 
 BAR = 1e-4  # of the latent's standard deviation, float32
 TWO = DEGREES["ulysses_2"]
@@ -143,6 +147,16 @@ def test_where_recording_is_only_asked_for_nothing_changes(server: Server, paral
     assert torch.equal(ours(server, asked, parallel), want)
     if parallel.patches == 1:
         assert apart(want, native(server, asked)) <= BAR
+
+
+def test_a_vae_beside_recordings_gives_its_own_pictures(comfy: ComfyInstall, server: Server) -> None:
+    write_vaes(comfy, server)
+    is_the_same(server, FLUX)
+    for _ in range(3):
+        assert both(server, decoding, "taef1", "1,16,9,14", TWO_BY_ROWS) <= VAE_BAR
+    before = replays(server)
+    is_the_same(server, FLUX)
+    assert replays(server) > before
 
 
 def test_two_models_in_turn_keep_their_recordings(server: Server) -> None:

@@ -22,7 +22,7 @@ class Halved(comfy.samplers.CFGGuider):
 
 class ForeignGuider(io.ComfyNode):
     """`kind`: `subclass`, or `options`: ComfyUI's guider with a function of guidance on it, not on its MODEL;
-    `wrapper`: with a wrapper there."""
+    `wrapper`: with a wrapper there; `options of`: with all model options of another MODEL."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -35,17 +35,20 @@ class ForeignGuider(io.ComfyNode):
                 io.Conditioning.Input("positive"),
                 io.Conditioning.Input("negative"),
                 io.String.Input("kind"),
+                io.Model.Input("other", optional=True),
             ],
             outputs=[io.Guider.Output()],
         )
 
     @classmethod
-    def execute(cls, model: Any, positive: list, negative: list, kind: str) -> io.NodeOutput:
+    def execute(cls, model: Any, positive: list, negative: list, kind: str, other: Any = None) -> io.NodeOutput:
         guider = Halved(model) if kind == "subclass" else comfy.samplers.CFGGuider(model)
         guider.set_conds(positive, negative)
         guider.set_cfg(2.0)
         if kind == "options":
             guider.model_options = {**guider.model_options, "sampler_post_cfg_function": [_halved]}
+        if kind == "options of":
+            guider.model_options = other.model_options
         if kind == "wrapper":
             guider.model_options = create_model_options_clone(guider.model_options)
             add_wrapper("predict_noise", halved, guider.model_options, is_model_options=True)

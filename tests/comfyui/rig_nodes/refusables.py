@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 from unittest.mock import patch
 
@@ -176,9 +176,10 @@ class Tampered(io.ComfyNode):
 class ComfyAttention(torch.nn.Module):
     """As newer versions of ComfyUI have it in a network whose file chooses an attention."""
 
-    @staticmethod
-    def function(*_: Any, **__: Any) -> torch.Tensor:
-        raise RuntimeError("this version of ComfyUI does not call it")
+    __module__ = comfy.ops.__name__
+
+    # This version of ComfyUI does not call it.
+    function = staticmethod(FunctionType(comfy.ops.cast_bias_weight.__code__, vars(comfy.ops), "function"))
 
 
 def _negated(network: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
