@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -58,17 +59,21 @@ class Row:
 
 def run_all(comfy: ComfyInstall, server: Server, graphs: Mapping[str, Graph]) -> list[Row]:
     info = server.client.get("/object_info")
+    made = {name: _made_small(graph, info, name) for name, graph in graphs.items()}
+    networks = {tiny.file: tiny for one in made.values() if isinstance(one, Small) for tiny in one.networks}
+    write_files(comfy, server, list(networks.values()))
     rows = []
-    for number, (name, graph) in enumerate(graphs.items()):
-        try:
-            made = small(graph, info, name)
-        except NotSmall as lacking:
-            rows.append(Row(name=name, outcome="not small", why=str(lacking)))
-        else:
-            write_files(comfy, server, made.networks)
-            rows.append(_compared(server, made))
-        log.info("%d of %d: %s", number + 1, len(graphs), line(rows[-1]))
+    for number, one in enumerate(made.values()):
+        rows.append(one if isinstance(one, Row) else _compared(server, one))
+        log.info("%d of %d: %s", number + 1, len(made), line(rows[-1]))
     return rows
+
+
+def _made_small(graph: Graph, info: Mapping[str, Any], name: str) -> Small | Row:
+    try:
+        return small(graph, info, name)
+    except NotSmall as lacking:
+        return Row(name=name, outcome="not small", why=str(lacking))
 
 
 def write_files(comfy: ComfyInstall, server: Server, networks: Sequence[Tiny]) -> None:
@@ -182,7 +187,7 @@ def line(row: Row) -> str:
     return f"{row.name}: {row.outcome} [{', '.join(row.networks)}]{numbers} {row.divided} {row.why}{stand_ins}"
 
 
-def table(rows: Sequence[Row]) -> str:
+def run_table(rows: Sequence[Row]) -> str:
     counts = Counter(row.outcome for row in rows)
     head = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
     lines = [f"{len(rows)} workflows: {head}", "", "| workflow | networks | outcome | apart | one ulp | runs | why |",

@@ -1,5 +1,5 @@
-"""Makes the API graph of any workflow small by rules: tiny networks for its files, stand-ins for what loads other models
-or asks a service, small sizes, few steps, and the latent of every sampler saved instead of its pictures."""
+"""Makes the API graph of any workflow small by rules: tiny networks for its files, stand-ins for what loads other
+models or asks a service, small sizes, few steps, and the latent of every sampler saved instead of its pictures."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ NUMBERS: dict[str, Any] = {  # what widgets of these names are, wherever they ca
 }  # fmt: skip
 TINY = {"CONTROL_NET": ("control_net_name", CONTROL_NETS), "MODEL_PATCH": ("name", PATCHES)}
 STOOD_FOR = ("MODEL", "CLIP", "VAE", "CLIP_VISION", "STYLE_MODEL", "IMAGE", "MASK", "VIDEO", "AUDIO",
-             "AUDIO_ENCODER_OUTPUT", "STRING", "INT", "FLOAT", "BOOLEAN")  # fmt: skip
+             "AUDIO_ENCODER_OUTPUT", "STRING", "INT", "FLOAT", "BOOLEAN", "LATENT")  # fmt: skip
+LOADED = ("MODEL", "CLIP", "VAE", "CLIP_VISION", "STYLE_MODEL", "IMAGE", "MASK", "VIDEO", "AUDIO")
 LATENT_SOUND = ("LTXVEmptyLatentAudio", "LTXVAudioVAEEncode")
 WRITERS = ("TextGenerate", "TextGenerateLTX2Prompt")  # of a text, by a language model
+
+
+ANY = ("*", "COMFY_MATCHTYPE_V3")
 
 
 class NotSmall(Exception):
@@ -102,14 +106,14 @@ class Small:
         if call["class_type"] in self.info and not self._is_loader(source):
             self.stood_for.add(call["class_type"])
         elif call["class_type"] not in self.info:
-            self.stood_for.add(f"{call['class_type']} (not ComfyUI's)")
+            self.stood_for.add(str(call["class_type"] or "a node that is not installed"))
         return self._stand_in(source, made, consumer)
 
     def _made(self, source: str, slot: int, kind: str) -> str:
         """The type of an output; where it is any type, that of the socket it goes into."""
         outputs = self.info.get(self.full[source]["class_type"], {}).get("output", [])
         made = str(outputs[slot]) if slot < len(outputs) else kind
-        return kind if made in ("*", "COMFY_MATCHTYPE_V3") else made
+        return kind if made in ANY else made
 
     def _is_loader(self, name: str) -> bool:
         return not any(_is_link(value) for value in self.full[name]["inputs"].values())
@@ -126,19 +130,17 @@ class Small:
         if kind.startswith("Primitive") or kind in ("EmptyImage", "SolidMask", "CustomCombo"):
             return False
         if self._is_loader(name):
-            return made in ("MODEL", "CLIP", "VAE", "CLIP_VISION", "STYLE_MODEL", "IMAGE", "MASK", "VIDEO", "AUDIO")
-        return any(self._lacks(value) for value in call["inputs"].values())
+            return made in LOADED or ("oad" in kind and made not in TINY)
+        return any(_is_link(value) and self._lacks(value) for value in call["inputs"].values())
 
-    def _lacks(self, value: Any) -> bool:
-        if not _is_link(value) or value[0] not in self.full:
+    def _lacks(self, link: list[Any]) -> bool:
+        """Is this an output without a stand-in, of a node that is replaced?"""
+        if link[0] not in self.full:
             return False
-        source = self.full[value[0]]
-        if source["class_type"] not in self.info or not self._is_loader(value[0]):
-            return False
-        made = self._made(*value, "*")
-        return made not in (*STOOD_FOR, *TINY, "CONDITIONING") and "oad" in source["class_type"] or (
-            made == "MODEL" and self._is_no_sampler(value[0])
-        )
+        made = self._made(*link, "*")
+        if made == "MODEL" and self._is_loader(link[0]):
+            return self._is_no_sampler(link[0])
+        return made not in (*STOOD_FOR, *ANY) and self._stands_for(link[0], made)
 
     def _is_no_sampler(self, loader: str) -> bool:
         """Does this file hold a network that finds or measures things, and never samples?"""
@@ -236,9 +238,11 @@ class Small:
         yield from list(seen)[1:]
 
     def _carries_a_model(self, name: str, key: str, link: list[Any]) -> bool:
+        """A switch takes any type, and hands on a MODEL where its consumer takes one."""
         if link[0] not in self.full:
             return False
-        return self._made(*link, "*") in ("MODEL", "GUIDER") or (self._made(*link, "*") == "*" and "on_" in key)
+        sockets = dict(_sockets(self.info.get(self.full[name]["class_type"], {}).get("input", {})))
+        return self._made(*link, sockets.get(key, "*")) in ("MODEL", "GUIDER", *ANY)
 
     def _files(self, name: str, kind: str, inputs: dict[str, Any]) -> None:
         """Names of files in widgets of nodes that stay."""

@@ -21,7 +21,7 @@ def api() -> dict[str, Any]:
         "1": {"class_type": "UNETLoader", "inputs": {"unet_name": FILE, "weight_dtype": "fp8_e4m3fn"}},
         "2": {"class_type": "CLIPTextEncode", "inputs": {"text": SECRET, "clip": ["7", 0]}, "_meta": {"title": SECRET}},
         "3": {"class_type": "KSampler", "inputs": {
-            "model": ["1", 0], "positive": ["2", 0], "seed": 7, "cfg": 2.5, "sampler_name": "dpmpp_2m", "denoise": 0.75}},
+            "model": ["1", 0], "positive": ["2", 0], "seed": 7, "cfg": 2.5, "sampler_name": "dpmpp_2m"}},
     }  # fmt: skip
 
 
@@ -34,7 +34,8 @@ def canvas() -> dict[str, Any]:
         {"id": 1, "type": "UNETLoader", "title": SECRET, "widgets_values": [FILE, "default"],
          "inputs": [widget("unet_name"), widget("weight_dtype")], "properties": {"models": [{"name": FILE}]}},
         {"id": 2, "type": "MarkdownNote", "widgets_values": [SECRET]},
-        {"id": 3, "type": "KSampler", "mode": 4, "inputs": [{"name": "model", "type": "MODEL", "link": 9}, *map(widget, names)],
+        {"id": 3, "type": "KSampler", "mode": 4,
+         "inputs": [{"name": "model", "type": "MODEL", "link": 9}, *map(widget, names)],
          "widgets_values": [7, "randomize", 20, 2.5, "dpmpp_2m"], "properties": {"cnr_id": "comfy-core", "ver": "0.3"}},
     ]  # fmt: skip
     inner = {"id": "abc", "name": SECRET, "nodes": nodes, "links": [], "inputs": [], "outputs": []}

@@ -251,7 +251,10 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         "--comfyui", type=checkout, default="", help="its folder; else COMFYUI_PATH, or the one around this pack"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("report"), help="of report.md and .jsonl, or .workflow.json; a folder has them in it"
+        "--out",
+        type=Path,
+        default=Path("report"),
+        help="of report.md and .jsonl, or .workflow.json; a folder has them in it",
     )
     parser.add_argument(
         "--workflow",

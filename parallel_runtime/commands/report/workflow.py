@@ -1,5 +1,5 @@
-"""A workflow without what is private, for a bug report: its nodes, links, numbers and choices, the versions of its packs
-and the classes of its networks. Texts, titles, notes and names of files are left out."""
+"""A workflow without what is private, for a bug report: its nodes, links, numbers and choices, versions of its packs and
+the classes of its networks. Texts, titles, notes and names of files are left out."""
 
 from __future__ import annotations
 
