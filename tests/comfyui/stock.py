@@ -4,8 +4,8 @@
     python -m tests.comfyui.stock --run [NAME ...]
 
 Reads the package that is installed beside ComfyUI; nothing of it is copied. Without --run it runs nothing, and reads
-what stock_verdicts.py knows. With it each workflow that samples is made small and sampled natively and on two CPU workers
-(stock_graphs.py, stock_small.py, stock_run.py). A NAME may be the file that `report --workflow` wrote.
+what stock_verdicts.py knows. With it each workflow that samples is made small, and sampled natively and on two CPU
+workers (stock_graphs.py, stock_small.py, stock_run.py). A NAME may be the file that `report --workflow` wrote.
 """
 
 from __future__ import annotations

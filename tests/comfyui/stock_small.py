@@ -35,6 +35,17 @@ LATENT_SOUND = ("LTXVEmptyLatentAudio", "LTXVAudioVAEEncode")
 WRITERS = ("TextGenerate", "TextGenerateLTX2Prompt")  # of a text, by a language model
 
 
+OF_A_MILLION_PIXELS = (
+    "TextEncodeQwenImageEdit",
+    "TextEncodeQwenImageEditPlus",
+    "TextEncodeZImageOmni",
+)  # pictures there
+IN_PLACE_OF = {
+    "FluxKontextImageScale": (
+        "ImageScale",
+        {"upscale_method": "area", "width": WIDTH, "height": HEIGHT, "crop": "center"},
+    )
+}
 ANY = ("*", "COMFY_MATCHTYPE_V3")
 
 
@@ -67,7 +78,8 @@ class Small:
         if name in self.graph:
             return
         call = self.full[name]
-        self.graph[name] = node(call["class_type"])
+        kind, more = IN_PLACE_OF.get(call["class_type"], (call["class_type"], {}))
+        self.graph[name] = node(kind, **more)
         inputs = self.graph[name]["inputs"]
         kinds = dict(_sockets(self.info[call["class_type"]]["input"]))
         for key, value in call["inputs"].items():
@@ -94,7 +106,8 @@ class Small:
         value = call["inputs"][key]
         if isinstance(value, str | bool) or short not in NUMBERS:
             return None
-        return NUMBERS[short] if short != "length" or "Audio" not in call["class_type"] else None
+        least = _least(self.info[call["class_type"]]["input"], key)
+        return max(NUMBERS[short], least) if short != "length" or "Audio" not in call["class_type"] else None
 
     def _link(self, link: list[Any], kind: str, consumer: str) -> Any:
         source, slot = link
@@ -161,6 +174,9 @@ class Small:
         if made in ("INT", "FLOAT", "BOOLEAN"):
             return {"INT": 1, "FLOAT": 1.0, "BOOLEAN": False}[made]
         name = f"{made} for {source}"
+        if made == "VAE" and self.full[consumer]["class_type"] in OF_A_MILLION_PIXELS:
+            self.graph[f"{name}, coarse"] = _coarse(_vae(self._file(source)))
+            return [f"{name}, coarse", 0]
         if made == "VIDEO":
             self.graph[f"frames for {source}"] = _pictures(FRAMES, source)
             self.graph[name] = node("CreateVideo", images=[f"frames for {source}", 0], fps=24.0)
@@ -274,6 +290,22 @@ def _sockets(inputs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for group in ("required", "optional"):
         for name, spec in inputs.get(group, {}).items():
             yield name, "COMBO" if isinstance(spec[0], list) else str(spec[0])
+
+
+def _coarse(vae: dict[str, Any]) -> dict[str, Any]:
+    """As that VAE, with 64 pixels a side in each latent pixel."""
+    channels = vae["inputs"].get("channels", 16)
+    moving = vae["inputs"].get("frames", 1) > 1 or vae["inputs"].get("vae_name", "").startswith("wan")
+    return node("CPTestVae", channels=channels, pixels=64, frames=4 if moving else 1)
+
+
+def _least(inputs: Mapping[str, Any], name: str) -> float:
+    """The least value that this widget takes."""
+    for group in ("required", "optional"):
+        spec = inputs.get(group, {}).get(name, [])
+        if len(spec) > 1 and isinstance(spec[1], dict) and "min" in spec[1]:
+            return spec[1]["min"]
+    return 0
 
 
 def _is_link(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A workflow without what is private, for a bug report: its nodes, links, numbers and choices, versions of its packs and
+"""A workflow without what is private, for a bug report: its nodes, links, numbers, choices and versions, and
 the classes of its networks. Texts, titles, notes and names of files are left out."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import logging
 import os
-import re
+import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,8 +23,11 @@ CHOICES = {  # widgets whose values are words of ComfyUI's or ours
     "add_noise", "return_with_leftover_noise", "noise_mode", "resize_type", "scale_method", "dtype", "compile",
     "rotate_method", "attention_backend", "weights", "cuda_graphs", "shares", "after_sampling", "model_type",
 }  # fmt: skip
-WORD = re.compile(r"[A-Za-z0-9_.+:-]{1,40}")
-FILE = re.compile(r"\.(safetensors|sft|ckpt|pth?|bin|gguf|png|jpe?g|webp|mp4|webm|wav|mp3|flac)$", re.IGNORECASE)
+PUNCTUATION, LONGEST = "_.+:-", 40  # of a choice
+FILES = {
+    ".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin", ".gguf", ".png", ".jpg", ".jpeg", ".webp", ".mp4", ".webm",
+    ".wav", ".mp3", ".flac",
+}  # fmt: skip
 AFTER_A_SEED = ("fixed", "randomize", "increment", "decrement")
 KEPT_OF_A_NODE = ("id", "type", "mode")
 KEPT_OF_A_SOCKET = ("name", "type", "link", "links", "shape")
@@ -141,11 +144,16 @@ def _value(name: str, value: Any, class_of: Callable[[str], str]) -> Any:
         return {key: _value(key, one, class_of) for key, one in value.items()}
     if not isinstance(value, str):
         return value
-    if ending := FILE.search(value):
-        return f"{class_of(value) or 'file'}{ending[0].lower()}"
-    if name.rpartition(".")[2] in CHOICES and WORD.fullmatch(value):
+    ending = os.path.splitext(value)[1].lower()
+    if ending in FILES:
+        return f"{class_of(value) or 'file'}{ending}"
+    if name.rpartition(".")[2] in CHOICES and _is_word(value):
         return value
     return f"text of {len(value)} characters" if value else ""
+
+
+def _is_word(value: str) -> bool:
+    return 0 < len(value) <= LONGEST and all(letter.isalnum() or letter in PUNCTUATION for letter in value)
 
 
 def _classes(comfyui: str) -> Callable[[str], str]:
@@ -186,8 +194,9 @@ def _network_class(path: Path) -> str:
 
 def _comfyui_version(comfyui: str) -> str | None:
     file = Path(comfyui, "comfyui_version.py")
-    found = re.search(r'"([^"]+)"', file.read_text()) if comfyui and file.is_file() else None
-    return found[1] if found else None
+    if not comfyui or not file.is_file():
+        return None
+    return str(runpy.run_path(str(file)).get("__version__"))
 
 
 def _version(package: str) -> str | None:
