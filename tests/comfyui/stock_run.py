@@ -23,6 +23,7 @@ from parallel_runtime.commands.migrate import migrated
 
 from .client import Client, Graph, Interrupted, NodeError
 from .comfy import OUR_ROOT, ComfyInstall
+from .graphs import Parallel
 from .grid import AMPLIFIED
 from .latents import apart, saved_latents
 from .networks import NETWORKS
@@ -37,6 +38,7 @@ from .write_unets import UNETS
 log = logging.getLogger(__name__)
 
 BAR = 1e-5  # of the latent's standard deviation
+AUTO = replace(CUT, ring_degree=0, ulysses_degree=0)
 SECONDS = 300
 REFUSED = ".Refused:"
 STEPWISE = "the sampler runs in ComfyUI's process"
@@ -113,9 +115,9 @@ def _lora(network: Path) -> dict[str, torch.Tensor]:
     return made
 
 
-def parallel(graph: Graph) -> Graph:
-    """The graph as `python -m parallel_runtime migrate` leaves it where it has a CP Parallel Config of two workers."""
-    made = copy.deepcopy(graph) | {"CP config": node("CPParallelConfig", **vars(CUT))}
+def parallel(graph: Graph, config: Parallel) -> Graph:
+    """The graph as `python -m parallel_runtime migrate` leaves it where it has one CP Parallel Config."""
+    made = copy.deepcopy(graph) | {"CP config": node("CPParallelConfig", **vars(config))}
     return migrated(made)[0]
 
 
@@ -130,8 +132,12 @@ def _compared(server: Server, made: Small) -> Row:
     if not all(torch.isfinite(latent).all() for latent in want.values()):
         return replace(row, outcome="not sampled", why="ComfyUI alone makes numbers that are not finite")
     since = server.log_size()
-    got = _latents(server.client, parallel(made.graph))
-    row = replace(row, divided=_divided(server.log(since)))
+    got = _latents(server.client, parallel(made.graph, CUT))
+    why = ""
+    if isinstance(got, str) and REFUSED in got:  # what a refusal of degrees says: leave them to the node
+        why, since = got, server.log_size()
+        got = _latents(server.client, parallel(made.graph, AUTO))
+    row = replace(row, why=why, divided=_divided(server.log(since)) + (", degrees of the node's choice" if why else ""))
     if isinstance(got, str):
         return replace(row, outcome="refused" if REFUSED in got else "failed", why=got)
     try:

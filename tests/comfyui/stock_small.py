@@ -35,11 +35,7 @@ LATENT_SOUND = ("LTXVEmptyLatentAudio", "LTXVAudioVAEEncode")
 WRITERS = ("TextGenerate", "TextGenerateLTX2Prompt")  # of a text, by a language model
 
 
-OF_A_MILLION_PIXELS = (
-    "TextEncodeQwenImageEdit",
-    "TextEncodeQwenImageEditPlus",
-    "TextEncodeZImageOmni",
-)  # pictures there
+OF_A_MILLION_PIXELS = ("TextEncode", "LongCat", "Omni")  # nodes that begin so make their pictures as large
 IN_PLACE_OF = {
     "FluxKontextImageScale": (
         "ImageScale",
@@ -174,7 +170,7 @@ class Small:
         if made in ("INT", "FLOAT", "BOOLEAN"):
             return {"INT": 1, "FLOAT": 1.0, "BOOLEAN": False}[made]
         name = f"{made} for {source}"
-        if made == "VAE" and self.full[consumer]["class_type"] in OF_A_MILLION_PIXELS:
+        if made == "VAE" and self.full[consumer]["class_type"].startswith(OF_A_MILLION_PIXELS):
             self.graph[f"{name}, coarse"] = _coarse(_vae(self._file(source)))
             return [f"{name}, coarse", 0]
         if made == "VIDEO":
