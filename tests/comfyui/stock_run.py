@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from parallel_runtime.commands.migrate import migrated
 
+from ..tiny import write as write_tiny
 from .client import Client, Graph, Interrupted, NodeError
 from .comfy import OUR_ROOT, ComfyInstall
 from .graphs import Parallel
@@ -90,6 +91,8 @@ def write_files(comfy: ComfyInstall, server: Server, networks: Sequence[Tiny]) -
         ):
             done = [comfy.python, "-m", *map(str, command)]
             subprocess.run(done, check=True, capture_output=True, cwd=OUR_ROOT, env=environment)
+    if not (z_image := models / "diffusion_models" / "z_image.safetensors").exists():  # as its patches are made for
+        write_tiny(z_image.parent, "z_image").rename(z_image)
     for tiny in networks:
         file = _folder(models / "loras" / "stock") / f"{tiny.name}.safetensors"
         if not file.exists():

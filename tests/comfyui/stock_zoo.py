@@ -15,7 +15,8 @@ from .write_unets import POOLED, TEXT, UNETS
 
 OF_THE_ENCODER = ("pooled", "mask_valid")  # what a text encoder makes beside the text, and what begins so
 TENSORS_OF_THE_ENCODER = ("conditioning_", "attention_mask_")
-VISION = {"hunyuan_3d": 96, "hunyuan_3d_21": 96, "hunyuan_15": 48}  # numbers a token of what it sees; 1280 otherwise
+# Numbers a token of what a vision encoder sees; 1280 otherwise.
+VISION = {"unet": POOLED, "unet_svd": TEXT, "hunyuan_3d": 96, "hunyuan_3d_21": 96, "hunyuan_15": 48}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,8 @@ UNSUPPORTED = {  # no tiny network of these: by a pattern of the file's name
 FILES: tuple[tuple[str, str], ...] = (  # by a pattern of the file's name, the first that fits: the tiny network
     (r"hidream_o1", "hidream_o1"), (r"hidream", "hidream"), (r"^pid_", "pid"), (r"pixeldit", "pixeldit"),
     (r"chroma.?radiance", "chroma_radiance"), (r"chroma", "chroma"), (r"krea.?2", "krea2"),
-    (r"qwen.image|firered", "family qwen_image"), (r"z_image", "z_image"), (r"newbie|netayume|lumina", "lumina2"),
+    (r"qwen.image|firered", "family qwen_image"), (r"z_image", "family z_image"),
+    (r"newbie|netayume|lumina", "lumina2"),
     (r"anima-|anima_", "anima"), (r"wan.*animate", "wan_animate"), (r"scail_?2", "wan_scail_2"),
     (r"scail", "wan_scail"),
     (r"s2v", "wan_s2v"), (r"humo", "humo"), (r"dancer", "wandancer"), (r"vace", "wan_vace"),
@@ -79,7 +81,7 @@ def tiny_of(file: str) -> Tiny:
         raise LookupError(f"the tests know no network for {name}")
     kind, _, tiny = found.rpartition(" ")
     if kind == "family":
-        text = {key: value for key, value in TEXTS[tiny].items() if key != "guidance"}
+        text = {key: value for key, value in TEXTS.get(tiny, {}).items() if key != "guidance"}
         return Tiny(file=f"{tiny}.safetensors", text=PLAIN | text)
     if kind == "unet":
         width = UNETS[tiny][1].get("context_dim", TEXT)

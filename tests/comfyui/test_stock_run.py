@@ -88,4 +88,4 @@ def tiny_of_name(entry: str) -> bool:
     from .write_unets import UNETS
 
     kind, _, name = entry.rpartition(" ")
-    return name in {"family": TEXTS, "unet": UNETS, "": NETWORKS, "control": ("sd35",)}[kind]
+    return name in {"family": {*TEXTS, "z_image"}, "unet": UNETS, "": NETWORKS, "control": ("sd35",)}[kind]
