@@ -89,6 +89,14 @@ NETWORKS: dict[str, Network] = {
     "flux2": flux2(),
     "flux2_references": flux2(**references((1, 128, 5, 6))),
     "flux2_klein": flux2(guidance=False, **references((1, 128, 5, 6))),
+    "longcat": Network(
+        build=partial(tiny.flux, guidance_embed=False, vec_in_dim=None, txt_ids_dims=[1, 2]), model="LongCatImage",
+        latent=(IMAGE,),
+    ),
+    "ovis": Network(
+        build=partial(tiny.flux, guidance_embed=False, vec_in_dim=None, txt_ids_dims=[1, 2], yak_mlp=True),
+        model="FluxSchnell", latent=(IMAGE,),
+    ),
     "chroma": Network(build=tiny.chroma, model="Chroma", latent=(IMAGE,)),
     "wan_i2v": wan(
         "WAN21_I2V", model_type="i2v", in_dim=36, conditions=SEEN | tensors(concat_latent_image=(1, 16, *FRAMES[1:]))
@@ -111,6 +119,22 @@ NETWORKS: dict[str, Network] = {
         "WAN21_FunControl2V", model_type="i2v", in_dim=48, in_dim_ref_conv=16, sides=(16, 3, 10, 14),
         conditions=SEEN | tensors(concat_latent_image=(1, 32, 3, 10, 14), reference_latents=[(1, 16, 1, 10, 14)]),
     ),
+    "wan22_i2v": wan("WAN21_I2V", in_dim=36, sides=(16, 3, 10, 14),
+                     conditions=tensors(concat_latent_image=(1, 16, 3, 10, 14))),
+    "wan22_camera": wan(
+        "WAN22_Camera", kind="CameraWanModel", model_type="camera_2.2", in_dim=36, sides=(16, 3, 10, 14),
+        conditions=tensors(camera_conditions=(1, 24, 3, 80, 112), concat_latent_image=(1, 16, 3, 10, 14)),
+    ),
+    "wan22_fun_control": wan(
+        "WAN21_FunControl2V", in_dim=52, in_dim_ref_conv=16, sides=(16, 3, 10, 14),
+        conditions=tensors(concat_latent_image=(1, 32, 3, 10, 14), reference_latents=[(1, 16, 1, 10, 14)]),
+    ),
+    "wan22_fun_control_5b": wan(
+        "WAN22_T2V", in_dim=148, out_dim=48, in_dim_ref_conv=48, sides=(48, 3, 10, 14),
+        conditions=tensors(concat_latent_image=(1, 96, 3, 10, 14), reference_latents=[(1, 48, 1, 10, 14)]),
+    ),
+    "wan_talking_i2v": wan("WAN21_I2V", model_type="i2v", in_dim=36, dim=240, sides=(16, 3, 10, 14),
+                           conditions=SEEN | tensors(concat_latent_image=(1, 16, 3, 10, 14))),
     "wan_talking": wan("WAN21_T2V", dim=240, sides=(16, 3, 10, 14)),  # 40 heads of its voices go into that
     "wan_phantom": wan("WAN21_T2V", conditions=tensors(time_dim_concat=(1, 16, 2, 9, 14))),
     "qwen_edit": qwen(**references((1, 16, 1, 11, 13))),
@@ -136,6 +160,9 @@ NETWORKS: dict[str, Network] = {
     "anima": Network(build=tiny.anima, model="Anima", latent=((16, 1, 17, 23),), dim=1024),
     "kandinsky5": Network(
         build=partial(tiny.kandinsky5, 132), model="Kandinsky5", latent=((16, 3, 10, 14),), more=POOLED
+    ),
+    "kandinsky5_image": Network(
+        build=partial(tiny.kandinsky5, 64), model="Kandinsky5Image", latent=((16, 17, 23),), more=POOLED
     ),
     "omnigen2": Network(
         build=tiny.omnigen2, model="Omnigen2", latent=(IMAGE,), more=ALL_VALID | references((1, 16, 8, 11))

@@ -1,24 +1,34 @@
-"""Every workflow of ComfyUI's own template package, and what CP nodes do with it: python -m tests.comfyui.stock [--all]
+"""Every workflow of ComfyUI's own template package, and what CP nodes do with it:
 
-Reads the package that is installed beside ComfyUI; nothing of it is copied. Runs nothing: see stock_verdicts.py.
+    python -m tests.comfyui.stock [--all]
+    python -m tests.comfyui.stock --run [NAME ...]
+
+Reads the package that is installed beside ComfyUI; nothing of it is copied. Without --run it runs nothing, and reads
+what stock_verdicts.py knows. With it each workflow that samples is made small, and sampled natively and on two CPU
+workers (stock_graphs.py, stock_small.py, stock_run.py). A NAME may be the file that `report --workflow` wrote.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import logging
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from parallel_runtime.commands.migrate import migrated
 
+from .client import Graph
 from .comfy import ComfyInstall, find_comfy, why_there_is_none
+from .server import running_server
+from .stock_graphs import NoBrowser, graphs
+from .stock_run import run_all, run_table
 from .stock_verdicts import WORST_FIRST, Verdict, verdicts
 
 log = logging.getLogger(__name__)
@@ -47,9 +57,37 @@ class Read:
 
 def stock(comfy: ComfyInstall) -> tuple[str, list[Read]]:
     """The package's version and its workflows."""
+    version, workflows = templates(comfy)
+    return version, [read(name, workflow) for name, workflow in workflows.items()]
+
+
+def templates(comfy: ComfyInstall) -> tuple[str, dict[str, dict[str, Any]]]:
+    """The package's version and its workflows as they are saved, by name."""
     found = subprocess.run([comfy.python, "-c", WHERE], capture_output=True, text=True, check=True)
     *files, version = found.stdout.split("\n")[:-1]
-    return version, [read(Path(file).stem, workflow) for file, workflow in _workflows(files)]
+    return version, {Path(file).stem: workflow for file, workflow in _workflows(files)}
+
+
+def sampling_graphs(comfy: ComfyInstall, names: Sequence[str] = ()) -> dict[str, Graph]:
+    """The API graphs of the workflows that sample, or of those named; a name that ends in .json is a file."""
+    version, workflows = templates(comfy)
+    chosen = {name: one for name, one in workflows.items() if name in names or (not names and read(name, one).worst)}
+    files = [Path(name) for name in names if name.endswith(".json")]
+    if unknown := {*names} - {*chosen} - {*map(str, files)}:
+        raise LookupError(f"{PACKAGE} {version} has no {', '.join(sorted(unknown))}")
+    made = graphs(comfy, version, chosen) if chosen else {}
+    return made | {file.stem: _users(comfy, file) for file in files}
+
+
+def _users(comfy: ComfyInstall, file: Path) -> Graph:
+    """A user's workflow, or a report of one; what the page has to convert is kept under a digest of its text."""
+    text = file.read_text(encoding="utf-8")
+    workflow = json.loads(text)
+    workflow = workflow.get("workflow", workflow.get("prompt", workflow))
+    if "nodes" not in workflow:
+        return workflow
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return graphs(comfy, "of-users", {digest: workflow})[digest]
 
 
 def read(name: str, workflow: dict[str, Any]) -> Read:
@@ -85,14 +123,29 @@ def _workflows(files: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield file, workflow
 
 
+def _run(comfy: ComfyInstall, names: Sequence[str]) -> int:
+    try:
+        chosen = sampling_graphs(comfy, names)
+    except (NoBrowser, LookupError) as lacking:
+        log.error("%s", lacking)
+        return 2
+    with running_server(comfy) as server:
+        rows = run_all(comfy, server, chosen)
+    log.info("%s", run_table(rows))
+    return int(any(row.outcome in ("different", "failed") for row in rows))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.comfyui.stock", description=__doc__)
     parser.add_argument("--all", action="store_true", help="a line for every workflow that samples, too")
+    parser.add_argument("--run", nargs="*", metavar="NAME", help="sample them: every one, or those named")
     wanted = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     if (comfy := find_comfy()) is None:
         log.error("%s", why_there_is_none())
         return 1
+    if wanted.run is not None:
+        return _run(comfy, wanted.run)
     version, found = stock(comfy)
     for one in found if wanted.all else ():
         for verdict in one.of_samplers:

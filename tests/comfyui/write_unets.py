@@ -45,6 +45,7 @@ UNETS: dict[str, tuple[str, dict[str, Any]]] = {  # the class of comfy.supported
     "unet_svd": ("SVD_img2vid", VIDEO | seen(3 * 256)),
     "unet_sv3d": ("SV3D_p", VIDEO | seen(5 * 256)),
     "unet_gligen": ("SD15", {"context_dim": GLIGEN_TEXT}),
+    "unet_lotus": ("LotusD", {"context_dim": 1024} | seen(4)),
     "unet_zero123": ("Stable_Zero123", {"in_channels": 8, "context_dim": 768}),
 }
 

@@ -24,6 +24,7 @@ import torch
 
 from ...demo import REQUIREMENTS
 from ...errors import Refused
+from . import workflow
 from .cases import Row, Setting
 from .page import Page, in_a_line
 from .part import ROOT, rows_of
@@ -63,6 +64,8 @@ PARTS = (  # unmeasured ones first, then by speed and importance
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    if options.workflow:
+        return _workflow(options)
     gpus = torch.cuda.device_count() if options.devices == "cuda" else 0
     if options.devices == "cuda" and not gpus:
         log.info("torch sees no CUDA device here; --devices cpu tries the report itself, with tiny networks")
@@ -78,6 +81,17 @@ def main(arguments: Sequence[str]) -> int:
         log.info("stopped; results so far are in %s.md and .jsonl", page.out)
         return 1
     log.info("written: %s.md and .jsonl", page.out)
+    return 0
+
+
+def _workflow(options: argparse.Namespace) -> int:
+    versions = {name: machine()[name] for name in ("python", "torch", "cuda", "devices")}
+    try:
+        written = workflow.write(options.workflow, options.out, find_comfyui(options.comfyui), versions)
+    except Refused as refused:
+        log.info("%s", refused)
+        return 1
+    log.info("written: %s. %s", written, workflow.CONTAINS)
     return 0
 
 
@@ -227,7 +241,15 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         "--comfyui", type=checkout, default="", help="its folder; else COMFYUI_PATH, or the one around this pack"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("report"), help="of report.md and .jsonl; a folder has them in it"
+        "--out",
+        type=Path,
+        default=Path("report"),
+        help="of report.md and .jsonl, or .workflow.json; a folder has them in it",
+    )
+    parser.add_argument(
+        "--workflow",
+        type=Path,
+        help="measures nothing, and writes what a bug report needs of this workflow: no texts, no names of files",
     )
     options = parser.parse_args(arguments)
     on_cpu = options.devices == "cpu"

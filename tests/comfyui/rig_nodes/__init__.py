@@ -12,6 +12,7 @@ from .odd_conditions import OddCondition
 from .one_ulp import OneUlp
 from .pictures import Draw, Heard, Pictures, SaveConcat, SavePictures, Seed, Seen
 from .refusables import AttentionPatch, Control, ForeignWrapper, RealControl, Tampered
+from .shapes import NODES as SHAPES
 from .tiny_models import NODES as TINY_MODELS
 
 
@@ -29,7 +30,7 @@ class TestNodes(ComfyExtension):
             ForeignWrapper,
             Tampered,
         ]
-        return [*ends, *pictures, *foreign, *TINY_MODELS]
+        return [*ends, *pictures, *foreign, *TINY_MODELS, *SHAPES]
 
 
 async def comfy_entrypoint() -> ComfyExtension:

@@ -35,7 +35,7 @@ class Conditioning(io.ComfyNode):
 
     @classmethod
     def execute(cls, spec: str, seed: int) -> io.NodeOutput:
-        return io.NodeOutput(_conditioning(json.loads(spec), torch.Generator().manual_seed(seed)))
+        return io.NodeOutput(conditioning(json.loads(spec), torch.Generator().manual_seed(seed)))
 
 
 class Latent(io.ComfyNode):
@@ -132,7 +132,7 @@ def _together(parts: list[torch.Tensor]) -> Any:
     return comfy.nested_tensor.NestedTensor(parts) if len(parts) > 1 else parts[0]
 
 
-def _conditioning(spec: dict[str, Any], dice: torch.Generator) -> list[list[Any]]:
+def conditioning(spec: dict[str, Any], dice: torch.Generator) -> list[list[Any]]:
     text = torch.randn(1, spec["tokens"], spec["dim"], generator=dice)
     options: dict[str, Any] = {}
     if "pooled" in spec:

@@ -1,0 +1,206 @@
+"""A workflow without what is private, for a bug report: its nodes, links, numbers, choices and versions, and
+the classes of its networks. Texts, titles, notes and names of files are left out."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...errors import Refused
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+CHOICES = {  # widgets whose values are words of ComfyUI's or ours
+    "sampler_name", "scheduler", "type", "weight_dtype", "device", "upscale_method", "crop", "method", "mode",
+    "add_noise", "return_with_leftover_noise", "noise_mode", "resize_type", "scale_method", "dtype", "compile",
+    "rotate_method", "attention_backend", "weights", "cuda_graphs", "shares", "after_sampling", "model_type",
+}  # fmt: skip
+PUNCTUATION, LONGEST = "_.+:-", 40  # of a choice
+FILES = {
+    ".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin", ".gguf", ".png", ".jpg", ".jpeg", ".webp", ".mp4", ".webm",
+    ".wav", ".mp3", ".flac",
+}  # fmt: skip
+AFTER_A_SEED = ("fixed", "randomize", "increment", "decrement")
+KEPT_OF_A_NODE = ("id", "type", "mode")
+KEPT_OF_A_SOCKET = ("name", "type", "link", "links", "shape")
+VERSIONS = ("cnr_id", "ver")
+CONTAINS = (
+    "It contains the nodes, their links, numbers and choices, versions, and the classes of networks: no texts, no "
+    "titles, no notes, no names of files."
+)
+
+
+def write(file: Path, out: Path, comfyui: str, versions: Json) -> Path:
+    """Writes the summary of `file` beside `out`, and returns its path. Raises Refused where it cannot."""
+    made = summary(_read(file), _classes(comfyui))
+    packages = {name: _version(name) for name in ("comfyui-frontend-package", "comfyui-workflow-templates")}
+    report = {"versions": versions | {"comfyui": _comfyui_version(comfyui)} | packages, "workflow": made}
+    path = (out / "workflow" if out.is_dir() else out).with_suffix(".workflow.json")
+    try:
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise Refused("report.unwritten", error=str(error)) from None
+    return path
+
+
+def summary(workflow: Any, class_of: Callable[[str], str]) -> Json:
+    """The workflow, in the form that it has: as ComfyUI saves it, or for its API. Raises Refused for anything else."""
+    if isinstance(workflow, dict) and isinstance(workflow.get("nodes"), list):
+        return _graph(workflow, class_of)
+    calls = workflow.get("prompt", workflow) if isinstance(workflow, dict) else None
+    if not isinstance(calls, dict) or not calls or not all(_is_call(call) for call in calls.values()):
+        raise Refused("report.no_workflow", kind=type(workflow).__name__)
+    return {
+        name: {
+            "class_type": call["class_type"],
+            "inputs": {key: _value(key, value, class_of) for key, value in (call.get("inputs") or {}).items()},
+        }
+        for name, call in calls.items()
+    }
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise Refused("report.unreadable", file=str(file), error=str(error)) from None
+
+
+def _is_call(call: Any) -> bool:
+    return isinstance(call, dict) and isinstance(call.get("class_type"), str)
+
+
+def _graph(graph: Mapping[str, Any], class_of: Callable[[str], str]) -> Json:
+    made: Json = {"nodes": [_node(node, class_of) for node in graph["nodes"] if isinstance(node, dict)]}
+    made["links"] = graph.get("links") or []
+    for key in ("id", "version", "last_node_id", "last_link_id", "state"):
+        if key in graph and not (key == "id" and "inputs" not in graph):
+            made[key] = graph[key]
+    for side in ("inputNode", "outputNode"):
+        if isinstance(graph.get(side), dict):
+            made[side] = {key: graph[side][key] for key in ("id", "bounding") if key in graph[side]}
+    if "inputs" in graph:  # a subgraph, whose sockets its links name by their place
+        made["name"] = "subgraph"
+        for side in ("inputs", "outputs"):
+            made[side] = [
+                {key: socket[key] for key in ("id", "name", "type", "linkIds") if key in socket}
+                for socket in graph.get(side) or []
+            ]
+    inner = (graph.get("definitions") or {}).get("subgraphs") or []
+    if inner:
+        made["definitions"] = {"subgraphs": [_graph(subgraph, class_of) for subgraph in inner]}
+    return made
+
+
+def _node(node: Mapping[str, Any], class_of: Callable[[str], str]) -> Json:
+    made: Json = {key: node[key] for key in KEPT_OF_A_NODE if key in node}
+    made["pos"], made["size"], made["flags"], made["order"] = [0, 0], [200, 100], {}, node.get("order", 0)
+    properties = node.get("properties") or {}
+    made["properties"] = {key: properties[key] for key in VERSIONS if isinstance(properties.get(key), str)}
+    for side in ("inputs", "outputs"):
+        made[side] = [_socket(socket) for socket in node.get(side) or []]
+    values = node.get("widgets_values")
+    if isinstance(values, dict):
+        made["widgets_values"] = {key: _value(key, value, class_of) for key, value in values.items()}
+    elif isinstance(values, list):
+        names = _widget_names(node, values)
+        made["widgets_values"] = [_value(next(names, ""), value, class_of) for value in values]
+    return made
+
+
+def _socket(socket: Mapping[str, Any]) -> Json:
+    made = {key: socket[key] for key in KEPT_OF_A_SOCKET if key in socket}
+    if isinstance(socket.get("widget"), dict):
+        made["widget"] = {"name": socket["widget"].get("name")}
+    return made
+
+
+def _widget_names(node: Mapping[str, Any], values: list[Any]) -> Iterator[str]:
+    """The name of each value; what the page adds behind a seed is no socket."""
+    sockets = [socket for socket in node.get("inputs") or [] if isinstance(socket.get("widget"), dict)]
+    place = 0
+    for socket in sockets:
+        yield (name := str(socket["widget"].get("name")))
+        place += 1
+        if name in ("seed", "noise_seed") and place < len(values) and values[place] in AFTER_A_SEED:
+            yield "mode"
+            place += 1
+
+
+def _value(name: str, value: Any, class_of: Callable[[str], str]) -> Any:
+    """A number, a choice or a link as it is; a file by the class of its network; a text by its length alone."""
+    if isinstance(value, list):
+        is_link = len(value) == 2 and isinstance(value[1], int) and not isinstance(value[0], list)
+        return value if is_link else [_value(name, one, class_of) for one in value]
+    if isinstance(value, dict):
+        return {key: _value(key, one, class_of) for key, one in value.items()}
+    if not isinstance(value, str):
+        return value
+    ending = os.path.splitext(value)[1].lower()
+    if ending in FILES:
+        return f"{class_of(value) or 'file'}{ending}"
+    if name.rpartition(".")[2] in CHOICES and _is_word(value):
+        return value
+    return f"text of {len(value)} characters" if value else ""
+
+
+def _is_word(value: str) -> bool:
+    return 0 < len(value) <= LONGEST and all(letter.isalnum() or letter in PUNCTUATION for letter in value)
+
+
+def _classes(comfyui: str) -> Callable[[str], str]:
+    """Returns what names the class of a network in a file, by ComfyUI's own detection; "" where it is no network."""
+    if not comfyui:
+        return lambda _: ""
+    arguments, sys.argv = sys.argv, ["main.py", "--cpu"]
+    sys.path.append(comfyui)
+    import comfy.options
+
+    comfy.options.enable_args_parsing()
+    import comfy.cli_args  # reads them
+
+    sys.argv = arguments
+    files = {path.name: path for path in Path(comfyui, "models").rglob("*") if path.is_file()}
+
+    def class_of(name: str) -> str:
+        path = files.get(os.path.basename(name.replace("\\", "/")))
+        return _network_class(path) if path else ""
+
+    return class_of
+
+
+def _network_class(path: Path) -> str:
+    import comfy.model_detection
+    import comfy.utils
+
+    if path.suffix not in (".safetensors", ".sft"):
+        return ""
+    state, metadata = comfy.utils.load_torch_file(str(path), return_metadata=True)
+    prefix = comfy.model_detection.unet_prefix_from_state_dict(state)
+    for start in (prefix, ""):
+        found = comfy.model_detection.model_config_from_unet(state, start, metadata=metadata)
+        if found is not None:
+            return type(found).__name__
+    return ""
+
+
+def _comfyui_version(comfyui: str) -> str | None:
+    file = Path(comfyui, "comfyui_version.py")
+    if not comfyui or not file.is_file():
+        return None
+    return str(runpy.run_path(str(file)).get("__version__"))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

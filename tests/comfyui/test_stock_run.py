@@ -1,0 +1,93 @@
+"""ComfyUI's own workflows, made small by rules, give KSampler's latents on two workers. Some run always, all of those
+that sample where CP_TEST_SWEEP=1, and so does `python -m tests.comfyui.stock --run`."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+
+from .comfy import ComfyInstall
+from .nodes_graphs import node
+from .server import Server
+from .stock import sampling_graphs, templates
+from .stock_graphs import NoBrowser
+from .stock_run import line, run_all
+from .stock_small import NotSmall, small
+from .stock_zoo import FILES, tiny_of
+
+ALWAYS = (  # a network split by tokens, one by rows with a refiner behind it, two networks in turn, edits of pictures
+    "flux_schnell", "sdxl_refiner_prompt_example", "video_wan2_2_14B_t2v", "image_qwen_image_edit_2511",
+    "image_z_image_turbo", "image_flux2_klein_image_edit_4b_distilled",
+)  # fmt: skip
+
+
+def test_a_workflow_gives_the_latents_of_its_native_samplers(comfy: ComfyInstall, server: Server) -> None:
+    _, workflows = templates(comfy)
+    names = () if os.environ.get("CP_TEST_SWEEP") else [name for name in ALWAYS if name in workflows]
+    try:
+        graphs = sampling_graphs(comfy, names)
+    except NoBrowser as missing:
+        pytest.skip(f"NO BROWSER: {missing}")
+    rows = run_all(comfy, server, graphs)
+    wrong = [row for row in rows if row.outcome in ("different", "failed")]
+    wrong += [row for row in rows if row.name in ALWAYS and row.outcome != "equal"]
+    assert not wrong, "\n" + "\n".join(map(line, wrong))
+
+
+@pytest.fixture
+def info(server: Server) -> Any:
+    return server.client.get("/object_info")
+
+
+def graph(**changes: Any) -> dict[str, dict[str, Any]]:
+    """A picture, a switch behind its loader, and a node that no pack has."""
+    return {
+        "1": node("UNETLoader", unet_name="flux1-dev.safetensors", weight_dtype="default"),
+        "2": node("DualCLIPLoader", clip_name1="a", clip_name2="b", type="flux"),
+        "3": node("CLIPTextEncode", clip=["2", 0], text=["9", 0]),
+        "4": node("EmptySD3LatentImage", width=["8", 0], height=1024, batch_size=1),
+        "5": node("ComfySwitchNode", switch=True, on_true=["1", 0], on_false=["1", 0]),
+        "6": node("KSampler", model=["5", 0], positive=["3", 0], negative=["3", 0], latent_image=["4", 0], seed=1,
+                  steps=30, cfg=1.0, sampler_name="euler", scheduler="simple", denoise=1.0),
+        "7": node("SaveImage", images=["10", 0]),
+        "8": node("PrimitiveInt", value=1024),
+        "9": node("SomebodysPromptWriter"),
+        "10": node("VAEDecode", samples=["6", 0], vae=["11", 0]),
+        "11": node("VAELoader", vae_name="ae.safetensors"),
+    } | changes  # fmt: skip
+
+
+def test_a_workflow_is_made_small_by_rules(info: Any) -> None:
+    made = small(graph(), info, "one")
+    kinds = {call["class_type"] for call in made.graph.values()}
+    assert "SaveImage" not in kinds
+    assert "VAEDecode" not in kinds  # nothing that a sampler is not fed by
+    assert made.graph["6"]["inputs"]["steps"] == 4
+    assert made.graph["4"]["inputs"] == {"width": 192, "height": 128, "batch_size": 1}
+    assert made.graph["3"]["inputs"]["text"] == "a lighthouse in the rain"
+    text = made.graph[made.graph["3"]["inputs"]["clip"][0]]
+    assert json.loads(text["inputs"]["spec"])["dim"] == tiny_of("flux1-dev.safetensors").text["dim"]
+    assert made.stood_for == {"SomebodysPromptWriter"}
+
+
+def test_a_network_without_a_tiny_one_is_named(info: Any) -> None:
+    loader = node("UNETLoader", unet_name="seedvr2_3b.safetensors", weight_dtype="default")
+    with pytest.raises(NotSmall, match="no tiny NaDiT"):
+        small(graph(**{"1": loader}), info, "one")
+
+
+def test_every_name_in_the_table_is_a_tiny_network() -> None:
+    for _, tiny in FILES:
+        assert tiny_of_name(tiny)
+
+
+def tiny_of_name(entry: str) -> bool:
+    from .graphs import TEXTS
+    from .networks import NETWORKS
+    from .write_unets import UNETS
+
+    kind, _, name = entry.rpartition(" ")
+    return name in {"family": {*TEXTS, "z_image"}, "unet": UNETS, "": NETWORKS, "control": ("sd35",)}[kind]
