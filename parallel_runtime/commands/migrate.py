@@ -1,4 +1,4 @@
-"""Replaces native samplers by CP nodes in a saved workflow or an API prompt, or CP nodes by native samplers with --back.
+"""Replaces native samplers by CP nodes in a saved workflow or an API prompt; with --back, CP nodes by native samplers.
 Needs no ComfyUI.
 
 A CP node has its native node's sockets and widgets, so no value changes. If a graph has one CP Parallel Config, its new
