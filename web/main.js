@@ -5,6 +5,7 @@ import { badge, startBadge } from "./badge.js";
 import { addSummary, CONFIG } from "./config.js";
 import { foldLoaded, followRenderer } from "./fold.js";
 import { canvasItems, menuItems, migrateCommands, toolboxCommands } from "./migrate.js";
+import { startHelp } from "./help.js";
 import { startNotices } from "./notices.js";
 import { SAMPLERS, addLine, startLines } from "./onnode.js";
 import { openPanel, panel } from "./panel.js";
@@ -44,6 +45,7 @@ app.registerExtension({
     addStyle();
     app.extensionManager.registerSidebarTab(panel());
     startBadge();
+    startHelp();
     startNotices();
     startRefusals();
     startLines();

@@ -28,7 +28,7 @@ from .status_events import full_status_json
 
 log = logging.getLogger(__name__)
 
-PAGES = Path(__file__).parents[2] / "docs" / "troubleshooting"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def add_routes() -> None:
@@ -58,8 +58,8 @@ async def get_logs(request: web.Request) -> web.Response:
 
 
 async def get_help(request: web.Request) -> web.Response:
-    """Returns a page of docs/troubleshooting as text."""
-    pages = {path.stem: path for path in PAGES.glob("*.md")}
+    """Returns a page of docs/ or docs/troubleshooting as text; web/help.js shows it."""
+    pages = {path.stem: path for folder in (DOCS, DOCS / "troubleshooting") for path in folder.glob("*.md")}
     page = pages.get(request.match_info["page"])
     if page is None:
         return _error(f"there is no such page; there are {', '.join(sorted(pages))}", 404)
