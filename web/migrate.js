@@ -156,10 +156,10 @@ function migrate(nodes, types) {
  * @param {Types} types
  */
 function report(count, types) {
-  const key = `migrate.${types === TO_CP ? "run" : "back"}${count === 1 ? ".one" : ""}`;
+  const [one, several] = types === TO_CP ? ["migrate.run.one", "migrate.run"] : ["migrate.back.one", "migrate.back"];
   const alone = types === TO_CP && gpus() === 1;
   const detail = alone ? say("one.hint") : say("migrate.undo");
-  tell("info", say(key, { count }), detail, alone ? ONE_GPU_MILLISECONDS : NOTICE_MILLISECONDS, []);
+  tell("info", say(count === 1 ? one : several, { count }), detail, alone ? ONE_GPU_MILLISECONDS : NOTICE_MILLISECONDS, []);
 }
 
 /**

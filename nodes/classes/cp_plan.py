@@ -16,7 +16,7 @@ from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.explain.plan_report import Report, Row, Subject, report
 from ...parallel_runtime.explain.plan_words import unused, why_replicated
 from ...parallel_runtime.explain.remedy import changes, in_words, instead
-from ...parallel_runtime.group.history import Pace
+from ...parallel_runtime.group.history import Pace, RunSetup
 from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.planning.candidates import profile_of
@@ -148,23 +148,26 @@ def explain(
     decode = explain_decode(vae, subject.latent, plan.placement, profile) if vae is not None else ""
     if seen.refused is not None:
         troubles.append(_trouble_row("trouble.weights", seen.refused))
+    kind = run_kind(source.spec, work)
+    paces = runtime.history.paces(kind)
+    setup = RunSetup.of(degrees, plan.placement)
+    measured = next((pace for pace in paces if pace.setup == setup), None)
     made = report(
         subject, plan, guided=guided, automatic=not (request.ring_degree or request.ulysses_degree), profile=profile,
         free=[reading.free_bytes + reading.rank_bytes for reading in readings], capacity=seen.capacity, decode=decode,
-        races=readings[0].races if readings else (), troubles=troubles,
+        races=readings[0].races if readings else (), measured=measured, troubles=troubles,
         whole=why_replicated(request, plan, work.network) if plan.estimate else "", unused=idle, compared=seen.compared,
         resorted=request.pipeline_degree == 0 and degrees.pipeline_degree > 1, warmup=request.options.warmup_steps,
     )  # fmt: skip
-    kind = run_kind(source.spec, work)
     cost = None if troubles else cost_of(plan, kind)
-    return replace(made, fix=changes(asked, request), times=runtime.history.paces(kind), cost=cost), recommended
+    return replace(made, fix=changes(asked, request), times=paces, cost=cost), recommended
 
 
 def _pace_json(pace: Pace) -> dict[str, Any]:
     """Returns one bar of the chart as JSON: the measured seconds, and the layout of the run."""
     layout = pace.setup
     layout_json = {"workers": layout.workers, "cpu": layout.kind == "cpu", "degrees": layout.degrees}
-    return {**layout_json, "seconds": pace.seconds, "times": pace.speedup}
+    return {**layout_json, "seconds": pace.seconds, "times": pace.speedup, "at": pace.at}
 
 
 def _trouble_row(key: str, refused: Refused) -> Row:

@@ -4,6 +4,7 @@ is a row; the text, and the page's table and picture, are made of them."""
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -114,6 +115,7 @@ def report(
     capacity: Capacity = UNLIMITED,
     decode: str | tuple[str, ...] = "",
     races: Sequence[Race] = (),
+    measured: Pace | None = None,
     troubles: Sequence[Row] = (),
     whole: str = "",
     unused: str = "",
@@ -124,10 +126,10 @@ def report(
     """`plan` has no estimate where its weights fit nowhere. `profile` is None where no worker group has measured this
     machine yet, and nothing is `free` then: the bytes that each worker could take of its device at this moment.
     `capacity` is what the weights found a place by. `decode` is of a VAE,
-    `races` are those of kernels that its workers have run. What was refused, the `troubles`, comes first; `whole` says
-    why weights are on every device that were to be elsewhere, `unused` that shares divide nothing, `compared` what
-    other devices and degrees would take. `resorted`: auto made it a pipeline. `warmup` steps are exact where others
-    come in patches."""
+    `races` are those of kernels that its workers have run, `measured` is the pace of a run of this plan. What was
+    refused, the `troubles`, comes first; `whole` says why weights are on every device that were to be elsewhere,
+    `unused` that shares divide nothing, `compared` what other devices and degrees would take. `resorted`: auto made it
+    a pipeline. `warmup` steps are exact where others come in patches."""
     work, degrees, placement = subject.work, plan.degrees, plan.placement
     chosen = _choice(profile) if automatic and degrees.context_parallel_size > 1 else "degrees"
     estimate = placed(plan, work, capacity)
@@ -139,6 +141,7 @@ def report(
     ]
     rows = [
         *troubles,
+        Row("Speed", (_measured_speed(measured), _speed(work, plan, profile))),
         Row("Model", subject.model, "model"),
         Row("Tokens", _tokens(subject.tokens, work.rows)),
         Row("ControlNets", subject.controls),
@@ -152,7 +155,6 @@ def report(
         Row("Traffic", _traffic(work, degrees)),
         Row("Launch", _launch(subject, plan)),
         *(Row("Kernel", text) for text in kernel_sentences(races, degrees)),
-        Row("Speed", _speed(work, plan, profile)),
         Row("Decode", decode),
         *(Row("Note", text, "note") for text in notes),
     ]
@@ -268,6 +270,17 @@ def _launch(subject: Subject, plan: RunPlan) -> str:
         return say("launch.eager")
     key = f"launch.{choice}{'.compiled' if subject.compiled else ''}"
     return say(key, held=f"{activation_bytes(work, plan.degrees) / GIB:.2f}")
+
+
+def _measured_speed(measured: Pace | None) -> str:
+    """The seconds per step of this plan, and the speedup, as measured here."""
+    if measured is None:
+        return ""
+    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(measured.at))
+    values = {"workers": measured.setup.workers, "seconds": f"{measured.seconds:.2f}", "at": at}
+    if measured.speedup is None:
+        return say("speed.measured", **values)
+    return say("speed.measured.times", times=f"{measured.speedup:.1f}", **values)
 
 
 def _speed(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
