@@ -257,9 +257,10 @@ function connectConfig(node) {
 
 /** The values of widgets that subgraph nodes show of nodes inside: they go when their inner link does. */
 function hostValues() {
-  const root = app.rootGraph ?? app.graph;
-  const hosts = [root, ...(root.subgraphs?.values() ?? [])].flatMap((graph) => graph.nodes).filter((node) => node.subgraph);
-  return hosts.map((host) => ({
+  const root = /** @type {LGraph} */ (app.rootGraph ?? app.graph);
+  const hosts = [root, ...(root.subgraphs?.values() ?? [])]
+    .flatMap((graph) => graph.nodes).filter((/** @type {LGraphNode} */ node) => node.subgraph);
+  return hosts.map((/** @type {LGraphNode} */ host) => ({
     host, values: new Map((host.widgets ?? []).map((/** @type {any} */ widget) => [widget.name, widget.value])),
   }));
 }

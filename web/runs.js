@@ -63,7 +63,7 @@ export function timeline() {
   const view = element("div.cp-timeline", {}, element("h3.cp-subtitle", {}, say("runs")), list, legend);
   const show = () => {
     const runs = shownRuns().map(going);
-    const longest = Math.max(1e-3, ...runs.map((run) => seconds(run, PHASES)));
+    const longest = Math.max(1e-3, ...runs.filter((run) => seconds(run, WORK) > 0).map((run) => seconds(run, PHASES)));
     list.replaceChildren(...runs.map((run) => bar(run, longest)));
     const used = PHASES.filter((phase) => runs.some((run) => seconds(run, [phase]) > 0));
     legend.replaceChildren(...used.map((phase) =>
@@ -104,7 +104,7 @@ function bar(run, longest) {
     element(`span.cp-phase.cp-phase-${phase}`, {
       style: `flex-grow: ${time}`, title: `${say(`phase.${phase}`)}: ${took(time)}`,
     }));
-  const wide = Math.max(4, (100 * seconds(run, PHASES)) / longest);
+  const wide = Math.min(100, Math.max(4, (100 * seconds(run, PHASES)) / longest));
   const kind = run.model || say(seconds(run, ["decoding", "encoding"]) ? "run.vae" : "phase.starting");
   const name = run.measuring ? `${say("run.measure")}: ${kind}` : kind;
   const figures = [
