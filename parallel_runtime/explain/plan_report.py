@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..accelerators import CUDA
@@ -16,6 +16,7 @@ from ..planning.device_profile import DeviceProfile
 from ..planning.memory_model import UNLIMITED, Capacity, activation_bytes
 from ..planning.misfit import size_in_words
 from ..planning.network_stats import Work
+from ..planning.resolve import CLEARLY
 from ..planning.run_plan import RunPlan
 from ..planning.seconds import attention_bytes, evaluation_seconds
 from ..planning.stage_blocks import StageBlocks, busy_share, cached_key_value_bytes, stages_of, weight_ranges
@@ -136,6 +137,7 @@ def report(
     notes = [
         *_warnings(subject, plan, guided, estimate.needed_bytes_by_rank, free),
         whole,
+        _of_batch(work, plan, profile),
         unused,
         idle(plan),
     ]
@@ -343,6 +345,23 @@ def _of_prompts(subject: Subject, plan: RunPlan) -> str:
     even = degrees.cfg_degree == 1 and degrees.context_parallel_size % 2 == 0
     in_parts = plan.weights.mode != "replicate"
     return say_if(even and not in_parts and not subject.batch_coupled, "note.branches")
+
+
+def _of_batch(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
+    """Says when images of a batch are faster as whole images, shared out by data_degree; "" when they are not."""
+    degrees, workers = plan.degrees, plan.placement.world_size
+    data = max(size for size in range(1, min(workers, work.rows) + 1) if workers % size == 0)
+    if profile is None or not profile.bytes_per_second:
+        return ""
+    if data == 1 or degrees.data_degree * degrees.pipeline_degree > 1:
+        return ""
+    if work.network.heads % (workers // data) and not work.network.row_levels:
+        return ""
+    shared = Parallelism(data_degree=data, ulysses_degree=workers // data)
+    now = evaluation_seconds(work, degrees, profile) * -(-work.branches // degrees.cfg_degree)
+    other = evaluation_seconds(replace(work, rows=-(-work.rows // data)), shared, profile) * work.branches
+    faster = other < CLEARLY * now and not plan.placement.shared
+    return say_if(faster, "note.batch", rows=work.rows, data=data, other=f"{other:.2f}", seconds=f"{now:.2f}")
 
 
 def _of_rows(subject: Subject, degrees: Parallelism) -> str:
