@@ -14,21 +14,16 @@ from .renderers import BOTH
 DOCS = OUR_ROOT / "web" / "docs"
 PACK = "custom_nodes.context-parallel-sampler"
 
-PUT = """() => {
+PUT = """(kind = 'CPParallelConfig') => {
+    app.canvas.deselectAll();
     app.graph.clear();
-    const node = LiteGraph.createNode('CPParallelConfig');
+    const node = LiteGraph.createNode(kind);
     node.pos = [400, 300];
     app.graph.add(node);
     const { scale, offset } = app.canvas.ds, { x, y } = app.canvas.canvas.getBoundingClientRect();
     return [x + (node.pos[0] + 60 + offset[0]) * scale, y + (node.pos[1] - 15 + offset[1]) * scale];
 }"""  # returns where its title is
 
-SELECT = """kind => {
-    const node = LiteGraph.createNode(kind);
-    app.graph.add(node);
-    app.canvas.deselectAll();
-    app.canvas.select(node);
-}"""
 HEADING = "title => document.querySelector('.node-help-content h1')?.textContent === title"
 TOO_WIDE = """() => {
     const pane = document.querySelector('.node-help-content');
@@ -82,13 +77,11 @@ def test_nodes_speak_the_users_language(page: Any) -> None:
 
 @BOTH
 def test_comfyui_shows_every_page_in_its_pane_and_nothing_is_wider(page: Any) -> None:
-    title = page.evaluate(PUT)
-    wait_until_drawn(page)
-    page.mouse.click(*title)
-    page.get_by_test_id("info-button").click()
-    page.get_by_role("heading", name="What auto chooses").wait_for()
     for one in sorted(DOCS.glob("*.md")):
-        page.evaluate(SELECT, one.stem)
+        title = page.evaluate(PUT, one.stem)
+        wait_until_drawn(page)
+        page.mouse.click(*title)
+        page.get_by_test_id("info-button").click()
         page.wait_for_function(HEADING, arg=one.read_text().splitlines()[0].removeprefix("# "))
         assert page.evaluate(TOO_WIDE) == [], one.name
 
