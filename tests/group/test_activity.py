@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from torch import zeros
 
-from parallel_runtime.errors import Cause, WorkerDied, WorkerStartError
+from parallel_runtime.errors import Cause, ParallelError, WorkerDied, WorkerStartError
 from parallel_runtime.group import activity as activity_module
 from parallel_runtime.group.activity import Activity
 from parallel_runtime.group.history import HISTORY_LENGTH, Size
 from parallel_runtime.jobs import EvaluationJob, VAEJob
+from parallel_runtime.sentences import say
 from parallel_runtime.specs import ModelSpec, Parallelism, Placement
 from parallel_runtime.wire.messages import Done, Heartbeat, Joined, Step
 
@@ -328,3 +329,12 @@ def test_measurements_and_starts_do_not_push_runs_out(monkeypatch: pytest.Monkey
     assert len(runs) == HISTORY_LENGTH
     assert [run.measuring for run in runs] == [False] * 3 + [True] * (HISTORY_LENGTH - 3)
     assert {(run.workers, run.kind, run.end) for run in runs} == {(2, "cuda", "idle")}
+
+
+def test_the_log_says_cancels_and_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
+    activity = started(Clock(monkeypatch))
+    activity.begin_request(ModelSpec(loader="a"), Parallelism(), RUN)
+    activity.cancelled()
+    activity.lost(ParallelError(say("died.gone", worker="rank 1")))
+    lines = [line.text for line in activity.journal.tail()]
+    assert lines[-2:] == ["[CP] the run was cancelled", "[CP] the workers ended: worker rank 1 went away"]
