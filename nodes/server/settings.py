@@ -55,8 +55,12 @@ class Settings:
     @property
     def request(self) -> ParallelRequest:
         """Returns the request of a node without a cp_config."""
-        degrees = {"ring_degree": self.RingDegree, "ulysses_degree": self.UlyssesDegree, "pipeline_degree": 0}
-        return ParallelRequest(devices=self.Devices.strip(), **degrees)
+        return ParallelRequest(
+            devices=self.Devices.strip(),
+            ring_degree=self.RingDegree,
+            ulysses_degree=self.UlyssesDegree,
+            pipeline_degree=0,
+        )
 
 
 def settings_file() -> Path:

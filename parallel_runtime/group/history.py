@@ -125,8 +125,8 @@ class History:
         if now.state in TIMED and self._begins_run(now.state):
             self._append(Run(began=now.since, workers=workers, kind=kind, measuring=self.measuring))
         if now.state in ("loading", "sampling"):
-            sizes = {"workers": workers, "kind": kind, "measuring": self.measuring}
-            self._replace_last(replace(self.runs[-1], model=now.model, **sizes))
+            run = replace(self.runs[-1], model=now.model, workers=workers, kind=kind, measuring=self.measuring)
+            self._replace_last(run)
         if now.state == "loading":
             self._first_step = None
         if now.state in ENDS - {"none"} and before.state != "starting":
