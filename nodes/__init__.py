@@ -15,7 +15,7 @@ from .classes.cp_plan import CPPlan
 from .classes.cp_sampler import CPSampler, CPSamplerAdvanced, CPSamplerCustom, CPSamplerCustomBasic
 from .classes.cp_vae import CPVAE
 from .server.routes import add_routes
-from .server.start_ahead import on_prompt
+from .server.start_ahead import on_prompt, start_with_comfyui
 from .server.status_events import start_publishing
 
 
@@ -25,6 +25,7 @@ class ContextParallelExtension(ComfyExtension):
         PromptServer.instance.add_on_prompt_handler(on_prompt)
         add_routes()
         start_publishing()
+        start_with_comfyui()
         logging.getLogger().addFilter(_is_not_refusal_traceback)
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:

@@ -11,15 +11,19 @@ from .demo import REQUIREMENTS
 COMMANDS = {
     "demo": (".commands.demo_run", "draw with the small model that comes along"),
     "join": (".commands.join", "lend this machine's devices to a ComfyUI on another"),
-    "migrate": (".commands.migrate", "put CP samplers into a saved workflow"),
+    "migrate": (".commands.migrate", "put CP samplers into a saved workflow, or --back ComfyUI's own"),
     "networks": (".commands.networks", "write the plan by which a network is split, and check it"),
     "report": (".commands.report.command", "what this machine can do"),
 }
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
-        listing = "".join(f"\n  {name:10}{says}" for name, (_, says) in COMMANDS.items())
-        sys.exit(f"usage: python -m parallel_runtime {{{','.join(COMMANDS)}}} [--help]{listing}")
+        listing = "".join(f"\n  {name:10}{purpose}" for name, (_, purpose) in COMMANDS.items())
+        usage = f"usage: python -m parallel_runtime {{{','.join(COMMANDS)}}} [--help]{listing}"
+        if sys.argv[1:] in (["--help"], ["-h"]):
+            sys.exit(sys.stdout.write(f"{usage}\n") and 0)
+        unknown = f"there is no command {sys.argv[1]!r}\n" if len(sys.argv) > 1 else ""
+        sys.exit(unknown + usage)
     try:
         command = importlib.import_module(COMMANDS[sys.argv[1]][0], __package__)
     except ModuleNotFoundError as missing:

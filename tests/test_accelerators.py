@@ -94,7 +94,7 @@ def test_every_kernel_of_the_table_has_its_functions_and_an_option_and_is_in_the
     assert list(registry.FUNCTIONS) == list(KERNELS)
     (row,) = (row for row in widgets() if row.name == "attention_backend")
     assert row.options == ("auto", "native", *KERNELS)
-    help_page = (Path(__file__).parents[1] / "web" / "docs" / "CPParallelConfig.md").read_text(encoding="utf-8")
+    help_page = (Path(__file__).parents[1] / "docs" / "parallel-config.md").read_text(encoding="utf-8")
     for kernel in KERNELS.values():
         assert registry.FUNCTIONS[kernel.name].row is kernel
         assert f"`{kernel.name}`" in help_page

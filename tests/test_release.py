@@ -69,7 +69,7 @@ def test_the_address_is_set_in_one_place_and_the_readmes_command_is_one(tmp_path
 
 
 def test_the_readme_is_a_first_page():
-    assert len((ROOT / "README.md").read_bytes()) <= 12_000
+    assert len((ROOT / "README.md").read_bytes()) <= 9_000
 
 
 def test_the_registry_can_read_the_project():

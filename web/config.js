@@ -57,7 +57,7 @@ function watch(node, changed) {
  * @param {string} name
  * @param {() => void} act
  */
-function after(owner, name, act) {
+export function after(owner, name, act) {
   const before = owner[name];
   owner[name] = function (/** @type {any[]} */ ...args) {
     const result = before?.apply(this, args);

@@ -4,7 +4,8 @@ import { app } from "../../scripts/app.js";
 import { badge, startBadge } from "./badge.js";
 import { addSummary, CONFIG } from "./config.js";
 import { foldLoaded, followRenderer } from "./fold.js";
-import { menuItems, migrateSelected, standsIn } from "./migrate.js";
+import { canvasItems, menuItems, migrateCommands, toolboxCommands } from "./migrate.js";
+import { startHelp } from "./help.js";
 import { startNotices } from "./notices.js";
 import { SAMPLERS, addLine, startLines } from "./onnode.js";
 import { openPanel, panel } from "./panel.js";
@@ -15,6 +16,8 @@ import { startFollowing } from "./status.js";
 import { sortTemplates } from "./templates.js";
 import { loadWords, say } from "./words.js";
 
+const MENU = ["OpenPanel", "Migrate", "MigrateAll", "MigrateBack", "MigrateAllBack"].map((name) => `CPSampler.${name}`);
+
 await loadWords();
 sortTemplates();
 
@@ -22,15 +25,16 @@ app.registerExtension({
   name: "ContextParallel.Sampler",
   settings: settings(),
   commands: [
-    { id: "CPSampler.Migrate", label: say("menu.run"), icon: "icon-[lucide--cpu]", function: migrateSelected },
+    ...migrateCommands(),
     { id: "CPSampler.OpenPanel", label: say("title"), icon: "icon-[lucide--cpu]", function: openPanel },
   ],
-  menuCommands: [{ path: ["Extensions", "CP Sampler"], commands: ["CPSampler.OpenPanel", "CPSampler.Migrate"] }],
+  menuCommands: [{ path: ["Extensions", "CP Sampler"], commands: MENU }],
   get actionBarButtons() {
     return badge();
   },
   getNodeMenuItems: menuItems,
-  getSelectionToolboxCommands: (/** @type {any} */ item) => (standsIn(item) ? ["CPSampler.Migrate"] : []),
+  getCanvasMenuItems: canvasItems,
+  getSelectionToolboxCommands: toolboxCommands,
   nodeCreated(/** @type {any} */ node) {
     if (node.comfyClass === CONFIG) addSummary(node);
     if (node.comfyClass === PLAN) addPlan(node);
@@ -41,6 +45,7 @@ app.registerExtension({
     addStyle();
     app.extensionManager.registerSidebarTab(panel());
     startBadge();
+    startHelp();
     startNotices();
     startRefusals();
     startLines();

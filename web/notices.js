@@ -81,7 +81,8 @@ function tellOfOneGpu() {
 export function tell(severity, summary, detail, life, links = [{ words: say("toast.open"), open: openPanel }]) {
   const toasts = /** @type {any} */ (app.extensionManager.toast);
   if (toasts[severity]) { // from 1.58 or so on they hold a link themselves, and one alone
-    const action = { label: links[0].words, onClick: links[0].open };
+    const [link] = links;
+    const action = link && { label: link.words, onClick: link.open };
     const id = toasts[severity](summary, { description: detail, duration: life, action });
     return () => toasts.dismiss(id);
   }

@@ -1,13 +1,16 @@
-/** What a run does, on the sampler's own node: workers, step, seconds a step, time left; afterwards steps and seconds. */
+/** What a run does, over the sampler's node and the subgraphs around it: workers, step, time left; afterwards its
+ * seconds and speed-up. Native samplers beside a CP sampler show their seconds, to compare. */
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
-import { pace } from "./runs.js";
+import { result, took } from "./runs.js";
 import { digits, duration } from "./seconds.js";
+import { count } from "./shares.js";
 import { WORKING, follow, lastRun, left, now } from "./status.js";
 import { say } from "./words.js";
 
 export const SAMPLERS = ["CPSampler", "CPSamplerAdvanced", "CPSamplerCustom", "CPSamplerCustomBasic"];
+const NATIVE = ["KSampler", "KSamplerAdvanced", "SamplerCustomAdvanced", "SamplerCustom"];
 const CELL = "cpSamplerLines"; // on ComfyUI's own reactive store: Nodes 2.0 draws again what read it when it changes
 const PADDING = 6;
 const HIGH = 20;
@@ -63,8 +66,9 @@ class Line {
   }
 }
 
-/** @param {LGraphNode} node a new sampler */
+/** @param {LGraphNode} node a sampler, or a subgraph with one; once a node */
 export function addLine(node) {
+  if (node.cpLine) return;
   const line = new Line(node);
   node.cpLine = line;
   node.badges.push(() => {
@@ -74,23 +78,24 @@ export function addLine(node) {
 }
 
 export function startLines() {
-  /** @type {LGraphNode | undefined} */
-  let running;
+  let running = ""; // the path of the CP sampler that runs, "" if none does
   let after = 0; // when the run before its own began
-  /** @type {{node: LGraphNode, after: number} | undefined} its run is over, but for the last news of it */
+  /** @type {{path: string, after: number} | undefined} its run is over, but for the last news of it */
   let done;
   const sum = () => {
     const run = now().runs.find((one) => done && sampled(one) && one.began > done.after);
     if (!done || !run?.end) return;
-    if (done.node !== running) tell(done.node, pace(run));
+    if (done.path !== running) tell(done.path, result(run));
     done = undefined;
   };
+  const native = nativeTimes();
   /** @type {EventTarget} */ (api).addEventListener("executing", (event) => {
     const id = /** @type {CustomEvent<any>} */ (event).detail;
-    const node = id == null ? undefined : nodeOf(String(id?.node ?? id));
-    if (running === node) return;
-    if (running) done = { node: running, after };
-    running = SAMPLERS.includes(node?.comfyClass) ? node : undefined;
+    const path = id == null ? "" : String(id?.node ?? id);
+    native(path);
+    if (running === path) return;
+    if (running) done = { path: running, after };
+    running = SAMPLERS.includes(nodeOf(path)?.comfyClass) ? path : "";
     sum();
     after = now().runs.filter(sampled).pop()?.began ?? 0;
     if (running) tell(running, "");
@@ -99,6 +104,25 @@ export function startLines() {
     if (running && inRun()) tell(running, inRun());
     sum();
   });
+}
+
+/** @returns {(path: string) => void} to be called with each node that begins: says how long a native sampler took. */
+function nativeTimes() {
+  let timed = "";
+  let began = 0;
+  return (path) => {
+    if (path === timed) return;
+    if (timed) tell(timed, say("line.native", { time: took((performance.now() - began) / 1000) }));
+    timed = NATIVE.includes(nodeOf(path)?.comfyClass) && usesWorkers() ? path : "";
+    began = performance.now();
+  };
+}
+
+/** Does the workflow have a CP sampler? */
+function usesWorkers() {
+  const root = /** @type {any} */ (app.rootGraph ?? app.graph);
+  return [root, ...(root.subgraphs?.values() ?? [])].some((graph) =>
+    graph.nodes.some((/** @type {LGraphNode} */ node) => SAMPLERS.includes(node.comfyClass)));
 }
 
 /** @param {import("./status.js").Run} run of a sampler, and not a start that nobody asked for */
@@ -122,7 +146,7 @@ export function nodeOf(id) {
 /** "2 workers, step 3 of 20, 0.41 s each, 7 s left" */
 function inRun() {
   const { state, world_size, steps, step, stage } = now();
-  const workers = say(world_size === 1 ? "line.worker" : "line.workers", { count: world_size });
+  const workers = count(world_size, now().ranks[0]?.device === "cpu");
   if (state === "starting") return joined(workers, say(stage ? `stage.${stage}` : "state.starting"));
   if (state === "loading") return joined(workers, say("state.loading", { percent: Math.round(now().loaded * 100) }));
   if (!WORKING.includes(state) || !steps) return "";
@@ -142,11 +166,17 @@ function joined(...parts) {
 }
 
 /**
- * @param {LGraphNode} node
+ * @param {string} path of the sampler
  * @param {string} words
  */
-function tell(node, words) {
-  node.cpLine.text = words;
+function tell(path, words) {
+  const steps = path.split(":");
+  for (const depth of steps.keys()) {
+    const node = nodeOf(steps.slice(0, depth + 1).join(":"));
+    if (!node) continue;
+    addLine(node);
+    node.cpLine.text = words;
+    node.setDirtyCanvas?.(true, true);
+  }
   Object.assign(app.extensionManager, { [CELL]: ++revision });
-  node.setDirtyCanvas?.(true, true);
 }

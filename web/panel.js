@@ -5,11 +5,11 @@ import { app } from "../../scripts/app.js";
 import { diagnostics, copyText } from "./diagnostics.js";
 import { element, setText } from "./elements.js";
 import { openHelp } from "./help.js";
-import { cardName, rankCard } from "./rank.js";
+import { cardName, gpuLine, rankCard } from "./rank.js";
 import { facts, timeline } from "./runs.js";
 import { duration } from "./seconds.js";
 import { shares, terms } from "./shares.js";
-import { BUSY, FAILED, WORKING, elapsed, follow, gpus, lastRun, lastWords, left, now, reasonOf } from "./status.js";
+import { BUSY, FAILED, WORKING, elapsed, follow, gpuList, gpus, lastRun, lastWords, left, now, reasonOf } from "./status.js";
 import { say } from "./words.js";
 
 /** @typedef {import("./status.js").Status} Status */
@@ -18,6 +18,7 @@ export const PANEL = "cp-workers";
 const LOG_MILLISECONDS = 2000;
 const CLOCK_MILLISECONDS = 500;
 const NEAR_PIXELS = 24;
+const GIB = 2 ** 30;
 
 /** @returns {any} what registerSidebarTab takes */
 export function panel() {
@@ -70,7 +71,7 @@ function fill(place) {
     clock: element("p.cp-clock.cp-small"),
     hint: element("p.cp-hint"),
     words: element("pre.cp-words-of"),
-    help: element("button.cp-link", { type: "button", onclick: () => openHelp(now().help) }, say("toast.help")),
+    help: element("button.cp-link", { type: "button", onclick: () => void openHelp(now().help) }, say("toast.help")),
     model: element("p.cp-model"),
     degrees: element("p.cp-degrees"),
     terms: element("p.cp-degrees.cp-small"),
@@ -108,6 +109,7 @@ function fill(place) {
   return () => {
     unfollow();
     timers.forEach(clearInterval);
+    log.leave();
   };
 }
 
@@ -169,6 +171,11 @@ function termsOf(status) {
  * @param {Status} status
  */
 function showRanks(list, status) {
+  if (!status.ranks.length) {
+    list.replaceChildren(...gpuList().map(gpuLine));
+    return;
+  }
+  for (const line of list.querySelectorAll(".cp-unused")) line.remove();
   while (list.children.length > status.ranks.length) list.lastElementChild?.remove();
   while (list.children.length < status.ranks.length) list.append(rankCard());
   status.ranks.forEach((rank, index) => /** @type {any} */ (list.children[index]).show(rank, status));
@@ -176,13 +183,13 @@ function showRanks(list, status) {
 
 function actions() {
   const stop = button("stop", () => ask("/cp/stop"));
-  const free = button("free", () => ask("/cp/free", "freed"));
+  const free = button("free", () => ask("/cp/free", ({ bytes }) => say(bytes ? "freed.bytes" : "freed", { size: (bytes / GIB).toFixed(1) })));
   const restart = button("restart", async () => {
     if (BUSY.includes(now().state)) {
       const sure = await app.extensionManager.dialog.confirm({ title: say("restart"), message: say("restart.sure") });
       if (!sure) return;
     }
-    await ask("/cp/restart", "restarted");
+    await ask("/cp/restart", () => say("restarted"));
   });
   const copy = button("copy", async () => {
     await copyText(await diagnostics());
@@ -192,7 +199,7 @@ function actions() {
   const show = (/** @type {Status} */ status) => {
     const busy = BUSY.includes(status.state);
     stop.disabled = !busy || status.state === "cancelling";
-    free.disabled = !["idle", "cancelled"].includes(status.state);
+    free.disabled = !["idle", "cancelled"].includes(status.state) || !status.ranks.some((rank) => rank.weights.length);
     restart.disabled = ["none", "starting", "unknown"].includes(status.state);
   };
   return { bar, show };
@@ -208,7 +215,7 @@ function button(name, act) {
 
 /**
  * @param {string} route
- * @param {string} [done] what to say then
+ * @param {(result: any) => string} [done] what to say then
  */
 async function ask(route, done) {
   const answer = await api.fetchApi(route, { method: "POST" });
@@ -216,22 +223,30 @@ async function ask(route, done) {
   if (!answer.ok) {
     app.extensionManager.toast.add({ severity: "warn", summary: say("failed"), detail: result.error, life: 6000 });
   } else if (done) {
-    app.extensionManager.toast.add({ severity: "success", summary: say(done), life: 3000 });
+    app.extensionManager.toast.add({ severity: "success", summary: done(result), life: 3000 });
   }
 }
 
 function logView() {
   const choice = element("select.cp-choice", { "aria-label": say("log.of"), onchange: () => refresh() });
-  const text = element("pre.cp-log", { tabindex: 0, role: "log", "aria-label": say("log") });
+  let following = true; // until the user scrolls up; a box that shrinks scrolls nothing
+  const end = () => {
+    if (following) text.scrollTop = text.scrollHeight;
+  };
+  const read = () => {
+    following = text.scrollHeight - text.scrollTop - text.clientHeight < NEAR_PIXELS;
+  };
+  const text = element("pre.cp-log", { tabindex: 0, role: "log", "aria-label": say("log"), onwheel: () => setTimeout(read), onkeyup: read, onpointerup: read });
+  const resized = new ResizeObserver(end);
+  resized.observe(text);
   const head = element("div.cp-line", {}, element("h3.cp-subtitle", {}, say("log")), choice);
   const view = element("div.cp-logs", {}, head, text);
   async function refresh() {
     const answer = await api.fetchApi(`/cp/logs?lines=200&rank=${choice.value}`);
     if (!answer.ok) return;
     const { lines } = await answer.json();
-    const atEnd = text.scrollHeight - text.scrollTop - text.clientHeight < NEAR_PIXELS;
     setText(text, lines.map((/** @type {{text: string}} */ line) => line.text).join("\n") || say("log.empty"));
-    if (atEnd) text.scrollTop = text.scrollHeight;
+    end();
   }
   /** @type {unknown} */
   let shown; // the loss whose rank's lines were turned to
@@ -252,5 +267,5 @@ function logView() {
     if (!lost && shown) choice.value = "";
     shown = lost;
   };
-  return { view, refresh, choose };
+  return { view, refresh, choose, leave: () => resized.disconnect() };
 }

@@ -1,7 +1,8 @@
 /** CP Plan's report on its node: what is refused first, then a picture of which worker holds which part, and a table. */
 
+import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
-import { CONFIG } from "./config.js";
+import { CONFIG, after } from "./config.js";
 import { svgElement, element, setText } from "./elements.js";
 import { upstream } from "./refusals.js";
 import { remedy } from "./remedy.js";
@@ -10,6 +11,8 @@ import { count, divided } from "./shares.js";
 import { say, translate } from "./words.js";
 
 export const PLAN = "CPPlan";
+const ENDS = ["execution_success", "execution_error", "execution_interrupted"];
+const LOOK_MILLISECONDS = 500;
 const MIN_HEIGHT = 150; // pixels
 const MAX_HEIGHT = 620;
 const FRAME = 40; // around the report
@@ -32,7 +35,7 @@ const GAP = 4;
 /** @param {any} node a new CP Plan */
 export function addPlan(node) {
   const report = element("div.cp-report", {}, element("p.cp-hint", {}, say("plan.empty")));
-  const take = element("button.cp-button", { type: "button", onclick: () => measure(node) }, say("plan.measure"));
+  const take = element("button.cp-button", { type: "button", onclick: () => measure(node, take) }, say("plan.measure"));
   const cost = element("p.cp-hint.cp-cost", {}, say("plan.measure.tip"));
   const place = element("div.cp-plan", { tabindex: 0 }, report, take, cost);
   const least = () => Math.min(MAX_HEIGHT, Math.max(MIN_HEIGHT, report.offsetHeight + take.offsetHeight + cost.offsetHeight + FRAME));
@@ -43,16 +46,48 @@ export function addPlan(node) {
   hide(measuring(node));
   const grow = () => node.setSize([Math.max(node.size[0], WIDE + 40), Math.max(node.size[1], node.computeSize()[1])]);
   grow();
+  watchConfig(node, report);
   const before = node.onExecuted;
   node.onExecuted = function (/** @type {any} */ output) {
     before?.call(this, output);
     const plan = output?.cp_plan?.[0];
     if (!plan) return;
     report.replaceChildren(...shown(plan, node));
+    node.cpPlanned = settings(node);
     take.disabled = cost.hidden = plan.troubles.length > 0; // there is nothing to measure
     if (plan.cost) setText(cost, costText(plan.cost));
     grow();
   };
+}
+
+/**
+ * The values of the CP Parallel Config that this plan is of.
+ * @param {any} node
+ */
+function settings(node) {
+  const config = upstream(node).find((/** @type {any} */ one) => one.comfyClass === CONFIG);
+  return JSON.stringify((config?.widgets ?? []).map((/** @type {any} */ widget) => (widget.serialize === false ? null : widget.value)));
+}
+
+/**
+ * @param {any} node
+ * @param {HTMLElement} report
+ */
+function markOld(node, report) {
+  const old = node.cpPlanned !== undefined && node.cpPlanned !== settings(node);
+  const mark = report.querySelector(".cp-old");
+  if (old && !mark) report.prepend(element("p.cp-note.cp-old", { role: "status" }, say("plan.old")));
+  if (!old) mark?.remove();
+}
+
+/**
+ * Marks a plan of an older config, while the node is on the canvas.
+ * @param {any} node
+ * @param {HTMLElement} report
+ */
+function watchConfig(node, report) {
+  const timer = setInterval(() => markOld(node, report), LOOK_MILLISECONDS);
+  after(node, "onRemoved", () => clearInterval(timer));
 }
 
 /** @param {any} node */
@@ -71,14 +106,23 @@ function hide(widget) {
 }
 
 /**
- * Run this node alone, once, with its times taken.
+ * Run this node alone, once, with its times taken; the button says so until it ends.
  * @param {any} node
+ * @param {any} button
  */
-async function measure(node) {
+async function measure(node, button) {
   const widget = measuring(node);
   widget.value = true;
+  button.disabled = true;
+  setText(button, say("plan.measuring"));
+  const done = () => {
+    for (const name of ENDS) /** @type {EventTarget} */ (api).removeEventListener(name, done);
+    button.disabled = false;
+    setText(button, say("plan.measure"));
+  };
+  for (const name of ENDS) /** @type {EventTarget} */ (api).addEventListener(name, done);
   try {
-    await /** @type {any} */ (app).queuePrompt(0, 1, [String(node.id)]);
+    if ((await /** @type {any} */ (app).queuePrompt(0, 1, [String(node.id)])) === false) done();
   } finally {
     widget.value = false;
   }

@@ -1,4 +1,4 @@
-/** One worker in the panel: device, memory, weights, speed. */
+/** One worker in the panel, in one line: name, memory, seconds per step, percent waiting. Its details open by a click. */
 
 import { element, setText } from "./elements.js";
 import { digits } from "./seconds.js";
@@ -9,48 +9,49 @@ import { say } from "./words.js";
 const GIB = 2 ** 30;
 const FULL = 0.9;
 
-/** @returns {HTMLElement & {show: (rank: Rank, status: Status) => void}} */
+/** @returns {HTMLElement & {show: (rank: Rank, status: Status) => void}} one line; a click shows the rest */
 export function rankCard() {
   const name = element("span.cp-rank");
-  const device = element("span.cp-device");
   const fill = element("div.cp-fill");
   const bar = element("div.cp-bar", { role: "meter", "aria-valuemin": 0, "aria-valuemax": 100 }, fill);
-  const memory = element("span.cp-memory");
   const speed = element("span.cp-speed");
-  const waiting = element("div.cp-fill.cp-waiting");
-  const waits = element("div.cp-bar.cp-thin", { role: "meter", "aria-valuemin": 0, "aria-valuemax": 100 }, waiting);
-  const waited = element("div.cp-small.cp-waited");
+  const waited = element("span.cp-waited");
+  const memory = element("div.cp-memory.cp-small");
+  const device = element("div.cp-device.cp-small");
+  const waiting = element("div.cp-small");
   const weights = element("div.cp-weights");
-  const card = element(
-    "li.cp-card",
-    {},
-    element("div.cp-line", {}, name, device),
-    bar,
-    element("div.cp-line.cp-small", {}, memory, speed),
-    waits,
-    waited,
-    weights,
-  );
+  const details = element("details.cp-detail", {},
+    element("summary.cp-row", {}, name, bar, speed, waited), memory, device, waiting, weights);
+  const card = element("li.cp-card", {}, details);
   return Object.assign(card, {
     show: (/** @type {Rank} */ rank, /** @type {Status} */ status) => {
       card.dataset.rank = rank.rank;
       setText(name, cardName(rank));
-      setText(device, [say("rank", { rank: rank.rank }), rank.machine].filter(Boolean).join(" · "));
+      setText(device, [rank.device, say("rank", { rank: rank.rank }), rank.machine].filter(Boolean).join(" · "));
       card.classList.toggle("cp-lost", status.loss?.rank === rank.rank);
-      device.title = device.textContent;
       showMemory(bar, fill, memory, rank);
       const loading = status.state === "loading" && rank.loaded < 1;
-      const shown = loading ? say("state.loading", { percent: Math.round(rank.loaded * 100) }) : seconds(rank);
-      setText(speed, shown);
-      setText(waited, loading ? "" : communication(rank));
-      waited.hidden = waits.hidden = !waited.textContent;
-      const share = Math.round(100 * Math.min(1, (rank.waited_seconds ?? 0) / (rank.step_seconds || 1)));
-      waiting.style.width = `${share}%`;
-      waits.setAttribute("aria-valuenow", String(share));
-      waits.setAttribute("aria-label", waited.textContent ?? "");
+      setText(speed, loading ? `${Math.round(rank.loaded * 100)} %` : rank.step_seconds ? say("time.seconds", { seconds: digits(rank.step_seconds) }) : "");
+      speed.title = loading ? "" : seconds(rank);
+      const share = waitingPercent(rank);
+      const words = loading || share === undefined ? "" : say("step.waited", { percent: share });
+      setText(waited, words && `${share} %`);
+      waited.title = words;
+      setText(waiting, words);
       showWeights(weights, rank);
     },
   });
+}
+
+/**
+ * A GPU that no worker uses yet, as a line of its own.
+ * @param {import("./status.js").Gpu} gpu
+ */
+export function gpuLine({ index, name, total_bytes: total }) {
+  const size = total ? `${gib(total)} GiB` : "";
+  return element("li.cp-card.cp-unused", {},
+    element("div.cp-row", {}, element("span.cp-rank", {}, cardName({ rank: index, device: `cuda:${index}` })),
+      element("span.cp-name", { title: name }, name), element("span", {}, size)));
 }
 
 /**
@@ -110,12 +111,12 @@ function seconds(rank) {
 }
 
 /**
- * Time in communication; known only where ranks exchange through main memory, not for GPUs.
+ * The percent of a step in which it waits for other GPUs; known only where ranks exchange through main memory.
  * @param {Rank} rank
  */
-function communication(rank) {
-  const known = rank.step_seconds && rank.waited_seconds !== null;
-  return known ? say("step.waited", { seconds: digits(rank.waited_seconds ?? 0) }) : "";
+function waitingPercent(rank) {
+  if (!rank.step_seconds || rank.waited_seconds === null) return undefined;
+  return Math.round(100 * Math.min(1, rank.waited_seconds / rank.step_seconds));
 }
 
 /** @param {number} bytes */

@@ -1,44 +1,59 @@
-/** The last runs: what their time went into, and how much faster they were than one worker. */
+/** The last runs: what their time went into, and how much faster they were than one GPU. */
 
 import { element } from "./elements.js";
-import { digits, duration } from "./seconds.js";
+import { digits, duration, moment } from "./seconds.js";
+import { count } from "./shares.js";
 import { elapsed, now } from "./status.js";
 import { say } from "./words.js";
 
 /** @typedef {import("./status.js").Run} Run */
 
 const PHASES = ["starting", "loading", "sampling", "decoding", "encoding"];
+const WORK = ["loading", "sampling", "decoding", "encoding"];
 const SHOWN = 5;
 const MIN_SECONDS = 0.5; // seconds worth a word
 
 /**
- * "20 steps, 0.41 s each + 4 s start and load" and how much faster than one worker; nothing before there was a step.
+ * "12 steps in 2.4 s (0.20 s each), after 4 s of start-up" and how much faster than one GPU; nothing before there was a step.
  * @param {Run | undefined} run
  * @returns {string[]}
  */
 export function facts(run) {
   if (!run?.step_seconds) return [];
   const before = seconds(run, ["starting", "loading"]);
-  const steps = pace(run);
-  return [before < MIN_SECONDS ? steps : say("run.facts", { steps, before: duration(before) }), faster(run)].filter(Boolean);
+  const time = took(seconds(run, ["sampling"]));
+  const steps = say("run.steps", { steps: run.steps, time, seconds: digits(run.step_seconds) });
+  const when = run.measured && run.alone && run.alone_at
+    ? say("run.measured.at", { at: moment(run.alone_at), seconds: digits(run.alone) }) : "";
+  return [before < MIN_SECONDS ? steps : say("run.facts", { steps, before: duration(before) }), faster(run), when].filter(Boolean);
 }
 
 /**
- * "20 steps, 0.41 s each"; nothing before there was a step.
+ * "4 GPUs, 12 steps in 2.4 s, 3.4 x one GPU": what a run took; nothing before there was a step.
  * @param {Run | undefined} run
  */
-export function pace(run) {
-  return run?.step_seconds ? say("run.steps", { steps: run.steps, seconds: digits(run.step_seconds) }) : "";
+export function result(run) {
+  if (!run?.step_seconds) return "";
+  const workers = count(run.workers, run.kind === "cpu");
+  const done = say("line.done", { workers, steps: run.steps, time: took(seconds(run, ["sampling"])) });
+  return [done, faster(run)].filter(Boolean).join(", ");
 }
 
 /**
- * How much faster than one worker, measured or estimated.
+ * How much faster than one GPU, measured or estimated.
  * @param {Run} run
  */
 function faster(run) {
   if (!run.alone || !run.step_seconds) return "";
-  const times = (run.alone / run.step_seconds).toFixed(1);
-  return say(run.measured ? "run.measured" : "run.estimated", { times, seconds: digits(run.alone) });
+  return say(run.measured ? "run.measured" : "run.estimated", { times: (run.alone / run.step_seconds).toFixed(1) });
+}
+
+/**
+ * A time that was taken: to a tenth of a second up to a minute.
+ * @param {number} time
+ */
+export function took(time) {
+  return time < 60 ? say("time.seconds", { seconds: time.toFixed(1) }) : duration(time);
 }
 
 /** @returns {HTMLElement & {show: () => void}} the last runs, each a bar of its phases */
@@ -47,8 +62,8 @@ export function timeline() {
   const legend = element("div.cp-legend");
   const view = element("div.cp-timeline", {}, element("h3.cp-subtitle", {}, say("runs")), list, legend);
   const show = () => {
-    const runs = now().runs.slice(-SHOWN).reverse().map(going);
-    const longest = Math.max(1e-3, ...runs.map((run) => seconds(run, PHASES)));
+    const runs = shownRuns().map(going);
+    const longest = Math.max(1e-3, ...runs.filter((run) => seconds(run, WORK) > 0).map((run) => seconds(run, PHASES)));
     list.replaceChildren(...runs.map((run) => bar(run, longest)));
     const used = PHASES.filter((phase) => runs.some((run) => seconds(run, [phase]) > 0));
     legend.replaceChildren(...used.map((phase) =>
@@ -69,23 +84,53 @@ function going(run, index) {
   return index === 0 && PHASES.includes(state) ? { ...run, phases: [...run.phases, [state, elapsed()]] } : run;
 }
 
+/** The last ones, newest first; of starts that nobody asked for, and of measurements, only what there is space for. */
+function shownRuns() {
+  const { runs } = now();
+  const major = runs.filter((run) => !run.measuring && seconds(run, WORK) > 0).slice(-SHOWN);
+  const minor = runs.filter((run) => !major.includes(run));
+  const chosen = [...major, ...minor.slice(Math.max(0, minor.length - (SHOWN - major.length)))];
+  if (minor.length && runs.at(-1) === minor.at(-1) && !chosen.includes(runs[runs.length - 1])) chosen.push(runs[runs.length - 1]);
+  return chosen.sort((one, other) => other.began - one.began);
+}
+
 /**
+ * Two lines to compare: how it ended, model, workers; size, seconds per step, speed-up. Start-up is a part of the bar alone.
  * @param {Run} run
  * @param {number} longest
  */
 function bar(run, longest) {
-  const parts = run.phases.map(([phase, took]) =>
+  const parts = run.phases.map(([phase, time]) =>
     element(`span.cp-phase.cp-phase-${phase}`, {
-      style: `flex-grow: ${took}`, title: `${say(`phase.${phase}`)}: ${duration(took)}`,
+      style: `flex-grow: ${time}`, title: `${say(`phase.${phase}`)}: ${took(time)}`,
     }));
-  const total = seconds(run, PHASES);
-  const wide = Math.max(4, (100 * total) / longest);
-  const name = run.model || say(seconds(run, ["decoding", "encoding"]) ? "run.vae" : "phase.starting");
+  const wide = Math.min(100, Math.max(4, (100 * seconds(run, PHASES)) / longest));
+  const kind = run.model || say(seconds(run, ["decoding", "encoding"]) ? "run.vae" : "phase.starting");
+  const name = run.measuring ? `${say("run.measure")}: ${kind}` : kind;
+  const figures = [
+    count(run.workers, run.kind === "cpu"), run.tokens ? say("run.tokens", { tokens: run.tokens }) : "",
+    run.step_seconds ? say("step.seconds", { seconds: digits(run.step_seconds) }) : "", faster(run),
+  ].filter(Boolean).join(" · ");
+  const time = took(seconds(run, run.step_seconds ? ["sampling"] : PHASES));
   return element(
-    "li.cp-run", { title: [name, ...facts(run)].join(". ") },
-    element("div.cp-line.cp-small", {}, element("span.cp-name", {}, name), element("span", {}, duration(total))),
+    "li.cp-run", { title: [name, ...facts(run)].join(". "), "data-end": run.end },
+    element("div.cp-line.cp-small", {}, ...ending(run), element("span.cp-name", {}, name), element("span", {}, time)),
+    element("div.cp-small.cp-figures", {}, figures),
     element("div.cp-phases", { style: `width: ${wide}%` }, ...parts),
   );
+}
+
+/**
+ * A mark, and a word where it did not end well.
+ * @param {Run} run
+ */
+function ending({ end }) {
+  const marks = /** @type {Record<string, [string, string]>} */ ({
+    idle: ["✓", say("run.ok")], cancelled: ["⊘", say("run.cancelled")], died: ["✕", say("run.died")],
+  });
+  if (!marks[end]) return [];
+  const [mark, word] = marks[end];
+  return [element("span.cp-end", { title: word, "aria-label": word }, end === "idle" ? mark : `${mark} ${word}`)];
 }
 
 /**

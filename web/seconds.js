@@ -13,6 +13,16 @@ export function digits(seconds) {
 }
 
 /**
+ * A time of day, with its date if that is another day.
+ * @param {number} at seconds of the epoch
+ */
+export function moment(at) {
+  const [time, today] = [new Date(at * 1000), new Date()];
+  const same = time.toDateString() === today.toDateString();
+  return same ? time.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" }) : time.toLocaleDateString();
+}
+
+/**
  * A wait: "8 s", "2 min 5 s".
  * @param {number} seconds
  */

@@ -12,6 +12,8 @@ export function settings() {
     number("StallSeconds", "stall", 120, { min: 1, max: 86400 }),
     number("RingDegree", "ring", 0, { min: 0, max: 64 }),
     number("UlyssesDegree", "ulysses", 0, { min: 0, max: 64 }),
+    { ...entry("Devices", "devices", ""), type: "text" },
+    { ...entry("StartWithComfyUI", "start", false), type: "boolean" },
     { ...entry("LogLevel", "log", "INFO"), type: "combo", options: LEVELS },
   ];
 }

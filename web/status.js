@@ -12,8 +12,8 @@ import { say, translate } from "./words.js";
  * @typedef {"none" | "starting" | "unstarted" | "loading" | "sampling" | "decoding" | "encoding" | "cancelling"
  *   | "cancelled" | "idle" | "died" | "unknown"} State
  * @typedef {{rank: number | null, kind: string, words: string[], settled: boolean}} Loss
- * @typedef {{model: string, workers: number, began: number, phases: [string, number][], steps: number,
- *   step_seconds: number | null, waited: number | null, alone: number | null, measured: boolean, end: string}} Run
+ * @typedef {{model: string, workers: number, kind: string, tokens: number, measuring: boolean, began: number, phases: [string, number][], steps: number,
+ *   step_seconds: number | null, waited: number | null, alone: number | null, measured: boolean, alone_at: number | null, end: string}} Run
  * @typedef {{state: State, text: string, reason: string, sentence: import("./words.js").Sentence, since: number, elapsed: number, stage: string,
  *   loss: Loss | null, help: string, model: string, loaded: number, step: number, steps: number, world_size: number,
  *   nnodes: number, degrees: Record<string, number> | null, ranks: Rank[], runs: Run[]}} Status
@@ -33,6 +33,8 @@ const UNKNOWN = {
 let status = UNKNOWN;
 let receivedAt = 0; // on this browser's clock, which may be another than the server's
 let visible = 0; // GPUs that ComfyUI uses
+/** @type {Gpu[]} */
+let listed = [];
 /** @type {Set<(now: Status, before: Status) => void>} */
 const listeners = new Set();
 
@@ -41,6 +43,11 @@ export const now = () => status;
 
 /** GPUs that ComfyUI uses on its machine. */
 export const gpus = () => visible;
+
+/** @typedef {{index: number, name: string, total_bytes: number | null}} Gpu */
+
+/** The same GPUs, each with its name and memory. @returns {Gpu[]} */
+export const gpuList = () => listed;
 
 /** Seconds since the state last changed. */
 export const elapsed = () => status.elapsed + (performance.now() - receivedAt) / 1000;
@@ -93,6 +100,7 @@ async function ask() {
   const answer = await api.fetchApi("/cp/status");
   const news = answer.ok ? await answer.json() : UNKNOWN;
   visible = news.gpus ?? visible;
+  listed = news.gpu_list ?? listed;
   receive(news);
 }
 

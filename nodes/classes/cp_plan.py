@@ -16,7 +16,7 @@ from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.explain.plan_report import Report, Row, Subject, report
 from ...parallel_runtime.explain.plan_words import unused
 from ...parallel_runtime.explain.remedy import changes, in_words, instead
-from ...parallel_runtime.group.history import Pace
+from ...parallel_runtime.group.history import Pace, RunSetup
 from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.planning.candidates import profile_of
@@ -148,21 +148,24 @@ def explain(
     decode = explain_decode(vae, subject.latent, plan.placement, profile) if vae is not None else ""
     if seen.refused is not None:
         troubles.append(_trouble_row("trouble.weights", seen.refused))
+    kind = run_kind(source.spec, work)
+    paces = runtime.history.paces(kind)
+    setup = RunSetup.of(degrees, plan.placement)
+    pace = next((one for one in paces if one.setup == setup), None)
     made = report(
         subject, plan, seen.inputs,
-        free=[reading.free_bytes + reading.rank_bytes for reading in readings], decode=decode,
+        free=[reading.free_bytes + reading.rank_bytes for reading in readings], decode=decode, pace=pace,
         benchmarks=readings[0].benchmarks if readings else (), troubles=troubles, compared=seen.compared,
     )  # fmt: skip
-    kind = run_kind(source.spec, work)
     cost = None if troubles else cost_of(plan, kind)
-    return replace(made, fix=changes(requested, request), times=runtime.history.paces(kind), cost=cost), recommended
+    return replace(made, fix=changes(requested, request), times=paces, cost=cost), recommended
 
 
 def _pace_json(pace: Pace) -> dict[str, Any]:
     """Returns one bar of the chart as JSON: the measured seconds, and the layout of the run."""
     layout = pace.setup
     layout_json = {"workers": layout.workers, "cpu": layout.kind == "cpu", "degrees": layout.degrees}
-    return {**layout_json, "seconds": pace.seconds, "times": pace.speedup}
+    return {**layout_json, "seconds": pace.seconds, "times": pace.speedup, "at": pace.at}
 
 
 def _trouble_row(key: str, refused: Refused) -> Row:

@@ -54,6 +54,18 @@ def visible_gpus() -> int:
     return gpus
 
 
+def gpus_json() -> list[dict[str, Any]]:
+    """Returns name and memory of each GPU that ComfyUI sees; memory is None for a kind that does not tell it."""
+    kind = comfy.model_management.get_torch_device().type
+    module = getattr(torch, kind, None)
+    gpus: list[dict[str, Any]] = []
+    for index in range(visible_gpus()):
+        properties = module.get_device_properties(index) if module is not None else None
+        name, total = getattr(properties, "name", kind), getattr(properties, "total_memory", None)
+        gpus.append({"index": index, "name": str(name), "total_bytes": total})
+    return gpus
+
+
 @cache
 def _warn_once(why: str) -> None:
     log.warning("[CP] only one GPU is visible: %s", why)

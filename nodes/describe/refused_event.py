@@ -10,6 +10,7 @@ from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
 from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.sentences import to_json
 
 EVENT = "cp.refused"
@@ -23,6 +24,7 @@ def announce_refusals() -> Iterator[None]:
     except Refused as refused:
         server, context = PromptServer.instance, get_executing_context()
         node = context.node_id if context is not None else server.last_node_id
+        runtime.journal.note(f"[CP] refused: {refused}")
         server.send_sync(EVENT, {"node_id": node, "fix": refused.fix, **refusal_json(refused)}, server.client_id)
         raise
 

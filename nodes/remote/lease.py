@@ -263,7 +263,8 @@ class Lease:
         """Records in the history, the share balance and the log that a run of this plan begins."""
         work = inputs.work
         assert work is not None
-        self.group.activity.set_size(Size(run_kind(self.spec, work), _estimate_speedup(inputs, plan, work)))
+        speedup = _estimate_speedup(inputs, plan, work)
+        self.group.activity.set_size(Size(run_kind(self.spec, work), speedup, work.tokens))
         if inputs.request.shares.strip() in ("", "auto"):
             self.group.balance.begin(self.spec, plan.degrees)
         if inputs.gpus == 1 == plan.placement.world_size:

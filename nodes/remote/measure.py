@@ -29,6 +29,16 @@ def measure(
     """Samples with `request`, whose plan is `plan`, and on fewer devices with degrees on auto. Skips a number of
     devices that is refused, for example for lack of memory."""
     devices = plan.placement.devices
+    runtime.history.measuring = True
+    try:
+        _measure_each(model, latent, positive, request, devices, cfg)
+    finally:
+        runtime.history.measuring = False
+
+
+def _measure_each(
+    model: Any, latent: dict[str, Any], positive: list, request: ParallelRequest, devices: Sequence[str], cfg: float
+) -> None:
     for count in device_counts(len(devices)):
         fewer = ParallelRequest(
             dtype=request.dtype,

@@ -28,7 +28,7 @@ from .status_events import full_status_json
 
 log = logging.getLogger(__name__)
 
-PAGES = Path(__file__).parents[2] / "docs" / "troubleshooting"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def add_routes() -> None:
@@ -58,7 +58,8 @@ async def get_logs(request: web.Request) -> web.Response:
 
 
 async def get_help(request: web.Request) -> web.Response:
-    pages = {path.stem: path for path in PAGES.glob("*.md")}
+    """Returns a page of docs/ or docs/troubleshooting as text; web/help.js shows it."""
+    pages = {path.stem: path for folder in (DOCS, DOCS / "troubleshooting") for path in folder.glob("*.md")}
     page = pages.get(request.match_info["page"])
     if page is None:
         return _error(f"there is no such page; there are {', '.join(sorted(pages))}", 404)
@@ -76,8 +77,11 @@ async def stop(_: web.Request) -> web.Response:
 
 async def free(_: web.Request) -> web.Response:
     """Has the workers unload their models; the next run loads again."""
+    before = sum(_weight_bytes())
     freed = await _in_thread(_unload_models)
-    return web.json_response({"freed": freed}) if freed is not None else _error("there are no workers at rest")
+    if freed is None:
+        return _error("there are no workers at rest")
+    return web.json_response({"freed": freed, "bytes": before - sum(_weight_bytes())})
 
 
 async def restart(_: web.Request) -> web.Response:
@@ -116,6 +120,12 @@ def _plan_json(config: ParallelRequest) -> dict[str, Any]:
 def _unload_models() -> list[str] | None:
     with runtime.idle_group() as group:
         return None if group is None else [model.spec.title for model in list(group.models.values()) if model.unload()]
+
+
+def _weight_bytes() -> list[int]:
+    """Returns the size of the weights on each worker's device."""
+    readings = [rank.readings for rank in runtime.status().ranks if rank.readings is not None]
+    return [sum(model.resident for model in reading.weights) for reading in readings]
 
 
 def _error(reason: str, code: int = 409) -> web.Response:

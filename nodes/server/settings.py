@@ -28,6 +28,7 @@ PREFIX = "CPSampler."
 MAX_SECONDS = 1e9
 READS, READ_PAUSE_SECONDS = 4, 0.05
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+OFF = ("0", "false", "no", "off")
 PACKAGES = [__name__.rsplit(".", 2)[0], ParallelRequest.__module__.rpartition(".")[0]]  # loggers that get the level
 
 
@@ -40,6 +41,8 @@ class Settings:
     RingDegree: int = 0
     UlyssesDegree: int = 0
     LogLevel: str = "INFO"
+    Devices: str = ""
+    StartWithComfyUI: bool = False
 
     @classmethod
     def of(cls, chosen: Any) -> Settings:
@@ -52,7 +55,12 @@ class Settings:
     @property
     def request(self) -> ParallelRequest:
         """Returns the request of a node without a cp_config."""
-        return ParallelRequest(ring_degree=self.RingDegree, ulysses_degree=self.UlyssesDegree, pipeline_degree=0)
+        return ParallelRequest(
+            devices=self.Devices.strip(),
+            ring_degree=self.RingDegree,
+            ulysses_degree=self.UlyssesDegree,
+            pipeline_degree=0,
+        )
 
 
 def settings_file() -> Path:
@@ -110,11 +118,15 @@ def _from_environment() -> dict[str, Any]:
             values[name] = int(text)
     if (level := os.environ.get("CP_LOG_LEVEL", "").strip().upper()) in LEVELS:
         values["LogLevel"] = level
+    if devices := os.environ.get("CP_DEVICES", "").strip():
+        values["Devices"] = devices
+    if start := os.environ.get("CP_START_WITH_COMFYUI", "").strip():
+        values["StartWithComfyUI"] = start not in OFF
     return values
 
 
 def _is_valid(kind: type, value: Any) -> bool:
-    if kind is str:
-        return isinstance(value, str)
+    if kind in (str, bool):
+        return type(value) is kind
     number = type(value) is int or (kind is float and type(value) is float)
     return number and 0 <= value <= (MAX_DEGREE if kind is int else MAX_SECONDS)

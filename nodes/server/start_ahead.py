@@ -1,8 +1,10 @@
-"""Starts the workers while ComfyUI still encodes text, once a prompt with a CP node has run for WAIT_SECONDS."""
+"""Starts the workers before a node asks for them: with ComfyUI, if the user has set that, and while ComfyUI still
+encodes text, once a prompt with a CP node has run for WAIT_SECONDS."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from typing import Any
 
@@ -13,11 +15,27 @@ from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.local_devices import comfy_setup, last_used, plan_without_model
-from .settings import request_from
+from .settings import refresh, request_from
+
+log = logging.getLogger(__name__)
 
 CP_NODES = {*REPLACEMENTS.values(), "CPLoadDiffusionModel"}
 WAIT_SECONDS = 2.0  # a prompt that is refused or cached is over by then
 Prompt = dict[str, dict[str, Any]]
+
+
+def start_with_comfyui() -> None:
+    """Starts the workers of a node without a CP Parallel Config on another thread, if that is set."""
+    settings = refresh()
+    if settings.StartWithComfyUI:
+        threading.Thread(target=_start_default, args=(settings.request,), name="start workers", daemon=True).start()
+
+
+def _start_default(request: ParallelRequest) -> None:
+    try:
+        runtime.start_ahead(plan_without_model(request).placement, comfy_setup(), queued=False)
+    except Refused as refused:
+        log.warning("[CP] no workers started with ComfyUI: %s", refused)
 
 
 def on_prompt(queued: dict[str, Any]) -> dict[str, Any]:

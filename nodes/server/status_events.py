@@ -20,7 +20,7 @@ from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.planning.stage_blocks import blocks_of_rank
 from ...parallel_runtime.sentences import to_json
 from ...parallel_runtime.specs import Parallelism
-from ..describe.local_devices import visible_gpus
+from ..describe.local_devices import gpus_json, visible_gpus
 from .settings import PACKAGES, refresh
 
 EVENT = "cp.status"
@@ -61,6 +61,7 @@ def full_status_json() -> dict[str, Any]:
     return {
         **status_json(runtime.status()),
         "gpus": visible_gpus(),
+        "gpu_list": gpus_json(),
         "cores": os.cpu_count(),
         "idle_seconds": float(runtime.idle),
         "stall_seconds": float(runtime.stall),

@@ -1,7 +1,8 @@
-"""Swaps native samplers for the CP nodes in a saved workflow, of the canvas' form or the API's. Knows JSON, no ComfyUI.
+"""Replaces native samplers by CP nodes in a saved workflow or an API prompt; with --back, CP nodes by native samplers.
+Needs no ComfyUI.
 
-A CP node has its native node's sockets and widgets in the same order, so that nothing is moved and no value changes.
-Where the graph that holds it has one CP Parallel Config, that is connected to it, as ComfyUI's page does it.
+A CP node has its native node's sockets and widgets, so no value changes. If a graph has one CP Parallel Config, its new
+CP nodes are connected to it, as ComfyUI's page does it. --back leaves the CP Parallel Config in the graph, unconnected.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ REPLACEMENTS = {
     "SamplerCustomAdvanced": "CPSamplerCustom",
     "SamplerCustom": "CPSamplerCustomBasic",
 }
+NATIVE = {ours: native for native, ours in REPLACEMENTS.items()}
 CONFIG = "CPParallelConfig"
 ALWAYS = 0  # the mode of a node that is neither muted nor bypassed
 SOCKET = {"name": "cp_config", "type": "CP_CONFIG", "shape": 7, "link": None}  # 7: drawn as optional
+TARGET_SLOT = 4  # in a link that is a list: number, origin, its slot, target, its slot, type
 NAME = "Node name for S&R"
 ORIGIN = ("cnr_id", "aux_id", "ver")  # which pack a node is of, and which version of it
 
@@ -47,48 +50,67 @@ class Change:
         return f"node {self.node}{where}: {self.before} -> {self.after}"
 
 
-def migrated(workflow: Any) -> tuple[Json, list[Change]]:
-    """A copy of `workflow` with CP nodes, and what was changed. Raises ValueError for what is no workflow."""
+def migrated(workflow: Any, *, back: bool = False) -> tuple[Json, list[Change]]:
+    """Returns a copy of `workflow` with CP nodes, or `back` with native ones, and what was changed. Raises ValueError
+    for what is no workflow."""
     workflow = copy.deepcopy(workflow)
     if not isinstance(workflow, dict):
         raise ValueError(f"a workflow is a JSON object, and this is a {type(workflow).__name__}")
     if isinstance(workflow.get("nodes"), list):
-        return workflow, [change for place, graph in _graphs(workflow) for change in _swap_all(graph, place)]
+        swap_all = _swap_all_back if back else _swap_all
+        return workflow, [change for place, graph in _graphs(workflow) for change in swap_all(graph, place)]
     calls = workflow.get("prompt") if isinstance(workflow.get("prompt"), dict) else workflow
     if not calls or not all(isinstance(call, dict) and "class_type" in call for call in calls.values()):
         raise ValueError("neither a workflow as ComfyUI saves it (nodes) nor one exported for its API (class_type)")
+    if back:
+        ours = [(name, call) for name, call in calls.items() if _is_of(NATIVE, call, "class_type")]
+        return workflow, [_swap_call_back(name, call) for name, call in ours]
     configs = [name for name, call in calls.items() if call["class_type"] == CONFIG]
     config = configs[0] if len(configs) == 1 else None
-    return workflow, [_swap_call(name, call, config) for name, call in calls.items() if _native(call, "class_type")]
+    native = [(name, call) for name, call in calls.items() if _is_of(REPLACEMENTS, call, "class_type")]
+    return workflow, [_swap_call(name, call, config) for name, call in native]
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m parallel_runtime migrate", description=__doc__)
     parser.add_argument("workflow", type=Path, help="a saved workflow, or - for standard input")
-    parser.add_argument("-o", "--out", type=Path, help="where to write; otherwise NAME.cp.json, - for standard output")
+    parser.add_argument("--back", action="store_true", help="replace CP nodes by ComfyUI's own samplers")
+    parser.add_argument("-o", "--out", type=Path, help="where to write; otherwise NAME.cp.json, or NAME.native.json")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     from_stdin = str(options.workflow) == "-"
     try:
         text = sys.stdin.read() if from_stdin else options.workflow.read_text(encoding="utf-8")
-        result, changes = migrated(json.loads(text))
+        result, changes = migrated(json.loads(text), back=options.back)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        log.error("%s is no JSON (%s); give it a workflow that ComfyUI saved", options.workflow, error)
+        log.error("%s is not JSON (%s); give it a workflow that ComfyUI saved", options.workflow, error)
         return 1
     except (OSError, ValueError) as error:
         log.error("%s: %s", options.workflow, getattr(error, "strerror", None) or error)
         return 1
+    out = options.out or (Path("-") if from_stdin else _default_out(options.workflow, options.back))
     for change in changes:
         log.info("%s", change)
     if not changes:
-        log.info("nothing to swap: no %s in it", ", ".join(REPLACEMENTS))
-    out = options.out or (Path("-") if from_stdin else options.workflow.with_suffix(".cp.json"))
+        kinds = ", ".join(NATIVE if options.back else REPLACEMENTS)
+        log.info("there is no %s in it: nothing to change%s", kinds, "" if str(out) == "-" else ", nothing written")
+        if str(out) != "-":
+            return 0
+    if out == options.workflow and options.out is None and not from_stdin:
+        log.error("%s would be overwritten; -o names the file to write", out)
+        return 1
     try:
         _write(out, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
         log.error("%s: %s; -o names another place", out, error.strerror)
         return 1
     return 0
+
+
+def _default_out(workflow: Path, back: bool) -> Path:
+    """Returns the path beside the workflow: its name without an earlier .cp or .native, and with the new one."""
+    name = workflow.stem.removesuffix(".cp").removesuffix(".native")
+    return workflow.with_name(f"{name}.{'native' if back else 'cp'}.json")
 
 
 def _write(out: Path, text: str) -> None:
@@ -100,8 +122,8 @@ def _write(out: Path, text: str) -> None:
         log.info("%s %s", how, out)
 
 
-def _native(node: Any, key: str) -> bool:
-    return isinstance(node, dict) and isinstance(node.get(key), str) and node[key] in REPLACEMENTS
+def _is_of(kinds: dict[str, str], node: Any, key: str) -> bool:
+    return isinstance(node, dict) and isinstance(node.get(key), str) and node[key] in kinds
 
 
 def _graphs(workflow: Json) -> Iterator[tuple[str, Json]]:
@@ -129,10 +151,43 @@ def _swap_all(graph: Json, place: str) -> Iterator[Change]:
     nodes = _items(graph.get("nodes"))
     configs = [node for node in nodes if node.get("type") == CONFIG and node.get("mode", ALWAYS) == ALWAYS]
     for node in nodes:
-        if _native(node, "type"):
-            yield _swap_on_canvas(node, place)
+        if _is_of(REPLACEMENTS, node, "type"):
+            yield _swap_on_canvas(node, REPLACEMENTS[node["type"]], place)
+            inputs = node.get("inputs")
+            node["inputs"] = [*(inputs if isinstance(inputs, list) else []), dict(SOCKET)]
             if len(configs) == 1 and "id" in node:  # a node of an old group has none
                 _connect(graph, configs[0], node)
+
+
+def _swap_all_back(graph: Json, place: str) -> Iterator[Change]:
+    for node in _items(graph.get("nodes")):
+        if _is_of(NATIVE, node, "type"):
+            yield _swap_on_canvas(node, NATIVE[node["type"]], place)
+            _disconnect(graph, node)
+
+
+def _disconnect(graph: Json, node: Json) -> None:
+    """Removes the cp_config socket of `node` with its link; links to later sockets get their new numbers."""
+    sockets = _items(node.get("inputs"))
+    index = next((index for index, socket in enumerate(sockets) if socket.get("name") == SOCKET["name"]), None)
+    if index is None:
+        return
+    number = _number(node["inputs"].pop(index).get("link"))
+    links = graph.get("links")
+    if not isinstance(links, list):
+        return
+    graph["links"] = links = [link for link in links if not number or _number_of(link) != number]
+    for link in links:
+        key: Any = "target_slot" if isinstance(link, dict) else TARGET_SLOT
+        target = link.get("target_id") if isinstance(link, dict) else link[TARGET_SLOT - 1] if link else None
+        if "id" in node and target == node["id"] and link[key] > index:
+            link[key] -= 1
+    for output in (output for other in _items(graph.get("nodes")) for output in _items(other.get("outputs"))):
+        if number in (output.get("links") or []):
+            output["links"] = [link for link in output["links"] if link != number] or None
+    for border in _items(graph.get("inputs")):  # of a subgraph
+        if number in (border.get("linkIds") or []):
+            border["linkIds"].remove(number)
 
 
 def _connect(graph: Json, config: Json, node: Json) -> None:
@@ -178,16 +233,13 @@ def _number(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _swap_on_canvas(node: Json, place: str) -> Change:
-    before, after = node["type"], REPLACEMENTS[node["type"]]
-    node["type"] = after
+def _swap_on_canvas(node: Json, after: str, place: str) -> Change:
+    before, node["type"] = node["type"], after
     properties = node.get("properties")
     if isinstance(properties, dict):
         for name in ORIGIN:
             properties.pop(name, None)
         properties[NAME] = after
-    inputs = node.get("inputs")
-    node["inputs"] = [*(inputs if isinstance(inputs, list) else []), dict(SOCKET)]
     return Change(node=str(node.get("id", node.get("index", "?"))), before=before, after=after, place=place)
 
 
@@ -196,4 +248,12 @@ def _swap_call(name: str, call: Json, config: str | None) -> Change:
     call["class_type"] = after
     if config is not None:
         call["inputs"] = {**(call.get("inputs") or {}), "cp_config": [config, 0]}
+    return Change(node=name, before=before, after=after)
+
+
+def _swap_call_back(name: str, call: Json) -> Change:
+    before, after = call["class_type"], NATIVE[call["class_type"]]
+    call["class_type"] = after
+    if isinstance(call.get("inputs"), dict):
+        call["inputs"] = {key: value for key, value in call["inputs"].items() if key != SOCKET["name"]}
     return Change(node=name, before=before, after=after)

@@ -4,8 +4,9 @@ a row; the text, and the page's table and picture, are made of them."""
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..accelerators import CUDA
@@ -17,6 +18,7 @@ from ..planning.memory_model import activation_bytes
 from ..planning.misfit import size_in_words
 from ..planning.network_stats import Work
 from ..planning.plan_inputs import PlanInputs
+from ..planning.resolve import CLEARLY
 from ..planning.run_plan import RunPlan
 from ..planning.seconds import attention_bytes, evaluation_seconds
 from ..planning.stage_blocks import StageBlocks, busy_share, cached_key_value_bytes, stages_of, weight_ranges
@@ -112,13 +114,14 @@ def report(
     free: Sequence[int] = (),
     decode: str | tuple[str, ...] = "",
     benchmarks: Sequence[KernelBenchmark] = (),
+    pace: Pace | None = None,
     troubles: Sequence[Row] = (),
     compared: Sequence[str] = (),
 ) -> Report:
     """Returns the report on the `plan` of these inputs, which has no estimate where its weights fit nowhere. `free` are
     the bytes that each worker could take of its device at this moment, () where none has measured. `decode` has the
-    sentences on a VAE, `benchmarks` are the workers' of kernels. Refusals, the `troubles`, come first; `compared` says
-    how long other devices and degrees would take."""
+    sentences on a VAE, `benchmarks` are the workers' of kernels, `pace` is that of a run of this plan. Refusals, the
+    `troubles`, come first; `compared` says how long other devices and degrees would take."""
     work, degrees, placement, request = subject.work, plan.degrees, plan.placement, inputs.request
     profile, capacity = profile_of(inputs, plan), inputs.capacity.of(plan.ranks)
     measured = profile is not None and profile.bytes_per_second > 0
@@ -128,11 +131,13 @@ def report(
     notes = [
         *_warnings(subject, plan, inputs.guided, estimate.needed_bytes_by_rank, free),
         why_replicated(request, plan, work.network) if plan.estimate else "",
+        _of_batch(work, plan, profile),
         unused(request, plan, work.network.name),
         idle(plan),
     ]
     rows = [
         *troubles,
+        Row("Speed", (_measured_speed(pace), _speed(work, plan, profile))),
         Row("Model", subject.model, "model"),
         Row("Tokens", _tokens(subject.tokens, work.rows)),
         Row("ControlNets", subject.controls),
@@ -146,7 +151,6 @@ def report(
         Row("Traffic", _traffic(work, degrees)),
         Row("Launch", _launch(subject, plan)),
         *(Row("Kernel", text) for text in kernel_sentences(benchmarks, degrees)),
-        Row("Speed", _speed(work, plan, profile)),
         Row("Decode", decode),
         *(Row("Note", text, "note") for text in notes),
     ]
@@ -262,6 +266,17 @@ def _launch(subject: Subject, plan: RunPlan) -> str:
     return say(key, held=f"{activation_bytes(work, plan.degrees) / GIB:.2f}")
 
 
+def _measured_speed(pace: Pace | None) -> str:
+    """Returns the seconds per step of this plan, and the speedup, as measured here."""
+    if pace is None:
+        return ""
+    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(pace.at))
+    values = {"workers": pace.setup.workers, "seconds": f"{pace.seconds:.2f}", "at": at}
+    if pace.speedup is None:
+        return say("speed.measured", **values)
+    return say("speed.measured.times", times=f"{pace.speedup:.1f}", **values)
+
+
 def _speed(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
     if profile is None or not profile.bytes_per_second:
         return ""
@@ -321,6 +336,23 @@ def _of_prompts(subject: Subject, plan: RunPlan) -> str:
         return say("note.halves")
     even = degrees.cfg_degree == 1 and degrees.context_parallel_size % 2 == 0
     return say_if(even and plan.weights.mode == "replicate" and not subject.batch_coupled, "note.branches")
+
+
+def _of_batch(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
+    """Says when images of a batch are faster as whole images, shared out by data_degree; "" when they are not."""
+    degrees, workers = plan.degrees, plan.placement.world_size
+    data = max(size for size in range(1, min(workers, work.rows) + 1) if workers % size == 0)
+    if profile is None or not profile.bytes_per_second:
+        return ""
+    if data == 1 or degrees.data_degree * degrees.pipeline_degree > 1:
+        return ""
+    if work.network.heads % (workers // data) and not work.network.row_levels:
+        return ""
+    shared = Parallelism(data_degree=data, ulysses_degree=workers // data)
+    now = evaluation_seconds(work, degrees, profile) * -(-work.branches // degrees.cfg_degree)
+    other = evaluation_seconds(replace(work, rows=-(-work.rows // data)), shared, profile) * work.branches
+    faster = other < CLEARLY * now and not plan.placement.shared
+    return say_if(faster, "note.batch", rows=work.rows, data=data, other=f"{other:.2f}", seconds=f"{now:.2f}")
 
 
 def _of_rows(subject: Subject, degrees: Parallelism) -> str:

@@ -124,6 +124,7 @@ class Activity:
 
     def cancelled(self) -> None:
         """The run was cancelled, and the workers keep their models."""
+        self.journal.note("[CP] the run was cancelled")
         self._set_state("cancelled")
 
     def models_unloaded(self) -> None:
@@ -137,7 +138,9 @@ class Activity:
 
     def lost(self, error: ParallelError, *, intended: bool = False) -> None:
         """The group has ended; `intended` where it was ended on request."""
-        self._set_state("died", reason=error.sentence, loss=None if intended else self._loss(error))
+        loss = None if intended else self._loss(error)
+        self.journal.note(f"[CP] the workers ended: {error}")
+        self._set_state("died", reason=error.sentence, loss=loss)
 
     def failed(self, error: BaseException) -> None:
         """The start has failed, or was cancelled."""

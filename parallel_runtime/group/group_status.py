@@ -49,11 +49,15 @@ class Loss:
 class Run:
     """One run. `phases` are its finished states with their seconds, in order. `step_seconds` is the mean time between
     steps, without the first step; `waited` is the fraction of a step spent waiting for other workers, None if unknown.
-    `alone` is the seconds a step on one worker: `measured` in a run of this size, or else estimated; None if unknown,
-    if workers share a device, or if the speedup is implausible."""
+    `alone` is the seconds a step on one worker: `measured` in a run of this size at the time `alone_at`, or else
+    estimated; None if unknown, if workers share a device, or if the speedup is implausible.
+    `kind` is that of the devices, `tokens` the size of the work, 0 if unknown. `measuring`: CP Plan asked for it."""
 
     model: str = ""
     workers: int = 1
+    kind: str = ""
+    tokens: int = 0
+    measuring: bool = False
     began: float = 0.0
     phases: tuple[tuple[str, float], ...] = ()
     steps: int = 0
@@ -61,6 +65,7 @@ class Run:
     waited: float | None = None
     alone: float | None = None
     measured: bool = False
+    alone_at: float | None = None
     end: str = ""
 
 

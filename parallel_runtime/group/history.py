@@ -19,10 +19,11 @@ ENDS = {"idle", "cancelled", "died", "none"}
 @dataclass(frozen=True)
 class Size:
     """The size of a run: two runs with the same `key` take equally long on the same workers. `speedup` is the estimate
-    against one worker, None if unknown."""
+    against one worker, None if unknown; `tokens` are those of one image, 0 if unknown."""
 
     key: Hashable
     speedup: float | None = None
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,12 @@ class RunSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Measured seconds a step of a setup; `speedup` is against one worker, None if unknown."""
+    """Measured seconds a step of a setup, and the time of that run in seconds of the epoch; `speedup` is against one
+    worker, None if unknown."""
 
     setup: RunSetup
     seconds: float
+    at: float = 0.0
     speedup: float | None = None
 
 
@@ -86,7 +89,8 @@ class History:
         self.size = Size(None)
         self.sampler = ""
         self.requested_at: float | None = None
-        self._paces: dict[Hashable, dict[str, dict[RunSetup, float]]] = {}  # by work and sampler
+        self.measuring = False  # CP Plan runs a few steps to measure
+        self._paces: dict[Hashable, dict[str, dict[RunSetup, Pace]]] = {}  # the fastest, by work and sampler
         self._first_step: tuple[int, float] | None = None  # the first step of the run that was reported, and its time
 
     def paces(self, key: Hashable) -> tuple[Pace, ...]:
@@ -94,18 +98,18 @@ class History:
         setup."""
         several = [paces for paces in self._paces.get(key, {}).values() if len(paces) > 1]
         paces = several[-1] if several else {}
-        return tuple(
-            Pace(setup=setup, seconds=seconds, speedup=setup.credible(paces.get(setup.alone, math.inf) / seconds))
-            for setup, seconds in sorted(paces.items(), key=lambda pace: (pace[0].workers, pace[0].sizes))
-        )
+        ordered = sorted(paces.values(), key=lambda pace: (pace.setup.workers, pace.setup.sizes))
+        alone = {pace.setup: pace.seconds for pace in ordered}
+        speedups = (pace.setup.credible(alone.get(pace.setup.alone, math.inf) / pace.seconds) for pace in ordered)
+        return tuple(replace(pace, speedup=speedup) for pace, speedup in zip(ordered, speedups, strict=True))
 
     def cost(self, key: Hashable, workers: Sequence[int], steps: int) -> float | None:
         """Estimates the seconds of `steps` on each number of workers in turn, with starting and loading; None for work
         that has not run here."""
-        paces = [pace for paces in self._paces.get(key, {}).values() for pace in paces.items()]
+        paces = [pace for paces in self._paces.get(key, {}).values() for pace in paces.values()]
         if not paces:
             return None
-        alone = min(seconds * setup.workers for setup, seconds in paces)
+        alone = min(pace.seconds * pace.setup.workers for pace in paces)
         before = max(sum(took for name, took in run.phases if name in ("starting", "loading")) for run in self.runs)
         return sum(before + steps * alone / count for count in workers)
 
@@ -117,10 +121,12 @@ class History:
         if now.state in WORK:
             self._split_off_early_start()
         workers = now.placement.world_size if now.placement else 1
+        kind = now.placement.devices[0].partition(":")[0] if now.placement else ""
         if now.state in TIMED and self._begins_run(now.state):
-            self.runs = (*self.runs, Run(began=now.since, workers=workers))[-HISTORY_LENGTH:]
+            self._append(Run(began=now.since, workers=workers, kind=kind, measuring=self.measuring))
         if now.state in ("loading", "sampling"):
-            self._replace_last(replace(self.runs[-1], model=now.model, workers=workers))
+            run = replace(self.runs[-1], model=now.model, workers=workers, kind=kind, measuring=self.measuring)
+            self._replace_last(run)
         if now.state == "loading":
             self._first_step = None
         if now.state in ENDS - {"none"} and before.state != "starting":
@@ -131,7 +137,7 @@ class History:
     def step_done(self, now: Status, at: float) -> None:
         """Another step is done."""
         first, began = self._first_step = self._first_step or (now.step, at)
-        run = self.runs[-1]
+        run = replace(self.runs[-1], tokens=self.size.tokens)
         pace = (at - began) / (now.step - first) if now.step > first else run.step_seconds
         self._replace_last(
             self._with_single_worker(replace(run, steps=now.step, step_seconds=pace, waited=now.waited), _setup_of(now))
@@ -150,7 +156,7 @@ class History:
         before = min(took, self.requested_at - start.began)
         self._replace_last(replace(start, phases=(("starting", before),), end="idle"))
         remaining = (("starting", took - before),) if took > before else ()
-        self.runs = (*self.runs, replace(start, began=self.requested_at, phases=remaining))[-HISTORY_LENGTH:]
+        self._append(replace(start, began=self.requested_at, phases=remaining))
 
     def _begins_run(self, state: str) -> bool:
         """Does a new run begin with this state? A start and encoding come before a run's steps, decoding after them."""
@@ -168,11 +174,14 @@ class History:
             return run
         paces = self._paces.get(self.size.key, {})
         own = paces.get(self.sampler, {}).get(setup.alone)
-        others = [one[setup.alone] / one[setup] for one in paces.values() if {setup.alone, setup} <= one.keys()]
-        estimated = others[-1] if others else self.size.speedup
-        times = setup.credible(own / run.step_seconds if own is not None else estimated)
-        alone = run.step_seconds * times if times else None
-        return replace(run, alone=alone, measured=alone is not None and (own is not None or bool(others)))
+        others = [one for one in paces.values() if {setup.alone, setup} <= one.keys()]
+        ratio = others[-1][setup.alone].seconds / others[-1][setup].seconds if others else self.size.speedup
+        times = setup.credible(own.seconds / run.step_seconds if own is not None else ratio)
+        if not times:
+            return replace(run, alone=None, measured=False)
+        source = own or (others[-1][setup.alone] if others else None)
+        alone_at = source.at if source else None
+        return replace(run, alone=run.step_seconds * times, measured=source is not None, alone_at=alone_at)
 
     def _ended(self, before: Status, how: str) -> None:
         run = self.runs[-1]
@@ -181,8 +190,25 @@ class History:
         self._replace_last(replace(run, end=run.end or how, steps=before.steps if sampled else run.steps))
         if sampled and self.size.key is not None and run.step_seconds is not None:
             known = self._paces.pop(self.size.key, {})
-            known[self.sampler] = {**known.pop(self.sampler, {}), _setup_of(before): run.step_seconds}
+            paces, pace = (
+                known.pop(self.sampler, {}),
+                Pace(setup=_setup_of(before), seconds=run.step_seconds, at=run.began),
+            )
+            if pace.setup not in paces or pace.seconds < paces[pace.setup].seconds:  # a disturbed run is a slower one
+                paces[pace.setup] = pace
+            known[self.sampler] = paces
             self._paces = dict([*self._paces.items(), (self.size.key, known)][-HISTORY_LENGTH:])
+
+    def _append(self, run: Run) -> None:
+        """Adds a run. If there are too many, the oldest start or measurement goes first, then the oldest run."""
+        runs = (*self.runs, run)
+        if len(runs) > HISTORY_LENGTH:
+            minor = [
+                n for n, one in enumerate(runs[:-1]) if one.measuring or not {*WORK} & {name for name, _ in one.phases}
+            ]
+            first = minor[0] if minor else 0
+            runs = (*runs[:first], *runs[first + 1 :])
+        self.runs = runs
 
     def _replace_last(self, run: Run) -> None:
         self.runs = (*self.runs[:-1], run)

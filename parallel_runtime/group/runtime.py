@@ -89,10 +89,11 @@ class Runtime:
         with self._locked() as alone:
             yield self.live if alone and self._activity.now.state not in BUSY else None
 
-    def start_ahead(self, placement: Placement, comfy: ComfySetup | None) -> None:
-        """Starts the group on another thread for a queued prompt, if none is alive. The run that borrows it gets the
-        error of a failed start."""
-        self._activity.request_run(by_prompt=True)
+    def start_ahead(self, placement: Placement, comfy: ComfySetup | None, *, queued: bool = True) -> None:
+        """Starts the group on another thread, if none is alive, for a `queued` prompt or a later one. The run that
+        borrows it gets the error of a failed start."""
+        if queued:
+            self._activity.request_run(by_prompt=True)
         self._start_in_thread(placement, comfy)
 
     def status(self) -> Status:

@@ -35,7 +35,7 @@ def test_it_says_what_its_values_make_and_turns_red_with_the_reason(page: Any) -
     put(page, [["CPParallelConfig", 0, 0, {}]])
     saved = page.evaluate(SAVED)
     summary = page.locator(SUMMARY)
-    page.wait_for_function(SAYS, arg="1 CPU worker, does everything")
+    page.wait_for_function(SAYS, arg="1 CPU worker, nothing is divided")
     for name, value in (("ring_degree", 2), ("ulysses_degree", 2), ("cfg_degree", 1), ("devices", "cpu,cpu,cpu,cpu")):
         page.evaluate(EDIT, [name, value])
     page.wait_for_function(SAYS, arg="4 CPU workers, each 1/4 of the picture's tokens")

@@ -1,4 +1,5 @@
-"""A native sampler becomes a CP node by one click, and comes back by one undo; the latent is the same."""
+"""A native sampler becomes a CP node by one click, anywhere in a workflow, and comes back by one undo or by one click;
+the latent is the same."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from parallel_runtime.commands.migrate import migrated
 
 from ..comfyui.latents import apart, saved_latents
 from ..comfyui.server import Server
-from .graphs import put_sampler, title, wait_until_drawn
+from .comfyui_page import TOAST
+from .graphs import LOADER, put, put_sampler, title, wait_until_drawn
 from .renderers import BOTH
 
 KINDS = "() => app.graph.nodes.map(node => node.type)"
@@ -24,6 +26,24 @@ ADD_CONFIG = """() => {
     app.graph.add(node);
 }"""
 SEEN = "() => { app.extensionManager.workflow.activeWorkflow.changeTracker.checkState?.(); }"
+SUBGRAPH = """() => {
+    const sampler = app.graph.nodes.find(node => node.type === 'KSampler');
+    const { node } = app.graph.convertToSubgraph(new Set([sampler]));
+    node.pos = [420, 0];
+    const inner = node.subgraph.nodes[0];
+    const slot = node.subgraph.addInput('steps', 'INT');
+    slot.connect(inner.inputs[inner.findInputSlot('steps')], inner);
+    node.widgets.find(widget => widget.name === 'steps').value = 7;
+    app.canvas.deselectAll();
+}"""  # with one of its widgets on the outside, where its value is another one than inside
+HOST = """() => {
+    const host = app.graph.nodes.find(node => node.subgraph);
+    const { scale, offset } = app.canvas.ds, { x, y } = app.canvas.canvas.getBoundingClientRect();
+    return [x + (host.pos[0] + 60 + offset[0]) * scale, y + (host.pos[1] - 15 + offset[1]) * scale];
+}"""
+INNER = "() => app.graph.nodes.find(node => node.subgraph).subgraph.nodes.map(node => [node.id, node.type])"
+COMMAND = "name => app.extensionManager.command.execute(`CPSampler.${name}`)"
+NOTICE = f"words => [...document.querySelectorAll('{TOAST}')].some(one => one.textContent.includes(words))"
 SELECT = "() => app.canvas.select(app.graph.nodes.find(node => node.type === 'KSampler'))"
 
 
@@ -117,3 +137,95 @@ def test_the_config_that_is_there_is_connected_and_undo_takes_both_back(page: An
 
     page.evaluate("async workflow => app.loadGraphData(workflow)", by_command)
     assert plain(page.evaluate(PROMPT)) == by_click
+
+
+@BOTH
+def test_a_sampler_in_a_subgraph_is_changed_from_outside_and_changed_back_after_a_reload(page: Any) -> None:
+    put_sampler(page)
+    page.evaluate(SUBGRAPH)
+    wait_until_drawn(page)
+    page.evaluate(SEEN)
+    native, ((number, _),) = page.evaluate(PROMPT), page.evaluate(INNER)
+    page.mouse.click(*page.evaluate(HOST), button="right")
+    page.get_by_text(ENTRY, exact=True).last.click()
+    page.wait_for_function(f"({INNER})()[0][1] === 'CPSampler'")
+    page.wait_for_function(NOTICE, arg="1 sampler changed: it runs on several GPUs")
+    ours = page.evaluate(PROMPT)
+    assert plain(ours) == plain(migrated(native)[0]), "the value of the widget outside is kept too"
+    assert any(call["inputs"].get("steps") == 7 for call in ours.values())
+    assert page.evaluate(INNER) == [[number, "CPSampler"]], "subgraphs and apps refer to nodes by number"
+
+    page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
+    wait_until_drawn(page)
+    page.mouse.click(*page.evaluate(HOST), button="right")
+    page.get_by_text("Back to KSampler", exact=True).last.click()
+    page.wait_for_function(f"({INNER})()[0][1] === 'KSampler'")
+    assert plain(page.evaluate(PROMPT)) == plain(native)
+
+
+def test_all_samplers_of_a_workflow_are_one_command_and_one_undo(page: Any) -> None:
+    put_sampler(page)
+    page.evaluate(SUBGRAPH)
+    page.evaluate("() => app.graph.add(LiteGraph.createNode('SamplerCustom'))")
+    page.evaluate(SEEN)
+    before = page.evaluate(KINDS)
+    page.evaluate(COMMAND, "MigrateAll")
+    page.wait_for_function(NOTICE, arg="2 samplers changed: they run on several GPUs")
+    assert "CPSamplerCustomBasic" in page.evaluate(KINDS)
+    assert [kind for _, kind in page.evaluate(INNER)] == ["CPSampler"]
+    page.keyboard.press("Escape")
+    page.keyboard.press("Control+z")
+    page.wait_for_function(f"({INNER})()[0][1] === 'KSampler'")
+    assert sorted(page.evaluate(KINDS)) == sorted(before)
+    page.evaluate(COMMAND, "Migrate")  # with nothing selected, it is about all
+    assert "SamplerCustom" not in page.evaluate(KINDS)
+    page.evaluate(COMMAND, "MigrateAllBack")
+    page.wait_for_function(NOTICE, arg="2 samplers are ComfyUI's own again")
+    assert sorted(page.evaluate(KINDS)) == sorted(before)
+
+
+@BOTH
+def test_the_empty_canvas_offers_what_there_is_to_change(page: Any) -> None:
+    put_sampler(page)
+    entry, back = (
+        "All samplers of this workflow: run on several GPUs",
+        "All samplers of this workflow: back to KSampler",
+    )
+    page.mouse.click(700, 900, button="right")
+    page.get_by_text(entry).wait_for()
+    assert page.get_by_text(back).count() == 0
+    page.get_by_text(entry).click()
+    page.wait_for_function(f"({KINDS})().includes('CPSampler')")
+    page.mouse.click(700, 900, button="right")
+    page.get_by_text(back).click()
+    page.wait_for_function(f"({KINDS})().includes('KSampler')")
+
+
+def test_a_workflow_without_samplers_is_said(page: Any) -> None:
+    put(page, [LOADER])
+    page.evaluate(COMMAND, "Migrate")
+    page.wait_for_function(NOTICE, arg="No sampler to change")
+
+
+def test_a_way_back_without_the_config_keeps_reroutes_and_titles(page: Any) -> None:
+    put_sampler(page, "CPSampler")
+    page.evaluate(ADD_CONFIG)
+    page.evaluate(
+        """() => {
+            const sampler = app.graph.nodes.find(node => node.type === 'CPSampler');
+            sampler.title = 'Mine';
+            const config = app.graph.nodes.find(node => node.type === 'CPParallelConfig');
+            config.connect(0, sampler, sampler.findInputSlot('cp_config'));
+            app.graph.createReroute([300, 40], app.graph.getLink(sampler.inputs[0].link));
+            app.canvas.select(sampler);
+        }"""
+    )
+    page.evaluate(COMMAND, "MigrateBack")
+    sampler = "app.graph.nodes.find(node => node.type === 'KSampler')"
+    assert page.evaluate(f"() => {sampler}.title") == "Mine"
+    assert page.evaluate("() => [...app.graph.reroutes.values()].map(one => [...one.pos])") == [[300, 40]]
+    assert (
+        page.evaluate("() => app.graph.nodes.find(one => one.type === 'CPParallelConfig').outputs[0].links ?? []") == []
+    )
+    inputs = page.evaluate(f"() => {sampler}.inputs.filter(one => one.link != null).map(one => one.name)")
+    assert sorted(inputs) == ["latent_image", "model", "negative", "positive"]

@@ -9,18 +9,28 @@ import pytest
 from ..comfyui.comfy import OUR_ROOT
 from ..comfyui.server import Server
 from .graphs import wait_until_drawn
+from .renderers import BOTH
 
 DOCS = OUR_ROOT / "web" / "docs"
 PACK = "custom_nodes.context-parallel-sampler"
 
-PUT = """() => {
+PUT = """(kind = 'CPParallelConfig') => {
+    app.canvas.deselectAll();
     app.graph.clear();
-    const node = LiteGraph.createNode('CPParallelConfig');
+    const node = LiteGraph.createNode(kind);
     node.pos = [400, 300];
     app.graph.add(node);
     const { scale, offset } = app.canvas.ds, { x, y } = app.canvas.canvas.getBoundingClientRect();
     return [x + (node.pos[0] + 60 + offset[0]) * scale, y + (node.pos[1] - 15 + offset[1]) * scale];
 }"""  # returns where its title is
+
+HEADING = "title => document.querySelector('.node-help-content h1')?.textContent === title"
+TOO_WIDE = """() => {
+    const pane = document.querySelector('.node-help-content');
+    const edge = pane.getBoundingClientRect().right + 1;
+    return [...pane.querySelectorAll('*')].filter(one => one.getBoundingClientRect().right > edge)
+        .map(one => one.textContent.slice(0, 40));
+}"""
 
 
 def test_every_node_has_a_page_that_names_its_inputs(server: Server) -> None:
@@ -65,9 +75,27 @@ def test_nodes_speak_the_users_language(page: Any) -> None:
     assert page.evaluate("() => app.graph.nodes[0].title") == "CP 并行配置"
 
 
-def test_comfyui_shows_the_page(page: Any) -> None:
+@BOTH
+def test_comfyui_shows_every_page_in_its_pane_and_nothing_is_wider(page: Any) -> None:
+    for one in sorted(DOCS.glob("*.md")):
+        title = page.evaluate(PUT, one.stem)
+        wait_until_drawn(page)
+        page.mouse.click(*title)
+        page.get_by_test_id("info-button").click()
+        page.wait_for_function(HEADING, arg=one.read_text().splitlines()[0].removeprefix("# "))
+        assert page.evaluate(TOO_WIDE) == [], one.name
+
+
+def test_a_link_of_a_page_opens_the_full_text_in_a_dialog(page: Any) -> None:
     title = page.evaluate(PUT)
     wait_until_drawn(page)
     page.mouse.click(*title)
     page.get_by_test_id("info-button").click()
-    page.get_by_role("heading", name="What auto chooses").wait_for()
+    page.get_by_role("link", name="The full page").click()
+    page.locator("dialog.cp-help").get_by_role("heading", name="CP Parallel Config in full").wait_for()
+    page.get_by_role("button", name="Close").last.click()
+    page.wait_for_function("!document.querySelector('dialog.cp-help')")
+
+
+def test_the_page_of_the_config_is_short() -> None:
+    assert len((DOCS / "CPParallelConfig.md").read_text().split()) <= 900

@@ -111,7 +111,7 @@ def test_restart_ends_a_run_with_the_reason_and_brings_new_workers(server: Serve
     prompt, since = start_a_long_run(server)
     before = {process.pid for process in server.workers().values()}
     assert server.client.post("/cp/restart") == {"restarted": True}
-    with pytest.raises(NodeError, match="the workers were restarted by the user"):
+    with pytest.raises(NodeError, match="restarted from the panel"):
         server.client.finish(prompt, since=since)
     status_when(server, lambda now: now["state"] == "starting", START_SECONDS)
     assert server.client.post("/cp/restart") == {"restarted": True}, "they are starting already"

@@ -24,4 +24,14 @@ def test_a_python_without_our_packages_is_told_how_to_get_them() -> None:
 
 
 def test_a_command_that_is_none_is_told_those_that_are() -> None:
-    assert "usage: python -m parallel_runtime {demo,join,migrate,networks,report}" in said("drmo")
+    told = said("drmo")
+    assert told.startswith("there is no command 'drmo'\n")
+    assert "usage: python -m parallel_runtime {demo,join,migrate,networks,report}" in told
+    assert said().startswith("usage: ")
+
+
+def test_help_is_no_failure() -> None:
+    command = [sys.executable, "-m", "parallel_runtime", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: ")

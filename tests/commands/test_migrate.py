@@ -174,6 +174,42 @@ def test_twice_is_once():
     assert migrated(once) == (once, [])
 
 
+def test_there_and_back_is_the_workflow_that_it_was() -> None:
+    before = canvas()
+    before["nodes"].append({**copy.deepcopy(CONFIG), "outputs": [{"name": "cp_config", "links": None}]})
+    there, changes = migrated(before)
+    back, changes_back = migrated(there, back=True)
+    assert [(one.node, one.place, one.after) for one in changes_back] == [
+        (one.node, one.place, one.before) for one in changes
+    ]
+    for graph in (before, before["definitions"]["subgraphs"][0], before["extra"]["groupNodes"]["Old group"]):
+        for one in (one for one in graph["nodes"] if one["type"] in REPLACEMENTS):
+            one.setdefault("inputs", [])
+            for name in ("cnr_id", "ver"):  # of ComfyUI's own node, and not written again
+                one.get("properties", {}).pop(name, None)
+    assert back == before
+    prompt = {**API, "9": {"class_type": "CPParallelConfig", "inputs": {}}}
+    assert migrated(migrated(prompt)[0], back=True)[0] == prompt
+
+
+def test_sockets_behind_the_config_keep_their_links() -> None:
+    """ComfyUI saves cp_config before the sockets of widgets."""
+    sampler = node(1, "CPSampler")
+    sampler["inputs"].insert(1, {"name": "cp_config", "type": "CP_CONFIG", "link": 5})
+    config = {**copy.deepcopy(CONFIG), "outputs": [{"name": "cp_config", "links": [5, 6]}]}
+    links = [
+        [9, 4, 0, 1, 0, "MODEL"],
+        [5, 8, 0, 1, 1, "CP_CONFIG"],
+        [3, 4, 1, 1, 2, "INT"],
+        [6, 8, 0, 7, 1, "CP"],
+        None,
+    ]
+    after, _ = migrated({"nodes": [sampler, config], "links": links}, back=True)
+    assert after["links"] == [[9, 4, 0, 1, 0, "MODEL"], [3, 4, 1, 1, 1, "INT"], [6, 8, 0, 7, 1, "CP"], None]
+    assert [socket["name"] for socket in after["nodes"][0]["inputs"]] == ["model", "seed"]
+    assert after["nodes"][1]["outputs"][0]["links"] == [6]
+
+
 @pytest.mark.parametrize("found", [[], "text", {}, {"a": 1}, {"1": {"inputs": {}}}, {"nodes": {}}, {"1": None}])
 def test_what_is_no_workflow_is_refused(found):
     with pytest.raises(ValueError, match="workflow"):
@@ -202,6 +238,29 @@ def test_the_command_writes_beside_the_file_and_says_what_it_did(tmp_path):
     assert json.loads((tmp_path / "mine.cp.json").read_text()) == migrated(API)[0]
 
 
+def test_the_way_back_and_back_again_write_no_file_over_the_one_they_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(API))
+    assert command(str(path)).returncode == 0
+    done = command("--back", str(tmp_path / "mine.cp.json"))
+    assert "node 3: CPSampler -> KSampler" in done.stderr
+    assert json.loads((tmp_path / "mine.native.json").read_text()) == API
+    (tmp_path / "mine.cp.json").write_text(json.dumps(API))
+    failed = command(str(tmp_path / "mine.cp.json"))
+    assert failed.returncode == 1
+    assert "mine.cp.json would be overwritten; -o names the file to write" in failed.stderr
+
+
+def test_nothing_to_change_writes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "mine.cp.json").write_text(json.dumps(migrated(API)[0]))
+    done = command(str(tmp_path / "mine.cp.json"))
+    assert done.returncode == 0
+    assert "there is no KSampler, KSamplerAdvanced," in done.stderr
+    assert "nothing written" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.cp.json"]
+    assert json.loads(command("-", stdin=json.dumps({"1": {"class_type": "X"}})).stdout) == {"1": {"class_type": "X"}}
+
+
 def test_a_place_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "mine.json").write_text(json.dumps(API))
     failed = command(str(tmp_path / "mine.json"), "-o", str(tmp_path / "nowhere" / "mine.json"))
@@ -214,7 +273,11 @@ def test_the_command_works_in_a_pipe_and_says_why_it_cannot(tmp_path):
     assert json.loads(done.stdout) == migrated(API)[0]
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "picture.jpg").write_bytes(b"\xff\xd8")
-    for path, says in (("broken.json", "is no JSON"), ("missing.json", "No such file"), ("picture.jpg", "is no JSON")):
+    for path, says in (
+        ("broken.json", "is not JSON"),
+        ("missing.json", "No such file"),
+        ("picture.jpg", "is not JSON"),
+    ):
         failed = command(str(tmp_path / path))
         assert failed.returncode == 1
         assert path in failed.stderr

@@ -10,6 +10,7 @@ import pytest
 
 from parallel_runtime.architectures.row_plan import RowLevel
 from parallel_runtime.explain.plan_report import Report, Row, Subject
+from parallel_runtime.group.history import Pace, RunSetup
 from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.network_stats import NetworkStats, Work
 from parallel_runtime.planning.run_plan import Estimate, RunPlan
@@ -126,7 +127,7 @@ def test_a_race_comes_through_with_the_other_readings() -> None:
 
 
 def test_cfg_degree_2_is_advised_where_it_would_gain_and_only_there() -> None:
-    advice, sharded = "cfg_degree 2 would exchange less", WeightPlacement(mode="shard")
+    advice, sharded = "cfg_degree 2 needs less traffic", WeightPlacement(mode="shard")
     assert advice in words(ulysses_degree=2, guided=True)
     assert advice not in words(ulysses_degree=2, guided=False)
     assert advice not in words(ulysses_degree=2, guided=True, batch_coupled=True)
@@ -332,3 +333,28 @@ def test_where_control_nets_run_and_why_the_loop_stays_is_said_where_there_is_so
     ]
     (loop,) = lines(replace(subject, loop=say("loop.comfyui", reason=say("unsendable.control.patched", what="x"))))
     assert loop.startswith("Loop: stays in ComfyUI's process, with one round trip an evaluation, because x has a")
+
+
+@pytest.mark.parametrize(("rows", "bytes_per_second", "advised"), [(4, 5e9, True), (4, 0.0, False), (1, 5e9, False)])
+def test_a_batch_of_whole_images_is_advised_where_the_estimate_is_faster(
+    rows: int, bytes_per_second: float, advised: bool
+) -> None:
+    work = replace(WORK.network, weights=12_000_000_000).work(rows, 4608)
+    subject = Subject(model="FLUX", latent=(rows, 16, 128, 128), tokens={"image": 4096, "text": 512}, work=work)
+    devices = tuple(f"cuda:{number}" for number in range(4))
+    plan = RunPlan(degrees=Parallelism(ulysses_degree=4), placement=Placement(devices=devices))
+    profile = DeviceProfile(bytes_per_second=bytes_per_second, flops_per_second=5e14)
+    text = report(subject, plan, guided=False, automatic=False, profile=profile).text
+    assert ("Set data_degree to 4" in text) == advised
+    assert ("4 at a time: about " in text) == advised
+    divided_already = RunPlan(degrees=Parallelism(data_degree=4), placement=Placement(devices=devices))
+    assert "at a time" not in report(subject, divided_already, guided=False, automatic=False, profile=profile).text
+
+
+def test_what_was_measured_comes_first_with_its_time() -> None:
+    plan = RunPlan(degrees=Parallelism(ulysses_degree=2), placement=Placement(devices=("cuda:0", "cuda:1")))
+    subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=WORK)
+    setup = RunSetup.of(plan.degrees, plan.placement)
+    measured = Pace(setup=setup, seconds=0.5, speedup=1.8, at=1_000_000.0)
+    first = report(subject, plan, guided=False, automatic=False, pace=measured).text.splitlines()[0]
+    assert first.startswith("Speed: 2 GPUs: 0.50 s per step, 1.8 x one GPU, measured 1970-01-1")

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from torch import zeros
 
-from parallel_runtime.errors import Cause, WorkerDied, WorkerStartError
+from parallel_runtime.errors import Cause, ParallelError, WorkerDied, WorkerStartError
 from parallel_runtime.group import activity as activity_module
 from parallel_runtime.group.activity import Activity
-from parallel_runtime.group.history import Size
+from parallel_runtime.group.history import HISTORY_LENGTH, Size
 from parallel_runtime.jobs import EvaluationJob, VAEJob
+from parallel_runtime.sentences import say
 from parallel_runtime.specs import ModelSpec, Parallelism, Placement
 from parallel_runtime.wire.messages import Done, Heartbeat, Joined, Step
 
@@ -303,3 +304,37 @@ def test_workers_that_hold_nothing_are_not_said_to_have_a_model(monkeypatch: pyt
     activity.cancelled()
     activity.models_unloaded()
     assert (activity.now.state, activity.now.model, activity.now.degrees) == ("idle", "", None)
+
+
+def test_a_slower_run_does_not_overwrite_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = alone_then(Activity(), clock, TWO, alone=1.75, seconds=1.0)
+    measured_at = activity.now.runs[-1].began
+    sample(activity, clock, seconds=4.0)
+    assert [pace.seconds for pace in activity.history.paces("this work")] == [1.75, 1.0]
+    assert activity.history.paces("this work")[1].at == measured_at
+    sample(activity, clock, seconds=0.9)
+    assert [pace.seconds for pace in activity.history.paces("this work")] == pytest.approx([1.75, 0.9])
+
+
+def test_measurements_and_starts_do_not_push_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = started(clock)
+    for _ in range(3):
+        sample(activity, clock, seconds=1.0)
+    activity.history.measuring = True
+    for _ in range(HISTORY_LENGTH):
+        sample(activity, clock, seconds=1.0)
+    runs = activity.now.runs
+    assert len(runs) == HISTORY_LENGTH
+    assert [run.measuring for run in runs] == [False] * 3 + [True] * (HISTORY_LENGTH - 3)
+    assert {(run.workers, run.kind, run.end) for run in runs} == {(2, "cuda", "idle")}
+
+
+def test_the_log_says_cancels_and_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
+    activity = started(Clock(monkeypatch))
+    activity.begin_request(ModelSpec(loader="a"), Parallelism(), RUN)
+    activity.cancelled()
+    activity.lost(ParallelError(say("died.gone", worker="rank 1")))
+    lines = [line.text for line in activity.journal.tail()]
+    assert lines[-2:] == ["[CP] the run was cancelled", "[CP] the workers ended: worker rank 1 went away"]
