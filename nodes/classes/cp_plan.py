@@ -116,7 +116,7 @@ def explain(
     """Returns the report and a config with the plan's degrees: the requested one, or an automatic one where that cannot
     work. `take_times`: samples a few steps first, on the plan's workers and on fewer."""
     try:
-        source = describe_model(model, request)
+        source = describe_model(model, request).guided_by({"positive": comfy.sampler_helpers.convert_cond(positive)})
     except Refused as refused:
         return Report(rows=(_trouble_row("trouble.model", refused),)), request
     guided = not math.isclose(cfg, 1.0)

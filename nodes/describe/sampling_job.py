@@ -53,6 +53,7 @@ from .remote_model import native_network
 from .shared_state import keeps_state
 from .torch_compile import compilation
 
+GUIDES = "guide_attention_entries"  # of a condition
 SENDABLE_OBJECT_PATCHES = {"model_sampling", "manual_cast_dtype"}  # object patches that workers can have
 
 
@@ -79,6 +80,13 @@ class Source:
         if not uses_network(sampler):
             return self
         return replace(self.unsplit(unwrap_sampler(sampler).__name__), batch_coupled=True)
+
+    def guided_by(self, conds: Mapping[str, list[dict[str, Any]]]) -> Source:
+        """Returns this MODEL under these conditions. LTX-2's guides whose strength is not 1 give each query a mask of
+        its own, by its place in the whole sequence: the network stays unsplit."""
+        guides = [guide for prompt in conds.values() for cond in prompt for guide in cond.get(GUIDES) or ()]
+        masked = any(guide["strength"] != 1 or guide.get("pixel_mask") is not None for guide in guides)
+        return self.unsplit("guides whose strength is not 1") if masked else self
 
     def with_models_of(self, conds: Mapping[str, list[dict[str, Any]]]) -> Source:
         """Returns this MODEL in a run with the ControlNets and GLIGEN models of these conditions, which are replicated

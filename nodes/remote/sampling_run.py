@@ -155,7 +155,8 @@ class RemoteSampling:
         latent_shapes: list | None = None,
     ) -> Tensor:
         """Returns samples [B, C, (T,) H, W], as `CFGGuider.outer_sample` does."""
-        guider, source = executor.class_obj, self.source.sampled_by(sampler)
+        guider = executor.class_obj
+        source = self.source.sampled_by(sampler).guided_by(guider.conds)
         check_conds(self.source.plan, self.source.network, guider.conds)
         shape = tuple(latent_shapes[0]) if latent_shapes else tuple(noise.shape)
         if self.request.options.token_patches > 1:

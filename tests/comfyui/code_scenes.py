@@ -26,6 +26,7 @@ code, evaluation, workers = (
 )
 specs, errors = pack_module("parallel_runtime.specs"), pack_module("parallel_runtime.errors")
 architecture_of = pack_module("parallel_runtime.architectures").architecture_of
+network_stats = pack_module("parallel_runtime.planning.network_stats")
 worker_code = pack_module("parallel_runtime.worker.comfy_loop.rebuild")
 
 
@@ -115,6 +116,18 @@ def couples_frames(rank: int, world: int, name: str) -> list[bool]:
     network = tiny.build("modules.diffusionmodules.openaimodel:UNetModel", **unet_zoo.UNETS[name])
     known = architecture_of(network)
     return [known.images_coupled(network), node_module("describe.sampling_job").network_couples_batch(network, {})]
+
+
+def guided_by(rank: int, world: int, guides: list[dict[str, Any]] | None) -> tuple[bool, str]:
+    """Whether a network is split in a run with these guides of LTX-2, and the name that a refusal says."""
+    describe = node_module("describe.sampling_job")
+    stats = network_stats.NetworkStats(
+        name="LTX-2", heads=4, layers=2, width=64, weights=1, weight_bytes=4, item_bytes=4
+    )
+    made = {"spec": None, "weight_patches": {}, "plan": None, "batch_coupled": False, "no_lse": False}
+    source = describe.Source(network=torch.nn.Identity(), stats=stats, **made)
+    stats = source.guided_by({"positive": [{}], "negative": [{"guide_attention_entries": guides}]}).stats
+    return stats.divisible, stats.name
 
 
 def logged(rank: int, world: int) -> dict[str, bool]:

@@ -249,6 +249,20 @@ def test_frames_of_a_video_stay_together_and_its_prompts_need_not(alone: Group, 
     assert alone.run(f"{CODE}couples_frames", name=name) == [[coupled, False]]
 
 
+@pytest.mark.parametrize(
+    ("guides", "split"),
+    [
+        (None, True),
+        ([{"strength": 1.0, "pixel_mask": None}], True),
+        ([{"strength": 1.0}, {"strength": 0.6}], False),
+        ([{"strength": 1.0, "pixel_mask": 1}], False),
+    ],
+)
+def test_guides_that_mask_each_query_leave_the_network_unsplit(alone: Group, guides: list | None, split: bool) -> None:
+    name = "LTX-2" if split else "Identity with guides whose strength is not 1"
+    assert alone.run(f"{CODE}guided_by", guides=guides) == [[split, name]]
+
+
 def test_of_a_refusal_the_log_has_the_sentence_and_of_a_crash_that_handles_one_the_traceback(alone: Group) -> None:
     assert alone.run(f"{CODE}logged") == [{"refused": False, "crashed": True, "refused after": False}]
 
