@@ -57,7 +57,7 @@ class Scene:
     channels: int = 16
     frames: tuple[int, ...] = ()
     weight_dtype: str = "default"
-    merged: bool = False  # weight patches double all weights of the network
+    merged: bool = False  # weight patches make all weights of the network smaller
     job: Job = field(default_factory=lambda: JOB)
 
     def on(self, **changes: Any) -> Scene:
@@ -67,7 +67,7 @@ class Scene:
         graph = sampling_graph(self.job, "CPSampler" if parallel else "KSampler", parallel)
         graph["model"]["inputs"] |= {"unet_name": f"{self.network}.safetensors", "weight_dtype": self.weight_dtype}
         if self.merged:
-            graph["merged"] = node("ModelMergeAdd", model1=link("model"), model2=link("model"))
+            graph["merged"] = node("ModelMergeSubtract", model1=link("model"), model2=link("model"), multiplier=0.1)
             graph["sampler"]["inputs"]["model"] = link("merged")
         shape = (self.job.batch, self.channels, *self.frames, *self.job.size)
         graph["latent"]["inputs"]["shape"] = ",".join(map(str, shape))
