@@ -14,10 +14,10 @@ from .renderers import BOTH
 DOCS = OUR_ROOT / "web" / "docs"
 PACK = "custom_nodes.context-parallel-sampler"
 
-PUT = """(kind = 'CPParallelConfig') => {
+PUT = """kind => {
     app.canvas.deselectAll();
     app.graph.clear();
-    const node = LiteGraph.createNode(kind);
+    const node = LiteGraph.createNode(kind ?? 'CPParallelConfig');
     node.pos = [400, 300];
     app.graph.add(node);
     const { scale, offset } = app.canvas.ds, { x, y } = app.canvas.canvas.getBoundingClientRect();
