@@ -263,7 +263,7 @@ def test_a_machine_with_another_token_does_not_join(net, folder, monkeypatch, ca
     with joining(folder, namespace=net.there, token="some other token, long enough") as guest:
         with pytest.raises(WorkerStartError, match="only 1 of 2 machines"):
             WorkerGroup(on_two_machines())
-        assert f"{THERE} was refused: its token is not" in caplog.text
+        assert f"{THERE} was refused: its token differs" in caplog.text
         guest.wait_until_it_says("does not accept the token")
 
 
