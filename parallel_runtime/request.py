@@ -8,8 +8,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from .accelerators import KERNELS
-from .errors import Refused
-from .sentences import quoted, say
+from .errors import Refused, quoted, say
 
 RotateMethod = Literal["alltoall", "allgather", "tokens", "auto"]
 AttentionBackend = str  # one of BACKENDS

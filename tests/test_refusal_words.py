@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from parallel_runtime.errors import Refused
-from parallel_runtime.sentences import SECTIONS, SENTENCES, from_json, say, to_json
+from parallel_runtime.errors import SECTIONS, SENTENCES, Refused, from_json, say, to_json
 from parallel_runtime.wire.channel import PACKET_BYTES
 from parallel_runtime.wire.messages import Done, Refusal, decode, encode
 

@@ -12,7 +12,7 @@ import comfy.sample
 import comfy.sampler_helpers
 from comfy_api.latest import io
 
-from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.errors import Refused, say, say_if, to_json
 from ...parallel_runtime.explain.plan_report import Report, Row, Subject, report
 from ...parallel_runtime.explain.plan_words import unused
 from ...parallel_runtime.explain.remedy import changes, in_words, instead
@@ -21,7 +21,6 @@ from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.planning.candidates import profile_of
 from ...parallel_runtime.request import ParallelRequest
-from ...parallel_runtime.sentences import say, say_if, to_json
 from ..describe.comfy_objects import Unsendable
 from ..describe.control_nets import controls_of, weight_bytes
 from ..describe.input_checks import check_conds, check_latent

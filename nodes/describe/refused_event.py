@@ -9,9 +9,8 @@ from typing import Any
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
-from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.errors import Refused, to_json
 from ...parallel_runtime.group.runtime import runtime
-from ...parallel_runtime.sentences import to_json
 
 EVENT = "cp.refused"
 

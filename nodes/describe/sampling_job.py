@@ -25,13 +25,13 @@ from ...parallel_runtime.architectures.partition import Load
 from ...parallel_runtime.architectures.row_plan import RowArchitecture
 from ...parallel_runtime.architectures.split_plan import SplitPlan
 from ...parallel_runtime.architectures.stage_units import units_of, why_not_in_patches
+from ...parallel_runtime.errors import quoted
 from ...parallel_runtime.jobs import PARTNER, SamplingJob
 from ...parallel_runtime.loading.random_states import random_states
 from ...parallel_runtime.planning.network_stats import NetworkStats, Work
 from ...parallel_runtime.planning.plan_inputs import PlanInputs
 from ...parallel_runtime.planning.request_checks import check_run_in_patches, check_stages, check_step_cache
 from ...parallel_runtime.request import ParallelRequest
-from ...parallel_runtime.sentences import quoted
 from ...parallel_runtime.specs import ModelSpec
 from .comfy_objects import LOCAL, PLAIN, Describer, Unsendable, describe, qualified_name, reference
 from .control_nets import controls_of, count_residuals, needs_full_latent, weight_bytes

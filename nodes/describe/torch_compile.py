@@ -8,9 +8,8 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY, TORCH_COMPILE_KWARGS
 
-from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.errors import Refused, quoted
 from ...parallel_runtime.request import CompileChoice
-from ...parallel_runtime.sentences import quoted
 from ...parallel_runtime.specs import Compilation
 
 

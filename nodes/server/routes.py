@@ -14,14 +14,13 @@ import comfy.model_management
 from aiohttp import web
 from server import PromptServer
 
-from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.errors import Refused, say
 from ...parallel_runtime.explain.remedy import changes, instead
 from ...parallel_runtime.group.group_status import BUSY
 from ...parallel_runtime.group.journal import LINES
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.planning.work_shares import work_percent
 from ...parallel_runtime.request import ParallelRequest
-from ...parallel_runtime.sentences import say
 from ..describe.local_devices import comfy_setup, plan_inputs, plan_without_model, visible_gpus
 from ..describe.refused_event import refusal_json
 from .status_events import full_status_json

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from server import PromptServer
 
+from ...parallel_runtime.errors import to_json
 from ...parallel_runtime.group.group_status import RankStatus, Status
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.planning.stage_blocks import blocks_of_rank
-from ...parallel_runtime.sentences import to_json
 from ...parallel_runtime.specs import Parallelism
 from ..describe.local_devices import gpus_json, visible_gpus
 from .settings import PACKAGES, refresh

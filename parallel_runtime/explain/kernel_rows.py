@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..sentences import Sentence, listed, say
+from ..errors import Sentence, listed, say
 from ..specs import Parallelism
 from ..wire.readings import WORTH_TELLING, KernelBenchmark
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..errors import say
 from ..planning.memory_model import Capacity, MemoryModel
 from ..planning.misfit import GIB, size_in_words
 from ..planning.network_stats import Work
 from ..planning.run_plan import Estimate, RunPlan
 from ..planning.stage_blocks import outside_bytes
-from ..sentences import say
 from ..specs import Placement, WeightPlacement
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..errors import listed, say
 from ..planning.run_plan import RunPlan
-from ..sentences import listed, say
 from ..specs import Parallelism
 
 Share = tuple[float, float]  # begin and end, as fractions of all

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..accelerators import CUDA
+from ..errors import Sentence, listed, say, say_if, to_json
 from ..group.history import Cost, Pace, RunSetup
 from ..planning.candidates import profile_of
 from ..planning.device_names import why_one_gpu
@@ -23,7 +24,6 @@ from ..planning.run_plan import RunPlan
 from ..planning.seconds import attention_bytes, evaluation_seconds
 from ..planning.stage_blocks import StageBlocks, busy_share, cached_key_value_bytes, stages_of, weight_ranges
 from ..request import ParallelRequest
-from ..sentences import Sentence, listed, say, say_if, to_json
 from ..specs import Parallelism, Placement
 from ..wire.readings import KernelBenchmark
 from .kernel_rows import kernel_sentences

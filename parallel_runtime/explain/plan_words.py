@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ..errors import Sentence, listed, say
 from ..planning.memory_model import BLOCK_BUFFERS
 from ..planning.network_stats import NetworkStats
 from ..planning.resolve import CLEARLY
 from ..planning.run_plan import RunPlan
 from ..planning.work_shares import are_uneven, work_percent
 from ..request import ParallelRequest
-from ..sentences import Sentence, listed, say
 
 SHOWN = 4  # other plans, the best ones
 

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import Refused
+from ..errors import Refused, Sentence, listed, say
 from ..group.machine_check import checked_plan
 from ..planning.plan_inputs import PlanInputs
 from ..request import ParallelRequest
-from ..sentences import Sentence, listed, say
 from ..specs import DEGREES
 
 

@@ -6,9 +6,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from ..errors import ParallelError, WorkerLost
+from ..errors import ParallelError, WorkerLost, say
 from ..jobs import EvaluationJob, Job, VAEJob
-from ..sentences import say
 from ..specs import ModelSpec, Parallelism, Placement
 from ..wire.messages import Done, Heartbeat, Joined, Step
 from ..wire.readings import Busy, Readings

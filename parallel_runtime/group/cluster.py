@@ -17,9 +17,8 @@ from datetime import timedelta
 import torch
 from torch.distributed import TCPStore
 
-from ..errors import Cause, ProtocolError, Refused, WorkerStartError
+from ..errors import Cause, ProtocolError, Refused, Sentence, WorkerStartError, say
 from ..planning.device_names import parse_devices
-from ..sentences import Sentence, say
 from ..specs import ComfySetup, Placement
 from ..wire.handshake import prove, read_key
 from ..wire.messages import Denied, Ended, Invitation, Left, Machine

@@ -8,8 +8,7 @@ import fcntl
 import socket
 import struct
 
-from ..errors import Refused
-from ..sentences import quoted
+from ..errors import Refused, quoted
 
 SIOCGIFADDR = 0x8915
 

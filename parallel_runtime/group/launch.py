@@ -12,9 +12,8 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
-from ..errors import WorkerDied, WorkerStartError
+from ..errors import Sentence, WorkerDied, WorkerStartError, say
 from ..planning.device_profile import DeviceProfile, Speed, coarse
-from ..sentences import Sentence, say
 from ..specs import ComfySetup, Placement
 from ..wire.channel import Channel, short_path
 from ..wire.messages import PROTOCOL, Ended, Failed, Joined, MapOutput, Ready, Welcome

@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..errors import ParallelError, Refused, WorkerDied
+from ..errors import ParallelError, Refused, WorkerDied, say
 from ..planning.device_profile import DeviceProfile
-from ..sentences import say
 from ..specs import ComfySetup, Placement, SourceFile
 from .activity import Activity
 from .endpoint import parse

@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable
 from multiprocessing.connection import wait
 from typing import Any, Literal
 
-from ..errors import ON_ANOTHER_RANK, Cause, WorkerDied, WorkerFailed, WorkerLost
-from ..sentences import say
+from ..errors import ON_ANOTHER_RANK, Cause, WorkerDied, WorkerFailed, WorkerLost, say
 from ..wire.bundles import read_bundle
 from ..wire.messages import Done, Failed, Heartbeat, Refusal, Step
 from .activity import Activity

@@ -8,11 +8,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import ParallelError, Refused, WorkerDied
+from ..errors import ParallelError, Refused, WorkerDied, say
 from ..jobs import Job
 from ..planning.share_balance import ShareBalance
 from ..request import AfterSampling
-from ..sentences import say
 from ..specs import ComfySetup, ModelSpec, Parallelism, Placement, WeightPlacement
 from ..wire.bundles import bundled
 from ..wire.messages import Cancel, Done, Measure, Run

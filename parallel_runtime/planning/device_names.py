@@ -6,8 +6,7 @@ import os
 import sys
 
 from ..accelerators import CUDA
-from ..errors import Refused
-from ..sentences import quoted, say
+from ..errors import Refused, quoted, say
 
 MAX_DEVICES = 64
 MAX_DIGITS = 4  # of a GPU's number

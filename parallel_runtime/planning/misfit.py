@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..errors import Refused
-from ..sentences import Sentence, say
+from ..errors import Refused, Sentence, say
 from ..specs import Parallelism, WeightPlacement
 from .memory_model import FETCHED_MODES, MemoryModel
 from .stage_blocks import cached_key_value_bytes

@@ -7,9 +7,8 @@ from math import prod
 from typing import Any
 
 from ..accelerators import CUDA, KERNELS
-from ..errors import Refused
+from ..errors import Refused, Sentence, say
 from ..request import ParallelRequest
-from ..sentences import Sentence, say
 from ..specs import Parallelism, Placement
 from .device_names import MAX_CPU_WORKERS, why_one_gpu
 from .network_stats import NetworkStats

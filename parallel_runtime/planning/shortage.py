@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..sentences import Sentence, say
+from ..errors import Sentence, say
 from ..specs import Placement
 from ..wire.readings import Readings
 from .misfit import size_in_words

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..architectures.autoencoders import DIFFUSION, ENGINE, HUNYUAN, KL, LTX
-from ..sentences import say
+from ..errors import say
 from .device_profile import DeviceProfile
 
 GIB = 2**30

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd
 
-from ..errors import Refused
-from ..sentences import quoted
+from ..errors import Refused, quoted
 from ..specs import Parallelism, Placement
 
 PARTS = 64  # for each worker

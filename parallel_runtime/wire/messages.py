@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import jobs, request, specs
-from ..errors import Cause, OutOfMemory, ProtocolError, Refused
+from ..errors import Cause, OutOfMemory, ProtocolError, Refused, Sentence, from_json, say, to_json
 from ..request import AfterSampling
-from ..sentences import Sentence, from_json, say, to_json
 from ..specs import ComfySetup, ModelSpec, Parallelism, WeightPlacement
 from .readings import Busy, Readings
 

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from torch import zeros
 
-from parallel_runtime.errors import Cause, ParallelError, WorkerDied, WorkerStartError
+from parallel_runtime.errors import Cause, ParallelError, WorkerDied, WorkerStartError, say
 from parallel_runtime.group import activity as activity_module
 from parallel_runtime.group.activity import Activity
 from parallel_runtime.group.history import HISTORY_LENGTH, Size
 from parallel_runtime.jobs import EvaluationJob, VAEJob
-from parallel_runtime.sentences import say
 from parallel_runtime.specs import ModelSpec, Parallelism, Placement
 from parallel_runtime.wire.messages import Done, Heartbeat, Joined, Step
 

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from parallel_runtime.errors import WorkerDied, WorkerFailed
+from parallel_runtime.errors import WorkerDied, WorkerFailed, say
 from parallel_runtime.group.activity import Activity
 from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.request import EngineOptions
-from parallel_runtime.sentences import say
 from parallel_runtime.specs import ModelSpec, Parallelism
 from parallel_runtime.wire.readings import Graphs
 

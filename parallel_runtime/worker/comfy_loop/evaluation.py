@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ...errors import Refused
+from ...errors import Refused, quoted
 from ...jobs import MAX_CACHED_PROMPTS, EvaluationJob
-from ...sentences import quoted
 from ..kernel_advice import KernelAdvisor
 from ..process.progress import Progress
 from .comfy_model import ComfyModel

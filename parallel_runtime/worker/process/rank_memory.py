@@ -13,7 +13,7 @@ from ...engine.comm.device_memory import cached_bytes, free_bytes, host_free_byt
 from ...engine.comm.mesh import GroupState
 from ...engine.kernels.autotune import benchmark_results
 from ...engine.weights.prefetch import weight_bytes
-from ...sentences import Sentence, say
+from ...errors import Sentence, say
 from ...wire.readings import Graphs, ModelMemory, Readings
 from ..models import Model
 
