@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..engine.comm.mesh import AXES, BATCH_AXES, ContextMesh, GroupState, build_mesh, comm_device_of, mesh_dim_of
+from ..engine.comm.mesh import BATCH_DIMS, MESH_DIMS, ContextMesh, GroupState, build_mesh, comm_device_of, mesh_dim_of
 from ..request import EngineOptions
 from ..specs import Parallelism
 
@@ -50,15 +50,15 @@ def adopt_mesh(mesh: DeviceMesh, parallelism: Parallelism, device: torch.device 
     backend_device = comm_device_of(device or torch.device(mesh.device_type))
     comm_device = backend_device if device is not None and backend_device.type != device.type else None
     group_state = GroupState()
-    names = ("ring", "ulysses", *(name for name in BATCH_AXES if getattr(parallelism, f"{name}_degree") > 1))
-    axes = {name: mesh_dim_of(mesh[name].get_group(), comm_device, group_state) for name in names}
+    names = ("ring", "ulysses", *(name for name in BATCH_DIMS if getattr(parallelism, f"{name}_degree") > 1))
+    mesh_dims = {name: mesh_dim_of(mesh[name].get_group(), comm_device, group_state) for name in names}
     both = mesh["ring", "ulysses"]
     flat = both._flatten()
     context = mesh_dim_of(flat.get_group(), comm_device, group_state)
-    expected = axes["ring"].index * axes["ulysses"].size + axes["ulysses"].index
-    if context.index != expected or tuple(both.mesh[axes["ring"].index].tolist()) != axes["ulysses"].ranks:
+    expected = mesh_dims["ring"].index * mesh_dims["ulysses"].size + mesh_dims["ulysses"].index
+    if context.index != expected or tuple(both.mesh[mesh_dims["ring"].index].tolist()) != mesh_dims["ulysses"].ranks:
         raise ValueError(f"the mesh must hold its ranks in ascending order along ring and ulysses, got {both}")
-    return ContextMesh(**axes, context=context, device_mesh=flat)
+    return ContextMesh(**mesh_dims, context=context, device_mesh=flat)
 
 
 def _size(mesh: DeviceMesh, name: str) -> int:
@@ -70,8 +70,8 @@ def _check_dims(mesh: DeviceMesh, parallelism: Parallelism) -> None:
     names = mesh.mesh_dim_names or ()
     if not {"ring", "ulysses"} <= set(names) or names.index("ring") > names.index("ulysses"):
         raise ValueError(f'the mesh needs a "ring" dim and a "ulysses" dim after it (size 1 if unused), got {names}')
-    for name in AXES:
+    for name in MESH_DIMS:
         degree = getattr(parallelism, f"{name}_degree")
         size = _size(mesh, name)
-        if size != degree and not (name in BATCH_AXES and degree == 1):
+        if size != degree and not (name in BATCH_DIMS and degree == 1):
             raise ValueError(f"{name}_degree is {degree}, but the mesh has {size} ranks along {name!r}: {mesh}")

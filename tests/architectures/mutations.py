@@ -98,9 +98,9 @@ def _refuses(network: nn.Module, plan: SplitPlan, inputs: Inputs) -> bool:
 
 
 def _raises(network: nn.Module, plan: SplitPlan, inputs: Inputs, index: int) -> bool:
-    axis = MeshDim(size=2, index=index, ranks=(0, 1))
+    mesh_dim = MeshDim(size=2, index=index, ranks=(0, 1))
     try:
-        parallelize(network, plan, ContextMesh(context=axis, ring=axis), parallelism(2, 1))
+        parallelize(network, plan, ContextMesh(context=mesh_dim, ring=mesh_dim), parallelism(2, 1))
     except LOUD:
         return True
     try:
@@ -137,6 +137,6 @@ class _Pretended:
         return [self.whole]
 
 
-def _gather(own: Tensor, sizes: Sequence[int], axis: MeshDim) -> _Pretended:
+def _gather(own: Tensor, sizes: Sequence[int], mesh_dim: MeshDim) -> _Pretended:
     others = [own.new_zeros(size, *own.shape[1:]) for size in sizes]
-    return _Pretended(torch.cat([*others[: axis.index], own, *others[axis.index + 1 :]]))
+    return _Pretended(torch.cat([*others[: mesh_dim.index], own, *others[mesh_dim.index + 1 :]]))

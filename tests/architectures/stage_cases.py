@@ -90,9 +90,9 @@ def refused_by_one(rank: int, world: int, name: str) -> dict[str, Any]:
     network, inputs = made(name)
     plan, plain = plan_of(network), forward(network, inputs)
     degrees = Parallelism(pipeline_degree=world)
-    counts, axis = counts_of(network, plan, degrees), mesh_of(degrees).pipeline
+    counts, mesh_dim = counts_of(network, plan, degrees), mesh_of(degrees).pipeline
     install_placeholders(network, plan.plan, counts, rank)
-    cut, calls = Stages(network, plan.plan, axis, counts), []
+    cut, calls = Stages(network, plan.plan, mesh_dim, counts), []
 
     def once(*_: Any) -> None:
         calls.append(None)

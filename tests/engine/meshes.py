@@ -30,5 +30,7 @@ def _mesh(ring: int, ulysses: int, cfg: int) -> ContextMesh:
 @cache
 def staged_mesh(ring: int, ulysses: int) -> ContextMesh:
     """A mesh whose collectives take their tensors through another device, as gloo's do for ranks on a GPU."""
-    axes = {name: getattr(mesh(ring, ulysses), name) for name in ("ring", "ulysses", "context")}
-    return ContextMesh(**{name: replace(axis, comm_device=torch.device("cpu")) for name, axis in axes.items()})
+    mesh_dims = {name: getattr(mesh(ring, ulysses), name) for name in ("ring", "ulysses", "context")}
+    return ContextMesh(
+        **{name: replace(mesh_dim, comm_device=torch.device("cpu")) for name, mesh_dim in mesh_dims.items()}
+    )

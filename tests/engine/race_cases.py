@@ -29,13 +29,13 @@ def winners(rank: int, world: int, times: dict[str, list[float]]) -> dict[str, A
         return times[name][rank]
 
     sizes = autotune.AttentionSizes(batch=1, queries=7, keys=9, heads=2, head_dim=64, dtype=torch.bfloat16)
-    axis = mesh(world, 1).context
-    axis.group_state.kernel_seconds.clear()
-    won = [autotune.fastest_kernel(list(times), sizes, axis, seconds, _CPU) for _ in range(2)]
+    mesh_dim = mesh(world, 1).context
+    mesh_dim.group_state.kernel_seconds.clear()
+    won = [autotune.fastest_kernel(list(times), sizes, mesh_dim, seconds, _CPU) for _ in range(2)]
     return {
         "won": won,
         "timed": timed,
-        "results": [list(astuple(found)[:3]) for found in autotune.benchmark_results(axis.group_state)],
+        "results": [list(astuple(found)[:3]) for found in autotune.benchmark_results(mesh_dim.group_state)],
     }
 
 

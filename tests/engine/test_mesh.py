@@ -24,10 +24,10 @@ for data, cfg, ring, ulysses in json.loads(sys.argv[1]):
     world = data * cfg * ring * ulysses
     dist.init_process_group("fake", store=FakeStore(), rank=world - 1, world_size=world)
     mesh = build_mesh(Parallelism(data_degree=data, cfg_degree=cfg, ring_degree=ring, ulysses_degree=ulysses))
-    axes = {name: getattr(mesh, name) for name in ("data", "cfg", "ring", "ulysses", "context")}
+    mesh_dims = {name: getattr(mesh, name) for name in ("data", "cfg", "ring", "ulysses", "context")}
     answers.append({
         "groups": len(distributed_c10d._world.pg_map),
-        "ranks": {name: axis.ranks if axis.group else [] for name, axis in axes.items()},
+        "ranks": {name: mesh_dim.ranks if mesh_dim.group else [] for name, mesh_dim in mesh_dims.items()},
         "device_mesh": mesh.device_mesh.size(),
     })
     dist.destroy_process_group()

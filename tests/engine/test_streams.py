@@ -49,9 +49,11 @@ def test_a_stream_that_was_never_cut_has_no_length() -> None:
 
 
 def test_kernels_of_a_ring_race_with_all_heads_however_much_there_is_to_send() -> None:
-    axis = MeshDim(size=2)
-    streams = Streams(axis)
+    mesh_dim = MeshDim(size=2)
+    streams = Streams(mesh_dim)
     streams.record_length("image", 2 * 8192, "here")
-    attention = ContextAttention(ContextMesh(ring=axis, context=axis), Parallelism(ring_degree=2), streams, ("image",))
+    attention = ContextAttention(
+        ContextMesh(ring=mesh_dim, context=mesh_dim), Parallelism(ring_degree=2), streams, ("image",)
+    )
     tokens = torch.empty(1, 8192, 24, 128, device="meta")
     assert attention._make_layout(tokens, tokens).largest.heads == 24

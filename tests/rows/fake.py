@@ -74,7 +74,7 @@ def measure(name: str, method: str, ranks: int, latent: tuple[int, ...] = ()) ->
         sent.append(sum(tensor.numel() * tensor.element_size() for tensor in out))
         return []
 
-    collectives._start, collectives._p2p = count, lambda op, tensor, peer, axis: _Operation(op, tensor)
+    collectives._start, collectives._p2p = count, lambda op, tensor, peer, mesh_dim: _Operation(op, tensor)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         torch.set_default_dtype(torch.bfloat16)
         model = real.make().eval()

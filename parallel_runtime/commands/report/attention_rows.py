@@ -29,13 +29,13 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
     shape = (1, setting.tokens, HEADS, HEAD_DIM)
     inputs = [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3)]
     exact = _reference(inputs[0][:, :COMPARED_QUERIES], *inputs[1:])
-    world = GroupState()
+    group_state = GroupState()
     for backend in BACKENDS:
         if (why := _missing(backend, device)) is None:
-            yield from _of_backend(backend, inputs, exact, setting, device, world)
+            yield from _of_backend(backend, inputs, exact, setting, device, group_state)
         elif setting.world == 1:
             yield Case({"what": backend}, partial(dict, note=f"not here: {why}"))
-    for result in benchmark_results(world):
+    for result in benchmark_results(group_state):
         for name, microseconds in zip(result.kernels, result.microseconds, strict=True):
             yield Case({"what": f"race: {name}, {result.block}"}, partial(dict, ms=microseconds / 1e3))
 
@@ -56,7 +56,7 @@ def _of_backend(
     exact: Tensor,
     setting: Setting,
     device: torch.device,
-    world: GroupState,
+    group_state: GroupState,
 ) -> Iterator[Case]:
     query, key, value = inputs
     labels = {"what": backend, "dtype": str(query.dtype).removeprefix("torch.")}
@@ -67,7 +67,7 @@ def _of_backend(
 
     yield case("one process", partial(attend, query, key, value, None, None, backend), slice(0, COMPARED_QUERIES))
     for words, parallelism in parallelisms(setting.world, backend):
-        mesh = build_mesh(parallelism, device, world)
+        mesh = build_mesh(parallelism, device, group_state)
         attention, own = _local_attention(mesh, parallelism, setting.tokens)
         yield case(words, partial(attention, query[:, own], key[:, own], value[:, own]), own)
 

@@ -150,8 +150,8 @@ class ContextAttention:
 
     def _gather_replicated(self, chunk: Tensor, length: int) -> Tensor:
         """Gathers [B, local tokens, H, D] of every rank to [B, `length`, H, D] on each."""
-        axis = self.mesh.context
-        (output,) = all_gather_v(chunk.transpose(0, 1), chunk_sizes(length, axis.parts), axis).wait()
+        mesh_dim = self.mesh.context
+        (output,) = all_gather_v(chunk.transpose(0, 1), chunk_sizes(length, mesh_dim.parts), mesh_dim).wait()
         return output.transpose(0, 1)
 
     def _full_mask(self, mask: Tensor, query: Tensor, layout: AttentionLayout) -> Mask:
@@ -182,14 +182,14 @@ class ContextAttention:
         """All-to-all from tokens to heads, attention on local heads, and all-to-all back."""
         if layout.repeat_keys:
             key, value = repeat_kv(key, query.shape[2]), repeat_kv(value, query.shape[2])
-        axis, pending_returns = self.mesh.ulysses, []
+        mesh_dim, pending_returns = self.mesh.ulysses, []
         for chunk, received in self._received_chunks(layout.head_chunks, query, key, value):
             chunk_mask = None if keys is None else keys.heads(chunk.first, *chunk.inbound.heads)
             q, k, v = received
             out = attend_heads(q, k, v, chunk_mask)
             del q, k, v
             received.clear()
-            pending_returns.append((chunk, to_tokens(out, chunk.inbound, axis, self._scratch(query, chunk.number))))
+            pending_returns.append((chunk, to_tokens(out, chunk.inbound, mesh_dim, self._scratch(query, chunk.number))))
         del out
         output = allocate(query.shape, query)
         for chunk, pending in pending_returns:
@@ -271,27 +271,27 @@ class ContextAttention:
         return self.streams.cached((layout, "kernel", mask), lambda: self._choose_kernel(query, layout.largest, mask))
 
     def _choose_kernel(self, query: Tensor, largest: AttentionSizes, mask: MaskKind | None) -> AttentionBackend:
-        backend, axis, batch_groups = (
+        backend, mesh_dim, batch_groups = (
             self.parallelism.options.attention_backend,
             self.mesh.context,
             self.mesh.batch_groups,
         )
         recorded = self.parallelism.options.cuda_graphs != "off"
         sizes = largest if self.mesh.ring.size > 1 else replace(largest, what="whole", mask=mask)
-        return choose_kernel(backend, query, sizes, axis, self.fallback, batch_groups, recorded)
+        return choose_kernel(backend, query, sizes, mesh_dim, self.fallback, batch_groups, recorded)
 
     def _ring_blocks(self, block: Block, blocks: tuple[int, ...]) -> Iterator[tuple[Owners, Block]]:
-        axis = self.mesh.ring
+        mesh_dim = self.mesh.ring
         if self.parallelism.options.rotate_method == "allgather":
-            return all_gather_blocks(block, blocks, axis)
+            return all_gather_blocks(block, blocks, mesh_dim)
 
         def make_slots() -> list[RingSlot]:
-            return ring_slots(block, blocks, axis, self._scratch(block[0], "ring"))
+            return ring_slots(block, blocks, mesh_dim, self._scratch(block[0], "ring"))
 
         if packed_bytes(block, blocks) > SCRATCH_CACHE_BYTES:
-            return rotate(block, make_slots(), axis)
+            return rotate(block, make_slots(), mesh_dim)
         key = ("stops", blocks, block[0].shape, block[0].dtype, torch.is_inference_mode_enabled())
-        return rotate(block, self.streams.cached(key, make_slots), axis)
+        return rotate(block, self.streams.cached(key, make_slots), mesh_dim)
 
     def _scratch(self, like: Tensor, use: Hashable) -> ScratchAllocator:
         return lambda shape, part: self.streams.scratch((use, part), shape, like)

@@ -88,7 +88,7 @@ def memory_key(mask: Tensor) -> Hashable:
     return storage, mask.storage_offset(), mask.shape, mask.stride(), mask.dtype, version
 
 
-def gather_key_mask(mask: Tensor, batch: int, heads: int, streams: Streams, names: Names, axis: MeshDim) -> Mask:
+def gather_key_mask(mask: Tensor, batch: int, heads: int, streams: Streams, names: Names, mesh_dim: MeshDim) -> Mask:
     """The mask of all keys, gathered from each rank's slice of it (or taken from the full mask, if it was not split).
 
     `mask` is [B, S] bool or int (non-zero: attend), [B, S] additive float, or [B, 1 or heads, 1, S] of either; `names`
@@ -97,15 +97,15 @@ def gather_key_mask(mask: Tensor, batch: int, heads: int, streams: Streams, name
     """
     keys = _tokens_first(mask, batch, heads)
     sizes, total = streams.tokens_by_rank(names), streams.total(names)
-    local = sizes[axis.index]
+    local = sizes[mesh_dim.index]
     if keys.shape[0] not in (local, total):
         raise Refused("mask.keys", keys=keys.shape[0], local=local, total=total)
     if keys.shape[0] != local:
         if not streams.any_rank_has_all(names):
             return _key(keys.index_select(0, streams.global_positions(names, keys.device)))
-        keys = keys.index_select(0, streams.global_positions(names, keys.device, [axis.index]))
+        keys = keys.index_select(0, streams.global_positions(names, keys.device, [mesh_dim.index]))
     to_send = keys.to(torch.uint8) if keys.dtype == torch.bool else keys
-    (full,) = all_gather_v(to_send, sizes, axis).wait()
+    (full,) = all_gather_v(to_send, sizes, mesh_dim).wait()
     return _key(full.to(keys.dtype))
 
 

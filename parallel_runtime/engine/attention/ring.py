@@ -29,7 +29,7 @@ class RingSlot:
     block: Block
 
 
-def ring_slots(block: Block, sizes: Sequence[int], axis: MeshDim, scratch: ScratchAllocator) -> list[RingSlot]:
+def ring_slots(block: Block, sizes: Sequence[int], mesh_dim: MeshDim, scratch: ScratchAllocator) -> list[RingSlot]:
     """Returns the buffer of each block in turn, the local block first; they alternate between two of the largest size.
 
     The local block is copied there to be sent; attention reads it from its original memory.
@@ -38,8 +38,8 @@ def ring_slots(block: Block, sizes: Sequence[int], axis: MeshDim, scratch: Scrat
     per_token = 2 * batch * heads * dim
     memory = [scratch((per_token * max(sizes),), use) for use in ("even blocks", "odd blocks")]
     slots = []
-    for step in range(axis.size):
-        owner = (axis.index - step) % axis.size
+    for step in range(mesh_dim.size):
+        owner = (mesh_dim.index - step) % mesh_dim.size
         packed = memory[step % 2].narrow(0, 0, per_token * sizes[owner])
         packed = packed.view(2, batch, sizes[owner], heads, dim)
         slots.append(RingSlot(owner=owner, packed=packed, block=(packed[0], packed[1])))
@@ -52,24 +52,24 @@ def packed_bytes(block: Block, sizes: Sequence[int]) -> int:
     return 2 * batch * max(sizes) * heads * dim * block[0].element_size()
 
 
-def rotate(block: Block, slots: Sequence[RingSlot], axis: MeshDim) -> Iterator[tuple[Owners, Block]]:
+def rotate(block: Block, slots: Sequence[RingSlot], mesh_dim: MeshDim) -> Iterator[tuple[Owners, Block]]:
     """(owner's index, keys and values): blocks travel from rank to rank, one hop while the caller computes.
 
-    axis.size - 1 hops. Ask for the next block only after launching all work on the last one.
+    mesh_dim.size - 1 hops. Ask for the next block only after launching all work on the last one.
     """
     torch.cat(block, out=slots[0].packed.flatten(0, 1))
     for step, slot in enumerate(slots):
-        pending = ring_send_recv(slot.packed, slots[step + 1].packed, axis) if step + 1 < axis.size else None
+        pending = ring_send_recv(slot.packed, slots[step + 1].packed, mesh_dim) if step + 1 < mesh_dim.size else None
         yield (slot.owner,), slot.block if step else block
         if pending is not None:
             pending.wait()
 
 
-def all_gather_blocks(block: Block, sizes: Sequence[int], axis: MeshDim) -> Iterator[tuple[Owners, Block]]:
+def all_gather_blocks(block: Block, sizes: Sequence[int], mesh_dim: MeshDim) -> Iterator[tuple[Owners, Block]]:
     """Yields the local block, then all others as one, gathered meanwhile. Extra memory: all keys and values."""
     packed = torch.cat([tensor.transpose(0, 1) for tensor in block], dim=2)
-    pending = all_gather_others(packed, sizes, axis)
-    yield (axis.index,), block
+    pending = all_gather_others(packed, sizes, mesh_dim)
+    yield (mesh_dim.index,), block
     (other_blocks,) = pending.wait()
     key, value = other_blocks.transpose(0, 1).chunk(2, 2)
-    yield tuple(axis.other_ranks), (key, value)
+    yield tuple(mesh_dim.other_ranks), (key, value)

@@ -142,17 +142,19 @@ def head_chunks(
 ) -> tuple[HeadChunk, ...]:
     """Returns the head chunks, at most `max_chunks`, of queries [B, tokens, H, D] with so many `heads`, its own and the
     keys'; `same_tokens`: both are of the same tokens. Returns () without Ulysses ranks."""
-    axis, first = mesh.ulysses, mesh.ring.index * mesh.ulysses.size
-    if axis.size == 1:
+    mesh_dim, first = mesh.ulysses, mesh.ring.index * mesh.ulysses.size
+    if mesh_dim.size == 1:
         return ()
     of_queries, of_keys = heads[:1], (heads[1], heads[1])
-    queries, keys = (tokens[first : first + axis.size] for tokens in tokens_by_rank)
+    queries, keys = (tokens[first : first + mesh_dim.size] for tokens in tokens_by_rank)
     outbound = [((*of_queries, *of_keys), queries)] if same_tokens else [(of_queries, queries), (of_keys, keys)]
-    number = min(max_chunks, _chunk_count(query, heads, tokens_by_rank, axis.parts))
-    start, own = chunk_range(heads[0], axis.parts, axis.index)
+    number = min(max_chunks, _chunk_count(query, heads, tokens_by_rank, mesh_dim.parts))
+    start, own = chunk_range(heads[0], mesh_dim.parts, mesh_dim.index)
 
     def packed(heads: tuple[int, ...], tokens: tuple[int, ...], chunk: int) -> AllToAllLayout:
-        return all_to_all_layout(heads, axis.parts, tokens, axis.index, query.shape[0], query.shape[3], chunk, number)
+        return all_to_all_layout(
+            heads, mesh_dim.parts, tokens, mesh_dim.index, query.shape[0], query.shape[3], chunk, number
+        )
 
     return tuple(
         HeadChunk(
@@ -174,7 +176,9 @@ def _chunk_count(query: Tensor, heads: tuple[int, int], tokens_by_rank: TokensBy
     return MAX_HEAD_CHUNKS if sent >= MIN_HIDDEN_BYTES else 1
 
 
-def to_heads(tensors: Sequence[Tensor], layout: AllToAllLayout, axis: MeshDim, scratch: ScratchAllocator) -> Pending:
+def to_heads(
+    tensors: Sequence[Tensor], layout: AllToAllLayout, mesh_dim: MeshDim, scratch: ScratchAllocator
+) -> Pending:
     """[B, own tokens, H, D] of each tensor is sent; `split_received` takes what arrives."""
     send = scratch((sum(layout.by_heads),), "send")
     joined = all(map(_joined, tensors))
@@ -182,7 +186,7 @@ def to_heads(tensors: Sequence[Tensor], layout: AllToAllLayout, axis: MeshDim, s
         parts = [run.of(tensor, joined=joined) for run, tensor in zip(runs, tensors, strict=True)]
         _pack(parts, segment, dim=-1 if joined else -2)
     received = scratch((sum(layout.by_tokens),), "receive")
-    return all_to_all(send, received, *layout.counts, axis)
+    return all_to_all(send, received, *layout.counts, mesh_dim)
 
 
 def split_received(received: Tensor, layout: AllToAllLayout) -> tuple[Tensor, ...]:
@@ -191,12 +195,12 @@ def split_received(received: Tensor, layout: AllToAllLayout) -> tuple[Tensor, ..
     return full.transpose(0, 1).split(layout.heads, 2)
 
 
-def to_tokens(full: Tensor, layout: AllToAllLayout, axis: MeshDim, scratch: ScratchAllocator) -> Pending:
+def to_tokens(full: Tensor, layout: AllToAllLayout, mesh_dim: MeshDim, scratch: ScratchAllocator) -> Pending:
     """Sends [B, all tokens, local heads, D] of each rank back; `write_returned` takes what arrives."""
     send = full.transpose(0, 1).reshape(-1)
     received = scratch((sum(layout.by_heads),), "return")
     by_heads, by_tokens = layout.counts
-    return all_to_all(send, received, by_tokens, by_heads, axis)
+    return all_to_all(send, received, by_tokens, by_heads, mesh_dim)
 
 
 def write_returned(returned: Tensor, layout: AllToAllLayout, out: Tensor) -> None:

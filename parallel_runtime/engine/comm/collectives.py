@@ -42,9 +42,9 @@ class Pending:
     """
 
     def __init__(
-        self, works: Sequence[dist.Work], buffer: Sequence[Tensor], outputs: list[Tensor], world: GroupState
+        self, works: Sequence[dist.Work], buffer: Sequence[Tensor], outputs: list[Tensor], group_state: GroupState
     ) -> None:
-        self._world = world
+        self._group_state = group_state
         self._works = works
         self._recv_buffers = buffer
         self._outputs = outputs
@@ -53,9 +53,9 @@ class Pending:
         if all(tensor.device.type == "cpu" for tensor in self._recv_buffers):
             start = time.monotonic()
             self._wait()
-            self._world.waited_seconds = (self._world.waited_seconds or 0.0) + time.monotonic() - start
-        elif self._world.comm_timer is not None:
-            self._world.comm_timer.time_wait(self._wait)
+            self._group_state.waited_seconds = (self._group_state.waited_seconds or 0.0) + time.monotonic() - start
+        elif self._group_state.comm_timer is not None:
+            self._group_state.comm_timer.time_wait(self._wait)
         else:
             self._wait()
         for arrived, tensor in zip(self._recv_buffers, self._outputs, strict=True):
@@ -69,87 +69,90 @@ class Pending:
 
 
 def all_to_all(
-    send: Tensor, outputs: Tensor, send_counts: list[int] | None, recv_counts: list[int] | None, axis: MeshDim
+    send: Tensor, outputs: Tensor, send_counts: list[int] | None, recv_counts: list[int] | None, mesh_dim: MeshDim
 ) -> Pending:
     """All-to-all of flat tensors: `send_counts[i]` elements go to rank i, `recv_counts[i]` come back (None: even)."""
-    buffer = _comm_buffer(outputs, axis)
-    options: Any = {"group": axis.group, "async_op": True}
-    work = dist.all_to_all_single(buffer, _to_comm_device(send, axis), recv_counts, send_counts, **options)
-    return Pending([work], [buffer], [outputs], axis.group_state)
+    buffer = _comm_buffer(outputs, mesh_dim)
+    options: Any = {"group": mesh_dim.group, "async_op": True}
+    work = dist.all_to_all_single(buffer, _to_comm_device(send, mesh_dim), recv_counts, send_counts, **options)
+    return Pending([work], [buffer], [outputs], mesh_dim.group_state)
 
 
-def all_gather_v(chunk: Tensor, sizes: Sequence[int], axis: MeshDim) -> Pending:
+def all_gather_v(chunk: Tensor, sizes: Sequence[int], mesh_dim: MeshDim) -> Pending:
     """All-gather along dim 0: `chunk` [sizes[index], ...] of every rank makes [sum(sizes), ...], in rank order.
 
     Point to point, straight into place: nothing is padded, and on gloo it is faster than its all-gather.
     """
     output = allocate((sum(sizes), *chunk.shape[1:]), chunk)
-    return _all_gather_p2p(output, chunk.contiguous(), range(axis.size), sizes, axis)
+    return _all_gather_p2p(output, chunk.contiguous(), range(mesh_dim.size), sizes, mesh_dim)
 
 
-def all_gather_others(chunk: Tensor, sizes: Sequence[int], axis: MeshDim) -> Pending:
+def all_gather_others(chunk: Tensor, sizes: Sequence[int], mesh_dim: MeshDim) -> Pending:
     """All-gather of the other ranks' chunks, starting after this rank: [sum of their sizes, ...]."""
-    others = allocate((sum(sizes) - sizes[axis.index], *chunk.shape[1:]), chunk)
-    return _all_gather_p2p(others, chunk.contiguous(), axis.other_ranks, sizes, axis)
+    others = allocate((sum(sizes) - sizes[mesh_dim.index], *chunk.shape[1:]), chunk)
+    return _all_gather_p2p(others, chunk.contiguous(), mesh_dim.other_ranks, sizes, mesh_dim)
 
 
-def all_gather_into(output: Tensor, chunk: Tensor, sizes: Sequence[int], axis: MeshDim) -> Pending:
+def all_gather_into(output: Tensor, chunk: Tensor, sizes: Sequence[int], mesh_dim: MeshDim) -> Pending:
     """All-gather of flat chunks [sizes[index]] into `output`, in rank order."""
-    if output.device.type == "cpu" or axis.comm_device is not None or len(set(sizes)) > 1:
-        return _all_gather_p2p(output, chunk, range(axis.size), sizes, axis)
-    work = dist.all_gather_into_tensor(output, chunk, group=axis.group, async_op=True)
-    return Pending([work], [output], [output], axis.group_state)
+    if output.device.type == "cpu" or mesh_dim.comm_device is not None or len(set(sizes)) > 1:
+        return _all_gather_p2p(output, chunk, range(mesh_dim.size), sizes, mesh_dim)
+    work = dist.all_gather_into_tensor(output, chunk, group=mesh_dim.group, async_op=True)
+    return Pending([work], [output], [output], mesh_dim.group_state)
 
 
 def _all_gather_p2p(
-    output: Tensor, chunk: Tensor, peers: Sequence[int], sizes: Sequence[int], axis: MeshDim
+    output: Tensor, chunk: Tensor, peers: Sequence[int], sizes: Sequence[int], mesh_dim: MeshDim
 ) -> Pending:
     """Gathers the chunks of `peers` in this order. Each rank sends to another peer first, so links are not shared."""
-    buffer, to_send, others = _comm_buffer(output, axis), _to_comm_device(chunk, axis), axis.other_ranks
+    buffer, to_send, others = _comm_buffer(output, mesh_dim), _to_comm_device(chunk, mesh_dim), mesh_dim.other_ranks
     buffers = dict(zip(peers, buffer.split([sizes[peer] for peer in peers]), strict=True))
-    if axis.index in buffers:
-        buffers[axis.index].copy_(to_send)
-    operations = [_p2p(dist.isend, to_send, peer, axis) for peer in others]
-    operations += [_p2p(dist.irecv, buffers[peer], peer, axis) for peer in reversed(others)]
-    return Pending(_start(operations), [buffer], [output], axis.group_state)
+    if mesh_dim.index in buffers:
+        buffers[mesh_dim.index].copy_(to_send)
+    operations = [_p2p(dist.isend, to_send, peer, mesh_dim) for peer in others]
+    operations += [_p2p(dist.irecv, buffers[peer], peer, mesh_dim) for peer in reversed(others)]
+    return Pending(_start(operations), [buffer], [output], mesh_dim.group_state)
 
 
-def ring_send_recv(block: Tensor, recv_buffer: Tensor, axis: MeshDim) -> Pending:
+def ring_send_recv(block: Tensor, recv_buffer: Tensor, mesh_dim: MeshDim) -> Pending:
     """Send `block` to the next rank of a ring while the previous one's arrives in `recv_buffer`."""
-    after, before = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
-    buffer = _comm_buffer(recv_buffer, axis)
-    operations = [_p2p(dist.isend, _to_comm_device(block, axis), after, axis), _p2p(dist.irecv, buffer, before, axis)]
-    return Pending(_start(operations), [buffer], [recv_buffer], axis.group_state)
+    after, before = (mesh_dim.index + 1) % mesh_dim.size, (mesh_dim.index - 1) % mesh_dim.size
+    buffer = _comm_buffer(recv_buffer, mesh_dim)
+    operations = [
+        _p2p(dist.isend, _to_comm_device(block, mesh_dim), after, mesh_dim),
+        _p2p(dist.irecv, buffer, before, mesh_dim),
+    ]
+    return Pending(_start(operations), [buffer], [recv_buffer], mesh_dim.group_state)
 
 
 def send_recv(
-    send_tensors: Mapping[int, Tensor], recv_shapes: Mapping[int, Sequence[int]], axis: MeshDim, *, like: Tensor
+    send_tensors: Mapping[int, Tensor], recv_shapes: Mapping[int, Sequence[int]], mesh_dim: MeshDim, *, like: Tensor
 ) -> Pending:
-    """Send `send_tensors[i]` to rank i of the axis; receive tensors of the shapes `recv_shapes`, in its order.
+    """Send `send_tensors[i]` to rank i of `mesh_dim`; receive tensors of the shapes `recv_shapes`, in its order.
 
     All tensors have the dtype and device of `like`; every rank knows all sizes beforehand.
     """
     outputs = [allocate(shape, like) for shape in recv_shapes.values()]
-    buffer = [_comm_buffer(tensor, axis) for tensor in outputs]
+    buffer = [_comm_buffer(tensor, mesh_dim) for tensor in outputs]
     operations = [
-        _p2p(dist.isend, _to_comm_device(tensor.contiguous(), axis), peer, axis)
+        _p2p(dist.isend, _to_comm_device(tensor.contiguous(), mesh_dim), peer, mesh_dim)
         for peer, tensor in send_tensors.items()
     ]
-    operations += [_p2p(dist.irecv, place, peer, axis) for peer, place in zip(recv_shapes, buffer, strict=True)]
-    return Pending(_start(operations), buffer, outputs, axis.group_state)
+    operations += [_p2p(dist.irecv, place, peer, mesh_dim) for peer, place in zip(recv_shapes, buffer, strict=True)]
+    return Pending(_start(operations), buffer, outputs, mesh_dim.group_state)
 
 
-def _to_comm_device(tensor: Tensor, axis: MeshDim) -> Tensor:
-    return tensor if axis.comm_device is None else tensor.to(axis.comm_device)
+def _to_comm_device(tensor: Tensor, mesh_dim: MeshDim) -> Tensor:
+    return tensor if mesh_dim.comm_device is None else tensor.to(mesh_dim.comm_device)
 
 
-def _comm_buffer(tensor: Tensor, axis: MeshDim) -> Tensor:
+def _comm_buffer(tensor: Tensor, mesh_dim: MeshDim) -> Tensor:
     """Returns the buffer that the collective writes: `tensor`, or one of its shape on `comm_device`."""
-    return tensor if axis.comm_device is None else allocate(tensor.shape, tensor, axis.comm_device)
+    return tensor if mesh_dim.comm_device is None else allocate(tensor.shape, tensor, mesh_dim.comm_device)
 
 
-def _p2p(operation: Callable[..., Any], tensor: Tensor, peer: int, axis: MeshDim) -> dist.P2POp:
-    return dist.P2POp(operation, tensor, axis.ranks[peer], axis.group)
+def _p2p(operation: Callable[..., Any], tensor: Tensor, peer: int, mesh_dim: MeshDim) -> dist.P2POp:
+    return dist.P2POp(operation, tensor, mesh_dim.ranks[peer], mesh_dim.group)
 
 
 def _start(operations: list[dist.P2POp]) -> list[dist.Work]:

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ...specs import Parallelism
 from .device_events import CommTimer
 
-BATCH_AXES = ("data", "cfg")  # axes along which batch rows and prompts are split, not tokens
-AXES = ("pipeline", *BATCH_AXES, "ring", "ulysses")
+BATCH_DIMS = ("data", "cfg")  # mesh dimensions along which batch rows and prompts are split, not tokens
+MESH_DIMS = ("pipeline", *BATCH_DIMS, "ring", "ulysses")
 
 Parts = int | tuple[int, ...]  # the number of equal parts, or each part's share
 
@@ -48,11 +48,12 @@ class GroupState:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MeshDim:
-    """The ranks along one axis: how many, which one this is, their global ranks and group (None: this rank alone).
+    """The ranks along one dimension of the mesh: how many, which one this is, their global ranks and group (None: this
+    rank alone).
 
     `comm_device` is where collectives need their tensors if they cannot use this rank's device (None: they can).
-    `group_state` is one object for all axes of a group. Work along the axis is split by `shares`, one a rank; () for
-    equal parts.
+    `group_state` is one object for all dimensions of a group. Work along this one is split by `shares`, one a rank; ()
+    for equal parts.
     """
 
     size: int = 1
@@ -115,14 +116,14 @@ class ContextMesh:
 
 
 def build_mesh(
-    parallelism: Parallelism, device: torch.device | None = None, world: GroupState | None = None
+    parallelism: Parallelism, device: torch.device | None = None, group_state: GroupState | None = None
 ) -> ContextMesh:
-    """The mesh of a group of `parallelism.world_size` ranks that compute on `device`; `world` is the GroupState so far.
+    """The mesh of a group of `parallelism.world_size` ranks that compute on `device`; `group_state` is the one so far.
 
     Every rank of the group must call it together, once per shape: groups are made here. A world of one rank needs
     no process group. Raises ValueError when the degrees and the group disagree.
     """
-    single_rank = MeshDim(group_state=world or GroupState())
+    single_rank = MeshDim(group_state=group_state or GroupState())
     if parallelism.world_size == 1:
         return ContextMesh(context=single_rank)
     degrees = _degrees(parallelism)
@@ -137,27 +138,28 @@ def build_mesh(
             "degrees, or pass a DeviceMesh with one more dim for the other ranks"
         )
     backend_device = comm_device_of(device or torch.device("cpu"))
-    sizes = {name: size for name, size in zip(AXES, parallelism.mesh_shape, strict=True) if size > 1}
+    sizes = {name: size for name, size in zip(MESH_DIMS, parallelism.mesh_shape, strict=True) if size > 1}
     mesh = init_device_mesh(backend_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     comm_device = backend_device if device is not None and backend_device.type != device.type else None
-    axes = {name: mesh_dim_of(mesh[name].get_group(), comm_device, single_rank.group_state) for name in sizes}
-    context = _context(mesh, axes, comm_device, single_rank)
+    mesh_dims = {name: mesh_dim_of(mesh[name].get_group(), comm_device, single_rank.group_state) for name in sizes}
+    context = _context(mesh, mesh_dims, comm_device, single_rank)
     flat = DeviceMesh.from_group(context.group, backend_device.type) if context.group is not None else None
-    for axis in (*axes.values(), context):
-        _copy_world_timeout(axis, backend_device)
-    return ContextMesh(**axes, context=context, device_mesh=flat).with_shares(parallelism.shares)
+    for mesh_dim in (*mesh_dims.values(), context):
+        _copy_world_timeout(mesh_dim, backend_device)
+    return ContextMesh(**mesh_dims, context=context, device_mesh=flat).with_shares(parallelism.shares)
 
 
-def with_new_group(axis: MeshDim, device: torch.device) -> MeshDim:
+def with_new_group(mesh_dim: MeshDim, device: torch.device) -> MeshDim:
     """Returns the same ranks on a communicator of their own, which waits for nothing else that they send. Collective
-    over the world, in which the ranks of such an axis are neighbours."""
-    if axis.size == 1:
-        return axis
+    over the world, in which the ranks of such a mesh dimension are neighbours."""
+    if mesh_dim.size == 1:
+        return mesh_dim
     groups = [
-        dist.new_group(list(range(first, first + axis.size))) for first in range(0, dist.get_world_size(), axis.size)
+        dist.new_group(list(range(first, first + mesh_dim.size)))
+        for first in range(0, dist.get_world_size(), mesh_dim.size)
     ]
-    dim = replace(axis, group=groups[dist.get_rank() // axis.size])
-    assert tuple(dist.get_process_group_ranks(dim.group)) == axis.ranks
+    dim = replace(mesh_dim, group=groups[dist.get_rank() // mesh_dim.size])
+    assert tuple(dist.get_process_group_ranks(dim.group)) == mesh_dim.ranks
     _copy_world_timeout(dim, comm_device_of(device))
     return dim
 
@@ -186,24 +188,24 @@ def participating_ranks(sizes: Sequence[int], device: torch.device) -> MeshDim |
 
 
 def _context(
-    mesh: DeviceMesh, axes: Mapping[str, MeshDim], comm_device: torch.device | None, single_rank: MeshDim
+    mesh: DeviceMesh, mesh_dims: Mapping[str, MeshDim], comm_device: torch.device | None, single_rank: MeshDim
 ) -> MeshDim:
     """Ring and Ulysses together; a group of its own only where no other has just these ranks."""
-    parts = [axes[name] for name in ("ring", "ulysses") if name in axes]
+    parts = [mesh_dims[name] for name in ("ring", "ulysses") if name in mesh_dims]
     if len(parts) < 2:
         return parts[0] if parts else single_rank
-    if len(axes) == 2:
+    if len(mesh_dims) == 2:
         assert dist.group.WORLD is not None
         return mesh_dim_of(dist.group.WORLD, comm_device, single_rank.group_state)
     return mesh_dim_of(mesh["ring", "ulysses"]._flatten().get_group(), comm_device, single_rank.group_state)
 
 
-def _copy_world_timeout(axis: MeshDim, backend_device: torch.device) -> None:
-    """Gives the axis' group the timeout of the world group; a new subgroup has PyTorch's default."""
+def _copy_world_timeout(mesh_dim: MeshDim, backend_device: torch.device) -> None:
+    """Gives the mesh dimension's group the timeout of the world group; a new subgroup has PyTorch's default."""
     assert dist.group.WORLD is not None
     timeout = getattr(dist.group.WORLD._get_backend(backend_device).options, "_timeout", None)
-    if axis.group is not None and axis.group is not dist.group.WORLD and isinstance(timeout, timedelta):
-        axis.group._get_backend(backend_device)._set_default_timeout(timeout)
+    if mesh_dim.group is not None and mesh_dim.group is not dist.group.WORLD and isinstance(timeout, timedelta):
+        mesh_dim.group._get_backend(backend_device)._set_default_timeout(timeout)
 
 
 def mesh_dim_of(group: dist.ProcessGroup, comm_device: torch.device | None, group_state: GroupState) -> MeshDim:
@@ -229,4 +231,4 @@ def comm_device_of(device: torch.device) -> torch.device:
 
 
 def _degrees(parallelism: Parallelism) -> str:
-    return " x ".join(f"{name} {getattr(parallelism, f'{name}_degree')}" for name in AXES)
+    return " x ".join(f"{name} {getattr(parallelism, f'{name}_degree')}" for name in MESH_DIMS)

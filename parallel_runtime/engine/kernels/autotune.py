@@ -79,13 +79,13 @@ def choose_kernel(
     backend: AttentionBackend,
     query: Tensor,
     sizes: AttentionSizes,
-    axis: MeshDim,
+    mesh_dim: MeshDim,
     fallback: FullAttention,
     batch_groups: int = 1,
     recorded: bool = True,
 ) -> AttentionBackend:
     """Returns the kernel for ring blocks or full keys, as `sizes` say; "auto" is `fallback`. `recorded`: see
-    block_candidates. Collective over `axis` for new sizes.
+    block_candidates. Collective over `mesh_dim` for new sizes.
 
     Several `batch_groups` take the likely fastest without a benchmark: each would have its own, and groups that compute
     the same must agree to the bit.
@@ -95,7 +95,7 @@ def choose_kernel(
     if isinstance(query, FakeTensor):
         return block_candidates(query, recorded=recorded)[0] if blocks and backend == "auto" else backend
     if backend != "auto":
-        if backend == "native" or _available_on_all(backend, query, sizes, axis):
+        if backend == "native" or _available_on_all(backend, query, sizes, mesh_dim):
             return backend
         condition = "for a ring's blocks" if blocks else "where keys are whole"
         warn_once(backend, f"not every rank has it {condition}")
@@ -105,11 +105,13 @@ def choose_kernel(
         else full_candidates(query, masked=masked, recorded=recorded)
     )
     if batch_groups > 1:
-        return available[0] if blocks else _likely_fastest(available, query, sizes, axis, recorded)
-    if len(available) == 1 and not axis.group_state.heterogeneous:
+        return available[0] if blocks else _likely_fastest(available, query, sizes, mesh_dim, recorded)
+    if len(available) == 1 and not mesh_dim.group_state.heterogeneous:
         return available[0]
     seconds = partial(_measure, sizes, query.device, fallback, available)
-    return fastest_kernel(_benchmarked_names(query.device, blocks), sizes, axis, seconds, query.device, available[0])
+    return fastest_kernel(
+        _benchmarked_names(query.device, blocks), sizes, mesh_dim, seconds, query.device, available[0]
+    )
 
 
 def _benchmarked_names(device: torch.device, blocks: bool) -> Sequence[AttentionBackend]:
@@ -120,13 +122,15 @@ def _benchmarked_names(device: torch.device, blocks: bool) -> Sequence[Attention
 
 
 def _likely_fastest(
-    names: Sequence[AttentionBackend], query: Tensor, sizes: AttentionSizes, axis: MeshDim, recorded: bool
+    names: Sequence[AttentionBackend], query: Tensor, sizes: AttentionSizes, mesh_dim: MeshDim, recorded: bool
 ) -> AttentionBackend:
     """Returns cuDNN's kernel if all ranks prefer it, as in every measurement so far; else "auto"."""
     if "_native_cudnn" not in _benchmarked_names(query.device, blocks=False):
         return "auto"
     preferred = "_native_cudnn" in names and _prefers_cudnn(query, recorded)
-    return "_native_cudnn" if _available_on_all("_native_cudnn", query, sizes, axis, preferred=preferred) else "auto"
+    return (
+        "_native_cudnn" if _available_on_all("_native_cudnn", query, sizes, mesh_dim, preferred=preferred) else "auto"
+    )
 
 
 def _prefers_cudnn(query: Tensor, recorded: bool) -> bool:
@@ -136,11 +140,11 @@ def _prefers_cudnn(query: Tensor, recorded: bool) -> bool:
 
 
 def _available_on_all(
-    backend: AttentionBackend, query: Tensor, sizes: AttentionSizes, axis: MeshDim, *, preferred: bool = True
+    backend: AttentionBackend, query: Tensor, sizes: AttentionSizes, mesh_dim: MeshDim, *, preferred: bool = True
 ) -> bool:
-    """Has every rank of `axis` has this kernel for these sizes, it computes correctly, and it is `preferred`."""
+    """Has every rank of `mesh_dim` has this kernel for these sizes, it computes correctly, and it is `preferred`."""
     seconds = partial(_measure, sizes, query.device, None, [backend] if preferred else [], with_timing=False)
-    return bool(slowest_rank_seconds([backend], sizes, axis, seconds, query.device))
+    return bool(slowest_rank_seconds([backend], sizes, mesh_dim, seconds, query.device))
 
 
 def _measure(
@@ -209,35 +213,35 @@ def faster_kernel(query: Tensor, fallback: FullAttention, sizes: AttentionSizes,
 def fastest_kernel(
     names: Sequence[str],
     sizes: AttentionSizes,
-    axis: MeshDim,
+    mesh_dim: MeshDim,
     seconds: Measure,
     device: torch.device,
     default: str = "",
 ) -> str:
-    """The name with the fewest seconds on its slowest rank. Collective over `axis` for new sizes, so all ranks
+    """The name with the fewest seconds on its slowest rank. Collective over `mesh_dim` for new sizes, so all ranks
     must pass the same `names`.
 
     A kernel that some rank lacks is left out. If any time is invalid, returns `default`, or the first name.
     """
-    times = slowest_rank_seconds(names, sizes, axis, seconds, device) if len(names) > 1 else {}
+    times = slowest_rank_seconds(names, sizes, mesh_dim, seconds, device) if len(names) > 1 else {}
     return min(times, key=times.__getitem__, default=default or names[0])
 
 
 def slowest_rank_seconds(
-    names: Sequence[str], sizes: AttentionSizes, axis: MeshDim, seconds: Measure, device: torch.device
+    names: Sequence[str], sizes: AttentionSizes, mesh_dim: MeshDim, seconds: Measure, device: torch.device
 ) -> dict[str, float]:
     """Seconds on the slowest rank, for kernels that all have; {} if any is invalid. Collective as `fastest_kernel`."""
-    key, benchmarks = (sizes, axis.ranks, tuple(names)), axis.group_state.kernel_seconds
+    key, benchmarks = (sizes, mesh_dim.ranks, tuple(names)), mesh_dim.group_state.kernel_seconds
     if key not in benchmarks and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return {}
     if key not in benchmarks:
         measured = [measured_seconds if (measured_seconds := seconds(name)) > 0 else math.nan for name in names]
         slowest = torch.tensor(measured, dtype=torch.float32, device=device)
-        if axis.size > 1:
-            (by_rank,) = all_gather_v(slowest[None], [1] * axis.size, axis).wait()
+        if mesh_dim.size > 1:
+            (by_rank,) = all_gather_v(slowest[None], [1] * mesh_dim.size, mesh_dim).wait()
             slowest = by_rank.amax(dim=0)  # not a number where any is not
         benchmarks[key] = dict(zip(names, slowest.tolist(), strict=True))
-        if axis.index == 0:
+        if mesh_dim.index == 0:
             _log_benchmark(sizes, benchmarks[key])
     return _valid(benchmarks[key])
 
@@ -257,9 +261,9 @@ def _valid(times: dict[str, float]) -> dict[str, float]:
     return {name: seconds for name, seconds in times.items() if math.isfinite(seconds)}
 
 
-def benchmark_results(world: GroupState) -> tuple[KernelBenchmark, ...]:
+def benchmark_results(group_state: GroupState) -> tuple[KernelBenchmark, ...]:
     """Returns the results of all benchmarks so far, the latest last."""
-    results = ((sizes, _valid(times)) for (sizes, _, _), times in world.kernel_seconds.items())
+    results = ((sizes, _valid(times)) for (sizes, _, _), times in group_state.kernel_seconds.items())
     return tuple(_to_result(sizes, times) for sizes, times in results if len(times) > 1)
 
 

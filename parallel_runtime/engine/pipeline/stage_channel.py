@@ -27,11 +27,11 @@ Layout = tuple[torch.dtype, tuple[int, ...]]
 
 
 class StageChannel:
-    """Point-to-point transfers between the ranks of `axis`; both ends know the order of transfers."""
+    """Point-to-point transfers between the ranks of `mesh_dim`; both ends know the order of transfers."""
 
-    def __init__(self, axis: MeshDim) -> None:
+    def __init__(self, mesh_dim: MeshDim) -> None:
         self.sent_bytes = 0
-        self._axis = axis
+        self._mesh_dim = mesh_dim
         self._pending_sends: deque[Pending] = deque()
         self._end_sent = False  # this rank announced that no more comes
         self._ended_peers: set[int] = set()  # peers that announced the same
@@ -41,7 +41,7 @@ class StageChannel:
         for tensor in tensors:
             if tensor.numel():
                 self.sent_bytes += tensor.nbytes
-                self._send(peer, self._to_send(tensor), self._axis.group)
+                self._send(peer, self._to_send(tensor), self._mesh_dim.group)
         while len(self._pending_sends) > MAX_PENDING_SENDS:
             self._pending_sends.popleft().wait()
 
@@ -60,18 +60,18 @@ class StageChannel:
         """Announce to all peers that no more comes: a peer that waits in `recv` raises Refused."""
         if not self._end_sent:
             self._end_sent = True
-            for peer in self._axis.other_ranks:
+            for peer in self._mesh_dim.other_ranks:
                 self._send(peer, torch.tensor([END] + [0] * (MAX_TENSORS * (2 + MAX_DIMS))), None)
 
     def close(self, *, refused: bool) -> None:
         """Wait until all sends are received. Where any rank `refused`, drop what is in transit and raise Refused on
         all of them. Collective."""
-        if any_rank(refused, self._axis):
+        if any_rank(refused, self._mesh_dim):
             self.send_end()
-            for peer in self._axis.other_ranks:
+            for peer in self._mesh_dim.other_ranks:
                 while peer not in self._ended_peers:
                     for layout in self._recv_layouts(peer) or ():
-                        self._recv(peer, layout, self._axis.comm_device or torch.device("cpu"))
+                        self._recv(peer, layout, self._mesh_dim.comm_device or torch.device("cpu"))
         while self._pending_sends:
             self._pending_sends.popleft().wait()
         ended, self._end_sent = self._end_sent, False
@@ -81,14 +81,14 @@ class StageChannel:
 
     def _to_send(self, tensor: Tensor) -> Tensor:
         """A copy on the device of transfers: the next block may write into `tensor`."""
-        if self._axis.comm_device is None or self._axis.comm_device == tensor.device:
+        if self._mesh_dim.comm_device is None or self._mesh_dim.comm_device == tensor.device:
             return tensor.clone(memory_format=torch.contiguous_format)
-        return tensor.to(self._axis.comm_device).contiguous()
+        return tensor.to(self._mesh_dim.comm_device).contiguous()
 
     def _send(self, peer: int, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-        work = dist.isend(tensor, self._axis.ranks[peer], group=group, tag=TAG)
+        work = dist.isend(tensor, self._mesh_dim.ranks[peer], group=group, tag=TAG)
         assert work is not None
-        self._pending_sends.append(Pending([work], [tensor], [tensor], self._axis.group_state))
+        self._pending_sends.append(Pending([work], [tensor], [tensor], self._mesh_dim.group_state))
 
     def _recv_layouts(self, peer: int) -> list[Layout] | None:
         """Layouts of the tensors that come next; None where the peer announced the end."""
@@ -103,15 +103,15 @@ class StageChannel:
 
     def _recv(self, peer: int, layout: Layout, device: torch.device) -> Tensor:
         dtype, shape = layout
-        received = allocate(shape, torch.empty(0, dtype=dtype, device=self._axis.comm_device or device))
+        received = allocate(shape, torch.empty(0, dtype=dtype, device=self._mesh_dim.comm_device or device))
         if received.numel():
-            self._recv_into(received, peer, self._axis.group)
+            self._recv_into(received, peer, self._mesh_dim.group)
         return received.to(device)
 
     def _recv_into(self, buffer: Tensor, peer: int, group: dist.ProcessGroup | None) -> None:
-        work = dist.irecv(buffer, self._axis.ranks[peer], group=group, tag=TAG)
+        work = dist.irecv(buffer, self._mesh_dim.ranks[peer], group=group, tag=TAG)
         assert work is not None
-        Pending([work], [buffer], [buffer], self._axis.group_state).wait()
+        Pending([work], [buffer], [buffer], self._mesh_dim.group_state).wait()
 
 
 def _layout_message(tensors: Sequence[Tensor]) -> Tensor:

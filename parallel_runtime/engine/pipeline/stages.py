@@ -88,7 +88,7 @@ def remove_placeholders(placeholders: Sequence[BlockRef]) -> None:
 
 
 class Stages:
-    """The hooks of a network with placeholders, over the ranks of `axis`; installed after those of `parallelize`.
+    """The hooks of a network with placeholders, over the ranks of `mesh_dim`; installed after those of `parallelize`.
 
     Each forward's output is on every rank when it returns. `in_flight`, several forwards follow each other without
     waiting, and their outputs are real on the last stage until `share_outputs`; so do `pipefusion`'s turns.
@@ -98,12 +98,12 @@ class Stages:
         self,
         network: nn.Module,
         plan: SplitPlan,
-        axis: MeshDim,
+        mesh_dim: MeshDim,
         counts: Sequence[int],
         pipefusion: PipeFusion | None = None,
     ) -> None:
-        self.channel = StageChannel(axis)
-        self._axis = axis
+        self.channel = StageChannel(mesh_dim)
+        self._mesh_dim = mesh_dim
         self._is_in_flight = False
         self._output_shared = False  # all ranks have this forward's output, or its error
         self._outer_exception: BaseException | None = None  # handled by the caller while this forward began
@@ -145,7 +145,7 @@ class Stages:
 
     def share_outputs(self, out: Sequence[Tensor]) -> list[Tensor]:
         """The last stage's `out`, computed from outputs of forwards `in_flight`, on every rank."""
-        return self._broadcast_from(self._axis.size - 1, list(out))
+        return self._broadcast_from(self._mesh_dim.size - 1, list(out))
 
     def shared_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """ComfyUI's innermost wrapper around a network's forward. Outer wrappers (EasyCache) decide by its output, so
@@ -192,7 +192,7 @@ class Stages:
 
     @torch.compiler.disable
     def _transfer(self, block: Block, owner: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        local_stage, tokens = self._axis.index, _hidden_states(block, args, kwargs)
+        local_stage, tokens = self._mesh_dim.index, _hidden_states(block, args, kwargs)
         if owner != local_stage:
             if local_stage in self._sources:
                 pairs = zip(tokens, self._sources, strict=True)
@@ -229,7 +229,7 @@ class Stages:
                     self.channel.close(refused=True)
             return None
         if self._is_in_flight:
-            return output if self._latest_stage == self._axis.size - 1 else self._from_latest_stage(output)
+            return output if self._latest_stage == self._mesh_dim.size - 1 else self._from_latest_stage(output)
         with self.in_flight():
             output = self._from_latest_stage(output)
         return output
@@ -242,11 +242,11 @@ class Stages:
 
     def _broadcast_from(self, owner: int, tensors: list[Tensor]) -> list[Tensor]:
         """The tensors of stage `owner`, on every rank."""
-        if owner != self._axis.index:
+        if owner != self._mesh_dim.index:
             return self.channel.recv(owner, tensors)
         if any(bool(tensor.isnan().any()) for tensor in tensors):
             raise Refused("stage.number", widget="pipeline_degree")
-        for peer in self._axis.other_ranks:
+        for peer in self._mesh_dim.other_ranks:
             self.channel.send(peer, tensors)
         return tensors
 

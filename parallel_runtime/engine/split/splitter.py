@@ -20,15 +20,15 @@ from .streams import Streams, chunk_sizes
 
 
 class Splitter:
-    """Splits and gathers over the ranks of `axis`. Its state, `streams` too, lives for one forward, or for the turn of
-    one token patch with `pipefusion`."""
+    """Splits and gathers over the ranks of `mesh_dim`. Its state, `streams` too, lives for one forward, or for the turn
+    of one token patch with `pipefusion`."""
 
-    def __init__(self, plan: SplitPlan, axis: MeshDim, pipefusion: PipeFusion | None = None) -> None:
-        self.streams = Streams(axis, plan.replicated, pipefusion)
+    def __init__(self, plan: SplitPlan, mesh_dim: MeshDim, pipefusion: PipeFusion | None = None) -> None:
+        self.streams = Streams(mesh_dim, plan.replicated, pipefusion)
         self._pipefusion = pipefusion
         self._gather_incomplete = False  # a gather waits for later token patches
         self._replicated = plan.replicated
-        self._axis = axis
+        self._mesh_dim = mesh_dim
         self._shapes: dict[Names, torch.Size] = {}  # shapes of tokens that came in several dims
         self._split_values: dict[str, tuple[Any, Any]] = {}  # by name: the last full value, and its split
         self._split_streams: set[str] = set()
@@ -251,9 +251,9 @@ class Splitter:
 
     def gather_residual(self, local: Tensor, tokens: int) -> Tensor:
         """The full [B, tokens, C] of this rank's part of it. Collective."""
-        sizes = chunk_sizes(tokens, self._axis.parts)
-        chunk = local.narrow(1, 0, sizes[self._axis.index]).transpose(0, 1)
-        return all_gather_v(chunk, sizes, self._axis).wait()[0].transpose(0, 1)
+        sizes = chunk_sizes(tokens, self._mesh_dim.parts)
+        chunk = local.narrow(1, 0, sizes[self._mesh_dim.index]).transpose(0, 1)
+        return all_gather_v(chunk, sizes, self._mesh_dim).wait()[0].transpose(0, 1)
 
     def raise_if_incomplete(self) -> None:
         """Raises TurnEnded where a gather waits for later token patches."""
@@ -264,8 +264,8 @@ class Splitter:
         """The full stream of this rank's part of it; None where other token patches have not had their turn."""
         if stream not in self._replicated:
             sizes = self.streams.sizes(stream)
-            chunk = part.narrow(dim, 0, sizes[self._axis.index]).movedim(dim, 0)
-            part = all_gather_v(chunk, sizes, self._axis).wait()[0].movedim(0, dim)
+            chunk = part.narrow(dim, 0, sizes[self._mesh_dim.index]).movedim(dim, 0)
+            part = all_gather_v(chunk, sizes, self._mesh_dim).wait()[0].movedim(0, dim)
         return part if self._pipefusion is None else self._pipefusion.gather((where, stream), part, dim)
 
 

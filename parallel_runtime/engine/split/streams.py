@@ -108,17 +108,17 @@ class LocalTokens:
 
 
 class Streams:
-    """The streams of one forward, split over the ranks of `axis`. Cleared between forwards.
+    """The streams of one forward, split over the ranks of `mesh_dim`. Cleared between forwards.
 
     Every rank has all tokens of a `replicated` stream, and computes attention for its chunk of them. With `pipefusion`
     only the tokens of the current patch are split.
     """
 
     def __init__(
-        self, axis: MeshDim, replicated: frozenset[str] = frozenset(), pipefusion: PipeFusion | None = None
+        self, mesh_dim: MeshDim, replicated: frozenset[str] = frozenset(), pipefusion: PipeFusion | None = None
     ) -> None:
         self.replicated = replicated
-        self._axis = axis
+        self._mesh_dim = mesh_dim
         self._pipefusion = pipefusion
         self._lengths: dict[str, int] = {}
         self._cache: dict[Hashable, Any] = {}
@@ -154,15 +154,15 @@ class Streams:
 
     def sizes(self, stream: str) -> tuple[int, ...]:
         """The chunk size of `stream` on each rank."""
-        return chunk_sizes(self._active_range(stream)[1], self._axis.parts)
+        return chunk_sizes(self._active_range(stream)[1], self._mesh_dim.parts)
 
     def local_chunk(self, stream: str) -> tuple[int, int]:
         """(start, size) of this rank's chunk of `stream`."""
-        return self._rank_chunk(stream, self._axis.index)
+        return self._rank_chunk(stream, self._mesh_dim.index)
 
     def _rank_chunk(self, stream: str, index: int) -> tuple[int, int]:
         first, active = self._active_range(stream)
-        start, size = chunk_range(active, self._axis.parts, index)
+        start, size = chunk_range(active, self._mesh_dim.parts, index)
         return first + start, size
 
     def _active_range(self, stream: str) -> tuple[int, int]:
@@ -177,7 +177,7 @@ class Streams:
         starts = [self.total(names[:n]) for n in range(len(names))]
         ranges = [
             (before + start, size)
-            for index in (range(self._axis.size) if ranks is None else ranks)
+            for index in (range(self._mesh_dim.size) if ranks is None else ranks)
             for before, (start, size) in zip(starts, (self._rank_chunk(name, index) for name in names), strict=True)
         ]
         return torch.cat([torch.arange(start, start + size, device=device) for start, size in ranges])

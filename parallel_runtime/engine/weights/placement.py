@@ -39,9 +39,9 @@ class RankPlacement:
 
 
 def rank_placement(
-    placement: WeightPlacement, axis: MeshDim, device: torch.device, buffers: Buffers
+    placement: WeightPlacement, mesh_dim: MeshDim, device: torch.device, buffers: Buffers
 ) -> RankPlacement | None:
-    """None where all weights are on every device. `axis`: the ranks of the shards, with a group of its own."""
+    """None where all weights are on every device. `mesh_dim`: the ranks of the shards, with a group of its own."""
     counts = frozenset(placement.resident_blocks_by_rank or (placement.resident_blocks,))
     if placement.mode == "offload":
 
@@ -49,13 +49,15 @@ def rank_placement(
             return HostWeights(device, machine_ranks(), rank(), staged=device.type != "cpu")
 
         return RankPlacement(placement.resident_blocks_on(rank()), counts, 0.0, host_weights, buffers)
-    if placement.mode == "shard" and axis.size > 1:
+    if placement.mode == "shard" and mesh_dim.size > 1:
         parts = (
-            tuple(placement.shard_shares[peer] for peer in axis.ranks) if placement.shard_shares else (1,) * axis.size
+            tuple(placement.shard_shares[peer] for peer in mesh_dim.ranks)
+            if placement.shard_shares
+            else (1,) * mesh_dim.size
         )
-        axis = replace(axis, shares=parts)
-        share = parts[axis.index] / sum(parts)
-        return RankPlacement(placement.resident_blocks, counts, share, lambda: ShardedWeights(axis), buffers)
+        mesh_dim = replace(mesh_dim, shares=parts)
+        share = parts[mesh_dim.index] / sum(parts)
+        return RankPlacement(placement.resident_blocks, counts, share, lambda: ShardedWeights(mesh_dim), buffers)
     return None
 
 
@@ -157,18 +159,18 @@ def _discard_error(device: torch.device) -> None:
 class ShardedWeights:
     """Weights sharded over the ranks of a cp group: each rank stores a part of every block, and all gather it.
 
-    `axis` has a communicator that transfers nothing else; its `shares` are of the pages that each rank stores.
+    `mesh_dim` has a communicator that transfers nothing else; its `shares` are of the pages that each rank stores.
     """
 
     staged = True
 
-    def __init__(self, axis: MeshDim) -> None:
-        self._axis = axis
+    def __init__(self, mesh_dim: MeshDim) -> None:
+        self._mesh_dim = mesh_dim
         self._parts: list[Tensor] = []
 
     @property
     def ranks(self) -> int:
-        return self._axis.size
+        return self._mesh_dim.size
 
     @property
     def device_bytes(self) -> int:
@@ -176,7 +178,7 @@ class ShardedWeights:
 
     def store(self, flat_block: FlatBlock, like: Tensor) -> None:
         """Stores this rank's part on the device of `like`."""
-        part = like.new_zeros(self._sizes(flat_block.padded_bytes)[self._axis.index])
+        part = like.new_zeros(self._sizes(flat_block.padded_bytes)[self._mesh_dim.index])
         flat_block.write(part, self.first_byte(flat_block.padded_bytes))
         self._parts.append(part)
 
@@ -185,14 +187,14 @@ class ShardedWeights:
         return list(self._parts)
 
     def first_byte(self, size: int) -> int:
-        return sum(self._sizes(size)[: self._axis.index])
+        return sum(self._sizes(size)[: self._mesh_dim.index])
 
     def fetch(self, part: Tensor, memory: Tensor) -> Wait:
-        return all_gather_into(memory, part, self._sizes(memory.numel()), self._axis).wait
+        return all_gather_into(memory, part, self._sizes(memory.numel()), self._mesh_dim).wait
 
     def close(self) -> None:
         self._parts.clear()
 
     def _sizes(self, size: int) -> list[int]:
         """Bytes of a block of `size` bytes that each rank stores."""
-        return [pages * PAGE_BYTES for pages in chunk_sizes(size // PAGE_BYTES, self._axis.parts)]
+        return [pages * PAGE_BYTES for pages in chunk_sizes(size // PAGE_BYTES, self._mesh_dim.parts)]

@@ -88,7 +88,7 @@ def _undivided_reason(network: nn.Module, users: Sequence[ControlBase], model: M
 def _log_undivided(model: Model, control: ControlBase, reason: str) -> None:
     """Logs one line a run, on rank 0; none for a T2I adapter, which is computed once a run."""
     mesh = model.mesh
-    first = not any(axis.index for axis in (mesh.pipeline, mesh.data, mesh.cfg, mesh.context))
+    first = not any(mesh_dim.index for mesh_dim in (mesh.pipeline, mesh.data, mesh.cfg, mesh.context))
     if first and not isinstance(control, T2IAdapter):
         log.warning("[CP] a ControlNet (%s) runs undivided on each rank: %s", type(control).__name__, reason)
 

@@ -31,13 +31,13 @@ def attention_flops_per_second(device: torch.device) -> float:
     return 4 * heads * tokens**2 * HEAD_SIZE / _best(lambda: F.scaled_dot_product_attention(q, q, q), device)
 
 
-def bytes_per_second(world: MeshDim, device: torch.device) -> float:
+def bytes_per_second(mesh_dim: MeshDim, device: torch.device) -> float:
     """Measures a send to the next rank while the previous one's block arrives. Collective."""
     size = (1 << 20) if device.type == "cpu" else (64 << 20)
     block = torch.ones(size, dtype=torch.uint8, device=device)
     received = torch.empty_like(block)
     dist.barrier()
-    return size / _best(lambda: ring_send_recv(block, received, world).wait(), device)
+    return size / _best(lambda: ring_send_recv(block, received, mesh_dim).wait(), device)
 
 
 def host_bytes_per_second(device: torch.device) -> float:
