@@ -24,24 +24,28 @@ class Accelerator:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKernel:
-    """A half-precision attention kernel; engine/kernels/registry.py has its functions under the same name.
+    """A half-precision attention kernel.
 
     `name` is diffusers' name and an option of the widget attention_backend. It needs `package` in `min_version` or
-    newer; "" for kernels of PyTorch itself. It runs on these kinds of `devices`, with heads of up to `head_dim`, and
-    takes a mask where `masks` is set. With `log_sum_exp` it also returns that for attention without a mask, as a ring
-    needs. `low_precision` marks a kernel that not every attention of a network tolerates. "auto" includes it in the
-    `benchmark` of a ring's key blocks ("block"), of full keys ("whole"), or of both.
+    newer; "" for kernels of PyTorch itself. `function` of that package takes what flash_attn_func takes; a kernel with
+    "" has its own entry in engine/kernels/registry.py. It runs on these kinds of `devices`, with heads of up to
+    `max_head_dim` (of `head_dims` only, if there are any), and takes a mask where `masks` is set. With `log_sum_exp` it
+    also returns that for attention without a mask, as a ring needs. `low_precision` marks a kernel that not every
+    attention of a network tolerates. "auto" includes it in the `benchmark` of a ring's key blocks ("block"), of full
+    keys ("full"), or of both.
     """
 
     name: str
     package: str = ""
     min_version: str = ""
+    function: str = ""
     devices: tuple[str, ...] = ("cuda",)
-    head_dim: int = 256
+    max_head_dim: int = 256
+    head_dims: tuple[int, ...] = ()
     masks: bool = False
     log_sum_exp: bool = True
     low_precision: bool = False
-    benchmark: tuple[Literal["block", "whole"], ...] = ()
+    benchmark: tuple[Literal["block", "full"], ...] = ()
 
 
 # ROCm's devices are torch's "cuda" too, and RCCL goes by NCCL's name; cuDNN is NVIDIA's alone.
@@ -67,16 +71,20 @@ ACCELERATORS = {each.kind: each for each in (CUDA, XPU, NPU)}
 KERNELS = {  # the likely fastest first
     each.name: each
     for each in (
-        AttentionKernel(name="_native_cudnn", masks=True, benchmark=("block", "whole")),
-        AttentionKernel(name="_native_flash", benchmark=("block", "whole")),
-        AttentionKernel(name="flash", package="flash_attn", min_version="2.6.3", benchmark=("whole",)),
-        AttentionKernel(name="_flash_3", package="flash_attn_interface", benchmark=("whole",)),
-        AttentionKernel(name="sage", package="sageattention", min_version="2.1.1", head_dim=128, low_precision=True),
+        AttentionKernel(name="_native_cudnn", masks=True, benchmark=("block", "full")),
+        AttentionKernel(name="_native_flash", benchmark=("block", "full")),
+        AttentionKernel(
+            name="flash", package="flash_attn", min_version="2.6.3", function="flash_attn_func", benchmark=("full",)
+        ),
+        AttentionKernel(name="_flash_3", package="flash_attn_interface", benchmark=("full",)),
+        AttentionKernel(
+            name="sage", package="sageattention", min_version="2.1.1", max_head_dim=128, low_precision=True
+        ),
     )
 }
 
 
-def benchmarked(kind: str, what: Literal["block", "whole"]) -> list[str]:
+def benchmarked(kind: str, what: Literal["block", "full"]) -> list[str]:
     """Returns the kernels that "auto" may choose on this kind of device for a ring's key blocks, or for full keys."""
     return [kernel.name for kernel in KERNELS.values() if kind in kernel.devices and what in kernel.benchmark]
 

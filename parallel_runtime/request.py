@@ -58,8 +58,8 @@ def widget(
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Options of the engine, besides degrees and devices. Workers get them unchanged, in a Parallelism: a new option is
-    a field here and the code in the engine that reads it."""
+    """Options of the engine, besides degrees and devices. Workers get them unchanged, in a Parallelism. A new option is
+    a field here, the code in the engine that reads it, and its words (see docs/architecture.md)."""
 
     # fmt: off
     rotate_method: RotateMethod = widget(

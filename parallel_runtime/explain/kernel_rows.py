@@ -13,7 +13,7 @@ def kernel_sentences(benchmarks: Sequence[KernelBenchmark], degrees: Parallelism
     """Returns a sentence on each benchmark by which auto chose kernels for these degrees."""
     if degrees.options.attention_backend != "auto":
         return []
-    what = "block" if degrees.ring_degree > 1 else "whole" if degrees.ulysses_degree > 1 else "alone"
+    what = "block" if degrees.ring_degree > 1 else "full" if degrees.ulysses_degree > 1 else "alone"
     return [text for result in benchmarks if result.what == what and (text := _kernel(result))]
 
 

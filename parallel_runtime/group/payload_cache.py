@@ -31,11 +31,12 @@ class PayloadCache:
         self._prompts.pop(model.unpatched, None)
 
     @contextmanager
-    def delta(self, job: Job, model: ModelSpec) -> Iterator[Job]:
-        """Yields the job without what the workers have. If the block does not raise, the workers have all of it."""
+    def unsent_parts(self, job: Job, model: ModelSpec) -> Iterator[Job]:
+        """Yields the job without what the workers have. If the block does not raise, the workers have all of it; until
+        then they count as having no weight patches of this model."""
         cached = self.has_model(model)
         try:
-            payload = self._without_weights(job) if cached else job
+            payload = self._without_sent(job) if cached else job
             self.drop(model)
             yield self._without_prompt(payload, model) if isinstance(payload, EvaluationJob) else payload
         except BaseException as error:
@@ -45,7 +46,7 @@ class PayloadCache:
             raise
         self._weight_patches[model.unpatched] = model.weight_patches
 
-    def _without_weights(self, job: Job) -> Job:
+    def _without_sent(self, job: Job) -> Job:
         match job:
             case SamplingJob() | EvaluationJob():
                 return replace(job, weight_patches=None)

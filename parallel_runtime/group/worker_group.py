@@ -122,7 +122,7 @@ class WorkerGroup:
             effective = parallelism.with_options(cuda_graphs="off")
         try:
             with (
-                self._payloads.delta(job, model) as payload,
+                self._payloads.unsent_parts(job, model) as payload,
                 bundled({"kind": type(job).__name__, **vars(payload)}) as bundle,
             ):
                 if output is not None:

@@ -1,8 +1,8 @@
 """Memory of each rank: weights + activations + buffers <= budget.
 
-The only file that knows a reserve, and it knows two. ACTIVATION_TENSORS is what the forward needs beside the weights,
-in tensors, for every plan. UNFILLED_SHARE is the part of the budget that stays empty where `auto` fills a device with
-blocks: room for what the model does not count.
+MemoryModel.fits decides whether a plan fits. There are two reserves, and both are here. ACTIVATION_TENSORS is what a
+forward needs beside the weights, in tensors, for every plan. UNFILLED_SHARE is the part of the budget that stays empty
+where `auto` fills a device with blocks: room for what the model does not count.
 """
 
 from __future__ import annotations

@@ -142,9 +142,9 @@ def attention_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) 
     compute /= ATTENTION * profile.flops_per_second
     if degrees.context_parallel_size == 1 or not profile.bytes_per_second:  # a worker alone has measured none
         return compute
-    passes = PACKED * (ulysses > 1) + (PACKED_FOR_RING + MERGED * _ring_blocks(degrees)) * (ring > 1)
+    passes = PACKED * (ulysses > 1) + (PACKED_FOR_RING + MERGED * _ring_block_count(degrees)) * (ring > 1)
     memory = passes * share / max(profile.flops_per_second / FLOP_PER_BYTE, LEAST_BYTES_PER_SECOND)
-    small = DIVIDED + BLOCK * _ring_blocks(degrees) * (ring > 1)
+    small = DIVIDED + BLOCK * _ring_block_count(degrees) * (ring > 1)
     return compute + memory + small + _exposed_transfer(share, compute, degrees, profile)
 
 
@@ -158,7 +158,7 @@ def _exposed_transfer(share: float, compute: float, degrees: Parallelism, profil
     return all_to_all + (ring - 1) * max(0.0, send_recv - block)
 
 
-def _ring_blocks(degrees: Parallelism) -> int:
+def _ring_block_count(degrees: Parallelism) -> int:
     """How many blocks of keys a rank attends to one by one."""
     return min(2, degrees.ring_degree) if degrees.options.rotate_method == "allgather" else degrees.ring_degree
 
@@ -166,7 +166,7 @@ def _ring_blocks(degrees: Parallelism) -> int:
 def _launch_seconds(degrees: Parallelism) -> float:
     """Seconds of the host a layer."""
     ranks, ring = degrees.context_parallel_size, degrees.ring_degree
-    divided = LAUNCHED_BY_RANKS * ranks + LAUNCHED_BY_BLOCKS * _ring_blocks(degrees) * (ring > 1)
+    divided = LAUNCHED_BY_RANKS * ranks + LAUNCHED_BY_BLOCKS * _ring_block_count(degrees) * (ring > 1)
     return LAUNCHED + divided * (ranks > 1)
 
 

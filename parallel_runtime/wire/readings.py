@@ -8,7 +8,7 @@ from typing import Literal
 Busy = Literal["", "compiling", "recording"]  # with what makes later evaluations faster
 WORTH_TELLING = 1.15  # times as fast as ComfyUI's own: a user is told of that
 # Blocks of a ring's keys, whole keys of a sequence that workers share, or those of a worker that has all of it.
-BenchmarkKind = Literal["block", "whole", "alone"]
+BenchmarkKind = Literal["block", "full", "alone"]
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def kernels_taken(
         return CountedKernel(row=rows[name], full=whole, block=None)
 
     rows = {
-        name: AttentionKernel(name=name, devices=("cpu",), masks=name == "_native_cudnn", benchmark=("whole",))
+        name: AttentionKernel(name=name, devices=("cpu",), masks=name == "_native_cudnn", benchmark=("full",))
         for name in seconds
         if name != "auto"
     }

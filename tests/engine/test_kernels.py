@@ -204,6 +204,30 @@ def test_a_call_that_a_kernel_does_not_take_goes_elsewhere_and_the_next_one_come
     assert [says in record.getMessage() for record in told.records] == [True]
 
 
+@needs_cuda_build
+def test_a_kernel_for_some_sizes_of_heads_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(registry, "_imported", CHOOSY.get)
+    flash = registry.FUNCTIONS["flash"]
+    limited = replace(flash, row=replace(flash.row, head_dims=(64, 128)))
+    with FakeTensorMode():
+        fits, other = (torch.empty(1, 8, 2, size, device="cuda", dtype=torch.bfloat16) for size in (64, 96))
+        assert limited.unsupported_reason(fits, fits, fits, None) == ""
+        assert limited.unsupported_reason(other, other, other, None) == "it takes heads of 64 or 128, not of 96"
+
+
+@needs_cuda_build
+def test_auto_benchmarks_only_kernels_whose_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    row = replace(registry.FUNCTIONS["flash"].row, name="absent", package="absent_package", benchmark=("block", "full"))
+    monkeypatch.setitem(KERNELS, "absent", row)
+    monkeypatch.setitem(registry.FUNCTIONS, "absent", replace(registry.FUNCTIONS["flash"], row=row))
+    with FakeTensorMode():
+        query = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
+        assert block_candidates(query) == ["_native_cudnn", "_native_flash"]
+        assert "absent" not in full_candidates(query)
+
+
 def _fake_attention(
     backend: AttentionBackend, *, masked: bool = False, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64
 ) -> bool:

@@ -160,7 +160,7 @@ def attended(tokens: int, *, masked: bool = False) -> torch.Tensor:
 def kernel_here(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """The CPU under the name of another kernel, and the times of both."""
     times = {"auto": 2.0, "_native_cudnn": 1.0}
-    row = AttentionKernel(name="_native_cudnn", devices=("cpu",), head_dim=64, benchmark=("whole",))
+    row = AttentionKernel(name="_native_cudnn", devices=("cpu",), max_head_dim=64, benchmark=("full",))
     monkeypatch.setattr(KernelFunctions, "unsupported_reason", lambda *_: "")
     monkeypatch.setitem(KERNELS, row.name, row)
     monkeypatch.setitem(FUNCTIONS, row.name, KernelFunctions(row=row, full=sdpa, block=None))

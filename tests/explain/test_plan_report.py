@@ -88,7 +88,7 @@ def test_the_kernel_that_won_is_named_with_its_time_and_that_of_the_loser() -> N
 
 
 def test_where_keys_are_whole_a_race_is_told_for_that() -> None:
-    race = replace(RACE, kernels=("_native_cudnn", "auto"), what="whole")
+    race = replace(RACE, kernels=("_native_cudnn", "auto"), what="full")
     text = words(ulysses_degree=2, benchmarks=[race])
     assert "Kernel: _native_cudnn with 310.5 us, before ComfyUI's own with 480 us, for full keys, 2304 queries" in text
     assert "Kernel" not in words(ring_degree=2, benchmarks=[race])

@@ -15,9 +15,9 @@ def evaluated(sent: PayloadCache, model: ModelSpec) -> EvaluationJob:
     """What is sent of one more evaluation of the same prompt."""
     conds = {"context": torch.ones(2, 3)}
     job = EvaluationJob(call_arguments={}, options=None, conds=conds, weight_patches={}, batch_coupled=False)
-    with sent.delta(job, model) as lean:
-        assert isinstance(lean, EvaluationJob)
-        return lean
+    with sent.unsent_parts(job, model) as unsent:
+        assert isinstance(unsent, EvaluationJob)
+        return unsent
 
 
 def test_conditions_are_sent_once_a_run_of_each_model() -> None:

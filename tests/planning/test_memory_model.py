@@ -228,12 +228,12 @@ def test_control_nets_weights_are_on_every_rank_and_their_residuals_split_like_t
         row_bytes = models[0].work.row_bytes
         weights = [model.weight_bytes_by_rank(WeightPlacement()) for model in models]
         return (
-            {(after - before) // row_bytes for before, after in zip(plain, with_them, strict=True)},
+            {(after - before) / row_bytes for before, after in zip(plain, with_them, strict=True)},
             {after - before for before, after in zip(*weights, strict=True)},
         )
 
     each = ACTIVATION_TENSORS + 60
     assert more(1, Parallelism()) == ({each}, {2 * GIB})
-    assert more(1, Parallelism(ulysses_degree=4)) == ({each // 4}, {2 * GIB})
-    assert more(2, Parallelism(ulysses_degree=4)) == ({each // 2}, {2 * GIB})
-    assert more(2, Parallelism(data_degree=2, ulysses_degree=2)) == ({each // 2}, {2 * GIB})
+    assert more(1, Parallelism(ulysses_degree=4)) == ({each / 4}, {2 * GIB})
+    assert more(2, Parallelism(ulysses_degree=4)) == ({each / 2}, {2 * GIB})
+    assert more(2, Parallelism(data_degree=2, ulysses_degree=2)) == ({each / 2}, {2 * GIB})

@@ -94,13 +94,13 @@ class ContextAttention:
             raise ValueError("context parallelism here is for inference; wrap the call in torch.no_grad()")
         shapes = (self, query.shape, key.shape, query.dtype)
         layout = self.streams.cached(shapes, lambda: self._make_layout(query, key))
-        keys = None if mask is None else self._full_mask(mask, query, layout)
+        full_mask = None if mask is None else self._full_mask(mask, query, layout)
         attend_heads: OnHeads = partial(self._attend_heads, layout, scale)
         attend_all = (
             attend_heads if self.mesh.ulysses.size == 1 else partial(self._attend_ulysses, layout, attend_heads)
         )
         out = attend_all(
-            layout.queries.to_chunks(query), layout.keys.to_chunks(key), layout.keys.to_chunks(value), keys
+            layout.queries.to_chunks(query), layout.keys.to_chunks(key), layout.keys.to_chunks(value), full_mask
         )
         return layout.queries.from_chunks(out, self._gather_replicated)
 
@@ -161,14 +161,14 @@ class ContextAttention:
         if cached.source is None or memory_key(cached.source) != memory_key(mask):
             streams, (of_queries, of_keys) = self.streams, self._stream_names
             if not self._has_all_tokens:
-                cached.keys = patch_mask(mask, batch, heads, streams, of_queries, of_keys)
+                cached.mask = patch_mask(mask, batch, heads, streams, of_queries, of_keys)
             elif mask.ndim == 4 and mask.shape[2] > 1:
-                cached.keys = pair_mask(mask, streams, of_queries, of_keys, self.mesh)
+                cached.mask = pair_mask(mask, streams, of_queries, of_keys, self.mesh)
             else:
                 local = layout.keys.to_chunks(mask, dim=-1) if mask.shape[-1] == layout.keys.size else mask
-                cached.keys = gather_key_mask(local, batch, heads, streams, of_keys, self.mesh.context)
+                cached.mask = gather_key_mask(local, batch, heads, streams, of_keys, self.mesh.context)
             cached.source = mask
-        return cached.keys
+        return cached.mask
 
     def _attend_ulysses(
         self,
@@ -177,14 +177,14 @@ class ContextAttention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        keys: Mask | None,
+        mask: Mask | None,
     ) -> Tensor:
         """All-to-all from tokens to heads, attention on local heads, and all-to-all back."""
         if layout.repeat_keys:
             key, value = repeat_kv(key, query.shape[2]), repeat_kv(value, query.shape[2])
         mesh_dim, pending_returns = self.mesh.ulysses, []
         for chunk, received in self._received_chunks(layout.head_chunks, query, key, value):
-            chunk_mask = None if keys is None else keys.heads(chunk.first, *chunk.inbound.heads)
+            chunk_mask = None if mask is None else mask.heads(chunk.first, *chunk.inbound.heads)
             q, k, v = received
             out = attend_heads(q, k, v, chunk_mask)
             del q, k, v
@@ -221,21 +221,21 @@ class ContextAttention:
             yield chunk, received
 
     def _attend_heads(
-        self, layout: AttentionLayout, scale: float | None, query: Tensor, key: Tensor, value: Tensor, keys: Mask | None
+        self, layout: AttentionLayout, scale: float | None, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None
     ) -> Tensor:
         """Attends `query` [B, Sq, heads, D] over the ring, of which `key` and `value` are this rank's block."""
         query = contiguous_by_head(query)
         if self.pipefusion is not None:
             key, value = self._update_kv(self.pipefusion, key, value)
         if self.mesh.ring.size > 1:
-            return self._attend_ring(layout, scale, query, key, value, keys)
-        mask = None if keys is None else keys.block(0, key.shape[1])
-        backend = self._kernel(query, layout, None if keys is None else keys.kind)
+            return self._attend_ring(layout, scale, query, key, value, mask)
+        own_mask = None if mask is None else mask.block(0, key.shape[1])
+        backend = self._kernel(query, layout, None if mask is None else mask.kind)
         if query.numel() == 0:
             return allocate(query.shape, query)
         key, value = contiguous_by_head(key), contiguous_by_head(value)
-        out = None if backend == "auto" else try_kernel(query, key, value, mask, scale, backend)
-        return self.fallback(query, key, value, mask, scale) if out is None else out
+        out = None if backend == "auto" else try_kernel(query, key, value, own_mask, scale, backend)
+        return self.fallback(query, key, value, own_mask, scale) if out is None else out
 
     def _update_kv(self, patches: PipeFusion, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         names = self._stream_names[1]
@@ -248,21 +248,21 @@ class ContextAttention:
         return self.pipefusion is None or self.pipefusion.has_all_tokens
 
     def _attend_ring(
-        self, layout: AttentionLayout, scale: float | None, query: Tensor, key: Tensor, value: Tensor, keys: Mask | None
+        self, layout: AttentionLayout, scale: float | None, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None
     ) -> Tensor:
         merge, blocks = Merge(in_float32=self.parallelism.options.convert_to_fp32), layout.blocks
         backend = self._kernel(query, layout, None)
-        for owners, (k, v) in self._ring_blocks((key, value), blocks):
+        for owners, (k, v) in self._blocks_of_ranks((key, value), blocks):
             if query.numel() == 0 or k.numel() == 0:
                 continue
             bias = None
-            if keys is not None:
+            if mask is not None:
                 spans = tuple((sum(blocks[:owner]), blocks[owner]) for owner in owners if blocks[owner])
-                if all(keys.hides(*span) for span in spans):
+                if all(mask.hides(*span) for span in spans):
                     continue
-                bias = keys.bias(spans, query.dtype)
+                bias = mask.bias(spans, query.dtype)
             merge.add(*attend_block(query, k, v, bias, scale, backend))
-        return merge.result(query, None if keys is None else keys.fully_masked())
+        return merge.result(query, None if mask is None else mask.fully_masked())
 
     def _kernel(self, query: Tensor, layout: AttentionLayout, mask: MaskKind | None) -> AttentionBackend:
         """Returns the kernel for this layout and kind of mask, chosen once a forward."""
@@ -277,10 +277,10 @@ class ContextAttention:
             self.mesh.batch_groups,
         )
         recorded = self.parallelism.options.cuda_graphs != "off"
-        sizes = largest if self.mesh.ring.size > 1 else replace(largest, what="whole", mask=mask)
+        sizes = largest if self.mesh.ring.size > 1 else replace(largest, what="full", mask=mask)
         return choose_kernel(backend, query, sizes, mesh_dim, self.fallback, batch_groups, recorded)
 
-    def _ring_blocks(self, block: Block, blocks: tuple[int, ...]) -> Iterator[tuple[Owners, Block]]:
+    def _blocks_of_ranks(self, block: Block, blocks: tuple[int, ...]) -> Iterator[tuple[Owners, Block]]:
         mesh_dim = self.mesh.ring
         if self.parallelism.options.rotate_method == "allgather":
             return all_gather_blocks(block, blocks, mesh_dim)
@@ -290,10 +290,11 @@ class ContextAttention:
 
         if packed_bytes(block, blocks) > SCRATCH_CACHE_BYTES:
             return rotate(block, make_slots(), mesh_dim)
-        key = ("stops", blocks, block[0].shape, block[0].dtype, torch.is_inference_mode_enabled())
+        key = ("ring slots", blocks, block[0].shape, block[0].dtype, torch.is_inference_mode_enabled())
         return rotate(block, self.streams.cached(key, make_slots), mesh_dim)
 
     def _scratch(self, like: Tensor, use: Hashable) -> ScratchAllocator:
+        """Returns what allocates scratch tensors of the dtype and device of `like`."""
         return lambda shape, part: self.streams.scratch((use, part), shape, like)
 
     @property
@@ -310,4 +311,4 @@ class _CachedMask:
     """A layer's mask (a reference, so that its memory is not reused) and the Mask made from it."""
 
     source: Tensor | None = None
-    keys: Mask
+    mask: Mask

@@ -60,19 +60,22 @@ def block_candidates(query: Tensor, *, recorded: bool = True) -> list[AttentionB
     names = benchmarked(query.device.type, "block")
     if not names or not supports_flash(query):
         return ["native"]
+    names = _installed(names)
     return [name for name in names if name != "_native_cudnn" or _prefers_cudnn(query, recorded)]
 
 
 def full_candidates(query: Tensor, *, masked: bool = False, recorded: bool = True) -> list[AttentionBackend]:
     """The kernels for full keys; the first is "auto", ComfyUI's own attention."""
-    names = benchmarked(query.device.type, "whole")
+    names = benchmarked(query.device.type, "full")
     if not names or not supports_flash(query):
         return ["auto"]
     cudnn = torch.version.hip is None and (cudnn_supports_graphs() or not recorded)
-    usable = (
-        name for name in names if not FUNCTIONS[name].missing_reason and (FUNCTIONS[name].row.masks or not masked)
-    )
+    usable = (name for name in _installed(names) if FUNCTIONS[name].row.masks or not masked)
     return ["auto", *(name for name in usable if name != "_native_cudnn" or cudnn)]
+
+
+def _installed(names: Sequence[AttentionBackend]) -> list[AttentionBackend]:
+    return [name for name in names if not FUNCTIONS[name].missing_reason]
 
 
 def choose_kernel(
@@ -118,7 +121,7 @@ def _benchmarked_names(device: torch.device, blocks: bool) -> Sequence[Attention
     """All names in the benchmark, also those that this GPU lacks: other GPUs of the group may have them."""
     if blocks:
         return benchmarked(device.type, "block") or ["native"]
-    return ["auto", *benchmarked(device.type, "whole")]
+    return ["auto", *benchmarked(device.type, "full")]
 
 
 def _likely_fastest(
@@ -142,7 +145,7 @@ def _prefers_cudnn(query: Tensor, recorded: bool) -> bool:
 def _available_on_all(
     backend: AttentionBackend, query: Tensor, sizes: AttentionSizes, mesh_dim: MeshDim, *, preferred: bool = True
 ) -> bool:
-    """Has every rank of `mesh_dim` has this kernel for these sizes, it computes correctly, and it is `preferred`."""
+    """Whether every rank of `mesh_dim` has this kernel for these sizes, computes correctly with it, and prefers it."""
     seconds = partial(_measure, sizes, query.device, None, [backend] if preferred else [], with_timing=False)
     return bool(slowest_rank_seconds([backend], sizes, mesh_dim, seconds, query.device))
 
@@ -308,7 +311,7 @@ def random_inputs(sizes: AttentionSizes, device: torch.device) -> tuple[Tensor, 
     tokens = (sizes.queries, sizes.keys, sizes.keys)
     shape = (sizes.batch, sizes.heads, sizes.head_dim)
     options: Any = {"dtype": sizes.dtype, "device": device, "generator": generator}
-    if sizes.what == "whole" and sizes.queries == sizes.keys:
+    if sizes.what == "full" and sizes.queries == sizes.keys:
         packed = torch.randn(sizes.keys, sizes.batch, 3 * sizes.heads, sizes.head_dim, **options)
         q, k, v = packed.transpose(0, 1).split(sizes.heads, 2)
     else:

@@ -71,7 +71,7 @@ def try_kernel(
     kernel = FUNCTIONS[backend]
     key, value = (repeat_kv(tensor, query.shape[2]) for tensor in (key, value))
     return _try(
-        (backend, "whole", *_call_key(query, key, value, mask)),
+        (backend, "full", *_call_key(query, key, value, mask)),
         lambda: kernel.unsupported_reason(query, key, value, mask),
         lambda: kernel.full(query, key, value, mask, scale),
     )

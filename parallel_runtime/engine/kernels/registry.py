@@ -55,8 +55,11 @@ class KernelFunctions:
             return "it takes no mask"
         if {query.dtype, key.dtype, value.dtype} not in ({half} for half in _HALF):
             return f"it takes bfloat16 or float16, not {str(query.dtype).removeprefix('torch.')}"
-        if query.shape[-1] > self.row.head_dim or value.shape[-1] != query.shape[-1]:
-            return f"it takes heads of up to {self.row.head_dim}, not of {query.shape[-1]}"
+        size = query.shape[-1]
+        if size > self.row.max_head_dim or value.shape[-1] != size:
+            return f"it takes heads of up to {self.row.max_head_dim}, not of {size}"
+        if self.row.head_dims and size not in self.row.head_dims:
+            return f"it takes heads of {' or '.join(map(str, self.row.head_dims))}, not of {size}"
         if query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) < _OLDEST_GPU:
             return "this GPU is too old for it"
         return ""
@@ -162,17 +165,17 @@ def _cudnn_block(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[
     return out.transpose(1, 2), _lse(lse if lse.ndim == 3 else lse.squeeze(-1))  # 3 before PyTorch 2.9
 
 
-def _package_full(package: str) -> FullAttention:
+def _package_full(package: str, function: str) -> FullAttention:
     def flash(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None) -> Tensor:
-        out: Tensor = _imported(package).flash_attn_func(q, k, v, softmax_scale=scale)
+        out: Tensor = getattr(_imported(package), function)(q, k, v, softmax_scale=scale)
         return out
 
     return flash
 
 
-def _package_block(package: str) -> BlockAttention:
+def _package_block(package: str, function: str) -> BlockAttention:
     def flash(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _imported(package).flash_attn_func(q, k, v, softmax_scale=scale, return_attn_probs=True)
+        out, lse, *_ = getattr(_imported(package), function)(q, k, v, softmax_scale=scale, return_attn_probs=True)
         return out, _lse(lse)
 
     return flash
@@ -204,17 +207,23 @@ def _lse(lse: Tensor) -> Tensor:
     return lse.transpose(1, 2).unsqueeze(-1)
 
 
-_flash_3_block = _package_block("flash_attn_interface")
+_flash_3_block = _package_block("flash_attn_interface", "flash_attn_func")
 
-_FUNCTIONS: dict[str, tuple[FullAttention, BlockAttention | None]] = {
+
+def _functions(row: AttentionKernel) -> tuple[FullAttention, BlockAttention | None]:
+    if row.function:
+        return _package_full(row.package, row.function), _package_block(row.package, row.function)
+    return _OWN_FUNCTIONS[row.name]
+
+
+_OWN_FUNCTIONS: dict[str, tuple[FullAttention, BlockAttention | None]] = {
     "_native_cudnn": (_cudnn_full, _cudnn_block),
     "_native_flash": (_flash_full, _flash_block),
-    "flash": (_package_full("flash_attn"), _package_block("flash_attn")),
     "_flash_3": (_flash_3_full, _flash_3_block),
     "sage": (_sage_full, _sage_block),
 }
 FUNCTIONS = {
     name: (_CuDNN if name == "_native_cudnn" else KernelFunctions)(row=row, full=full, block=block)
     for name, row in KERNELS.items()
-    for full, block in [_FUNCTIONS[name]]
+    for full, block in [_functions(row)]
 }

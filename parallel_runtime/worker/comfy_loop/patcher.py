@@ -199,7 +199,8 @@ class RankPatcher(Mapped):
         return self.model.get_submodule(path), name
 
     def _repatch(self, device: torch.device) -> int:
-        """Merges only the patches that changed; ComfyUI itself would unload the model and load it again."""
+        """Merges the patches that are other objects than before: after a changed LoRA all that were sent. ComfyUI
+        itself would unload the model and load it again."""
         self.weight_state.on_move()
         before, now = self.weight_state.patches, self.patches
         changed = (key for key in before.keys() | now if not _identical(before.get(key, []), now.get(key, [])))
