@@ -80,7 +80,7 @@ class Parallelism:
 
     @property
     def of_network(self) -> Parallelism:
-        """The part that a network is split, hooked and compiled for: without the options that each run reads anew."""
+        """The parallelism without the options that a run may change while the network stays split as it is."""
         return self.with_options(step_cache=0.0, warmup_steps=1)
 
     @property

@@ -22,8 +22,8 @@ ALL_BYTES = 1e30  # ComfyUI's number for unloading everything
 
 
 def capacity_for(placement: Placement, group: WorkerGroup | None, spec: ModelSpec) -> Capacity:
-    """Returns the memory for a model: what each worker measured last as free, with its part of the model; without a
-    `group`, what is free on this machine."""
+    """Returns the memory for a model: what each worker measured last as free, and what it already holds of this model,
+    which can be reused; without a `group`, what is free on this machine. CP_MEMORY_GIB limits it."""
     readings = group.readings if group is not None else ()
     model = group.models.get(spec.unpatched) if group is not None else None
     offloaded = model.needed.fetched_bytes if model and model.weights.mode == "offload" else 0  # once a machine

@@ -16,7 +16,9 @@ from ..specs import ModelSpec
 
 class PayloadCache:
     def __init__(self) -> None:
-        self._weight_patches: dict[ModelSpec, str] = {}  # of each model and VAE that the workers hold
+        self._weight_patches: dict[
+            ModelSpec, str
+        ] = {}  # the patches' fingerprint, of models and VAEs that workers have
         self._prompts: dict[ModelSpec, list[tuple[int, dict[str, Any]]]] = {}
         self._last_prompt = 0
 

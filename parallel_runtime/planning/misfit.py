@@ -18,9 +18,10 @@ def misfit(memory: MemoryModel) -> Refused:
     """Returns the refusal for one prompt at a time, with the numbers of the rank that lacks most."""
     modes = [mode for mode in FETCHED_MODES if memory.allows(mode)]
     placements = [WeightPlacement(mode=mode) for mode in modes] or [WeightPlacement()]
-    least = min((memory.needed_bytes_by_rank(weights) for weights in placements), key=max)
-    usable = [budget or 0 for budget in memory.usable_bytes_by_rank(WeightPlacement(mode="offload"))]
-    needed, free = max(zip(least, usable, strict=True), key=lambda both: both[0] - both[1])
+    least = min(placements, key=lambda weights: max(memory.needed_bytes_by_rank(weights)))
+    usable = [budget or 0 for budget in memory.usable_bytes_by_rank(least)]
+    by_rank = zip(memory.needed_bytes_by_rank(least), usable, strict=True)
+    needed, free = max(by_rank, key=lambda both: both[0] - both[1])
     host, limit, network = memory.capacity.host_bytes, memory.capacity.limited_by, memory.work.network
     out = _nearest_fit(memory)
     return Refused(

@@ -135,7 +135,7 @@ def test_what_a_setting_has_limited_names_the_setting_and_numbers_that_say_somet
     limited = replace(asked.capacity, device_bytes=4 << 20, limited_by="CP_MEMORY_GIB")
     asked = replace(asked, work=replace(asked.work, network=tiny), capacity=limited)
     with pytest.raises(
-        Refused, match=r"28\.0 MiB of weights.*3\.6 MiB of its device \(CP_MEMORY_GIB says so\).*or raise CP_"
+        Refused, match=r"28\.0 MiB of weights.*4\.0 MiB of its device \(CP_MEMORY_GIB says so\).*or raise CP_"
     ):
         decide("auto", asked)
 
