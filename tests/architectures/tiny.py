@@ -430,6 +430,17 @@ def wan_animate(faces: bool = True) -> nn.Module:
     return network
 
 
+def wan_animate_2() -> nn.Module:
+    return build("wan.model_animate2:WanAnimate2Model", **WAN | dict(model_type="animate2", in_dim=36))
+
+
+def seedvr2() -> nn.Module:
+    return build(
+        "seedvr.model:NaDiT", norm_eps=1e-5, num_layers=4, mlp_type="swiglu", vid_dim=256, heads=2, mm_layers=2,
+        vid_out_norm=True,
+    )  # fmt: skip
+
+
 def wan_s2v() -> nn.Module:
     return wan("WanModel_S2V", model_type="s2v", audio_dim=48, audio_inject_layers=[0, 1])
 

@@ -265,6 +265,13 @@ NETWORKS: dict[str, Network] = {
         more={"pooled": 24} | tensors(stable_cascade_prior=(1, 16, 3, 4)),
     ),
 }  # fmt: skip
+WITHOUT_PLAN: dict[str, Network] = {
+    "wan_animate_2": Network(
+        build=tiny.wan_animate_2, model="WAN_Animate2", latent=((16, 3, 10, 14),),
+        more=SEEN | tensors(pose_video_latent=(1, 16, 3, 10, 14), concat_latent_image=(1, 16, 3, 10, 14)),
+    ),
+    "seedvr2": Network(build=tiny.seedvr2, model="SeedVR2", latent=((16, 3, 10, 14),), dim=5120, tokens=58),
+}  # fmt: skip
 BY_ROWS = ("stage_c", "stage_b")  # of which there are no stages of a pipeline
 
 

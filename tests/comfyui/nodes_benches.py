@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from .comfy import OUR_ROOT, ComfyInstall
 from .graphs import TEXTS, Parallel
-from .networks import NETWORKS
+from .networks import NETWORKS, WITHOUT_PLAN
 from .nodes_data import USUAL
 from .nodes_graphs import HEIGHT, WIDTH, Bench, node
 from .server import SITE, Server
@@ -194,7 +194,9 @@ def write_benches(comfy: ComfyInstall, server: Server, names: Iterable[str]) -> 
     if not (models / "vae" / "wan.safetensors").exists():
         commands.append(["tests.rows.files", comfy.root, models])
     asked = {*names}
-    if missing := [name for name in asked & {*NETWORKS} if not (networks / f"{name}.safetensors").exists()]:
+    if missing := [
+        name for name in asked & {*NETWORKS, *WITHOUT_PLAN} if not (networks / f"{name}.safetensors").exists()
+    ]:
         networks.mkdir(exist_ok=True)
         commands.append(["tests.comfyui.write_networks", networks, *missing])
     if asked - {*USUAL} and not (patches / "uso_style.safetensors").exists():

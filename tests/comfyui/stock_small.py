@@ -12,7 +12,7 @@ from typing import Any
 from .client import Graph
 from .nodes_graphs import node
 from .stock_graphs import samplers
-from .stock_zoo import CONTROL_NETS, PATCHES, VAES, Tiny, matching, tiny_of
+from .stock_zoo import CONTROL_NETS, HEARD, PATCHES, VAES, Tiny, matching, tiny_of
 
 Info = Mapping[str, Any]
 HEIGHT, WIDTH, FRAMES, STEPS, HALF = 128, 192, 9, 4, 2
@@ -33,6 +33,8 @@ STOOD_FOR = ("MODEL", "CLIP", "VAE", "CLIP_VISION", "STYLE_MODEL", "IMAGE", "MAS
 LOADED = ("MODEL", "CLIP", "VAE", "CLIP_VISION", "STYLE_MODEL", "IMAGE", "MASK", "VIDEO", "AUDIO")
 LATENT_SOUND = ("LTXVEmptyLatentAudio", "LTXVAudioVAEEncode")
 WRITERS = ("TextGenerate", "TextGenerateLTX2Prompt")  # of a text, by a language model
+DRAWN_IN_THE_PAGE = ("Painter",)  # its file is written by the page
+ONLY_PREVIEWS = ("TripoSplatSamplingPreview",)  # of a MODEL; needs the VAE's own class, and changes no latent
 
 
 OF_A_MILLION_PIXELS = ("TextEncode", "LongCat", "Omni")  # nodes that begin so make their pictures as large
@@ -100,6 +102,11 @@ class Small:
         if short == "step" and call["class_type"] == "SplitSigmas":
             return HALF
         value = call["inputs"][key]
+        if short in ("sampler_name", "scheduler"):
+            options = _options(self.info[call["class_type"]]["input"], key)
+            return options[0] if isinstance(value, str) and options and value not in options else None
+        if call["class_type"] == "Video Slice" and short == "duration":
+            return 0.3  # of FRAMES at 24 a second
         if isinstance(value, str | bool) or short not in NUMBERS:
             return None
         least = _least(self.info[call["class_type"]]["input"], key)
@@ -108,6 +115,9 @@ class Small:
     def _link(self, link: list[Any], kind: str, consumer: str) -> Any:
         source, slot = link
         call = self.full[source]
+        if call["class_type"] in ONLY_PREVIEWS:
+            self.stood_for.add(call["class_type"])
+            return self._link(call["inputs"]["model"], kind, consumer)
         made = self._made(source, slot, kind)
         if not self._stands_for(source, made):
             self._node(source)
@@ -132,7 +142,7 @@ class Small:
         partner's node or another pack's?"""
         call = self.full[name]
         kind = call["class_type"]
-        if kind in LATENT_SOUND or kind in WRITERS or kind not in self.info:
+        if kind in (*LATENT_SOUND, *WRITERS, *DRAWN_IN_THE_PAGE, "VOIDWarpedNoise") or kind not in self.info:
             return True
         if self.info[kind]["python_module"].startswith("comfy_api_nodes"):
             return True
@@ -199,7 +209,8 @@ class Small:
         if made == "AUDIO":
             return node("CPTestSound", seconds=2.0, rate=16000, seed=3)
         if made == "AUDIO_ENCODER_OUTPUT":
-            return node("CPTestHeard", steps=30, seed=4)
+            layers, width = HEARD.get(self._network_of(consumer, source).name, (12, 768))
+            return node("CPTestHeard", steps=30, seed=4, layers=layers, width=width)
         if made == "CLIP_VISION":
             tiny = self._network_of(consumer, source)
             return node("CPTestClipVision", width=tiny.vision, projected=tiny.vision, size=28)
@@ -210,6 +221,8 @@ class Small:
     def _latent(self, call: Mapping[str, Any]) -> dict[str, Any]:
         if call["class_type"] in LATENT_SOUND:
             return node("CPTestLatent", shape="1,8,11,16", seed=8, masked=0, nonce=0)
+        if call["class_type"] == "VOIDWarpedNoise":
+            return node("CPTestLatent", shape=f"1,16,2,{HEIGHT // 8},{WIDTH // 8}", seed=8, masked=0, nonce=0)
         samples = next((value for key, value in call["inputs"].items() if key in ("samples", "latent")), None)
         if samples is None:
             raise NotSmall(f"{call['class_type']} makes a LATENT of nothing that is known")
@@ -302,6 +315,17 @@ def _least(inputs: Mapping[str, Any], name: str) -> float:
         if len(spec) > 1 and isinstance(spec[1], dict) and "min" in spec[1]:
             return spec[1]["min"]
     return 0
+
+
+def _options(inputs: Mapping[str, Any], name: str) -> list[str]:
+    """The values that this widget offers; [] where it offers none."""
+    for group in ("required", "optional"):
+        spec = inputs.get(group, {}).get(name, [None])
+        if isinstance(spec[0], list):
+            return spec[0]
+        if len(spec) > 1 and isinstance(spec[1], dict):
+            return spec[1].get("options", [])
+    return []
 
 
 def _is_link(value: Any) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .graphs import TEXTS
-from .networks import NETWORKS
+from .networks import NETWORKS, WITHOUT_PLAN
 from .write_control_nets import POOLED_SD3
 from .write_unets import POOLED, TEXT, UNETS
 
@@ -17,6 +17,7 @@ OF_THE_ENCODER = ("pooled", "mask_valid")  # what a text encoder makes beside th
 TENSORS_OF_THE_ENCODER = ("conditioning_", "attention_mask_")
 # Numbers a token of what a vision encoder sees; 1280 otherwise.
 VISION = {"unet": POOLED, "unet_svd": TEXT, "hunyuan_3d": 96, "hunyuan_3d_21": 96, "hunyuan_15": 48}
+HEARD = {"wan_s2v": (24, 48), "humo": (32, 1280)}  # layers and numbers of what an audio encoder heard; 12 and 768 else
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +37,8 @@ class Tiny:
 
 
 UNSUPPORTED = {  # no tiny network of these: by a pattern of the file's name
-    r"animate.?2": "the tests have no tiny WanAnimate2Model",
-    r"minimax_music": "the tests have no tiny MiniMaxMusic3DiT",
-    r"seedvr2": "the tests have no tiny NaDiT",
-    r"ace_?step_v1_": "the tests have no tiny ACEStepTransformer2DModel",
+    r"minimax_music": "ComfyUI fixes the widths of MiniMaxMusic3DiT: no file of it is tiny",
+    r"ace_?step_v1_": "ComfyUI fixes the width of ACEStepTransformer2DModel's encoder of lyrics: no file of it is tiny",
     r"sam3|depth_anything|moge": "no network that samples",
 }
 FILES: tuple[tuple[str, str], ...] = (  # by a pattern of the file's name, the first that fits: the tiny network
@@ -47,7 +46,8 @@ FILES: tuple[tuple[str, str], ...] = (  # by a pattern of the file's name, the f
     (r"chroma.?radiance", "chroma_radiance"), (r"chroma", "chroma"), (r"krea.?2", "krea2"),
     (r"qwen.image|firered", "family qwen_image"), (r"z_image", "family z_image"),
     (r"newbie|netayume|lumina", "lumina2"),
-    (r"anima-|anima_", "anima"), (r"wan.*animate", "wan_animate"), (r"scail_?2", "wan_scail_2"),
+    (r"anima-|anima_", "anima"), (r"wan.?animate.?2|animate_2", "wan_animate_2"), (r"wan.*animate", "wan_animate"),
+    (r"seedvr2", "seedvr2"), (r"scail_?2", "wan_scail_2"),
     (r"scail", "wan_scail"),
     (r"s2v", "wan_s2v"), (r"humo", "humo"), (r"dancer", "wandancer"), (r"vace", "wan_vace"),
     (r"wan2.2.*camera", "wan22_camera"), (r"wan.*camera", "wan_camera"),
@@ -95,7 +95,7 @@ def tiny_of(file: str) -> Tiny:
 
 def _text(name: str) -> dict[str, Any]:
     """The part of a network's conditioning that a text encoder makes; nodes of the workflow make the others."""
-    network = NETWORKS[name]
+    network = (NETWORKS | WITHOUT_PLAN)[name]
     spec = network.spec(network.tokens)
     text = {key: spec[key] for key in ("tokens", "dim", *OF_THE_ENCODER) if key in spec}
     tensors = {key: shape for key, shape in spec.get("tensors", {}).items() if key.startswith(TENSORS_OF_THE_ENCODER)}
@@ -104,10 +104,10 @@ def _text(name: str) -> dict[str, Any]:
 
 
 VAES: tuple[tuple[str, Any], ...] = (  # by a pattern of its file's name: a tiny file, or (channels, pixels, frames)
-    (r"pixel_space", "pixel_space"), (r"flux2|full_encoder", (128, 16, 1)), (r"mage_flow", (128, 16, 1)),
+    (r"seedvr2", (16, 8, 4)), (r"pixel_space", "pixel_space"), (r"flux2|full_encoder", (128, 16, 1)), (r"mage_flow", (128, 16, 1)),
     (r"vae-ft-mse|sd_?xl|lotus", "taesd"), (r"hunyuanvideo15", (32, 16, 4)), (r"hunyuan_video", (16, 8, 4)),
     (r"wan2.2_vae", (48, 16, 4)), (r"qwen|wan", "wan.safetensors"), (r"cogvideox", (16, 8, 4)),
-    (r"svd", (4, 8, 1)), (r"minimax_h3_video", (24, 16, 4)), (r"ltx.*audio|minimax_h3_audio", (8, 0, 0)),
+    (r"svd", (4, 8, 1)), (r"minimax_h3_video", (24, 16, 4)), (r"ltx.*audio|minimax_h3_audio", (8, 0, 16)),
     (r"ltx", (128, 32, 8)), (r"stable_audio_3", (256, 0, 0)), (r"stable.audio|ace", (64, 0, 0)),
     (r"ae\.|flux|sd3|ovis|neta", "taef1"), (r"hidream_o1", "pixel_space"), (r"triposplat|hunyuan.?3d", (64, 8, 1)),
 )  # fmt: skip

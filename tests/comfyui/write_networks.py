@@ -14,10 +14,10 @@ from ..architectures.tiny import normal, start_comfyui
 
 def main(folder: str, *names: str) -> None:
     start_comfyui()
-    from .networks import NETWORKS
+    from .networks import NETWORKS, WITHOUT_PLAN
 
-    for name, network in NETWORKS.items():
-        if names and name not in names:
+    for name, network in (NETWORKS | WITHOUT_PLAN).items():
+        if name not in (names or NETWORKS):
             continue
         built = network.build()
         tiny = {"model": network.model, "final": built.unet_config}

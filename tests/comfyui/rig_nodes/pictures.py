@@ -55,7 +55,7 @@ class Seen(io.ComfyNode):
 
 
 class Heard(io.ComfyNode):
-    """What an audio encoder of 12 layers made of some seconds of sound."""
+    """What an audio encoder made of some seconds of sound, of wav2vec's 12 layers of 768, or of Whisper's 32 of 1280."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -63,15 +63,20 @@ class Heard(io.ComfyNode):
             node_id="CPTestHeard",
             category=CATEGORY,
             is_dev_only=True,
-            inputs=[io.Int.Input("steps"), io.Int.Input("seed")],
+            inputs=[
+                io.Int.Input("steps"),
+                io.Int.Input("seed"),
+                io.Int.Input("layers", default=12),
+                io.Int.Input("width", default=768),
+            ],
             outputs=[io.AudioEncoderOutput.Output()],
         )
 
     @classmethod
-    def execute(cls, steps: int, seed: int) -> io.NodeOutput:
+    def execute(cls, steps: int, seed: int, layers: int = 12, width: int = 768) -> io.NodeOutput:
         dice = torch.Generator().manual_seed(seed)
-        layers = [torch.randn(1, steps, 768, generator=dice) for _ in range(13)]
-        return io.NodeOutput({"encoded_audio_all_layers": layers})
+        made = [torch.randn(1, steps, width, generator=dice) for _ in range(layers + 1)]
+        return io.NodeOutput({"encoded_audio_all_layers": made, "audio_samples": 320 * steps})
 
 
 class SavePictures(io.ComfyNode):

@@ -64,12 +64,13 @@ class TextOfShape:
 
 class VaeOfShape(comfy.sd.VAE):
     """A VAE that averages pixels and spreads them over its channels. `pixels` and `frames` are how many go into one
-    latent pixel and frame; 0 pixels is a VAE for sound, 0 frames or 1 one for pictures."""
+    latent pixel and frame; 0 pixels is a VAE for sound, whose `frames` are then the
+    bins of a spectrogram (0: none); 0 frames or 1 is one for pictures."""
 
     def __init__(self, channels: int, pixels: int, frames: int) -> None:
         super().__init__(sd={"pixel_space_vae": torch.tensor(1.0)})
         self.latent_channels, self.pixels, self.frames = channels, pixels or 2048, frames
-        self.sound, self.video = not pixels, frames > 1
+        self.sound, self.video = not pixels, frames > 1 and pixels > 0
         self.latent_dim = 1 if self.sound else 3 if self.video else 2
         ratio = (self._latent_frames, self.pixels, self.pixels) if self.video else self.pixels
         self.downscale_ratio = ratio
@@ -81,7 +82,8 @@ class VaeOfShape(comfy.sd.VAE):
         if self.sound:
             wave = pixel_samples.movedim(-1, 1).mean(1, keepdim=True).repeat(1, 3, 1)
             pooled = torch.nn.functional.adaptive_avg_pool1d(wave, max(1, wave.shape[-1] // self.pixels))
-            return torch.einsum("oc,bct->bot", self.mix, pooled)
+            latent = torch.einsum("oc,bct->bot", self.mix, pooled)
+            return latent[..., None].repeat(1, 1, 1, self.frames) if self.frames else latent
         pictures = pixel_samples[..., :3].float() * 2 - 1
         pictures = pictures[None] if self.video and pictures.ndim == 4 else pictures
         channels_first = pictures.movedim(-1, 1)
@@ -99,6 +101,7 @@ class VaeOfShape(comfy.sd.VAE):
         if samples_in.is_nested:
             samples_in = samples_in.unbind()[0]
         if self.sound:
+            samples_in = samples_in.mean(-1) if self.frames else samples_in
             return samples_in.mean(1).repeat_interleave(self.pixels, -1)[..., None].repeat(1, 1, 2).clamp(-1, 1)
         pixels = torch.einsum("oc,bo...->bc...", self.mix, samples_in.float()).sigmoid()
         for axis in (-1, -2):
