@@ -1,11 +1,12 @@
 """Every workflow of ComfyUI's own template package, and what CP nodes do with it:
 
     python -m tests.comfyui.stock [--all]
-    python -m tests.comfyui.stock --run [NAME ...]
+    python -m tests.comfyui.stock --run [NAME ...] [--workers 2] [--jobs 1]
 
 Reads the package that is installed beside ComfyUI; nothing of it is copied. Without --run it runs nothing, and reads
-what stock_verdicts.py knows. With it each workflow that samples is made small, and sampled natively and on two CPU
-workers (stock_graphs.py, stock_small.py, stock_run.py). A NAME may be the file that `report --workflow` wrote.
+what stock_verdicts.py knows. With it each workflow that samples is made small, and sampled natively and on CPU workers
+(stock_graphs.py, stock_small.py, stock_run.py), on as many ComfyUIs side by side as there are jobs. A NAME may be the
+file that `report --workflow` wrote.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from .client import Graph
 from .comfy import ComfyInstall, find_comfy, why_there_is_none
 from .server import running_server
 from .stock_graphs import NoBrowser, graphs
-from .stock_run import run_all, run_table
+from .stock_run import Row, run_all, run_table
 from .stock_verdicts import WORST_FIRST, Verdict, verdicts
 
 log = logging.getLogger(__name__)
@@ -123,14 +125,20 @@ def _workflows(files: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield file, workflow
 
 
-def _run(comfy: ComfyInstall, names: Sequence[str]) -> int:
+def _run(comfy: ComfyInstall, names: Sequence[str], workers: int, jobs: int) -> int:
     try:
         chosen = sampling_graphs(comfy, names)
     except (NoBrowser, LookupError) as lacking:
         log.error("%s", lacking)
         return 2
-    with running_server(comfy) as server:
-        rows = run_all(comfy, server, chosen)
+    parts = [dict(list(chosen.items())[job::jobs]) for job in range(min(jobs, len(chosen)))]
+
+    def run(part: dict[str, Graph]) -> list[Row]:
+        with running_server(comfy) as server:
+            return run_all(comfy, server, part, workers)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        rows = [row for made in pool.map(run, parts) for row in made]
     log.info("%s", run_table(rows))
     return int(any(row.outcome in ("different", "failed") for row in rows))
 
@@ -139,13 +147,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.comfyui.stock", description=__doc__)
     parser.add_argument("--all", action="store_true", help="a line for every workflow that samples, too")
     parser.add_argument("--run", nargs="*", metavar="NAME", help="sample them: every one, or those named")
+    parser.add_argument("--workers", type=int, default=2, help="that divide each run, in a ring")
+    parser.add_argument("--jobs", type=int, default=1, help="ComfyUIs side by side, each with its workers")
     wanted = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     if (comfy := find_comfy()) is None:
         log.error("%s", why_there_is_none())
         return 1
     if wanted.run is not None:
-        return _run(comfy, wanted.run)
+        return _run(comfy, wanted.run, wanted.workers, wanted.jobs)
     version, found = stock(comfy)
     for one in found if wanted.all else ():
         for verdict in one.of_samplers:

@@ -7,7 +7,6 @@ import copy
 import logging
 import math
 import os
-import re
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -39,10 +38,10 @@ from .write_unets import UNETS
 log = logging.getLogger(__name__)
 
 BAR = 1e-5  # of the latent's standard deviation
-AUTO = replace(CUT, ring_degree=0, ulysses_degree=0)
 SECONDS = 300
 REFUSED = ".Refused:"
 STEPWISE = "the sampler runs in ComfyUI's process"
+BY_ROWS = ("unet", "stage_")  # how the names of networks begin that a ring divides by rows of the picture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +59,16 @@ class Row:
     why: str = ""
 
 
-def run_all(comfy: ComfyInstall, server: Server, graphs: Mapping[str, Graph]) -> list[Row]:
+def run_all(comfy: ComfyInstall, server: Server, graphs: Mapping[str, Graph], workers: int = 2) -> list[Row]:
+    """Runs these workflows on one server, divided in a ring of so many workers."""
+    ring = replace(CUT, ring_degree=workers, devices=",".join(["cpu"] * workers))
     info = server.client.get("/object_info")
     made = {name: _made_small(graph, info, name) for name, graph in graphs.items()}
     networks = {tiny.file: tiny for one in made.values() if isinstance(one, Small) for tiny in one.networks}
     write_files(comfy, server, list(networks.values()))
     rows = []
     for number, one in enumerate(made.values()):
-        rows.append(one if isinstance(one, Row) else _compared(server, one))
+        rows.append(one if isinstance(one, Row) else _compared(server, one, ring))
         log.info("%d of %d: %s", number + 1, len(made), line(rows[-1]))
     return rows
 
@@ -124,7 +125,7 @@ def parallel(graph: Graph, config: Parallel) -> Graph:
     return migrated(made)[0]
 
 
-def _compared(server: Server, made: Small) -> Row:
+def _compared(server: Server, made: Small, ring: Parallel) -> Row:
     row = Row(
         name=made.name, outcome="equal", samplers=len(samplers(made.graph)), stood_for=tuple(sorted(made.stood_for)),
         networks=tuple(tiny.name for tiny in made.networks),
@@ -135,12 +136,13 @@ def _compared(server: Server, made: Small) -> Row:
     if not all(torch.isfinite(latent).all() for latent in want.values()):
         return replace(row, outcome="not sampled", why="ComfyUI alone makes numbers that are not finite")
     since = server.log_size()
-    got = _latents(server.client, parallel(made.graph, CUT))
+    got = _latents(server.client, parallel(made.graph, ring))
     why = ""
     if isinstance(got, str) and REFUSED in got:  # what a refusal of degrees says: leave them to the node
         why, since = got, server.log_size()
-        got = _latents(server.client, parallel(made.graph, AUTO))
-    row = replace(row, why=why, divided=_divided(server.log(since)) + (", degrees of the node's choice" if why else ""))
+        got = _latents(server.client, parallel(made.graph, replace(ring, ring_degree=0, ulysses_degree=0)))
+    divided = "the node's choice" if why else _divided(row.networks, server.log(since))
+    row = replace(row, why=why, divided=divided)
     if isinstance(got, str):
         return replace(row, outcome="refused" if REFUSED in got else "failed", why=got)
     try:
@@ -182,11 +184,10 @@ def _latents(client: Client, graph: Graph) -> dict[str, torch.Tensor] | str:
         return f"it takes longer than {SECONDS} s"
 
 
-def _divided(text: str) -> str:
-    """What the product's log says of its runs."""
-    names = Counter("stepwise" if STEPWISE in one else "sampled" for one in text.splitlines() if "[CP]" in one
-                    and (STEPWISE in one or re.search(r"on \d+ worker", one)))  # fmt: skip
-    return ", ".join(f"{count} {name}" for name, count in sorted(names.items()))
+def _divided(networks: Sequence[str], text: str) -> str:
+    """How a ring divides these networks; "stepwise" where the log says that the loop ran in ComfyUI's process."""
+    by = sorted({"rows" if name.startswith(BY_ROWS) else "tokens" for name in networks})
+    return ", ".join([*by, *(["stepwise"] if STEPWISE in text else [])])
 
 
 def line(row: Row) -> str:
@@ -199,8 +200,8 @@ def line(row: Row) -> str:
 def run_table(rows: Sequence[Row]) -> str:
     counts = Counter(row.outcome for row in rows)
     head = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
-    lines = [f"{len(rows)} workflows: {head}", "", "| workflow | networks | outcome | apart | one ulp | runs | why |",
-             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    names = ("workflow", "networks", "outcome", "apart", "one ulp", "divided by", "why")
+    lines = [f"{len(rows)} workflows: {head}", "", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for row in sorted(rows, key=lambda row: (row.outcome, row.name)):
         numbers = ["" if math.isnan(value) else f"{value:.1e}" for value in (row.apart, row.one_ulp)]
         cells = [row.name, ", ".join(row.networks), row.outcome, *numbers, row.divided, row.why[:160].replace("|", "/")]

@@ -104,7 +104,8 @@ def _text(name: str) -> dict[str, Any]:
 
 
 VAES: tuple[tuple[str, Any], ...] = (  # by a pattern of its file's name: a tiny file, or (channels, pixels, frames)
-    (r"seedvr2", (16, 8, 4)), (r"pixel_space", "pixel_space"), (r"flux2|full_encoder", (128, 16, 1)), (r"mage_flow", (128, 16, 1)),
+    (r"seedvr2", (16, 8, 4)),
+    (r"pixel_space", "pixel_space"), (r"flux2|full_encoder", (128, 16, 1)), (r"mage_flow", (128, 16, 1)),
     (r"vae-ft-mse|sd_?xl|lotus", "taesd"), (r"hunyuanvideo15", (32, 16, 4)), (r"hunyuan_video", (16, 8, 4)),
     (r"wan2.2_vae", (48, 16, 4)), (r"qwen|wan", "wan.safetensors"), (r"cogvideox", (16, 8, 4)),
     (r"svd", (4, 8, 1)), (r"minimax_h3_video", (24, 16, 4)), (r"ltx.*audio|minimax_h3_audio", (8, 0, 16)),

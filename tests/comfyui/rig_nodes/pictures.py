@@ -55,7 +55,7 @@ class Seen(io.ComfyNode):
 
 
 class Heard(io.ComfyNode):
-    """What an audio encoder made of some seconds of sound, of wav2vec's 12 layers of 768, or of Whisper's 32 of 1280."""
+    """What an audio encoder made of some seconds of sound, of `layers` of this `width`."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
