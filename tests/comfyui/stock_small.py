@@ -107,6 +107,8 @@ class Small:
             return options[0] if isinstance(value, str) and options and value not in options else None
         if call["class_type"] == "Video Slice" and short == "duration":
             return 0.3  # of FRAMES at 24 a second
+        if call["class_type"] == "RepeatImageBatch" and short == "amount":
+            return FRAMES
         if isinstance(value, str | bool) or short not in NUMBERS:
             return None
         least = _least(self.info[call["class_type"]]["input"], key)
@@ -181,7 +183,7 @@ class Small:
             return {"INT": 1, "FLOAT": 1.0, "BOOLEAN": False}[made]
         name = f"{made} for {source}"
         if made == "VAE" and self.full[consumer]["class_type"].startswith(OF_A_MILLION_PIXELS):
-            self.graph[f"{name}, coarse"] = _coarse(_vae(self._file(source)))
+            self.graph[f"{name}, coarse"] = _coarse(self._vae(source))
             return [f"{name}, coarse", 0]
         if made == "VIDEO":
             self.graph[f"frames for {source}"] = _pictures(FRAMES, source)
@@ -196,7 +198,7 @@ class Small:
         elif made == "MODEL":
             self.graph[name] = self._network(source)
         elif made == "VAE":
-            self.graph[name] = _vae(self._file(source))
+            self.graph[name] = self._vae(source)
         else:
             self.graph[name] = self._other(made, source, consumer)
         return [name, 0]
@@ -228,6 +230,17 @@ class Small:
             raise NotSmall(f"{call['class_type']} makes a LATENT of nothing that is known")
         self._node(samples[0])
         return node("LatentUpscaleBy", samples=samples, upscale_method="bilinear", scale_by=2.0)
+
+    def _vae(self, loader: str) -> dict[str, Any]:
+        """A checkpoint may hold a VAE of pictures and one of sound: the loader's class says which is meant."""
+        try:
+            found = matching(VAES, f"{self._file(loader)} {self.full[loader]['class_type']}")
+        except LookupError as lacking:
+            raise NotSmall(str(lacking)) from None
+        if isinstance(found, str):
+            return node("VAELoader", vae_name=found)
+        channels, pixels, frames = found
+        return node("CPTestVae", channels=channels, pixels=pixels, frames=frames)
 
     def _network(self, loader: str) -> dict[str, Any]:
         try:
@@ -334,14 +347,3 @@ def _is_link(value: Any) -> bool:
 
 def _pictures(count: int, name: str) -> dict[str, Any]:
     return node("CPTestPictures", shape=f"{count},{HEIGHT},{WIDTH},3", seed=zlib.crc32(name.encode()) % 1000, nonce=0)
-
-
-def _vae(file: str) -> dict[str, Any]:
-    try:
-        found = matching(VAES, file)
-    except LookupError as lacking:
-        raise NotSmall(str(lacking)) from None
-    if isinstance(found, str):
-        return node("VAELoader", vae_name=found)
-    channels, pixels, frames = found
-    return node("CPTestVae", channels=channels, pixels=pixels, frames=frames)
