@@ -115,13 +115,13 @@ class ParallelRequest:
     options: EngineOptions = field(default_factory=EngineOptions)
     ring_degree: int = widget(
         1, 0,
-        "Workers in the ring: each holds a part of the tokens, keys and values go round. 0 = auto.",
+        "Split the picture over this many GPUs in a ring. Any number works. 0 = auto.",
         limits={"min": 0, "max": 64}, required=True, advanced=False,
     )
     ulysses_degree: int = widget(
         2, 0,
-        "Workers that swap tokens for attention heads. Meant for NVLink; at most one worker per head. 0 = auto. "
-        "Workers in all: the product of the degrees.",
+        "Split the picture over this many GPUs by attention heads; at most one GPU per head. Best with NVLink. "
+        "0 = auto. Workers in all: the product of the degrees.",
         limits={"min": 0, "max": 64}, required=True, advanced=False,
     )
     dtype: DtypeChoice = widget(
