@@ -140,7 +140,7 @@ def _run(comfy: ComfyInstall, names: Sequence[str], workers: int, jobs: int) -> 
     with ThreadPoolExecutor(jobs) as pool:
         rows = [row for made in pool.map(run, parts) for row in made]
     log.info("%s", run_table(rows))
-    return int(any(row.outcome in ("different", "failed") for row in rows))
+    return int(any(row.outcome in ("different", "unclear", "failed") for row in rows))
 
 
 def main() -> int:

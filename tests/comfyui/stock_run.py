@@ -38,6 +38,7 @@ from .write_unets import UNETS
 log = logging.getLogger(__name__)
 
 BAR = 1e-5  # of the latent's standard deviation
+TELLS_NOTHING = 1e-3  # where one ulp moves the native run as far, a difference shows neither right nor wrong
 SECONDS = 300
 REFUSED = ".Refused:"
 STEPWISE = "the sampler runs in ComfyUI's process"
@@ -46,7 +47,8 @@ BY_ROWS = ("unet", "stage_")  # how the names of networks begin that a ring divi
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """`outcome`: equal, different, refused, failed (ours alone), not sampled (ComfyUI alone raises), or not small."""
+    """`outcome`: equal, different, unclear (one ulp moves the native run as far), refused, failed (ours alone), not
+    sampled (ComfyUI alone raises), or not small."""
 
     name: str
     outcome: str
@@ -158,6 +160,8 @@ def _judged(client: Client, made: Small, row: Row, want: Mapping[str, torch.Tens
     if isinstance(moved, str):
         return replace(row, outcome="different", why=f"cannot be moved by one ulp: {moved}")
     one_ulp = max(apart(moved[name], latent) for name, latent in want.items())
+    if one_ulp > TELLS_NOTHING:
+        return replace(row, one_ulp=one_ulp, outcome="unclear", why="one ulp moves the native run as far")
     outcome = "equal" if row.apart <= AMPLIFIED * one_ulp else "different"
     return replace(row, one_ulp=one_ulp, outcome=outcome)
 

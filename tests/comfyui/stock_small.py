@@ -33,7 +33,6 @@ STOOD_FOR = ("MODEL", "CLIP", "VAE", "CLIP_VISION", "STYLE_MODEL", "IMAGE", "MAS
 LOADED = ("MODEL", "CLIP", "VAE", "CLIP_VISION", "STYLE_MODEL", "IMAGE", "MASK", "VIDEO", "AUDIO")
 LATENT_SOUND = ("LTXVEmptyLatentAudio", "LTXVAudioVAEEncode")
 WRITERS = ("TextGenerate", "TextGenerateLTX2Prompt")  # of a text, by a language model
-DRAWN_IN_THE_PAGE = ("Painter",)  # its file is written by the page
 ONLY_PREVIEWS = ("TripoSplatSamplingPreview",)  # of a MODEL; needs the VAE's own class, and changes no latent
 
 
@@ -144,7 +143,9 @@ class Small:
         partner's node or another pack's?"""
         call = self.full[name]
         kind = call["class_type"]
-        if kind in (*LATENT_SOUND, *WRITERS, *DRAWN_IN_THE_PAGE, "VOIDWarpedNoise") or kind not in self.info:
+        if kind in (*LATENT_SOUND, *WRITERS, "VOIDWarpedNoise") or kind not in self.info:
+            return True
+        if kind == "Painter" and call["inputs"].get("mask"):  # a file that the page wrote
             return True
         if self.info[kind]["python_module"].startswith("comfy_api_nodes"):
             return True
