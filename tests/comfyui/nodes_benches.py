@@ -17,7 +17,7 @@ from .networks import NETWORKS, WITHOUT_PLAN
 from .nodes_data import USUAL
 from .nodes_graphs import HEIGHT, WIDTH, Bench, node
 from .server import SITE, Server
-from .write_unets import GLIGEN_TEXT, POOLED, TEXT, UNETS
+from .write_unets import GLIGEN_TEXT, POOLED, POOLED_OF, TEXT, UNETS
 
 CUT = Parallel(ring_degree=2, ulysses_degree=1, devices="cpu,cpu")
 LATENT = f"{HEIGHT // 8},{WIDTH // 8}"
@@ -48,7 +48,7 @@ def _unet(name: str) -> Bench:
     return Bench(
         name=name,
         loader=node("UNETLoader", unet_name=file, weight_dtype="default"),
-        text={"dim": UNETS[name][1].get("context_dim", TEXT), "pooled": TEXT if name == "unet_refiner" else POOLED},
+        text={"dim": UNETS[name][1].get("context_dim", TEXT), "pooled": POOLED_OF.get(name, POOLED)},
         latent=f"2,4,{LATENT}",
         parallel=CUT,
         gives={

@@ -11,12 +11,12 @@ from typing import Any
 from .graphs import TEXTS
 from .networks import NETWORKS, WITHOUT_PLAN
 from .write_control_nets import POOLED_SD3
-from .write_unets import POOLED, TEXT, UNETS
+from .write_unets import POOLED, POOLED_OF, TEXT, UNETS
 
 OF_THE_ENCODER = ("pooled", "mask_valid")  # what a text encoder makes beside the text, and what begins so
 TENSORS_OF_THE_ENCODER = ("conditioning_", "attention_mask_")
 # Numbers a token of what a vision encoder sees; 1280 otherwise.
-VISION = {"unet": POOLED, "unet_svd": TEXT, "hunyuan_3d": 96, "hunyuan_3d_21": 96, "hunyuan_15": 48}
+VISION = {"unet_svd": TEXT, "hunyuan_3d": 96, "hunyuan_3d_21": 96, "hunyuan_15": 48}
 HEARD = {"wan_s2v": (24, 48), "humo": (32, 1280)}  # layers and numbers of what an audio encoder heard; 12 and 768 else
 
 
@@ -66,7 +66,7 @@ FILES: tuple[tuple[str, str], ...] = (  # by a pattern of the file's name, the f
     (r"triposplat", "triposplat"), (r"sd3", "control sd35"), (r"flux.?2.*klein", "flux2_klein"), (r"flux.?2", "flux2"),
     (r"flux.*fill", "flux_fill"), (r"flux1-(canny|depth)-dev\.", "flux_depth"), (r"schnell", "family flux_schnell"),
     (r"longcat", "longcat"), (r"ovis", "ovis"), (r"flux", "family flux_dev"), (r"refiner", "unet unet_refiner"),
-    (r"svd", "unet unet_svd"), (r"lotus", "unet unet_lotus"), (r"sd_?xl", "unet unet"),
+    (r"svd", "unet unet_svd"), (r"lotus", "unet unet_lotus"), (r"sd_?xl", "unet unet_xl"),
 )  # fmt: skip
 PLAIN = {"dim": 96, "tokens": 7}
 
@@ -86,7 +86,7 @@ def tiny_of(file: str) -> Tiny:
         return Tiny(file=f"{tiny}.safetensors", text=PLAIN | text)
     if kind == "unet":
         width = UNETS[tiny][1].get("context_dim", TEXT)
-        text = {"dim": width, "pooled": TEXT if tiny == "unet_refiner" else POOLED}
+        text = {"dim": width, "pooled": POOLED_OF.get(tiny, POOLED)}
         return Tiny(file=f"unets/{tiny}.safetensors", text=PLAIN | text)
     if kind == "control":
         return Tiny(file=f"control/{tiny}.safetensors", text=PLAIN | {"pooled": POOLED_SD3})

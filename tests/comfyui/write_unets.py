@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from ..architectures.tiny import filled, start_comfyui
 
 WIDTH, TEXT, POOLED = 32, 64, 32  # channels, numbers a token of text, numbers of its pooled output
+POOLED_XL = 1280  # as in SDXL's own files: ComfyUI adds noise to what CLIP vision saw in this width
 SHAPE: dict[str, Any] = {
     "image_size": 32, "in_channels": 4, "out_channels": 4, "num_res_blocks": [1, 1], "channel_mult": (1, 2),
     "transformer_depth": [1, 1], "transformer_depth_output": [1, 1, 1, 1], "transformer_depth_middle": 1,
@@ -37,6 +38,7 @@ def seen(width: int) -> dict[str, Any]:
 
 UNETS: dict[str, tuple[str, dict[str, Any]]] = {  # the class of comfy.supported_models, and what is not as in SHAPE
     "unet": ("SDXL", seen(POOLED + SIZES)),
+    "unet_xl": ("SDXL", seen(POOLED_XL + SIZES)),
     "unet_refiner": ("SDXLRefiner", seen(TEXT + SIZES - 256)),
     "unet_inpaint": ("SD15", {"in_channels": 9}),
     "unet_pix2pix": ("SD15_instructpix2pix", {"in_channels": 8}),
@@ -48,6 +50,8 @@ UNETS: dict[str, tuple[str, dict[str, Any]]] = {  # the class of comfy.supported
     "unet_lotus": ("LotusD", {"context_dim": 1024} | seen(4)),
     "unet_zero123": ("Stable_Zero123", {"in_channels": 8, "context_dim": 768}),
 }
+
+POOLED_OF = {"unet_xl": POOLED_XL, "unet_refiner": TEXT}  # POOLED of the others
 
 
 def main(directory: str) -> None:
