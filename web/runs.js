@@ -4,7 +4,7 @@ import { element } from "./elements.js";
 import { digits, duration, moment } from "./seconds.js";
 import { count } from "./shares.js";
 import { elapsed, now } from "./status.js";
-import { say } from "./words.js";
+import { say, translate } from "./words.js";
 
 /** @typedef {import("./status.js").Run} Run */
 
@@ -105,11 +105,12 @@ function bar(run, longest) {
       style: `flex-grow: ${time}`, title: `${say(`phase.${phase}`)}: ${took(time)}`,
     }));
   const wide = Math.min(100, Math.max(4, (100 * seconds(run, PHASES)) / longest));
+  if (run.end === "refused" && !run.phases.length) return refused(run);
   const kind = run.model || say(seconds(run, ["decoding", "encoding"]) ? "run.vae" : "phase.starting");
   const name = run.measuring ? `${say("run.measure")}: ${kind}` : kind;
   const figures = [
     count(run.workers, run.kind === "cpu"), run.tokens ? say("run.tokens", { tokens: run.tokens }) : "",
-    run.step_seconds ? say("step.seconds", { seconds: digits(run.step_seconds) }) : "", faster(run),
+    run.step_seconds ? say("step.seconds", { seconds: digits(run.step_seconds) }) : "", faster(run), translate(run.reason),
   ].filter(Boolean).join(" · ");
   const time = took(seconds(run, run.step_seconds ? ["sampling"] : PHASES));
   return element(
@@ -121,12 +122,25 @@ function bar(run, longest) {
 }
 
 /**
+ * One that never began, with its reason.
+ * @param {Run} run
+ */
+function refused(run) {
+  return element(
+    "li.cp-run", { title: translate(run.reason), "data-end": run.end },
+    element("div.cp-line.cp-small", {}, ...ending(run), element("span.cp-name", {}, moment(run.began))),
+    element("div.cp-small.cp-figures", {}, translate(run.reason)),
+  );
+}
+
+/**
  * A mark, and a word where it did not end well.
  * @param {Run} run
  */
 function ending({ end }) {
   const marks = /** @type {Record<string, [string, string]>} */ ({
     idle: ["✓", say("run.ok")], cancelled: ["⊘", say("run.cancelled")], died: ["✕", say("run.died")],
+    refused: ["⊘", say("run.refused")],
   });
   if (!marks[end]) return [];
   const [mark, word] = marks[end];

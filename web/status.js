@@ -13,7 +13,8 @@ import { say, translate } from "./words.js";
  *   | "cancelled" | "idle" | "died" | "unknown"} State
  * @typedef {{rank: number | null, kind: string, words: string[], settled: boolean}} Loss
  * @typedef {{model: string, workers: number, kind: string, tokens: number, measuring: boolean, began: number, phases: [string, number][], steps: number,
- *   step_seconds: number | null, waited: number | null, alone: number | null, measured: boolean, alone_at: number | null, end: string}} Run
+ *   step_seconds: number | null, waited: number | null, alone: number | null, measured: boolean, alone_at: number | null, end: string,
+ *   reason: import("./words.js").Sentence}} Run
  * @typedef {{state: State, text: string, reason: string, sentence: import("./words.js").Sentence, since: number, elapsed: number, stage: string,
  *   loss: Loss | null, help: string, model: string, loaded: number, step: number, steps: number, world_size: number,
  *   nnodes: number, degrees: Record<string, number> | null, ranks: Rank[], runs: Run[]}} Status
@@ -53,7 +54,7 @@ export const gpuList = () => listed;
 export const elapsed = () => status.elapsed + (performance.now() - receivedAt) / 1000;
 
 /** @returns {Run | undefined} the run that goes on, or else the last one */
-export const lastRun = () => status.runs[status.runs.length - 1];
+export const lastRun = () => status.runs.filter((run) => run.phases.length || run.end !== "refused").pop();
 
 /**
  * What the rank that was lost printed last, or that it printed nothing.

@@ -24,6 +24,7 @@ def announce_refusals() -> Iterator[None]:
         server, context = PromptServer.instance, get_executing_context()
         node = context.node_id if context is not None else server.last_node_id
         runtime.journal.note(f"[CP] refused: {refused}")
+        runtime.refused(refused.sentence)
         server.send_sync(EVENT, {"node_id": node, "fix": refused.fix, **refusal_json(refused)}, server.client_id)
         raise
 

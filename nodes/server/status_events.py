@@ -43,7 +43,7 @@ def status_json(now: Status) -> dict[str, Any]:
         "nnodes": now.placement.nnodes if now.placement else 0,
         "degrees": now.degrees.by_name if now.degrees else None,
         "ranks": [_rank_json(rank, now.degrees) for rank in now.ranks],
-        "runs": [asdict(run) for run in now.runs],
+        "runs": [{**asdict(run), "reason": to_json(run.reason)} for run in now.runs],
     }
 
 

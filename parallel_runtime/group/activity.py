@@ -11,7 +11,7 @@ from ..jobs import EvaluationJob, Job, VAEJob
 from ..specs import ModelSpec, Parallelism, Placement
 from ..wire.messages import Done, Heartbeat, Joined, Step
 from ..wire.readings import Busy, Readings
-from .group_status import BUSY, CONVERTING, RESTING, Loss, RankStatus, Stage, State, Status
+from .group_status import BUSY, CONVERTING, RESTING, WORK, Loss, RankStatus, Stage, State, Status
 from .history import History, Size
 from .journal import Journal
 
@@ -130,6 +130,11 @@ class Activity:
         """The workers have unloaded all models: clears what the status says of one."""
         if self.now.state in RESTING:
             self._set_state("idle", model="", degrees=None, step=0, steps=0)
+
+    def refused(self, reason: str) -> None:
+        """A run was refused: by the workers while they are at it, or before it began."""
+        self.history.refused(reason, time.time(), working=self.now.state in (*WORK, "cancelling"))
+        self._change(runs=self.history.runs)
 
     def rank_gone(self, worker: str, rank: int) -> None:
         """A rank has hung up. The cause follows in `lost`: torchrun may take a second to report it."""

@@ -51,7 +51,8 @@ class Run:
     steps, without the first step; `waited` is the fraction of a step spent waiting for other workers, None if unknown.
     `alone` is the seconds a step on one worker: `measured` in a run of this size at the time `alone_at`, or else
     estimated; None if unknown, if workers share a device, or if the speedup is implausible.
-    `kind` is that of the devices, `tokens` the size of the work, 0 if unknown. `measuring`: CP Plan asked for it."""
+    `kind` is that of the devices, `tokens` the size of the work, 0 if unknown. `measuring`: CP Plan asked for it.
+    `reason` says why a run was refused."""
 
     model: str = ""
     workers: int = 1
@@ -67,6 +68,7 @@ class Run:
     measured: bool = False
     alone_at: float | None = None
     end: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

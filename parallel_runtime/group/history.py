@@ -143,6 +143,19 @@ class History:
             self._with_single_worker(replace(run, steps=now.step, step_seconds=pace, waited=now.waited), _setup_of(now))
         )
 
+    def refused(self, reason: str, at: float, *, working: bool) -> None:
+        """A run was refused for this reason: the one that the workers are `working` on, or else one that never began.
+        The second report of one refusal, where it leaves the node, changes nothing."""
+        if any(run.reason is reason for run in self.runs):
+            return
+        if working:
+            self._replace_last(replace(self.runs[-1], end="refused", reason=reason))
+            return
+        goes_on = self.runs[-1:] if self.runs and not self.runs[-1].end else ()  # a start, which stays the last one
+        self.runs = self.runs[: len(self.runs) - len(goes_on)]
+        for run in (Run(began=at, end="refused", reason=reason), *goes_on):
+            self._append(run)
+
     def _split_off_early_start(self) -> None:
         """Makes the part of a start before the run was requested a run by itself: it is no time of the run."""
         start = self.runs[-1] if self.runs else Run()

@@ -41,6 +41,7 @@ class Runtime:
         self._activity = Activity()
         self.history = self._activity.history
         self.journal = self._activity.journal  # what was printed and logged last
+        self.refused = self._activity.refused  # a run was, for this reason
         self._lock = threading.RLock()  # needed to use, start or end the group
         self._closing = threading.Event()
         self._last_used_at = 0.0  # last

@@ -40,6 +40,9 @@ def test_a_device_list_that_is_none_is_refused_with_the_value_found(server: Serv
     with pytest.raises(NodeError, match=devices):
         server.client.run(sampling_graph(FLUX, "CPSampler", Parallel(devices=devices)))
     assert server.children() == before
+    *_, last = server.client.get("/cp/status")["runs"]
+    assert (last["end"], last["phases"]) == ("refused", [])
+    assert devices in str(last["reason"])
 
 
 @pytest.mark.sweep(one_in=3)

@@ -337,3 +337,40 @@ def test_the_log_says_cancels_and_deaths(monkeypatch: pytest.MonkeyPatch) -> Non
     activity.lost(ParallelError(say("died.gone", worker="rank 1")))
     lines = [line.text for line in activity.journal.tail()]
     assert lines[-2:] == ["[CP] the run was cancelled", "[CP] the workers ended: worker rank 1 went away"]
+
+
+def test_a_refused_run_is_among_the_last_runs_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = started(clock)
+    sample(activity, clock, seconds=1)
+    reason = say("memory.raise", out="Take a smaller model", limit="CP_MEMORY_GIB")
+    activity.refused(reason)
+    activity.refused(reason)  # told by two nodes on its way out
+    assert [(run.end, run.reason) for run in activity.now.runs[-2:]] == [("idle", ""), ("refused", reason)]
+    assert activity.now.state == "idle"
+
+
+def test_a_run_that_the_workers_refuse_has_not_ended_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = started(clock)
+    activity.begin_request(ModelSpec(loader="a"), BY_ALL[2], RUN)
+    clock.after(1)
+    reason = say("memory.raise", out="Take a smaller model", limit="CP_MEMORY_GIB")
+    activity.refused(reason)
+    activity.end_request(RUN)
+    activity.refused(reason)  # as it leaves the node
+    ends = [(run.end, run.reason) for run in activity.now.runs if run.phases[-1][0] == "loading"]
+    assert ends == [("refused", reason)]
+    assert len(activity.now.runs) == len([run for run in activity.now.runs if run.phases])
+
+
+def test_a_refusal_while_workers_start_leaves_their_start_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    activity = Activity()
+    activity.starting(TWO)
+    activity.refused(say("memory.raise", out="Take a smaller model", limit="CP_MEMORY_GIB"))
+    clock.after(3)
+    activity.joined({rank: Joined(bytes_per_second=0.0, flops_per_second=0.0) for rank in (0, 1)}, [""] * 2)
+    assert [(run.end, [name for name, _ in run.phases]) for run in activity.now.runs] == [
+        ("refused", []), ("", ["starting"])
+    ]  # fmt: skip
