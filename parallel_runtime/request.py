@@ -139,7 +139,10 @@ class ParallelRequest:
         limits={"min": 0, "max": 2},
     )
     data_degree: int = widget(
-        9, 1, "Groups of workers that share the images of a batch.", limits={"min": 1, "max": 64}
+        9, 0,
+        "Groups of workers that share the images of a batch, each with whole images. 1 = none, 0 = auto: where that is "
+        "faster.",
+        limits={"min": 0, "max": 64},
     )
     after_sampling: AfterSampling = widget(
         11, "keep",

@@ -146,6 +146,7 @@ class Source:
             heads=self.stats.heads,
             guided=guided,
             batch_coupled=batch_coupled,
+            images_coupled=self.images_coupled,
             no_lse=self.no_lse,
             unsharded="" if self.stats.divisible else self.stats.name,
             by_rows=self.stats.name if self.stats.row_levels else "",

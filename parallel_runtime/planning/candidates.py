@@ -23,16 +23,45 @@ from .work_shares import are_uneven, are_unused, requested_shares
 def unsized_plan(inputs: PlanInputs) -> RunPlan:
     """Returns the devices and degrees that are preferred where neither sizes nor measurements are known. Raises Refused
     where the request cannot work."""
-    *_, widest = _usual_plans(inputs, parse_devices(inputs.request.devices, inputs.gpus, inputs.kind))
+    devices = parse_devices(inputs.request.devices, inputs.gpus, inputs.kind)
+    *_, widest = _usual_plans(_in_groups(inputs, 1), devices)
     return widest
 
 
 def candidates(inputs: PlanInputs) -> Iterator[RunPlan]:
     """Yields the plans, the preferred one first where none is clearly faster. Raises Refused where the request cannot
     work."""
-    for usual in _device_subsets(inputs):
-        for degrees in _degrees(inputs, usual):
-            yield from _with_weights(inputs, usual, degrees)
+    together = _in_groups(inputs, 1)
+    for usual in _device_subsets(together):
+        for degrees in _degrees(together, usual):
+            yield from _with_weights(together, usual, degrees)
+    for groups in _image_groups(inputs):
+        apart = _in_groups(inputs, groups)
+        with suppress(Refused):
+            usual = unsized_plan(apart)
+            for degrees in _degrees(apart, usual):
+                yield from _with_weights(apart, usual, degrees)
+
+
+def _in_groups(inputs: PlanInputs, groups: int) -> PlanInputs:
+    """Returns the inputs with so many groups for the images of a batch, where the request leaves that open."""
+    request = inputs.request
+    return inputs if request.data_degree else replace(inputs, request=replace(request, data_degree=groups))
+
+
+def _image_groups(inputs: PlanInputs) -> list[int]:
+    """Returns the numbers of groups that may have whole images, where the request leaves that open and workers compute
+    alike."""
+    request, work = inputs.request, inputs.work
+    devices = parse_devices(request.devices, inputs.gpus, inputs.kind)
+    coupled = inputs.batch_coupled or inputs.images_coupled
+    if request.data_degree or work is None or coupled or not inputs.is_free or request.nnodes > 1:
+        return []
+    usual = unsized_plan(inputs)
+    placed = inputs.only is not None and inputs.only != usual.placement
+    if placed or usual.placement.shared or are_heterogeneous(work, usual.placement, profile_of(inputs, usual)):
+        return []
+    return [groups for groups in range(2, min(len(devices), work.rows) + 1) if len(devices) % groups == 0]
 
 
 def profile_of(inputs: PlanInputs, plan: RunPlan) -> DeviceProfile | None:

@@ -22,8 +22,9 @@ class PlanInputs:
     `unsharded` names a network that cannot be split by sequence: only its prompts and images are shared out. `by_rows`
     names one that is split by rows of its picture, which pays for large pictures alone. `guided`: positive and negative
     prompt are both evaluated, by workers of their own unless something sees all prompts and images at once
-    (`batch_coupled`); otherwise the workers of cfg_degree join the sequence, or the rows of the batch. `no_lse`: a
-    node's attention gives no log-sum-exp to merge blocks by.
+    (`batch_coupled`); otherwise the workers of cfg_degree join the sequence, or the rows of the batch.
+    `images_coupled`: the network sees all images of a prompt at once. `no_lse`: a node's attention gives no log-sum-exp
+    to merge blocks by.
 
     The rest is known when a run begins. `profile` and `capacity` are of all devices that the request may use,
     `profiles` of groups that have met. `live` are the running workers, `shares` those that they have learnt by degrees
@@ -37,6 +38,7 @@ class PlanInputs:
     kind: str = CUDA.kind
     guided: bool = False
     batch_coupled: bool = False
+    images_coupled: bool = False
     no_lse: bool = False
     unsharded: str = ""
     by_rows: str = ""
@@ -66,5 +68,5 @@ class PlanInputs:
         """Does the request leave open the devices, the degrees and the shares?"""
         request = self.request
         named = request.devices.strip(" ,") or request.ring_degree or request.ulysses_degree or request.cfg_degree
-        alone = request.data_degree == request.pipeline_degree == request.nnodes == 1
+        alone = request.data_degree <= 1 and request.pipeline_degree == request.nnodes == 1
         return not named and alone and request.shares.strip() in ("", "auto") and not self.unsharded

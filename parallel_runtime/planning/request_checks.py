@@ -35,7 +35,7 @@ def check_request(inputs: PlanInputs) -> None:
 
 def _check_range(request: ParallelRequest) -> None:
     ring, ulysses, cfg, data = request.ring_degree, request.ulysses_degree, request.cfg_degree, request.data_degree
-    if min(ring, ulysses, cfg) < 0 or data < 1 or cfg > 2 or max(ring, ulysses, data) > MAX_DEGREE:
+    if min(ring, ulysses, cfg, data) < 0 or cfg > 2 or max(ring, ulysses, data) > MAX_DEGREE:
         raise Refused("degrees.range", "ring_degree", most=MAX_DEGREE, ring=ring, ulysses=ulysses, cfg=cfg, data=data)
 
 
@@ -116,7 +116,7 @@ def check_workers(degrees: Parallelism, devices: tuple[str, ...], inputs: PlanIn
     limit = nnodes * (len(devices) or MAX_CPU_WORKERS)
     if degrees.world_size > limit or degrees.ulysses_degree > inputs.heads:
         nearest = _nearest(degrees, limit, inputs.heads, nnodes)
-        fix = {name: degree for name, degree in nearest.by_name.items() if getattr(request, name)}
+        fix = {name: degree for name, degree in nearest.by_name.items() if getattr(request, name) not in (0, degree)}
         reason = _too_much(degrees, devices, limit, inputs, nearest)
         if "cpu" not in devices and (why := why_one_gpu(inputs.gpus)):
             reason = say("reason.why", reason=reason, why=why)

@@ -62,13 +62,19 @@ def ranked(inputs: PlanInputs) -> list[RunPlan]:
     plans = [replace(plan, estimate=evaluate(plan, inputs)) for plan in candidates(inputs)]
     plans.sort(key=lambda plan: plan.placement != inputs.live)
     plans = _fastest(plans, lambda plan: (plan.placement, plan.degrees), 1 / SIMILAR_RATIO)
-    plans = _fastest(plans, lambda plan: (plan.placement, plan.degrees.cfg_degree, plan.degrees.pipeline_degree), 1.0)
+    plans = _fastest(plans, _kind_of, 1.0)
     fitting = [plan for plan in plans if plan.estimate and plan.estimate.fits]
     if inputs.request.pipeline_degree == 0:  # a pipeline is for weights that have no other place nearby
         usual = [plan for plan in fitting if plan.degrees.pipeline_degree == 1]
         fitting = usual if any(plan.estimate and plan.estimate.nearby for plan in usual) else fitting
     (first,) = _fastest(fitting or plans[:1], lambda plan: None, CLEARLY)
     return [first, *sorted((plan for plan in plans if plan is not first), key=lambda plan: plan.seconds)]
+
+
+def _kind_of(plan: RunPlan) -> Hashable:
+    """Plans of one kind differ only in how they split a sequence."""
+    degrees = plan.degrees
+    return plan.placement, degrees.cfg_degree, degrees.data_degree, degrees.pipeline_degree
 
 
 def _fastest(plans: Sequence[RunPlan], kind: Callable[[RunPlan], Hashable], clearly: float) -> list[RunPlan]:
@@ -109,8 +115,7 @@ def _compute_seconds(plan: RunPlan, memory: MemoryModel, profile: DeviceProfile 
         return 0.0
     if degrees.pipeline_degree == 1 and are_measured(work, plan.placement, profile):
         profile = averaged(work, degrees, profile)
-    if work.network.row_levels:  # candidates differ in data_degree
-        work = replace(work, rows=-(-work.rows // degrees.data_degree))
+    work = replace(work, rows=-(-work.rows // degrees.data_degree))
     return evaluation_seconds(work, degrees, profile)
 
 

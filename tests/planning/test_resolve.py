@@ -63,6 +63,44 @@ def chosen(
     return before, after
 
 
+IMAGES = NetworkStats(
+    name="FLUX", heads=24, layers=57, width=3072, weights=12 * 10**9, weight_bytes=12 * 10**9, item_bytes=2,
+    blocks=(2 * 10**8,) * 57,
+)  # fmt: skip
+SLOW_WIRE = DeviceProfile(bytes_per_second=5e9, flops_per_second=5e14, host_bytes_per_second=2e10)
+
+
+@pytest.mark.parametrize(
+    ("rows", "changed", "request_", "groups"),
+    [
+        (4, {}, {}, 4),
+        (6, {}, {}, 4),  # the last two images leave half of the GPUs idle, and that is faster still
+        (2, {}, {}, 2),
+        (1, {}, {}, 1),
+        (4, {}, {"data_degree": 1}, 1),
+        (4, {}, {"ulysses_degree": 4}, 1),
+        (4, {}, {"devices": "0,0,0,0"}, 1),
+        (4, {"batch_coupled": True}, {}, 1),
+        (4, {"images_coupled": True}, {}, 1),
+        (4, {"profile": None}, {}, 1),
+        (
+            4,
+            {"capacity": Capacity(device_bytes=8 * GIB, host_bytes=2 * GIB)},
+            {},
+            1,
+        ),  # only together do they have the weights
+    ],
+)
+def test_images_of_a_batch_are_taken_apart_where_that_is_clearly_faster(
+    rows: int, changed: dict[str, Any], request_: dict[str, Any], groups: int
+) -> None:
+    work, capacity = IMAGES.work(rows, 4608), Capacity(device_bytes=24 * GIB, host_bytes=500 * GIB)
+    known = {"work": work, "capacity": capacity, "profile": SLOW_WIRE, **changed}
+    plan = ranked(PlanInputs(request=ParallelRequest.of(request_), heads=24, gpus=4, **known))[0]
+    assert plan.degrees.data_degree == groups
+    assert plan.degrees.world_size == 4
+
+
 def test_under_an_attention_of_another_node_both_prompts_go_to_the_workers_that_are_there() -> None:
     """Six devices: four take two prompts, five could take one sequence faster, and a run has four all the same."""
     for gib, tokens, degrees in ((24.0, 32_760, (1, 2, 1, 2)), (12.0, 4000, (1, 1, 1, 4))):
