@@ -83,12 +83,7 @@ SLOW_WIRE = DeviceProfile(bytes_per_second=5e9, flops_per_second=5e14, host_byte
         (4, {"batch_coupled": True}, {}, 1),
         (4, {"images_coupled": True}, {}, 1),
         (4, {"profile": None}, {}, 1),
-        (
-            4,
-            {"capacity": Capacity(device_bytes=8 * GIB, host_bytes=2 * GIB)},
-            {},
-            1,
-        ),  # only together do they have the weights
+        (4, {"capacity": Capacity(device_bytes=8 * GIB, host_bytes=2 * GIB)}, {}, 2),  # two together have the weights
     ],
 )
 def test_images_of_a_batch_are_taken_apart_where_that_is_clearly_faster(
