@@ -251,8 +251,8 @@ class Small:
         return node("UNETLoader", unet_name=self.tiny[loader].file, weight_dtype="default")
 
     def _network_of(self, consumer: str, source: str) -> Tiny:
-        """That of the first sampler that this loader is upstream of."""
-        for sampler in samplers(self.full):
+        """That of the sampler with the fewest nodes upstream, this loader among them."""
+        for sampler in sorted(samplers(self.full), key=lambda name: len(list(self._upstream(name)))):
             if source in set(self._upstream(sampler)):
                 for loader in self._upstream(sampler, along="MODEL"):
                     if self._is_loader(loader) and not self._is_no_sampler(loader):

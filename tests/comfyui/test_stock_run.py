@@ -18,10 +18,16 @@ from .stock_run import line, run_all
 from .stock_small import NotSmall, small
 from .stock_zoo import FILES, tiny_of
 
-ALWAYS = (  # a network split by tokens, one by rows with a refiner behind it, two networks in turn, edits of pictures
-    "flux_schnell", "sdxl_refiner_prompt_example", "video_wan2_2_14B_t2v", "image_qwen_image_edit_2511",
-    "image_z_image_turbo", "image_flux2_klein_image_edit_4b_distilled",
+ALWAYS = (  # together they have every kind of node that makes a MODEL, a guider, a sampler or sigmas
+    "3d_hunyuan3d-v2.1", "flux_fill_inpaint_example", "flux_schnell", "image_anima_lllite_depth_control_to_image",
+    "image_chroma1_radiance_text_to_image", "image_chrono_edit_14B", "image_flux2_klein_9b_kv_image_edit",
+    "image_hidream_o1", "image_hidream_o1_dev", "image_ideogram4_t2i", "image_lens_t2i", "image_omnigen2_t2i",
+    "image_z_image_turbo_fun_union_controlnet", "sdxl_refiner_prompt_example", "sdxlturbo_example",
+    "txt_to_image_to_video", "utility_void_video_inpainting", "video_bernini_r_image_editing",
+    "video_causal_forcing_i2v", "video_ltx2_3_id_lora", "video_ltx2_5_flf2v", "video_ltx2_depth_to_video",
+    "video_wan2_1_infinitetalk", "video_wan_animate2", "video_wan_dancer", "video_wan_vace_14B_t2v", "wan2.1_fun_inp",
 )  # fmt: skip
+OF_A_SAMPLER = {"MODEL", "GUIDER", "SAMPLER", "SIGMAS", "NOISE"}  # outputs of nodes that change how is sampled
 
 
 def test_a_workflow_gives_the_latents_of_its_native_samplers(comfy: ComfyInstall, server: Server) -> None:
@@ -40,6 +46,23 @@ def test_a_workflow_gives_the_latents_of_its_native_samplers(comfy: ComfyInstall
 @pytest.fixture
 def info(server: Server) -> Any:
     return server.client.get("/object_info")
+
+
+def test_those_that_run_always_have_every_kind_of_node_of_a_sampler(comfy: ComfyInstall, info: Any) -> None:
+    try:
+        graphs = sampling_graphs(comfy)
+    except NoBrowser as missing:
+        pytest.skip(f"NO BROWSER: {missing}")
+    kinds = {name: _kinds(graph, info, name) for name, graph in graphs.items()}
+    assert set().union(*kinds.values()) == set().union(*(kinds[name] for name in ALWAYS if name in kinds))
+
+
+def _kinds(graph: Any, info: Any, name: str) -> set[str]:
+    try:
+        made = {call["class_type"] for call in small(graph, info, name).graph.values()}
+    except NotSmall:
+        return set()
+    return {kind for kind in made if not kind.startswith("CPTest") and OF_A_SAMPLER & {*map(str, info[kind]["output"])}}
 
 
 def graph(**changes: Any) -> dict[str, dict[str, Any]]:
