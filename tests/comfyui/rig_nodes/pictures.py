@@ -66,8 +66,8 @@ class Heard(io.ComfyNode):
             inputs=[
                 io.Int.Input("steps"),
                 io.Int.Input("seed"),
-                io.Int.Input("layers", default=12),
-                io.Int.Input("width", default=768),
+                io.Int.Input("layers", default=12, optional=True),
+                io.Int.Input("width", default=768, optional=True),
             ],
             outputs=[io.AudioEncoderOutput.Output()],
         )
