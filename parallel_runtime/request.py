@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -208,6 +209,15 @@ class ParallelRequest:
         """Returns the request with these widgets changed. Raises Refused as `of` does."""
         return ParallelRequest.of({**self.values, **changed})
 
+    def degrees_without_model(self, workers: int) -> dict[str, int]:
+        """Returns each degree of a run on `workers` by its widget's name; 0 where only the model decides it."""
+        degrees = {name: value for name, value in self.values.items() if name.endswith("_degree")}
+        left = workers // math.prod(degree for degree in degrees.values() if degree)
+        automatic = [name for name, degree in degrees.items() if not degree]
+        if left == 1 or len(automatic) == 1:
+            degrees |= dict.fromkeys(automatic, left)
+        return degrees
+
     @property
     def by_heads(self) -> bool:
         """Does the number of workers depend on the model's heads?"""
@@ -239,10 +249,10 @@ def _checked(row: Widget, value: Any) -> Any:
     types = (float, int) if row.kind is float else (row.kind,)
     if value == "auto" and row.default == "":  # refusals call it auto where all devices are used
         return ""
+    fix = {row.name: row.default}
     if type(value) not in types or value != value or value not in (row.options or (value,)):
         if row.options:
-            raise Refused("widget.options", row.name, name=row.name, value=quoted(value), options=list(row.options))
-        raise Refused(
-            "widget.kind", row.name, name=row.name, value=quoted(value), kind=say(f"kind.{row.kind.__name__}")
-        )
+            raise Refused("widget.options", row.name, fix, name=row.name, value=quoted(value), options=list(row.options))
+        kind = say(f"kind.{row.kind.__name__}")
+        raise Refused("widget.kind", row.name, fix, name=row.name, value=quoted(value), kind=kind)
     return value

@@ -21,7 +21,7 @@ from parallel_runtime.planning.device_names import parse_devices
 from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.planning.work_shares import requested_shares
 from parallel_runtime.request import EngineOptions, ParallelRequest, Widget, widgets
-from parallel_runtime.specs import ModelSpec, WeightPlacement
+from parallel_runtime.specs import DEGREES, ModelSpec, WeightPlacement
 from parallel_runtime.wire.messages import Run, decode, encode
 
 ROOT = Path(__file__).parents[1]
@@ -56,6 +56,7 @@ def test_what_a_widget_cannot_hold_is_refused_by_name_with_what_it_can(name: str
     with pytest.raises(Refused) as refused:
         ParallelRequest.of({name: value})
     assert str(refused.value) == f"{name} is {value!r}, and not {wanted}"
+    assert ParallelRequest.of(refused.value.fix) == ParallelRequest()
 
 
 def of_widget(name: str, text: str) -> ParallelRequest:
@@ -100,6 +101,24 @@ def test_how_many_workers_are_needed_depends_on_heads_beside_a_ring_that_is_give
     assert ParallelRequest(ring_degree=ring, ulysses_degree=ulysses).by_heads == by_heads
 
 
+@pytest.mark.parametrize(
+    ("degrees", "workers", "known"),
+    [
+        ((0, 0, 0, 0, 1), 4, (0, 0, 0, 0, 1)),
+        ((0, 2, 0, 0, 1), 2, (1, 2, 1, 1, 1)),
+        ((0, 2, 0, 0, 1), 4, (0, 2, 0, 0, 1)),
+        ((0, 2, 1, 1, 1), 6, (3, 2, 1, 1, 1)),
+        ((0, 0, 0, 0, 1), 1, (1, 1, 1, 1, 1)),
+        ((1, 1, 2, 1, 0), 4, (1, 1, 2, 1, 2)),
+    ],
+)
+def test_a_degree_is_known_without_a_model_if_the_others_leave_no_choice(
+    degrees: tuple[int, ...], workers: int, known: tuple[int, ...]
+) -> None:
+    request = ParallelRequest.of(dict(zip(DEGREES, degrees, strict=True)))
+    assert request.degrees_without_model(workers) == dict(zip(DEGREES, known, strict=True))
+
+
 def test_the_places_of_widgets_are_without_gaps_since_workflows_hold_values_by_them() -> None:
     assert [row.place for row in widgets()] == list(range(1, len(widgets()) + 1))
     assert ParallelRequest().values == {row.name: row.default for row in widgets()}
@@ -131,7 +150,7 @@ NEW_OPTION = """
 from parallel_runtime.planning.candidates import unsized_plan
 from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.request import ParallelRequest, widgets
-from parallel_runtime.specs import ModelSpec, WeightPlacement
+from parallel_runtime.specs import DEGREES, ModelSpec, WeightPlacement
 from parallel_runtime.wire.messages import Run, decode, encode
 
 request = ParallelRequest.of({"devices": "cpu,cpu", "ring_degree": 2, "eagerness": 7})

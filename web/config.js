@@ -3,19 +3,19 @@
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { element, setText } from "./elements.js";
-import { foldLine } from "./fold.js";
+import { defaultsOf, foldLine, isLinked, valuesOf } from "./fold.js";
+import { gpuChoice } from "./gpus.js";
+import { presetChoice, presetOf } from "./presets.js";
 import { cardName } from "./rank.js";
-import { remedy } from "./remedy.js";
+import { remedy, setValues } from "./remedy.js";
 import { gpus } from "./status.js";
 import { shares, terms } from "./shares.js";
 import { say, translate } from "./words.js";
 
 export const CONFIG = "CPParallelConfig";
-const WIDGET = "cp_summary";
 const EDIT_MILLISECONDS = 150;
-const MIN_HEIGHT = 44; // pixels
-const MAX_HEIGHT = 170;
-const FRAME = 34; // around the text
+const MARGIN = 6; // pixels around each of our elements
+const LEAST = 24;
 
 /** @param {any} node a new CP Parallel Config */
 export function addSummary(node) {
@@ -23,21 +23,59 @@ export function addSummary(node) {
     words: element("div.cp-what"), terms: element("div.cp-terms"), note: element("div.cp-hint"), out: element("div.cp-out"),
   };
   const fold = foldLine(node);
-  const text = element("div.cp-words", { role: "status" }, parts.words, parts.terms, parts.note, parts.out);
-  const place = element("div.cp-summary", {}, element("div.cp-verdict", {}, text), fold.line);
-  const widget = node.addDOMWidget(WIDGET, "cp_summary", place, {
-    serialize: false, hideInPanel: true, getMinHeight: () => height(text, fold.line), getValue: () => "", setValue() {},
-  });
-  widget.serialize = false; // also keep it out of the saved workflow, which knows widgets by their number
+  const preset = presetChoice((values) => setValues(node, values), defaultsOf(node));
+  const gpus = gpuChoice((devices) => setValues(node, { devices }));
+  const verdict = element("div.cp-verdict", { role: "status" }, parts.words, parts.terms, parts.note, parts.out);
+  const head = element("div.cp-summary", {}, verdict, gpus.element, preset.element);
+  const widgets = [addUnsaved(node, "cp_summary", head), addUnsaved(node, "cp_fold", fold.line)];
+  node.widgets.unshift(...node.widgets.splice(node.widgets.indexOf(widgets[0]), 1)); // what is wrong is read first
+  keepPlaces(node);
   /** @type {ReturnType<typeof setTimeout> | undefined} */
   let timer;
+  const show = () => {
+    const values = valuesOf(node);
+    gpus.show(String(values.devices), isLinked(node, "devices"));
+    preset.show(presetOf(values, defaultsOf(node)));
+    fold.show();
+  };
   const later = () => {
     clearTimeout(timer);
-    timer = setTimeout(() => void summarise(node, parts, fold), EDIT_MILLISECONDS);
+    timer = setTimeout(() => void summarise(node, parts).then(show), EDIT_MILLISECONDS);
+    show();
   };
   watch(node, later);
   after(node, "onConfigure", node.cpFold);
   later();
+}
+
+/**
+ * A widget of our own elements, which no workflow saves.
+ * @param {any} node
+ * @param {string} name
+ * @param {HTMLElement} content
+ */
+function addUnsaved(node, name, content) {
+  let shown = LEAST;
+  const height = () => (shown = content.offsetHeight || shown) + 2 * MARGIN; // 0 while it is not drawn
+  const place = element("div", {}, content);
+  const widget = node.addDOMWidget(name, name, place, {
+    serialize: false, hideInPanel: true, margin: MARGIN, getMinHeight: height, getMaxHeight: height, getValue: () => "", setValue() {},
+  });
+  widget.serialize = false;
+  return widget;
+}
+
+/**
+ * A saved workflow has the values in the order of the node's inputs. LiteGraph leaves a gap for a widget that is not saved,
+ * and reads without it.
+ * @param {any} node
+ */
+function keepPlaces(node) {
+  const before = node.onSerialize;
+  node.onSerialize = function (/** @type {any} */ saved) {
+    before?.call(this, saved);
+    saved.widgets_values = Object.values(valuesOf(this));
+  };
 }
 
 /**
@@ -49,7 +87,7 @@ function watch(node, changed) {
   after(node, "onWidgetChanged", changed);
   after(node, "onConnectionsChange", changed);
   after(node, "onConfigure", changed);
-  for (const widget of node.widgets) if (widget.name !== WIDGET) after(widget, "callback", changed);
+  for (const widget of node.widgets) if (widget.serialize !== false) after(widget, "callback", changed);
 }
 
 /**
@@ -69,16 +107,10 @@ export function after(owner, name, act) {
 /**
  * @param {any} node
  * @param {Record<string, HTMLElement>} parts
- * @param {{show: () => void}} fold
  */
-async function summarise(node, parts, fold) {
-  const linked = node.inputs?.some(
-    (/** @type {any} */ slot, /** @type {number} */ index) => slot.widget && node.isInputConnected(index),
-  );
-  const values = Object.fromEntries(
-    node.widgets.filter((/** @type {any} */ one) => one.name !== WIDGET).map((/** @type {any} */ one) => [one.name, one.value]),
-  );
-  const verdict = linked ? { words: say("config.linked") } : await fetchVerdict(values);
+async function summarise(node, parts) {
+  const linked = node.widgets.some((/** @type {any} */ widget) => isLinked(node, widget.name));
+  const verdict = linked ? { words: say("config.linked") } : await fetchVerdict(valuesOf(node));
   setText(parts.words, verdict.words);
   setText(parts.terms, verdict.terms ?? "");
   setText(parts.note, verdict.note ?? "");
@@ -86,7 +118,6 @@ async function summarise(node, parts, fold) {
   for (const part of Object.values(parts)) part.hidden = !part.textContent;
   parts.words.closest(".cp-summary")?.classList.toggle("cp-bad", Boolean(verdict.bad));
   frame(node, Boolean(verdict.bad));
-  fold.show();
   app.canvas?.setDirty(true, true);
 }
 
@@ -103,14 +134,6 @@ function frame(node, bad) {
 }
 
 /**
- * @param {HTMLElement} text
- * @param {HTMLElement} line
- */
-function height(text, line) {
-  return Math.min(MAX_HEIGHT, Math.max(MIN_HEIGHT, text.offsetHeight + FRAME)) + line.offsetHeight;
-}
-
-/**
  * @typedef {{words: string, terms?: string, note?: string, bad?: boolean, fix?: import("./remedy.js").Change[]}} Verdict
  * @param {Record<string, any>} values
  * @returns {Promise<Verdict>}
@@ -121,8 +144,7 @@ async function fetchVerdict(values) {
   });
   const plan = await answer.json();
   if (plan.code) return { words: translate(plan), bad: true, fix: plan.fix };
-  const degrees = Object.fromEntries(Object.keys(plan.degrees).map((name) => [name, values[name]]));
-  const { workers, cores } = plan;
+  const { degrees, workers, cores } = plan;
   const cpu = plan.devices[0] === "cpu";
   const summary = { words: shares(degrees, workers, cpu), terms: "" };
   if (workers > 1) summary.terms = say("workers", { degrees: terms(degrees), count: workers });

@@ -1,50 +1,57 @@
-/** Widgets that few people need, behind one line; open by itself where one of them says something unusual.
- *
- * Nodes 2.0 has such a line of its own for what the node calls advanced; LiteGraph shows everything.
- */
+/** Which widgets of a CP Parallel Config show: the first three, those that differ from the preset, and on a click the others. */
 
 import { app } from "../../scripts/app.js";
 import { element, setText } from "./elements.js";
+import { isListed } from "./gpus.js";
+import { ADJUSTABLE, PRESETS, presetOf } from "./presets.js";
 import { say } from "./words.js";
 
 /** @typedef {any} LGraphNode */
 
 const LOW = 120; // pixels: Nodes 2.0 makes a node as high as what it shows, and never lower than its size
 const RENDERER = "Comfy.VueNodes.Enabled.change";
+/** @type {Record<string, string>} widgets that mean something only where another one is above 1 */
+const NEEDS_MORE_OF = { rdzv_endpoint: "nnodes", warmup_steps: "patches" };
 
 /**
  * @param {LGraphNode} node
- * @returns {{line: HTMLElement, show: () => void}} the line, and what looks at the values again
+ * @returns {{line: HTMLElement, show: () => void}} the line to click, and what looks at the values again
  */
 export function foldLine(node) {
   const line = element("button.cp-fold", { type: "button", onclick: () => toggle() });
-  /** @type {boolean | undefined} what the user chose */
-  let chosen;
-  /** @type {string | undefined} how it was drawn last */
-  let lastLayout;
+  const folded = node.widgets.filter((/** @type {any} */ widget) => widget.options?.advanced);
+  for (const widget of folded) widget.advanced = widget.options.advanced = false; // else Nodes 2.0 folds them too, all or none
+  let open = false;
+  /** @type {string | undefined} the widgets that showed last */
+  let lastShown;
   const toggle = () => {
-    chosen = !open();
+    open = !open;
     show();
   };
-  const open = () => chosen ?? folded(node).some((/** @type {any} */ widget) => unusual(node, widget));
   const show = () => {
-    const vueNodes = Boolean(/** @type {any} */ (LiteGraph).vueNodesMode); // the page's own line is there
-    const shown = open();
-    const widgets = folded(node);
-    for (const widget of widgets) widget.hidden = !vueNodes && !shown;
-    if (shown && !node.showAdvanced && vueNodes) node.showAdvanced = true;
-    line.hidden = vueNodes || !widgets.length;
-    line.setAttribute("aria-expanded", String(shown));
-    setText(line, shown ? `▾ ${say("fold.less")}` : `▸ ${say("fold.more", { count: widgets.length })}`);
-    if (!vueNodes) fit(node, shown);
-    else if (lastLayout !== `${vueNodes} ${shown}` && !shown) node.setSize([node.size[0], LOW]);
-    lastLayout = `${vueNodes} ${shown}`;
+    const values = valuesOf(node);
+    const preset = PRESETS[presetOf(values, defaultsOf(node))];
+    const visible = (/** @type {any} */ widget) => {
+      if (isLinked(node, widget.name)) return true;
+      if (widget.name === "devices") return open || !isListed(widget.value);
+      if (!folded.includes(widget)) return true;
+      const usual = ADJUSTABLE.includes(widget.name) ? undefined : preset[widget.name];
+      if (widget.value !== (usual ?? defaultsOf(node)[widget.name])) return true;
+      const other = NEEDS_MORE_OF[widget.name];
+      return other ? Number(values[other]) > 1 : open;
+    };
+    const hidden = node.widgets.filter((/** @type {any} */ widget) => widget.serialize !== false && !visible(widget));
+    for (const widget of node.widgets) widget.hidden = widget.options.hidden = hidden.includes(widget);
+    setText(line, open ? `▾ ${say("fold.less")}` : `▸ ${say("fold.more", { count: hidden.length })}`);
+    line.setAttribute("aria-expanded", String(open));
+    const names = hidden.map((/** @type {any} */ widget) => widget.name).join();
+    fit(node, lastShown !== names);
+    lastShown = names;
   };
   node.cpFold = () => {
-    lastLayout = undefined;
+    lastShown = undefined;
     show();
   };
-  show();
   return { line, show };
 }
 
@@ -62,30 +69,45 @@ export function foldLoaded(node) {
   node.cpFold?.();
 }
 
-/** @param {LGraphNode} node */
-function folded(node) {
-  return (node.widgets ?? []).filter((/** @type {any} */ widget) => widget.options?.advanced);
+/**
+ * The values that are saved, by the widgets' names.
+ * @param {LGraphNode} node
+ * @returns {Record<string, any>}
+ */
+export function valuesOf(node) {
+  const saved = node.widgets.filter((/** @type {any} */ widget) => widget.serialize !== false);
+  return Object.fromEntries(saved.map((/** @type {any} */ widget) => [widget.name, widget.value]));
 }
 
 /**
- * Another value than usual, or one from another node.
  * @param {LGraphNode} node
- * @param {any} widget
+ * @returns {Record<string, any>} by the widgets' names
  */
-function unusual(node, widget) {
+export function defaultsOf(node) {
   const { required = {}, optional = {} } = node.constructor.nodeData?.input ?? {};
-  const usual = (required[widget.name] ?? optional[widget.name])?.[1]?.default;
-  const linked = node.inputs?.some((/** @type {any} */ slot) => slot.widget?.name === widget.name && slot.link != null);
-  return linked || (usual !== undefined && widget.value !== usual);
+  return Object.fromEntries(Object.entries({ ...required, ...optional }).map(([name, [, options]]) => [name, options?.default]));
 }
 
 /**
- * Room for what it shows. Folded it has no more; open, a user's larger size stays.
  * @param {LGraphNode} node
- * @param {boolean} shown
+ * @param {string} name of a widget
  */
-function fit(node, shown) {
+export function isLinked(node, name) {
+  return Boolean(node.inputs?.some((/** @type {any} */ slot) => slot.widget?.name === name && slot.link != null));
+}
+
+/**
+ * Room for what it shows. Where other widgets show than before it has no more; else a user's larger size stays.
+ * @param {LGraphNode} node
+ * @param {boolean} changed
+ */
+function fit(node, changed) {
+  if (changed) node.widgets.push(...node.widgets.splice(0)); // Nodes 2.0 looks at them again when the list changes
+  if (/** @type {any} */ (LiteGraph).vueNodesMode) {
+    if (changed) node.setSize([node.size[0], LOW]);
+    return;
+  }
   const needed = node.computeSize()[1];
-  if (node.size[1] < needed || !shown) node.setSize([node.size[0], needed]);
+  if (changed || node.size[1] < needed) node.setSize([node.size[0], needed]);
   node.setDirtyCanvas?.(true, true);
 }

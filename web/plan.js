@@ -7,7 +7,7 @@ import { svgElement, element, setText } from "./elements.js";
 import { upstream } from "./refusals.js";
 import { remedy } from "./remedy.js";
 import { digits, duration } from "./seconds.js";
-import { count, divided } from "./shares.js";
+import { count, divided, shares } from "./shares.js";
 import { say, translate } from "./words.js";
 
 export const PLAN = "CPPlan";
@@ -27,8 +27,9 @@ const GAP = 4;
  *   weights: [number, number]}} Part shares from 0 to 1
  * @typedef {import("./words.js").Sentence[]} Sentences
  * @typedef {{troubles: Sentences[], rows: [string, Sentences][], notes: Sentences[], parts: Part[],
- *   fix: import("./remedy.js").Change[], times: Time[], cost: Cost}} Plan
- * @typedef {{workers: number, cpu: boolean, degrees: Record<string, number>, seconds: number, times: number | null}} Time
+ *   fix: import("./remedy.js").Change[], times: Time[], cost: Cost, split: Split | null}} Plan
+ * @typedef {{workers: number, cpu: boolean, degrees: Record<string, number>}} Split
+ * @typedef {Split & {seconds: number, times: number | null}} Time
  * @typedef {{steps: number, workers: number[], cpu: boolean, seconds: number | null}} Cost of measuring; seconds where they are known
  */
 
@@ -132,7 +133,7 @@ async function measure(node, button) {
  * @param {Plan} plan
  * @param {any} node
  */
-function shown({ troubles, rows, notes, parts, fix, times }, node) {
+function shown({ troubles, rows, notes, parts, fix, times, split }, node) {
   const table = element(
     "table.cp-table",
     {},
@@ -144,8 +145,9 @@ function shown({ troubles, rows, notes, parts, fix, times }, node) {
   const refused = troubles.map((trouble) => element("p.cp-trouble", { role: "alert" }, joinSentences(trouble)));
   const warnings = notes.map((note) => element("p.cp-note", {}, joinSentences(note)));
   const more = parts.length > SHOWN ? [element("p.cp-hint", {}, say("plan.more", { count: parts.length - SHOWN }))] : [];
+  const words = split ? [element("p.cp-split", {}, shares(split.degrees, split.workers, split.cpu))] : [];
   return [
-    ...refused, ...remedyButton(fix, node), ...warnings,
+    ...refused, ...remedyButton(fix, node), ...words, ...warnings,
     ...(parts.length ? [picture(parts.slice(0, SHOWN)), ...more] : []), ...chart(times), table,
   ];
 }

@@ -120,6 +120,6 @@ function waitingPercent(rank) {
 }
 
 /** @param {number} bytes */
-function gib(bytes) {
+export function gib(bytes) {
   return (bytes / GIB).toFixed(bytes < 10 * GIB ? 2 : 1);
 }

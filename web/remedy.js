@@ -18,7 +18,7 @@ export function remedy(config, changes, done) {
   const setting = changes.map(({ name, value, automatic }) => `${name} ${automatic ? say("auto") : value}`).join(", ");
   const use = element("button.cp-button", { type: "button" }, say("plan.use", { setting }));
   use.addEventListener("click", () => {
-    for (const { name, value } of changes) set(config, name, value);
+    setValues(config, Object.fromEntries(changes.map(({ name, value }) => [name, value])));
     done(setting);
   });
   return [use];
@@ -26,13 +26,14 @@ export function remedy(config, changes, done) {
 
 /**
  * @param {any} config
- * @param {string} name
- * @param {unknown} value
+ * @param {Record<string, unknown>} values by the widgets' names
  */
-function set(config, name, value) {
-  const widget = config.widgets.find((/** @type {any} */ one) => one.name === name);
-  if (!widget) return;
-  widget.value = value;
-  widget.callback?.(value, app.canvas, config);
+export function setValues(config, values) {
+  for (const [name, value] of Object.entries(values)) {
+    const widget = config.widgets.find((/** @type {any} */ one) => one.name === name);
+    if (!widget || widget.value === value) continue;
+    widget.value = value;
+    widget.callback?.(value, app.canvas, config);
+  }
   app.graph.setDirtyCanvas(true, true);
 }

@@ -97,6 +97,7 @@ class CPPlan(io.ComfyNode):
             "parts": parts,
             "fix": [asdict(change) for change in made.fix],
             "times": [_pace_json(pace) for pace in made.times],
+            "split": _setup_json(made.setup) if made.setup else None,
             "cost": asdict(made.cost) if made.cost else None,
         }
         return io.NodeOutput(made.text, recommended, ui={"text": (made.text,), "cp_plan": [report_json]})
@@ -157,14 +158,16 @@ def explain(
         benchmarks=readings[0].benchmarks if readings else (), troubles=troubles, compared=seen.compared,
     )  # fmt: skip
     cost = None if troubles else cost_of(plan, kind)
-    return replace(made, fix=changes(requested, request), times=paces, cost=cost), recommended
+    return replace(made, fix=changes(requested, request), times=paces, cost=cost, setup=setup), recommended
 
 
 def _pace_json(pace: Pace) -> dict[str, Any]:
-    """Returns one bar of the chart as JSON: the measured seconds, and the layout of the run."""
-    layout = pace.setup
-    layout_json = {"workers": layout.workers, "cpu": layout.kind == "cpu", "degrees": layout.degrees}
-    return {**layout_json, "seconds": pace.seconds, "times": pace.speedup, "at": pace.at}
+    """Returns one bar of the chart as JSON: the measured seconds, and how the run was divided."""
+    return {**_setup_json(pace.setup), "seconds": pace.seconds, "times": pace.speedup, "at": pace.at}
+
+
+def _setup_json(setup: RunSetup) -> dict[str, Any]:
+    return {"workers": setup.workers, "cpu": setup.kind == "cpu", "degrees": setup.degrees}
 
 
 def _trouble_row(key: str, refused: Refused) -> Row:

@@ -15,7 +15,7 @@ from aiohttp import web
 from server import PromptServer
 
 from ...parallel_runtime.errors import Refused, say
-from ...parallel_runtime.explain.remedy import changes, instead
+from ...parallel_runtime.explain.remedy import changes, changes_to, instead
 from ...parallel_runtime.group.group_status import BUSY
 from ...parallel_runtime.group.journal import LINES
 from ...parallel_runtime.group.runtime import runtime
@@ -96,9 +96,9 @@ async def check(request: web.Request) -> web.Response:
     try:
         config = ParallelRequest.of(await request.json())
     except ValueError as error:
-        reason = error.sentence if isinstance(error, Refused) else str(error)
-        refused = Refused("config.unreadable", reason=reason)
-        return web.json_response({"error": str(refused), **refusal_json(refused)}, status=400)
+        refused = error if isinstance(error, Refused) else Refused("config.unreadable", reason=str(error))
+        fix = [asdict(change) for change in changes_to(refused.fix)]
+        return web.json_response({"error": str(refused), **refusal_json(refused), "fix": fix}, status=400)
     return web.json_response(await _in_thread(partial(_plan_json, config)))
 
 
@@ -111,7 +111,8 @@ def _plan_json(config: ParallelRequest) -> dict[str, Any]:
         fix = [asdict(change) for change in changes(config, nearest)]
         return {"gpus": gpus, "reason": str(refused), **refusal_json(refused), "fix": fix}
     placement = plan.placement
-    result = {"workers": placement.world_size, "devices": placement.devices, "degrees": plan.degrees.by_name}
+    degrees = config.degrees_without_model(placement.world_size)
+    result = {"workers": placement.world_size, "devices": placement.devices, "degrees": degrees}
     result["shares"] = work_percent(plan.degrees, placement) if len(set(plan.degrees.shares)) > 1 else []
     return {"gpus": gpus, "cores": os.cpu_count(), "reason": "", **result}
 

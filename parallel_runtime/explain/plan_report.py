@@ -65,13 +65,15 @@ class Row:
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """All rows in order, and the parts of each rank, none where it cannot run as requested. `fix` is what to change in
-    CP Parallel Config then. `times` are measured steps, `cost` is that of measuring them anew."""
+    CP Parallel Config then. `times` are measured steps, `cost` is that of measuring them anew,
+    and `setup` says how the run is divided."""
 
     rows: tuple[Row, ...]
     parts: tuple[Part, ...] = ()
     fix: tuple[Change, ...] = ()
     times: tuple[Pace, ...] = ()
     cost: Cost | None = None
+    setup: RunSetup | None = None
 
     @property
     def text(self) -> str:

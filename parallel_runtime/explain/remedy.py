@@ -40,11 +40,12 @@ def instead(
 
 def changes(before: ParallelRequest, after: ParallelRequest) -> tuple[Change, ...]:
     """Returns the changes from `before` to `after`."""
-    return tuple(
-        Change(name=name, value=value, automatic=_is_automatic(name, value))
-        for name, value in after.values.items()
-        if value != before.values[name]
-    )
+    return changes_to({name: value for name, value in after.values.items() if value != before.values[name]})
+
+
+def changes_to(values: Mapping[str, Any]) -> tuple[Change, ...]:
+    """Returns the changes that give these widgets these values."""
+    return tuple(Change(name=name, value=value, automatic=_is_automatic(name, value)) for name, value in values.items())
 
 
 def in_words(changed: Sequence[Change]) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from .comfyui_page import TAB
 from .graphs import put, wait_until_drawn
 from .renderers import BOTH
 
@@ -25,8 +27,8 @@ UNFRAMED = "() => LiteGraph.vueNodesMode && Boolean(app.extensionManager.toast.e
 HEIGHT = "() => app.graph.nodes[0].size[1]"
 SHOWN = """() => LiteGraph.vueNodesMode
     ? [...document.querySelectorAll('[data-testid="node-widget"]')]
-        .filter(row => row.offsetHeight && !row.querySelector('.cp-summary')).length
-    : app.graph.nodes[0].widgets.filter(widget => !widget.hidden && widget.name !== 'cp_summary').length"""
+        .filter(row => row.offsetHeight && !row.querySelector('.cp-summary, .cp-fold')).length
+    : app.graph.nodes[0].widgets.filter(widget => !widget.hidden && widget.serialize !== false).length"""
 SAYS = "words => document.querySelector('.cp-summary')?.textContent.includes(words)"
 
 
@@ -52,7 +54,7 @@ def test_it_says_what_its_values_make_and_turns_red_with_the_reason(page: Any) -
     assert page.evaluate(ERROR)
     if not page.evaluate(UNFRAMED):
         page.wait_for_function(FRAMED)
-    shown, inner = summary.bounding_box(), page.locator(".cp-words").bounding_box()
+    shown, inner = summary.bounding_box(), page.locator(".cp-verdict").bounding_box()
     assert inner["y"] + inner["height"] <= shown["y"] + shown["height"] + 1, "the reason is cut off"
 
     page.evaluate(EDIT, ["ring_degree", 2])
@@ -96,18 +98,15 @@ def test_why_it_cannot_work_is_said_in_the_users_language(page: Any) -> None:
 
 
 @BOTH
-def test_three_widgets_show_until_one_of_the_others_says_something_unusual(page: Any) -> None:
+def test_three_widgets_show_and_those_that_differ_from_the_preset(page: Any) -> None:
     put(page, [["CPParallelConfig", 0, 0, {}]])
     page.wait_for_function(SAYS, arg="1 CPU worker")
     page.wait_for_function(f"({SHOWN})() === 3")
     wait_until_drawn(page)
-    folded = page.evaluate(HEIGHT)
-    assert folded < 300
-    page.get_by_role("button", name="Show advanced inputs").or_(page.get_by_role("button", name="more options")).click()
-    page.wait_for_function(f"({SHOWN})() > 14")
-    page.get_by_role("button", name="Hide advanced inputs").or_(
-        page.get_by_role("button", name="Fewer options")
-    ).click()
+    assert page.evaluate(HEIGHT) < 300
+    page.get_by_role("button", name="17 more options").click()
+    page.wait_for_function(f"({SHOWN})() === 18")
+    page.get_by_role("button", name="Fewer options").click()
     page.wait_for_function(f"({SHOWN})() === 3")
     page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
     page.wait_for_function(SAYS, arg="1 CPU worker")
@@ -116,7 +115,84 @@ def test_three_widgets_show_until_one_of_the_others_says_something_unusual(page:
     page.evaluate(EDIT, ["dtype", "banana"])
     page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
     page.wait_for_function("document.querySelector('.cp-summary.cp-bad')?.textContent.includes('banana')")
-    page.wait_for_function(f"({SHOWN})() > 14")
+    page.wait_for_function(f"({SHOWN})() === 4")
+    page.get_by_role("button", name="Use dtype auto").click()
+    page.wait_for_function(f"({SHOWN})() === 3")
+
+
+@BOTH
+def test_what_only_several_machines_or_patches_need_shows_with_them(page: Any) -> None:
+    put(page, [["CPParallelConfig", 0, 0, {"nnodes": 2}]])
+    page.wait_for_function(f"({SHOWN})() === 5")
+    page.evaluate(EDIT, ["nnodes", 1])
+    page.wait_for_function(f"({SHOWN})() === 3")
+    page.evaluate(EDIT, ["patches", 2])
+    page.wait_for_function(f"({SHOWN})() === 5")
+
+
+@BOTH
+def test_a_preset_sets_its_widgets_and_is_read_from_them(page: Any) -> None:
+    put(page, [["CPParallelConfig", 0, 0, {"data_degree": 2, "devices": "cpu,cpu"}]])
+    page.wait_for_function(SAYS, arg="2 CPU workers")
+    preset, before = page.get_by_label("Preset"), page.evaluate(SAVED)
+    assert preset.input_value() == "auto"
+    for name in [option.get_attribute("value") for option in preset.locator("option").all()]:
+        preset.select_option(name)
+        page.wait_for_function("name => document.querySelector('.cp-preset select').value === name", arg=name)
+        page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
+        page.wait_for_function("name => document.querySelector('.cp-preset select').value === name", arg=name)
+        needs_address = name == "machines"
+        page.wait_for_function(SAYS, arg="rdzv_endpoint" if needs_address else "2 CPU workers")
+        assert (page.locator(".cp-summary.cp-bad").count() == 1) == needs_address
+    page.evaluate(EDIT, ["step_cache", 0.1])
+    wait_until_drawn(page)
+    assert preset.input_value() == "approximate", "it is the user's to adjust"
+    preset.select_option("auto")
+    page.wait_for_function(
+        "saved => JSON.stringify((" + SAVED + ")()) === saved", arg=json.dumps(before, separators=(",", ":"))
+    )
+
+
+@BOTH
+def test_values_are_saved_and_read_in_the_order_of_the_inputs(page: Any) -> None:
+    put(page, [["CPParallelConfig", 0, 0, {"ring_degree": 2, "devices": "cpu,cpu", "warmup_steps": 3}]])
+    page.wait_for_function(SAYS, arg="2 CPU workers")
+    names = page.evaluate("() => Object.values(app.graph.nodes[0].constructor.nodeData.input_order).flat()")
+    values = dict(zip(names, page.evaluate(SAVED), strict=True))
+    assert (values["ring_degree"], values["devices"], values["warmup_steps"]) == (2, "cpu,cpu", 3)
+    workflow = page.evaluate("() => app.graph.serialize()")
+    workflow["nodes"][0].pop("widgets_values_named", None)  # as older pages save it
+    page.evaluate("async workflow => app.loadGraphData(workflow)", workflow)
+    page.wait_for_function(SAYS, arg="2 CPU workers")
+    assert page.evaluate(SAVED) == list(values.values())
+
+
+@BOTH
+def test_gpus_are_chosen_by_name_and_the_text_takes_what_is_no_list(page: Any) -> None:
+    def with_gpus(route: Any) -> None:
+        answer = route.fetch()
+        gpus = [{"index": index, "name": "NVIDIA L4", "total_bytes": 24 * 2**30} for index in range(3)]
+        route.fulfill(response=answer, json={**answer.json(), "gpu_list": gpus})
+
+    page.context.route("**/cp/status", with_gpus)
+    page.reload()
+    page.wait_for_function("window.app?.extensionManager && window.app.graph")
+    page.wait_for_selector(TAB)
+    put(page, [["CPParallelConfig", 0, 0, {}]])
+    page.wait_for_function(f"({SHOWN})() === 2")
+    boxes = page.locator(".cp-gpu")
+    assert boxes.all_inner_texts() == [f"GPU {index}\nNVIDIA L4\n24.0 GiB" for index in range(3)]
+    devices = "() => app.graph.nodes[0].widgets.find(widget => widget.name === 'devices').value"
+    boxes.nth(1).click()
+    assert page.evaluate(devices) == "0,2"
+    boxes.nth(0).click()
+    assert page.evaluate(devices) == "2"
+    assert boxes.nth(2).locator("input").is_disabled(), "no GPU at all"
+    boxes.nth(0).click()
+    boxes.nth(1).click()
+    assert page.evaluate(devices) == "", "all of them"
+    page.evaluate(EDIT, ["devices", "0,0"])
+    page.wait_for_function(f"({SHOWN})() === 3")
 
 
 def test_the_properties_panel_leaves_what_it_says_on_the_node(page: Any) -> None:

@@ -161,6 +161,7 @@ def test_the_log_is_told_by_rank_and_holds_no_secret(server: Server) -> None:
 def test_a_config_is_checked_as_the_sampler_would(server: Server) -> None:
     good = server.client.post("/cp/check", ring_degree=2, ulysses_degree=2, devices="cpu,cpu,cpu,cpu")
     assert (good["workers"], good["reason"]) == (4, "")
+    assert list(good["degrees"].values()) == [2, 2, 1, 1, 1]
     bad = server.client.post("/cp/check", ring_degree=3, ulysses_degree=1, devices="cpu,cpu")
     assert "ring_degree 3" in bad["reason"]
     assert bad["fix"] == [{"name": "ring_degree", "value": 2, "automatic": False}]
