@@ -75,7 +75,7 @@ class Template:
     @property
     def note(self) -> str:
         lines = [f"## {self.title}", "", self.about, "", f"**Needs** {self.needs}", "", "**Files**", ""]
-        lines += [f"- `models/{file.folder}/` [{file.name}]({file.url})" for file in self.files]
+        lines += [f"- **models/{file.folder}/** [{file.name}]({file.url})" for file in self.files]
         return "\n".join(lines if self.files else lines[:3])
 
     def spec(self) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def native() -> Template:
 def machines() -> Template:
     about = (
         "Two machines, one picture. Put this machine's own address into rdzv_endpoint, and on the other one run "
-        "`python -m parallel_runtime join ADDRESS:PORT --token-file FILE` in this pack's folder. "
+        "**python -m parallel_runtime join ADDRESS:PORT --token-file FILE** in this pack's folder. "
         "docs/several-machines.md in that folder says what both need."
     )
     t = Template(name="cp_several_machines", title="Several machines", kind="nnodes 2", about=about, size=34)
@@ -164,7 +164,7 @@ def pipeline() -> Template:
     about = (
         "Two machines on an Ethernet, one picture: each has half of the model's blocks and passes the tokens on, which "
         "needs little of the network, and both prompts follow each other through the stages. The result is exact; "
-        "`patches` above 1 are faster and approximate. The other machine joins as in *Several machines*."
+        "**patches** above 1 are faster and approximate. The other machine joins as in *Several machines*."
     )
     t = Template(name="cp_pipeline", title="Pipeline", kind="two machines, pipeline_degree 2", about=about, size=30)
     network = t.add("ModelSamplingAuraFlow", 1, model=model(t, files.QWEN_IMAGE), shift=3.1)
