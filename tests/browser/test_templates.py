@@ -50,7 +50,7 @@ def test_a_note_names_every_file_and_where_it_goes(template: Template) -> None:
     (note,) = (node["widgets_values"][0] for node in nodes if node["type"] == "MarkdownNote")
     assert template.files
     for file in template.files:
-        assert f"`models/{file.folder}/` [{file.name}](https://huggingface.co/" in note
+        assert f"**models/{file.folder}/** [{file.name}](https://huggingface.co/" in note
 
 
 def test_they_are_listed_by_their_numbers_the_demo_first(page: Any) -> None:
