@@ -74,7 +74,7 @@ def test_a_card_that_only_holds_the_others_up_is_left_out_and_all_ways_are_told_
     assert "cuda:1" in best.left_out
     assert best.seconds < CLEARLY * on_all(found).seconds
     said = " ".join(compared(found))
-    assert f"Estimated {best.seconds:.2f} s for an evaluation of all prompts" in said
+    assert f"Estimated {best.seconds:.2f} s per evaluation of all prompts" in said
     assert f"all devices, the tokens by shares, {on_all(found).seconds:.2f} s" in said
     assert "Auto leaves out" in said
     assert "to use them nevertheless, name all devices" in said
