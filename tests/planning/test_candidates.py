@@ -93,7 +93,7 @@ def test_heads_need_not_divide():
         ({"devices": "9" * 5000}, 24, 1, "devices: '9{78}… is not a device"),
         ({"shares": "3,2,1"}, 24, 2, "shares '3,2,1' names 3, and the number of workers is 2: name 2, one for each"),
         ({"shares": "3"}, 24, 4, "shares '3' names 1, and the number of workers is 4: name 4"),
-        ({"shares": "3;2"}, 24, 2, "shares '3;2' is unknown: write auto, equal, or a whole number for each .* such as 3,2"),
+        ({"shares": "3;2"}, 24, 2, "shares '3;2' is unknown: write auto, equal, or a whole number for each worker"),
         ({"shares": "3,-2"}, 24, 2, "a whole number for each worker"),
         ({"shares": "0,0"}, 24, 2, "shares 0,0 leave a prompt or an image without a worker"),
         ({"shares": "1,1,0,0", "data_degree": 2}, 24, 4, "one needs a share above 0; write 1 there"),
