@@ -87,7 +87,7 @@ async def restart(_: web.Request) -> web.Response:
     """Ends the workers, also during a run, which fails, and starts others in the background."""
     if not await _in_thread(lambda: runtime.restart(say("ended.restarted"), comfy_setup())):
         return _error("there are no workers to restart")
-    log.info("[CP] the user restarted the workers")
+    log.info("[CP] the workers are %s", say("ended.restarted"))
     return web.json_response({"restarted": True})
 
 

@@ -76,7 +76,7 @@ def interface_of(address: str) -> str:
 
 def addresses() -> dict[str, str]:
     """Returns the network interface of each address of this machine; of an interface only its first address."""
-    interfaces = {}
+    interfaces: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
