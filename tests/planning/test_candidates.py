@@ -328,7 +328,7 @@ def test_a_step_cache_that_cannot_be_is_refused_by_name(network, threshold, says
 
 
 def test_a_list_of_thousands_of_workers_is_refused():
-    with pytest.raises(Refused, match="10000 are listed, and 64 workers a machine are the most"):
+    with pytest.raises(Refused, match="10000 are listed, and at most 64 workers can run on a machine"):
         checked_plan(PlanInputs(request=ParallelRequest(devices=",".join(["cpu"] * 10000)), heads=24, gpus=0))
 
 
