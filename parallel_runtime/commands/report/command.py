@@ -56,7 +56,7 @@ PARTS = (  # unmeasured ones first, then by speed and importance
     Part("group", "group_rows", "The worker group", 70, "workers", "diffusers"),
     Part("networks", "network_rows", "ComfyUI's own networks against one rank", 35, "ranks"),
     Part("vae", "vae_rows", "CP VAE against one process", 70, "workers"),
-    Part("share", "rank_share_rows", "A rank's share of an evaluation, without wires", 150, "nobody"),
+    Part("share", "rank_share_rows", "A rank's share of an evaluation, without transfers", 150, "nobody"),
     Part("diffusers_own", "diffusers_own", "The same, diffusers' own", 35, "nobody", "diffusers"),
 )
 
