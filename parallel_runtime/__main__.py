@@ -9,11 +9,11 @@ from .demo import REQUIREMENTS
 
 # A command is imported when it is called: each needs other packages.
 COMMANDS = {
-    "demo": (".commands.demo_run", "draw with the small model that comes along"),
+    "demo": (".commands.demo_run", "draw a picture with the small model of this pack"),
     "join": (".commands.join", "lend this machine's devices to a ComfyUI on another"),
-    "migrate": (".commands.migrate", "put CP samplers into a saved workflow, or --back ComfyUI's own"),
-    "networks": (".commands.networks", "write the plan by which a network is split, and check it"),
-    "report": (".commands.report.command", "what this machine can do"),
+    "migrate": (".commands.migrate", "convert a saved workflow to CP samplers, or back with --back"),
+    "networks": (".commands.networks", "for developers: write and check the plan that splits a network"),
+    "report": (".commands.report.command", "measure what this machine can do"),
 }
 
 if __name__ == "__main__":

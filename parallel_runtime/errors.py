@@ -128,7 +128,8 @@ class Cause:
         """Describes a cause that is known from outside the worker. `worker` is its name for the user."""
         match self.kind:
             case "killed":
-                return say("died.killed", worker=worker, signal=self.signal)
+                code = "died.killed.memory" if self.signal == "SIGKILL" else "died.killed"
+                return say(code, worker=worker, signal=self.signal)
             case "exited":
                 return say("died.exited", worker=worker, code=self.exit_code)
             case "torchrun":

@@ -66,28 +66,28 @@ class EngineOptions:
     rotate_method: RotateMethod = widget(
         3, "alltoall",
         "How a ring moves keys and values: alltoall passes blocks on while computing, allgather collects them all "
-        "first (more memory). auto = allgather where there is room and the link is fast, else alltoall.",
+        "first (more memory). auto = allgather if there is memory and the link is fast, else alltoall.",
         options=("alltoall", "allgather", "auto"),  # tokens: auto's choice, for networks that are cut by rows
     )
     convert_to_fp32: bool = widget(4, True, "Merge the ring's partial results in float32.")
     attention_backend: AttentionBackend = widget(
         5, "auto",
-        "The attention kernel of each worker, by diffusers' name. auto = where workers share a sequence the fastest "
-        "that is there, by a race; one worker has ComfyUI's own attention.",
+        "The attention kernel of each worker, by diffusers' name. auto = the fastest installed one, measured, if "
+        "workers share a sequence; one worker has ComfyUI's own attention.",
         options=BACKENDS,
     )
     step_cache: float = widget(
         10, 0.0,
-        "Where the first block of the model changes by less than this share from one evaluation to the next, the "
-        "other blocks are skipped. Faster, not exact; 0.05 to 0.1 is common. 0 = off. Refused where no plan cuts the "
-        "network, or the loop stays in ComfyUI.",
+        "If the first block of the model changes by less than this share from one evaluation to the next, the other "
+        "blocks are skipped. Faster, not exact; 0.05 to 0.1 is common. 0 = off. Refused if no plan splits the "
+        "network, or if the loop stays in ComfyUI.",
         limits={"min": 0.0, "max": 1.0, "step": 0.01, "round": 0.001},
     )
     cuda_graphs: GraphsChoice = widget(
         16, "auto",
-        "Record an evaluation of the model once as a CUDA graph, and replay it: one launch a step, the same bits. "
-        "auto: where the CPU would launch it slower than the GPU computes. on: always. Recorded sizes hold GPU "
-        "memory, four at most, until the model is unloaded.",
+        "Record an evaluation of the model once as a CUDA graph, and replay it: one launch per evaluation, the same "
+        "bits. auto: if Python cannot keep the GPU busy. on: always. Recorded sizes take GPU memory, four at most, "
+        "until the model is unloaded.",
     )
     token_patches: int = widget(
         19, 1,
@@ -98,8 +98,8 @@ class EngineOptions:
     )
     warmup_steps: int = widget(
         20, 1,
-        "With patches above 1: so many first steps are exact. More are nearer to one GPU's picture and slower; 2 to 4 "
-        "are advised below 20 steps.",
+        "With patches above 1: this many first steps are exact. More are nearer to one GPU's picture, and slower; 2 to "
+        "4 are advised below 20 steps.",
         limits={"min": 1, "max": 1000},
     )
     # fmt: on
@@ -126,7 +126,7 @@ class ParallelRequest:
         limits={"min": 0, "max": 64}, required=True, advanced=False,
     )
     dtype: DtypeChoice = widget(
-        6, "auto", "What the workers compute in. auto = what ComfyUI would use for this model."
+        6, "auto", "The precision that the workers compute in. auto = what ComfyUI would use for this model."
     )
     devices: str = widget(
         7, "",
@@ -141,7 +141,7 @@ class ParallelRequest:
     )
     data_degree: int = widget(
         9, 0,
-        "Groups of workers that share the images of a batch, each with whole images. 1 = none, 0 = auto: where that is "
+        "Groups of workers that share the images of a batch, each with whole images. 1 = none, 0 = auto: if that is "
         "faster.",
         limits={"min": 0, "max": 64},
     )
@@ -157,14 +157,14 @@ class ParallelRequest:
     )
     rdzv_endpoint: str = widget(
         13, "",
-        "With several machines: the address of this one and a free port, such as 10.0.0.1:29500. Only there do the "
-        "others find it.",
+        "With several machines: the address of this one and a free port, such as 10.0.0.1:29500. The others "
+        "connect to it.",
     )
     weights: WeightsChoice = widget(
         14, "auto",
         "Where the model's weights are. replicate: whole on every GPU. shard: each GPU keeps a part, and a block is "
         "gathered just before it runs. offload: once in main memory, and a block is copied to the GPU just before it "
-        "runs. Both hold as little on the GPU as they can. auto: replicate where it fits, else the faster of the two, "
+        "runs. Both take as little GPU memory as they can. auto: replicate if it fits, else the faster of the two, "
         "with as many blocks on the GPU as fit.",
     )
     compile: CompileChoice = widget(
@@ -174,15 +174,14 @@ class ParallelRequest:
     )
     shares: str = widget(
         17, "auto",
-        "How much of the work each worker gets, for cards that are not alike. Numbers such as 3,2: in the order of "
-        "devices, one for each worker, or for each device, of which a run on fewer takes the first. equal: all alike. "
-        "auto: by what the workers measure.",
+        "How much of the work each GPU gets. 3,2 = the first GPU gets 60 % of the work; one number per GPU, in the "
+        "order of devices. equal: all get the same. auto: by what the workers measure.",
     )
     pipeline_degree: int = widget(
         18, 1,
         "Stages of a pipeline: each has its own part of the model's blocks, and passes the tokens on. For models that "
         "do not fit, and for slow links; exact. Prompts and images follow each other through the stages. 1 = none, "
-        "0 = where nothing else fits.",
+        "0 = if nothing else fits.",
         limits={"min": 0, "max": 64},
     )
     # fmt: on

@@ -37,25 +37,25 @@ def test_values_are_taken_by_name_and_the_rest_is_as_usual() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
     [
-        ("ring_degree", "three", "a whole number"),
-        ("ring_degree", True, "a whole number"),
-        ("ring_degree", 2.0, "a whole number"),
-        ("ring_degree", ["4", 0], "a whole number"),
-        ("data_degree", None, "a whole number"),
-        ("convert_to_fp32", 1, "true or false"),
-        ("devices", 0, "a text"),
-        ("step_cache", "0.1", "a number"),
-        ("step_cache", True, "a number"),
-        ("step_cache", math.nan, "a number"),
-        ("rotate_method", "zig", "one of alltoall, allgather, auto"),
-        ("rotate_method", ["alltoall"], "one of alltoall, allgather, auto"),
-        ("compile", False, "one of off, on"),
+        ("ring_degree", "three", "is not a whole number"),
+        ("ring_degree", True, "is not a whole number"),
+        ("ring_degree", 2.0, "is not a whole number"),
+        ("ring_degree", ["4", 0], "is not a whole number"),
+        ("data_degree", None, "is not a whole number"),
+        ("convert_to_fp32", 1, "is not true or false"),
+        ("devices", 0, "is not a text"),
+        ("step_cache", "0.1", "is not a number"),
+        ("step_cache", True, "is not a number"),
+        ("step_cache", math.nan, "is not a number"),
+        ("rotate_method", "zig", "is unknown: choose one of alltoall, allgather, auto"),
+        ("rotate_method", ["alltoall"], "is unknown: choose one of alltoall, allgather, auto"),
+        ("compile", False, "is unknown: choose one of off, on"),
     ],
 )
 def test_what_a_widget_cannot_hold_is_refused_by_name_with_what_it_can(name: str, value: Any, wanted: str) -> None:
     with pytest.raises(Refused) as refused:
         ParallelRequest.of({name: value})
-    assert str(refused.value) == f"{name} is {value!r}, and not {wanted}"
+    assert str(refused.value) == f"{name} {value!r} {wanted}"
     assert ParallelRequest.of(refused.value.fix) == ParallelRequest()
 
 

@@ -29,17 +29,17 @@ class CPLoadDiffusionModel(io.ComfyNode):
             node_id="CPLoadDiffusionModel",
             display_name="CP Load Diffusion Model",
             category=CATEGORY,
-            description="A MODEL whose weights live in the workers only. CP samplers use it as it is; every other "
-            "sampler and guider works on it too, with one round trip to the workers per evaluation.",
+            description="A MODEL whose weights are in the workers only. For CP samplers; every other sampler and "
+            "guider works too, but slower: every model call goes to the workers and back.",
             search_aliases=["load diffusion model", "unet loader", "gguf", "multi gpu"],
             inputs=[
                 io.Combo.Input(
                     "unet_name", options=[*folder_paths.get_filename_list("diffusion_models"), *_gguf_files()],
-                    tooltip="A file in ComfyUI's folder diffusion_models; also .gguf files, where ComfyUI-GGUF is "
+                    tooltip="A file in ComfyUI's folder diffusion_models; also .gguf files, if ComfyUI-GGUF is "
                     "installed.",
                 ),
                 CPConfig.Input(
-                    "cp_config", optional=True, tooltip="For other samplers; a CP sampler goes by its own cp_config."
+                    "cp_config", optional=True, tooltip="For other samplers; a CP sampler uses its own cp_config."
                 ),
             ],
             outputs=[io.Model.Output(tooltip="For CP samplers, and for every other one.")],

@@ -45,20 +45,22 @@ class CPPlan(io.ComfyNode):
             search_aliases=["multi gpu", "context parallel", "memory estimate"],
             inputs=[
                 io.Model.Input("model", tooltip="The MODEL that the sampler will get."),
-                io.Latent.Input("latent_image", tooltip="The LATENT that the sampler will get: its size counts."),
+                io.Latent.Input(
+                    "latent_image", tooltip="The LATENT that the sampler will get: its size sets the number of tokens."
+                ),
                 io.Conditioning.Input("positive", tooltip="The prompt: its length counts too."),
                 CPConfig.Input("cp_config", optional=True, tooltip="What to examine. Unconnected: auto."),
                 io.Float.Input(
                     "cfg", default=8.0, min=0.0, max=100.0, step=0.1, round=0.01, optional=True,
-                    tooltip="The cfg that the sampler will use: at 1 there is no negative prompt to share out.",
+                    tooltip="The cfg that the sampler will use: at 1 there is no negative prompt.",
                 ),
                 io.Vae.Input(
                     "vae", optional=True,
-                    tooltip="The VAE that will decode the result: adds what that costs, here and with CP VAE.",
+                    tooltip="The VAE that will decode the result: adds the cost of decoding, here and with CP VAE.",
                 ),
                 io.Boolean.Input(
                     "measure", default=False, optional=True,
-                    tooltip="Take a few steps on 1, 2, 4, ... devices of this machine, and say how long each took. The "
+                    tooltip="Take a few steps on 1, 2, 4, ... GPUs of this machine, and show the seconds per step. The "
                     "button Measure does it once.",
                 ),
             ],
@@ -66,7 +68,7 @@ class CPPlan(io.ComfyNode):
                 io.String.Output(display_name="report", tooltip="The text that the node shows."),
                 CPConfig.Output(
                     display_name="cp_config",
-                    tooltip="The config given, its degrees written out; an automatic one where it cannot work.",
+                    tooltip="The given config with its degrees written out; an automatic one if it cannot work.",
                 ),
             ],
             is_output_node=True,

@@ -23,11 +23,11 @@ CP_CONFIG_INPUT = CPConfig.Input(
     "cp_config", optional=True, tooltip="How to divide the work. Unconnected: every GPU, degrees chosen for the model."
 )
 TOOLTIPS = {  # for inputs and outputs to which neither the native node nor KSampler gives a tooltip
-    "add_noise": "Off, or disable, where the latent has its noise already: from a sampler of earlier steps.",
+    "add_noise": "Off, or disable, if the latent has its noise already: from a sampler of earlier steps.",
     "noise_seed": "The random seed used for creating the noise.",
     "start_at_step": "The first step to sample.",
     "end_at_step": "The step before which sampling ends.",
-    "return_with_leftover_noise": "enable where another sampler goes on from here.",
+    "return_with_leftover_noise": "enable if another sampler goes on from here.",
     "noise": "Where the noise comes from: Random Noise, or none.",
     "guider": "Model and prompts, and how the prompts are weighed.",
     "sampler": "The sampling algorithm.",

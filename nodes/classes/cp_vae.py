@@ -31,8 +31,8 @@ class CPVAE(io.ComfyNode):
             node_id="CPVAE",
             display_name="CP VAE",
             category=CATEGORY,
-            description="A VAE that decodes and encodes on several GPUs, each with a share of the rows and of "
-            "the memory, and with the same result. For every node that takes a VAE.",
+            description="Makes any VAE node run on all GPUs: each decodes or encodes a share of the rows, in a share "
+            "of the memory, with the same result.",
             search_aliases=["vae decode", "vae encode", "multi gpu", "parallel vae", "tiled vae", "context parallel"],
             inputs=[
                 io.Vae.Input("vae", tooltip="From Load VAE or Load Checkpoint."),

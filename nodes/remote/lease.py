@@ -273,7 +273,7 @@ class Lease:
             log.info("[CP] %s", why.removesuffix("."))
         if plan.rows:
             prompts = work.prompts_per_rank(plan.degrees)
-            log.info("[CP] prompts are evaluated one by one: memory does not suffice for %d at once", prompts)
+            log.info("[CP] prompts run one after the other: memory is too small for %d at once", prompts)
 
 
 def run_kind(spec: ModelSpec, work: Work) -> tuple[object, ...]:
@@ -291,7 +291,4 @@ def _estimate_speedup(inputs: PlanInputs, plan: RunPlan, work: Work) -> float | 
 
 @cache
 def _log_one_gpu() -> None:
-    log.info(
-        "[CP] one GPU: CP Sampler gives KSampler's bits, and CUDA graphs make it faster where the CPU is "
-        "too slow for the GPU; sharing one picture takes two GPUs or more"
-    )
+    log.info("[CP] one GPU: the same result as KSampler; to split a picture you need two")

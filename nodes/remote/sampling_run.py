@@ -130,7 +130,10 @@ def _with_remote_network(model: ModelPatcher, request: ParallelRequest, reason: 
     for name, off in FULL_RUN_OPTIONS.items():
         if (value := request.values[name]) > off:
             raise Refused("loop.here", name=name, value=f"{value:g}", reason=reason.sentence, without=off)
-    log.info("[CP] the sampler runs in ComfyUI's process, and the workers evaluate the model, because %s", reason)
+    log.info(
+        "[CP] the sampler runs in ComfyUI's process, and every model call goes to the workers and back, because %s",
+        reason,
+    )
     return without_weights(model, RemoteEvaluation(request))
 
 

@@ -61,7 +61,7 @@ async def get_help(request: web.Request) -> web.Response:
     pages = {path.stem: path for folder in (DOCS, DOCS / "troubleshooting") for path in folder.glob("*.md")}
     page = pages.get(request.match_info["page"])
     if page is None:
-        return _error(f"there is no such page; there are {', '.join(sorted(pages))}", 404)
+        return _error(f"this page does not exist; there are {', '.join(sorted(pages))}", 404)
     return web.Response(text=page.read_text(encoding="utf-8"), charset="utf-8")
 
 
@@ -79,7 +79,7 @@ async def free(_: web.Request) -> web.Response:
     before = sum(_weight_bytes())
     freed = await _in_thread(_unload_models)
     if freed is None:
-        return _error("there are no workers at rest")
+        return _error("no workers are idle")
     return web.json_response({"freed": freed, "bytes": before - sum(_weight_bytes())})
 
 
@@ -87,7 +87,7 @@ async def restart(_: web.Request) -> web.Response:
     """Ends the workers, also during a run, which fails, and starts others in the background."""
     if not await _in_thread(lambda: runtime.restart(say("ended.restarted"), comfy_setup())):
         return _error("there are no workers to restart")
-    log.info("[CP] the user restarted the workers")
+    log.info("[CP] the workers are %s", say("ended.restarted"))
     return web.json_response({"restarted": True})
 
 

@@ -107,7 +107,7 @@ def _read() -> Any:
             return None
         except (ValueError, RecursionError):
             time.sleep(READ_PAUSE_SECONDS)
-    log.warning("[CP] %s is no valid JSON; CP Sampler uses its default settings until it is", settings_file())
+    log.warning("[CP] %s is not valid JSON; CP Sampler uses its default settings", settings_file())
     return None
 
 

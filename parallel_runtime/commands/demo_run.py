@@ -46,17 +46,17 @@ def main(arguments: Sequence[str]) -> int:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m parallel_runtime demo",
-        description="Draw a picture with a small embedded FLUX model on several workers and compare with one worker.",
+        description="Draw a picture with a small FLUX model on several workers and compare it with one worker's.",
     )
     parser.add_argument("--prompt", default="a red circle on a white background", help="words the demo model knows")
-    parser.add_argument("--ring-degree", type=int, default=0, help="workers in the ring (0: auto)")
-    parser.add_argument("--ulysses-degree", type=int, default=0, help="workers that swap tokens for heads (0: auto)")
+    parser.add_argument("--ring-degree", type=int, default=0, help="GPUs that split the picture in a ring (0: auto)")
+    parser.add_argument("--ulysses-degree", type=int, default=0, help="GPUs that split the picture by heads (0: auto)")
     parser.add_argument("--steps", type=int, default=12, help="denoising steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cfg", type=float, default=2.5, help="classifier-free guidance scale")
     parser.add_argument("--width", type=int, default=128, help="pixels")
     parser.add_argument("--height", type=int, default=128, help="pixels")
-    parser.add_argument("--devices", default="", help="such as 0,1 or cpu,cpu (default: GPUs if there are)")
+    parser.add_argument("--devices", default="", help="such as 0,1 or cpu,cpu (default: all GPUs, or the CPU)")
     parser.add_argument("--out", type=Path, default=Path("demo.png"), help="where the PNG goes")
     options = parser.parse_args(arguments)
     if not options.out.absolute().parent.is_dir():

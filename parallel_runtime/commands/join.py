@@ -1,7 +1,7 @@
 """python -m parallel_runtime join HOST:PORT: lend this machine's devices to the ComfyUI there, until Ctrl-C.
 
-Stands in the host's place for the ranks of this machine: starts their torchrun when the host has invited it, ends it
-when the host's connection ends, and waits for the next group.
+Starts this machine's workers when the other machine asks for them, ends them when its connection ends, and waits for
+the next request.
 """
 
 from __future__ import annotations
@@ -111,7 +111,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="parallel_runtime join", description=__doc__)
     parser.add_argument("endpoint", metavar="HOST:PORT", help="rdzv_endpoint of CP Parallel Config")
-    parser.add_argument("--token-file", help=f"a file with the shared token; else ${TOKEN_FILE} names it")
-    parser.add_argument("--devices", default="", help="such as 0,1 or cpu,cpu; else like ComfyUI's machine")
-    parser.add_argument("--comfyui", default="", help="the folder of ComfyUI here; else the same path as there")
+    parser.add_argument(
+        "--token-file", help=f"a file with the shared token; otherwise the file that ${TOKEN_FILE} names"
+    )
+    parser.add_argument("--devices", default="", help="such as 0,1 or cpu,cpu; otherwise as many as ComfyUI's machine")
+    parser.add_argument(
+        "--comfyui", default="", help="the folder of ComfyUI here; otherwise the path on ComfyUI's machine"
+    )
     return parser.parse_args(arguments)

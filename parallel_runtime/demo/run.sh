@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Set up, then draw a picture on two workers and check it against one. Needs no ComfyUI, no GPU, no model download.
-# Options: --help. Python: $PYTHON, else python3 (3.11 or newer); what is missing is installed into .venv.
+# Set up, then draw a picture on two workers and compare it with one worker's. Needs no ComfyUI, no GPU, no model download.
+# Options: --help. Python: $PYTHON, otherwise python3 (3.11 or newer); what is missing is installed into .venv.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 .ci/setup parallel_runtime/for_diffusers/requirements.txt

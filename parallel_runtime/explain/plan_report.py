@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -163,9 +164,11 @@ def report(
 
 
 def _workers(placement: Placement) -> str:
-    count, devices = placement.world_size, ", ".join(placement.devices)
+    count = placement.world_size
+    named = Counter(placement.devices).items()
+    devices = ", ".join(device if times == 1 else f"{times} x {device}" for device, times in named)
     if placement.nnodes == 1:
-        return say("workers", count=count, devices=devices)
+        return say("workers", devices=devices)
     machines, endpoint = placement.nnodes, placement.rdzv_endpoint
     return say("workers.machines", count=count, devices=devices, machines=machines, endpoint=endpoint)
 

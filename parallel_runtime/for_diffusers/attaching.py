@@ -78,7 +78,7 @@ def attach(
     if hasattr(transformer, PARALLELIZED):
         raise ValueError(f"this {type(transformer).__name__} is attached already; detach it first")
     if getattr(transformer, "_parallel_config", None) is not None:
-        raise ValueError("diffusers' enable_parallelism was called on this transformer; load it anew and attach it")
+        raise ValueError("diffusers' enable_parallelism was called on this transformer; load it again and attach it")
     device = next(transformer.parameters()).device
     check_backend(parallelism.options.attention_backend, device)
     _warn_of_untested_version(diffusers.__version__)
@@ -191,7 +191,7 @@ def _check_caches(blocks: list[Block]) -> None:
         kind = type(one).__name__
         if kind in _COMPARING or (kind == _CALIBRATING and one.config.calibrate):
             raise ValueError(
-                f"a cache of diffusers ({kind}) compares hidden states, and each rank would go by its own tokens; call "
+                f"a cache of diffusers ({kind}) compares hidden states, and each rank would use its own tokens; call "
                 "disable_cache() on the transformer"
             )
 

@@ -55,7 +55,8 @@ def listen(address: str, port: int) -> socket.socket:
     except OSError as error:
         server.close()
         if error.errno == errno.EADDRNOTAVAIL:
-            raise Refused("endpoint.address", widget="rdzv_endpoint", address=address) from None
+            has = sorted(addresses())
+            raise Refused("endpoint.address", widget="rdzv_endpoint", address=address, addresses=has) from None
         raise Refused(
             "endpoint.taken", widget="rdzv_endpoint", address=address, port=port, error=error.strerror
         ) from None
@@ -67,10 +68,18 @@ def interface_of(address: str) -> str:
     """Returns the network interface that has `address`. Raises Refused."""
     if address.startswith("127."):
         return "lo"
+    interfaces = addresses()
+    if address not in interfaces:
+        raise Refused("endpoint.interface", widget="rdzv_endpoint", address=address, addresses=sorted(interfaces))
+    return interfaces[address]
+
+
+def addresses() -> dict[str, str]:
+    """Returns the network interface of each address of this machine; of an interface only its first address."""
+    interfaces: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address
                 answer = fcntl.ioctl(sock, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    raise Refused("endpoint.interface", widget="rdzv_endpoint", address=address)
+                interfaces.setdefault(socket.inet_ntoa(answer[20:24]), name)
+    return interfaces

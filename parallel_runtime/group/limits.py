@@ -29,7 +29,7 @@ def numbers_from(variable: str, what: str) -> tuple[float, ...]:
     text = os.environ.get(variable, "").strip()
     numbers = [_number(one) for one in text.split(",")] if text else []
     if None in numbers:
-        log.warning("[CP] %s=%r is no %s; it is ignored", variable, text, what)
+        log.warning("[CP] %s=%r is not a %s; it is ignored", variable, text, what)
         return ()
     return tuple(number for number in numbers if number is not None)
 

@@ -78,7 +78,7 @@ class ShareBalance:
         tried.ran(slowest, in_proportion(speeds))
         if tried.shares != before:
             log.info(
-                "[CP] worker %d computed %.0f %% longer than all on average: from the next run on shares are %s",
+                "[CP] worker %d computed %.0f %% longer than the average: from the next run on shares are %s",
                 known.index(max(known)), 100 * (slowest - 1), ",".join(map(str, tried.shares)) or "equal",
             )  # fmt: skip
 

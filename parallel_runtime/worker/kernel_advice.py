@@ -80,8 +80,8 @@ def _benchmark(dim: MeshDim, query: Tensor, key: Tensor, value: Tensor) -> None:
     if faster and faster not in dim.group_state.advised:
         dim.group_state.advised.add(faster)
         log.warning(
-            "[CP] attention of %s is faster with %s than with ComfyUI's own kernel, whose bits one worker keeps: set "
-            "attention_backend to %s in CP Parallel Config to have it",
+            "[CP] attention of %s is faster with %s than with ComfyUI's own kernel, but differs in the last bits: set "
+            "attention_backend to %s in CP Parallel Config to use it",
             describe_sizes(sizes),
             faster,
             faster,

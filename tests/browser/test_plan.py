@@ -23,7 +23,7 @@ def test_a_refusal_comes_first_and_its_button_leads_to_the_picture_and_to_times(
     links = [[0, 0, 4, "model"], [1, 0, 4, "positive"], [2, 0, 4, "latent_image"], [3, 0, 4, "cp_config"]]
     put(page, [LOADER, PROMPT, LATENT, config, plan], links)
     assert "Run it" in page.locator(".cp-plan").inner_text()
-    assert "takes 4 steps on 1, 2, 4, ... devices" in page.locator(COST).inner_text(), "before anybody presses Measure"
+    assert "takes 4 steps on 1, 2, 4, ... GPUs" in page.locator(COST).inner_text(), "before anybody presses Measure"
     page.get_by_test_id(RUN).click()
     page.wait_for_selector(".cp-trouble")
     report = page.locator(".cp-report > *")

@@ -33,7 +33,7 @@ def odd_metadata() -> bytes:
     return struct.pack("<Q", len(header)) + header
 
 
-AGAIN = "is no valid safetensors file.*download or copy it again"
+AGAIN = "is not a valid safetensors file.*download or copy it again"
 FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "rubbish": (lambda: b"<!DOCTYPE html>" * 99, f"bad_rubbish.safetensors {AGAIN}"),
     "truncated": (lambda: flux()[:-1000], f"bad_truncated.safetensors {AGAIN}"),

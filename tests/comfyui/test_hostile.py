@@ -47,7 +47,7 @@ def test_a_broken_file_is_refused_by_its_name(server: Server, broken: Callable[[
     before = server.children()
     try:
         with pytest.raises(
-            NodeError, match=r"(?s)CPLoadDiffusionModel.*broken.safetensors is no valid safetensors file.*download"
+            NodeError, match=r"(?s)CPLoadDiffusionModel.*broken.safetensors is not a valid safetensors file.*download"
         ):
             server.client.run(graph)
     finally:

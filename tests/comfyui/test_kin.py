@@ -236,7 +236,7 @@ def test_free_reaches_the_workers_and_the_next_run_loads_again(server: Server) -
             Parallel(ring_degree=1, ulysses_degree=1, cfg_degree=2, weights="shard"),
             r"Note: weights shard: each worker computes its prompt or image alone.*set cfg_degree and data_degree to 1",
         ),
-        (None, "One worker does everything"),
+        (None, "One worker, nothing is divided"),
     ],
     ids=["fits", "does not fit", "nobody to share with", "no config"],
 )

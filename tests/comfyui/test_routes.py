@@ -213,7 +213,7 @@ def test_settings_that_cannot_be_read_are_as_usual_and_the_log_says_so(server: S
     saved.write_text(text)
     try:
         assert status_when(server, lambda now: now["stall_seconds"] == 120)
-        assert any("is no valid JSON" in line["text"] for line in server.client.get("/cp/logs")["lines"])
+        assert any("is not valid JSON" in line["text"] for line in server.client.get("/cp/logs")["lines"])
     finally:
         saved.write_text(before)
     assert status_when(server, lambda now: now["stall_seconds"] == 77)

@@ -94,7 +94,7 @@ def test_workers_of_unlike_memory_have_as_much_of_the_weights_as_each_may_take(c
         graph["plan"] = node("CPPlan", **sampled, cp_config=link("config"), cfg=2.0)
         (said,) = server.client.run(graph).outputs["plan"]["text"]
         assert re.search(r"blocks on the device: cpu 27\.7 MiB \(4/4\), cpu \d\.\d MiB \(0/4\)", said), said
-        assert "Whole they fit on cpu only: cpu would need" in said
+        assert "All weights fit on cpu only: cpu would need" in said
         write_vaes(comfy, server)
         since = server.log_size()
         assert both(server, decoding, "taef1", "1,16,9,14", TWO) <= VAE_BAR

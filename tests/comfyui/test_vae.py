@@ -211,7 +211,7 @@ def test_after_a_decode_it_stays_or_goes_as_asked(vaes: Server, policy: str, say
 
 
 def test_devices_that_do_not_exist_are_refused_by_the_node(vaes: Server) -> None:
-    with pytest.raises(NodeError, match="there is no GPU 0 here"):
+    with pytest.raises(NodeError, match="GPU 0 not found"):
         result(vaes, decoding("taef1", "1,16,8,8", Parallel(devices="cpu,0")))
 
 

@@ -69,7 +69,7 @@ def test_the_report_is_whole_and_exact(tmp_path: Path) -> None:
     assert {row["degrees"] for row in theirs} >= {"1 rank", "Ulysses 8", "ring 8"}
     assert all(row["what"] in text for row in (*attention, *group))
     assert [row["what"] for row in group if "while it records" in row["what"] and "note" not in row]
-    assert "[4 of 9] Attention against float64: 2 ranks; what is left takes about" in said
+    assert "[4 of 9] Attention against float64: 2 ranks; about" in said
     if find_comfy() is None:
         assert {row["note"] for row in (*recordings, *networks, *vae, *share)} == {
             "no ComfyUI here; --comfyui names its folder"
@@ -134,7 +134,7 @@ def test_parts_that_are_named_are_all_that_is_reported(tmp_path: Path) -> None:
     assert [row["note"] for row in (*pools, *locks)] == ["no CUDA graphs here", "needs a CUDA GPU"]
     assert max(row["error"] for row in attention if row["what"] == "auto") <= EXACT
     assert all(row["what"] in text for row in attention)
-    assert "[3 of 3] Attention against float64: 2 ranks; what is left takes about" in output
+    assert "[3 of 3] Attention against float64: 2 ranks; about" in output
 
 
 def test_a_case_that_fails_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_heads_travel_in_proportion() -> None:
 @pytest.mark.parametrize(
     ("shares", "says"),
     [
-        ((3, 2, 1), "shares are one a worker, 2 of them, got 3: 3,2,1"),
+        ((3, 2, 1), "shares are one per worker, 2 of them, got 3: 3,2,1"),
         ((3,), "2 of them, got 1: 3"),
         ((3, -1), "start at 0, got 3,-1"),
         ((0, 0), "shares 0,0 leave a prompt or an image without a worker"),

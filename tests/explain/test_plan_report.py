@@ -163,9 +163,7 @@ def test_unequal_shares_are_told_in_percent_and_one_without_work_is_advised_agai
     assert "Shares: cuda:0 60 %, cuda:1 40 %" in said
     assert "gets no work" not in said
     assert "Shares:" not in words(ulysses_degree=2, shares=(3, 3))
-    assert "cuda:1 gets no work and waits for the others all the same: leave it out" in words(
-        ulysses_degree=2, shares=(5, 0)
-    )
+    assert "cuda:1 gets no work and only waits for the others: leave it out" in words(ulysses_degree=2, shares=(5, 0))
 
 
 def test_memory_is_that_of_the_worker_with_the_most_tokens() -> None:
@@ -187,7 +185,7 @@ def test_the_traffic_of_a_unet_goes_by_its_levels_and_is_half_where_tokens_are_c
     level = RowLevel(weights=1, attentions=1, width=64, messages=1)
     network = replace(WORK.network, layers=2, row_levels=(level, level))  # of 0.5 and 0.125 MiB
     work = replace(network.work(1, 4096), row_ranks=2)
-    assert "sends 0.31 MiB in each of 2 layers, 0.6 MiB an evaluation" in words(work=work, ring_degree=2)
+    assert "sends 0.31 MiB in each of 2 layers, 0.6 MiB per evaluation" in words(work=work, ring_degree=2)
     collected = replace(divided({"ring_degree": 2}), options=EngineOptions(rotate_method="tokens"))
     text = report_of(work, collected)
     assert "sends 0.16 MiB in each of 2 layers" in text
@@ -242,15 +240,15 @@ def test_what_nobody_has_run_on_hardware_is_said(placement: Placement, untried: 
             {},
             True,
             False,
-            "where the CPU would launch it slower than the GPU computes, which takes about 0.53 GiB more",
+            "CUDA graphs if Python cannot keep the GPU busy; they take about 0.53 GiB",
         ),
         (
             {"cuda_graphs": "on"},
             True,
             False,
-            "is recorded as a CUDA graph, which takes about 0.53 GiB more; compile",
+            "CUDA graphs, which take about 0.53 GiB. With compile on",
         ),
-        ({}, True, True, "compiled and recorded is the fastest combination"),
+        ({}, True, True, "Together with compile on that is the fastest"),
         ({"cuda_graphs": "off"}, True, False, "kernel by kernel"),
         ({}, False, False, "kernel by kernel"),
     ],
@@ -332,7 +330,7 @@ def test_where_control_nets_run_and_why_the_loop_stays_is_said_where_there_is_so
         "ControlNets: in the workers: 2, with 1.50 GiB of weights on each of them."
     ]
     (loop,) = lines(replace(subject, loop=say("loop.comfyui", reason=say("unsendable.control.patched", what="x"))))
-    assert loop.startswith("Loop: stays in ComfyUI's process, with one round trip an evaluation, because x has a")
+    assert loop.startswith("Loop: stays in ComfyUI's process, with one round trip per evaluation, because x has a")
 
 
 @pytest.mark.parametrize(("rows", "bytes_per_second", "advised"), [(4, 5e9, True), (4, 0.0, False), (1, 5e9, False)])

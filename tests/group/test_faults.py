@@ -40,7 +40,7 @@ ULYSSES = Parallelism(ulysses_degree=2)
 PLACES = ("load", "step", "gather", "reply")
 DEEDS = {
     "SIGKILL": r"rank {rank} was killed by SIGKILL",
-    "SIGSTOP": r"rank {rank} has not been heard of for \d+ s",
+    "SIGSTOP": r"rank {rank} has been silent for \d+ s",
     "abort": r"rank {rank} was killed by SIGABRT",
     "exit": r"rank {rank} exited with code 3",
     "raise": r"rank {rank} failed: RuntimeError: sabotage \(sabotage.py",
@@ -107,7 +107,7 @@ def test_a_stopped_worker_fails_the_run_within_the_stall_limit(doomed, flux):
     doomed.stall.choose(2.0)
     pids = workers_of(doomed)
     started = time.monotonic()
-    with pytest.raises(WorkerDied, match=r"rank 1 has not been heard of for \d s"):
+    with pytest.raises(WorkerDied, match=r"rank 1 has been silent for \d s"):
         doomed.run(flux, ULYSSES, flux_job(steps=100_000), on_step=lambda step, *_: os.kill(pids[1], signal.SIGSTOP))
     assert time.monotonic() - started < 15
     wait_until(lambda: not any(pid in our_processes() for pid in pids), 3)
@@ -167,7 +167,7 @@ def test_a_rank_that_hangs_while_idle_is_named_also_by_who_asks_next(doomed, flu
     monkeypatch.setattr(group_module, "UNLOAD_SECONDS", 1.0)
     os.kill(workers_of(doomed)[1], signal.SIGSTOP)
     for ask in (lambda: doomed.unload(flux), lambda: samples(doomed, flux, ULYSSES)):
-        with pytest.raises(WorkerDied, match=r"rank 1 has not been heard of for \d s"):
+        with pytest.raises(WorkerDied, match=r"rank 1 has been silent for \d s"):
             ask()
 
 

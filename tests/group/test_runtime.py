@@ -32,7 +32,7 @@ def test_a_dead_group_is_replaced_and_an_equal_one_is_kept(flux):
         with runtime.borrowed(ONE, None) as again:
             assert again is first
         nobody = Placement(devices=("cpu",), nnodes=2, rdzv_endpoint="no..host:29500")
-        with pytest.raises(Refused, match="no name of one"), runtime.borrowed(nobody, None):
+        with pytest.raises(Refused, match="nor the name of one"), runtime.borrowed(nobody, None):
             pass
         assert runtime.live is first, "a name that nobody knows costs no workers"
         assert runtime.profiles[ONE] == first.profile, "also when it is gone"

@@ -233,7 +233,7 @@ def test_a_token_is_the_same_from_a_file_and_from_the_environment(monkeypatch, t
         ("10.0.0.1", "write it as 10.0.0.1:29500"),
         ("10.0.0.1:port", "write it as 10.0.0.1:29500"),
         ("0.0.0.0:29500", "name one address"),
-        ("no..host:29500", "is no IPv4 address and no name of one"),
+        ("no..host:29500", "is neither an IPv4 address nor the name of one"),
     ],
 )
 def test_an_endpoint_that_is_none_is_refused(endpoint, sentence):

@@ -80,24 +80,24 @@ def test_heads_need_not_divide():
         ({"ring_degree": 2, "devices": "cpu"}, 24, 0, r"needs 2 workers, but there is 1 device: cpu"),
         ({"ulysses_degree": 4, "ring_degree": 1}, 2, 8, "splits 2 attention heads over 4 workers.*ring_degree 2 x ul"),
         ({"ring_degree": MAX_CPU_WORKERS + 1}, 24, 0, "room for .* CPU workers"),
-        ({"devices": "cuda:0"}, 24, 0, "there is no GPU 0 here"),
-        ({"devices": "0,7"}, 24, 2, "there is no GPU 7 here .GPUs 0 to 1."),
+        ({"devices": "cuda:0"}, 24, 0, "GPU 0 not found: ComfyUI sees no CUDA GPU; leave devices empty"),
+        ({"devices": "0,7"}, 24, 2, "GPU 7 not found: ComfyUI sees GPUs 0 to 1"),
         ({"devices": "0,cpu"}, 24, 2, "'0,cpu' mixes CPU and GPUs"),
-        ({"devices": "tpu"}, 24, 2, "'tpu' is no device"),
+        ({"devices": "tpu"}, 24, 2, "'tpu' is not a device"),
         ({"attention_backend": "sage"}, 24, 0, "attention_backend sage needs CUDA GPUs"),
         ({"attention_backend": "sage"}, 24, 1, "needs the package sageattention"),
         ({"ring_degree": 1, "ulysses_degree": 1, "cfg_degree": 2, "data_degree": 3}, 24, 2, "x data_degree 3 needs 6"),
         ({"cfg_degree": 3}, 24, 2, "cfg_degree at most 2"),
         ({"ring_degree": -1}, 24, 1, "degrees are 0 .auto. to 64.*got ring_degree -1"),
         ({"ring_degree": 2**40}, 24, 1, "got ring_degree 1099511627776"),
-        ({"devices": "9" * 5000}, 24, 1, "devices: '9{78}… is no device"),
+        ({"devices": "9" * 5000}, 24, 1, "devices: '9{78}… is not a device"),
         ({"shares": "3,2,1"}, 24, 2, "shares '3,2,1' names 3, and the number of workers is 2: name 2, one for each"),
         ({"shares": "3"}, 24, 4, "shares '3' names 1, and the number of workers is 4: name 4"),
-        ({"shares": "3;2"}, 24, 2, "shares is auto, equal, or a whole number for each .* such as 3,2, and not '3;2'"),
+        ({"shares": "3;2"}, 24, 2, "shares '3;2' is unknown: write auto, equal, or a whole number for each worker"),
         ({"shares": "3,-2"}, 24, 2, "a whole number for each worker"),
         ({"shares": "0,0"}, 24, 2, "shares 0,0 leave a prompt or an image without a worker"),
         ({"shares": "1,1,0,0", "data_degree": 2}, 24, 4, "one needs a share above 0; write 1 there"),
-        ({"shares": "9" * 5000 + ",1"}, 24, 2, "a whole number for each worker such as 3,2, and not '9{78}…"),
+        ({"shares": "9" * 5000 + ",1"}, 24, 2, "shares '9{78}… is unknown: write auto"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_in_one_sentence(request_, heads, gpus, sentence):
@@ -228,10 +228,13 @@ def test_every_machine_gives_as_many_devices_as_this_one():
         ({"ring_degree": 9, "ulysses_degree": 1}, "on each of 2 machines. The nearest that works is ring_degree 8 x"),
         ({"nnodes": 0}, "nnodes, the number of machines, is 1 to 64, got 0"),
         ({"nnodes": 200_000}, "nnodes, the number of machines, is 1 to 64, got 200000"),
-        ({"rdzv_endpoint": "10.254.0.9:29500"}, "no network interface has 10.254.0.9"),
-        ({"rdzv_endpoint": "127.0.0.1:" + "9" * 5000}, "is no address with a port"),
+        (
+            {"rdzv_endpoint": "10.254.0.9:29500"},
+            "no network interface of this machine has 10.254.0.9. It has: .*127.0.0.1",
+        ),
+        ({"rdzv_endpoint": "127.0.0.1:" + "9" * 5000}, "is not an address with a port"),
         ({"rdzv_endpoint": ""}, "several machines need rdzv_endpoint: an address of this one"),
-        ({"rdzv_endpoint": "10.0.0.1"}, "rdzv_endpoint '10.0.0.1' is no address with a port"),
+        ({"rdzv_endpoint": "10.0.0.1"}, "rdzv_endpoint '10.0.0.1' is not an address with a port"),
         ({"devices": "0,1", "ring_degree": 2, "ulysses_degree": 1}, "devices names 2 .*1 worker.s. on each machine"),
     ],
 )
@@ -325,7 +328,7 @@ def test_a_step_cache_that_cannot_be_is_refused_by_name(network, threshold, says
 
 
 def test_a_list_of_thousands_of_workers_is_refused():
-    with pytest.raises(Refused, match="10000 are listed, and 64 workers a machine are the most"):
+    with pytest.raises(Refused, match="10000 are listed, and at most 64 workers can run on a machine"):
         checked_plan(PlanInputs(request=ParallelRequest(devices=",".join(["cpu"] * 10000)), heads=24, gpus=0))
 
 

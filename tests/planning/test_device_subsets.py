@@ -74,10 +74,10 @@ def test_a_card_that_only_holds_the_others_up_is_left_out_and_all_ways_are_told_
     assert "cuda:1" in best.left_out
     assert best.seconds < CLEARLY * on_all(found).seconds
     said = " ".join(compared(found))
-    assert f"Estimated {best.seconds:.2f} s for an evaluation of all prompts" in said
+    assert f"Estimated {best.seconds:.2f} s per evaluation of all prompts" in said
     assert f"all devices, the tokens by shares, {on_all(found).seconds:.2f} s" in said
-    assert "Auto leaves out" in said
-    assert "to use them nevertheless, name all devices" in said
+    assert "Auto does not use" in said
+    assert "To use them, name all devices" in said
 
 
 def test_a_slower_card_that_helps_stays() -> None:
@@ -131,7 +131,7 @@ def test_a_card_without_room_for_its_part_of_a_model_is_left_out_before_anything
     assert on_all(found).seconds == math.inf
     assert devices(best) == ("cuda:0",)
     said = " ".join(compared(found))
-    assert said.startswith("Nothing is measured yet; with all devices the weights do not fit. Auto leaves out cuda:1")
+    assert said.startswith("Nothing is measured yet; with all devices the weights do not fit. Auto does not use cuda:1")
 
 
 def test_a_model_that_fits_the_larger_card_only_is_where_it_is_soonest() -> None:

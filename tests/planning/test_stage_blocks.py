@@ -235,8 +235,8 @@ def test_cp_plan_says_what_each_stage_computes_and_holds_and_what_travels() -> N
     assert "Degrees: pipeline_degree 2 x ring_degree 1 x ulysses_degree 1" in said.text
     assert "Stages: 1 has blocks 1 to 28 (49% of the work, " in said.text
     assert "one evaluation goes through them: a stage computes 50% of the time. Exact." in said.text
-    assert "Traffic: A stage passes 27.00 MiB on in each evaluation" in said.text
-    assert "Where GPUs have fast links, Ulysses and ring are faster." in said.text
+    assert "Traffic: A stage sends 27.00 MiB per evaluation to the next one" in said.text
+    assert "With fast links between GPUs, Ulysses and ring are faster." in said.text
     assert [part.lane for part in said.parts] == ["stage 1/2", "stage 2/2"]
     assert said.parts[0].weights[1] == said.parts[1].weights[0] > 0.6
 

@@ -136,7 +136,7 @@ def test_what_the_workers_have_stays_where_a_little_more_or_less_is_free() -> No
 
 
 def test_the_numbers_of_a_refusal_are_those_of_the_card_that_lacks_most() -> None:
-    with pytest.raises(Refused, match=r"A worker needs .* GiB at least, and may take 1\.8 GiB of its device"):
+    with pytest.raises(Refused, match=r"Each worker needs at least .* GiB and may use 1\.8 GiB of its device"):
         decide("auto", unlike(24.0, 2.0))
 
 
@@ -175,8 +175,8 @@ def test_the_plan_says_what_each_card_holds_and_why() -> None:
     text = said(asked, decide("auto", asked))
     assert "Weights: offload, by the memory of each worker; blocks on the device: cuda:0 40.0 " in text
     assert "cuda:0 40.0 GiB (60/60), cuda:1 " in text
-    assert "Whole they fit on cuda:0 only: cuda:1 would need 4" in text
-    assert "and may take 16.0 GiB" in text
+    assert "All weights fit on cuda:0 only: cuda:1 would need 4" in text
+    assert "and has 16.0 GiB for them" in text
     assert "/ 48.0 GiB, cuda:1 " in text
     assert "Too little memory" not in text
     alike = unlike(24.0, 24.0)

@@ -47,7 +47,7 @@ STALLED_WITHIN = 10 + 3.0
 STARTED_WITHIN = 120.0
 
 DEATHS = (signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGTERM, signal.SIGSTOP)
-NAMED = "was killed by SIG|has not been heard of|ended before they were up|while starting|went away with torchrun"
+NAMED = "was killed by SIG|has been silent|ended before they were up|while starting|went away with torchrun"
 
 Disturbance = Callable[[Server, random.Random], None]
 
@@ -114,7 +114,7 @@ def kill_idle(server: Server, dice: random.Random) -> None:
             at = time.monotonic()
             error = failure_of(server, prompt, since)
             within(at, STALLED_WITHIN)
-            assert "has not been heard of" in error, error
+            assert "has been silent" in error, error
 
 
 def free(server: Server, dice: random.Random) -> None:

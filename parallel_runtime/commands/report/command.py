@@ -1,7 +1,7 @@
 """Reports what a machine can do, as Markdown and JSON to paste into an issue. Downloads nothing.
 
-Every row is printed and written at once, and parts run in processes of their own: what breaks in one is a row, and
-the others go on. Parts without time are listed as not run.
+Every row is printed and written at once. Each part runs in processes of its own: an error in one becomes a row, and the
+others go on. Parts for which there is no time are listed as not run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PARTS = (  # unmeasured ones first, then by speed and importance
     Part("group", "group_rows", "The worker group", 70, "workers", "diffusers"),
     Part("networks", "network_rows", "ComfyUI's own networks against one rank", 35, "ranks"),
     Part("vae", "vae_rows", "CP VAE against one process", 70, "workers"),
-    Part("share", "rank_share_rows", "A rank's share of an evaluation, without wires", 150, "nobody"),
+    Part("share", "rank_share_rows", "A rank's share of an evaluation, without transfers", 150, "nobody"),
     Part("diffusers_own", "diffusers_own", "The same, diffusers' own", 35, "nobody", "diffusers"),
 )
 
@@ -100,7 +100,7 @@ def _report(parts: Sequence[tuple[Part, Setting]], page: Page, minutes: float) -
     for number, (part, setting) in enumerate(parts):
         title = f"{part.title}{_where(part, setting)}"
         seconds = max(0.0, min(deadline - time.monotonic(), _estimated_seconds(parts[number:])))
-        log.info("[%d of %d] %s; what is left takes about %.1f min", number + 1, len(parts), title, seconds / 60)
+        log.info("[%d of %d] %s; about %.1f min left", number + 1, len(parts), title, seconds / 60)
         page.section(title)
         longest = seconds_for(parts[number:], deadline - time.monotonic(), minutes)
         for row in _rows(part, setting, longest):
@@ -229,27 +229,32 @@ def _output(*command: str) -> str | None:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m parallel_runtime report", description=__doc__)
     parser.add_argument("--devices", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny networks, for a trial")
-    parser.add_argument("--world", type=count, nargs="+", help="numbers of ranks; 1 2 4 8, on the CPU 1 2")
+    parser.add_argument("--world", type=count, nargs="+", help="numbers of ranks (default: 1 2 4 8; on the CPU 1 2)")
     parser.add_argument(
-        "--tokens", type=count, help="of the attention that is compared with float64; 4608, on the CPU 67"
+        "--tokens",
+        type=count,
+        help="tokens of the attention that is compared with float64 (default: 4608; on the CPU 67)",
     )
-    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these parts alone")
+    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="run only these parts")
     parser.add_argument(
-        "--minutes", type=minutes, default=MINUTES, help="what there is no time for is left out, with a note"
+        "--minutes", type=minutes, default=MINUTES, help="time limit; parts that take longer are left out, with a note"
     )
     parser.add_argument(
-        "--comfyui", type=checkout, default="", help="its folder; else COMFYUI_PATH, or the one around this pack"
+        "--comfyui",
+        type=checkout,
+        default="",
+        help="ComfyUI's folder; otherwise COMFYUI_PATH, or the ComfyUI that contains this pack",
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("report"),
-        help="of report.md and .jsonl, or .workflow.json; a folder has them in it",
+        help="name or folder of report.md and .jsonl, or of .workflow.json",
     )
     parser.add_argument(
         "--workflow",
         type=Path,
-        help="measures nothing, and writes what a bug report needs of this workflow: no texts, no names of files",
+        help="measure nothing; write what a bug report needs of this workflow, without texts and file names",
     )
     options = parser.parse_args(arguments)
     on_cpu = options.devices == "cpu"

@@ -252,7 +252,7 @@ def slowest_rank_seconds(
 def _log_benchmark(sizes: AttentionSizes, times: dict[str, float]) -> None:
     """Logs a benchmark, as a warning: the log of a worker shows no less."""
     if any(map(math.isnan, times.values())):
-        log.warning("[CP] kernels were timed as %s: nothing sensible, so none of them is preferred in this run", times)
+        log.warning("[CP] the timings of kernels %s cannot be used: no kernel is preferred in this run", times)
     elif len(_valid(times)) > 1:
         log.warning("[CP] kernels: %s", _to_result(sizes, _valid(times)))
 

@@ -126,8 +126,8 @@ def warn_once(backend: str, reason: str) -> None:
     if dist.is_initialized() and dist.get_rank() > 0:
         return
     log.warning(
-        "[CP] attention_backend %s has no kernel for some calls: %s. These go where auto would send them, all others "
-        "go on with it",
+        "[CP] attention_backend %s has no kernel for some calls: %s. Only these calls use the kernel that auto "
+        "would choose",
         backend,
         reason,
     )

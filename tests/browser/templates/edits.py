@@ -11,7 +11,7 @@ EXAMPLE = "example.png"  # in ComfyUI's input folder from the start
 
 
 def kontext() -> Template:
-    about = "The reference picture's tokens are shared out over the workers like those of the picture itself."
+    about = "The workers split the tokens of the reference picture like those of the picture itself."
     t = Template(name="cp_flux_kontext", title="FLUX.1 Kontext", kind="edit a picture", about=about, size=22)
     network = model(t, files.KONTEXT)
     vae, prompt = flux_text(t, "Make it a watercolour on rough paper, and keep the composition")
@@ -62,8 +62,8 @@ def inpaint() -> Template:
 
 def control() -> Template:
     about = (
-        "ControlNet on Qwen-Image, with edges that are found here in the input picture. Each worker has the "
-        "ControlNet whole, and computes it for its own prompts and images."
+        "ControlNet on Qwen-Image, by edges of the input picture. Each worker has all weights of the ControlNet, and "
+        "computes it for its own prompts and images."
     )
     t = Template(name="cp_controlnet", title="ControlNet", kind="Qwen-Image, by edges", about=about, size=34)
     network = t.add("ModelSamplingAuraFlow", 1, model=model(t, files.QWEN_IMAGE), shift=3.1)
@@ -87,8 +87,8 @@ def control() -> Template:
 
 def control_sdxl() -> Template:
     about = (
-        "A ControlNet with several types on SDXL; Set Union ControlNet Type says which. It runs in the workers: with "
-        "the prompt that a GPU has, and by the same rows of the picture where GPUs share them."
+        "A ControlNet with several types on SDXL; Set Union ControlNet Type says which. It runs in the workers: for "
+        "the prompt of each GPU, and by the same rows if GPUs share a picture."
     )
     t = Template(name="cp_controlnet_sdxl", title="ControlNet", kind="SDXL, by edges", about=about, size=10)
     loaded = t.add("CheckpointLoaderSimple", 0, ckpt_name=files.SDXL)
@@ -112,8 +112,8 @@ def control_sdxl() -> Template:
 
 def control_flux() -> Template:
     about = (
-        "A ControlNet on FLUX.1 dev. Where workers share the tokens of the picture they share those of the ControlNet "
-        "too, and what it adds to the model never leaves a worker."
+        "A ControlNet on FLUX.1 dev. If workers share the tokens of the picture, they share those of the ControlNet "
+        "too. Its result never leaves a worker."
     )
     t = Template(name="cp_controlnet_flux", title="ControlNet", kind="FLUX.1 dev, by edges", about=about, size=36)
     network = model(t, files.FLUX_DEV)

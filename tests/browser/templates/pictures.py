@@ -11,7 +11,7 @@ POSTER = 'A hand-painted shop sign that reads "OPEN UNTIL LATE", rain on the win
 
 
 def flux_dev() -> Template:
-    about = "CP Sampler takes KSampler's place. CP Parallel Config may be deleted: then every GPU is used."
+    about = "CP Sampler replaces KSampler. Without the CP Parallel Config every GPU is used."
     t = Template(name="cp_flux_dev", title="FLUX.1 dev", kind="text to image", about=about, size=34)
     network = model(t, files.FLUX_DEV)
     vae, prompt = flux_text(t, FOX)
@@ -25,7 +25,10 @@ def flux_dev() -> Template:
 
 
 def flux_2() -> Template:
-    about = "FLUX.2 samples with a guider and its own scheduler: CP Sampler Custom takes SamplerCustomAdvanced's place."
+    about = (
+        "FLUX.2 samples with a guider and its own scheduler: CP Sampler Custom (Advanced) replaces "
+        "SamplerCustomAdvanced."
+    )
     t = Template(name="cp_flux_2", title="FLUX.2 dev", kind="text to image", about=about, size=71)
     network = model(t, files.FLUX_2)
     clip = t.add("CLIPLoader", 0, clip_name=files.MISTRAL, type="flux2")
@@ -73,8 +76,8 @@ def z_image() -> Template:
 
 def sdxl() -> Template:
     about = (
-        "Auto gives each prompt its own GPU first. Further GPUs share the rows of the picture, where that is faster; "
-        "the picture is that of one GPU. ring_degree and ulysses_degree say how many share them."
+        "Auto gives each prompt its own GPU first. More GPUs share the rows of the picture if that is faster; the "
+        "picture is that of one GPU. ring_degree and ulysses_degree set how many share them."
     )
     t = Template(name="cp_sdxl", title="SDXL", kind="prompts and rows on several GPUs", about=about, size=7)
     loaded = t.add("CheckpointLoaderSimple", 0, ckpt_name=files.SDXL)
@@ -88,7 +91,7 @@ def sdxl() -> Template:
 
 
 def lora() -> Template:
-    about = "LoRA go between the loader and CP Sampler, as ever. The workers merge them once and keep them."
+    about = "LoRA go between the loader and CP Sampler. The workers merge them once and keep them."
     t = Template(name="cp_lora", title="Qwen-Image with LoRA", kind="text to image, 8 steps", about=about, size=32)
     merged = t.add("LoraLoaderModelOnly", 1, model=model(t, files.QWEN_IMAGE), lora_name=files.QWEN_LORA)
     network = t.add("ModelSamplingAuraFlow", 2, model=merged, shift=3.1)
@@ -125,7 +128,7 @@ def custom() -> Template:
 def native() -> Template:
     about = (
         "CP Load Diffusion Model loads the weights in the workers only. Its MODEL works in every sampler: here in "
-        "ComfyUI's own KSampler, with one round trip to the workers for each evaluation."
+        "ComfyUI's own KSampler, but slower: every model call goes to the workers and back."
     )
     t = Template(
         name="cp_load_diffusion_model", title="Native KSampler", kind="CP Load Diffusion Model", about=about, size=34
@@ -144,9 +147,9 @@ def native() -> Template:
 
 def machines() -> Template:
     about = (
-        "Two machines, one picture. Put this machine's own address into rdzv_endpoint, and on the other one run "
+        "Two machines, one picture. Put this machine's address into rdzv_endpoint. On the other machine run "
         "**python -m parallel_runtime join ADDRESS:PORT --token-file FILE** in this pack's folder. "
-        "docs/several-machines.md in that folder says what both need."
+        "docs/several-machines.md in that folder says what both machines need."
     )
     t = Template(name="cp_several_machines", title="Several machines", kind="nnodes 2", about=about, size=34)
     network = model(t, files.FLUX_DEV)
@@ -162,9 +165,9 @@ def machines() -> Template:
 
 def pipeline() -> Template:
     about = (
-        "Two machines on an Ethernet, one picture: each has half of the model's blocks and passes the tokens on, which "
-        "needs little of the network, and both prompts follow each other through the stages. The result is exact; "
-        "**patches** above 1 are faster and approximate. The other machine joins as in *Several machines*."
+        "Two machines on Ethernet, one picture. Each has half of the model's blocks and sends the tokens on, which is "
+        "little traffic. Both prompts follow each other through the stages. The result is exact; **patches** above 1 "
+        "are faster and approximate. The other machine joins as in *Several machines*."
     )
     t = Template(name="cp_pipeline", title="Pipeline", kind="two machines, pipeline_degree 2", about=about, size=30)
     network = t.add("ModelSamplingAuraFlow", 1, model=model(t, files.QWEN_IMAGE), shift=3.1)

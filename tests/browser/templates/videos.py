@@ -23,7 +23,7 @@ def wan_text(t: Template) -> tuple[Node, Node, Node]:
 
 
 def wan_t2v() -> Template:
-    about = "Videos are long sequences: here context parallelism pays most."
+    about = "Videos have the most tokens: they gain most from several GPUs."
     t = Template(name="cp_wan_t2v", title="Wan 2.1", kind="text to video", about=about, size=10)
     network = wan(t, files.WAN_T2V)
     vae, positive, negative = wan_text(t)
@@ -35,7 +35,7 @@ def wan_t2v() -> Template:
 
 
 def wan_22() -> Template:
-    about = "Two networks, one for the first steps and one for the last. The workers hold both, where there is room."
+    about = "Two networks, one for the first steps and one for the last. The workers keep both if memory suffices."
     t = Template(name="cp_wan_22", title="Wan 2.2 A14B", kind="text to video, two samplers", about=about, size=36)
     high = wan(t, files.WAN_HIGH)
     low = wan(t, files.WAN_LOW)
@@ -58,7 +58,7 @@ def wan_22() -> Template:
 
 
 def wan_i2v() -> Template:
-    about = "CP VAE lets the workers' GPUs encode the picture and decode the video together, row by row, exactly."
+    about = "With CP VAE all GPUs encode the picture and decode the video together, each a part of the rows, exactly."
     t = Template(name="cp_wan_i2v_vae", title="Wan 2.1 with CP VAE", kind="image to video", about=about, size=41)
     network = wan(t, files.WAN_I2V)
     vae, positive, negative = wan_text(t)
@@ -80,7 +80,7 @@ def wan_i2v() -> Template:
 
 
 def vace() -> Template:
-    about = "VACE's second stack of blocks is shared out like the first. A reference picture steers what is seen."
+    about = "VACE's second stack of blocks is split like the first. A reference picture guides the video."
     t = Template(name="cp_wan_vace", title="Wan VACE", kind="video by a reference picture", about=about, size=42)
     network = wan(t, files.WAN_VACE)
     vae, positive, negative = wan_text(t)
@@ -112,7 +112,7 @@ def hunyuan() -> Template:
 
 
 def ltx_2() -> Template:
-    about = "Sound and picture are sampled together; both streams are shared out over the workers."
+    about = "Sound and picture are sampled together; the workers split the tokens of both."
     t = Template(name="cp_ltx_2", title="LTX-2", kind="text to video with sound", about=about, size=68)
     loaded = t.add("CheckpointLoaderSimple", 0, ckpt_name=files.LTX_2)
     clip = t.add("LTXAVTextEncoderLoader", 0, text_encoder=files.GEMMA, ckpt_name=files.LTX_2)
