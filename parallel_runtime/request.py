@@ -251,7 +251,9 @@ def _checked(row: Widget, value: Any) -> Any:
     fix = {row.name: row.default}
     if type(value) not in types or value != value or value not in (row.options or (value,)):
         if row.options:
-            raise Refused("widget.options", row.name, fix, name=row.name, value=quoted(value), options=list(row.options))
+            raise Refused(
+                "widget.options", row.name, fix, name=row.name, value=quoted(value), options=list(row.options)
+            )
         kind = say(f"kind.{row.kind.__name__}")
         raise Refused("widget.kind", row.name, fix, name=row.name, value=quoted(value), kind=kind)
     return value

@@ -93,6 +93,8 @@ def test_what_the_page_says_has_words_and_what_has_words_is_said():
     said |= {f"settings.{word}{tip}" for word in settings for tip in ("", ".tip")}
     said |= {f"{name}.tip" for name in re.findall(r'button\("(\w+)"', code)}
     said |= {f"plan.{column}" for column in ("tokens", "heads", "weights")}
+    presets = re.findall(r"^  (\w+): \{", (ROOT / "web" / "presets.js").read_text(), re.MULTILINE)
+    said |= {f"preset.{name}{hint}" for name in presets for hint in ("", ".hint")}
     asked = set(re.findall(r'say\("([\w.]+)"', code))
     assert asked - words("en").keys() == set()
     assert words("en").keys() - said == set()
