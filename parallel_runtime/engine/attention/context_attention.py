@@ -41,13 +41,13 @@ OnHeads = Callable[[Tensor, Tensor, Tensor, Mask | None], Tensor]
 class AttentionLayout:
     """The sizes and transfers of one attention: computed once a forward, from shapes alone, so the same on all ranks.
 
-    `blocks` are the key tokens at each ring index, `largest` the sizes of the largest kernel call of any rank.
-    `repeat_keys`: repeat key heads first, so that each query head has its own.
+    `key_counts` are the numbers of key tokens at each ring index, `largest` the sizes of the largest kernel call of any
+    rank. `repeat_keys`: repeat key heads first, so that each query head has its own.
     """
 
     queries: LocalTokens
     keys: LocalTokens
-    blocks: tuple[int, ...]
+    key_counts: tuple[int, ...]
     largest: AttentionSizes
     repeat_keys: bool
     head_chunks: tuple[HeadChunk, ...]
@@ -120,8 +120,8 @@ class ContextAttention:
         chunks = head_chunks(
             self.mesh, query, counts, tokens_by_rank, self._stream_names[0] == self._stream_names[1], max_chunks
         )
-        of_queries, blocks = (_tokens_by_ring_index(tokens, ranks) for tokens in tokens_by_rank)
-        attended = max(blocks) if self._has_all_tokens else self.streams.total(self._stream_names[1])
+        of_queries, key_counts = (_tokens_by_ring_index(tokens, ranks) for tokens in tokens_by_rank)
+        attended = max(key_counts) if self._has_all_tokens else self.streams.total(self._stream_names[1])
         largest = AttentionSizes(
             batch=query.shape[0],
             queries=max(of_queries),
@@ -131,7 +131,7 @@ class ContextAttention:
             dtype=query.dtype,
         )
         return AttentionLayout(
-            queries=queries, keys=keys, blocks=blocks, largest=largest, repeat_keys=repeat, head_chunks=chunks
+            queries=queries, keys=keys, key_counts=key_counts, largest=largest, repeat_keys=repeat, head_chunks=chunks
         )
 
     def _check(self, query: Tensor, key: Tensor, queries: int, keys: int) -> None:
@@ -250,14 +250,14 @@ class ContextAttention:
     def _attend_ring(
         self, layout: AttentionLayout, scale: float | None, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None
     ) -> Tensor:
-        merge, blocks = Merge(in_float32=self.parallelism.options.convert_to_fp32), layout.blocks
+        merge, key_counts = Merge(in_float32=self.parallelism.options.convert_to_fp32), layout.key_counts
         backend = self._kernel(query, layout, None)
-        for owners, (k, v) in self._blocks_of_ranks((key, value), blocks):
+        for owners, (k, v) in self._blocks_of_ranks((key, value), key_counts):
             if query.numel() == 0 or k.numel() == 0:
                 continue
             bias = None
             if mask is not None:
-                spans = tuple((sum(blocks[:owner]), blocks[owner]) for owner in owners if blocks[owner])
+                spans = tuple((sum(key_counts[:owner]), key_counts[owner]) for owner in owners if key_counts[owner])
                 if all(mask.hides(*span) for span in spans):
                     continue
                 bias = mask.bias(spans, query.dtype)
@@ -280,17 +280,17 @@ class ContextAttention:
         sizes = largest if self.mesh.ring.size > 1 else replace(largest, what="full", mask=mask)
         return choose_kernel(backend, query, sizes, mesh_dim, self.fallback, batch_groups, recorded)
 
-    def _blocks_of_ranks(self, block: Block, blocks: tuple[int, ...]) -> Iterator[tuple[Owners, Block]]:
+    def _blocks_of_ranks(self, block: Block, key_counts: tuple[int, ...]) -> Iterator[tuple[Owners, Block]]:
         mesh_dim = self.mesh.ring
         if self.parallelism.options.rotate_method == "allgather":
-            return all_gather_blocks(block, blocks, mesh_dim)
+            return all_gather_blocks(block, key_counts, mesh_dim)
 
         def make_slots() -> list[RingSlot]:
-            return ring_slots(block, blocks, mesh_dim, self._scratch(block[0], "ring"))
+            return ring_slots(block, key_counts, mesh_dim, self._scratch(block[0], "ring"))
 
-        if packed_bytes(block, blocks) > SCRATCH_CACHE_BYTES:
+        if packed_bytes(block, key_counts) > SCRATCH_CACHE_BYTES:
             return rotate(block, make_slots(), mesh_dim)
-        key = ("ring slots", blocks, block[0].shape, block[0].dtype, torch.is_inference_mode_enabled())
+        key = ("ring slots", key_counts, block[0].shape, block[0].dtype, torch.is_inference_mode_enabled())
         return rotate(block, self.streams.cached(key, make_slots), mesh_dim)
 
     def _scratch(self, like: Tensor, use: Hashable) -> ScratchAllocator:
