@@ -42,11 +42,11 @@ class Pending:
     """
 
     def __init__(
-        self, works: Sequence[dist.Work], buffer: Sequence[Tensor], outputs: list[Tensor], group_state: GroupState
+        self, works: Sequence[dist.Work], recv_buffers: Sequence[Tensor], outputs: list[Tensor], group_state: GroupState
     ) -> None:
         self._group_state = group_state
         self._works = works
-        self._recv_buffers = buffer
+        self._recv_buffers = recv_buffers
         self._outputs = outputs
 
     def wait(self) -> list[Tensor]:
