@@ -106,7 +106,7 @@ class MemoryModel:
 
     @cached_property
     def activation_bytes_by_rank(self) -> tuple[int, ...]:
-        return activation_bytes_by_rank(self.work, self.degrees)
+        return estimate_activation_bytes(self.work, self.degrees)
 
     def buffer_bytes_by_rank(self, weights: WeightPlacement) -> tuple[int, ...]:
         """Size of the buffers that blocks are fetched into, and of the keys and values that token patches keep."""
@@ -220,7 +220,7 @@ def hardly_better(best: WeightPlacement, before: WeightPlacement, blocks: int, w
     return min(gained) >= 0 and max(gained) <= math.ceil(blocks / 10)
 
 
-def activation_bytes_by_rank(work: Work, degrees: Parallelism) -> tuple[int, ...]:
+def estimate_activation_bytes(work: Work, degrees: Parallelism) -> tuple[int, ...]:
     """Estimated size of the activations of one evaluation on each rank, by its share of the tokens."""
     tensors, residuals = ACTIVATION_TENSORS + CACHED_TENSORS * work.cached, work.network.residuals
     if residuals:  # and a block of the ControlNet, which is split like the network's
@@ -234,7 +234,7 @@ def activation_bytes_by_rank(work: Work, degrees: Parallelism) -> tuple[int, ...
 
 def activation_bytes(work: Work, degrees: Parallelism) -> int:
     """Activations of the rank that has the most."""
-    return max(activation_bytes_by_rank(work, degrees))
+    return max(estimate_activation_bytes(work, degrees))
 
 
 def collected_bytes(work: Work, degrees: Parallelism) -> int:

@@ -14,7 +14,7 @@ from parallel_runtime.planning.memory_model import (
     UNFILLED_SHARE,
     Capacity,
     activation_bytes,
-    activation_bytes_by_rank,
+    estimate_activation_bytes,
 )
 from parallel_runtime.planning.run_plan import RunPlan
 from parallel_runtime.planning.work_shares import shares_within
@@ -106,7 +106,7 @@ def test_what_each_computes_needs_memory_by_its_own_share() -> None:
     asked = unlike(48.0, 16.0)
     by_shares = replace(asked, degrees=replace(asked.degrees, shares=(3, 1)))
     whole = activation_bytes(asked.work, Parallelism())
-    assert activation_bytes_by_rank(asked.work, by_shares.degrees) == (whole * 3 // 4, whole // 4)
+    assert estimate_activation_bytes(asked.work, by_shares.degrees) == (whole * 3 // 4, whole // 4)
     at_home = decide("auto", by_shares).weights.resident_blocks_on(1)
     assert at_home >= decide("auto", asked).weights.resident_blocks_on(1)
     work = replace(asked.work, tokens=100_000)
@@ -121,7 +121,7 @@ def test_what_each_computes_needs_memory_by_its_own_share() -> None:
 
 def test_images_that_a_lane_has_more_of_need_more_memory_there() -> None:
     degrees, work = Parallelism(data_degree=2, shares=(3, 1)), QWEN.work(8, 7000)
-    first, second = activation_bytes_by_rank(work, degrees)
+    first, second = estimate_activation_bytes(work, degrees)
     assert (first, second) == (6 * activation_bytes(QWEN.work(1, 7000), Parallelism()), first // 3)
 
 
