@@ -155,9 +155,9 @@ def _preferred(inputs: PlanInputs, devices: tuple[str, ...]) -> RunPlan:
     ring. Raises Refused."""
     request, nnodes = inputs.request, inputs.request.nnodes
     check_request(inputs)
-    world = nnodes * max(1, len(devices))
+    world_size = nnodes * max(1, len(devices))
     guided = inputs.guided and not inputs.batch_coupled
-    degrees = _branches(inputs, world) if inputs.unsharded else _sequence(inputs, world, guided)
+    degrees = _branches(inputs, world_size) if inputs.unsharded else _sequence(inputs, world_size, guided)
     check_workers(degrees, devices, inputs)
     local_workers = degrees.world_size // nnodes
     placement = Placement(
@@ -178,20 +178,20 @@ def _preferred(inputs: PlanInputs, devices: tuple[str, ...]) -> RunPlan:
     return RunPlan(degrees=degrees, placement=placement)
 
 
-def _branches(inputs: PlanInputs, world: int) -> Parallelism:
+def _branches(inputs: PlanInputs, world_size: int) -> Parallelism:
     """Returns the degrees of a network that is not split: both prompts side by side where there are devices for it, on
     as many groups as data_degree says."""
     request = inputs.request
-    several = not inputs.batch_coupled and world // request.data_degree >= 2
+    several = not inputs.batch_coupled and world_size // request.data_degree >= 2
     cfg = request.cfg_degree or (2 if several else 1)
     return Parallelism(options=request.options, cfg_degree=cfg, data_degree=request.data_degree)
 
 
-def _sequence(inputs: PlanInputs, world: int, guided: bool) -> Parallelism:
+def _sequence(inputs: PlanInputs, world_size: int, guided: bool) -> Parallelism:
     """Returns the degrees of a network that is split, with those filled in that are 0 in the request."""
     request = inputs.request
     stages, cfg = max(1, request.pipeline_degree), request.cfg_degree
-    workers = max(1, world // (request.data_degree * stages))
+    workers = max(1, world_size // (request.data_degree * stages))
     if cfg == 0:
         # Each branch of guidance would have a copy of the weights, which a shard keeps small; and prompts are not
         # divided, so uneven shares need the sequence.

@@ -240,7 +240,7 @@ def test_more_ranks_than_there_are_gpus_are_refused() -> None:
 )
 def test_one_gpu_is_also_tried_by_several_ranks_on_it(gpus: int, ranks: list[tuple[int, bool]]) -> None:
     options = argparse.Namespace(devices="cuda", comfyui="", tokens=4608, world=[1, 2, 4, 8], only=["attention"])
-    assert [(setting.world, setting.one_card) for _, setting in planned(options, gpus)] == ranks
+    assert [(setting.world_size, setting.one_card) for _, setting in planned(options, gpus)] == ranks
 
 
 def test_what_nobody_has_measured_yet_comes_first_and_two_communicators_with_both_ways_of_buffers() -> None:
@@ -252,7 +252,7 @@ def test_what_nobody_has_measured_yet_comes_first_and_two_communicators_with_bot
         "page_locks",
         "attention",
     ]
-    recorded = [(each.world, each.one_card, each.registered) for part, each in parts if part.name == "recordings"]
+    recorded = [(each.world_size, each.one_card, each.registered) for part, each in parts if part.name == "recordings"]
     assert recorded == [(1, False, False), (2, True, False), (4, True, False), (4, True, True)]
     (both,) = recorded_degrees(4)
     assert (both[1].ring_degree, both[1].ulysses_degree) == (2, 2)

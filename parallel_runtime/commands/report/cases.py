@@ -25,12 +25,12 @@ WORDS = 300  # characters of a failure
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The setting of one part. `world` ranks have a GPU each, or all of them the first one (`one_card`, where times
-    mean nothing). `comfyui` is a checkout, "" for none. `registered`: NCCL registers recorded buffers, its default,
-    which workers turn off. On the CPU networks are tiny."""
+    """The setting of one part. `world_size` ranks have a GPU each, or all of them the first one (`one_card`, where
+    times mean nothing). `comfyui` is a checkout, "" for none. `registered`: NCCL registers recorded buffers, its
+    default, which workers turn off. On the CPU networks are tiny."""
 
     kind: str = "cuda"
-    world: int = 1
+    world_size: int = 1
     one_card: bool = False
     registered: bool = False
     comfyui: str = ""
@@ -48,7 +48,7 @@ class Setting:
     @property
     def devices(self) -> tuple[str, ...]:
         """Returns the device of each rank."""
-        numbers = (0 if self.one_card else rank for rank in range(self.world))
+        numbers = (0 if self.one_card else rank for rank in range(self.world_size))
         return tuple("cpu" if self.tiny else f"{self.kind}:{number}" for number in numbers)
 
 

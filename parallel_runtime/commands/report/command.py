@@ -112,10 +112,10 @@ def planned(options: argparse.Namespace, gpus: int) -> Iterator[tuple[Part, Sett
     """Yields each part on as many ranks as there are GPUs; with one GPU also on several ranks of it, for their errors.
     Raises Refused where all numbers of ranks are larger than that."""
     base = Setting(kind=options.devices, comfyui=find_comfyui(options.comfyui), tokens=options.tokens)
-    worlds = [world for world in options.world if world <= (gpus or max(options.world))]
-    settings = [replace(base, world=world) for world in worlds]
+    world_sizes = [size for size in options.world if size <= (gpus or max(options.world))]
+    settings = [replace(base, world_size=size) for size in world_sizes]
     if gpus == 1:
-        settings += [replace(base, world=world, one_card=True) for world in options.world if world in (2, 4)]
+        settings += [replace(base, world_size=size, one_card=True) for size in options.world if size in (2, 4)]
     if not settings:
         raise Refused("report.world", world=min(options.world), gpus=gpus)
     for part in PARTS:
@@ -126,14 +126,14 @@ def planned(options: argparse.Namespace, gpus: int) -> Iterator[tuple[Part, Sett
         elif part.by == "ranks":
             yield from ((part, setting) for setting in settings)
         else:
-            yield part, max(settings, key=lambda each: min(each.world, 2)) if part.by == "workers" else base
+            yield part, max(settings, key=lambda each: min(each.world_size, 2)) if part.by == "workers" else base
 
 
 def _recorded(settings: Sequence[Setting]) -> list[Setting]:
     """Returns one rank, two, and four, which have two communicators; the most of them also with registered buffers."""
-    chosen = [setting for setting in settings if setting.world in (1, 2, 4)] or [settings[0]]
+    chosen = [setting for setting in settings if setting.world_size in (1, 2, 4)] or [settings[0]]
     most = chosen[-1]
-    return chosen + ([replace(most, registered=True)] if most.world > 1 and most.kind == "cuda" else [])
+    return chosen + ([replace(most, registered=True)] if most.world_size > 1 and most.kind == "cuda" else [])
 
 
 def seconds_for(parts: Sequence[tuple[Part, Setting]], remaining: float, minutes: float) -> float:
@@ -180,7 +180,7 @@ def _rows(part: Part, setting: Setting, seconds: float) -> Iterator[Row]:
         yield {"what": "not run", "note": "its share of time is too short; --minutes gives more, --only fewer parts"}
     else:
         setting = setting if part.needs == "ComfyUI" else replace(setting, comfyui="")
-        processes = setting.world if part.by == "ranks" else 1
+        processes = setting.world_size if part.by == "ranks" else 1
         yield from rows_of(part.module, setting, processes=processes, seconds=seconds)
 
 
@@ -191,7 +191,7 @@ def _has_diffusers() -> bool:
 def _where(part: Part, setting: Setting) -> str:
     if part.by == "nobody":
         return ""
-    several = f": {setting.world} {part.by}" if setting.world > 1 else f": one {part.by.removesuffix('s')}"
+    several = f": {setting.world_size} {part.by}" if setting.world_size > 1 else f": one {part.by.removesuffix('s')}"
     several += ", NCCL_GRAPH_REGISTER=1" if setting.registered else ""
     return f"{several} on one card, over NCCL; times would say nothing" if setting.one_card else several
 

@@ -56,10 +56,10 @@ def _of_subject(
             yield case(words if mode == "replicate" else f"{words}, {mode}")
 
     yield case("ComfyUI's own")
-    for number, (words, parallelism) in enumerate([*parallelisms(setting.world)] or [("1 rank", Parallelism())]):
+    for number, (words, parallelism) in enumerate([*parallelisms(setting.world_size)] or [("1 rank", Parallelism())]):
         mesh = build_mesh(parallelism, device)
         for mode in get_args(WeightsMode) if number == 0 else ("replicate",):
-            if mode != "shard" or setting.world > 1:
+            if mode != "shard" or setting.world_size > 1:
                 yield from unbroken(labels | {"degrees": f"{words}, {mode}"}, split(words, parallelism, mesh, mode))
 
 

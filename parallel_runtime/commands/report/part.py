@@ -63,8 +63,8 @@ def rows_of(part: str, setting: Setting, *, processes: int, seconds: float) -> I
             yield {"what": REMAINING_CASES, "failed": f"processes ended: {ended}: {last}"}
 
 
-def _start(part: str, setting: Setting, rank: int, world: int, folder: Path) -> subprocess.Popen[bytes]:
-    place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
+def _start(part: str, setting: Setting, rank: int, world_size: int, folder: Path) -> subprocess.Popen[bytes]:
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
     mine = {name: str(value) for name, value in place.items()} | {FOLDER: str(folder), PARENT: str(os.getpid())}
     mine |= {ONE_CARD: "1"} if setting.one_card else {}
     mine |= {"NCCL_GRAPH_REGISTER": "1"} if setting.registered else {}

@@ -34,14 +34,14 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
         return
     for subject in subjects(tiny=setting.tiny, one_card=setting.one_card):
         trial = Trial(subject, device, alone=not setting.one_card)
-        for words, parallelism in degrees(setting.world):
+        for words, parallelism in degrees(setting.world_size):
             labels = {"what": subject.name, "degrees": words}
             yield from unbroken(labels, trial.cases(labels, parallelism))
 
 
-def degrees(world: int) -> list[tuple[str, Parallelism]]:
+def degrees(world_size: int) -> list[tuple[str, Parallelism]]:
     """Returns ring and Ulysses each alone; for four ranks and more both at once, in two communicators."""
-    rotated = [each for each in parallelisms(world) if each[1].options.rotate_method == "alltoall"]
+    rotated = [each for each in parallelisms(world_size) if each[1].options.rotate_method == "alltoall"]
     both = [each for each in rotated if min(each[1].ring_degree, each[1].ulysses_degree) > 1]
     return both or rotated or [("1 rank", Parallelism())]
 

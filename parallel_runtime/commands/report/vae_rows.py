@@ -37,7 +37,7 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
         subject = Decode(make, latent, dtype, device)
         subjects.append((name, subject))
         yield Case({"what": name, "workers": "none, ComfyUI's process"}, subject.alone)
-    for count in sorted({1, setting.world}):
+    for count in sorted({1, setting.world_size}):
         with WorkerGroup(Placement(devices=setting.devices[:count]), setting.comfy) as group:
             for name, subject in subjects:
                 for what, act in (("", subject.divided), (", after Free memory", subject.freed)):
