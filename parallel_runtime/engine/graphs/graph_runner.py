@@ -231,7 +231,7 @@ class GraphRunner:
             return self._timed(trial, args, kwargs)
         if not self._is_worthwhile(trial):
             return self._stay_eager(call, NO_GAIN, self._run_eager(args, kwargs))
-        if not self._make_room(call.key):
+        if not self._evict_for(call.key):
             self._note_reason(f"more than {MAX_RECORDINGS} sizes, prompt lengths or the like take turns")
             return self._run_eager(args, kwargs)
         return self._record(call, self._recorder)
@@ -298,7 +298,7 @@ class GraphRunner:
         self._note_reason(reason)
         return out
 
-    def _make_room(self, key: Hashable) -> bool:
+    def _evict_for(self, key: Hashable) -> bool:
         """Evicts the least recently used recording if need be; False where the call and evicted ones only take
         turns."""
         if len(self._recorded) < MAX_RECORDINGS:

@@ -36,12 +36,12 @@ class WholePatches:
         """The patches of transformer_options, for a forward of these levels of a latent [B, C, H, W]."""
         self._levels, self._shape = levels, shape
         self.has_full_tokens = self.over_time = False
-        given: dict[str, list[Any]] = {kind: list(found) for kind, found in (options.get("patches") or {}).items()}
+        given: dict[str, list[Any]] = options.get("patches") or {}
         of_pictures: dict[str, Patch] = {kind: self._picture for kind in PICTURES}
         of_pictures |= {"middle_block_after_patch": self._middle, "middle_patch": self._between}
         patches = {
-            kind: [partial(of_pictures[kind], patch) for patch in found] if kind in of_pictures else found
-            for kind, found in given.items()
+            kind: [partial(of_pictures[kind], patch) if kind in of_pictures else patch for patch in of_kind]
+            for kind, of_kind in given.items()
         }
         if layers := given.get("forward_timestep_embed_patch"):
             patches["forward_timestep_embed_patch"] = [(kind, partial(self._layer, patch)) for kind, patch in layers]
@@ -50,7 +50,7 @@ class WholePatches:
             if first or last:
                 patches[f"{kind}_patch"] = [partial(self._gather, kind), *(partial(self._inside, p) for p in first)]
                 patches[f"{kind}_output_patch"] = [*(partial(self._inside, p) for p in last), self._split]
-        replaced = {kind: dict(found) for kind, found in (options.get("patches_replace") or {}).items()}
+        replaced = {kind: dict(by_block) for kind, by_block in (options.get("patches_replace") or {}).items()}
         for kind in replaced.keys() & {SELF, CROSS}:
             replaced[kind] = {at: partial(self._attention, kind, patch) for at, patch in replaced[kind].items()}
         return {"patches": patches, "patches_replace": replaced}

@@ -35,12 +35,12 @@ def make(loaded: ControlBase, described: dict[str, Any], rebuild: Callable[[Any]
 
 def of_conds(conds: dict[str, list[dict[str, Any]]]) -> list[ControlBase]:
     """All ControlNets of these conditions, each once, with those that they are chained to."""
-    found: dict[ControlBase, None] = {}
+    controls: dict[ControlBase, None] = {}
     for control in (cond.get("control") for of_one in conds.values() for cond in of_one):
         while control is not None:
-            found[control] = None
+            controls[control] = None
             control = control.previous_controlnet
-    return list(found)
+    return list(controls)
 
 
 @contextmanager
