@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from parallel_runtime.accelerators import KERNELS, AttentionKernel
+from parallel_runtime.accelerators import FALLBACK, KERNELS, AttentionKernel
 from parallel_runtime.engine.attention.context_attention import ContextAttention
 from parallel_runtime.engine.kernels import autotune, dispatch, registry
 
@@ -57,13 +57,13 @@ def kernels_taken(
     fits: list[bool] | None = None,
 ) -> dict[str, Any]:
     """An attention whose kernels take `seconds[name][rank]` (none on a rank: has none): the error of this rank's rows,
-    which kernels attended, and what raced. "auto" is what attends where nothing is chosen. `fits`: does PyTorch's flash
-    kernel run on each rank's card? Of unlike capability are cards that do not say the same."""
+    which kernels attended, and what raced. FALLBACK is what attends where nothing is chosen. `fits`: does PyTorch's
+    flash kernel run on each rank's card? Of unlike capability are cards that do not say the same."""
     taken: list[str] = []
     operator = registry.sdpa
 
     def own(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        taken.append("auto")
+        taken.append(FALLBACK)
         return operator(q, *(dispatch.repeat_kv(x, q.shape[2]) for x in (k, v)), mask, scale)
 
     def counted(name: str) -> registry.KernelFunctions:
@@ -78,7 +78,7 @@ def kernels_taken(
     rows = {
         name: AttentionKernel(name=name, devices=("cpu",), masks=name == "_native_cudnn", benchmark=("full",))
         for name in seconds
-        if name != "auto"
+        if name != FALLBACK
     }
     timed: list[str] = []
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parallel_runtime.accelerators import KERNELS
+from parallel_runtime.accelerators import FALLBACK, KERNELS
 from parallel_runtime.engine.attention.attention_override import backend_override
 from parallel_runtime.engine.attention.masks import additive
 from parallel_runtime.engine.attention.merge import MAX_PENDING_BLOCKS, Merge
@@ -30,10 +30,10 @@ def test_blocks_merge_to_the_whole_in_any_order() -> None:
     cuts = [0, 1, tokens // 3, tokens]
     hidden = additive(torch.zeros(1, 1, 1, tokens, dtype=torch.bool), torch.float32)
     blocks = [
-        attend_block(problem.query, problem.key[:, start:end], problem.value[:, start:end], None, None, "auto")
+        attend_block(problem.query, problem.key[:, start:end], problem.value[:, start:end], None, None, "native")
         for start, end in pairwise(cuts)
     ]
-    blocks.append(attend_block(problem.query, problem.key, problem.value, hidden, None, "auto"))
+    blocks.append(attend_block(problem.query, problem.key, problem.value, hidden, None, "native"))
     whole = attention(problem)
     for order in permutations(blocks):
         merge = Merge(in_float32=True)
@@ -46,7 +46,7 @@ def test_the_log_sum_exp_of_a_block_is_that_of_its_scores() -> None:
     problem = random_problem(12, masked=False)
     q, k = problem.query.double().transpose(1, 2), problem.key.double().transpose(1, 2)
     expected = (q @ k.transpose(-1, -2) * 0.3).logsumexp(-1).transpose(1, 2).unsqueeze(-1)
-    _, lse = attend_block(problem.query, problem.key, problem.value, None, 0.3, "auto")
+    _, lse = attend_block(problem.query, problem.key, problem.value, None, 0.3, "native")
     assert (lse - expected).abs().max() <= 1e-4
 
 
@@ -54,7 +54,7 @@ def test_plain_attention_is_that_of_torch() -> None:
     problem = random_problem(13, masked=False)
     q, k, v = (tensor.transpose(1, 2) for tensor in (problem.query, problem.key, problem.value))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-    assert torch.equal(attend(problem.query, problem.key, problem.value, None, None, "auto"), expected)
+    assert torch.equal(attend(problem.query, problem.key, problem.value, None, None, "native"), expected)
 
 
 needs_cuda_build = pytest.mark.skipif(
@@ -148,7 +148,7 @@ def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> p
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("backend", EXPLICIT)
-def test_where_a_chosen_backend_has_no_kernel_attention_is_that_of_auto_and_the_log_names_it_once(
+def test_where_a_chosen_backend_has_no_kernel_attention_is_that_of_native_and_the_log_names_it_once(
     backend: AttentionBackend, masked: bool, told: pytest.LogCaptureFixture
 ) -> None:
     problem = random_problem(15, masked=masked, grouped=True)
@@ -157,8 +157,8 @@ def test_where_a_chosen_backend_has_no_kernel_attention_is_that_of_auto_and_the_
     given = problem.query, problem.key, problem.value
     bias = None if mask is None else additive(mask, torch.float32)
     for _ in range(2):
-        assert torch.equal(attend(*given, mask, None, backend), attend(*given, mask, None, "auto"))
-        blocks = (attend_block(*given, bias, None, name) for name in (backend, "auto"))
+        assert torch.equal(attend(*given, mask, None, backend), attend(*given, mask, None, "native"))
+        blocks = (attend_block(*given, bias, None, name) for name in (backend, "native"))
         for one, other in zip(*blocks, strict=True):
             assert torch.equal(one, other)
     assert len({record.getMessage() for record in told.records}) == len(told.records), "said once"
@@ -285,7 +285,7 @@ def test_cudnn_before_9_15_is_not_recorded(version: int | None, records: bool, m
         assert ("_native_cudnn" in block_candidates(query)) == records
         assert ("_native_cudnn" in full_candidates(query)) == records
         assert "_native_cudnn" in full_candidates(query, recorded=False)
-        assert full_candidates(query)[0] == "auto", "ComfyUI's own is what others have to beat"
+        assert full_candidates(query)[0] == FALLBACK, "ComfyUI's own is what others have to beat"
         assert "_native_flash" not in full_candidates(query, masked=True)
 
 

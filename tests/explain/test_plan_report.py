@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from parallel_runtime.accelerators import FALLBACK
 from parallel_runtime.architectures.row_plan import RowLevel
 from parallel_runtime.errors import say
 from parallel_runtime.explain.plan_report import Report, Row, Subject
@@ -88,7 +89,7 @@ def test_the_kernel_that_won_is_named_with_its_time_and_that_of_the_loser() -> N
 
 
 def test_where_keys_are_whole_a_race_is_told_for_that() -> None:
-    race = replace(RACE, kernels=("_native_cudnn", "auto"), what="full")
+    race = replace(RACE, kernels=("_native_cudnn", FALLBACK), what="full")
     text = words(ulysses_degree=2, benchmarks=[race])
     assert "Kernel: _native_cudnn with 310.5 us, before ComfyUI's own with 480 us, for full keys, 2304 queries" in text
     assert "Kernel" not in words(ring_degree=2, benchmarks=[race])
@@ -97,7 +98,7 @@ def test_where_keys_are_whole_a_race_is_told_for_that() -> None:
 
 @pytest.mark.parametrize(("own", "advised"), [(480.0, True), (350.0, False), (300.0, False)])
 def test_one_worker_is_told_of_a_kernel_that_is_clearly_faster_than_comfyuis_own(own: float, advised: bool) -> None:
-    kernels, times = zip(*sorted({"auto": own, "_native_cudnn": 310.5}.items(), key=lambda one: one[1]), strict=True)
+    kernels, times = zip(*sorted({FALLBACK: own, "_native_cudnn": 310.5}.items(), key=lambda one: one[1]), strict=True)
     race = replace(RACE, kernels=kernels, microseconds=times, what="alone")
     text = words(benchmarks=[race])
     assert ("set attention_backend to _native_cudnn in CP Parallel Config" in text) == advised

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ...accelerators import FALLBACK
 from ...architectures.split_plan import AttentionSpec, AttentionSpecs, Cross, Names, Window
 from ...errors import Refused
 from ...request import AttentionBackend
@@ -137,12 +138,12 @@ class BackendOverride:
         return try_kernel(q, k, v, _four_dims(mask), call.scale, self._backend_for(call))
 
     def _backend_for(self, call: _NativeCall) -> AttentionBackend:
-        """The chosen backend, or "auto" where ComfyUI forbids low precision. The same on all ranks."""
+        """The chosen backend, or FALLBACK where ComfyUI forbids low precision. The same on all ranks."""
         kernel = FUNCTIONS.get(self._backend)
         if kernel is None or not kernel.row.low_precision or call.options.get(_LOW_PRECISION) is not False:
             return self._backend
         warn_once(self._backend, "ComfyUI asks for higher precision")
-        return "auto"
+        return FALLBACK
 
 
 @cache

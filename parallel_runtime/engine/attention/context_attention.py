@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...accelerators import FALLBACK
 from ...errors import Refused
 from ...request import AttentionBackend
 from ...specs import Parallelism
@@ -234,7 +235,7 @@ class ContextAttention:
         if query.numel() == 0:
             return allocate(query.shape, query)
         key, value = contiguous_by_head(key), contiguous_by_head(value)
-        out = None if backend == "auto" else try_kernel(query, key, value, own_mask, scale, backend)
+        out = try_kernel(query, key, value, own_mask, scale, backend)
         return self.fallback(query, key, value, own_mask, scale) if out is None else out
 
     def _update_kv(self, patches: PipeFusion, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -267,7 +268,7 @@ class ContextAttention:
     def _kernel(self, query: Tensor, layout: AttentionLayout, mask: MaskKind | None) -> AttentionBackend:
         """Returns the kernel for this layout and kind of mask, chosen once a forward."""
         if self.only_fallback():
-            return "auto"
+            return FALLBACK
         return self.streams.cached((layout, "kernel", mask), lambda: self._choose_kernel(query, layout.largest, mask))
 
     def _choose_kernel(self, query: Tensor, largest: AttentionSizes, mask: MaskKind | None) -> AttentionBackend:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...accelerators import benchmarked
+from ...accelerators import FALLBACK, benchmarked
 from ...request import AttentionBackend
 from ...wire.readings import WORTH_TELLING, BenchmarkKind, KernelBenchmark
 from ..attention.masks import MaskKind
@@ -55,7 +55,7 @@ class AttentionSizes:
 
 
 def block_candidates(query: Tensor, *, recorded: bool = True) -> list[AttentionBackend]:
-    """The kernels that "auto" may choose for ring blocks, the likely fastest first; ["native"] if there is no choice.
+    """Returns the kernels to benchmark for ring blocks, the likely fastest first; ["native"] if there is no choice.
     `recorded`: they may become part of a CUDA graph."""
     names = benchmarked(query.device.type, "block")
     if not names or not supports_flash(query):
@@ -65,13 +65,13 @@ def block_candidates(query: Tensor, *, recorded: bool = True) -> list[AttentionB
 
 
 def full_candidates(query: Tensor, *, masked: bool = False, recorded: bool = True) -> list[AttentionBackend]:
-    """The kernels for full keys; the first is "auto", ComfyUI's own attention."""
+    """Returns the kernels to benchmark for full keys; the first is the fallback."""
     names = benchmarked(query.device.type, "full")
     if not names or not supports_flash(query):
-        return ["auto"]
+        return [FALLBACK]
     cudnn = torch.version.hip is None and (cudnn_supports_graphs() or not recorded)
     usable = (name for name in _installed(names) if FUNCTIONS[name].row.masks or not masked)
-    return ["auto", *(name for name in usable if name != "_native_cudnn" or cudnn)]
+    return [FALLBACK, *(name for name in usable if name != "_native_cudnn" or cudnn)]
 
 
 def _installed(names: Sequence[AttentionBackend]) -> list[AttentionBackend]:
@@ -87,7 +87,7 @@ def choose_kernel(
     batch_groups: int = 1,
     recorded: bool = True,
 ) -> AttentionBackend:
-    """Returns the kernel for ring blocks or full keys, as `sizes` say; "auto" is `fallback`. `recorded`: see
+    """Returns the kernel for ring blocks or full keys, as `sizes` say; FALLBACK stands for `fallback`. `recorded`: see
     block_candidates. Collective over `mesh_dim` for new sizes.
 
     Several `batch_groups` take the likely fastest without a benchmark: each would have its own, and groups that compute
@@ -96,7 +96,8 @@ def choose_kernel(
     blocks = sizes.what == "block"
     masked = sizes.mask is not None
     if isinstance(query, FakeTensor):
-        return block_candidates(query, recorded=recorded)[0] if blocks and backend == "auto" else backend
+        unmeasured = block_candidates(query, recorded=recorded)[0] if blocks else FALLBACK
+        return unmeasured if backend == "auto" else backend
     if backend != "auto":
         if backend == "native" or _available_on_all(backend, query, sizes, mesh_dim):
             return backend
@@ -121,18 +122,18 @@ def _benchmarked_names(device: torch.device, blocks: bool) -> Sequence[Attention
     """All names in the benchmark, also those that this GPU lacks: other GPUs of the group may have them."""
     if blocks:
         return benchmarked(device.type, "block") or ["native"]
-    return ["auto", *benchmarked(device.type, "full")]
+    return [FALLBACK, *benchmarked(device.type, "full")]
 
 
 def _likely_fastest(
     names: Sequence[AttentionBackend], query: Tensor, sizes: AttentionSizes, mesh_dim: MeshDim, recorded: bool
 ) -> AttentionBackend:
-    """Returns cuDNN's kernel if all ranks prefer it, as in every measurement so far; else "auto"."""
+    """Returns cuDNN's kernel if all ranks prefer it, as in every measurement so far; else FALLBACK."""
     if "_native_cudnn" not in _benchmarked_names(query.device, blocks=False):
-        return "auto"
+        return FALLBACK
     preferred = "_native_cudnn" in names and _prefers_cudnn(query, recorded)
     return (
-        "_native_cudnn" if _available_on_all("_native_cudnn", query, sizes, mesh_dim, preferred=preferred) else "auto"
+        "_native_cudnn" if _available_on_all("_native_cudnn", query, sizes, mesh_dim, preferred=preferred) else FALLBACK
     )
 
 
@@ -175,7 +176,7 @@ def _measure(
                 return fallback(q, k, v, mask, None)
             return kernel.with_log_sum_exp(q, k, v, None)[0] if block else kernel.full(q, k, v, mask, None)
 
-        if name != "auto" and not _is_accurate(
+        if name != FALLBACK and not _is_accurate(
             run(), (q, k, v), mask, _MAX_ERROR if with_timing else _MAX_ERROR_REQUESTED
         ):
             return torch.inf
@@ -209,8 +210,8 @@ def faster_kernel(query: Tensor, fallback: FullAttention, sizes: AttentionSizes,
         return ""
     seconds = partial(_measure, sizes, query.device, fallback, names)
     times = slowest_rank_seconds(names, sizes, alone, seconds, query.device)
-    fastest = min(times, key=times.__getitem__, default="auto")
-    return fastest if fastest != "auto" and times["auto"] > WORTH_TELLING * times[fastest] else ""
+    fastest = min(times, key=times.__getitem__, default=FALLBACK)
+    return fastest if fastest != FALLBACK and times[FALLBACK] > WORTH_TELLING * times[fastest] else ""
 
 
 def fastest_kernel(

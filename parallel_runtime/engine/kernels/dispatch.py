@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...accelerators import FALLBACK
 from ...request import AttentionBackend
 from .custom_op import attend_op, register
 from .registry import FUNCTIONS, heads_first, sdpa
@@ -48,7 +49,7 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, backend: AttentionBackend
 ) -> Tensor:
     """Attention with `mask` [B, 1 or H, 1 or Sq, Sk], bool or additive. Calls that `backend` does not support go to
-    PyTorch's own choice, as with "auto"."""
+    PyTorch's own choice, as with "native"."""
     if torch.compiler.is_compiling() and backend in FUNCTIONS:
         return attend_op(query, key, value, mask, scale, _OP_IDS[backend], [])
     out = try_kernel(query, key, value, mask, scale, backend)
@@ -64,7 +65,7 @@ def try_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, backend: AttentionBackend
 ) -> Tensor | None:
     """Attention with the kernel of this name; None for calls that it does not support, which is logged once."""
-    if backend == "auto":
+    if backend in ("auto", FALLBACK):
         return None
     if backend == "native":
         return attend_native(query, key, value, mask, scale)
@@ -83,7 +84,7 @@ def attend_block(
     """Attention over one block of keys: output [B, Sq, H, D] and its log-sum-exp [B, Sq, H, 1], float32.
 
     `bias` is [B, 1 or H, 1 or Sq, Sk], finite (see `masks.additive`). Where it hides the whole block the output is
-    finite and its log-sum-exp hugely negative. What `backend` has no kernel for goes where it would with "auto".
+    finite and its log-sum-exp hugely negative. What `backend` has no kernel for goes where it would with "native".
     """
     key, value = repeat_kv(key, query.shape[2]), repeat_kv(value, query.shape[2])
     if (kernel := FUNCTIONS.get(backend)) is not None:

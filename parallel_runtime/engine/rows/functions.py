@@ -301,7 +301,7 @@ def attend(share: Share, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     asking, block = _batch_first(query), (_batch_first(key), _batch_first(value))
     places = ring_slots(block, sizes, share.ranks, lambda shape, _: allocate(shape, query))
     for _, (keys, values) in rotate(block, places, share.ranks):
-        merge.add(*attend_block(asking, keys, values, None, None, "auto"))
+        merge.add(*attend_block(asking, keys, values, None, None, "native"))
     return merge.result(asking, None)[:, :, 0].transpose(1, 2).reshape(query.shape)
 
 
