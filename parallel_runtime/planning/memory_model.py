@@ -227,8 +227,8 @@ def estimate_activation_bytes(work: Work, degrees: Parallelism) -> tuple[int, ..
         tensors += ACTIVATION_TENSORS + residuals
     sizes: list[int] = []
     for number, shares in enumerate(degrees.cp_group_shares):
-        rows = work.rows_of_group(degrees, number // degrees.cfg_degree % degrees.data_degree)
-        sizes += [tensors * work.row_bytes * rows * share // sum(shares) for share in shares]
+        sequences = work.sequences_of_group(degrees, number // degrees.cfg_degree % degrees.data_degree)
+        sizes += [tensors * work.sequence_bytes * sequences * share // sum(shares) for share in shares]
     return tuple(sizes)
 
 
@@ -239,4 +239,4 @@ def activation_bytes(work: Work, degrees: Parallelism) -> int:
 
 def collected_bytes(work: Work, degrees: Parallelism) -> int:
     """Size of a ring's keys and values, all-gathered on one rank."""
-    return 2 * work.busiest_rows(degrees) * work.row_bytes // degrees.ulysses_degree
+    return 2 * work.most_sequences(degrees) * work.sequence_bytes // degrees.ulysses_degree

@@ -45,7 +45,7 @@ def evaluation_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile)
     if work.network.row_levels:
         return _evaluation_seconds_by_rows(work, degrees, profile)
     network, ranks = work.network, degrees.context_parallel_size
-    linear = work.rows * network.linear_flop(work.tokens) / ranks / (LINEAR * profile.flops_per_second)
+    linear = work.sequences * network.linear_flop(work.tokens) / ranks / (LINEAR * profile.flops_per_second)
     device = linear + network.layers * attention_seconds(work, degrees, profile)
     stages = degrees.pipeline_degree
     host = 0.0 if work.recorded and stages == 1 else network.layers * _launch_seconds(degrees)
@@ -60,7 +60,7 @@ def _evaluation_seconds_by_rows(work: Work, degrees: Parallelism, profile: Devic
     flop = network.linear_flop(work.tokens) / LINEAR + network.attention_flop(work.tokens) / ATTENTION
     if ranks > 1 and degrees.options.rotate_method == "tokens":
         flop += (ranks - 1) * network.key_flop(work.tokens) / LINEAR
-    device = work.rows * flop / ranks / profile.flops_per_second
+    device = work.sequences * flop / ranks / profile.flops_per_second
     units = network.layers + sum(level.messages for level in network.row_levels)
     host = 0.0 if work.recorded else units * UNIT_LAUNCHED * (UNIT_DIVIDED if ranks > 1 else 1.0)
     if ranks > 1 and profile.bytes_per_second:
@@ -83,7 +83,7 @@ def alone_seconds(work: Work, speed: Speed) -> float:
     if not speed.products or not speed.attention:
         return 0.0
     linear, attention = work.network.linear_flop(work.tokens), work.network.attention_flop(work.tokens)
-    return work.rows * (linear / LINEAR / speed.products + attention / speed.attention)
+    return work.sequences * (linear / LINEAR / speed.products + attention / speed.attention)
 
 
 def alone_seconds_by_rank(work: Work, profile: DeviceProfile) -> list[float]:
@@ -119,8 +119,8 @@ def averaged(work: Work, degrees: Parallelism, profile: DeviceProfile) -> Device
 
 
 def times_as_fast(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
-    """How many times as fast a step is on these workers as on one alone: prompts, rows and tokens are shared out."""
-    share = replace(work, rows=-(-work.rows // degrees.data_degree))
+    """How many times as fast a step is on these workers as on one alone: prompts, images and tokens are shared out."""
+    share = replace(work, sequences=-(-work.sequences // degrees.data_degree))
     several = work.prompts_per_rank(degrees) * evaluation_seconds(share, degrees, profile)
     return work.prompts * evaluation_seconds(work, Parallelism(), profile) / several
 
@@ -138,7 +138,7 @@ def attention_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) 
     """Seconds of one attention layer on one rank, its transfers included."""
     ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
     share = work.activation_bytes / (ring * ulysses)
-    compute = 4 * work.rows * work.tokens**2 * work.network.width / (ring * ulysses)
+    compute = 4 * work.sequences * work.tokens**2 * work.network.width / (ring * ulysses)
     compute /= ATTENTION * profile.flops_per_second
     if degrees.context_parallel_size == 1 or not profile.bytes_per_second:  # a worker alone has measured none
         return compute

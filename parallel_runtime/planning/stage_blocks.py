@@ -77,13 +77,13 @@ def _cached_bytes_per_block(work: Work, degrees: Parallelism) -> int:
     """Size of the keys and values of all tokens in one block, of each evaluation of a step."""
     if degrees.options.token_patches == 1:
         return 0
-    rows, branches = -(-work.rows // degrees.data_degree), -(-work.branches // degrees.cfg_degree)
-    return 2 * work.row_bytes * rows * branches // degrees.ulysses_degree
+    sequences, branches = -(-work.sequences // degrees.data_degree), -(-work.branches // degrees.cfg_degree)
+    return 2 * work.sequence_bytes * sequences * branches // degrees.ulysses_degree
 
 
 def busy_share(work: Work, degrees: Parallelism) -> float:
     """Returns the share of a step in which a stage computes: it waits while the pipeline fills and empties."""
-    flights = work.busiest_rows(degrees) * degrees.options.token_patches
+    flights = work.most_sequences(degrees) * degrees.options.token_patches
     return flights / (flights + degrees.pipeline_degree - 1)
 
 

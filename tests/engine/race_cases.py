@@ -43,7 +43,7 @@ class CountedKernel(registry.KernelFunctions):
     """Of a name that has another kernel on GPUs: the CPU's, where this rank has it."""
 
     def unsupported_reason(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str:
-        return "it takes no mask" if mask is not None and not self.row.masks else ""
+        return "it takes no mask" if mask is not None and not self.spec.masks else ""
 
 
 def kernels_taken(
@@ -73,9 +73,9 @@ def kernels_taken(
             taken.append(name)
             return operator(q, k, v, mask, scale)
 
-        return CountedKernel(row=rows[name], full=whole, block=None)
+        return CountedKernel(spec=specs[name], full=whole, block=None)
 
-    rows = {
+    specs = {
         name: AttentionKernel(name=name, devices=("cpu",), masks=name == "_native_cudnn", benchmark=("full",))
         for name in seconds
         if name != FALLBACK
@@ -91,8 +91,8 @@ def kernels_taken(
     place.context.group_state.kernel_seconds.clear()
     dispatch._FAILURES.clear()
     with (
-        patch.dict(KERNELS, rows),
-        patch.dict(registry.FUNCTIONS, {name: counted(name) for name in rows}),
+        patch.dict(KERNELS, specs),
+        patch.dict(registry.FUNCTIONS, {name: counted(name) for name in specs}),
         patch.object(autotune, "supports_flash", lambda _: fits is None or fits[rank]),
         patch.object(place.context.group_state, "heterogeneous", bool(fits and len(set(fits)) > 1)),
         patch.object(autotune, "cudnn_supports_graphs", lambda: True),  # PyTorch for the CPU has no cuDNN

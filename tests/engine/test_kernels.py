@@ -209,7 +209,7 @@ def test_a_kernel_for_some_sizes_of_heads_says_so(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(registry, "_imported", CHOOSY.get)
     flash = registry.FUNCTIONS["flash"]
-    limited = replace(flash, row=replace(flash.row, head_dims=(64, 128)))
+    limited = replace(flash, spec=replace(flash.spec, head_dims=(64, 128)))
     with FakeTensorMode():
         fits, other = (torch.empty(1, 8, 2, size, device="cuda", dtype=torch.bfloat16) for size in (64, 96))
         assert limited.unsupported_reason(fits, fits, fits, None) == ""
@@ -219,9 +219,11 @@ def test_a_kernel_for_some_sizes_of_heads_says_so(monkeypatch: pytest.MonkeyPatc
 @needs_cuda_build
 def test_auto_benchmarks_only_kernels_whose_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    row = replace(registry.FUNCTIONS["flash"].row, name="absent", package="absent_package", benchmark=("block", "full"))
-    monkeypatch.setitem(KERNELS, "absent", row)
-    monkeypatch.setitem(registry.FUNCTIONS, "absent", replace(registry.FUNCTIONS["flash"], row=row))
+    spec = replace(
+        registry.FUNCTIONS["flash"].spec, name="absent", package="absent_package", benchmark=("block", "full")
+    )
+    monkeypatch.setitem(KERNELS, "absent", spec)
+    monkeypatch.setitem(registry.FUNCTIONS, "absent", replace(registry.FUNCTIONS["flash"], spec=spec))
     with FakeTensorMode():
         query = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
         assert block_candidates(query) == ["_native_cudnn", "_native_flash"]

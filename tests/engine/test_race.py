@@ -160,10 +160,10 @@ def attended(tokens: int, *, masked: bool = False) -> torch.Tensor:
 def kernel_here(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """The CPU under the name of another kernel, and the times of both."""
     times = {FALLBACK: 2.0, "_native_cudnn": 1.0}
-    row = AttentionKernel(name="_native_cudnn", devices=("cpu",), max_head_dim=64, benchmark=("full",))
+    spec = AttentionKernel(name="_native_cudnn", devices=("cpu",), max_head_dim=64, benchmark=("full",))
     monkeypatch.setattr(KernelFunctions, "unsupported_reason", lambda *_: "")
-    monkeypatch.setitem(KERNELS, row.name, row)
-    monkeypatch.setitem(FUNCTIONS, row.name, KernelFunctions(row=row, full=sdpa, block=None))
+    monkeypatch.setitem(KERNELS, spec.name, spec)
+    monkeypatch.setitem(FUNCTIONS, spec.name, KernelFunctions(spec=spec, full=sdpa, block=None))
     monkeypatch.setattr(autotune, "supports_flash", lambda _: True)
     monkeypatch.setattr(autotune, "cudnn_supports_graphs", lambda: True)  # PyTorch for the CPU has no cuDNN
     order = iter(list(times) * 9)

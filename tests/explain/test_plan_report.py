@@ -46,12 +46,12 @@ def words(
     guided: bool = False,
     batch_coupled: bool = False,
     weights: WeightPlacement | None = None,
-    rows: int = 0,
+    entries_per_call: int = 0,
     work: Work = WORK,
     benchmarks: Sequence[KernelBenchmark] = (RACE,),
     **degrees: Any,
 ) -> str:
-    return report_of(work, divided(degrees), guided, batch_coupled, weights, rows, benchmarks)
+    return report_of(work, divided(degrees), guided, batch_coupled, weights, entries_per_call, benchmarks)
 
 
 def report_of(
@@ -60,13 +60,13 @@ def report_of(
     guided: bool = False,
     batch_coupled: bool = False,
     weights: WeightPlacement | None = None,
-    rows: int = 0,
+    entries_per_call: int = 0,
     benchmarks: Sequence[KernelBenchmark] = (RACE,),
 ) -> str:
     tokens = {"image": 4096, "text": 512}
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens=tokens, work=work, batch_coupled=batch_coupled)
     devices = tuple(f"cuda:{number}" for number in range(asked.world_size))
-    plan = RunPlan(degrees=asked, placement=Placement(devices=devices), rows=rows)
+    plan = RunPlan(degrees=asked, placement=Placement(devices=devices), entries_per_call=entries_per_call)
     if weights is not None:
         plan = replace(plan, weights=weights, estimate=FETCHED)
     return report(subject, plan, guided=guided, automatic=False, benchmarks=benchmarks).text
@@ -139,12 +139,18 @@ def test_cfg_degree_2_is_advised_where_it_would_gain_and_only_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "rows", "says"), [(1, 0, "one prompt"), (2, 0, "2 prompts at once"), (2, 1, "one prompt")]
+    ("prompts", "entries_per_call", "says"), [(1, 0, "one prompt"), (2, 0, "2 prompts at once"), (2, 1, "one prompt")]
 )
-def test_the_seconds_of_an_evaluation_are_of_the_prompts_in_it(prompts: int, rows: int, says: str) -> None:
+def test_the_seconds_of_an_evaluation_are_of_the_prompts_in_it(prompts: int, entries_per_call: int, says: str) -> None:
     figures = replace(WORK.network, blocks=(5,) * 4)
     weights = WeightPlacement(mode="shard", resident_blocks=1)
-    text = words(ulysses_degree=2, guided=True, weights=weights, rows=rows, work=figures.work(1, 4608, prompts=prompts))
+    text = words(
+        ulysses_degree=2,
+        guided=True,
+        weights=weights,
+        entries_per_call=entries_per_call,
+        work=figures.work(1, 4608, prompts=prompts),
+    )
     assert f"2.00 s for {says}, 0.50 s of them waiting" in text
 
 

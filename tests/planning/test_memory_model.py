@@ -176,21 +176,21 @@ def test_what_the_workers_have_stays_where_another_is_hardly_better():
 def test_prompts_are_evaluated_one_by_one_where_both_at_once_have_no_room():
     def in_one_batch(device: float) -> RunPlan:
         asked = case(device)
-        asked = replace(asked, work=replace(asked.work, tokens=100_000, rows=3, prompts=2))
+        asked = replace(asked, work=replace(asked.work, tokens=100_000, sequences=3, prompts=2))
         ways = [decide(choice, asked) for choice in ("replicate", "auto")]
         assert ways[0] == ways[1]
         return ways[0]
 
     needed = activation_bytes(QWEN.work(3, 100_000), Parallelism(ulysses_degree=2)) / GIB
-    assert in_one_batch(40 + 2.1 * needed).rows == 0
-    assert in_one_batch(40 + 1.5 * needed).rows == 3
+    assert in_one_batch(40 + 2.1 * needed).entries_per_call == 0
+    assert in_one_batch(40 + 1.5 * needed).entries_per_call == 3
 
 
 def test_weights_are_in_parts_only_where_one_prompt_at_a_time_has_no_room_beside_whole_ones():
     def chosen(device: float, prompts: int) -> tuple[str, int]:
         asked = case(device)
         way = decide("auto", replace(asked, work=replace(asked.work, tokens=100_000, prompts=prompts)))
-        return way.weights.mode, way.rows
+        return way.weights.mode, way.entries_per_call
 
     needed = activation_bytes(QWEN.work(1, 100_000), Parallelism(ulysses_degree=2)) / GIB
     assert chosen(40 + 1.1 * needed, 1) == ("replicate", 0)
@@ -225,10 +225,10 @@ def test_control_nets_weights_are_on_every_rank_and_their_residuals_split_like_t
             for network in (QWEN, controlled)
         ]
         plain, with_them = (model.activation_bytes_by_rank for model in models)
-        row_bytes = models[0].work.row_bytes
+        sequence_bytes = models[0].work.sequence_bytes
         weights = [model.weight_bytes_by_rank(WeightPlacement()) for model in models]
         return (
-            {(after - before) / row_bytes for before, after in zip(plain, with_them, strict=True)},
+            {(after - before) / sequence_bytes for before, after in zip(plain, with_them, strict=True)},
             {after - before for before, after in zip(*weights, strict=True)},
         )
 

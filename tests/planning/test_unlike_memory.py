@@ -53,7 +53,7 @@ def test_what_is_chosen_fits_every_card_and_uses_what_each_has() -> None:
             continue
         seen.add((way.weights.mode, bool(way.weights.resident_blocks_by_rank or way.weights.shard_shares)))
         usable = 1.0 if way.weights.mode == "replicate" else 1 - UNFILLED_SHARE
-        at_once = asked.memory.one_by_one if way.rows else asked.memory
+        at_once = asked.memory.one_by_one if way.entries_per_call else asked.memory
         for rank, (room, size) in enumerate(zip(asked.memory.budget_bytes_by_rank, needed(way), strict=True)):
             assert room is not None
             assert size <= usable * room

@@ -76,9 +76,13 @@ def _of_backend(
 
 def _judged(run: partial[Tensor], own: slice, exact: Tensor) -> Row:
     """Returns the error of this rank's part of the compared queries."""
-    rows = slice(own.start, min(own.stop, COMPARED_QUERIES))
+    compared = slice(own.start, min(own.stop, COMPARED_QUERIES))
     out = run()
-    return {"error": mean_error(out[:, : rows.stop - rows.start], exact[:, rows]) if rows.start < rows.stop else 0.0}
+    return {
+        "error": mean_error(out[:, : compared.stop - compared.start], exact[:, compared])
+        if compared.start < compared.stop
+        else 0.0
+    }
 
 
 def _missing(backend: AttentionBackend, device: torch.device) -> str | None:

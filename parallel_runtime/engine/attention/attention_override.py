@@ -140,7 +140,7 @@ class BackendOverride:
     def _backend_for(self, call: _NativeCall) -> AttentionBackend:
         """The chosen backend, or FALLBACK where ComfyUI forbids low precision. The same on all ranks."""
         kernel = FUNCTIONS.get(self._backend)
-        if kernel is None or not kernel.row.low_precision or call.options.get(_LOW_PRECISION) is not False:
+        if kernel is None or not kernel.spec.low_precision or call.options.get(_LOW_PRECISION) is not False:
             return self._backend
         warn_once(self._backend, "ComfyUI asks for higher precision")
         return FALLBACK

@@ -128,7 +128,7 @@ def _tokens_first(mask: Tensor, batch: int, heads: int) -> Tensor:
 
 
 def pair_mask(mask: Tensor, streams: Streams, queries: Names, keys: Names, mesh: ContextMesh) -> Mask:
-    """Returns the rows of this rank's queries of `mask` [1 or B, 1 or heads, queries, keys], which has all tokens."""
+    """Returns the part of `mask` for this rank's queries: it is [1 or B, 1 or heads, queries, keys], of all tokens."""
     if tuple(mask.shape[-2:]) != (streams.total(queries), streams.total(keys)):
         raise Refused(
             "mask.part",
@@ -139,12 +139,12 @@ def pair_mask(mask: Tensor, streams: Streams, queries: Names, keys: Names, mesh:
             keys=streams.total(keys),
         )
     first = mesh.ring.index * mesh.ulysses.size
-    rows = streams.global_positions(queries, mask.device, range(first, first + mesh.ulysses.size))
-    return _pair(mask.index_select(-2, rows).index_select(-1, streams.global_positions(keys, mask.device)))
+    positions = streams.global_positions(queries, mask.device, range(first, first + mesh.ulysses.size))
+    return _pair(mask.index_select(-2, positions).index_select(-1, streams.global_positions(keys, mask.device)))
 
 
 def patch_mask(mask: Tensor, batch: int, heads: int, streams: Streams, queries: Names, keys: Names) -> Mask:
-    """Returns the rows of the current token patch's queries of a mask of all queries and all keys, in the streams'
+    """Returns the part for the current token patch's queries of a mask of all queries and all keys, in the streams'
     order."""
     pairs = mask.ndim == 4 and mask.shape[2] > 1
     if mask.shape[-1] != streams.total(keys) or (pairs and mask.shape[2] != streams.total(queries)):

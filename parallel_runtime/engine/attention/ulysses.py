@@ -43,11 +43,11 @@ class HeadRun:
         batch, tokens, heads, dim = tensor.shape
         if heads != self.ranks * self.heads:
             tensor = tensor.narrow(2, self.first, self.ranks * self.heads)
-        rows, each = (batch,) if batch > 1 else (), dim if joined else 1
-        tensor = tensor.view(*rows, tokens, self.ranks, self.heads * each, *(() if joined else (dim,)))
+        batch_dim, each = (batch,) if batch > 1 else (), dim if joined else 1
+        tensor = tensor.view(*batch_dim, tokens, self.ranks, self.heads * each, *(() if joined else (dim,)))
         if self.count != self.heads:
-            tensor = tensor.narrow(len(rows) + 2, self.start * each, self.count * each)
-        return tensor.permute(2, 1, 0, *range(3, tensor.ndim)) if rows else tensor.transpose(0, 1)
+            tensor = tensor.narrow(len(batch_dim) + 2, self.start * each, self.count * each)
+        return tensor.permute(2, 1, 0, *range(3, tensor.ndim)) if batch_dim else tensor.transpose(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +80,9 @@ class AllToAllLayout:
         own, start, parts = self.tokens[self.index], 0, []
         for runs in zip(*self.runs, strict=True):
             ranks, heads = runs[0].ranks, sum(run.count for run in runs)
-            rows, wide = (self.batch,) if self.batch > 1 else (), (heads * self.dim,) if joined else (heads, self.dim)
-            shape, size = (ranks, own, *rows, *wide), ranks * own * self.batch * heads * self.dim
+            batch_dim = (self.batch,) if self.batch > 1 else ()
+            shape = (ranks, own, *batch_dim, *((heads * self.dim,) if joined else (heads, self.dim)))
+            size = ranks * own * self.batch * heads * self.dim
             if size:
                 parts.append((runs, flat.narrow(0, start, size).view(shape)))
             start += size
@@ -216,8 +217,8 @@ def _pack(parts: Sequence[Tensor], out: Tensor, dim: int) -> None:
     if out.ndim <= CAT_DIMS:
         torch.cat(list(parts), dim=dim, out=out)
         return
-    for row in range(out.shape[2]):
-        torch.cat([part.select(2, row) for part in parts], dim=dim, out=out.select(2, row))
+    for entry in range(out.shape[2]):
+        torch.cat([part.select(2, entry) for part in parts], dim=dim, out=out.select(2, entry))
 
 
 def _joined(tensor: Tensor) -> bool:

@@ -98,7 +98,7 @@ class ContextMesh:
     def with_shares(self, shares: tuple[int, ...]) -> ContextMesh:
         """Returns the mesh with the `shares` of a Parallelism, one a rank; () for equal shares.
 
-        Tokens follow each rank's own share, heads the shares of all ring ranks that have them, and rows of a batch
+        Tokens follow each rank's own share, heads the shares of all ring ranks that have them, and entries of a batch
         those of all ranks of a data group. Every batch group has as many prompts. Stages of a pipeline split alike."""
         ranks = self.batch_groups * self.context.size
         shares = tuple(sum(shares[place::ranks]) for place in range(ranks)) if shares else (1,) * ranks
@@ -106,12 +106,12 @@ class ContextMesh:
         own = shares[group * self.context.size :][: self.context.size]
         of_heads = tuple(sum(own[place :: self.ulysses.size]) for place in range(self.ulysses.size))
         each = self.cfg.size * self.context.size
-        of_rows = tuple(sum(shares[first : first + each]) for first in range(0, len(shares), each))
+        of_entries = tuple(sum(shares[first : first + each]) for first in range(0, len(shares), each))
         return replace(
             self,
             context=replace(self.context, shares=own),
             ulysses=replace(self.ulysses, shares=of_heads),
-            data=replace(self.data, shares=of_rows),
+            data=replace(self.data, shares=of_entries),
         )
 
 

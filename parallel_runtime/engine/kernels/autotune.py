@@ -70,7 +70,7 @@ def full_candidates(query: Tensor, *, masked: bool = False, recorded: bool = Tru
     if not names or not supports_flash(query):
         return [FALLBACK]
     cudnn = torch.version.hip is None and (cudnn_supports_graphs() or not recorded)
-    usable = (name for name in _installed(names) if FUNCTIONS[name].row.masks or not masked)
+    usable = (name for name in _installed(names) if FUNCTIONS[name].spec.masks or not masked)
     return [FALLBACK, *(name for name in usable if name != "_native_cudnn" or cudnn)]
 
 

@@ -98,8 +98,8 @@ class StageChannel:
         if count == END:
             self._ended_peers.add(peer)
             return None
-        rows = [numbers[index : index + 2 + MAX_DIMS] for index in range(0, count * (2 + MAX_DIMS), 2 + MAX_DIMS)]
-        return [(DTYPES[dtype], tuple(dims[:ndim])) for dtype, ndim, *dims in rows]
+        layouts = [numbers[index : index + 2 + MAX_DIMS] for index in range(0, count * (2 + MAX_DIMS), 2 + MAX_DIMS)]
+        return [(DTYPES[dtype], tuple(dims[:ndim])) for dtype, ndim, *dims in layouts]
 
     def _recv(self, peer: int, layout: Layout, device: torch.device) -> Tensor:
         dtype, shape = layout

@@ -150,8 +150,8 @@ class Splitter:
         if shape.numel() != total:
             raise _wrong_length(where, shape.numel(), spec.streams, f"{total} (whole) or {local} (this rank's)")
         behind = value.shape[spec.dim + spec.flat :]
-        rows = value.reshape(*value.shape[: spec.dim], total, *(1,) * (spec.flat - 1), *behind)
-        split = self._local(rows, spec.streams, spec.dim)
+        flattened = value.reshape(*value.shape[: spec.dim], total, *(1,) * (spec.flat - 1), *behind)
+        split = self._local(flattened, spec.streams, spec.dim)
         if more_streams or stream in self._replicated:
             return split
         return split.clone(memory_format=torch.contiguous_format)  # blocks write into their input
@@ -236,8 +236,8 @@ class Splitter:
                 raise _wrong_length(where, tokens_shape.numel(), streams, f"{total} (whole) or {local} (this rank's)")
             if not self.streams.any_rank_has_all(streams):
                 return value
-            rows = value.reshape(*value.shape[:dim], total, *(1,) * (flat - 1), *value.shape[dim + flat :])
-            value = self._local(rows, streams, dim)
+            flattened = value.reshape(*value.shape[:dim], total, *(1,) * (flat - 1), *value.shape[dim + flat :])
+            value = self._local(flattened, streams, dim)
         elif self._arrived_split.get(streams) and not self.full_between_blocks:
             raise Refused("tokens.whole", widget="ring_degree", name=where)
         parts = value.split([self.local_count((stream,)) for stream in streams], dim)
