@@ -9,7 +9,7 @@ from ..accelerators import FALLBACK
 
 Busy = Literal["", "compiling", "recording"]  # with what makes later evaluations faster
 WORTH_TELLING = 1.15  # times as fast as ComfyUI's own: a user is told of that
-# Blocks of a ring's keys, whole keys of a sequence that workers share, or those of a worker that has all of it.
+# Blocks of a ring's keys, full keys of a sequence that workers share, or those of a worker that has all of it.
 BenchmarkKind = Literal["block", "full", "alone"]
 
 

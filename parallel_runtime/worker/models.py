@@ -132,7 +132,7 @@ class Model:
 
     @property
     def attention(self) -> Callable[..., Any] | None:
-        """ComfyUI's `optimized_attention_override` where the user chose a kernel and this rank has whole sequences."""
+        """ComfyUI's `optimized_attention_override` where the user chose a kernel and this rank has full sequences."""
         if self.parallelism is None or self.splits_tokens or self.parallelism.options.attention_backend == "auto":
             return None
         return backend_override(self.parallelism.options.attention_backend)

@@ -72,14 +72,14 @@ def _offload(network: nn.Module, given: dict[str, Any], plain: list[Tensor]) -> 
     @contextmanager
     def on() -> Iterator[None]:
         own = deepcopy(network)  # a store that is closed leaves no weights
-        whole, store = (
+        full, store = (
             weight_bytes(own),
             BlockPrefetcher(own, HostWeights(CPU, range(2), dist.get_rank(), staged=True), Buffers(CPU)),
         )
         for block in blocks_of(own, plan_of(own).plan):
             store.add(block)
         store.seal()
-        mode.held = 1 - (store.offloaded_bytes - store.device_bytes) / whole
+        mode.held = 1 - (store.offloaded_bytes - store.device_bytes) / full
         mode.run = lambda flights: _alone(own, given, flights)
         try:
             yield
@@ -110,10 +110,10 @@ def _divided(name: str, network: nn.Module, given: dict[str, Any], plain: list[T
 
     @contextmanager
     def in_stages() -> Iterator[None]:
-        whole, counts = weight_bytes(network), counts_of(network, known, way)
+        full, counts = weight_bytes(network), counts_of(network, known, way)
         others = install_placeholders(network, known.plan, counts, mesh.pipeline.index)
         stages = Stages(network, known.plan, mesh.pipeline, counts)
-        mode.held = weight_bytes(network) / whole
+        mode.held = weight_bytes(network) / full
 
         def follow(flights: int) -> None:
             with stages.in_flight():

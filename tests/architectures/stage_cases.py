@@ -28,7 +28,7 @@ def parity(rank: int, world: int, name: str, stages: int, ulysses: int = 1, flig
     network, inputs = made(name)
     deepen(network, stages)
     plan, units = plan_of(network).plan, units_of(network, plan_of(network).plan)
-    plain, whole = forward(network, inputs), weight_bytes(network)
+    plain, full = forward(network, inputs), weight_bytes(network)
     blocks = sum(weight_bytes(seat.block) for unit in units for seat in unit)
     degrees = Parallelism(pipeline_degree=stages, ulysses_degree=ulysses)
     mesh = mesh_of(degrees)
@@ -54,7 +54,7 @@ def parity(rank: int, world: int, name: str, stages: int, ulysses: int = 1, flig
         "in flight": error(together, plain * flights),
         "left": error(again, plain),
         "bits": digest(alone),
-        "held": (held - (whole - blocks)) / blocks,
+        "held": (held - (full - blocks)) / blocks,
         "given": cut.channel.sent_bytes,
         "peers": mesh.pipeline.ranks,
     }

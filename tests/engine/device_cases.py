@@ -27,8 +27,8 @@ def rounded(rank: int, world: int, degrees: list[int], unlike: bool) -> list[lis
     context = mesh(*degrees).context
     context.group_state.heterogeneous = unlike
     try:
-        whole = torch.arange(6.0).view(3, 2) + rank * 1e-6
-        return [part.flatten().tolist() for part in broadcast_from_first(context, [whole, whole[:1]])]
+        full = torch.arange(6.0).view(3, 2) + rank * 1e-6
+        return [part.flatten().tolist() for part in broadcast_from_first(context, [full, full[:1]])]
     finally:
         context.group_state.heterogeneous = False
 

@@ -34,12 +34,12 @@ def test_blocks_merge_to_the_whole_in_any_order() -> None:
         for start, end in pairwise(cuts)
     ]
     blocks.append(attend_block(problem.query, problem.key, problem.value, hidden, None, "native"))
-    whole = attention(problem)
+    full = attention(problem)
     for order in permutations(blocks):
         merge = Merge(in_float32=True)
         for out, lse in order:
             merge.add(out.clone(), lse.clone())
-        assert ((merge.result(problem.query, None) - whole).abs().max() / whole.std()) <= 1e-5
+        assert ((merge.result(problem.query, None) - full).abs().max() / full.std()) <= 1e-5
 
 
 def test_the_log_sum_exp_of_a_block_is_that_of_its_scores() -> None:

@@ -120,9 +120,9 @@ def test_workers_that_join_another_lane_keep_their_shares():
     assert shares_of(cfg_degree=2, shares="3,2") == (3, 2)
 
 
-def guided(gpus=2, heads=24, whole="", **request):
+def guided(gpus=2, heads=24, unsharded="", **request):
     return checked_plan(
-        PlanInputs(request=ParallelRequest.of(request), heads=heads, gpus=gpus, guided=True, unsharded=whole)
+        PlanInputs(request=ParallelRequest.of(request), heads=heads, gpus=gpus, guided=True, unsharded=unsharded)
     )
 
 
@@ -130,9 +130,9 @@ def guided(gpus=2, heads=24, whole="", **request):
 def test_shares_of_a_run_with_two_prompts_divide_the_sequence_by_themselves(gpus, shares):
     division = guided(gpus, shares=shares)
     assert division.degrees.stage_mesh_shape == (1, 1, 1, gpus)
-    whole = sum(map(int, shares.split(",")))
+    total = sum(map(int, shares.split(",")))
     assert [told for _, told in work_percent(division.degrees, division.placement)] == [
-        round(100 * int(own) / whole) for own in shares.split(",")
+        round(100 * int(own) / total) for own in shares.split(",")
     ]
 
 
@@ -148,7 +148,7 @@ def test_equal_shares_leave_each_prompt_its_half(shares):
         ({"shares": "3,2", "ring_degree": 1, "ulysses_degree": 1}, 8, "ring_degree 1 x ulysses_degree 2 with"),
         ({"shares": "3,3,2,2"}, 4, "ring_degree 1 x ulysses_degree 4 with"),
         ({"shares": "3,2,2,3", "data_degree": 2}, 4, "ring_degree 1 x ulysses_degree 2 x data_degree 2 with"),
-        ({"shares": "3,2", "whole": "SDXL"}, 2, "ring_degree 1 x ulysses_degree 1 x data_degree 2 with"),
+        ({"shares": "3,2", "unsharded": "SDXL"}, 2, "ring_degree 1 x ulysses_degree 1 x data_degree 2 with"),
     ],
 )
 def test_shares_that_two_halves_with_a_prompt_each_leave_unused_are_refused_with_what_uses_them(
@@ -165,7 +165,7 @@ def test_one_list_of_shares_fits_a_run_on_all_devices_and_one_that_uses_fewer():
     assert shares_of(shares="3,2,1", ulysses_degree=2, gpus=3) == (3, 2)
     assert shares_of(shares="3,2", ulysses_degree=2, gpus=3) == (3, 2)
     assert shares_of(shares="3,2,1", gpus=3) == (3, 2, 1)
-    rows = {"shares": "5,3,1", "data_degree": 2, "cfg_degree": 1, "whole": "SDXL"}
+    rows = {"shares": "5,3,1", "data_degree": 2, "cfg_degree": 1, "unsharded": "SDXL"}
     assert guided(3, **rows).degrees.shares == (5, 3)
     with pytest.raises(Refused, match="names 4, and the number of workers is 2: name 2, one for each"):
         shares_of(shares="3,2,1,1", ulysses_degree=2, gpus=3)
@@ -173,7 +173,7 @@ def test_one_list_of_shares_fits_a_run_on_all_devices_and_one_that_uses_fewer():
 
 @pytest.mark.parametrize(("gpus", "shares"), [(3, "3,2,1"), (2, "3,2"), (3, "3,2")])
 def test_shares_that_are_a_vaes_alone_do_not_stop_a_network_that_shares_out_prompts(gpus, shares):
-    division = guided(gpus, whole="SDXL", shares=shares, devices=",".join(map(str, range(gpus))))
+    division = guided(gpus, unsharded="SDXL", shares=shares, devices=",".join(map(str, range(gpus))))
     assert (division.placement.devices, division.degrees.cfg_degree) == (("cuda:0", "cuda:1"), 2)
     assert division.degrees.shares == ()
     said = unused(ParallelRequest(shares=shares), division, "SDXL")

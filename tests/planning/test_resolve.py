@@ -48,13 +48,13 @@ def chosen(
     work = figures.work(1, tokens, prompts=prompts)
 
     capacity = Capacity(device_bytes=int(gib * GIB), host_bytes=int(host_gib * GIB))
-    whole = "" if figures.divisible else figures.name
+    unsharded = "" if figures.divisible else figures.name
     inputs = PlanInputs(
         request=request,
         heads=figures.heads,
         gpus=gpus,
         guided=prompts > 1,
-        unsharded=whole,
+        unsharded=unsharded,
         work=work,
         capacity=capacity,
         **found,

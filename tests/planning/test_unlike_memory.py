@@ -105,8 +105,8 @@ def test_a_model_that_fits_the_larger_card_only_is_whole_there_and_fetched_on_th
 def test_what_each_computes_needs_memory_by_its_own_share() -> None:
     asked = unlike(48.0, 16.0)
     by_shares = replace(asked, degrees=replace(asked.degrees, shares=(3, 1)))
-    whole = activation_bytes(asked.work, Parallelism())
-    assert estimate_activation_bytes(asked.work, by_shares.degrees) == (whole * 3 // 4, whole // 4)
+    full = activation_bytes(asked.work, Parallelism())
+    assert estimate_activation_bytes(asked.work, by_shares.degrees) == (full * 3 // 4, full // 4)
     at_home = decide("auto", by_shares).weights.resident_blocks_on(1)
     assert at_home >= decide("auto", asked).weights.resident_blocks_on(1)
     work = replace(asked.work, tokens=100_000)

@@ -101,7 +101,7 @@ def choose_kernel(
     if backend != "auto":
         if backend == "native" or _available_on_all(backend, query, sizes, mesh_dim):
             return backend
-        condition = "for a ring's blocks" if blocks else "where keys are whole"
+        condition = "for a ring's blocks" if blocks else "for full keys"
         warn_once(backend, f"not every rank has it {condition}")
     available = (
         block_candidates(query, recorded=recorded)

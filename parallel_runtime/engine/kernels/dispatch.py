@@ -1,4 +1,4 @@
-"""Attention on one device: `attend` for whole keys, `attend_block` with the log-sum-exp that merging blocks needs.
+"""Attention on one device: `attend` for full keys, `attend_block` with the log-sum-exp that merging blocks needs.
 
 Tensors are [batch, tokens, heads, head_dim], of any strides with a contiguous last dim; keys and values may have fewer
 heads, each for a group of neighbouring query heads. Knows no ranks.

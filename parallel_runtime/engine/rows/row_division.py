@@ -29,8 +29,8 @@ from ..comm.mesh import ContextMesh
 from ..comm.shared_scales import shared_input_scales
 from ..split.streams import Streams
 from . import functions
+from .full_patches import FullPatches
 from .levels import Levels, LevelTokens, NoLevel, levels_of
-from .whole_patches import WholePatches
 
 OVERRIDE = "optimized_attention_override"
 ATTENTION = "comfy.ldm.modules.attention"
@@ -54,7 +54,7 @@ class RowDivision:
         self._override = AttentionOverride(_RowSplitState(self, self._tokens), mesh, parallelism)
         self._local = self._override.scope_index("local")
         self._across = self._override.scope_index([(str(level),) for level in range(self._depth + 1)])
-        self._patches = WholePatches(self.undivided)
+        self._patches = FullPatches(self.undivided)
         self._handlers = HANDLERS
         self._modes: list[_Mode | None] = []
         self._until_removed = ExitStack()

@@ -21,7 +21,7 @@ PICTURES = ("input_block_patch", "input_block_patch_after_skip", "output_block_p
 SELF, CROSS = "attn1", "attn2"
 
 
-class WholePatches:
+class FullPatches:
     """`undivided` is the context that a patch runs in. `has_full_tokens`: the current attention has all tokens, for a
     patch."""
 
