@@ -94,9 +94,9 @@ def made(name: str) -> tuple[nn.Module, Inputs]:
 
 
 def plan_of(network: nn.Module) -> Architecture:
-    found = architecture_of(network)
-    assert found is not None, type(network)
-    return found
+    architecture = architecture_of(network)
+    assert architecture is not None, type(network)
+    return architecture
 
 
 def divided_forward(

@@ -42,9 +42,9 @@ def loaded_by_one(rank: int, world: int) -> tuple[str, int]:
             raise Refused("no such file here")
         return Model(spec, torch.nn.Linear(2, 2))
 
-    models, told = Models(torch.device("cpu"), {"": load}), "nothing"
+    models, message = Models(torch.device("cpu"), {"": load}), "nothing"
     try:
         models.get(Run(1, ModelSpec(loader="tests"), Parallelism(), WeightPlacement()), lambda share: None, flux_job())
     except Refused as refused:
-        told = str(refused)
-    return told, len(models.loaded)
+        message = str(refused)
+    return message, len(models.loaded)

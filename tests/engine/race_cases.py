@@ -35,7 +35,7 @@ def winners(rank: int, world: int, times: dict[str, list[float]]) -> dict[str, A
     return {
         "won": won,
         "timed": timed,
-        "results": [list(astuple(found)[:3]) for found in autotune.benchmark_results(mesh_dim.group_state)],
+        "results": [list(astuple(benchmark)[:3]) for benchmark in autotune.benchmark_results(mesh_dim.group_state)],
     }
 
 

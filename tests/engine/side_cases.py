@@ -71,10 +71,10 @@ def _cross_error(place: ContextMesh, seed: int, degrees: list[int], replicated: 
     problem = replace(problem, query=_random_query(seed, (batch, count, heads, dim)))
     streams = _seen({"audio": count, **problem.lengths}, place, replicated)
     attend_together = ContextAttention(place, parallelism(*degrees), streams, ("audio",), tuple(problem.lengths))
-    q = _held(problem.query, {"audio": count}, place, replicated)
+    q = _local_tokens(problem.query, {"audio": count}, place, replicated)
     k, v, mask = _keys(problem, place, replicated)
     full = attention(problem)
-    expected = _held(full, {"audio": count}, place, replicated)
+    expected = _local_tokens(full, {"audio": count}, place, replicated)
     got = attend_together(q, k, v, mask)
     if "audio" not in replicated and not chunk(full, place, 0).shape[1]:
         assert not got.any()
@@ -92,8 +92,8 @@ def _replica_error(place: ContextMesh, seed: int, degrees: list[int], replicated
     attend_together = ContextAttention(place, parallelism(*degrees), streams, tuple(problem.lengths))
     k, v, mask = _keys(problem, place, replicated)
     full = attention(problem)
-    got = attend_together(_held(problem.query, problem.lengths, place, replicated), k, v, mask)
-    expected = _held(full, problem.lengths, place, replicated)
+    got = attend_together(_local_tokens(problem.query, problem.lengths, place, replicated), k, v, mask)
+    expected = _local_tokens(full, problem.lengths, place, replicated)
     for name, part in zip(problem.lengths, full.split(list(problem.lengths.values()), 1), strict=True):
         if name not in replicated and not chunk(part, place, 0).shape[1]:  # a stand-in, whose output is zero
             expected[:, 0 if name == "text" else -1] = 0
@@ -107,16 +107,16 @@ def _seen(lengths: dict[str, int], place: ContextMesh, replicated: frozenset[str
     return streams
 
 
-def _held(full: Tensor, lengths: dict[str, int], place: ContextMesh, replicated: frozenset[str]) -> Tensor:
+def _local_tokens(full: Tensor, lengths: dict[str, int], place: ContextMesh, replicated: frozenset[str]) -> Tensor:
     parts = zip(lengths, full.split(list(lengths.values()), dim=1), strict=True)
     return torch.cat([part if name in replicated else chunk(part, place, 1) for name, part in parts], dim=1)
 
 
 def _keys(problem: Problem, place: ContextMesh, replicated: frozenset[str]) -> tuple[Tensor, Tensor, Tensor | None]:
-    key, value = (_held(tensor, problem.lengths, place, replicated) for tensor in (problem.key, problem.value))
+    key, value = (_local_tokens(tensor, problem.lengths, place, replicated) for tensor in (problem.key, problem.value))
     if problem.mask is None:
         return key, value, None
-    mask = _held(problem.mask, problem.lengths, place, replicated)
+    mask = _local_tokens(problem.mask, problem.lengths, place, replicated)
     return key, value, mask.reshape(*mask.shape[:2], -1).permute(0, 2, 1)[:, :, None, :]
 
 

@@ -139,7 +139,7 @@ EXPLICIT = list(KERNELS)
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """What the log says of backends, from the start."""
     monkeypatch.setattr(dispatch, "_FAILURES", {})
     dispatch.warn_once.cache_clear()
@@ -149,7 +149,7 @@ def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> p
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("backend", EXPLICIT)
 def test_where_a_chosen_backend_has_no_kernel_attention_is_that_of_native_and_the_log_names_it_once(
-    backend: AttentionBackend, masked: bool, told: pytest.LogCaptureFixture
+    backend: AttentionBackend, masked: bool, warnings: pytest.LogCaptureFixture
 ) -> None:
     problem = random_problem(15, masked=masked, grouped=True)
     mask = None if problem.mask is None else problem.mask.reshape(problem.mask.shape[0], -1, 1, problem.key.shape[1])
@@ -161,9 +161,9 @@ def test_where_a_chosen_backend_has_no_kernel_attention_is_that_of_native_and_th
         blocks = (attend_block(*given, bias, None, name) for name in (backend, "native"))
         for one, other in zip(*blocks, strict=True):
             assert torch.equal(one, other)
-    assert len({record.getMessage() for record in told.records}) == len(told.records), "said once"
-    assert all(f"attention_backend {backend} has no kernel" in record.getMessage() for record in told.records)
-    assert told.records
+    assert len({record.getMessage() for record in warnings.records}) == len(warnings.records), "said once"
+    assert all(f"attention_backend {backend} has no kernel" in record.getMessage() for record in warnings.records)
+    assert warnings.records
 
 
 @needs_cuda_build
@@ -184,24 +184,24 @@ def test_a_call_that_a_kernel_does_not_take_goes_elsewhere_and_the_next_one_come
     change: dict[str, Any],
     says: str,
     monkeypatch: pytest.MonkeyPatch,
-    told: pytest.LogCaptureFixture,
+    warnings: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(registry, "_imported", CHOOSY.get)
     taken: list[str] = []
-    found = registry.FUNCTIONS[backend]
+    functions = registry.FUNCTIONS[backend]
 
     def counted(*given: Any) -> Tensor:
-        out = found.full(*given)
+        out = functions.full(*given)
         taken.append(backend)
         return out
 
-    monkeypatch.setitem(registry.FUNCTIONS, backend, replace(found, full=counted))
+    monkeypatch.setitem(registry.FUNCTIONS, backend, replace(functions, full=counted))
     with FakeTensorMode():
         for given, expected in ((change, 0), ({}, 1), (change, 1), ({}, 2)):
             assert _fake_attention(backend, **given)
             assert len(taken) == expected, given
-    assert [says in record.getMessage() for record in told.records] == [True]
+    assert [says in record.getMessage() for record in warnings.records] == [True]
 
 
 @needs_cuda_build
@@ -260,7 +260,7 @@ CHOOSY: dict[str, Any] = {
 @needs_cuda_build
 @pytest.mark.parametrize("fault", [torch.OutOfMemoryError, torch.AcceleratorError])
 def test_a_device_that_fails_is_no_kernel_that_is_not_there(
-    fault: type[RuntimeError], monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+    fault: type[RuntimeError], monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
     def failing(*_: Any, **__: Any) -> None:
         raise fault("of the device")
@@ -269,10 +269,10 @@ def test_a_device_that_fails_is_no_kernel_that_is_not_there(
     monkeypatch.setattr(registry, "_imported", {"flash_attn": SimpleNamespace(flash_attn_func=failing)}.get)
     with FakeTensorMode(), pytest.raises(fault, match="of the device"):
         _fake_attention("flash")
-    assert not told.records
+    assert not warnings.records
 
 
-def test_a_package_that_is_not_here_is_named(told: pytest.LogCaptureFixture) -> None:
+def test_a_package_that_is_not_here_is_named(warnings: pytest.LogCaptureFixture) -> None:
     registry._imported.cache_clear()
     assert "needs the package a_package_that_nobody_has" in registry.package_missing_reason("a_package_that_nobody_has")
 

@@ -157,7 +157,7 @@ def attended(tokens: int, *, masked: bool = False) -> torch.Tensor:
 
 
 @pytest.fixture
-def kernel_here(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+def kernel_times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """The CPU under the name of another kernel, and the times of both."""
     times = {FALLBACK: 2.0, "_native_cudnn": 1.0}
     spec = AttentionKernel(name="_native_cudnn", devices=("cpu",), max_head_dim=64, benchmark=("full",))
@@ -171,11 +171,11 @@ def kernel_here(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return times
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(1.0, True), (1.8, False)])
+@pytest.mark.parametrize(("seconds", "advised"), [(1.0, True), (1.8, False)])
 def test_one_worker_keeps_its_bits_and_is_told_once_of_a_kernel_that_is_clearly_faster(
-    kernel_here: dict[str, float], seconds: float, told: bool, caplog: pytest.LogCaptureFixture
+    kernel_times: dict[str, float], seconds: float, advised: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kernel_here["_native_cudnn"] = seconds
+    kernel_times["_native_cudnn"] = seconds
     expected = {tokens: attended(tokens) for tokens in (1024, 1100)}
     rank = MeshDim()
     with BenchmarkMode(rank):
@@ -185,15 +185,15 @@ def test_one_worker_keeps_its_bits_and_is_told_once_of_a_kernel_that_is_clearly_
     assert [result.what for result in autotune.benchmark_results(rank.group_state)] == ["alone", "alone"], (
         "each size once"
     )
-    said = [record.getMessage() for record in caplog.records]
-    races = [text for text in said if text.startswith("[CP] kernels: ")]
+    messages = [record.getMessage() for record in caplog.records]
+    races = [text for text in messages if text.startswith("[CP] kernels: ")]
     assert len(races) == 2, "the log has the times of both sizes"
     assert all("ComfyUI's own 2e+06 us, for 1" in text for text in races)
-    said = [text for text in said if text not in races]
-    assert ["set attention_backend to _native_cudnn" in text for text in said] == [True] * told
+    messages = [text for text in messages if text not in races]
+    assert ["set attention_backend to _native_cudnn" in text for text in messages] == [True] * advised
 
 
-def test_small_and_masked_attentions_of_one_worker_are_left_alone(kernel_here: dict[str, float]) -> None:
+def test_small_and_masked_attentions_of_one_worker_are_left_alone(kernel_times: dict[str, float]) -> None:
     rank = MeshDim()
     with BenchmarkMode(rank):
         attended(1000)

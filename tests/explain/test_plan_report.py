@@ -155,20 +155,20 @@ def test_the_seconds_of_an_evaluation_are_of_the_prompts_in_it(prompts: int, ent
 
 
 @pytest.mark.parametrize(
-    ("devices", "told"), [(("cuda:0", "cuda:1"), True), (("cuda:0", "cuda:0"), False), (("cpu", "cpu"), False)]
+    ("devices", "promised"), [(("cuda:0", "cuda:1"), True), (("cuda:0", "cuda:0"), False), (("cpu", "cpu"), False)]
 )
-def test_no_speed_is_promised_where_workers_share_a_device(devices: tuple[str, ...], told: bool) -> None:
+def test_no_speed_is_promised_where_workers_share_a_device(devices: tuple[str, ...], promised: bool) -> None:
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096, "text": 512}, work=WORK)
     division = RunPlan(degrees=Parallelism(ulysses_degree=2), placement=Placement(devices=devices))
     link = DeviceProfile(bytes_per_second=3e11, flops_per_second=1.4e14)
-    said = report(subject, division, guided=False, automatic=False, profile=link).text
-    assert ("times as fast as on one worker" in said) == told
+    text = report(subject, division, guided=False, automatic=False, profile=link).text
+    assert ("times as fast as on one worker" in text) == promised
 
 
 def test_unequal_shares_are_told_in_percent_and_one_without_work_is_advised_against() -> None:
-    said = words(ulysses_degree=2, shares=(3, 2))
-    assert "Shares: cuda:0 60 %, cuda:1 40 %" in said
-    assert "gets no work" not in said
+    text = words(ulysses_degree=2, shares=(3, 2))
+    assert "Shares: cuda:0 60 %, cuda:1 40 %" in text
+    assert "gets no work" not in text
     assert "Shares:" not in words(ulysses_degree=2, shares=(3, 3))
     assert "cuda:1 gets no work and waits for the others all the same: leave it out" in words(
         ulysses_degree=2, shares=(5, 0)
@@ -238,8 +238,8 @@ def test_what_nobody_has_run_on_hardware_is_said(placement: Placement, untried: 
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=WORK)
     division = RunPlan(degrees=Parallelism(ring_degree=placement.world_size), placement=placement)
     text = report(subject, division, guided=False, automatic=False, benchmarks=[]).text
-    said = [line.partition(" have not been tried on hardware yet")[0] for line in text.splitlines() if "tried" in line]
-    assert said == ([f"Note: {untried}"] if untried else [])
+    notes = [line.partition(" have not been tried on hardware yet")[0] for line in text.splitlines() if "tried" in line]
+    assert notes == ([f"Note: {untried}"] if untried else [])
 
 
 @pytest.mark.parametrize(
@@ -305,24 +305,24 @@ def test_a_refusal_comes_first_and_a_reason_for_whole_weights_last() -> None:
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={}, work=WORK)
     estimate = Estimate(weight_bytes_by_rank=(1,), activation_bytes_by_rank=(1,), buffer_bytes_by_rank=(0,))
     one = RunPlan(degrees=Parallelism(), placement=Placement(devices=("cpu",)), estimate=estimate)
-    said = report(subject, one, guided=False, automatic=True, troubles=[trouble], weights="shard", decode="0 s.")
-    assert [row.title for row in said.rows] == [
+    shown = report(subject, one, guided=False, automatic=True, troubles=[trouble], weights="shard", decode="0 s.")
+    assert [row.title for row in shown.rows] == [
         "", "Model", "Tokens", "Workers", "Degrees", "Memory", "Weights", "Traffic", "Decode", "Note",
     ]  # fmt: skip
-    assert said.text.startswith("There is too little memory: 20 GiB.\nFLUX\nTokens: not split")
-    assert "Decode: 0 s.\nNote: " in said.text
-    assert "shard" in said.rows[-1].text
-    assert said.parts == (), "no picture of what will not run"
+    assert shown.text.startswith("There is too little memory: 20 GiB.\nFLUX\nTokens: not split")
+    assert "Decode: 0 s.\nNote: " in shown.text
+    assert "shard" in shown.rows[-1].text
+    assert shown.parts == (), "no picture of what will not run"
 
 
 def test_what_is_said_is_data_for_other_languages() -> None:
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=WORK)
     two = RunPlan(degrees=Parallelism(ulysses_degree=24), placement=Placement(devices=("cuda:0",) * 24))
     table = report(subject, two, guided=False, automatic=False).table
-    said = dict(table["rows"])
-    assert said["Tokens"] == [{"code": "tokens.one", "values": {"tokens": "4096 image", "rows": 1}}]
-    assert {"code": "heads.one", "values": {"workers": 24, "heads": 1}} in said["Degrees"]
-    assert [said["code"] for [said] in table["notes"]] == ["note.twice"]
+    values = dict(table["rows"])
+    assert values["Tokens"] == [{"code": "tokens.one", "values": {"tokens": "4096 image", "rows": 1}}]
+    assert {"code": "heads.one", "values": {"workers": 24, "heads": 1}} in values["Degrees"]
+    assert [note["code"] for [note] in table["notes"]] == ["note.twice"]
 
 
 def test_where_control_nets_run_and_why_the_loop_stays_is_said_where_there_is_something_to_say() -> None:
@@ -334,8 +334,8 @@ def test_where_control_nets_run_and_why_the_loop_stays_is_said_where_there_is_so
         return [line for line in text.splitlines() if line.startswith(("ControlNets", "Loop"))]
 
     assert lines(subject) == []
-    said = say("controls", count=2, size="1.50")
-    assert lines(replace(subject, controls=said)) == [
+    sentence = say("controls", count=2, size="1.50")
+    assert lines(replace(subject, controls=sentence)) == [
         "ControlNets: in the workers: 2, with 1.50 GiB of weights on each of them."
     ]
     (loop,) = lines(replace(subject, loop=say("loop.comfyui", reason=say("unsendable.control.patched", what="x"))))

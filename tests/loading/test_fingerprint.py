@@ -36,9 +36,9 @@ def changed(change: Callable[[Tensor], Tensor], which: Callable[[int], bool]) ->
 
 def strided(weight: Tensor) -> Tensor:
     """The same values, and other ones between them."""
-    room = torch.full((*weight.shape, 3), torch.nan)
-    room[..., 1] = weight
-    return room[..., 1]
+    spaced = torch.full((*weight.shape, 3), torch.nan)
+    spaced[..., 1] = weight
+    return spaced[..., 1]
 
 
 PARTS = {
@@ -77,9 +77,9 @@ def test_weights_may_be_strided(change: Callable[[Tensor], Tensor], which: str) 
 @pytest.mark.parametrize("place", range(8))
 def test_another_weight_is_told_wherever_it_lies(place: int) -> None:
     other = changed(lambda weight: weight + 1, lambda each: each == place)
-    there = changed(lambda weight: OnSecondDevice(weight + 1), lambda each: each == place)
+    on_second = changed(lambda weight: OnSecondDevice(weight + 1), lambda each: each == place)
     assert model_fingerprint(other, torch.bfloat16) != model_fingerprint(network(), torch.bfloat16)
-    assert model_fingerprint(there, torch.bfloat16) == model_fingerprint(other, torch.bfloat16)
+    assert model_fingerprint(on_second, torch.bfloat16) == model_fingerprint(other, torch.bfloat16)
 
 
 def test_weights_that_changed_places_are_told() -> None:

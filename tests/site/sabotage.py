@@ -40,7 +40,7 @@ PLACES = {  # module, function, which call of it
     "group_norm": ("parallel_runtime.engine.rows.functions", "group_norm", 1),
 }
 AGAIN = "CP_TEST_AGAIN"
-ROOM = 16 * 32 * 32  # elements; what is larger is out of memory
+LARGEST = 16 * 32 * 32  # elements; what is larger is out of memory
 PACE = {"pace": 8e-3, "slow": 16e-3}  # seconds that a block takes for each token of a rank, so that all else is little
 
 
@@ -59,7 +59,7 @@ def do(deed: str) -> None:
 
 
 def refuse_large(tensors: Sequence[Any]) -> None:
-    if any(tensor.numel() > ROOM for tensor in tensors if hasattr(tensor, "numel")):
+    if any(tensor.numel() > LARGEST for tensor in tensors if hasattr(tensor, "numel")):
         import torch
 
         raise torch.OutOfMemoryError("sabotage")
