@@ -14,7 +14,7 @@ MAX_CPU_WORKERS = max(8, os.cpu_count() or 1)
 
 
 def parse_devices(text: str, gpus: int, kind: str = CUDA.kind) -> tuple[str, ...]:
-    """The devices that `text` lists, every GPU where it is empty, and () for "the CPU, as often as needed"."""
+    """Returns the devices that `text` lists, every GPU where it is empty, and () for "the CPU, as often as needed"."""
     names = [name.strip().lower() for name in text.split(",") if name.strip()]
     if not names:
         return tuple(f"{kind}:{index}" for index in range(gpus))

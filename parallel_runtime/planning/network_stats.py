@@ -50,20 +50,21 @@ class NetworkStats:
         return Work(network=self, sequences=sequences, tokens=tokens, cached=cached, recorded=recorded, **at_once)
 
     def linear_flop(self, tokens: int) -> float:
-        """FLOP of all products with weights, for one sequence."""
+        """Returns the FLOP of all products with weights, for one sequence."""
         if self.row_levels:
             return sum(2 * level.weights * tokens / 4**number for number, level in enumerate(self.row_levels))
         return 2 * self.token_weights * tokens
 
     def attention_flop(self, tokens: int) -> float:
-        """FLOP of all attentions, for one sequence."""
+        """Returns the FLOP of all attentions, for one sequence."""
         if self.row_levels:
             levels = enumerate(self.row_levels)
             return sum(4 * level.attentions * level.width * (tokens / 4**number) ** 2 for number, level in levels)
         return 4 * tokens**2 * self.width * self.layers
 
     def key_flop(self, tokens: int) -> float:
-        """FLOP of the projections of all keys and values of a network that is cut by rows, for one sequence."""
+        """Returns the FLOP of the projections of all keys and values of a network that is cut by rows, for one
+        sequence."""
         levels = enumerate(self.row_levels)
         return sum(4 * level.attentions * level.width**2 * tokens / 4**number for number, level in levels)
 
@@ -90,13 +91,13 @@ class Work:
 
     @property
     def activation_bytes(self) -> int:
-        """Size of one activation tensor of all sequences, of all their tokens."""
+        """Returns the size of one activation tensor of all sequences, of all their tokens."""
         return self.sequences * self.sequence_bytes
 
     @property
     def attention_tensor_bytes(self) -> float:
-        """Size of the queries of one attention, of all sequences; the mean of all levels of a network that is split by
-        rows."""
+        """Returns the size of the queries of one attention, of all sequences; the mean of all levels of a network that
+        is split by rows."""
         if not (levels := self.network.row_levels):
             return self.activation_bytes
         wide = sum(level.attentions * level.width * self.tokens / 4**number for number, level in enumerate(levels))
@@ -104,7 +105,7 @@ class Work:
 
     @property
     def sequence_bytes(self) -> int:
-        """Size of one activation tensor of one sequence: what a stage of a pipeline passes to the next."""
+        """Returns the size of one activation tensor of one sequence: what a stage of a pipeline passes to the next."""
         return self.tokens * self.network.width * self.network.item_bytes
 
     def prompts_per_rank(self, degrees: Parallelism) -> int:

@@ -106,7 +106,7 @@ def are_heterogeneous(work: Work, placement: Placement, profile: DeviceProfile |
 
 
 def shares_by_speed(work: Work, profile: DeviceProfile) -> tuple[int, ...]:
-    """Shares in proportion to what each of these workers measured."""
+    """Returns shares in proportion to what each of these workers measured."""
     return in_proportion([1 / alone for alone in alone_seconds_by_rank(work, profile)])
 
 
@@ -119,7 +119,8 @@ def averaged(work: Work, degrees: Parallelism, profile: DeviceProfile) -> Device
 
 
 def times_as_fast(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
-    """How many times as fast a step is on these workers as on one alone: prompts, images and tokens are shared out."""
+    """Returns how many times as fast a step is on these workers as on one alone: prompts, images and tokens are shared
+    out."""
     share = replace(work, sequences=-(-work.sequences // degrees.data_degree))
     several = work.prompts_per_rank(degrees) * evaluation_seconds(share, degrees, profile)
     return work.prompts * evaluation_seconds(work, Parallelism(), profile) / several
@@ -135,7 +136,7 @@ def attention_bytes(work: Work, degrees: Parallelism) -> float:
 
 
 def attention_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
-    """Seconds of one attention layer on one rank, its transfers included."""
+    """Returns the seconds of one attention layer on one rank, its transfers included."""
     ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
     share = work.activation_bytes / (ring * ulysses)
     compute = 4 * work.sequences * work.tokens**2 * work.network.width / (ring * ulysses)
@@ -149,7 +150,7 @@ def attention_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) 
 
 
 def _exposed_transfer(share: float, compute: float, degrees: Parallelism, profile: DeviceProfile) -> float:
-    """Seconds of transfers that no computation hides."""
+    """Returns the seconds of transfers that no computation hides."""
     ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
     all_to_all = 4 * share * (ulysses - 1) / ulysses / profile.bytes_per_second
     send_recv, block = 2 * share / profile.bytes_per_second, compute / ring
@@ -159,22 +160,22 @@ def _exposed_transfer(share: float, compute: float, degrees: Parallelism, profil
 
 
 def _ring_block_count(degrees: Parallelism) -> int:
-    """How many blocks of keys a rank attends to one by one."""
+    """Returns how many blocks of keys a rank attends to one by one."""
     return min(2, degrees.ring_degree) if degrees.options.rotate_method == "allgather" else degrees.ring_degree
 
 
 def _launch_seconds(degrees: Parallelism) -> float:
-    """Seconds of the host a layer."""
+    """Returns the seconds that the host takes to launch a layer."""
     ranks, ring = degrees.context_parallel_size, degrees.ring_degree
     divided = LAUNCHED_BY_RANKS * ranks + LAUNCHED_BY_BLOCKS * _ring_block_count(degrees) * (ring > 1)
     return LAUNCHED + divided * (ranks > 1)
 
 
 def rotate_method_for(work: Work, degrees: Parallelism, profile: DeviceProfile, *, spacious: bool) -> RotateMethod:
-    """How a ring's keys and values go round where the request leaves it open: all at once where memory is `spacious`
-    enough for them, the link is fast, and less hiding costs less than fewer blocks gain. Of a network that is cut by
-    rows, whose levels have few keys, all at once, or as the tokens that they are made of: half the bytes, and each rank
-    makes all keys."""
+    """Returns how a ring's keys and values go round where the request leaves it open: all at once where memory is
+    `spacious` enough for them, the link is fast, and less hiding costs less than fewer blocks gain. Of a network that
+    is cut by rows, whose levels have few keys, all at once, or as the tokens that they are made of: half the bytes, and
+    each rank makes all keys."""
     if degrees.options.rotate_method != "auto":
         return degrees.options.rotate_method
     if degrees.ring_degree > 1 and spacious and work.network.row_levels:

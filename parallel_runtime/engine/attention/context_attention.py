@@ -79,7 +79,7 @@ class ContextAttention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
-        """Each rank passes its local tokens [B, local tokens, H, D] and gets their rows of the full attention.
+        """Returns the rows of the full attention of this rank's local tokens; tensors are [B, local tokens, H, D].
 
         Keys and values may have fewer heads, each for a group of neighbouring query heads. `mask` is a key-padding
         mask, see `gather_key_mask`, or a full mask of pairs, see `pair_mask`. Collective over the context ranks.
@@ -156,7 +156,7 @@ class ContextAttention:
         return output.transpose(0, 1)
 
     def _full_mask(self, mask: Tensor, query: Tensor, layout: AttentionLayout) -> Mask:
-        """The mask of all keys; the same mask in the next layer is not gathered again."""
+        """Returns the mask of all keys; the same mask in the next layer is not gathered again."""
         batch, heads = query.shape[0], query.shape[2]
         cached = self.streams.cached((self, "mask", batch, heads), _CachedMask)
         if cached.source is None or memory_key(cached.source) != memory_key(mask):
@@ -180,7 +180,7 @@ class ContextAttention:
         value: Tensor,
         mask: Mask | None,
     ) -> Tensor:
-        """All-to-all from tokens to heads, attention on local heads, and all-to-all back."""
+        """Exchanges tokens for heads in an all-to-all, attends on the local heads, and exchanges the outputs back."""
         if layout.repeat_keys:
             key, value = repeat_kv(key, query.shape[2]), repeat_kv(value, query.shape[2])
         mesh_dim, pending_returns = self.mesh.ulysses, []
@@ -245,7 +245,7 @@ class ContextAttention:
 
     @property
     def _has_all_tokens(self) -> bool:
-        """Whether the ranks together have all tokens, not one token patch."""
+        """Returns whether the ranks together have all tokens, not one token patch."""
         return self.pipefusion is None or self.pipefusion.has_all_tokens
 
     def _attend_ring(
@@ -304,7 +304,7 @@ class ContextAttention:
 
 
 def _tokens_by_ring_index(tokens: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Tokens at each ring index, summed over the `ranks` of its Ulysses group."""
+    """Returns the tokens at each ring index, summed over the `ranks` of its Ulysses group."""
     return tuple(sum(tokens[start : start + ranks]) for start in range(0, len(tokens), ranks))
 
 

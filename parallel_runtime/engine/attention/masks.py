@@ -33,7 +33,7 @@ class Mask:
         self._cache: dict[Hashable, Any] = {}
 
     def block(self, start: int, size: int) -> Tensor:
-        """[1 or B, 1 or heads, 1 or queries, size] of the keys from `start` on, as scaled_dot_product_attention
+        """Returns [1 or B, 1 or heads, 1 or queries, size] of the keys from `start` on, as scaled_dot_product_attention
         takes it."""
         return self._cached(("block", start, size), lambda: self.pairs[..., start : start + size].contiguous())
 
@@ -49,7 +49,8 @@ class Mask:
         return self._cached(("heads", start, size), lambda: Mask(self.pairs[:, start : start + size], self.kind))
 
     def fully_masked(self) -> Tensor:
-        """[1 or B, 1 or queries, 1 or heads, 1]: True where a query has no key at all; then its output is zero."""
+        """Returns [1 or B, 1 or queries, 1 or heads, 1]: True where a query has no key at all; then its output is
+        zero."""
         return self._cached("dead", self._dead)
 
     def _dead(self) -> Tensor:
@@ -57,8 +58,8 @@ class Mask:
         return ~alive.any(dim=-1, keepdim=True).transpose(1, 2)
 
     def hides(self, start: int, size: int) -> bool:
-        """Whether it is known that no query sees these keys. Looked at only where that costs no wait for the device:
-        blocks that are hidden anyway merge to nothing."""
+        """Returns whether it is known that no query sees these keys. Looked at only where that costs no wait for the
+        device: blocks that are hidden anyway merge to nothing."""
         if self.pairs.device.type != "cpu" or self.pairs.dtype != torch.bool:
             return False
         return self._cached(("hides", start, size), lambda: not self.pairs[..., start : start + size].any().item())
@@ -89,7 +90,8 @@ def memory_key(mask: Tensor) -> Hashable:
 
 
 def gather_key_mask(mask: Tensor, batch: int, heads: int, streams: Streams, names: Names, mesh_dim: MeshDim) -> Mask:
-    """The mask of all keys, gathered from each rank's slice of it (or taken from the full mask, if it was not split).
+    """Returns the mask of all keys, gathered from each rank's slice of it (or taken from the full mask, if it was not
+    split).
 
     `mask` is [B, S] bool or int (non-zero: attend), [B, S] additive float, or [B, 1 or heads, 1, S] of either; `names`
     are the attention's streams, in the order in which its keys are concatenated. Raises Refused for masks that differ

@@ -75,8 +75,8 @@ class AllToAllLayout:
         return (None, None) if self.even else (list(self.by_heads), list(self.by_tokens))
 
     def segments(self, flat: Tensor, *, joined: bool) -> list[tuple[tuple[HeadRun, ...], Tensor]]:
-        """Each run of every tensor with its part [ranks, own tokens, B, heads, D] of what is cut by tokens, in the dims
-        of `Run.of`."""
+        """Returns each run of every tensor with its part [ranks, own tokens, B, heads, D] of what is cut by tokens, in
+        the dims of `Run.of`."""
         own, start, parts = self.tokens[self.index], 0, []
         for runs in zip(*self.runs, strict=True):
             ranks, heads = runs[0].ranks, sum(run.count for run in runs)
@@ -169,7 +169,7 @@ def head_chunks(
 
 
 def _chunk_count(query: Tensor, heads: tuple[int, int], tokens_by_rank: TokensByRank, parts: Parts) -> int:
-    """The number of head chunks, from global counts alone: ranks that disagree would wait forever."""
+    """Returns the number of head chunks, from global counts alone: ranks that disagree would wait forever."""
     (of_queries, of_keys), (queries, keys) = heads, map(max, tokens_by_rank)
     if of_keys < of_queries and any(own % MAX_HEAD_CHUNKS for own in chunk_sizes(of_keys, parts)):
         return 1
@@ -180,7 +180,7 @@ def _chunk_count(query: Tensor, heads: tuple[int, int], tokens_by_rank: TokensBy
 def to_heads(
     tensors: Sequence[Tensor], layout: AllToAllLayout, mesh_dim: MeshDim, scratch: ScratchAllocator
 ) -> Pending:
-    """[B, own tokens, H, D] of each tensor is sent; `split_received` takes what arrives."""
+    """Sends the heads of each tensor [B, own tokens, H, D]; `split_received` takes what arrives."""
     send = scratch((sum(layout.by_heads),), "send")
     joined = all(map(_joined, tensors))
     for runs, segment in layout.segments(send, joined=joined):
@@ -205,14 +205,14 @@ def to_tokens(full: Tensor, layout: AllToAllLayout, mesh_dim: MeshDim, scratch: 
 
 
 def write_returned(returned: Tensor, layout: AllToAllLayout, out: Tensor) -> None:
-    """Write the heads that came back to this rank into `out` [B, own tokens, H, D]."""
+    """Writes the heads that came back to this rank into `out` [B, own tokens, H, D]."""
     joined = _joined(out)
     for (run,), segment in layout.segments(returned, joined=joined):
         run.of(out, joined=joined).copy_(segment)
 
 
 def _pack(parts: Sequence[Tensor], out: Tensor, dim: int) -> None:
-    """Concatenate along `dim`, which is none of the first three. CUDA's `cat` is one kernel for tensors of at most 4
+    """Concatenates along `dim`, which is none of the first three. CUDA's `cat` is one kernel for tensors of at most 4
     dims, and a copy for each tensor above (ATen/native/cuda/Shape.cu)."""
     if out.ndim <= CAT_DIMS:
         torch.cat(list(parts), dim=dim, out=out)

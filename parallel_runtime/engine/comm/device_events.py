@@ -20,7 +20,7 @@ class DeviceEvent(Protocol):
         """Blocks until the event is completed."""
 
     def seconds_since(self, earlier: DeviceEvent) -> float:
-        """Device seconds between two completed events."""
+        """Returns the device seconds between two completed events."""
 
 
 EventFactory = Callable[[], DeviceEvent]
@@ -88,8 +88,8 @@ class CommTimer:
 
     @property
     def computed_seconds(self) -> float | None:
-        """Device seconds spent computing, without communication; None until its events are completed, and where no
-        transfer was timed, as in a graph replay."""
+        """Returns the device seconds spent computing, without communication; None until its events are completed, and
+        where no transfer was timed, as in a graph replay."""
         if self._end is None or not self._waits or not self._end.completed:
             return None
         return self._end.seconds_since(self._start) - sum(after.seconds_since(before) for before, after in self._waits)

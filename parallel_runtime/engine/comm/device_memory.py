@@ -22,7 +22,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def cached_bytes(device: torch.device) -> int:
-    """Bytes that PyTorch's caching allocator has reserved on a device and not allocated to tensors."""
+    """Returns the bytes that PyTorch's caching allocator has reserved on a device and not allocated to tensors."""
     if device.type == "cpu":
         return 0
     return torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)

@@ -70,7 +70,7 @@ class MeshDim:
 
     @property
     def other_ranks(self) -> list[int]:
-        """The indices of the other ranks, starting after this one: so each rank starts with another peer."""
+        """Returns the indices of the other ranks, starting after this one: so each rank starts with another peer."""
         return [(self.index + step) % self.size for step in range(1, self.size)]
 
 
@@ -92,7 +92,7 @@ class ContextMesh:
 
     @property
     def batch_groups(self) -> int:
-        """The number of batch groups: context meshes that compute other prompts or rows."""
+        """Returns the number of batch groups: context meshes that compute other prompts or rows."""
         return self.data.size * self.cfg.size
 
     def with_shares(self, shares: tuple[int, ...]) -> ContextMesh:
@@ -118,7 +118,8 @@ class ContextMesh:
 def build_mesh(
     parallelism: Parallelism, device: torch.device | None = None, group_state: GroupState | None = None
 ) -> ContextMesh:
-    """The mesh of a group of `parallelism.world_size` ranks that compute on `device`; `group_state` is the one so far.
+    """Returns the mesh of a group of `parallelism.world_size` ranks that compute on `device`; `group_state` is the one
+    so far.
 
     Every rank of the group must call it together, once per shape: groups are made here. A world of one rank needs
     no process group. Raises ValueError when the degrees and the group disagree.
@@ -165,7 +166,7 @@ def with_new_group(mesh_dim: MeshDim, device: torch.device) -> MeshDim:
 
 
 def first_ranks(count: int, device: torch.device) -> MeshDim:
-    """The first `count` ranks of the world, of which this must be one; they compute on `device`.
+    """Returns the first `count` ranks of the world, of which this must be one; they compute on `device`.
 
     No group is made: point to point, and so in everything in collectives.py, any ranks of the world may talk.
     """

@@ -30,7 +30,7 @@ def world_size() -> int:
 
 
 def machine() -> int:
-    """The number of this rank's machine: 0 is ComfyUI's."""
+    """Returns the number of this rank's machine: 0 is ComfyUI's."""
     return int(os.environ["GROUP_RANK"])
 
 

@@ -119,7 +119,7 @@ def choose_kernel(
 
 
 def _benchmarked_names(device: torch.device, blocks: bool) -> Sequence[AttentionBackend]:
-    """All names in the benchmark, also those that this GPU lacks: other GPUs of the group may have them."""
+    """Returns all names in the benchmark, also those that this GPU lacks: other GPUs of the group may have them."""
     if blocks:
         return benchmarked(device.type, "block") or ["native"]
     return [FALLBACK, *benchmarked(device.type, "full")]
@@ -146,7 +146,8 @@ def _prefers_cudnn(query: Tensor, recorded: bool) -> bool:
 def _available_on_all(
     backend: AttentionBackend, query: Tensor, sizes: AttentionSizes, mesh_dim: MeshDim, *, preferred: bool = True
 ) -> bool:
-    """Whether every rank of `mesh_dim` has this kernel for these sizes, computes correctly with it, and prefers it."""
+    """Returns whether every rank of `mesh_dim` has this kernel for these sizes, computes correctly with it, and prefers
+    it."""
     seconds = partial(_measure, sizes, query.device, None, [backend] if preferred else [], with_timing=False)
     return bool(slowest_rank_seconds([backend], sizes, mesh_dim, seconds, query.device))
 
@@ -160,8 +161,8 @@ def _measure(
     *,
     with_timing: bool = True,
 ) -> float:
-    """Seconds of one such attention: infinity if the kernel is not `available` here or computes something else,
-    NaN if memory does not suffice to find out."""
+    """Returns the seconds of one such attention: infinity if the kernel is not `available` here or computes something
+    else, NaN if memory does not suffice to find out."""
     if name not in available:
         return torch.inf
     try:
@@ -204,7 +205,8 @@ def _is_accurate(out: Tensor, inputs: tuple[Tensor, Tensor, Tensor], mask: Tenso
 
 
 def faster_kernel(query: Tensor, fallback: FullAttention, sizes: AttentionSizes, alone: MeshDim) -> str:
-    """The name of a kernel that is clearly faster than `fallback` for a worker without context parallelism, or ""."""
+    """Returns the name of a kernel that is clearly faster than `fallback` for a worker without context parallelism, or
+    ""."""
     names = full_candidates(query)
     if isinstance(query, FakeTensor) or len(names) == 1:
         return ""
@@ -222,8 +224,8 @@ def fastest_kernel(
     device: torch.device,
     default: str = "",
 ) -> str:
-    """The name with the fewest seconds on its slowest rank. Collective over `mesh_dim` for new sizes, so all ranks
-    must pass the same `names`.
+    """Returns the name with the fewest seconds on its slowest rank. Collective over `mesh_dim` for new sizes, so all
+    ranks must pass the same `names`.
 
     A kernel that some rank lacks is left out. If any time is invalid, returns `default`, or the first name.
     """
@@ -234,7 +236,8 @@ def fastest_kernel(
 def slowest_rank_seconds(
     names: Sequence[str], sizes: AttentionSizes, mesh_dim: MeshDim, seconds: Measure, device: torch.device
 ) -> dict[str, float]:
-    """Seconds on the slowest rank, for kernels that all have; {} if any is invalid. Collective as `fastest_kernel`."""
+    """Returns the seconds on the slowest rank, for kernels that all have; {} if any is invalid. Collective as
+    `fastest_kernel`."""
     key, benchmarks = (sizes, mesh_dim.ranks, tuple(names)), mesh_dim.group_state.kernel_seconds
     if key not in benchmarks and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return {}
@@ -259,7 +262,7 @@ def _log_benchmark(sizes: AttentionSizes, times: dict[str, float]) -> None:
 
 
 def _valid(times: dict[str, float]) -> dict[str, float]:
-    """The finite times; empty if a rank could not time them all."""
+    """Returns the finite times; empty if a rank could not time them all."""
     if any(map(math.isnan, times.values())):
         return {}
     return {name: seconds for name, seconds in times.items() if math.isfinite(seconds)}
@@ -288,8 +291,8 @@ def describe_sizes(sizes: AttentionSizes) -> str:
 
 
 def time_runs(run: Callable[[], object], device: torch.device) -> float:
-    """Device seconds of the fastest run, after a warm-up. Launch time is hidden behind matrix products, as in a
-    graph replay."""
+    """Returns the device seconds of the fastest run, after a warm-up. Launch time is hidden behind matrix products, as
+    in a graph replay."""
     run()
     warmup = torch.zeros(_WARMUP_ROWS, _WARMUP_ROWS, dtype=torch.bfloat16, device=device)
     times = []

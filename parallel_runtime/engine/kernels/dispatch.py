@@ -139,7 +139,7 @@ _OP_IDS = {name: register(function) for name, function in _ATTENDING.items()}
 
 
 def _call_key(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Hashable, ...]:
-    """The properties of a call that decide whether a kernel supports it."""
+    """Returns the properties of a call that decide whether a kernel supports it."""
     masked = None if mask is None else (mask.dtype, mask.shape)
     return query.device, query.dtype, key.dtype, query.shape, key.shape[1], value.shape[-1], masked
 

@@ -84,7 +84,8 @@ def package_missing_reason(package: str) -> str:
 
 @cache
 def _imported(package: str) -> Any:
-    """The package, or why there is none. Several were built for one PyTorch only, and fail in another as they like."""
+    """Returns the package, or why there is none. Several were built for one PyTorch only, and fail in another as they
+    like."""
     try:
         module = importlib.import_module(package)
     except (ImportError, OSError, RuntimeError) as error:
@@ -96,12 +97,12 @@ def _imported(package: str) -> Any:
 
 
 def cudnn_supports_graphs() -> bool:
-    """Whether cuDNN's attention computes correctly in a CUDA graph."""
+    """Returns whether cuDNN's attention computes correctly in a CUDA graph."""
     return (torch.backends.cudnn.version() or 0) >= CUDNN_GRAPHS_VERSION
 
 
 def heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, tokens, H, D] of each to [B, H, tokens, D], or back: views."""
+    """Turns each [B, tokens, H, D] into [B, H, tokens, D], or back: views."""
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
@@ -203,7 +204,7 @@ def _sage_block(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[T
 
 
 def _lse(lse: Tensor) -> Tensor:
-    """[B, H, Sq] to [B, Sq, H, 1]."""
+    """Turns [B, H, Sq] into [B, Sq, H, 1]."""
     return lse.transpose(1, 2).unsqueeze(-1)
 
 

@@ -46,7 +46,8 @@ class StageChannel:
             self._pending_sends.popleft().wait()
 
     def recv(self, peer: int, like: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors that `peer` sends; Refused where their shapes are not those of `like`, or where none come."""
+        """Returns the tensors that `peer` sends; Refused where their shapes are not those of `like`, or where none
+        come."""
         layouts = self._recv_layouts(peer)
         if layouts is None:
             raise Refused
@@ -64,7 +65,7 @@ class StageChannel:
                 self._send(peer, torch.tensor([END] + [0] * (MAX_TENSORS * (2 + MAX_DIMS))), None)
 
     def close(self, *, refused: bool) -> None:
-        """Wait until all sends are received. Where any rank `refused`, drop what is in transit and raise Refused on
+        """Waits until all sends are received. Where any rank `refused`, drops what is in transit and raises Refused on
         all of them. Collective."""
         if any_rank(refused, self._mesh_dim):
             self.send_end()
@@ -80,7 +81,7 @@ class StageChannel:
             raise Refused
 
     def _to_send(self, tensor: Tensor) -> Tensor:
-        """A copy on the device of transfers: the next block may write into `tensor`."""
+        """Returns a copy on the device of transfers: the next block may write into `tensor`."""
         if self._mesh_dim.comm_device is None or self._mesh_dim.comm_device == tensor.device:
             return tensor.clone(memory_format=torch.contiguous_format)
         return tensor.to(self._mesh_dim.comm_device).contiguous()

@@ -33,7 +33,7 @@ class FullPatches:
         self._shape: list[int] = []
 
     def of(self, options: Options, levels: Levels, shape: list[int]) -> Options:
-        """The patches of transformer_options, for a forward of these levels of a latent [B, C, H, W]."""
+        """Returns the patches of transformer_options, for a forward of these levels of a latent [B, C, H, W]."""
         self._levels, self._shape = levels, shape
         self.has_full_tokens = self.over_time = False
         given: dict[str, list[Any]] = options.get("patches") or {}
@@ -72,8 +72,8 @@ class FullPatches:
         return tuple(None if x is None else self._split_picture(x, of) for x, of in zip(made, full, strict=True))
 
     def _split_picture(self, made: Tensor, before: Tensor) -> Tensor:
-        """This rank's rows. Raises NoLevel for a picture of another size than before (Deep Shrink): its rows would be
-        of another level or none."""
+        """Returns this rank's rows. Raises NoLevel for a picture of another size than before (Deep Shrink): its rows
+        would be of another level or none."""
         if made.shape[-2:] != before.shape[-2:]:
             raise self._no_level("a picture", made.shape)
         return self._levels.split(made)
@@ -103,7 +103,7 @@ class FullPatches:
         return self._levels.split_tokens(made, level)
 
     def _gather(self, kind: str, n: Tensor, key: Any, value: Any, extra: Options) -> tuple[Any, Any, Any]:
-        """The first patch of an attention: from here to `_split` its tokens are full."""
+        """Acts as the first patch of an attention: from here to `_split` its tokens are full."""
         full = self._levels.gather_tokens(n, self._level(extra))
         self.has_full_tokens = True
         return (full, full, full) if kind == SELF and key is n else (full, key, value)
@@ -130,7 +130,7 @@ class FullPatches:
         return self._levels.split_tokens(made, level)
 
     def _level(self, extra: Options) -> int:
-        """The level of a block's tokens. Raises NoLevel for a block that attends along time."""
+        """Returns the level of a block's tokens. Raises NoLevel for a block that attends along time."""
         shape = extra["activations_shape"]
         if self.over_time:
             raise self._no_level("attention along time", shape)

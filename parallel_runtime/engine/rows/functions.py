@@ -241,7 +241,7 @@ def _normalize(x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor |
 
 
 def _moments(x: Tensor, num_groups: int) -> Tensor:
-    """[2, batch, groups]: mean and variance, in float32 at least.
+    """Returns [2, batch, groups]: mean and variance, in float32 at least.
 
     A half precision `x` is taken in pieces of whole rows: a copy of all of it in float32 would be twice its size.
     """
@@ -262,8 +262,8 @@ def _moments(x: Tensor, num_groups: int) -> Tensor:
 
 
 def _combined_moments(weights: Tensor, moments: Tensor) -> Tensor:
-    """[ranks, 2, batch, groups] to [2, batch, groups]. Chan's combination: the mean of the variances, and the variance
-    of the means."""
+    """Combines [ranks, 2, batch, groups] into [2, batch, groups] by Chan's formulas: the mean of the variances, and the
+    variance of the means."""
     means, variances = moments.unbind(1)
     weights = weights.to(means.dtype)
     mean = torch.tensordot(weights, means, 1)
@@ -344,7 +344,7 @@ def pool(
 
 
 def noise(share: Share, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Full noise on every rank, from the same state of the generator, then split."""
+    """Draws the full noise on every rank, from the same state of the generator, and returns this rank's rows of it."""
     like = isinstance(args[0], Tensor)
     flat = not like and isinstance(args[0], int)
     shape = [*(args if flat else args[0].shape if like else args[0])]

@@ -47,7 +47,7 @@ class _Mode(TorchFunctionMode):
 
 
 def _sum(sizes: tuple[int, ...], ranks: MeshDim, first: Tensor, second: Tensor) -> Tensor:
-    """The product of [..., M, local tokens] and [..., local tokens, N], summed over all ranks."""
+    """Returns the product of [..., M, local tokens] and [..., local tokens, N], summed over all ranks."""
     product = torch.matmul(first, second)
     if not sizes[ranks.index]:  # of a dummy token
         product = torch.zeros_like(product)

@@ -41,7 +41,8 @@ class RankPlacement:
 def rank_placement(
     placement: WeightPlacement, mesh_dim: MeshDim, device: torch.device, buffers: Buffers
 ) -> RankPlacement | None:
-    """None where all weights are on every device. `mesh_dim`: the ranks of the shards, with a group of its own."""
+    """Returns None where all weights are on every device. `mesh_dim`: the ranks of the shards, with a group of its
+    own."""
     counts = frozenset(placement.resident_blocks_by_rank or (placement.resident_blocks,))
     if placement.mode == "offload":
 
@@ -143,7 +144,7 @@ def _map_file(file: int, size: int) -> Tensor:
 
 
 def _page_lock(memory: Tensor, device: torch.device) -> bool:
-    """Page-lock `memory` for this process, so that the device copies from it by itself; False where CUDA cannot."""
+    """Page-locks `memory` for this process, so that the device copies from it by itself; False where CUDA cannot."""
     if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
         return True
     _discard_error(device)
@@ -196,5 +197,5 @@ class ShardedWeights:
         self._parts.clear()
 
     def _sizes(self, size: int) -> list[int]:
-        """Bytes of a block of `size` bytes that each rank stores."""
+        """Returns the bytes of a block of `size` bytes that each rank stores."""
         return [pages * PAGE_BYTES for pages in chunk_sizes(size // PAGE_BYTES, self._mesh_dim.parts)]
