@@ -118,7 +118,7 @@ class MemoryModel:
         )
 
     def needed_bytes_by_rank(self, weights: WeightPlacement) -> tuple[int, ...]:
-        """Weights, activations and buffers of each rank, at the peak of an evaluation."""
+        """Returns the bytes of weights, activations and buffers of each rank, at the peak of an evaluation."""
         weight_bytes, buffers = self.weight_bytes_by_rank(weights), self.buffer_bytes_by_rank(weights)
         return tuple(map(sum, zip(weight_bytes, self.activation_bytes_by_rank, buffers, strict=True)))
 

@@ -72,7 +72,7 @@ def ranked(inputs: PlanInputs) -> list[RunPlan]:
 
 
 def _kind_of(plan: RunPlan) -> Hashable:
-    """Plans of one kind differ only in how they split a sequence."""
+    """Returns what plans have in common that differ only in how they split a sequence."""
     degrees = plan.degrees
     return plan.placement, degrees.cfg_degree, degrees.data_degree, degrees.pipeline_degree
 

@@ -143,7 +143,7 @@ def test_the_numbers_of_a_refusal_are_those_of_the_card_that_lacks_most() -> Non
 
 
 @pytest.mark.parametrize(
-    ("total", "rooms", "shares"),
+    ("total", "budgets", "shares"),
     [
         (20, (80, 12), ()),
         (30, (80, 12), (18, 12)),

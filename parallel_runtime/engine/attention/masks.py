@@ -71,7 +71,8 @@ class Mask:
 
 
 def _pair(pairs: Tensor, *, of_queries: bool = True) -> Mask:
-    """`of_queries`: another for each query of this rank's Ulysses group. Numbers attend where they are not zero."""
+    """Returns a mask of `pairs`; `of_queries`: it differs between the queries of this rank's Ulysses group. Numbers
+    attend where they are not zero."""
     if not pairs.is_floating_point() and pairs.dtype != torch.bool:
         pairs = pairs != 0
     return Mask(pairs, (pairs.dtype, pairs.shape[0] > 1, pairs.shape[1] > 1, of_queries))
@@ -83,7 +84,7 @@ def _key(keys: Tensor) -> Mask:
 
 
 def memory_key(mask: Tensor) -> Hashable:
-    """Equal for tensors that show the same values, as long as one of them is alive."""
+    """Returns a key that is equal for tensors that show the same values, as long as one of them is alive."""
     version = None if mask.is_inference() else mask._version
     storage = mask.untyped_storage()._cdata
     return storage, mask.storage_offset(), mask.shape, mask.stride(), mask.dtype, version
@@ -112,8 +113,8 @@ def gather_key_mask(mask: Tensor, batch: int, heads: int, streams: Streams, name
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """`mask` as a finite bias. Minus infinity becomes a huge negative number, so that a block whose keys are all
-    masked has a log-sum-exp that vanishes in the merge; with -inf itself kernels return 0 there, or NaN."""
+    """Returns `mask` as a finite bias. Minus infinity becomes a huge negative number, so that a block whose keys are
+    all masked has a log-sum-exp that vanishes in the merge; with -inf itself kernels return 0 there, or NaN."""
     floor = torch.finfo(dtype).min / 2
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, floor)

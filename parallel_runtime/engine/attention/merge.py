@@ -20,8 +20,8 @@ class Merge:
         self._lses: list[Tensor] = []
 
     def add(self, out: Tensor, lse: Tensor) -> None:
-        """A block's output [B, Sq, H, D] and log-sum-exp [B, Sq, H, 1]; both must be finite. Keeps both, and may write
-        into them."""
+        """Adds a block's output [B, Sq, H, D] and log-sum-exp [B, Sq, H, 1], which must be finite. Keeps both, and may
+        write into them."""
         if len(self._outs) == MAX_PENDING_BLOCKS:
             weights, lse_of_all = self._weights(), torch.logsumexp(torch.stack(self._lses), 0)
             self._outs, self._lses = [self._sum(self._outs, weights)], [lse_of_all]

@@ -38,8 +38,8 @@ class HeadRun:
     count: int
 
     def of(self, tensor: Tensor, *, joined: bool) -> Tensor:
-        """These heads of [B, tokens, H, D] as [ranks, tokens, B, count, D], a view: without B where that is 1, and with
-        count * D in the place of count and D where heads and D lie `joined` in memory."""
+        """Returns these heads of [B, tokens, H, D] as [ranks, tokens, B, count, D], a view: without B where that is 1,
+        and with count * D in the place of count and D where heads and D lie `joined` in memory."""
         batch, tokens, heads, dim = tensor.shape
         if heads != self.ranks * self.heads:
             tensor = tensor.narrow(2, self.first, self.ranks * self.heads)
@@ -71,7 +71,7 @@ class AllToAllLayout:
 
     @property
     def counts(self) -> tuple[list[int] | None, list[int] | None]:
-        """`by_heads` and `by_tokens` as all_to_all_single takes them."""
+        """Returns `by_heads` and `by_tokens` as all_to_all_single takes them."""
         return (None, None) if self.even else (list(self.by_heads), list(self.by_tokens))
 
     def segments(self, flat: Tensor, *, joined: bool) -> list[tuple[tuple[HeadRun, ...], Tensor]]:
@@ -100,7 +100,8 @@ def all_to_all_layout(
     chunk: int,
     chunk_count: int,
 ) -> AllToAllLayout:
-    """Tensors of `heads` each in part `chunk` of `chunk_count`. Ranks have the same multiple of each tensor's heads."""
+    """Returns the layout for tensors of `heads` each in part `chunk` of `chunk_count`. Ranks have the same multiple of
+    each tensor's heads."""
     runs = tuple(_runs(count, parts, chunk, chunk_count) for count in heads)
     assert len({tuple(run.ranks for run in of_tensor) for of_tensor in runs}) == 1
     counts = [[run.count for run in of_tensor for _ in range(run.ranks)] for of_tensor in runs]

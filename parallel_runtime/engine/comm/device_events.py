@@ -104,7 +104,7 @@ class LaunchThrottle:
         self._start: DeviceEvent | None = None
 
     def wait_for_turn(self, on_poll: Callable[[], None]) -> None:
-        """Call before each evaluation: returns when the evaluation before the last has ended, and calls `on_poll`
+        """Waits, before each evaluation, until the evaluation before the last has ended, and calls `on_poll`
         every POLL_SECONDS until then."""
         event = self._make_event()
         while self._start is not None and not self._start.completed:

@@ -10,7 +10,7 @@ import torch
 
 
 def host_free_bytes() -> int:
-    """Main memory that can be allocated without swapping."""
+    """Returns the bytes of main memory that can be allocated without swapping."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return int(meminfo["MemAvailable"].split()[0]) << 10
 

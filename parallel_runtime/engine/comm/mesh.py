@@ -191,7 +191,8 @@ def participating_ranks(sizes: Sequence[int], device: torch.device) -> MeshDim |
 def _context(
     mesh: DeviceMesh, mesh_dims: Mapping[str, MeshDim], comm_device: torch.device | None, single_rank: MeshDim
 ) -> MeshDim:
-    """Ring and Ulysses together; a group of its own only where no other has just these ranks."""
+    """Returns the dim of ring and Ulysses together; it has a group of its own only where no other has just these
+    ranks."""
     parts = [mesh_dims[name] for name in ("ring", "ulysses") if name in mesh_dims]
     if len(parts) < 2:
         return parts[0] if parts else single_rank

@@ -46,7 +46,7 @@ def all_gather_int(number: int, dim: MeshDim | None = None) -> list[int]:
 
 
 def any_rank(flag: bool, dim: MeshDim | None = None) -> bool:
-    """True on every rank when it is true on any. Collective as `all_gather_ints`."""
+    """Returns true on every rank when it is true on any. Collective as `all_gather_ints`."""
     return any(all_gather_int(int(flag), dim))
 
 

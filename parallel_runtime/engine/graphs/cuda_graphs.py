@@ -27,7 +27,7 @@ class Recorder:
         self._constants = Constants()
 
     def warm_up(self, run: Run) -> Any:
-        """Call `run` eagerly, and note the constants that its recording needs. Returns what `run` returned."""
+        """Calls `run` eagerly, and notes the constants that its recording needs. Returns what `run` returned."""
         self._constants = Constants()
         with self._constants:
             return run()
@@ -101,7 +101,7 @@ def _isolated_capture() -> Iterator[None]:
 
 
 def clear_workspaces() -> None:
-    """Free cuBLAS's workspaces; PyTorch makes new ones on demand. No cuBLAS kernel may be running."""
+    """Frees cuBLAS's workspaces; PyTorch makes new ones on demand. No cuBLAS kernel may be running."""
     _call_if_known("_cuda_clearCublasWorkspaces")
 
 
@@ -117,7 +117,7 @@ def _leave_pool(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
 
 
 def _call_if_known(name: str, *args: Any) -> None:
-    """Call a private function of PyTorch, in the versions that have it."""
+    """Calls a private function of PyTorch, in the versions that have it."""
     if (function := getattr(torch._C, name, None)) is not None:
         with suppress(RuntimeError):
             function(*args)
@@ -229,7 +229,8 @@ def without_constants() -> Iterator[None]:
 
 
 def cached_results(network: nn.Module) -> list[Tensor]:
-    """Tensors that functools.lru_cache keeps for methods of the network's modules: other networks may evict them."""
+    """Returns the tensors that functools.lru_cache keeps for methods of the network's modules: other networks may evict
+    them."""
     kinds = {kind for module in network.modules() for kind in type(module).__mro__}
     caches = [value for kind in kinds for value in vars(kind).values() if isinstance(value, LRU_CACHE)]
     return [value for cache in caches for value in gc.get_referents(cache) if isinstance(value, Tensor)]

@@ -104,7 +104,7 @@ def _leaf_key(
 
 
 def _offset(tensor: Tensor) -> int:
-    """Offset [elements] in a line, of tensors that are long enough for alignment to matter."""
+    """Returns the offset [elements] in a line, of tensors that are long enough for alignment to matter."""
     if tensor.numel() <= SMALL_ELEMENTS:
         return 0
     return int(tensor.storage_offset()) % max(1, LINE_BYTES // tensor.element_size())

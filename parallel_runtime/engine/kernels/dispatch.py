@@ -48,7 +48,7 @@ def check_backend(backend: AttentionBackend, device: torch.device) -> None:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, backend: AttentionBackend
 ) -> Tensor:
-    """Attention with `mask` [B, 1 or H, 1 or Sq, Sk], bool or additive. Calls that `backend` does not support go to
+    """Attends with `mask` [B, 1 or H, 1 or Sq, Sk], bool or additive. Calls that `backend` does not support go to
     PyTorch's own choice, as with "native"."""
     if torch.compiler.is_compiling() and backend in FUNCTIONS:
         return attend_op(query, key, value, mask, scale, _OP_IDS[backend], [])
@@ -64,7 +64,7 @@ def attend_native(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 def try_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, backend: AttentionBackend
 ) -> Tensor | None:
-    """Attention with the kernel of this name; None for calls that it does not support, which is logged once."""
+    """Returns attention with the kernel of this name; None for calls that it does not support, which is logged once."""
     if backend in ("auto", FALLBACK):
         return None
     if backend == "native":
@@ -81,7 +81,7 @@ def try_kernel(
 def attend_block(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None, backend: AttentionBackend
 ) -> tuple[Tensor, Tensor]:
-    """Attention over one block of keys: output [B, Sq, H, D] and its log-sum-exp [B, Sq, H, 1], float32.
+    """Attends over one block of keys: returns the output [B, Sq, H, D] and its log-sum-exp [B, Sq, H, 1], float32.
 
     `bias` is [B, 1 or H, 1 or Sq, Sk], finite (see `masks.additive`). Where it hides the whole block the output is
     finite and its log-sum-exp hugely negative. What `backend` has no kernel for goes where it would with "native".
@@ -110,7 +110,8 @@ def repeat_kv(tensor: Tensor, heads: int) -> Tensor:
 
 
 def contiguous_by_head(tensor: Tensor) -> Tensor:
-    """Many tokens on the CPU with those of each head side by side: its kernel reads them again and again, by heads."""
+    """Returns many tokens on the CPU with those of each head side by side: its kernel reads them again and again, by
+    heads."""
     if tensor.device.type != "cpu" or tensor.shape[1] < _MIN_CONTIGUOUS_TOKENS:
         return tensor
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
@@ -175,7 +176,7 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | No
 
 
 def _by_matmul(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Attention without a kernel that returns a log-sum-exp: matrix products by chunks of queries, in float32."""
+    """Attends without a kernel that returns a log-sum-exp, by matrix products by chunks of queries, in float32."""
     query, key, value = heads_first(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     outs, sums = [], []

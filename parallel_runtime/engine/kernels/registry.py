@@ -42,11 +42,11 @@ class KernelFunctions:
 
     @property
     def missing_reason(self) -> str:
-        """Why its package cannot be used here; "" if it can, or if it needs none."""
+        """Returns why its package cannot be used here; "" if it can, or if it needs none."""
         return package_missing_reason(self.spec.package) if self.spec.package else ""
 
     def unsupported_reason(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str:
-        """Why the kernel does not support these; "" if no reason is known."""
+        """Returns why the kernel does not support these; "" if no reason is known."""
         if query.device.type not in self.spec.devices:
             return f"it needs a {' / '.join(self.spec.devices).upper()} GPU, and the tensors are on {query.device.type}"
         if reason := self.missing_reason:
@@ -65,7 +65,7 @@ class KernelFunctions:
         return ""
 
     def unsupported_block_reason(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> str:
-        """Why the kernel does not support these with log-sum-exp; "" if no reason is known."""
+        """Returns why the kernel does not support these with log-sum-exp; "" if no reason is known."""
         if not self.spec.log_sum_exp:
             return "it gives no log-sum-exp"
         if bias is not None:
@@ -107,7 +107,7 @@ def heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """PyTorch's scaled_dot_product_attention with its own choice of kernel."""
+    """Calls PyTorch's scaled_dot_product_attention with its own choice of kernel."""
     return scaled_dot_product_attention(*heads_first(q, k, v), attn_mask=mask, scale=scale).transpose(1, 2)
 
 
@@ -183,7 +183,7 @@ def _package_block(package: str, function: str) -> BlockAttention:
 
 
 def _flash_3_full(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None) -> Tensor:
-    """Versions differ in whether they give the log-sum-exp unasked."""
+    """Calls FA3, whose versions differ in whether they give the log-sum-exp unasked."""
     out: Tensor = _flash_3_block(q, k, v, scale)[0]
     return out
 

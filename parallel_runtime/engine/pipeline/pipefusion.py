@@ -123,7 +123,7 @@ class PipeFusion:
 
     @torch.compiler.disable
     def enter_block(self, block: Hashable, _: object = None) -> None:
-        """A forward pre-hook of `block`: the attentions that follow are this block's."""
+        """Notes, as a forward pre-hook of `block`, that the attentions that follow are this block's."""
         self._attention = (block, 0)
 
     def update_kv(self, key: Tensor, value: Tensor, positions: Tensor, total: int) -> tuple[Tensor, Tensor]:

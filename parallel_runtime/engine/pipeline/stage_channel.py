@@ -58,7 +58,7 @@ class StageChannel:
         return received
 
     def send_end(self) -> None:
-        """Announce to all peers that no more comes: a peer that waits in `recv` raises Refused."""
+        """Announces to all peers that no more comes: a peer that waits in `recv` raises Refused."""
         if not self._end_sent:
             self._end_sent = True
             for peer in self._mesh_dim.other_ranks:
@@ -92,7 +92,7 @@ class StageChannel:
         self._pending_sends.append(Pending([work], [tensor], [tensor], self._mesh_dim.group_state))
 
     def _recv_layouts(self, peer: int) -> list[Layout] | None:
-        """Layouts of the tensors that come next; None where the peer announced the end."""
+        """Returns the layouts of the tensors that come next; None where the peer announced the end."""
         message = torch.zeros(1 + MAX_TENSORS * (2 + MAX_DIMS), dtype=torch.int64)
         self._recv_into(message, peer, None)
         count, *numbers = message.tolist()

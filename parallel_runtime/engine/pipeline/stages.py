@@ -148,7 +148,7 @@ class Stages:
         return self._broadcast_from(self._mesh_dim.size - 1, list(out))
 
     def shared_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """ComfyUI's innermost wrapper around a network's forward. Outer wrappers (EasyCache) decide by its output, so
+        """Wraps a network's forward as ComfyUI's innermost wrapper. Outer wrappers (EasyCache) decide by its output, so
         every stage has to have it."""
         output = forward(*args, **kwargs)
         if not self._is_in_flight:

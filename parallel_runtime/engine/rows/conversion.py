@@ -31,7 +31,8 @@ def longer_side(x: Tensor) -> int:
 
 
 def share_of(x: Tensor, unit: int, ranks: MeshDim) -> Share:
-    """`unit` rows of x make one of the latent. Raises Refused where they do not come out even."""
+    """Returns the split of `x`, where `unit` rows of x make one of the latent. Raises Refused where they do not come
+    out even."""
     dim = longer_side(x)
     units, left = divmod(x.shape[dim], unit)
     if left:

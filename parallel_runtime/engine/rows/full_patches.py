@@ -62,7 +62,7 @@ class FullPatches:
         return full
 
     def _picture(self, patch: Patch, *given: Any) -> Any:
-        """Pictures and the options, of an input or output block."""
+        """Calls a patch of an input or output block, which takes pictures and the options."""
         *pictures, options = given
         full = [self._levels.gather(x) for x in pictures]
         with self._undivided():
@@ -95,7 +95,7 @@ class FullPatches:
         return self._levels.split(made)
 
     def _between(self, patch: Patch, x: Tensor, extra: Options) -> Tensor:
-        """middle_patch: tokens between the two attentions of a block."""
+        """Calls a middle_patch, which takes tokens between the two attentions of a block."""
         level = self._level(extra)
         full = self._levels.gather_tokens(x, level)
         with self._undivided():

@@ -139,8 +139,8 @@ class NoLevel(Refused):
 
 
 def levels_of(shape: torch.Size, depth: int, ranks: MeshDim) -> Levels | None:
-    """Levels along the longer side of a latent [..., H, W], or else the other; None where neither has a row for each
-    rank at the last level, or where two levels could not be told apart."""
+    """Returns the levels along the longer side of a latent [..., H, W], or else the other; None where neither has a row
+    for each rank at the last level, or where two levels could not be told apart."""
     for dim, last in sides_to_cut(shape, depth):
         if last >= ranks.size:
             rows, across = shape[dim], shape[-3 - dim]

@@ -189,7 +189,7 @@ class RowDivision:
         self._patches.over_time = now
 
     def _enter(self, *_: Any) -> None:
-        """A forward pre-hook of a module with functions that read other ranks' rows."""
+        """Enters, as a forward pre-hook, a module with functions that read other ranks' rows."""
         mode = None if self._levels is None else _Mode(self._levels, self._handlers)
         self._modes.append(mode)
         if mode is not None:

@@ -180,8 +180,8 @@ def _gather_outputs(block: Block, splitter: Splitter, _: nn.Module, __: Any, out
 
 
 def _local_options(options: dict[str, Any], plan: ModulePlan, splitter: Splitter) -> dict[str, Any]:
-    """transformer_options for this rank's tokens: positions in full streams (`img_slice`), and the values that a model
-    patch keeps for each token (`model_patch_data`)."""
+    """Returns the transformer_options for this rank's tokens: positions in full streams (`img_slice`), and the values
+    that a model patch keeps for each token (`model_patch_data`)."""
     local, over = dict(options), plan.attends
     image_range = options.get("img_slice")
     if image_range and isinstance(over, tuple) and image_range[1] == splitter.total(over):
@@ -229,7 +229,7 @@ class _LocalFrames:
 
     @classmethod
     def of(cls, start: int, local: int, tokens: int, frames: int) -> _LocalFrames:
-        """`local` tokens from `start` on; the first `tokens` of all are of `frames` frames."""
+        """Returns the frames of `local` tokens from `start` on; the first `tokens` of all are of `frames` frames."""
         size = tokens // frames
         end = min(start + local, tokens)
         if start >= end:  # no token in any frame: the module still needs one frame

@@ -85,7 +85,7 @@ class HostWeights:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def store(self, flat_block: FlatBlock, like: Tensor) -> None:
-        """One rank of the machine writes the block. Raises OSError (ENOSPC) where there is not enough memory."""
+        """Writes the block, on one rank of the machine. Raises OSError (ENOSPC) where there is not enough memory."""
         writer = len(self._extents) % len(self._peers)
         start = self._file_bytes[writer]
         self._file_bytes[writer] += flat_block.padded_bytes

@@ -22,7 +22,7 @@ LARGE_FRACTION = 0.02  # of the model's weights: smaller layers are on every dev
 
 
 def on_buffer_released(memory: Tensor) -> None:
-    """Called when no kernel reads `memory` before the next fetch. Tests replace it to fill `memory` with NaN."""
+    """Is called when no kernel reads `memory` before the next fetch. Tests replace it to fill `memory` with NaN."""
 
 
 Wait = Callable[[], object]  # waits for a fetch
@@ -93,7 +93,7 @@ class Buffers:
             wait()
 
     def release(self, entry: FetchedModule) -> None:
-        """The module has run: its buffer may be reused."""
+        """Notes that the module has run, so that its buffer may be reused."""
         if self._contents.get(entry.buffer) is entry:
             del self._contents[entry.buffer]
             on_buffer_released(self.view(entry.buffer, entry.flat_block.padded_bytes))
@@ -111,8 +111,8 @@ class Buffers:
 
 
 class BlockPrefetcher:
-    """Add modules with `add`, then call `seal`, which is collective. From then on their parameters have values only
-    while the module runs. `is_skipped(block)` says whether a block will not compute in this evaluation."""
+    """Fetches modules before they run. After `add` for each and `seal`, which is collective, their parameters have
+    values only while the module runs. `is_skipped(block)` says whether a block will not compute in this evaluation."""
 
     def __init__(self, network: nn.Module, source: WeightSource, buffers: Buffers) -> None:
         self.fetch_count = 0
@@ -238,8 +238,9 @@ class BlockPrefetcher:
 
 
 def offloaded_blocks(blocks: list[nn.Module], resident: int, residents: Collection[int] = ()) -> list[nn.Module]:
-    """`blocks` without `resident` ones, which are evenly spaced. A rank's resident blocks include those of every rank
-    with fewer (`residents` are the ranks' numbers), so that a block that no rank fetches need not be stored."""
+    """Returns `blocks` without `resident` ones, which are evenly spaced. A rank's resident blocks include those of
+    every rank with fewer (`residents` are the ranks' numbers), so that a block that no rank fetches need not be
+    stored."""
     resident_blocks = blocks
     for count in sorted({resident, *residents}, reverse=True):
         if count >= resident:
@@ -248,7 +249,7 @@ def offloaded_blocks(blocks: list[nn.Module], resident: int, residents: Collecti
 
 
 def evenly_spaced(blocks: list[nn.Module], count: int) -> list[nn.Module]:
-    """`count` of the blocks, evenly spaced."""
+    """Returns `count` of the blocks, evenly spaced."""
     total = len(blocks)
     return [block for number, block in enumerate(blocks) if (number + 1) * count // total != number * count // total]
 
