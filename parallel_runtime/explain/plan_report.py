@@ -15,7 +15,7 @@ from ..group.history import Cost, Pace, RunSetup
 from ..planning.candidates import profile_of
 from ..planning.device_names import why_one_gpu
 from ..planning.device_profile import DeviceProfile
-from ..planning.memory_model import activation_bytes
+from ..planning.memory_model import estimate_activation_bytes
 from ..planning.misfit import size_in_words
 from ..planning.network_stats import Work
 from ..planning.plan_inputs import PlanInputs
@@ -263,7 +263,7 @@ def _launch(subject: Subject, plan: RunPlan) -> str:
     if choice == "off" or not work.recorded or (plan.estimate is not None and plan.estimate.fetched_bytes):
         return say("launch.eager")
     key = f"launch.{choice}{'.compiled' if subject.compiled else ''}"
-    return say(key, held=f"{activation_bytes(work, plan.degrees) / GIB:.2f}")
+    return say(key, held=f"{max(estimate_activation_bytes(work, plan.degrees)) / GIB:.2f}")
 
 
 def _measured_speed(pace: Pace | None) -> str:

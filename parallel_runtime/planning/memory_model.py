@@ -235,11 +235,6 @@ def estimate_activation_bytes(work: Work, degrees: Parallelism) -> tuple[int, ..
     return tuple(sizes)
 
 
-def activation_bytes(work: Work, degrees: Parallelism) -> int:
-    """Returns the activations of the rank that has the most."""
-    return max(estimate_activation_bytes(work, degrees))
-
-
 def collected_bytes(work: Work, degrees: Parallelism) -> int:
     """Returns the size of a ring's keys and values, all-gathered on one rank."""
     return 2 * work.most_sequences(degrees) * work.sequence_bytes // degrees.ulysses_degree

@@ -18,7 +18,7 @@ from parallel_runtime.planning.memory_model import (
     UNLIMITED,
     Capacity,
     MemoryModel,
-    activation_bytes,
+    estimate_activation_bytes,
 )
 from parallel_runtime.planning.network_stats import NetworkStats
 from parallel_runtime.planning.resolve import resolve
@@ -181,7 +181,7 @@ def test_prompts_are_evaluated_one_by_one_where_both_at_once_have_no_room():
         assert plans[0] == plans[1]
         return plans[0]
 
-    needed = activation_bytes(QWEN.work(3, 100_000), Parallelism(ulysses_degree=2)) / GIB
+    needed = max(estimate_activation_bytes(QWEN.work(3, 100_000), Parallelism(ulysses_degree=2))) / GIB
     assert in_one_batch(40 + 2.1 * needed).entries_per_call == 0
     assert in_one_batch(40 + 1.5 * needed).entries_per_call == 3
 
@@ -192,7 +192,7 @@ def test_weights_are_in_parts_only_where_one_prompt_at_a_time_has_no_room_beside
         plan = decide("auto", replace(asked, work=replace(asked.work, tokens=100_000, prompts=prompts)))
         return plan.weights.mode, plan.entries_per_call
 
-    needed = activation_bytes(QWEN.work(1, 100_000), Parallelism(ulysses_degree=2)) / GIB
+    needed = max(estimate_activation_bytes(QWEN.work(1, 100_000), Parallelism(ulysses_degree=2))) / GIB
     assert chosen(40 + 1.1 * needed, 1) == ("replicate", 0)
     assert chosen(40 + 1.1 * needed, 2) == ("replicate", 1)
     assert chosen(40 + 0.9 * needed, 2) == ("offload", 0)

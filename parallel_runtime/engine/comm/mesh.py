@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ...specs import Parallelism
 from .device_events import CommTimer
 
-BATCH_DIMS = ("data", "cfg")  # mesh dimensions along which batch rows and prompts are split, not tokens
+BATCH_DIMS = ("data", "cfg")  # mesh dimensions along which images and prompts are split, not tokens
 MESH_DIMS = ("pipeline", *BATCH_DIMS, "ring", "ulysses")
 
 Parts = int | tuple[int, ...]  # the number of equal parts, or each part's share
@@ -92,7 +92,7 @@ class ContextMesh:
 
     @property
     def batch_groups(self) -> int:
-        """Returns the number of batch groups: context meshes that compute other prompts or rows."""
+        """Returns the number of batch groups: context meshes that compute other prompts or images."""
         return self.data.size * self.cfg.size
 
     def with_shares(self, shares: tuple[int, ...]) -> ContextMesh:

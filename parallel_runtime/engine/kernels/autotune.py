@@ -29,7 +29,7 @@ from .registry import FUNCTIONS, FullAttention, cudnn_supports_graphs
 
 REPEATS = 3
 RUNS_PER_REPEAT = 4  # between two events
-_WARMUP_ROWS = 4096  # rows of matrix products that keep the device busy while runs are launched
+_WARMUP_SIZE = 4096  # of the matrix products that keep the device busy while runs are launched
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ Measure = Callable[[str], float]  # of one run of the kernel of this name; infin
 _CUDNN_CAPABILITIES = (9, 10)  # compute capabilities for which PyTorch itself prefers cuDNN
 _MAX_ERROR = 0.05  # of the values' deviation: half precision is ten times closer
 _MAX_ERROR_REQUESTED = 0.5  # a kernel requested by name may round more (sage)
-_CHECKED_QUERIES = 16  # queries whose rows are computed anew in float32, of the first and the last head
+_CHECKED_QUERIES = 16  # queries that are computed anew in float32, of the first and the last head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +294,7 @@ def time_runs(run: Callable[[], object], device: torch.device) -> float:
     """Returns the device seconds of the fastest run, after a warm-up. Launch time is hidden behind matrix products, as
     in a graph replay."""
     run()
-    warmup = torch.zeros(_WARMUP_ROWS, _WARMUP_ROWS, dtype=torch.bfloat16, device=device)
+    warmup = torch.zeros(_WARMUP_SIZE, _WARMUP_SIZE, dtype=torch.bfloat16, device=device)
     times = []
     for _ in range(REPEATS):
         begin, end = (torch.Event(device=device, enable_timing=True) for _ in range(2))
