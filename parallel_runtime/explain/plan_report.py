@@ -26,8 +26,8 @@ from ..planning.stage_blocks import StageBlocks, busy_share, cached_key_value_by
 from ..request import ParallelRequest
 from ..specs import Parallelism, Placement
 from ..wire.readings import KernelBenchmark
-from .kernel_rows import kernel_sentences
-from .memory_rows import memory, placed, weights
+from .kernel_words import kernel_sentences
+from .memory_words import memory, placed, weights
 from .plan_picture import Part, parts
 from .plan_words import idle, shares_in_words, unused, why_replicated
 from .remedy import Change

@@ -1,7 +1,7 @@
 """Reports what a machine can do, as Markdown and JSON to paste into an issue. Downloads nothing.
 
-Every row is printed and written at once, and parts run in processes of their own: what breaks in one is a row, and
-the others go on. Parts without time are listed as not run.
+Every measurement is printed and written at once, and parts run in processes of their own: what breaks in one is one
+too, and the others go on. Parts without time are listed as not run.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import torch
 from ...demo import REQUIREMENTS
 from ...errors import Refused
 from . import workflow
-from .cases import Row, Setting
+from .cases import Measurement, Setting
 from .page import Page, in_a_line
-from .part import ROOT, rows_of
+from .part import ROOT, measurements_of
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +52,11 @@ PARTS = (  # unmeasured ones first, then by speed and importance
     Part("graph_pools", "graph_pools", "Memory of CUDA graphs", 30, "nobody", "no more"),
     Part("recordings", "recordings", "Recorded forwards", 25, "ranks"),
     Part("page_locks", "page_locks", "Offload without page-locked memory", 10, "nobody", "no more"),
-    Part("attention", "attention_rows", "Attention against float64", 25, "ranks", "no more"),
-    Part("group", "group_rows", "The worker group", 70, "workers", "diffusers"),
-    Part("networks", "network_rows", "ComfyUI's own networks against one rank", 35, "ranks"),
-    Part("vae", "vae_rows", "CP VAE against one process", 70, "workers"),
-    Part("share", "rank_share_rows", "A rank's share of an evaluation, without wires", 150, "nobody"),
+    Part("attention", "attention_cases", "Attention against float64", 25, "ranks", "no more"),
+    Part("group", "group_cases", "The worker group", 70, "workers", "diffusers"),
+    Part("networks", "network_cases", "ComfyUI's own networks against one rank", 35, "ranks"),
+    Part("vae", "vae_cases", "CP VAE against one process", 70, "workers"),
+    Part("share", "rank_share_cases", "A rank's share of an evaluation, without wires", 150, "nobody"),
     Part("diffusers_own", "diffusers_own", "The same, diffusers' own", 35, "nobody", "diffusers"),
 )
 
@@ -103,9 +103,9 @@ def _report(parts: Sequence[tuple[Part, Setting]], page: Page, minutes: float) -
         log.info("[%d of %d] %s; what is left takes about %.1f min", number + 1, len(parts), title, seconds / 60)
         page.section(title)
         longest = seconds_for(parts[number:], deadline - time.monotonic(), minutes)
-        for row in _rows(part, setting, longest):
-            page.add(row)
-            log.info("  %s", in_a_line(row))
+        for measurement in _measurements(part, setting, longest):
+            page.add(measurement)
+            log.info("  %s", in_a_line(measurement))
 
 
 def planned(options: argparse.Namespace, gpus: int) -> Iterator[tuple[Part, Setting]]:
@@ -171,7 +171,7 @@ def _is_checkout(folder: Path) -> bool:
     return (folder / "comfy" / "cli_args.py").is_file()
 
 
-def _rows(part: Part, setting: Setting, seconds: float) -> Iterator[Row]:
+def _measurements(part: Part, setting: Setting, seconds: float) -> Iterator[Measurement]:
     if part.needs == "ComfyUI" and not setting.comfyui:
         yield {"what": "not run", "note": "no ComfyUI here; --comfyui names its folder"}
     elif part.needs == "diffusers" and not _has_diffusers():
@@ -181,7 +181,7 @@ def _rows(part: Part, setting: Setting, seconds: float) -> Iterator[Row]:
     else:
         setting = setting if part.needs == "ComfyUI" else replace(setting, comfyui="")
         processes = setting.world_size if part.by == "ranks" else 1
-        yield from rows_of(part.module, setting, processes=processes, seconds=seconds)
+        yield from measurements_of(part.module, setting, processes=processes, seconds=seconds)
 
 
 def _has_diffusers() -> bool:

@@ -16,7 +16,7 @@ from ...engine.kernels.dispatch import attend, check_backend
 from ...engine.split.streams import Streams
 from ...request import BACKENDS, AttentionBackend, EngineOptions
 from ...specs import Parallelism
-from .cases import Case, Row, Setting, mean_error
+from .cases import Case, Measurement, Setting, mean_error
 from .clock import clocked
 
 HEADS, HEAD_DIM = 24, 128
@@ -74,7 +74,7 @@ def _of_backend(
         yield case(words, partial(attention, query[:, own], key[:, own], value[:, own]), own)
 
 
-def _judged(run: partial[Tensor], own: slice, exact: Tensor) -> Row:
+def _judged(run: partial[Tensor], own: slice, exact: Tensor) -> Measurement:
     """Returns the error of this rank's part of the compared queries."""
     compared = slice(own.start, min(own.stop, COMPARED_QUERIES))
     out = run()

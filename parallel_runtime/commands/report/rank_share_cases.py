@@ -16,9 +16,9 @@ from ...architectures.network_modules import blocks_of
 from ...engine.comm.mesh import build_mesh
 from ...engine.graphs.block_compile import compile_blocks
 from ...specs import Compilation, Parallelism
-from .cases import Case, Row, Setting, unbroken
+from .cases import Case, Measurement, Setting, unbroken
 from .clock import NO_GRAPHS, Clock
-from .network_rows import divided, plan_of
+from .network_cases import divided, plan_of
 from .subjects import Subject, subjects
 
 WORLD_SIZES = (2, 4, 8)
@@ -48,7 +48,7 @@ def fake_group(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _of_subject(subject: Subject, labels: Row, device: torch.device) -> Iterator[Case]:
+def _of_subject(subject: Subject, labels: Measurement, device: torch.device) -> Iterator[Case]:
     network, inputs = subject.build(torch.bfloat16, device), subject.inputs(device)
     clock = Clock(lambda: network(**inputs, transformer_options={}), device)
     yield from clock.cases(labels | {"degrees": "1 rank"})
@@ -63,7 +63,7 @@ def _of_subject(subject: Subject, labels: Row, device: torch.device) -> Iterator
         yield Case(compiled, partial(_compiled, network, clock, world_size, device))
 
 
-def _compiled(network: nn.Module, clock: Clock, world_size: int, device: torch.device) -> Row:
+def _compiled(network: nn.Module, clock: Clock, world_size: int, device: torch.device) -> Measurement:
     if device.type != "cuda":
         return {"note": NO_GRAPHS}
     parallelism, plan = Parallelism(ulysses_degree=world_size), plan_of(network).plan
