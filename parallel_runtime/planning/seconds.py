@@ -178,17 +178,12 @@ def rotate_method_for(work: Work, degrees: Parallelism, profile: DeviceProfile, 
     each rank makes all keys."""
     if degrees.options.rotate_method != "auto":
         return degrees.options.rotate_method
-    if degrees.ring_degree > 1 and spacious and work.network.row_levels:
-        methods: tuple[RotateMethod, ...] = ("allgather",) if degrees.ulysses_degree > 1 else ("allgather", "tokens")
-        return min(methods, key=lambda method: _seconds_by_method(work, degrees, profile, method))
-    if degrees.ring_degree == 1 or profile.bytes_per_second < FAST or not spacious:
+    if degrees.ring_degree == 1 or not spacious:
         return "alltoall"
-    seconds: dict[RotateMethod, float] = {
-        method: attention_seconds(work, degrees.with_options(rotate_method=method), profile)
-        for method in ("alltoall", "allgather")
-    }
-    return "allgather" if seconds["allgather"] <= seconds["alltoall"] else "alltoall"
-
-
-def _seconds_by_method(work: Work, degrees: Parallelism, profile: DeviceProfile, method: RotateMethod) -> float:
-    return evaluation_seconds(work, degrees.with_options(rotate_method=method), profile)
+    methods: tuple[RotateMethod, ...] = ("allgather", "alltoall")
+    if work.network.row_levels:
+        methods = ("allgather",) if degrees.ulysses_degree > 1 else ("allgather", "tokens")
+    elif profile.bytes_per_second < FAST:
+        return "alltoall"
+    seconds = evaluation_seconds if work.network.row_levels else attention_seconds
+    return min(methods, key=lambda method: seconds(work, degrees.with_options(rotate_method=method), profile))
