@@ -84,8 +84,14 @@ KERNELS = {  # the likely fastest first
 }
 
 
+FALLBACK = (
+    "fallback"  # the name, in a benchmark, of the attention that computes where no kernel is chosen: ComfyUI's own
+)
+
+
 def benchmarked(kind: str, what: Literal["block", "full"]) -> list[str]:
-    """Returns the kernels that "auto" may choose on this kind of device for a ring's key blocks, or for full keys."""
+    """Returns the kernels that attention_backend auto may choose on this kind of device for a ring's key blocks, or for
+    full keys."""
     return [kernel.name for kernel in KERNELS.values() if kind in kernel.devices and what in kernel.benchmark]
 
 

@@ -27,9 +27,9 @@ class SamplingJob:
     in this order: `model_options`, then `wrappers` and `callbacks` as [kind, key, functions]. `weight_patches` are by
     weight, None where the workers have them already. `latent_shapes` belong to latents (audio and video) that are
     packed into one. `batch_coupled` means that something on the MODEL sees every prompt and image at once, so they are
-    not divided; `images_coupled`, that something sees every image of a prompt, so only prompts are divided. `rows` of a
-    batch go through the network at once; 0 for all, also those of several prompts. `partner` has the fields of this
-    class that differ for the MODEL of the negative prompt, where the guider has one of its own.
+    not divided; `images_coupled`, that something sees every image of a prompt, so only prompts are divided.
+    `entries_per_call` of a batch go through the network at once; 0 for all, also those of several prompts. `partner`
+    has the fields of this class that differ for the MODEL of the negative prompt, where the guider has one of its own.
     """
 
     guider: str
@@ -50,7 +50,7 @@ class SamplingJob:
     weight_patches: dict[str, list[Any]] | None
     batch_coupled: bool
     latent_shapes: list[Any] | None = None
-    rows: int = 0
+    entries_per_call: int = 0
     images_coupled: bool = False
     partner: dict[str, Any] | None = None
 
@@ -73,7 +73,7 @@ class EvaluationJob:
 
     `call_arguments` change from call to call (x [B, C, (T,) H, W] or a list of such, timestep, a ControlNet's
     residuals), by argument name; `options` are the described transformer_options. Workers cache conditions under the
-    number `prompt`: `conds` is None where they have them. `batch_coupled` means that an option sees all rows at once.
+    number `prompt`: `conds` is None where they have them. `batch_coupled`: an option sees all prompts at once.
     """
 
     call_arguments: dict[str, Any]

@@ -52,8 +52,8 @@ def widget(
 ) -> Value:
     """Returns a dataclass field that a widget sets. `name` is the widget's name if it differs from the field's,
     `options` are its allowed values where the field's type is no Literal of them."""
-    row = {"place": place, "tooltip": tooltip, "limits": limits or {}, "required": required, "advanced": advanced}
-    made: Value = field(default=default, metadata={"row": row, "name": name, "options": options})
+    described = {"place": place, "tooltip": tooltip, "limits": limits or {}, "required": required, "advanced": advanced}
+    made: Value = field(default=default, metadata={"widget": described, "name": name, "options": options})
     return made
 
 
@@ -194,15 +194,15 @@ class ParallelRequest:
             raise Refused("config.object")
         request: dict[str, Any] = {}
         options: dict[str, Any] = {}
-        for row in widgets():
-            if row.name in values:
-                (options if row.of_engine else request)[row.field] = _checked(row, values[row.name])
+        for widget in widgets():
+            if widget.name in values:
+                (options if widget.of_engine else request)[widget.field] = _checked(widget, values[widget.name])
         return cls(options=EngineOptions(**options), **request)
 
     @property
     def values(self) -> dict[str, Any]:
         """The value of each widget, by its name."""
-        return {row.name: getattr(self.options if row.of_engine else self, row.field) for row in widgets()}
+        return {widget.name: getattr(self.options if widget.of_engine else self, widget.field) for widget in widgets()}
 
     def with_values(self, changed: Mapping[str, Any]) -> ParallelRequest:
         """Returns the request with these widgets changed. Raises Refused as `of` does."""
@@ -226,34 +226,32 @@ class ParallelRequest:
 @cache
 def widgets() -> tuple[Widget, ...]:
     """The node's widgets in their order."""
-    rows = [
+    made = [
         Widget(
-            name=row.metadata["name"] or row.name,
-            field=row.name,
+            name=entry.metadata["name"] or entry.name,
+            field=entry.name,
             of_engine=owner is EngineOptions,
-            kind=type(row.default),
-            options=row.metadata["options"] or get_args(get_type_hints(owner)[row.name]),
-            default=row.default,
-            **row.metadata["row"],
+            kind=type(entry.default),
+            options=entry.metadata["options"] or get_args(get_type_hints(owner)[entry.name]),
+            default=entry.default,
+            **entry.metadata["widget"],
         )
         for owner in (ParallelRequest, EngineOptions)
-        for row in fields(owner)
-        if row.metadata
+        for entry in fields(owner)
+        if entry.metadata
     ]
-    return tuple(sorted(rows, key=lambda row: row.place))
+    return tuple(sorted(made, key=lambda widget: widget.place))
 
 
-def _checked(row: Widget, value: Any) -> Any:
+def _checked(widget: Widget, value: Any) -> Any:
     """Returns the value that the widget takes from `value`. Raises Refused."""
-    types = (float, int) if row.kind is float else (row.kind,)
-    if value == "auto" and row.default == "":  # refusals call it auto where all devices are used
+    types = (float, int) if widget.kind is float else (widget.kind,)
+    if value == "auto" and widget.default == "":  # refusals call it auto where all devices are used
         return ""
-    fix = {row.name: row.default}
-    if type(value) not in types or value != value or value not in (row.options or (value,)):
-        if row.options:
-            raise Refused(
-                "widget.options", row.name, fix, name=row.name, value=quoted(value), options=list(row.options)
-            )
-        kind = say(f"kind.{row.kind.__name__}")
-        raise Refused("widget.kind", row.name, fix, name=row.name, value=quoted(value), kind=kind)
+    fix = {widget.name: widget.default}
+    if type(value) not in types or value != value or value not in (widget.options or (value,)):
+        values: dict[str, Any] = {"name": widget.name, "value": quoted(value)}
+        if widget.options:
+            raise Refused("widget.options", widget.name, fix, **values, options=list(widget.options))
+        raise Refused("widget.kind", widget.name, fix, **values, kind=say(f"kind.{widget.kind.__name__}"))
     return value

@@ -24,17 +24,17 @@ def options(jobs: int) -> list[str]:
     return ["-n", str(jobs), "--dist", "loadfile"] if jobs > 1 else []
 
 
-def cores_here() -> int:
+def usable_cores() -> int:
     """What this process may use, a container's limit included."""
     usable = len(os.sched_getaffinity(0))
     limit, _, period = (LIMIT.read_text() if LIMIT.is_file() else "max").partition(" ")
     return usable if limit == "max" else max(1, min(usable, int(limit) // int(period)))
 
 
-def gib_here() -> float:
+def memory_gib() -> float:
     (line,) = (line for line in MEMORY.read_text().splitlines() if line.startswith("MemAvailable:"))
     return int(line.split()[1]) / 2**20
 
 
 if __name__ == "__main__":
-    sys.stdout.write(" ".join(options(side_by_side(cores_here(), gib_here()))))
+    sys.stdout.write(" ".join(options(side_by_side(usable_cores(), memory_gib()))))

@@ -59,8 +59,8 @@ def on_fake_cuda(network: nn.Module, dtype: torch.dtype | None = torch.bfloat16)
     """Inside `fake_cuda`: the same network with no memory, on "cuda". `dtype` None: each tensor's own."""
     for module in network.modules():
         vars(module)["_apply"] = partial(_stay, module)  # a network that moves a part of itself: it is there
-        held: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for tensors in held:
+        dicts: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for tensors in dicts:
             for name, tensor in list(tensors.items()):
                 if tensor is None:
                     continue

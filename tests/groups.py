@@ -85,7 +85,7 @@ def on_cpu(parallelism: Parallelism) -> Placement:
 
 def our_processes() -> dict[int, str]:
     """pid to command line of every live process of a worker group on this machine."""
-    found = {}
+    processes = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
@@ -94,8 +94,8 @@ def our_processes() -> dict[int, str]:
             except OSError:
                 continue
             if "parallel_runtime.worker" in command and state != "Z":
-                found[int(entry.name)] = command
-    return found
+                processes[int(entry.name)] = command
+    return processes
 
 
 def parent_of(pid: int) -> int:

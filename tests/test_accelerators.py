@@ -65,7 +65,7 @@ def test_where_no_kernel_gives_a_log_sum_exp_products_do(masked: bool, grouped: 
     heads = problem.query.shape[2]
     key, value = (kernels.repeat_kv(tensor, heads) for tensor in (problem.key, problem.value))
     out, lse = kernels._by_matmul(problem.query, key, value, bias, None)
-    same, same_lse = kernels.attend_block(problem.query, problem.key, problem.value, bias, None, "auto")
+    same, same_lse = kernels.attend_block(problem.query, problem.key, problem.value, bias, None, "native")
     assert (out - attention(problem)).abs().max() <= 1e-5
     assert (out - same).abs().max() <= 1e-5
     assert (lse - same_lse).abs().max() <= 1e-4
@@ -76,7 +76,7 @@ def test_on_a_device_without_such_a_kernel_a_block_stays_there() -> None:
         query = torch.empty(1, 2100, 4, 64, device="xpu", dtype=torch.bfloat16)
         key = torch.empty(1, 70, 2, 64, device="xpu", dtype=torch.bfloat16)
         assert autotune.block_candidates(query) == ["native"]
-        out, lse = kernels.attend_block(query, key, key, None, None, "auto")
+        out, lse = kernels.attend_block(query, key, key, None, None, "native")
         assert (out.shape, out.dtype, out.device.type) == (query.shape, query.dtype, "xpu")
         assert (lse.shape, lse.dtype) == ((1, 2100, 4, 1), torch.float32)
 
@@ -92,11 +92,11 @@ def test_rocm_has_no_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_kernel_of_the_table_has_its_functions_and_an_option_and_is_in_the_help() -> None:
     assert list(registry.FUNCTIONS) == list(KERNELS)
-    (row,) = (row for row in widgets() if row.name == "attention_backend")
-    assert row.options == ("auto", "native", *KERNELS)
+    (widget,) = (widget for widget in widgets() if widget.name == "attention_backend")
+    assert widget.options == ("auto", "native", *KERNELS)
     help_page = (Path(__file__).parents[1] / "docs" / "parallel-config.md").read_text(encoding="utf-8")
     for kernel in KERNELS.values():
-        assert registry.FUNCTIONS[kernel.name].row is kernel
+        assert registry.FUNCTIONS[kernel.name].spec is kernel
         assert f"`{kernel.name}`" in help_page
         assert kernel.log_sum_exp or "block" not in kernel.benchmark
         assert (registry.FUNCTIONS[kernel.name].block is not None) == kernel.log_sum_exp
@@ -105,8 +105,8 @@ def test_every_kernel_of_the_table_has_its_functions_and_an_option_and_is_in_the
 def test_a_new_row_of_kernels_is_an_option_takes_part_in_the_benchmark_and_is_refused_by_its_columns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    row = AttentionKernel(name="mine", devices=("xpu",), package="nobody_has_it", log_sum_exp=False)
-    monkeypatch.setitem(KERNELS, "mine", replace(row, benchmark=("full",)))
+    spec = AttentionKernel(name="mine", devices=("xpu",), package="nobody_has_it", log_sum_exp=False)
+    monkeypatch.setitem(KERNELS, "mine", replace(spec, benchmark=("full",)))
     assert accelerators.benchmarked("xpu", "full") == ["mine"]
     assert accelerators.benchmarked("xpu", "block") == accelerators.benchmarked("cpu", "full") == []
     request = ParallelRequest(options=EngineOptions(attention_backend="mine"))
@@ -115,6 +115,6 @@ def test_a_new_row_of_kernels_is_an_option_takes_part_in_the_benchmark_and_is_re
     with pytest.raises(Refused, match="needs the package nobody_has_it"):
         checked_plan(PlanInputs(request=request, heads=24, gpus=2, kind="xpu"))
     query = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16)
-    functions = registry.KernelFunctions(row=row, full=registry.sdpa, block=None)
+    functions = registry.KernelFunctions(spec=spec, full=registry.sdpa, block=None)
     assert functions.unsupported_reason(query, query, query, None) == "it needs a XPU GPU, and the tensors are on cpu"
     assert functions.unsupported_block_reason(query, query, query, None) == "it gives no log-sum-exp"

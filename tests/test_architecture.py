@@ -38,14 +38,14 @@ SOURCES = sorted(path for folder in (RUNTIME, ROOT / "nodes") for path in folder
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_only_go_down_the_list_of_rooms(path: Path) -> None:
     for target in ours_imported(path):
-        here, there = rooms_of(path), rooms_of(target)
-        assert place(there[0]) >= place(here[0]), f"{path} imports {target}"
-        if here[0] == there[0] == "nodes" and here[1:] and there[1:]:
-            assert NODE_ROOMS.index(there[1]) >= NODE_ROOMS.index(here[1]), f"{path} imports {target}"
-        if here[0] in ("group", "planning", "explain"):
-            assert there[0] not in NEVER_MEET, f"{path} imports {target}"
-        if here[0] == "nodes":
-            assert there[0] not in {"worker", "engine", "for_diffusers", "wire"}, f"{path} imports {target}"
+        rooms, target_rooms = rooms_of(path), rooms_of(target)
+        assert place(target_rooms[0]) >= place(rooms[0]), f"{path} imports {target}"
+        if rooms[0] == target_rooms[0] == "nodes" and rooms[1:] and target_rooms[1:]:
+            assert NODE_ROOMS.index(target_rooms[1]) >= NODE_ROOMS.index(rooms[1]), f"{path} imports {target}"
+        if rooms[0] in ("group", "planning", "explain"):
+            assert target_rooms[0] not in NEVER_MEET, f"{path} imports {target}"
+        if rooms[0] == "nodes":
+            assert target_rooms[0] not in {"worker", "engine", "for_diffusers", "wire"}, f"{path} imports {target}"
 
 
 def test_plans_of_architectures_need_no_torch() -> None:
@@ -74,9 +74,9 @@ def test_no_file_name_is_used_twice() -> None:
 
 def test_only_four_places_know_comfyui_and_three_diffusers() -> None:
     for path in SOURCES:
-        here = place_of(path)
-        assert here.startswith(WITH_COMFY) or not imported(path) & COMFY, here
-        assert here.startswith(WITH_DIFFUSERS) or not imported(path) & DIFFUSERS, here
+        name = place_of(path)
+        assert name.startswith(WITH_COMFY) or not imported(path) & COMFY, name
+        assert name.startswith(WITH_DIFFUSERS) or not imported(path) & DIFFUSERS, name
 
 
 def test_what_samples_in_comfyui_is_imported_without_diffusers() -> None:

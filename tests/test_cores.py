@@ -22,6 +22,6 @@ def test_one_pytest_needs_no_plugin():
 @pytest.mark.parametrize(("limit", "most"), [("100000 100000", 1), ("150000 100000", 1), ("max 100000", None)])
 def test_a_containers_limit_counts(monkeypatch, tmp_path, limit, most):
     monkeypatch.setattr(cores, "LIMIT", tmp_path / "cpu.max")
-    free = cores.cores_here()
+    free = cores.usable_cores()
     (tmp_path / "cpu.max").write_text(f"{limit}\n")
-    assert cores.cores_here() == (most or free)
+    assert cores.usable_cores() == (most or free)

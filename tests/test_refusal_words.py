@@ -76,11 +76,11 @@ def test_what_travels_is_the_same_refusal_at_the_other_end_and_fits_into_a_packe
 
 
 def test_a_sentence_within_a_sentence_is_data_for_the_page() -> None:
-    said = say("on.machine", reason=say("elsewhere"), machine=["a", "b"])
+    sentence = say("on.machine", reason=say("elsewhere"), machine=["a", "b"])
     data = {"code": "on.machine", "values": {"reason": {"code": "elsewhere", "values": {}}, "machine": ["a", "b"]}}
-    assert to_json(said) == data
-    assert from_json(data) == said
-    assert said.endswith("(on a, b)")
+    assert to_json(sentence) == data
+    assert from_json(data) == sentence
+    assert sentence.endswith("(on a, b)")
 
 
 def trees() -> Iterator[tuple[Path, ast.Module]]:
@@ -111,6 +111,6 @@ def gaps(text: str) -> list[str]:
 
 def test_whatever_a_sentence_is_about_the_page_gets_json() -> None:
     """ComfyUI's server ends at an event that it cannot write."""
-    said = say("elsewhere", why=LookupError("no such file"), shape=(1, 2), kind=Path)
-    assert to_json(said)["values"] == {"why": "no such file", "shape": [1, 2], "kind": str(Path)}
-    json.dumps(to_json(said), allow_nan=False)
+    sentence = say("elsewhere", why=LookupError("no such file"), shape=(1, 2), kind=Path)
+    assert to_json(sentence)["values"] == {"why": "no such file", "shape": [1, 2], "kind": str(Path)}
+    json.dumps(to_json(sentence), allow_nan=False)

@@ -35,7 +35,7 @@ def test_a_complete_project_lacks_nothing():
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "value", "said"),
+    ("place", "name", "value", "message"),
     [
         ("urls", "Repository", "", "Repository"),
         ("comfy", "PublisherId", "", "PublisherId"),
@@ -45,12 +45,12 @@ def test_a_complete_project_lacks_nothing():
         ("project", "dependencies", ["diffusers"], "requirements.txt"),
     ],
 )
-def test_what_is_missing_is_said_by_name(place, name, value, said):
+def test_what_is_missing_is_said_by_name(place, name, value, message):
     project = complete()
     {"urls": project["project"]["urls"], "comfy": project["tool"]["comfy"], "project": project["project"]}[place][
         name
     ] = value
-    assert any(said in line for line in lacks(project))
+    assert any(message in line for line in lacks(project))
 
 
 def test_another_tag_is_not_published():

@@ -23,7 +23,7 @@ def pack(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def said(pack: ModuleType, version: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def refusal_of(pack: ModuleType, version: str, monkeypatch: pytest.MonkeyPatch) -> str:
     comfyui_version = ModuleType("comfyui_version")
     comfyui_version.__dict__["__version__"] = version
     monkeypatch.setitem(sys.modules, "comfyui_version", comfyui_version)
@@ -34,14 +34,14 @@ def said(pack: ModuleType, version: str, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.mark.parametrize("version", ["0.3.71", "0.9", "0.14.1"])
 def test_an_old_comfyui_is_told_which_it_takes(pack: ModuleType, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sentence = said(pack, version, monkeypatch)
+    sentence = refusal_of(pack, version, monkeypatch)
     assert sentence == f"CP Sampler needs ComfyUI 0.15.0 or newer, and this is {version}; update ComfyUI"
 
 
 @pytest.mark.parametrize("version", ["0.15.0", "0.33.0", "1.2", "0.34.0rc1"])
 def test_a_name_that_is_missing_is_named(pack: ModuleType, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "comfy_api", None)
-    sentence = said(pack, version, monkeypatch)
+    sentence = refusal_of(pack, version, monkeypatch)
     assert sentence.startswith(f"CP Sampler does not fit ComfyUI {version}: ")
     assert "comfy_api" in sentence
     assert "\n" not in sentence

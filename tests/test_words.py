@@ -35,7 +35,7 @@ def node_words(language: str) -> dict[str, Any]:
 
 
 def shape(node: dict[str, Any]) -> dict[str, Any]:
-    return {key: {name: sorted(said) for name, said in node[key].items()} for key in ("inputs", "outputs")}
+    return {key: {name: sorted(texts) for name, texts in node[key].items()} for key in ("inputs", "outputs")}
 
 
 def test_the_languages_that_are_promised_are_there():
@@ -62,8 +62,8 @@ def test_a_language_has_every_sentence_of_a_plan_and_every_gap(language):
     for key, text in english.items():
         assert gaps(ours[key]) == gaps(text), key
     words_of = {key: re.sub(r"\{\w+\}", "", text) for key, text in english.items() if key not in titles}
-    said = [key for key, text in words_of.items() if re.search("[a-z]{3}", text)]
-    assert not [key for key in said if ours[key] == english[key]], "these are English"
+    sentences = [key for key, text in words_of.items() if re.search("[a-z]{3}", text)]
+    assert not [key for key in sentences if ours[key] == english[key]], "these are English"
 
 
 @pytest.mark.parametrize("language", TRANSLATED)
@@ -71,8 +71,8 @@ def test_a_language_has_a_name_and_a_tooltip_for_the_same_things(language):
     nodes, others = node_words(language), node_words(TRANSLATED[0])
     assert {name: shape(node) for name, node in nodes.items()} == {name: shape(node) for name, node in others.items()}
     for name, node in nodes.items():
-        told = [node, *node["inputs"].values(), *node["outputs"].values()]
-        assert all(text.strip() for one in told for text in one.values() if isinstance(text, str)), name
+        descriptions = [node, *node["inputs"].values(), *node["outputs"].values()]
+        assert all(text.strip() for one in descriptions for text in one.values() if isinstance(text, str)), name
 
 
 @pytest.mark.parametrize("language", TRANSLATED)
@@ -82,22 +82,22 @@ def test_a_translation_is_none_that_was_forgotten(language):
         for other in set(TRANSLATED) - {language}:
             theirs = node_words(other)[name]
             assert node["description"] != theirs["description"], (name, other)
-            for input, said in node["inputs"].items():
-                assert said["tooltip"] != theirs["inputs"][input]["tooltip"], (name, input, other)
+            for input, texts in node["inputs"].items():
+                assert texts["tooltip"] != theirs["inputs"][input]["tooltip"], (name, input, other)
 
 
 def test_what_the_page_says_has_words_and_what_has_words_is_said():
     code = "".join(path.read_text() for path in (ROOT / "web").glob("*.js"))
-    said = set(re.findall(r'"([a-z]+(?:\.[a-z]+)*)"', code)) | SAID_BY_STATE
+    keys = set(re.findall(r'"([a-z]+(?:\.[a-z]+)*)"', code)) | SAID_BY_STATE
     settings = re.findall(r'(?:number|entry)\("\w+", "(\w+)"', code)
-    said |= {f"settings.{word}{tip}" for word in settings for tip in ("", ".tip")}
-    said |= {f"{name}.tip" for name in re.findall(r'button\("(\w+)"', code)}
-    said |= {f"plan.{column}" for column in ("tokens", "heads", "weights")}
+    keys |= {f"settings.{word}{tip}" for word in settings for tip in ("", ".tip")}
+    keys |= {f"{name}.tip" for name in re.findall(r'button\("(\w+)"', code)}
+    keys |= {f"plan.{column}" for column in ("tokens", "heads", "weights")}
     presets = re.findall(r"^  (\w+): \{", (ROOT / "web" / "presets.js").read_text(), re.MULTILINE)
-    said |= {f"preset.{name}{hint}" for name in presets for hint in ("", ".hint")}
+    keys |= {f"preset.{name}{hint}" for name in presets for hint in ("", ".hint")}
     asked = set(re.findall(r'say\("([\w.]+)"', code))
     assert asked - words("en").keys() == set()
-    assert words("en").keys() - said == set()
+    assert words("en").keys() - keys == set()
 
 
 def gaps(text: str) -> list[str]:

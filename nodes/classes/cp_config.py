@@ -1,4 +1,4 @@
-"""CP Parallel Config: its widgets are the rows of parallel_runtime/request.py; nothing starts here."""
+"""CP Parallel Config: its widgets are the table of parallel_runtime/request.py; nothing starts here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CPParallelConfig(io.ComfyNode):
             category=CATEGORY,
             description="How CP Sampler divides one image or video over GPUs. Optional: without it every GPU is used.",
             search_aliases=["multi gpu", "ring attention", "ulysses", "context parallel", "sequence parallel"],
-            inputs=[_input(row) for row in widgets()],
+            inputs=[_input(widget) for widget in widgets()],
             outputs=[CPConfig.Output(display_name="cp_config", tooltip="For the CP nodes.")],
         )
 
@@ -33,9 +33,9 @@ class CPParallelConfig(io.ComfyNode):
         return io.NodeOutput(ParallelRequest.of(values))
 
 
-def _input(row: Widget) -> io.Input:
-    display = {"optional": not row.required, "advanced": row.advanced or None}
-    options = {"default": row.default, "tooltip": row.tooltip, **display, **row.limits}
-    if row.options:
-        return io.Combo.Input(row.name, options=list(row.options), **options)
-    return INPUTS[row.kind].Input(row.name, **options)
+def _input(widget: Widget) -> io.Input:
+    display = {"optional": not widget.required, "advanced": widget.advanced or None}
+    options = {"default": widget.default, "tooltip": widget.tooltip, **display, **widget.limits}
+    if widget.options:
+        return io.Combo.Input(widget.name, options=list(widget.options), **options)
+    return INPUTS[widget.kind].Input(widget.name, **options)

@@ -1,8 +1,8 @@
 """The files that models were loaded from, and how a model's weights are compared with a file.
 
 ComfyUI's loaders of model patches, ControlNets, GLIGEN and hypernetworks do not keep the file of their model, so the
-folder is searched for the one whose weights have the same first rows, when the model is first seen. Names are no help:
-loaders rename weights, take prefixes off, and join q, k and v.
+folder is searched for the one whose weights have the same first slices, when the model is first seen. Names are no
+help: loaders rename weights, take prefixes off, and join q, k and v.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ SAFETENSORS = (".safetensors", ".sft")
 FOLDER = "model_patches"
 GLIGEN_FOLDER, HYPERNETWORK_FOLDER = "gligen", "hypernetworks"
 UNPICKLING_ERROR = torch.serialization.pickle.UnpicklingError  # torch.load raises it for a file of more than weights
-Row = tuple[tuple[int, ...], torch.dtype, bytes]  # the shape without the first dim, the dtype, the first row's numbers
+# The shape without the first dim, the dtype, and the numbers of the first slice along it.
+WeightSlice = tuple[tuple[int, ...], torch.dtype, bytes]
 
 
 def stat_file(path: str) -> SourceFile:
@@ -37,9 +38,10 @@ def stat_file(path: str) -> SourceFile:
     return SourceFile(path=os.path.realpath(path), size=stat.st_size, mtime_ns=stat.st_mtime_ns)
 
 
-def first_rows(file: Any, slots: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Returns the first rows [1, ...] of weights in an open file and in a model. `slots`: the model's weights by their
-    names in the file. Weights that cannot have the file's numbers (quantized, on meta, another shape) are left out."""
+def first_slices(file: Any, slots: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Returns the first slices [1, ...] of weights in an open file and in a model. `slots`: the model's weights by
+    their names in the file. Weights that cannot have the file's numbers (quantized, on meta, another shape) are left
+    out."""
     return [
         (file.get_slice(name)[:1], slot[:1].detach().cpu())
         for name, slot in slots
@@ -93,13 +95,13 @@ def source_file(folder: str, owner: object, weights: Iterable[Tensor]) -> Source
 
 
 def find_file(folder: str, weights: Iterable[Tensor]) -> SourceFile:
-    """Returns the file in models/`folder` with the first rows of more than half of `weights`: of several files the one
-    that has most of them, and most to the bit, since loaders round. Raises LookupError."""
-    rows = {row for weight in weights for row in _first_row(weight)}
+    """Returns the file in models/`folder` with the first slices of more than half of `weights`: of several files the
+    one that has most of them, and most to the bit, since loaders round. Raises LookupError."""
+    slices = {first for weight in weights for first in _first_slice(weight)}
     candidates: list[tuple[float, float, str]] = []
-    for name in folder_paths.get_filename_list(folder) if rows else ():
+    for name in folder_paths.get_filename_list(folder) if slices else ():
         path = folder_paths.get_full_path(folder, name)
-        if path is not None and (matches := _count_matches(path, rows))[0] > len(rows) / 2:
+        if path is not None and (matches := _count_matches(path, slices))[0] > len(slices) / 2:
             candidates.append((*matches, path))
     if not candidates:
         raise LookupError(f"no file in models/{folder} has its weights")
@@ -111,46 +113,46 @@ def _stat_link(path: str) -> SourceFile:
     return replace(stat_file(path), path=path)
 
 
-def _count_matches(path: str, rows: set[Row]) -> tuple[int, int]:
-    """Counts the `rows` that the file has once rounded to their dtype, and those that it has to the bit."""
+def _count_matches(path: str, slices: set[WeightSlice]) -> tuple[int, int]:
+    """Counts the `slices` that the file has once rounded to their dtype, and those that it has to the bit."""
     shapes: dict[tuple[int, ...], set[torch.dtype]] = {}
-    for shape, dtype, _ in rows:
+    for shape, dtype, _ in slices:
         shapes.setdefault(shape, set()).add(dtype)
     rounded, exact = set(), set()
-    for first in _first_rows_in(path, shapes.keys()):
+    for first in _first_slices_in(path, shapes.keys()):
         for dtype in shapes[tuple(first.shape[1:])]:
             cast = first.to(dtype)
-            matching = set(_first_row(cast)) & rows
+            matching = set(_first_slice(cast)) & slices
             rounded |= matching
             if matching and torch.equal(cast.double(), first.double()):
                 exact |= matching
     return len(rounded), len(exact)
 
 
-def _first_row(weight: Tensor) -> Iterator[Row]:
-    """Yields a weight's first row, if it identifies a file: none for a vector, a constant, a quantized weight, or one
+def _first_slice(weight: Tensor) -> Iterator[WeightSlice]:
+    """Yields a weight's first slice, if it identifies a file: none for a vector, a constant, a quantized weight, or one
     that is not in memory."""
     if weight.ndim < 2 or not weight.numel() or weight.is_meta or type(weight.data) is not Tensor:
         return
-    row = weight[:1].detach().cpu().flatten()
-    if row.dtype.is_floating_point and row.numel() > 1 and bool((row.float() != row[0].float()).any()):
-        yield tuple(weight.shape[1:]), weight.dtype, row.float().numpy().tobytes()
+    first = weight[:1].detach().cpu().flatten()
+    if first.dtype.is_floating_point and first.numel() > 1 and bool((first.float() != first[0].float()).any()):
+        yield tuple(weight.shape[1:]), weight.dtype, first.float().numpy().tobytes()
 
 
-def _first_rows_in(path: str, shapes: Iterable[tuple[int, ...]]) -> Iterator[Tensor]:
-    """Yields the first rows [1, ...] of a file's weights whose shapes, less the first dim, are in `shapes`. The file is
-    mapped, not read; one that cannot be mapped yields nothing."""
-    row_shapes = set(shapes)
+def _first_slices_in(path: str, shapes: Iterable[tuple[int, ...]]) -> Iterator[Tensor]:
+    """Yields the first slices [1, ...] of a file's weights whose shapes, less the first dim, are in `shapes`. The file
+    is mapped, not read; one that cannot be mapped yields nothing."""
+    slice_shapes = set(shapes)
     try:
         if path.endswith(SAFETENSORS):
             with safe_open(path, framework="pt", device="cpu") as file:
                 for name in file.keys():  # noqa: SIM118 - not a dict
                     part = file.get_slice(name)
-                    if tuple(part.get_shape()[1:]) in row_shapes and 0 not in part.get_shape():
+                    if tuple(part.get_shape()[1:]) in slice_shapes and 0 not in part.get_shape():
                         yield part[:1]
             return
         for weight in _tensors_in(torch.load(path, map_location="cpu", mmap=True, weights_only=True)):
-            if weight.ndim > 1 and tuple(weight.shape[1:]) in row_shapes:
+            if weight.ndim > 1 and tuple(weight.shape[1:]) in slice_shapes:
                 yield weight[:1]
     except (SafetensorError, OSError, RuntimeError, UNPICKLING_ERROR):
         return

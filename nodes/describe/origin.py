@@ -18,7 +18,7 @@ from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.loading import gguf
 from ...parallel_runtime.specs import ModelSpec, SourceFile
 from .comfy_objects import qualified_name, reference
-from .model_files import SAFETENSORS, first_rows, stat_file
+from .model_files import SAFETENSORS, first_slices, stat_file
 
 COMPARED_WEIGHTS = 16
 PREFIXES = ("model.diffusion_model.", "")
@@ -94,7 +94,7 @@ def _files(model: ModelPatcher, arguments: tuple[Any, ...]) -> tuple[SourceFile,
 
 
 def _still_has_weights(path: str, model: ModelPatcher) -> bool:
-    """Do most of COMPARED_WEIGHTS weights, from all over the model, have the file's first rows?
+    """Do most of COMPARED_WEIGHTS weights, from all over the model, have the file's first slices?
 
     Weights with a LoRA in them, and those that the loader renames or reshapes, are not compared.
     """
@@ -107,6 +107,6 @@ def _still_has_weights(path: str, model: ModelPatcher) -> bool:
         prefix = next(prefix for prefix in PREFIXES if not prefix or any(name.startswith(prefix) for name in names))
         known = [name for name in slots if prefix + name in names and name not in patched and slots[name].ndim > 1]
         compared = known[:: max(1, len(known) // COMPARED_WEIGHTS)]
-        rows = first_rows(file, ((prefix + name, slots[name]) for name in compared))
-    differing = sum(not torch.equal(row.to(weight.dtype), weight) for row, weight in rows)
-    return 2 * differing <= len(rows)
+        slices = first_slices(file, ((prefix + name, slots[name]) for name in compared))
+    differing = sum(not torch.equal(part.to(weight.dtype), weight) for part, weight in slices)
+    return 2 * differing <= len(slices)

@@ -271,7 +271,7 @@ class Lease:
             _log_one_gpu()
         if why := why_replicated(inputs.request, plan, work.network):
             log.info("[CP] %s", why.removesuffix("."))
-        if plan.rows:
+        if plan.entries_per_call:
             prompts = work.prompts_per_rank(plan.degrees)
             log.info("[CP] prompts run one after the other: memory is too small for %d at once", prompts)
 
@@ -279,7 +279,7 @@ class Lease:
 def run_kind(spec: ModelSpec, work: Work) -> tuple[object, ...]:
     """Returns a key of runs that take equally long on the same workers. A few more text tokens do not change it."""
     tokens = round(KINDS_PER_DOUBLING * math.log2(max(1, work.tokens)))
-    return spec.unpatched, work.network.weight_bytes, work.rows, work.prompts, work.cached, tokens
+    return spec.unpatched, work.network.weight_bytes, work.sequences, work.prompts, work.cached, tokens
 
 
 def _estimate_speedup(inputs: PlanInputs, plan: RunPlan, work: Work) -> float | None:

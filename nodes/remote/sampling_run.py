@@ -219,7 +219,7 @@ class RemoteSampling:
         steps = StepCallback(callback, device)
         inputs = source.inputs(self.request, work, guided=guided, batch_coupled=job.batch_coupled)
         with lease_with_plan(source.spec, inputs, self.request.after_sampling) as (lease, plan):
-            result = lease.run(plan, replace(job, rows=plan.rows), on_step=steps.on_step)
+            result = lease.run(plan, replace(job, entries_per_call=plan.entries_per_call), on_step=steps.on_step)
         set_random_states(result.value["random_states"], device)
         steps.finish(result.value["last"])
         self._log(source, result, plan.placement)

@@ -1,5 +1,5 @@
 """Chroma: FLUX's blocks, with modulation from a layer of its own. Radiance has them on patches of pixels; its decoder
-of pixels runs whole on every rank."""
+of pixels runs in full on every rank."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Cosmos 1. Tokens come as [frames, rows, columns, B, C]; positions are added to them between blocks, whole."""
+"""Cosmos 1. Tokens come as [frames, rows, columns, B, C]; positions are added to them between blocks, in full."""
 
 from .architecture import Architecture
 from .split_plan import VIDEO, ModulePlan, Split, SplitLike, SplitPlan

@@ -1,4 +1,4 @@
-"""HiDream I1. Each block gets another text beside what it kept of the last: the text stays whole, and is attended to
+"""HiDream I1. Each block gets another text beside what it kept of the last: the text stays full, and is attended to
 in shares."""
 
 from .architecture import Architecture

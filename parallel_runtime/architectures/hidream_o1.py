@@ -1,4 +1,4 @@
-"""HiDream O1: a language model that paints. What comes before the picture is whole on every rank and attends to nothing
+"""HiDream O1: a language model that paints. What comes before the picture is full on every rank and attends to nothing
 behind it; it is left out where the layers kept its keys at an earlier step.
 """
 

@@ -1,13 +1,13 @@
 """HunyuanVideo (text and both image to video), HunyuanVideo 1.5 and HunyuanImage, which have no single blocks or do.
 
-After the blocks the parent slices reference latents off by whole positions, so each stack ends whole.
+After the blocks the parent slices reference latents off by whole positions, so each stack ends full.
 """
 
 from .architecture import Architecture
 from .split_plan import IMAGE, TEXT, ModulePlan, Slices, Split, SplitLike, SplitPlan
 
 BOTH = TEXT + IMAGE
-WHOLE = ("vec", "attn_mask")
+UNSPLIT = ("vec", "attn_mask")
 
 PLAN = SplitPlan(
     (
@@ -21,7 +21,7 @@ PLAN = SplitPlan(
                 "modulation_dims_txt": Slices(TEXT),
             },
             attends=BOTH,
-            unsplit_args=WHOLE,
+            unsplit_args=UNSPLIT,
             gathers=True,
         ),
         # The image's slices are applied to text and image: that is how ComfyUI does it.
@@ -29,7 +29,7 @@ PLAN = SplitPlan(
             "single_blocks",
             {"x": Split(BOTH), "pe": SplitLike(BOTH, 2), "modulation_dims": Slices(BOTH)},
             attends=BOTH,
-            unsplit_args=WHOLE,
+            unsplit_args=UNSPLIT,
             gathers=True,
         ),
     ),

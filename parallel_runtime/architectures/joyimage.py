@@ -1,4 +1,4 @@
-"""JoyImage. The parent slices references off right after the blocks, so they end whole."""
+"""JoyImage. The parent slices references off right after the blocks, so they end full."""
 
 from .architecture import Architecture
 from .split_plan import IMAGE, TEXT, ModulePlan, Split, SplitLike, SplitPlan

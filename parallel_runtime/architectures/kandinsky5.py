@@ -1,4 +1,4 @@
-"""Kandinsky 5 (image and video). The text has blocks of its own, whole on every rank."""
+"""Kandinsky 5 (image and video). The text has blocks of its own, full on every rank."""
 
 from .architecture import Architecture
 from .split_plan import VIDEO, ModulePlan, Split, SplitLike, SplitPlan

@@ -1,4 +1,4 @@
-"""LTX-Video, and LTX-2 with its audio. Texts are read as keys only: whole on every rank."""
+"""LTX-Video, and LTX-2 with its audio. Texts are read as keys only: full on every rank."""
 
 from collections.abc import Callable
 from dataclasses import replace

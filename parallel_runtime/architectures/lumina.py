@@ -1,6 +1,7 @@
 """Lumina 2 and Z-Image: text and image in one stream, after a refiner of the image alone.
 
-Z-Image on patches of pixels slices the text off right after the blocks; its decoder of pixels runs whole on every rank.
+Z-Image on patches of pixels slices the text off right after the blocks; its decoder of pixels runs in full on every
+rank.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""PixelDiT and PiD: patches with the text; then blocks of pixels, which run whole on every rank.
+"""PixelDiT and PiD: patches with the text; then blocks of pixels, which run in full on every rank.
 
 PiD mixes what it knows of the small picture into the patches between blocks, by modules of its own.
 """

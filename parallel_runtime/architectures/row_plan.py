@@ -31,7 +31,7 @@ class RowPlan(SplitPlan):
 
     `depth` says how often a network halves its picture. Self-attentions, modules that end in one of `attends`, are of
     all ranks' rows; those that end in one of `local` each rank computes for its own rows, as it does all that is below
-    a module named in `local_below`. `forward` is the method that is replaced: what ComfyUI wraps around it sees whole
+    a module named in `local_below`. `forward` is the method that is replaced: what ComfyUI wraps around it sees full
     pictures. There are no `module_plans`: ComfyUI calls the layers of a UNet's blocks one by one, and never a block.
     `fetched_classes` are the classes of modules that it calls, and before which their weights may be fetched. Modules
     of `across_classes` have statistics of all pixels.

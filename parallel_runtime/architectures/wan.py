@@ -1,5 +1,5 @@
 """Wan 2.1 and 2.2: text and image to video, first and last frame, 5B, Fun control, camera, SCAIL, causal
-(all frames at once), VACE. The text is read as keys only, and is whole on every rank.
+(all frames at once), VACE. The text is read as keys only, and is full on every rank.
 
 Those that follow a face, a voice or music (Animate, S2V, HuMo, Dancer) have tokens attend to conditions of their frame.
 """

@@ -119,9 +119,8 @@ def check(path: Path, comfyui: Path) -> int:
 def _rank(rank: int, path: Path, comfyui: Path, degrees: Parallelism, store: str, out: Path) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    world = degrees.world_size
-    shared = dist.FileStore(store, world)
-    dist.init_process_group("cpu:gloo", store=shared, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    size, timeout = degrees.world_size, timedelta(seconds=60)
+    dist.init_process_group("cpu:gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)
     result, exact = _compare(load_subject(path, comfyui), degrees)
     if rank == 0:
         out.write_text(f"{result}\n{exact}")

@@ -54,11 +54,11 @@ def load(path: Path | str, device: torch.device | str = "cpu") -> Any:
     state = load_file(path)
     with torch.device("meta"):
         transformer: Any = FluxTransformer2DModel(**_config(state))
-    rows = {name: tensor.shape[0] for name, tensor in transformer.state_dict().items()}
+    sizes = {name: tensor.shape[0] for name, tensor in transformer.state_dict().items()}
     filled = {
         name: part.to(device, torch.float32)
-        for key, names in _names(rows).items()
-        for name, part in zip(names, _swap_halves(key, state[key]).split([rows[name] for name in names]), strict=True)
+        for key, names in _names(sizes).items()
+        for name, part in zip(names, _swap_halves(key, state[key]).split([sizes[name] for name in names]), strict=True)
     }
     transformer.load_state_dict(filled, assign=True)
     for module in transformer.modules():

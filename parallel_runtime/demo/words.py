@@ -27,8 +27,8 @@ SYNONYMS = {
 }
 WIDTH = 64
 BACKDROPS = tuple(f"{colour} background" for colour in COLOURS)
-ROWS = ("start", *COLOURS, *BACKDROPS, *SHAPES, *SIZES, *PLACES, *GRAMMAR)
-LONGEST = WIDTH - 1 - len(ROWS)
+KNOWN_WORDS = ("start", *COLOURS, *BACKDROPS, *SHAPES, *SIZES, *PLACES, *GRAMMAR)
+LONGEST = WIDTH - 1 - len(KNOWN_WORDS)
 # FLUX tells an image token where it is only by its rotation against text tokens, which all sit at the origin. Tokens
 # that every prompt has give this small model enough of them to find its place by.
 REGISTERS = 16
@@ -46,10 +46,10 @@ def vocabulary() -> list[str]:
 
 
 def parse(prompt: str) -> list[str]:
-    """The prompt as row names; a colour that names the backdrop becomes '<colour> background'."""
+    """The prompt as names of KNOWN_WORDS; a colour that names the backdrop becomes '<colour> background'."""
     words = [SYNONYMS.get(word, word) for word in prompt.lower().replace(",", " ").replace(".", " ").split()]
     for word in words:
-        if word not in ROWS:
+        if word not in KNOWN_WORDS:
             raise ValueError(f"the demo model does not know the word '{word}'; it knows: {', '.join(vocabulary())}")
     if len(words) >= LONGEST:
         raise ValueError(f"the prompt has {len(words)} words; the demo model reads at most {LONGEST - 1}")
@@ -62,11 +62,11 @@ def encode(prompt: str) -> tuple[Tensor, Tensor]:
     """(cross_attn [1, 17 + words, 64], pooled [1, 64]); an empty prompt is valid and means anything."""
     names = parse(prompt)
     table = _hadamard(WIDTH)
-    rows = torch.tensor([1 + ROWS.index(name) for name in ["start", *names]])
-    places = 1 + len(ROWS) + torch.arange(len(rows))
-    meant = [1 + ROWS.index(name) for name in names if name not in GRAMMAR]
+    positions = torch.tensor([1 + KNOWN_WORDS.index(name) for name in ["start", *names]])
+    places = 1 + len(KNOWN_WORDS) + torch.arange(len(positions))
+    meant = [1 + KNOWN_WORDS.index(name) for name in names if name not in GRAMMAR]
     pooled = table[torch.tensor(meant, dtype=torch.long)].sum(0, keepdim=True)
-    return torch.cat([_registers(), table[rows] + table[places]])[None], pooled
+    return torch.cat([_registers(), table[positions] + table[places]])[None], pooled
 
 
 def conditions(cross_attn: Tensor, pooled: Tensor) -> dict[str, Tensor]:

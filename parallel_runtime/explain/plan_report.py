@@ -16,7 +16,7 @@ from ..group.history import Cost, Pace, RunSetup
 from ..planning.candidates import profile_of
 from ..planning.device_names import why_one_gpu
 from ..planning.device_profile import DeviceProfile
-from ..planning.memory_model import activation_bytes
+from ..planning.memory_model import estimate_activation_bytes
 from ..planning.misfit import size_in_words
 from ..planning.network_stats import Work
 from ..planning.plan_inputs import PlanInputs
@@ -27,8 +27,8 @@ from ..planning.stage_blocks import StageBlocks, busy_share, cached_key_value_by
 from ..request import ParallelRequest
 from ..specs import Parallelism, Placement
 from ..wire.readings import KernelBenchmark
-from .kernel_rows import kernel_sentences
-from .memory_rows import memory, placed, weights
+from .kernel_words import kernel_sentences
+from .memory_words import memory, placed, weights
 from .plan_picture import Part, parts
 from .plan_words import idle, shares_in_words, unused, why_replicated
 from .remedy import Change
@@ -142,7 +142,7 @@ def report(
         *troubles,
         Row("Speed", (_measured_speed(pace), _speed(work, plan, profile))),
         Row("Model", subject.model, "model"),
-        Row("Tokens", _tokens(subject.tokens, work.rows)),
+        Row("Tokens", _tokens(subject.tokens, work.sequences)),
         Row("ControlNets", subject.controls),
         Row("Loop", subject.loop),
         Row("Workers", _workers(placement)),
@@ -173,10 +173,10 @@ def _workers(placement: Placement) -> str:
     return say("workers.machines", count=count, devices=devices, machines=machines, endpoint=endpoint)
 
 
-def _tokens(tokens: dict[str, int], rows: int) -> str:
+def _tokens(tokens: dict[str, int], sequences: int) -> str:
     streams = " + ".join(f"{count} {stream}" for stream, count in tokens.items())
-    key = ("tokens" if streams else "uncut") + (".one" if rows == 1 else "")
-    return say(key, tokens=streams, rows=rows)
+    key = ("tokens" if streams else "uncut") + (".one" if sequences == 1 else "")
+    return say(key, tokens=streams, rows=sequences)
 
 
 def _degrees(degrees: Parallelism) -> str:
@@ -215,7 +215,7 @@ def _stages(work: Work, degrees: Parallelism, request: ParallelRequest) -> tuple
     if degrees.pipeline_degree == 1 or not (stages := stages_of(work.network, degrees)):
         return ()
     each = [_stage(number, stage) for number, stage in enumerate(stages, 1)]
-    flights, busy = work.busiest_rows(degrees), f"{busy_share(work, degrees):.0%}"
+    flights, busy = work.most_sequences(degrees), f"{busy_share(work, degrees):.0%}"
     follow = say("stage.several" if flights > 1 else "stage.one", flights=flights, busy=busy)
     exact, auto = (
         say_if(degrees.options.token_patches == 1, "stage.exact"),
@@ -250,7 +250,7 @@ def _heads(work: Work, degrees: Parallelism) -> str:
 
 def _traffic(work: Work, degrees: Parallelism) -> tuple[str, ...]:
     """Says what is sent in the model, and from stage to stage of a pipeline."""
-    each = f"{work.row_bytes / degrees.context_parallel_size / 2**20:.2f}"
+    each = f"{work.sequence_bytes / degrees.context_parallel_size / 2**20:.2f}"
     passed = say_if(degrees.pipeline_degree > 1, "traffic.stages", each=each)
     if degrees.context_parallel_size == 1 or 0 < work.row_ranks < degrees.context_parallel_size:
         return (passed or say("traffic.none"),)
@@ -268,7 +268,7 @@ def _launch(subject: Subject, plan: RunPlan) -> str:
     if choice == "off" or not work.recorded or (plan.estimate is not None and plan.estimate.fetched_bytes):
         return say("launch.eager")
     key = f"launch.{choice}{'.compiled' if subject.compiled else ''}"
-    return say(key, held=f"{activation_bytes(work, plan.degrees) / GIB:.2f}")
+    return say(key, held=f"{max(estimate_activation_bytes(work, plan.degrees)) / GIB:.2f}")
 
 
 def _measured_speed(pace: Pace | None) -> str:
@@ -300,10 +300,10 @@ def _warnings(subject: Subject, plan: RunPlan, guided: bool, needed: Sequence[in
     heads, ulysses, on_cpu = work.network.heads, degrees.ulysses_degree, placement.devices[0] == "cpu"
     lacking = any(size > available for size, available in zip(needed, free, strict=False))
     one_gpu = why_one_gpu(1) if placement.devices == ("cuda:0",) else ""
-    stages_idle = degrees.pipeline_degree > work.busiest_rows(degrees) * degrees.options.token_patches
+    stages_idle = degrees.pipeline_degree > work.most_sequences(degrees) * degrees.options.token_patches
     return [
         say_if(lacking, "note.memory"),
-        say_if(plan.rows and guided, "note.rows"),
+        say_if(plan.entries_per_call and guided, "note.rows"),
         say_if(heads % ulysses, "note.uneven", heads=heads, ulysses=ulysses),
         _of_few_rows(work, degrees),
         say_if(share_cores(placement), "note.cores", workers=len(placement.devices), cores=os.cpu_count()),
@@ -346,7 +346,7 @@ def _of_prompts(subject: Subject, plan: RunPlan) -> str:
 def _of_batch(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
     """Says when images of a batch are faster as whole images, shared out by data_degree; "" when they are not."""
     degrees, workers = plan.degrees, plan.placement.world_size
-    data = max(size for size in range(1, min(workers, work.rows) + 1) if workers % size == 0)
+    data = max(size for size in range(1, min(workers, work.sequences) + 1) if workers % size == 0)
     if profile is None or not profile.bytes_per_second:
         return ""
     if data == 1 or degrees.data_degree * degrees.pipeline_degree > 1:
@@ -355,9 +355,9 @@ def _of_batch(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
         return ""
     shared = Parallelism(data_degree=data, ulysses_degree=workers // data)
     now = evaluation_seconds(work, degrees, profile) * -(-work.branches // degrees.cfg_degree)
-    other = evaluation_seconds(replace(work, rows=-(-work.rows // data)), shared, profile) * work.branches
+    other = evaluation_seconds(replace(work, sequences=-(-work.sequences // data)), shared, profile) * work.branches
     faster = other < CLEARLY * now and not plan.placement.shared
-    return say_if(faster, "note.batch", rows=work.rows, data=data, other=f"{other:.2f}", seconds=f"{now:.2f}")
+    return say_if(faster, "note.batch", rows=work.sequences, data=data, other=f"{other:.2f}", seconds=f"{now:.2f}")
 
 
 def _of_rows(subject: Subject, degrees: Parallelism) -> str:
@@ -366,8 +366,8 @@ def _of_rows(subject: Subject, degrees: Parallelism) -> str:
         return say("note.together", data=data)
     if subject.images_coupled and data > 1:
         return say("note.frames", data=data)
-    if data <= work.rows:
+    if data <= work.sequences:
         return ""
     if not work.network.divisible:
         return say("note.undivided", name=work.network.name)
-    return say("note.idle", data=data, rows=work.rows)
+    return say("note.idle", data=data, rows=work.sequences)

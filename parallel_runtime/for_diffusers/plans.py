@@ -45,24 +45,24 @@ def _blocks(
     stack: str,
     args: Mapping[str | int, SplitSpec],
     attends: Names,
-    whole: Names,
+    unsplit: Names,
     before: tuple[ModulePlan, ...] = (),
     last: str = "norm_out",
     **more: Any,
 ) -> SplitPlan:
     """A stack of blocks after the modules `before`, and the `last` layer, which receives the full stream of the
     latent."""
-    module_plans = (*before, ModulePlan(stack, args, attends, unsplit_args=whole, **more))
+    module_plans = (*before, ModulePlan(stack, args, attends, unsplit_args=unsplit, **more))
     return SplitPlan((*module_plans, ModulePlan(last, {0: Gather((SplitPlan(module_plans).main_stream,))})))
 
 
-def _refiner(argument: str, positions: str, whole: Names) -> tuple[ModulePlan, ...]:
+def _refiner(argument: str, positions: str, unsplit: Names) -> tuple[ModulePlan, ...]:
     """The refiner of image tokens, before text and image are one stream."""
     args: Mapping[str | int, SplitSpec] = {argument: Split(IMAGE), positions: SplitLike(IMAGE)}
-    return (ModulePlan("noise_refiner", args, IMAGE, unsplit_args=whole, gathers=True, never_skipped=True),)
+    return (ModulePlan("noise_refiner", args, IMAGE, unsplit_args=unsplit, gathers=True, never_skipped=True),)
 
 
-def _added(argument: str, streams: Names, *whole: str) -> ModulePlan:
+def _added(argument: str, streams: Names, *unsplit: str) -> ModulePlan:
     """The transformer, which adds a ControlNet's residuals to tokens of these streams, which are split by then.
 
     It receives them, in a list or by block, before it makes the tokens: their length is that of the streams.
@@ -79,7 +79,7 @@ def _added(argument: str, streams: Names, *whole: str) -> ModulePlan:
     return ModulePlan(
         "",
         {argument: split_residuals},
-        unsplit_args=(*whole, "hidden_states", "encoder_hidden_states", "timestep", "return_dict"),
+        unsplit_args=(*unsplit, "hidden_states", "encoder_hidden_states", "timestep", "return_dict"),
     )
 
 
@@ -99,13 +99,13 @@ _ONE_STREAM: Mapping[str | int, SplitSpec] = {"hidden_states": Split(TEXT + IMAG
 
 def _flux(single: Mapping[str | int, SplitSpec], inputs: Mapping[str | int, SplitSpec]) -> SplitPlan:
     """Splits all inputs of the transformer; positions are computed from ids, which are split by then."""
-    whole = ("timestep", "pooled_projections", "guidance", "joint_attention_kwargs", "attention_mask", "return_dict",
+    unsplit = ("timestep", "pooled_projections", "guidance", "joint_attention_kwargs", "attention_mask", "return_dict",
              "controlnet_blocks_repeat", "num_ref_tokens", "ref_fixed_timestep")  # fmt: skip
     of_blocks = ("temb", "temb_mod", "temb_mod_img", "temb_mod_txt", "image_rotary_emb", "joint_attention_kwargs",
                  "attention_mask")  # fmt: skip
     return SplitPlan(
         (
-            ModulePlan("", {**_IDS, **inputs}, TEXT + IMAGE, unsplit_args=whole, never_skipped=True),
+            ModulePlan("", {**_IDS, **inputs}, TEXT + IMAGE, unsplit_args=unsplit, never_skipped=True),
             ModulePlan("transformer_blocks", _TWO_STREAMS, unsplit_args=of_blocks),
             ModulePlan("single_transformer_blocks", single, unsplit_args=of_blocks),
             ModulePlan("proj_out", gathers=True, output_streams=(IMAGE,)),
@@ -150,16 +150,16 @@ LUMINA2 = _blocks(
     before=_refiner("hidden_states", "image_rotary_emb", ("temb",)),
 )
 
-Z_IMAGE_WHOLE = ("attn_mask", "adaln_input")
+Z_IMAGE_UNSPLIT = ("attn_mask", "adaln_input")
 Z_IMAGE = _blocks(
     "layers",
     {"x": Split(JOINT), "freqs_cis": SplitLike(JOINT)},
     JOINT,
-    Z_IMAGE_WHOLE,
+    Z_IMAGE_UNSPLIT,
     before=(
         _added("controlnet_block_samples", JOINT, "x", "t", "cap_feats", "siglip_feats", "image_noise_mask",
                "patch_size", "f_patch_size", "joint_attention_kwargs"),
-        *_refiner("x", "freqs_cis", Z_IMAGE_WHOLE),
+        *_refiner("x", "freqs_cis", Z_IMAGE_UNSPLIT),
     ),
     last="all_final_layer.2-1",
 )  # fmt: skip
@@ -170,10 +170,10 @@ def _rope(streams: Names, dim: int) -> tuple[SplitLike, SplitLike]:
     return SplitLike(streams, dim), SplitLike(streams, dim)
 
 
-def _video(stack: str, args: Mapping[str | int, SplitSpec], *whole: str) -> SplitPlan:
+def _video(stack: str, args: Mapping[str | int, SplitSpec], *unsplit: str) -> SplitPlan:
     """A stack over video tokens alone; text is read as keys."""
     split_args = {"hidden_states": Split(VIDEO), **args}
-    return _blocks(stack, split_args, VIDEO, ("encoder_hidden_states", *whole), submodule_attends={"attn2": "local"})
+    return _blocks(stack, split_args, VIDEO, ("encoder_hidden_states", *unsplit), submodule_attends={"attn2": "local"})
 
 
 WAN = _video("blocks", {"temb": SplitLike(VIDEO, ndim=4), "rotary_emb": _rope(VIDEO, 1)})

@@ -252,9 +252,9 @@ def versions() -> tuple[str, ...]:
     )
 
 
-def version_mismatches(versions_there: tuple[str, ...]) -> list[tuple[str, str]]:
+def version_mismatches(other_versions: tuple[str, ...]) -> list[tuple[str, str]]:
     """Returns the pairs of versions, the other machine's and this one's, that differ."""
-    return [(other, local) for other, local in zip(versions_there, versions(), strict=False) if other != local]
+    return [(other, local) for other, local in zip(other_versions, versions(), strict=False) if other != local]
 
 
 def _code_digest() -> str:

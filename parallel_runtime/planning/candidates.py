@@ -61,7 +61,7 @@ def _image_groups(inputs: PlanInputs) -> list[int]:
     placed = inputs.only is not None and inputs.only != usual.placement
     if placed or usual.placement.shared or are_heterogeneous(work, usual.placement, profile_of(inputs, usual)):
         return []
-    return [groups for groups in range(2, min(len(devices), work.rows) + 1) if len(devices) % groups == 0]
+    return [groups for groups in range(2, min(len(devices), work.sequences) + 1) if len(devices) % groups == 0]
 
 
 def profile_of(inputs: PlanInputs, plan: RunPlan) -> DeviceProfile | None:
@@ -74,7 +74,7 @@ def memory_of(inputs: PlanInputs, plan: RunPlan, degrees: Parallelism | None = N
     """Returns the MemoryModel of an evaluation by `plan`, or by other `degrees` of the same workers."""
     assert inputs.work is not None, "memory goes by sizes"
     capacity = inputs.capacity.of(plan.ranks)
-    work = replace(inputs.work, prompts=1) if plan.rows else inputs.work
+    work = replace(inputs.work, prompts=1) if plan.entries_per_call else inputs.work
     automatic = inputs.request.weights == "auto"
     return MemoryModel(work=work, degrees=degrees or plan.degrees, capacity=capacity, automatic=automatic)
 
@@ -155,9 +155,9 @@ def _preferred(inputs: PlanInputs, devices: tuple[str, ...]) -> RunPlan:
     ring. Raises Refused."""
     request, nnodes = inputs.request, inputs.request.nnodes
     check_request(inputs)
-    world = nnodes * max(1, len(devices))
+    world_size = nnodes * max(1, len(devices))
     guided = inputs.guided and not inputs.batch_coupled
-    degrees = _branches(inputs, world) if inputs.unsharded else _sequence(inputs, world, guided)
+    degrees = _branches(inputs, world_size) if inputs.unsharded else _sequence(inputs, world_size, guided)
     check_workers(degrees, devices, inputs)
     local_workers = degrees.world_size // nnodes
     placement = Placement(
@@ -178,20 +178,20 @@ def _preferred(inputs: PlanInputs, devices: tuple[str, ...]) -> RunPlan:
     return RunPlan(degrees=degrees, placement=placement)
 
 
-def _branches(inputs: PlanInputs, world: int) -> Parallelism:
+def _branches(inputs: PlanInputs, world_size: int) -> Parallelism:
     """Returns the degrees of a network that is not split: both prompts side by side where there are devices for it, on
     as many groups as data_degree says."""
     request = inputs.request
-    several = not inputs.batch_coupled and world // request.data_degree >= 2
+    several = not inputs.batch_coupled and world_size // request.data_degree >= 2
     cfg = request.cfg_degree or (2 if several else 1)
     return Parallelism(options=request.options, cfg_degree=cfg, data_degree=request.data_degree)
 
 
-def _sequence(inputs: PlanInputs, world: int, guided: bool) -> Parallelism:
+def _sequence(inputs: PlanInputs, world_size: int, guided: bool) -> Parallelism:
     """Returns the degrees of a network that is split, with those filled in that are 0 in the request."""
     request = inputs.request
     stages, cfg = max(1, request.pipeline_degree), request.cfg_degree
-    workers = max(1, world // (request.data_degree * stages))
+    workers = max(1, world_size // (request.data_degree * stages))
     if cfg == 0:
         # Each branch of guidance would have a copy of the weights, which a shard keeps small; and prompts are not
         # divided, so uneven shares need the sequence.
@@ -229,17 +229,17 @@ def _sequence_degrees(inputs: PlanInputs, workers: int) -> list[tuple[int, int]]
 
 def _as_one(inputs: PlanInputs, degrees: Parallelism) -> Parallelism:
     """Returns the degrees without a second branch of guidance: the workers that cfg_degree would have given it join the
-    sequence, or the rows of the batch where neither heads nor a ring can take them."""
+    sequence, or the entries of the batch where neither heads nor a ring can take them."""
     ring, ulysses, no_ring = degrees.ring_degree, degrees.ulysses_degree, _has_no_ring(inputs)
-    rows = replace(degrees, cfg_degree=1, data_degree=2 * degrees.data_degree)
+    as_data = replace(degrees, cfg_degree=1, data_degree=2 * degrees.data_degree)
     if inputs.unsharded:
-        return rows
+        return as_data
     if not no_ring and inputs.is_free:
         ring, ulysses = _sequence_degrees(inputs, 2 * ring * ulysses)[0]
     elif inputs.heads % (2 * ulysses) == 0 or (no_ring and 2 * ulysses <= inputs.heads):
         ulysses *= 2
     elif no_ring:
-        return rows
+        return as_data
     else:
         ring *= 2
     return replace(degrees, cfg_degree=1, ring_degree=ring, ulysses_degree=ulysses)
@@ -286,11 +286,11 @@ def _with_weights(inputs: PlanInputs, usual: RunPlan, degrees: Parallelism) -> I
     if inputs.keeps_placement and before is not None:
         yield replace(usual, degrees=degrees, weights=before)
         return
-    rows = inputs.work.rows if inputs.work.prompts_per_rank(degrees) > 1 else 0
+    entries = inputs.work.sequences if inputs.work.prompts_per_rank(degrees) > 1 else 0
     choice = inputs.request.weights
     placements = _automatic(memory, before) if choice == "auto" else [_fixed(choice, memory, before)]
     for weights, in_one_batch in placements:
-        yield replace(usual, degrees=degrees, weights=weights, rows=0 if in_one_batch else rows)
+        yield replace(usual, degrees=degrees, weights=weights, entries_per_call=0 if in_one_batch else entries)
 
 
 def _measured_degrees(inputs: PlanInputs, usual: RunPlan, memory: MemoryModel) -> Parallelism:

@@ -14,7 +14,7 @@ MAX_CPU_WORKERS = max(8, os.cpu_count() or 1)
 
 
 def parse_devices(text: str, gpus: int, kind: str = CUDA.kind) -> tuple[str, ...]:
-    """The devices that `text` lists, every GPU where it is empty, and () for "the CPU, as often as needed"."""
+    """Returns the devices that `text` lists, every GPU where it is empty, and () for "the CPU, as often as needed"."""
     names = [name.strip().lower() for name in text.split(",") if name.strip()]
     if not names:
         return tuple(f"{kind}:{index}" for index in range(gpus))
@@ -27,7 +27,7 @@ def parse_devices(text: str, gpus: int, kind: str = CUDA.kind) -> tuple[str, ...
 
 
 def why_one_gpu(gpus: int) -> str:
-    """Why there is one alone, where the environment may hide others. On Windows main.py sees to that by itself."""
+    """Returns why there is one GPU alone, where the environment may hide others; "" where it does not."""
     chosen = any(argument.startswith("--cuda-device") for argument in sys.argv)
     if gpus != 1 or chosen or os.environ.get("CUDA_VISIBLE_DEVICES") != "0":
         return ""

@@ -49,7 +49,7 @@ class Capacity:
         return cls(device_bytes=min(ranks), host_bytes=host_bytes, limited_by=limited_by, ranks=uneven)
 
     def budget_bytes(self, workers: int) -> tuple[int | None, ...]:
-        """The budget of each worker; `device_bytes` for all where `ranks` has another number of them."""
+        """Returns the budget of each worker; `device_bytes` for all where `ranks` has another number of them."""
         return self.ranks if len(self.ranks) == workers else (self.device_bytes,) * workers
 
     def of(self, ranks: Sequence[int]) -> Capacity:
@@ -84,12 +84,12 @@ class MemoryModel:
         return self.capacity.budget_bytes(self.degrees.world_size)
 
     def usable_bytes_by_rank(self, weights: WeightPlacement) -> tuple[float | None, ...]:
-        """The budget of each rank, less UNFILLED_SHARE where blocks fill the device."""
+        """Returns the budget of each rank, less UNFILLED_SHARE where blocks fill the device."""
         share = 1 - UNFILLED_SHARE if self.automatic and weights.mode != "replicate" else 1.0
         return tuple(None if budget is None else share * budget for budget in self.budget_bytes_by_rank)
 
     def weight_bytes_by_rank(self, weights: WeightPlacement) -> tuple[int, ...]:
-        """Size of the weights on each rank's device between forwards."""
+        """Returns the size of the weights on each rank's device between forwards."""
         full, ranks = self.work.network.weight_bytes, range(self.degrees.world_size)
         if weights.mode == "replicate":
             return staged_weight_bytes(self.work.network, self.degrees)
@@ -101,15 +101,16 @@ class MemoryModel:
 
     @property
     def one_by_one(self) -> MemoryModel:
-        """This model with one prompt in a batch, where `work` has all of a rank's."""
+        """Returns this model with one prompt in a batch, where `work` has all of a rank's."""
         return replace(self, work=replace(self.work, prompts=1))
 
     @cached_property
     def activation_bytes_by_rank(self) -> tuple[int, ...]:
-        return activation_bytes_by_rank(self.work, self.degrees)
+        return estimate_activation_bytes(self.work, self.degrees)
 
     def buffer_bytes_by_rank(self, weights: WeightPlacement) -> tuple[int, ...]:
-        """Size of the buffers that blocks are fetched into, and of the keys and values that token patches keep."""
+        """Returns the size of the buffers that blocks are fetched into, and of the keys and values that token patches
+        keep."""
         replicated = weights.mode == "replicate"
         return tuple(
             self._block_buffers(self.blocks if replicated else weights.resident_blocks_on(rank)) + cached
@@ -117,7 +118,7 @@ class MemoryModel:
         )
 
     def needed_bytes_by_rank(self, weights: WeightPlacement) -> tuple[int, ...]:
-        """Weights, activations and buffers of each rank, at the peak of an evaluation."""
+        """Returns the bytes of weights, activations and buffers of each rank, at the peak of an evaluation."""
         weight_bytes, buffers = self.weight_bytes_by_rank(weights), self.buffer_bytes_by_rank(weights)
         return tuple(map(sum, zip(weight_bytes, self.activation_bytes_by_rank, buffers, strict=True)))
 
@@ -129,14 +130,14 @@ class MemoryModel:
         return weights.mode != "offload" or host is None or self.fetched_bytes(weights.resident_blocks) <= host
 
     def allows(self, mode: WeightsMode) -> bool:
-        """Whether weights can be placed so. Offload and shard need a split plan with blocks, and no pipeline; shard
-        also needs two ranks of one sequence."""
+        """Returns whether weights can be placed by `mode`. Offload and shard need a split plan with blocks, and no
+        pipeline; shard also needs two ranks of one sequence."""
         if mode == "replicate" or self.degrees.pipeline_degree > 1:
             return mode == "replicate"
         return self.blocks > BLOCK_BUFFERS and (mode == "offload" or self.degrees.context_parallel_size > 1)
 
     def fullest(self, mode: WeightsMode) -> WeightPlacement | None:
-        """The placement with the most resident blocks that fits; None where it does not fit with none."""
+        """Returns the placement with the most resident blocks that fits; None where it does not fit with none."""
         if not self.allows(mode):
             return None
         if mode == "offload":
@@ -146,8 +147,8 @@ class MemoryModel:
         return self.shard(self._residents[first]) if first < len(self._residents) else None
 
     def shard(self, resident: int) -> WeightPlacement:
-        """A shard with so many resident blocks. The other blocks are split in proportion to each rank's free memory, or
-        equally where budgets are similar and that fits."""
+        """Returns a shard with so many resident blocks. The other blocks are split in proportion to each rank's free
+        memory, or equally where budgets are similar and that fits."""
         equal = WeightPlacement(mode="shard", resident_blocks=resident)
         budgets = [budget for budget in self.budget_bytes_by_rank if budget is not None]
         if len(budgets) < self.degrees.world_size or (
@@ -161,24 +162,26 @@ class MemoryModel:
         return replace(equal, shard_shares=parts) if len(set(parts)) > 1 else equal
 
     def fetched_bytes(self, resident: int) -> int:
-        """Size of the blocks that are fetched, with `resident` blocks on the device."""
+        """Returns the size of the blocks that are fetched, with `resident` blocks on the device."""
         sizes = self.work.network.blocks
         return sum(sizes) * (len(sizes) - resident) // len(sizes) if sizes else 0
 
     def shard_parts(self, weights: WeightPlacement) -> list[tuple[int, int]]:
-        """Each rank's share of a sharded block, and the sum of the shares of its cp group."""
+        """Returns each rank's share of a sharded block, and the sum of the shares of its cp group."""
         size = self.degrees.context_parallel_size
         parts = weights.shard_shares or (1,) * self.degrees.world_size
         return [(part, sum(parts[rank // size * size :][:size])) for rank, part in enumerate(parts)]
 
     def with_stages(self) -> Parallelism:
-        """The degrees with the blocks of each stage, chosen by the memory that activations leave on each device."""
+        """Returns the degrees with the blocks of each stage, chosen by the memory that activations leave on each
+        device."""
         active, budgets = max(self.one_by_one.activation_bytes_by_rank), self.budget_bytes_by_rank
         free = [None if budget is None else int((1 - UNFILLED_SHARE) * budget) - active for budget in budgets]
         return balanced(self.degrees, self.work, free)
 
     def may_collect(self) -> bool:
-        """Whether a ring may all-gather its keys and values: the budget is known, and COLLECTED_SHARE is enough."""
+        """Returns whether a ring may all-gather its keys and values: the budget is known, and COLLECTED_SHARE is
+        enough."""
         budget = self.capacity.device_bytes
         needed = self.work.network.weight_bytes + max(self.activation_bytes_by_rank)
         return budget is not None and collected_bytes(self.work, self.degrees) <= COLLECTED_SHARE * (budget - needed)
@@ -189,12 +192,12 @@ class MemoryModel:
 
     @property
     def _residents(self) -> range:
-        """Counts of resident blocks, largest first: with more, replicated weights need no more memory."""
+        """Returns the counts of resident blocks, largest first: with more, replicated weights need no more memory."""
         return range(self.blocks - BLOCK_BUFFERS - 1, -1, -1)
 
     def _offload_by_rank(self) -> WeightPlacement | None:
-        """The offload with as many resident blocks on each rank as its budget allows; None where one is too small. A
-        rank that has all blocks needs no buffers."""
+        """Returns the offload with as many resident blocks on each rank as its budget allows; None where one is too
+        small. A rank that has all blocks needs no buffers."""
         full, counts = self.work.network.weight_bytes, []
         budgets = self.usable_bytes_by_rank(WeightPlacement(mode="offload"))
         for budget, active in zip(budgets, self.activation_bytes_by_rank, strict=True):
@@ -207,7 +210,7 @@ class MemoryModel:
         return WeightPlacement(mode="offload", resident_blocks=min(counts), resident_blocks_by_rank=by_rank)
 
     def _spared_bytes(self, resident: int) -> int:
-        """Bytes saved against replicated weights, with `resident` blocks on the device."""
+        """Returns the bytes saved against replicated weights, with `resident` blocks on the device."""
         return self.fetched_bytes(resident) - self._block_buffers(resident)
 
     def _block_buffers(self, resident: int) -> int:
@@ -215,28 +218,23 @@ class MemoryModel:
 
 
 def hardly_better(best: WeightPlacement, before: WeightPlacement, blocks: int, workers: int) -> bool:
-    """Whether `best` has at most a tenth of the blocks more than `before`: not worth loading the model anew."""
+    """Returns whether `best` has at most a tenth of the blocks more than `before`: not worth loading the model anew."""
     gained = [best.resident_blocks_on(rank) - before.resident_blocks_on(rank) for rank in range(workers)]
     return min(gained) >= 0 and max(gained) <= math.ceil(blocks / 10)
 
 
-def activation_bytes_by_rank(work: Work, degrees: Parallelism) -> tuple[int, ...]:
-    """Estimated size of the activations of one evaluation on each rank, by its share of the tokens."""
+def estimate_activation_bytes(work: Work, degrees: Parallelism) -> tuple[int, ...]:
+    """Returns the estimated size of the activations of one evaluation on each rank, by its share of the tokens."""
     tensors, residuals = ACTIVATION_TENSORS + CACHED_TENSORS * work.cached, work.network.residuals
     if residuals:  # and a block of the ControlNet, which is split like the network's
         tensors += ACTIVATION_TENSORS + residuals
     sizes: list[int] = []
     for number, shares in enumerate(degrees.cp_group_shares):
-        rows = work.rows_of_group(degrees, number // degrees.cfg_degree % degrees.data_degree)
-        sizes += [tensors * work.row_bytes * rows * share // sum(shares) for share in shares]
+        sequences = work.sequences_of_group(degrees, number // degrees.cfg_degree % degrees.data_degree)
+        sizes += [tensors * work.sequence_bytes * sequences * share // sum(shares) for share in shares]
     return tuple(sizes)
 
 
-def activation_bytes(work: Work, degrees: Parallelism) -> int:
-    """Activations of the rank that has the most."""
-    return max(activation_bytes_by_rank(work, degrees))
-
-
 def collected_bytes(work: Work, degrees: Parallelism) -> int:
-    """Size of a ring's keys and values, all-gathered on one rank."""
-    return 2 * work.busiest_rows(degrees) * work.row_bytes // degrees.ulysses_degree
+    """Returns the size of a ring's keys and values, all-gathered on one rank."""
+    return 2 * work.most_sequences(degrees) * work.sequence_bytes // degrees.ulysses_degree

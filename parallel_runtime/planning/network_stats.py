@@ -42,26 +42,29 @@ class NetworkStats:
         counts: dict[str, Any] = {"heads": 1, "layers": 0, "width": 0, "blocks": (), "loads": (), "row_levels": ()}
         return replace(self, name=name, divisible=False, skippable=False, **counts)
 
-    def work(self, rows: int, tokens: int, *, prompts: int = 1, cached: bool = False, recorded: bool = False) -> Work:
-        """Returns one evaluation of `rows` sequences of `tokens`, of each of so many `prompts`."""
+    def work(
+        self, sequences: int, tokens: int, *, prompts: int = 1, cached: bool = False, recorded: bool = False
+    ) -> Work:
+        """Returns one evaluation of `sequences` of `tokens`, of each of so many `prompts`."""
         at_once = {"prompts": 1 if cached else prompts, "branches": prompts}
-        return Work(network=self, rows=rows, tokens=tokens, cached=cached, recorded=recorded, **at_once)
+        return Work(network=self, sequences=sequences, tokens=tokens, cached=cached, recorded=recorded, **at_once)
 
     def linear_flop(self, tokens: int) -> float:
-        """FLOP of all products with weights, for one sequence."""
+        """Returns the FLOP of all products with weights, for one sequence."""
         if self.row_levels:
             return sum(2 * level.weights * tokens / 4**number for number, level in enumerate(self.row_levels))
         return 2 * self.token_weights * tokens
 
     def attention_flop(self, tokens: int) -> float:
-        """FLOP of all attentions, for one sequence."""
+        """Returns the FLOP of all attentions, for one sequence."""
         if self.row_levels:
             levels = enumerate(self.row_levels)
             return sum(4 * level.attentions * level.width * (tokens / 4**number) ** 2 for number, level in levels)
         return 4 * tokens**2 * self.width * self.layers
 
     def key_flop(self, tokens: int) -> float:
-        """FLOP of the projections of all keys and values of a network that is cut by rows, for one sequence."""
+        """Returns the FLOP of the projections of all keys and values of a network that is cut by rows, for one
+        sequence."""
         levels = enumerate(self.row_levels)
         return sum(4 * level.attentions * level.width**2 * tokens / 4**number for number, level in levels)
 
@@ -79,7 +82,7 @@ class Work:
 
     network: NetworkStats
     tokens: int
-    rows: int = 1
+    sequences: int = 1
     prompts: int = 1
     branches: int = 1
     cached: bool = False
@@ -88,31 +91,31 @@ class Work:
 
     @property
     def activation_bytes(self) -> int:
-        """Size of one activation tensor of the whole sequence, of all rows."""
-        return self.rows * self.row_bytes
+        """Returns the size of one activation tensor of all sequences, of all their tokens."""
+        return self.sequences * self.sequence_bytes
 
     @property
     def attention_tensor_bytes(self) -> float:
-        """Size of the queries of one attention, of all rows; the mean of all levels of a network that is cut by
-        rows."""
+        """Returns the size of the queries of one attention, of all sequences; the mean of all levels of a network that
+        is split by rows."""
         if not (levels := self.network.row_levels):
             return self.activation_bytes
         wide = sum(level.attentions * level.width * self.tokens / 4**number for number, level in enumerate(levels))
-        return self.rows * wide * self.network.item_bytes / max(1, self.network.layers)
+        return self.sequences * wide * self.network.item_bytes / max(1, self.network.layers)
 
     @property
-    def row_bytes(self) -> int:
-        """Size of one activation tensor of one row: what a stage of a pipeline passes to the next."""
+    def sequence_bytes(self) -> int:
+        """Returns the size of one activation tensor of one sequence: what a stage of a pipeline passes to the next."""
         return self.tokens * self.network.width * self.network.item_bytes
 
     def prompts_per_rank(self, degrees: Parallelism) -> int:
         return -(-self.prompts // degrees.cfg_degree)
 
-    def rows_of_group(self, degrees: Parallelism, group: int) -> int:
-        """Returns the rows of all prompts together that this one of the data_degree groups evaluates in a step."""
+    def sequences_of_group(self, degrees: Parallelism, group: int) -> int:
+        """Returns the sequences of all prompts together that this one of the data_degree groups evaluates in a step."""
         shares = degrees.data_group_shares
-        return -(-self.rows * shares[group] // sum(shares)) * self.prompts_per_rank(degrees)
+        return -(-self.sequences * shares[group] // sum(shares)) * self.prompts_per_rank(degrees)
 
-    def busiest_rows(self, degrees: Parallelism) -> int:
-        """Returns the rows of the group that has most; through the stages of a pipeline they follow each other."""
-        return max(self.rows_of_group(degrees, group) for group in range(degrees.data_degree))
+    def most_sequences(self, degrees: Parallelism) -> int:
+        """Returns the sequences of the group that has most; through a pipeline's stages they follow each other."""
+        return max(self.sequences_of_group(degrees, group) for group in range(degrees.data_degree))

@@ -22,7 +22,7 @@ class PlanInputs:
     `unsharded` names a network that cannot be split by sequence: only its prompts and images are shared out. `by_rows`
     names one that is split by rows of its picture, which pays for large pictures alone. `guided`: positive and negative
     prompt are both evaluated, by workers of their own unless something sees all prompts and images at once
-    (`batch_coupled`); otherwise the workers of cfg_degree join the sequence, or the rows of the batch.
+    (`batch_coupled`); otherwise the workers of cfg_degree join the sequence, or the entries of the batch.
     `images_coupled`: the network sees all images of a prompt at once. `no_lse`: a node's attention gives no log-sum-exp
     to merge blocks by.
 

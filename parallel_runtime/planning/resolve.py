@@ -40,7 +40,7 @@ def why_unfit(inputs: PlanInputs, plan: RunPlan) -> Refused | None:
     automatic = inputs.request.weights == "auto" and not inputs.keeps_placement
     if not automatic or plan.estimate is None or plan.estimate.fits:
         return None
-    return misfit(memory_of(inputs, replace(plan, rows=1)))
+    return misfit(memory_of(inputs, replace(plan, entries_per_call=1)))
 
 
 def alternatives(inputs: PlanInputs, plan: RunPlan) -> tuple[RunPlan, ...]:
@@ -72,7 +72,7 @@ def ranked(inputs: PlanInputs) -> list[RunPlan]:
 
 
 def _kind_of(plan: RunPlan) -> Hashable:
-    """Plans of one kind differ only in how they split a sequence."""
+    """Returns what plans have in common that differ only in how they split a sequence."""
     degrees = plan.degrees
     return plan.placement, degrees.cfg_degree, degrees.data_degree, degrees.pipeline_degree
 
@@ -94,7 +94,7 @@ def evaluate(plan: RunPlan, inputs: PlanInputs) -> Estimate:
         fetched = memory.fetched_bytes(weights.resident_blocks)
     compute = prompts * _compute_seconds(plan, memory, profile)
     exposed = max(0.0, _fetch_seconds(weights, fetched, memory, profile) - compute)
-    batches = inputs.work.prompts_per_rank(plan.degrees) if plan.rows and inputs.work else 1
+    batches = inputs.work.prompts_per_rank(plan.degrees) if plan.entries_per_call and inputs.work else 1
     return Estimate(
         weight_bytes_by_rank=memory.weight_bytes_by_rank(weights),
         activation_bytes_by_rank=memory.activation_bytes_by_rank,
@@ -115,7 +115,7 @@ def _compute_seconds(plan: RunPlan, memory: MemoryModel, profile: DeviceProfile 
         return 0.0
     if degrees.pipeline_degree == 1 and are_measured(work, plan.placement, profile):
         profile = averaged(work, degrees, profile)
-    work = replace(work, rows=-(-work.rows // degrees.data_degree))
+    work = replace(work, sequences=-(-work.sequences // degrees.data_degree))
     return evaluation_seconds(work, degrees, profile)
 
 

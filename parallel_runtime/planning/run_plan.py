@@ -43,14 +43,14 @@ class Estimate:
 class RunPlan:
     """How one run is divided: one rank of `placement` for each share of `degrees`.
 
-    `weights` says where these are at rest. `rows` of a batch are evaluated at once, 0: all, those of several prompts
-    too. `left_out` are the devices that it does without, `ranks` its own ones among all devices, (): all. `runners_up`
-    are the best plans with other devices and with other cfg_degrees."""
+    `weights` says where these are at rest. `entries_per_call` of a batch are evaluated at once, 0: all, those of
+    several prompts too. `left_out` are the devices that it does without, `ranks` its own ones among all devices, ():
+    all. `runners_up` are the best plans with other devices and with other cfg_degrees."""
 
     degrees: Parallelism
     placement: Placement
     weights: WeightPlacement = REPLICATED
-    rows: int = 0
+    entries_per_call: int = 0
     left_out: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     estimate: Estimate | None = None

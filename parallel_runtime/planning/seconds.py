@@ -45,7 +45,7 @@ def evaluation_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile)
     if work.network.row_levels:
         return _evaluation_seconds_by_rows(work, degrees, profile)
     network, ranks = work.network, degrees.context_parallel_size
-    linear = work.rows * network.linear_flop(work.tokens) / ranks / (LINEAR * profile.flops_per_second)
+    linear = work.sequences * network.linear_flop(work.tokens) / ranks / (LINEAR * profile.flops_per_second)
     device = linear + network.layers * attention_seconds(work, degrees, profile)
     stages = degrees.pipeline_degree
     host = 0.0 if work.recorded and stages == 1 else network.layers * _launch_seconds(degrees)
@@ -60,7 +60,7 @@ def _evaluation_seconds_by_rows(work: Work, degrees: Parallelism, profile: Devic
     flop = network.linear_flop(work.tokens) / LINEAR + network.attention_flop(work.tokens) / ATTENTION
     if ranks > 1 and degrees.options.rotate_method == "tokens":
         flop += (ranks - 1) * network.key_flop(work.tokens) / LINEAR
-    device = work.rows * flop / ranks / profile.flops_per_second
+    device = work.sequences * flop / ranks / profile.flops_per_second
     units = network.layers + sum(level.messages for level in network.row_levels)
     host = 0.0 if work.recorded else units * UNIT_LAUNCHED * (UNIT_DIVIDED if ranks > 1 else 1.0)
     if ranks > 1 and profile.bytes_per_second:
@@ -83,7 +83,7 @@ def alone_seconds(work: Work, speed: Speed) -> float:
     if not speed.products or not speed.attention:
         return 0.0
     linear, attention = work.network.linear_flop(work.tokens), work.network.attention_flop(work.tokens)
-    return work.rows * (linear / LINEAR / speed.products + attention / speed.attention)
+    return work.sequences * (linear / LINEAR / speed.products + attention / speed.attention)
 
 
 def alone_seconds_by_rank(work: Work, profile: DeviceProfile) -> list[float]:
@@ -106,7 +106,7 @@ def are_heterogeneous(work: Work, placement: Placement, profile: DeviceProfile |
 
 
 def shares_by_speed(work: Work, profile: DeviceProfile) -> tuple[int, ...]:
-    """Shares in proportion to what each of these workers measured."""
+    """Returns shares in proportion to what each of these workers measured."""
     return in_proportion([1 / alone for alone in alone_seconds_by_rank(work, profile)])
 
 
@@ -119,8 +119,9 @@ def averaged(work: Work, degrees: Parallelism, profile: DeviceProfile) -> Device
 
 
 def times_as_fast(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
-    """How many times as fast a step is on these workers as on one alone: prompts, rows and tokens are shared out."""
-    share = replace(work, rows=-(-work.rows // degrees.data_degree))
+    """Returns how many times as fast a step is on these workers as on one alone: prompts, images and tokens are shared
+    out."""
+    share = replace(work, sequences=-(-work.sequences // degrees.data_degree))
     several = work.prompts_per_rank(degrees) * evaluation_seconds(share, degrees, profile)
     return work.prompts * evaluation_seconds(work, Parallelism(), profile) / several
 
@@ -135,10 +136,10 @@ def attention_bytes(work: Work, degrees: Parallelism) -> float:
 
 
 def attention_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
-    """Seconds of one attention layer on one rank, its transfers included."""
+    """Returns the seconds of one attention layer on one rank, its transfers included."""
     ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
     share = work.activation_bytes / (ring * ulysses)
-    compute = 4 * work.rows * work.tokens**2 * work.network.width / (ring * ulysses)
+    compute = 4 * work.sequences * work.tokens**2 * work.network.width / (ring * ulysses)
     compute /= ATTENTION * profile.flops_per_second
     if degrees.context_parallel_size == 1 or not profile.bytes_per_second:  # a worker alone has measured none
         return compute
@@ -149,7 +150,7 @@ def attention_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) 
 
 
 def _exposed_transfer(share: float, compute: float, degrees: Parallelism, profile: DeviceProfile) -> float:
-    """Seconds of transfers that no computation hides."""
+    """Returns the seconds of transfers that no computation hides."""
     ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
     all_to_all = 4 * share * (ulysses - 1) / ulysses / profile.bytes_per_second
     send_recv, block = 2 * share / profile.bytes_per_second, compute / ring
@@ -159,35 +160,30 @@ def _exposed_transfer(share: float, compute: float, degrees: Parallelism, profil
 
 
 def _ring_block_count(degrees: Parallelism) -> int:
-    """How many blocks of keys a rank attends to one by one."""
+    """Returns how many blocks of keys a rank attends to one by one."""
     return min(2, degrees.ring_degree) if degrees.options.rotate_method == "allgather" else degrees.ring_degree
 
 
 def _launch_seconds(degrees: Parallelism) -> float:
-    """Seconds of the host a layer."""
+    """Returns the seconds that the host takes to launch a layer."""
     ranks, ring = degrees.context_parallel_size, degrees.ring_degree
     divided = LAUNCHED_BY_RANKS * ranks + LAUNCHED_BY_BLOCKS * _ring_block_count(degrees) * (ring > 1)
     return LAUNCHED + divided * (ranks > 1)
 
 
 def rotate_method_for(work: Work, degrees: Parallelism, profile: DeviceProfile, *, spacious: bool) -> RotateMethod:
-    """How a ring's keys and values go round where the request leaves it open: all at once where memory is `spacious`
-    enough for them, the link is fast, and less hiding costs less than fewer blocks gain. Of a network that is cut by
-    rows, whose levels have few keys, all at once, or as the tokens that they are made of: half the bytes, and each rank
-    makes all keys."""
+    """Returns how a ring's keys and values go round where the request leaves it open: all at once where memory is
+    `spacious` enough for them, the link is fast, and less hiding costs less than fewer blocks gain. Of a network that
+    is cut by rows, whose levels have few keys, all at once, or as the tokens that they are made of: half the bytes, and
+    each rank makes all keys."""
     if degrees.options.rotate_method != "auto":
         return degrees.options.rotate_method
-    if degrees.ring_degree > 1 and spacious and work.network.row_levels:
-        methods: tuple[RotateMethod, ...] = ("allgather",) if degrees.ulysses_degree > 1 else ("allgather", "tokens")
-        return min(methods, key=lambda method: _seconds_by_method(work, degrees, profile, method))
-    if degrees.ring_degree == 1 or profile.bytes_per_second < FAST or not spacious:
+    if degrees.ring_degree == 1 or not spacious:
         return "alltoall"
-    seconds: dict[RotateMethod, float] = {
-        method: attention_seconds(work, degrees.with_options(rotate_method=method), profile)
-        for method in ("alltoall", "allgather")
-    }
-    return "allgather" if seconds["allgather"] <= seconds["alltoall"] else "alltoall"
-
-
-def _seconds_by_method(work: Work, degrees: Parallelism, profile: DeviceProfile, method: RotateMethod) -> float:
-    return evaluation_seconds(work, degrees.with_options(rotate_method=method), profile)
+    methods: tuple[RotateMethod, ...] = ("allgather", "alltoall")
+    if work.network.row_levels:
+        methods = ("allgather",) if degrees.ulysses_degree > 1 else ("allgather", "tokens")
+    elif profile.bytes_per_second < FAST:
+        return "alltoall"
+    seconds = evaluation_seconds if work.network.row_levels else attention_seconds
+    return min(methods, key=lambda method: seconds(work, degrees.with_options(rotate_method=method), profile))

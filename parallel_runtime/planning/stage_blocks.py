@@ -22,7 +22,7 @@ class StageBlocks:
 
 
 def stages_of(network: NetworkStats, degrees: Parallelism) -> list[StageBlocks]:
-    """The stages in order; a single one where there is no pipeline, none where no plan knows blocks."""
+    """Returns the stages in order; a single one where there is no pipeline, none where no plan knows blocks."""
     loads = network.loads
     if not loads:
         return []
@@ -37,12 +37,12 @@ def stages_of(network: NetworkStats, degrees: Parallelism) -> list[StageBlocks]:
 
 
 def outside_bytes(network: NetworkStats) -> int:
-    """Size of the weights outside of blocks, which every stage has."""
+    """Returns the size of the weights outside of blocks, which every stage has."""
     return network.weight_bytes - sum(load.nbytes for load in network.loads)
 
 
 def staged_weight_bytes(network: NetworkStats, degrees: Parallelism) -> tuple[int, ...]:
-    """Size of the weights of each rank: what lies outside of blocks, and the blocks of its stage."""
+    """Returns the size of the weights of each rank: what lies outside of blocks, and the blocks of its stage."""
     if degrees.pipeline_degree == 1:
         return (network.weight_bytes,) * degrees.world_size
     outside, stages = outside_bytes(network), stages_of(network, degrees)
@@ -50,8 +50,8 @@ def staged_weight_bytes(network: NetworkStats, degrees: Parallelism) -> tuple[in
 
 
 def balanced(degrees: Parallelism, work: Work, budget_bytes: Sequence[int | None]) -> Parallelism:
-    """The degrees with the blocks of each stage: the busiest computes as little as it can, where each rank has no more
-    of weights, and of the keys and values that patches keep, than its budget (None: no limit)."""
+    """Returns the degrees with the blocks of each stage: the busiest computes as little as it can, where each rank has
+    no more of weights, and of the keys and values that patches keep, than its budget (None: no limit)."""
     network = work.network
     if degrees.pipeline_degree == 1 or not network.loads:
         return degrees
@@ -64,7 +64,7 @@ def balanced(degrees: Parallelism, work: Work, budget_bytes: Sequence[int | None
 
 
 def cached_key_value_bytes(work: Work, degrees: Parallelism) -> tuple[int, ...]:
-    """Size of the keys and values that each rank keeps from step to step where tokens come in patches."""
+    """Returns the size of the keys and values that each rank keeps from step to step where tokens come in patches."""
     each, ranks = _cached_bytes_per_block(work, degrees), range(degrees.world_size)
     if not each:
         return (0,) * len(ranks)
@@ -74,16 +74,16 @@ def cached_key_value_bytes(work: Work, degrees: Parallelism) -> tuple[int, ...]:
 
 
 def _cached_bytes_per_block(work: Work, degrees: Parallelism) -> int:
-    """Size of the keys and values of all tokens in one block, of each evaluation of a step."""
+    """Returns the size of the keys and values of all tokens in one block, of each evaluation of a step."""
     if degrees.options.token_patches == 1:
         return 0
-    rows, branches = -(-work.rows // degrees.data_degree), -(-work.branches // degrees.cfg_degree)
-    return 2 * work.row_bytes * rows * branches // degrees.ulysses_degree
+    sequences, branches = -(-work.sequences // degrees.data_degree), -(-work.branches // degrees.cfg_degree)
+    return 2 * work.sequence_bytes * sequences * branches // degrees.ulysses_degree
 
 
 def busy_share(work: Work, degrees: Parallelism) -> float:
     """Returns the share of a step in which a stage computes: it waits while the pipeline fills and empties."""
-    flights = work.busiest_rows(degrees) * degrees.options.token_patches
+    flights = work.most_sequences(degrees) * degrees.options.token_patches
     return flights / (flights + degrees.pipeline_degree - 1)
 
 
@@ -100,7 +100,7 @@ def stage_of(degrees: Parallelism, rank: int) -> int:
 
 
 def blocks_of_rank(degrees: Parallelism, rank: int) -> tuple[int, int] | None:
-    """The first and the last of the blocks that it has, counted from 1; None where it has all of them."""
+    """Returns the first and the last of the blocks that the rank has, counted from 1; None where it has all of them."""
     if not degrees.stages:
         return None
     stage = stage_of(degrees, rank)

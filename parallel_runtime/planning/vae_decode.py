@@ -93,7 +93,7 @@ def decode_seconds(decode: Decode, workers: int, profile: DeviceProfile) -> floa
 
 
 def traffic(decode: Decode, workers: int, counted: Decoding) -> float:
-    """Bytes that one rank sends: halos to two neighbours, its keys and values round the ring."""
+    """Returns the bytes that one rank sends: halos to two neighbours, its keys and values round the ring."""
     split, other = decode.sides
     scale = decode.item_bytes / 2
     halos = min(2, workers - 1) * counted.halo_bytes * decode.frames * other

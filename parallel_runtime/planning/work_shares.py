@@ -80,10 +80,10 @@ def work_percent(degrees: Parallelism, placement: Placement) -> list[tuple[str, 
 
 def work_fractions(degrees: Parallelism) -> list[float]:
     """Returns each worker's fraction of all the work. Ranks of different prompts have equal parts whatever their
-    shares, ranks of different rows have parts in proportion to them."""
-    rows = degrees.data_group_shares
+    shares, ranks of different images have parts in proportion to them."""
+    groups = degrees.data_group_shares
     return [
-        share / sum(shares) / degrees.cfg_degree * rows[number // degrees.cfg_degree % len(rows)] / sum(rows)
+        share / sum(shares) / degrees.cfg_degree * groups[number // degrees.cfg_degree % len(groups)] / sum(groups)
         for number, shares in enumerate(degrees.cp_group_shares)
         for share in shares
     ]

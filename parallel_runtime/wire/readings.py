@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..accelerators import FALLBACK
+
 Busy = Literal["", "compiling", "recording"]  # with what makes later evaluations faster
 WORTH_TELLING = 1.15  # times as fast as ComfyUI's own: a user is told of that
-# Blocks of a ring's keys, whole keys of a sequence that workers share, or those of a worker that has all of it.
+# Blocks of a ring's keys, full keys of a sequence that workers share, or those of a worker that has all of it.
 BenchmarkKind = Literal["block", "full", "alone"]
 
 
@@ -30,8 +32,8 @@ class ModelMemory:
 
 @dataclass(frozen=True)
 class KernelBenchmark:
-    """The times of kernels for attentions of these sizes, the fastest first, in microseconds. "auto"
-    is ComfyUI's own."""
+    """The times of kernels for attentions of these sizes, the fastest first, in microseconds.
+    accelerators.FALLBACK is ComfyUI's own."""
 
     block: str
     kernels: tuple[str, ...]
@@ -40,7 +42,7 @@ class KernelBenchmark:
 
     def __str__(self) -> str:
         native, times = "ComfyUI's own", zip(self.kernels, self.microseconds, strict=True)
-        each = ", ".join(f"{native if name == 'auto' else name} {time:g} us" for name, time in times)
+        each = ", ".join(f"{native if name == FALLBACK else name} {time:g} us" for name, time in times)
         return f"{each}, for {self.block}"
 
 

@@ -1,4 +1,4 @@
-"""Batch groups: ranks that divide the branches of guidance or the rows of a batch, without communication in the model.
+"""Batch groups: ranks that divide the branches of guidance or a batch, without communication in the model.
 
 Every group has all inputs, computes its share, and gathers all results, so callers see the undivided result.
 """
@@ -34,7 +34,7 @@ class BatchGroups:
         start, size = chunk_range(total, self._dim.parts, self._dim.index)
         return range(start, start + size)
 
-    def local_rows(self, total: int) -> slice:
+    def local_entries(self, total: int) -> slice:
         """Returns `local_items` as a slice; a group without items computes the first one for the output's shape."""
         items = self.local_items(total)
         return slice(items.start, items.stop) if items else slice(0, 1)
@@ -68,46 +68,48 @@ PER_BATCH_OPTIONS = ("cond_or_uncond", "uuids")  # lists in transformer_options 
 
 
 def data_parallel(groups: BatchGroups, evaluate: Callable[..., Any], batch: int, *args: Any, **kwargs: Any) -> Any:
-    """Calls `evaluate(*args, **kwargs)` with its rows divided over `groups`: tensors [batch, ...], also in lists and
+    """Calls `evaluate(*args, **kwargs)` with its entries divided over `groups`: tensors [batch, ...], also in lists and
     dicts. It returns one such tensor, or a list of them.
 
-    ComfyUI's transformer_options belong to the whole run and stay, except each row's noise level and prompt.
+    ComfyUI's transformer_options belong to the whole run and stay, except each entry's noise level and prompt.
     """
     if groups.count == 1:
         return evaluate(*args, **kwargs)
-    items, rows = groups.local_items(batch), groups.local_rows(batch)
-    out = evaluate(*select_rows(args, rows, batch), **select_rows(kwargs, rows, batch))
+    items, entries = groups.local_items(batch), groups.local_entries(batch)
+    out = evaluate(*select_entries(args, entries, batch), **select_entries(kwargs, entries, batch))
     return tree_map_only(Tensor, lambda part: groups.all_gather(part[: len(items)], batch), out)
 
 
-def row_by_row(evaluate: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Calls `evaluate(x, *args, **kwargs)` for one row after another, so that several pipeline stages work at once."""
+def entry_by_entry(evaluate: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Calls `evaluate(x, *args, **kwargs)` entry by entry, so that several pipeline stages work at once."""
     if x.shape[0] == 1:
         return evaluate(x, *args, **kwargs)
     parts = []
-    for row in range(x.shape[0]):
-        row_args, row_kwargs = (select_rows(value, slice(row, row + 1), x.shape[0]) for value in ((x, *args), kwargs))
-        parts.append(evaluate(*row_args, **row_kwargs))
-    return tree_map(lambda *rows: torch.cat(rows), *parts)
+    for index in range(x.shape[0]):
+        entry = slice(index, index + 1)
+        parts.append(evaluate(*select_entries((x, *args), entry, len(x)), **select_entries(kwargs, entry, len(x))))
+    return tree_map(lambda *entries: torch.cat(entries), *parts)
 
 
-def select_rows(value: Any, rows: slice, batch: int) -> Any:
-    """Returns `value` with only these `rows` of every tensor [batch, ...] in it, also in lists and dicts."""
+def select_entries(value: Any, entries: slice, batch: int) -> Any:
+    """Returns `value` with only these `entries` of every tensor [batch, ...] in it, also in lists and dicts."""
     if torch.is_tensor(value):
-        return value[rows] if value.ndim and value.shape[0] == batch else value
+        return value[entries] if value.ndim and value.shape[0] == batch else value
     if isinstance(value, list | tuple):
-        return type(value)(select_rows(item, rows, batch) for item in value)
-    if type(value) is dict and "sample_sigmas" in value:
-        return _options(value, rows, batch)
-    return {name: select_rows(item, rows, batch) for name, item in value.items()} if type(value) is dict else value
+        return type(value)(select_entries(item, entries, batch) for item in value)
+    if type(value) is not dict:
+        return value
+    if "sample_sigmas" in value:
+        return _options(value, entries, batch)
+    return {name: select_entries(item, entries, batch) for name, item in value.items()}
 
 
-def _options(options: dict[str, Any], rows: slice, batch: int) -> dict[str, Any]:
+def _options(options: dict[str, Any], entries: slice, batch: int) -> dict[str, Any]:
     selected = dict(options)
     if torch.is_tensor(options.get("sigmas")) and len(options["sigmas"]) == batch:
-        selected["sigmas"] = options["sigmas"][rows]
+        selected["sigmas"] = options["sigmas"][entries]
     for name in PER_BATCH_OPTIONS:
         if per_batch := options.get(name):
-            rows_per_batch = batch // len(per_batch)
-            selected[name] = [per_batch[row // rows_per_batch] for row in range(batch)[rows]]
+            entries_per_cond = batch // len(per_batch)
+            selected[name] = [per_batch[index // entries_per_cond] for index in range(batch)[entries]]
     return selected

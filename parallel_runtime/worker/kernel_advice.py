@@ -1,4 +1,4 @@
-"""Benchmarks the attentions of a worker that has whole sequences, and logs which other kernel would be faster.
+"""Benchmarks the attentions of a worker that has full sequences, and logs which other kernel would be faster.
 
 It changes nothing: such a worker keeps ComfyUI's own kernels and bits.
 """
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class KernelAdvisor:
-    """Benchmarks the first evaluation of each model and shape where this rank has whole sequences and ComfyUI chooses
+    """Benchmarks the first evaluation of each model and shape where this rank has full sequences and ComfyUI chooses
     the kernels."""
 
     def __init__(self) -> None:

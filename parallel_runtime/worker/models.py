@@ -79,17 +79,17 @@ class Model:
         """The groups of ranks that divide the branches of guidance."""
         return BatchGroups(self.mesh.cfg)
 
-    def row_groups(self, *, batch_coupled: bool = False) -> BatchGroups:
-        """The groups of ranks that divide the rows of a batch; a `batch_coupled` batch stays in one group."""
+    def data_groups(self, *, batch_coupled: bool = False) -> BatchGroups:
+        """The groups of ranks that divide the entries of a batch; a `batch_coupled` batch stays in one group."""
         return BatchGroups(MeshDim() if batch_coupled else self.mesh.data)
 
     def data_parallel(
         self, evaluate: Callable[..., Any], batch: int, *args: Any, batch_coupled: bool = False, **kwargs: Any
     ) -> Any:
-        """Calls `evaluate(*args, **kwargs)` with its rows divided over the batch groups; each group computes all rows
-        of a `batch_coupled` batch. The result has the same bits on all ranks of a sequence."""
-        rows = self.row_groups(batch_coupled=batch_coupled)
-        return broadcast_from_first(self.mesh.context, data_parallel(rows, evaluate, batch, *args, **kwargs))
+        """Calls `evaluate(*args, **kwargs)` with its entries divided over the batch groups; each group computes
+        all entries of a `batch_coupled` batch. The result has the same bits on all ranks of a sequence."""
+        groups = self.data_groups(batch_coupled=batch_coupled)
+        return broadcast_from_first(self.mesh.context, data_parallel(groups, evaluate, batch, *args, **kwargs))
 
     def visible_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns those of a call's arguments that the network can see. Raises Unrecordable."""
@@ -132,7 +132,7 @@ class Model:
 
     @property
     def attention(self) -> Callable[..., Any] | None:
-        """ComfyUI's `optimized_attention_override` where the user chose a kernel and this rank has whole sequences."""
+        """ComfyUI's `optimized_attention_override` where the user chose a kernel and this rank has full sequences."""
         if self.parallelism is None or self.splits_tokens or self.parallelism.options.attention_backend == "auto":
             return None
         return backend_override(self.parallelism.options.attention_backend)

@@ -111,13 +111,13 @@ def after_an_exception(rank: int, world: int) -> dict[str, Any]:
     try:
         forward(network, inputs)
     except RuntimeError as raised:
-        said = str(raised)
+        message = str(raised)
     handle.remove()
     shorter = inputs | {"context": inputs["context"][:, :3], "x": inputs["x"][:, :, :9]}
     got = [error(forward(network, given), wants) for given in (inputs,)]
     forward(network, shorter)
     unparallelize(network)
-    return {"said": said, "error": max(got)}
+    return {"said": message, "error": max(got)}
 
 
 def _fail(*_: Any) -> None:

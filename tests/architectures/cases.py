@@ -72,7 +72,7 @@ def low_precision(rank: int, world: int, name: str) -> dict[str, list[int]]:
 
     network, inputs = made(name)
     before, got = FUNCTIONS["sage"], {}
-    FUNCTIONS["sage"] = _Low(row=KERNELS["sage"], full=whole, block=block)
+    FUNCTIONS["sage"] = _Low(spec=KERNELS["sage"], full=whole, block=block)
     try:
         forward(network, inputs, optimized_attention_override=backend_override("sage"))
         got["undivided"] = sorted(set(keys))
@@ -94,9 +94,9 @@ def made(name: str) -> tuple[nn.Module, Inputs]:
 
 
 def plan_of(network: nn.Module) -> Architecture:
-    found = architecture_of(network)
-    assert found is not None, type(network)
-    return found
+    architecture = architecture_of(network)
+    assert architecture is not None, type(network)
+    return architecture
 
 
 def divided_forward(

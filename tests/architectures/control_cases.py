@@ -145,18 +145,18 @@ def survivors(rank: int, world: int, name: str) -> dict[str, float]:
     network, control, inputs, given = made(name)
     plan, wants = control_plan_of(control), answer(network, inputs, called(control, given))
     assert plan is not None
-    found = {}
+    errors = {}
     for module_plan in plan.module_plans:
         for word in module_plan.args:
             fewer = replace(
                 module_plan, args={key: value for key, value in module_plan.args.items() if key != word}, updates=None
             )
             module_plans = tuple(fewer if other is module_plan else other for other in plan.module_plans)
-            found[f"{module_plan.name}: {word}"] = _wrong(name, replace(plan, module_plans=module_plans), wants)
+            errors[f"{module_plan.name}: {word}"] = _wrong(name, replace(plan, module_plans=module_plans), wants)
     for module in plan.no_options:
-        found[module] = _wrong(name, replace(plan, no_options=()), wants)
-    found["split_outputs"] = _wrong(name, replace(plan, split_outputs=False), wants)
-    return {what: wrong for what, wrong in found.items() if wrong is not None}
+        errors[module] = _wrong(name, replace(plan, no_options=()), wants)
+    errors["split_outputs"] = _wrong(name, replace(plan, split_outputs=False), wants)
+    return {what: wrong for what, wrong in errors.items() if wrong is not None}
 
 
 def _wrong(name: str, plan: SplitPlan, wants: Tensor) -> float | None:
@@ -184,8 +184,8 @@ def divided(network: nn.Module, control: nn.Module, plan: SplitPlan | None, *deg
 
 def called(control: nn.Module, given: zoo.Inputs) -> Residuals:
     base = {key: value for key, value in given.items() if key == "base_model"}
-    found: Residuals = control(**copied({k: v for k, v in given.items() if k not in base}), **base)
-    return {kind: list(residuals) for kind, residuals in found.items()}
+    returned: Residuals = control(**copied({k: v for k, v in given.items() if k not in base}), **base)
+    return {kind: list(residuals) for kind, residuals in returned.items()}
 
 
 def answer(network: nn.Module, inputs: zoo.Inputs, control: Residuals | None) -> Tensor:
@@ -194,6 +194,6 @@ def answer(network: nn.Module, inputs: zoo.Inputs, control: Residuals | None) ->
     return out
 
 
-def furthest(found: Residuals, wanted: Residuals) -> float:
-    pairs = [pair for kind in wanted for pair in zip(found[kind], wanted[kind], strict=True) if pair[1] is not None]
+def furthest(residuals: Residuals, wanted: Residuals) -> float:
+    pairs = [pair for kind in wanted for pair in zip(residuals[kind], wanted[kind], strict=True) if pair[1] is not None]
     return error(*map(list, zip(*pairs, strict=True)))

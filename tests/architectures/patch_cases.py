@@ -32,11 +32,11 @@ def in_patches(network: nn.Module, stages: int, patches: int, ulysses: int = 1) 
     mesh, counts = mesh_of(degrees), counts_of(network, known, degrees)
     others = install_placeholders(network, known.plan, counts, mesh.pipeline.index)
     parallelize(network, known.plan, mesh, degrees)
-    found = pipefusion_of(network)
-    assert found is not None
-    cut = Stages(network, known.plan, mesh.pipeline, counts, found)
+    pipefusion = pipefusion_of(network)
+    assert pipefusion is not None
+    cut = Stages(network, known.plan, mesh.pipeline, counts, pipefusion)
     try:
-        yield cut, found
+        yield cut, pipefusion
     finally:
         cut.remove()
         unparallelize(network)
@@ -48,15 +48,15 @@ def same_input(rank: int, world: int, name: str, stages: int, patches: int, ulys
     network, inputs = made(name)
     deepen(network, stages)
     plain = forward(network, inputs)
-    with in_patches(network, stages, patches, ulysses) as (cut, found):
+    with in_patches(network, stages, patches, ulysses) as (cut, pipefusion):
         first = forward(network, inputs)
-        kept = found.cached_bytes
+        kept = pipefusion.cached_bytes
         alone = forward(network, inputs)
         together: list[Tensor] = []
         for _ in range(2):
             with cut.in_flight():
                 together = cut.share_outputs([x for _ in range(2) for x in forward(network, inputs)])
-        grown = found.cached_bytes / max(1, kept)
+        grown = pipefusion.cached_bytes / max(1, kept)
     again = forward(network, inputs)
     return {
         "first": error(first, plain),
@@ -79,9 +79,9 @@ def stale(
     plain = [[x for given in step for x in forward(network, given)] for step in steps]
     wanted = reference(network, name, steps, patches, exact)
     got = []
-    with in_patches(network, stages, patches, ulysses) as (cut, found):
+    with in_patches(network, stages, patches, ulysses) as (cut, pipefusion):
         for number, step in enumerate(steps):
-            found.exact = number < exact
+            pipefusion.exact = number < exact
             got.append(in_a_step(network, cut, step))
     return {
         "error": [error(one, other) for one, other in zip(got, wanted, strict=True)],
@@ -121,14 +121,14 @@ def comes_and_goes(rank: int, world: int) -> dict[str, Any]:
     plain = [[forward(network, given) for _, given in step] for step in steps]
     tokens, layers = sum(known.tokens(network, inputs["x"].shape, 7).values()), known.layers(network)
     errors, kept = [], []
-    with in_patches(network, 2, 4) as (cut, found):
+    with in_patches(network, 2, 4) as (cut, pipefusion):
         for step, wanted in zip(steps, plain, strict=True):
             with cut.in_flight():
                 got = cut.share_outputs([x for number, given in step for x in forward(network, given, uuids=[number])])
             errors.append([error([a], b) for a, b in zip(got, wanted, strict=True)])
-            kept.append(found.cached_bytes)
-        found.reset()
-        kept.append(found.cached_bytes)
+            kept.append(pipefusion.cached_bytes)
+        pipefusion.reset()
+        kept.append(pipefusion.cached_bytes)
     own = counts_of(network, known, Parallelism(pipeline_degree=2, options=EngineOptions(token_patches=4)))[rank]
     each = 2 * len(inputs["x"]) * tokens * known.width(network) * own * 4
     assert sum(counts_of(network, known, Parallelism(pipeline_degree=2))) == layers
@@ -145,30 +145,30 @@ def a_run(rank: int, world: int) -> dict[str, Any]:
 
     network, inputs = made("flux")
     falling, exact, kept = torch.linspace(1.0, 0.0, 11), [], []
-    with in_patches(network, 2, 4) as (cut, found):
+    with in_patches(network, 2, 4) as (cut, pipefusion):
 
         def evaluated(inner: Any, conds: list[Any], x: Tensor, sigma: Tensor) -> list[Tensor]:
-            exact.append(found.exact)
+            exact.append(pipefusion.exact)
             return in_a_step(network, cut, [inputs])
 
         def run(sigmas: Tensor, levels: list[float], fails: bool = False) -> None:
             patcher = ModelPatcher(network, torch.device("cpu"), torch.device("cpu"))
-            model = SimpleNamespace(pipefusion=found, options=SimpleNamespace(warmup_steps=2))
+            model = SimpleNamespace(pipefusion=pipefusion, options=SimpleNamespace(warmup_steps=2))
             with of_a_run(model, patcher, sigmas):  # type: ignore[arg-type]
-                kept.append(found.cached_bytes > 0)
+                kept.append(pipefusion.cached_bytes > 0)
                 (watch,) = patcher.get_all_wrappers(WrappersMP.CALC_COND_BATCH)
                 for level in levels:
                     watch(evaluated, None, [], inputs["x"], torch.tensor([level]))
-                kept.append(found.cached_bytes > 0)
+                kept.append(pipefusion.cached_bytes > 0)
                 assert not fails
 
         in_a_step(network, cut, [inputs])
         for sigmas, levels in ((falling, [1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.9]), (falling.flip(0), [0.0, 0.1, 0.2])):
             run(sigmas, levels)
-            kept.append(found.cached_bytes > 0)
+            kept.append(pipefusion.cached_bytes > 0)
         with suppress(AssertionError):
             run(falling, [1.0], fails=True)
-        kept.append(found.cached_bytes > 0)
+        kept.append(pipefusion.cached_bytes > 0)
     return {"exact": exact, "kept": kept}
 
 

@@ -35,11 +35,11 @@ class Mode:
     name: str
     on: Callable[[], AbstractContextManager[None]]
     run: Evaluate
-    held: float = 1.0
+    weight_share: float = 1.0
     error: float = 0.0
 
 
-def modes(size: dict[str, Any], ways: dict[str, Parallelism], pixels: int, text: int) -> Iterator[Mode]:
+def modes(size: dict[str, Any], by_name: dict[str, Parallelism], pixels: int, text: int) -> Iterator[Mode]:
     network = flux(**size)
     seed(11)
     given = dict(
@@ -49,8 +49,8 @@ def modes(size: dict[str, Any], ways: dict[str, Parallelism], pixels: int, text:
     plain = forward(network, given)
     yield Mode("1 rank", _nothing, lambda flights: _alone(network, given, flights))
     yield _offload(network, given, plain)
-    for name, way in ways.items():
-        yield _divided(name, network, given, plain, way)
+    for name, degrees in by_name.items():
+        yield _divided(name, network, given, plain, degrees)
 
 
 @contextmanager
@@ -72,14 +72,14 @@ def _offload(network: nn.Module, given: dict[str, Any], plain: list[Tensor]) -> 
     @contextmanager
     def on() -> Iterator[None]:
         own = deepcopy(network)  # a store that is closed leaves no weights
-        whole, store = (
+        full, store = (
             weight_bytes(own),
             BlockPrefetcher(own, HostWeights(CPU, range(2), dist.get_rank(), staged=True), Buffers(CPU)),
         )
         for block in blocks_of(own, plan_of(own).plan):
             store.add(block)
         store.seal()
-        mode.held = 1 - (store.offloaded_bytes - store.device_bytes) / whole
+        mode.weight_share = 1 - (store.offloaded_bytes - store.device_bytes) / full
         mode.run = lambda flights: _alone(own, given, flights)
         try:
             yield
@@ -91,8 +91,8 @@ def _offload(network: nn.Module, given: dict[str, Any], plain: list[Tensor]) -> 
     return mode
 
 
-def _divided(name: str, network: nn.Module, given: dict[str, Any], plain: list[Tensor], way: Parallelism) -> Mode:
-    known, mesh = plan_of(network), build_mesh(way)
+def _divided(name: str, network: nn.Module, given: dict[str, Any], plain: list[Tensor], degrees: Parallelism) -> Mode:
+    known, mesh = plan_of(network), build_mesh(degrees)
     mode = Mode(name, _nothing, lambda flights: None)
 
     def run(flights: int) -> None:
@@ -101,7 +101,7 @@ def _divided(name: str, network: nn.Module, given: dict[str, Any], plain: list[T
 
     @contextmanager
     def by_sequence() -> Iterator[None]:
-        parallelize(network, known.plan, mesh, way)
+        parallelize(network, known.plan, mesh, degrees)
         try:
             yield
         finally:
@@ -110,10 +110,10 @@ def _divided(name: str, network: nn.Module, given: dict[str, Any], plain: list[T
 
     @contextmanager
     def in_stages() -> Iterator[None]:
-        whole, counts = weight_bytes(network), counts_of(network, known, way)
+        full, counts = weight_bytes(network), counts_of(network, known, degrees)
         others = install_placeholders(network, known.plan, counts, mesh.pipeline.index)
         stages = Stages(network, known.plan, mesh.pipeline, counts)
-        mode.held = weight_bytes(network) / whole
+        mode.weight_share = weight_bytes(network) / full
 
         def follow(flights: int) -> None:
             with stages.in_flight():
@@ -127,5 +127,5 @@ def _divided(name: str, network: nn.Module, given: dict[str, Any], plain: list[T
             stages.remove()
             remove_placeholders(others)
 
-    mode.on, mode.run = (in_stages, run) if way.pipeline_degree > 1 else (by_sequence, run)
+    mode.on, mode.run = (in_stages, run) if degrees.pipeline_degree > 1 else (by_sequence, run)
     return mode

@@ -28,13 +28,13 @@ def parity(rank: int, world: int, name: str, stages: int, ulysses: int = 1, flig
     network, inputs = made(name)
     deepen(network, stages)
     plan, units = plan_of(network).plan, units_of(network, plan_of(network).plan)
-    plain, whole = forward(network, inputs), weight_bytes(network)
+    plain, full = forward(network, inputs), weight_bytes(network)
     blocks = sum(weight_bytes(seat.block) for unit in units for seat in unit)
     degrees = Parallelism(pipeline_degree=stages, ulysses_degree=ulysses)
     mesh = mesh_of(degrees)
     counts = counts_of(network, plan_of(network), degrees)
     others = install_placeholders(network, plan, counts, mesh.pipeline.index)
-    held = weight_bytes(network)
+    kept_bytes = weight_bytes(network)
     if ulysses > 1:
         parallelize(network, plan, mesh, degrees)
     cut = Stages(network, plan, mesh.pipeline, counts)
@@ -54,7 +54,7 @@ def parity(rank: int, world: int, name: str, stages: int, ulysses: int = 1, flig
         "in flight": error(together, plain * flights),
         "left": error(again, plain),
         "bits": digest(alone),
-        "held": (held - (whole - blocks)) / blocks,
+        "held": (kept_bytes - (full - blocks)) / blocks,
         "given": cut.channel.sent_bytes,
         "peers": mesh.pipeline.ranks,
     }
@@ -102,13 +102,13 @@ def refused_by_one(rank: int, world: int, name: str) -> dict[str, Any]:
     if rank == 1:
         blocks = (seat.block for unit in units_of(network, plan.plan) for seat in unit)
         next(block for block in blocks if not isinstance(block, PlaceholderBlock)).register_forward_pre_hook(once)
-    said = "nothing"
+    message = "nothing"
     try:
         with cut.in_flight():
             cut.share_outputs([x for _ in range(3) for x in forward(network, inputs)])
     except Refused as refused:
-        said = str(refused)
-    return {"said": said, "error": error(forward(network, inputs), plain)}
+        message = str(refused)
+    return {"said": message, "error": error(forward(network, inputs), plain)}
 
 
 LOUD = (ValueError, RuntimeError, TypeError)

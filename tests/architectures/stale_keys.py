@@ -59,10 +59,10 @@ class Stale:
             sizes.append(-(-(image - sum(sizes)) // (self.count - len(sizes))))
         return [(sum(sizes[:n]), sum(sizes[: n + 1])) for n in range(self.count)]
 
-    def cut(self, whole: Tensor, streams: tuple[str, ...], dim: int) -> Tensor:
+    def cut(self, full: Tensor, streams: tuple[str, ...], dim: int) -> Tensor:
         """This turn's tokens; where a patch has no text, the first of it all the same: blocks want one."""
         pieces = []
-        for stream, piece in zip(streams, whole.split([self.lengths[s] for s in streams], dim), strict=True):
+        for stream, piece in zip(streams, full.split([self.lengths[s] for s in streams], dim), strict=True):
             start, end = self.parts(stream)[self.turn]
             pieces.append(piece.narrow(dim, start, end - start) if end > start else piece.narrow(dim, 0, 1))
         return torch.cat(pieces, dim)
@@ -80,11 +80,11 @@ class Stale:
         no_text = bool(text and self.turn)
         start, end = self.parts("image")[self.turn]
         keys, values = self.kept[self.prompt][self.block]
-        for whole, own in ((keys, k), (values, v)):
+        for full, own in ((keys, k), (values, v)):
             if self.turn == 0:
-                whole.narrow(dim, 0, text + end).copy_(own)
+                full.narrow(dim, 0, text + end).copy_(own)
             else:
-                whole.narrow(dim, text + start, end - start).copy_(own.narrow(dim, int(no_text), end - start))
+                full.narrow(dim, text + start, end - start).copy_(own.narrow(dim, int(no_text), end - start))
         if not no_text:
             return function(q, keys, values, heads, *more, **options)
         out = function(q.narrow(dim, 1, end - start), keys, values, heads, *more, **options)
@@ -139,8 +139,8 @@ def _in_turn(
             given = {name: stale.cut(kwargs[name], *words[name]) for name in words if kwargs.get(name) is not None}
             out = own(**{**kwargs, **given})
             outs.append([out] if isinstance(out, Tensor) else list(out))
-        whole = [_joined([out[n] for out in outs], words[name], stale) for n, name in enumerate(returned)]
-        return whole[0] if len(whole) == 1 else tuple(whole)
+        full = [_joined([out[n] for out in outs], words[name], stale) for n, name in enumerate(returned)]
+        return full[0] if len(full) == 1 else tuple(full)
 
     return in_turn
 

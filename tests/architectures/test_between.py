@@ -79,7 +79,7 @@ def test_all_blocks_of_a_stack_may_be_left_out(networks: Groups, name: str, bloc
 def test_a_patch_inside_blocks_is_refused_by_name(networks: Groups, kind: str) -> None:
     answers = networks(2).run("tests.architectures.between_cases:refused", name="flux", kind=kind)
     owner = "" if kind == "someone's" else " of mixing"
-    assert all(f"{kind}{owner} would run inside blocks" in said and "degrees to 1" in said for said in answers)
+    assert all(f"{kind}{owner} would run inside blocks" in message and "degrees to 1" in message for message in answers)
 
 
 @pytest.mark.parametrize("name", ["wan i2v", "qwen image mask", "flux redux"])
@@ -109,7 +109,7 @@ def test_a_forward_that_fails_leaves_nothing_behind(networks: Groups) -> None:
 
 
 def test_a_network_is_divided_once(networks: Groups) -> None:
-    assert all("parallel already" in said for said in networks(2).run("tests.architectures.between_cases:twice"))
+    assert all("parallel already" in message for message in networks(2).run("tests.architectures.between_cases:twice"))
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), DEGREES[:3])
@@ -119,7 +119,7 @@ def test_a_chosen_backend_computes_the_same(networks: Groups, ring: int, ulysses
 
 def test_a_mask_of_some_pairs_is_refused(networks: Groups) -> None:
     answers = networks(2).run("tests.architectures.between_cases:foreign_masks")
-    assert all("50 x 50 pairs of tokens" in said for said in answers)
+    assert all("50 x 50 pairs of tokens" in message for message in answers)
 
 
 def test_an_attention_that_the_file_chose_is_refused_by_name(networks: Groups) -> None:

@@ -17,13 +17,13 @@ EXACT = 1e-5
 
 def check(networks: Groups, name: str, ring: int, ulysses: int, shares: tuple[int, ...] = ()) -> None:
     given = {"name": name, "ring": ring, "ulysses": ulysses, "shares": shares}
-    found = networks(ring * ulysses).run(f"{CASES}:apart", **given)
-    for of_rank in found:
+    by_rank = networks(ring * ulysses).run(f"{CASES}:apart", **given)
+    for of_rank in by_rank:
         assert of_rank["residuals"] <= EXACT, of_rank
         assert of_rank["answer"] <= EXACT, of_rank
         assert of_rank["does"] > 1e-2, of_rank
         assert not of_rank["left"], "undivide leaves something behind"
-    assert sum(of_rank["own"] for of_rank in found) == found[0]["all"], "each rank has its own tokens only"
+    assert sum(of_rank["own"] for of_rank in by_rank) == by_rank[0]["all"], "each rank has its own tokens only"
 
 
 @pytest.mark.parametrize("degrees", [(2, 1), (1, 3)], ids=str)
@@ -41,5 +41,5 @@ def test_shares_need_not_be_equal(networks: Groups) -> None:
 @pytest.mark.parametrize("name", ["flux union", "qwen", "qwen fun", "sd3", "sd3.5", "hunyuan dit"])
 @pytest.mark.sweep(one_in=3)
 def test_a_plan_that_lacks_a_word_is_refused(networks: Groups, name: str) -> None:
-    for found in networks(2).run(f"{CASES}:survivors", name=name):
-        assert all(wrong <= EXACT for wrong in found.values()), found
+    for errors in networks(2).run(f"{CASES}:survivors", name=name):
+        assert all(wrong <= EXACT for wrong in errors.values()), errors

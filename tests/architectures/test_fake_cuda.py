@@ -27,13 +27,15 @@ pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="NO C
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest) -> dict[str, Any]:
+def by_network(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Of every network that is asked for, and of a step: one process imports ComfyUI for all of them."""
     comfy = find_comfy()
     if comfy is None:
         pytest.skip(why_there_is_none())
-    here = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
-    names = [item.callspec.params["name"] if hasattr(item, "callspec") else STEP for item in here]
+    tests_of_file = [
+        item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path
+    ]
+    names = [item.callspec.params["name"] if hasattr(item, "callspec") else STEP for item in tests_of_file]
     environment = {**os.environ, "COMFYUI_PATH": str(comfy.root), "OMP_NUM_THREADS": "1"}
     command = [str(comfy.python), "-m", "tests.architectures.fake_cuda", *names]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60 * len(names))
@@ -41,8 +43,11 @@ def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def check(found: dict[str, Any]) -> None:
-    alone, divided = found["alone"], {degrees: waits for degrees, waits in found.items() if degrees != "alone"}
+def check(by_network: dict[str, Any]) -> None:
+    alone, divided = (
+        by_network["alone"],
+        {degrees: waits for degrees, waits in by_network.items() if degrees != "alone"},
+    )
     assert len(divided) == 10
     for degrees, waits in divided.items():
         assert "error" not in waits, f"{degrees}: {waits}"
@@ -53,17 +58,17 @@ def check(found: dict[str, Any]) -> None:
 @pytest.mark.sweep(one_in=17)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in OWN])
 def test_a_network_stays_on_the_device_and_waits_for_nothing_inside_its_blocks(
-    found: dict[str, Any], name: str
+    by_network: dict[str, Any], name: str
 ) -> None:
-    check(found[name])
+    check(by_network[name])
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", OWN)
-def test_those_that_wait_by_themselves_do_so_undivided(found: dict[str, Any], name: str) -> None:
-    assert OWN[name] in found[name]["alone"]["error"]
+def test_those_that_wait_by_themselves_do_so_undivided(by_network: dict[str, Any], name: str) -> None:
+    assert OWN[name] in by_network[name]["alone"]["error"]
 
 
-def test_a_guided_step_of_comfyuis_loop_stays_on_the_device(found: dict[str, Any]) -> None:
-    assert any("samplers.py" in line for line in found[STEP]["alone"]["outside"]), "who waits is not seen"
-    check(found[STEP])
+def test_a_guided_step_of_comfyuis_loop_stays_on_the_device(by_network: dict[str, Any]) -> None:
+    assert any("samplers.py" in line for line in by_network[STEP]["alone"]["outside"]), "who waits is not seen"
+    check(by_network[STEP])

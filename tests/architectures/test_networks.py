@@ -31,12 +31,12 @@ TEXT = 7  # tokens in most of these
 @pytest.mark.parametrize("name", PLANNED)
 def test_planning_knows_its_figures(networks: Groups, name: str) -> None:
     """Its tokens are those of the latent and of the text; references and the like may join them."""
-    found = networks(2).run("tests.architectures.cases:planned", name=name, text=TEXT)[0]
-    assert found["layers"] >= 1
-    assert found["head size"] in (32, 48, 64)
-    main, planned = found["main"], found["tokens"]
-    assert found["cut"][main] / 2 <= planned[main] <= found["cut"][main]
-    assert planned.keys() - {"text"} <= found["cut"].keys()
+    figures = networks(2).run("tests.architectures.cases:planned", name=name, text=TEXT)[0]
+    assert figures["layers"] >= 1
+    assert figures["head size"] in (32, 48, 64)
+    main, tokens = figures["main"], figures["tokens"]
+    assert figures["cut"][main] / 2 <= tokens[main] <= figures["cut"][main]
+    assert tokens.keys() - {"text"} <= figures["cut"].keys()
 
 
 def test_a_kernel_of_low_precision_gets_no_call_for_which_comfyui_asks_for_more(networks: Groups) -> None:

@@ -115,16 +115,16 @@ def test_a_run_begins_with_exact_steps_by_their_noise_levels_and_with_nothing_ke
 @pytest.mark.sweep(one_in=3)
 @pytest.mark.parametrize("name", list(WHY))
 def test_refused_by_name(networks: Groups, name: str) -> None:
-    said = networks(2).run("tests.architectures.patch_cases:refusal", name=name, patches=4)
-    assert any(WHY[name] in words and "patches" in words for words in said)
+    messages = networks(2).run("tests.architectures.patch_cases:refusal", name=name, patches=4)
+    assert any(WHY[name] in words and "patches" in words for words in messages)
 
 
 def test_more_patches_than_tokens_are_refused(networks: Groups) -> None:
-    said = networks(2).run("tests.architectures.patch_cases:refusal", name="wan", patches=106)
-    assert all("patches is 106" in words and "105 tokens" in words for words in said)
+    messages = networks(2).run("tests.architectures.patch_cases:refusal", name="wan", patches=106)
+    assert all("patches is 106" in words and "105 tokens" in words for words in messages)
 
 
 @pytest.mark.parametrize("what", ["double_block", "dit"])
 def test_what_sees_all_tokens_between_blocks_is_refused(networks: Groups, what: str) -> None:
-    said = networks(2).run("tests.architectures.patch_cases:refusal", name="flux", patches=2, between=what)
-    assert all("patches" in words and "between blocks" in words for words in said)
+    messages = networks(2).run("tests.architectures.patch_cases:refusal", name="flux", patches=2, between=what)
+    assert all("patches" in words and "between blocks" in words for words in messages)

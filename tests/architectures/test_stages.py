@@ -45,8 +45,8 @@ def test_the_bits_are_those_of_one_process(networks: Groups) -> None:
 
 @pytest.mark.parametrize("case", list(REFUSED))
 def test_refused_by_name(networks: Groups, case: str) -> None:
-    said = networks(2).run("tests.architectures.stage_cases:refusal", name=case)
-    assert all(REFUSED[case] in words and "pipeline_degree" in words for words in said)
+    messages = networks(2).run("tests.architectures.stage_cases:refusal", name=case)
+    assert all(REFUSED[case] in words and "pipeline_degree" in words for words in messages)
 
 
 def test_what_one_stage_refuses_all_do_and_the_next_forward_is_right(networks: Groups) -> None:
@@ -60,4 +60,4 @@ def test_what_one_stage_refuses_all_do_and_the_next_forward_is_right(networks: G
 def test_nothing_wrong_gets_through_a_plan_without_a_word_on_stages(networks: Groups, case: str) -> None:
     for answer in networks(2).run("tests.architectures.stage_cases:with_one_word_less", name=case):
         assert answer
-        assert all(said == "refused" or said <= SAME for said in answer.values())
+        assert all(result == "refused" or result <= SAME for result in answer.values())

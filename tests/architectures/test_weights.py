@@ -66,9 +66,9 @@ def test_each_rank_keeps_as_many_blocks_as_it_has_room_for(networks: Groups, mod
     answers = networks(4).run(WHERE, name="chroma", mode=mode, ulysses=4, residents=kept)
     assert all(answer["equal"] for answer in answers)
     assert [answer["fetches"] for answer in answers] == [2 * (57 - one) * (mode == "staged") for one in kept]
-    held = [answer["held"] for answer in answers]
-    assert held[0] == 1
-    assert held[0] > held[1] > held[3] > held[2]
+    shares = [answer["held"] for answer in answers]
+    assert shares[0] == 1
+    assert shares[0] > shares[1] > shares[3] > shares[2]
 
 
 @pytest.mark.parametrize("mode", ["shard", "staged"])

@@ -42,22 +42,22 @@ def shown() -> str:
 
 
 def test_a_draft_has_the_streams_and_what_goes_along_with_them(tmp_path: Path) -> None:
-    said = command("draft", tmp_path, shown())
-    assert "# comfy.ldm.wan.model:WanModel" in said
-    assert "'x': Split(('image',))" in said.replace('"', "'")
-    assert "'freqs': SplitLike(('image',))" in said.replace('"', "'")
-    assert re.search(r"unsplit_args=.*context", said)
+    output = command("draft", tmp_path, shown())
+    assert "# comfy.ldm.wan.model:WanModel" in output
+    assert "'x': Split(('image',))" in output.replace('"', "'")
+    assert "'freqs': SplitLike(('image',))" in output.replace('"', "'")
+    assert re.search(r"unsplit_args=.*context", output)
 
 
 @pytest.mark.sweep
 def test_the_plan_there_is_is_exact(tmp_path: Path) -> None:
-    said = command("check", tmp_path, shown())
-    assert len(re.findall(r"e-0[67] of the largest|0\.0e\+00 of the largest", said)) == 4, said
-    assert said.endswith("returned 0")
+    output = command("check", tmp_path, shown())
+    assert len(re.findall(r"e-0[67] of the largest|0\.0e\+00 of the largest", output)) == 4, output
+    assert output.endswith("returned 0")
 
 
 def test_a_class_without_a_plan_is_named(tmp_path: Path) -> None:
     code = shown() + "\nclass Other(WanModel):\n    def forward(self, *args, **kwargs):\n        return args\n"
-    said = command("check", tmp_path, code.replace("return WanModel(", "return Other("))
-    assert "no plan for subject:Other is registered" in said
-    assert said.endswith("returned 1")
+    output = command("check", tmp_path, code.replace("return WanModel(", "return Other("))
+    assert "no plan for subject:Other is registered" in output
+    assert output.endswith("returned 1")

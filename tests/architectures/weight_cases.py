@@ -69,8 +69,8 @@ def parity(
         with poison(), torch.inference_mode():
             store = stored(network, source_of(mode, rank, world, ring, ulysses, parts), residents, rank)
             got = [forward(network, inputs) for _ in range(2)]
-            held = total - store.offloaded_bytes + store.device_bytes
-            answer = {"fetches": store.fetch_count, "held": held / total}
+            kept_bytes = total - store.offloaded_bytes + store.device_bytes
+            answer = {"fetches": store.fetch_count, "held": kept_bytes / total}
             store.close()
     finally:
         unparallelize(network)
@@ -119,8 +119,8 @@ def source_of(mode: str, rank: int, world: int, ring: int, ulysses: int, parts: 
 
 def stored(network: nn.Module, source: WeightSource, residents: Sequence[int] = (0,), rank: int = 0) -> BlockPrefetcher:
     blocks = blocks_of(network, plan_of(network).plan)
-    store, here = BlockPrefetcher(network, source, Buffers(CPU)), residents[rank % len(residents)]
-    fetched = offloaded_blocks(blocks, here, residents)
+    store, resident = BlockPrefetcher(network, source, Buffers(CPU)), residents[rank % len(residents)]
+    fetched = offloaded_blocks(blocks, resident, residents)
     for block in offloaded_blocks(blocks, min(residents), residents):
         store.add(block, resident=block not in fetched)
     for layer in large_layers(network, blocks):

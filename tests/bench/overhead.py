@@ -55,8 +55,8 @@ def main() -> int:
     with torch.inference_mode(), log_sum_exp_on_the_cpu():
         medians = _medians(_modes(world, options) | vae_layers(world), options.rounds)
         counts = {f"ours {name}": _counts(ring, ulysses, options) for name, ring, ulysses in _degrees(world)}
-    found = {"world": world, "microseconds": medians, "launches_and_calls": counts}
-    Path(os.environ["OVERHEAD_OUT"]).write_text(json.dumps(found))
+    measured = {"world": world, "microseconds": medians, "launches_and_calls": counts}
+    Path(os.environ["OVERHEAD_OUT"]).write_text(json.dumps(measured))
     return 0
 
 
@@ -136,22 +136,22 @@ def _medians(modes: dict[str, Call], rounds: int) -> dict[str, float]:
 
 def _report(row: dict[str, Any]) -> None:
     log.info("world %d", row["world"])
-    found = row["microseconds"]
-    for name, microseconds in found.items():
-        other = found.get(name.replace("ours", "diffusers"))
-        beside = f"{microseconds / other:6.2f} x diffusers'" if name.startswith("ours") and other else ""
-        if name.startswith("ours") and (plain := found.get(name.replace("ours", "plain"))):
-            beside = f"{microseconds - plain:+6.0f} us"
-        log.info("  %-18s %8.0f us %s", name, microseconds, beside)
-    for name, ways in row["launches_and_calls"].items():
-        for way, (launches, calls) in ways.items():
+    by_name = row["microseconds"]
+    for name, microseconds in by_name.items():
+        other = by_name.get(name.replace("ours", "diffusers"))
+        comparison = f"{microseconds / other:6.2f} x diffusers'" if name.startswith("ours") and other else ""
+        if name.startswith("ours") and (plain := by_name.get(name.replace("ours", "plain"))):
+            comparison = f"{microseconds - plain:+6.0f} us"
+        log.info("  %-18s %8.0f us %s", name, microseconds, comparison)
+    for name, by_mode in row["launches_and_calls"].items():
+        for mode, (launches, calls) in by_mode.items():
             log.info(
                 "  %-18s %8d launches, %d calls of Python functions for %d of them, %s",
                 name,
                 launches,
                 calls,
                 LAYERS,
-                way,
+                mode,
             )
 
 

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 SIZE = {"hidden_size": 512, "num_heads": 8, "depth": 4, "depth_single_blocks": 8, "axes_dim": [16, 24, 24]}
 PIXELS, TEXT = 64, 64  # of the latent's sides; tokens
-WAYS = {
+DEGREES = {
     "Ulysses 2": Parallelism(ulysses_degree=2),
     "ring 2": Parallelism(ring_degree=2),
     "pipeline 2": Parallelism(pipeline_degree=2),
@@ -70,7 +70,7 @@ def _behind(mbit: int, options: argparse.Namespace) -> list[Answer]:
     comfy = find_comfy()
     assert comfy is not None
     with tempfile.TemporaryDirectory() as folder, network() as two:
-        for side in (two.here, two.there):
+        for side in (two.first, two.second):
             limit = ["tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "1s"]
             subprocess.run(["tc", "-n", side, "qdisc", "add", "dev", "cable", "root", *limit], check=True)
         shared = {"BENCH_STORE": f"{folder}/store", "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "cable"}
@@ -79,7 +79,7 @@ def _behind(mbit: int, options: argparse.Namespace) -> list[Answer]:
         command = [str(comfy.python), "-m", "tests.bench.pipeline", *arguments]
         ranks = [
             subprocess.Popen(["ip", "netns", "exec", side, *command], env=os.environ | shared | {"RANK": str(rank)})
-            for rank, side in enumerate((two.here, two.there))
+            for rank, side in enumerate((two.first, two.second))
         ]
         assert not any([rank.wait() for rank in ranks])
         answer: list[Answer] = json.loads(Path(f"{folder}/out").read_text())
@@ -92,15 +92,15 @@ def _rank(options: argparse.Namespace) -> int:
     from ..architectures.pipeline_modes import Mode, modes  # ComfyUI's arguments are parsed there
 
     with torch.inference_mode():
-        found: list[tuple[str, int, Mode]] = [
+        cases: list[tuple[str, int, Mode]] = [
             (mode.name, flights, mode)
-            for mode in modes(SIZE, WAYS, options.pixels, TEXT)
+            for mode in modes(SIZE, DEGREES, options.pixels, TEXT)
             for flights in FLIGHTS.get(mode.name, (1,))
         ]
-        seconds: dict[tuple[str, int], list[float]] = {(name, flights): [] for name, flights, _ in found}
+        seconds: dict[tuple[str, int], list[float]] = {(name, flights): [] for name, flights, _ in cases}
         sent: dict[tuple[str, int], float] = {}
         for turn in range(options.rounds + 1):
-            for name, flights, mode in found:
+            for name, flights, mode in cases:
                 with mode.on():
                     before = _sent()
                     taken = _timed(lambda mode=mode, flights=flights: mode.run(flights)) / flights  # type: ignore[misc]
@@ -109,8 +109,8 @@ def _rank(options: argparse.Namespace) -> int:
                     seconds[name, flights].append(taken)
     rows = [
         {"mode": name, "flights": flights, "seconds": statistics.median(seconds[name, flights]),
-         "sent": sent[name, flights], "held": mode.held, "error": mode.error}
-        for name, flights, mode in found
+         "sent": sent[name, flights], "held": mode.weight_share, "error": mode.error}
+        for name, flights, mode in cases
     ]  # fmt: skip
     if rank == 0:
         options.json.write_text(json.dumps(rows))

@@ -46,13 +46,13 @@ def main() -> int:
 
 def _rows(model: ModelSpec, degrees: Parallelism, runs: int) -> list[dict[str, Any]]:
     """Equal shares before and after those of auto, run by run."""
-    found: list[tuple[str, Parallelism, float]] = []
+    measured: list[tuple[str, Parallelism, float]] = []
     with WorkerGroup(on_cpu(degrees)) as group:
 
         def step(mode: str, by: Parallelism) -> float:
             result = group.run(model, by, flux_job(steps=STEPS, size=(12, 8), tokens=6))
-            found.append((mode, by, result.seconds / STEPS))
-            computed = [told.computed_seconds for told in group.readings]
+            measured.append((mode, by, result.seconds / STEPS))
+            computed = [each.computed_seconds for each in group.readings]
             return len(computed) / sum(1 / seconds for seconds in computed if seconds)
 
         equal = replace(degrees, shares=(1,) * degrees.world_size)
@@ -64,7 +64,7 @@ def _rows(model: ModelSpec, degrees: Parallelism, runs: int) -> list[dict[str, A
         step("equal", equal)
     return [
         {"mode": mode, "shares": ",".join(map(str, by.shares)) or "none", "step": seconds, "ideals": seconds / ideal}
-        for mode, by, seconds in found
+        for mode, by, seconds in measured
     ]
 
 

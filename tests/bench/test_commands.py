@@ -38,9 +38,9 @@ def test_a_ring_holds_less_than_ulysses(tmp_path: Path) -> None:
 def test_a_recorded_attention_is_a_few_launches_whatever_it_holds(tmp_path: Path) -> None:
     (row,) = run("overhead", tmp_path / "rows.json", "--worlds", "2", "--rounds", "2")
     assert set(row["launches_and_calls"]) == {"ours ring", "ours ulysses"}
-    for ways in row["launches_and_calls"].values():
-        assert ways["recorded"][0] <= 6, "three inputs copied in, one graph, one output copied out"
-        assert all(now * 20 < before for now, before in zip(ways["recorded"], ways["eager"], strict=True))
+    for by_mode in row["launches_and_calls"].values():
+        assert by_mode["recorded"][0] <= 6, "three inputs copied in, one graph, one output copied out"
+        assert all(now * 20 < before for now, before in zip(by_mode["recorded"], by_mode["eager"], strict=True))
 
 
 @pytest.mark.sweep  # root, a ComfyUI, and half a minute

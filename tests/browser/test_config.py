@@ -90,8 +90,8 @@ def test_a_wrong_one_has_the_nearest_that_works_as_a_button(page: Any) -> None:
 def test_why_it_cannot_work_is_said_in_the_users_language(page: Any) -> None:
     put(page, [["CPParallelConfig", 0, 0, {"ring_degree": 3, "ulysses_degree": 1, "devices": "cpu,cpu"}]])
     page.wait_for_selector(".cp-summary.cp-bad")
-    said = page.locator(".cp-what").inner_text()
-    assert said == (
+    text = page.locator(".cp-what").inner_text()
+    assert text == (
         "ring_degree 3 x ulysses_degree 1 需要 3 个工作进程，但只有 2 个设备：cpu, cpu。最接近的可行设置是 "  # noqa: RUF001
         "ring_degree 2 x ulysses_degree 1"
     )

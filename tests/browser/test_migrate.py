@@ -50,8 +50,8 @@ SELECT = "() => app.canvas.select(app.graph.nodes.find(node => node.type === 'KS
 def plain(prompt: dict[str, Any]) -> list[str]:
     """What a prompt computes, whatever its nodes are numbered."""
 
-    def value(found: Any) -> Any:
-        return [prompt[found[0]]["class_type"], found[1]] if isinstance(found, list) else found
+    def value(linked: Any) -> Any:
+        return [prompt[linked[0]]["class_type"], linked[1]] if isinstance(linked, list) else linked
 
     calls = (
         {"class": call["class_type"], **{k: value(v) for k, v in call["inputs"].items()}} for call in prompt.values()

@@ -62,11 +62,11 @@ def test_every_language_has_words_for_every_node_and_socket(server: Server) -> N
         if language == "en" or "cpSampler" not in words:
             continue
         for name, info in infos.items():
-            told = words["nodeDefs"][name]
+            definition = words["nodeDefs"][name]
             given = [input for kind in ("required", "optional") for input in info["input"].get(kind, {})]
-            assert [input for input in given if input not in told["inputs"]] == [], (language, name)
-            assert len(told["outputs"]) == len(info["output"]), (language, name)
-            assert told["display_name"]
+            assert [input for input in given if input not in definition["inputs"]] == [], (language, name)
+            assert len(definition["outputs"]) == len(info["output"]), (language, name)
+            assert definition["display_name"]
 
 
 @pytest.mark.parametrize("page", [{"Comfy.Locale": "zh"}], indirect=True)

@@ -30,7 +30,7 @@ REMEMBER = """selector => {
         if (document.querySelector('.cp-state')?.textContent === 'Died') window.died ||= Date.now();
     }).observe(document.body, { childList: true, subtree: true, characterData: true });
 }"""  # toasts go away, and a busy machine looks late
-TOLD = "words => window.told.some(said => said.includes(words))"
+WAS_SHOWN = "words => window.told.some(said => said.includes(words))"
 STARTS = "words => document.querySelector('.cp-state')?.textContent.startsWith(words)"
 
 
@@ -107,15 +107,15 @@ def test_the_panel_follows_a_run_a_kill_and_a_recovery(page: Any, server: Server
     shows(page, "Starting: ")
     shows(page, "Step")
     page.wait_for_function("document.querySelectorAll('.cp-holding').length >= 2")
-    told = server.client.get("/cp/status")
-    assert page.locator(".cp-model").inner_text() == told["model"] == "flux_dev.safetensors"
+    status = server.client.get("/cp/status")
+    assert page.locator(".cp-model").inner_text() == status["model"] == "flux_dev.safetensors"
     assert page.locator(".cp-degrees").first.inner_text() == "2 CPU workers, each half of the picture's tokens"
-    assert page.locator(".cp-card").count() == len(told["ranks"]) == 2
+    assert page.locator(".cp-card").count() == len(status["ranks"]) == 2
     assert page.locator(".cp-rank").all_inner_texts() == ["CPU worker 1", "CPU worker 2"]
     memory = page.locator(".cp-memory").first.text_content()
     used, total = (float(number) for number in re.findall(r"[\d.]+", memory))
-    assert total == pytest.approx(told["ranks"][0]["total_bytes"] / 2**30, abs=0.06)
-    assert used == pytest.approx(told["ranks"][0]["used_bytes"] / 2**30, abs=0.2)
+    assert total == pytest.approx(status["ranks"][0]["total_bytes"] / 2**30, abs=0.06)
+    assert used == pytest.approx(status["ranks"][0]["used_bytes"] / 2**30, abs=0.2)
     step = server.client.get("/cp/status")["step"]
     page.wait_for_function(f"parseInt(document.querySelector('{STATE}').textContent.slice(5)) >= {step}")
     step = int(re.findall(r"\d+", page.locator(STATE).inner_text())[0])
@@ -134,8 +134,8 @@ def test_the_panel_follows_a_run_a_kill_and_a_recovery(page: Any, server: Server
     shows(page, "Died")
     assert page.evaluate("window.died") / 1000 - killed < SEEN_SECONDS
     page.wait_for_function("document.querySelector('.cp-hint').textContent.includes('rank 1 was killed by SIGKILL')")
-    page.wait_for_function(TOLD, arg="A GPU worker died (rank 1)")
-    page.wait_for_function(TOLD, arg="worker rank 1 was killed by SIGKILL")
+    page.wait_for_function(WAS_SHOWN, arg="A GPU worker died (rank 1)")
+    page.wait_for_function(WAS_SHOWN, arg="worker rank 1 was killed by SIGKILL")
     page.get_by_role("button", name="Show GPU workers").first.wait_for()
     assert page.locator(".cp-lost .cp-device").all_text_contents() == ["cpu \u00b7 rank 1"], "which of them it was"
     assert "elastic" not in page.locator(".cp-log").inner_text(), "torchrun's own words"
@@ -156,7 +156,7 @@ def test_the_panel_follows_a_run_a_kill_and_a_recovery(page: Any, server: Server
     page.wait_for_function(
         "/^4 steps in .* s each\\), after .* of start-up/.test(document.querySelector('.cp-facts').textContent)"
     )
-    assert not page.evaluate(TOLD, "A GPU worker died"), "an old failure is no news"
+    assert not page.evaluate(WAS_SHOWN, "A GPU worker died"), "an old failure is no news"
 
 
 def test_the_buttons_do_what_they_say_by_keyboard_alone(page: Any, server: Server) -> None:
@@ -207,7 +207,7 @@ def test_diagnostics_hold_the_state_and_no_secret(page: Any, server: Server) -> 
     page.locator(TAB).click()
     page.evaluate(REMEMBER, TOAST)
     page.locator("[data-cp=copy]").click()
-    page.wait_for_function(TOLD, arg="Diagnostics copied")
+    page.wait_for_function(WAS_SHOWN, arg="Diagnostics copied")
     text = page.evaluate("() => navigator.clipboard.readText()")
     assert '"state": "idle"' in text
     assert "flux_dev.safetensors" in text
@@ -271,10 +271,10 @@ def test_one_gpu_is_told_what_it_gains_and_a_failed_start_what_failed(page: Any)
             tell({ state: 'sampling', world_size: 1, loss: null });
         }"""
     )
-    page.wait_for_function(TOLD, arg="The GPU workers did not start")
+    page.wait_for_function(WAS_SHOWN, arg="The GPU workers did not start")
     assert page.evaluate("window.failures") == 1, "told once"
-    assert not page.evaluate(TOLD, "worker died")
-    page.wait_for_function(TOLD, arg="the same result as KSampler")
+    assert not page.evaluate(WAS_SHOWN, "worker died")
+    page.wait_for_function(WAS_SHOWN, arg="the same result as KSampler")
 
 
 @pytest.mark.parametrize("page", [{"Comfy.ColorPalette": "light", "Comfy.Locale": "zh"}], indirect=True)

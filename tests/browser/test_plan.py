@@ -66,9 +66,9 @@ def test_it_speaks_the_users_language_refusals_too(page: Any) -> None:
     put(page, [LOADER, PROMPT, LATENT, config, ["CPPlan", 700, 0, {"cfg": 1.0}]], links)
     page.get_by_test_id(RUN).click()
     page.wait_for_selector(".cp-trouble")
-    said = [page.locator(".cp-trouble").inner_text(), *page.locator(".cp-table td").all_inner_texts()]
-    assert said[0].startswith("この CP Parallel Config では動作しません：ring_degree 2 x ulysses_degree 2 には 4 個の")  # noqa: RUF001
-    assert not [one for one in said if re.search(r"\b(the|of|with|worker|workers)\b", one)], "these are English"
+    texts = [page.locator(".cp-trouble").inner_text(), *page.locator(".cp-table td").all_inner_texts()]
+    assert texts[0].startswith("この CP Parallel Config では動作しません：ring_degree 2 x ulysses_degree 2 には 4 個の")  # noqa: RUF001
+    assert not [one for one in texts if re.search(r"\b(the|of|with|worker|workers)\b", one)], "these are English"
 
 
 def test_a_model_that_cannot_run_is_said_without_a_picture_and_stays_on_the_node(page: Any) -> None:

@@ -135,8 +135,8 @@ def only_files_are_missing(server: Server, prompt: dict[str, Any], template: Tem
     try:
         server.client.queue(prompt)
     except NodeError as refused:
-        told = json.loads(str(refused))
-        for node in told["node_errors"].values():
+        answer = json.loads(str(refused))
+        for node in answer["node_errors"].values():
             for error in node["errors"]:
                 assert error["type"] == "value_not_in_list", error
                 assert error["extra_info"]["received_value"] in missing, error

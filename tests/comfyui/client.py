@@ -86,11 +86,11 @@ class Client:
         self.wait(lambda e: e.kind == "executing" and e.data == {"node": None, "prompt_id": prompt}, timeout, since)
         events = tuple(self._events[since:])
         history = self.get(f"/history/{prompt}")[prompt]
-        kind, told = history["status"]["messages"][-1]
+        kind, content = history["status"]["messages"][-1]
         if kind == "execution_interrupted":
-            raise Interrupted(told["node_type"])
+            raise Interrupted(content["node_type"])
         if kind != "execution_success":
-            raise NodeError(f"{told['node_type']}: {told['exception_type']}: {told['exception_message']}")
+            raise NodeError(f"{content['node_type']}: {content['exception_type']}: {content['exception_message']}")
         return Run(outputs=history["outputs"], events=events, seconds=time.monotonic() - started)
 
     def interrupt(self, prompt: str) -> None:
@@ -172,7 +172,7 @@ class Client:
 
 def _event(message: str | bytes) -> Event:
     if isinstance(message, str):
-        told = json.loads(message)
-        return Event(kind=told["type"], data=told["data"])
+        event = json.loads(message)
+        return Event(kind=event["type"], data=event["data"])
     is_preview = int.from_bytes(message[:4], "big") == 1  # then 4 bytes of image type, then the image
     return Event(kind="preview" if is_preview else "binary", image=message[8:])

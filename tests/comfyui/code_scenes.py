@@ -54,9 +54,9 @@ def tokens_merged_after_a_run(rank: int, world: int) -> bool:
         assert query.shape[1] < 16
         return patches["attn1_output_patch"][0](query, {})
 
-    here, describer, rebuilder = merged(patches), code.Describer(), worker_code.Rebuilder()
+    patched, describer, rebuilder = merged(patches), code.Describer(), worker_code.Rebuilder()
     again = {kind: rebuilder.rebuild(describer.describe(patches[kind], kind)) for kind in kinds}
-    return torch.equal(merged(again), here)
+    return torch.equal(merged(again), patched)
 
 
 def what_clip_vision_saw(rank: int, world: int) -> list[Any]:
@@ -101,12 +101,12 @@ def outside_of_a_run(rank: int, world: int) -> str:
 
 def folder_after_a_pack_has_gone_elsewhere(rank: int, world: int) -> list[str]:
     """The one that workers are started in, before and after."""
-    here, before = os.getcwd(), workers.comfy_setup().folder
+    folder, before = os.getcwd(), workers.comfy_setup().folder
     os.chdir("/")
     try:
         return [before, workers.comfy_setup().folder]
     finally:
-        os.chdir(here)
+        os.chdir(folder)
 
 
 def couples_frames(rank: int, world: int, name: str) -> list[bool]:

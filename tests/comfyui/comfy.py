@@ -27,8 +27,8 @@ def why_there_is_none() -> str:
 
 
 def _candidates() -> list[Path]:
-    if told := os.environ.get("COMFYUI_PATH"):
-        return [Path(told).expanduser().absolute()]
+    if path := os.environ.get("COMFYUI_PATH"):
+        return [Path(path).expanduser().absolute()]
     around_us = [OUR_ROOT.parent.parent] if OUR_ROOT.parent.name == "custom_nodes" else []
     fetched = OUR_ROOT / ".comfyui" / "ComfyUI"  # by .ci/comfyui
     return [*around_us, Path("~/comfy/ComfyUI").expanduser(), fetched]
@@ -39,7 +39,7 @@ def _is_comfy(path: Path) -> bool:
 
 
 def _python_of(root: Path) -> Path:
-    if told := os.environ.get("COMFYUI_PYTHON"):
-        return Path(told).expanduser().absolute()
+    if python := os.environ.get("COMFYUI_PYTHON"):
+        return Path(python).expanduser().absolute()
     usual = (root / venv / "bin" / "python" for venv in (".venv", "venv"))
     return next((path for path in usual if path.exists()), Path(sys.executable))

@@ -27,9 +27,9 @@ VARIED = ("flux_dev", "wan_t2v", "qwen_image")  # the models that there are in e
 
 @pytest.fixture(scope="session")
 def comfy() -> ComfyInstall:
-    if (found := find_comfy()) is None:
+    if (comfy_install := find_comfy()) is None:
         pytest.skip(why_there_is_none())
-    return found
+    return comfy_install
 
 
 @pytest.fixture(scope="session")

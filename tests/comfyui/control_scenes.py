@@ -41,7 +41,7 @@ def rows_that_its_network_has(rank: int, world: int, batch: int, index: int) -> 
     second.previous_controlnet, network = first, second.control_model
     controls = control_run.of_conds({"positive": [{"control": second}], "negative": [{"control": second}]})
     given = {"x": torch.arange(batch), "hint": torch.arange(1), "control_type": [3], "y": torch.arange(batch)}
-    with control_run.own_rows(controls, batch_groups.BatchGroups(mesh.MeshDim(size=2, index=index))):
+    with control_run.own_entries(controls, batch_groups.BatchGroups(mesh.MeshDim(size=2, index=index))):
         network(**given)
         first.control_model(**given)
     network(**given)

@@ -26,7 +26,7 @@ BAR = 1e-4  # of the latent's standard deviation, float32
 AMPLIFIED = 10  # times what one ulp in the noise does to KSampler: an evaluation in parts rounds more than once
 ONE_WORKER = Parallel(ring_degree=1, ulysses_degree=1)
 RING_2 = Parallel(ring_degree=2, ulysses_degree=1)
-WAYS = ("one ulp", "1 worker", "2 workers", "2 workers, loaded")
+VARIANTS = ("one ulp", "1 worker", "2 workers", "2 workers, loaded")
 SCHNELL = Job(family="flux_schnell", cfg=2.0, steps=5, size=(8, 10), prompt_tokens=(7, 7))
 
 Pair = tuple[str, str]  # sampler and scheduler
@@ -42,7 +42,7 @@ class Row:
 
     @property
     def worst(self) -> float:
-        return max(distance for way, distance in self.apart.items() if way != "one ulp")
+        return max(distance for variant, distance in self.apart.items() if variant != "one ulp")
 
     @property
     def equal(self) -> bool:
@@ -61,17 +61,19 @@ def choices(widget: list[Any]) -> list[str]:
     return widget[1]["options"] if widget[0] == "COMBO" else widget[0]
 
 
-def compare(client: Client, pairs: Sequence[Pair], job: Job = SCHNELL, ways: Iterable[str] = WAYS) -> list[Row]:
+def compare(client: Client, pairs: Sequence[Pair], job: Job = SCHNELL, variants: Iterable[str] = VARIANTS) -> list[Row]:
     want = sample(client, "native", pairs, job)
-    got = {way: sample(client, way, pairs, job) for way in ways}
-    return [Row(pair=pair, apart={way: apart(got[way][pair], want[pair]) for way in ways}) for pair in pairs]
+    got = {variant: sample(client, variant, pairs, job) for variant in variants}
+    return [
+        Row(pair=pair, apart={variant: apart(got[variant][pair], want[pair]) for variant in variants}) for pair in pairs
+    ]
 
 
-def sample(client: Client, way: str, pairs: Sequence[Pair], job: Job) -> Latents:
+def sample(client: Client, variant: str, pairs: Sequence[Pair], job: Job) -> Latents:
     """One prompt a sampler, all queued before the first one ends."""
     since = client.now()
     by_sampler = [list(group) for _, group in itertools.groupby(sorted(pairs), key=lambda pair: pair[0])]
-    queued = [(group, client.queue(many(job, way, group))) for group in by_sampler]
+    queued = [(group, client.queue(many(job, variant, group))) for group in by_sampler]
     latents: Latents = {}
     for group, prompt in queued:
         saved = saved_latents(client.finish(prompt, since=since, timeout=600))
@@ -79,15 +81,15 @@ def sample(client: Client, way: str, pairs: Sequence[Pair], job: Job) -> Latents
     return latents
 
 
-def many(job: Job, way: str, pairs: Sequence[Pair]) -> Graph:
+def many(job: Job, variant: str, pairs: Sequence[Pair]) -> Graph:
     """A graph that samples one latent with each of `pairs`."""
-    parallel = ONE_WORKER if "1 worker" in way else RING_2 if "2 workers" in way else None
-    loaded = "loaded" in way
+    parallel = ONE_WORKER if "1 worker" in variant else RING_2 if "2 workers" in variant else None
+    loaded = "loaded" in variant
     graph = sampling_graph(job, "KSampler" if loaded or parallel is None else "CPSampler", parallel)
     if loaded:
         inputs = {"unet_name": f"{job.family}.safetensors", "cp_config": graph["sampler"]["inputs"].pop("cp_config")}
         graph["model"] = {"class_type": "CPLoadDiffusionModel", "inputs": inputs}
-    if way == "one ulp":
+    if variant == "one ulp":
         graph["moved"] = {"class_type": "CPTestOneUlp", "inputs": {"model": ["model", 0]}}
         graph["sampler"]["inputs"]["model"] = ["moved", 0]
     sampler, save = graph.pop("sampler"), graph.pop("save")
@@ -99,11 +101,11 @@ def many(job: Job, way: str, pairs: Sequence[Pair]) -> Graph:
     return graph
 
 
-def table(rows: Sequence[Row], ways: Sequence[str] = WAYS) -> str:
+def table(rows: Sequence[Row], variants: Sequence[str] = VARIANTS) -> str:
     """The worst first."""
-    lines = [f"{'sampler':24}{'scheduler':18}" + "".join(f"{way:>20}" for way in ways)]
+    lines = [f"{'sampler':24}{'scheduler':18}" + "".join(f"{variant:>20}" for variant in variants)]
     for row in sorted(rows, key=lambda row: -row.worst):
-        cells = "".join(f"{row.apart[way]:20.1e}" for way in ways)
+        cells = "".join(f"{row.apart[variant]:20.1e}" for variant in variants)
         mark = "" if row.worst <= BAR else "  amplified" if row.equal else "  NOT EQUAL"
         lines.append(f"{row.pair[0]:24}{row.pair[1]:18}{cells}{mark}")
     return "\n".join(lines)
@@ -123,7 +125,9 @@ def main() -> int:
     job = replace(SCHNELL, family=arguments.family, steps=arguments.steps, cfg=arguments.cfg)
     started = time.monotonic()
     with running_server(comfy) as server:
-        wanted = [set(said.split(",")) if said else None for said in (arguments.samplers, arguments.schedulers)]
+        wanted = [
+            set(argument.split(",")) if argument else None for argument in (arguments.samplers, arguments.schedulers)
+        ]
         pairs = [
             pair
             for pair in all_pairs(server.client)

@@ -25,7 +25,7 @@ class Network:
     dim: int = 96
     tokens: int = 7
     batch: int = 2
-    beside: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    more_weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
     more: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -245,12 +245,12 @@ NETWORKS: dict[str, Network] = {
         build=partial(tiny.stable_audio, io_channels=64, cond_token_dim=768, project_cond_tokens=True,
                       global_cond_dim=1536),
         model="StableAudio", latent=((64, 37),), dim=768,
-        beside=seconds("start", learned=True) | seconds("total", learned=True),
+        more_weights=seconds("start", learned=True) | seconds("total", learned=True),
     ),
     "stable_audio_3": Network(
         build=partial(tiny.stable_audio_3, io_channels=256, cond_token_dim=768, project_cond_tokens=True,
                       global_cond_dim=768, local_add_cond_dim=257),
-        model="StableAudio3", latent=((256, 37),), dim=768, beside=seconds("total", learned=False),
+        model="StableAudio3", latent=((256, 37),), dim=768, more_weights=seconds("total", learned=False),
     ),
     "hidream_o1": Network(
         build=tiny.hidream_o1, model="HiDreamO1", latent=((3, 160, 224),),

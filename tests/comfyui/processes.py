@@ -32,8 +32,8 @@ def die_with_parent() -> None:
 
 def marked_processes(mark: str) -> list[Process]:
     """Alive, the server itself included; zombies are dead."""
-    found = (_look_at(Path(entry.path), f"{MARK}={mark}".encode()) for entry in os.scandir("/proc"))
-    return sorted((process for process in found if process), key=lambda process: process.pid)
+    seen = (_look_at(Path(entry.path), f"{MARK}={mark}".encode()) for entry in os.scandir("/proc"))
+    return sorted((process for process in seen if process), key=lambda process: process.pid)
 
 
 def wait_until_none(mark: str, seconds: float) -> list[Process]:

@@ -139,15 +139,15 @@ def recordings_go_first(rank: int, world: int, folder: str) -> dict[str, Any]:
     try:
         with runtime.borrowed(ONE, None) as group:
             first, _ = (_recorded(group, Path(folder), name) for name in ("high", "low"))
-            before = _told(group)
+            before = _reported(group)
             model = group.models[first.unpatched]
             (loaded,) = (one for one in comfy.model_management.current_loaded_models if one.model in model.patchers)
             unloaded = loaded.model_unload(1000)
-            after = _told(group)
+            after = _reported(group)
             needed = CLAIMED + after["low"]["resident"] + after["low"]["recorded"] // 2
             os.environ[capacity.LIMIT] = str(needed / 2**30)
             lack = lease.Lease(group, first).claim(specs.WeightPlacement(), _needed(), limited=True)
-            last = _told(group)
+            last = _reported(group)
         return {"before": before, "unloaded": unloaded, "after": after, "lack": lack and str(lack), "last": last}
     finally:
         for name in ("CP_TEST_FAULT", capacity.LIMIT):
@@ -174,7 +174,7 @@ def _needed() -> Any:
     return run_plan.Estimate(weight_bytes_by_rank=(CLAIMED,), activation_bytes_by_rank=(0,), buffer_bytes_by_rank=(0,))
 
 
-def _told(group: Any) -> dict[str, dict[str, int]]:
+def _reported(group: Any) -> dict[str, dict[str, int]]:
     (readings,) = group.measure()
     return {one.model: {"resident": one.resident, "recorded": one.recorded} for one in readings.weights}
 

@@ -65,8 +65,8 @@ def stock(comfy: ComfyInstall) -> tuple[str, list[Read]]:
 
 def templates(comfy: ComfyInstall) -> tuple[str, dict[str, dict[str, Any]]]:
     """The package's version and its workflows as they are saved, by name."""
-    found = subprocess.run([comfy.python, "-c", WHERE], capture_output=True, text=True, check=True)
-    *files, version = found.stdout.split("\n")[:-1]
+    listed = subprocess.run([comfy.python, "-c", WHERE], capture_output=True, text=True, check=True)
+    *files, version = listed.stdout.split("\n")[:-1]
     return version, {Path(file).stem: workflow for file, workflow in _workflows(files)}
 
 
@@ -108,13 +108,13 @@ def table(version: str, read: list[Read]) -> str:
         "|---|---|---|",
     ]
     for outcome in reversed(WORST_FIRST):
-        found = [one for one in ours if one.worst and one.worst.outcome == outcome]
-        lines.append(f"| {outcome} | {len(found)} | {_reasons(found)} |")
+        reads = [one for one in ours if one.worst and one.worst.outcome == outcome]
+        lines.append(f"| {outcome} | {len(reads)} | {_reasons(reads)} |")
     return "\n".join(lines)
 
 
-def _reasons(found: list[Read]) -> str:
-    reasons = Counter(one.worst.why for one in found if one.worst and one.worst.why)
+def _reasons(reads: list[Read]) -> str:
+    reasons = Counter(one.worst.why for one in reads if one.worst and one.worst.why)
     return "; ".join(f"{why} ({count})" for why, count in reasons.most_common())
 
 
@@ -156,11 +156,11 @@ def main() -> int:
         return 1
     if wanted.run is not None:
         return _run(comfy, wanted.run, wanted.workers, wanted.jobs)
-    version, found = stock(comfy)
-    for one in found if wanted.all else ():
+    version, reads = stock(comfy)
+    for one in reads if wanted.all else ():
         for verdict in one.of_samplers:
             log.info("%s: %s, %s%s", one.name, verdict.network, verdict.outcome, verdict.why and f": {verdict.why}")
-    log.info("%s", table(version, found))
+    log.info("%s", table(version, reads))
     return 0
 
 

@@ -61,11 +61,11 @@ class Canvas:
                 waiting += self.feeding(place, *named)
         return list(seen)
 
-    def _origin(self, holder: Place, found: tuple[int, int] | None) -> Iterator[Place]:
+    def _origin(self, holder: Place, link: tuple[int, int] | None) -> Iterator[Place]:
         """The node behind subgraphs' sockets."""
-        if found is None:
+        if link is None:
             return
-        node, slot = found
+        node, slot = link
         if node == INPUTS:
             socket = self._subgraphs[self.nodes[holder]["type"]]["inputs"][slot]["name"]
             yield from self.feeding(holder, socket)

@@ -235,12 +235,12 @@ class Small:
     def _vae(self, loader: str) -> dict[str, Any]:
         """A checkpoint may hold a VAE of pictures and one of sound: the loader's class says which is meant."""
         try:
-            found = matching(VAES, f"{self._file(loader)} {self.full[loader]['class_type']}")
+            matches = matching(VAES, f"{self._file(loader)} {self.full[loader]['class_type']}")
         except LookupError as lacking:
             raise NotSmall(str(lacking)) from None
-        if isinstance(found, str):
-            return node("VAELoader", vae_name=found)
-        channels, pixels, frames = found
+        if isinstance(matches, str):
+            return node("VAELoader", vae_name=matches)
+        channels, pixels, frames = matches
         return node("CPTestVae", channels=channels, pixels=pixels, frames=frames)
 
     def _network(self, loader: str) -> dict[str, Any]:

@@ -119,9 +119,9 @@ def class_of(file: str) -> str:
 
 def _verdict(canvas: Canvas, sampler: Place) -> Verdict:
     guiders = list(canvas.feeding(sampler, "guider"))
-    behind = [place for found in guiders for place in canvas.feeding(found, "model", "model_negative")]
+    behind = [place for guider in guiders for place in canvas.feeding(guider, "model", "model_negative")]
     models = canvas.upstream(iter([*canvas.feeding(sampler, "model"), *behind]), "MODEL")
-    on_the_way = _types(canvas, models)
+    model_types = _types(canvas, models)
     files = [_file(canvas, place) for place in models if canvas.nodes[place]["type"] in LOADERS]
     kinds = sorted({class_of(file) or f"? ({file})" for file in files}) or ["?"]
     network = " and ".join(kinds)
@@ -131,8 +131,8 @@ def _verdict(canvas: Canvas, sampler: Place) -> Verdict:
 
     prompts = canvas.upstream(_prompts(canvas, sampler, guiders), "CONDITIONING")
     algorithms = list(canvas.feeding(sampler, "sampler"))
-    everything = {*on_the_way, *_types(canvas, [*prompts, *algorithms, *guiders])}
-    if strangers := sorted(on_the_way - HONOURED - LOADERS - WHOLE.keys()):
+    everything = {*model_types, *_types(canvas, [*prompts, *algorithms, *guiders])}
+    if strangers := sorted(model_types - HONOURED - LOADERS - WHOLE.keys()):
         return verdict("not known", f"{', '.join(strangers)} on the way of MODEL")
     if any(kind.startswith("?") for kind in kinds):
         return verdict("not known", "the file's name does not tell its network")
@@ -147,7 +147,7 @@ def _verdict(canvas: Canvas, sampler: Place) -> Verdict:
 
 def _prompts(canvas: Canvas, sampler: Place, guiders: list[Place]) -> Any:
     names = ("positive", "negative", "conditioning", "cond1", "cond2")
-    return (found for place in (sampler, *guiders) for found in canvas.feeding(place, *names))
+    return (source for place in (sampler, *guiders) for source in canvas.feeding(place, *names))
 
 
 def _types(canvas: Canvas, places: list[Place]) -> set[str]:

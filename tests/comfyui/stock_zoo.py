@@ -77,10 +77,10 @@ def tiny_of(file: str) -> Tiny:
     for pattern, reason in UNSUPPORTED.items():
         if re.search(pattern, name):
             raise LookupError(reason)
-    found = next((tiny for pattern, tiny in FILES if re.search(pattern, name)), "")
-    if not found:
+    tiny_file = next((tiny for pattern, tiny in FILES if re.search(pattern, name)), "")
+    if not tiny_file:
         raise LookupError(f"the tests know no network for {name}")
-    kind, _, tiny = found.rpartition(" ")
+    kind, _, tiny = tiny_file.rpartition(" ")
     if kind == "family":
         text = {key: value for key, value in TEXTS.get(tiny, {}).items() if key != "guidance"}
         return Tiny(file=f"{tiny}.safetensors", text=PLAIN | text)
@@ -122,7 +122,7 @@ PATCHES = (
 def matching(table: tuple[tuple[str, Any], ...], file: str) -> Any:
     """Raises LookupError where no pattern of the table fits this file's name."""
     name = os.path.basename(file.replace("\\", "/")).lower()
-    for pattern, found in table:
+    for pattern, replacement in table:
         if re.search(pattern, name):
-            return found
+            return replacement
     raise LookupError(f"the tests have nothing tiny for {name}")

@@ -82,19 +82,19 @@ def test_a_cp_vae_says_what_it_has_also_while_it_is_made(alone: Group) -> None:
 
 
 def test_widgets_and_outputs_that_a_later_ksampler_has_come_along_by_themselves(alone: Group) -> None:
-    (told,) = alone.run(f"{SAMPLER}like_later", native="LaterKSampler")
-    given = told["input"]
+    (answer,) = alone.run(f"{SAMPLER}like_later", native="LaterKSampler")
+    given = answer["input"]
     assert list(given["required"])[-2:] == ["denoise", "eta"]
     assert given["required"]["eta"] == ["FLOAT", {"default": 0.5, "step": 0.01, "advanced": True}]
     assert list(given["optional"]) == ["preview", "hint", "cp_config"]
     assert given["optional"]["preview"][0] == "COMBO"
     assert given["optional"]["preview"][1]["options"] == ["none", "small"]
     assert given["optional"]["hint"] == ["MASK", {}]
-    (told,) = alone.run(f"{SAMPLER}like_later", native="LaterSamplerCustom")
-    assert list(told["input"]["optional"]) == ["skip", "cp_config"]
-    assert told["input"]["optional"]["skip"] == ["INT", {"default": 2, "max": 9, "tooltip": "Steps to skip."}]
-    assert told["output_name"] == ["output", "denoised_output", "left"]
-    assert told["output"] == ["LATENT", "LATENT", "SIGMAS"]
+    (answer,) = alone.run(f"{SAMPLER}like_later", native="LaterSamplerCustom")
+    assert list(answer["input"]["optional"]) == ["skip", "cp_config"]
+    assert answer["input"]["optional"]["skip"] == ["INT", {"default": 2, "max": 9, "tooltip": "Steps to skip."}]
+    assert answer["output_name"] == ["output", "denoised_output", "left"]
+    assert answer["output"] == ["LATENT", "LATENT", "SIGMAS"]
 
 
 @pytest.mark.parametrize("of_guider", [False, True], ids=["on MODEL", "on the guider"])
@@ -158,29 +158,29 @@ def test_where_a_network_may_keep_what_it_made_nothing_is_recorded(alone: Group)
 @pytest.mark.usefixtures("demo")
 def test_comfyui_and_the_page_let_models_go_at_once_and_the_workers_stay(alone: Group) -> None:
     (rounds,) = alone.run(f"{RESIDENCE}unloaded_by_both", times=2)
-    for found in rounds:
-        assert found["alive"], "a healthy group was ended"
-        assert found["listed"] == []
-        assert found["freed"] in ([], ["demo"], ["demo"] * 2), "whoever came first"
+    for answer in rounds:
+        assert answer["alive"], "a healthy group was ended"
+        assert answer["listed"] == []
+        assert answer["freed"] in ([], ["demo"], ["demo"] * 2), "whoever came first"
 
 
 @pytest.mark.usefixtures("demo")
 def test_a_group_whose_idle_time_ends_while_a_model_is_let_go_ends_afterwards(alone: Group) -> None:
-    (found,) = alone.run(f"{RESIDENCE}idle_while_unloading")
-    assert found == {"error": None, "alive meanwhile": True, "reason": "ended after 0.25 s without a run"}
+    (answer,) = alone.run(f"{RESIDENCE}idle_while_unloading")
+    assert answer == {"error": None, "alive meanwhile": True, "reason": "ended after 0.25 s without a run"}
 
 
 @pytest.mark.usefixtures("demo")
 @pytest.mark.sweep
 def test_recordings_go_before_a_model_is_unloaded_or_refused(alone: Group, tmp_path: Path) -> None:
-    (found,) = alone.run(f"{RESIDENCE}recordings_go_first", folder=str(tmp_path))
-    before, after, last = found["before"], found["after"], found["last"]
+    (answer,) = alone.run(f"{RESIDENCE}recordings_go_first", folder=str(tmp_path))
+    before, after, last = answer["before"], answer["after"], answer["last"]
     assert all(model["recorded"] > 1000 for model in before.values())
-    assert not found["unloaded"], "ComfyUI has got what it asked for"
+    assert not answer["unloaded"], "ComfyUI has got what it asked for"
     assert [after[name]["recorded"] for name in ("high", "low")] == [0, before["low"]["recorded"]]
-    assert found["lack"] is None
+    assert answer["lack"] is None
     assert last["low"]["recorded"] == 0, "it was in the other's place"
-    sizes = [{name: model["resident"] for name, model in told.items()} for told in (before, after, last)]
+    sizes = [{name: model["resident"] for name, model in models.items()} for models in (before, after, last)]
     assert sizes[0] == sizes[1] == sizes[2], "all weights stay"
 
 
@@ -192,9 +192,9 @@ def test_a_run_is_planned_once(alone: Group, tmp_path: Path) -> None:
 
 @pytest.mark.sweep
 def test_to_let_a_model_go_waits_for_no_group_that_is_started(alone: Group) -> None:
-    (found,) = alone.run(f"{RESIDENCE}unloading_a_group_that_is_replaced")
-    assert found["waited"] < 1
-    assert found["starting"], "too late to tell"
+    (answer,) = alone.run(f"{RESIDENCE}unloading_a_group_that_is_replaced")
+    assert answer["waited"] < 1
+    assert answer["starting"], "too late to tell"
 
 
 @pytest.mark.sweep
@@ -208,9 +208,9 @@ def test_a_function_of_another_comfyui_is_refused_by_name_and_no_other_takes_its
     assert alone.run(f"{CODE}made_again") == ["made"]
     gone = "comfy.samplers:ksampler.<locals>.nobody"
     for changed in ({"code": "another"}, {"name": gone}):
-        (said,) = alone.run(f"{CODE}made_again", **changed)
-        assert changed.get("name", "comfy.samplers:ksampler.<locals>.dpm_fast_function") in said
-        assert said.endswith("restart ComfyUI")
+        (answer,) = alone.run(f"{CODE}made_again", **changed)
+        assert changed.get("name", "comfy.samplers:ksampler.<locals>.dpm_fast_function") in answer
+        assert answer.endswith("restart ComfyUI")
 
 
 def test_patches_that_have_run_are_described_without_what_they_keep_of_the_run(alone: Group) -> None:
@@ -222,9 +222,9 @@ def test_what_clip_vision_saw_goes_to_the_workers(alone: Group) -> None:
 
 
 def test_an_object_whose_class_is_in_no_module_of_comfyuis_is_refused_as_what_it_is(alone: Group) -> None:
-    (said,) = alone.run(f"{CODE}made_inside_of_a_function")
-    assert said.startswith("the model sampling comfy.model_base.model_sampling.<locals>.ModelSampling")
-    assert "is made by a function of ComfyUI's as it runs" in said
+    (answer,) = alone.run(f"{CODE}made_inside_of_a_function")
+    assert answer.startswith("the model sampling comfy.model_base.model_sampling.<locals>.ModelSampling")
+    assert "is made by a function of ComfyUI's as it runs" in answer
 
 
 def test_a_hypernetwork_of_no_file_is_refused_with_the_folder_that_lacks_it(alone: Group) -> None:
@@ -234,8 +234,8 @@ def test_a_hypernetwork_of_no_file_is_refused_with_the_folder_that_lacks_it(alon
 
 
 def test_the_network_of_a_model_of_ours_is_not_called_outside_of_a_run(alone: Group) -> None:
-    (said,) = alone.run(f"{CODE}outside_of_a_run")
-    assert "was called while no sampler runs" in said
+    (answer,) = alone.run(f"{CODE}outside_of_a_run")
+    assert "was called while no sampler runs" in answer
 
 
 def test_a_pack_that_goes_to_another_folder_does_not_start_the_workers_anew(alone: Group) -> None:
@@ -280,8 +280,8 @@ def test_conditions_of_a_native_samplers_run_are_forgotten_when_it_is_over(alone
 )  # fmt: skip
 def test_what_a_callback_does_leaves_the_run_as_it_is(alone: Group, what: str, seen: list[Any], left: int) -> None:
     """`left` models are in the workers after it: one that ComfyUI lets go is unloaded when the run has ended."""
-    (found,) = alone.run(f"{CALLBACK}in_a_callback", what=what)
-    assert found == {"error": "", "equal": True, "seen": seen, "left": left, "same group": True, "again": True}
+    (answer,) = alone.run(f"{CALLBACK}in_a_callback", what=what)
+    assert answer == {"error": "", "equal": True, "seen": seen, "left": left, "same group": True, "again": True}
 
 
 @pytest.mark.parametrize(
@@ -294,9 +294,9 @@ def test_what_a_callback_does_leaves_the_run_as_it_is(alone: Group, what: str, s
 def test_a_callback_that_ends_its_run_ends_it_at_once_and_the_next_one_is_sound(
     alone: Group, what: str, says: str, stays: bool
 ) -> None:
-    (found,) = alone.run(f"{CALLBACK}in_a_callback", what=what)
-    assert says in found["error"]
-    assert (found["same group"], found["again"]) == (stays, True)
+    (answer,) = alone.run(f"{CALLBACK}in_a_callback", what=what)
+    assert says in answer["error"]
+    assert (answer["same group"], answer["again"]) == (stays, True)
 
 
 def test_a_sampler_that_draws_from_torchs_own_generator_leaves_it_as_comfyui_does(alone: Group) -> None:
@@ -311,8 +311,8 @@ def test_the_last_step_is_delivered_once_also_where_several_have_its_number(alon
 
 
 def test_a_gguf_file_in_a_subfolder_changes_nothing_for_other_loaders(alone: Group, tmp_path: Path) -> None:
-    (found,) = alone.run(f"{CALLBACK}folders_after_a_gguf", folder=str(tmp_path))
-    assert found == {"loaded": "quant/x.safetensors", "then": "x.safetensors", "folders": True, "names": True}
+    (answer,) = alone.run(f"{CALLBACK}folders_after_a_gguf", folder=str(tmp_path))
+    assert answer == {"loaded": "quant/x.safetensors", "then": "x.safetensors", "folders": True, "names": True}
 
 
 @pytest.mark.parametrize(("batch", "index", "rows"), [(4, 0, [0, 1]), (4, 1, [2, 3]), (1, 0, [0]), (1, 1, [0])])

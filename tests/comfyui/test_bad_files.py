@@ -52,9 +52,9 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_way_out(server: Server, 
     content, says = FILES[name]
     path = server.base / "models" / "diffusion_models" / f"bad_{name}.safetensors"
     path.write_bytes(content())
-    with pytest.raises(NodeError, match=rf"CPLoadDiffusionModel: .*Refused: .*{says}") as said:
+    with pytest.raises(NodeError, match=rf"CPLoadDiffusionModel: .*Refused: .*{says}") as raised:
         server.client.run(loading(path.name))
-    print(said.value)
+    print(raised.value)
     assert server.children() == before
 
 

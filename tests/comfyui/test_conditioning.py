@@ -66,7 +66,7 @@ def one_after_the_other(graph: Graph) -> None:
     combine(graph, "early", "late")
 
 
-def beside(kind: str, **widgets: Any) -> Change:
+def second_text(kind: str, **widgets: Any) -> Change:
     """A second text for a part of the picture."""
 
     def change(graph: Graph) -> None:
@@ -133,13 +133,13 @@ def sampled_with(**widgets: Any) -> Change:
 CHANGES: dict[str, tuple[Job, Change]] = {
     "timestep ranges": (FLUX, one_after_the_other),
     "timestep ranges of a video": (WAN, one_after_the_other),
-    "area": (FLUX, beside("ConditioningSetArea", width=64, height=64, x=16, y=8, strength=0.7)),
+    "area": (FLUX, second_text("ConditioningSetArea", width=64, height=64, x=16, y=8, strength=0.7)),
     "area in percent": (
-        FLUX, beside("ConditioningSetAreaPercentage", width=0.5, height=0.6, x=0.3, y=0.2, strength=1.3)),
+        FLUX, second_text("ConditioningSetAreaPercentage", width=0.5, height=0.6, x=0.3, y=0.2, strength=1.3)),
     "area of a video": (
-        WAN, beside("ConditioningSetAreaPercentageVideo", width=0.5, height=0.5, temporal=1.0, x=0.2, y=0.2, z=0.0,
+        WAN, second_text("ConditioningSetAreaPercentageVideo", width=0.5, height=0.5, temporal=1.0, x=0.2, y=0.2, z=0.0,
                     strength=0.9)),
-    "strength": (FLUX, beside("ConditioningSetAreaStrength", strength=0.3)),
+    "strength": (FLUX, second_text("ConditioningSetAreaStrength", strength=0.3)),
     "mask": (FLUX, masked_text("default")),
     "mask and its bounds": (FLUX, masked_text("mask bounds")),
     "default": (FLUX, default_around_an_area),
@@ -177,9 +177,9 @@ def test_a_changed_condition_or_latent_gives_ksamplers_latent(server: Server, na
 @pytest.mark.sweep
 def test_the_order_of_the_runs_changes_no_bit(server: Server) -> None:
     names = random.Random(5).sample(list(CHANGES), 10)
-    there = {name: sample(server, name) for name in names}
+    first_latents = {name: sample(server, name) for name in names}
     for name in [*reversed(names), names[3], names[3]]:
-        assert torch.equal(sample(server, name), there[name]), name
+        assert torch.equal(sample(server, name), first_latents[name]), name
 
 
 def sample(server: Server, name: str, **degrees: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from .graphs import Job, Parallel, sampling_graph
 from .latents import apart, latent_of
 from .server import SITE, Server
 from .test_kin import link, node
-from .test_weights import MODES, held
+from .test_weights import MODES, kept_weights
 from .write_control_nets import POOLED_SD3
 from .write_unets import POOLED, TEXT
 
@@ -328,9 +328,9 @@ def test_cp_plan_counts_their_weights_and_says_why_the_loop_stays(server: Server
 
     assert "ControlNets: in the workers: 2, with 0.0" in report(SCENES["FLUX"])
     assert "ControlNets" not in report(replace(SCENES["FLUX"], chain=()))
-    said = report(unet("sdxl", Apply(file="sdxl_difference.pth")), "DiffControlNetLoader")
-    assert "Loop: stays in ComfyUI's process" in said
-    assert "in no file of models/controlnet" in said
+    text = report(unet("sdxl", Apply(file="sdxl_difference.pth")), "DiffControlNetLoader")
+    assert "Loop: stays in ComfyUI's process" in text
+    assert "in no file of models/controlnet" in text
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -340,4 +340,4 @@ def test_a_control_lora_which_is_made_of_the_networks_weights_has_all_of_them(se
     want = latent_of(server.client.run(scene.graph(RING)))
     got = latent_of(server.client.run(scene.graph(replace(RING, weights=mode))))
     assert torch.equal(got, want)
-    assert min(share for share, _ in held(server)) == 1
+    assert min(share for share, _ in kept_weights(server)) == 1

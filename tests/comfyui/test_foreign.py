@@ -178,9 +178,9 @@ def test_patches_inside_blocks_leave_the_prompts_together(server: Server) -> Non
 def test_one_line_of_the_log_says_why_the_loop_stays_in_comfyuis_process(server: Server) -> None:
     since = server.log_size()
     server.client.run(PICTURES["ControlNet"](RING_2))
-    said = [line for line in server.log(since).splitlines() if "runs in ComfyUI's process" in line]
-    assert len(said) == 1
-    assert "Residuals" in said[0]
+    lines = [line for line in server.log(since).splitlines() if "runs in ComfyUI's process" in line]
+    assert len(lines) == 1
+    assert "Residuals" in lines[0]
 
 
 @pytest.mark.parametrize(

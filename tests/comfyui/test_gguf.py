@@ -82,8 +82,8 @@ def test_its_weights_may_be_elsewhere_to_the_bit(gguf_server: Server, kind: str,
     whole = sampled("replicate")
     assert torch.equal(sampled(mode), whole)
     for rank in gguf_server.client.get("/api/cp/status")["ranks"]:
-        held = rank["weights"][-1]
-        assert held["fetched"] > held["resident"] / 2
+        weights = rank["weights"][-1]
+        assert weights["fetched"] > weights["resident"] / 2
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])

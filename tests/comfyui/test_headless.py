@@ -83,13 +83,13 @@ def test_the_script_is_short_and_needs_nothing(server: Server) -> None:
 
 
 def test_comfyuis_own_command_runs_it(server: Server, tmp_path: Path) -> None:
-    if (comfy := os.environ.get("COMFY_CLI") or shutil.which("comfy", path=beside_python())) is None:
+    if (comfy := os.environ.get("COMFY_CLI") or shutil.which("comfy", path=search_path())) is None:
         pytest.skip("NO COMFY-CLI: .venv/bin/pip install comfy-cli (or set COMFY_CLI to its path)")
     graph = sampling_graph(JOB, "KSampler")
     native = latent_of(server.client.run(graph))
     migrated(graph, tmp_path)
-    (told,) = (line for line in PAGE.splitlines() if line.startswith("comfy "))
-    line = [comfy, *shlex.split(told.replace("8188", str(server.port)).replace("/path/to", str(tmp_path)))[1:]]
+    (documented,) = (line for line in PAGE.splitlines() if line.startswith("comfy "))
+    line = [comfy, *shlex.split(documented.replace("8188", str(server.port)).replace("/path/to", str(tmp_path)))[1:]]
     env = {**os.environ, "HOME": str(tmp_path), "DO_NOT_TRACK": "1"}  # it keeps a note of every job
     done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -98,5 +98,5 @@ def test_comfyuis_own_command_runs_it(server: Server, tmp_path: Path) -> None:
     assert "CPSampler" in {call["class_type"] for call in job["prompt"][2].values()}
 
 
-def beside_python() -> str:
+def search_path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])

@@ -75,8 +75,8 @@ def test_a_latent_of_an_absurd_size_comes_out_as_from_ksampler(server: Server, s
 def test_a_model_deep_in_folders_with_names_of_every_script_is_found(server: Server) -> None:
     """4 KB of path are what Linux takes; names of 85 characters of 3 bytes are what its file systems take."""
     models = server.base / "models" / "diffusion_models"
-    folder, room = Path("deep"), 4000 - len(str(models))
-    while len(bytes(folder)) + 256 < room:
+    folder, left = Path("deep"), 4000 - len(str(models))
+    while len(bytes(folder)) + 256 < left:
         folder /= "画" * 85
     (models / folder).mkdir(parents=True)
     shutil.copy(models / "flux_dev.safetensors", models / folder / "flux ünï.safetensors")

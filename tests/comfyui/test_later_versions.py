@@ -84,9 +84,9 @@ def answer(comfy: ComfyInstall, script: str, root: Path, flags: Sequence[str] = 
 def test_a_version_that_insists_is_refused_by_name(
     comfy: ComfyInstall, tmp_path: Path, added: dict[str, str], says: str
 ) -> None:
-    said = answer(comfy, START, later(comfy, tmp_path, added))
-    assert isinstance(said, str)
-    assert re.search(f"could not start: Refused: ComfyUI .* {says}", said), said
+    output = answer(comfy, START, later(comfy, tmp_path, added))
+    assert isinstance(output, str)
+    assert re.search(f"could not start: Refused: ComfyUI .* {says}", output), output
 
 
 def test_flags_that_this_version_does_not_know_are_not_passed(comfy: ComfyInstall) -> None:

@@ -38,9 +38,9 @@ def test_a_comfyui_that_ends_while_it_samples_leaves_nothing_behind(
         server.client.queue(sampling_graph(LONG, "CPSampler", DEGREES["ring_2"]))
         server.client.wait_for_step(3, since=since)
         assert len(server.workers()) == 2
-        held = named_shared_files(server.children())
+        shared_files = named_shared_files(server.children())
         end(server)
         assert wait_until_none(server.mark, LEASH_SECONDS) == []
         assert set(server.scratch.rglob("*")) - before == set(), "in the server's and the workers' TMPDIR"
-        ours = {path for path in held if server.base / "models" not in path.parents and path != server.log_path}
+        ours = {path for path in shared_files if server.base / "models" not in path.parents and path != server.log_path}
         assert {path for path in ours if path.exists()} == set()

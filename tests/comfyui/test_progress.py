@@ -24,10 +24,10 @@ Progress = dict[str, list[tuple[int, int]]]
 
 def progress(run: Run) -> Progress:
     """(value, max) of each event, by node."""
-    told: Progress = defaultdict(list)
+    progress: Progress = defaultdict(list)
     for event in filter(lambda event: event.kind == "progress", run.events):
-        told[event.data["node"]].append((event.data["value"], event.data["max"]))
-    return dict(told)
+        progress[event.data["node"]].append((event.data["value"], event.data["max"]))
+    return dict(progress)
 
 
 @pytest.mark.sweep(one_in=2)
@@ -43,8 +43,8 @@ def test_every_sampler_counts_as_in_comfyui(server: Server, sampler: str) -> Non
 def test_two_samplers_of_a_graph_count_each_for_itself(server: Server) -> None:
     native, ours = (progress(server.client.run(advanced(SLOW, parallel))) for parallel in (None, RING_2))
     assert list(ours) == list(native) == ["first", "sampler"]
-    for node, told in ours.items():
-        check(told, native[node])
+    for node, progress in ours.items():
+        check(progress, native[node])
 
 
 def check(ours: list[tuple[int, int]], native: list[tuple[int, int]]) -> None:

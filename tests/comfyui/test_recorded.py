@@ -55,12 +55,12 @@ def graphs(server: Server) -> list[dict[str, Any]]:
 
 def replays(server: Server) -> int:
     """Of the worker that replayed least."""
-    return min(told["replays"] for told in graphs(server))
+    return min(counts["replays"] for counts in graphs(server))
 
 
 def free(server: Server) -> None:
     server.client.free()
-    wait_until(lambda: all((told["keys"], told["bytes"]) == (0, 0) for told in graphs(server)), 20)
+    wait_until(lambda: all((counts["keys"], counts["bytes"]) == (0, 0) for counts in graphs(server)), 20)
 
 
 def native(server: Server, asked: Job) -> Tensor:
@@ -190,8 +190,8 @@ def test_no_more_than_four_sizes_are_held_and_all_go_when_memory_is_freed(server
     for width in (8, 10, 12, 14, 18, 20):
         asked = replace(FLUX, size=(8, width), steps=4)
         is_the_same(server, asked)
-        told = graphs(server)
-        assert all(1 <= rank["keys"] <= 4 and rank["bytes"] > 0 for rank in told), told
+        counts = graphs(server)
+        assert all(1 <= rank["keys"] <= 4 and rank["bytes"] > 0 for rank in counts), counts
     free(server)
 
 

@@ -65,8 +65,8 @@ def test_a_run_is_followed_from_its_start_to_idle(server: Server) -> None:
         assert 50e6 < rank["used_bytes"] < rank["total_bytes"]
         assert 0 < rank["step_seconds"] < 30
         assert 0 < rank["waited_seconds"] < rank["step_seconds"]
-        held = next(held for held in rank["weights"] if held["model"] == "flux_dev.safetensors")
-        assert held["resident"] + held["fetched"] > 1e6
+        model = next(model for model in rank["weights"] if model["model"] == "flux_dev.safetensors")
+        assert model["resident"] + model["fetched"] > 1e6
     status_when(server, lambda now: now["step"] > first["step"])
     states = [event.data["state"] for event in server.client.events(since) if event.kind == "cp.status"]
     assert "loading" not in states[states.index("sampling") :], "it may be too short to be seen, but comes first"
@@ -80,8 +80,8 @@ def test_a_run_is_followed_from_its_start_to_idle(server: Server) -> None:
     assert [run["end"] for run in last["runs"]][-2:] == ["cancelled", "idle"]
     assert last["runs"][-1]["step_seconds"] > 0
     assert {"loading", "sampling"} <= dict(last["runs"][-1]["phases"]).keys()
-    told = (OUR_ROOT / "docs" / "scripts.md").read_text()
-    assert [name for name in (*last, *last["ranks"][0], *last["runs"][0]) if f"`{name}`" not in told] == []
+    page = (OUR_ROOT / "docs" / "scripts.md").read_text()
+    assert [name for name in (*last, *last["ranks"][0], *last["runs"][0]) if f"`{name}`" not in page] == []
     assert {"keys", "replays", "bytes"} <= last["ranks"][0]["graphs"].keys()
 
 
@@ -104,7 +104,7 @@ def test_free_empties_the_workers_and_the_next_run_is_the_same(server: Server) -
     assert "flux_dev.safetensors" in server.client.post("/api/cp/free")["freed"]
     assert [rank["weights"] for rank in status(server)["ranks"]] == [[], []]
     server.client.run(sampling_graph(FLUX, "CPSampler", TWO))
-    assert [held["model"] for held in status(server)["ranks"][1]["weights"]] == ["flux_dev.safetensors"]
+    assert [model["model"] for model in status(server)["ranks"][1]["weights"]] == ["flux_dev.safetensors"]
 
 
 def test_restart_ends_a_run_with_the_reason_and_brings_new_workers(server: Server) -> None:
@@ -153,8 +153,8 @@ def test_the_log_is_told_by_rank_and_holds_no_secret(server: Server) -> None:
     assert any("sampled in" in line["text"] for line in lines)
     assert all(line["rank"] == 1 for line in server.client.get("/cp/logs?rank=1")["lines"])
     assert len(server.client.get("/cp/logs?lines=1")["lines"]) == 1
-    told = json.dumps([lines, status(server)])
-    assert token not in told
+    text = json.dumps([lines, status(server)])
+    assert token not in text
     assert str(server.base) not in json.dumps(status(server)), "a folder's name"
 
 

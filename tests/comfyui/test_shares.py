@@ -20,7 +20,7 @@ from .latents import apart, latent_of
 from .networks import picture
 from .server import Server, running_server
 from .test_kin import link, node
-from .test_weights import held
+from .test_weights import kept_weights
 from .vae_graphs import BAR as VAE_BAR
 from .vae_graphs import THREE, TWO, both, decoding
 
@@ -75,7 +75,7 @@ def test_workers_of_unlike_memory_have_as_much_of_the_weights_as_each_may_take(c
             parallel = replace(DEGREES["ulysses_2"], weights=weights)
             graph = sampling_graph(job, "CPSampler", parallel)
             latent = latent_of(server.client.run(with_loras(graph, [("flux_dev.safetensors", lora)] if lora else [])))
-            return latent, [share for share, _ in held(server)]
+            return latent, [share for share, _ in kept_weights(server)]
 
         for lora in (0.0, 0.8):
             whole, (first, second) = run("replicate", lora)
@@ -92,9 +92,9 @@ def test_workers_of_unlike_memory_have_as_much_of_the_weights_as_each_may_take(c
         graph = sampling_graph(job, "CPSampler", DEGREES["ulysses_2"])
         sampled = dict(model=link("model"), latent_image=link("latent"), positive=link("positive"))
         graph["plan"] = node("CPPlan", **sampled, cp_config=link("config"), cfg=2.0)
-        (said,) = server.client.run(graph).outputs["plan"]["text"]
-        assert re.search(r"blocks on the device: cpu 27\.7 MiB \(4/4\), cpu \d\.\d MiB \(0/4\)", said), said
-        assert "All weights fit on cpu only: cpu would need" in said
+        (text,) = server.client.run(graph).outputs["plan"]["text"]
+        assert re.search(r"blocks on the device: cpu 27\.7 MiB \(4/4\), cpu \d\.\d MiB \(0/4\)", text), text
+        assert "All weights fit on cpu only: cpu would need" in text
         write_vaes(comfy, server)
         since = server.log_size()
         assert both(server, decoding, "taef1", "1,16,9,14", TWO) <= VAE_BAR

@@ -55,8 +55,8 @@ def sample(server: Server, job: Job, parallel: Parallel) -> Sampled:
 
 
 def skipped_in(log: str) -> list[tuple[int, int]]:
-    said = re.findall(r"worker\(s\): sampled in .* s, step cache skipped (\d+) of (\d+) evaluations", log)
-    return [(int(skipped), int(evaluations)) for skipped, evaluations in said]
+    counts = re.findall(r"worker\(s\): sampled in .* s, step cache skipped (\d+) of (\d+) evaluations", log)
+    return [(int(skipped), int(evaluations)) for skipped, evaluations in counts]
 
 
 @pytest.fixture(scope="session")
@@ -75,9 +75,9 @@ def test_however_the_work_is_divided_the_same_is_skipped(
 ) -> None:
     want, ((skipped, evaluations),) = alone[name]
     threshold = THRESHOLDS[JOBS[name].family]
-    got, said = sample(server, JOBS[name], replace(DEGREES[degrees], step_cache=threshold))
+    got, counts = sample(server, JOBS[name], replace(DEGREES[degrees], step_cache=threshold))
     assert 0 < skipped < evaluations
-    assert said == [(skipped, evaluations)]
+    assert counts == [(skipped, evaluations)]
     assert apart(got, want) <= BAR
 
 
@@ -89,8 +89,8 @@ def test_at_threshold_0_nothing_is_cached_and_no_bit_differs(server: Server) -> 
 
     want = without_the_widget()
     cached, _ = sample(server, FLUX, CACHED)
-    got, said = sample(server, FLUX, replace(CACHED, step_cache=0.0))
-    assert said == []
+    got, counts = sample(server, FLUX, replace(CACHED, step_cache=0.0))
+    assert counts == []
     assert torch.equal(got, want)
     assert torch.equal(got, without_the_widget())
     assert apart(cached, want) > 10 * BAR, "skipping shows"
@@ -98,8 +98,8 @@ def test_at_threshold_0_nothing_is_cached_and_no_bit_differs(server: Server) -> 
 
 def test_a_threshold_that_nothing_stays_under_changes_no_more_than_rounding(server: Server) -> None:
     want, _ = sample(server, FLUX, DEGREES["ring_2"])
-    got, said = sample(server, FLUX, replace(CACHED, step_cache=0.001))
-    assert said == [(0, 2 * FLUX.steps)]
+    got, counts = sample(server, FLUX, replace(CACHED, step_cache=0.001))
+    assert counts == [(0, 2 * FLUX.steps)]
     assert apart(got, want) <= BAR
 
 
@@ -112,16 +112,16 @@ def test_another_threshold_neither_loads_nor_starts_anything(server: Server) -> 
 
 
 def test_a_run_starts_with_nothing_from_the_last_one_also_after_cancel(server: Server) -> None:
-    fresh, said = sample(server, FLUX, CACHED)
-    again, said_again = sample(server, FLUX, CACHED)
+    fresh, counts = sample(server, FLUX, CACHED)
+    again, counts_again = sample(server, FLUX, CACHED)
     since = server.client.now()
     prompt = server.client.queue(sampling_graph(longer(FLUX, steps=2000), "CPSampler", CACHED))
     server.client.wait_for_step(3, since=since)
     server.client.interrupt(prompt)
     with pytest.raises(Interrupted):
         server.client.finish(prompt, since=since, timeout=10)
-    after_cancel, said_after_cancel = sample(server, FLUX, CACHED)
-    assert said == said_again == said_after_cancel
+    after_cancel, counts_after_cancel = sample(server, FLUX, CACHED)
+    assert counts == counts_again == counts_after_cancel
     assert torch.equal(again, fresh)
     assert torch.equal(after_cancel, fresh)
 
@@ -158,8 +158,8 @@ def test_a_native_sampler_cannot_have_it_and_is_told_the_way_out(server: Server)
 
 
 def test_a_cp_sampler_has_it_on_a_model_without_weights_too(server: Server) -> None:
-    want, said = sample(server, FLUX, CACHED)
+    want, counts = sample(server, FLUX, CACHED)
     since = server.log_size()
     got = latent_of(server.client.run(with_our_loader(sampling_graph(FLUX, "CPSampler", CACHED))))
-    assert "skipped {} of {} evaluations".format(*said[0]) in server.log(since)
+    assert "skipped {} of {} evaluations".format(*counts[0]) in server.log(since)
     assert apart(got, want) <= BAR

@@ -20,16 +20,16 @@ def node(number: int, kind: str, values: list[Any], outputs: str = "", **inputs:
     return {"id": number, "type": kind, "widgets_values": values, "inputs": sockets, "outputs": given}
 
 
-def canvas(file: str, *on_the_way: Json, cfg: float = 4.0, controlled: bool = False) -> Json:
+def canvas(file: str, *between: Json, cfg: float = 4.0, controlled: bool = False) -> Json:
     """A loader (its link is 1), what is on the way from it, and a KSampler at link 9; the prompt is link 5."""
     text = "ControlNetApplyAdvanced" if controlled else "CLIPTextEncode"
     nodes = [
         node(1, "UNETLoader", [file], "MODEL"),
-        *on_the_way,
+        *between,
         node(2, text, [], "CONDITIONING"),
         node(3, "KSampler", [1, "fixed", 20, cfg], model=("MODEL", 9), positive=("CONDITIONING", 5)),
     ]
-    last = on_the_way[-1]["id"] if on_the_way else 1
+    last = between[-1]["id"] if between else 1
     return {"nodes": nodes, "links": [[1, 1, 0, 0, 0, "MODEL"], [9, last, 0, 3, 0, "MODEL"], [5, 2, 0, 3, 1, "X"]]}
 
 
@@ -95,7 +95,7 @@ def test_longer_names_go_before_shorter_ones() -> None:
 
 
 def test_every_workflow_of_the_installed_package_is_migrated_and_known(comfy: ComfyInstall) -> None:
-    version, found = stock(comfy)
-    assert len(found) > 100
-    assert [one.name for one in found if one.worst and one.worst.outcome == "not known"] == []
-    assert version in table(version, found)
+    version, reads = stock(comfy)
+    assert len(reads) > 100
+    assert [one.name for one in reads if one.worst and one.worst.outcome == "not known"] == []
+    assert version in table(version, reads)

@@ -18,7 +18,7 @@ from .latents import latent_of
 from .nodes_benches import benches, write_benches
 from .nodes_graphs import Trial
 from .server import Server
-from .test_weights import MODES, held
+from .test_weights import MODES, kept_weights
 
 PLACED = {"ring 2": DEGREES["ring_2"], "Ulysses 2": DEGREES["ulysses_2"], "prompts": Parallel(cfg_degree=2)}
 NETWORKS = {  # a node by which its prompts have what it asks for
@@ -63,7 +63,7 @@ def test_a_worker_holds_little_more_than_its_part(unets: Server) -> None:
     shares = {}
     for mode in (*MODES, "replicate"):
         unets.client.run(picture(unets, "unet", "ring 2", "1,4,16,24", mode))
-        shares[mode] = max(share for share, _ in held(unets))
+        shares[mode] = max(share for share, _ in kept_weights(unets))
     outside = shares["offload"]
     assert outside <= 0.2
     assert shares["shard"] <= outside + (1 - outside) / 2 + 0.03
@@ -82,4 +82,4 @@ def test_auto_divides_rows_where_weights_are_to_be_in_parts(unets: Server) -> No
     unets.client.run(graph)
     degrees = unets.client.get("/cp/status")["degrees"]
     assert degrees["ring_degree"] * degrees["ulysses_degree"] == 2
-    assert max(share for share, _ in held(unets)) < 0.8
+    assert max(share for share, _ in kept_weights(unets)) < 0.8

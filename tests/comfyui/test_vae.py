@@ -68,8 +68,8 @@ def test_the_page_follows_a_decode_and_free_drops_the_vae_too(vaes: Server) -> N
     graph, since = decoding("wan.safetensors", "1,16,4,12,12", TWO), vaes.client.now()
     want = result(vaes, graph)["save"]
     shown = [event.data for event in vaes.client.events(since) if event.kind == "cp.status"]
-    assert "decoding" in [told["state"] for told in shown]
-    assert all(told["step"] <= told["steps"] for told in shown if told["state"] == "decoding")
+    assert "decoding" in [status["state"] for status in shown]
+    assert all(status["step"] <= status["steps"] for status in shown if status["state"] == "decoding")
     assert vaes.client.get("/cp/status")["state"] == "idle"
     assert "WanVAE" in vaes.client.post("/cp/free")["freed"]
     assert torch.equal(result(vaes, decoding("wan.safetensors", "1,16,4,12,12", TWO))["save"], want)

@@ -103,7 +103,7 @@ def test_weights_of_any_format_travel_as_bytes(
     assert torch.equal(got, replicated("flux_dev", name, 0.8, "ring_2"))
 
 
-def held(server: Server) -> list[tuple[float, float]]:
+def kept_weights(server: Server) -> list[tuple[float, float]]:
     """Of the last model, on each rank: the share of it that is on the device, and in bytes all of it."""
     ranks = server.client.get("/api/cp/status")["ranks"]
     last = [rank["weights"][-1] for rank in ranks]
@@ -122,11 +122,11 @@ def test_a_worker_of_several_holds_little_more_than_its_part(server: Server, deg
     parallel = replace(CUTS[degrees], weights="shard")
     workers = parallel.ring_degree * parallel.ulysses_degree
     server.client.run(picture(family, "bf16", 0.0, parallel))
-    assert max(share for share, _ in held(server)) <= 1 / workers + 0.1
+    assert max(share for share, _ in kept_weights(server)) <= 1 / workers + 0.1
     server.client.run(picture(family, "bf16", 0.0, replace(parallel, weights="offload")))
-    assert max(share for share, _ in held(server)) <= 0.1
+    assert max(share for share, _ in kept_weights(server)) <= 0.1
     server.client.run(picture(family, "bf16", 0.0, replace(parallel, weights="auto")))
-    assert min(share for share, _ in held(server)) == 1, "it fits"
+    assert min(share for share, _ in kept_weights(server)) == 1, "it fits"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -238,7 +238,7 @@ def test_auto_goes_by_what_a_worker_may_take_and_refuses_with_numbers(server: Se
     with memory(server, 24):
         assert torch.equal(sampled("auto"), sampled("replicate"))
         sampled("auto", replace(JOB, seed=8))
-        assert max(share for share, _ in held(server)) < 0.9, "it did not fit as a whole"
+        assert max(share for share, _ in kept_weights(server)) < 0.9, "it did not fit as a whole"
         with pytest.raises(NodeError, match=sentence):
             sampled("auto", replace(JOB, size=(256, 256)))
 
@@ -254,11 +254,11 @@ def test_what_a_worker_may_take_counts_all_of_its_models_and_anew_at_each_run(se
     with memory(server, 34):
         run("flux_dev", "auto")
         assert "ComfyUI unloads" not in run("flux_dev", "auto"), "it was there already"
-        said = run("wan_t2v", "auto")
-        assert re.search(r"are free there, as CP_MEMORY_GIB says; ComfyUI unloads its models\n", said)
-        assert "unloading the workers' model" in said
+        log_text = run("wan_t2v", "auto")
+        assert re.search(r"are free there, as CP_MEMORY_GIB says; ComfyUI unloads its models\n", log_text)
+        assert "unloading the workers' model" in log_text
         for rank in server.client.get("/cp/status")["ranks"]:
-            assert [held["model"] for held in rank["weights"]] == ["wan_t2v.safetensors"]
+            assert [model["model"] for model in rank["weights"]] == ["wan_t2v.safetensors"]
         assert "ComfyUI unloads" not in run("flux_dev", "replicate"), "the limit is auto's"
 
 
@@ -272,8 +272,8 @@ def test_what_nobody_can_let_go_of_is_refused_with_numbers_before_a_worker_loads
                 server.client.run(sampling_graph(JOB, "CPSampler", in_two("auto")))
             assert "ComfyUI unloads its models" in server.log(since)
         workers = server.workers()
-        held = [rank["weights"] for rank in server.client.get("/cp/status")["ranks"]]
-        assert [[one["model"] for one in of_rank] for of_rank in held] == [["somebody else's"]] * 2, (
+        by_rank = [rank["weights"] for rank in server.client.get("/cp/status")["ranks"]]
+        assert [[one["model"] for one in of_rank] for of_rank in by_rank] == [["somebody else's"]] * 2, (
             "nothing was loaded"
         )
         server.client.run(sampling_graph(JOB, "CPSampler", in_two("replicate")))

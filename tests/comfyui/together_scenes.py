@@ -56,7 +56,7 @@ def lost(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:
     def evaluation(method: str, arguments: dict[str, Any]) -> None:
         raise Asked(*arguments)
 
-    found = {}
+    results = {}
     for name in names:
         network, inputs = CASES[name].network(), CASES[name].inputs()
         network._forward_pre_hooks.clear()  # the zoo's
@@ -64,8 +64,8 @@ def lost(rank: int, world: int, names: list[str]) -> dict[str, list[str]]:
             forward(remote_model.remote_network(network, evaluation), inputs)
         except Asked as arrived:
             if missing := inputs.keys() - set(arrived.args):
-                found[name] = sorted(missing)
-    return found
+                results[name] = sorted(missing)
+    return results
 
 
 def kept_by(rank: int, world: int, node: str, widgets: dict[str, Any]) -> tuple[bool, str]:

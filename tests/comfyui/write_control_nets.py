@@ -56,7 +56,7 @@ def weights_of(network: nn.Module, number: int, strength: float = 1.0) -> dict[s
     return {name: value.contiguous() for name, value in state.items()}
 
 
-def told(kind: str, config: dict[str, Any]) -> dict[str, Tensor]:
+def size_tensor(kind: str, config: dict[str, Any]) -> dict[str, Tensor]:
     """A tensor that tells the tests' ComfyUI how small a file is: loaders of ControlNets read no metadata."""
     return {"cp_tiny": torch.tensor([*json.dumps({"model": kind, "final": config}).encode()], dtype=torch.uint8)}
 
@@ -83,15 +83,15 @@ def _write_unets(networks: Path, nets: Path) -> None:
             network = _control("cldm.cldm:ControlNet", **short, hint_channels=3)
             state = weights_of(network, 10 * (more + 1) + number, 3.0)
             if other == "pickled":
-                torch.save({f"control_model.{key}": value for key, value in state.items()} | told(kind, config),
+                torch.save({f"control_model.{key}": value for key, value in state.items()} | size_tensor(kind, config),
                            nets / f"{name}_{other}.pth")  # fmt: skip
             else:
-                save_file(state | told(kind, config), nets / f"{name}_{other}.safetensors")
+                save_file(state | size_tensor(kind, config), nets / f"{name}_{other}.safetensors")
             if other == "other":
                 for word, dtype in ("half", torch.float16), ("float8", torch.float8_e4m3fn):
                     rounded = {key: value.to(dtype) for key, value in state.items()}
-                    save_file(rounded | told(kind, config), nets / f"{name}_{word}.safetensors")
-                torch.save({"difference": torch.zeros(1)} | told(kind, config)
+                    save_file(rounded | size_tensor(kind, config), nets / f"{name}_{word}.safetensors")
+                torch.save({"difference": torch.zeros(1)} | size_tensor(kind, config)
                            | {f"control_model.{key}": value * 0.1 for key, value in state.items()},
                            nets / f"{name}_difference.pth")  # fmt: skip
         save_file(_lora(weights_of(network, 40 + number, 3.0)), nets / f"{name}_lora.safetensors")
@@ -106,7 +106,7 @@ def _write_union(networks: Path, nets: Path) -> None:
     short = {key: value for key, value in config.items() if key not in ("out_channels", "transformer_depth_output")}
     types = {"union_controlnet_num_control_type": 6}
     state = weights_of(_control("cldm.cldm:ControlNet", **short, **types, hint_channels=3), 91, 3.0)
-    save_file(state | told("SDXL", config | types), nets / "sdxl_union.safetensors")
+    save_file(state | size_tensor("SDXL", config | types), nets / "sdxl_union.safetensors")
 
 
 def _lora(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -177,7 +177,7 @@ def _write_sd3(networks: Path, nets: Path) -> None:
 
 def _write_qwen(nets: Path) -> None:
     union = _control("ldm.qwen_image.controlnet:QwenImageControlNetModel", **QWEN)
-    save_file(weights_of(union, 70) | told("QwenImage", QWEN), nets / "qwen_union.safetensors")
+    save_file(weights_of(union, 70) | size_tensor("QwenImage", QWEN), nets / "qwen_union.safetensors")
     sizes = {"inner_dim": 128, "num_attention_heads": 4, "attention_head_dim": 32}
     fun = _control("ldm.qwen_image.controlnet:QwenImageFunControlNetModel", **sizes)
     save_file(weights_of(fun, 71), nets / "qwen_fun.safetensors")

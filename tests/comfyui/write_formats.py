@@ -75,15 +75,17 @@ def scaled(weights: dict[str, Tensor], *, old: bool, every: int) -> tuple[dict[s
     return out, {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
 
 
-def quantised(weights: dict[str, Tensor], layout: str, said: dict[str, Any], how: dict[str, Any]) -> dict[str, Tensor]:
+def quantised(
+    weights: dict[str, Tensor], layout: str, config: dict[str, Any], how: dict[str, Any]
+) -> dict[str, Tensor]:
     from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
 
     out = {key: value.to(torch.bfloat16) for key, value in weights.items()}
     for key in [key for key in weights if in_a_block(key, weights[key])]:
         made = QuantizedTensor.from_float(out.pop(key), QUANT_ALGOS[layout]["comfy_tensor_layout"], **how)
         out.update(made.state_dict(key))
-        said_of_layer = json.dumps({"format": layout, **said}).encode()
-        out[f"{key.removesuffix('.weight')}.comfy_quant"] = torch.tensor(list(said_of_layer), dtype=torch.uint8)
+        layer_config = json.dumps({"format": layout, **config}).encode()
+        out[f"{key.removesuffix('.weight')}.comfy_quant"] = torch.tensor(list(layer_config), dtype=torch.uint8)
     return out
 
 

@@ -22,7 +22,7 @@ def main(folder: str, *names: str) -> None:
         built = network.build()
         tiny = {"model": network.model, "final": built.unet_config}
         weights = {key: tensor.contiguous() for key, tensor in built.state_dict().items()}
-        weights |= {key: normal(*shape) * 0.1 for key, shape in network.beside.items()}
+        weights |= {key: normal(*shape) * 0.1 for key, shape in network.more_weights.items()}
         save_file(weights, Path(folder) / f"{name}.safetensors", metadata={"cp_tiny": json.dumps(tiny)})
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def said(*arguments: str, bare: bool = False) -> str:
+def stderr_of(*arguments: str, bare: bool = False) -> str:
     command = [sys.executable, *(["-S"] if bare else []), "-m", "parallel_runtime", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
@@ -17,17 +17,17 @@ def said(*arguments: str, bare: bool = False) -> str:
 
 
 def test_a_python_without_our_packages_is_told_how_to_get_them() -> None:
-    told = said("demo", bare=True)
-    assert "torch is not installed" in told
-    assert f"-m pip install torch -r {ROOT / 'parallel_runtime' / 'for_diffusers' / 'requirements.txt'}" in told
-    assert "Traceback" not in told
+    output = stderr_of("demo", bare=True)
+    assert "torch is not installed" in output
+    assert f"-m pip install torch -r {ROOT / 'parallel_runtime' / 'for_diffusers' / 'requirements.txt'}" in output
+    assert "Traceback" not in output
 
 
 def test_a_command_that_is_none_is_told_those_that_are() -> None:
-    told = said("drmo")
-    assert told.startswith("there is no command 'drmo'\n")
-    assert "usage: python -m parallel_runtime {demo,join,migrate,networks,report}" in told
-    assert said().startswith("usage: ")
+    output = stderr_of("drmo")
+    assert output.startswith("there is no command 'drmo'\n")
+    assert "usage: python -m parallel_runtime {demo,join,migrate,networks,report}" in output
+    assert stderr_of().startswith("usage: ")
 
 
 def test_help_is_no_failure() -> None:

@@ -177,8 +177,8 @@ def test_twice_is_once():
 def test_there_and_back_is_the_workflow_that_it_was() -> None:
     before = canvas()
     before["nodes"].append({**copy.deepcopy(CONFIG), "outputs": [{"name": "cp_config", "links": None}]})
-    there, changes = migrated(before)
-    back, changes_back = migrated(there, back=True)
+    converted, changes = migrated(before)
+    back, changes_back = migrated(converted, back=True)
     assert [(one.node, one.place, one.after) for one in changes_back] == [
         (one.node, one.place, one.before) for one in changes
     ]
@@ -210,10 +210,10 @@ def test_sockets_behind_the_config_keep_their_links() -> None:
     assert after["nodes"][1]["outputs"][0]["links"] == [6]
 
 
-@pytest.mark.parametrize("found", [[], "text", {}, {"a": 1}, {"1": {"inputs": {}}}, {"nodes": {}}, {"1": None}])
-def test_what_is_no_workflow_is_refused(found):
+@pytest.mark.parametrize("content", [[], "text", {}, {"a": 1}, {"1": {"inputs": {}}}, {"nodes": {}}, {"1": None}])
+def test_what_is_no_workflow_is_refused(content):
     with pytest.raises(ValueError, match="workflow"):
-        migrated(found)
+        migrated(content)
 
 
 def test_odd_parts_are_passed_by():

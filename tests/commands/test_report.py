@@ -49,27 +49,27 @@ def reported(folder: Path, *arguments: str, fault: str) -> tuple[Rows, str, str]
     assert done.returncode == 0, done.stderr
     first, *lines = (folder / "report.jsonl").read_text().splitlines()
     assert "machine" in json.loads(first)
-    found: Rows = defaultdict(list)
+    sections: Rows = defaultdict(list)
     for row in map(json.loads, lines):
-        found[row["section"].partition(":")[0]].append(row)
-    return found, (folder / "report.md").read_text(), done.stdout
+        sections[row["section"].partition(":")[0]].append(row)
+    return sections, (folder / "report.md").read_text(), done.stdout
 
 
 @pytest.mark.sweep
 def test_the_report_is_whole_and_exact(tmp_path: Path) -> None:
-    found, text, said = reported(tmp_path, "--minutes", "60", fault="tape")  # a busy machine is slow
-    assert not [row for rows in found.values() for row in rows if "failed" in row]
-    pools, recordings, locks, attention, group, networks, vae, share, theirs = found.values()
+    sections, text, log_text = reported(tmp_path, "--minutes", "60", fault="tape")  # a busy machine is slow
+    assert not [row for rows in sections.values() for row in rows if "failed" in row]
+    pools, recordings, locks, attention, group, networks, vae, share, theirs = sections.values()
     assert [row["note"] for row in (*pools, *locks)] == ["no CUDA graphs here", "needs a CUDA GPU"]
-    ways = {row["degrees"]: row["error"] for row in attention if row["what"] == "auto"}
-    assert {"ring 2 x Ulysses 1", "ring 2 x Ulysses 1, allgather", "ring 1 x Ulysses 2"} <= ways.keys()
-    assert max(ways.values()) <= EXACT
+    errors = {row["degrees"]: row["error"] for row in attention if row["what"] == "auto"}
+    assert {"ring 2 x Ulysses 1", "ring 2 x Ulysses 1, allgather", "ring 1 x Ulysses 2"} <= errors.keys()
+    assert max(errors.values()) <= EXACT
     assert [row["what"] for row in group][:2] == ["start of the group", "first run, with loading"]
     assert all(row["gib"] > 0 for row in group)
     assert {row["degrees"] for row in theirs} >= {"1 rank", "Ulysses 8", "ring 8"}
     assert all(row["what"] in text for row in (*attention, *group))
     assert [row["what"] for row in group if "while it records" in row["what"] and "note" not in row]
-    assert "[4 of 9] Attention against float64: 2 ranks; about" in said
+    assert "[4 of 9] Attention against float64: 2 ranks; about" in log_text
     if find_comfy() is None:
         assert {row["note"] for row in (*recordings, *networks, *vae, *share)} == {
             "no ComfyUI here; --comfyui names its folder"
@@ -108,7 +108,7 @@ def check_shares(rows: list[dict[str, Any]]) -> None:
     """Eager and recorded at 1, 2, 4 and 8 ranks; nothing is compiled for a CPU."""
     modes = {(row["what"], row["degrees"], row["mode"]): row for row in rows}
     for network in ("FLUX, tiny", "Wan, tiny"):
-        for degrees in ("1 rank", *(f"{way} {world}" for way in ("Ulysses", "ring") for world in (2, 4, 8))):
+        for degrees in ("1 rank", *(f"{kind} {world}" for kind in ("Ulysses", "ring") for world in (2, 4, 8))):
             assert modes[network, degrees, "eager"]["host_ms"] > 0
             assert modes[network, degrees, "recorded"]["faster"] > 0
         assert modes[network, "Ulysses 8", "compiled and recorded"]["note"] == "no CUDA graphs here"
@@ -138,25 +138,25 @@ def test_parts_that_are_named_are_all_that_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_case_that_fails_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:
-    found, text, _ = reported(tmp_path, "--only", "attention", fault="1 report raise")
-    (rows,) = found.values()
+    sections, text, _ = reported(tmp_path, "--only", "attention", fault="1 report raise")
+    (rows,) = sections.values()
     assert [row.get("failed") for row in rows].count("on another rank") == 1
     assert len([row for row in rows if row.get("error", 1) <= EXACT]) == len(rows) - 1 > 5
     assert "FAILED: on another rank" in text
 
 
 def test_a_part_that_is_cut_off_keeps_what_it_found(tmp_path: Path) -> None:
-    found, _, said = reported(tmp_path, "--only", "attention", fault="1 report SIGKILL")
-    *kept, last = found["Attention against float64"]
+    sections, _, log_text = reported(tmp_path, "--only", "attention", fault="1 report SIGKILL")
+    *kept, last = sections["Attention against float64"]
     assert len(kept) == 2
     assert last["what"] == "the rest of this part"
     assert "rank 1 with -9" in last["failed"]
-    assert all(row["degrees"] in said for row in kept)
+    assert all(row["degrees"] in log_text for row in kept)
 
 
 def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
-    found, *_ = reported(tmp_path, "--minutes", "0", fault="tape")
-    notes = [row["note"] for rows in found.values() for row in rows]
+    sections, *_ = reported(tmp_path, "--minutes", "0", fault="tape")
+    notes = [row["note"] for rows in sections.values() for row in rows]
     assert len(notes) == 9
     assert any(note.startswith("its share of time is too short") for note in notes)
 
@@ -208,12 +208,12 @@ def test_arguments_that_cannot_be_are_named(
 
 
 @pytest.mark.parametrize(
-    ("told", "written"),
+    ("name", "written"),
     [("h100-2.13", "h100-2.13"), ("report.md", "report"), ("report.jsonl", "report"), ("", "report")],
 )
-def test_it_is_written_under_the_name_that_was_told(tmp_path: Path, told: str, written: str) -> None:
+def test_it_is_written_under_the_name_that_was_told(tmp_path: Path, name: str, written: str) -> None:
     """A folder has it in it."""
-    assert main([*BRIEF, "--out", str(tmp_path / told)]) == 0
+    assert main([*BRIEF, "--out", str(tmp_path / name)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {f"{written}.md", f"{written}.jsonl"}
 
 
@@ -240,7 +240,7 @@ def test_more_ranks_than_there_are_gpus_are_refused() -> None:
 )
 def test_one_gpu_is_also_tried_by_several_ranks_on_it(gpus: int, ranks: list[tuple[int, bool]]) -> None:
     options = argparse.Namespace(devices="cuda", comfyui="", tokens=4608, world=[1, 2, 4, 8], only=["attention"])
-    assert [(setting.world, setting.one_card) for _, setting in planned(options, gpus)] == ranks
+    assert [(setting.world_size, setting.one_card) for _, setting in planned(options, gpus)] == ranks
 
 
 def test_what_nobody_has_measured_yet_comes_first_and_two_communicators_with_both_ways_of_buffers() -> None:
@@ -252,7 +252,7 @@ def test_what_nobody_has_measured_yet_comes_first_and_two_communicators_with_bot
         "page_locks",
         "attention",
     ]
-    recorded = [(each.world, each.one_card, each.registered) for part, each in parts if part.name == "recordings"]
+    recorded = [(each.world_size, each.one_card, each.registered) for part, each in parts if part.name == "recordings"]
     assert recorded == [(1, False, False), (2, True, False), (4, True, False), (4, True, True)]
     (both,) = recorded_degrees(4)
     assert (both[1].ring_degree, both[1].ulysses_degree) == (2, 2)

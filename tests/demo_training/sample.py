@@ -21,12 +21,12 @@ Evaluate = Callable[[Tensor, Tensor, dict[str, Any]], Tensor]
 @torch.no_grad()
 def euler(evaluate: Evaluate, prompt: str, noise: Tensor, *, steps: int = 10, cfg: float = 1.0) -> Tensor:
     """A picture [1, H, W, 3] from noise [1, 16, H/8, W/8]."""
-    told, untold = conditions(*encode(prompt)), conditions(*encode(""))
+    conditional, unconditional = conditions(*encode(prompt)), conditions(*encode(""))
     x, sigmas = noise, torch.linspace(1, 0, steps + 1)
     for now, then in pairwise(sigmas):
-        velocity = evaluate(x, now[None], told)
+        velocity = evaluate(x, now[None], conditional)
         if cfg != 1:
-            blind = evaluate(x, now[None], untold)
+            blind = evaluate(x, now[None], unconditional)
             velocity = blind + cfg * (velocity - blind)
         x = x + (then - now) * velocity
     return codec.decode(x / codec.SCALE + codec.SHIFT)

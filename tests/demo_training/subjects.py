@@ -84,6 +84,6 @@ def _radius(size: str, place: str, shorter: int) -> int:
     return CELL * round(radius * shorter / 128 / CELL)
 
 
-def _offset(place: str, room: int, axis: int) -> int:
+def _offset(place: str, space: int, axis: int) -> int:
     """Pixels from the middle along one axis; room is how far the shape may go and still be on the canvas."""
-    return SIDES[place or "center"][axis] * (max(room - 2, 0) // CELL * CELL)
+    return SIDES[place or "center"][axis] * (max(space - 2, 0) // CELL * CELL)

@@ -90,8 +90,8 @@ def batch(rng: random.Random) -> tuple[Tensor, Tensor, Tensor]:
     pairs = [any_picture(rng, wording, height, width) for _ in range(TOKENS * 256 // (height * width))]
     latents = fitting.encode(torch.stack([draw(picture, height, width) for picture, _ in pairs]))
     silent = rng.random() < DROPPED
-    told = [encode("" if silent else prompt) for _, prompt in pairs]
-    cross, pooled = (torch.cat(parts) for parts in zip(*told, strict=True))
+    conds = [encode("" if silent else prompt) for _, prompt in pairs]
+    cross, pooled = (torch.cat(parts) for parts in zip(*conds, strict=True))
     return (latents - codec.SHIFT) * codec.SCALE, cross, pooled
 
 
@@ -110,8 +110,8 @@ def advance(run: Run, rate: float) -> float:
     """One optimizer step; returns the loss."""
     for group in run.optimizer.param_groups:
         group["lr"] = rate
-    found = loss(run.evaluate, *batch(run.rng))
-    found.backward()
+    loss_before = loss(run.evaluate, *batch(run.rng))
+    loss_before.backward()
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
     run.optimizer.step()
     run.optimizer.zero_grad()
@@ -119,7 +119,7 @@ def advance(run: Run, rate: float) -> float:
     keep = min(AVERAGE, (1 + run.step) / (10 + run.step))
     for name, tensor in run.model.state_dict().items():
         run.average[name].lerp_(tensor, 1 - keep)
-    return found.item()
+    return loss_before.item()
 
 
 def save(run: Run, out: Path, seed: int) -> None:

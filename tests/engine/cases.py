@@ -145,14 +145,14 @@ def masks_follow_their_owner(rank: int, world: int, degrees: list[int]) -> None:
     """A mask that says which rank holds which key, of lengths that cut unevenly, arrives in the order of the keys."""
     place = mesh(*degrees).context
     lengths = [5, 11]
-    whole = torch.arange(16.0)[None]
+    full = torch.arange(16.0)[None]
     ranges = [chunk_range(length, place.parts, index) for index in range(place.size) for length in lengths]
     expected = [start + offset + place for (start, size), offset in zip(ranges, [0, 5] * place.size, strict=True)
                 for place in range(size)]  # fmt: skip
     streams = Streams(place)
     for name, length in zip(("text", "image"), lengths, strict=True):
         streams.record_length(name, length, "test")
-    for given in (whole, torch.tensor([_own_values(lengths, place)])):
+    for given in (full, torch.tensor([_own_values(lengths, place)])):
         keys = gather_key_mask(given, 1, 1, streams, ("text", "image"), place).pairs
         assert keys.flatten().tolist() == expected, (given, keys.flatten().tolist())
 
@@ -177,9 +177,9 @@ def together(problem: Problem, place: ContextMesh, degrees: Parallelism) -> Cont
     return ContextAttention(place, degrees, streams, tuple(problem.lengths))
 
 
-def own(whole: Tensor, problem: Problem, place: ContextMesh) -> Tensor:
+def own(full: Tensor, problem: Problem, place: ContextMesh) -> Tensor:
     """This rank's chunk of [B, text + image, ...], as a model has it: its text, then its image, or stand-ins."""
-    return torch.cat([chunk(stream, place, 1) for stream in whole.split([problem.text, problem.image], dim=1)], dim=1)
+    return torch.cat([chunk(stream, place, 1) for stream in full.split([problem.text, problem.image], dim=1)], dim=1)
 
 
 def rows(problem: Problem, place: ContextMesh) -> Tensor:
@@ -194,12 +194,12 @@ def rows(problem: Problem, place: ContextMesh) -> Tensor:
 
 
 def _compare(got: Tensor, problem: Problem, place: ContextMesh) -> float:
-    whole = attention(problem)
-    expected = own(whole, problem, place)
+    full = attention(problem)
+    expected = own(full, problem, place)
     assert got.shape == expected.shape
     assert not got.isnan().any(), "NaN"
     difference = (got.double() - expected)[:, rows(problem, place)].abs()
-    return float(difference.max() / whole.std()) if difference.numel() else 0.0
+    return float(difference.max() / full.std()) if difference.numel() else 0.0
 
 
 def _error(place: ContextMesh, problem: Problem, seed: int, degrees: list[int], options: dict[str, Any]) -> float:
@@ -221,9 +221,9 @@ def masked_as(problem: Problem, form: str, place: ContextMesh) -> Tensor:
     return torch.zeros(mask.shape).masked_fill(~mask, -torch.inf if form == "4d -inf" else -1e4)
 
 
-def chunk(whole: Tensor, place: ContextMesh, at_least: int) -> Tensor:
-    start, size = chunk_range(whole.shape[1], place.context.parts, place.context.index)
-    return whole[:, start : start + size] if size else whole[:, :at_least]
+def chunk(full: Tensor, place: ContextMesh, at_least: int) -> Tensor:
+    start, size = chunk_range(full.shape[1], place.context.parts, place.context.index)
+    return full[:, start : start + size] if size else full[:, :at_least]
 
 
 def _own_values(lengths: list[int], place: MeshDim) -> list[float]:

@@ -27,8 +27,8 @@ def rounded(rank: int, world: int, degrees: list[int], unlike: bool) -> list[lis
     context = mesh(*degrees).context
     context.group_state.heterogeneous = unlike
     try:
-        whole = torch.arange(6.0).view(3, 2) + rank * 1e-6
-        return [part.flatten().tolist() for part in broadcast_from_first(context, [whole, whole[:1]])]
+        full = torch.arange(6.0).view(3, 2) + rank * 1e-6
+        return [part.flatten().tolist() for part in broadcast_from_first(context, [full, full[:1]])]
     finally:
         context.group_state.heterogeneous = False
 
@@ -42,9 +42,9 @@ def loaded_by_one(rank: int, world: int) -> tuple[str, int]:
             raise Refused("no such file here")
         return Model(spec, torch.nn.Linear(2, 2))
 
-    models, told = Models(torch.device("cpu"), {"": load}), "nothing"
+    models, message = Models(torch.device("cpu"), {"": load}), "nothing"
     try:
         models.get(Run(1, ModelSpec(loader="tests"), Parallelism(), WeightPlacement()), lambda share: None, flux_job())
     except Refused as refused:
-        told = str(refused)
-    return told, len(models.loaded)
+        message = str(refused)
+    return message, len(models.loaded)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from parallel_runtime.accelerators import KERNELS, AttentionKernel
+from parallel_runtime.accelerators import FALLBACK, KERNELS, AttentionKernel
 from parallel_runtime.engine.attention.context_attention import ContextAttention
 from parallel_runtime.engine.kernels import autotune, dispatch, registry
 
@@ -35,7 +35,7 @@ def winners(rank: int, world: int, times: dict[str, list[float]]) -> dict[str, A
     return {
         "won": won,
         "timed": timed,
-        "results": [list(astuple(found)[:3]) for found in autotune.benchmark_results(mesh_dim.group_state)],
+        "results": [list(astuple(benchmark)[:3]) for benchmark in autotune.benchmark_results(mesh_dim.group_state)],
     }
 
 
@@ -43,7 +43,7 @@ class CountedKernel(registry.KernelFunctions):
     """Of a name that has another kernel on GPUs: the CPU's, where this rank has it."""
 
     def unsupported_reason(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str:
-        return "it takes no mask" if mask is not None and not self.row.masks else ""
+        return "it takes no mask" if mask is not None and not self.spec.masks else ""
 
 
 def kernels_taken(
@@ -57,13 +57,13 @@ def kernels_taken(
     fits: list[bool] | None = None,
 ) -> dict[str, Any]:
     """An attention whose kernels take `seconds[name][rank]` (none on a rank: has none): the error of this rank's rows,
-    which kernels attended, and what raced. "auto" is what attends where nothing is chosen. `fits`: does PyTorch's flash
-    kernel run on each rank's card? Of unlike capability are cards that do not say the same."""
+    which kernels attended, and what raced. FALLBACK is what attends where nothing is chosen. `fits`: does PyTorch's
+    flash kernel run on each rank's card? Of unlike capability are cards that do not say the same."""
     taken: list[str] = []
     operator = registry.sdpa
 
     def own(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        taken.append("auto")
+        taken.append(FALLBACK)
         return operator(q, *(dispatch.repeat_kv(x, q.shape[2]) for x in (k, v)), mask, scale)
 
     def counted(name: str) -> registry.KernelFunctions:
@@ -73,12 +73,12 @@ def kernels_taken(
             taken.append(name)
             return operator(q, k, v, mask, scale)
 
-        return CountedKernel(row=rows[name], full=whole, block=None)
+        return CountedKernel(spec=specs[name], full=whole, block=None)
 
-    rows = {
+    specs = {
         name: AttentionKernel(name=name, devices=("cpu",), masks=name == "_native_cudnn", benchmark=("full",))
         for name in seconds
-        if name != "auto"
+        if name != FALLBACK
     }
     timed: list[str] = []
 
@@ -91,8 +91,8 @@ def kernels_taken(
     place.context.group_state.kernel_seconds.clear()
     dispatch._FAILURES.clear()
     with (
-        patch.dict(KERNELS, rows),
-        patch.dict(registry.FUNCTIONS, {name: counted(name) for name in rows}),
+        patch.dict(KERNELS, specs),
+        patch.dict(registry.FUNCTIONS, {name: counted(name) for name in specs}),
         patch.object(autotune, "supports_flash", lambda _: fits is None or fits[rank]),
         patch.object(place.context.group_state, "heterogeneous", bool(fits and len(set(fits)) > 1)),
         patch.object(autotune, "cudnn_supports_graphs", lambda: True),  # PyTorch for the CPU has no cuDNN

@@ -71,10 +71,10 @@ def backend_set_after_attach(rank: int, world: int) -> str:
 def caches_that_compare_tokens(rank: int, world: int) -> str:
     transformer: Any = build("flux")
     transformer.enable_cache(FirstBlockCacheConfig(threshold=0.25))
-    said = message(lambda: attach(transformer, mesh(*RING), parallelism(*RING)))
+    text = message(lambda: attach(transformer, mesh(*RING), parallelism(*RING)))
     transformer.disable_cache()
     attach(transformer, mesh(*RING), parallelism(*RING))
-    return said
+    return text
 
 
 def caches_that_compare_tokens_after_attach(rank: int, world: int) -> str:
@@ -92,9 +92,9 @@ def caches_that_measure_tokens(rank: int, world: int) -> str:
 def processors_that_are_not_aware(rank: int, world: int) -> str:
     transformer: Any = build("sd3")
     transformer.fuse_qkv_projections()
-    said = message(lambda: attach(transformer, mesh(*RING), parallelism(*RING)))
+    text = message(lambda: attach(transformer, mesh(*RING), parallelism(*RING)))
     assert not any(module._forward_pre_hooks for module in transformer.modules()), "something was changed"
-    return said
+    return text
 
 
 def processors_that_are_half_aware(rank: int, world: int) -> str:
@@ -108,13 +108,13 @@ def a_class_without_a_plan(rank: int, world: int) -> str:
     return message(lambda: attach(_Unknown(), mesh(*RING), parallelism(*RING)))
 
 
-def a_plan_for_modules_that_are_not_there(rank: int, world: int) -> str:
+def a_plan_for_missing_modules(rank: int, world: int) -> str:
     transformer = build("flux")
     plan = replace(plan_of(transformer), module_plans=(ModulePlan("blocks", {"x": Split(("image",))}),))
     return message(lambda: attach(transformer, mesh(*RING), parallelism(*RING), plan))
 
 
-def a_plan_for_arguments_that_are_not_there(rank: int, world: int) -> str:
+def a_plan_for_missing_arguments(rank: int, world: int) -> str:
     transformer = build("flux")
     plan = replace(plan_of(transformer), module_plans=(ModulePlan("", {"latents": Split(("image",))}),))
     return message(lambda: attach(transformer, mesh(*RING), parallelism(*RING), plan))

@@ -75,11 +75,11 @@ def apart(rank: int, world: int, net: str, dim: int, rows: int, shares: Sequence
         return 0.0
     share = Share(ranks=ranks, dim=dim, units=chunk_sizes(rows, ranks.parts))
     torch.manual_seed(4)
-    whole = NETS[net](x)
+    full = NETS[net](x)
     torch.manual_seed(4)
     with Rows(share):
         mine = NETS[net](share.split(x, 2).clone())
-    wanted = share.split(whole, whole.shape[dim] // rows)
+    wanted = share.split(full, full.shape[dim] // rows)
     assert mine.shape == wanted.shape, f"{tuple(mine.shape)} where {tuple(wanted.shape)} was expected"
     return float((mine - wanted).norm() / wanted.norm())
 
@@ -91,13 +91,13 @@ def attention_apart(rank: int, world: int, rows: int) -> float:
     def heads(x: Tensor) -> Tensor:
         return x.flatten(2).transpose(1, 2).unsqueeze(1)
 
-    whole = F.scaled_dot_product_attention(*map(heads, (query, key, value)))[:, 0].transpose(1, 2).reshape(query.shape)
+    full = F.scaled_dot_product_attention(*map(heads, (query, key, value)))[:, 0].transpose(1, 2).reshape(query.shape)
     mine = Rows(share).attention(*(share.split(part, 1) for part in (query, key, value)))
-    wanted = share.split(whole, 1)
+    wanted = share.split(full, 1)
     return float((mine - wanted).norm() / wanted.norm())
 
 
-class Whole(nn.Module):
+class Full(nn.Module):
     """Its decode looks across the cut in a way that the mode sees."""
 
     def decode(self, x: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class Turned(nn.Module):
 def tried(rank: int, world: int, broken: bool, dim: int) -> float:
     """What the self-test finds."""
     x = torch.randn(1, 8, 9, 9)
-    return Conversion((Turned if broken else Whole)(), "decode", CPU).self_test(x, first_ranks(world, CPU), dim)
+    return Conversion((Turned if broken else Full)(), "decode", CPU).self_test(x, first_ranks(world, CPU), dim)
 
 
 def ticks(rank: int, world: int) -> int:

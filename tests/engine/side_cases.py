@@ -57,11 +57,11 @@ def _pair_error(place: ContextMesh, seed: int, degrees: list[int], method: str) 
     mask[:, :, choose.randrange(tokens)] = False
     q, k, v = (tensor.double().transpose(1, 2) for tensor in (problem.query, problem.key, problem.value))
     scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
-    whole = (scores.softmax(-1).nan_to_num(0.0) @ v).transpose(1, 2)
+    full = (scores.softmax(-1).nan_to_num(0.0) @ v).transpose(1, 2)
     given = mask if choose.random() < 0.5 else torch.zeros(shape).masked_fill(~mask, -torch.inf)
     got = run(problem, degrees, given, {"rotate_method": method}, place)
     kept = rows(problem, place)
-    return _distance(got[:, kept], own(whole, problem, place)[:, kept], whole) if kept.any() else 0.0
+    return _distance(got[:, kept], own(full, problem, place)[:, kept], full) if kept.any() else 0.0
 
 
 def _cross_error(place: ContextMesh, seed: int, degrees: list[int], replicated: frozenset[str]) -> float:
@@ -71,15 +71,15 @@ def _cross_error(place: ContextMesh, seed: int, degrees: list[int], replicated: 
     problem = replace(problem, query=_random_query(seed, (batch, count, heads, dim)))
     streams = _seen({"audio": count, **problem.lengths}, place, replicated)
     attend_together = ContextAttention(place, parallelism(*degrees), streams, ("audio",), tuple(problem.lengths))
-    q = _held(problem.query, {"audio": count}, place, replicated)
+    q = _local_tokens(problem.query, {"audio": count}, place, replicated)
     k, v, mask = _keys(problem, place, replicated)
-    whole = attention(problem)
-    expected = _held(whole, {"audio": count}, place, replicated)
+    full = attention(problem)
+    expected = _local_tokens(full, {"audio": count}, place, replicated)
     got = attend_together(q, k, v, mask)
-    if "audio" not in replicated and not chunk(whole, place, 0).shape[1]:
+    if "audio" not in replicated and not chunk(full, place, 0).shape[1]:
         assert not got.any()
         return 0.0
-    return _distance(got, expected, whole)
+    return _distance(got, expected, full)
 
 
 def _random_query(seed: int, shape: tuple[int, ...]) -> Tensor:
@@ -91,13 +91,13 @@ def _replica_error(place: ContextMesh, seed: int, degrees: list[int], replicated
     streams = _seen(problem.lengths, place, replicated)
     attend_together = ContextAttention(place, parallelism(*degrees), streams, tuple(problem.lengths))
     k, v, mask = _keys(problem, place, replicated)
-    whole = attention(problem)
-    got = attend_together(_held(problem.query, problem.lengths, place, replicated), k, v, mask)
-    expected = _held(whole, problem.lengths, place, replicated)
-    for name, part in zip(problem.lengths, whole.split(list(problem.lengths.values()), 1), strict=True):
+    full = attention(problem)
+    got = attend_together(_local_tokens(problem.query, problem.lengths, place, replicated), k, v, mask)
+    expected = _local_tokens(full, problem.lengths, place, replicated)
+    for name, part in zip(problem.lengths, full.split(list(problem.lengths.values()), 1), strict=True):
         if name not in replicated and not chunk(part, place, 0).shape[1]:  # a stand-in, whose output is zero
             expected[:, 0 if name == "text" else -1] = 0
-    return _distance(got, expected, whole)
+    return _distance(got, expected, full)
 
 
 def _seen(lengths: dict[str, int], place: ContextMesh, replicated: frozenset[str]) -> Streams:
@@ -107,20 +107,20 @@ def _seen(lengths: dict[str, int], place: ContextMesh, replicated: frozenset[str
     return streams
 
 
-def _held(whole: Tensor, lengths: dict[str, int], place: ContextMesh, replicated: frozenset[str]) -> Tensor:
-    parts = zip(lengths, whole.split(list(lengths.values()), dim=1), strict=True)
+def _local_tokens(full: Tensor, lengths: dict[str, int], place: ContextMesh, replicated: frozenset[str]) -> Tensor:
+    parts = zip(lengths, full.split(list(lengths.values()), dim=1), strict=True)
     return torch.cat([part if name in replicated else chunk(part, place, 1) for name, part in parts], dim=1)
 
 
 def _keys(problem: Problem, place: ContextMesh, replicated: frozenset[str]) -> tuple[Tensor, Tensor, Tensor | None]:
-    key, value = (_held(tensor, problem.lengths, place, replicated) for tensor in (problem.key, problem.value))
+    key, value = (_local_tokens(tensor, problem.lengths, place, replicated) for tensor in (problem.key, problem.value))
     if problem.mask is None:
         return key, value, None
-    mask = _held(problem.mask, problem.lengths, place, replicated)
+    mask = _local_tokens(problem.mask, problem.lengths, place, replicated)
     return key, value, mask.reshape(*mask.shape[:2], -1).permute(0, 2, 1)[:, :, None, :]
 
 
-def _distance(got: Tensor, expected: Tensor, whole: Tensor) -> float:
+def _distance(got: Tensor, expected: Tensor, full: Tensor) -> float:
     assert got.shape == expected.shape
     assert not got.isnan().any(), "NaN"
-    return float((got.double() - expected).abs().max() / whole.std())
+    return float((got.double() - expected).abs().max() / full.std())

@@ -153,7 +153,7 @@ def test_how_long_a_device_computed_is_a_step_without_the_transfers_it_stood_sti
                 transfer.wait()
         progress.step(step, 4, x, x)
     device.now().wait()
-    told = progress.readings()
-    assert told is not None
-    assert told.computed_seconds == (None if replayed else pytest.approx(0.03, abs=0.015))
-    assert told.waited_seconds == (None if replayed else pytest.approx(0.06, abs=0.02)), "what the panel shows"
+    readings = progress.readings()
+    assert readings is not None
+    assert readings.computed_seconds == (None if replayed else pytest.approx(0.03, abs=0.015))
+    assert readings.waited_seconds == (None if replayed else pytest.approx(0.06, abs=0.02)), "what the panel shows"

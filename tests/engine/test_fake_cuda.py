@@ -99,26 +99,27 @@ def _launches(degrees: tuple[int, int], **options: Any) -> dict[str, int]:
 
 
 def test_ulysses_is_one_exchange_in_and_one_out() -> None:
-    found = _launches((1, 8))
-    assert found.pop("alltoall_base_") == 2
-    assert sum(found.values()) <= 5, found  # packing, the kernel, heads into place: one more where tokens are uneven
+    launches = _launches((1, 8))
+    assert launches.pop("alltoall_base_") == 2
+    # Packing, the kernel, heads into place: one more where tokens are uneven.
+    assert sum(launches.values()) <= 5, launches
 
 
 def test_a_ring_sends_one_message_a_hop() -> None:
-    found = _launches((8, 1))
-    assert (found.pop("send"), found.pop("recv_")) == (7, 7)
-    assert found.pop("_scaled_dot_product_cudnn_attention") == 8
-    assert found.pop("addcmul") + found.pop("addcmul_") == 7
-    assert found.pop("mul") == 1, "each block's output is read once, as it is, and nothing is copied to float32"
-    assert sum(found.values()) <= 3, found  # packing, and what each block weighs
+    launches = _launches((8, 1))
+    assert (launches.pop("send"), launches.pop("recv_")) == (7, 7)
+    assert launches.pop("_scaled_dot_product_cudnn_attention") == 8
+    assert launches.pop("addcmul") + launches.pop("addcmul_") == 7
+    assert launches.pop("mul") == 1, "each block's output is read once, as it is, and nothing is copied to float32"
+    assert sum(launches.values()) <= 3, launches  # packing, and what each block weighs
 
 
 def test_a_ring_that_collects_attends_to_two_blocks() -> None:
-    found = _launches((8, 1), rotate_method="allgather")
-    assert (found.pop("send"), found.pop("recv_")) == (7, 7)
-    assert found.pop("_scaled_dot_product_cudnn_attention") == 2
-    assert (found.pop("mul"), found.pop("addcmul")) == (1, 1), "one merge"
-    assert sum(found.values()) <= 3, found  # packing, and what each block weighs
+    launches = _launches((8, 1), rotate_method="allgather")
+    assert (launches.pop("send"), launches.pop("recv_")) == (7, 7)
+    assert launches.pop("_scaled_dot_product_cudnn_attention") == 2
+    assert (launches.pop("mul"), launches.pop("addcmul")) == (1, 1), "one merge"
+    assert sum(launches.values()) <= 3, launches  # packing, and what each block weighs
 
 
 @pytest.mark.parametrize("kind", KINDS)

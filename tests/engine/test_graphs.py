@@ -46,15 +46,15 @@ def kept() -> tuple[Constants, list[Tensor]]:
     return Constants(pin), pinned
 
 
-@pytest.mark.parametrize("way", list(SENT))
-def test_each_is_locked_once_and_found_again(way: str) -> None:
+@pytest.mark.parametrize("how", list(SENT))
+def test_each_is_locked_once_and_found_again(how: str) -> None:
     x = torch.zeros(2, device=AWAY)
-    plain = SENT[way](x)
+    plain = SENT[how](x)
     constants, pinned = kept()
     with constants:
-        rehearsed = SENT[way](x)
+        rehearsed = SENT[how](x)
     with constants.for_capture():
-        captured = SENT[way](x)
+        captured = SENT[how](x)
     assert len(pinned) == 1
     assert not any(tensor.is_meta for tensor in pinned)
     for got in (rehearsed, captured):

@@ -38,8 +38,8 @@ class Kept(Model):
 @pytest.fixture(autouse=True)
 def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Four ranks on one machine, of which this is the last."""
-    here = {"RANK": "3", "WORLD_SIZE": "4", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-    for name, value in here.items():
+    environment = {"RANK": "3", "WORLD_SIZE": "4", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with fake_group(4, rank=3):
         yield
@@ -64,31 +64,31 @@ def groups() -> int:
 def test_whole_weights_and_those_in_main_memory_make_no_group(
     parallelism: Parallelism, storage: WeightPlacement
 ) -> None:
-    held = models()
-    held.mesh(parallelism)
+    kept_models = models()
+    kept_models.mesh(parallelism)
     before = groups()
-    place_of(held, parallelism, storage)
+    place_of(kept_models, parallelism, storage)
     assert groups() == before
 
 
 @pytest.mark.parametrize("after", get_args(AfterSampling))
 def test_conditions_of_a_native_samplers_run_go_with_it(after: AfterSampling) -> None:
-    held = models()
-    model = held.get(Run(1, SPEC, SHAPES[0], WeightPlacement()), lambda share: None, flux_job())
+    kept_models = models()
+    model = kept_models.get(Run(1, SPEC, SHAPES[0], WeightPlacement()), lambda share: None, flux_job())
     model.conditions[1] = {"context": torch.zeros(2)}
-    held.free(SPEC, after)
+    kept_models.free(SPEC, after)
     assert not model.conditions
-    assert (model in held.loaded) == (after != "unload")
+    assert (model in kept_models.loaded) == (after != "unload")
 
 
 def test_parts_have_one_group_a_shape_and_make_it_once() -> None:
-    held, parallelism = models(), SHAPES[0]
-    held.mesh(parallelism)
+    kept_models, parallelism = models(), SHAPES[0]
+    kept_models.mesh(parallelism)
     before = groups()
     for resident in (0, 1, 0):
-        place = place_of(held, parallelism, WeightPlacement(mode="shard", resident_blocks=resident))
+        place = place_of(kept_models, parallelism, WeightPlacement(mode="shard", resident_blocks=resident))
         assert place is not None
         assert place.local_fraction == 0.25
     assert groups() == before + 1
-    place_of(held, parallelism, WeightPlacement())
+    place_of(kept_models, parallelism, WeightPlacement())
     assert groups() == before + 1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parallel_runtime.accelerators import KERNELS
+from parallel_runtime.accelerators import FALLBACK, KERNELS
 from parallel_runtime.engine.attention.attention_override import backend_override
 from parallel_runtime.engine.attention.masks import additive
 from parallel_runtime.engine.attention.merge import MAX_PENDING_BLOCKS, Merge
@@ -30,23 +30,23 @@ def test_blocks_merge_to_the_whole_in_any_order() -> None:
     cuts = [0, 1, tokens // 3, tokens]
     hidden = additive(torch.zeros(1, 1, 1, tokens, dtype=torch.bool), torch.float32)
     blocks = [
-        attend_block(problem.query, problem.key[:, start:end], problem.value[:, start:end], None, None, "auto")
+        attend_block(problem.query, problem.key[:, start:end], problem.value[:, start:end], None, None, "native")
         for start, end in pairwise(cuts)
     ]
-    blocks.append(attend_block(problem.query, problem.key, problem.value, hidden, None, "auto"))
-    whole = attention(problem)
+    blocks.append(attend_block(problem.query, problem.key, problem.value, hidden, None, "native"))
+    full = attention(problem)
     for order in permutations(blocks):
         merge = Merge(in_float32=True)
         for out, lse in order:
             merge.add(out.clone(), lse.clone())
-        assert ((merge.result(problem.query, None) - whole).abs().max() / whole.std()) <= 1e-5
+        assert ((merge.result(problem.query, None) - full).abs().max() / full.std()) <= 1e-5
 
 
 def test_the_log_sum_exp_of_a_block_is_that_of_its_scores() -> None:
     problem = random_problem(12, masked=False)
     q, k = problem.query.double().transpose(1, 2), problem.key.double().transpose(1, 2)
     expected = (q @ k.transpose(-1, -2) * 0.3).logsumexp(-1).transpose(1, 2).unsqueeze(-1)
-    _, lse = attend_block(problem.query, problem.key, problem.value, None, 0.3, "auto")
+    _, lse = attend_block(problem.query, problem.key, problem.value, None, 0.3, "native")
     assert (lse - expected).abs().max() <= 1e-4
 
 
@@ -54,7 +54,7 @@ def test_plain_attention_is_that_of_torch() -> None:
     problem = random_problem(13, masked=False)
     q, k, v = (tensor.transpose(1, 2) for tensor in (problem.query, problem.key, problem.value))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-    assert torch.equal(attend(problem.query, problem.key, problem.value, None, None, "auto"), expected)
+    assert torch.equal(attend(problem.query, problem.key, problem.value, None, None, "native"), expected)
 
 
 needs_cuda_build = pytest.mark.skipif(
@@ -139,7 +139,7 @@ EXPLICIT = list(KERNELS)
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def warnings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """What the log says of backends, from the start."""
     monkeypatch.setattr(dispatch, "_FAILURES", {})
     dispatch.warn_once.cache_clear()
@@ -148,8 +148,8 @@ def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> p
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("backend", EXPLICIT)
-def test_where_a_chosen_backend_has_no_kernel_attention_is_that_of_auto_and_the_log_names_it_once(
-    backend: AttentionBackend, masked: bool, told: pytest.LogCaptureFixture
+def test_where_a_chosen_backend_has_no_kernel_attention_is_that_of_native_and_the_log_names_it_once(
+    backend: AttentionBackend, masked: bool, warnings: pytest.LogCaptureFixture
 ) -> None:
     problem = random_problem(15, masked=masked, grouped=True)
     mask = None if problem.mask is None else problem.mask.reshape(problem.mask.shape[0], -1, 1, problem.key.shape[1])
@@ -157,13 +157,13 @@ def test_where_a_chosen_backend_has_no_kernel_attention_is_that_of_auto_and_the_
     given = problem.query, problem.key, problem.value
     bias = None if mask is None else additive(mask, torch.float32)
     for _ in range(2):
-        assert torch.equal(attend(*given, mask, None, backend), attend(*given, mask, None, "auto"))
-        blocks = (attend_block(*given, bias, None, name) for name in (backend, "auto"))
+        assert torch.equal(attend(*given, mask, None, backend), attend(*given, mask, None, "native"))
+        blocks = (attend_block(*given, bias, None, name) for name in (backend, "native"))
         for one, other in zip(*blocks, strict=True):
             assert torch.equal(one, other)
-    assert len({record.getMessage() for record in told.records}) == len(told.records), "said once"
-    assert all(f"attention_backend {backend} has no kernel" in record.getMessage() for record in told.records)
-    assert told.records
+    assert len({record.getMessage() for record in warnings.records}) == len(warnings.records), "said once"
+    assert all(f"attention_backend {backend} has no kernel" in record.getMessage() for record in warnings.records)
+    assert warnings.records
 
 
 @needs_cuda_build
@@ -184,24 +184,24 @@ def test_a_call_that_a_kernel_does_not_take_goes_elsewhere_and_the_next_one_come
     change: dict[str, Any],
     says: str,
     monkeypatch: pytest.MonkeyPatch,
-    told: pytest.LogCaptureFixture,
+    warnings: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(registry, "_imported", CHOOSY.get)
     taken: list[str] = []
-    found = registry.FUNCTIONS[backend]
+    functions = registry.FUNCTIONS[backend]
 
     def counted(*given: Any) -> Tensor:
-        out = found.full(*given)
+        out = functions.full(*given)
         taken.append(backend)
         return out
 
-    monkeypatch.setitem(registry.FUNCTIONS, backend, replace(found, full=counted))
+    monkeypatch.setitem(registry.FUNCTIONS, backend, replace(functions, full=counted))
     with FakeTensorMode():
         for given, expected in ((change, 0), ({}, 1), (change, 1), ({}, 2)):
             assert _fake_attention(backend, **given)
             assert len(taken) == expected, given
-    assert [says in record.getMessage() for record in told.records] == [True]
+    assert [says in record.getMessage() for record in warnings.records] == [True]
 
 
 @needs_cuda_build
@@ -209,7 +209,7 @@ def test_a_kernel_for_some_sizes_of_heads_says_so(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(registry, "_imported", CHOOSY.get)
     flash = registry.FUNCTIONS["flash"]
-    limited = replace(flash, row=replace(flash.row, head_dims=(64, 128)))
+    limited = replace(flash, spec=replace(flash.spec, head_dims=(64, 128)))
     with FakeTensorMode():
         fits, other = (torch.empty(1, 8, 2, size, device="cuda", dtype=torch.bfloat16) for size in (64, 96))
         assert limited.unsupported_reason(fits, fits, fits, None) == ""
@@ -219,9 +219,11 @@ def test_a_kernel_for_some_sizes_of_heads_says_so(monkeypatch: pytest.MonkeyPatc
 @needs_cuda_build
 def test_auto_benchmarks_only_kernels_whose_package_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    row = replace(registry.FUNCTIONS["flash"].row, name="absent", package="absent_package", benchmark=("block", "full"))
-    monkeypatch.setitem(KERNELS, "absent", row)
-    monkeypatch.setitem(registry.FUNCTIONS, "absent", replace(registry.FUNCTIONS["flash"], row=row))
+    spec = replace(
+        registry.FUNCTIONS["flash"].spec, name="absent", package="absent_package", benchmark=("block", "full")
+    )
+    monkeypatch.setitem(KERNELS, "absent", spec)
+    monkeypatch.setitem(registry.FUNCTIONS, "absent", replace(registry.FUNCTIONS["flash"], spec=spec))
     with FakeTensorMode():
         query = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
         assert block_candidates(query) == ["_native_cudnn", "_native_flash"]
@@ -258,7 +260,7 @@ CHOOSY: dict[str, Any] = {
 @needs_cuda_build
 @pytest.mark.parametrize("fault", [torch.OutOfMemoryError, torch.AcceleratorError])
 def test_a_device_that_fails_is_no_kernel_that_is_not_there(
-    fault: type[RuntimeError], monkeypatch: pytest.MonkeyPatch, told: pytest.LogCaptureFixture
+    fault: type[RuntimeError], monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
     def failing(*_: Any, **__: Any) -> None:
         raise fault("of the device")
@@ -267,10 +269,10 @@ def test_a_device_that_fails_is_no_kernel_that_is_not_there(
     monkeypatch.setattr(registry, "_imported", {"flash_attn": SimpleNamespace(flash_attn_func=failing)}.get)
     with FakeTensorMode(), pytest.raises(fault, match="of the device"):
         _fake_attention("flash")
-    assert not told.records
+    assert not warnings.records
 
 
-def test_a_package_that_is_not_here_is_named(told: pytest.LogCaptureFixture) -> None:
+def test_a_package_that_is_not_here_is_named(warnings: pytest.LogCaptureFixture) -> None:
     registry._imported.cache_clear()
     assert "needs the package a_package_that_nobody_has" in registry.package_missing_reason("a_package_that_nobody_has")
 
@@ -285,7 +287,7 @@ def test_cudnn_before_9_15_is_not_recorded(version: int | None, records: bool, m
         assert ("_native_cudnn" in block_candidates(query)) == records
         assert ("_native_cudnn" in full_candidates(query)) == records
         assert "_native_cudnn" in full_candidates(query, recorded=False)
-        assert full_candidates(query)[0] == "auto", "ComfyUI's own is what others have to beat"
+        assert full_candidates(query)[0] == FALLBACK, "ComfyUI's own is what others have to beat"
         assert "_native_flash" not in full_candidates(query, masked=True)
 
 

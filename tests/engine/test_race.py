@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from parallel_runtime.accelerators import KERNELS, AttentionKernel
+from parallel_runtime.accelerators import FALLBACK, KERNELS, AttentionKernel
 from parallel_runtime.engine.comm.mesh import ContextMesh, GroupState, MeshDim
 from parallel_runtime.engine.kernels import autotune
 from parallel_runtime.engine.kernels.registry import FUNCTIONS, KernelFunctions, sdpa
@@ -82,7 +82,7 @@ def test_where_a_rank_could_measure_nothing_the_next_run_measures_again(monkeypa
     assert timed == list(times) * 3, "what is known is not measured again"
 
 
-FAST = {"auto": [3.0, 3.0], "_native_cudnn": [1.0, 2.0], "_native_flash": [2.5, 2.5], "flash": [0.5, 4.0]}
+FAST = {FALLBACK: [3.0, 3.0], "_native_cudnn": [1.0, 2.0], "_native_flash": [2.5, 2.5], "flash": [0.5, 4.0]}
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ FAST = {"auto": [3.0, 3.0], "_native_cudnn": [1.0, 2.0], "_native_flash": [2.5, 
     [
         (False, FAST, "_native_cudnn"),  # whose slowest rank is the fastest
         (True, FAST, "_native_cudnn"),  # the only one that takes masks
-        (True, FAST | {"_native_cudnn": [-1.0, -1.0]}, "auto"),
-        (False, FAST | {"_native_cudnn": [1.0, -1.0], "_native_flash": [4.0, 1.0]}, "auto"),
-        (False, FAST | {"_native_cudnn": [math.nan, 1.0]}, "auto"),
+        (True, FAST | {"_native_cudnn": [-1.0, -1.0]}, FALLBACK),
+        (False, FAST | {"_native_cudnn": [1.0, -1.0], "_native_flash": [4.0, 1.0]}, FALLBACK),
+        (False, FAST | {"_native_cudnn": [math.nan, 1.0]}, FALLBACK),
     ],
 )
 def test_where_keys_are_whole_all_ranks_take_the_winner_of_a_race_with_comfyuis_own(
@@ -104,7 +104,7 @@ def test_where_keys_are_whole_all_ranks_take_the_winner_of_a_race_with_comfyuis_
         assert set(answer["taken"]) == {kernel}
 
 
-@pytest.mark.parametrize(("capability", "kernel"), [([8, 9], "auto"), ([9, 0], "_native_cudnn")])
+@pytest.mark.parametrize(("capability", "kernel"), [([8, 9], FALLBACK), ([9, 0], "_native_cudnn")])
 def test_several_lanes_take_what_is_likely_and_do_not_race(groups: Groups, capability: list[int], kernel: str) -> None:
     seconds = {name: [1.0] * 4 for name in FAST} | {"flash": [0.1] * 4}
     given = {"degrees": [1, 2, 2], "options": {}, "masked": False, "seconds": seconds, "capability": capability}
@@ -117,11 +117,11 @@ def test_several_lanes_take_what_is_likely_and_do_not_race(groups: Groups, capab
 def test_cards_of_unlike_capability_race_together_and_take_what_all_have(
     groups: Groups, world: int, degrees: list[int], masked: bool
 ) -> None:
-    seconds = {name: [1.0] * world for name in FAST} | {"auto": [3.0] * world}
+    seconds = {name: [1.0] * world for name in FAST} | {FALLBACK: [3.0] * world}
     given = {"degrees": degrees, "options": {}, "masked": masked, "seconds": seconds, "capability": [9, 0]}
     for answer in groups(world).run(f"{CASES}:kernels_taken", **given, fits=[True, False] * (world // 2)):
         assert answer["error"] <= 1e-5
-        assert set(answer["taken"]) == {"auto"}
+        assert set(answer["taken"]) == {FALLBACK}
 
 
 @pytest.mark.parametrize("degrees", [[1, 2], [2, 1]], ids=str)
@@ -129,13 +129,13 @@ def test_cards_of_unlike_capability_race_together_and_take_what_all_have(
 def test_a_backend_that_one_rank_does_not_have_is_none_for_all(
     groups: Groups, degrees: list[int], masked: bool
 ) -> None:
-    seconds = {"auto": [3.0, 3.0], "_native_cudnn": [1.0, -1.0]}
+    seconds = {FALLBACK: [3.0, 3.0], "_native_cudnn": [1.0, -1.0]}
     options = {"attention_backend": "_native_cudnn"}
     answers = groups(2).run(f"{CASES}:kernels_taken", degrees=degrees, options=options, masked=masked, seconds=seconds)
     for answer in answers:
         assert answer["error"] <= 1e-5
         assert "_native_cudnn" not in answer["taken"]
-    assert ([set(answer["taken"]) for answer in answers] == [{"auto"}] * 2) == (degrees == [1, 2])
+    assert ([set(answer["taken"]) for answer in answers] == [{FALLBACK}] * 2) == (degrees == [1, 2])
 
 
 @pytest.mark.parametrize("backend", list(KERNELS))
@@ -157,13 +157,13 @@ def attended(tokens: int, *, masked: bool = False) -> torch.Tensor:
 
 
 @pytest.fixture
-def kernel_here(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+def kernel_times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """The CPU under the name of another kernel, and the times of both."""
-    times = {"auto": 2.0, "_native_cudnn": 1.0}
-    row = AttentionKernel(name="_native_cudnn", devices=("cpu",), max_head_dim=64, benchmark=("full",))
+    times = {FALLBACK: 2.0, "_native_cudnn": 1.0}
+    spec = AttentionKernel(name="_native_cudnn", devices=("cpu",), max_head_dim=64, benchmark=("full",))
     monkeypatch.setattr(KernelFunctions, "unsupported_reason", lambda *_: "")
-    monkeypatch.setitem(KERNELS, row.name, row)
-    monkeypatch.setitem(FUNCTIONS, row.name, KernelFunctions(row=row, full=sdpa, block=None))
+    monkeypatch.setitem(KERNELS, spec.name, spec)
+    monkeypatch.setitem(FUNCTIONS, spec.name, KernelFunctions(spec=spec, full=sdpa, block=None))
     monkeypatch.setattr(autotune, "supports_flash", lambda _: True)
     monkeypatch.setattr(autotune, "cudnn_supports_graphs", lambda: True)  # PyTorch for the CPU has no cuDNN
     order = iter(list(times) * 9)
@@ -171,11 +171,11 @@ def kernel_here(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return times
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(1.0, True), (1.8, False)])
+@pytest.mark.parametrize(("seconds", "advised"), [(1.0, True), (1.8, False)])
 def test_one_worker_keeps_its_bits_and_is_told_once_of_a_kernel_that_is_clearly_faster(
-    kernel_here: dict[str, float], seconds: float, told: bool, caplog: pytest.LogCaptureFixture
+    kernel_times: dict[str, float], seconds: float, advised: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kernel_here["_native_cudnn"] = seconds
+    kernel_times["_native_cudnn"] = seconds
     expected = {tokens: attended(tokens) for tokens in (1024, 1100)}
     rank = MeshDim()
     with BenchmarkMode(rank):
@@ -185,15 +185,15 @@ def test_one_worker_keeps_its_bits_and_is_told_once_of_a_kernel_that_is_clearly_
     assert [result.what for result in autotune.benchmark_results(rank.group_state)] == ["alone", "alone"], (
         "each size once"
     )
-    said = [record.getMessage() for record in caplog.records]
-    races = [text for text in said if text.startswith("[CP] kernels: ")]
+    messages = [record.getMessage() for record in caplog.records]
+    races = [text for text in messages if text.startswith("[CP] kernels: ")]
     assert len(races) == 2, "the log has the times of both sizes"
     assert all("ComfyUI's own 2e+06 us, for 1" in text for text in races)
-    said = [text for text in said if text not in races]
-    assert ["set attention_backend to _native_cudnn" in text for text in said] == [True] * told
+    messages = [text for text in messages if text not in races]
+    assert ["set attention_backend to _native_cudnn" in text for text in messages] == [True] * advised
 
 
-def test_small_and_masked_attentions_of_one_worker_are_left_alone(kernel_here: dict[str, float]) -> None:
+def test_small_and_masked_attentions_of_one_worker_are_left_alone(kernel_times: dict[str, float]) -> None:
     rank = MeshDim()
     with BenchmarkMode(rank):
         attended(1000)

@@ -36,10 +36,10 @@ class Device:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    told = Device(free=100 * MIB, spare=0)
-    monkeypatch.setattr(device_memory, "free_bytes", lambda _: told.free)
-    monkeypatch.setattr(device_memory, "cached_bytes", lambda _: told.spare)
-    return told
+    made = Device(free=100 * MIB, spare=0)
+    monkeypatch.setattr(device_memory, "free_bytes", lambda _: made.free)
+    monkeypatch.setattr(device_memory, "cached_bytes", lambda _: made.spare)
+    return made
 
 
 @pytest.fixture(autouse=True)
@@ -71,19 +71,19 @@ def recorded(**settings: Any) -> tuple[nn.Module, GraphRunner]:
 @pytest.mark.parametrize(("evaluations", "dropped"), [(1, False), (3, True)], ids=["as large", "three times as large"])
 def test_a_larger_evaluation_needs_more_than_recordings_hold(device: Device, evaluations: int, dropped: bool) -> None:
     _, made = recorded()
-    held = made.stats.bytes
-    device.free, device.spare = 2 * held, held
+    recorded_bytes = made.stats.bytes
+    device.free, device.spare = 2 * recorded_bytes, recorded_bytes
     made._trial("another size", [torch.empty(4 * evaluations, 8)])
     assert (made.stats.keys == 0) == dropped
 
 
 def test_what_others_hold_is_not_there_either(device: Device) -> None:
     _, made = recorded()
-    held = made.stats.bytes
-    device.free, device.spare = 0, 3 * held
+    recorded_bytes = made.stats.bytes
+    device.free, device.spare = 0, 3 * recorded_bytes
     made._trial("one", [torch.empty(4, 8)])
     assert made.stats.keys == 1, "twice as much as it needs"
-    made.other_models_bytes = lambda: 2 * held
+    made.other_models_bytes = lambda: 2 * recorded_bytes
     made._trial("another", [torch.empty(4, 8)])
     assert made.stats.keys == 0
 
@@ -91,10 +91,10 @@ def test_what_others_hold_is_not_there_either(device: Device) -> None:
 def test_an_evaluation_that_is_not_recorded_has_their_memory_where_it_is_tight(device: Device) -> None:
     objection = ""
     network, made = recorded(eager_reason=lambda: objection)
-    held, asked = made.stats.bytes, []
+    recorded_bytes, asked = made.stats.bytes, []
     made.any_rank = lambda flag: asked.append(flag) or flag
     objection = "its attention is somebody else's"
-    for free in (held, 0):
+    for free in (recorded_bytes, 0):
         device.free, device.spare = free, 0
         for _ in range(2):
             network(torch.ones(4, 8))
@@ -158,16 +158,16 @@ class Whole(Model):
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Models]:
+def kept_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[Models]:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     with fake_group(2):
         yield Models(CPU, {"": lambda spec, *_: Whole(spec, nn.Linear(8, 8))})
 
 
-def evaluated(held: Models, spec: ModelSpec, x: Tensor) -> Model:
+def evaluated(kept_models: Models, spec: ModelSpec, x: Tensor) -> Model:
     degrees = Parallelism(ulysses_degree=2, options=EngineOptions(cuda_graphs="on"))
-    model = held.get(Run(1, spec, degrees, WeightPlacement()), lambda share: None, flux_job())
+    model = kept_models.get(Run(1, spec, degrees, WeightPlacement()), lambda share: None, flux_job())
     model.graph_runner.any_rank = bool  # nobody answers in this group
     for _ in range(3):
         model.network(x)
@@ -175,28 +175,28 @@ def evaluated(held: Models, spec: ModelSpec, x: Tensor) -> Model:
 
 
 def test_recordings_of_another_model_make_room_for_first_evaluations(
-    monkeypatch: pytest.MonkeyPatch, held: Models
+    monkeypatch: pytest.MonkeyPatch, kept_models: Models
 ) -> None:
     """And not where there is room, nor for a model that has its own."""
     asked: list[tuple[int, int]] = []
-    room = True
+    fits = True
 
     def can_allocate(device: torch.device, nbytes: int, recorded_bytes: int) -> bool:
         asked.append((nbytes, recorded_bytes))
-        return room
+        return fits
 
     monkeypatch.setattr(models, "can_allocate", can_allocate)
     x = torch.randn(4, 8)
-    high = evaluated(held, SPECS[0], x)
+    high = evaluated(kept_models, SPECS[0], x)
     size = high.graph_runner.stats.bytes
-    low = evaluated(held, SPECS[1], x)
+    low = evaluated(kept_models, SPECS[1], x)
     assert [high.graph_runner.stats.keys, low.graph_runner.stats.keys] == [1, 1]
     assert asked == [(size, size)]
-    told = readings(CPU, held.loaded, held.group_state)
-    assert [(one.model, one.recorded) for one in told.weights] == [("high", size), ("low", size)]
-    room = False
-    evaluated(held, SPECS[1], x)
+    reading = readings(CPU, kept_models.loaded, kept_models.group_state)
+    assert [(one.model, one.recorded) for one in reading.weights] == [("high", size), ("low", size)]
+    fits = False
+    evaluated(kept_models, SPECS[1], x)
     assert high.graph_runner.stats.keys == 1, "the one that is asked for replays its own"
     low.graph_runner.discard()
-    evaluated(held, SPECS[1], x)
+    evaluated(kept_models, SPECS[1], x)
     assert [high.graph_runner.stats.keys, low.graph_runner.stats.keys] == [0, 1]

@@ -63,14 +63,14 @@ def eagerly(net: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def test_the_first_call_is_eager_the_second_recorded_and_the_rest_replayed_with_the_same_bits() -> None:
     net = Net()
-    told = made(net)
+    runner = made(net)
     for seed in range(6):
         before = net.runs
         assert torch.equal(net(*inputs(seed)), eagerly(net, *inputs(seed)))
         python = net.runs - before - 1
         assert python == (1, 2, 0, 0, 0, 0)[seed], "once rehearsed, once recorded, and then no more"
-    assert (told.stats.keys, told.stats.replays, told.stats.eager) == (1, 4, ())
-    assert told.stats.bytes > 0
+    assert (runner.stats.keys, runner.stats.replays, runner.stats.eager) == (1, 4, ())
+    assert runner.stats.bytes > 0
 
 
 def test_what_a_replay_gave_is_the_callers_own() -> None:
@@ -100,54 +100,54 @@ def test_what_a_replay_gave_is_the_callers_own() -> None:
 )
 def test_a_call_that_python_can_tell_apart_is_another(other: Callable[..., Any]) -> None:
     net = Net().double() if "double" in other.__code__.co_names else Net()
-    told = made(net)
+    runner = made(net)
     plain = [tensor.to(net.weight.dtype) for tensor in inputs()]
     for _ in range(3):
         net(*plain)
-    assert told.stats.keys == 1
+    assert runner.stats.keys == 1
     for _ in range(3):
         args, kwargs = other(*inputs())
         got = net(*args, **kwargs)
         assert torch.equal(got, eagerly(net, *args, **kwargs))
     same = all(a.dtype == b.dtype for a, b in zip(args, plain, strict=True)) and net.weight.dtype == torch.float64
-    assert told.stats.keys == (1 if same else 2)
+    assert runner.stats.keys == (1 if same else 2)
 
 
 def test_a_large_input_lies_in_its_line_where_the_callers_does_and_a_small_one_anywhere() -> None:
     net = Net()
-    told = made(net)
+    runner = made(net)
     rows = torch.cat([inputs(seed, 400)[0] for seed in range(2)])
     for start in (0, 2, 0, 2, 0, 2):  # 2 rows are a line
         part, t = rows[start : start + 300], torch.rand(600)[start : start + 300]
         assert torch.equal(net(part, t), eagerly(net, part, t))
-    assert told.stats.keys == 1
+    assert runner.stats.keys == 1
     shifted = rows.flatten()[3 : 3 + 300 * 8].view(300, 8)
     for _ in range(3):
         assert torch.equal(net(shifted, t), eagerly(net, shifted, t))
-    assert told.stats.keys == 2
+    assert runner.stats.keys == 2
 
 
 def test_a_dims_row_that_is_there_once_is_copied_once() -> None:
     net = Net()
-    told = made(net)
+    runner = made(net)
     for seed in range(4):
         x, t = inputs(seed)
         assert torch.equal(net(x, t[:1].expand(2)), eagerly(net, x, t[:1].expand(2)))
-    assert told.stats.replays == 2
+    assert runner.stats.replays == 2
 
 
 def test_no_more_than_four_calls_are_held_the_longest_unused_goes() -> None:
     net = Net()
-    told = made(net)
+    runner = made(net)
     for rows in range(1, 8):
         for _ in range(3):
             assert torch.equal(net(*inputs(rows=rows)), eagerly(net, *inputs(rows=rows)))
-        assert told.stats.keys == min(rows, MAX_RECORDINGS)
+        assert runner.stats.keys == min(rows, MAX_RECORDINGS)
 
 
 def test_calls_in_turn_do_not_throw_each_other_out() -> None:
     net = Net()
-    told = made(net)
+    runner = made(net)
     for _ in range(4):
         for rows in range(1, MAX_RECORDINGS + 2):
             net(*inputs(rows=rows))
@@ -156,7 +156,7 @@ def test_calls_in_turn_do_not_throw_each_other_out() -> None:
         for rows in range(1, MAX_RECORDINGS + 2):
             net(*inputs(rows=rows))
     assert net.runs - before == 10, "one is eager, and four stay"
-    assert told.stats.eager == (f"more than {MAX_RECORDINGS} sizes, prompt lengths or the like take turns",)
+    assert runner.stats.eager == (f"more than {MAX_RECORDINGS} sizes, prompt lengths or the like take turns",)
 
 
 def test_lists_that_a_forward_empties_are_full_again_for_the_next() -> None:
@@ -165,12 +165,12 @@ def test_lists_that_a_forward_empties_are_full_again_for_the_next() -> None:
             return super().forward(x, t) + control["output"].pop()
 
     net = Popping()
-    told = made(net)
+    runner = made(net)
     for seed in range(4):
         residual = inputs(seed + 10)[0]
         got = net(*inputs(seed), control={"output": [residual]})
         assert torch.equal(got, eagerly(net, *inputs(seed), control={"output": [residual]}))
-    assert told.stats.replays == 2
+    assert runner.stats.replays == 2
 
 
 def test_several_outputs_come_as_they_were() -> None:
@@ -193,13 +193,13 @@ def test_what_reads_numbers_on_the_host_stays_eager_and_says_so(read: Callable[[
             return super().forward(x, t) * read(x)
 
     net = Reading()
-    told = made(net)
+    runner = made(net)
     for seed in range(4):
         assert torch.equal(net(*inputs(seed)), eagerly(net, *inputs(seed)))
-    assert told.stats.replays == 0
-    assert told.stats.keys == 0
-    assert len(told.stats.eager) == 1
-    assert "reads on the host" in told.stats.eager[0]
+    assert runner.stats.replays == 0
+    assert runner.stats.keys == 0
+    assert len(runner.stats.eager) == 1
+    assert "reads on the host" in runner.stats.eager[0]
 
 
 def test_what_is_another_each_time_stays_eager() -> None:
@@ -208,11 +208,11 @@ def test_what_is_another_each_time_stays_eager() -> None:
             return super().forward(x, t) + torch.rand_like(x)
 
     net = Dice()
-    told = made(net)
+    runner = made(net)
     for seed in range(4):
         net(*inputs(seed))
-    assert told.stats.keys == 0
-    assert told.stats.eager == ("a replay of it gave other numbers",)
+    assert runner.stats.keys == 0
+    assert runner.stats.eager == ("a replay of it gave other numbers",)
 
 
 def test_numbers_that_are_none_are_equal_to_themselves_and_to_nothing_else() -> None:
@@ -228,22 +228,22 @@ def test_no_more_is_remembered_than_is_of_use() -> None:
             return x * float(x.max()) + len(x)
 
     net = Reading()
-    told = made(net)
+    runner = made(net)
     for rows in range(1, 100):
         for _ in range(2):
             net(*inputs(rows=rows))
     for number in range(20):
         net(*inputs(), more={"code": [type(f"Kind{number}", (), {})()]})
-    assert max(len(told._trials), len(told._evicted)) <= graph_runner.MAX_TRIALS
-    assert len(told.stats.eager) == graph_runner.MAX_REASONS
+    assert max(len(runner._trials), len(runner._evicted)) <= graph_runner.MAX_TRIALS
+    assert len(runner.stats.eager) == graph_runner.MAX_REASONS
 
 
 def test_objects_among_the_arguments_keep_it_eager_unless_they_are_known() -> None:
     net, thing = Net(), object()
-    told = made(net)
+    runner = made(net)
     for _ in range(3):
         net(*inputs(), more={"code": [thing]})
-    assert (told.stats.keys, told.stats.eager) == (0, ("it is given a object ([1]['more']['code'][0])",))
+    assert (runner.stats.keys, runner.stats.eager) == (0, ("it is given a object ([1]['more']['code'][0])",))
     known = made(Net(), constant_objects=lambda: [thing])
     for _ in range(3):
         known.network(*inputs(), more={"code": [thing]})
@@ -257,32 +257,32 @@ def test_a_failure_of_another_rank_keeps_this_one_eager_too() -> None:
         votes.append(flag)
         return True
 
-    told = made(net, any_rank=agree)
+    runner = made(net, any_rank=agree)
     for seed in range(4):
         assert torch.equal(net(*inputs(seed)), eagerly(net, *inputs(seed)))
     assert votes == [False], "asked once, and never again for this call"
-    assert (told.stats.keys, told.stats.eager) == (0, ("another worker could not record it",))
+    assert (runner.stats.keys, runner.stats.eager) == (0, ("another worker could not record it",))
 
 
 def test_a_recording_begins_and_ends_aloud_also_where_it_fails() -> None:
-    said: list[bool] = []
+    recordings: list[bool] = []
     net = Net()
-    made(net, on_recording=said.append)
+    made(net, on_recording=recordings.append)
     for _ in range(3):
         net(*inputs())
-    assert said == [True, False]
+    assert recordings == [True, False]
 
     class Broken(TapeRecorder):
         @staticmethod
         def record(run: Callable[[], Any]) -> Tape:
             raise RuntimeError("no room in here\nand a traceback")
 
-    told = made(net, on_recording=said.append)
-    told._recorder = Broken()
+    runner = made(net, on_recording=recordings.append)
+    runner._recorder = Broken()
     for _ in range(3):
         assert torch.equal(net(*inputs()), eagerly(net, *inputs()))
-    assert said == [True, False] * 2
-    assert told.stats.eager == ("recording it failed: no room in here",)
+    assert recordings == [True, False] * 2
+    assert runner.stats.eager == ("recording it failed: no room in here",)
 
 
 class Clock:
@@ -340,11 +340,11 @@ def test_a_host_that_waits_for_its_device_in_a_forward_does_not_lead_it() -> Non
             return super().forward(x, t)
 
     device, net = Busy(), Sending()
-    told = made(net, choice="auto")
-    told._now = device
+    runner = made(net, choice="auto")
+    runner._now = device
     for seed in range(4):
         net(*inputs(seed))
-    assert told.stats == graph_runner.Graphs(eager=(NO_GAIN,))
+    assert runner.stats == graph_runner.Graphs(eager=(NO_GAIN,))
 
 
 @pytest.mark.parametrize(("seconds", "keys"), [(1e-9, 1), (60.0, 0)], ids=["led by the host", "led by the device"])
@@ -355,21 +355,21 @@ def test_auto_records_what_the_host_leads_and_asks_all(seconds: float, keys: int
         asked.append(flag)
         return flag
 
-    told = made(net, choice="auto", any_rank=agree)
-    told._now = Clock(seconds)
+    runner = made(net, choice="auto", any_rank=agree)
+    runner._now = Clock(seconds)
     for seed in range(5):
         assert torch.equal(net(*inputs(seed)), eagerly(net, *inputs(seed)))
-    assert told.stats.keys == keys
+    assert runner.stats.keys == keys
     assert asked[0] == bool(keys)
-    assert told.stats.eager == (() if keys else (NO_GAIN,))
+    assert runner.stats.eager == (() if keys else (NO_GAIN,))
 
 
 def test_off_and_an_objection_leave_it_alone() -> None:
     net = Net()
-    told = made(net, choice="off")
+    runner = made(net, choice="off")
     for _ in range(3):
         net(*inputs())
-    assert told.stats == graph_runner.Graphs()
+    assert runner.stats == graph_runner.Graphs()
     objecting = made(net, eager_reason=lambda: "not now")
     for _ in range(3):
         net(*inputs())
@@ -420,12 +420,12 @@ def test_what_the_networks_code_goes_by_is_part_of_a_call() -> None:
             return super().forward(x, t) * (self.method if type(self.method) is int else -1)
 
     net = Choosing()
-    told = made(net, settings=lambda: (type(net.method), net.method))
+    runner = made(net, settings=lambda: (type(net.method), net.method))
     for method in (1, 2, 1, 1.0, 2, 1):
         net.method = method
         for _ in range(3):
             assert torch.equal(net(*inputs()), eagerly(net, *inputs()))
-    assert (told.stats.keys, told.stats.eager) == (3, ())
+    assert (runner.stats.keys, runner.stats.eager) == (3, ())
 
 
 class Bare(TapeRecorder):
@@ -447,23 +447,23 @@ def test_a_cached_result_that_others_evict_lives_as_long_as_what_was_recorded_wi
             return x * self.table(8) * t[:, None]
 
     net, another = Positions(), Positions()
-    told = made(net)
-    told._recorder = Bare()  # type: ignore[assignment]
+    runner = made(net)
+    runner._recorder = Bare()  # type: ignore[assignment]
     for _ in range(2):
         net(*inputs())
     table = weakref.ref(net.table(8))
     another.table(8)
-    assert told.stats.keys == 1
+    assert runner.stats.keys == 1
     assert table() is not None
-    told.discard()
+    runner.discard()
     gc.collect()
     assert table() is None
 
 
 def test_the_evaluation_whose_time_decides_is_announced_and_no_other() -> None:
     net, calls = Net(), []
-    told = made(net, choice="auto", before_timing=lambda: calls.append(told._evaluations))
-    told._now = Clock(60.0)
+    runner = made(net, choice="auto", before_timing=lambda: calls.append(runner._evaluations))
+    runner._now = Clock(60.0)
     for seed in range(4):
         net(*inputs(seed))
     assert calls == [2]
@@ -473,15 +473,15 @@ def test_a_buffer_that_the_network_makes_anew_lives_as_long_as_what_was_recorded
     """A graph reads it where it was."""
     net = Net()
     net.register_buffer("table", torch.ones(8), persistent=False)
-    told = made(net)
-    told._recorder = Bare()  # type: ignore[assignment]
+    runner = made(net)
+    runner._recorder = Bare()  # type: ignore[assignment]
     for _ in range(2):
         net(*inputs())
     table = weakref.ref(net.table)
     net.table = torch.ones(16)
-    assert told.stats.keys == 1
+    assert runner.stats.keys == 1
     assert table() is not None
-    told.discard()
+    runner.discard()
     gc.collect()
     assert table() is None
 
@@ -489,16 +489,16 @@ def test_a_buffer_that_the_network_makes_anew_lives_as_long_as_what_was_recorded
 def test_weights_that_move_take_their_recordings_with_them() -> None:
     """Without `drop` the tape, as a graph, reads where they were."""
     net = Net()
-    told = made(net)
+    runner = made(net)
     for _ in range(3):
         net(*inputs())
     net.weight = nn.Parameter(net.weight * 2, requires_grad=False)
     assert not torch.equal(net(*inputs()), eagerly(net, *inputs()))
-    told.discard()
-    assert told.stats.keys == 0
+    runner.discard()
+    assert runner.stats.keys == 0
     for _ in range(3):
         assert torch.equal(net(*inputs()), eagerly(net, *inputs()))
-    assert told.stats.keys == 1
+    assert runner.stats.keys == 1
 
 
 def test_a_tape_sees_an_input_that_was_not_copied_in() -> None:
@@ -510,7 +510,7 @@ def test_a_tape_sees_an_input_that_was_not_copied_in() -> None:
     tape.replay()
     other = inputs(5)
     assert not torch.equal(tape.out, eagerly(net, *other))
-    for there, new in zip((x, t), other, strict=True):
-        there.copy_(new)
+    for tensor, new in zip((x, t), other, strict=True):
+        tensor.copy_(new)
     tape.replay()
     assert torch.equal(tape.out, eagerly(net, *other))

@@ -21,8 +21,8 @@ REFUSALS = {
     "processors_that_are_not_aware": r"FusedJointAttnProcessor2_0 \(transformer_blocks.0.attn\) is not context-",
     "processors_that_are_half_aware": r"FluxIPAdapterAttnProcessor .* set FluxAttnProcessor .* instead",
     "a_class_without_a_plan": "no context-parallel plan is known for _Unknown .*pass plan=",
-    "a_plan_for_modules_that_are_not_there": "the plan names 'blocks', which FluxTransformer2DModel does not have",
-    "a_plan_for_arguments_that_are_not_there": "names argument 'latents' .*takes hidden_states, encoder_hidden_states",
+    "a_plan_for_missing_modules": "the plan names 'blocks', which FluxTransformer2DModel does not have",
+    "a_plan_for_missing_arguments": "names argument 'latents' .*takes hidden_states, encoder_hidden_states",
     "masks_between_video_tokens": r"transformer_blocks \(.*\) gets self_attention_mask, which its plan does not",
     "masks_between_some_tokens": "a mask of 5 x 5 pairs of tokens was made from a part",
     "masks_of_another_length": "covers 3 keys, but this rank has",
@@ -37,5 +37,5 @@ REFUSALS = {
 
 @pytest.mark.parametrize(("case", "expected"), REFUSALS.items(), ids=REFUSALS)
 def test_refused(groups: Groups, case: str, expected: str) -> None:
-    for said in groups(2).run(f"tests.engine.refusals:{case}"):
-        assert re.search(expected, said), said
+    for text in groups(2).run(f"tests.engine.refusals:{case}"):
+        assert re.search(expected, text), text

@@ -43,14 +43,14 @@ def test_a_refused_forward_is_as_if_it_had_not_been(refused: set[int]) -> None:
     torch.manual_seed(1)
     network, x = Net(refused), torch.randn(2, 4)
     want = network.linear(network.linear(x))
-    held = graph_runner.GraphRunner(network, torch.device("cpu"))
-    said = 0
+    runner = graph_runner.GraphRunner(network, torch.device("cpu"))
+    logged = 0
     for _ in range(8):
         try:
             assert torch.equal(network(x), want)
         except Refused:
-            said += 1
-    assert said == len(refused)
-    assert held.stats.eager == ()
-    assert held.stats.keys == 1
-    assert held.stats.replays == 8 - len(refused) - 2, "all but the first evaluation, and the recorded one"
+            logged += 1
+    assert logged == len(refused)
+    assert runner.stats.eager == ()
+    assert runner.stats.keys == 1
+    assert runner.stats.replays == 8 - len(refused) - 2, "all but the first evaluation, and the recorded one"

@@ -65,10 +65,10 @@ def test_ranks_that_decide_without_asking_wait_for_one_another_for_ever(tmp_path
         _wait_for(tmp_path, ["0_decided", "1_decided"], START_SECONDS)
         if mode == "voted":
             _wait_for(tmp_path, ["0_done", "1_done"], WAIT_SECONDS)
-            assert _said(tmp_path, "0_decided") == _said(tmp_path, "1_decided")
+            assert _log_of(tmp_path, "0_decided") == _log_of(tmp_path, "1_decided")
         else:
             time.sleep(WAIT_SECONDS)
-            assert {_said(tmp_path, "0_decided"), _said(tmp_path, "1_decided")} == {"True", "False"}
+            assert {_log_of(tmp_path, "0_decided"), _log_of(tmp_path, "1_decided")} == {"True", "False"}
             assert process.poll() is None
             assert not list(tmp_path.glob("*_done"))
     finally:
@@ -76,7 +76,7 @@ def test_ranks_that_decide_without_asking_wait_for_one_another_for_ever(tmp_path
         process.wait()
 
 
-def _said(folder: Path, name: str) -> str:
+def _log_of(folder: Path, name: str) -> str:
     return (folder / name).read_text()
 
 

@@ -19,8 +19,8 @@ from .meshes import mesh
 def votes(rank: int, world: int, speaker: int) -> dict[str, bool]:
     """Who hears that `speaker` says yes: its ring, its Ulysses group, all."""
     os.environ["WORLD_SIZE"] = str(world)
-    mesh_dims, said = mesh(2, world // 2), rank == speaker
-    return {"ring": any_rank(said, mesh_dims.ring), "ulysses": any_rank(said, mesh_dims.ulysses), "all": any_rank(said)}
+    mesh_dims, flag = mesh(2, world // 2), rank == speaker
+    return {"ring": any_rank(flag, mesh_dims.ring), "ulysses": any_rank(flag, mesh_dims.ulysses), "all": any_rank(flag)}
 
 
 def numbers(rank: int, world: int) -> list[object]:

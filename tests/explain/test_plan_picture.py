@@ -51,8 +51,8 @@ def test_shares_are_drawn_as_they_are():
 
 
 def test_ranks_of_other_machines_are_shown_too():
-    there = Placement(devices=("cuda:0", "cuda:1"), nnodes=2, rdzv_endpoint="10.0.0.1:29500")
-    assert [part.device for part in parts(RunPlan(degrees=Parallelism(ulysses_degree=4), placement=there))] == [
+    placement = Placement(devices=("cuda:0", "cuda:1"), nnodes=2, rdzv_endpoint="10.0.0.1:29500")
+    assert [part.device for part in parts(RunPlan(degrees=Parallelism(ulysses_degree=4), placement=placement))] == [
         "cuda:0",
         "cuda:1",
     ] * 2

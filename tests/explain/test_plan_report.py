@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from parallel_runtime.accelerators import FALLBACK
 from parallel_runtime.architectures.row_plan import RowLevel
 from parallel_runtime.errors import say
 from parallel_runtime.explain.plan_report import Report, Row, Subject
@@ -45,12 +46,12 @@ def words(
     guided: bool = False,
     batch_coupled: bool = False,
     weights: WeightPlacement | None = None,
-    rows: int = 0,
+    entries_per_call: int = 0,
     work: Work = WORK,
     benchmarks: Sequence[KernelBenchmark] = (RACE,),
     **degrees: Any,
 ) -> str:
-    return report_of(work, divided(degrees), guided, batch_coupled, weights, rows, benchmarks)
+    return report_of(work, divided(degrees), guided, batch_coupled, weights, entries_per_call, benchmarks)
 
 
 def report_of(
@@ -59,13 +60,13 @@ def report_of(
     guided: bool = False,
     batch_coupled: bool = False,
     weights: WeightPlacement | None = None,
-    rows: int = 0,
+    entries_per_call: int = 0,
     benchmarks: Sequence[KernelBenchmark] = (RACE,),
 ) -> str:
     tokens = {"image": 4096, "text": 512}
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens=tokens, work=work, batch_coupled=batch_coupled)
     devices = tuple(f"cuda:{number}" for number in range(asked.world_size))
-    plan = RunPlan(degrees=asked, placement=Placement(devices=devices), rows=rows)
+    plan = RunPlan(degrees=asked, placement=Placement(devices=devices), entries_per_call=entries_per_call)
     if weights is not None:
         plan = replace(plan, weights=weights, estimate=FETCHED)
     return report(subject, plan, guided=guided, automatic=False, benchmarks=benchmarks).text
@@ -88,7 +89,7 @@ def test_the_kernel_that_won_is_named_with_its_time_and_that_of_the_loser() -> N
 
 
 def test_where_keys_are_whole_a_race_is_told_for_that() -> None:
-    race = replace(RACE, kernels=("_native_cudnn", "auto"), what="full")
+    race = replace(RACE, kernels=("_native_cudnn", FALLBACK), what="full")
     text = words(ulysses_degree=2, benchmarks=[race])
     assert "Kernel: _native_cudnn with 310.5 us, before ComfyUI's own with 480 us, for full keys, 2304 queries" in text
     assert "Kernel" not in words(ring_degree=2, benchmarks=[race])
@@ -97,7 +98,7 @@ def test_where_keys_are_whole_a_race_is_told_for_that() -> None:
 
 @pytest.mark.parametrize(("own", "advised"), [(480.0, True), (350.0, False), (300.0, False)])
 def test_one_worker_is_told_of_a_kernel_that_is_clearly_faster_than_comfyuis_own(own: float, advised: bool) -> None:
-    kernels, times = zip(*sorted({"auto": own, "_native_cudnn": 310.5}.items(), key=lambda one: one[1]), strict=True)
+    kernels, times = zip(*sorted({FALLBACK: own, "_native_cudnn": 310.5}.items(), key=lambda one: one[1]), strict=True)
     race = replace(RACE, kernels=kernels, microseconds=times, what="alone")
     text = words(benchmarks=[race])
     assert ("set attention_backend to _native_cudnn in CP Parallel Config" in text) == advised
@@ -138,30 +139,36 @@ def test_cfg_degree_2_is_advised_where_it_would_gain_and_only_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "rows", "says"), [(1, 0, "one prompt"), (2, 0, "2 prompts at once"), (2, 1, "one prompt")]
+    ("prompts", "entries_per_call", "says"), [(1, 0, "one prompt"), (2, 0, "2 prompts at once"), (2, 1, "one prompt")]
 )
-def test_the_seconds_of_an_evaluation_are_of_the_prompts_in_it(prompts: int, rows: int, says: str) -> None:
+def test_the_seconds_of_an_evaluation_are_of_the_prompts_in_it(prompts: int, entries_per_call: int, says: str) -> None:
     figures = replace(WORK.network, blocks=(5,) * 4)
     weights = WeightPlacement(mode="shard", resident_blocks=1)
-    text = words(ulysses_degree=2, guided=True, weights=weights, rows=rows, work=figures.work(1, 4608, prompts=prompts))
+    text = words(
+        ulysses_degree=2,
+        guided=True,
+        weights=weights,
+        entries_per_call=entries_per_call,
+        work=figures.work(1, 4608, prompts=prompts),
+    )
     assert f"2.00 s for {says}, 0.50 s of them waiting" in text
 
 
 @pytest.mark.parametrize(
-    ("devices", "told"), [(("cuda:0", "cuda:1"), True), (("cuda:0", "cuda:0"), False), (("cpu", "cpu"), False)]
+    ("devices", "promised"), [(("cuda:0", "cuda:1"), True), (("cuda:0", "cuda:0"), False), (("cpu", "cpu"), False)]
 )
-def test_no_speed_is_promised_where_workers_share_a_device(devices: tuple[str, ...], told: bool) -> None:
+def test_no_speed_is_promised_where_workers_share_a_device(devices: tuple[str, ...], promised: bool) -> None:
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096, "text": 512}, work=WORK)
     division = RunPlan(degrees=Parallelism(ulysses_degree=2), placement=Placement(devices=devices))
     link = DeviceProfile(bytes_per_second=3e11, flops_per_second=1.4e14)
-    said = report(subject, division, guided=False, automatic=False, profile=link).text
-    assert ("times as fast as on one worker" in said) == told
+    text = report(subject, division, guided=False, automatic=False, profile=link).text
+    assert ("times as fast as on one worker" in text) == promised
 
 
 def test_unequal_shares_are_told_in_percent_and_one_without_work_is_advised_against() -> None:
-    said = words(ulysses_degree=2, shares=(3, 2))
-    assert "Shares: cuda:0 60 %, cuda:1 40 %" in said
-    assert "gets no work" not in said
+    text = words(ulysses_degree=2, shares=(3, 2))
+    assert "Shares: cuda:0 60 %, cuda:1 40 %" in text
+    assert "gets no work" not in text
     assert "Shares:" not in words(ulysses_degree=2, shares=(3, 3))
     assert "cuda:1 gets no work and only waits for the others: leave it out" in words(ulysses_degree=2, shares=(5, 0))
 
@@ -229,8 +236,8 @@ def test_what_nobody_has_run_on_hardware_is_said(placement: Placement, untried: 
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=WORK)
     division = RunPlan(degrees=Parallelism(ring_degree=placement.world_size), placement=placement)
     text = report(subject, division, guided=False, automatic=False, benchmarks=[]).text
-    said = [line.partition(" have not been tried on hardware yet")[0] for line in text.splitlines() if "tried" in line]
-    assert said == ([f"Note: {untried}"] if untried else [])
+    notes = [line.partition(" have not been tried on hardware yet")[0] for line in text.splitlines() if "tried" in line]
+    assert notes == ([f"Note: {untried}"] if untried else [])
 
 
 @pytest.mark.parametrize(
@@ -296,24 +303,24 @@ def test_a_refusal_comes_first_and_a_reason_for_whole_weights_last() -> None:
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={}, work=WORK)
     estimate = Estimate(weight_bytes_by_rank=(1,), activation_bytes_by_rank=(1,), buffer_bytes_by_rank=(0,))
     one = RunPlan(degrees=Parallelism(), placement=Placement(devices=("cpu",)), estimate=estimate)
-    said = report(subject, one, guided=False, automatic=True, troubles=[trouble], weights="shard", decode="0 s.")
-    assert [row.title for row in said.rows] == [
+    shown = report(subject, one, guided=False, automatic=True, troubles=[trouble], weights="shard", decode="0 s.")
+    assert [row.title for row in shown.rows] == [
         "", "Model", "Tokens", "Workers", "Degrees", "Memory", "Weights", "Traffic", "Decode", "Note",
     ]  # fmt: skip
-    assert said.text.startswith("There is too little memory: 20 GiB.\nFLUX\nTokens: not split")
-    assert "Decode: 0 s.\nNote: " in said.text
-    assert "shard" in said.rows[-1].text
-    assert said.parts == (), "no picture of what will not run"
+    assert shown.text.startswith("There is too little memory: 20 GiB.\nFLUX\nTokens: not split")
+    assert "Decode: 0 s.\nNote: " in shown.text
+    assert "shard" in shown.rows[-1].text
+    assert shown.parts == (), "no picture of what will not run"
 
 
 def test_what_is_said_is_data_for_other_languages() -> None:
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=WORK)
     two = RunPlan(degrees=Parallelism(ulysses_degree=24), placement=Placement(devices=("cuda:0",) * 24))
     table = report(subject, two, guided=False, automatic=False).table
-    said = dict(table["rows"])
-    assert said["Tokens"] == [{"code": "tokens.one", "values": {"tokens": "4096 image", "rows": 1}}]
-    assert {"code": "heads.one", "values": {"workers": 24, "heads": 1}} in said["Degrees"]
-    assert [said["code"] for [said] in table["notes"]] == ["note.twice"]
+    values = dict(table["rows"])
+    assert values["Tokens"] == [{"code": "tokens.one", "values": {"tokens": "4096 image", "rows": 1}}]
+    assert {"code": "heads.one", "values": {"workers": 24, "heads": 1}} in values["Degrees"]
+    assert [note["code"] for [note] in table["notes"]] == ["note.twice"]
 
 
 def test_where_control_nets_run_and_why_the_loop_stays_is_said_where_there_is_something_to_say() -> None:
@@ -325,8 +332,8 @@ def test_where_control_nets_run_and_why_the_loop_stays_is_said_where_there_is_so
         return [line for line in text.splitlines() if line.startswith(("ControlNets", "Loop"))]
 
     assert lines(subject) == []
-    said = say("controls", count=2, size="1.50")
-    assert lines(replace(subject, controls=said)) == [
+    sentence = say("controls", count=2, size="1.50")
+    assert lines(replace(subject, controls=sentence)) == [
         "ControlNets: in the workers: 2, with 1.50 GiB of weights on each of them."
     ]
     (loop,) = lines(replace(subject, loop=say("loop.comfyui", reason=say("unsendable.control.patched", what="x"))))

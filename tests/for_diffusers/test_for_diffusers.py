@@ -18,7 +18,7 @@ from parallel_runtime.errors import Refused
 from parallel_runtime.for_diffusers import attaching
 
 ROOT = Path(__file__).parents[2]
-ROOM = ROOT / "parallel_runtime" / "for_diffusers"
+FOLDER = ROOT / "parallel_runtime" / "for_diffusers"
 
 
 def test_the_example_gives_on_two_ranks_what_one_gives() -> None:
@@ -34,12 +34,12 @@ def test_the_example_gives_on_two_ranks_what_one_gives() -> None:
 
 
 def test_the_page_names_all_that_the_room_offers() -> None:
-    page = (ROOM / "README.md").read_text()
+    page = (FOLDER / "README.md").read_text()
     assert [name for name in for_diffusers.__all__ if f"`{name}" not in page] == []
 
 
 def test_another_diffusers_than_the_tested_one_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    assert f"diffusers>={attaching.TESTED}." in (ROOM / "requirements.txt").read_text()
+    assert f"diffusers>={attaching.TESTED}." in (FOLDER / "requirements.txt").read_text()
     with caplog.at_level(logging.WARNING):
         for version in ("0.42.7", "0.43.0", "0.43.0"):
             attaching._warn_of_untested_version(version)
@@ -50,7 +50,7 @@ def test_another_diffusers_than_the_tested_one_is_told_once(caplog: pytest.LogCa
 
 def test_where_diffusers_is_missing_demo_and_report_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "diffusers", None)
-    with pytest.raises(Refused, match=f"-m pip install -r {ROOM / 'requirements.txt'}$"):
+    with pytest.raises(Refused, match=f"-m pip install -r {FOLDER / 'requirements.txt'}$"):
         demo.check_diffusers()
     (part,) = (part for part in command.PARTS if part.name == "group")
     (row,) = command._rows(part, Setting(kind="cpu", comfyui="", tokens=67), 60.0)

@@ -21,7 +21,7 @@ class Case(NamedTuple):
     degrees: tuple[int, int]
 
     def __str__(self) -> str:
-        extras = [word for word, said in (("mask", self.masked), ("grouped heads", self.grouped)) if said]
+        extras = [word for word, applies in (("mask", self.masked), ("grouped heads", self.grouped)) if applies]
         return ", ".join([self.backend, self.dtype, *extras, "ring {} x ulysses {}".format(*self.degrees)])
 
 

@@ -37,8 +37,8 @@ def errors(case: Case, place: ContextMesh, device: torch.device) -> Row:
     for seed in SEEDS:
         problem = _problem(case, seed, device)
         reference = attention(problem)
-        whole_mask = None if problem.mask is None else engine.masked_as(problem, "whole 4d bool", place)
-        alone = attend(problem.query, problem.key, problem.value, whole_mask, None, case.backend)
+        full_mask = None if problem.mask is None else engine.masked_as(problem, "whole 4d bool", place)
+        alone = attend(problem.query, problem.key, problem.value, full_mask, None, case.backend)
         own_mask = None if problem.mask is None else engine.masked_as(problem, "4d bool", place)
         got = engine.run(problem, list(case.degrees), own_mask, {"attention_backend": case.backend}, place)
         rows = engine.rows(problem, place)

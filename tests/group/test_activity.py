@@ -233,11 +233,11 @@ def test_workers_are_so_many_times_as_fast_only_where_each_has_a_device_and_it_c
 @pytest.mark.parametrize("times", [1.8, 31.0])
 def test_an_estimate_is_no_more_than_workers_can_be(times: float, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    for placement, told in ((TWO, 1.8 if times < 2 else None), (Placement(devices=("cuda:0", "cuda:0")), None)):
+    for placement, promised in ((TWO, 1.8 if times < 2 else None), (Placement(devices=("cuda:0", "cuda:0")), None)):
         activity = started(clock, placement)
         activity.set_size(Size("this work", speedup=times))
         sample(activity, clock, seconds=1.0)
-        assert (activity.now.runs[-1].alone, activity.now.runs[-1].measured) == (told, False)
+        assert (activity.now.runs[-1].alone, activity.now.runs[-1].measured) == (promised, False)
 
 
 def test_a_pace_is_of_the_degrees_that_it_was_measured_with(monkeypatch: pytest.MonkeyPatch) -> None:

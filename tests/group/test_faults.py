@@ -62,14 +62,14 @@ def doomed():
     group.close()
 
 
-def held():
+def open_resources():
     return len(os.listdir("/proc/self/fd")), threading.active_count(), shared_files()
 
 
 @pytest.mark.parametrize(("place", "deed"), FAULTS)
 def test_a_fault_of_one_rank_is_named_in_time_and_leaves_nothing(tmp_path, monkeypatch, flux, place, deed):
     rank = PLACES.index(place) % 2
-    before = held()
+    before = open_resources()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(group_module, "LOAD_SECONDS", 4.0)
     sabotage(monkeypatch, f"{rank} {place} {deed}")
@@ -83,7 +83,7 @@ def test_a_fault_of_one_rank_is_named_in_time_and_leaves_nothing(tmp_path, monke
     assert not group.alive
     assert not our_processes().keys() & {*pids}
     assert not list(tmp_path.iterdir())
-    assert held() == before
+    assert open_resources() == before
 
 
 def test_a_killed_worker_fails_the_run_at_once_and_by_name(doomed, flux):

@@ -35,18 +35,18 @@ def recording() -> Iterator[WorkerGroup]:
         yield group
 
 
-def told(group: WorkerGroup) -> list[Graphs]:
+def graphs_by_rank(group: WorkerGroup) -> list[Graphs]:
     return [rank.readings.graphs for rank in group.activity.now.ranks if rank.readings]
 
 
 @pytest.mark.parametrize("other", [ULYSSES, Parallelism(ring_degree=2), Parallelism(cfg_degree=2)])
 def test_replays_give_the_bits_of_evaluations(recording: WorkerGroup, flux: ModelSpec, other: Parallelism) -> None:
     plain = [samples(recording, flux, plainly(other), seed=seed) for seed in (1, 2)]
-    assert [graphs.keys for graphs in told(recording)] == [0, 0]
-    before = min(graphs.replays for graphs in told(recording))
+    assert [graphs.keys for graphs in graphs_by_rank(recording)] == [0, 0]
+    before = min(graphs.replays for graphs in graphs_by_rank(recording))
     assert all(torch.equal(samples(recording, flux, other, seed=seed), plain[seed - 1]) for seed in (1, 2))
-    assert min(graphs.replays for graphs in told(recording)) >= before + 4
-    assert all(0 < graphs.keys <= 2 for graphs in told(recording))
+    assert min(graphs.replays for graphs in graphs_by_rank(recording)) >= before + 4
+    assert all(0 < graphs.keys <= 2 for graphs in graphs_by_rank(recording))
 
 
 def plainly(other: Parallelism) -> Parallelism:
@@ -73,9 +73,9 @@ def test_a_cancel_in_the_middle_of_replays_leaves_them_right(recording: WorkerGr
 
 def test_unloading_takes_recordings_along(recording: WorkerGroup, flux: ModelSpec) -> None:
     samples(recording, flux, ULYSSES)
-    assert all(graphs.bytes > 0 for graphs in told(recording))
+    assert all(graphs.bytes > 0 for graphs in graphs_by_rank(recording))
     recording.unload(flux)
-    assert [(graphs.keys, graphs.bytes) for graphs in told(recording)] == [(0, 0)] * 2
+    assert [(graphs.keys, graphs.bytes) for graphs in graphs_by_rank(recording)] == [(0, 0)] * 2
     samples(recording, flux, ULYSSES)
 
 
@@ -84,12 +84,12 @@ def test_recordings_go_alone_where_their_memory_is_wanted(recording: WorkerGroup
     before = recording.readings
     assert all(rank.recorded_bytes(flux.fingerprint) == rank.graphs.bytes > 0 for rank in before)
     recording.evict_graphs(flux)
-    assert [(graphs.keys, graphs.bytes) for graphs in told(recording)] == [(0, 0)] * 2
+    assert [(graphs.keys, graphs.bytes) for graphs in graphs_by_rank(recording)] == [(0, 0)] * 2
     assert all(rank.recorded_bytes(flux.fingerprint) == 0 for rank in recording.readings)
     resident = [[holding.resident for holding in rank.weights] for rank in recording.readings]
     assert resident == [[holding.resident for holding in rank.weights] for rank in before], "its weights stay"
     assert torch.equal(samples(recording, flux, ULYSSES, seed=5), want)
-    assert all(graphs.keys for graphs in told(recording)), "it is recorded anew"
+    assert all(graphs.keys for graphs in graphs_by_rank(recording)), "it is recorded anew"
 
 
 @pytest.mark.parametrize(("deed", "error"), [("abort", WorkerDied), ("raise", WorkerFailed)])
@@ -104,4 +104,4 @@ def test_a_group_that_dies_recording_is_followed_by_one_that_does_not_record(
     assert say("died.recording") in activity.now.reason
     with WorkerGroup(on_cpu(ULYSSES), activity=activity) as group:
         assert samples(group, flux, ULYSSES).isfinite().all()
-        assert [graphs.keys for graphs in told(group)] == [0, 0]
+        assert [graphs.keys for graphs in graphs_by_rank(group)] == [0, 0]

@@ -23,19 +23,21 @@ def clean(monkeypatch):
 
 @pytest.mark.usefixtures("clean")
 def test_transfers_go_before_attention_and_over_loopback_alone():
-    found = environment(2, "token", "/folder", Rendezvous(store="/folder/store"))
-    assert found["TORCH_NCCL_HIGH_PRIORITY"] == "1"
-    assert (found["NCCL_GRAPH_REGISTER"], found["NCCL_LAUNCH_ORDER_IMPLICIT"]) == ("0", "1"), "graphs neither hang"
-    assert found["NCCL_SOCKET_IFNAME"] == "=lo"
-    assert found["GLOO_SOCKET_IFNAME"] == "lo"
-    assert found["CP_TOKEN"] == "token"
+    variables = environment(2, "token", "/folder", Rendezvous(store="/folder/store"))
+    assert variables["TORCH_NCCL_HIGH_PRIORITY"] == "1"
+    assert (variables["NCCL_GRAPH_REGISTER"], variables["NCCL_LAUNCH_ORDER_IMPLICIT"]) == ("0", "1"), (
+        "graphs neither hang"
+    )
+    assert variables["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert variables["GLOO_SOCKET_IFNAME"] == "lo"
+    assert variables["CP_TOKEN"] == "token"
 
 
 @pytest.mark.usefixtures("clean")
 def test_workers_share_the_cores_also_while_they_compile(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 9)
-    found = environment(4, "token", "/folder", Rendezvous(store="/folder/store"))
-    assert (found["OMP_NUM_THREADS"], found["TORCHINDUCTOR_COMPILE_THREADS"]) == ("2", "2")
+    variables = environment(4, "token", "/folder", Rendezvous(store="/folder/store"))
+    assert (variables["OMP_NUM_THREADS"], variables["TORCHINDUCTOR_COMPILE_THREADS"]) == ("2", "2")
 
 
 @pytest.mark.usefixtures("clean")
@@ -43,9 +45,9 @@ def test_what_a_user_sets_stays(monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "0")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth3")
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
-    found = environment(2, "token", "/folder", Rendezvous(store="/folder/store"))
-    assert (found["TORCH_NCCL_HIGH_PRIORITY"], found["NCCL_SOCKET_IFNAME"]) == ("0", "eth3")
-    assert found["NCCL_GRAPH_REGISTER"] == "1"
+    variables = environment(2, "token", "/folder", Rendezvous(store="/folder/store"))
+    assert (variables["TORCH_NCCL_HIGH_PRIORITY"], variables["NCCL_SOCKET_IFNAME"]) == ("0", "eth3")
+    assert variables["NCCL_GRAPH_REGISTER"] == "1"
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
@@ -71,6 +73,6 @@ def test_workers_have_an_allocator_of_their_own_and_the_rest_of_what_a_user_wrot
 def test_what_is_like_that_word_elsewhere_stays(monkeypatch):
     monkeypatch.setenv("SOME_ALLOC_CONF", "backend:cudaMallocAsync")
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    found = environment(2, "token", "/folder", Rendezvous(store="/folder/store"))
-    assert found["SOME_ALLOC_CONF"] == "backend:cudaMallocAsync"
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in found
+    variables = environment(2, "token", "/folder", Rendezvous(store="/folder/store"))
+    assert variables["SOME_ALLOC_CONF"] == "backend:cudaMallocAsync"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in variables

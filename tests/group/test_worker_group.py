@@ -119,7 +119,7 @@ def test_models_stay_until_they_are_given_back(pair, flux, other_flux):
 
     load_seconds(flux), load_seconds(other_flux)
     for rank in pair.measure():
-        assert {flux.fingerprint, other_flux.fingerprint} == {held.fingerprint for held in rank.weights}
+        assert {flux.fingerprint, other_flux.fingerprint} == {model.fingerprint for model in rank.weights}
         assert rank.other_models_bytes(flux.fingerprint) < rank.rank_bytes
     assert max(load_seconds(flux), load_seconds(other_flux)) < 0.1
     before = samples(pair, flux, ULYSSES)
@@ -159,21 +159,21 @@ def test_an_interrupt_cancels_every_rank_and_the_group_stays_warm(pair, flux, wh
 
 @pytest.mark.sweep
 def test_two_hundred_requests_leave_nothing_in_host_and_workers(pair, flux):
-    def held():
+    def resources():
         return [holdings(pid) for pid in (os.getpid(), *workers_of(pair))]
 
     for _ in range(20):
         samples(pair, flux, ULYSSES, steps=1)
-    before = held()
+    before = resources()
     for seed in range(200):
         samples(pair, flux, ULYSSES, steps=1, seed=seed)
 
     def nothing_is_left() -> bool:  # a worker has answered a moment before it closes what it sent
-        both = list(zip(before, held(), strict=True))
+        both = list(zip(before, resources(), strict=True))
         return all(now.descriptors <= was.descriptors and now.threads <= was.threads for was, now in both)
 
     wait_until(nothing_is_left, 2)
-    for was, now in zip(before, held(), strict=True):
+    for was, now in zip(before, resources(), strict=True):
         assert now.memory_mb - was.memory_mb < 8
 
 

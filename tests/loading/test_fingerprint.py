@@ -36,9 +36,9 @@ def changed(change: Callable[[Tensor], Tensor], which: Callable[[int], bool]) ->
 
 def strided(weight: Tensor) -> Tensor:
     """The same values, and other ones between them."""
-    room = torch.full((*weight.shape, 3), torch.nan)
-    room[..., 1] = weight
-    return room[..., 1]
+    spaced = torch.full((*weight.shape, 3), torch.nan)
+    spaced[..., 1] = weight
+    return spaced[..., 1]
 
 
 PARTS = {
@@ -77,9 +77,9 @@ def test_weights_may_be_strided(change: Callable[[Tensor], Tensor], which: str) 
 @pytest.mark.parametrize("place", range(8))
 def test_another_weight_is_told_wherever_it_lies(place: int) -> None:
     other = changed(lambda weight: weight + 1, lambda each: each == place)
-    there = changed(lambda weight: OnSecondDevice(weight + 1), lambda each: each == place)
+    on_second = changed(lambda weight: OnSecondDevice(weight + 1), lambda each: each == place)
     assert model_fingerprint(other, torch.bfloat16) != model_fingerprint(network(), torch.bfloat16)
-    assert model_fingerprint(there, torch.bfloat16) == model_fingerprint(other, torch.bfloat16)
+    assert model_fingerprint(on_second, torch.bfloat16) == model_fingerprint(other, torch.bfloat16)
 
 
 def test_weights_that_changed_places_are_told() -> None:
@@ -90,10 +90,10 @@ def test_weights_that_changed_places_are_told() -> None:
 
 
 def test_a_fingerprint_is_of_values_in_their_order_and_of_none_at_all() -> None:
-    whole = torch.arange(6.0).view(2, 3)
-    assert fingerprint(whole, "a") == fingerprint(whole.mT.contiguous().mT, b"a") == fingerprint(*whole, "a")
-    assert fingerprint(whole[:0], torch.tensor(1.0)) == fingerprint(torch.ones(1))
-    assert len({fingerprint(whole), fingerprint("a", whole), fingerprint(whole, "a"), fingerprint(whole + 1)}) == 4
+    full = torch.arange(6.0).view(2, 3)
+    assert fingerprint(full, "a") == fingerprint(full.mT.contiguous().mT, b"a") == fingerprint(*full, "a")
+    assert fingerprint(full[:0], torch.tensor(1.0)) == fingerprint(torch.ones(1))
+    assert len({fingerprint(full), fingerprint("a", full), fingerprint(full, "a"), fingerprint(full + 1)}) == 4
 
 
 def test_a_file_is_told_from_one_that_differs_in_size_or_in_a_piece(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def net(namespaces: None) -> Iterator[Network]:
 @pytest.fixture(scope="module")
 def guest(net: Network, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guest]:
     """The join command on the other machine."""
-    with joining(tmp_path_factory.mktemp("guest"), namespace=net.there) as command:
+    with joining(tmp_path_factory.mktemp("guest"), namespace=net.second) as command:
         yield command
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..comfyui.processes import MARK, Process, die_with_parent, marked_processes
-from .network import HERE, PORT, ROOT, TOKEN
+from .network import FIRST, PORT, ROOT, TOKEN
 
 
 class Guest:
@@ -22,14 +22,14 @@ class Guest:
         self._mark = mark
         self._log = log
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self._log.read_text()
 
     def wait_until_it_says(self, words: str, seconds: float = 30) -> None:
         deadline = time.monotonic() + seconds
-        while words not in self.said():
-            assert time.monotonic() < deadline, f"it said {self.said()!r}"
-            assert self.process.poll() is None, self.said()
+        while words not in self.output():
+            assert time.monotonic() < deadline, f"it said {self.output()!r}"
+            assert self.process.poll() is None, self.output()
             time.sleep(0.05)
 
     def workers(self) -> dict[int, Process]:
@@ -48,7 +48,7 @@ def joining(
     wrapper: tuple[str, ...] = (),
     token: str = TOKEN,
     package: Path = ROOT,
-    endpoint: str = f"{HERE}:{PORT}",
+    endpoint: str = f"{FIRST}:{PORT}",
     python: Path | str = sys.executable,
 ) -> Iterator[Guest]:
     """The command while it runs, in `namespace`, with the pack that lies in `package` and with `python`."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from parallel_runtime.specs import Parallelism, Placement
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE, THERE = "10.77.0.1", "10.77.0.2"
+FIRST, SECOND = "10.77.0.1", "10.77.0.2"
 TOKEN = "a token that both machines have"
 PORT = 29500
 ULYSSES = Parallelism(ulysses_degree=2)
@@ -26,7 +26,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def on_two_machines(workers: int = 1) -> Placement:
     """So many CPU workers on each."""
-    return Placement(devices=("cpu",) * workers, nnodes=2, rdzv_endpoint=f"{HERE}:{PORT}")
+    return Placement(devices=("cpu",) * workers, nnodes=2, rdzv_endpoint=f"{FIRST}:{PORT}")
 
 
 def why_there_is_none() -> str:
@@ -44,12 +44,12 @@ def why_there_is_none() -> str:
 class Network:
     """Namespace names; the cable ends in an interface of the same name in each."""
 
-    here: str
-    there: str
+    first: str
+    second: str
 
     def cable(self, state: str) -> None:
         """ "up" or "down", at the end of the other machine."""
-        _ip("-n", self.there, "link", "set", "cable", state)
+        _ip("-n", self.second, "link", "set", "cable", state)
 
     @staticmethod
     def listening(pid: int) -> list[str]:
@@ -73,7 +73,7 @@ def network() -> Iterator[Network]:
             _ip("netns", "add", name)
             _ip("-n", name, "link", "set", "lo", "up")
         _ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
-        for name, address in zip(names, (HERE, THERE), strict=True):
+        for name, address in zip(names, (FIRST, SECOND), strict=True):
             _ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
             _ip("-n", name, "link", "set", "cable", "up")
         _enter(os.open(f"/run/netns/{names[0]}", os.O_RDONLY | os.O_CLOEXEC))

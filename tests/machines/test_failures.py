@@ -17,7 +17,7 @@ from parallel_runtime.specs import Parallelism
 from ..groups import flux_job
 from .guest import joining
 from .jobs import Once, difference, samples
-from .network import HERE, PORT, ROOT, THERE, TOKEN, ULYSSES, on_two_machines
+from .network import FIRST, PORT, ROOT, SECOND, TOKEN, ULYSSES, on_two_machines
 
 LOST_SECONDS = 12
 
@@ -32,7 +32,7 @@ def wait_until(condition, seconds):
 @pytest.fixture
 def guest(net, folder):
     """For one test: of two that wait, either may come into a group."""
-    with joining(folder, namespace=net.there) as command:
+    with joining(folder, namespace=net.second) as command:
         yield command
 
 
@@ -48,7 +48,7 @@ def doomed(guest, flux):
 @pytest.mark.sweep  # tests/comfyui has it too
 def test_a_killed_rank_of_the_other_machine_fails_the_run_at_once_and_the_next_group_works(doomed, guest, flux):
     kill = Once(lambda: guest.workers()[1].kill())
-    with pytest.raises(WorkerDied, match=f"worker rank 1 on {THERE} was killed by SIGKILL"):
+    with pytest.raises(WorkerDied, match=f"worker rank 1 on {SECOND} was killed by SIGKILL"):
         doomed.run(flux, ULYSSES, flux_job(steps=100_000), on_step=kill)
     assert time.monotonic() - kill.at < 2
     assert not doomed.alive
@@ -67,14 +67,14 @@ def test_a_killed_rank_of_comfyuis_machine_is_named_without_an_address(doomed, g
 
 @pytest.mark.sweep
 def test_a_killed_join_command_leaves_no_process_and_the_next_group_waits_for_the_next(net, flux, folder):
-    with joining(folder, namespace=net.there) as first:
+    with joining(folder, namespace=net.second) as first:
         group = WorkerGroup(on_two_machines())
         kill = Once(first.process.kill)
-        with pytest.raises(WorkerDied, match=f"worker rank 1 on {THERE} went away"):
+        with pytest.raises(WorkerDied, match=f"worker rank 1 on {SECOND} went away"):
             group.run(flux, ULYSSES, flux_job(steps=100_000), on_step=kill)
         assert time.monotonic() - kill.at < 3
         wait_until(lambda: not first.started(), 3)
-    with joining(folder, namespace=net.there), WorkerGroup(on_two_machines()) as group:
+    with joining(folder, namespace=net.second), WorkerGroup(on_two_machines()) as group:
         samples(group, flux, ULYSSES)
 
 
@@ -82,7 +82,7 @@ def test_a_killed_join_command_leaves_no_process_and_the_next_group_waits_for_th
 def test_a_machine_that_is_silently_gone_fails_the_run_and_its_workers_end(net, doomed, guest, flux):
     pull = Once(lambda: net.cable("down"))
     try:
-        with pytest.raises(WorkerDied, match=f"worker rank 1 on {THERE} went away"):
+        with pytest.raises(WorkerDied, match=f"worker rank 1 on {SECOND} went away"):
             doomed.run(flux, ULYSSES, flux_job(steps=100_000), on_step=pull)
         assert time.monotonic() - pull.at < LOST_SECONDS
         doomed.close()
@@ -101,7 +101,7 @@ def test_a_killed_host_leaves_no_worker_on_the_other_machine(guest, flux, tmp_pa
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "from tests.groups import *\n"
         "from parallel_runtime.group.worker_group import WorkerGroup\n"
-        f"group = WorkerGroup(Placement(devices=('cpu',), nnodes=2, rdzv_endpoint='{HERE}:{PORT}'))\n"
+        f"group = WorkerGroup(Placement(devices=('cpu',), nnodes=2, rdzv_endpoint='{FIRST}:{PORT}'))\n"
         f"group.run(spec_of({flux.files[0].path!r}), Parallelism(ulysses_degree=2), flux_job(steps=100000),\n"
         "    on_step=lambda step, *_: print(flush=True) if step == 2 else None)\n"
     )
@@ -127,11 +127,11 @@ def test_two_workers_on_each_of_two_machines_draw_what_one_draws(alone, guest, f
 
 @pytest.mark.sweep
 def test_a_stopped_join_command_takes_its_workers_along(net, flux, folder):
-    with joining(folder, namespace=net.there) as guest:
+    with joining(folder, namespace=net.second) as guest:
         with WorkerGroup(on_two_machines()) as group:
             guest.process.send_signal(signal.SIGINT)
             assert guest.process.wait(5) == 0
             wait_until(lambda: not guest.started(), 3)
             wait_until(lambda: not group.alive, 3)
-        assert "Traceback" not in guest.said()
-    assert TOKEN not in guest.said()
+        assert "Traceback" not in guest.output()
+    assert TOKEN not in guest.output()

@@ -33,7 +33,7 @@ from parallel_runtime.wire.stream import Stream
 from ..groups import flux_job, spec_of
 from ..tiny import write
 from .guest import joining
-from .network import HERE, PORT, ROOT, THERE, ULYSSES, on_two_machines
+from .network import FIRST, PORT, ROOT, SECOND, ULYSSES, on_two_machines
 
 KEY, OTHER = "k" * 64, "o" * 64
 
@@ -71,16 +71,16 @@ def test_who_has_another_token_is_refused_and_named_in_the_log(gate, caplog):
 
 @pytest.mark.parametrize("knock", [b"", b"GET / HTTP/1.1\r\n\r\n", b"x" * 1000])
 def test_a_stranger_learns_nothing_but_a_random_number(gate, knock):
-    said = []
+    answers = []
     for _ in range(2):
         with socket.create_connection(("127.0.0.1", int(address_of(gate).split(":")[1]))) as stranger:
             stranger.sendall(knock)
             with contextlib.suppress(OSError):  # shown the door by now
                 stranger.shutdown(socket.SHUT_WR)
             stranger.settimeout(10)
-            said.append(b"".join(iter(lambda: _receive(stranger), b"")))
-    assert len(said[0]) <= 32
-    assert not said[0] or said[0] != said[1]
+            answers.append(b"".join(iter(lambda: _receive(stranger), b"")))
+    assert len(answers[0]) <= 32
+    assert not answers[0] or answers[0] != answers[1]
     assert gate.arrivals.empty()
 
 
@@ -110,12 +110,12 @@ def test_a_stranger_who_sends_a_byte_now_and_then_has_no_longer_than_anybody(gat
 
 @pytest.mark.parametrize("key", [KEY, OTHER])
 def test_another_token_and_no_answer_at_all_are_told_apart(gate, key):
-    said = Guest(endpoint=address_of(gate), key=OTHER).serve_one_group()
-    assert said.endswith("does not accept the token of this machine")
+    reason = Guest(endpoint=address_of(gate), key=OTHER).serve_one_group()
+    assert reason.endswith("does not accept the token of this machine")
     with socket.create_server(("127.0.0.1", 0)) as other:
         threading.Thread(target=lambda: other.accept()[0].close()).start()
-        said = Guest(endpoint=f"127.0.0.1:{other.getsockname()[1]}", key=key).serve_one_group()
-    assert "hung up before it asked for the token" in said
+        reason = Guest(endpoint=f"127.0.0.1:{other.getsockname()[1]}", key=key).serve_one_group()
+    assert "hung up before it asked for the token" in reason
 
 
 def test_without_a_free_descriptor_the_gate_waits_and_says_so(gate, caplog):
@@ -199,8 +199,8 @@ def test_nothing_that_a_stranger_writes_where_machines_meet_is_unpickled(monkeyp
     for prefix in ("", "machines/"):  # under the keys of torchrun's own rendezvous, too
         PrefixStore(prefix, store).set("torch.rendezvous.none", "a pickle of a stranger")
     for machine in (1, 0):
-        told = RendezvousParameters(NAME, f"127.0.0.1:{store.port}", "none", 2, 2, machine=str(machine))
-        met = rendezvous_handler_registry.create_handler(told).next_rendezvous()
+        parameters = RendezvousParameters(NAME, f"127.0.0.1:{store.port}", "none", 2, 2, machine=str(machine))
+        met = rendezvous_handler_registry.create_handler(parameters).next_rendezvous()
         assert (met.rank, met.world_size) == (machine, 2)
         met.store.set(f"seen by {machine}", "")
     assert met.store.check(["seen by 0", "seen by 1"])
@@ -242,28 +242,28 @@ def test_an_endpoint_that_is_none_is_refused(endpoint, sentence):
 
 
 def test_an_address_of_another_machine_or_a_taken_port_is_refused(net):
-    with pytest.raises(Refused, match=f"no address {THERE}"):
-        Gate(THERE, PORT, KEY)
+    with pytest.raises(Refused, match=f"no address {SECOND}"):
+        Gate(SECOND, PORT, KEY)
     with socket.socket() as taken:
-        taken.bind((HERE, PORT))
+        taken.bind((FIRST, PORT))
         taken.listen()
-        with pytest.raises(Refused, match=f"{HERE}:{PORT} cannot be used .Address already in use"):
+        with pytest.raises(Refused, match=f"{FIRST}:{PORT} cannot be used .Address already in use"):
             WorkerGroup(on_two_machines())
 
 
 def test_machines_that_do_not_come_are_missed_in_a_sentence(net, monkeypatch):
     monkeypatch.setattr(group_module, "START_SECONDS", 0.5)
-    with pytest.raises(WorkerStartError, match=f"only 1 of 2 machines are there.*join {HERE}:{PORT}"):
+    with pytest.raises(WorkerStartError, match=f"only 1 of 2 machines are there.*join {FIRST}:{PORT}"):
         WorkerGroup(on_two_machines())
 
 
 @pytest.mark.sweep
 def test_a_machine_with_another_token_does_not_join(net, folder, monkeypatch, caplog):
     monkeypatch.setattr(group_module, "START_SECONDS", 15)
-    with joining(folder, namespace=net.there, token="some other token, long enough") as guest:
+    with joining(folder, namespace=net.second, token="some other token, long enough") as guest:
         with pytest.raises(WorkerStartError, match="only 1 of 2 machines"):
             WorkerGroup(on_two_machines())
-        assert f"{THERE} was refused: its token differs" in caplog.text
+        assert f"{SECOND} was refused: its token differs" in caplog.text
         guest.wait_until_it_says("does not accept the token")
 
 
@@ -272,9 +272,9 @@ def test_another_version_there_is_an_error_that_names_both(net, folder, tmp_path
         shutil.copytree(ROOT / folder_of_pack, tmp_path / "pack" / folder_of_pack)
     with (tmp_path / "pack" / "parallel_runtime" / "worker" / "serve.py").open("a") as file:
         file.write("# newer\n")
-    with joining(folder, namespace=net.there, package=tmp_path / "pack") as guest:
+    with joining(folder, namespace=net.second, package=tmp_path / "pack") as guest:
         with pytest.raises(
-            WorkerStartError, match=rf"{THERE} cannot join: it has CP Sampler (\w+), this machine CP Sa"
+            WorkerStartError, match=rf"{SECOND} cannot join: it has CP Sampler (\w+), this machine CP Sa"
         ):
             WorkerGroup(on_two_machines())
         guest.wait_until_it_says("refuses this one: it has CP Sampler")
@@ -289,9 +289,9 @@ def test_builds_of_pytorch_are_compared():
 
 def test_another_number_of_devices_there_is_an_error_that_names_both(net, folder):
     with (
-        joining(folder, "--devices", "cpu,cpu", namespace=net.there),
+        joining(folder, "--devices", "cpu,cpu", namespace=net.second),
         pytest.raises(
-            WorkerStartError, match=rf"{THERE} cannot join: it offers cpu, cpu, and the machine of ComfyUI has cpu;"
+            WorkerStartError, match=rf"{SECOND} cannot join: it offers cpu, cpu, and the machine of ComfyUI has cpu;"
         ),
     ):
         WorkerGroup(on_two_machines())
@@ -304,9 +304,9 @@ def test_another_model_under_the_same_path_there_is_refused(net, folder, tmp_pat
     theirs = write(tmp_path / "theirs", "flux_schnell", seed=99)
     assert ours.stat().st_size == theirs.stat().st_size
     see_theirs = ("unshare", "--mount", "sh", "-c", f'mount --bind {theirs} {ours} && exec "$@"', "sh")
-    with joining(folder, namespace=net.there, wrapper=see_theirs), WorkerGroup(on_two_machines()) as group:
+    with joining(folder, namespace=net.second, wrapper=see_theirs), WorkerGroup(on_two_machines()) as group:
         for _ in range(2):
-            with pytest.raises(Refused, match=rf"^{ours} is another file .* \(on {THERE}\)$"):
+            with pytest.raises(Refused, match=rf"^{ours} is another file .* \(on {SECOND}\)$"):
                 group.run(spec_of(ours), ULYSSES, flux_job())
         assert group.alive
 
@@ -315,15 +315,15 @@ def test_another_model_under_the_same_path_there_is_refused(net, folder, tmp_pat
 def test_a_model_that_is_missing_there_is_named(net, folder, tmp_path):
     ours = write(tmp_path / "ours", "flux_schnell")
     hide = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs none {ours.parent} && exec "$@"', "sh")
-    with joining(folder, namespace=net.there, wrapper=hide), WorkerGroup(on_two_machines()) as group:
-        with pytest.raises(Refused, match=rf"^there is no file {ours} on this machine.* \(on {THERE}\)$"):
+    with joining(folder, namespace=net.second, wrapper=hide), WorkerGroup(on_two_machines()) as group:
+        with pytest.raises(Refused, match=rf"^there is no file {ours} on this machine.* \(on {SECOND}\)$"):
             group.run(spec_of(ours), ULYSSES, flux_job())
         assert group.alive
 
 
 @pytest.mark.sweep
 def test_the_token_is_in_no_command_line(net, folder):
-    with joining(folder, namespace=net.there) as guest, WorkerGroup(on_two_machines()):
+    with joining(folder, namespace=net.second) as guest, WorkerGroup(on_two_machines()):
         for process in guest.started():
             command = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode()
             assert read_key() not in command

@@ -13,7 +13,7 @@ from parallel_runtime.specs import Parallelism
 
 from ..groups import flux_job
 from .jobs import Once, difference, samples
-from .network import HERE, THERE, ULYSSES, on_two_machines
+from .network import FIRST, SECOND, ULYSSES, on_two_machines
 
 RING = Parallelism(ring_degree=2)
 
@@ -26,7 +26,7 @@ def pair(guest):
 
 def test_the_first_rank_is_on_comfyuis_machine_and_the_other_on_the_other(pair, guest):
     assert list(guest.workers()) == [1]
-    assert [pair._processes.machine_of(rank) for rank in range(2)] == ["", THERE]
+    assert [pair._processes.machine_of(rank) for rank in range(2)] == ["", SECOND]
 
 
 @pytest.mark.parametrize("parallelism", [ULYSSES, RING, Parallelism(cfg_degree=2)], ids=["ulysses", "ring", "cfg"])
@@ -39,11 +39,11 @@ def test_two_machines_draw_what_one_worker_draws(alone, pair, flux, parallelism)
 
 def test_everything_listens_on_the_address_that_was_named_or_on_the_machine_itself(net, pair, guest, flux):
     samples(pair, flux, RING)
-    hexadecimal = {HERE: "01004D0A:", THERE: "02004D0A:"}
-    for address, pid in ((HERE, os.getpid()), (THERE, guest.process.pid)):
-        found = net.listening(pid)
-        assert found, "gloo listens, at least"
-        assert all(row.startswith((hexadecimal[address], "0100007F:")) for row in found), found
+    hexadecimal = {FIRST: "01004D0A:", SECOND: "02004D0A:"}
+    for address, pid in ((FIRST, os.getpid()), (SECOND, guest.process.pid)):
+        addresses = net.listening(pid)
+        assert addresses, "gloo listens, at least"
+        assert all(row.startswith((hexadecimal[address], "0100007F:")) for row in addresses), addresses
 
 
 def test_a_cancel_stops_every_machine_and_the_group_stays_warm(pair, guest, flux):

@@ -55,7 +55,7 @@ def estimated(plan: RunPlan) -> Estimate:
     return plan.estimate
 
 
-def held(plan: RunPlan) -> tuple[int, ...]:
+def weight_bytes(plan: RunPlan) -> tuple[int, ...]:
     """Bytes of weights, by rank."""
     return estimated(plan).weight_bytes_by_rank
 

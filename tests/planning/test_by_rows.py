@@ -39,9 +39,9 @@ RTX = DeviceProfile(bytes_per_second=2e10, flops_per_second=2.0**47)
 def inputs(
     network: NetworkStats, pixels: int, gpus: int, profile: DeviceProfile | None, *, prompts: int = 2, **more: Any
 ) -> PlanInputs:
-    request, rows = ParallelRequest(**more.pop("request", {})), more.pop("rows", 1)
+    request, sequences = ParallelRequest(**more.pop("request", {})), more.pop("sequences", 1)
     side = pixels // 8
-    work = network.work(rows, side * side, prompts=prompts, recorded=True)
+    work = network.work(sequences, side * side, prompts=prompts, recorded=True)
     work = replace(work, row_ranks=-(-side // 2 ** (len(network.row_levels) - 1)))
     return PlanInputs(
         request=request, heads=network.heads, gpus=gpus, guided=prompts > 1, by_rows=network.name, work=work,
@@ -75,14 +75,14 @@ def test_auto_shares_rows_out_where_they_pay(
     assert shape(resolve(inputs(network, pixels, gpus, profile, prompts=prompts))) == wanted
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("sequences", [1, 2, 4])
 @pytest.mark.parametrize("gpus", [2, 3, 4, 8])
-def test_auto_is_never_slower_than_without_rows(gpus: int, rows: int) -> None:
+def test_auto_is_never_slower_than_without_rows(gpus: int, sequences: int) -> None:
     for network in (SDXL, SD15):
         for pixels in (64, 256, 512, 768, 1024, 2048):
             for profile in (H100, RTX):
                 for prompts in (1, 2):
-                    known = inputs(network, pixels, gpus, profile, prompts=prompts, rows=rows)
+                    known = inputs(network, pixels, gpus, profile, prompts=prompts, sequences=sequences)
                     without = next(plan for plan in candidates(known) if plan.degrees.context_parallel_size == 1)
                     assert resolve(known).seconds <= evaluate(without, known).seconds
 

@@ -120,9 +120,9 @@ def test_workers_that_join_another_lane_keep_their_shares():
     assert shares_of(cfg_degree=2, shares="3,2") == (3, 2)
 
 
-def guided(gpus=2, heads=24, whole="", **request):
+def guided(gpus=2, heads=24, unsharded="", **request):
     return checked_plan(
-        PlanInputs(request=ParallelRequest.of(request), heads=heads, gpus=gpus, guided=True, unsharded=whole)
+        PlanInputs(request=ParallelRequest.of(request), heads=heads, gpus=gpus, guided=True, unsharded=unsharded)
     )
 
 
@@ -130,9 +130,9 @@ def guided(gpus=2, heads=24, whole="", **request):
 def test_shares_of_a_run_with_two_prompts_divide_the_sequence_by_themselves(gpus, shares):
     division = guided(gpus, shares=shares)
     assert division.degrees.stage_mesh_shape == (1, 1, 1, gpus)
-    whole = sum(map(int, shares.split(",")))
-    assert [told for _, told in work_percent(division.degrees, division.placement)] == [
-        round(100 * int(own) / whole) for own in shares.split(",")
+    total = sum(map(int, shares.split(",")))
+    assert [percent for _, percent in work_percent(division.degrees, division.placement)] == [
+        round(100 * int(own) / total) for own in shares.split(",")
     ]
 
 
@@ -142,19 +142,17 @@ def test_equal_shares_leave_each_prompt_its_half(shares):
 
 
 @pytest.mark.parametrize(
-    ("request_", "gpus", "way_out"),
+    ("request_", "gpus", "remedy"),
     [
         ({"shares": "3,2"}, 2, "ring_degree 1 x ulysses_degree 2 with cfg_degree 1, or shares auto"),
         ({"shares": "3,2", "ring_degree": 1, "ulysses_degree": 1}, 8, "ring_degree 1 x ulysses_degree 2 with"),
         ({"shares": "3,3,2,2"}, 4, "ring_degree 1 x ulysses_degree 4 with"),
         ({"shares": "3,2,2,3", "data_degree": 2}, 4, "ring_degree 1 x ulysses_degree 2 x data_degree 2 with"),
-        ({"shares": "3,2", "whole": "SDXL"}, 2, "ring_degree 1 x ulysses_degree 1 x data_degree 2 with"),
+        ({"shares": "3,2", "unsharded": "SDXL"}, 2, "ring_degree 1 x ulysses_degree 1 x data_degree 2 with"),
     ],
 )
-def test_shares_that_two_halves_with_a_prompt_each_leave_unused_are_refused_with_what_uses_them(
-    request_, gpus, way_out
-):
-    with pytest.raises(Refused, match=f"^shares {request_['shares']} divide nothing: .*choose {way_out}") as refused:
+def test_shares_that_two_halves_with_a_prompt_each_leave_unused_are_refused_with_what_uses_them(request_, gpus, remedy):
+    with pytest.raises(Refused, match=f"^shares {request_['shares']} divide nothing: .*choose {remedy}") as refused:
         guided(gpus, cfg_degree=2, **request_)
     mended = guided(gpus, **{**request_, "cfg_degree": 2, **refused.value.fix})
     assert mended.degrees.shares == tuple(map(int, request_["shares"].split(",")))
@@ -165,7 +163,7 @@ def test_one_list_of_shares_fits_a_run_on_all_devices_and_one_that_uses_fewer():
     assert shares_of(shares="3,2,1", ulysses_degree=2, gpus=3) == (3, 2)
     assert shares_of(shares="3,2", ulysses_degree=2, gpus=3) == (3, 2)
     assert shares_of(shares="3,2,1", gpus=3) == (3, 2, 1)
-    rows = {"shares": "5,3,1", "data_degree": 2, "cfg_degree": 1, "whole": "SDXL"}
+    rows = {"shares": "5,3,1", "data_degree": 2, "cfg_degree": 1, "unsharded": "SDXL"}
     assert guided(3, **rows).degrees.shares == (5, 3)
     with pytest.raises(Refused, match="names 4, and the number of workers is 2: name 2, one for each"):
         shares_of(shares="3,2,1,1", ulysses_degree=2, gpus=3)
@@ -173,24 +171,24 @@ def test_one_list_of_shares_fits_a_run_on_all_devices_and_one_that_uses_fewer():
 
 @pytest.mark.parametrize(("gpus", "shares"), [(3, "3,2,1"), (2, "3,2"), (3, "3,2")])
 def test_shares_that_are_a_vaes_alone_do_not_stop_a_network_that_shares_out_prompts(gpus, shares):
-    division = guided(gpus, whole="SDXL", shares=shares, devices=",".join(map(str, range(gpus))))
+    division = guided(gpus, unsharded="SDXL", shares=shares, devices=",".join(map(str, range(gpus))))
     assert (division.placement.devices, division.degrees.cfg_degree) == (("cuda:0", "cuda:1"), 2)
     assert division.degrees.shares == ()
-    said = unused(ParallelRequest(shares=shares), division, "SDXL")
-    assert said.startswith(f"shares {shares} divide nothing here: each worker has a whole prompt of SDXL")
+    text = unused(ParallelRequest(shares=shares), division, "SDXL")
+    assert text.startswith(f"shares {shares} divide nothing here: each worker has a whole prompt of SDXL")
     assert not unused(ParallelRequest(shares="1,1"), division, "SDXL")
     assert not unused(ParallelRequest(), division, "SDXL")
 
 
 def test_percent_are_of_the_work_that_a_worker_has_where_each_half_has_one_prompt():
     within = guided(4, cfg_degree=2, shares="3,2,4,1")
-    assert [told for _, told in work_percent(within.degrees, within.placement)] == [30, 20, 40, 10]
+    assert [percent for _, percent in work_percent(within.degrees, within.placement)] == [30, 20, 40, 10]
     within = guided(4, cfg_degree=2, shares="6,4,1,1")
-    assert [told for _, told in work_percent(within.degrees, within.placement)] == [30, 20, 25, 25], (
+    assert [percent for _, percent in work_percent(within.degrees, within.placement)] == [30, 20, 25, 25], (
         "one half has no more than its prompt"
     )
     images = guided(4, cfg_degree=2, data_degree=2, shares="3,3,2,2")
-    assert [told for _, told in work_percent(images.degrees, images.placement)] == [30, 30, 20, 20]
+    assert [percent for _, percent in work_percent(images.degrees, images.placement)] == [30, 30, 20, 20]
 
 
 def test_every_plan_uses_exactly_its_devices():

@@ -41,57 +41,57 @@ def link(*ranks: Speed, speed: float = 2e10) -> DeviceProfile:
     return DeviceProfile(bytes_per_second=speed, flops_per_second=slowest, host_bytes_per_second=2e10, ranks=ranks)
 
 
-def rooms(*gib: float, host: float = 128.0) -> Capacity:
+def capacity_of(*gib: float, host: float = 128.0) -> Capacity:
     return Capacity.of_each([int(one * GIB) for one in gib], host_bytes=int(host * GIB))
 
 
-def ways(
+def plans_of(
     wish: PlanInputs, work: Work, known: DeviceProfile | None, capacity: Capacity, live: Placement | None = None
 ) -> list[RunPlan]:
     """What is taken, then all others."""
     return ranked(replace(wish, work=work, profile=known, capacity=capacity, live=live))
 
 
-def on_all(found: list[RunPlan]) -> RunPlan:
-    return next(way for way in found if not way.left_out)
+def on_all(plans: list[RunPlan]) -> RunPlan:
+    return next(plan for plan in plans if not plan.left_out)
 
 
-def devices(way: RunPlan) -> tuple[str, ...]:
-    return way.placement.devices
+def devices(plan: RunPlan) -> tuple[str, ...]:
+    return plan.placement.devices
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_like_cards_are_all_used_and_nothing_is_compared(count: int) -> None:
-    found = ways(wish(count), WORK, link(*[FAST] * count), rooms(*[80.0] * count))
-    assert not any(way.left_out for way in found)
-    assert compared(found) == ()
+    plans = plans_of(wish(count), WORK, link(*[FAST] * count), capacity_of(*[80.0] * count))
+    assert not any(plan.left_out for plan in plans)
+    assert compared(plans) == ()
 
 
 def test_a_card_that_only_holds_the_others_up_is_left_out_and_all_ways_are_told_with_their_seconds() -> None:
     work, known = replace(WORK, prompts=2), link(FAST, CRAWLING, FAST, speed=2e8)
-    found = ways(wish(3), work, known, rooms(80, 80, 80))
-    best = found[0]
+    plans = plans_of(wish(3), work, known, capacity_of(80, 80, 80))
+    best = plans[0]
     assert "cuda:1" in best.left_out
-    assert best.seconds < CLEARLY * on_all(found).seconds
-    said = " ".join(compared(found))
-    assert f"Estimated {best.seconds:.2f} s per evaluation of all prompts" in said
-    assert f"all devices, the tokens by shares, {on_all(found).seconds:.2f} s" in said
-    assert "Auto does not use" in said
-    assert "To use them, name all devices" in said
+    assert best.seconds < CLEARLY * on_all(plans).seconds
+    text = " ".join(compared(plans))
+    assert f"Estimated {best.seconds:.2f} s per evaluation of all prompts" in text
+    assert f"all devices, the tokens by shares, {on_all(plans).seconds:.2f} s" in text
+    assert "Auto does not use" in text
+    assert "To use them, name all devices" in text
 
 
 def test_a_slower_card_that_helps_stays() -> None:
     work = replace(WORK, prompts=2)
-    found = ways(wish(2), work, link(FAST, SLOW), rooms(80, 80))
-    best = found[0]
+    plans = plans_of(wish(2), work, link(FAST, SLOW), capacity_of(80, 80))
+    best = plans[0]
     assert devices(best) == ("cuda:0", "cuda:1")
     assert best.degrees.cfg_degree == 1, "a prompt for each would wait for the slower"
-    said = " ".join(compared(found))
-    halves = next(way for way in found if way.degrees.cfg_degree == 2)
-    without = next(way for way in found if way.left_out == ("cuda:1",))
-    assert f"a prompt for each half of the workers {halves.seconds:.2f} s" in said
-    assert f"without cuda:1 {without.seconds:.2f} s" in said
-    assert "Auto leaves" not in said
+    text = " ".join(compared(plans))
+    halves = next(plan for plan in plans if plan.degrees.cfg_degree == 2)
+    without = next(plan for plan in plans if plan.left_out == ("cuda:1",))
+    assert f"a prompt for each half of the workers {halves.seconds:.2f} s" in text
+    assert f"without cuda:1 {without.seconds:.2f} s" in text
+    assert "Auto leaves" not in text
 
 
 def drawn(dice: random.Random) -> tuple[PlanInputs, Work, DeviceProfile]:
@@ -99,7 +99,9 @@ def drawn(dice: random.Random) -> tuple[PlanInputs, Work, DeviceProfile]:
     speeds = [replace(FAST, products=FAST.products / dice.choice((1, 1, 1.5, 3, 20))) for _ in range(count)]
     known = link(*speeds, speed=dice.choice((1e9, 1e10, 1e11)))
     work = replace(WORK, tokens=dice.choice((1000, 4608, 40_000)), prompts=dice.choice((1, 2)))
-    capacity = rooms(*(dice.choice((8.0, 16.0, 32.0, 80.0)) for _ in range(count)), host=dice.choice((4.0, 128.0)))
+    capacity = capacity_of(
+        *(dice.choice((8.0, 16.0, 32.0, 80.0)) for _ in range(count)), host=dice.choice((4.0, 128.0))
+    )
     return replace(wish(count), work=work, profile=known, capacity=capacity), work, known
 
 
@@ -107,41 +109,43 @@ def test_what_is_taken_is_the_best_to_an_estimates_noise_and_stays() -> None:
     dice, left_out, nowhere = random.Random(7), 0, 0
     for _ in range(150):
         inputs, work, known = drawn(dice)
-        found = ranked(inputs)
-        best = found[0]
-        least = min(way.seconds for way in found)
+        plans = ranked(inputs)
+        best = plans[0]
+        least = min(plan.seconds for plan in plans)
         assert best.seconds * CLEARLY <= least or best.seconds == math.inf
         assert devices(ranked(replace(inputs, live=best.placement))[0]) == devices(best), "what is there stays"
-        for way in found:
-            stays = ranked(replace(inputs, live=way.placement))[0]
-            assert stays.seconds * CLEARLY <= way.seconds
+        for plan in plans:
+            stays = ranked(replace(inputs, live=plan.placement))[0]
+            assert stays.seconds * CLEARLY <= plan.seconds
         if len(devices(best)) == 1 and math.isfinite(best.seconds):
             rank = int(devices(best)[0].removeprefix("cuda:"))
             alone = work.prompts * alone_seconds(work, known.ranks[rank])
             assert best.seconds >= 0.95 * alone, "no card is faster than it measured"
         left_out += bool(best.left_out)
-        nowhere += any(way.seconds == math.inf for way in found)
+        nowhere += any(plan.seconds == math.inf for plan in plans)
     assert 10 < left_out < 140
     assert nowhere
 
 
 def test_a_card_without_room_for_its_part_of_a_model_is_left_out_before_anything_was_measured() -> None:
-    found = ways(wish(2), WORK, None, rooms(80.0, 0.5))
-    best = found[0]
-    assert on_all(found).seconds == math.inf
+    plans = plans_of(wish(2), WORK, None, capacity_of(80.0, 0.5))
+    best = plans[0]
+    assert on_all(plans).seconds == math.inf
     assert devices(best) == ("cuda:0",)
-    said = " ".join(compared(found))
-    assert said.startswith("Nothing is measured yet; with all devices the weights do not fit. Auto does not use cuda:1")
+    text = " ".join(compared(plans))
+    assert text.startswith("Nothing is measured yet; with all devices the weights do not fit. Auto does not use cuda:1")
 
 
 def test_a_model_that_fits_the_larger_card_only_is_where_it_is_soonest() -> None:
     for speed, both in ((3e11, True), (1e8, False)):
         one_prompt = replace(wish(2), guided=False)
-        found = ways(one_prompt, replace(WORK, tokens=40_000), link(FAST, FAST, speed=speed), rooms(80.0, 16.0))
-        best = found[0]
+        plans = plans_of(
+            one_prompt, replace(WORK, tokens=40_000), link(FAST, FAST, speed=speed), capacity_of(80.0, 16.0)
+        )
+        best = plans[0]
         assert (len(devices(best)) == 2) == both
         assert best.weights.mode == ("replicate" if not both else "offload")
-        assert len(found) > 1
+        assert len(plans) > 1
 
 
 @pytest.mark.parametrize(
@@ -162,8 +166,8 @@ def test_a_model_that_fits_the_larger_card_only_is_where_it_is_soonest() -> None
 def test_what_a_user_has_chosen_is_never_overridden(request_: dict[str, object]) -> None:
     asked, known = wish(2, **request_), link(FAST, CRAWLING, speed=2e8)
     assert not asked.automatic_devices
-    found = ways(asked, replace(WORK, prompts=2), known, rooms(80.0, 80.0))
-    assert {way.placement for way in found} == {unsized_plan(asked).placement}
+    plans = plans_of(asked, replace(WORK, prompts=2), known, capacity_of(80.0, 80.0))
+    assert {plan.placement for plan in plans} == {unsized_plan(asked).placement}
     for name in ("ring_degree", "ulysses_degree", "cfg_degree", "data_degree"):
         if request_.get(name):
-            assert getattr(found[0].degrees, name) == request_[name]
+            assert getattr(plans[0].degrees, name) == request_[name]

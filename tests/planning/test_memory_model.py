@@ -18,7 +18,7 @@ from parallel_runtime.planning.memory_model import (
     UNLIMITED,
     Capacity,
     MemoryModel,
-    activation_bytes,
+    estimate_activation_bytes,
 )
 from parallel_runtime.planning.network_stats import NetworkStats
 from parallel_runtime.planning.resolve import resolve
@@ -57,15 +57,15 @@ def test_what_fits_is_whole():
 def test_what_is_chosen_fits_and_one_block_more_would_not(device: float, workers: int, link: DeviceProfile | None):
     asked = case(device, workers=workers, link=link)
     try:
-        way = decide("auto", asked)
+        plan = decide("auto", asked)
     except Refused:
         for mode in ("offload", "shard"):
             assert not asked.memory.allows(mode) or not asked.memory.fits(WeightPlacement(mode=mode))
         return
-    assert estimated(way).fits
-    assert way.weights.mode != "replicate"
-    more = replace(way.weights, resident_blocks=way.weights.resident_blocks + 1)
-    assert not asked.memory.fits(more) or way.weights.resident_blocks == 60 - 3
+    assert estimated(plan).fits
+    assert plan.weights.mode != "replicate"
+    more = replace(plan.weights, resident_blocks=plan.weights.resident_blocks + 1)
+    assert not asked.memory.fits(more) or plan.weights.resident_blocks == 60 - 3
 
 
 def test_the_faster_source_is_chosen():
@@ -109,14 +109,14 @@ def test_a_worker_alone_has_measured_no_link_and_needs_none():
 
 def test_one_worker_has_nobody_to_share_with():
     asked = case(24.0, workers=1)
-    way = decide("shard", asked)
-    assert way.weights.mode == "replicate"
-    assert why_replicated(ParallelRequest(weights="shard"), way, QWEN).endswith(
+    plan = decide("shard", asked)
+    assert plan.weights.mode == "replicate"
+    assert why_replicated(ParallelRequest(weights="shard"), plan, QWEN).endswith(
         "there is one worker, so it has all weights of Qwen-Image."
     )
     branches = decide("shard", replace(asked, degrees=Parallelism(cfg_degree=2)))
     assert "set cfg_degree and data_degree to 1" in why_replicated(ParallelRequest(weights="shard"), branches, QWEN)
-    assert not why_replicated(ParallelRequest(), way, QWEN)
+    assert not why_replicated(ParallelRequest(), plan, QWEN)
     assert not why_replicated(ParallelRequest(weights="offload"), decide("offload", asked), QWEN)
     assert decide("auto", case(24.0, workers=1, link=FAST_LINKS)).weights.mode == "offload"
 
@@ -146,7 +146,7 @@ def test_asked_for_by_name_as_little_is_held_as_can_be():
 
 
 @pytest.mark.parametrize(
-    ("device", "host", "tokens", "way_out"),
+    ("device", "host", "tokens", "remedy"),
     [
         (13.5, 4.0, 7000, "fp8"),
         (8.0, 0.0, 7000, r"\d workers"),
@@ -154,11 +154,11 @@ def test_asked_for_by_name_as_little_is_held_as_can_be():
         (0.5, 0.0, 7000, "smaller model"),
     ],
 )
-def test_what_fits_nowhere_is_refused_with_numbers_and_the_nearest_that_does(device, host, tokens, way_out):
+def test_what_fits_nowhere_is_refused_with_numbers_and_the_nearest_that_does(device, host, tokens, remedy):
     asked = case(device, host=host)
     asked = replace(asked, work=replace(asked.work, tokens=tokens))
     may_take = math.floor(10 * (1 - UNFILLED_SHARE) * device) / 10
-    with pytest.raises(Refused, match=rf"40.0 GiB of weights.*at least .* GiB.*{may_take} GiB of its.*{way_out}"):
+    with pytest.raises(Refused, match=rf"40.0 GiB of weights.*at least .* GiB.*{may_take} GiB of its.*{remedy}"):
         decide("auto", asked)
 
 
@@ -176,23 +176,23 @@ def test_what_the_workers_have_stays_where_another_is_hardly_better():
 def test_prompts_are_evaluated_one_by_one_where_both_at_once_have_no_room():
     def in_one_batch(device: float) -> RunPlan:
         asked = case(device)
-        asked = replace(asked, work=replace(asked.work, tokens=100_000, rows=3, prompts=2))
-        ways = [decide(choice, asked) for choice in ("replicate", "auto")]
-        assert ways[0] == ways[1]
-        return ways[0]
+        asked = replace(asked, work=replace(asked.work, tokens=100_000, sequences=3, prompts=2))
+        plans = [decide(choice, asked) for choice in ("replicate", "auto")]
+        assert plans[0] == plans[1]
+        return plans[0]
 
-    needed = activation_bytes(QWEN.work(3, 100_000), Parallelism(ulysses_degree=2)) / GIB
-    assert in_one_batch(40 + 2.1 * needed).rows == 0
-    assert in_one_batch(40 + 1.5 * needed).rows == 3
+    needed = max(estimate_activation_bytes(QWEN.work(3, 100_000), Parallelism(ulysses_degree=2))) / GIB
+    assert in_one_batch(40 + 2.1 * needed).entries_per_call == 0
+    assert in_one_batch(40 + 1.5 * needed).entries_per_call == 3
 
 
 def test_weights_are_in_parts_only_where_one_prompt_at_a_time_has_no_room_beside_whole_ones():
     def chosen(device: float, prompts: int) -> tuple[str, int]:
         asked = case(device)
-        way = decide("auto", replace(asked, work=replace(asked.work, tokens=100_000, prompts=prompts)))
-        return way.weights.mode, way.rows
+        plan = decide("auto", replace(asked, work=replace(asked.work, tokens=100_000, prompts=prompts)))
+        return plan.weights.mode, plan.entries_per_call
 
-    needed = activation_bytes(QWEN.work(1, 100_000), Parallelism(ulysses_degree=2)) / GIB
+    needed = max(estimate_activation_bytes(QWEN.work(1, 100_000), Parallelism(ulysses_degree=2))) / GIB
     assert chosen(40 + 1.1 * needed, 1) == ("replicate", 0)
     assert chosen(40 + 1.1 * needed, 2) == ("replicate", 1)
     assert chosen(40 + 0.9 * needed, 2) == ("offload", 0)
@@ -208,9 +208,9 @@ def test_a_worker_alone_is_told_what_would_work_by_a_link_that_it_has_not():
 @pytest.mark.parametrize("missing", [1, 2**10, 2**24, 2**30])
 def test_what_is_needed_and_what_there_is_never_read_alike(missing: int):
     asked = case(None, workers=1, host=0)
-    room = (min(asked.memory.needed_bytes_by_rank(WeightPlacement(mode="offload"))) - missing) / (1 - UNFILLED_SHARE)
+    budget = (min(asked.memory.needed_bytes_by_rank(WeightPlacement(mode="offload"))) - missing) / (1 - UNFILLED_SHARE)
     with pytest.raises(Refused) as refused:
-        decide("auto", replace(asked, capacity=Capacity(device_bytes=int(room), host_bytes=0)))
+        decide("auto", replace(asked, capacity=Capacity(device_bytes=int(budget), host_bytes=0)))
     needs, may_use = re.findall(r"(?:needs at least|may use) ([\d.]+ GiB)", str(refused.value))[:2]
     assert needs != may_use
 
@@ -225,10 +225,10 @@ def test_control_nets_weights_are_on_every_rank_and_their_residuals_split_like_t
             for network in (QWEN, controlled)
         ]
         plain, with_them = (model.activation_bytes_by_rank for model in models)
-        row_bytes = models[0].work.row_bytes
+        sequence_bytes = models[0].work.sequence_bytes
         weights = [model.weight_bytes_by_rank(WeightPlacement()) for model in models]
         return (
-            {(after - before) / row_bytes for before, after in zip(plain, with_them, strict=True)},
+            {(after - before) / sequence_bytes for before, after in zip(plain, with_them, strict=True)},
             {after - before for before, after in zip(*weights, strict=True)},
         )
 

@@ -42,22 +42,22 @@ def chosen(
     link: DeviceProfile | None = LINKS["fast"],
     tokens: int = 4000,
     prompts: int = 2,
-    **found: bool,
+    **known: bool,
 ) -> tuple[RunPlan, RunPlan]:
     """What a run gets before its workers have started and after they have measured, also where it does not fit."""
     work = figures.work(1, tokens, prompts=prompts)
 
     capacity = Capacity(device_bytes=int(gib * GIB), host_bytes=int(host_gib * GIB))
-    whole = "" if figures.divisible else figures.name
+    unsharded = "" if figures.divisible else figures.name
     inputs = PlanInputs(
         request=request,
         heads=figures.heads,
         gpus=gpus,
         guided=prompts > 1,
-        unsharded=whole,
+        unsharded=unsharded,
         work=work,
         capacity=capacity,
-        **found,
+        **known,
     )
     before, after = (ranked(replace(inputs, profile=measured))[0] for measured in (None, link))
     return before, after
@@ -128,7 +128,7 @@ ASKED: dict[str, tuple[Any, ...]] = {
     "weights": ("auto", "auto", "replicate", "shard", "offload"),
     "devices": ("", "", "0,1", "0,0,1", "cpu,cpu,cpu"),
 }
-FOUND: dict[str, tuple[Any, ...]] = {
+KNOWN: dict[str, tuple[Any, ...]] = {
     "gpus": tuple(range(10)),
     "gib": (2.0, 6.0, 9.0, 12.0, 24.0, 80.0),
     "host_gib": (4.0, 500.0),
@@ -147,26 +147,26 @@ def test_degrees_and_devices_agree_and_the_workers_stay_whatever_is_asked_and_fo
     usual = [
         (ParallelRequest(), {"gpus": gpus, "gib": gib, "no_lse": no_lse, "prompts": prompts, "host_gib": host}, 40)
         for gpus, gib, no_lse, prompts, host in itertools.product(
-            FOUND["gpus"], FOUND["gib"], (False, True), (1, 2), FOUND["host_gib"]
+            KNOWN["gpus"], KNOWN["gib"], (False, True), (1, 2), KNOWN["host_gib"]
         )
     ]
     drawn = [
-        (ParallelRequest.of(_one_of_each(ASKED, dice)), _one_of_each(FOUND, dice), dice.choice(HEADS))
+        (ParallelRequest.of(_one_of_each(ASKED, dice)), _one_of_each(KNOWN, dice), dice.choice(HEADS))
         for _ in range(3000)
     ]
     refused = as_one = 0
-    for request, found, heads in [*usual, *drawn]:
+    for request, known, heads in [*usual, *drawn]:
         figures = replace(WAN, heads=heads, divisible=dice.random() < 0.8)
         try:
-            before, after = chosen(request, figures, **found)
+            before, after = chosen(request, figures, **known)
         except Refused:
             refused += 1
             continue
-        case = f"{request}, {found}, {heads} heads"
+        case = f"{request}, {known}, {heads} heads"
         for division in (before, after):
             assert division.degrees.world_size == division.placement.world_size, case
             assert division.degrees.ulysses_degree <= heads, case
-            assert not (found["no_lse"] and division.degrees.ring_degree > 1), case
+            assert not (known["no_lse"] and division.degrees.ring_degree > 1), case
         assert after.placement == before.placement, case
         as_one += after.degrees.cfg_degree < before.degrees.cfg_degree
     assert refused < 0.6 * len(drawn), "most of the draw says nothing"

@@ -166,7 +166,7 @@ def inputs(link: DeviceProfile = LINK, **request: object) -> PlanInputs:
     return PlanInputs(request=asked, heads=24, gpus=2, guided=True, work=GUIDED, profile=link)
 
 
-def told(link: DeviceProfile, **request: object) -> str:
+def sentence_of(link: DeviceProfile, **request: object) -> str:
     plan = resolve(inputs(link, **request))
     return " ".join(compared((plan, *alternatives(inputs(link, **request), plan))))
 
@@ -181,13 +181,13 @@ def test_two_prompts_on_unlike_cards_wait_for_the_slower() -> None:
 
 
 def test_the_plan_tells_what_the_other_ways_would_take() -> None:
-    said = told(LINK, ring_degree=2)
-    assert "a prompt for each half of the workers" in said
-    assert "without cuda:1" in said
-    assert "all devices, the tokens by shares" in told(LINK, cfg_degree=2)
-    assert told(replace(LINK, ranks=(FAST, FAST)), ring_degree=2) == ""
+    text = sentence_of(LINK, ring_degree=2)
+    assert "a prompt for each half of the workers" in text
+    assert "without cuda:1" in text
+    assert "all devices, the tokens by shares" in sentence_of(LINK, cfg_degree=2)
+    assert sentence_of(replace(LINK, ranks=(FAST, FAST)), ring_degree=2) == ""
 
 
 def test_a_card_that_only_holds_the_others_up_is_advised_against() -> None:
     crawling = replace(LINK, bytes_per_second=1e8, ranks=(FAST, Speed(products=4e12, attention=3e12)))
-    assert "name the others in devices to leave cuda:1 out" in told(crawling, ring_degree=2)
+    assert "name the others in devices to leave cuda:1 out" in sentence_of(crawling, ring_degree=2)

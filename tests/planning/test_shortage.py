@@ -16,9 +16,9 @@ SHARED = Placement(devices=("cuda:0", "cuda:0"))
 MACHINES = Placement(devices=("cuda:0",), nnodes=2, rdzv_endpoint="10.0.0.1:29500")
 
 
-def rank(free: float, spare: float = 0.0, **held: float | tuple[float, float]) -> Readings:
+def rank(free: float, spare: float = 0.0, **models: float | tuple[float, float]) -> Readings:
     """In GiB: what is free for anybody, what it keeps, and its models, or these and what recordings of them hold."""
-    sizes = {model: size if isinstance(size, tuple) else (size, 0) for model, size in held.items()}
+    sizes = {model: size if isinstance(size, tuple) else (size, 0) for model, size in models.items()}
     weights = tuple(
         ModelMemory("model.safetensors", int(size * GIB), 0, model, int(more * GIB))
         for model, (size, more) in sizes.items()
@@ -82,28 +82,28 @@ def test_ranks_of_one_device_share_what_is_free_of_it() -> None:
     assert not lacks(SHARED, rank(40), rank(40), needed=20)
     assert not lacks(SHARED, rank(10, flux=15), rank(10, flux=15), needed=20)
     assert lacks(SHARED, rank(30), rank(30), needed=20) == "40.0 GiB are needed on cuda:0, and 30.0 GiB are free there"
-    found = lacking(SHARED, rank(30), rank(30), needed=20, limit=None)
-    assert found is not None
-    assert found.each == 15 * GIB
+    lacks_of = lacking(SHARED, rank(30), rank(30), needed=20, limit=None)
+    assert lacks_of is not None
+    assert lacks_of.each == 15 * GIB
 
 
 def test_each_rank_is_asked_for_what_it_needs_itself() -> None:
     assert not lacks(TWO, rank(20), rank(8), needed=(18, 6))
-    said = lacks(TWO, rank(20), rank(8), needed=(6, 18))
-    assert said == "18.0 GiB are needed on cuda:1, and 8.0 GiB are free there"
+    text = lacks(TWO, rank(20), rank(8), needed=(6, 18))
+    assert text == "18.0 GiB are needed on cuda:1, and 8.0 GiB are free there"
     assert not lacks(SHARED, rank(20), rank(20), needed=(4, 16))
     assert not lacks(TWO, rank(80), rank(80), needed=(18, 6), limit=(20, 8))
-    found = lacking(TWO, rank(80), rank(80), needed=(18, 9), limit=(20, 8))
-    assert found is not None
-    assert (found.ranks, found.each) == ((1,), 8 * GIB)
+    lacks_of = lacking(TWO, rank(80), rank(80), needed=(18, 9), limit=(20, 8))
+    assert lacks_of is not None
+    assert (lacks_of.ranks, lacks_of.each) == ((1,), 8 * GIB)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_a_limit_counts_what_the_rank_has_for_other_models(device: str) -> None:
     one = Placement(devices=(device,))
     assert not lacks(one, rank(80, flux=9), needed=10, limit=10)
-    said = lacks(one, rank(80, wan=9), needed=10, limit=10)
-    assert said == f"10.0 GiB are needed on {device}, and 1.0 GiB are free there, as CP_MEMORY_GIB says"
+    text = lacks(one, rank(80, wan=9), needed=10, limit=10)
+    assert text == f"10.0 GiB are needed on {device}, and 1.0 GiB are free there, as CP_MEMORY_GIB says"
 
 
 def test_main_memory_is_anybodys() -> None:

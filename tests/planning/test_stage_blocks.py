@@ -28,7 +28,7 @@ from parallel_runtime.request import ParallelRequest
 from parallel_runtime.specs import Parallelism, Placement
 
 from ..explain.reports import report
-from .memory_cases import held, needed
+from .memory_cases import needed, weight_bytes
 
 GIB = 2**30
 DOUBLE, SINGLE = Load(340 << 20), Load(141 << 20)
@@ -39,9 +39,9 @@ FLUX = NetworkStats(
 )  # fmt: skip
 
 
-def planned(gpus: int = 0, guided: bool = False, whole: str = "", **request: object) -> Parallelism:
+def planned(gpus: int = 0, guided: bool = False, unsharded: str = "", **request: object) -> Parallelism:
     return unsized_plan(
-        PlanInputs(request=ParallelRequest.of(request), heads=24, gpus=gpus, guided=guided, unsharded=whole)
+        PlanInputs(request=ParallelRequest.of(request), heads=24, gpus=gpus, guided=guided, unsharded=unsharded)
     ).degrees  # type: ignore[arg-type]
 
 
@@ -66,7 +66,7 @@ def test_at_cfg_1_the_other_lane_of_a_stage_joins_its_ulysses() -> None:
         ({"weights": "shard"}, "weights shard: .*only its own blocks.*set weights to auto"),
         ({"weights": "offload"}, "weights offload: .*only its own blocks.*set weights to auto"),
         ({"step_cache": 0.1}, "step_cache 0.1: no stage.*sees all blocks.*set step_cache to 0"),
-        ({"whole": "UNetModel"}, "UNetModel cannot be split into stages, and pipeline_degree is 2; set it to 1"),
+        ({"unsharded": "UNetModel"}, "UNetModel cannot be split into stages, and pipeline_degree is 2; set it to 1"),
         ({"pipeline_degree": 65}, "pipeline_degree is 0 \\(auto\\) to 64, got 65"),
         ({"pipeline_degree": -1}, "pipeline_degree is 0 \\(auto\\) to 64, got -1"),
         (
@@ -168,22 +168,22 @@ def test_keys_and_values_of_patches_are_counted() -> None:
 
 
 def test_keys_and_values_that_find_no_room_are_refused_with_numbers() -> None:
-    room = "and 7.8 GiB of keys and values for patches more on each device"
-    with pytest.raises(Refused, match=f"FLUX does not fit: .*{room}.* With patches 1, .* it would fit"):
+    wanted = "and 7.8 GiB of keys and values for patches more on each device"
+    with pytest.raises(Refused, match=f"FLUX does not fit: .*{wanted}.* With patches 1, .* it would fit"):
         chosen(12, tokens=20000, patches=4)
 
 
 def test_cp_plan_says_that_patches_are_approximate_and_what_they_keep_and_gain() -> None:
     plan = chosen(24, patches=4)
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096, "text": 512}, work=WORK)
-    said = report(subject, plan, guided=False, automatic=False, warmup=3)
+    shown = report(subject, plan, guided=False, automatic=False, warmup=3)
     assert (
         "a stage computes 80% of the time. Approximate, not the picture of one GPU: after 3 exact step(s) 4"
-        in said.text
+        in shown.text
     )
-    assert "Of these each worker keeps 1.53 GiB." in said.text
-    assert "Exact." not in said.text
-    assert "Stages are idle" not in said.text
+    assert "Of these each worker keeps 1.53 GiB." in shown.text
+    assert "Exact." not in shown.text
+    assert "Stages are idle" not in shown.text
     link = DeviceProfile(bytes_per_second=1e9, flops_per_second=1e14)
     exact = evaluation_seconds(WORK, plan.degrees.with_options(token_patches=1), link)
     assert evaluation_seconds(WORK, plan.degrees, link) == pytest.approx(exact * (4 + 1) / (4 * 2) / (2 / 2))
@@ -199,19 +199,19 @@ def test_the_busiest_stage_computes_least_and_of_such_ways_holds_least() -> None
 def test_a_stage_holds_no_more_than_there_is_room_for() -> None:
     even = stages_of(FLUX, Parallelism(pipeline_degree=2))
     assert even[0].nbytes > 1.8 * even[1].nbytes
-    room = int(1.2 * sum(load.nbytes for load in FLUX.loads) / 2)
-    tight = Parallelism(pipeline_degree=2, stages=share_out(FLUX.loads, 2, [room, room]))
-    assert max(stage.nbytes for stage in stages_of(FLUX, tight)) <= room
+    limit = int(1.2 * sum(load.nbytes for load in FLUX.loads) / 2)
+    tight = Parallelism(pipeline_degree=2, stages=share_out(FLUX.loads, 2, [limit, limit]))
+    assert max(stage.nbytes for stage in stages_of(FLUX, tight)) <= limit
     assert stages_of(FLUX, tight)[1].work > 0.55
 
 
 def test_stages_go_by_the_room_of_each_workers_own_device() -> None:
     weights = []
-    for rooms in ((14, 6), (6, 14)):
-        capacity = Capacity.of_each([room * GIB for room in rooms])
+    for budgets in ((14, 6), (6, 14)):
+        capacity = Capacity.of_each([gib * GIB for gib in budgets])
         plan = resolve(replace(inputs(0), capacity=capacity))
-        weights.append(held(plan))
-        assert all(size <= room * GIB for size, room in zip(needed(plan), rooms, strict=True))
+        weights.append(weight_bytes(plan))
+        assert all(size <= gib * GIB for size, gib in zip(needed(plan), budgets, strict=True))
     assert weights[0][0] > weights[0][1]
     assert weights[1][0] < weights[1][1]
 
@@ -222,7 +222,7 @@ def test_weights_that_fit_no_device_fit_the_stages_of_a_pipeline() -> None:
     assert tight.degrees.stages[0] < roomy.degrees.stages[0]
     for plan in (roomy, tight):
         assert plan.weights.mode == "replicate"
-        assert max(held(plan)) == max(staged_weight_bytes(FLUX, plan.degrees)) < 0.75 * FLUX.weight_bytes
+        assert max(weight_bytes(plan)) == max(staged_weight_bytes(FLUX, plan.degrees)) < 0.75 * FLUX.weight_bytes
     with pytest.raises(Refused, match="does not fit"):
         chosen(4)
 
@@ -231,14 +231,14 @@ def test_cp_plan_says_what_each_stage_computes_and_holds_and_what_travels() -> N
     plan = chosen(24)
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096, "text": 512}, work=WORK)
     assert plan.placement == Placement(devices=("cuda:0", "cuda:1"))
-    said = report(subject, plan, guided=False, automatic=False)
-    assert "Degrees: pipeline_degree 2 x ring_degree 1 x ulysses_degree 1" in said.text
-    assert "Stages: 1 has blocks 1 to 28 (49% of the work, " in said.text
-    assert "one evaluation goes through them: a stage computes 50% of the time. Exact." in said.text
-    assert "Traffic: A stage sends 27.00 MiB per evaluation to the next one" in said.text
-    assert "With fast links between GPUs, Ulysses and ring are faster." in said.text
-    assert [part.lane for part in said.parts] == ["stage 1/2", "stage 2/2"]
-    assert said.parts[0].weights[1] == said.parts[1].weights[0] > 0.6
+    shown = report(subject, plan, guided=False, automatic=False)
+    assert "Degrees: pipeline_degree 2 x ring_degree 1 x ulysses_degree 1" in shown.text
+    assert "Stages: 1 has blocks 1 to 28 (49% of the work, " in shown.text
+    assert "one evaluation goes through them: a stage computes 50% of the time. Exact." in shown.text
+    assert "Traffic: A stage sends 27.00 MiB per evaluation to the next one" in shown.text
+    assert "With fast links between GPUs, Ulysses and ring are faster." in shown.text
+    assert [part.lane for part in shown.parts] == ["stage 1/2", "stage 2/2"]
+    assert shown.parts[0].weights[1] == shown.parts[1].weights[0] > 0.6
 
 
 @pytest.mark.parametrize(
@@ -263,8 +263,8 @@ def test_auto_takes_stages_where_nothing_else_fits_without_fetching_over_a_slow_
 
 def test_cp_plan_says_why_auto_took_stages() -> None:
     subject = Subject(model="FLUX", latent=(1, 16, 128, 128), tokens={"image": 4096}, work=WORK)
-    said = report(subject, chosen(24), guided=False, automatic=True, resorted=True)
-    assert "Chosen by auto: the weights fit no other way without being fetched over a slow link." in said.text
+    shown = report(subject, chosen(24), guided=False, automatic=True, resorted=True)
+    assert "Chosen by auto: the weights fit no other way without being fetched over a slow link." in shown.text
 
 
 def test_each_rank_has_the_blocks_of_its_stage() -> None:

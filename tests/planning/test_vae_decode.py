@@ -21,9 +21,9 @@ WAN_720P = Decode(
 
 
 def seconds(decode: Decode, workers: int, link: DeviceProfile = FAST) -> float:
-    found = decode_seconds(decode, workers, link)
-    assert found is not None
-    return found
+    estimate = decode_seconds(decode, workers, link)
+    assert estimate is not None
+    return estimate
 
 
 def test_every_class_that_is_counted_may_be_divided() -> None:
@@ -60,6 +60,6 @@ def test_the_line_names_memory_here_and_divided_and_seconds_where_they_are_known
 
 @pytest.mark.parametrize("dims", [4, 5])
 def test_pictures_and_videos_of_one_class_are_counted_apart(dims: int) -> None:
-    kind = next(kind for kind, found in COUNTED if found == 5 and "AutoencoderKL" in kind)
+    kind = next(kind for kind, count in COUNTED if count == 5 and "AutoencoderKL" in kind)
     latent = (1, 16, 90, 160) if dims == 4 else (1, 16, 1, 90, 160)
     assert decode_seconds(replace(WAN_720P, kind=kind, latent=latent), 1, FAST)

@@ -37,7 +37,7 @@ def apart(
     known = architecture_of(network)
     assert known is not None
     assert isinstance(known.plan, RowPlan)
-    found = []
+    errors = []
     with torch.inference_mode():
         for size in sizes:
 
@@ -53,5 +53,5 @@ def apart(
             finally:
                 unparallelize(network)
             apart = {"apart": divided, "left": run()}
-            found.append({key: float((out - plain).abs().max() / plain.std()) for key, out in apart.items()})
-    return found
+            errors.append({key: float((out - plain).abs().max() / plain.std()) for key, out in apart.items()})
+    return errors

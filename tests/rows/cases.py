@@ -31,7 +31,7 @@ def run(name: str, method: str, dim: int, world: int, options: dict[str, Any], d
     model, x = _model(name, dtype), _input(name, method, dtype, tuple(options.get("latent", ())))
     compared, unit = COMPARED[kind_of(model)], 1 if method == "decode" else zoo.CASES[name].ratio
     with torch.inference_mode():
-        whole, state = _whole(name, method, dtype, tuple(options.get("latent", ())))
+        full, state = _full(name, method, dtype, tuple(options.get("latent", ())))
     units = chunk_sizes(x.shape[dim] // unit, world)
 
     def work(rank: int) -> tuple[float, bool]:
@@ -39,7 +39,7 @@ def run(name: str, method: str, dim: int, world: int, options: dict[str, Any], d
         made = _converted(
             without_memory_limit(model), method, x, share, unit, compared, fair=not options.get("own_chunks")
         )
-        wanted = share.split(whole, whole.shape[dim] // sum(units))
+        wanted = share.split(full, full.shape[dim] // sum(units))
         assert made.shape == wanted.shape, f"{tuple(made.shape)} where {tuple(wanted.shape)} was expected"
         apart = float((made.float() - wanted.float()).norm() / wanted.float().norm())
         return apart, torch.equal(torch.get_rng_state(), state)
@@ -63,7 +63,7 @@ def _model(name: str, dtype: torch.dtype) -> nn.Module:
 
 
 @functools.lru_cache(2)
-def _whole(name: str, method: str, dtype: torch.dtype, latent: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def _full(name: str, method: str, dtype: torch.dtype, latent: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """And the state of the random generator after it."""
     model, x = _model(name, dtype), _input(name, method, dtype, latent)
     alone = Share(ranks=MeshDim(), dim=-2, units=(x.shape[-2],))

@@ -77,7 +77,7 @@ def apart(
     """Of each size (rows, columns, batch, pictures): how far the undivided float32 residuals are from float64, the
     divided ones from both, and the UNet's answer with divided ones from that with undivided ones."""
     unet, control = nets(name)
-    found = []
+    errors = []
     with torch.inference_mode():
         for size in sizes:
             of_unet, of_control = inputs(name, *size)
@@ -91,7 +91,7 @@ def apart(
                 levels = division._unet.levels_of(of_unet["x"].shape)
                 assert levels is None or all(levels.is_level(x) for kind in own for x in own[kind])
                 full = {k: [x if levels is None else levels.gather(x) for x in each] for k, each in own.items()}
-            found.append(
+            errors.append(
                 {
                     "floor": _furthest(plain, exact),
                     "error": _furthest(full, exact),
@@ -101,7 +101,7 @@ def apart(
                     "left": _furthest(_called(control, of_control), plain),
                 }
             )
-    return found
+    return errors
 
 
 def patched(rank: int, world: int, ring: int, ulysses: int, size: Sequence[int]) -> dict[str, float]:
@@ -133,8 +133,8 @@ def divided(
 
 
 def _called(control: nn.Module, given: dict[str, Any]) -> Residuals:
-    found: Residuals = control(**{k: v.clone() if isinstance(v, Tensor) else v for k, v in given.items()})
-    return found
+    returned: Residuals = control(**{k: v.clone() if isinstance(v, Tensor) else v for k, v in given.items()})
+    return returned
 
 
 def _answer(
@@ -145,5 +145,5 @@ def _answer(
     return out
 
 
-def _furthest(found: Residuals, wanted: Residuals) -> float:
-    return max(_error(a, b) for kind in wanted for a, b in zip(found[kind], wanted[kind], strict=True))
+def _furthest(residuals: Residuals, wanted: Residuals) -> float:
+    return max(_error(a, b) for kind in wanted for a, b in zip(residuals[kind], wanted[kind], strict=True))

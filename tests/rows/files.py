@@ -25,8 +25,8 @@ def write(models: Path) -> None:
     save_file(_weights(zoo.random_weights(_flux(zoo))), vae / "flux.safetensors")
     for version in (0, 1):
         ltx = zoo.random_weights(zoo.ltx(version))
-        told = {"config": json.dumps({"vae": ltx.config})}
-        save_file(_weights(ltx), vae / f"ltx{version}.safetensors", metadata=told)
+        metadata = {"config": json.dumps({"vae": ltx.config})}
+        save_file(_weights(ltx), vae / f"ltx{version}.safetensors", metadata=metadata)
     tiny = _weights(zoo.random_weights(zoo.CASES["TAESD"].make()))
     for part in ("encoder", "decoder"):
         prefix = f"taesd_{part}."

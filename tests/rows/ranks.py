@@ -54,8 +54,8 @@ def divide(world: int, work: Any) -> list[Any]:
             os.kill(pid, 9)
             os.waitpid(pid, 0)
         if failed or ranks:
-            said = [path.read_text() for path in sorted(Path(folder).glob("error*"))]
-            raise RuntimeError("\n".join(said) or "ranks hang")
+            messages = [path.read_text() for path in sorted(Path(folder).glob("error*"))]
+            raise RuntimeError("\n".join(messages) or "ranks hang")
         return [torch.load(f"{folder}/answer{rank}") for rank in range(world)]
 
 

@@ -21,9 +21,9 @@ def run(unets: Groups, name: str, division: str, sizes: list[tuple[int, ...]], *
 
 
 def check(unets: Groups, name: str, division: str, **more: Any) -> None:
-    for found in run(unets, name, division, SIZES[name], **more):
-        assert 0 < found["apart"] <= BAR  # no bit alike: it is divided
-        assert not found["left"], "undivide leaves something behind"
+    for error in run(unets, name, division, SIZES[name], **more):
+        assert 0 < error["apart"] <= BAR  # no bit alike: it is divided
+        assert not error["left"], "undivide leaves something behind"
 
 
 @pytest.mark.sweep(one_in=4)
@@ -52,5 +52,5 @@ def test_what_no_rank_can_resize_alone_is_computed_whole(
     unets: Groups, size: tuple[int, ...], more: dict[str, bool]
 ) -> None:
     """13 rows of patches have 6 below them, and the network stretches these to 13 on their way up."""
-    for found in run(unets, "stage B", "ring 2", [size], more=more):
-        assert found["apart"] == 0
+    for error in run(unets, "stage B", "ring 2", [size], more=more):
+        assert error["apart"] == 0

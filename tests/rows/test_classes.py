@@ -17,26 +17,26 @@ from .conftest import Divided
 from .names import COLUMNS, KINDS, NAMES, ROWS
 
 BAR = 1e-5
-WAYS = [(ROWS, 2), (COLUMNS, 3), (COLUMNS, 2), (ROWS, 3)]
+DIVISIONS = [(ROWS, 2), (COLUMNS, 3), (COLUMNS, 2), (ROWS, 3)]
 BOTH = [("decode", "encode"), ("encode", "decode")]  # so that one in two is one for each class
-ONCE = [(method, name, WAYS[place % 4]) for place, name in enumerate(NAMES) for method in BOTH[place % 2]]
+ONCE = [(method, name, DIVISIONS[place % 4]) for place, name in enumerate(NAMES) for method in BOTH[place % 2]]
 ALL = list(itertools.product((ROWS, COLUMNS), (2, 3, 4)))
 NO_KERNEL = {("encode", "Cosmos 1")}  # undivided neither: PyTorch's avg_pool3d has no bfloat16 on the CPU
 IN_BFLOAT16 = [case for case in itertools.product(("decode", "encode"), NAMES) if case not in NO_KERNEL]
 
 
 @pytest.mark.sweep(one_in=4)
-@pytest.mark.parametrize(("method", "name", "way"), ONCE, ids=[f"{method}-{name}" for method, name, _ in ONCE])
-def test_divided_is_the_same(divided: Divided, method: str, name: str, way: tuple[int, int]) -> None:
-    assert divided(name, method, *way)["apart"] <= BAR
+@pytest.mark.parametrize(("method", "name", "division"), ONCE, ids=[f"{method}-{name}" for method, name, _ in ONCE])
+def test_divided_is_the_same(divided: Divided, method: str, name: str, division: tuple[int, int]) -> None:
+    assert divided(name, method, *division)["apart"] <= BAR
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("way", ALL, ids=str)
+@pytest.mark.parametrize("division", ALL, ids=str)
 @pytest.mark.parametrize("method", ["decode", "encode"])
-def test_divided_in_any_way_is_the_same(divided: Divided, name: str, method: str, way: tuple[int, int]) -> None:
-    assert divided(name, method, *way)["apart"] <= BAR
+def test_divided_in_any_way_is_the_same(divided: Divided, name: str, method: str, division: tuple[int, int]) -> None:
+    assert divided(name, method, *division)["apart"] <= BAR
 
 
 @pytest.mark.sweep(one_in=15)

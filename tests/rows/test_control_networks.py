@@ -19,11 +19,11 @@ def check(unets: Groups, name: str, division: str, sizes: Sequence[tuple[int, ..
     ring, ulysses = DIVISIONS[division]
     given = {"name": name, "ring": ring, "ulysses": ulysses, "sizes": sizes, **more}
     for of_rank in unets(ring * ulysses).run(f"{CASES}:apart", **given):
-        for size, found in zip(sizes, of_rank, strict=True):
-            assert found["error"] <= BAR * found["floor"], (size, found)
-            assert found["answer"] <= 2e-5, (size, found)
-            assert found["does"] > 1e-2, (size, found)
-            assert not found["left"], "undivide leaves something behind"
+        for size, error in zip(sizes, of_rank, strict=True):
+            assert error["error"] <= BAR * error["floor"], (size, error)
+            assert error["answer"] <= 2e-5, (size, error)
+            assert error["does"] > 1e-2, (size, error)
+            assert not error["left"], "undivide leaves something behind"
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
@@ -48,11 +48,11 @@ def test_shares_need_not_be_equal(unets: Groups, shares: tuple[int, ...]) -> Non
 
 def test_a_latent_of_too_few_rows_is_computed_whole_on_every_rank(unets: Groups) -> None:
     sizes = [(8, 8, 1, 1)]
-    for (found,) in unets(2).run(f"{CASES}:apart", name="SD1.5", ring=2, ulysses=1, sizes=sizes):
-        assert found["from plain"] == found["answer"] == 0.0
+    for (error,) in unets(2).run(f"{CASES}:apart", name="SD1.5", ring=2, ulysses=1, sizes=sizes):
+        assert error["from plain"] == error["answer"] == 0.0
 
 
 def test_a_unet_that_is_computed_whole_for_a_patch_is_given_whole_residuals(unets: Groups) -> None:
-    for found in unets(2).run(f"{CASES}:patched", ring=2, ulysses=1, size=(33, 40, 1, 1)):
-        assert found["does"] > 1e-2
-        assert found["error"] <= 2e-5
+    for error in unets(2).run(f"{CASES}:patched", ring=2, ulysses=1, size=(33, 40, 1, 1)):
+        assert error["does"] > 1e-2
+        assert error["error"] <= 2e-5

@@ -20,9 +20,9 @@ def check(unets: Groups, name: str, division: str, sizes: list[tuple[int, ...]],
     ring, ulysses = DIVISIONS[division]
     given = {"name": name, "ring": ring, "ulysses": ulysses, "sizes": sizes, **more}
     for of_rank in unets(ring * ulysses).run(f"{CASES}:apart", **given):
-        for size, found in zip(sizes, of_rank, strict=True):
-            assert found["error"] <= BAR * found["floor"], (size, found)
-            assert not found["left"], "undivide leaves something behind"
+        for size, error in zip(sizes, of_rank, strict=True):
+            assert error["error"] <= BAR * error["floor"], (size, error)
+            assert not error["left"], "undivide leaves something behind"
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
@@ -56,8 +56,8 @@ def test_tokens_may_be_collected_before_keys_are_made_of_them(unets: Groups, nam
 @pytest.mark.parametrize("size", [(8, 8, 1), (4, 3, 1), (16, 2, 1)], ids=str)
 def test_a_latent_of_too_few_rows_is_computed_whole_on_every_rank(unets: Groups, size: tuple[int, ...]) -> None:
     """SD1.5 halves it three times: 8 rows make one, and columns of 2, 1 and 1 cannot be told apart."""
-    for (found,) in unets(2).run(f"{CASES}:apart", name="SD1.5", ring=2, ulysses=1, sizes=[size]):
-        assert found["from plain"] == 0.0
+    for (error,) in unets(2).run(f"{CASES}:apart", name="SD1.5", ring=2, ulysses=1, sizes=[size]):
+        assert error["from plain"] == 0.0
 
 
 def test_a_norm_and_the_next_convolution_share_one_message(unets: Groups) -> None:
@@ -87,9 +87,9 @@ PATCHES = (
 def test_a_patch_sees_all_rows_and_does_what_it_does_undivided(unets: Groups, name: str) -> None:
     for (ring, ulysses), size in (((2, 1), (33, 40, 1)), ((1, 2), (64, 48, 1))):
         given = {"name": name, "ring": ring, "ulysses": ulysses, "size": size}
-        for found in unets(2).run(f"{CASES}:patched", **given):
-            assert found["does"] > 1e-3
-            assert found["error"] <= 2e-5
+        for error in unets(2).run(f"{CASES}:patched", **given):
+            assert error["does"] > 1e-3
+            assert error["error"] <= 2e-5
 
 
 @pytest.mark.sweep(one_in=28)
@@ -98,14 +98,14 @@ def test_a_patch_sees_all_rows_and_does_what_it_does_undivided(unets: Groups, na
 def test_a_patch_does_so_at_odd_sizes_with_two_images(unets: Groups, name: str, division: str) -> None:
     ring, ulysses = DIVISIONS[division]
     for size in ((37, 24, 2), (24, 41, 2)):
-        for found in unets(ring * ulysses).run(f"{CASES}:patched", name=name, ring=ring, ulysses=ulysses, size=size):
-            assert found["does"] > 1e-3
-            assert found["error"] <= 2e-5
+        for error in unets(ring * ulysses).run(f"{CASES}:patched", name=name, ring=ring, ulysses=ulysses, size=size):
+            assert error["does"] > 1e-3
+            assert error["error"] <= 2e-5
 
 
 @pytest.mark.parametrize("division", ["ring 2", "Ulysses 2"])
 def test_a_recorded_forward_replays_what_it_computes_eagerly(unets: Groups, division: str) -> None:
     ring, ulysses = DIVISIONS[division]
     given = {"name": "SDXL", "ring": ring, "ulysses": ulysses, "size": (33, 20, 2)}
-    for found in unets(2).run(f"{CASES}:replayed", **given):
-        assert found == {"same": [True, True], "replays": 2, "reasons": []}
+    for error in unets(2).run(f"{CASES}:replayed", **given):
+        assert error == {"same": [True, True], "replays": 2, "reasons": []}

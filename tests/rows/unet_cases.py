@@ -32,7 +32,7 @@ def apart(
     """Of each size (rows, columns, batch): how far the undivided float32 run is from float64, and the divided one from
     both, as shares of the standard deviation."""
     network = unet_zoo.made(name)
-    found = []
+    errors = []
     with torch.inference_mode():
         for size in sizes:
             given = unet_zoo.inputs(name, *size)
@@ -41,7 +41,7 @@ def apart(
             plain = network(**given, transformer_options={})
             divided = _divided(network, given, {}, ring, ulysses, **more)
             left = network(**given, transformer_options={})
-            found.append(
+            errors.append(
                 {
                     "floor": _error(plain, exact),
                     "error": _error(divided, exact),
@@ -49,7 +49,7 @@ def apart(
                     "left": _error(left, plain),
                 }
             )
-    return found
+    return errors
 
 
 def _divided(network: nn.Module, given: dict[str, Any], options: dict[str, Any], *degrees: int, **more: Any) -> Tensor:
@@ -126,9 +126,9 @@ def patched(rank: int, world: int, name: str, ring: int, ulysses: int, size: Seq
         plain = network(**given, transformer_options={})
         wanted = once(options())
         with _division(network, ring, ulysses):
-            found = once(options())
+            got = once(options())
     assert torch.equal(*runs), "the random generator is elsewhere"
-    return {"error": _error(found, wanted), "does": _error(plain, wanted)}
+    return {"error": _error(got, wanted), "does": _error(plain, wanted)}
 
 
 def replayed(rank: int, world: int, name: str, ring: int, ulysses: int, size: Sequence[int]) -> dict[str, Any]:

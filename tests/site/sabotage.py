@@ -32,7 +32,7 @@ PLACES = {  # module, function, which call of it
     "attention": ("parallel_runtime.engine.attention.attention_override", "AttentionOverride._attend_split", 10),
     "convert": ("parallel_runtime.engine.rows.conversion", "Conversion.run", 1),
     "record": ("parallel_runtime.engine.graphs.graph_runner", "GraphRunner._try_record", 1),
-    "report": ("parallel_runtime.commands.report.attention_rows", "mean_error", 3),
+    "report": ("parallel_runtime.commands.report.attention_cases", "mean_error", 3),
     "attend": ("parallel_runtime.engine.kernels.dispatch", "attend", 10),
     "kind": ("parallel_runtime.engine.comm.ranks", "device_kind", 1),
     "forward": ("parallel_runtime.demo.transformer", "evaluate", 2),
@@ -40,7 +40,7 @@ PLACES = {  # module, function, which call of it
     "group_norm": ("parallel_runtime.engine.rows.functions", "group_norm", 1),
 }
 AGAIN = "CP_TEST_AGAIN"
-ROOM = 16 * 32 * 32  # elements; what is larger is out of memory
+LARGEST = 16 * 32 * 32  # elements; what is larger is out of memory
 PACE = {"pace": 8e-3, "slow": 16e-3}  # seconds that a block takes for each token of a rank, so that all else is little
 
 
@@ -59,7 +59,7 @@ def do(deed: str) -> None:
 
 
 def refuse_large(tensors: Sequence[Any]) -> None:
-    if any(tensor.numel() > ROOM for tensor in tensors if hasattr(tensor, "numel")):
+    if any(tensor.numel() > LARGEST for tensor in tensors if hasattr(tensor, "numel")):
         import torch
 
         raise torch.OutOfMemoryError("sabotage")

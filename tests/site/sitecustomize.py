@@ -39,7 +39,7 @@ class WhenImported:
 
 def accept_tiny_files(detection: ModuleType) -> None:
     """ComfyUI's detection of models hard-codes widths; what files say of themselves goes first (tiny_override.py)."""
-    beside("tiny_override").install_tiny_override(detection)
+    neighbour("tiny_override").install_tiny_override(detection)
 
 
 def accept_tiny_patches() -> None:
@@ -50,12 +50,12 @@ def accept_tiny_patches() -> None:
     def exec_module(self: Any, module: ModuleType) -> None:
         execute(self, module)
         if self.path.endswith(PATCHES):
-            beside("tiny_patches").shrink(module)
+            neighbour("tiny_patches").shrink(module)
 
     loader.exec_module = exec_module
 
 
-def beside(name: str) -> Any:
+def neighbour(name: str) -> Any:
     """The module of this name in this folder."""
     spec = importlib.util.spec_from_file_location(
         f"cp_tests_{name}", os.path.join(os.path.dirname(__file__), f"{name}.py")
@@ -71,10 +71,10 @@ sys.meta_path.insert(0, WhenImported(DETECTION, accept_tiny_files))  # type: ign
 accept_tiny_patches()
 for fault in filter(None, os.environ.get("CP_TEST_FAULT", "").split(";")):
     if fault == "tape":
-        tape = beside("tape")
+        tape = neighbour("tape")
         sys.meta_path.insert(0, WhenImported(tape.RECORDING, tape.record_with_tapes))  # type: ignore[arg-type]
     elif fault == "meter":
-        meter = beside("meter")
+        meter = neighbour("meter")
         sys.meta_path.insert(0, WhenImported(meter.BUNDLES, meter.log_bytes))  # type: ignore[arg-type]
     else:
-        beside("sabotage").install(fault)
+        neighbour("sabotage").install(fault)

@@ -68,9 +68,9 @@ class Tape(TorchDispatchMode):
                     work for work in pytree.tree_leaves(got) if hasattr(work, "wait") and not torch.is_tensor(work)
                 ]
             elif kind == "make":
-                for there, new in zip(tensors_in(out), tensors_in(got), strict=True):
-                    if there.data_ptr() != new.data_ptr():
-                        there.copy_(new)
+                for recorded, new in zip(tensors_in(out), tensors_in(got), strict=True):
+                    if recorded.data_ptr() != new.data_ptr():
+                        recorded.copy_(new)
         _settle(pending)
 
 

@@ -35,7 +35,7 @@ class Soak:
         self._dice = random.Random(seed)
         self._records: defaultdict[str, Record] = defaultdict(Record)
         self._wanted = {case: self._sample(case) for case in reversed(cases)}  # ends with the group of most cases
-        self._first = self._last = self._most = self._held()
+        self._first = self._last = self._most = self._holdings()
 
     @property
     def failures(self) -> list[str]:
@@ -51,13 +51,13 @@ class Soak:
         case = any_case(self._dice, self._wanted)
         self._note(f"run after {name}", lambda: self._check(case))
         self._server.client.settle()
-        self._last = self._held()
+        self._last = self._holdings()
         self._most = {what: max(self._most[what], amount) for what, amount in self._last.items()}
 
     def check_holdings(self) -> None:
         """What piled up counts as a failure. Not what is only about to go: timers wait two seconds to start workers."""
         time.sleep(SETTLE_SECONDS)
-        self._last = self._held()
+        self._last = self._holdings()
         for what, before in self._first.items():
             allowed = before + (MEMORY_MB if what.endswith("MB") else 0)
             if self._last[what] > allowed:
@@ -90,16 +90,16 @@ class Soak:
     def _check(self, case: str) -> None:
         assert torch.equal(self._sample(case), self._wanted[case]), f"{case}: other bits than the first run's"
 
-    def _held(self) -> dict[str, float]:
+    def _holdings(self) -> dict[str, float]:
         server, workers = holdings(self._server.process.pid), self._server.workers()
         each = [holdings(worker.pid) for worker in workers.values()]
         return {
             "ComfyUI: descriptors": server.descriptors,
             "ComfyUI: threads": server.threads,
             "ComfyUI: MB": server.memory_mb,
-            "worker: descriptors": max((held.descriptors for held in each), default=0),
-            "worker: threads": max((held.threads for held in each), default=0),
-            "worker: MB": max((held.memory_mb for held in each), default=0),
+            "worker: descriptors": max((worker.descriptors for worker in each), default=0),
+            "worker: threads": max((worker.threads for worker in each), default=0),
+            "worker: MB": max((worker.memory_mb for worker in each), default=0),
             "processes": len(self._server.children()),
             "files in TMPDIR": len(os.listdir(self._server.scratch)),
             "files in /dev/shm": len(shared_files()),

@@ -1,4 +1,4 @@
-"""A part of the report yields Cases; each becomes a row of labels and measurements. A failure is a row too."""
+"""A part of the report yields Cases; each becomes a Measurement, with its labels. A failure is one too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ...errors import ParallelError
 from ...specs import ComfySetup
 
-Row = dict[str, Any]  # by the names of page.py's columns, and "failed": why there is no more to tell
+Measurement = dict[str, Any]  # by the names of page.py's columns, and "failed": why there is no more to tell
 
 FAILURES = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, ParallelError,
@@ -25,12 +25,12 @@ WORDS = 300  # characters of a failure
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The setting of one part. `world` ranks have a GPU each, or all of them the first one (`one_card`, where times
-    mean nothing). `comfyui` is a checkout, "" for none. `registered`: NCCL registers recorded buffers, its default,
-    which workers turn off. On the CPU networks are tiny."""
+    """The setting of one part. `world_size` ranks have a GPU each, or all of them the first one (`one_card`, where
+    times mean nothing). `comfyui` is a checkout, "" for none. `registered`: NCCL registers recorded buffers, its
+    default, which workers turn off. On the CPU networks are tiny."""
 
     kind: str = "cuda"
-    world: int = 1
+    world_size: int = 1
     one_card: bool = False
     registered: bool = False
     comfyui: str = ""
@@ -48,34 +48,34 @@ class Setting:
     @property
     def devices(self) -> tuple[str, ...]:
         """Returns the device of each rank."""
-        numbers = (0 if self.one_card else rank for rank in range(self.world))
+        numbers = (0 if self.one_card else rank for rank in range(self.world_size))
         return tuple("cpu" if self.tiny else f"{self.kind}:{number}" for number in numbers)
 
 
 class Case(NamedTuple):
-    """The labels of a row, a function that measures it, and one that times it if no rank has failed."""
+    """The labels of a measurement, a function that measures it, and one that times it if no rank has failed."""
 
-    labels: Row
-    measure: Callable[[], Row]
-    clock: Callable[[], Row] | None = None
-
-
-def measured_row(case: Case) -> Row:
-    """Returns the complete row over all ranks. Collective."""
-    row = of_all_ranks(case.labels | _row_or_failure(case.measure))
-    if case.clock is None or "failed" in row:
-        return row
-    return of_all_ranks(row | _row_or_failure(case.clock))
+    labels: Measurement
+    measure: Callable[[], Measurement]
+    clock: Callable[[], Measurement] | None = None
 
 
-def _row_or_failure(act: Callable[[], Row]) -> Row:
+def measurement_of(case: Case) -> Measurement:
+    """Returns the complete measurement over all ranks. Collective."""
+    measurement = of_all_ranks(case.labels | _measured_or_failure(case.measure))
+    if case.clock is None or "failed" in measurement:
+        return measurement
+    return of_all_ranks(measurement | _measured_or_failure(case.clock))
+
+
+def _measured_or_failure(act: Callable[[], Measurement]) -> Measurement:
     try:
         return act()
     except FAILURES as failure:
         return {"failed": in_words(failure)}
 
 
-def unbroken(what: Row, cases: Iterator[Case]) -> Iterator[Case]:
+def unbroken(what: Measurement, cases: Iterator[Case]) -> Iterator[Case]:
     """Yields these cases; if the code between them fails, a failed case in place of the remaining ones."""
     try:
         yield from cases
@@ -84,15 +84,15 @@ def unbroken(what: Row, cases: Iterator[Case]) -> Iterator[Case]:
         yield Case(what, lambda: {"failed": words})
 
 
-def of_all_ranks(row: Row) -> Row:
-    """Returns the row with the largest errors of all ranks, or a failed row if any rank failed. Collective."""
+def of_all_ranks(measurement: Measurement) -> Measurement:
+    """Returns the measurement with the largest errors of all ranks, or a failed one if any rank failed. Collective."""
     if not distributed():
-        return row
-    failed, *errors = largest("failed" in row, *(row.get(name, 0.0) for name in ERRORS))
+        return measurement
+    failed, *errors = largest("failed" in measurement, *(measurement.get(name, 0.0) for name in ERRORS))
     if failed:
-        labels = {name: value for name, value in row.items() if name not in ERRORS}
+        labels = {name: value for name, value in measurement.items() if name not in ERRORS}
         return {"failed": "on another rank"} | labels
-    return row | {name: error for name, error in zip(ERRORS, errors, strict=True) if name in row}
+    return measurement | {name: error for name, error in zip(ERRORS, errors, strict=True) if name in measurement}
 
 
 def largest(*numbers: float) -> list[float]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ...engine.graphs import graph_runner
-from .cases import Case, Row, distributed, largest
+from .cases import Case, Measurement, distributed, largest
 
 LONG_SECONDS = 0.5  # a run that takes longer is repeated less
 GIB = 2**30
@@ -26,29 +26,29 @@ class Clock:
         self.run, self._device = run, device
         self._alone = 0.0
 
-    def cases(self, labels: Row) -> Iterator[Case]:
+    def cases(self, labels: Measurement) -> Iterator[Case]:
         yield Case(labels | {"mode": "eager"}, self.eager)
         yield Case(labels | {"mode": "recorded"}, self.recorded)
 
-    def eager(self) -> Row:
-        return self._row(self.run)
+    def eager(self) -> Measurement:
+        return self._measured(self.run)
 
-    def recorded(self) -> Row:
+    def recorded(self) -> Measurement:
         """Measures a replay of the run, recorded as workers do it but without the copies of its inputs and output."""
         recorder = graph_runner.cuda_graphs.recorder_for(self._device)
         if recorder is None:
             return {"note": NO_GRAPHS}
         recorder.warm_up(self.run)
         graph = recorder.record(self.run)
-        return self._row(graph.replay) | {"graph_gib": graph.nbytes / GIB}
+        return self._measured(graph.replay) | {"graph_gib": graph.nbytes / GIB}
 
-    def _row(self, run: Callable[[], Any]) -> Row:
+    def _measured(self, run: Callable[[], Any]) -> Measurement:
         times = clocked(run, self._device)
         self._alone = self._alone or times["ms"]
         return times | {"faster": self._alone / times["ms"]}
 
 
-def clocked(run: Callable[[], Any], device: torch.device) -> Row:
+def clocked(run: Callable[[], Any], device: torch.device) -> Measurement:
     """ms, host_ms and the peak of memory in GiB: medians of some runs after one that warms up. Collective where there
     is a group, whose ranks begin together."""
     (slowest,) = largest(_once(run, device)[0])  # so that all repeat alike
@@ -57,8 +57,8 @@ def clocked(run: Callable[[], Any], device: torch.device) -> Row:
         torch.cuda.reset_peak_memory_stats(device)
     times = [_once(run, device) for _ in range(rounds)]
     ms, host_ms = (statistics.median(column) for column in zip(*times, strict=True))
-    row = {"ms": ms, "host_ms": host_ms}
-    return row if device.type == "cpu" else row | {"gib": torch.cuda.max_memory_allocated(device) / GIB}
+    measurement = {"ms": ms, "host_ms": host_ms}
+    return measurement if device.type == "cpu" else measurement | {"gib": torch.cuda.max_memory_allocated(device) / GIB}
 
 
 def _once(run: Callable[[], Any], device: torch.device) -> tuple[float, float]:

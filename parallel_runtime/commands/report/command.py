@@ -1,6 +1,6 @@
 """Reports what a machine can do, as Markdown and JSON to paste into an issue. Downloads nothing.
 
-Every row is printed and written at once. Each part runs in processes of its own: an error in one becomes a row, and the
+Every measurement is printed and written at once. Each part runs in processes of its own: an error in one becomes a measurement too, and the
 others go on. Parts for which there is no time are listed as not run.
 """
 
@@ -25,9 +25,9 @@ import torch
 from ...demo import REQUIREMENTS
 from ...errors import Refused
 from . import workflow
-from .cases import Row, Setting
+from .cases import Measurement, Setting
 from .page import Page, in_a_line
-from .part import ROOT, rows_of
+from .part import ROOT, measurements_of
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +52,11 @@ PARTS = (  # unmeasured ones first, then by speed and importance
     Part("graph_pools", "graph_pools", "Memory of CUDA graphs", 30, "nobody", "no more"),
     Part("recordings", "recordings", "Recorded forwards", 25, "ranks"),
     Part("page_locks", "page_locks", "Offload without page-locked memory", 10, "nobody", "no more"),
-    Part("attention", "attention_rows", "Attention against float64", 25, "ranks", "no more"),
-    Part("group", "group_rows", "The worker group", 70, "workers", "diffusers"),
-    Part("networks", "network_rows", "ComfyUI's own networks against one rank", 35, "ranks"),
-    Part("vae", "vae_rows", "CP VAE against one process", 70, "workers"),
-    Part("share", "rank_share_rows", "A rank's share of an evaluation, without transfers", 150, "nobody"),
+    Part("attention", "attention_cases", "Attention against float64", 25, "ranks", "no more"),
+    Part("group", "group_cases", "The worker group", 70, "workers", "diffusers"),
+    Part("networks", "network_cases", "ComfyUI's own networks against one rank", 35, "ranks"),
+    Part("vae", "vae_cases", "CP VAE against one process", 70, "workers"),
+    Part("share", "rank_share_cases", "A rank's share of an evaluation, without transfers", 150, "nobody"),
     Part("diffusers_own", "diffusers_own", "The same, diffusers' own", 35, "nobody", "diffusers"),
 )
 
@@ -103,19 +103,19 @@ def _report(parts: Sequence[tuple[Part, Setting]], page: Page, minutes: float) -
         log.info("[%d of %d] %s; about %.1f min left", number + 1, len(parts), title, seconds / 60)
         page.section(title)
         longest = seconds_for(parts[number:], deadline - time.monotonic(), minutes)
-        for row in _rows(part, setting, longest):
-            page.add(row)
-            log.info("  %s", in_a_line(row))
+        for measurement in _measurements(part, setting, longest):
+            page.add(measurement)
+            log.info("  %s", in_a_line(measurement))
 
 
 def planned(options: argparse.Namespace, gpus: int) -> Iterator[tuple[Part, Setting]]:
     """Yields each part on as many ranks as there are GPUs; with one GPU also on several ranks of it, for their errors.
     Raises Refused where all numbers of ranks are larger than that."""
     base = Setting(kind=options.devices, comfyui=find_comfyui(options.comfyui), tokens=options.tokens)
-    worlds = [world for world in options.world if world <= (gpus or max(options.world))]
-    settings = [replace(base, world=world) for world in worlds]
+    world_sizes = [size for size in options.world if size <= (gpus or max(options.world))]
+    settings = [replace(base, world_size=size) for size in world_sizes]
     if gpus == 1:
-        settings += [replace(base, world=world, one_card=True) for world in options.world if world in (2, 4)]
+        settings += [replace(base, world_size=size, one_card=True) for size in options.world if size in (2, 4)]
     if not settings:
         raise Refused("report.world", world=min(options.world), gpus=gpus)
     for part in PARTS:
@@ -126,14 +126,14 @@ def planned(options: argparse.Namespace, gpus: int) -> Iterator[tuple[Part, Sett
         elif part.by == "ranks":
             yield from ((part, setting) for setting in settings)
         else:
-            yield part, max(settings, key=lambda each: min(each.world, 2)) if part.by == "workers" else base
+            yield part, max(settings, key=lambda each: min(each.world_size, 2)) if part.by == "workers" else base
 
 
 def _recorded(settings: Sequence[Setting]) -> list[Setting]:
     """Returns one rank, two, and four, which have two communicators; the most of them also with registered buffers."""
-    chosen = [setting for setting in settings if setting.world in (1, 2, 4)] or [settings[0]]
+    chosen = [setting for setting in settings if setting.world_size in (1, 2, 4)] or [settings[0]]
     most = chosen[-1]
-    return chosen + ([replace(most, registered=True)] if most.world > 1 and most.kind == "cuda" else [])
+    return chosen + ([replace(most, registered=True)] if most.world_size > 1 and most.kind == "cuda" else [])
 
 
 def seconds_for(parts: Sequence[tuple[Part, Setting]], remaining: float, minutes: float) -> float:
@@ -171,7 +171,7 @@ def _is_checkout(folder: Path) -> bool:
     return (folder / "comfy" / "cli_args.py").is_file()
 
 
-def _rows(part: Part, setting: Setting, seconds: float) -> Iterator[Row]:
+def _measurements(part: Part, setting: Setting, seconds: float) -> Iterator[Measurement]:
     if part.needs == "ComfyUI" and not setting.comfyui:
         yield {"what": "not run", "note": "no ComfyUI here; --comfyui names its folder"}
     elif part.needs == "diffusers" and not _has_diffusers():
@@ -180,8 +180,8 @@ def _rows(part: Part, setting: Setting, seconds: float) -> Iterator[Row]:
         yield {"what": "not run", "note": "its share of time is too short; --minutes gives more, --only fewer parts"}
     else:
         setting = setting if part.needs == "ComfyUI" else replace(setting, comfyui="")
-        processes = setting.world if part.by == "ranks" else 1
-        yield from rows_of(part.module, setting, processes=processes, seconds=seconds)
+        processes = setting.world_size if part.by == "ranks" else 1
+        yield from measurements_of(part.module, setting, processes=processes, seconds=seconds)
 
 
 def _has_diffusers() -> bool:
@@ -191,7 +191,7 @@ def _has_diffusers() -> bool:
 def _where(part: Part, setting: Setting) -> str:
     if part.by == "nobody":
         return ""
-    several = f": {setting.world} {part.by}" if setting.world > 1 else f": one {part.by.removesuffix('s')}"
+    several = f": {setting.world_size} {part.by}" if setting.world_size > 1 else f": one {part.by.removesuffix('s')}"
     several += ", NCCL_GRAPH_REGISTER=1" if setting.registered else ""
     return f"{several} on one card, over NCCL; times would say nothing" if setting.one_card else several
 

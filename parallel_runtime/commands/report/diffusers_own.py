@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..networks import randomized
 from .cases import Case, Setting
 from .clock import Clock
-from .rank_share_rows import WORLDS, fake_group
+from .rank_share_cases import WORLD_SIZES, fake_group
 
 TINY = dict(num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=8, axes_dims_rope=[4, 6, 6],
             joint_attention_dim=32, pooled_projection_dim=32)  # fmt: skip
@@ -32,9 +32,9 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
     transformer, inputs = _flux(setting, device)
     clock = Clock(lambda: transformer(**inputs, return_dict=False)[0], device)
     yield Case({"what": "diffusers' FLUX", "degrees": "1 rank", "mode": "eager"}, clock.eager)
-    for world in WORLDS:
-        with fake_group(world):
-            for words, ring, ulysses in ((f"Ulysses {world}", 1, world), (f"ring {world}", world, 1)):
+    for ranks in WORLD_SIZES:
+        with fake_group(ranks):
+            for words, ring, ulysses in ((f"Ulysses {ranks}", 1, ranks), (f"ring {ranks}", ranks, 1)):
                 mesh = init_device_mesh(device.type, (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
                 for backend in ("native",) if setting.tiny else ("native", "_native_flash"):
                     transformer.set_attention_backend(backend)

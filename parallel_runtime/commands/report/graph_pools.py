@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...engine.graphs import cuda_graphs
 from ...engine.graphs.cuda_graphs import Graph, Recorder
-from .cases import Case, Row, Setting
+from .cases import Case, Measurement, Setting
 from .clock import GIB, NO_GRAPHS
 
 REPLAYS = 100
@@ -33,7 +33,7 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
         yield Case({"what": f"a capture that fails: {what}"}, partial(_failing, fail, device))
 
 
-def _outliving(device: torch.device) -> Row:
+def _outliving(device: torch.device) -> Measurement:
     """Measures the largest difference of a network's replays from itself while the memory that another one's graphs
     have left is filled with NaN, and checks that no replay wrote there."""
     first, second = (_Recorded(device) for _ in range(2))
@@ -56,7 +56,7 @@ def _outliving(device: torch.device) -> Row:
     return {"error": error, "gib": freed / GIB, "note": f"{REPLAYS} replays; memory is what the others gave back"}
 
 
-def _failing(fail: Callable[[Tensor], object], device: torch.device) -> Row:
+def _failing(fail: Callable[[Tensor], object], device: torch.device) -> Measurement:
     """Measures what a failed capture keeps of the device, besides a good graph and after that one is gone, and checks
     that the good one's replay and a later recording are right."""
     good = _Recorded(device)

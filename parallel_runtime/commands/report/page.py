@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import Refused
-from .cases import Row
+from .cases import Measurement
 
 NAME, ENDINGS = "report", (".jsonl", ".md")
 COLUMNS = {  # of all parts, in their order, and how each is written
@@ -48,7 +48,7 @@ class Page:
         self.out = out / NAME if out.is_dir() else out.with_suffix("") if out.suffix in ENDINGS else out
         self._lines, self._text = (self.out.with_name(self.out.name + ending) for ending in ENDINGS)
         self._machine = machine
-        self._sections: list[tuple[str, list[Row]]] = []
+        self._sections: list[tuple[str, list[Measurement]]] = []
         try:
             self._lines.write_text(json.dumps({"machine": machine}) + "\n")
             self._write()
@@ -58,40 +58,44 @@ class Page:
     def section(self, title: str) -> None:
         self._sections.append((title, []))
 
-    def add(self, row: Row) -> None:
-        title, rows = self._sections[-1]
-        rows.append(row)
+    def add(self, measurement: Measurement) -> None:
+        title, measurements = self._sections[-1]
+        measurements.append(measurement)
         with self._lines.open("a") as file:
-            file.write(json.dumps({"section": title, **row}) + "\n")
+            file.write(json.dumps({"section": title, **measurement}) + "\n")
         self._write()
 
     def _write(self) -> None:
         lines = ["## Machine", *(f"- {name}: {value}" for name, value in self._machine.items() if name != "topology")]
         if self._machine.get("topology"):
             lines += ["", "```", self._machine["topology"], "```"]
-        for title, rows in self._sections:
-            lines += ["", f"## {title}", *_table([{**row, "note": note_of(row)} for row in rows])]
+        for title, measurements in self._sections:
+            lines += [
+                "",
+                f"## {title}",
+                *_table([{**measurement, "note": note_of(measurement)} for measurement in measurements]),
+            ]
         self._text.write_text("\n".join(lines) + "\n")
 
 
-def note_of(row: Row) -> str:
-    return f"FAILED: {row['failed']}" if "failed" in row else str(row.get("note", ""))
+def note_of(measurement: Measurement) -> str:
+    return f"FAILED: {measurement['failed']}" if "failed" in measurement else str(measurement.get("note", ""))
 
 
-def in_a_line(row: Row) -> str:
-    """Returns the row as a line of the terminal."""
-    cells = [ON_A_LINE.get(name, "{}").format(_cell(row, name)) for name in COLUMNS if name in row]
-    return ", ".join(cells if "failed" not in row else [*cells, note_of(row)])
+def in_a_line(measurement: Measurement) -> str:
+    """Returns the measurement as a line of the terminal."""
+    cells = [ON_A_LINE.get(name, "{}").format(_cell(measurement, name)) for name in COLUMNS if name in measurement]
+    return ", ".join(cells if "failed" not in measurement else [*cells, note_of(measurement)])
 
 
-def _table(rows: list[Row]) -> Iterable[str]:
-    names = [name for name in COLUMNS if any(row.get(name) not in (None, "") for row in rows)]
+def _table(measurements: list[Measurement]) -> Iterable[str]:
+    names = [name for name in COLUMNS if any(measurement.get(name) not in (None, "") for measurement in measurements)]
     yield from ("", _line(TITLES.get(name, name) for name in names), _line("---" for _ in names))
-    yield from (_line(_cell(row, name) for name in names) for row in rows)
+    yield from (_line(_cell(measurement, name) for name in names) for measurement in measurements)
 
 
-def _cell(row: Row, name: str) -> str:
-    return COLUMNS[name].format(row[name]).replace("|", "/") if row.get(name) not in (None, "") else ""
+def _cell(measurement: Measurement, name: str) -> str:
+    return COLUMNS[name].format(measurement[name]).replace("|", "/") if measurement.get(name) not in (None, "") else ""
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -13,10 +13,10 @@ from torch import nn
 
 from ...engine.weights.placement import HostWeights
 from ...engine.weights.prefetch import BlockPrefetcher, Buffers
-from .cases import Case, Row, Setting, mean_error
+from .cases import Case, Measurement, Setting, mean_error
 from .clock import NEEDS_CUDA, clocked
 
-BLOCKS, WIDTH, ROWS = 8, 4096, 512
+BLOCKS, WIDTH, BATCH = 8, 4096, 512
 
 
 def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
@@ -28,7 +28,7 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
         yield Case({"what": f"offload, {what}"}, partial(offloaded, device, locks=locks))
 
 
-def left_error(device: torch.device) -> Row:
+def left_error(device: torch.device) -> Measurement:
     """Does an unrelated launch raise the error that a failed call left behind?"""
     code = int(torch.cuda.cudart().cudaHostRegister(0, 4096, 0))
     assert code, "memory at no address was registered"
@@ -42,11 +42,11 @@ def left_error(device: torch.device) -> Row:
 
 
 @torch.no_grad()
-def offloaded(device: torch.device, *, locks: bool, width: int = WIDTH) -> Row:
+def offloaded(device: torch.device, *, locks: bool, width: int = WIDTH) -> Measurement:
     """Returns error and time of blocks whose weights come from main memory, against the same blocks on the device."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     blocks = [nn.Linear(width, width, device=device, dtype=dtype) for _ in range(BLOCKS)]
-    network, x = nn.Sequential(*blocks), torch.randn(ROWS, width, device=device, dtype=dtype)
+    network, x = nn.Sequential(*blocks), torch.randn(BATCH, width, device=device, dtype=dtype)
     exact = network(x)
     prefetcher = BlockPrefetcher(network, HostWeights(device, [0], 0, staged=True), Buffers(device))
     with nullcontext() if locks else nothing_locked():
@@ -54,11 +54,11 @@ def offloaded(device: torch.device, *, locks: bool, width: int = WIDTH) -> Row:
             for block in blocks:
                 prefetcher.add(block)
             prefetcher.seal()
-            row = {"error": mean_error(network(x), exact)} | clocked(partial(network, x), device)
+            measurement = {"error": mean_error(network(x), exact)} | clocked(partial(network, x), device)
         finally:
             prefetcher.close()
     torch.ones(1, device=device)
-    return row
+    return measurement
 
 
 class _FailingRuntime:

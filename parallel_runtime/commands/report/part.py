@@ -1,10 +1,10 @@
-"""A part of the report in processes of its own: what starts them, passes their rows on and ends them in time, and what
-each of them does.
+"""A part of the report in processes of its own: what starts them, passes their measurements on and ends them in time,
+and what each of them does.
 
     python -m parallel_runtime.commands.report.part PART SETTING
 
-One rank, or the process that has the workers of a part: it runs the part's cases, and writes each row down at once, a
-line of JSON. SETTING is JSON too.
+One rank, or the process that has the workers of a part: it runs the part's cases, and writes each measurement down at
+once, a line of JSON. SETTING is JSON too.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from ...engine.comm.device_memory import empty_cache
 from ...engine.comm.ranks import ONE_CARD, join, rank
 from ...worker.comfy_loop.comfyui import import_comfyui
 from ...worker.process.leash import die_with_parent
-from .cases import REMAINING_CASES, Row, Setting, measured_row, unbroken
+from .cases import REMAINING_CASES, Measurement, Setting, measurement_of, unbroken
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER, PARENT = "REPORT_FOLDER", "REPORT_PARENT"
-ROWS, OUTPUT, STORE = "rows", "output", "store"  # files in FOLDER
+MEASUREMENTS, OUTPUT, STORE = "measurements", "output", "store"  # files in FOLDER
 GRACE_SECONDS = 5.0  # for the other ranks to end after one has failed
 WORDS = 600  # characters of a process' last output
 
 
-def rows_of(part: str, setting: Setting, *, processes: int, seconds: float) -> Iterator[Row]:
-    """Yields the rows that `processes` ranks measure; where they fail or take too long a last row says so."""
-    with tempfile.TemporaryDirectory() as name, Path(name, ROWS).open("w+") as rows:
+def measurements_of(part: str, setting: Setting, *, processes: int, seconds: float) -> Iterator[Measurement]:
+    """Yields what `processes` ranks measure; where they fail or take too long a last measurement says so."""
+    with tempfile.TemporaryDirectory() as name, Path(name, MEASUREMENTS).open("w+") as file:
         folder = Path(name)
         ranks = [_start(part, setting, rank, processes, folder) for rank in range(processes)]
         deadline, failed = time.monotonic() + seconds, False
@@ -49,11 +49,11 @@ def rows_of(part: str, setting: Setting, *, processes: int, seconds: float) -> I
             while (running := any(each.poll() is None for each in ranks)) and time.monotonic() < deadline:
                 if not failed and any(each.poll() for each in ranks):
                     deadline, failed = min(deadline, time.monotonic() + GRACE_SECONDS), True
-                yield from map(json.loads, rows)
+                yield from map(json.loads, file)
                 time.sleep(0.05)
         finally:
             _end(ranks)
-        yield from map(json.loads, rows)
+        yield from map(json.loads, file)
         codes = [each.wait() for each in ranks]
         if running and not failed:
             yield {"what": REMAINING_CASES, "failed": f"not done after {seconds:.0f} s: too slow, or it hangs"}
@@ -63,8 +63,8 @@ def rows_of(part: str, setting: Setting, *, processes: int, seconds: float) -> I
             yield {"what": REMAINING_CASES, "failed": f"processes ended: {ended}: {last}"}
 
 
-def _start(part: str, setting: Setting, rank: int, world: int, folder: Path) -> subprocess.Popen[bytes]:
-    place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
+def _start(part: str, setting: Setting, rank: int, world_size: int, folder: Path) -> subprocess.Popen[bytes]:
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
     mine = {name: str(value) for name, value in place.items()} | {FOLDER: str(folder), PARENT: str(os.getpid())}
     mine |= {ONE_CARD: "1"} if setting.one_card else {}
     mine |= {"NCCL_GRAPH_REGISTER": "1"} if setting.registered else {}
@@ -95,10 +95,10 @@ def main(name: str, setting: Setting) -> None:
         import_comfyui(setting.comfy, device)
     with torch.inference_mode():
         for case in unbroken({"what": REMAINING_CASES}, part.cases(setting, device)):
-            row = measured_row(case)
+            measurement = measurement_of(case)
             if rank() == 0:
-                with (folder / ROWS).open("a") as rows:
-                    rows.write(json.dumps(row) + "\n")
+                with (folder / MEASUREMENTS).open("a") as file:
+                    file.write(json.dumps(measurement) + "\n")
             gc.collect()  # of the next one there would be no room beside what this one held
             empty_cache(device)
     if dist.is_initialized():

@@ -17,10 +17,10 @@ from ...planning.shortage import shortage
 from ...specs import ModelSpec, Parallelism, Placement
 from ...worker.models import Model
 from ...worker.process.rank_memory import readings
-from .attention_rows import parallelisms
-from .cases import Case, Row, Setting, largest, mean_error, unbroken
+from .attention_cases import parallelisms
+from .cases import Case, Measurement, Setting, largest, mean_error, unbroken
 from .clock import GIB, NEEDS_CUDA, clocked
-from .network_rows import plan_of
+from .network_cases import plan_of
 from .subjects import Subject, subjects
 from .timeline import timeline_of
 
@@ -34,14 +34,14 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
         return
     for subject in subjects(tiny=setting.tiny, one_card=setting.one_card):
         trial = Trial(subject, device, alone=not setting.one_card)
-        for words, parallelism in degrees(setting.world):
+        for words, parallelism in degrees(setting.world_size):
             labels = {"what": subject.name, "degrees": words}
             yield from unbroken(labels, trial.cases(labels, parallelism))
 
 
-def degrees(world: int) -> list[tuple[str, Parallelism]]:
+def degrees(world_size: int) -> list[tuple[str, Parallelism]]:
     """Returns ring and Ulysses each alone; for four ranks and more both at once, in two communicators."""
-    rotated = [each for each in parallelisms(world) if each[1].options.rotate_method == "alltoall"]
+    rotated = [each for each in parallelisms(world_size) if each[1].options.rotate_method == "alltoall"]
     both = [each for each in rotated if min(each[1].ring_degree, each[1].ulysses_degree) > 1]
     return both or rotated or [("1 rank", Parallelism())]
 
@@ -57,7 +57,7 @@ class Trial:
         self._model = Model(spec, network, plan_of(network), device=device)
         self._prompts = [subject.inputs(device) for _ in range(2)]
 
-    def cases(self, labels: Row, parallelism: Parallelism) -> Iterator[Case]:
+    def cases(self, labels: Measurement, parallelism: Parallelism) -> Iterator[Case]:
         self._mesh = build_mesh(parallelism, self._device)
         self._model.parallelize(self._mesh, parallelism)
         yield Case(labels | {"mode": "eager"}, self._eager)
@@ -75,8 +75,8 @@ class Trial:
             x = x - (uncond + CFG * (cond - uncond)) / steps
         return x
 
-    def _eager(self) -> Row:
-        """Times an eager evaluation, and keeps the memory that a run needs, which later rows use."""
+    def _eager(self) -> Measurement:
+        """Times an eager evaluation, and keeps the memory that a run needs, which later measurements use."""
         call = self._model.network._call_impl
         self._expected = self._sampled(call)
         self._free_at_rest, used = self._free(), self._used()
@@ -85,7 +85,7 @@ class Trial:
         self._needed = max(0, peak - used)
         return times
 
-    def _auto(self) -> Row:
+    def _auto(self) -> Measurement:
         """Samples with recording on auto, and returns its decision with the share of launches that it followed from."""
         before = self._model.graph_runner.stats.replays
         self._sampled(self._model.network, 1)
@@ -98,25 +98,25 @@ class Trial:
         )
         return {"error": error, "graph_gib": stats.bytes / GIB, "note": launched + decided}
 
-    def _replays(self) -> Row:
+    def _replays(self) -> Measurement:
         """Checks the bits of runs that make REPLAYS replays together, and times one."""
         self._model.graph_runner.discard()
         self._model.graph_runner.choice = "on"
         samples = [self._sampled(self._model.network) for _ in range(1 + REPLAYS // (2 * STEPS))]
         stats = self._model.graph_runner.stats
         differing = sum(not torch.equal(each, self._expected) for each in samples)
-        row = clocked(self._once, self._device) | {"graph_gib": stats.bytes / GIB}
+        measurement = clocked(self._once, self._device) | {"graph_gib": stats.bytes / GIB}
         assert stats.keys, f"not recorded: {'; '.join(stats.eager)}"
         assert not differing, f"{differing} of {len(samples)} runs gave other numbers than the eager one"
-        return row
+        return measurement
 
-    def _one_replay(self) -> Row:
+    def _one_replay(self) -> Measurement:
         return timeline_of(self._once) if self._device.type == "cuda" else {"note": NEEDS_CUDA}
 
     def _once(self) -> Any:
         return self._model.network(**self._prompts[0], transformer_options={})
 
-    def _on_a_full_device(self, run: int) -> Row:
+    def _on_a_full_device(self, run: int) -> Measurement:
         """Checks that a workflow's next run fits as its first one did: other work leaves as much memory as the first
         run needs, and after that the recording has it."""
         if run == 1:
@@ -134,7 +134,7 @@ class Trial:
         note = f"it would be refused: {lack}" if lack else "it fits"
         return {"gib": reading.free_bytes / GIB, "graph_gib": graph_bytes / GIB, "note": note}
 
-    def _dropped(self) -> Row:
+    def _dropped(self) -> Measurement:
         """Returns the device memory that is still taken after all ranks have dropped their recordings."""
         self._model.graph_runner.discard()
         largest(0.0)  # all have dropped theirs

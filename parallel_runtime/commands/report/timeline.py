@@ -9,7 +9,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from .cases import Row
+from .cases import Measurement
 
 KINDS = {  # by what the names of kernels contain, the first that fits
     "NCCL": ("nccl",),
@@ -29,7 +29,7 @@ class Span(NamedTuple):
     end: float
 
 
-def timeline_of(run: Callable[[], Any]) -> Row:
+def timeline_of(run: Callable[[], Any]) -> Measurement:
     run()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         run()
@@ -38,7 +38,7 @@ def timeline_of(run: Callable[[], Any]) -> Row:
     return summed(Span(event.name, event.time_range.start, event.time_range.end) for event in events)
 
 
-def summed(spans: Iterable[Span]) -> Row:
+def summed(spans: Iterable[Span]) -> Measurement:
     """Returns the time from the first kernel to the last, and in words what it consists of."""
     ordered = sorted(spans, key=lambda span: span.begin)
     if not ordered:

@@ -186,9 +186,9 @@ def _network_class(path: Path) -> str:
     state, metadata = comfy.utils.load_torch_file(str(path), return_metadata=True)
     prefix = comfy.model_detection.unet_prefix_from_state_dict(state)
     for start in (prefix, ""):
-        found = comfy.model_detection.model_config_from_unet(state, start, metadata=metadata)
-        if found is not None:
-            return type(found).__name__
+        config = comfy.model_detection.model_config_from_unet(state, start, metadata=metadata)
+        if config is not None:
+            return type(config).__name__
     return ""
 
 

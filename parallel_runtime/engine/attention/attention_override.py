@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ...accelerators import FALLBACK
 from ...architectures.split_plan import AttentionSpec, AttentionSpecs, Cross, Names, Window
 from ...errors import Refused
 from ...request import AttentionBackend
@@ -137,12 +138,12 @@ class BackendOverride:
         return try_kernel(q, k, v, _four_dims(mask), call.scale, self._backend_for(call))
 
     def _backend_for(self, call: _NativeCall) -> AttentionBackend:
-        """The chosen backend, or "auto" where ComfyUI forbids low precision. The same on all ranks."""
+        """Returns the chosen backend, or FALLBACK where ComfyUI forbids low precision. The same on all ranks."""
         kernel = FUNCTIONS.get(self._backend)
-        if kernel is None or not kernel.row.low_precision or call.options.get(_LOW_PRECISION) is not False:
+        if kernel is None or not kernel.spec.low_precision or call.options.get(_LOW_PRECISION) is not False:
             return self._backend
         warn_once(self._backend, "ComfyUI asks for higher precision")
-        return "auto"
+        return FALLBACK
 
 
 @cache
@@ -161,10 +162,10 @@ class SplitState(Protocol):
         """Returns whether any tensor is split at this point of the forward."""
 
     def local_count(self, streams: Names) -> int:
-        """The number of tokens of these streams on this rank."""
+        """Returns the number of tokens of these streams on this rank."""
 
     def total(self, streams: Names) -> int:
-        """The number of tokens of these streams on all ranks."""
+        """Returns the number of tokens of these streams on all ranks."""
 
 
 class AttentionOverride(BackendOverride):
@@ -260,7 +261,7 @@ def _cross_of(over: AttentionSpec) -> Cross:
 
 
 def _window_mask(total: int, width: int, device: torch.device) -> Tensor:
-    """[1, 1, total, total]: True for tokens at most `width` apart."""
+    """Returns [1, 1, total, total]: True for tokens at most `width` apart."""
     positions = torch.arange(total, device=device)
     return ((positions[:, None] - positions).abs() <= width)[None, None]
 

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...accelerators import FALLBACK
 from ...errors import Refused
 from ...request import AttentionBackend
 from ...specs import Parallelism
@@ -41,13 +42,13 @@ OnHeads = Callable[[Tensor, Tensor, Tensor, Mask | None], Tensor]
 class AttentionLayout:
     """The sizes and transfers of one attention: computed once a forward, from shapes alone, so the same on all ranks.
 
-    `blocks` are the key tokens at each ring index, `largest` the sizes of the largest kernel call of any rank.
-    `repeat_keys`: repeat key heads first, so that each query head has its own.
+    `key_counts` are the numbers of key tokens at each ring index, `largest` the sizes of the largest kernel call of any
+    rank. `repeat_keys`: repeat key heads first, so that each query head has its own.
     """
 
     queries: LocalTokens
     keys: LocalTokens
-    blocks: tuple[int, ...]
+    key_counts: tuple[int, ...]
     largest: AttentionSizes
     repeat_keys: bool
     head_chunks: tuple[HeadChunk, ...]
@@ -78,7 +79,7 @@ class ContextAttention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
-        """Each rank passes its local tokens [B, local tokens, H, D] and gets their rows of the full attention.
+        """Returns the rows of the full attention of this rank's local tokens; tensors are [B, local tokens, H, D].
 
         Keys and values may have fewer heads, each for a group of neighbouring query heads. `mask` is a key-padding
         mask, see `gather_key_mask`, or a full mask of pairs, see `pair_mask`. Collective over the context ranks.
@@ -120,8 +121,8 @@ class ContextAttention:
         chunks = head_chunks(
             self.mesh, query, counts, tokens_by_rank, self._stream_names[0] == self._stream_names[1], max_chunks
         )
-        of_queries, blocks = (_tokens_by_ring_index(tokens, ranks) for tokens in tokens_by_rank)
-        attended = max(blocks) if self._has_all_tokens else self.streams.total(self._stream_names[1])
+        of_queries, key_counts = (_tokens_by_ring_index(tokens, ranks) for tokens in tokens_by_rank)
+        attended = max(key_counts) if self._has_all_tokens else self.streams.total(self._stream_names[1])
         largest = AttentionSizes(
             batch=query.shape[0],
             queries=max(of_queries),
@@ -131,7 +132,7 @@ class ContextAttention:
             dtype=query.dtype,
         )
         return AttentionLayout(
-            queries=queries, keys=keys, blocks=blocks, largest=largest, repeat_keys=repeat, head_chunks=chunks
+            queries=queries, keys=keys, key_counts=key_counts, largest=largest, repeat_keys=repeat, head_chunks=chunks
         )
 
     def _check(self, query: Tensor, key: Tensor, queries: int, keys: int) -> None:
@@ -155,7 +156,7 @@ class ContextAttention:
         return output.transpose(0, 1)
 
     def _full_mask(self, mask: Tensor, query: Tensor, layout: AttentionLayout) -> Mask:
-        """The mask of all keys; the same mask in the next layer is not gathered again."""
+        """Returns the mask of all keys; the same mask in the next layer is not gathered again."""
         batch, heads = query.shape[0], query.shape[2]
         cached = self.streams.cached((self, "mask", batch, heads), _CachedMask)
         if cached.source is None or memory_key(cached.source) != memory_key(mask):
@@ -179,7 +180,7 @@ class ContextAttention:
         value: Tensor,
         mask: Mask | None,
     ) -> Tensor:
-        """All-to-all from tokens to heads, attention on local heads, and all-to-all back."""
+        """Exchanges tokens for heads in an all-to-all, attends on the local heads, and exchanges the outputs back."""
         if layout.repeat_keys:
             key, value = repeat_kv(key, query.shape[2]), repeat_kv(value, query.shape[2])
         mesh_dim, pending_returns = self.mesh.ulysses, []
@@ -234,7 +235,7 @@ class ContextAttention:
         if query.numel() == 0:
             return allocate(query.shape, query)
         key, value = contiguous_by_head(key), contiguous_by_head(value)
-        out = None if backend == "auto" else try_kernel(query, key, value, own_mask, scale, backend)
+        out = try_kernel(query, key, value, own_mask, scale, backend)
         return self.fallback(query, key, value, own_mask, scale) if out is None else out
 
     def _update_kv(self, patches: PipeFusion, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,20 +245,20 @@ class ContextAttention:
 
     @property
     def _has_all_tokens(self) -> bool:
-        """Whether the ranks together have all tokens, not one token patch."""
+        """Returns whether the ranks together have all tokens, not one token patch."""
         return self.pipefusion is None or self.pipefusion.has_all_tokens
 
     def _attend_ring(
         self, layout: AttentionLayout, scale: float | None, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None
     ) -> Tensor:
-        merge, blocks = Merge(in_float32=self.parallelism.options.convert_to_fp32), layout.blocks
+        merge, key_counts = Merge(in_float32=self.parallelism.options.convert_to_fp32), layout.key_counts
         backend = self._kernel(query, layout, None)
-        for owners, (k, v) in self._blocks_of_ranks((key, value), blocks):
+        for owners, (k, v) in self._blocks_of_ranks((key, value), key_counts):
             if query.numel() == 0 or k.numel() == 0:
                 continue
             bias = None
             if mask is not None:
-                spans = tuple((sum(blocks[:owner]), blocks[owner]) for owner in owners if blocks[owner])
+                spans = tuple((sum(key_counts[:owner]), key_counts[owner]) for owner in owners if key_counts[owner])
                 if all(mask.hides(*span) for span in spans):
                     continue
                 bias = mask.bias(spans, query.dtype)
@@ -267,7 +268,7 @@ class ContextAttention:
     def _kernel(self, query: Tensor, layout: AttentionLayout, mask: MaskKind | None) -> AttentionBackend:
         """Returns the kernel for this layout and kind of mask, chosen once a forward."""
         if self.only_fallback():
-            return "auto"
+            return FALLBACK
         return self.streams.cached((layout, "kernel", mask), lambda: self._choose_kernel(query, layout.largest, mask))
 
     def _choose_kernel(self, query: Tensor, largest: AttentionSizes, mask: MaskKind | None) -> AttentionBackend:
@@ -280,17 +281,17 @@ class ContextAttention:
         sizes = largest if self.mesh.ring.size > 1 else replace(largest, what="full", mask=mask)
         return choose_kernel(backend, query, sizes, mesh_dim, self.fallback, batch_groups, recorded)
 
-    def _blocks_of_ranks(self, block: Block, blocks: tuple[int, ...]) -> Iterator[tuple[Owners, Block]]:
+    def _blocks_of_ranks(self, block: Block, key_counts: tuple[int, ...]) -> Iterator[tuple[Owners, Block]]:
         mesh_dim = self.mesh.ring
         if self.parallelism.options.rotate_method == "allgather":
-            return all_gather_blocks(block, blocks, mesh_dim)
+            return all_gather_blocks(block, key_counts, mesh_dim)
 
         def make_slots() -> list[RingSlot]:
-            return ring_slots(block, blocks, mesh_dim, self._scratch(block[0], "ring"))
+            return ring_slots(block, key_counts, mesh_dim, self._scratch(block[0], "ring"))
 
-        if packed_bytes(block, blocks) > SCRATCH_CACHE_BYTES:
+        if packed_bytes(block, key_counts) > SCRATCH_CACHE_BYTES:
             return rotate(block, make_slots(), mesh_dim)
-        key = ("ring slots", blocks, block[0].shape, block[0].dtype, torch.is_inference_mode_enabled())
+        key = ("ring slots", key_counts, block[0].shape, block[0].dtype, torch.is_inference_mode_enabled())
         return rotate(block, self.streams.cached(key, make_slots), mesh_dim)
 
     def _scratch(self, like: Tensor, use: Hashable) -> ScratchAllocator:
@@ -303,7 +304,7 @@ class ContextAttention:
 
 
 def _tokens_by_ring_index(tokens: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Tokens at each ring index, summed over the `ranks` of its Ulysses group."""
+    """Returns the tokens at each ring index, summed over the `ranks` of its Ulysses group."""
     return tuple(sum(tokens[start : start + ranks]) for start in range(0, len(tokens), ranks))
 
 

@@ -33,7 +33,7 @@ class Mask:
         self._cache: dict[Hashable, Any] = {}
 
     def block(self, start: int, size: int) -> Tensor:
-        """[1 or B, 1 or heads, 1 or queries, size] of the keys from `start` on, as scaled_dot_product_attention
+        """Returns [1 or B, 1 or heads, 1 or queries, size] of the keys from `start` on, as scaled_dot_product_attention
         takes it."""
         return self._cached(("block", start, size), lambda: self.pairs[..., start : start + size].contiguous())
 
@@ -49,7 +49,8 @@ class Mask:
         return self._cached(("heads", start, size), lambda: Mask(self.pairs[:, start : start + size], self.kind))
 
     def fully_masked(self) -> Tensor:
-        """[1 or B, 1 or queries, 1 or heads, 1]: True where a query has no key at all; then its output is zero."""
+        """Returns [1 or B, 1 or queries, 1 or heads, 1]: True where a query has no key at all; then its output is
+        zero."""
         return self._cached("dead", self._dead)
 
     def _dead(self) -> Tensor:
@@ -57,8 +58,8 @@ class Mask:
         return ~alive.any(dim=-1, keepdim=True).transpose(1, 2)
 
     def hides(self, start: int, size: int) -> bool:
-        """Whether it is known that no query sees these keys. Looked at only where that costs no wait for the device:
-        blocks that are hidden anyway merge to nothing."""
+        """Returns whether it is known that no query sees these keys. Looked at only where that costs no wait for the
+        device: blocks that are hidden anyway merge to nothing."""
         if self.pairs.device.type != "cpu" or self.pairs.dtype != torch.bool:
             return False
         return self._cached(("hides", start, size), lambda: not self.pairs[..., start : start + size].any().item())
@@ -70,7 +71,8 @@ class Mask:
 
 
 def _pair(pairs: Tensor, *, of_queries: bool = True) -> Mask:
-    """`of_queries`: another for each query of this rank's Ulysses group. Numbers attend where they are not zero."""
+    """Returns a mask of `pairs`; `of_queries`: it differs between the queries of this rank's Ulysses group. Numbers
+    attend where they are not zero."""
     if not pairs.is_floating_point() and pairs.dtype != torch.bool:
         pairs = pairs != 0
     return Mask(pairs, (pairs.dtype, pairs.shape[0] > 1, pairs.shape[1] > 1, of_queries))
@@ -82,14 +84,15 @@ def _key(keys: Tensor) -> Mask:
 
 
 def memory_key(mask: Tensor) -> Hashable:
-    """Equal for tensors that show the same values, as long as one of them is alive."""
+    """Returns a key that is equal for tensors that show the same values, as long as one of them is alive."""
     version = None if mask.is_inference() else mask._version
     storage = mask.untyped_storage()._cdata
     return storage, mask.storage_offset(), mask.shape, mask.stride(), mask.dtype, version
 
 
 def gather_key_mask(mask: Tensor, batch: int, heads: int, streams: Streams, names: Names, mesh_dim: MeshDim) -> Mask:
-    """The mask of all keys, gathered from each rank's slice of it (or taken from the full mask, if it was not split).
+    """Returns the mask of all keys, gathered from each rank's slice of it (or taken from the full mask, if it was not
+    split).
 
     `mask` is [B, S] bool or int (non-zero: attend), [B, S] additive float, or [B, 1 or heads, 1, S] of either; `names`
     are the attention's streams, in the order in which its keys are concatenated. Raises Refused for masks that differ
@@ -110,8 +113,8 @@ def gather_key_mask(mask: Tensor, batch: int, heads: int, streams: Streams, name
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """`mask` as a finite bias. Minus infinity becomes a huge negative number, so that a block whose keys are all
-    masked has a log-sum-exp that vanishes in the merge; with -inf itself kernels return 0 there, or NaN."""
+    """Returns `mask` as a finite bias. Minus infinity becomes a huge negative number, so that a block whose keys are
+    all masked has a log-sum-exp that vanishes in the merge; with -inf itself kernels return 0 there, or NaN."""
     floor = torch.finfo(dtype).min / 2
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, floor)
@@ -128,7 +131,7 @@ def _tokens_first(mask: Tensor, batch: int, heads: int) -> Tensor:
 
 
 def pair_mask(mask: Tensor, streams: Streams, queries: Names, keys: Names, mesh: ContextMesh) -> Mask:
-    """Returns the rows of this rank's queries of `mask` [1 or B, 1 or heads, queries, keys], which has all tokens."""
+    """Returns the part of `mask` for this rank's queries: it is [1 or B, 1 or heads, queries, keys], of all tokens."""
     if tuple(mask.shape[-2:]) != (streams.total(queries), streams.total(keys)):
         raise Refused(
             "mask.part",
@@ -139,12 +142,12 @@ def pair_mask(mask: Tensor, streams: Streams, queries: Names, keys: Names, mesh:
             keys=streams.total(keys),
         )
     first = mesh.ring.index * mesh.ulysses.size
-    rows = streams.global_positions(queries, mask.device, range(first, first + mesh.ulysses.size))
-    return _pair(mask.index_select(-2, rows).index_select(-1, streams.global_positions(keys, mask.device)))
+    positions = streams.global_positions(queries, mask.device, range(first, first + mesh.ulysses.size))
+    return _pair(mask.index_select(-2, positions).index_select(-1, streams.global_positions(keys, mask.device)))
 
 
 def patch_mask(mask: Tensor, batch: int, heads: int, streams: Streams, queries: Names, keys: Names) -> Mask:
-    """Returns the rows of the current token patch's queries of a mask of all queries and all keys, in the streams'
+    """Returns the part for the current token patch's queries of a mask of all queries and all keys, in the streams'
     order."""
     pairs = mask.ndim == 4 and mask.shape[2] > 1
     if mask.shape[-1] != streams.total(keys) or (pairs and mask.shape[2] != streams.total(queries)):

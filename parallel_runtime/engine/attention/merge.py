@@ -20,8 +20,8 @@ class Merge:
         self._lses: list[Tensor] = []
 
     def add(self, out: Tensor, lse: Tensor) -> None:
-        """A block's output [B, Sq, H, D] and log-sum-exp [B, Sq, H, 1]; both must be finite. Keeps both, and may write
-        into them."""
+        """Adds a block's output [B, Sq, H, D] and log-sum-exp [B, Sq, H, 1], which must be finite. Keeps both, and may
+        write into them."""
         if len(self._outs) == MAX_PENDING_BLOCKS:
             weights, lse_of_all = self._weights(), torch.logsumexp(torch.stack(self._lses), 0)
             self._outs, self._lses = [self._sum(self._outs, weights)], [lse_of_all]
@@ -29,7 +29,8 @@ class Merge:
         self._lses.append(lse)
 
     def result(self, query: Tensor, dead: Tensor | None) -> Tensor:
-        """[B, Sq, H, D] in the query's dtype: zero where nothing was added, and where `dead` (broadcast) says so."""
+        """Returns [B, Sq, H, D] in the query's dtype: zero where nothing was added, and where `dead` (broadcast) says
+        so."""
         if not self._outs:
             return allocate(query.shape, query).zero_()
         out = self._merged(query)
@@ -49,7 +50,7 @@ class Merge:
         return torch.addcmul(summed, self._outs[-1], last, out=out)
 
     def _weights(self) -> list[Tensor]:
-        """Each block's share of every row, [B, Sq, H, 1]."""
+        """Returns each block's share of every row, [B, Sq, H, 1]."""
         weights = torch.stack(self._lses).softmax(0)
         narrow = self._outs[0].dtype != torch.float32 and not self._in_float32
         return list((weights.to(self._outs[0].dtype) if narrow else weights).unbind(0))

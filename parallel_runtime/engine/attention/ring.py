@@ -47,13 +47,13 @@ def ring_slots(block: Block, sizes: Sequence[int], mesh_dim: MeshDim, scratch: S
 
 
 def packed_bytes(block: Block, sizes: Sequence[int]) -> int:
-    """Bytes of the message of the ring's largest block."""
+    """Returns the bytes of the message of the ring's largest block."""
     batch, _, heads, dim = block[0].shape
     return 2 * batch * max(sizes) * heads * dim * block[0].element_size()
 
 
 def rotate(block: Block, slots: Sequence[RingSlot], mesh_dim: MeshDim) -> Iterator[tuple[Owners, Block]]:
-    """(owner's index, keys and values): blocks travel from rank to rank, one hop while the caller computes.
+    """Yields (owner's index, keys and values): blocks travel from rank to rank, one hop while the caller computes.
 
     mesh_dim.size - 1 hops. Ask for the next block only after launching all work on the last one.
     """

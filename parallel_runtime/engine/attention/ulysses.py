@@ -38,16 +38,16 @@ class HeadRun:
     count: int
 
     def of(self, tensor: Tensor, *, joined: bool) -> Tensor:
-        """These heads of [B, tokens, H, D] as [ranks, tokens, B, count, D], a view: without B where that is 1, and with
-        count * D in the place of count and D where heads and D lie `joined` in memory."""
+        """Returns these heads of [B, tokens, H, D] as [ranks, tokens, B, count, D], a view: without B where that is 1,
+        and with count * D in the place of count and D where heads and D lie `joined` in memory."""
         batch, tokens, heads, dim = tensor.shape
         if heads != self.ranks * self.heads:
             tensor = tensor.narrow(2, self.first, self.ranks * self.heads)
-        rows, each = (batch,) if batch > 1 else (), dim if joined else 1
-        tensor = tensor.view(*rows, tokens, self.ranks, self.heads * each, *(() if joined else (dim,)))
+        batch_dim, each = (batch,) if batch > 1 else (), dim if joined else 1
+        tensor = tensor.view(*batch_dim, tokens, self.ranks, self.heads * each, *(() if joined else (dim,)))
         if self.count != self.heads:
-            tensor = tensor.narrow(len(rows) + 2, self.start * each, self.count * each)
-        return tensor.permute(2, 1, 0, *range(3, tensor.ndim)) if rows else tensor.transpose(0, 1)
+            tensor = tensor.narrow(len(batch_dim) + 2, self.start * each, self.count * each)
+        return tensor.permute(2, 1, 0, *range(3, tensor.ndim)) if batch_dim else tensor.transpose(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,17 +71,18 @@ class AllToAllLayout:
 
     @property
     def counts(self) -> tuple[list[int] | None, list[int] | None]:
-        """`by_heads` and `by_tokens` as all_to_all_single takes them."""
+        """Returns `by_heads` and `by_tokens` as all_to_all_single takes them."""
         return (None, None) if self.even else (list(self.by_heads), list(self.by_tokens))
 
     def segments(self, flat: Tensor, *, joined: bool) -> list[tuple[tuple[HeadRun, ...], Tensor]]:
-        """Each run of every tensor with its part [ranks, own tokens, B, heads, D] of what is cut by tokens, in the dims
-        of `Run.of`."""
+        """Returns each run of every tensor with its part [ranks, own tokens, B, heads, D] of what is cut by tokens, in
+        the dims of `Run.of`."""
         own, start, parts = self.tokens[self.index], 0, []
         for runs in zip(*self.runs, strict=True):
             ranks, heads = runs[0].ranks, sum(run.count for run in runs)
-            rows, wide = (self.batch,) if self.batch > 1 else (), (heads * self.dim,) if joined else (heads, self.dim)
-            shape, size = (ranks, own, *rows, *wide), ranks * own * self.batch * heads * self.dim
+            batch_dim = (self.batch,) if self.batch > 1 else ()
+            shape = (ranks, own, *batch_dim, *((heads * self.dim,) if joined else (heads, self.dim)))
+            size = ranks * own * self.batch * heads * self.dim
             if size:
                 parts.append((runs, flat.narrow(0, start, size).view(shape)))
             start += size
@@ -99,7 +100,8 @@ def all_to_all_layout(
     chunk: int,
     chunk_count: int,
 ) -> AllToAllLayout:
-    """Tensors of `heads` each in part `chunk` of `chunk_count`. Ranks have the same multiple of each tensor's heads."""
+    """Returns the layout for tensors of `heads` each in part `chunk` of `chunk_count`. Ranks have the same multiple of
+    each tensor's heads."""
     runs = tuple(_runs(count, parts, chunk, chunk_count) for count in heads)
     assert len({tuple(run.ranks for run in of_tensor) for of_tensor in runs}) == 1
     counts = [[run.count for run in of_tensor for _ in range(run.ranks)] for of_tensor in runs]
@@ -168,7 +170,7 @@ def head_chunks(
 
 
 def _chunk_count(query: Tensor, heads: tuple[int, int], tokens_by_rank: TokensByRank, parts: Parts) -> int:
-    """The number of head chunks, from global counts alone: ranks that disagree would wait forever."""
+    """Returns the number of head chunks, from global counts alone: ranks that disagree would wait forever."""
     (of_queries, of_keys), (queries, keys) = heads, map(max, tokens_by_rank)
     if of_keys < of_queries and any(own % MAX_HEAD_CHUNKS for own in chunk_sizes(of_keys, parts)):
         return 1
@@ -179,7 +181,7 @@ def _chunk_count(query: Tensor, heads: tuple[int, int], tokens_by_rank: TokensBy
 def to_heads(
     tensors: Sequence[Tensor], layout: AllToAllLayout, mesh_dim: MeshDim, scratch: ScratchAllocator
 ) -> Pending:
-    """[B, own tokens, H, D] of each tensor is sent; `split_received` takes what arrives."""
+    """Sends the heads of each tensor [B, own tokens, H, D]; `split_received` takes what arrives."""
     send = scratch((sum(layout.by_heads),), "send")
     joined = all(map(_joined, tensors))
     for runs, segment in layout.segments(send, joined=joined):
@@ -204,20 +206,20 @@ def to_tokens(full: Tensor, layout: AllToAllLayout, mesh_dim: MeshDim, scratch: 
 
 
 def write_returned(returned: Tensor, layout: AllToAllLayout, out: Tensor) -> None:
-    """Write the heads that came back to this rank into `out` [B, own tokens, H, D]."""
+    """Writes the heads that came back to this rank into `out` [B, own tokens, H, D]."""
     joined = _joined(out)
     for (run,), segment in layout.segments(returned, joined=joined):
         run.of(out, joined=joined).copy_(segment)
 
 
 def _pack(parts: Sequence[Tensor], out: Tensor, dim: int) -> None:
-    """Concatenate along `dim`, which is none of the first three. CUDA's `cat` is one kernel for tensors of at most 4
+    """Concatenates along `dim`, which is none of the first three. CUDA's `cat` is one kernel for tensors of at most 4
     dims, and a copy for each tensor above (ATen/native/cuda/Shape.cu)."""
     if out.ndim <= CAT_DIMS:
         torch.cat(list(parts), dim=dim, out=out)
         return
-    for row in range(out.shape[2]):
-        torch.cat([part.select(2, row) for part in parts], dim=dim, out=out.select(2, row))
+    for entry in range(out.shape[2]):
+        torch.cat([part.select(2, entry) for part in parts], dim=dim, out=out.select(2, entry))
 
 
 def _joined(tensor: Tensor) -> bool:

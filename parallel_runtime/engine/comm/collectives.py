@@ -42,11 +42,11 @@ class Pending:
     """
 
     def __init__(
-        self, works: Sequence[dist.Work], buffer: Sequence[Tensor], outputs: list[Tensor], group_state: GroupState
+        self, works: Sequence[dist.Work], recv_buffers: Sequence[Tensor], outputs: list[Tensor], group_state: GroupState
     ) -> None:
         self._group_state = group_state
         self._works = works
-        self._recv_buffers = buffer
+        self._recv_buffers = recv_buffers
         self._outputs = outputs
 
     def wait(self) -> list[Tensor]:
@@ -71,7 +71,8 @@ class Pending:
 def all_to_all(
     send: Tensor, outputs: Tensor, send_counts: list[int] | None, recv_counts: list[int] | None, mesh_dim: MeshDim
 ) -> Pending:
-    """All-to-all of flat tensors: `send_counts[i]` elements go to rank i, `recv_counts[i]` come back (None: even)."""
+    """Starts an all-to-all of flat tensors: `send_counts[i]` elements go to rank i, `recv_counts[i]` come back (None:
+    even)."""
     buffer = _comm_buffer(outputs, mesh_dim)
     options: Any = {"group": mesh_dim.group, "async_op": True}
     work = dist.all_to_all_single(buffer, _to_comm_device(send, mesh_dim), recv_counts, send_counts, **options)
@@ -79,7 +80,8 @@ def all_to_all(
 
 
 def all_gather_v(chunk: Tensor, sizes: Sequence[int], mesh_dim: MeshDim) -> Pending:
-    """All-gather along dim 0: `chunk` [sizes[index], ...] of every rank makes [sum(sizes), ...], in rank order.
+    """Starts an all-gather along dim 0: `chunk` [sizes[index], ...] of every rank makes [sum(sizes), ...], in rank
+    order.
 
     Point to point, straight into place: nothing is padded, and on gloo it is faster than its all-gather.
     """
@@ -88,13 +90,13 @@ def all_gather_v(chunk: Tensor, sizes: Sequence[int], mesh_dim: MeshDim) -> Pend
 
 
 def all_gather_others(chunk: Tensor, sizes: Sequence[int], mesh_dim: MeshDim) -> Pending:
-    """All-gather of the other ranks' chunks, starting after this rank: [sum of their sizes, ...]."""
+    """Starts an all-gather of the other ranks' chunks, starting after this rank: [sum of their sizes, ...]."""
     others = allocate((sum(sizes) - sizes[mesh_dim.index], *chunk.shape[1:]), chunk)
     return _all_gather_p2p(others, chunk.contiguous(), mesh_dim.other_ranks, sizes, mesh_dim)
 
 
 def all_gather_into(output: Tensor, chunk: Tensor, sizes: Sequence[int], mesh_dim: MeshDim) -> Pending:
-    """All-gather of flat chunks [sizes[index]] into `output`, in rank order."""
+    """Starts an all-gather of flat chunks [sizes[index]] into `output`, in rank order."""
     if output.device.type == "cpu" or mesh_dim.comm_device is not None or len(set(sizes)) > 1:
         return _all_gather_p2p(output, chunk, range(mesh_dim.size), sizes, mesh_dim)
     work = dist.all_gather_into_tensor(output, chunk, group=mesh_dim.group, async_op=True)
@@ -115,7 +117,7 @@ def _all_gather_p2p(
 
 
 def ring_send_recv(block: Tensor, recv_buffer: Tensor, mesh_dim: MeshDim) -> Pending:
-    """Send `block` to the next rank of a ring while the previous one's arrives in `recv_buffer`."""
+    """Sends `block` to the next rank of a ring while the previous one's arrives in `recv_buffer`."""
     after, before = (mesh_dim.index + 1) % mesh_dim.size, (mesh_dim.index - 1) % mesh_dim.size
     buffer = _comm_buffer(recv_buffer, mesh_dim)
     operations = [
@@ -128,7 +130,7 @@ def ring_send_recv(block: Tensor, recv_buffer: Tensor, mesh_dim: MeshDim) -> Pen
 def send_recv(
     send_tensors: Mapping[int, Tensor], recv_shapes: Mapping[int, Sequence[int]], mesh_dim: MeshDim, *, like: Tensor
 ) -> Pending:
-    """Send `send_tensors[i]` to rank i of `mesh_dim`; receive tensors of the shapes `recv_shapes`, in its order.
+    """Sends `send_tensors[i]` to rank i of `mesh_dim`; receives tensors of the shapes `recv_shapes`, in its order.
 
     All tensors have the dtype and device of `like`; every rank knows all sizes beforehand.
     """

@@ -20,7 +20,7 @@ class DeviceEvent(Protocol):
         """Blocks until the event is completed."""
 
     def seconds_since(self, earlier: DeviceEvent) -> float:
-        """Device seconds between two completed events."""
+        """Returns the device seconds between two completed events."""
 
 
 EventFactory = Callable[[], DeviceEvent]
@@ -88,8 +88,8 @@ class CommTimer:
 
     @property
     def computed_seconds(self) -> float | None:
-        """Device seconds spent computing, without communication; None until its events are completed, and where no
-        transfer was timed, as in a graph replay."""
+        """Returns the device seconds spent computing, without communication; None until its events are completed, and
+        where no transfer was timed, as in a graph replay."""
         if self._end is None or not self._waits or not self._end.completed:
             return None
         return self._end.seconds_since(self._start) - sum(after.seconds_since(before) for before, after in self._waits)
@@ -104,7 +104,7 @@ class LaunchThrottle:
         self._start: DeviceEvent | None = None
 
     def wait_for_turn(self, on_poll: Callable[[], None]) -> None:
-        """Call before each evaluation: returns when the evaluation before the last has ended, and calls `on_poll`
+        """Waits, before each evaluation, until the evaluation before the last has ended, and calls `on_poll`
         every POLL_SECONDS until then."""
         event = self._make_event()
         while self._start is not None and not self._start.completed:

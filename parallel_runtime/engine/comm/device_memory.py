@@ -10,7 +10,7 @@ import torch
 
 
 def host_free_bytes() -> int:
-    """Main memory that can be allocated without swapping."""
+    """Returns the bytes of main memory that can be allocated without swapping."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return int(meminfo["MemAvailable"].split()[0]) << 10
 
@@ -22,7 +22,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def cached_bytes(device: torch.device) -> int:
-    """Bytes that PyTorch's caching allocator has reserved on a device and not allocated to tensors."""
+    """Returns the bytes that PyTorch's caching allocator has reserved on a device and not allocated to tensors."""
     if device.type == "cpu":
         return 0
     return torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)

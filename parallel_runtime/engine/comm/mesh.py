@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ...specs import Parallelism
 from .device_events import CommTimer
 
-BATCH_DIMS = ("data", "cfg")  # mesh dimensions along which batch rows and prompts are split, not tokens
+BATCH_DIMS = ("data", "cfg")  # mesh dimensions along which images and prompts are split, not tokens
 MESH_DIMS = ("pipeline", *BATCH_DIMS, "ring", "ulysses")
 
 Parts = int | tuple[int, ...]  # the number of equal parts, or each part's share
@@ -70,7 +70,7 @@ class MeshDim:
 
     @property
     def other_ranks(self) -> list[int]:
-        """The indices of the other ranks, starting after this one: so each rank starts with another peer."""
+        """Returns the indices of the other ranks, starting after this one: so each rank starts with another peer."""
         return [(self.index + step) % self.size for step in range(1, self.size)]
 
 
@@ -92,13 +92,13 @@ class ContextMesh:
 
     @property
     def batch_groups(self) -> int:
-        """The number of batch groups: context meshes that compute other prompts or rows."""
+        """Returns the number of batch groups: context meshes that compute other prompts or images."""
         return self.data.size * self.cfg.size
 
     def with_shares(self, shares: tuple[int, ...]) -> ContextMesh:
         """Returns the mesh with the `shares` of a Parallelism, one a rank; () for equal shares.
 
-        Tokens follow each rank's own share, heads the shares of all ring ranks that have them, and rows of a batch
+        Tokens follow each rank's own share, heads the shares of all ring ranks that have them, and entries of a batch
         those of all ranks of a data group. Every batch group has as many prompts. Stages of a pipeline split alike."""
         ranks = self.batch_groups * self.context.size
         shares = tuple(sum(shares[place::ranks]) for place in range(ranks)) if shares else (1,) * ranks
@@ -106,19 +106,20 @@ class ContextMesh:
         own = shares[group * self.context.size :][: self.context.size]
         of_heads = tuple(sum(own[place :: self.ulysses.size]) for place in range(self.ulysses.size))
         each = self.cfg.size * self.context.size
-        of_rows = tuple(sum(shares[first : first + each]) for first in range(0, len(shares), each))
+        of_entries = tuple(sum(shares[first : first + each]) for first in range(0, len(shares), each))
         return replace(
             self,
             context=replace(self.context, shares=own),
             ulysses=replace(self.ulysses, shares=of_heads),
-            data=replace(self.data, shares=of_rows),
+            data=replace(self.data, shares=of_entries),
         )
 
 
 def build_mesh(
     parallelism: Parallelism, device: torch.device | None = None, group_state: GroupState | None = None
 ) -> ContextMesh:
-    """The mesh of a group of `parallelism.world_size` ranks that compute on `device`; `group_state` is the one so far.
+    """Returns the mesh of a group of `parallelism.world_size` ranks that compute on `device`; `group_state` is the one
+    so far.
 
     Every rank of the group must call it together, once per shape: groups are made here. A world of one rank needs
     no process group. Raises ValueError when the degrees and the group disagree.
@@ -165,7 +166,7 @@ def with_new_group(mesh_dim: MeshDim, device: torch.device) -> MeshDim:
 
 
 def first_ranks(count: int, device: torch.device) -> MeshDim:
-    """The first `count` ranks of the world, of which this must be one; they compute on `device`.
+    """Returns the first `count` ranks of the world, of which this must be one; they compute on `device`.
 
     No group is made: point to point, and so in everything in collectives.py, any ranks of the world may talk.
     """
@@ -190,7 +191,8 @@ def participating_ranks(sizes: Sequence[int], device: torch.device) -> MeshDim |
 def _context(
     mesh: DeviceMesh, mesh_dims: Mapping[str, MeshDim], comm_device: torch.device | None, single_rank: MeshDim
 ) -> MeshDim:
-    """Ring and Ulysses together; a group of its own only where no other has just these ranks."""
+    """Returns the dim of ring and Ulysses together; it has a group of its own only where no other has just these
+    ranks."""
     parts = [mesh_dims[name] for name in ("ring", "ulysses") if name in mesh_dims]
     if len(parts) < 2:
         return parts[0] if parts else single_rank

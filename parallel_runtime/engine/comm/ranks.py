@@ -17,7 +17,8 @@ ONE_CARD = "CP_NCCL_ON_ONE_CARD"
 
 
 def separate_host_environment(rank: int) -> dict[str, str]:
-    """Environment that makes this rank a host of its own to NCCL, which refuses two ranks of one host on one GPU."""
+    """Returns the environment that makes this rank a host of its own to NCCL, which refuses two ranks of one host on
+    one GPU."""
     return {"NCCL_HOSTID": f"rank{rank}", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
@@ -30,7 +31,7 @@ def world_size() -> int:
 
 
 def machine() -> int:
-    """The number of this rank's machine: 0 is ComfyUI's."""
+    """Returns the number of this rank's machine: 0 is ComfyUI's."""
     return int(os.environ["GROUP_RANK"])
 
 

@@ -20,8 +20,8 @@ NAME = "cp-store"  # as in group/torchrun.py
 
 
 def store_at(place: str, prefix: str) -> Store:
-    """`place` is a private file on one machine, so that no port is opened; host:port on several machines. `prefix` is
-    that of the keys."""
+    """Returns the store at `place`: a private file on one machine, so that no port is opened; host:port on several
+    machines. `prefix` is that of the keys."""
     if os.path.isabs(place):
         return PrefixStore(prefix, FileStore(place))
     host, _, port = place.rpartition(":")

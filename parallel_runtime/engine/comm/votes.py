@@ -24,7 +24,7 @@ FINGERPRINT_DIGITS = 15  # in base 16: what fits into an int64
 
 def all_gather_ints(numbers: Sequence[int], dim: MeshDim | None = None) -> list[list[int]]:
     """Returns the `numbers` of each rank of `dim` in order: equally many ints of 63 bits. Collective over `dim`, or
-    over the whole group where it is None. In a test group that delivers nothing all rows are this rank's."""
+    over the whole group where it is None. In a test group that delivers nothing all numbers are this rank's."""
     size = world_size() if dim is None else dim.size
     if size == 1:
         return [list(numbers)]
@@ -35,8 +35,8 @@ def all_gather_ints(numbers: Sequence[int], dim: MeshDim | None = None) -> list[
         size=size, index=index, ranks=ranks, group_state=dim.group_state if dim and timed else GroupState()
     )
     local = torch.tensor([numbers], dtype=torch.int64)
-    (rows,) = all_gather_into(local.repeat(size, 1), local, [1] * size, cpu_dim).wait()
-    values: list[list[int]] = rows.tolist()
+    (by_rank,) = all_gather_into(local.repeat(size, 1), local, [1] * size, cpu_dim).wait()
+    values: list[list[int]] = by_rank.tolist()
     return values
 
 
@@ -46,7 +46,7 @@ def all_gather_int(number: int, dim: MeshDim | None = None) -> list[int]:
 
 
 def any_rank(flag: bool, dim: MeshDim | None = None) -> bool:
-    """True on every rank when it is true on any. Collective as `all_gather_ints`."""
+    """Returns true on every rank when it is true on any. Collective as `all_gather_ints`."""
     return any(all_gather_int(int(flag), dim))
 
 

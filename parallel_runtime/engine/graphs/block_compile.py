@@ -19,7 +19,7 @@ from .cuda_graphs import without_constants
 
 
 def compile_blocks(blocks: Iterable[nn.Module], compilation: Compilation) -> Callable[[], None]:
-    """Compile the forward of each block; returns a function that makes them eager again.
+    """Compiles the forward of each block; returns a function that makes them eager again.
 
     Compiles the forward and not the module: a module's hooks would become part of its graph, and ours note what they
     split in objects that a graph changes only when it has ended. Discards earlier graphs, which may be of the same code
@@ -38,7 +38,8 @@ def compile_blocks(blocks: Iterable[nn.Module], compilation: Compilation) -> Cal
 
 
 def _compile_arguments(compilation: Compilation) -> dict[str, Any]:
-    """Keyword arguments of torch.compile, which takes a mode or options: inductor's modes are converted to options."""
+    """Returns the keyword arguments of torch.compile, which takes a mode or options: inductor's modes are converted to
+    options."""
     options = json.loads(compilation.options)
     mode = compilation.mode
     if mode is not None and options and compilation.backend == "inductor":

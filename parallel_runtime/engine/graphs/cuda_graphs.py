@@ -27,13 +27,13 @@ class Recorder:
         self._constants = Constants()
 
     def warm_up(self, run: Run) -> Any:
-        """Call `run` eagerly, and note the constants that its recording needs. Returns what `run` returned."""
+        """Calls `run` eagerly, and notes the constants that its recording needs. Returns what `run` returned."""
         self._constants = Constants()
         with self._constants:
             return run()
 
     def record(self, run: Run) -> Graph:
-        """Record `run`. Raises RuntimeError where it cannot be recorded; nothing ran then. Collective where `run`
+        """Records `run`. Raises RuntimeError where it cannot be recorded; nothing ran then. Collective where `run`
         is."""
         try:
             return Graph(run, self._pool, self._constants)
@@ -77,7 +77,7 @@ class Graph:
         self.nbytes = max(0, torch.cuda.memory_reserved() - before, free - torch.cuda.mem_get_info()[0])
 
     def replay(self) -> None:
-        """Run the recorded work again, on the current contents of its inputs."""
+        """Runs the recorded work again, on the current contents of its inputs."""
         self._graph.replay()
 
 
@@ -101,12 +101,12 @@ def _isolated_capture() -> Iterator[None]:
 
 
 def clear_workspaces() -> None:
-    """Free cuBLAS's workspaces; PyTorch makes new ones on demand. No cuBLAS kernel may be running."""
+    """Frees cuBLAS's workspaces; PyTorch makes new ones on demand. No cuBLAS kernel may be running."""
     _call_if_known("_cuda_clearCublasWorkspaces")
 
 
 def _leave_pool(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """Release the pool of a failed capture. PyTorch counts such a capture among the pool's users forever, so that its
+    """Releases the pool of a failed capture. PyTorch counts such a capture among the pool's users forever, so that its
     memory is never freed; up to 2.11 it also takes the pool for one in capture."""
     with suppress(RuntimeError):
         graph.pool()  # RuntimeError: the capture did not end; of one that did, the graph releases the pool
@@ -117,7 +117,7 @@ def _leave_pool(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
 
 
 def _call_if_known(name: str, *args: Any) -> None:
-    """Call a private function of PyTorch, in the versions that have it."""
+    """Calls a private function of PyTorch, in the versions that have it."""
     if (function := getattr(torch._C, name, None)) is not None:
         with suppress(RuntimeError):
             function(*args)
@@ -163,7 +163,7 @@ class Constants(TorchFunctionMode):
         return (self._on_device_tensor if _is_device(args[0].device) else self._on_cpu_tensor)(func, *args, **kwargs)
 
     def _on_device_tensor(self, func: Any, first: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """A function of a device tensor, whose other arguments may be copied to the device."""
+        """Returns a function of a device tensor, whose other arguments may be copied to the device."""
         if func is Tensor.new_tensor and not any(map(torch.is_tensor, (*args, *kwargs.values()))):
             named = {name: value for name, value in kwargs.items() if value is not None}
             return self._make(torch.tensor, *args, **({"dtype": first.dtype, "device": first.device} | named))
@@ -194,8 +194,8 @@ class Constants(TorchFunctionMode):
         return self._send(func(*args, **{**kwargs, "device": "cpu"}), device)
 
     def _index(self, index: Any, device: Any) -> Any:
-        """The index with its CPU tensors on `device`. A mask stays, since its size would come from the device; so does
-        a single number, which PyTorch reads on the CPU."""
+        """Returns the index with its CPU tensors on `device`. A mask stays, since its size would come from the device;
+        so does a single number, which PyTorch reads on the CPU."""
         if isinstance(index, tuple):
             return tuple(self._index(each, device) for each in index)
         if isinstance(index, list) and index and all(type(each) is int for each in index):
@@ -229,7 +229,8 @@ def without_constants() -> Iterator[None]:
 
 
 def cached_results(network: nn.Module) -> list[Tensor]:
-    """Tensors that functools.lru_cache keeps for methods of the network's modules: other networks may evict them."""
+    """Returns the tensors that functools.lru_cache keeps for methods of the network's modules: other networks may evict
+    them."""
     kinds = {kind for module in network.modules() for kind in type(module).__mro__}
     caches = [value for kind in kinds for value in vars(kind).values() if isinstance(value, LRU_CACHE)]
     return [value for cache in caches for value in gc.get_referents(cache) if isinstance(value, Tensor)]
@@ -244,5 +245,5 @@ def _is_device(device: Any) -> bool:
 
 
 def recorder_for(device: torch.device) -> Recorder | None:
-    """A Recorder on CUDA; None on other devices."""
+    """Returns a Recorder on CUDA; None on other devices."""
     return Recorder() if device.type == "cuda" else None

@@ -62,7 +62,8 @@ class Call:
         constant_objects: Sequence[Any] = (),
         settings: Hashable = (),
     ) -> Call:
-        """The call of a network with these `settings` and arguments. `constant_objects` are the same in every call.
+        """Returns the call of a network with these `settings` and arguments. `constant_objects` are the same in every
+        call.
 
         Raises Unrecordable for an argument that no key can represent."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -78,7 +79,7 @@ class Call:
         return cls((settings, structure, *keys), list(tensors.values()), slots, leaves, structure)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[Any, dict[str, Any]]:
-        """The arguments of this call with other tensors, in new lists and dicts."""
+        """Returns the arguments of this call with other tensors, in new lists and dicts."""
         leaves = [leaf if slot is None else tensors[slot] for leaf, slot in zip(self.leaves, self.slots, strict=True)]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         return args, kwargs
@@ -87,7 +88,7 @@ class Call:
 def _leaf_key(
     leaf: Any, tensors: dict[Hashable, Tensor], device: torch.device, constant_objects: Sequence[Any]
 ) -> tuple[Hashable | None, int | None]:
-    """A leaf's part of the key, and its index among the tensors."""
+    """Returns a leaf's part of the key, and its index among the tensors."""
     if isinstance(leaf, PLAIN_TYPES) or any(leaf is each for each in constant_objects):
         return (type(leaf), leaf), None
     if type(leaf) not in (Tensor, nn.Parameter) or leaf.layout != torch.strided:
@@ -103,14 +104,14 @@ def _leaf_key(
 
 
 def _offset(tensor: Tensor) -> int:
-    """Offset [elements] in a line, of tensors that are long enough for alignment to matter."""
+    """Returns the offset [elements] in a line, of tensors that are long enough for alignment to matter."""
     if tensor.numel() <= SMALL_ELEMENTS:
         return 0
     return int(tensor.storage_offset()) % max(1, LINE_BYTES // tensor.element_size())
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """The part of `tensor` that memory has once: one row of an expanded dim."""
+    """Returns the part of `tensor` that memory has once: one row of an expanded dim."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -166,7 +167,7 @@ class _Trial:
 
     @property
     def launch_fraction(self) -> float:
-        """The fraction of the evaluation's time that the host took to launch it."""
+        """Returns the fraction of the evaluation's time that the host took to launch it."""
         assert self.events is not None
         begun, ended = self.events
         ended.wait()
@@ -231,13 +232,13 @@ class GraphRunner:
             return self._timed(trial, args, kwargs)
         if not self._is_worthwhile(trial):
             return self._stay_eager(call, NO_GAIN, self._run_eager(args, kwargs))
-        if not self._make_room(call.key):
+        if not self._evict_for(call.key):
             self._note_reason(f"more than {MAX_RECORDINGS} sizes, prompt lengths or the like take turns")
             return self._run_eager(args, kwargs)
         return self._record(call, self._recorder)
 
     def _call(self, args: Any, kwargs: dict[str, Any]) -> tuple[Call | None, str]:
-        """The call, or why it must not be recorded."""
+        """Returns the call, or why it must not be recorded."""
         try:
             if reason := self.eager_reason():
                 return None, reason
@@ -298,7 +299,7 @@ class GraphRunner:
         self._note_reason(reason)
         return out
 
-    def _make_room(self, key: Hashable) -> bool:
+    def _evict_for(self, key: Hashable) -> bool:
         """Evicts the least recently used recording if need be; False where the call and evicted ones only take
         turns."""
         if len(self._recorded) < MAX_RECORDINGS:
@@ -340,9 +341,9 @@ class GraphRunner:
         return out
 
     def _is_slower(self, recording: _Recording, call: Call) -> bool:
-        """Whether a replay takes longer than the eager evaluation. Between GPUs without peer access each transfer is a
-        graph node that waits for the CPU, which may cost what a recording gains. The first replay, which sets the graph
-        up, is not timed."""
+        """Returns whether a replay takes longer than the eager evaluation. Between GPUs without peer access each
+        transfer is a graph node that waits for the CPU, which may cost what a recording gains. The first replay, which
+        sets the graph up, is not timed."""
         begun, ended = self._trials[call.key].events or (None, None)
         if begun is None or ended is None:
             return False
@@ -355,7 +356,7 @@ class GraphRunner:
     def _try_record(
         self, recorder: Recorder, run: Callable[[], Any], inputs: list[Tensor], call: Call
     ) -> tuple[_Recording | None, str]:
-        """The recording, or why there is none. Raises RuntimeError where the device is lost."""
+        """Returns the recording, or why there is none. Raises RuntimeError where the device is lost."""
         _copy_into(inputs, call.tensors)
         try:
             return _Recording(
@@ -373,8 +374,8 @@ class GraphRunner:
         return None, reason
 
     def _is_tight(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether an eager evaluation of `tensors` may lack memory beside the recordings, which hold what theirs take;
-        larger inputs take more."""
+        """Returns whether an eager evaluation of `tensors` may lack memory beside the recordings, which hold what
+        theirs take; larger inputs take more."""
         recorded_bytes = self.stats.bytes
         largest = max(_elements(each.inputs) for each in self._recorded.values())
         needed = recorded_bytes * max(1.0, _elements(tensors) / max(1, largest))
@@ -391,6 +392,6 @@ def _evict_oldest(entries: dict[Any, Any], limit: int = MAX_TRIALS) -> None:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether both are equal to the bit; NaN equals NaN."""
+    """Returns whether both are equal to the bit; NaN equals NaN."""
     pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
     return all(bool(((a == b) | ((a != a) & (b != b))).all()) if torch.is_tensor(a) else a == b for a, b in pairs)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...accelerators import benchmarked
+from ...accelerators import FALLBACK, benchmarked
 from ...request import AttentionBackend
 from ...wire.readings import WORTH_TELLING, BenchmarkKind, KernelBenchmark
 from ..attention.masks import MaskKind
@@ -29,7 +29,7 @@ from .registry import FUNCTIONS, FullAttention, cudnn_supports_graphs
 
 REPEATS = 3
 RUNS_PER_REPEAT = 4  # between two events
-_WARMUP_ROWS = 4096  # rows of matrix products that keep the device busy while runs are launched
+_WARMUP_SIZE = 4096  # of the matrix products that keep the device busy while runs are launched
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ Measure = Callable[[str], float]  # of one run of the kernel of this name; infin
 _CUDNN_CAPABILITIES = (9, 10)  # compute capabilities for which PyTorch itself prefers cuDNN
 _MAX_ERROR = 0.05  # of the values' deviation: half precision is ten times closer
 _MAX_ERROR_REQUESTED = 0.5  # a kernel requested by name may round more (sage)
-_CHECKED_QUERIES = 16  # queries whose rows are computed anew in float32, of the first and the last head
+_CHECKED_QUERIES = 16  # queries that are computed anew in float32, of the first and the last head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class AttentionSizes:
 
 
 def block_candidates(query: Tensor, *, recorded: bool = True) -> list[AttentionBackend]:
-    """The kernels that "auto" may choose for ring blocks, the likely fastest first; ["native"] if there is no choice.
+    """Returns the kernels to benchmark for ring blocks, the likely fastest first; ["native"] if there is no choice.
     `recorded`: they may become part of a CUDA graph."""
     names = benchmarked(query.device.type, "block")
     if not names or not supports_flash(query):
@@ -65,13 +65,13 @@ def block_candidates(query: Tensor, *, recorded: bool = True) -> list[AttentionB
 
 
 def full_candidates(query: Tensor, *, masked: bool = False, recorded: bool = True) -> list[AttentionBackend]:
-    """The kernels for full keys; the first is "auto", ComfyUI's own attention."""
+    """Returns the kernels to benchmark for full keys; the first is the fallback."""
     names = benchmarked(query.device.type, "full")
     if not names or not supports_flash(query):
-        return ["auto"]
+        return [FALLBACK]
     cudnn = torch.version.hip is None and (cudnn_supports_graphs() or not recorded)
-    usable = (name for name in _installed(names) if FUNCTIONS[name].row.masks or not masked)
-    return ["auto", *(name for name in usable if name != "_native_cudnn" or cudnn)]
+    usable = (name for name in _installed(names) if FUNCTIONS[name].spec.masks or not masked)
+    return [FALLBACK, *(name for name in usable if name != "_native_cudnn" or cudnn)]
 
 
 def _installed(names: Sequence[AttentionBackend]) -> list[AttentionBackend]:
@@ -87,7 +87,7 @@ def choose_kernel(
     batch_groups: int = 1,
     recorded: bool = True,
 ) -> AttentionBackend:
-    """Returns the kernel for ring blocks or full keys, as `sizes` say; "auto" is `fallback`. `recorded`: see
+    """Returns the kernel for ring blocks or full keys, as `sizes` say; FALLBACK stands for `fallback`. `recorded`: see
     block_candidates. Collective over `mesh_dim` for new sizes.
 
     Several `batch_groups` take the likely fastest without a benchmark: each would have its own, and groups that compute
@@ -96,11 +96,12 @@ def choose_kernel(
     blocks = sizes.what == "block"
     masked = sizes.mask is not None
     if isinstance(query, FakeTensor):
-        return block_candidates(query, recorded=recorded)[0] if blocks and backend == "auto" else backend
+        unmeasured = block_candidates(query, recorded=recorded)[0] if blocks else FALLBACK
+        return unmeasured if backend == "auto" else backend
     if backend != "auto":
         if backend == "native" or _available_on_all(backend, query, sizes, mesh_dim):
             return backend
-        condition = "for a ring's blocks" if blocks else "where keys are whole"
+        condition = "for a ring's blocks" if blocks else "for full keys"
         warn_once(backend, f"not every rank has it {condition}")
     available = (
         block_candidates(query, recorded=recorded)
@@ -118,21 +119,21 @@ def choose_kernel(
 
 
 def _benchmarked_names(device: torch.device, blocks: bool) -> Sequence[AttentionBackend]:
-    """All names in the benchmark, also those that this GPU lacks: other GPUs of the group may have them."""
+    """Returns all names in the benchmark, also those that this GPU lacks: other GPUs of the group may have them."""
     if blocks:
         return benchmarked(device.type, "block") or ["native"]
-    return ["auto", *benchmarked(device.type, "full")]
+    return [FALLBACK, *benchmarked(device.type, "full")]
 
 
 def _likely_fastest(
     names: Sequence[AttentionBackend], query: Tensor, sizes: AttentionSizes, mesh_dim: MeshDim, recorded: bool
 ) -> AttentionBackend:
-    """Returns cuDNN's kernel if all ranks prefer it, as in every measurement so far; else "auto"."""
+    """Returns cuDNN's kernel if all ranks prefer it, as in every measurement so far; else FALLBACK."""
     if "_native_cudnn" not in _benchmarked_names(query.device, blocks=False):
-        return "auto"
+        return FALLBACK
     preferred = "_native_cudnn" in names and _prefers_cudnn(query, recorded)
     return (
-        "_native_cudnn" if _available_on_all("_native_cudnn", query, sizes, mesh_dim, preferred=preferred) else "auto"
+        "_native_cudnn" if _available_on_all("_native_cudnn", query, sizes, mesh_dim, preferred=preferred) else FALLBACK
     )
 
 
@@ -145,7 +146,8 @@ def _prefers_cudnn(query: Tensor, recorded: bool) -> bool:
 def _available_on_all(
     backend: AttentionBackend, query: Tensor, sizes: AttentionSizes, mesh_dim: MeshDim, *, preferred: bool = True
 ) -> bool:
-    """Whether every rank of `mesh_dim` has this kernel for these sizes, computes correctly with it, and prefers it."""
+    """Returns whether every rank of `mesh_dim` has this kernel for these sizes, computes correctly with it, and prefers
+    it."""
     seconds = partial(_measure, sizes, query.device, None, [backend] if preferred else [], with_timing=False)
     return bool(slowest_rank_seconds([backend], sizes, mesh_dim, seconds, query.device))
 
@@ -159,8 +161,8 @@ def _measure(
     *,
     with_timing: bool = True,
 ) -> float:
-    """Seconds of one such attention: infinity if the kernel is not `available` here or computes something else,
-    NaN if memory does not suffice to find out."""
+    """Returns the seconds of one such attention: infinity if the kernel is not `available` here or computes something
+    else, NaN if memory does not suffice to find out."""
     if name not in available:
         return torch.inf
     try:
@@ -175,7 +177,7 @@ def _measure(
                 return fallback(q, k, v, mask, None)
             return kernel.with_log_sum_exp(q, k, v, None)[0] if block else kernel.full(q, k, v, mask, None)
 
-        if name != "auto" and not _is_accurate(
+        if name != FALLBACK and not _is_accurate(
             run(), (q, k, v), mask, _MAX_ERROR if with_timing else _MAX_ERROR_REQUESTED
         ):
             return torch.inf
@@ -203,14 +205,15 @@ def _is_accurate(out: Tensor, inputs: tuple[Tensor, Tensor, Tensor], mask: Tenso
 
 
 def faster_kernel(query: Tensor, fallback: FullAttention, sizes: AttentionSizes, alone: MeshDim) -> str:
-    """The name of a kernel that is clearly faster than `fallback` for a worker without context parallelism, or ""."""
+    """Returns the name of a kernel that is clearly faster than `fallback` for a worker without context parallelism, or
+    ""."""
     names = full_candidates(query)
     if isinstance(query, FakeTensor) or len(names) == 1:
         return ""
     seconds = partial(_measure, sizes, query.device, fallback, names)
     times = slowest_rank_seconds(names, sizes, alone, seconds, query.device)
-    fastest = min(times, key=times.__getitem__, default="auto")
-    return fastest if fastest != "auto" and times["auto"] > WORTH_TELLING * times[fastest] else ""
+    fastest = min(times, key=times.__getitem__, default=FALLBACK)
+    return fastest if fastest != FALLBACK and times[FALLBACK] > WORTH_TELLING * times[fastest] else ""
 
 
 def fastest_kernel(
@@ -221,8 +224,8 @@ def fastest_kernel(
     device: torch.device,
     default: str = "",
 ) -> str:
-    """The name with the fewest seconds on its slowest rank. Collective over `mesh_dim` for new sizes, so all ranks
-    must pass the same `names`.
+    """Returns the name with the fewest seconds on its slowest rank. Collective over `mesh_dim` for new sizes, so all
+    ranks must pass the same `names`.
 
     A kernel that some rank lacks is left out. If any time is invalid, returns `default`, or the first name.
     """
@@ -233,7 +236,8 @@ def fastest_kernel(
 def slowest_rank_seconds(
     names: Sequence[str], sizes: AttentionSizes, mesh_dim: MeshDim, seconds: Measure, device: torch.device
 ) -> dict[str, float]:
-    """Seconds on the slowest rank, for kernels that all have; {} if any is invalid. Collective as `fastest_kernel`."""
+    """Returns the seconds on the slowest rank, for kernels that all have; {} if any is invalid. Collective as
+    `fastest_kernel`."""
     key, benchmarks = (sizes, mesh_dim.ranks, tuple(names)), mesh_dim.group_state.kernel_seconds
     if key not in benchmarks and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return {}
@@ -258,7 +262,7 @@ def _log_benchmark(sizes: AttentionSizes, times: dict[str, float]) -> None:
 
 
 def _valid(times: dict[str, float]) -> dict[str, float]:
-    """The finite times; empty if a rank could not time them all."""
+    """Returns the finite times; empty if a rank could not time them all."""
     if any(map(math.isnan, times.values())):
         return {}
     return {name: seconds for name, seconds in times.items() if math.isfinite(seconds)}
@@ -287,10 +291,10 @@ def describe_sizes(sizes: AttentionSizes) -> str:
 
 
 def time_runs(run: Callable[[], object], device: torch.device) -> float:
-    """Device seconds of the fastest run, after a warm-up. Launch time is hidden behind matrix products, as in a
-    graph replay."""
+    """Returns the device seconds of the fastest run, after a warm-up. Launch time is hidden behind matrix products, as
+    in a graph replay."""
     run()
-    warmup = torch.zeros(_WARMUP_ROWS, _WARMUP_ROWS, dtype=torch.bfloat16, device=device)
+    warmup = torch.zeros(_WARMUP_SIZE, _WARMUP_SIZE, dtype=torch.bfloat16, device=device)
     times = []
     for _ in range(REPEATS):
         begin, end = (torch.Event(device=device, enable_timing=True) for _ in range(2))

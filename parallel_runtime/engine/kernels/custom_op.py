@@ -22,7 +22,7 @@ _REGISTERED: WeakValueDictionary[int, Attend] = WeakValueDictionary()
 
 
 def register(attend: Attend) -> int:
-    """The number for the operators, as long as `attending` lives."""
+    """Returns the number for the operators, as long as `attending` lives."""
     op_id = next(_OP_IDS)
     _REGISTERED[op_id] = attend
     return op_id

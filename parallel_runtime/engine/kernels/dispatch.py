@@ -1,4 +1,4 @@
-"""Attention on one device: `attend` for whole keys, `attend_block` with the log-sum-exp that merging blocks needs.
+"""Attention on one device: `attend` for full keys, `attend_block` with the log-sum-exp that merging blocks needs.
 
 Tensors are [batch, tokens, heads, head_dim], of any strides with a contiguous last dim; keys and values may have fewer
 heads, each for a group of neighbouring query heads. Knows no ranks.
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...accelerators import FALLBACK
 from ...request import AttentionBackend
 from .custom_op import attend_op, register
 from .registry import FUNCTIONS, heads_first, sdpa
@@ -47,8 +48,8 @@ def check_backend(backend: AttentionBackend, device: torch.device) -> None:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, backend: AttentionBackend
 ) -> Tensor:
-    """Attention with `mask` [B, 1 or H, 1 or Sq, Sk], bool or additive. Calls that `backend` does not support go to
-    PyTorch's own choice, as with "auto"."""
+    """Attends with `mask` [B, 1 or H, 1 or Sq, Sk], bool or additive. Calls that `backend` does not support go to
+    PyTorch's own choice, as with "native"."""
     if torch.compiler.is_compiling() and backend in FUNCTIONS:
         return attend_op(query, key, value, mask, scale, _OP_IDS[backend], [])
     out = try_kernel(query, key, value, mask, scale, backend)
@@ -63,8 +64,8 @@ def attend_native(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 def try_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, backend: AttentionBackend
 ) -> Tensor | None:
-    """Attention with the kernel of this name; None for calls that it does not support, which is logged once."""
-    if backend == "auto":
+    """Returns attention with the kernel of this name; None for calls that it does not support, which is logged once."""
+    if backend in ("auto", FALLBACK):
         return None
     if backend == "native":
         return attend_native(query, key, value, mask, scale)
@@ -80,10 +81,10 @@ def try_kernel(
 def attend_block(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None, backend: AttentionBackend
 ) -> tuple[Tensor, Tensor]:
-    """Attention over one block of keys: output [B, Sq, H, D] and its log-sum-exp [B, Sq, H, 1], float32.
+    """Attends over one block of keys: returns the output [B, Sq, H, D] and its log-sum-exp [B, Sq, H, 1], float32.
 
     `bias` is [B, 1 or H, 1 or Sq, Sk], finite (see `masks.additive`). Where it hides the whole block the output is
-    finite and its log-sum-exp hugely negative. What `backend` has no kernel for goes where it would with "auto".
+    finite and its log-sum-exp hugely negative. What `backend` has no kernel for goes where it would with "native".
     """
     key, value = repeat_kv(key, query.shape[2]), repeat_kv(value, query.shape[2])
     if (kernel := FUNCTIONS.get(backend)) is not None:
@@ -109,7 +110,8 @@ def repeat_kv(tensor: Tensor, heads: int) -> Tensor:
 
 
 def contiguous_by_head(tensor: Tensor) -> Tensor:
-    """Many tokens on the CPU with those of each head side by side: its kernel reads them again and again, by heads."""
+    """Returns many tokens on the CPU with those of each head side by side: its kernel reads them again and again, by
+    heads."""
     if tensor.device.type != "cpu" or tensor.shape[1] < _MIN_CONTIGUOUS_TOKENS:
         return tensor
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
@@ -138,7 +140,7 @@ _OP_IDS = {name: register(function) for name, function in _ATTENDING.items()}
 
 
 def _call_key(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Hashable, ...]:
-    """The properties of a call that decide whether a kernel supports it."""
+    """Returns the properties of a call that decide whether a kernel supports it."""
     masked = None if mask is None else (mask.dtype, mask.shape)
     return query.device, query.dtype, key.dtype, query.shape, key.shape[1], value.shape[-1], masked
 
@@ -174,7 +176,7 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | No
 
 
 def _by_matmul(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Attention without a kernel that returns a log-sum-exp: matrix products by chunks of queries, in float32."""
+    """Attends without a kernel that returns a log-sum-exp, by matrix products by chunks of queries, in float32."""
     query, key, value = heads_first(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     outs, sums = [], []

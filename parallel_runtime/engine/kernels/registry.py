@@ -36,44 +36,44 @@ _OLDEST = {kernel.package: kernel.min_version for kernel in KERNELS.values() if 
 class KernelFunctions:
     """A kernel's functions: `full` returns the output, `block` also the log-sum-exp (None if the kernel has none)."""
 
-    row: AttentionKernel
+    spec: AttentionKernel
     full: FullAttention
     block: BlockAttention | None
 
     @property
     def missing_reason(self) -> str:
-        """Why its package cannot be used here; "" if it can, or if it needs none."""
-        return package_missing_reason(self.row.package) if self.row.package else ""
+        """Returns why its package cannot be used here; "" if it can, or if it needs none."""
+        return package_missing_reason(self.spec.package) if self.spec.package else ""
 
     def unsupported_reason(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str:
-        """Why the kernel does not support these; "" if no reason is known."""
-        if query.device.type not in self.row.devices:
-            return f"it needs a {' / '.join(self.row.devices).upper()} GPU, and the tensors are on {query.device.type}"
+        """Returns why the kernel does not support these; "" if no reason is known."""
+        if query.device.type not in self.spec.devices:
+            return f"it needs a {' / '.join(self.spec.devices).upper()} GPU, and the tensors are on {query.device.type}"
         if reason := self.missing_reason:
             return reason
-        if mask is not None and not self.row.masks:
+        if mask is not None and not self.spec.masks:
             return "it takes no mask"
         if {query.dtype, key.dtype, value.dtype} not in ({half} for half in _HALF):
             return f"it takes bfloat16 or float16, not {str(query.dtype).removeprefix('torch.')}"
         size = query.shape[-1]
-        if size > self.row.max_head_dim or value.shape[-1] != size:
-            return f"it takes heads of up to {self.row.max_head_dim}, not of {size}"
-        if self.row.head_dims and size not in self.row.head_dims:
-            return f"it takes heads of {' or '.join(map(str, self.row.head_dims))}, not of {size}"
+        if size > self.spec.max_head_dim or value.shape[-1] != size:
+            return f"it takes heads of up to {self.spec.max_head_dim}, not of {size}"
+        if self.spec.head_dims and size not in self.spec.head_dims:
+            return f"it takes heads of {' or '.join(map(str, self.spec.head_dims))}, not of {size}"
         if query.device.type == "cuda" and torch.cuda.get_device_capability(query.device) < _OLDEST_GPU:
             return "this GPU is too old for it"
         return ""
 
     def unsupported_block_reason(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> str:
-        """Why the kernel does not support these with log-sum-exp; "" if no reason is known."""
-        if not self.row.log_sum_exp:
+        """Returns why the kernel does not support these with log-sum-exp; "" if no reason is known."""
+        if not self.spec.log_sum_exp:
             return "it gives no log-sum-exp"
         if bias is not None:
             return "it gives no log-sum-exp with a mask"
         return self.unsupported_reason(query, key, value, None)
 
     def with_log_sum_exp(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-        assert self.block is not None, self.row.name
+        assert self.block is not None, self.spec.name
         return self.block(query, key, value, scale)
 
 
@@ -84,7 +84,8 @@ def package_missing_reason(package: str) -> str:
 
 @cache
 def _imported(package: str) -> Any:
-    """The package, or why there is none. Several were built for one PyTorch only, and fail in another as they like."""
+    """Returns the package, or why there is none. Several were built for one PyTorch only, and fail in another as they
+    like."""
     try:
         module = importlib.import_module(package)
     except (ImportError, OSError, RuntimeError) as error:
@@ -96,17 +97,17 @@ def _imported(package: str) -> Any:
 
 
 def cudnn_supports_graphs() -> bool:
-    """Whether cuDNN's attention computes correctly in a CUDA graph."""
+    """Returns whether cuDNN's attention computes correctly in a CUDA graph."""
     return (torch.backends.cudnn.version() or 0) >= CUDNN_GRAPHS_VERSION
 
 
 def heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, tokens, H, D] of each to [B, H, tokens, D], or back: views."""
+    """Turns each [B, tokens, H, D] into [B, H, tokens, D], or back: views."""
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """PyTorch's scaled_dot_product_attention with its own choice of kernel."""
+    """Calls PyTorch's scaled_dot_product_attention with its own choice of kernel."""
     return scaled_dot_product_attention(*heads_first(q, k, v), attn_mask=mask, scale=scale).transpose(1, 2)
 
 
@@ -182,7 +183,7 @@ def _package_block(package: str, function: str) -> BlockAttention:
 
 
 def _flash_3_full(q: Tensor, k: Tensor, v: Tensor, _: Tensor | None, scale: float | None) -> Tensor:
-    """Versions differ in whether they give the log-sum-exp unasked."""
+    """Calls FA3, whose versions differ in whether they give the log-sum-exp unasked."""
     out: Tensor = _flash_3_block(q, k, v, scale)[0]
     return out
 
@@ -203,17 +204,17 @@ def _sage_block(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[T
 
 
 def _lse(lse: Tensor) -> Tensor:
-    """[B, H, Sq] to [B, Sq, H, 1]."""
+    """Turns [B, H, Sq] into [B, Sq, H, 1]."""
     return lse.transpose(1, 2).unsqueeze(-1)
 
 
 _flash_3_block = _package_block("flash_attn_interface", "flash_attn_func")
 
 
-def _functions(row: AttentionKernel) -> tuple[FullAttention, BlockAttention | None]:
-    if row.function:
-        return _package_full(row.package, row.function), _package_block(row.package, row.function)
-    return _OWN_FUNCTIONS[row.name]
+def _functions(spec: AttentionKernel) -> tuple[FullAttention, BlockAttention | None]:
+    if spec.function:
+        return _package_full(spec.package, spec.function), _package_block(spec.package, spec.function)
+    return _OWN_FUNCTIONS[spec.name]
 
 
 _OWN_FUNCTIONS: dict[str, tuple[FullAttention, BlockAttention | None]] = {
@@ -223,7 +224,7 @@ _OWN_FUNCTIONS: dict[str, tuple[FullAttention, BlockAttention | None]] = {
     "sage": (_sage_full, _sage_block),
 }
 FUNCTIONS = {
-    name: (_CuDNN if name == "_native_cudnn" else KernelFunctions)(row=row, full=full, block=block)
-    for name, row in KERNELS.items()
-    for full, block in [_functions(row)]
+    name: (_CuDNN if name == "_native_cudnn" else KernelFunctions)(spec=spec, full=full, block=block)
+    for name, spec in KERNELS.items()
+    for full, block in [_functions(spec)]
 }

@@ -49,7 +49,7 @@ class PipeFusion:
 
     @property
     def has_all_tokens(self) -> bool:
-        """Whether all tokens are processed at once."""
+        """Returns whether all tokens are processed at once."""
         return self._turn is None
 
     @property
@@ -107,7 +107,7 @@ class PipeFusion:
             callback()
 
     def active_range(self, stream: str, length: int) -> tuple[int, int]:
-        """(start, size) of the current patch among the `length` tokens of `stream`."""
+        """Returns (start, size) of the current patch among the `length` tokens of `stream`."""
         if self._turn is None:
             return 0, length
         if self._current.lengths.get(stream) != length:
@@ -123,7 +123,7 @@ class PipeFusion:
 
     @torch.compiler.disable
     def enter_block(self, block: Hashable, _: object = None) -> None:
-        """A forward pre-hook of `block`: the attentions that follow are this block's."""
+        """Notes, as a forward pre-hook of `block`, that the attentions that follow are this block's."""
         self._attention = (block, 0)
 
     def update_kv(self, key: Tensor, value: Tensor, positions: Tensor, total: int) -> tuple[Tensor, Tensor]:
@@ -139,7 +139,7 @@ class PipeFusion:
         return keys.index_copy_(1, positions, key), values.index_copy_(1, positions, value)
 
     def gather(self, where: Hashable, part: Tensor, dim: int) -> Tensor | None:
-        """All patches' parts, after the last turn; None before it. `part` is this turn's."""
+        """Returns all patches' parts, after the last turn; None before it. `part` is this turn's."""
         if self._turn is None:
             return part
         parts = self._gathered_parts.setdefault(where, [])
@@ -152,15 +152,15 @@ class PipeFusion:
 
 
 def _scatter(tensor: Tensor, positions: Tensor, total: int) -> Tensor:
-    """A copy of `tensor` in the order of `positions`, head by head: `tensor` may be a view of much more."""
+    """Returns a copy of `tensor` in the order of `positions`, head by head: `tensor` may be a view of much more."""
     batch, _, heads, size = tensor.shape
     full = tensor.new_empty(batch, heads, total, size).transpose(1, 2)
     return full.index_copy_(1, positions, tensor)
 
 
 def patch_sizes(lengths: Mapping[str, int], main: str, count: int) -> dict[str, tuple[int, ...]]:
-    """Tokens of each of `count` patches, by stream. All streams but `main` go with the first patch, which has fewer
-    tokens of `main` in turn, at least one."""
+    """Returns the tokens of each of `count` patches, by stream. All streams but `main` go with the first patch, which
+    has fewer tokens of `main` in turn, at least one."""
     other_tokens, length = sum(lengths.values()) - lengths[main], lengths[main]
     if length < count:
         raise Refused("patches.tokens.worker", widget="patches", patches=count, tokens=length)

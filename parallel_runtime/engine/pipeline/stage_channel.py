@@ -46,7 +46,8 @@ class StageChannel:
             self._pending_sends.popleft().wait()
 
     def recv(self, peer: int, like: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors that `peer` sends; Refused where their shapes are not those of `like`, or where none come."""
+        """Returns the tensors that `peer` sends; Refused where their shapes are not those of `like`, or where none
+        come."""
         layouts = self._recv_layouts(peer)
         if layouts is None:
             raise Refused
@@ -57,14 +58,14 @@ class StageChannel:
         return received
 
     def send_end(self) -> None:
-        """Announce to all peers that no more comes: a peer that waits in `recv` raises Refused."""
+        """Announces to all peers that no more comes: a peer that waits in `recv` raises Refused."""
         if not self._end_sent:
             self._end_sent = True
             for peer in self._mesh_dim.other_ranks:
                 self._send(peer, torch.tensor([END] + [0] * (MAX_TENSORS * (2 + MAX_DIMS))), None)
 
     def close(self, *, refused: bool) -> None:
-        """Wait until all sends are received. Where any rank `refused`, drop what is in transit and raise Refused on
+        """Waits until all sends are received. Where any rank `refused`, drops what is in transit and raises Refused on
         all of them. Collective."""
         if any_rank(refused, self._mesh_dim):
             self.send_end()
@@ -80,7 +81,7 @@ class StageChannel:
             raise Refused
 
     def _to_send(self, tensor: Tensor) -> Tensor:
-        """A copy on the device of transfers: the next block may write into `tensor`."""
+        """Returns a copy on the device of transfers: the next block may write into `tensor`."""
         if self._mesh_dim.comm_device is None or self._mesh_dim.comm_device == tensor.device:
             return tensor.clone(memory_format=torch.contiguous_format)
         return tensor.to(self._mesh_dim.comm_device).contiguous()
@@ -91,15 +92,15 @@ class StageChannel:
         self._pending_sends.append(Pending([work], [tensor], [tensor], self._mesh_dim.group_state))
 
     def _recv_layouts(self, peer: int) -> list[Layout] | None:
-        """Layouts of the tensors that come next; None where the peer announced the end."""
+        """Returns the layouts of the tensors that come next; None where the peer announced the end."""
         message = torch.zeros(1 + MAX_TENSORS * (2 + MAX_DIMS), dtype=torch.int64)
         self._recv_into(message, peer, None)
         count, *numbers = message.tolist()
         if count == END:
             self._ended_peers.add(peer)
             return None
-        rows = [numbers[index : index + 2 + MAX_DIMS] for index in range(0, count * (2 + MAX_DIMS), 2 + MAX_DIMS)]
-        return [(DTYPES[dtype], tuple(dims[:ndim])) for dtype, ndim, *dims in rows]
+        layouts = [numbers[index : index + 2 + MAX_DIMS] for index in range(0, count * (2 + MAX_DIMS), 2 + MAX_DIMS)]
+        return [(DTYPES[dtype], tuple(dims[:ndim])) for dtype, ndim, *dims in layouts]
 
     def _recv(self, peer: int, layout: Layout, device: torch.device) -> Tensor:
         dtype, shape = layout

@@ -55,7 +55,7 @@ class PlaceholderBlock(nn.Module):
 
 
 def _placeholder(ref: BlockRef) -> PlaceholderBlock:
-    """A placeholder whose forward has the signature of the block's: plans name its arguments."""
+    """Returns a placeholder whose forward has the signature of the block's: plans name its arguments."""
     signature = inspect.signature(type(ref.block).forward)
     names = [one.name for one in signature.parameters.values() if one.kind == one.POSITIONAL_OR_KEYWORD][1:]
     like_nan = partial(torch.full_like, fill_value=torch.nan)
@@ -72,7 +72,7 @@ def _placeholder(ref: BlockRef) -> PlaceholderBlock:
 def install_placeholders(
     network: nn.Module, plan: SplitPlan, counts: Sequence[int], local_stage: int
 ) -> list[BlockRef]:
-    """Replace the blocks of other stages than `local_stage`, of `counts` units each; returns where they are."""
+    """Replaces the blocks of other stages than `local_stage`, of `counts` units each; returns where they are."""
     units = units_of(network, plan)
     assert sum(counts) == len(units)
     by_unit = zip(units, owners(counts), strict=True)
@@ -144,11 +144,11 @@ class Stages:
             raise refused or other_refusal from None
 
     def share_outputs(self, out: Sequence[Tensor]) -> list[Tensor]:
-        """The last stage's `out`, computed from outputs of forwards `in_flight`, on every rank."""
+        """Returns the last stage's `out`, computed from outputs of forwards `in_flight`, on every rank."""
         return self._broadcast_from(self._mesh_dim.size - 1, list(out))
 
     def shared_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """ComfyUI's innermost wrapper around a network's forward. Outer wrappers (EasyCache) decide by its output, so
+        """Wraps a network's forward as ComfyUI's innermost wrapper. Outer wrappers (EasyCache) decide by its output, so
         every stage has to have it."""
         output = forward(*args, **kwargs)
         if not self._is_in_flight:
@@ -241,7 +241,7 @@ class Stages:
         return tree_unflatten(self._broadcast_from(self._latest_stage, leaves), structure)
 
     def _broadcast_from(self, owner: int, tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors of stage `owner`, on every rank."""
+        """Returns the tensors of stage `owner`, on every rank."""
         if owner != self._mesh_dim.index:
             return self.channel.recv(owner, tensors)
         if any(bool(tensor.isnan().any()) for tensor in tensors):
@@ -252,7 +252,7 @@ class Stages:
 
 
 def _find_late_block(plan: SplitPlan) -> str:
-    """A module plan whose blocks also read what earlier blocks computed long before; "" for none."""
+    """Returns a module plan whose blocks also read what earlier blocks computed long before; "" for none."""
     reading = (each for each in plan.module_plans if each.updated_args and each.runs_with is None)
     late = (each.name for each in reading if {name for name, *_ in each.split_args} - set(each.updated_args))
     return next(late, "")

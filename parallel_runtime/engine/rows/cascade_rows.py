@@ -30,7 +30,8 @@ class CascadeDivision(RowDivision):
         self._across = self._override.scope_index([Cross(queries=level, keys=(*level, *TEXT)) for level in levels])
 
     def levels_of(self, shape: Size) -> Levels | None:
-        """None too for a size that is no multiple of the last level's: the network resizes its pictures then."""
+        """Returns None too for a size that is no multiple of the last level's: the network resizes its pictures
+        then."""
         return None if any(side % 2**self._depth for side in shape[-2:]) else super().levels_of(shape)
 
     def _forward(self, forward: Forward, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
@@ -54,7 +55,7 @@ class CascadeDivision(RowDivision):
             return levels.gather(forward(*call.args, **call.kwargs))
 
     def _resized(self, picture: Tensor, levels: Levels) -> Tensor:
-        """This rank's rows of `picture`, resized as the network does."""
+        """Returns this rank's rows of `picture`, resized as the network does."""
         size = levels.full_plane(self._first)
         return levels.split(F.interpolate(picture, size=size, mode="bilinear", align_corners=True))
 

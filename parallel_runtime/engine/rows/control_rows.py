@@ -22,7 +22,7 @@ from .row_division import OVERRIDE, Forward, RowDivision
 def parallelize_control_rows(
     network: nn.Module, plan: ControlRowPlan, unet: RowDivision, mesh: ContextMesh, parallelism: Parallelism
 ) -> None:
-    """Run every later forward of a ControlNet's `network` over the context ranks of `mesh`, by the rows of `unet`.
+    """Runs every later forward of a ControlNet's `network` over the context ranks of `mesh`, by the rows of `unet`.
     Collective, as its forwards are.
 
     Each rank passes full inputs and gets its rows of each residual, or full residuals for a latent that `unet` computes
@@ -32,7 +32,7 @@ def parallelize_control_rows(
 
 
 def split_residuals(control: dict[str, list[Any]], levels: Levels) -> dict[str, list[Any]]:
-    """This rank's rows of full residuals, by kind. ComfyUI does not apply residuals of no level's size."""
+    """Returns this rank's rows of full residuals, by kind. ComfyUI does not apply residuals of no level's size."""
     return {
         kind: [levels.split(x) if isinstance(x, Tensor) and levels.is_full(x) else x for x in residuals]
         for kind, residuals in control.items()
@@ -84,7 +84,7 @@ class ControlRowDivision(RowDivision):
         return super()._attend(local, forward, x, *args, **kwargs)
 
     def _with_hint(self, of_latent: Levels) -> Levels:
-        """The levels of the hint's picture, of which the last are those of the latent."""
+        """Returns the levels of the hint's picture, of which the last are those of the latent."""
         if of_latent not in self._finer:
             finer = 2**self._plan.hint_halvings
             self._finer[of_latent] = Levels(
@@ -108,6 +108,6 @@ class ControlRowDivision(RowDivision):
 
 
 def _is_control_lora_convolution(module: nn.Module) -> bool:
-    """Whether it is the convolution of ComfyUI's Control-LoRA, which is no subclass of torch's."""
+    """Returns whether it is the convolution of ComfyUI's Control-LoRA, which is no subclass of torch's."""
     size = getattr(module, "kernel_size", 1)
     return not isinstance(module, nn.Conv2d | nn.Conv3d) and (size if isinstance(size, int) else max(size)) > 1

@@ -26,12 +26,13 @@ HALF_LIMIT = 5e-2  # rounding alone comes to 2e-2 in bfloat16
 
 
 def longer_side(x: Tensor) -> int:
-    """The dim to split: fewer bytes travel, and the shares of rows are more even."""
+    """Returns the dim to split: fewer bytes travel, and the shares of rows are more even."""
     return -2 if x.shape[-2] >= x.shape[-1] else -1
 
 
 def share_of(x: Tensor, unit: int, ranks: MeshDim) -> Share:
-    """`unit` rows of x make one of the latent. Raises Refused where they do not come out even."""
+    """Returns the split of `x`, where `unit` rows of x make one of the latent. Raises Refused where they do not come
+    out even."""
     dim = longer_side(x)
     units, left = divmod(x.shape[dim], unit)
     if left:
@@ -55,7 +56,7 @@ class Conversion:
     def run(
         self, x: Tensor, share: Share, *, place: Tensor | None = None, tick: Callable[[], None] = lambda: None
     ) -> Tensor:
-        """This rank's rows of the output for the full `x`, in `place` where there is one. Collective."""
+        """Returns this rank's rows of the output for the full `x`, in `place` where there is one. Collective."""
         self.chunks(share.local_units, sum(share.units))
         local, options = share.split(x, self.unit), dict[str, Any]()
         if getattr(self.model, CHUNKED, False):
@@ -75,7 +76,7 @@ class Conversion:
         return output
 
     def self_test(self, x: Tensor, ranks: MeshDim, dim: int) -> float:
-        """The self-test of a VAE's class: a small latent on all ranks against the same one on this rank alone.
+        """Tests a VAE's class by a small latent on all ranks against the same one on this rank alone.
         Collective.
 
         Finds what the mode cannot see of functions that read other rows (indexing, concatenation, products along rows).
@@ -97,7 +98,8 @@ class Conversion:
 
 
 def _copy_out(output: Tensor, place: Tensor) -> None:
-    """Copy to main memory in the same dtype, and widen there, a piece at a time: a wide copy would fill the device."""
+    """Copies to main memory in the same dtype, and widens it there, a piece at a time: a wide copy would fill the
+    device."""
     if output.ndim == 4 and place.ndim == 5:  # of one frame, without the dim of time
         output = output.unsqueeze(2)
     if output.shape != place.shape:

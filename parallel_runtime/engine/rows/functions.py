@@ -41,7 +41,7 @@ def convolution(
     dilation: Size = 1,
     groups: int = 1,
 ) -> Tensor:
-    """torch.nn.functional.conv2d and conv3d."""
+    """Computes torch.nn.functional.conv2d or conv3d."""
     dims = weight.ndim - 2
     if isinstance(padding, str):
         raise Refused("rows.padding", padding=repr(padding))
@@ -73,7 +73,7 @@ def convolution_with_edges(
     dilation: Size = 1,
     groups: int = 1,
 ) -> Tensor:
-    """conv2d and conv3d of rows with one more row at each side, which serves as padding."""
+    """Computes conv2d or conv3d of rows with one more row at each side, which serves as padding."""
     remaining_padding = list(_per_dim(padding, weight.ndim - 2))
     remaining_padding[share.dim] = max(0, remaining_padding[share.dim] - 1)
     y = func(x, weight, bias, stride, tuple(remaining_padding), dilation, groups)
@@ -105,7 +105,7 @@ def cudnn_convolution(
     groups: int,
     **flags: Any,
 ) -> Tensor:
-    """torch.cudnn_convolution, which ComfyUI calls for 3D convolutions on some versions of cuDNN."""
+    """Computes torch.cudnn_convolution, which ComfyUI calls for 3D convolutions on some versions of cuDNN."""
 
     def plain(
         x: Tensor, weight: Tensor, bias: None, stride: Size, padding: Size, dilation: Size, groups: int
@@ -127,7 +127,7 @@ def transposed(
     groups: int = 1,
     dilation: Size = 1,
 ) -> Tensor:
-    """torch.nn.functional.conv_transpose2d and 3d, where no output row comes from two input rows."""
+    """Computes torch.nn.functional.conv_transpose2d or 3d, where no output row comes from two input rows."""
     dims = weight.ndim - 2
     steps, pads, more, dilated = (_per_dim(s, dims)[share.dim] for s in (stride, padding, output_padding, dilation))
     if weight.shape[share.dim] != steps or pads or more or dilated != 1:
@@ -163,7 +163,7 @@ def pad(
     mode: str = "constant",
     value: float | None = None,
 ) -> Tensor:
-    """torch.nn.functional.pad: along the split dim the neighbour's rows; at the outer edges as given."""
+    """Computes torch.nn.functional.pad: along the split dim the neighbour's rows; at the outer edges as given."""
     at = 2 * (-1 - share.dim)
     before, after = (pad[at], pad[at + 1]) if len(pad) > at + 1 else (0, 0)
     if before == after == 0:
@@ -196,7 +196,8 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """torch.nn.functional.group_norm with the statistics of all ranks, in float32 whatever the activations are in."""
+    """Computes torch.nn.functional.group_norm with the statistics of all ranks, in float32 whatever the activations are
+    in."""
     weights = share.weights(x, "a group norm")
     local = _moments(x, num_groups)
     (moments,) = all_gather_v(local[None], [1] * share.ranks.size, share.ranks).wait()
@@ -212,8 +213,8 @@ def group_norm_with_edges(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """group_norm with one more row at each side for the convolution that follows: the neighbours', or a copy of this
-    rank's at an outer edge. They travel with the statistics, in one message."""
+    """Computes group_norm with one more row at each side for the convolution that follows: the neighbours', or a copy
+    of this rank's at an outer edge. They travel with the statistics, in one message."""
     weights, dim, local = share.weights(x, "a group norm"), share.dim, _moments(x, num_groups)
     first, last = x.narrow(dim, 0, 1), x.narrow(dim, x.shape[dim] - 1, 1)
     index, peers = share.index, share.ranks.other_ranks
@@ -231,7 +232,8 @@ def group_norm_with_edges(
 
 
 def _normalize(x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """In one fused kernel, which computes in float32: a batch norm whose channels are all items' channels."""
+    """Normalizes in one fused kernel, which computes in float32: a batch norm whose channels are all items'
+    channels."""
     batch, channels = x.shape[:2]
     by_group = (2, batch, moments.shape[2], channels // moments.shape[2])
     mean, variance = moments.unsqueeze(3).expand(by_group).reshape(2, -1)
@@ -241,7 +243,7 @@ def _normalize(x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor |
 
 
 def _moments(x: Tensor, num_groups: int) -> Tensor:
-    """[2, batch, groups]: mean and variance, in float32 at least.
+    """Returns [2, batch, groups]: mean and variance, in float32 at least.
 
     A half precision `x` is taken in pieces of whole rows: a copy of all of it in float32 would be twice its size.
     """
@@ -262,8 +264,8 @@ def _moments(x: Tensor, num_groups: int) -> Tensor:
 
 
 def _combined_moments(weights: Tensor, moments: Tensor) -> Tensor:
-    """[ranks, 2, batch, groups] to [2, batch, groups]. Chan's combination: the mean of the variances, and the variance
-    of the means."""
+    """Combines [ranks, 2, batch, groups] into [2, batch, groups] by Chan's formulas: the mean of the variances, and the
+    variance of the means."""
     means, variances = moments.unbind(1)
     weights = weights.to(means.dtype)
     mean = torch.tensordot(weights, means, 1)
@@ -279,8 +281,8 @@ def norm(
     keepdim: bool = False,
     **options: Any,
 ) -> Tensor:
-    """torch.norm of each channel over all rows and columns of `x` [batch, rows, columns, channels], in float32 at
-    least."""
+    """Computes torch.norm of each channel over all rows and columns of `x` [batch, rows, columns, channels], in float32
+    at least."""
     if p not in (2, 2.0) or tuple(dim or ()) != (1, 2) or not keepdim or any(options.values()):
         raise Refused("rows.dim", name="norm", dim=dim, shape=str(tuple(x.shape)))
     local = func(x, 2, dim, True, dtype=x.dtype if x.dtype in WIDE else torch.float32)
@@ -289,7 +291,7 @@ def norm(
 
 
 def attend(share: Share, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention of one head over all pixels; inputs and result are [B, C, (T,) rows, columns] of this rank. Collective.
+    """Attends with one head over all pixels; inputs and result are [B, C, (T,) rows, columns] of this rank. Collective.
 
     Keys and values go round in a ring. No rank ever has all of them, which in a large video would set the peak memory,
     and no kernel depends on free memory.
@@ -301,7 +303,7 @@ def attend(share: Share, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     asking, block = _batch_first(query), (_batch_first(key), _batch_first(value))
     places = ring_slots(block, sizes, share.ranks, lambda shape, _: allocate(shape, query))
     for _, (keys, values) in rotate(block, places, share.ranks):
-        merge.add(*attend_block(asking, keys, values, None, None, "auto"))
+        merge.add(*attend_block(asking, keys, values, None, None, "native"))
     return merge.result(asking, None)[:, :, 0].transpose(1, 2).reshape(query.shape)
 
 
@@ -344,7 +346,7 @@ def pool(
 
 
 def noise(share: Share, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Full noise on every rank, from the same state of the generator, then split."""
+    """Draws the full noise on every rank, from the same state of the generator, and returns this rank's rows of it."""
     like = isinstance(args[0], Tensor)
     flat = not like and isinstance(args[0], int)
     shape = [*(args if flat else args[0].shape if like else args[0])]

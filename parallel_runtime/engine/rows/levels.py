@@ -39,7 +39,7 @@ class Levels(Share):
 
     @cached_property
     def sizes(self) -> tuple[Rows, ...]:
-        """Rows of each rank, by level."""
+        """Returns the rows of each rank, by level."""
         return tuple(self._sizes(level) for level in range(self.depth + 1))
 
     def _sizes(self, level: int) -> Rows:
@@ -56,12 +56,12 @@ class Levels(Share):
 
     @cached_property
     def by_tokens(self) -> dict[int, int]:
-        """The level by this rank's tokens of it."""
+        """Returns the level by this rank's tokens of it."""
         return {sizes[self.index] * self._width(level): level for level, sizes in enumerate(self.sizes)}
 
     def level(self, shape: Sequence[int], what: str, *, full: bool = False) -> int:
-        """The level of this rank's rows of shape [..., H, W], or of all ranks' where it is the `full` picture. Raises
-        NoLevel where there is none."""
+        """Returns the level of this rank's rows of shape [..., H, W], or of all ranks' where it is the `full` picture.
+        Raises NoLevel where there is none."""
         if (level := self._level(shape, full=full)) is None:
             raise NoLevel("rows.level", name=what, shape=str(tuple(shape)), rows=self.rows, columns=self.across)
         return level
@@ -77,7 +77,7 @@ class Levels(Share):
         return self._level(x.shape, full=False) is not None
 
     def is_full(self, x: Tensor) -> bool:
-        """Whether `x` is the full picture of a level."""
+        """Returns whether `x` is the full picture of a level."""
         return self._level(x.shape, full=True) is not None
 
     def rows_of(self, x: Tensor, what: str) -> Rows:
@@ -88,7 +88,7 @@ class Levels(Share):
         return full if x is local else None
 
     def split(self, x: Tensor, factor: int = 1) -> Tensor:
-        """This rank's rows of a picture of any level."""
+        """Returns this rank's rows of a picture of any level."""
         rows = self.sizes[self.level(x.shape, "a picture", full=True)]
         return x.narrow(self.dim, sum(rows[: self.index]), rows[self.index]).contiguous()
 
@@ -96,17 +96,17 @@ class Levels(Share):
         return super().gather(x, what).contiguous()
 
     def full_plane(self, level: int) -> tuple[int, int]:
-        """Rows and columns of a level, of all ranks."""
+        """Returns the rows and columns of a level, of all ranks."""
         return self._plane(level, sum(self.sizes[level]))
 
     def full_shape(self, shape: list[int]) -> list[int]:
-        """The shape of the full picture of which this rank's rows have this one."""
+        """Returns the shape of the full picture of which this rank's rows have this one."""
         full = list(shape)
         full[self.dim] = sum(self.sizes[self.level(shape, "a shape")])
         return full
 
     def gather_tokens(self, x: Tensor, level: int) -> Tensor:
-        """[B, local tokens, C] of a level to [B, all tokens, C], in the order of rows. Collective."""
+        """Gathers [B, local tokens, C] of a level to [B, all tokens, C], in the order of rows. Collective."""
         rows, at = self.sizes[level], 3 + self.dim
         (full,) = all_gather_v(
             x.unflatten(1, self._plane(level, rows[self.index])).movedim(at, 0), rows, self.ranks
@@ -114,19 +114,19 @@ class Levels(Share):
         return full.movedim(0, at).flatten(1, 2)
 
     def gather_flat(self, x: Tensor) -> Tensor:
-        """[B, local tokens, C] to [B, all tokens, C], rank by rank, which is the order of rows where these are split.
-        Collective."""
+        """Gathers [B, local tokens, C] to [B, all tokens, C], rank by rank, which is the order of rows where these are
+        split. Collective."""
         (full,) = all_gather_v(x.transpose(0, 1), self.tokens(self.by_tokens[x.shape[1]]), self.ranks).wait()
         return full.transpose(0, 1)
 
     def split_tokens(self, x: Tensor, level: int) -> Tensor:
-        """[B, all tokens, C] of a level to [B, local tokens, C]."""
+        """Splits [B, all tokens, C] of a level to [B, local tokens, C]."""
         rows, at = self.sizes[level], 3 + self.dim
         plane = x.unflatten(1, self._plane(level, sum(rows)))
         return plane.narrow(at, sum(rows[: self.index]), rows[self.index]).flatten(1, 2)
 
     def tokens(self, level: int) -> Rows:
-        """Tokens of each rank at a level."""
+        """Returns the tokens of each rank at a level."""
         return tuple(rows * self._width(level) for rows in self.sizes[level])
 
     def _plane(self, level: int, rows: int) -> tuple[int, int]:
@@ -139,8 +139,8 @@ class NoLevel(Refused):
 
 
 def levels_of(shape: torch.Size, depth: int, ranks: MeshDim) -> Levels | None:
-    """Levels along the longer side of a latent [..., H, W], or else the other; None where neither has a row for each
-    rank at the last level, or where two levels could not be told apart."""
+    """Returns the levels along the longer side of a latent [..., H, W], or else the other; None where neither has a row
+    for each rank at the last level, or where two levels could not be told apart."""
     for dim, last in sides_to_cut(shape, depth):
         if last >= ranks.size:
             rows, across = shape[dim], shape[-3 - dim]
@@ -149,7 +149,8 @@ def levels_of(shape: torch.Size, depth: int, ranks: MeshDim) -> Levels | None:
 
 
 def _units(rows: int, depth: int, ranks: MeshDim) -> Rows:
-    """Rows of the last level: each rank ends at that which is next to its quota of `rows`, and has one at least."""
+    """Returns the rows of the last level: each rank ends at that which is next to its quota of `rows`, and has one at
+    least."""
     last, ends = -(-rows // 2**depth), [0]
     for number, quota in enumerate(accumulate(chunk_sizes(rows, ranks.parts)), 1):
         end = round(quota / 2**depth) if number < ranks.size else last

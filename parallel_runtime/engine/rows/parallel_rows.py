@@ -13,7 +13,7 @@ from .row_division import RowDivision
 
 
 def parallelize_rows(network: nn.Module, plan: RowPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
-    """Run every later forward of `network` over the context ranks of `mesh`. Collective, as its forwards are.
+    """Runs every later forward of `network` over the context ranks of `mesh`. Collective, as its forwards are.
 
     Each rank passes full inputs and gets the full output, equal to what one rank computes. Raises ValueError, and
     changes nothing, when it is parallel already. `unparallelize` of split/parallelize.py undoes it.

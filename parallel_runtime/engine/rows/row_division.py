@@ -29,8 +29,8 @@ from ..comm.mesh import ContextMesh
 from ..comm.shared_scales import shared_input_scales
 from ..split.streams import Streams
 from . import functions
+from .full_patches import FullPatches
 from .levels import Levels, LevelTokens, NoLevel, levels_of
-from .whole_patches import WholePatches
 
 OVERRIDE = "optimized_attention_override"
 ATTENTION = "comfy.ldm.modules.attention"
@@ -54,7 +54,7 @@ class RowDivision:
         self._override = AttentionOverride(_RowSplitState(self, self._tokens), mesh, parallelism)
         self._local = self._override.scope_index("local")
         self._across = self._override.scope_index([(str(level),) for level in range(self._depth + 1)])
-        self._patches = WholePatches(self.undivided)
+        self._patches = FullPatches(self.undivided)
         self._handlers = HANDLERS
         self._modes: list[_Mode | None] = []
         self._until_removed = ExitStack()
@@ -123,7 +123,7 @@ class RowDivision:
         return self._forward_undivided(forward, x, timesteps, context, y, control, options, **kwargs)
 
     def levels_of(self, shape: Size) -> Levels | None:
-        """The levels of a latent [B, C, H, W] of this shape; None where every rank computes it in full."""
+        """Returns the levels of a latent [B, C, H, W] of this shape; None where every rank computes it in full."""
         if shape not in self._known:
             self._known[shape] = levels_of(shape, self._depth, self._mesh.context)
         return self._known[shape]
@@ -166,12 +166,12 @@ class RowDivision:
 
     @property
     def depth(self) -> int:
-        """How often the network halves its picture."""
+        """Returns how often the network halves its picture."""
         return self._depth
 
     @property
     def is_divided(self) -> bool:
-        """Whether layers see this rank's rows alone now."""
+        """Returns whether layers see this rank's rows alone now."""
         return self._levels is not None
 
     def _attend(self, local: bool, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -189,7 +189,7 @@ class RowDivision:
         self._patches.over_time = now
 
     def _enter(self, *_: Any) -> None:
-        """A forward pre-hook of a module with functions that read other ranks' rows."""
+        """Enters, as a forward pre-hook, a module with functions that read other ranks' rows."""
         mode = None if self._levels is None else _Mode(self._levels, self._handlers)
         self._modes.append(mode)
         if mode is not None:
@@ -200,8 +200,8 @@ class RowDivision:
             mode.__exit__(None, None, None)
 
     def _normed_convolution(self, forward: Forward, layers: list[nn.Module], x: Tensor) -> Tensor:
-        """A group norm, elementwise layers, and a convolution of 3 x 3 pixels, of this rank's rows and one more at each
-        side, which travel with the norm's statistics."""
+        """Computes a group norm, elementwise layers, and a convolution of 3 x 3 pixels, of this rank's rows and one
+        more at each side, which travel with the norm's statistics."""
         if (levels := self._levels) is None:
             return forward(x)  # type: ignore[no-any-return]
         norm, *between, convolution = layers
@@ -255,13 +255,13 @@ class _RowSplitState:
 
 
 def _split_residuals(residuals: list[Tensor | None], levels: Levels) -> list[Tensor | None]:
-    """This rank's rows of residuals of a ControlNet or T2I adapter, which those of a divided ControlNet are already.
-    ComfyUI does not apply residuals of no level's size."""
+    """Returns this rank's rows of residuals of a ControlNet or T2I adapter, which those of a divided ControlNet are
+    already. ComfyUI does not apply residuals of no level's size."""
     return [x if x is None or not levels.is_full(x) else levels.split(x) for x in residuals]
 
 
 def _gather_residuals(residuals: list[Tensor | None], levels: Levels) -> list[Tensor | None]:
-    """Full residuals of those that are full or this rank's rows. Collective."""
+    """Gathers the residuals that are this rank's rows; full ones stay. Collective."""
     return [x if x is None or not levels.is_level(x) else levels.gather(x) for x in residuals]
 
 

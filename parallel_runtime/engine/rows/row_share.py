@@ -41,44 +41,44 @@ class Share:
 
     @property
     def before(self) -> int:
-        """Units of the ranks before this one."""
+        """Returns the units of the ranks before this one."""
         return sum(self.units[: self.index])
 
     def factor(self, x: Tensor, what: str) -> int:
-        """How fine the level of `x` is. Raises Refused where `x` cannot be this rank's rows."""
+        """Returns how fine the level of `x` is. Raises Refused where `x` cannot be this rank's rows."""
         rows = x.shape[self.dim]
         if rows % self.local_units:
             raise Refused("rows.own", name=what, shape=str(tuple(x.shape)), dim=self.dim, own=self.local_units)
         return rows // self.local_units
 
     def is_level(self, x: Tensor) -> bool:
-        """Whether `x` can be this rank's rows of some level."""
+        """Returns whether `x` can be this rank's rows of some level."""
         return x.shape[self.dim] % self.local_units == 0
 
     def rows_of(self, x: Tensor, what: str) -> Rows:
-        """Rows of each rank at the level of `x`. Raises Refused where `x` cannot be this rank's rows."""
+        """Returns the rows of each rank at the level of `x`. Raises Refused where `x` cannot be this rank's rows."""
         factor = self.factor(x, what)
         return tuple(units * factor for units in self.units)
 
     def fewest_rows(self, x: Tensor) -> int:
-        """The fewest rows of `x` that a rank has: no rank is asked for more."""
+        """Returns the fewest rows of `x` that a rank has: no rank is asked for more."""
         return min(self.rows_of(x, "padding"))
 
     def full_of(self, x: Tensor) -> Tensor | None:
-        """The picture of which `x` is this rank's rows, if every rank has all of it."""
+        """Returns the picture of which `x` is this rank's rows, if every rank has all of it."""
         return None
 
     def split(self, x: Tensor, factor: int) -> Tensor:
-        """This rank's rows of a full tensor."""
+        """Returns this rank's rows of a full tensor."""
         return x.narrow(self.dim, self.before * factor, self.local_units * factor)
 
     def gather(self, x: Tensor, what: str = "a gather") -> Tensor:
-        """The full tensor of all ranks' rows. Collective."""
+        """Returns the full tensor of all ranks' rows. Collective."""
         (rows,) = all_gather_v(x.movedim(self.dim, 0), self.rows_of(x, what), self.ranks).wait()
         return rows.movedim(0, self.dim)
 
     def weights(self, x: Tensor, what: str) -> Tensor:
-        """Each rank's weight in the mean over all rows of `x`: its share of the rows, float32."""
+        """Returns each rank's weight in the mean over all rows of `x`: its share of the rows, float32."""
         key = rows, _ = (self.rows_of(x, what) if x.ndim > 3 else self.units), x.device  # in 3 dims rows lie flat
         if key not in self._weights:
             self._weights[key] = torch.tensor([each / sum(rows) for each in rows], device=x.device)
@@ -86,7 +86,7 @@ class Share:
 
 
 def fetch_neighbour_rows(share: Share, x: Tensor, before: int, after: int) -> NeighbourRows:
-    """Start to fetch `before` and `after` rows next to this rank's, at most `fewest_rows`. The result waits for them,
+    """Starts to fetch `before` and `after` rows next to this rank's, at most `fewest_rows`. The result waits for them,
     and is None at an outer edge and where none were asked for. Collective."""
     rows, ranks = x.shape[share.dim], range(share.ranks.size)
     send: dict[int, Tensor] = {}

@@ -57,7 +57,7 @@ class Rows(TorchFunctionMode):
         return handler(self.share, func, *args, **(kwargs or {}))
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """In place of a block's `optimized_attention`."""
+        """Replaces a block's `optimized_attention`."""
         self._tick()
         return functions.attend(self.share, query, key, value)
 

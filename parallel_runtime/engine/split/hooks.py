@@ -67,13 +67,13 @@ class Block:
             )
 
     def arguments_by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
-        """The arguments by name; by index where they have none."""
+        """Returns the arguments by name; by index where they have none."""
         return {self.parameters[n] if n < len(self.parameters) else n: value for n, value in enumerate(args)} | kwargs
 
     def replace_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], replacement: Callable[[str | int, Any, SplitSpec], Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call with each argument of the plan replaced by `replacement(name, value, spec)`."""
+        """Returns the call with each argument of the plan replaced by `replacement(name, value, spec)`."""
         positional = list(args)
         for name, (index, spec) in self.specs.items():
             if name in kwargs:
@@ -83,7 +83,7 @@ class Block:
         return tuple(positional), kwargs
 
     def hidden_states(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The hidden states among the arguments, in the plan's order."""
+        """Returns the hidden states among the arguments, in the plan's order."""
         arguments, names = (
             self.arguments_by_name(args, kwargs),
             dict(zip(self.module_plan.args, self.specs, strict=True)),
@@ -93,7 +93,7 @@ class Block:
 
 
 def blocks_of_plan(network: nn.Module, plan: SplitPlan) -> list[Block]:
-    """The modules that `plan` names; ValueError where the network lacks one."""
+    """Returns the modules that `plan` names; ValueError where the network lacks one."""
     return [block for module_plan in plan.module_plans for block in blocks_of_module_plan(network, module_plan)]
 
 
@@ -117,7 +117,7 @@ def _with_width(over: AttentionSpecs, module: nn.Module) -> AttentionSpecs:
 
 
 def _parameters(module: nn.Module) -> tuple[list[str], bool]:
-    """Names of the forward's arguments, and whether it takes **kwargs."""
+    """Returns the names of the forward's arguments, and whether it takes **kwargs."""
     signature = list(inspect.signature(type(module).forward).parameters.values())[1:]
     named = [one.name for one in signature if one.kind in (_Kind.POSITIONAL_OR_KEYWORD, _Kind.KEYWORD_ONLY)]
     return named, any(one.kind == _Kind.VAR_KEYWORD for one in signature)
@@ -141,7 +141,7 @@ def _argument_specs(
 
 
 def add_hooks(block: Block, splitter: Splitter) -> list[RemovableHandle]:
-    """Split the arguments of `block`, and gather its outputs where its plan or the forward asks for it."""
+    """Splits the arguments of `block`, and gathers its outputs where its plan or the forward asks for it."""
     plan = block.module_plan
     handles = [] if plan.frames is None else _add_frame_hooks(block, plan.frames, splitter)
     if block.specs:
@@ -180,8 +180,8 @@ def _gather_outputs(block: Block, splitter: Splitter, _: nn.Module, __: Any, out
 
 
 def _local_options(options: dict[str, Any], plan: ModulePlan, splitter: Splitter) -> dict[str, Any]:
-    """transformer_options for this rank's tokens: positions in full streams (`img_slice`), and the values that a model
-    patch keeps for each token (`model_patch_data`)."""
+    """Returns the transformer_options for this rank's tokens: positions in full streams (`img_slice`), and the values
+    that a model patch keeps for each token (`model_patch_data`)."""
     local, over = dict(options), plan.attends
     image_range = options.get("img_slice")
     if image_range and isinstance(over, tuple) and image_range[1] == splitter.total(over):
@@ -229,7 +229,7 @@ class _LocalFrames:
 
     @classmethod
     def of(cls, start: int, local: int, tokens: int, frames: int) -> _LocalFrames:
-        """`local` tokens from `start` on; the first `tokens` of all are of `frames` frames."""
+        """Returns the frames of `local` tokens from `start` on; the first `tokens` of all are of `frames` frames."""
         size = tokens // frames
         end = min(start + local, tokens)
         if start >= end:  # no token in any frame: the module still needs one frame
@@ -257,7 +257,7 @@ class _LocalFrames:
 
 
 def _add_frame_hooks(block: Block, frames: Frames, splitter: Splitter) -> list[RemovableHandle]:
-    """Pad the tokens of `block` to full frames, and remove the padding from its output."""
+    """Pads the tokens of `block` to full frames, and removes the padding from its output."""
     parts: list[_LocalFrames | None] = []  # of the calls in progress
     return [
         block.module.register_forward_pre_hook(partial(_pad_frames, block, frames, splitter, parts), with_kwargs=True),

@@ -35,7 +35,7 @@ _OVERRIDE = "optimized_attention_override"
 
 
 def parallelize(network: nn.Module, plan: SplitPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
-    """Run every later forward of `network` over the context ranks of `mesh`. Collective, as its forwards are.
+    """Runs every later forward of `network` over the context ranks of `mesh`. Collective, as its forwards are.
 
     Each rank passes full inputs and gets the full output, equal to what one rank computes. Raises ValueError, and
     changes nothing, when it is parallel already or when plan and network do not fit. A forward raises Refused for
@@ -49,7 +49,7 @@ def parallelize(network: nn.Module, plan: SplitPlan, mesh: ContextMesh, parallel
 def parallelize_control(
     control: nn.Module, plan: SplitPlan, network: nn.Module, mesh: ContextMesh, parallelism: Parallelism
 ) -> None:
-    """Run every later forward of the ControlNet's network `control`, whose plan has `split_outputs`, over the context
+    """Runs every later forward of the ControlNet's network `control`, whose plan has `split_outputs`, over the context
     ranks of `mesh`. Collective.
 
     It returns this rank's part of each residual. `network`, which is parallel over the same ranks, takes these until
@@ -60,7 +60,7 @@ def parallelize_control(
 
 
 def unparallelize(network: nn.Module) -> None:
-    """Undo `parallelize`; ValueError if `network` is not parallel."""
+    """Undoes `parallelize`; ValueError if `network` is not parallel."""
     if not hasattr(network, PARALLELIZED):
         raise ValueError(f"this {type(network).__name__} is not parallel")
     getattr(network, PARALLELIZED).remove()
@@ -68,7 +68,7 @@ def unparallelize(network: nn.Module) -> None:
 
 
 def pipefusion_of(network: nn.Module) -> PipeFusion | None:
-    """The token patches of a parallel network; None where its ranks process all tokens at once."""
+    """Returns the token patches of a parallel network; None where its ranks process all tokens at once."""
     pipefusion: PipeFusion | None = getattr(getattr(network, PARALLELIZED, None), "pipefusion", None)
     return pipefusion
 
@@ -207,7 +207,8 @@ def _evaluation_key(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict
 
 
 def _scoped(forward: Callable[..., Any], scopes: list[int], scope: int) -> Callable[..., Any]:
-    """`forward` in an attention scope. A hook inside a block would make torch.compile compile each block anew."""
+    """Returns `forward` in an attention scope. A hook inside a block would make torch.compile compile each block
+    anew."""
 
     def scoped(*args: Any, **kwargs: Any) -> Any:
         scopes.append(scope)

@@ -50,7 +50,7 @@ class Splitter:
         self.full_between_blocks, self.has_block_patches = flags
 
     def is_split(self, stream: str) -> bool:
-        """Whether the network's variables contain this rank's part of `stream` at this moment."""
+        """Returns whether the network's variables contain this rank's part of `stream` at this moment."""
         return stream in self._split_streams
 
     def any_split(self) -> bool:
@@ -63,12 +63,12 @@ class Splitter:
         return self.streams.total(streams)
 
     def first_local_position(self, stream: str) -> int:
-        """The global position of this rank's first token of `stream`."""
+        """Returns the global position of this rank's first token of `stream`."""
         start, size = self.streams.local_chunk(stream)
         return start if size else 0
 
     def split(self, value: Any, spec: SplitSpec, where: str) -> Any:
-        """The argument `value` as `spec` says; `where` names it in refusals."""
+        """Splits the argument `value` as `spec` says; `where` names it in refusals."""
         if value is None or spec is None:
             return value
         if isinstance(spec, list):
@@ -108,7 +108,7 @@ class Splitter:
         return lambda value, spec: self.split(value, spec, f"{where} inside")
 
     def matching_spec(self, value: Any, specs: list[Any], where: str) -> Any:
-        """The spec whose streams have as many tokens as the full `value`, at the first block of a stack.
+        """Returns the spec whose streams have as many tokens as the full `value`, at the first block of a stack.
 
         Chosen once a forward: later the full streams of one spec may be as long as a rank's part of another's.
         """
@@ -150,8 +150,8 @@ class Splitter:
         if shape.numel() != total:
             raise _wrong_length(where, shape.numel(), spec.streams, f"{total} (whole) or {local} (this rank's)")
         behind = value.shape[spec.dim + spec.flat :]
-        rows = value.reshape(*value.shape[: spec.dim], total, *(1,) * (spec.flat - 1), *behind)
-        split = self._local(rows, spec.streams, spec.dim)
+        flattened = value.reshape(*value.shape[: spec.dim], total, *(1,) * (spec.flat - 1), *behind)
+        split = self._local(flattened, spec.streams, spec.dim)
         if more_streams or stream in self._replicated:
             return split
         return split.clone(memory_format=torch.contiguous_format)  # blocks write into their input
@@ -197,7 +197,7 @@ class Splitter:
         return (*local, *(self._local_values(item, spec.streams, positions, local_positions) for item in values))
 
     def _local_values(self, value: Any, streams: Names, positions: slice, local_positions: slice) -> Any:
-        """This rank's part of a tensor that has a value for each position of a range."""
+        """Returns this rank's part of a tensor that has a value for each position of a range."""
         if not isinstance(value, Tensor):
             return value
         full = value.new_zeros(self.total(streams), *value.shape[1:])
@@ -205,7 +205,8 @@ class Splitter:
         return self._local(full, streams, 0)[local_positions]
 
     def _local_position(self, at: int, streams: Names, before: int = 0) -> int:
-        """The index, among this rank's tokens, of a position in the concatenated full streams, plus `before`."""
+        """Returns the index, among this rank's tokens, of a position in the concatenated full streams, plus
+        `before`."""
         for stream in streams:
             length, local = self.streams.length(stream), self.local_count((stream,))
             start = 0 if stream in self._replicated else self.streams.local_chunk(stream)[0]
@@ -214,7 +215,7 @@ class Splitter:
         return before
 
     def split_prefix(self, value: Tensor, stream: str) -> Tensor:
-        """This rank's part of [B, tokens, C], values for the first tokens of a stream or for all of them."""
+        """Returns this rank's part of [B, tokens, C], values for the first tokens of a stream or for all of them."""
         length = self.streams.length(stream)
         if value.shape[1] > length:
             raise _wrong_length("a residual", value.shape[1], (stream,), str(length))
@@ -224,7 +225,7 @@ class Splitter:
         return value[:, start : start + size]
 
     def gather(self, value: Any, streams: Names, dim: int, where: str) -> Any:
-        """The full streams, gathered from all ranks; what is full already stays. Collective."""
+        """Returns the full streams, gathered from all ranks; what is full already stays. Collective."""
         if value is None or self._split_streams.isdisjoint(streams):
             return value
         self._split_streams.difference_update(streams)
@@ -236,8 +237,8 @@ class Splitter:
                 raise _wrong_length(where, tokens_shape.numel(), streams, f"{total} (whole) or {local} (this rank's)")
             if not self.streams.any_rank_has_all(streams):
                 return value
-            rows = value.reshape(*value.shape[:dim], total, *(1,) * (flat - 1), *value.shape[dim + flat :])
-            value = self._local(rows, streams, dim)
+            flattened = value.reshape(*value.shape[:dim], total, *(1,) * (flat - 1), *value.shape[dim + flat :])
+            value = self._local(flattened, streams, dim)
         elif self._arrived_split.get(streams) and not self.full_between_blocks:
             raise Refused("tokens.whole", widget="ring_degree", name=where)
         parts = value.split([self.local_count((stream,)) for stream in streams], dim)
@@ -250,7 +251,7 @@ class Splitter:
         return full.reshape(*full.shape[:dim], *shape, *full.shape[dim + len(shape) :]) if len(shape) > 1 else full
 
     def gather_residual(self, local: Tensor, tokens: int) -> Tensor:
-        """The full [B, tokens, C] of this rank's part of it. Collective."""
+        """Returns the full [B, tokens, C] of this rank's part of it. Collective."""
         sizes = chunk_sizes(tokens, self._mesh_dim.parts)
         chunk = local.narrow(1, 0, sizes[self._mesh_dim.index]).transpose(0, 1)
         return all_gather_v(chunk, sizes, self._mesh_dim).wait()[0].transpose(0, 1)
@@ -261,7 +262,7 @@ class Splitter:
             raise TurnEnded
 
     def _gather_stream(self, part: Tensor, stream: str, dim: int, where: str) -> Tensor | None:
-        """The full stream of this rank's part of it; None where other token patches have not had their turn."""
+        """Returns the full stream of this rank's part of it; None where other token patches have not had their turn."""
         if stream not in self._replicated:
             sizes = self.streams.sizes(stream)
             chunk = part.narrow(dim, 0, sizes[self._mesh_dim.index]).movedim(dim, 0)

@@ -30,7 +30,8 @@ GatherFull = Callable[[Tensor, int], Tensor]
 
 @lru_cache(maxsize=4096)
 def chunk_sizes(total: int, parts: Parts) -> tuple[int, ...]:
-    """Sizes of contiguous chunks of `total` items: of `parts` equal chunks, or in proportion to these shares.
+    """Returns the sizes of contiguous chunks of `total` items: of `parts` equal chunks, or in proportion to these
+    shares.
 
     Each size is the chunk's quota, rounded up where rounding down would lose most, the earlier chunk first. So equal
     shares differ by at most one item, larger chunks first. A chunk is empty where its share is 0 or too small for an
@@ -50,7 +51,7 @@ def chunk_sizes(total: int, parts: Parts) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def chunk_range(total: int, parts: Parts, index: int) -> tuple[int, int]:
-    """(start, size) of chunk `index` among the chunks of `chunk_sizes`."""
+    """Returns (start, size) of chunk `index` among the chunks of `chunk_sizes`."""
     sizes = chunk_sizes(total, parts)
     return sum(sizes[:index]), sizes[index]
 
@@ -128,36 +129,36 @@ class Streams:
         self._cache.clear()
 
     def record_length(self, stream: str, length: int, where: str) -> None:
-        """Record the global length of `stream` [tokens]; Refused if this forward has recorded another one."""
+        """Records the global length of `stream` [tokens]; Refused if this forward has recorded another one."""
         known = self._lengths.setdefault(stream, length)
         if known != length:
             raise Refused("stream.length", name=where, tokens=length, stream=repr(stream), known=known)
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Global lengths of the streams split so far in this forward [tokens]."""
+        """Returns the global lengths of the streams split so far in this forward [tokens]."""
         return dict(self._lengths)
 
     def is_known(self, stream: str) -> bool:
         return stream in self._lengths
 
     def length(self, stream: str) -> int:
-        """Global length of `stream`; Refused before it is first split."""
+        """Returns the global length of `stream`; Refused before it is first split."""
         if stream not in self._lengths:
             seen = ", ".join(f"{name}={length}" for name, length in self._lengths.items()) or "none"
             raise Refused("stream.early", stream=repr(stream), streams=str(seen))
         return self._lengths[stream]
 
     def total(self, names: tuple[str, ...]) -> int:
-        """Sum of the global lengths of `names`."""
+        """Returns the sum of the global lengths of `names`."""
         return sum(map(self.length, names))
 
     def sizes(self, stream: str) -> tuple[int, ...]:
-        """The chunk size of `stream` on each rank."""
+        """Returns the chunk size of `stream` on each rank."""
         return chunk_sizes(self._active_range(stream)[1], self._mesh_dim.parts)
 
     def local_chunk(self, stream: str) -> tuple[int, int]:
-        """(start, size) of this rank's chunk of `stream`."""
+        """Returns (start, size) of this rank's chunk of `stream`."""
         return self._rank_chunk(stream, self._mesh_dim.index)
 
     def _rank_chunk(self, stream: str, index: int) -> tuple[int, int]:
@@ -166,14 +167,16 @@ class Streams:
         return first + start, size
 
     def _active_range(self, stream: str) -> tuple[int, int]:
-        """(start, size) of the tokens that are split over the ranks: all of them, or those of the current patch."""
+        """Returns (start, size) of the tokens that are split over the ranks: all of them, or those of the current
+        patch."""
         length = self.length(stream)
         return (0, length) if self._pipefusion is None else self._pipefusion.active_range(stream, length)
 
     def global_positions(
         self, names: tuple[str, ...], device: torch.device, ranks: Sequence[int] | None = None
     ) -> Tensor:
-        """Positions of the chunks of `ranks` (None: all) in the concatenated full streams `names`, rank by rank."""
+        """Returns the positions of the chunks of `ranks` (None: all) in the concatenated full streams `names`, rank by
+        rank."""
         starts = [self.total(names[:n]) for n in range(len(names))]
         ranges = [
             (before + start, size)
@@ -192,19 +195,19 @@ class Streams:
         return LocalStream(local_tokens=max(size, min(length, 1)), chunk_start=0, chunk_tokens=size, replicated=False)
 
     def local_slice(self, full: Tensor, stream: str, dim: int) -> Tensor:
-        """A view of this rank's tokens of the full stream; of the first token where its chunk is empty."""
+        """Returns a view of this rank's tokens of the full stream; of the first token where its chunk is empty."""
         if stream in self.replicated:
             return full
         start, size = self.local_chunk(stream)
         return full.narrow(dim, start, size) if size else full.narrow(dim, 0, min(full.shape[dim], 1))
 
     def tokens_by_rank(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        """Each rank's chunk sizes of `names`, summed, in context order."""
+        """Returns each rank's chunk sizes of `names`, summed, in context order."""
         return tuple(map(sum, zip(*map(self.sizes, names), strict=True)))
 
     def any_rank_has_all(self, names: tuple[str, ...]) -> bool:
-        """Whether a rank has as many tokens of the split streams of `names` as there are in all. That rank cannot tell
-        by a tensor's length whether it is split, so all ranks must do what is correct in both cases."""
+        """Returns whether a rank has as many tokens of the split streams of `names` as there are in all. That rank
+        cannot tell by a tensor's length whether it is split, so all ranks must do what is correct in both cases."""
         split = tuple(name for name in names if name not in self.replicated)
         by_rank = ([max(size, min(self.length(name), 1)) for size in self.sizes(name)] for name in split)
         return self.total(split) in map(sum, zip(*by_rank, strict=True))
@@ -217,7 +220,7 @@ class Streams:
         return value
 
     def scratch(self, use: Hashable, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Memory for `use`, which the next layer gets again: its contents are lost then."""
+        """Returns memory for `use`, which the next layer gets again: its contents are lost then."""
         key = (use, shape, like.dtype, like.device, torch.is_inference_mode_enabled())
         buffer: Tensor | None = self._cache.get(key)
         if buffer is None:
@@ -228,6 +231,6 @@ class Streams:
 
 
 def streams_of(network: nn.Module) -> Streams | None:
-    """The split streams of the forward in progress; None where this rank has the full sequence."""
+    """Returns the split streams of the forward in progress; None where this rank has the full sequence."""
     streams: Streams | None = getattr(getattr(network, PARALLELIZED, None), "streams", None)
     return streams

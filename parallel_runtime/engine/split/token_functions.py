@@ -47,7 +47,7 @@ class _Mode(TorchFunctionMode):
 
 
 def _sum(sizes: tuple[int, ...], ranks: MeshDim, first: Tensor, second: Tensor) -> Tensor:
-    """The product of [..., M, local tokens] and [..., local tokens, N], summed over all ranks."""
+    """Returns the product of [..., M, local tokens] and [..., local tokens, N], summed over all ranks."""
     product = torch.matmul(first, second)
     if not sizes[ranks.index]:  # of a dummy token
         product = torch.zeros_like(product)
@@ -66,7 +66,7 @@ def _convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:
-    """torch.nn.functional.conv1d of [batch, channels, local tokens] with the tokens next to them."""
+    """Computes torch.nn.functional.conv1d of [batch, channels, local tokens] with the tokens next to them."""
     shape = [value if isinstance(value, int) else next(iter(value)) for value in (stride, padding, dilation)]
     if shape != [1, 1, 1] or weight.shape[2] != 3:
         raise Refused("rows.padding", padding=f"{padding} of a kernel of {weight.shape[2]}")

@@ -43,12 +43,12 @@ class FlatBlock:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights, without padding."""
+        """Returns the bytes of the weights, without padding."""
         return sum(tensor.nbytes for tensor in self._tensors())
 
     @property
     def layout(self) -> str:
-        """A text that is equal on ranks with equal layouts."""
+        """Returns a text that is equal on ranks with equal layouts."""
         return repr([(x.offset, x.nbytes, str(x.template.dtype), x.template.shape) for x in self._tensors()])
 
     def write(self, memory: Tensor, first: int = 0, only: tuple[nn.Module, str] | None = None) -> None:
@@ -64,7 +64,7 @@ class FlatBlock:
                     memory[begin - first : end - first].copy_(raw[begin - tensor.offset : end - tensor.offset])
 
     def dtype_matches(self, module: nn.Module, name: str) -> bool:
-        """Whether this parameter still has the dtype of the layout."""
+        """Returns whether this parameter still has the dtype of the layout."""
         (empty,) = (empty for owner, called, empty, _ in self._parameters if owner is module and called == name)
         return empty.dtype == getattr(module, name).dtype
 
@@ -90,7 +90,7 @@ class FlatBlock:
 
 
 def plain_tensors(weight: Tensor) -> list[Tensor]:
-    """A quantised weight's codes and scales; the stored bytes of one whose class shows another shape."""
+    """Returns a quantised weight's codes and scales; the stored bytes of one whose class shows another shape."""
     if hasattr(weight, "__tensor_flatten__"):
         names, _ = weight.__tensor_flatten__()
         return [getattr(weight, name) for name in names]
@@ -98,7 +98,7 @@ def plain_tensors(weight: Tensor) -> list[Tensor]:
 
 
 def rebuild_parameter(weight: Tensor, parts: list[Tensor]) -> nn.Parameter:
-    """A parameter of `weight`'s class, shape and attributes with the plain tensors `parts`."""
+    """Returns a parameter of `weight`'s class, shape and attributes with the plain tensors `parts`."""
     weight_class: Any = type(weight)
     if hasattr(weight, "__tensor_flatten__"):
         names, context = weight.__tensor_flatten__()
@@ -113,5 +113,5 @@ def rebuild_parameter(weight: Tensor, parts: list[Tensor]) -> nn.Parameter:
 
 
 def without_storage(tensor: Tensor) -> Tensor:
-    """A tensor of the same dtype, device and shape that shares one element."""
+    """Returns a tensor of the same dtype, device and shape that shares one element."""
     return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)

@@ -41,7 +41,8 @@ class RankPlacement:
 def rank_placement(
     placement: WeightPlacement, mesh_dim: MeshDim, device: torch.device, buffers: Buffers
 ) -> RankPlacement | None:
-    """None where all weights are on every device. `mesh_dim`: the ranks of the shards, with a group of its own."""
+    """Returns None where all weights are on every device. `mesh_dim`: the ranks of the shards, with a group of its
+    own."""
     counts = frozenset(placement.resident_blocks_by_rank or (placement.resident_blocks,))
     if placement.mode == "offload":
 
@@ -84,7 +85,7 @@ class HostWeights:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def store(self, flat_block: FlatBlock, like: Tensor) -> None:
-        """One rank of the machine writes the block. Raises OSError (ENOSPC) where there is not enough memory."""
+        """Writes the block, on one rank of the machine. Raises OSError (ENOSPC) where there is not enough memory."""
         writer = len(self._extents) % len(self._peers)
         start = self._file_bytes[writer]
         self._file_bytes[writer] += flat_block.padded_bytes
@@ -143,7 +144,7 @@ def _map_file(file: int, size: int) -> Tensor:
 
 
 def _page_lock(memory: Tensor, device: torch.device) -> bool:
-    """Page-lock `memory` for this process, so that the device copies from it by itself; False where CUDA cannot."""
+    """Page-locks `memory` for this process, so that the device copies from it by itself; False where CUDA cannot."""
     if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
         return True
     _discard_error(device)
@@ -196,5 +197,5 @@ class ShardedWeights:
         self._parts.clear()
 
     def _sizes(self, size: int) -> list[int]:
-        """Bytes of a block of `size` bytes that each rank stores."""
+        """Returns the bytes of a block of `size` bytes that each rank stores."""
         return [pages * PAGE_BYTES for pages in chunk_sizes(size // PAGE_BYTES, self._mesh_dim.parts)]

@@ -22,7 +22,7 @@ LARGE_FRACTION = 0.02  # of the model's weights: smaller layers are on every dev
 
 
 def on_buffer_released(memory: Tensor) -> None:
-    """Called when no kernel reads `memory` before the next fetch. Tests replace it to fill `memory` with NaN."""
+    """Is called when no kernel reads `memory` before the next fetch. Tests replace it to fill `memory` with NaN."""
 
 
 Wait = Callable[[], object]  # waits for a fetch
@@ -70,7 +70,7 @@ class Buffers:
         self._pending: dict[int, Wait] = {}
 
     def view(self, buffer: int, size: int) -> Tensor:
-        """The first `size` bytes of a storage."""
+        """Returns the first `size` bytes of a storage."""
         storage = self._storages.setdefault(buffer, torch.UntypedStorage(0, device=self._device))
         if storage.nbytes() < size:
             storage.resize_(0)  # old contents need not be copied
@@ -78,7 +78,7 @@ class Buffers:
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (size,), (1,))
 
     def fetch(self, entry: FetchedModule, source: WeightSource) -> bool:
-        """Start to fetch a module that is not in its buffer; returns whether it was not."""
+        """Starts to fetch a module that is not in its buffer; returns whether it was not."""
         if self._contents.get(entry.buffer) is entry:
             return False
         self.wait(entry.buffer)
@@ -93,7 +93,7 @@ class Buffers:
             wait()
 
     def release(self, entry: FetchedModule) -> None:
-        """The module has run: its buffer may be reused."""
+        """Notes that the module has run, so that its buffer may be reused."""
         if self._contents.get(entry.buffer) is entry:
             del self._contents[entry.buffer]
             on_buffer_released(self.view(entry.buffer, entry.flat_block.padded_bytes))
@@ -111,8 +111,8 @@ class Buffers:
 
 
 class BlockPrefetcher:
-    """Add modules with `add`, then call `seal`, which is collective. From then on their parameters have values only
-    while the module runs. `is_skipped(block)` says whether a block will not compute in this evaluation."""
+    """Fetches modules before they run. After `add` for each and `seal`, which is collective, their parameters have
+    values only while the module runs. `is_skipped(block)` says whether a block will not compute in this evaluation."""
 
     def __init__(self, network: nn.Module, source: WeightSource, buffers: Buffers) -> None:
         self.fetch_count = 0
@@ -129,16 +129,16 @@ class BlockPrefetcher:
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes of the weights that this rank fetches."""
+        """Returns the bytes of the weights that this rank fetches."""
         return sum(entry.flat_block.nbytes for entry in self.offloaded)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of them that are stored on this device."""
+        """Returns the bytes of them that are stored on this device."""
         return self.source.device_bytes
 
     def add(self, module: nn.Module, *, block: bool = True, resident: bool = False) -> None:
-        """Store the parameters of `module` and free their memory. `block`: one of those that run in the order
+        """Stores the parameters of `module` and frees their memory. `block`: one of those that run in the order
         of adding. `resident`: only other ranks fetch it, and here it stays as it is."""
         flat_block = FlatBlock(module, self.source.ranks)
         like = torch.empty(0, dtype=torch.uint8, device=next(module.parameters()).device)
@@ -171,11 +171,11 @@ class BlockPrefetcher:
             self._handles.append(entry.module.register_forward_hook(hook, always_call=True))
 
     def find_fetched(self, module: nn.Module) -> FetchedModule | None:
-        """The fetched module that contains `module`, for `override_weight`."""
+        """Returns the fetched module that contains `module`, for `override_weight`."""
         return next((entry for entry in self.offloaded if any(module is x for x in entry.module.modules())), None)
 
     def override_weight(self, entry: FetchedModule, module: nn.Module, name: str) -> None:
-        """Use the parameter as it is now, of the same shape, until `restore_weights`. For this rank alone: other batch
+        """Uses the parameter as it is now, of the same shape, until `restore_weights`. For this rank alone: other batch
         groups may have other weights."""
         self._buffers.discard_fetched()
         if not entry.flat_block.dtype_matches(module, name):
@@ -238,8 +238,9 @@ class BlockPrefetcher:
 
 
 def offloaded_blocks(blocks: list[nn.Module], resident: int, residents: Collection[int] = ()) -> list[nn.Module]:
-    """`blocks` without `resident` ones, which are evenly spaced. A rank's resident blocks include those of every rank
-    with fewer (`residents` are the ranks' numbers), so that a block that no rank fetches need not be stored."""
+    """Returns `blocks` without `resident` ones, which are evenly spaced. A rank's resident blocks include those of
+    every rank with fewer (`residents` are the ranks' numbers), so that a block that no rank fetches need not be
+    stored."""
     resident_blocks = blocks
     for count in sorted({resident, *residents}, reverse=True):
         if count >= resident:
@@ -248,13 +249,13 @@ def offloaded_blocks(blocks: list[nn.Module], resident: int, residents: Collecti
 
 
 def evenly_spaced(blocks: list[nn.Module], count: int) -> list[nn.Module]:
-    """`count` of the blocks, evenly spaced."""
+    """Returns `count` of the blocks, evenly spaced."""
     total = len(blocks)
     return [block for number, block in enumerate(blocks) if (number + 1) * count // total != number * count // total]
 
 
 def large_layers(network: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
-    """Layers outside of `blocks` with more than LARGE_FRACTION of the network's weights."""
+    """Returns layers outside of `blocks` with more than LARGE_FRACTION of the network's weights."""
     inside = {id(module) for block in blocks for module in block.modules()}
     minimum_bytes = LARGE_FRACTION * weight_bytes(network)
     layers = [module for module in network.modules() if not list(module.children()) and id(module) not in inside]

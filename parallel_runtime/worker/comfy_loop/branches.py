@@ -30,10 +30,12 @@ Conds = list[list[dict[str, Any]] | None]
 
 class Branches:
     """A CALC_COND_BATCH wrapper that divides the branches of guidance over batch groups; each group evaluates all of
-    them where they are `batch_coupled`. ComfyUI batches at most `rows` rows, or any number at 0."""
+    them where they are `batch_coupled`. ComfyUI batches at most `entries_per_call`, or any number at 0."""
 
-    def __init__(self, model: ComfyModel, progress: Progress, *, batch_coupled: bool = False, rows: int = 0) -> None:
-        self._rows = rows
+    def __init__(
+        self, model: ComfyModel, progress: Progress, *, batch_coupled: bool = False, entries_per_call: int = 0
+    ) -> None:
+        self._entries_per_call = entries_per_call
         self._stages = None if batch_coupled else model.stages
         self._groups = model.branch_groups
         self._progress = progress
@@ -44,7 +46,7 @@ class Branches:
     ) -> list[Tensor]:
         """Returns a denoised prediction [B, C, (T,) H, W] for each branch, as `calc_cond_batch` does."""
         self._progress.vote()
-        with _limited_batches(model, x.shape[0] if self._stages else self._rows):
+        with _limited_batches(model, x.shape[0] if self._stages else self._entries_per_call):
             return self._evaluate_split(executor, model, conds, x, timestep, model_options)
 
     def _evaluate_split(self, executor: Any, model: Any, conds: Conds, x: Tensor, *args: Any) -> list[Tensor]:
@@ -73,11 +75,11 @@ class Branches:
 
 
 @contextmanager
-def _limited_batches(model: Any, rows: int) -> Iterator[None]:
-    """Limits ComfyUI's batches to `rows` on all ranks; ComfyUI alone would go by each rank's free memory."""
+def _limited_batches(model: Any, most: int) -> Iterator[None]:
+    """Limits ComfyUI's batches to `most` entries on all ranks; ComfyUI alone would go by each rank's free memory."""
     before = model.memory_required
-    if rows:
-        model.memory_required = lambda shape, *args, **kwargs: 0 if shape[0] <= rows else math.inf
+    if most:
+        model.memory_required = lambda shape, *args, **kwargs: 0 if shape[0] <= most else math.inf
     try:
         yield
     finally:

@@ -45,18 +45,18 @@ def _by_network(controls: Iterable[ControlBase]) -> Iterable[OfNetwork]:
 
 
 def _divide(undo: ExitStack, networks: Sequence[OfNetwork], model: Model) -> None:
-    division, whole = getattr(model.network, PARALLELIZED), list[OfNetwork]()
+    division, undivided = getattr(model.network, PARALLELIZED), list[OfNetwork]()
     for network, users in networks:
         if reason := _undivided_reason(network, users, model):
             _log_undivided(model, users[0], reason)
-            whole.append((network, users))
+            undivided.append((network, users))
     if isinstance(division, RowDivision):
-        for control in (control for _, users in whole for control in users):
+        for control in (control for _, users in undivided for control in users):
             undo.enter_context(_split_by_rows(control, division))
-    elif whole:  # its full residuals would be added to parts of others
+    elif undivided:  # its full residuals would be added to parts of others
         return
     for network, users in networks:
-        if (network, users) not in whole:
+        if (network, users) not in undivided:
             _divide_network(network, model)
             undo.callback(unparallelize, network)
 

@@ -14,7 +14,7 @@ import comfy.model_management
 from comfy.controlnet import ControlBase
 from torch import nn
 
-from ..batch_groups import BatchGroups, select_rows
+from ..batch_groups import BatchGroups, select_entries
 
 
 def make(loaded: ControlBase, described: dict[str, Any], rebuild: Callable[[Any], Any], vae: Any) -> ControlBase:
@@ -35,21 +35,21 @@ def make(loaded: ControlBase, described: dict[str, Any], rebuild: Callable[[Any]
 
 def of_conds(conds: dict[str, list[dict[str, Any]]]) -> list[ControlBase]:
     """All ControlNets of these conditions, each once, with those that they are chained to."""
-    found: dict[ControlBase, None] = {}
+    controls: dict[ControlBase, None] = {}
     for control in (cond.get("control") for of_one in conds.values() for cond in of_one):
         while control is not None:
-            found[control] = None
+            controls[control] = None
             control = control.previous_controlnet
-    return list(found)
+    return list(controls)
 
 
 @contextmanager
-def own_rows(controls: Iterable[ControlBase], groups: BatchGroups) -> Iterator[None]:
-    """Within it the networks of ControlNets, which a run has prepared, compute the rows of this batch group alone. The
-    network's own call, not `get_control`, is given fewer rows: that would cut the batch of hints."""
+def own_entries(controls: Iterable[ControlBase], groups: BatchGroups) -> Iterator[None]:
+    """Within it the networks of ControlNets, which a run has prepared, compute the entries of this batch group alone.
+    The network's own call, not `get_control`, is given fewer entries: that would cut the batch of hints."""
     with ExitStack() as hooks:
         for network in dict.fromkeys(filter(None, map(network_of, controls))) if groups.count > 1 else ():
-            hooks.enter_context(network.register_forward_pre_hook(partial(_own_rows, groups), with_kwargs=True))
+            hooks.enter_context(network.register_forward_pre_hook(partial(_own_entries, groups), with_kwargs=True))
         yield
 
 
@@ -59,7 +59,7 @@ def network_of(control: ControlBase) -> nn.Module | None:
     return network
 
 
-def _own_rows(groups: BatchGroups, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _own_entries(groups: BatchGroups, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     batch = len(kwargs["x"] if "x" in kwargs else args[0])
-    rows = groups.local_rows(batch)
-    return select_rows(args, rows, batch), select_rows(kwargs, rows, batch)
+    entries = groups.local_entries(batch)
+    return select_entries(args, entries, batch), select_entries(kwargs, entries, batch)

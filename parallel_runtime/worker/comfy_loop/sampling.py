@@ -18,14 +18,14 @@ from torch import Tensor
 
 from ...jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...loading.random_states import random_states, set_random_states
-from ..batch_groups import BatchGroups, row_by_row
+from ..batch_groups import BatchGroups, entry_by_entry
 from ..kernel_advice import KernelAdvisor
 from ..process.progress import Progress
 from .branches import KEY, Branches, with_pipefusion, with_step_cache
 from .comfy_model import ComfyModel
 from .comfyui import named
 from .control_division import divided
-from .control_run import of_conds, own_rows
+from .control_run import of_conds, own_entries
 from .patcher import RankPatcher
 from .rebuild import LoadAdditional, Rebuilder, rebuild
 
@@ -49,12 +49,12 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
         conds = rebuild(job.conds, load_additional)
     patcher = patchers[0]
     controls = of_conds(conds)
-    branches = Branches(model, progress, batch_coupled=job.batch_coupled, rows=job.rows)
+    branches = Branches(model, progress, batch_coupled=job.batch_coupled, entries_per_call=job.entries_per_call)
     patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, branches)
     together = job.batch_coupled or job.images_coupled
     wrapper = _apply_model_wrapper(model, progress, batch_coupled=together)
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, wrapper)
-    groups = model.row_groups(batch_coupled=together)
+    groups = model.data_groups(batch_coupled=together)
     patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, _control_wrapper(controls, groups, model))
     model.load(patchers, controls)
     model.clear_kv_cache()
@@ -128,12 +128,12 @@ def _patcher(model: ComfyModel, job: SamplingJob, progress: Progress, load_addit
 
 
 def _apply_model_wrapper(model: ComfyModel, progress: Progress, *, batch_coupled: bool) -> Callable[..., Any]:
-    """Returns an APPLY_MODEL wrapper that reports each evaluation and divides its rows over the batch groups."""
+    """Returns an APPLY_MODEL wrapper that reports each evaluation and divides its entries over the batch groups."""
     advisor = KernelAdvisor()
 
     def apply(executor: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         progress.before_evaluation()
-        evaluate = partial(row_by_row, executor) if model.stages and not batch_coupled else executor
+        evaluate = partial(entry_by_entry, executor) if model.stages and not batch_coupled else executor
         with advisor(model, x):
             return model.data_parallel(evaluate, x.shape[0], x, *args, batch_coupled=batch_coupled, **kwargs)
 
@@ -144,7 +144,7 @@ def _control_wrapper(controls: list[ControlBase], groups: BatchGroups, model: Co
     """Returns a SAMPLER_SAMPLE wrapper, which starts after ComfyUI has prepared the ControlNets."""
 
     def sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        with own_rows(controls, groups), divided(controls, model):
+        with own_entries(controls, groups), divided(controls, model):
             return executor(*args, **kwargs)
 
     return sample

@@ -57,9 +57,9 @@ def _drawn(scene: Scene) -> Iterator[str]:
 def _blocks(scene: Scene) -> Iterator[str]:
     """The network's blocks, which the tokens pass one after the other; each GPU has some of them."""
     count = 6 * scene.stages
-    room = WIDE - 40 * (scene.stages - 1)
+    space = WIDE - 40 * (scene.stages - 1)
     for block in range(count):
-        stage, across = block // 6, room / count
+        stage, across = block // 6, space / count
         x = LEFT + block * across + 40 * stage
         yield _box(x, TOP + 30, across - 5, HIGH - 60, scene.lanes[stage][0].rank)
         yield _arrow(x + across + 10, TOP + HIGH / 2) if block % 6 == 5 and block + 1 < count else ""
@@ -78,17 +78,17 @@ def _frame(scene: Scene, lane: tuple[Part, ...], x: float, y: float, wide: float
 
 def _film(scene: Scene, lane: tuple[Part, ...], x: float, y: float, wide: float, high: float) -> Iterator[str]:
     """A video. Its tokens go frame by frame, so that each GPU has some of the frames; and of its sound as much."""
-    room = high * (0.62 if scene.sound else 1)
+    space = high * (0.62 if scene.sound else 1)
     count = 8
     across = wide / count
-    down = min(room, 1.5 * across * scene.height / scene.width)
-    y += (room - down) / 2
+    down = min(space, 1.5 * across * scene.height / scene.width)
+    y += (space - down) / 2
     for frame in range(count):
         rank = next(part.rank for part in lane if part.tokens[0] <= (frame + 0.5) / count <= part.tokens[1])
         yield _box(x + frame * across, y, across - 4, down, rank)
         yield _boat(x + frame * across, y, across - 4, down, frame / count)
     if scene.sound:
-        yield from _sound(lane, x, y + down + (high - room) / 2, wide, high - room)
+        yield from _sound(lane, x, y + down + (high - space) / 2, wide, high - space)
 
 
 def _sound(lane: tuple[Part, ...], x: float, y: float, wide: float, high: float) -> Iterator[str]:

@@ -70,9 +70,9 @@ def _lanes(template: Template, *, guided: bool) -> Iterator[tuple[Part, ...]]:
     cut = next((node.inputs for node in template.nodes if node.kind == "CPParallelConfig"), {})
     request = ParallelRequest.of(cut)
     by_rows = template.title if {node.kind for node in template.nodes} >= set(OF_UNETS) else ""
-    here = replace(request, nnodes=1, rdzv_endpoint="")  # the other machine has as many
-    gpus = GPUS if here.pipeline_degree == 1 else here.pipeline_degree  # a stage each
-    plan = unsized_plan(PlanInputs(request=here, gpus=gpus, guided=guided, by_rows=by_rows))
+    on_one_machine = replace(request, nnodes=1, rdzv_endpoint="")  # the other machine has as many
+    gpus = GPUS if on_one_machine.pipeline_degree == 1 else on_one_machine.pipeline_degree  # a stage each
+    plan = unsized_plan(PlanInputs(request=on_one_machine, gpus=gpus, guided=guided, by_rows=by_rows))
     all_parts, each = parts(plan), plan.degrees.context_parallel_size
     for first in range(0, len(all_parts), each):
         yield tuple(all_parts[first : first + each])

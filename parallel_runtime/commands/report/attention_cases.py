@@ -16,7 +16,7 @@ from ...engine.kernels.dispatch import attend, check_backend
 from ...engine.split.streams import Streams
 from ...request import BACKENDS, AttentionBackend, EngineOptions
 from ...specs import Parallelism
-from .cases import Case, Row, Setting, mean_error
+from .cases import Case, Measurement, Setting, mean_error
 from .clock import clocked
 
 HEADS, HEAD_DIM = 24, 128
@@ -33,17 +33,19 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
     for backend in BACKENDS:
         if (why := _missing(backend, device)) is None:
             yield from _of_backend(backend, inputs, exact, setting, device, group_state)
-        elif setting.world == 1:
+        elif setting.world_size == 1:
             yield Case({"what": backend}, partial(dict, note=f"not here: {why}"))
     for result in benchmark_results(group_state):
         for name, microseconds in zip(result.kernels, result.microseconds, strict=True):
             yield Case({"what": f"race: {name}, {result.block}"}, partial(dict, ms=microseconds / 1e3))
 
 
-def parallelisms(world: int, backend: AttentionBackend = "auto") -> Iterator[tuple[str, Parallelism]]:
+def parallelisms(world_size: int, backend: AttentionBackend = "auto") -> Iterator[tuple[str, Parallelism]]:
     """Yields every division of one sequence over so many ranks, with its description; none for one rank."""
-    shapes = {(world, 1), (1, world)} | ({(2, world // 2)} if world % 2 == 0 and world > 2 else set())
-    for ring, ulysses in sorted(shapes) if world > 1 else ():
+    shapes = {(world_size, 1), (1, world_size)}
+    if world_size % 2 == 0 and world_size > 2:
+        shapes.add((2, world_size // 2))
+    for ring, ulysses in sorted(shapes) if world_size > 1 else ():
         for method in ("alltoall", "allgather") if ring > 1 else ("alltoall",):
             words = f"ring {ring} x Ulysses {ulysses}" + (", allgather" if method == "allgather" else "")
             options = EngineOptions(rotate_method=cast(Any, method), attention_backend=backend)
@@ -66,17 +68,21 @@ def _of_backend(
         return Case(labels | {"degrees": words}, partial(_judged, run, own, exact), clock)
 
     yield case("one process", partial(attend, query, key, value, None, None, backend), slice(0, COMPARED_QUERIES))
-    for words, parallelism in parallelisms(setting.world, backend):
+    for words, parallelism in parallelisms(setting.world_size, backend):
         mesh = build_mesh(parallelism, device, group_state)
         attention, own = _local_attention(mesh, parallelism, setting.tokens)
         yield case(words, partial(attention, query[:, own], key[:, own], value[:, own]), own)
 
 
-def _judged(run: partial[Tensor], own: slice, exact: Tensor) -> Row:
+def _judged(run: partial[Tensor], own: slice, exact: Tensor) -> Measurement:
     """Returns the error of this rank's part of the compared queries."""
-    rows = slice(own.start, min(own.stop, COMPARED_QUERIES))
+    compared = slice(own.start, min(own.stop, COMPARED_QUERIES))
     out = run()
-    return {"error": mean_error(out[:, : rows.stop - rows.start], exact[:, rows]) if rows.start < rows.stop else 0.0}
+    return {
+        "error": mean_error(out[:, : compared.stop - compared.start], exact[:, compared])
+        if compared.start < compared.stop
+        else 0.0
+    }
 
 
 def _missing(backend: AttentionBackend, device: torch.device) -> str | None:

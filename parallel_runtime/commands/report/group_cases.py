@@ -21,7 +21,7 @@ from ...errors import WorkerDied
 from ...group.worker_group import WorkerGroup
 from ...jobs import DemoJob
 from ...specs import Parallelism, Placement
-from .cases import Case, Row, Setting
+from .cases import Case, Measurement, Setting
 from .clock import GIB
 
 LONG = 2000  # steps of a run that somebody ends
@@ -57,7 +57,7 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
         trial.end()
 
 
-def memory_row(group: WorkerGroup) -> Row:
+def memory_measurement(group: WorkerGroup) -> Measurement:
     """The used memory of the fullest device, by any process; on the CPU that of the largest worker."""
     readings = [rank.readings.used_bytes for rank in group.activity.now.ranks if rank.readings]
     return {"gib": max(readings) / GIB} if readings else {}
@@ -77,10 +77,10 @@ class Trial:
         assert self._group is not None, "no group came up"
         return self._group
 
-    def timed(self, act: Callable[[], Row | None]) -> Row:
+    def timed(self, act: Callable[[], Measurement | None]) -> Measurement:
         started = time.monotonic()
         more = act() or {}
-        return {"seconds": time.monotonic() - started} | memory_row(self.group) | more
+        return {"seconds": time.monotonic() - started} | memory_measurement(self.group) | more
 
     def start(self) -> None:
         self.end()
@@ -97,10 +97,10 @@ class Trial:
     def kill(self) -> None:
         self._ended_by(self._kill, WorkerDied)
 
-    def cancel_recording(self) -> Row:
+    def cancel_recording(self) -> Measurement:
         return self._ended_recording(_enough, Enough)
 
-    def kill_recording(self) -> Row:
+    def kill_recording(self) -> Measurement:
         return self._ended_recording(self._kill, WorkerDied)
 
     def _kill(self) -> None:
@@ -127,7 +127,7 @@ class Trial:
             return
         raise AssertionError(f"the run was not ended by {expected.__name__}")
 
-    def _ended_recording(self, act: Callable[[], None], expected: type[BaseException]) -> Row:
+    def _ended_recording(self, act: Callable[[], None], expected: type[BaseException]) -> Measurement:
         """A run that records what it can, and in which somebody acts as soon as a rank says that it does."""
 
         def watch() -> None:

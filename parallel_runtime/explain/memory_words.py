@@ -56,7 +56,7 @@ def weights(plan: RunPlan, work: Work, capacity: Capacity) -> tuple[str, ...]:
 def _fetching(plan: RunPlan, work: Work, estimate: Estimate) -> str:
     if not estimate.batch_seconds:
         return say("weights.unmeasured")
-    prompts = 1 if plan.rows else work.prompts_per_rank(plan.degrees)
+    prompts = 1 if plan.entries_per_call else work.prompts_per_rank(plan.degrees)
     key = ("weights.waits" if estimate.exposed_seconds else "weights.hidden") + (".one" if prompts == 1 else "")
     seconds = {"seconds": f"{estimate.batch_seconds:.2f}", "exposed": f"{estimate.exposed_seconds:.2f}"}
     return say(key, prompts=prompts, **seconds)

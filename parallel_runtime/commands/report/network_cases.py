@@ -16,8 +16,8 @@ from ...engine.split.parallelize import parallelize, unparallelize
 from ...engine.weights.placement import rank_placement
 from ...engine.weights.prefetch import BlockPrefetcher, Buffers
 from ...specs import Parallelism, WeightPlacement, WeightsMode
-from .attention_rows import parallelisms
-from .cases import Case, Row, Setting, mean_error, unbroken
+from .attention_cases import parallelisms
+from .cases import Case, Measurement, Setting, mean_error, unbroken
 from .clock import Clock
 from .subjects import Subject, subjects
 
@@ -38,14 +38,14 @@ def plan_of(network: nn.Module) -> Architecture:
 
 
 def _of_subject(
-    subject: Subject, weights: torch.dtype, labels: Row, setting: Setting, device: torch.device
+    subject: Subject, weights: torch.dtype, labels: Measurement, setting: Setting, device: torch.device
 ) -> Iterator[Case]:
     network = subject.build(weights, device)
     inputs = subject.inputs(device)
     clock = Clock(lambda: network(**inputs, transformer_options={}), device)
     plain = clock.run()
 
-    def error() -> Row:
+    def error() -> Measurement:
         return {"error": mean_error(clock.run(), plain)}
 
     def case(words: str) -> Case:
@@ -56,10 +56,10 @@ def _of_subject(
             yield case(words if mode == "replicate" else f"{words}, {mode}")
 
     yield case("ComfyUI's own")
-    for number, (words, parallelism) in enumerate([*parallelisms(setting.world)] or [("1 rank", Parallelism())]):
+    for number, (words, parallelism) in enumerate([*parallelisms(setting.world_size)] or [("1 rank", Parallelism())]):
         mesh = build_mesh(parallelism, device)
         for mode in get_args(WeightsMode) if number == 0 else ("replicate",):
-            if mode != "shard" or setting.world > 1:
+            if mode != "shard" or setting.world_size > 1:
                 yield from unbroken(labels | {"degrees": f"{words}, {mode}"}, split(words, parallelism, mesh, mode))
 
 

@@ -16,12 +16,12 @@ from ...architectures.network_modules import blocks_of
 from ...engine.comm.mesh import build_mesh
 from ...engine.graphs.block_compile import compile_blocks
 from ...specs import Compilation, Parallelism
-from .cases import Case, Row, Setting, unbroken
+from .cases import Case, Measurement, Setting, unbroken
 from .clock import NO_GRAPHS, Clock
-from .network_rows import divided, plan_of
+from .network_cases import divided, plan_of
 from .subjects import Subject, subjects
 
-WORLDS = (2, 4, 8)
+WORLD_SIZES = (2, 4, 8)
 
 
 def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
@@ -30,44 +30,44 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
         yield from unbroken(labels, _of_subject(subject, labels, device))
 
 
-def degrees(world: int) -> Iterator[tuple[str, Parallelism]]:
+def degrees(world_size: int) -> Iterator[tuple[str, Parallelism]]:
     """Yields degrees with their names, Ulysses first: alone it is also compiled."""
-    yield f"Ulysses {world}", Parallelism(ulysses_degree=world)
-    yield f"ring {world}", Parallelism(ring_degree=world)
-    if world > 2:
-        yield f"ring 2 x Ulysses {world // 2}", Parallelism(ring_degree=2, ulysses_degree=world // 2)
+    yield f"Ulysses {world_size}", Parallelism(ulysses_degree=world_size)
+    yield f"ring {world_size}", Parallelism(ring_degree=world_size)
+    if world_size > 2:
+        yield f"ring 2 x Ulysses {world_size // 2}", Parallelism(ring_degree=2, ulysses_degree=world_size // 2)
 
 
 @contextmanager
-def fake_group(world: int) -> Iterator[None]:
+def fake_group(world_size: int) -> Iterator[None]:
     """A process group of the fake backend, in which this process is rank 0 and no other rank exists."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def _of_subject(subject: Subject, labels: Row, device: torch.device) -> Iterator[Case]:
+def _of_subject(subject: Subject, labels: Measurement, device: torch.device) -> Iterator[Case]:
     network, inputs = subject.build(torch.bfloat16, device), subject.inputs(device)
     clock = Clock(lambda: network(**inputs, transformer_options={}), device)
     yield from clock.cases(labels | {"degrees": "1 rank"})
-    for world in WORLDS:
-        with fake_group(world):
-            for words, parallelism in degrees(world):
+    for world_size in WORLD_SIZES:
+        with fake_group(world_size):
+            for words, parallelism in degrees(world_size):
                 with divided(network, build_mesh(parallelism, device), parallelism):
                     yield from clock.cases(labels | {"degrees": words})
-    for world in (8, 1, 4, 2):  # last, since compiling takes its time
-        degree = f"Ulysses {world}" if world > 1 else "1 rank"
+    for world_size in (8, 1, 4, 2):  # last, since compiling takes its time
+        degree = f"Ulysses {world_size}" if world_size > 1 else "1 rank"
         compiled = labels | {"degrees": degree, "mode": "compiled and recorded"}
-        yield Case(compiled, partial(_compiled, network, clock, world, device))
+        yield Case(compiled, partial(_compiled, network, clock, world_size, device))
 
 
-def _compiled(network: nn.Module, clock: Clock, world: int, device: torch.device) -> Row:
+def _compiled(network: nn.Module, clock: Clock, world_size: int, device: torch.device) -> Measurement:
     if device.type != "cuda":
         return {"note": NO_GRAPHS}
-    parallelism, plan = Parallelism(ulysses_degree=world), plan_of(network).plan
-    with fake_group(world), divided(network, build_mesh(parallelism, device), parallelism):
+    parallelism, plan = Parallelism(ulysses_degree=world_size), plan_of(network).plan
+    with fake_group(world_size), divided(network, build_mesh(parallelism, device), parallelism):
         undo = compile_blocks(blocks_of(network, plan, carrying=True), Compilation())
         try:
             return clock.recorded()

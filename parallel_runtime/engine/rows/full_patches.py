@@ -21,7 +21,7 @@ PICTURES = ("input_block_patch", "input_block_patch_after_skip", "output_block_p
 SELF, CROSS = "attn1", "attn2"
 
 
-class WholePatches:
+class FullPatches:
     """`undivided` is the context that a patch runs in. `has_full_tokens`: the current attention has all tokens, for a
     patch."""
 
@@ -33,15 +33,15 @@ class WholePatches:
         self._shape: list[int] = []
 
     def of(self, options: Options, levels: Levels, shape: list[int]) -> Options:
-        """The patches of transformer_options, for a forward of these levels of a latent [B, C, H, W]."""
+        """Returns the patches of transformer_options, for a forward of these levels of a latent [B, C, H, W]."""
         self._levels, self._shape = levels, shape
         self.has_full_tokens = self.over_time = False
-        given: dict[str, list[Any]] = {kind: list(found) for kind, found in (options.get("patches") or {}).items()}
+        given: dict[str, list[Any]] = options.get("patches") or {}
         of_pictures: dict[str, Patch] = {kind: self._picture for kind in PICTURES}
         of_pictures |= {"middle_block_after_patch": self._middle, "middle_patch": self._between}
         patches = {
-            kind: [partial(of_pictures[kind], patch) for patch in found] if kind in of_pictures else found
-            for kind, found in given.items()
+            kind: [partial(of_pictures[kind], patch) if kind in of_pictures else patch for patch in of_kind]
+            for kind, of_kind in given.items()
         }
         if layers := given.get("forward_timestep_embed_patch"):
             patches["forward_timestep_embed_patch"] = [(kind, partial(self._layer, patch)) for kind, patch in layers]
@@ -50,7 +50,7 @@ class WholePatches:
             if first or last:
                 patches[f"{kind}_patch"] = [partial(self._gather, kind), *(partial(self._inside, p) for p in first)]
                 patches[f"{kind}_output_patch"] = [*(partial(self._inside, p) for p in last), self._split]
-        replaced = {kind: dict(found) for kind, found in (options.get("patches_replace") or {}).items()}
+        replaced = {kind: dict(by_block) for kind, by_block in (options.get("patches_replace") or {}).items()}
         for kind in replaced.keys() & {SELF, CROSS}:
             replaced[kind] = {at: partial(self._attention, kind, patch) for at, patch in replaced[kind].items()}
         return {"patches": patches, "patches_replace": replaced}
@@ -62,7 +62,7 @@ class WholePatches:
         return full
 
     def _picture(self, patch: Patch, *given: Any) -> Any:
-        """Pictures and the options, of an input or output block."""
+        """Calls a patch of an input or output block, which takes pictures and the options."""
         *pictures, options = given
         full = [self._levels.gather(x) for x in pictures]
         with self._undivided():
@@ -72,8 +72,8 @@ class WholePatches:
         return tuple(None if x is None else self._split_picture(x, of) for x, of in zip(made, full, strict=True))
 
     def _split_picture(self, made: Tensor, before: Tensor) -> Tensor:
-        """This rank's rows. Raises NoLevel for a picture of another size than before (Deep Shrink): its rows would be
-        of another level or none."""
+        """Returns this rank's rows. Raises NoLevel for a picture of another size than before (Deep Shrink): its rows
+        would be of another level or none."""
         if made.shape[-2:] != before.shape[-2:]:
             raise self._no_level("a picture", made.shape)
         return self._levels.split(made)
@@ -95,7 +95,7 @@ class WholePatches:
         return self._levels.split(made)
 
     def _between(self, patch: Patch, x: Tensor, extra: Options) -> Tensor:
-        """middle_patch: tokens between the two attentions of a block."""
+        """Calls a middle_patch, which takes tokens between the two attentions of a block."""
         level = self._level(extra)
         full = self._levels.gather_tokens(x, level)
         with self._undivided():
@@ -103,7 +103,7 @@ class WholePatches:
         return self._levels.split_tokens(made, level)
 
     def _gather(self, kind: str, n: Tensor, key: Any, value: Any, extra: Options) -> tuple[Any, Any, Any]:
-        """The first patch of an attention: from here to `_split` its tokens are full."""
+        """Acts as the first patch of an attention: from here to `_split` its tokens are full."""
         full = self._levels.gather_tokens(n, self._level(extra))
         self.has_full_tokens = True
         return (full, full, full) if kind == SELF and key is n else (full, key, value)
@@ -130,7 +130,7 @@ class WholePatches:
         return self._levels.split_tokens(made, level)
 
     def _level(self, extra: Options) -> int:
-        """The level of a block's tokens. Raises NoLevel for a block that attends along time."""
+        """Returns the level of a block's tokens. Raises NoLevel for a block that attends along time."""
         shape = extra["activations_shape"]
         if self.over_time:
             raise self._no_level("attention along time", shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..accelerators import FALLBACK
 from ..errors import Sentence, listed, say
 from ..specs import Parallelism
 from ..wire.readings import WORTH_TELLING, KernelBenchmark
@@ -30,13 +31,13 @@ def _kernel(result: KernelBenchmark) -> str:
 
 def _timed(name: str, microseconds: float) -> Sentence:
     time = f"{microseconds:g}"
-    return say("kernel.own", time=time) if name == "auto" else say("kernel.time", name=name, time=time)
+    return say("kernel.own", time=time) if name == FALLBACK else say("kernel.time", name=name, time=time)
 
 
 def _advice(result: KernelBenchmark, times: dict[str, float]) -> str:
     """Advises a faster kernel to one worker, which keeps ComfyUI's own and its bits; "" where that gains little."""
     fastest = result.kernels[0]
-    if times.get("auto", 0.0) <= WORTH_TELLING * times[fastest]:
+    if times.get(FALLBACK, 0.0) <= WORTH_TELLING * times[fastest]:
         return ""
-    values = {"own": f"{times['auto']:g}", "time": f"{times[fastest]:g}"}
+    values = {"own": f"{times[FALLBACK]:g}", "time": f"{times[fastest]:g}"}
     return say("kernel.advice", block=result.block, fastest=fastest, **values)

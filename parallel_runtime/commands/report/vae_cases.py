@@ -21,9 +21,9 @@ from ...loading.fingerprint import model_fingerprint
 from ...loading.random_states import random_states
 from ...specs import ModelSpec, Parallelism, Placement
 from ..networks import randomized
-from .cases import Case, Row, Setting, mean_error
+from .cases import Case, Measurement, Setting, mean_error
 from .clock import clocked
-from .group_rows import memory_row
+from .group_cases import memory_measurement
 
 KL = "comfy.ldm.modules.diffusionmodules.model"
 KL_CONFIG = dict(double_z=True, z_channels=16, resolution=256, in_channels=3, out_ch=3, ch=128, ch_mult=[1, 2, 4, 4],
@@ -37,7 +37,7 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
         subject = Decode(make, latent, dtype, device)
         subjects.append((name, subject))
         yield Case({"what": name, "workers": "none, ComfyUI's process"}, subject.alone)
-    for count in sorted({1, setting.world}):
+    for count in sorted({1, setting.world_size}):
         with WorkerGroup(Placement(devices=setting.devices[:count]), setting.comfy) as group:
             for name, subject in subjects:
                 for what, act in (("", subject.divided), (", after Free memory", subject.freed)):
@@ -67,26 +67,27 @@ class Decode:
             weights_fingerprint=model_fingerprint(model, dtype),
         )  # fmt: skip
 
-    def alone(self) -> Row:
+    def alone(self) -> Measurement:
         model = self._vae.first_stage_model.to(self._device, self._x.dtype)
         self._expected = model.decode(self._x)
         times = clocked(lambda: model.decode(self._x), self._device)
         self._vae.first_stage_model.to("cpu")
         return {"seconds": times["ms"] / 1e3} | {name: gib for name, gib in times.items() if name == "gib"}
 
-    def divided(self, group: WorkerGroup) -> Row:
+    def divided(self, group: WorkerGroup) -> Measurement:
         """Times the second decode: the first one loads, and compares a small picture with an undivided one."""
         with SharedOutput(self._expected.shape, self._expected.dtype) as output:
             degrees = Parallelism(ring_degree=group.placement.world_size)
             for _ in range(2):
                 result = group.run(self._spec, degrees, self._job(), output=output.fd)
-            return {"error": mean_error(output.tensor, self._expected.cpu()), "seconds": result.seconds} | memory_row(
-                group
-            )
+            return {
+                "error": mean_error(output.tensor, self._expected.cpu()),
+                "seconds": result.seconds,
+            } | memory_measurement(group)
 
-    def freed(self, group: WorkerGroup) -> Row:
+    def freed(self, group: WorkerGroup) -> Measurement:
         group.unload(self._spec)
-        return memory_row(group)
+        return memory_measurement(group)
 
     def _job(self) -> VAEJob:
         return VAEJob(
