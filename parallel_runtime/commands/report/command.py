@@ -1,7 +1,7 @@
 """Reports what a machine can do, as Markdown and JSON to paste into an issue. Downloads nothing.
 
-Every measurement is printed and written at once. Each part runs in processes of its own: an error in one becomes a measurement too, and the
-others go on. Parts for which there is no time are listed as not run.
+Every measurement is printed and written at once. Each part runs in processes of its own: an error in one becomes a
+measurement too, and the others go on. Parts for which there is no time are listed as not run.
 """
 
 from __future__ import annotations
