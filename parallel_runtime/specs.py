@@ -124,6 +124,9 @@ def _comma_separated(shares: tuple[int, ...]) -> str:
     return ",".join(map(str, shares))
 
 
+BLOCK_BUFFERS = 2  # of a device, into which blocks are fetched in turn
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightPlacement:
     """Where the weights of a model are kept between uses.

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 
 from ..errors import Sentence, listed, say
-from ..planning.memory_model import BLOCK_BUFFERS
 from ..planning.network_stats import NetworkStats
 from ..planning.resolve import CLEARLY
 from ..planning.run_plan import RunPlan
 from ..planning.work_shares import are_uneven, work_percent
 from ..request import ParallelRequest
+from ..specs import BLOCK_BUFFERS
 
 SHOWN = 4  # other plans, the best ones
 

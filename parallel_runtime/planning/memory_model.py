@@ -13,13 +13,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..specs import Parallelism, WeightPlacement, WeightsMode
+from ..specs import BLOCK_BUFFERS, Parallelism, WeightPlacement, WeightsMode
 from .network_stats import Work
 from .stage_blocks import balanced, cached_key_value_bytes, staged_weight_bytes
 from .work_shares import in_proportion
 
 UNFILLED_SHARE = 0.08  # of the budget stays empty where auto places as many blocks on a device as fit
-BLOCK_BUFFERS = 2  # blocks that a device has room for to fetch others into
 # Activations at the peak of a transformer block, in tensors of [local tokens, width]: residuals, q, k, v, MLP; and
 # buffers of ring and Ulysses attention, up to 10 where they are too large to be reused.
 ACTIVATION_TENSORS = 20

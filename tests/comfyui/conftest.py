@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from parallel_runtime.planning.memory_model import BLOCK_BUFFERS
+from parallel_runtime.specs import BLOCK_BUFFERS
 
 from .. import tiny
 from .cases import DEGREES

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...accelerators import FALLBACK
-from ...architectures.split_plan import AttentionSpec, AttentionSpecs, Cross, Names, Window
+from ...architectures.split_plan import AttentionSpec, AttentionSpecs, Cross, Window
 from ...errors import Refused
 from ...request import AttentionBackend
 from ...specs import Parallelism
@@ -152,31 +152,21 @@ def backend_override(backend: AttentionBackend) -> BackendOverride:
     return BackendOverride(backend)
 
 
-class SplitState(Protocol):
-    """How the tokens of the forward in progress are split."""
-
-    @property
-    def streams(self) -> Streams: ...
-
-    def any_split(self) -> bool:
-        """Returns whether any tensor is split at this point of the forward."""
-
-    def local_count(self, streams: Names) -> int:
-        """Returns the number of tokens of these streams on this rank."""
-
-    def total(self, streams: Names) -> int:
-        """Returns the number of tokens of these streams on all ranks."""
-
-
 class AttentionOverride(BackendOverride):
-    """The override of a parallelized network: attends over all ranks where streams are split."""
+    """The override of a parallelized network: attends over all ranks where streams are split. `any_split` tells
+    whether any tensor is split at this point of the forward."""
 
     def __init__(
-        self, split_state: SplitState, mesh: ContextMesh, parallelism: Parallelism, pipefusion: PipeFusion | None = None
+        self,
+        streams: Streams,
+        any_split: Callable[[], bool],
+        mesh: ContextMesh,
+        parallelism: Parallelism,
+        pipefusion: PipeFusion | None = None,
     ) -> None:
         super().__init__(parallelism.options.attention_backend)
         self.split_calls = 0  # attentions over all ranks in this forward
-        self._split_state = split_state
+        self._streams, self._any_split = streams, any_split
         self._mesh = mesh
         self._parallelism = parallelism
         self._pipefusion = pipefusion
@@ -208,15 +198,13 @@ class AttentionOverride(BackendOverride):
         kind = self._scope_specs[scope]
         if not isinstance(kind, Window):
             return mask
-        total, width = self._split_state.total(kind.streams), int(kind.width)
-        return self._split_state.streams.cached(
-            ("near", total, width), lambda: _window_mask(total, width, query.device)
-        )
+        total, width = self._streams.total(kind.streams), int(kind.width)
+        return self._streams.cached(("near", total, width), lambda: _window_mask(total, width, query.device))
 
     def _cross(self, scope: int, queries: int, keys: int) -> Cross | None:
         """Returns the streams of an attention with these token counts; None if it is local."""
         if scope == _NO_SCOPE:
-            if self._split_state.any_split():
+            if self._any_split():
                 raise Refused("attention.between", widget="ring_degree")
             return None
         spec = self._scope_specs[scope]
@@ -226,8 +214,8 @@ class AttentionOverride(BackendOverride):
                 return None
             cross = _cross_of(kind)
             if (
-                self._split_state.local_count(cross.queries) == queries
-                and self._split_state.local_count(cross.keys) == keys
+                self._streams.local_tokens(cross.queries).size == queries
+                and self._streams.local_tokens(cross.keys).size == keys
             ):
                 return cross
         raise Refused("attention.tokens", widget="ring_degree", queries=queries, keys=keys, streams=str(over))
@@ -235,7 +223,7 @@ class AttentionOverride(BackendOverride):
     def _attention(self, cross: Cross, backend: AttentionBackend) -> ContextAttention:
         if (cross, backend) not in self._attentions:
             self._attentions[cross, backend] = ContextAttention(
-                self._mesh, self._parallelism.with_options(attention_backend=backend), self._split_state.streams,
+                self._mesh, self._parallelism.with_options(attention_backend=backend), self._streams,
                 cross.queries, cross.keys,
                 fallback=self._attend_natively, only_fallback=lambda: self.previous is not None,
                 pipefusion=self._pipefusion,

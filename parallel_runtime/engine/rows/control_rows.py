@@ -16,7 +16,7 @@ from ..comm.collectives import all_gather_v
 from ..comm.mesh import ContextMesh
 from ..split.streams import PARALLELIZED
 from .levels import Levels
-from .row_division import OVERRIDE, Forward, RowDivision
+from .row_division import OVERRIDE, Forward, RowDivision, split_residuals
 
 
 def parallelize_control_rows(
@@ -29,14 +29,6 @@ def parallelize_control_rows(
     in full. `unparallelize` of split/parallelize.py undoes it.
     """
     setattr(network, PARALLELIZED, ControlRowDivision(network, plan, unet, mesh, parallelism))
-
-
-def split_residuals(control: dict[str, list[Any]], levels: Levels) -> dict[str, list[Any]]:
-    """Returns this rank's rows of full residuals, by kind. ComfyUI does not apply residuals of no level's size."""
-    return {
-        kind: [levels.split(x) if isinstance(x, Tensor) and levels.is_full(x) else x for x in residuals]
-        for kind, residuals in control.items()
-    }
 
 
 class ControlRowDivision(RowDivision):

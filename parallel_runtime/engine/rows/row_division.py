@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ...architectures.row_plan import RowPlan
-from ...architectures.split_plan import Names
 from ...errors import Refused
 from ...loading.random_states import random_states, set_random_states
 from ...specs import Parallelism
@@ -27,7 +26,6 @@ from ..attention.attention_override import AttentionOverride, backend_override
 from ..attention.patched_names import set_active, wrap_modules
 from ..comm.mesh import ContextMesh
 from ..comm.shared_scales import shared_input_scales
-from ..split.streams import Streams
 from . import functions
 from .full_patches import FullPatches
 from .levels import Levels, LevelTokens, NoLevel, levels_of
@@ -35,6 +33,7 @@ from .levels import Levels, LevelTokens, NoLevel, levels_of
 OVERRIDE = "optimized_attention_override"
 ATTENTION = "comfy.ldm.modules.attention"
 Forward = Callable[..., Any]
+ControlResiduals = dict[str, list[Any]]  # by kind; None for a block that has none
 
 
 class RowDivision:
@@ -51,7 +50,7 @@ class RowDivision:
         self._known: dict[Size, Levels | None] = {}  # recorded graphs read their tensors
         self._levels: Levels | None = None  # of the forward in progress; None where it sees full tensors
         self._tokens = LevelTokens(mesh.context)
-        self._override = AttentionOverride(_RowSplitState(self, self._tokens), mesh, parallelism)
+        self._override = AttentionOverride(self._tokens, lambda: self.is_divided, mesh, parallelism)
         self._local = self._override.scope_index("local")
         self._across = self._override.scope_index([(str(level),) for level in range(self._depth + 1)])
         self._patches = FullPatches(self.undivided)
@@ -109,7 +108,7 @@ class RowDivision:
         before = random_states(x.device) if options.get("patches") else None
         with self._dividing(levels, options.get(OVERRIDE)):
             local_options = {**options, **self._patches.of(options, levels, list(x.shape)), OVERRIDE: self._override}
-            local_control = control and {kind: _split_residuals(each, levels) for kind, each in control.items()}
+            local_control = control and split_residuals(control, levels)
             try:
                 local_x = levels.split(x)
                 levels.source[:] = [local_x, x]
@@ -119,7 +118,7 @@ class RowDivision:
                     raise
         set_random_states(before, x.device)
         if control is not None:
-            control = {kind: _gather_residuals(each, levels) for kind, each in control.items()}
+            control = gather_residuals(control, levels)
         return self._forward_undivided(forward, x, timesteps, context, y, control, options, **kwargs)
 
     def levels_of(self, shape: Size) -> Levels | None:
@@ -237,32 +236,21 @@ class _Mode(TorchFunctionMode):
         return handler(self._levels, func, *args, **(kwargs or {}))
 
 
-class _RowSplitState:
-    """What the attention override asks about the forward in progress."""
-
-    def __init__(self, division: RowDivision, streams: Streams) -> None:
-        self.streams = streams
-        self._division = division
-
-    def any_split(self) -> bool:
-        return self._division.is_divided
-
-    def local_count(self, streams: Names) -> int:
-        return self.streams.local_tokens(streams).size
-
-    def total(self, streams: Names) -> int:
-        return self.streams.total(streams)
+def split_residuals(control: ControlResiduals, levels: Levels) -> ControlResiduals:
+    """Returns this rank's rows of the residuals of a ControlNet or T2I adapter, by kind; those of a divided ControlNet
+    are so already. ComfyUI does not apply residuals of no level's size."""
+    return {
+        kind: [levels.split(x) if isinstance(x, Tensor) and levels.is_full(x) else x for x in residuals]
+        for kind, residuals in control.items()
+    }
 
 
-def _split_residuals(residuals: list[Tensor | None], levels: Levels) -> list[Tensor | None]:
-    """Returns this rank's rows of residuals of a ControlNet or T2I adapter, which those of a divided ControlNet are
-    already. ComfyUI does not apply residuals of no level's size."""
-    return [x if x is None or not levels.is_full(x) else levels.split(x) for x in residuals]
-
-
-def _gather_residuals(residuals: list[Tensor | None], levels: Levels) -> list[Tensor | None]:
+def gather_residuals(control: ControlResiduals, levels: Levels) -> ControlResiduals:
     """Gathers the residuals that are this rank's rows; full ones stay. Collective."""
-    return [x if x is None or not levels.is_level(x) else levels.gather(x) for x in residuals]
+    return {
+        kind: [levels.gather(x) if isinstance(x, Tensor) and levels.is_level(x) else x for x in residuals]
+        for kind, residuals in control.items()
+    }
 
 
 def _is_normed_convolution(layers: list[nn.Module]) -> bool:

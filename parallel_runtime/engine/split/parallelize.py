@@ -84,7 +84,7 @@ class _ParallelNetwork:
         self._plan = plan
         self._ring, self._ranks = mesh.ring.size, mesh.context
         self._own_attentions = self_chosen_kernels(network) if parallelism.options.attention_backend == "auto" else {}
-        self._override = AttentionOverride(self.splitter, mesh, parallelism, self.pipefusion)
+        self._override = AttentionOverride(self.streams, self.splitter.any_split, mesh, parallelism, self.pipefusion)
         self._residual_tokens: int | None = None  # the full length of residuals that are split; None: they are full
         self._residual_consumer: _ParallelNetwork | None = None
         parameters = inspect.signature(type(network).forward).parameters.values()

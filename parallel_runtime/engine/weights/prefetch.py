@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ...specs import BLOCK_BUFFERS
 from ..comm.votes import differing_ranks
 from .flat_block import FlatBlock
 
-BLOCK_BUFFERS = 2  # buffers that blocks use in turn; layers outside of blocks share one more
-NOT_FETCHED = BLOCK_BUFFERS + 1  # instead of a buffer, for a module that only other ranks fetch
+LAYER_BUFFER = BLOCK_BUFFERS  # the one that layers outside of blocks share
+NOT_FETCHED = LAYER_BUFFER + 1  # instead of a buffer, for a module that only other ranks fetch
 LARGE_FRACTION = 0.02  # of the model's weights: smaller layers are on every device
 
 
@@ -146,7 +147,7 @@ class BlockPrefetcher:
         if not resident:
             flat_block.drop_storage()
         blocks = sum(entry.buffer < BLOCK_BUFFERS for entry in self._modules)
-        buffer = NOT_FETCHED if resident else blocks % BLOCK_BUFFERS if block else BLOCK_BUFFERS
+        buffer = NOT_FETCHED if resident else blocks % BLOCK_BUFFERS if block else LAYER_BUFFER
         self._modules.append(FetchedModule(module, flat_block, buffer, like))
 
     def seal(self) -> None:

@@ -14,8 +14,8 @@ from comfy.controlnet import ControlBase, T2IAdapter
 from torch import Size, Tensor, nn
 
 from ...architectures.control_networks import ControlRowPlan, control_plan_of
-from ...engine.rows.control_rows import parallelize_control_rows, split_residuals
-from ...engine.rows.row_division import RowDivision
+from ...engine.rows.control_rows import parallelize_control_rows
+from ...engine.rows.row_division import RowDivision, split_residuals
 from ...engine.split.parallelize import parallelize_control, unparallelize
 from ...engine.split.streams import PARALLELIZED
 from ..models import Model
