@@ -20,8 +20,8 @@ from parallel_runtime.engine.comm.mesh import build_mesh
 from parallel_runtime.engine.rows.parallel_rows import parallelize_rows
 from parallel_runtime.specs import Parallelism
 
-from ..architectures import tiny
 from ..rows.ranks import divide
+from ..zoo import tiny
 
 ROUNDS = 4
 DIVISIONS = {"undivided": (1, 1), "ring 2": (2, 1), "Ulysses 2": (1, 2)}
@@ -38,7 +38,7 @@ def main() -> None:
     from ..rows import unet_zoo
 
     config = unet_zoo.SDXL | {"model_channels": asked.width, "num_head_channels": 32, "context_dim": 64}
-    network = tiny.build("modules.diffusionmodules.openaimodel:UNetModel", **config)
+    network = tiny.build("ldm.modules.diffusionmodules.openaimodel:UNetModel", **config)
     unet_zoo.UNETS["measured"] = config
     given, rows = unet_zoo.inputs("measured", asked.side, asked.side), []
     for mode, (ring, ulysses) in DIVISIONS.items():

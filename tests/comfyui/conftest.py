@@ -16,9 +16,9 @@ from parallel_runtime.planning.memory_model import BLOCK_BUFFERS
 from .. import tiny
 from .cases import DEGREES
 from .comfy import OUR_ROOT, ComfyInstall, find_comfy, why_there_is_none
+from .conditioning import picture
 from .graphs import Parallel
 from .latents import latent_of
-from .networks import picture
 from .server import Server, running_server
 
 USUAL = 2  # workers

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from .comfy import OUR_ROOT, ComfyInstall
+from .conditioning import SAMPLED, WITHOUT_PLAN
 from .graphs import TEXTS, Parallel
-from .networks import NETWORKS, WITHOUT_PLAN
 from .nodes_data import USUAL
 from .nodes_graphs import HEIGHT, WIDTH, Bench, node
 from .server import SITE, Server
@@ -75,7 +75,7 @@ CLIPS = {"unet_refiner": ("refiner", TEXT, TEXT), "unet_gligen": ("sd1", GLIGEN_
 
 def _network(name: str) -> Bench:
     """Of the tests of networks."""
-    network = NETWORKS[name]
+    network = SAMPLED[name]
     return Bench(
         name=name,
         loader=node("UNETLoader", unet_name=f"networks/{name}.safetensors", weight_dtype="default"),
@@ -178,7 +178,7 @@ def benches() -> dict[str, Bench]:
     style = replace(
         first, name="flux_style", latent=f"1,16,{LATENT}", gives={**first.gives, "CLIP_VISION_OUTPUT": STYLE_SEEN}
     )
-    made = [first, style, wan, qwen, *map(_unet, UNETS), *map(_network, NETWORKS)]
+    made = [first, style, wan, qwen, *map(_unet, UNETS), *map(_network, SAMPLED)]
     return {bench.name: bench for bench in made}
 
 
@@ -195,7 +195,7 @@ def write_benches(comfy: ComfyInstall, server: Server, names: Iterable[str]) -> 
         commands.append(["tests.rows.files", comfy.root, models])
     asked = {*names}
     if missing := [
-        name for name in asked & {*NETWORKS, *WITHOUT_PLAN} if not (networks / f"{name}.safetensors").exists()
+        name for name in asked & {*SAMPLED, *WITHOUT_PLAN} if not (networks / f"{name}.safetensors").exists()
     ]:
         networks.mkdir(exist_ok=True)
         commands.append(["tests.comfyui.write_networks", networks, *missing])

@@ -23,10 +23,10 @@ from parallel_runtime.commands.migrate import migrated
 from ..tiny import write as write_tiny
 from .client import Client, Graph, Interrupted, NodeError
 from .comfy import OUR_ROOT, ComfyInstall
+from .conditioning import SAMPLED, WITHOUT_PLAN
 from .graphs import Parallel
 from .grid import AMPLIFIED
 from .latents import apart, saved_latents
-from .networks import NETWORKS, WITHOUT_PLAN
 from .nodes_benches import CUT, write_benches
 from .nodes_graphs import node
 from .server import SITE, Server
@@ -85,7 +85,7 @@ def _made_small(graph: Graph, info: Mapping[str, Any], name: str) -> Small | Row
 def write_files(comfy: ComfyInstall, server: Server, networks: Sequence[Tiny]) -> None:
     """The tiny files of these networks, once a server, and a LoRA for each."""
     models = server.base / "models"
-    write_benches(comfy, server, {tiny.name for tiny in networks} & {*NETWORKS, *WITHOUT_PLAN, *UNETS} | {"flux"})
+    write_benches(comfy, server, {tiny.name for tiny in networks} & {*SAMPLED, *WITHOUT_PLAN, *UNETS} | {"flux"})
     if not (models / "controlnet" / "qwen_union.safetensors").exists():
         environment = os.environ | {"COMFYUI_PATH": str(comfy.root), "OMP_NUM_THREADS": "1", "PYTHONPATH": SITE}
         for command in (

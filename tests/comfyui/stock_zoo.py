@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from .conditioning import SAMPLED, WITHOUT_PLAN
 from .graphs import TEXTS
-from .networks import NETWORKS, WITHOUT_PLAN
 from .write_control_nets import POOLED_SD3
 from .write_unets import POOLED, POOLED_OF, TEXT, UNETS
 
@@ -95,7 +95,7 @@ def tiny_of(file: str) -> Tiny:
 
 def _text(name: str) -> dict[str, Any]:
     """The part of a network's conditioning that a text encoder makes; nodes of the workflow make the others."""
-    network = (NETWORKS | WITHOUT_PLAN)[name]
+    network = (SAMPLED | WITHOUT_PLAN)[name]
     spec = network.spec(network.tokens)
     text = {key: spec[key] for key in ("tokens", "dim", *OF_THE_ENCODER) if key in spec}
     tensors = {key: shape for key, shape in spec.get("tensors", {}).items() if key.startswith(TENSORS_OF_THE_ENCODER)}

@@ -14,10 +14,10 @@ from ..groups import faulty
 from .cases import DEGREES
 from .client import NodeError
 from .comfy import ComfyInstall
+from .conditioning import picture
 from .conftest import write_vaes
 from .graphs import Job, Parallel, sampling_graph, with_loras
 from .latents import apart, latent_of
-from .networks import picture
 from .server import Server, running_server
 from .test_kin import link, node
 from .test_weights import held

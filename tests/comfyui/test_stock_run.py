@@ -108,11 +108,11 @@ def test_every_name_in_the_table_is_a_tiny_network() -> None:
 
 
 def tiny_of_name(entry: str) -> bool:
+    from .conditioning import SAMPLED, WITHOUT_PLAN
     from .graphs import TEXTS
-    from .networks import NETWORKS, WITHOUT_PLAN
     from .write_unets import UNETS
 
     kind, _, name = entry.rpartition(" ")
     return (
-        name in {"family": {*TEXTS, "z_image"}, "unet": UNETS, "": NETWORKS | WITHOUT_PLAN, "control": ("sd35",)}[kind]
+        name in {"family": {*TEXTS, "z_image"}, "unet": UNETS, "": SAMPLED | WITHOUT_PLAN, "control": ("sd35",)}[kind]
     )

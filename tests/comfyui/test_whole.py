@@ -13,9 +13,9 @@ from torch import Tensor
 from .cases import DEGREES
 from .client import Graph, NodeError
 from .comfy import ComfyInstall
+from .conditioning import picture
 from .graphs import Parallel
 from .latents import apart, latent_of
-from .networks import picture
 from .server import Server
 from .test_kin import link, node
 from .test_patch_models import vae, write_patches

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..architectures.tiny import build, filled, normal, seed, start_comfyui
+from ..zoo.tiny import build, filled, normal, seed, start_comfyui
 from .write_unets import POOLED, SHAPE, SIZES, seen
 
 POOLED_SD3 = 2048  # ComfyUI's loader writes it into SD3.5's ControlNets
@@ -75,7 +75,7 @@ def _control(path: str, **config: Any) -> nn.Module:
 def _write_unets(networks: Path, nets: Path) -> None:
     for number, (name, (kind, changes)) in enumerate(UNETS.items()):
         config = SHAPE | changes
-        network = build("modules.diffusionmodules.openaimodel:UNetModel", **config)
+        network = build("ldm.modules.diffusionmodules.openaimodel:UNetModel", **config)
         metadata = {"cp_tiny": json.dumps({"model": kind, "final": config})}
         save_file(weights_of(network, number), networks / f"{name}.safetensors", metadata=metadata)
         short = {key: value for key, value in config.items() if key not in ("out_channels", "transformer_depth_output")}
@@ -100,7 +100,7 @@ def _write_unets(networks: Path, nets: Path) -> None:
 def _write_union(networks: Path, nets: Path) -> None:
     """SDXL's union, whose code has a fixed width. Real files name their parts otherwise."""
     config = SHAPE | UNETS["sdxl"][1] | {"model_channels": 320, "channel_mult": (1, 1), "num_res_blocks": [1, 1]}
-    network = build("modules.diffusionmodules.openaimodel:UNetModel", **config)
+    network = build("ldm.modules.diffusionmodules.openaimodel:UNetModel", **config)
     metadata = {"cp_tiny": json.dumps({"model": "SDXL", "final": config})}
     save_file(weights_of(network, 90), networks / "sdxl_wide.safetensors", metadata=metadata)
     short = {key: value for key, value in config.items() if key not in ("out_channels", "transformer_depth_output")}
@@ -157,7 +157,7 @@ def _write_sd3(networks: Path, nets: Path) -> None:
 
     context = {"target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 192}}
     network = build(
-        "modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper", input_size=None, patch_size=2, in_channels=16,
+        "ldm.modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper", input_size=None, patch_size=2, in_channels=16,
         depth=3, adm_in_channels=POOLED_SD3, num_patches=32 * 32, pos_embed_max_size=32, qk_norm="rms",
         context_embedder_config=context, x_block_self_attn_layers=[],
     )  # fmt: skip

@@ -1,5 +1,5 @@
-"""Writes every network of networks.py: `python -m tests.comfyui.write_networks FOLDER`, in ComfyUI's python; names
-behind the folder: those alone."""
+"""Writes networks of the zoo into a folder: `python -m tests.comfyui.write_networks FOLDER [NAME ...]`, in ComfyUI's
+python."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from ..architectures.tiny import normal, start_comfyui
+from ..zoo.networks import NETWORKS
+from ..zoo.tiny import make, normal, start_comfyui
+from .conditioning import SAMPLED
 
 
 def main(folder: str, *names: str) -> None:
     start_comfyui()
-    from .networks import NETWORKS, WITHOUT_PLAN
-
-    for name, network in (NETWORKS | WITHOUT_PLAN).items():
-        if name not in (names or NETWORKS):
-            continue
-        built = network.build()
-        tiny = {"model": network.model, "final": built.unet_config}
+    for name in names or SAMPLED:
+        row, built = NETWORKS[name], make(name)
+        tiny = {"model": row.model, "final": built.unet_config}
         weights = {key: tensor.contiguous() for key, tensor in built.state_dict().items()}
-        weights |= {key: normal(*shape) * 0.1 for key, shape in network.beside.items()}
+        weights |= {key: normal(*shape) * 0.1 for key, shape in row.beside.items()}
         save_file(weights, Path(folder) / f"{name}.safetensors", metadata={"cp_tiny": json.dumps(tiny)})
 
 

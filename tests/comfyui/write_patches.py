@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ..architectures.tiny import anima, filled, lllite, start_comfyui
+from ..zoo.remade import lllite
+from ..zoo.tiny import filled, make, start_comfyui
 
 FUN_LITE = {"n_control_layers": 3, "additional_in_dim": 17, "refiner_control": True}
 WAN_DIM = 256  # of the tiny Wan
@@ -53,7 +54,7 @@ def main(folder: str, networks: str) -> None:
         save_file(weights, Path(folder) / f"{name}.safetensors")
         save_file({key: value.to(FLOAT8) for key, value in weights.items()}, Path(folder) / f"{name}_fp8.safetensors")
     save_file(lllite(192).state_dict(), Path(folder) / "anima_lllite.safetensors")
-    network = anima()
+    network = make("anima")
     tiny = {"cp_tiny": json.dumps({"model": "Anima", "final": network.unet_config})}
     save_file(network.state_dict(), Path(networks) / "anima.safetensors", metadata=tiny)
     pickled = weights_of(made["qwen_canny"], prefix="")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ..architectures.tiny import filled, start_comfyui
+from ..zoo.tiny import filled, start_comfyui
 
 WIDTH, TEXT, POOLED = 32, 64, 32  # channels, numbers a token of text, numbers of its pooled output
 POOLED_XL = 1280  # as in SDXL's own files: ComfyUI adds noise to what CLIP vision saw in this width

@@ -20,7 +20,7 @@ EXACT = 1e-5  # of the output's standard deviation
 COMFYUIS_ANSWER = """
 import sys, torch
 from safetensors.torch import load_file, save_file
-from tests.architectures import tiny
+from tests.zoo import tiny
 tiny.start_comfyui()
 import comfy.sd
 model, *asked = sys.argv[1:]

@@ -13,8 +13,8 @@ from parallel_runtime.architectures.row_plan import RowPlan
 from parallel_runtime.engine.rows.parallel_rows import parallelize_rows
 from parallel_runtime.engine.split.parallelize import unparallelize
 
-from ..architectures import tiny
 from ..engine.meshes import mesh, parallelism
+from ..zoo import tiny
 
 tiny.start_comfyui()
 from . import cascade_zoo  # noqa: E402

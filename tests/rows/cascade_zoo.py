@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..architectures import tiny
+from ..zoo import tiny
 
 
 @lru_cache(1)

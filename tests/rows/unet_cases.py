@@ -18,9 +18,9 @@ from parallel_runtime.engine.graphs.graph_runner import GraphRunner
 from parallel_runtime.engine.rows.parallel_rows import parallelize_rows
 from parallel_runtime.engine.split.parallelize import unparallelize
 
-from ..architectures import tiny
 from ..engine.meshes import mesh, parallelism
 from ..site.tape import record_with_tapes
+from ..zoo import tiny
 
 tiny.start_comfyui()
 from . import unet_patches, unet_zoo  # noqa: E402

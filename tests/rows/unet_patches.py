@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..architectures import tiny
+from ..zoo import tiny
 from . import unet_zoo
 
 Patch = Callable[[Any], Any]

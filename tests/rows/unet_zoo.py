@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..architectures import tiny
+from ..zoo import tiny
 
 Config = dict[str, Any]
 
@@ -56,7 +56,7 @@ FRAMES = 3
 
 @lru_cache(1)
 def made(name: str) -> Any:
-    return tiny.build("modules.diffusionmodules.openaimodel:UNetModel", **UNETS[name])
+    return tiny.build("ldm.modules.diffusionmodules.openaimodel:UNetModel", **UNETS[name])
 
 
 def inputs(name: str, rows: int, columns: int, batch: int = 1) -> dict[str, Any]:
