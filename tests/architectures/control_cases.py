@@ -19,15 +19,13 @@ from parallel_runtime.engine.split.streams import chunk_sizes
 
 from ..engine.meshes import mesh, parallelism
 from ..zoo import calls, tiny
-from ..zoo.networks import FLUX, HUNYUAN_DIT, QWEN, SD3
+from ..zoo.networks import FLUX, HUNYUAN_DIT, QWEN, SD3, SD35_CONTROL
 from ..zoo.tiny import build, make
 from .cases import copied, error, plan_of
 from .mutations import LOUD
 
 TIMES = ("timestep", "timesteps", "t")  # what networks call it; ControlNets say timesteps
 Residuals = dict[str, list[Tensor]]
-SD35 = dict(img_size=None, patch_size=2, in_chans=16, attention_head_dim=64, num_attention_heads=3, adm_in_channels=64,
-            num_layers=2, main_model_double=3)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,8 @@ CASES = {
                                                     injection_layers=(0, 1)),
                      calls.qwen, (2, 16, 1, 17, 23), {"base_model": None}),
     "sd3": _sd3("mmdit:ControlNet", num_blocks=2, **SD3),
-    "sd3.5 large": _sd3("dit_embedder:ControlNetEmbedder", double_y_emb=True, **SD35),
-    "sd3.5": _sd3("dit_embedder:ControlNetEmbedder", double_y_emb=False, **SD35),
+    "sd3.5 large": _sd3("dit_embedder:ControlNetEmbedder", double_y_emb=True, **SD35_CONTROL),
+    "sd3.5": _sd3("dit_embedder:ControlNetEmbedder", double_y_emb=False, **SD35_CONTROL),
     "hunyuan dit": Case(partial(build, "ldm.hydit.models:HunYuanDiT", **HUNYUAN_DIT, depth=40),  # for its 19 residuals
                         partial(build, "ldm.hydit.controlnet:HunYuanControlNet", **HUNYUAN_DIT), calls.hunyuan_dit,
                         (2, 4, 17, 23), {}),

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from ..zoo.unets import POOLED as POOLED_OF_UNETS
+from ..zoo.unets import POOLED_XL, TEXT, UNET_FILES
 from .client import Graph
 from .graphs import Job, Parallel, sampling_graph
 
@@ -182,7 +184,13 @@ WITHOUT_PLAN: dict[str, Conditioning] = {
     ),
     "seedvr2": at(VIDEO, dim=5120, tokens=58),
 }
+POOLED_OF = {"unet_xl": POOLED_XL, "unet_refiner": TEXT}  # POOLED_OF_UNETS of the others
 BY_ROWS = ("stage_c", "stage_b")  # of which there are no stages of a pipeline
+
+
+def text_of_unet(name: str) -> dict[str, int]:
+    """What a text encoder makes for a UNet of a file."""
+    return {"dim": UNET_FILES[name].config["context_dim"], "pooled": POOLED_OF.get(name, POOLED_OF_UNETS)}
 
 
 def picture(name: str, parallel: Parallel | None = None) -> Graph:

@@ -1,4 +1,5 @@
 """The table of tiny networks: classes of ComfyUI's, with three heads where the class lets it be, and few layers.
+UNets are in unets.py.
 
 `make` of tiny.py makes a row, files.py writes it into a file of its name. Nothing here needs ComfyUI.
 """
@@ -83,6 +84,11 @@ SD3 = dict(
     pos_embed_max_size=32, qk_norm="rms",
     context_embedder_config={"target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 192}},
 )  # fmt: skip
+POOLED_SD3 = 2048  # ComfyUI's loader writes it into SD3.5's ControlNets
+SD35_CONTROL = dict(
+    img_size=None, patch_size=2, in_chans=16, attention_head_dim=64, num_attention_heads=3, adm_in_channels=64,
+    num_layers=2, main_model_double=3,
+)  # fmt: skip
 KANDINSKY = dict(
     in_text_dim=96, in_text_dim2=64, time_dim=64, model_dim=192, ff_dim=256, num_visual_blocks=2,
     axes_dims=(16, 24, 24),
@@ -101,16 +107,6 @@ STABLE_AUDIO_3 = STABLE_AUDIO | dict(
     norm_type="rms_norm", local_add_cond_dim=257, global_cond_shared_embed=True, global_cond_type="adaLN",
     timestep_features_type="expo",
 )  # fmt: skip
-STAGE_C: Config = {
-    "c_in": 16, "c_out": 16, "c_r": 16, "c_cond": 32, "c_hidden": [48, 48], "nhead": [3, 3],
-    "blocks": [[1, 2], [2, 1]], "c_clip_text": 24, "c_clip_text_pooled": 24, "c_clip_img": 768,
-    "stable_cascade_stage": "c",
-}  # fmt: skip
-STAGE_B: Config = {
-    "c_in": 4, "c_out": 4, "c_r": 16, "c_cond": 32, "c_hidden": [16, 24, 48], "nhead": [-1, 3, 3],
-    "blocks": [[1, 1, 2], [2, 1, 1]], "block_repeat": [[1, 1, 1], [2, 2, 1]], "level_config": ["CT", "CTA", "CTAF"],
-    "c_clip": 24, "c_effnet": 16, "dropout": [0, 0, 0], "stable_cascade_stage": "b",
-}  # fmt: skip
 
 NETWORKS: dict[str, Network] = {
     "flux": flux("Flux"),
@@ -156,6 +152,10 @@ NETWORKS: dict[str, Network] = {
     ),
     "causal_wan": wan("WAN21_CausalAR_T2V", "ar_model:CausalWanModel"),
     "qwen": of("qwen_image.model:QwenImageTransformer2DModel", "QwenImage", **QWEN),
+    "qwen_narrow": of(
+        "qwen_image.model:QwenImageTransformer2DModel", "QwenImage", **QWEN | dict(
+            attention_head_dim=32, num_attention_heads=4, axes_dims_rope=[8, 12, 12])
+    ),
     "mage_flow": of("mage_flow.model:MageFlowTransformer2DModel", "MageFlow", **QWEN),
     "z_image": of("lumina.model:NextDiT", "ZImage", **LUMINA),
     "lumina2": of(
@@ -172,6 +172,10 @@ NETWORKS: dict[str, Network] = {
     ),
     "sd35_medium": of(
         "modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper", "SD3", x_block_self_attn_layers=[0, 1], **SD3
+    ),
+    "sd35": of(
+        "modules.diffusionmodules.mmdit:OpenAISignatureMMDITWrapper", "SD3", x_block_self_attn_layers=[],
+        **SD3 | dict(adm_in_channels=POOLED_SD3),
     ),
     "hunyuan": of("hunyuan_video.model:HunyuanVideo", "HunyuanVideo", **HUNYUAN),
     "hunyuan_15": of(
@@ -305,8 +309,6 @@ NETWORKS: dict[str, Network] = {
         kind="ldm.audio.dit:AudioDiffusionTransformer", model="StableAudio3", config=STABLE_AUDIO_3,
         beside=seconds("total", learned=False),
     ),
-    "stage_c": of("cascade.stage_c:StageC", "Stable_Cascade_C", **STAGE_C),
-    "stage_b": of("cascade.stage_b:StageB", "Stable_Cascade_B", **STAGE_B),
 }  # fmt: skip
 NETWORKS |= {  # other names of a row, where it is prompted otherwise
     name: NETWORKS[row] for name, row in {

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from .networks import NETWORKS
+from .unets import UNETS
 
 _LEARNT = ("pos_embed", "inv_freq", "beta")  # buffers that come with the weights
 _GENERATOR = torch.Generator()
 _COMPUTED_IN = [torch.float32]
+ROWS = NETWORKS | UNETS
 
 
 def start_comfyui() -> None:
@@ -62,7 +64,7 @@ def settings(device: str = "cpu") -> dict[str, Any]:
 
 def make(name: str, **changes: Any) -> nn.Module:
     """The network of this name in the table, with `changes` to its config."""
-    row = NETWORKS[name]
+    row = ROWS[name]
     network = build(row.kind, **row.config | changes)
     for weight, factor in row.scaled.items():
         network.get_parameter(weight).mul_(factor)
