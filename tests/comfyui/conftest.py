@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel_runtime.planning.memory_model import BLOCK_BUFFERS
 
-from .. import tiny
+from ..zoo import checkpoints
 from .cases import DEGREES
 from .comfy import ComfyInstall, find_comfy, why_there_is_none
 from .conditioning import SAMPLED, picture
@@ -60,9 +60,8 @@ def formats(comfy: ComfyInstall, shared_server: Server, tmp_path_factory: pytest
     script, sources = Path(__file__).with_name("write_formats.py"), []
     for name in VARIED:
         deep = {} if name == "flux_dev" else {"layers": BLOCK_BUFFERS + 1}
-        sources.append(
-            tiny.write(tmp_path_factory.mktemp("deep"), name, **deep).rename(folder.parent / f"{name}.safetensors")
-        )
+        source = checkpoints.write(tmp_path_factory.mktemp("deep"), name, **deep)
+        sources.append(source.rename(folder.parent / f"{name}.safetensors"))
     subprocess.run([comfy.python, script, comfy.root, folder, *sources], check=True, capture_output=True)
     return folder
 

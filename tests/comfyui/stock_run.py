@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from parallel_runtime.commands.migrate import migrated
 
-from ..tiny import write as write_tiny
+from ..zoo.checkpoints import write as write_tiny
 from ..zoo.unets import UNET_FILES
 from .client import Client, Graph, Interrupted, NodeError
 from .conditioning import SAMPLED, WITHOUT_PLAN

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from .. import tiny
+from ..zoo import checkpoints
 from .cases import ALONE, DEGREES, FOUR
 from .client import Graph, NodeError
 from .graphs import Job, Parallel, sampling_graph, with_loras
@@ -127,7 +127,7 @@ PATCHES = {
 @pytest.fixture(scope="module")
 def server_of_patches(shared_server: Server) -> Server:
     """The session's, with tiny patches and a Z-Image of as many blocks as they go by."""
-    written = tiny.write(shared_server.base / "models" / "diffusion_models", "z_image", layers=30)
+    written = checkpoints.write(shared_server.base / "models" / "diffusion_models", "z_image", layers=30)
     written.rename(written.with_name("z_image.safetensors"))
     shared_server.write_tiny("model_patches")
     return shared_server
