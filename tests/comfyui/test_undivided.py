@@ -14,7 +14,7 @@ from .vae_graphs import BAR as VAE_BAR
 from .vae_graphs import both, decoding
 
 JOB = Job(family="flux_dev", cfg=4.0, batch=3, sampler="dpmpp_2m")
-TEXT = '{"tokens": %d, "dim": 64}'
+TEXT = '{"tokens": %d, "dim": 32}'
 BAR = 1e-5  # of the latent's standard deviation
 BAR_BY_ROWS = 2e-5
 LANES = [
@@ -27,13 +27,13 @@ LANES = [
 
 @pytest.fixture(scope="module")
 def unet_server(shared_server: Server) -> Server:
-    shared_server.write_tiny("networks", "sd15")
+    shared_server.write_tiny("unet_files")
     return shared_server
 
 
 def picture(parallel: Parallel | None, *, loader: str = "UNETLoader", size: str = "3,4,16,24") -> Graph:
     graph = sampling_graph(JOB, "CPSampler" if parallel else "KSampler", parallel)
-    graph["model"] = node(loader, unet_name="networks/sd15.safetensors")
+    graph["model"] = node(loader, unet_name="unets/sd15_calm.safetensors")
     if loader == "UNETLoader":
         graph["model"]["inputs"]["weight_dtype"] = "default"
     graph["latent"]["inputs"] |= {"shape": size}

@@ -80,6 +80,7 @@ UNET_FILES: dict[str, Network] = {  # which unet_files.py writes
 }
 UNETS: dict[str, Network] = UNET_FILES | {
     "sd15": shallow("SD15"),
+    "sd15_calm": shallow("SD15", context_dim=32, use_linear_in_transformer=False),
     "sdxl": UNET_FILES["unet"],
     "sdxl_wide": shallow("SDXL", seen(POOLED + SIZES), model_channels=320, channel_mult=(1, 1)),
     "SD1.5": of(UNET, **SD15),
