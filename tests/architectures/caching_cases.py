@@ -12,8 +12,8 @@ from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
 from parallel_runtime.worker.step_cache import StepCache
 
 from ..engine.meshes import mesh, parallelism
+from ..zoo.calls import Inputs
 from .cases import error, forward, made, plan_of
-from .zoo import Inputs
 
 STEPS = (1.0, 0.999, 0.5, 0.4995, 0.4993)
 

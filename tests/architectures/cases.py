@@ -18,10 +18,10 @@ from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
 from parallel_runtime.engine.split.streams import streams_of
 
 from ..engine.meshes import mesh, parallelism
-from . import tiny
+from ..zoo import tiny
 
 tiny.start_comfyui()
-from .zoo import CASES, Inputs  # noqa: E402
+from ..zoo.calls import CASES, Inputs  # noqa: E402
 
 
 def parity(rank: int, world: int, name: str, ring: int, ulysses: int, shares: Sequence[int] = ()) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,31 +18,14 @@ from parallel_runtime.engine.split.parallelize import parallelize, parallelize_c
 from parallel_runtime.engine.split.streams import chunk_sizes
 
 from ..engine.meshes import mesh, parallelism
-from . import tiny, zoo
+from ..zoo import calls, tiny
+from ..zoo.networks import FLUX, HUNYUAN_DIT, QWEN, SD3, SD35_CONTROL
+from ..zoo.tiny import build, make
 from .cases import copied, error, plan_of
 from .mutations import LOUD
 
 TIMES = ("timestep", "timesteps", "t")  # what networks call it; ControlNets say timesteps
 Residuals = dict[str, list[Tensor]]
-QWEN = dict(num_layers=2, attention_head_dim=64, num_attention_heads=3, joint_attention_dim=96,
-            axes_dims_rope=(16, 24, 24))  # fmt: skip
-SD3 = dict(
-    input_size=None, patch_size=2, in_channels=16, depth=3, adm_in_channels=64, num_patches=32 * 32,
-    pos_embed_max_size=32, qk_norm="rms",
-    context_embedder_config={"target": "torch.nn.Linear", "params": {"in_features": 96, "out_features": 192}},
-)  # fmt: skip
-SD35 = dict(img_size=None, patch_size=2, in_chans=16, attention_head_dim=64, num_attention_heads=3, adm_in_channels=64,
-            num_layers=2, main_model_double=3)  # fmt: skip
-
-
-def control_net(path: str, **config: Any) -> nn.Module:
-    """A network of class `path`, "module:name" below comfy."""
-    import comfy.ops
-
-    module, name = path.split(":")
-    kind = getattr(importlib.import_module(f"comfy.{module}"), name)
-    made: nn.Module = kind(**config, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init)
-    return tiny.filled(made.eval())
 
 
 @dataclass(frozen=True)
@@ -52,48 +34,49 @@ class Case:
 
     network: Callable[[], nn.Module]
     control: Callable[[], nn.Module]
-    inputs: Callable[[], zoo.Inputs]
+    inputs: Callable[[], calls.Inputs]
     hint: Sequence[int]
-    given: zoo.Inputs
+    given: calls.Inputs
 
 
-def _flux(hint: Sequence[int], inputs: Callable[[], zoo.Inputs] = zoo.flux, given: Any = None, **config: Any) -> Case:
-    make = partial(control_net, "ldm.flux.controlnet:ControlNetFlux", **tiny.FLUX | config)
-    return Case(tiny.flux, make, inputs, hint, given or {})
+def _flux(hint: Sequence[int], inputs: Any = calls.flux, given: Any = None, **config: Any) -> Case:
+    control = partial(build, "ldm.flux.controlnet:ControlNetFlux", **FLUX | config)
+    return Case(partial(make, "flux"), control, inputs, hint, given or {})
 
 
-def _even() -> zoo.Inputs:
-    return zoo.flux(x=tiny.normal(2, 16, 18, 26))
+def _sd3(kind: str, **config: Any) -> Case:
+    return Case(partial(make, "sd35_large"), partial(build, f"cldm.{kind}", **config), calls.sd3, LATENT, {})
 
 
-HUNYUAN = dict(hidden_size=192, num_heads=3, text_states_dim=96, text_states_dim_t5=128, text_len=7, text_len_t5=9)
+def _even() -> calls.Inputs:
+    return calls.flux(x=tiny.normal(2, 16, 18, 26))
+
+
 UNION = {"latent_input": True, "num_union_modes": 4, "control_latent_channels": 16}
 LATENT, PIXELS = (2, 16, 17, 23), (2, 3, 144, 208)
 CASES = {
     "flux xlabs": _flux(PIXELS, _even, depth_single_blocks=0),
     "flux union": _flux(LATENT, given={"control_type": [1]}, **UNION),
-    "flux union, references": _flux(LATENT, lambda: zoo.flux(ref_latents=zoo.references()), {"control_type": []},
+    "flux union, references": _flux(LATENT, lambda: calls.flux(ref_latents=calls.references()), {"control_type": []},
                                     **UNION),
     "flux inpaint": _flux((2, 17, 17, 23), latent_input=True, control_latent_channels=17, depth_single_blocks=0),
     "flux mistoline": _flux(PIXELS, _even, mistoline=True),
-    "qwen": Case(tiny.qwen, partial(control_net, "ldm.qwen_image.controlnet:QwenImageControlNetModel", **QWEN),
-                 zoo.qwen, (2, 16, 1, 17, 23), {}),
-    "qwen fun": Case(tiny.qwen, partial(control_net, "ldm.qwen_image.controlnet:QwenImageFunControlNetModel",
-                                        inner_dim=192, num_attention_heads=3, attention_head_dim=64,
-                                        injection_layers=(0, 1)),
-                     zoo.qwen, (2, 16, 1, 17, 23), {"base_model": None}),
-    "sd3": Case(tiny.sd3, partial(control_net, "cldm.mmdit:ControlNet", num_blocks=2, **SD3), zoo.sd3, LATENT, {}),
-    "sd3.5 large": Case(tiny.sd3, partial(control_net, "cldm.dit_embedder:ControlNetEmbedder", double_y_emb=True,
-                                          **SD35), zoo.sd3, LATENT, {}),
-    "sd3.5": Case(tiny.sd3, partial(control_net, "cldm.dit_embedder:ControlNetEmbedder", double_y_emb=False, **SD35),
-                  zoo.sd3, LATENT, {}),
-    "hunyuan dit": Case(partial(tiny.build, "hydit.models:HunYuanDiT", **HUNYUAN, depth=40),  # for its 19 residuals
-                        partial(control_net, "ldm.hydit.controlnet:HunYuanControlNet", **HUNYUAN), zoo.hunyuan_dit,
+    "qwen": Case(partial(make, "qwen"), partial(build, "ldm.qwen_image.controlnet:QwenImageControlNetModel", **QWEN),
+                 calls.qwen, (2, 16, 1, 17, 23), {}),
+    "qwen fun": Case(partial(make, "qwen"), partial(build, "ldm.qwen_image.controlnet:QwenImageFunControlNetModel",
+                                                    inner_dim=192, num_attention_heads=3, attention_head_dim=64,
+                                                    injection_layers=(0, 1)),
+                     calls.qwen, (2, 16, 1, 17, 23), {"base_model": None}),
+    "sd3": _sd3("mmdit:ControlNet", num_blocks=2, **SD3),
+    "sd3.5 large": _sd3("dit_embedder:ControlNetEmbedder", double_y_emb=True, **SD35_CONTROL),
+    "sd3.5": _sd3("dit_embedder:ControlNetEmbedder", double_y_emb=False, **SD35_CONTROL),
+    "hunyuan dit": Case(partial(build, "ldm.hydit.models:HunYuanDiT", **HUNYUAN_DIT, depth=40),  # for its 19 residuals
+                        partial(build, "ldm.hydit.controlnet:HunYuanControlNet", **HUNYUAN_DIT), calls.hunyuan_dit,
                         (2, 4, 17, 23), {}),
 }  # fmt: skip
 
 
-def made(name: str) -> tuple[nn.Module, nn.Module, zoo.Inputs, zoo.Inputs]:
+def made(name: str) -> tuple[nn.Module, nn.Module, calls.Inputs, calls.Inputs]:
     """The network, its ControlNet, and what each of them is given."""
     case = CASES[name]
     network, control = case.network(), case.control()
@@ -182,13 +165,13 @@ def divided(network: nn.Module, control: nn.Module, plan: SplitPlan | None, *deg
         unparallelize(network)
 
 
-def called(control: nn.Module, given: zoo.Inputs) -> Residuals:
+def called(control: nn.Module, given: calls.Inputs) -> Residuals:
     base = {key: value for key, value in given.items() if key == "base_model"}
     returned: Residuals = control(**copied({k: v for k, v in given.items() if k not in base}), **base)
     return {kind: list(residuals) for kind, residuals in returned.items()}
 
 
-def answer(network: nn.Module, inputs: zoo.Inputs, control: Residuals | None) -> Tensor:
+def answer(network: nn.Module, inputs: calls.Inputs, control: Residuals | None) -> Tensor:
     own = None if control is None else {"input": [], "output": []} | {kind: list(x) for kind, x in control.items()}
     out: Tensor = network(**copied(inputs), control=own, transformer_options={})
     return out

@@ -23,7 +23,8 @@ from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
 from parallel_runtime.specs import Parallelism
 
 from ..fake_cuda import Launches, fake_cuda, fake_group, on_fake_cuda
-from . import fake_cuda_step, tiny
+from ..zoo import tiny
+from . import fake_cuda_step
 from .cases import made, plan_of
 
 DEGREES = [(2, 1), (1, 2), (4, 1), (1, 4), (2, 2)]

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import tiny
+from ..zoo import tiny
+from ..zoo.networks import FLUX
 
 tiny.start_comfyui()
 import comfy.samplers  # noqa: E402
@@ -24,8 +25,8 @@ class OnACard(ModelPatcher):
 
 
 def model() -> BaseModel:
-    config = comfy.supported_models.Flux(dict(tiny.FLUX))
-    config.unet_config = tiny.FLUX | {"dtype": torch.bfloat16}
+    config = comfy.supported_models.Flux(dict(FLUX))
+    config.unet_config = FLUX | {"dtype": torch.bfloat16}
     return config.get_model({}, "", device="cpu")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import tiny
+from ..zoo.remade import lllite as tiny_lllite
 from .between_cases import mixing
 from .cases import divided_forward, error, forward, made
 
@@ -49,7 +49,7 @@ def controlled(rank: int, world: int, ring: int, ulysses: int) -> float:
     from comfy.ldm.anima import lllite
 
     image = torch.rand(1, 136, 184, 3, generator=torch.Generator().manual_seed(3))
-    patch = lllite.AnimaLLLitePatch(SimpleNamespace(model=tiny.lllite(192)), image, None, 0.9, 1e9, -1.0)
+    patch = lllite.AnimaLLLitePatch(SimpleNamespace(model=tiny_lllite(192)), image, None, 0.9, 1e9, -1.0)
     targets = {"q": "self_attn_q_proj", "k": "self_attn_k_proj", "v": "self_attn_v_proj"}
     patches = {
         "post_input": [patch],

@@ -22,8 +22,8 @@ from parallel_runtime.engine.split import splitter
 from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
 
 from ..engine.meshes import mesh, parallelism
+from ..zoo.calls import Inputs
 from .cases import error, forward, made, plan_of
-from .zoo import Inputs
 
 LOUD = (ValueError, RuntimeError, TypeError, AttributeError, IndexError, KeyError, AssertionError)
 

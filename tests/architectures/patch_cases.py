@@ -19,10 +19,10 @@ from parallel_runtime.errors import Refused
 from parallel_runtime.request import EngineOptions
 from parallel_runtime.specs import Parallelism
 
+from ..zoo.calls import Inputs
 from .cases import digest, error, forward, made, plan_of
 from .stage_cases import deepen, mesh_of
 from .stale_keys import reference
-from .zoo import Inputs
 
 
 @contextmanager

@@ -20,10 +20,10 @@ from parallel_runtime.engine.weights.placement import HostWeights
 from parallel_runtime.engine.weights.prefetch import BlockPrefetcher, Buffers, weight_bytes
 from parallel_runtime.specs import Parallelism
 
+from ..zoo.calls import times
+from ..zoo.tiny import make, normal, seed
 from .cases import error, forward, plan_of
-from .tiny import flux, normal, seed
 from .weight_cases import CPU
-from .zoo import times
 
 Evaluate = Callable[[int], None]
 
@@ -40,7 +40,7 @@ class Mode:
 
 
 def modes(size: dict[str, Any], by_name: dict[str, Parallelism], pixels: int, text: int) -> Iterator[Mode]:
-    network = flux(**size)
+    network = make("flux", **size)
     seed(11)
     given = dict(
         x=normal(1, 16, pixels, pixels), timestep=times(1), context=normal(1, text, 96), y=normal(1, 64),

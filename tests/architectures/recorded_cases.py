@@ -14,9 +14,9 @@ from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
 
 from ..engine.meshes import mesh, parallelism
 from ..site.tape import record_with_tapes
-from . import tiny
+from ..zoo import tiny
+from ..zoo.calls import Inputs
 from .cases import CASES, copied, digest, made, plan_of
-from .zoo import Inputs
 
 CPU = torch.device("cpu")
 

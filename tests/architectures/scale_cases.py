@@ -9,16 +9,17 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..comfyui.write_formats import quantised
+from ..zoo.calls import flux as inputs_of_flux
+from ..zoo.networks import FLUX
+from ..zoo.tiny import make, seed
 from .cases import copied, divided_forward, error, forward
-from .tiny import FLUX, flux, seed
-from .zoo import flux as inputs_of_flux
 
 
 def parity(rank: int, world: int, ring: int, ulysses: int, smooth: bool) -> dict[str, float]:
     """How far the divided network is from the plain one, and that from one that multiplies in full precision."""
     from comfy.ldm.flux.model import Flux
 
-    weights = quantised(flux().state_dict(), "nvfp4", {}, {})
+    weights = quantised(make("flux").state_dict(), "nvfp4", {}, {})
     if smooth:
         weights["single_blocks.0.linear1.pre_quant_scale"] = torch.linspace(0.5, 2, FLUX["hidden_size"])  # type: ignore[call-overload]
     network, exact = (
@@ -42,7 +43,7 @@ def unlike(rank: int, world: int) -> dict[str, float]:
     """The same where rank 1 has a card that multiplies no nvfp4: how far from one network that multiplies in full."""
     from comfy.ldm.flux.model import Flux
 
-    weights = quantised(flux().state_dict(), "nvfp4", {}, {})
+    weights = quantised(make("flux").state_dict(), "nvfp4", {}, {})
     network, exact = (
         Flux(**FLUX, dtype=torch.float32, device="cpu", operations=operations(full)) for full in (rank == 1, True)
     )

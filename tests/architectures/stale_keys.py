@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..zoo.calls import Inputs
 from .cases import forward
-from .zoo import Inputs
 
 IMAGE, TEXT, BOTH = ("image",), ("text",), ("text", "image")
 Words = dict[str, tuple[tuple[str, ...], int]]  # of a block's arguments: streams, and the dim along which they lie

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ..comfyui.comfy import find_comfy, why_there_is_none
-from .zoo import CASES
+from ..zoo.calls import CASES
 
 STEP = "a sampling step"
 ROOT = Path(__file__).parents[2]

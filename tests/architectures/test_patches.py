@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ..engine.conftest import Groups
-from .zoo import CASES
+from ..zoo.calls import CASES
 
 SAME, EXACT = 1e-6, 1e-5  # kernels may round otherwise where there are fewer tokens; where others attend
 REFUSED = {  # what keeps a network's tokens from going patch by patch

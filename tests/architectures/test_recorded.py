@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ..engine.conftest import Groups
-from .zoo import CASES
+from ..zoo.calls import CASES
 
 BY_VALUES = (
     "hidream i1",  # which experts a token goes to

@@ -7,9 +7,9 @@ from math import prod
 import pytest
 
 from ..engine.conftest import Groups
+from ..zoo.calls import CASES
 from .test_networks import EXACT
 from .test_recorded import BY_VALUES
-from .zoo import CASES
 
 Degrees = tuple[int, int, tuple[int, ...]]  # ring, Ulysses, shares
 

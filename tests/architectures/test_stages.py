@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ..engine.conftest import Groups
-from .zoo import CASES
+from ..zoo.calls import CASES
 
 WHERE = "tests.architectures.stage_cases:parity"
 SAME, EXACT = 1e-6, 1e-5  # kernels may round otherwise where what they read lies elsewhere; where others attend

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from ..engine.conftest import Groups
-from .zoo import CASES
+from ..zoo.calls import CASES
 
 WHERE = "tests.architectures.weight_cases:parity"
 OUTSIDE = {"ltx-2": 0.35}  # much of the tiny one lies outside its blocks: the connectors of its texts

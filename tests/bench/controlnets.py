@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from ..comfyui.client import Graph
-from ..comfyui.comfy import OUR_ROOT, ComfyInstall, find_comfy
-from ..comfyui.conftest import write_vaes
+from ..comfyui.comfy import find_comfy
 from ..comfyui.graphs import Parallel
 from ..comfyui.latents import apart, latent_of
-from ..comfyui.server import SITE, Server, running_server
+from ..comfyui.server import Server, running_server
 from ..comfyui.test_control_nets import ONE, PROMPTS, RING, SCENES, ULYSSES, Scene
 from ..comfyui.test_kin import node
 
@@ -56,20 +54,14 @@ def main() -> int:
     log.info("|---|---|---|---|---|---|---|---|")
     rows = []
     with running_server(comfy, env={"CP_TEST_FAULT": "meter"}) as server:
-        _write(comfy, server)
+        for kind in "vaes", "control_nets":
+            server.write_tiny(kind)
         for row in _rows(server, options):
             rows.append(row)
             log.info(LINE.format(**row))
     if options.json:
         options.json.write_text(json.dumps(rows))
     return 0
-
-
-def _write(comfy: ComfyInstall, server: Server) -> None:
-    write_vaes(comfy, server)
-    command = [comfy.python, "-m", "tests.comfyui.write_control_nets", server.base / "models"]
-    environment = os.environ | {"COMFYUI_PATH": str(comfy.root), "PYTHONPATH": SITE}
-    subprocess.run(command, check=True, cwd=OUR_ROOT, env=environment)
 
 
 def _rows(server: Server, options: argparse.Namespace) -> Iterator[dict[str, Any]]:

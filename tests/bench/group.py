@@ -23,9 +23,9 @@ from typing import Any
 from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import ComfySetup, Parallelism
 
-from .. import tiny
 from ..comfyui.comfy import find_comfy
 from ..groups import flux_job, on_cpu, spec_of
+from ..zoo import checkpoints
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def main() -> int:
     script = IMPORT.format(root=setup.root) if setup else "import torch"
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        spec = spec_of(tiny.write(Path(folder), "flux_schnell"))
+        spec = spec_of(checkpoints.write(Path(folder), "flux_schnell"))
         for workers in options.workers:
             parallelism = Parallelism(ring_degree=workers)
             alone, starts, waits = [], [], []

@@ -74,7 +74,7 @@ def _in_comfyuis_python() -> int:
 
 @torch.inference_mode()
 def _rows(options: argparse.Namespace) -> list[Answer]:
-    from ..architectures import tiny
+    from ..zoo import tiny
 
     tiny.start_comfyui()
     pictures = Pictures(options.pictures)

@@ -21,8 +21,8 @@ from typing import Any
 from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import ModelSpec, Parallelism
 
-from .. import tiny
 from ..groups import faulty, flux_job, on_cpu, spec_of
+from ..zoo import checkpoints
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def main() -> int:
     os.environ.update(faulty(";".join(f"{rank} tokens {pace}" for rank, pace in enumerate(paces))))
     degrees = Parallelism(**{f"{'ulysses' if options.ulysses else 'ring'}_degree": options.workers})
     with tempfile.TemporaryDirectory() as folder:
-        rows = _rows(spec_of(tiny.write(Path(folder), "flux_schnell")), degrees, options.runs)
+        rows = _rows(spec_of(checkpoints.write(Path(folder), "flux_schnell")), degrees, options.runs)
     for row in rows:
         log.info("%-9s %-14s %6.3f s a step, %.2f of the ideal", row["mode"], row["shares"], row["step"], row["ideals"])
     if options.json:

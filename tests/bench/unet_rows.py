@@ -20,8 +20,8 @@ from parallel_runtime.engine.comm.mesh import build_mesh
 from parallel_runtime.engine.rows.parallel_rows import parallelize_rows
 from parallel_runtime.specs import Parallelism
 
-from ..architectures import tiny
 from ..rows.ranks import divide
+from ..zoo import row_calls, tiny
 
 ROUNDS = 4
 DIVISIONS = {"undivided": (1, 1), "ring 2": (2, 1), "Ulysses 2": (1, 2)}
@@ -35,12 +35,8 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     tiny.start_comfyui()
-    from ..rows import unet_zoo
-
-    config = unet_zoo.SDXL | {"model_channels": asked.width, "num_head_channels": 32, "context_dim": 64}
-    network = tiny.build("modules.diffusionmodules.openaimodel:UNetModel", **config)
-    unet_zoo.UNETS["measured"] = config
-    given, rows = unet_zoo.inputs("measured", asked.side, asked.side), []
+    network = tiny.make("SDXL", model_channels=asked.width, num_head_channels=32, context_dim=64)
+    given, rows = row_calls.unet("SDXL", asked.side, asked.side, context=64), []
     for mode, (ring, ulysses) in DIVISIONS.items():
         degrees = Parallelism(ring_degree=ring, ulysses_degree=ulysses)
 

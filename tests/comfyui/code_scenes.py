@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..architectures import tiny
+from ..zoo import tiny
 from .pack import node_module, pack_module
 
 import comfy.clip_vision  # isort: skip  # the pack's module has made ComfyUI importable
@@ -111,9 +111,7 @@ def folder_after_a_pack_has_gone_elsewhere(rank: int, world: int) -> list[str]:
 
 def couples_frames(rank: int, world: int, name: str) -> list[bool]:
     """Whether the images of a UNet's batch may not be shared out, and whether neither images nor prompts may."""
-    from ..rows import unet_zoo
-
-    network = tiny.build("modules.diffusionmodules.openaimodel:UNetModel", **unet_zoo.UNETS[name])
+    network = tiny.make(name)
     known = architecture_of(network)
     return [known.images_coupled(network), node_module("describe.sampling_job").network_couples_batch(network, {})]
 

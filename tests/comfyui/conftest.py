@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import subprocess
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -13,12 +12,12 @@ from torch import Tensor
 
 from parallel_runtime.specs import BLOCK_BUFFERS
 
-from .. import tiny
+from ..zoo import checkpoints
 from .cases import DEGREES
-from .comfy import OUR_ROOT, ComfyInstall, find_comfy, why_there_is_none
+from .comfy import ComfyInstall, find_comfy, why_there_is_none
+from .conditioning import SAMPLED, picture
 from .graphs import Parallel
 from .latents import latent_of
-from .networks import picture
 from .server import Server, running_server
 
 USUAL = 2  # workers
@@ -48,13 +47,9 @@ def server(shared_server: Server, request: pytest.FixtureRequest) -> Iterator[Se
 
 
 @pytest.fixture(scope="session")
-def native_network(comfy: ComfyInstall, shared_server: Server) -> Callable[[str], Tensor]:
+def native_network(shared_server: Server) -> Callable[[str], Tensor]:
     """KSampler's latent of each network, sampled once; their files lie in the server's folders from now on."""
-    folder = shared_server.base / "models" / "diffusion_models" / "networks"
-    folder.mkdir(exist_ok=True)
-    command = [comfy.python, "-m", "tests.comfyui.write_networks", folder]
-    environment = os.environ | {"COMFYUI_PATH": str(comfy.root)}
-    subprocess.run(command, check=True, capture_output=True, cwd=OUR_ROOT, env=environment)
+    shared_server.write_tiny("networks", *SAMPLED)
     return functools.cache(lambda name: latent_of(shared_server.client.run(picture(name))))
 
 
@@ -65,25 +60,17 @@ def formats(comfy: ComfyInstall, shared_server: Server, tmp_path_factory: pytest
     script, sources = Path(__file__).with_name("write_formats.py"), []
     for name in VARIED:
         deep = {} if name == "flux_dev" else {"layers": BLOCK_BUFFERS + 1}
-        sources.append(
-            tiny.write(tmp_path_factory.mktemp("deep"), name, **deep).rename(folder.parent / f"{name}.safetensors")
-        )
+        source = checkpoints.write(tmp_path_factory.mktemp("deep"), name, **deep)
+        sources.append(source.rename(folder.parent / f"{name}.safetensors"))
     subprocess.run([comfy.python, script, comfy.root, folder, *sources], check=True, capture_output=True)
     return folder
 
 
 @pytest.fixture
-def vaes(comfy: ComfyInstall, server: Server) -> Server:
+def vaes(server: Server) -> Server:
     """The server with VAE files in its folders."""
-    write_vaes(comfy, server)
+    server.write_tiny("vaes")
     return server
-
-
-def write_vaes(comfy: ComfyInstall, server: Server) -> None:
-    models = server.base / "models"
-    if not (models / "vae" / "wan.safetensors").exists():
-        command = [str(comfy.python), "-m", "tests.rows.files", str(comfy.root), str(models)]
-        subprocess.run(command, cwd=OUR_ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
 
 
 @pytest.hookimpl(trylast=True)

@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from .. import tiny
+from ..zoo import checkpoints
 from .graphs import TEXTS
 
 
 def write_models(models: Path) -> None:
     for family in TEXTS:
-        written = tiny.write(models / "diffusion_models", family)
+        written = checkpoints.write(models / "diffusion_models", family)
         written.rename(written.with_name(f"{family}.safetensors"))
-    full = tiny.write(models / "checkpoints", "flux_dev", prefix="model.diffusion_model.", seed=77)
+    full = checkpoints.write(models / "checkpoints", "flux_dev", prefix="model.diffusion_model.", seed=77)
     full.rename(full.with_name("flux_dev_full.safetensors"))
     (models / "loras").mkdir()
     save_file(_lora_for_flux(), models / "loras" / "flux_dev.safetensors")
@@ -30,7 +30,7 @@ def other_weights_in(path: Path) -> Iterator[None]:
     samples something else; who has loaded it before is not disturbed."""
     kept, status = path.with_name("kept"), path.stat()
     path.rename(kept)
-    tiny.write(path.parent, path.stem, seed=99).rename(path)
+    checkpoints.write(path.parent, path.stem, seed=99).rename(path)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert path.stat().st_size == status.st_size
     try:

@@ -181,7 +181,7 @@ def main() -> int:
     started = time.monotonic()
     with running_server(comfy) as server:
         trials = trials_of(server.client.get("/object_info"), asked.names, filter(None, asked.on.split(",")))
-        write_benches(comfy, server, {trial.bench.name for trial in trials})
+        write_benches(server, {trial.bench.name for trial in trials})
         rows = sweep(server.client, trials)
     shown = rows if asked.all or asked.names else [row for row in rows if row.outcome != "equal"]
     log.info("%s", table(shown))

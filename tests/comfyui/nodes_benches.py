@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -11,13 +9,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from .comfy import OUR_ROOT, ComfyInstall
+from ..zoo.unets import GLIGEN_TEXT, POOLED, TEXT, UNET_FILES
+from .conditioning import SAMPLED, WITHOUT_PLAN, text_of_unet
 from .graphs import TEXTS, Parallel
-from .networks import NETWORKS, WITHOUT_PLAN
 from .nodes_data import USUAL
 from .nodes_graphs import HEIGHT, WIDTH, Bench, node
-from .server import SITE, Server
-from .write_unets import GLIGEN_TEXT, POOLED, POOLED_OF, TEXT, UNETS
+from .server import Server
 
 CUT = Parallel(ring_degree=2, ulysses_degree=1, devices="cpu,cpu")
 LATENT = f"{HEIGHT // 8},{WIDTH // 8}"
@@ -48,7 +45,7 @@ def _unet(name: str) -> Bench:
     return Bench(
         name=name,
         loader=node("UNETLoader", unet_name=file, weight_dtype="default"),
-        text={"dim": UNETS[name][1].get("context_dim", TEXT), "pooled": POOLED_OF.get(name, POOLED)},
+        text=text_of_unet(name),
         latent=f"2,4,{LATENT}",
         parallel=CUT,
         gives={
@@ -75,7 +72,7 @@ CLIPS = {"unet_refiner": ("refiner", TEXT, TEXT), "unet_gligen": ("sd1", GLIGEN_
 
 def _network(name: str) -> Bench:
     """Of the tests of networks."""
-    network = NETWORKS[name]
+    network = SAMPLED[name]
     return Bench(
         name=name,
         loader=node("UNETLoader", unet_name=f"networks/{name}.safetensors", weight_dtype="default"),
@@ -112,7 +109,7 @@ def patch(file: str) -> dict[str, dict[str, Any]]:
     return {"MODEL_PATCH": node("ModelPatchLoader", name=f"{file}.safetensors")}
 
 
-STYLE_SEEN = node("CPTestSeen", tokens=12, width=48)  # as the tiny style network of write_patches.py reads it
+STYLE_SEEN = node("CPTestSeen", tokens=12, width=48)  # as the tiny style network of zoo/model_patches.py reads it
 
 
 def latent(shape: str) -> dict[str, Any]:
@@ -178,31 +175,17 @@ def benches() -> dict[str, Bench]:
     style = replace(
         first, name="flux_style", latent=f"1,16,{LATENT}", gives={**first.gives, "CLIP_VISION_OUTPUT": STYLE_SEEN}
     )
-    made = [first, style, wan, qwen, *map(_unet, UNETS), *map(_network, NETWORKS)]
+    made = [first, style, wan, qwen, *map(_unet, UNET_FILES), *map(_network, SAMPLED)]
     return {bench.name: bench for bench in made}
 
 
-def write_benches(comfy: ComfyInstall, server: Server, names: Iterable[str]) -> None:
+def write_benches(server: Server, names: Iterable[str]) -> None:
     """The files that these benches name, into the server's folders."""
-    models = server.base / "models"
-    networks, patches = models / "diffusion_models" / "networks", models / "model_patches"
-    commands: list[list[object]] = []
     noise = torch.randn(2, 16, HEIGHT // 8, WIDTH // 8, generator=torch.Generator().manual_seed(5))
     save_file({"latent_tensor": noise}, server.base / "input" / "flux.latent")
-    if not (networks.parent / "unets").exists():
-        commands.append(["tests.comfyui.write_unets", models])
-    if not (models / "vae" / "wan.safetensors").exists():
-        commands.append(["tests.rows.files", comfy.root, models])
+    for kind in "unet_files", "vaes":
+        server.write_tiny(kind)
     asked = {*names}
-    if missing := [
-        name for name in asked & {*NETWORKS, *WITHOUT_PLAN} if not (networks / f"{name}.safetensors").exists()
-    ]:
-        networks.mkdir(exist_ok=True)
-        commands.append(["tests.comfyui.write_networks", networks, *missing])
-    if asked - {*USUAL} and not (patches / "uso_style.safetensors").exists():
-        patches.mkdir(exist_ok=True)
-        commands.append(["tests.comfyui.write_patches", patches, networks.parent])
-    environment = os.environ | {"COMFYUI_PATH": str(comfy.root), "OMP_NUM_THREADS": "1", "PYTHONPATH": SITE}
-    for command in commands:
-        done = [comfy.python, "-m", *map(str, command)]
-        subprocess.run(done, check=True, capture_output=True, cwd=OUR_ROOT, env=environment)
+    server.write_tiny("networks", *asked & {*SAMPLED, *WITHOUT_PLAN})
+    if asked - {*USUAL}:
+        server.write_tiny("model_patches")

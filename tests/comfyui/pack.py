@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from ..architectures.tiny import start_comfyui
+from ..zoo.tiny import start_comfyui
 from .comfy import OUR_ROOT
 
 PACK = "cp_pack"

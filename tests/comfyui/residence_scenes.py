@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..groups import faulty, flux_job, wait_until, workers_of
-from ..tiny import write
+from ..zoo.checkpoints import write
 from .pack import node_module, pack_module
 
 import comfy.model_management  # isort: skip  # the pack's module has made ComfyUI importable

@@ -34,6 +34,10 @@ _QUIET = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"
 START_SECONDS = float(os.environ.get("CP_TEST_START_SECONDS", "120"))  # more where many tests share few cores
 SITE = str(OUR_ROOT / "tests" / "site")
 STOP_SECONDS = 10
+LAST = {  # what the kinds of tests/zoo/files.py write last, or nearly so
+    "unet_files": "gligen/unet.safetensors", "control_nets": "controlnet/sd15_t2i.safetensors",
+    "model_patches": "model_patches/qwen_old.pt", "vaes": "vae_approx/taef1_decoder.safetensors",
+}  # fmt: skip
 LEASH_SECONDS = 3  # a dead ComfyUI takes its workers with it within this
 
 
@@ -41,7 +45,7 @@ class Server:
     """`client` speaks to it; `base` holds everything that it writes, `scratch` is its TMPDIR."""
 
     def __init__(self, comfy: ComfyInstall, base: Path, *, flags: tuple[str, ...], env: Mapping[str, str]) -> None:
-        self.base, self.scratch, self.log_path = base, base / "tmp", base / "server.log"
+        self.comfy, self.base, self.scratch, self.log_path = comfy, base, base / "tmp", base / "server.log"
         self.mark, self.port = uuid.uuid4().hex, free_port()
         self.scratch.mkdir()
         command = [comfy.python, comfy.root / "main.py", "--base-directory", base, "--port", str(self.port)]
@@ -65,6 +69,16 @@ class Server:
             time.sleep(0.1)
         self.start_seconds = time.monotonic() - started
         self.client = Client(self.port)
+
+    def write_tiny(self, kind: str, *names: str) -> None:
+        """Tiny files of this kind (tests/zoo/files.py) are in its folders from now on, and networks of these names."""
+        models = self.base / "models"
+        networks = models / "diffusion_models" / "networks"
+        names = tuple(name for name in names if not (networks / f"{name}.safetensors").exists())
+        if names or not (kind == "networks" or (models / LAST[kind]).exists()):
+            command = [self.comfy.python, "-m", "tests.zoo.files", models, kind, *names]
+            environment = {**os.environ, **_QUIET, "PYTHONPATH": SITE, "COMFYUI_PATH": str(self.comfy.root)}
+            subprocess.run(command, check=True, capture_output=True, cwd=OUR_ROOT, env=environment)
 
     def log(self, since: int = 0) -> str:
         return self.log_path.read_bytes()[since:].decode(errors="replace")

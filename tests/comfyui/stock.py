@@ -135,7 +135,7 @@ def _run(comfy: ComfyInstall, names: Sequence[str], workers: int, jobs: int) -> 
 
     def run(part: dict[str, Graph]) -> list[Row]:
         with running_server(comfy) as server:
-            return run_all(comfy, server, part, workers)
+            return run_all(server, part, workers)
 
     with ThreadPoolExecutor(jobs) as pool:
         rows = [row for made in pool.map(run, parts) for row in made]

@@ -6,8 +6,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import os
-import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,20 +18,19 @@ from safetensors.torch import save_file
 
 from parallel_runtime.commands.migrate import migrated
 
-from ..tiny import write as write_tiny
+from ..zoo.checkpoints import write as write_tiny
+from ..zoo.unets import UNET_FILES
 from .client import Client, Graph, Interrupted, NodeError
-from .comfy import OUR_ROOT, ComfyInstall
+from .conditioning import SAMPLED, WITHOUT_PLAN
 from .graphs import Parallel
 from .grid import AMPLIFIED
 from .latents import apart, saved_latents
-from .networks import NETWORKS, WITHOUT_PLAN
 from .nodes_benches import CUT, write_benches
 from .nodes_graphs import node
-from .server import SITE, Server
+from .server import Server
 from .stock_graphs import samplers
 from .stock_small import NotSmall, Small, small
 from .stock_zoo import Tiny
-from .write_unets import UNETS
 
 log = logging.getLogger(__name__)
 
@@ -61,13 +58,13 @@ class Row:
     why: str = ""
 
 
-def run_all(comfy: ComfyInstall, server: Server, graphs: Mapping[str, Graph], workers: int = 2) -> list[Row]:
+def run_all(server: Server, graphs: Mapping[str, Graph], workers: int = 2) -> list[Row]:
     """Runs these workflows on one server, divided in a ring of so many workers."""
     ring = replace(CUT, ring_degree=workers, devices=",".join(["cpu"] * workers))
     info = server.client.get("/object_info")
     made = {name: _made_small(graph, info, name) for name, graph in graphs.items()}
     networks = {tiny.file: tiny for one in made.values() if isinstance(one, Small) for tiny in one.networks}
-    write_files(comfy, server, list(networks.values()))
+    write_files(server, list(networks.values()))
     rows = []
     for number, one in enumerate(made.values()):
         rows.append(one if isinstance(one, Row) else _compared(server, one, ring))
@@ -82,18 +79,12 @@ def _made_small(graph: Graph, info: Mapping[str, Any], name: str) -> Small | Row
         return Row(name=name, outcome="not small", why=str(lacking))
 
 
-def write_files(comfy: ComfyInstall, server: Server, networks: Sequence[Tiny]) -> None:
+def write_files(server: Server, networks: Sequence[Tiny]) -> None:
     """The tiny files of these networks, once a server, and a LoRA for each."""
     models = server.base / "models"
-    write_benches(comfy, server, {tiny.name for tiny in networks} & {*NETWORKS, *WITHOUT_PLAN, *UNETS} | {"flux"})
-    if not (models / "controlnet" / "qwen_union.safetensors").exists():
-        environment = os.environ | {"COMFYUI_PATH": str(comfy.root), "OMP_NUM_THREADS": "1", "PYTHONPATH": SITE}
-        for command in (
-            ["tests.comfyui.write_control_nets", models],
-            ["tests.comfyui.write_patches", _folder(models / "model_patches"), models / "diffusion_models"],
-        ):
-            done = [comfy.python, "-m", *map(str, command)]
-            subprocess.run(done, check=True, capture_output=True, cwd=OUR_ROOT, env=environment)
+    write_benches(server, {tiny.name for tiny in networks} & {*SAMPLED, *WITHOUT_PLAN, *UNET_FILES} | {"flux"})
+    for kind in "control_nets", "model_patches":
+        server.write_tiny(kind)
     if not (z_image := models / "diffusion_models" / "z_image.safetensors").exists():  # as its patches are made for
         write_tiny(z_image.parent, "z_image").rename(z_image)
     for tiny in networks:

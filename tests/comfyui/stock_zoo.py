@@ -8,10 +8,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from ..zoo.networks import POOLED_SD3
+from ..zoo.unets import TEXT
+from .conditioning import SAMPLED, WITHOUT_PLAN, text_of_unet
 from .graphs import TEXTS
-from .networks import NETWORKS, WITHOUT_PLAN
-from .write_control_nets import POOLED_SD3
-from .write_unets import POOLED, POOLED_OF, TEXT, UNETS
 
 OF_THE_ENCODER = ("pooled", "mask_valid")  # what a text encoder makes beside the text, and what begins so
 TENSORS_OF_THE_ENCODER = ("conditioning_", "attention_mask_")
@@ -85,9 +85,7 @@ def tiny_of(file: str) -> Tiny:
         text = {key: value for key, value in TEXTS.get(tiny, {}).items() if key != "guidance"}
         return Tiny(file=f"{tiny}.safetensors", text=PLAIN | text)
     if kind == "unet":
-        width = UNETS[tiny][1].get("context_dim", TEXT)
-        text = {"dim": width, "pooled": POOLED_OF.get(tiny, POOLED)}
-        return Tiny(file=f"unets/{tiny}.safetensors", text=PLAIN | text)
+        return Tiny(file=f"unets/{tiny}.safetensors", text=PLAIN | text_of_unet(tiny))
     if kind == "control":
         return Tiny(file=f"control/{tiny}.safetensors", text=PLAIN | {"pooled": POOLED_SD3})
     return Tiny(file=f"networks/{tiny}.safetensors", text=_text(tiny))
@@ -95,7 +93,7 @@ def tiny_of(file: str) -> Tiny:
 
 def _text(name: str) -> dict[str, Any]:
     """The part of a network's conditioning that a text encoder makes; nodes of the workflow make the others."""
-    network = (NETWORKS | WITHOUT_PLAN)[name]
+    network = (SAMPLED | WITHOUT_PLAN)[name]
     spec = network.spec(network.tokens)
     text = {key: spec[key] for key in ("tokens", "dim", *OF_THE_ENCODER) if key in spec}
     tensors = {key: shape for key, shape in spec.get("tensors", {}).items() if key.startswith(TENSORS_OF_THE_ENCODER)}

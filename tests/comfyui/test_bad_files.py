@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from .. import tiny
+from ..zoo import checkpoints
 from .client import Graph, NodeError
 from .graphs import Job, sampling_graph
 from .server import Server
@@ -20,7 +20,7 @@ FLUX = Job(family="flux_dev")
 
 
 def flux(**more: torch.Tensor) -> bytes:
-    return save({**{name: tensor.contiguous() for name, tensor in tiny.tensors("flux_dev")[0].items()}, **more})
+    return save({**{name: tensor.contiguous() for name, tensor in checkpoints.tensors("flux_dev")[0].items()}, **more})
 
 
 def lying() -> bytes:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,16 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from ..zoo.networks import POOLED_SD3
+from ..zoo.unets import POOLED, TEXT
 from .cases import DEGREES
 from .client import Graph, NodeError
-from .comfy import OUR_ROOT, ComfyInstall
 from .graphs import Job, Parallel, sampling_graph
 from .latents import apart, latent_of
-from .server import SITE, Server
+from .server import Server
 from .test_kin import link, node
 from .test_weights import MODES, kept_weights
-from .write_control_nets import POOLED_SD3
-from .write_unets import POOLED, TEXT
 
 BAR = 1e-5  # of the latent's standard deviation
 STAYS = "runs in ComfyUI's process"
@@ -150,12 +147,9 @@ DIVIDED = [(what, degrees) for what in SCENES for degrees in BY_NAME]
 
 
 @pytest.fixture(scope="module")
-def server_of_nets(comfy: ComfyInstall, shared_server: Server) -> Server:
+def server_of_nets(shared_server: Server) -> Server:
     """The session's, with tiny ControlNets and their networks."""
-    models = shared_server.base / "models"
-    environment = os.environ | {"COMFYUI_PATH": str(comfy.root), "PYTHONPATH": SITE, "OMP_NUM_THREADS": "1"}
-    command = [comfy.python, "-m", "tests.comfyui.write_control_nets", models]
-    subprocess.run(command, check=True, cwd=OUR_ROOT, env=environment)
+    shared_server.write_tiny("control_nets")
     return shared_server
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .cases import DEGREES
 from .client import Graph
+from .conditioning import picture
 from .graphs import Job, Parallel, sampling_graph
 from .latents import apart, latent_of
-from .networks import picture
 from .server import Server
 from .test_kin import ALGORITHMS, GUIDERS, advanced, custom, link, node, on_the_loader
 

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .cases import DEGREES
+from .conditioning import BY_ROWS, JOB, SAMPLED, picture
 from .graphs import Parallel, with_loras
 from .latents import apart, latent_of
-from .networks import BY_ROWS, JOB, NETWORKS, picture
 from .server import Server
 from .test_kin import on_the_loader
 
@@ -28,7 +28,7 @@ BARS = {
 @pytest.mark.sweep(one_in=34)
 @pytest.mark.parametrize(
     ("degrees", "name"),
-    [(degrees, name) for degrees in BARS for name in NETWORKS if degrees != "pipeline_2" or name not in BY_ROWS],
+    [(degrees, name) for degrees in BARS for name in SAMPLED if degrees != "pipeline_2" or name not in BY_ROWS],
 )
 def test_it_is_sampled_as_ksampler_does(
     server: Server, native_network: Callable[[str], Tensor], degrees: str, name: str

@@ -8,7 +8,6 @@ import os
 
 import pytest
 
-from .comfy import ComfyInstall
 from .nodes import Row, sweep, table, trials_of
 from .nodes_benches import write_benches
 from .nodes_data import NOT_TRIED, ONLY_ON, REFUSED, USUAL
@@ -17,13 +16,13 @@ from .server import Server
 
 
 @pytest.fixture(scope="module")
-def rows(comfy: ComfyInstall, shared_server: Server) -> list[Row]:
+def rows(shared_server: Server) -> list[Row]:
     """Of all nodes, or of some that have every kind of socket between them."""
     info = shared_server.client.get("/object_info")
     trials = trials_of(info)
     if not os.environ.get("CP_TEST_SWEEP"):
         trials = covering(info, [trial for trial in trials if trial.bench.name in USUAL])
-    write_benches(comfy, shared_server, {trial.bench.name for trial in trials})
+    write_benches(shared_server, {trial.bench.name for trial in trials})
     return sweep(shared_server.client, trials)
 
 

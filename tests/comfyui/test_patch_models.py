@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,13 +12,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from .. import tiny
+from ..zoo import checkpoints
 from .cases import ALONE, DEGREES, FOUR
 from .client import Graph, NodeError
-from .comfy import OUR_ROOT, ComfyInstall
 from .graphs import Job, Parallel, sampling_graph, with_loras
 from .latents import apart, latent_of
-from .server import SITE, Server
+from .server import Server
 from .test_kin import link, node, on_the_loader
 from .test_lora import write
 
@@ -127,22 +125,12 @@ PATCHES = {
 
 
 @pytest.fixture(scope="module")
-def server_of_patches(comfy: ComfyInstall, shared_server: Server) -> Server:
+def server_of_patches(shared_server: Server) -> Server:
     """The session's, with tiny patches and a Z-Image of as many blocks as they go by."""
-    written = tiny.write(shared_server.base / "models" / "diffusion_models", "z_image", layers=30)
+    written = checkpoints.write(shared_server.base / "models" / "diffusion_models", "z_image", layers=30)
     written.rename(written.with_name("z_image.safetensors"))
-    write_patches(comfy, shared_server)
+    shared_server.write_tiny("model_patches")
     return shared_server
-
-
-def write_patches(comfy: ComfyInstall, server: Server) -> None:
-    models = server.base / "models"
-    if not (models / "model_patches" / "uso_style.safetensors").exists():
-        (models / "model_patches").mkdir(exist_ok=True)
-        environment = os.environ | {"COMFYUI_PATH": str(comfy.root), "PYTHONPATH": SITE, "OMP_NUM_THREADS": "1"}
-        command = [comfy.python, "-m", "tests.comfyui.write_patches", models / "model_patches"]
-        command.append(models / "diffusion_models")
-        subprocess.run(command, check=True, cwd=OUR_ROOT, env=environment)
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from ..groups import faulty, wait_until
 from .cases import DEGREES, job
 from .client import NodeError
 from .comfy import ComfyInstall
-from .conftest import write_vaes
 from .graphs import Job, Parallel, sampling_graph, with_control_net
 from .latents import apart, latent_of
 from .server import Server, running_server
@@ -149,8 +148,8 @@ def test_where_recording_is_only_asked_for_nothing_changes(server: Server, paral
         assert apart(want, native(server, asked)) <= BAR
 
 
-def test_a_vae_beside_recordings_gives_its_own_pictures(comfy: ComfyInstall, server: Server) -> None:
-    write_vaes(comfy, server)
+def test_a_vae_beside_recordings_gives_its_own_pictures(server: Server) -> None:
+    server.write_tiny("vaes")
     is_the_same(server, FLUX)
     for _ in range(3):
         assert both(server, decoding, "taef1", "1,16,9,14", TWO_BY_ROWS) <= VAE_BAR

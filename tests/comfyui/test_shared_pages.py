@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from .. import tiny
+from ..zoo import checkpoints
 from .cases import DEGREES
 from .client import Graph
 from .graphs import Job, Parallel, sampling_graph, with_loras
@@ -48,7 +48,7 @@ def written_bytes(server: Server) -> int:
 def write_lora(path: Path) -> None:
     """For a layer of every one of those blocks, so that none of them is any more what the file has."""
     dice = torch.Generator().manual_seed(5)
-    shape = tiny.tensors(JOB.family)[0]["single_blocks.0.linear1.weight"].shape
+    shape = checkpoints.tensors(JOB.family)[0]["single_blocks.0.linear1.weight"].shape
     weights = {}
     for index in range(COPIES):
         name = f"diffusion_model.single_blocks.{index}.linear1"

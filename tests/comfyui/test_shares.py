@@ -14,10 +14,9 @@ from ..groups import faulty
 from .cases import DEGREES
 from .client import NodeError
 from .comfy import ComfyInstall
-from .conftest import write_vaes
+from .conditioning import picture
 from .graphs import Job, Parallel, sampling_graph, with_loras
 from .latents import apart, latent_of
-from .networks import picture
 from .server import Server, running_server
 from .test_kin import link, node
 from .test_weights import kept_weights
@@ -95,7 +94,7 @@ def test_workers_of_unlike_memory_have_as_much_of_the_weights_as_each_may_take(c
         (text,) = server.client.run(graph).outputs["plan"]["text"]
         assert re.search(r"blocks on the device: cpu 27\.7 MiB \(4/4\), cpu \d\.\d MiB \(0/4\)", text), text
         assert "All weights fit on cpu only: cpu would need" in text
-        write_vaes(comfy, server)
+        server.write_tiny("vaes")
         since = server.log_size()
         assert both(server, decoding, "taef1", "1,16,9,14", TWO) <= VAE_BAR
         assert re.search(r"rows are divided by free memory: cpu [5-8]\d%, cpu [2-4]\d%", server.log(since))

@@ -37,7 +37,7 @@ def test_a_workflow_gives_the_latents_of_its_native_samplers(comfy: ComfyInstall
         graphs = sampling_graphs(comfy, names)
     except NoBrowser as missing:
         pytest.skip(f"NO BROWSER: {missing}")
-    rows = run_all(comfy, server, graphs)
+    rows = run_all(server, graphs)
     wrong = [row for row in rows if row.outcome in ("different", "unclear", "failed")]
     wrong += [row for row in rows if row.name in ALWAYS and row.outcome != "equal"]
     assert not wrong, "\n" + "\n".join(map(line, wrong))
@@ -108,11 +108,10 @@ def test_every_name_in_the_table_is_a_tiny_network() -> None:
 
 
 def tiny_of_name(entry: str) -> bool:
+    from ..zoo.unets import UNET_FILES
+    from .conditioning import SAMPLED, WITHOUT_PLAN
     from .graphs import TEXTS
-    from .networks import NETWORKS, WITHOUT_PLAN
-    from .write_unets import UNETS
 
     kind, _, name = entry.rpartition(" ")
-    return (
-        name in {"family": {*TEXTS, "z_image"}, "unet": UNETS, "": NETWORKS | WITHOUT_PLAN, "control": ("sd35",)}[kind]
-    )
+    networks = {"family": {*TEXTS, "z_image"}, "unet": UNET_FILES, "control": {"sd35"}, "": SAMPLED | WITHOUT_PLAN}
+    return name in networks[kind]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
-
 import pytest
 
 from .cases import DEGREES
 from .client import Graph, NodeError
-from .comfy import ComfyInstall
 from .graphs import Job, Parallel, sampling_graph
 from .latents import apart, latent_of
 from .server import Server
@@ -30,16 +26,14 @@ LANES = [
 
 
 @pytest.fixture(scope="module")
-def unet_server(comfy: ComfyInstall, shared_server: Server) -> Server:
-    target = shared_server.base / "models" / "diffusion_models" / "unet.safetensors"
-    script = Path(__file__).with_name("write_unet.py")
-    subprocess.run([comfy.python, script, comfy.root, target], check=True, capture_output=True)
+def unet_server(shared_server: Server) -> Server:
+    shared_server.write_tiny("unet_files")
     return shared_server
 
 
 def picture(parallel: Parallel | None, *, loader: str = "UNETLoader", size: str = "3,4,16,24") -> Graph:
     graph = sampling_graph(JOB, "CPSampler" if parallel else "KSampler", parallel)
-    graph["model"] = node(loader, unet_name="unet.safetensors")
+    graph["model"] = node(loader, unet_name="unets/sd15_calm.safetensors")
     if loader == "UNETLoader":
         graph["model"]["inputs"]["weight_dtype"] = "default"
     graph["latent"]["inputs"] |= {"shape": size}

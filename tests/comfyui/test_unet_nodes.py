@@ -10,7 +10,6 @@ import pytest
 
 from .cases import DEGREES
 from .client import Graph, NodeError
-from .comfy import ComfyInstall
 from .graphs import Parallel
 from .latents import apart, latent_of
 from .nodes import sweep
@@ -41,8 +40,8 @@ DIVISIONS = {
 
 
 @pytest.fixture(scope="module")
-def unets(comfy: ComfyInstall, shared_server: Server) -> Server:
-    write_benches(comfy, shared_server, set(ON.values()))
+def unets(shared_server: Server) -> Server:
+    write_benches(shared_server, set(ON.values()))
     return shared_server
 
 

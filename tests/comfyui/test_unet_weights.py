@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .cases import DEGREES
 from .client import Graph
-from .comfy import ComfyInstall
 from .graphs import Parallel
 from .latents import latent_of
 from .nodes_benches import benches, write_benches
@@ -29,8 +28,8 @@ NETWORKS = {  # a node by which its prompts have what it asks for
 
 
 @pytest.fixture(scope="module")
-def unets(comfy: ComfyInstall, shared_server: Server) -> Server:
-    write_benches(comfy, shared_server, set(NETWORKS))
+def unets(shared_server: Server) -> Server:
+    write_benches(shared_server, set(NETWORKS))
     return shared_server
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from .comfy import ComfyInstall
-from .conftest import write_vaes
 from .server import Server, running_server
 from .vae_graphs import BAR, TWO, decoding, relative, result
 
@@ -20,7 +19,7 @@ def faulty(comfy: ComfyInstall) -> Iterator[Server]:
     """In rank 1 memory runs out where a latent is large, and group norms are wrong over ranks."""
     faults = "1 convert out_of_memory;1 group_norm shift"
     with running_server(comfy, env={"CP_TEST_FAULT": faults}) as server:
-        write_vaes(comfy, server)
+        server.write_tiny("vaes")
         yield server
 
 

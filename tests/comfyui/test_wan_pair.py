@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from .. import tiny
+from ..zoo import checkpoints
 from .cases import DEGREES
 from .client import Graph
 from .graphs import Job, Parallel
@@ -23,10 +23,10 @@ PLACE = "diffusion_model.blocks.0.self_attn.q"
 def wan_pair(shared_server: Server) -> None:
     """A second model and a LoRA for it, in the server's folders."""
     models = shared_server.base / "models"
-    low = tiny.write(models / "diffusion_models", "wan_t2v", seed=99)
+    low = checkpoints.write(models / "diffusion_models", "wan_t2v", seed=99)
     low.rename(low.with_name("wan_low_noise.safetensors"))
     dice = torch.Generator().manual_seed(6)
-    out, inner = tiny.tensors("wan_t2v")[0][f"{PLACE.removeprefix('diffusion_model.')}.weight"].shape
+    out, inner = checkpoints.tensors("wan_t2v")[0][f"{PLACE.removeprefix('diffusion_model.')}.weight"].shape
     lora = {
         f"{PLACE}.lora_up.weight": torch.randn(out, 4, generator=dice) * 0.2,
         f"{PLACE}.lora_down.weight": torch.randn(4, inner, generator=dice) * 0.2,

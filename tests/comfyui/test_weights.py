@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .. import tiny
+from ..zoo import checkpoints
 from .cases import DEGREES, FOUR
 from .client import Graph, Interrupted, NodeError
 from .comfy import ComfyInstall
@@ -52,7 +52,7 @@ def files(formats: Path) -> None:
 
 def lora_of(family: str) -> dict[str, Tensor]:
     dice = torch.Generator().manual_seed(6)
-    out, inner = tiny.tensors(family)[0][f"{PLACES[family]}.weight"].shape
+    out, inner = checkpoints.tensors(family)[0][f"{PLACES[family]}.weight"].shape
     return {
         f"diffusion_model.{PLACES[family]}.lora_up.weight": torch.randn(out, 4, generator=dice) * 0.2,
         f"diffusion_model.{PLACES[family]}.lora_down.weight": torch.randn(4, inner, generator=dice) * 0.2,

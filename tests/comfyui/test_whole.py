@@ -12,13 +12,12 @@ from torch import Tensor
 
 from .cases import DEGREES
 from .client import Graph, NodeError
-from .comfy import ComfyInstall
+from .conditioning import picture
 from .graphs import Parallel
 from .latents import apart, latent_of
-from .networks import picture
 from .server import Server
 from .test_kin import link, node
-from .test_patch_models import vae, write_patches
+from .test_patch_models import vae
 
 TWO_WORKERS = Parallel(devices="cpu,cpu")
 SIDES = {"width": 112, "height": 80}
@@ -116,8 +115,8 @@ INFINITE_TALK = Scene(
 
 
 @pytest.fixture(scope="module")
-def server_of_whole(comfy: ComfyInstall, shared_server: Server, native_network: Callable[[str], Tensor]) -> Server:
-    write_patches(comfy, shared_server)
+def server_of_whole(shared_server: Server, native_network: Callable[[str], Tensor]) -> Server:
+    shared_server.write_tiny("model_patches")
     return shared_server
 
 

@@ -6,9 +6,9 @@ import importlib
 import os
 from typing import Any
 
-from ..architectures import tiny
 from ..architectures.cases import forward
-from ..architectures.zoo import CASES
+from ..zoo.calls import CASES
+from ..zoo.networks import FLUX
 from .pack import node_module, pack_module
 
 import comfy.hooks  # isort: skip  # the pack's module has made ComfyUI importable
@@ -162,8 +162,8 @@ def rows_evaluated(rank: int, world: int, patches: str) -> dict[str, Any]:
 
 def _model(degrees: Any) -> tuple[Any, list[int]]:
     """A tiny FLUX of this rank, and the rows of each of its evaluations."""
-    config = comfy.supported_models.Flux(dict(tiny.FLUX))
-    config.unet_config = tiny.FLUX | {"dtype": torch.float32}
+    config = comfy.supported_models.Flux(dict(FLUX))
+    config.unet_config = FLUX | {"dtype": torch.float32}
     of = config.get_model({}, "", device="cpu")
     for parameter in of.parameters():
         parameter.data.normal_(std=0.02)

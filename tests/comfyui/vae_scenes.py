@@ -11,13 +11,13 @@ from .pack import node_module
 import comfy.sd  # isort: skip  # the pack's module has made ComfyUI importable
 import torch  # isort: skip
 
-from ..rows import zoo  # isort: skip
+from ..zoo import vaes  # isort: skip
 
 vae = node_module("classes.cp_vae")
 
 
 def _cp_vae() -> tuple[comfy.sd.VAE, Any]:
-    model = zoo.random_weights(zoo.ltx(1))
+    model = vaes.random_weights(vaes.ltx(1))
     weights = {name: value.contiguous().clone() for name, value in model.state_dict().items()}
     native = comfy.sd.VAE(sd=weights, metadata={"config": json.dumps({"vae": model.config})})
     return native, vae.parallel_vae(native, None)

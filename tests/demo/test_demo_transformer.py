@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from parallel_runtime.demo import HEADS, MODEL, transformer
 
 from ..comfyui.comfy import find_comfy, why_there_is_none
-from ..tiny import write
+from ..zoo.checkpoints import write
 
 ROOT = Path(__file__).parents[2]
 EXACT = 1e-5  # of the output's standard deviation
 COMFYUIS_ANSWER = """
 import sys, torch
 from safetensors.torch import load_file, save_file
-from tests.architectures import tiny
+from tests.zoo import tiny
 tiny.start_comfyui()
 import comfy.sd
 model, *asked = sys.argv[1:]

@@ -33,7 +33,7 @@ from ..groups import (
     workers_of,
 )
 from ..holdings import shared_files
-from ..tiny import write
+from ..zoo.checkpoints import write
 
 ULYSSES = Parallelism(ulysses_degree=2)
 

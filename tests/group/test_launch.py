@@ -17,7 +17,7 @@ from parallel_runtime.wire.channel import Channel
 from parallel_runtime.wire.messages import PROTOCOL, Heartbeat, Ready, encode
 
 from ..groups import on_cpu, sabotage, samples, spec_of
-from ..tiny import write
+from ..zoo.checkpoints import write
 
 
 @pytest.mark.sweep

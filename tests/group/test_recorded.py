@@ -15,7 +15,7 @@ from parallel_runtime.specs import ModelSpec, Parallelism
 from parallel_runtime.wire.readings import Graphs
 
 from ..groups import Stop, flux_job, on_cpu, sabotage, samples, spec_of
-from ..tiny import write
+from ..zoo.checkpoints import write
 
 ULYSSES = Parallelism(ulysses_degree=2)
 PLAIN = Parallelism(ulysses_degree=2, options=EngineOptions(cuda_graphs="off"))

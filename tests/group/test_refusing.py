@@ -18,7 +18,7 @@ from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import ModelSpec, Parallelism
 
 from ..groups import Stop, flux_job, on_cpu, our_processes, sabotage, samples, spec_of, workers_of
-from ..tiny import write
+from ..zoo.checkpoints import write
 
 ULYSSES, RING = Parallelism(ulysses_degree=2), Parallelism(ring_degree=2)
 PROMPTS, ROWS = Parallelism(cfg_degree=2), Parallelism(data_degree=2)

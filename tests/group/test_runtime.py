@@ -13,7 +13,7 @@ from parallel_runtime.group.runtime import runtime
 from parallel_runtime.specs import Parallelism, Placement
 
 from ..groups import our_processes, samples, spec_of, wait_until, workers_of
-from ..tiny import write
+from ..zoo.checkpoints import write
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from parallel_runtime.group.worker_group import Result, WorkerGroup
 from parallel_runtime.specs import ModelSpec, Parallelism
 
 from ..groups import flux_job, on_cpu, sabotage, spec_of
-from ..tiny import write
+from ..zoo.checkpoints import write
 
 RING = Parallelism(ring_degree=2)
 

@@ -13,7 +13,7 @@ from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import Parallelism
 
 from ..groups import on_cpu, sabotage, samples, spec_of
-from ..tiny import write
+from ..zoo.checkpoints import write
 
 ULYSSES = Parallelism(ulysses_degree=2)
 

@@ -26,7 +26,7 @@ from ..groups import (
     workers_of,
 )
 from ..holdings import holdings
-from ..tiny import write
+from ..zoo.checkpoints import write
 
 ULYSSES = Parallelism(ulysses_degree=2)
 RING = Parallelism(ring_degree=2)

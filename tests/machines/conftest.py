@@ -12,7 +12,7 @@ from parallel_runtime.specs import ModelSpec, Parallelism
 from parallel_runtime.wire.handshake import TOKEN as TOKEN_VARIABLE
 
 from ..groups import on_cpu, spec_of
-from ..tiny import write
+from ..zoo.checkpoints import write
 from .guest import Guest, joining
 from .network import TOKEN, Network, network, why_there_is_none
 

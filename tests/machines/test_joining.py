@@ -31,7 +31,7 @@ from parallel_runtime.wire.messages import Cancel, Ended, Left, Machine
 from parallel_runtime.wire.stream import Stream
 
 from ..groups import flux_job, spec_of
-from ..tiny import write
+from ..zoo.checkpoints import write
 from .guest import joining
 from .network import FIRST, PORT, ROOT, SECOND, ULYSSES, on_two_machines
 

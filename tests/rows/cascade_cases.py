@@ -13,11 +13,11 @@ from parallel_runtime.architectures.row_plan import RowPlan
 from parallel_runtime.engine.rows.parallel_rows import parallelize_rows
 from parallel_runtime.engine.split.parallelize import unparallelize
 
-from ..architectures import tiny
 from ..engine.meshes import mesh, parallelism
+from ..zoo import tiny
 
 tiny.start_comfyui()
-from . import cascade_zoo  # noqa: E402
+from ..zoo import row_calls  # noqa: E402
 
 
 def apart(
@@ -33,7 +33,7 @@ def apart(
 ) -> list[dict[str, float]]:
     """Of each size (rows, columns, batch): how far the divided run is from the undivided one, and that from a later
     undivided one, as shares of the standard deviation."""
-    network = cascade_zoo.made(name)
+    network = row_calls.made(name)
     known = architecture_of(network)
     assert known is not None
     assert isinstance(known.plan, RowPlan)
@@ -42,7 +42,7 @@ def apart(
         for size in sizes:
 
             def run(size: Sequence[int] = size) -> Tensor:
-                out: Tensor = network(**cascade_zoo.inputs(name, *size, **(more or {})), transformer_options={})
+                out: Tensor = network(**row_calls.cascade(name, *size, **(more or {})), transformer_options={})
                 return out
 
             plain = run()

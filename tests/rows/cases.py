@@ -16,7 +16,7 @@ from parallel_runtime.engine.rows.row_share import Share
 from parallel_runtime.engine.split.streams import chunk_sizes
 from parallel_runtime.worker.comfy_loop.autoencoder import uniform_chunk_bytes, without_memory_limit
 
-from . import zoo
+from ..zoo import vaes
 
 CPU = torch.device("cpu")
 CHUNK_BYTES = 60_000  # so that even these tiny videos are cut in time
@@ -29,7 +29,7 @@ def run(name: str, method: str, dim: int, world: int, options: dict[str, Any], d
     if method == "kind":
         return {"kind": kind_of(_model(name, dtype))}
     model, x = _model(name, dtype), _input(name, method, dtype, tuple(options.get("latent", ())))
-    compared, unit = COMPARED[kind_of(model)], 1 if method == "decode" else zoo.CASES[name].ratio
+    compared, unit = COMPARED[kind_of(model)], 1 if method == "decode" else vaes.CASES[name].ratio
     with torch.inference_mode():
         full, state = _full(name, method, dtype, tuple(options.get("latent", ())))
     units = chunk_sizes(x.shape[dim] // unit, world)
@@ -59,7 +59,7 @@ def _converted(
 
 @functools.lru_cache(2)
 def _model(name: str, dtype: torch.dtype) -> nn.Module:
-    return zoo.random_weights(zoo.CASES[name].make()).to(dtype)
+    return vaes.random_weights(vaes.CASES[name].make()).to(dtype)
 
 
 @functools.lru_cache(2)
@@ -72,7 +72,7 @@ def _full(name: str, method: str, dtype: torch.dtype, latent: tuple[int, ...]) -
 
 
 def _input(name: str, method: str, dtype: torch.dtype, latent: tuple[int, ...]) -> Tensor:
-    case, shape = zoo.CASES[name], latent or zoo.CASES[name].latent
+    case, shape = vaes.CASES[name], latent or vaes.CASES[name].latent
     if method == "encode":
         frames = (case.frames or 1,) if len(shape) == 5 else ()
         shape = (shape[0], 3, *frames, shape[-2] * case.ratio, shape[-1] * case.ratio)

@@ -16,57 +16,37 @@ from parallel_runtime.engine.rows.row_division import RowDivision
 from parallel_runtime.engine.split.parallelize import unparallelize
 
 from ..engine.meshes import mesh, parallelism
-from . import unet_patches, unet_zoo
+from ..zoo import row_calls
+from ..zoo.control_nets import low_rank_control, of_unet
+from . import unet_patches
 from .unet_cases import _division, _double, _error
 
 Residuals = dict[str, list[Tensor]]
-UNION = unet_zoo.SDXL | {
-    "model_channels": 320, "num_res_blocks": [1] * 3, "channel_mult": [1, 1, 1], "transformer_depth": [0, 1, 1],
-    "transformer_depth_middle": 1, "transformer_depth_output": [0, 0, 1, 1, 1, 1], "num_head_channels": 64,
-}  # fmt: skip
-unet_zoo.UNETS["union"] = UNION
 LORA = "Control-LoRA"
 
 
 @lru_cache(1)
 def nets(name: str) -> tuple[nn.Module, nn.Module]:
     """A UNet of the zoo, and a ControlNet for it, whose residuals are as large as what they are added to."""
-    from comfy.cldm.cldm import ControlNet
-    from comfy.ops import disable_weight_init
-
     if name == LORA:
         model = unet_patches.model()
         return model.diffusion_model, _control_lora(model)
-    config = {k: v for k, v in unet_zoo.UNETS[name].items() if k not in ("out_channels", "transformer_depth_output")}
     union = {"union_controlnet_num_control_type": 6} if name == "union" else {}
-    network = ControlNet(**config, **union, hint_channels=3, operations=disable_weight_init)
-    return unet_zoo.made(name), unet_zoo.tiny.filled(network.eval())
+    return row_calls.made(name), of_unet(name, **union)
 
 
 def _control_lora(model: Any) -> nn.Module:
     """Of ComfyUI's, once a run has begun: its own layers, and those of the UNet with a pair of matrices on each."""
-    from comfy.cldm.cldm import ControlNet
     from comfy.controlnet import ControlLora
-    from comfy.ops import disable_weight_init
 
-    config = {k: v for k, v in unet_zoo.SD15.items() if k not in ("out_channels", "transformer_depth_output")}
-    network = unet_zoo.tiny.filled(ControlNet(**config, hint_channels=3, operations=disable_weight_init))
-    weights: dict[str, Tensor] = {}
-    for name, value in network.state_dict().items():
-        own = name.startswith(("zero_convs", "middle_block_out", "input_hint_block"))
-        if own or not name.endswith("weight") or value.ndim == 1:
-            weights[name] = value
-        else:
-            weights[f"{name[:-6]}up"] = unet_zoo.tiny.normal(value.shape[0], 2) * 0.05
-            weights[f"{name[:-6]}down"] = unet_zoo.tiny.normal(2, *value.shape[1:]) * 0.05
-    made = ControlLora(weights)
+    made = ControlLora(low_rank_control(of_unet("SD1.5").state_dict()))
     made.pre_run(model, lambda percent: percent)
     return made.control_model.eval().requires_grad_(False)
 
 
 def inputs(name: str, rows: int, columns: int, batch: int, hints: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the UNet is called with, and its ControlNet."""
-    of_unet = unet_zoo.inputs("SD1.5" if name == LORA else name, rows, columns, batch)
+    of_unet = row_calls.unet("SD1.5" if name == LORA else name, rows, columns, batch)
     hint = torch.rand(hints, 3, 8 * rows, 8 * columns, generator=torch.Generator().manual_seed(rows))
     return of_unet, of_unet | {"hint": hint} | ({"control_type": [1]} if name == "union" else {})
 

@@ -10,11 +10,11 @@ import comfy.ldm.wan.vae2_2
 from comfy.ldm.models.autoencoder import AutoencoderKL
 from torch import nn
 
-from . import zoo
+from ..zoo import vaes
 
-WIDE = {**zoo.KL, "ch": 128, "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "z_channels": 16}
+WIDE = {**vaes.KL, "ch": 128, "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "z_channels": 16}
 HUNYUAN_15 = {
-    **zoo.HUNYUAN, "block_out_channels": [128, 256, 512, 1024, 1024], "num_res_blocks": 2, "ffactor_spatial": 16,
+    **vaes.HUNYUAN, "block_out_channels": [128, 256, 512, 1024, 1024], "num_res_blocks": 2, "ffactor_spatial": 16,
     "ffactor_temporal": 4, "z_channels": 32,
 }  # fmt: skip
 WAN = {"dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "temperal_downsample": [False, True, True]}
@@ -30,7 +30,7 @@ class Real:
 
 REAL = {
     "FLUX 2048x2048": Real(
-        make=lambda: zoo.engine("comfy.ldm.modules.diffusionmodules.model", WIDE), latent=(1, 16, 256, 256)
+        make=lambda: vaes.engine("comfy.ldm.modules.diffusionmodules.model", WIDE), latent=(1, 16, 256, 256)
     ),
     "Wan 2.1 720x1280x81": Real(
         make=lambda: comfy.ldm.wan.vae.WanVAE(dim=96, z_dim=16, **WAN), latent=(1, 16, 21, 90, 160), frames=81
@@ -47,13 +47,13 @@ REAL = {
         frames=129,
     ),
     "HunyuanVideo 1.5 720x1280x121": Real(
-        make=lambda: zoo.engine("comfy.ldm.hunyuan_video.vae_refiner", HUNYUAN_15, regularizer=zoo.EMPTY),
+        make=lambda: vaes.engine("comfy.ldm.hunyuan_video.vae_refiner", HUNYUAN_15, regularizer=vaes.EMPTY),
         latent=(1, 32, 31, 45, 80),
         ratio=16,
         frames=121,
     ),
-    "SeedVR2 720x1280x21": Real(make=zoo.seedvr.VideoAutoencoderKLWrapper, latent=(1, 16, 6, 90, 160), frames=21),
+    "SeedVR2 720x1280x21": Real(make=vaes.seedvr.VideoAutoencoderKLWrapper, latent=(1, 16, 6, 90, 160), frames=21),
     "LTX 0.9.5 704x1280x121": Real(
-        make=lambda: zoo.lightricks.VideoVAE(2), latent=(1, 128, 16, 22, 40), ratio=32, frames=121
+        make=lambda: vaes.lightricks.VideoVAE(2), latent=(1, 128, 16, 22, 40), ratio=32, frames=121
     ),
 }

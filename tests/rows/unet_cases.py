@@ -18,12 +18,13 @@ from parallel_runtime.engine.graphs.graph_runner import GraphRunner
 from parallel_runtime.engine.rows.parallel_rows import parallelize_rows
 from parallel_runtime.engine.split.parallelize import unparallelize
 
-from ..architectures import tiny
 from ..engine.meshes import mesh, parallelism
 from ..site.tape import record_with_tapes
+from ..zoo import tiny
 
 tiny.start_comfyui()
-from . import unet_patches, unet_zoo  # noqa: E402
+from ..zoo import row_calls  # noqa: E402
+from . import unet_patches  # noqa: E402
 
 
 def apart(
@@ -31,11 +32,11 @@ def apart(
 ) -> list[dict[str, float]]:
     """Of each size (rows, columns, batch): how far the undivided float32 run is from float64, and the divided one from
     both, as shares of the standard deviation."""
-    network = unet_zoo.made(name)
+    network = row_calls.made(name)
     errors = []
     with torch.inference_mode():
         for size in sizes:
-            given = unet_zoo.inputs(name, *size)
+            given = row_calls.unet(name, *size)
             exact = network.to(torch.float64)(**_double(given), transformer_options={})
             network.to(torch.float32)
             plain = network(**given, transformer_options={})
@@ -84,7 +85,7 @@ def messages(
     rank: int, world: int, name: str, ring: int, ulysses: int, size: Sequence[int], **options: Any
 ) -> dict[str, int]:
     """How often this rank sends in a forward, how many bytes, and what asks for it."""
-    network, sent, start = unet_zoo.made(name), [], collectives._start
+    network, sent, start = row_calls.made(name), [], collectives._start
     modules = list(network.modules())
     known = architecture_of(network)
     assert known is not None
@@ -95,7 +96,7 @@ def messages(
 
     with torch.inference_mode(), _division(network, ring, ulysses, **options):
         collectives._start = counting
-        network(**unet_zoo.inputs(name, *size), transformer_options={})
+        network(**row_calls.unet(name, *size), transformer_options={})
         collectives._start = start
     return {
         "messages": len(sent),
@@ -109,7 +110,7 @@ def messages(
 def patched(rank: int, world: int, name: str, ring: int, ulysses: int, size: Sequence[int]) -> dict[str, float]:
     """With one of unet_patches.PATCHES, or "control": how far the divided network is from the undivided one, and what
     the patch does to that."""
-    network, given = unet_patches.model().diffusion_model, unet_zoo.inputs("SD1.5", *size)
+    network, given = unet_patches.model().diffusion_model, row_calls.unet("SD1.5", *size)
     runs = []
 
     def once(options: dict[str, Any]) -> Tensor:
@@ -133,7 +134,7 @@ def patched(rank: int, world: int, name: str, ring: int, ulysses: int, size: Seq
 
 def replayed(rank: int, world: int, name: str, ring: int, ulysses: int, size: Sequence[int]) -> dict[str, Any]:
     """The bits of two inputs, eager and by a tape's replays, and what the recording says of itself."""
-    network, first = unet_zoo.made(name), unet_zoo.inputs(name, *size)
+    network, first = row_calls.made(name), row_calls.unet(name, *size)
     second = {key: value.flip(0) + 1 if key in ("x", "context") else value for key, value in first.items()}
 
     def out(given: dict[str, Any]) -> Tensor:

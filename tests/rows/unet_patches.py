@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..architectures import tiny
-from . import unet_zoo
+from ..zoo import tiny
+from ..zoo.unets import SD15
 
 Patch = Callable[[Any], Any]
 WIDTHS = (32, 64, 128)  # of the levels with attention
@@ -23,7 +23,7 @@ def model() -> Any:
     """A BaseModel of ComfyUI's around a tiny SD1.5."""
     import comfy.supported_models
 
-    config = comfy.supported_models.SD15(unet_zoo.SD15 | {"dtype": torch.float32})
+    config = comfy.supported_models.SD15(SD15 | {"dtype": torch.float32})
     made = config.get_model({}, device="cpu")
     tiny.filled(made.diffusion_model)
     return made.eval().requires_grad_(False)

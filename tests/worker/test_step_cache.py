@@ -20,7 +20,7 @@ from parallel_runtime.demo import transformer
 from parallel_runtime.engine.comm.mesh import ContextMesh
 from parallel_runtime.worker.step_cache import StepCache
 
-from ..tiny import write
+from ..zoo.checkpoints import write
 
 EXACT = 1e-5
 BOTH = {"encoder_hidden_states": Split(("text",)), "hidden_states": Split(("image",))}

@@ -1,9 +1,11 @@
-"""Tiny random versions of ComfyUI's own VAE classes. Runs in ComfyUI's python, after `import_comfyui`."""
+"""Tiny random versions of ComfyUI's own VAE classes, and files of some. In ComfyUI's python, after `import comfy`."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import comfy.latent_formats
@@ -19,7 +21,10 @@ import comfy.taesd.taehv
 import comfy.taesd.taesd
 import torch
 from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
+from safetensors.torch import save_file
 from torch import nn
+
+from .files import save_tiny_vae, weights_of
 
 # As on a GPU: ComfyUI's choice for the CPU goes by other code than F.scaled_dot_product_attention.
 genmo.optimized_attention = comfy.ldm.modules.attention.attention_pytorch
@@ -245,3 +250,26 @@ CASES: dict[str, Case] = {
         make=lambda: comfy.taesd.taehv.TAEHV(latent_channels=128), latent=(1, 128, 2, 5, 4), ratio=32, frames=16
     ),
 }
+
+
+def write(models: Path) -> None:
+    folder = models / "vae"
+    folder.mkdir(exist_ok=True)
+    for seed, name in enumerate(("wan", "other_wan")):
+        save_file(weights_of(random_weights(CASES["Wan 2.1, Qwen-Image"].make(), seed)), folder / f"{name}.safetensors")
+    save_file(weights_of(random_weights(_flux())), folder / "flux.safetensors")
+    for version in (0, 1):
+        model = random_weights(ltx(version))
+        config = {"config": json.dumps({"vae": model.config})}
+        save_file(weights_of(model), folder / f"ltx{version}.safetensors", metadata=config)
+    save_tiny_vae(random_weights(CASES["TAESD"].make()), models / "vae_approx", "taef1")
+
+
+def _flux() -> nn.Module:
+    """ComfyUI fixes the encoder's width, and goes by the file for the decoder's."""
+    narrow = {**KL, "z_channels": 16, "num_res_blocks": 2, "ch_mult": [1, 2, 4, 4]}
+    return AutoencodingEngine(
+        regularizer_config={"target": GAUSSIAN},
+        encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": {**narrow, "ch": 128}},
+        decoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Decoder", "params": narrow},
+    )

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import tiny
-from .tiny import normal, uniform
+from . import remade
+from .tiny import make, normal, uniform
 
 Inputs = dict[str, Any]
 TIMES, LATE = (0.3, 0.8), (300.0, 800.0)
@@ -19,8 +19,13 @@ TIMES, LATE = (0.3, 0.8), (300.0, 800.0)
 
 @dataclass(frozen=True)
 class Case:
-    network: Callable[[], nn.Module]
+    """`of` is a row of the table of networks, or what makes one."""
+
+    of: str | Callable[[], nn.Module]
     inputs: Callable[[], Inputs]
+
+    def network(self) -> nn.Module:
+        return make(self.of) if isinstance(self.of, str) else self.of()
 
 
 def times(batch: int, of: tuple[float, float] = TIMES) -> Tensor:
@@ -127,10 +132,6 @@ def hidream() -> Inputs:
     return given | dict(encoder_hidden_states_llama3=normal(2, 3, 11, 80))
 
 
-def kandinsky5() -> Inputs:
-    return dict(x=normal(2, 16, 3, 9, 14), timestep=times(2, LATE), context=normal(2, 7, 96), y=normal(2, 64))
-
-
 def krea2(**more: Any) -> Inputs:
     return dict(x=normal(2, 16, 17, 23), timesteps=times(2), context=normal(2, 7, 192)) | more
 
@@ -142,10 +143,6 @@ def krea2_zero() -> Inputs:
 def joyimage() -> Inputs:
     given = dict(hidden_states=normal(2, 16, 1, 17, 23), timestep=times(2, LATE), context=normal(2, 7, 96))
     return given | dict(ref_latents=[normal(2, 16, 1, 8, 11)])
-
-
-def cogvideox() -> Inputs:
-    return dict(x=normal(2, 16, 3, 9, 14), timestep=times(2, LATE), context=normal(2, 7, 96))
 
 
 def lens() -> Inputs:
@@ -271,129 +268,128 @@ def minimax_music(length: int) -> Inputs:
     return given | dict(conditioning_scale=torch.ones(1, 1, 1))
 
 
-five_b = partial(tiny.wan, in_dim=48, out_dim=48)
-hunyuan_15 = partial(tiny.hunyuan, **tiny.HUNYUAN_15)
-z_image, lumina2 = partial(tiny.lumina, True), partial(tiny.lumina, False)
+NARROW = dict(io_channels=16, cond_token_dim=64, project_cond_tokens=False, global_cond_dim=64)
+hunyuan_15 = partial(make, "hunyuan_15", in_channels=16, out_channels=16)
 
 CASES: dict[str, Case] = {
-    "flux": Case(tiny.flux, flux),
-    "flux, 63 text tokens": Case(tiny.flux, partial(flux, 63)),
-    "flux, 1 text token": Case(tiny.flux, partial(flux, 1)),
-    "flux fill": Case(partial(tiny.flux, in_channels=24), lambda: flux() | dict(x=normal(2, 24, 17, 23))),
-    "flux kontext": Case(tiny.flux, lambda: flux(ref_latents=references())),
-    "flux uso": Case(tiny.flux, lambda: flux(ref_latents=references(), ref_latents_method="uxo")),
-    "flux redux": Case(tiny.flux, flux_redux),
-    "flux redux, a mask for each head": Case(tiny.flux, partial(flux_redux, heads=3)),
-    "flux redux, hidden pairs": Case(tiny.flux, partial(flux_redux, boolean=True)),
-    "flux residuals": Case(tiny.flux, lambda: flux(control=residuals("input", "output"))),
+    "flux": Case("flux", flux),
+    "flux, 63 text tokens": Case("flux", partial(flux, 63)),
+    "flux, 1 text token": Case("flux", partial(flux, 1)),
+    "flux fill": Case(partial(make, "flux", in_channels=24), lambda: flux() | dict(x=normal(2, 24, 17, 23))),
+    "flux kontext": Case("flux", lambda: flux(ref_latents=references())),
+    "flux uso": Case("flux", lambda: flux(ref_latents=references(), ref_latents_method="uxo")),
+    "flux redux": Case("flux", flux_redux),
+    "flux redux, a mask for each head": Case("flux", partial(flux_redux, heads=3)),
+    "flux redux, hidden pairs": Case("flux", partial(flux_redux, boolean=True)),
+    "flux residuals": Case("flux", lambda: flux(control=residuals("input", "output"))),
     "flux residuals and references": Case(
-        tiny.flux, lambda: flux(control=residuals("input", "output"), ref_latents=references())
+        "flux", lambda: flux(control=residuals("input", "output"), ref_latents=references())
     ),
-    "flux 2": Case(tiny.flux2, flux2),
-    "flux 2 references": Case(
-        tiny.flux2, lambda: flux2(ref_latents=[normal(2, 128, 5, 6)], ref_latents_method="index")
-    ),
-    "flux 2 references at time zero": Case(partial(tiny.flux2, guidance_embed=False), flux2_zero),
-    "chroma": Case(tiny.chroma, chroma),
-    "chroma residuals": Case(tiny.chroma, lambda: chroma(control=residuals("input", "output", width=96))),
-    "wan": Case(tiny.wan, wan),
-    "wan, one frame": Case(tiny.wan, partial(wan, 7, size=(1, 9, 14))),
-    "wan i2v": Case(
-        partial(tiny.wan, model_type="i2v", in_dim=36), lambda: wan(channels=36, clip_fea=normal(2, 257, 1280))
-    ),
+    "flux 2": Case("flux2", flux2),
+    "flux 2 references": Case("flux2", lambda: flux2(ref_latents=[normal(2, 128, 5, 6)], ref_latents_method="index")),
+    "flux 2 references at time zero": Case("flux2_klein", flux2_zero),
+    "chroma": Case("chroma", chroma),
+    "chroma residuals": Case("chroma", lambda: chroma(control=residuals("input", "output", width=96))),
+    "wan": Case("wan", wan),
+    "wan, one frame": Case("wan", partial(wan, 7, size=(1, 9, 14))),
+    "wan i2v": Case("wan_i2v", lambda: wan(channels=36, clip_fea=normal(2, 257, 1280))),
     "wan first and last frame": Case(
-        partial(tiny.wan, model_type="i2v", in_dim=36, flf_pos_embed_token_number=514),
+        "wan_first_and_last_frame",
         lambda: wan(channels=36, clip_fea=normal(2, 514, 1280)),
     ),
-    "wan 5b": Case(five_b, lambda: wan(channels=48, timestep=torch.tensor([[0.0, 500.0, 500.0], [0.0, 800.0, 800.0]]))),
-    "wan fun control": Case(partial(tiny.wan, in_dim_ref_conv=16), lambda: wan(reference_latent=normal(2, 16, 10, 14))),
-    "wan phantom": Case(tiny.wan, lambda: wan(time_dim_concat=normal(2, 16, 2, 9, 14))),
-    "wan context latents": Case(
-        tiny.wan, lambda: wan(context_latents=[normal(2, 16, 2, 6, 8), normal(2, 16, 1, 4, 4)])
+    "wan 5b": Case(
+        "wan_5b", lambda: wan(channels=48, timestep=torch.tensor([[0.0, 500.0, 500.0], [0.0, 800.0, 800.0]]))
     ),
-    "wan vace": Case(partial(tiny.wan, "VaceWanModel", vace_layers=2, vace_in_dim=96, num_layers=4), wan_vace),
-    "wan camera": Case(partial(tiny.wan, "CameraWanModel", model_type="camera", in_dim=32), wan_camera),
-    "qwen image": Case(tiny.qwen, qwen),
-    "qwen image mask": Case(tiny.qwen, lambda: qwen(63, 1, attention_mask=padding(1, 63, 40))),
-    "qwen image edit": Case(tiny.qwen, partial(qwen_reference, "index")),
-    "qwen image edit 2511": Case(tiny.qwen, partial(qwen_reference, "index_timestep_zero")),
-    "qwen image residuals": Case(tiny.qwen, lambda: qwen(control=residuals("input"))),
-    "z-image": Case(z_image, lumina),
-    "z-image references": Case(z_image, z_image_references),
-    "lumina 2": Case(lumina2, partial(lumina, 63)),
-    "sd3.5 large": Case(tiny.sd3, partial(sd3, 63)),
-    "sd3.5 medium": Case(partial(tiny.sd3, True), sd3),
-    "sd3.5 residuals": Case(partial(tiny.sd3, True), lambda: sd3(control=residuals("output"))),
-    "hunyuan video": Case(tiny.hunyuan, hunyuan),
-    "hunyuan video mask": Case(tiny.hunyuan, lambda: hunyuan(24, 1, attention_mask=padding(1, 24, 11))),
-    "hunyuan video i2v": Case(tiny.hunyuan, lambda: hunyuan(batch=1, ref_latent=normal(1, 16, 1, 6, 10))),
+    "wan fun control": Case(
+        partial(make, "wan", in_dim_ref_conv=16), lambda: wan(reference_latent=normal(2, 16, 10, 14))
+    ),
+    "wan phantom": Case("wan", lambda: wan(time_dim_concat=normal(2, 16, 2, 9, 14))),
+    "wan context latents": Case("wan", lambda: wan(context_latents=[normal(2, 16, 2, 6, 8), normal(2, 16, 1, 4, 4)])),
+    "wan vace": Case("wan_vace", wan_vace),
+    "wan camera": Case("wan_camera", wan_camera),
+    "qwen image": Case("qwen", qwen),
+    "qwen image mask": Case("qwen", lambda: qwen(63, 1, attention_mask=padding(1, 63, 40))),
+    "qwen image edit": Case("qwen", partial(qwen_reference, "index")),
+    "qwen image edit 2511": Case("qwen", partial(qwen_reference, "index_timestep_zero")),
+    "qwen image residuals": Case("qwen", lambda: qwen(control=residuals("input"))),
+    "z-image": Case("z_image", lumina),
+    "z-image references": Case("z_image", z_image_references),
+    "lumina 2": Case("lumina2", partial(lumina, 63)),
+    "sd3.5 large": Case("sd35_large", partial(sd3, 63)),
+    "sd3.5 medium": Case("sd35_medium", sd3),
+    "sd3.5 residuals": Case("sd35_medium", lambda: sd3(control=residuals("output"))),
+    "hunyuan video": Case("hunyuan", hunyuan),
+    "hunyuan video mask": Case("hunyuan", lambda: hunyuan(24, 1, attention_mask=padding(1, 24, 11))),
+    "hunyuan video i2v": Case("hunyuan", lambda: hunyuan(batch=1, ref_latent=normal(1, 16, 1, 6, 10))),
     "hunyuan video i2v, guiding frame": Case(
-        partial(tiny.hunyuan, guidance_embed=False), lambda: hunyuan(batch=1, guiding_frame_index=torch.tensor([0.0]))
+        partial(make, "hunyuan", guidance_embed=False),
+        lambda: hunyuan(batch=1, guiding_frame_index=torch.tensor([0.0])),
     ),
-    "hunyuan video residuals": Case(
-        tiny.hunyuan, lambda: hunyuan(control=residuals("input", tokens=45) | {"output": []})
-    ),
+    "hunyuan video residuals": Case("hunyuan", lambda: hunyuan(control=residuals("input", tokens=45) | {"output": []})),
     "hunyuan video residuals of both kinds": Case(
-        tiny.hunyuan, lambda: hunyuan(control=residuals("input", "output", tokens=45))
+        "hunyuan", lambda: hunyuan(control=residuals("input", "output", tokens=45))
     ),
     "hunyuan video 1.5": Case(hunyuan_15, lambda: hunyuan(txt_byt5=normal(2, 9, 1472), clip_fea=normal(2, 12, 48))),
-    "ltx-video": Case(tiny.ltxv, ltxv),
-    "ltx-video, a time for each token": Case(tiny.ltxv, lambda: ltxv(timestep=uniform(2, 45))),
-    "ltx-2": Case(tiny.ltxav, ltxav),
-    "ltx-2, a time for each frame": Case(tiny.ltxav, partial(ltxav, per_frame=True)),
-    "cosmos predict2": Case(tiny.cosmos, video),
-    "cosmos predict2, a time for each frame": Case(tiny.cosmos, lambda: video(timesteps=uniform(2, 3))),
-    "cosmos predict2 image": Case(tiny.cosmos, partial(video, size=(1, 17, 23))),
-    "anima": Case(tiny.anima, lambda: video(size=(1, 17, 23)) | dict(context=normal(2, 40, 1024))),
-    "hidream i1": Case(tiny.hidream, hidream),
-    "kandinsky 5": Case(tiny.kandinsky5, kandinsky5),
-    "omnigen 2": Case(tiny.omnigen2, lambda: image(num_tokens=7)),
-    "omnigen 2 references": Case(tiny.omnigen2, lambda: image(num_tokens=7, ref_latents=[normal(2, 16, 8, 11)])),
-    "boogu": Case(tiny.boogu, lambda: image(num_tokens=7)),
-    "boogu references": Case(tiny.boogu, lambda: image(num_tokens=7, ref_latents=[normal(2, 16, 8, 11)])),
-    "krea 2": Case(tiny.krea2, krea2),
-    "krea 2 references at time zero": Case(tiny.krea2, krea2_zero),
-    "joyimage references": Case(tiny.joyimage, joyimage),
-    "cogvideox": Case(tiny.cogvideox, cogvideox),
-    "lens": Case(tiny.lens, lens),
-    "ernie image": Case(tiny.ernie_image, ernie_image),
-    "ernie image, 1 text token": Case(tiny.ernie_image, partial(ernie_image, 1)),
-    "wan scail": Case(partial(tiny.wan, "SCAILWanModel", model_type="scail", in_dim=20), wan_scail),
-    "wan scail 2": Case(partial(tiny.wan, "SCAIL2WanModel", model_type="scail2", in_dim=20), wan_scail2),
-    "wan animate": Case(partial(tiny.wan_animate, faces=False), wan_animate),
-    "wan s2v": Case(tiny.wan_s2v, wan_s2v),
-    "wan s2v with motion": Case(tiny.wan_s2v, wan_s2v_motion),
-    "humo": Case(partial(tiny.wan, "HumoWanModel", model_type="humo"), wan_humo),
-    "wandancer": Case(tiny.wan_dancer, partial(wan_dancer, 30)),
-    "wandancer, all of the dance": Case(tiny.wan_dancer, partial(wan_dancer, 15)),
-    "chroma radiance": Case(tiny.chroma_radiance, radiance),
-    "aura flow": Case(tiny.aura_flow, lambda: renamed(image(), timesteps="timestep") | dict(x=normal(2, 4, 17, 23))),
-    "pixart": Case(tiny.pixart, lambda: image() | dict(x=normal(2, 4, 34, 46))),
-    "hunyuan dit": Case(tiny.hunyuan_dit, hunyuan_dit),
-    "hunyuan dit residuals": Case(tiny.hunyuan_dit, lambda: hunyuan_dit(control=residuals("output"))),
-    "hunyuan 3d": Case(tiny.hunyuan_3d, hunyuan_3d),
-    "hunyuan 3d 2.1": Case(tiny.hunyuan_3d_21, partial(hunyuan_3d, "t")),
-    "triposplat": Case(tiny.triposplat, triposplat),
-    "triposplat with a reference": Case(tiny.triposplat, partial(triposplat, ref_latents=[normal(2, 128, 3, 6)])),
-    "mage-flow references": Case(tiny.mage_flow, mage_flow),
-    "z-image in pixels": Case(tiny.lumina_pixels, lambda: pixels(num_tokens=7)),
-    "ideogram 4": Case(tiny.ideogram4, partial(ideogram4, attention_mask=None)),
-    "ideogram 4, padded": Case(tiny.ideogram4, lambda: ideogram4(attention_mask=padding(2, 11, 6))),
-    "ideogram 4, the image alone": Case(tiny.ideogram4, lambda: ideogram4(context=None)),
-    "pixeldit": Case(tiny.pixeldit, pixels),
-    "pid": Case(tiny.pid, lambda: pixels(lq_latent=normal(2, 16, 5, 6), degrade_sigma=torch.tensor([0.4]))),
-    "cosmos 1": Case(tiny.cosmos1, lambda: video(size=(3, 10, 14))),
-    "mochi": Case(tiny.mochi, mochi),
-    "mochi, 1 text token": Case(tiny.mochi, partial(mochi, 1)),
-    "minimax h3": Case(tiny.minimax_h3, minimax_h3),
-    "minimax h3 masks": Case(tiny.minimax_h3, minimax_h3_masks),
-    "hidream o1": Case(partial(tiny.hidream_o1, keeps=False), hidream_o1),
-    "hidream o1, a later step": Case(tiny.hidream_o1, partial(hidream_o1, 19)),
-    "stable audio": Case(tiny.stable_audio, stable_audio),
-    "stable audio 3": Case(tiny.stable_audio_3, lambda: stable_audio(local_add_cond=normal(2, 17, 37))),
-    "causal wan": Case(tiny.causal_wan, wan),
-    "ace-step": Case(tiny.ace_step, ace_step),
-    "ace-step 1.5": Case(tiny.ace_step15, ace_step15),
-    "minimax music": Case(tiny.minimax_music, partial(minimax_music, 37)),
-    "minimax music, two windows": Case(tiny.minimax_music, partial(minimax_music, 900)),
+    "ltx-video": Case("ltxv", ltxv),
+    "ltx-video, a time for each token": Case("ltxv", lambda: ltxv(timestep=uniform(2, 45))),
+    "ltx-2": Case("ltx2", ltxav),
+    "ltx-2, a time for each frame": Case("ltx2", partial(ltxav, per_frame=True)),
+    "cosmos predict2": Case("cosmos_predict2", video),
+    "cosmos predict2, a time for each frame": Case("cosmos_predict2", lambda: video(timesteps=uniform(2, 3))),
+    "cosmos predict2 image": Case("cosmos_predict2", partial(video, size=(1, 17, 23))),
+    "anima": Case("anima", lambda: video(size=(1, 17, 23)) | dict(context=normal(2, 40, 1024))),
+    "hidream i1": Case("hidream", hidream),
+    "kandinsky 5": Case("kandinsky5_image", lambda: wan(7) | dict(y=normal(2, 64))),
+    "omnigen 2": Case("omnigen2", lambda: image(num_tokens=7)),
+    "omnigen 2 references": Case("omnigen2", lambda: image(num_tokens=7, ref_latents=[normal(2, 16, 8, 11)])),
+    "boogu": Case("boogu", lambda: image(num_tokens=7)),
+    "boogu references": Case("boogu", lambda: image(num_tokens=7, ref_latents=[normal(2, 16, 8, 11)])),
+    "krea 2": Case("krea2", krea2),
+    "krea 2 references at time zero": Case("krea2", krea2_zero),
+    "joyimage references": Case("joyimage", joyimage),
+    "cogvideox": Case("cogvideox", partial(wan, 7)),
+    "lens": Case("lens", lens),
+    "ernie image": Case("ernie_image", ernie_image),
+    "ernie image, 1 text token": Case("ernie_image", partial(ernie_image, 1)),
+    "wan scail": Case("wan_scail", wan_scail),
+    "wan scail 2": Case("wan_scail_2", wan_scail2),
+    "wan animate": Case(remade.wan_animate, wan_animate),
+    "wan s2v": Case("wan_s2v", wan_s2v),
+    "wan s2v with motion": Case("wan_s2v", wan_s2v_motion),
+    "humo": Case("humo", wan_humo),
+    "wandancer": Case("wandancer", partial(wan_dancer, 30)),
+    "wandancer, all of the dance": Case("wandancer", partial(wan_dancer, 15)),
+    "chroma radiance": Case("chroma_radiance", radiance),
+    "aura flow": Case("aura_flow", lambda: renamed(image(), timesteps="timestep") | dict(x=normal(2, 4, 17, 23))),
+    "pixart": Case("pixart", lambda: image() | dict(x=normal(2, 4, 34, 46))),
+    "hunyuan dit": Case("hunyuan_dit", hunyuan_dit),
+    "hunyuan dit residuals": Case("hunyuan_dit", lambda: hunyuan_dit(control=residuals("output"))),
+    "hunyuan 3d": Case("hunyuan_3d", hunyuan_3d),
+    "hunyuan 3d 2.1": Case("hunyuan_3d_21", partial(hunyuan_3d, "t")),
+    "triposplat": Case("triposplat", triposplat),
+    "triposplat with a reference": Case("triposplat", partial(triposplat, ref_latents=[normal(2, 128, 3, 6)])),
+    "mage-flow references": Case("mage_flow", mage_flow),
+    "z-image in pixels": Case("z_image_pixels", lambda: pixels(num_tokens=7)),
+    "ideogram 4": Case("ideogram4", partial(ideogram4, attention_mask=None)),
+    "ideogram 4, padded": Case("ideogram4", lambda: ideogram4(attention_mask=padding(2, 11, 6))),
+    "ideogram 4, the image alone": Case("ideogram4", lambda: ideogram4(context=None)),
+    "pixeldit": Case("pixeldit", pixels),
+    "pid": Case("pid", lambda: pixels(lq_latent=normal(2, 16, 5, 6), degrade_sigma=torch.tensor([0.4]))),
+    "cosmos 1": Case("cosmos1", lambda: video(size=(3, 10, 14))),
+    "mochi": Case("mochi", mochi),
+    "mochi, 1 text token": Case("mochi", partial(mochi, 1)),
+    "minimax h3": Case("minimax_h3", minimax_h3),
+    "minimax h3 masks": Case("minimax_h3", minimax_h3_masks),
+    "hidream o1": Case(remade.hidream_o1_without_keys, hidream_o1),
+    "hidream o1, a later step": Case("hidream_o1", partial(hidream_o1, 19)),
+    "stable audio": Case(partial(make, "stable_audio", **NARROW), stable_audio),
+    "stable audio 3": Case(
+        partial(make, "stable_audio_3", local_add_cond_dim=17, **NARROW),
+        lambda: stable_audio(local_add_cond=normal(2, 17, 37)),
+    ),
+    "causal wan": Case("causal_wan", wan),
+    "ace-step": Case(remade.ace_step, ace_step),
+    "ace-step 1.5": Case("ace_step_15", ace_step15),
+    "minimax music": Case(remade.minimax_music, partial(minimax_music, 37)),
+    "minimax music, two windows": Case(remade.minimax_music, partial(minimax_music, 900)),
 }

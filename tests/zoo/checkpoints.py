@@ -1,10 +1,50 @@
-"""Tiny image transformers under ComfyUI's parameter names, one function a family."""
+"""Tiny checkpoints that need no ComfyUI to be written: plain tensors under the names that published files have.
+
+ComfyUI's own detection reads them. Files whose width it hard-codes carry metadata `cp_tiny`, which the tests' ComfyUI
+honours.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from .tiny_weights import Overrides, Weights
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+Overrides = dict[str, Any] | None  # what ComfyUI's detection must be told of a width that it hard-codes
+
+
+class Weights:
+    """A seeded state dict under construction; parameters are drawn in the order in which they are named."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.tensors: dict[str, Tensor] = {}
+
+    def normal(self, name: str, *shape: int, std: float = 1.0, mean: float = 0.0) -> None:
+        assert name not in self.tensors, name
+        self.tensors[name] = torch.randn(*shape, generator=self.generator) * std + mean
+
+    def linear(self, name: str, out: int, inner: int, bias: bool = True, gain: float = 1.0) -> None:
+        self.normal(f"{name}.weight", out, inner, std=gain / math.sqrt(inner))
+        if bias:
+            self.normal(f"{name}.bias", out, std=0.05)
+
+    def conv(self, name: str, out: int, inner: int, *kernel: int) -> None:
+        self.normal(f"{name}.weight", out, inner, *kernel, std=1 / math.sqrt(inner * math.prod(kernel)))
+        self.normal(f"{name}.bias", out, std=0.05)
+
+    def rms(self, name: str, dim: int) -> None:
+        self.normal(name, dim, std=0.1, mean=1.0)
+
+    def layer_norm(self, name: str, dim: int) -> None:
+        self.rms(f"{name}.weight", dim)
+        self.normal(f"{name}.bias", dim, std=0.05)
 
 
 def flux(w: Weights, *, heads: int = 2, double: int = 2, single: int = 2, guided: bool = True) -> Overrides:
@@ -187,3 +227,144 @@ def _sd3_half(w: Weights, block: str, dim: int, *, last: bool = False, dual: boo
     if not last:
         w.linear(f"{block}mlp.fc1", 4 * dim, dim)
         w.linear(f"{block}mlp.fc2", dim, 4 * dim)
+
+
+def wan(
+    w: Weights,
+    *,
+    heads: int = 2,
+    layers: int = 2,
+    channels: int = 16,
+    out: int = 16,
+    image: bool = False,
+    pair: bool = False,
+) -> Overrides:
+    dim, hidden = heads * 128, 256
+    w.conv("patch_embedding", dim, channels, 1, 2, 2)
+    w.linear("text_embedding.0", dim, 4096)
+    w.linear("text_embedding.2", dim, dim)
+    w.linear("time_embedding.0", dim, 256)
+    w.linear("time_embedding.2", dim, dim)
+    w.linear("time_projection.1", 6 * dim, dim, gain=0.5)
+    for block in (f"blocks.{i}." for i in range(layers)):
+        for attention in ("self_attn", "cross_attn"):
+            for name in "qkvo":
+                w.linear(f"{block}{attention}.{name}", dim, dim)
+            w.rms(f"{block}{attention}.norm_q.weight", dim)
+            w.rms(f"{block}{attention}.norm_k.weight", dim)
+        if image:
+            w.linear(f"{block}cross_attn.k_img", dim, dim)
+            w.linear(f"{block}cross_attn.v_img", dim, dim)
+            w.rms(f"{block}cross_attn.norm_k_img.weight", dim)
+        w.layer_norm(f"{block}norm3", dim)
+        w.linear(f"{block}ffn.0", hidden, dim)
+        w.linear(f"{block}ffn.2", dim, hidden)
+        w.normal(f"{block}modulation", 1, 6, dim, std=1 / math.sqrt(dim))
+    w.linear("head.head", 4 * out, dim)
+    w.normal("head.modulation", 1, 2, dim, std=1 / math.sqrt(dim))
+    if image:
+        w.layer_norm("img_emb.proj.0", 1280)
+        w.linear("img_emb.proj.1", 1280, 1280)
+        w.linear("img_emb.proj.3", dim, 1280)
+        w.layer_norm("img_emb.proj.4", dim)
+    if pair:
+        w.normal("img_emb.emb_pos", 1, 2 * 257, 1280)
+    return None
+
+
+def ltxv(w: Weights, *, head: int = 8, layers: int = 2) -> Overrides:
+    dim = 32 * head
+    w.linear("patchify_proj", dim, 128)
+    w.linear("adaln_single.emb.timestep_embedder.linear_1", dim, 256)
+    w.linear("adaln_single.emb.timestep_embedder.linear_2", dim, dim)
+    w.linear("adaln_single.linear", 6 * dim, dim, gain=0.5)
+    w.linear("caption_projection.linear_1", dim, 4096)
+    w.linear("caption_projection.linear_2", dim, dim)
+    for block in (f"transformer_blocks.{i}." for i in range(layers)):
+        for attention in ("attn1", "attn2"):
+            w.rms(f"{block}{attention}.q_norm.weight", dim)
+            w.rms(f"{block}{attention}.k_norm.weight", dim)
+            for name in ("to_q", "to_k", "to_v", "to_out.0"):
+                w.linear(f"{block}{attention}.{name}", dim, dim)
+        w.linear(f"{block}ff.net.0.proj", 4 * dim, dim)
+        w.linear(f"{block}ff.net.2", dim, 4 * dim)
+        w.normal(f"{block}scale_shift_table", 6, dim, std=1 / math.sqrt(dim))
+    w.normal("scale_shift_table", 2, dim, std=1 / math.sqrt(dim))
+    w.linear("proj_out", 128, dim)
+    return None
+
+
+def hunyuan_video(w: Weights, *, heads: int = 2, double: int = 2, single: int = 2) -> Overrides:
+    """Under Tencent's names, which ComfyUI renames as it loads."""
+    dim, text = heads * 128, 96
+    w.conv("img_in.proj", dim, 16, 1, 2, 2)
+    for name in ("time_in", "guidance_in", "txt_in.t_embedder"):
+        w.linear(f"{name}.mlp.0", dim, 256)
+        w.linear(f"{name}.mlp.2", dim, dim)
+    w.linear("vector_in.in_layer", dim, 768)
+    w.linear("vector_in.out_layer", dim, dim)
+    w.linear("txt_in.input_embedder", dim, text)
+    w.linear("txt_in.c_embedder.linear_1", dim, text)
+    w.linear("txt_in.c_embedder.linear_2", dim, dim)
+    for block in (f"txt_in.individual_token_refiner.blocks.{i}." for i in range(2)):
+        w.layer_norm(f"{block}norm1", dim)
+        w.layer_norm(f"{block}norm2", dim)
+        w.linear(f"{block}self_attn_qkv", 3 * dim, dim)
+        w.linear(f"{block}self_attn_proj", dim, dim)
+        w.linear(f"{block}mlp.fc1", 4 * dim, dim)
+        w.linear(f"{block}mlp.fc2", dim, 4 * dim)
+        w.linear(f"{block}adaLN_modulation.1", 2 * dim, dim, gain=0.5)
+    for stream in (f"double_blocks.{i}.{m}_" for i in range(double) for m in ("img", "txt")):
+        w.linear(f"{stream}mod.linear", 6 * dim, dim, gain=0.5)
+        w.linear(f"{stream}attn_qkv", 3 * dim, dim)
+        w.rms(f"{stream}attn_q_norm.weight", 128)
+        w.rms(f"{stream}attn_k_norm.weight", 128)
+        w.linear(f"{stream}attn_proj", dim, dim)
+        w.linear(f"{stream}mlp.fc1", 4 * dim, dim)
+        w.linear(f"{stream}mlp.fc2", dim, 4 * dim)
+    for block in (f"single_blocks.{i}." for i in range(single)):
+        w.linear(f"{block}linear1", 7 * dim, dim)
+        w.linear(f"{block}linear2", dim, 5 * dim)
+        w.rms(f"{block}q_norm.weight", 128)
+        w.rms(f"{block}k_norm.weight", 128)
+        w.linear(f"{block}modulation.linear", 3 * dim, dim, gain=0.5)
+    w.linear("final_layer.linear", 64, dim)
+    w.linear("final_layer.adaLN_modulation.1", 2 * dim, dim, gain=0.5)
+    return None
+
+
+TINY: dict[str, tuple[Callable[..., Overrides], dict[str, Any]]] = {  # how to make one
+    "flux_dev": (flux, {}),
+    "flux_schnell": (flux, {"guided": False}),
+    "flux2": (flux2, {}),
+    "chroma": (chroma, {}),
+    "qwen_image": (qwen_image, {}),
+    "z_image": (z_image, {}),
+    "lumina2": (lumina2, {}),
+    "sd35_large": (sd3, {}),
+    "sd35_medium": (sd3, {"dual": 2}),
+    "wan_t2v": (wan, {}),
+    "wan_i2v": (wan, {"channels": 36, "image": True}),
+    "wan_5b": (wan, {"channels": 48, "out": 48}),
+    "ltxv": (ltxv, {}),
+    "hunyuan_video": (hunyuan_video, {}),
+    "wan_flf2v": (wan, {"channels": 36, "image": True, "pair": True}),
+}
+
+
+def tensors(name: str, seed: int | None = None, **options: Any) -> tuple[dict[str, Tensor], Overrides]:
+    """The parameters of a tiny `name` in float32, and what ComfyUI's detection must be told of it (or None)."""
+    build, usual = TINY[name]
+    weights = Weights(list(TINY).index(name) + 1 if seed is None else seed)
+    overrides = build(weights, **{**usual, **options})
+    return weights.tensors, overrides
+
+
+def write(folder: Path | str, name: str, *, prefix: str = "", **options: Any) -> Path:
+    """Write `<folder>/cp_tiny_<name>.safetensors`."""
+    state, overrides = tensors(name, **options)
+    metadata = {"format": "pt", **({"cp_tiny": json.dumps(overrides)} if overrides else {})}
+    path = Path(folder) / f"cp_tiny_{name}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({prefix + key: value.contiguous() for key, value in state.items()}, path, metadata=metadata)
+    return path
