@@ -69,11 +69,11 @@ def _rows(server: Server, options: argparse.Namespace) -> Iterator[harness.Row]:
 
 
 def _fastest(server: Server, scene: Scene, parallel: Parallel, loop: str, repeats: int, want: Any) -> harness.Row:
-    graph = _graph(scene, replace(parallel, cfg_degree=parallel.cfg_degree or 1), loop)
+    parallel = replace(parallel, cfg_degree=parallel.cfg_degree or 1)
 
     def run() -> harness.Row:
         since, began, cpu = server.log_size(), time.monotonic(), _cpu_seconds(server)
-        latent = latent_of(server.client.run(graph))
+        latent = latent_of(server.client.run(_graph(scene, parallel, loop)))
         wall, cpu = time.monotonic() - began, _cpu_seconds(server) - cpu
         bytes_ = [int(size) for size in re.findall(r"\[meter\] (\d+) bytes", server.log(since))]
         return {"apart": apart(latent, want), "wall": wall, "cpu": cpu, "mib": sum(bytes_) / 2**20, "sent": len(bytes_)}
