@@ -1,6 +1,6 @@
 """What one attention layer sends and holds: collectives, bytes and peak extra memory of ring, allgather and Ulysses.
 
-    python -m tests.bench.collectives [--tokens 4096] [--heads 8] [--batch 1] [--dtype float32] [--json out.json]
+    python -m tests.bench.collectives [--workers 4] [--tokens 4096] [--heads 8] [--batch 1] [--json out.json]
 
 Bytes are those that rank 0 sends; memory is what is live at once inside the call beyond its inputs, output included,
 in units of the rank's own queries.
@@ -9,13 +9,9 @@ in units of the rank's own queries.
 from __future__ import annotations
 
 import argparse
-import json
-import logging
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +25,11 @@ from parallel_runtime.engine.split.streams import Streams
 from parallel_runtime.request import EngineOptions
 from parallel_runtime.specs import Parallelism
 
-from .launch import is_rank, join, launch
+from . import harness
 
-log = logging.getLogger(__name__)
+COLUMNS = {"mode": "{mode}", "all-to-alls": "{all_to_alls}", "batches of messages": "{batches}",
+           "messages": "{messages}", "sent": "{sent_in_queries:.2f}", "peak": "{peak_extra_in_queries:.2f}",
+}  # fmt: skip
 
 
 @dataclass
@@ -44,17 +42,13 @@ class Traffic:
     bytes_sent: int = 0
 
 
-def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    options = _options()
-    if not is_rank():
-        return launch("tests.bench.collectives", options.world, sys.argv[1:])
-    rank, world = join()
-    rows = [_measure(name, parallelism, options) for name, parallelism in _degrees(world).items()]
-    if rank == 0:
-        _report(rows, options.json)
-    dist.destroy_process_group()
-    return 0
+def main() -> None:
+    options = harness.options(__doc__, workers=4, tokens=4096, heads=8, head_dim=64, batch=1, dtype="float32")
+    if harness.is_rank():
+        degrees = _degrees(harness.join())
+        harness.answer(_measure(name, parallelism, options) for name, parallelism in degrees.items())
+    else:
+        harness.report(harness.launch("collectives", workers=options.workers), COLUMNS, options.json)
 
 
 def _degrees(world: int) -> dict[str, Parallelism]:
@@ -131,28 +125,5 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _report(rows: list[dict[str, Any]], path: Path | None) -> None:
-    log.info(
-        "%-18s %12s %8s %9s %14s %14s", "mode", "all-to-alls", "batches", "messages", "sent / query", "peak / query"
-    )
-    for row in rows:
-        log.info("%(mode)-18s %(all_to_alls)12d %(batches)8d %(messages)9d %(sent_in_queries)14.2f "
-                 "%(peak_extra_in_queries)14.2f", row)  # fmt: skip
-    if path:
-        path.write_text(json.dumps(rows, indent=1) + "\n")
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--world", type=int, default=4)
-    parser.add_argument("--json", type=Path)
-    return parser.parse_args()
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

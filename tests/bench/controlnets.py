@@ -1,20 +1,17 @@
 """ControlNets in the workers beside the loop in ComfyUI's process, where they ran before: a real ComfyUI, tiny files.
 
-    python -m tests.bench.controlnets [--scenes SDXL FLUX] [--steps 5] [--size 48] [--rounds 3] [--json out.json]
+    python -m tests.bench.controlnets [--scenes SDXL FLUX] [--cuts ring] [--cfg 4] [--repeats 3] [--json out.json]
 
 Two in a chain, the second with a picture for each image, batch 2. The loop is in ComfyUI's process where KSampler has
-the MODEL of CP Load Diffusion Model. Of the rounds the fastest counts: wall seconds, CPU seconds of host and workers
+the MODEL of CP Load Diffusion Model. Of the repeats the fastest counts: wall seconds, CPU seconds of host and workers
 together, bytes sent to the workers and how often, and the largest difference from KSampler in standard deviations.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 import os
 import re
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,43 +25,28 @@ from ..comfyui.latents import apart, latent_of
 from ..comfyui.server import Server, running_server
 from ..comfyui.test_control_nets import ONE, PROMPTS, RING, SCENES, ULYSSES, Scene
 from ..comfyui.test_kin import node
-
-log = logging.getLogger(__name__)
+from . import harness
 
 CUTS = {"1 worker": ONE, "prompts": PROMPTS, "images": Parallel(data_degree=2, cfg_degree=1), "ring": RING,
         "ulysses": ULYSSES}  # fmt: skip
 TICK = os.sysconf("SC_CLK_TCK")
-LINE = "| {scene} | {cfg:g} | {cut} | {loop} | {apart:.1e} | {wall:.2f} | {cpu:.2f} | {mib:.1f} ({sent}) |"
+COLUMNS = {"ControlNets on": "{scene}", "cfg": "{cfg:g}", "cut": "{cut}", "loop in": "{loop}", "apart": "{apart:.1e}",
+           "wall s": "{wall:.2f}", "CPU s": "{cpu:.2f}", "MiB sent (times)": "{mib:.1f} ({sent})"}  # fmt: skip
 
 
-def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--scenes", nargs="+", default=["SDXL", "FLUX"], choices=SCENES)
-    parser.add_argument("--cuts", nargs="+", default=[*CUTS], choices=CUTS)
-    parser.add_argument("--cfg", type=float, nargs="+", default=[1.0, 4.0])
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--size", type=int, default=48, help="of the latent's sides")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+def main() -> None:
+    options = harness.options(
+        __doc__, scenes=["SDXL", "FLUX"], cuts=[*CUTS], cfg=[1.0, 4.0], steps=5, size=48, repeats=3
+    )
     comfy = find_comfy()
     assert comfy is not None
-    log.info("| ControlNets on | cfg | cut | loop in | apart | wall s | CPU s | MiB sent (times) |")
-    log.info("|---|---|---|---|---|---|---|---|")
-    rows = []
     with running_server(comfy, env={"CP_TEST_FAULT": "meter"}) as server:
         for kind in "vaes", "control_nets":
             server.write_tiny(kind)
-        for row in _rows(server, options):
-            rows.append(row)
-            log.info(LINE.format(**row))
-    if options.json:
-        options.json.write_text(json.dumps(rows))
-    return 0
+        harness.report(_rows(server, options), COLUMNS, options.json)
 
 
-def _rows(server: Server, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _rows(server: Server, options: argparse.Namespace) -> Iterator[harness.Row]:
     side = options.size
     for cut in options.cuts:
         for name in options.scenes:
@@ -74,22 +56,22 @@ def _rows(server: Server, options: argparse.Namespace) -> Iterator[dict[str, Any
                 scene = SCENES[name].on(cfg=cfg, steps=options.steps, size=(side, side))
                 want = latent_of(server.client.run(scene.graph(None)))
                 for loop in "ComfyUI", "the workers":
-                    made = _fastest(server, scene, CUTS[cut], loop, options.rounds, want)
+                    made = _fastest(server, scene, CUTS[cut], loop, options.repeats, want)
                     yield {"scene": name, "cfg": cfg, "cut": cut, "loop": loop, **made}
 
 
-def _fastest(server: Server, scene: Scene, parallel: Parallel, loop: str, rounds: int, want: Any) -> dict[str, Any]:
+def _fastest(server: Server, scene: Scene, parallel: Parallel, loop: str, repeats: int, want: Any) -> harness.Row:
     parallel = replace(parallel, cfg_degree=parallel.cfg_degree or 1)
-    server.client.run(_graph(scene, parallel, loop))  # starts the workers, and loads
-    made = []
-    for _ in range(rounds):
+
+    def run() -> harness.Row:
         since, began, cpu = server.log_size(), time.monotonic(), _cpu_seconds(server)
         latent = latent_of(server.client.run(_graph(scene, parallel, loop)))
         wall, cpu = time.monotonic() - began, _cpu_seconds(server) - cpu
         bytes_ = [int(size) for size in re.findall(r"\[meter\] (\d+) bytes", server.log(since))]
-        made.append({"apart": apart(latent, want), "wall": wall, "cpu": cpu, "mib": sum(bytes_) / 2**20,
-                     "sent": len(bytes_)})  # fmt: skip
-    return min(made, key=lambda each: each["cpu"])
+        return {"apart": apart(latent, want), "wall": wall, "cpu": cpu, "mib": sum(bytes_) / 2**20, "sent": len(bytes_)}
+
+    measured = harness.turns({loop: run}, repeats)[loop]  # the first run starts the workers, and loads
+    return min(measured, key=lambda each: each["cpu"])
 
 
 def _graph(scene: Scene, parallel: Parallel, loop: str) -> Graph:
@@ -113,4 +95,4 @@ def _cpu_seconds(server: Server) -> float:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

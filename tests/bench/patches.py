@@ -5,20 +5,15 @@ long, against the exact picture and against one of many steps.
         [--pictures 4] [--many 100] [--json out.json]
 
 In one process, in ComfyUI's python: what is computed does not depend on stages (tests/architectures/test_patches.py).
-Time is that of a pipeline's formula for two stages and both prompts.
+Pictures are of each prompt, `many` the steps of what is taken for true. Time is that of a pipeline's formula for two
+stages and both prompts.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import logging
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from functools import cache, partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,50 +25,36 @@ from parallel_runtime.demo.words import encode
 from parallel_runtime.request import EngineOptions
 from parallel_runtime.specs import Parallelism
 
-from ..comfyui.comfy import OUR_ROOT, find_comfy
-
-log = logging.getLogger(__name__)
+from ..comfyui.comfy import OUR_ROOT
+from . import harness
 
 MODEL = OUR_ROOT / "parallel_runtime" / "demo" / "models" / "cp_demo_flux.safetensors"
 PROMPTS = ("a red circle on a white background", "a blue star on a yellow background")
 SIDE, CFG, STAGES = 16, 2.5, 2
 FLIGHTS = 2  # both prompts
-Answer = dict[str, Any]
+COLUMNS = {"sampler": "{sampler}", "steps": "{steps}", "patches": "{patches}", "exact steps": "{warmup}",
+           "apart from exact": "{apart:.3f}", "from true": "{off:.3f}", "as long: steps": "{fewer}",
+           "as long, from true": "{fewer_off:.3f}"}  # fmt: skip
 
 
-def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, nargs="+", default=[8, 12, 20])
-    parser.add_argument("--patches", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--warmup", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--samplers", nargs="+", default=["euler", "dpmpp_2m"])
-    parser.add_argument("--pictures", type=int, default=4, help="of each prompt")
-    parser.add_argument("--many", type=int, default=100, help="steps of what is taken for true")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    if "COMFYUI_PATH" not in os.environ:
-        return _in_comfyuis_python()
-    rows = list(_rows(options))
-    log.info("| sampler | steps | patches | exact steps | apart from exact | from true | as long: steps | from true |")
-    log.info("|---|---|---|---|---|---|---|---|")
-    line = "| {sampler} | {steps} | {patches} | {warmup} | {apart:.3f} | {off:.3f} | {fewer} | {fewer_off:.3f} |"
-    for row in rows:
-        log.info(line.format(**row))
-    if options.json:
-        options.json.write_text(json.dumps(rows))
-    return 0
-
-
-def _in_comfyuis_python() -> int:
-    comfy = find_comfy()
-    assert comfy is not None
-    command = [str(comfy.python), "-m", "tests.bench.patches", *sys.argv[1:]]
-    return subprocess.run(command, env=os.environ | {"COMFYUI_PATH": str(comfy.root)}).returncode
+def main() -> None:
+    options = harness.options(
+        __doc__,
+        steps=[8, 12, 20],
+        patches=[2, 4, 8],
+        warmup=[1, 4],
+        samplers=["euler", "dpmpp_2m"],
+        pictures=4,
+        many=100,
+    )
+    if harness.is_rank():
+        harness.answer(_rows(options))
+    else:
+        harness.report(harness.launch("patches", in_comfyui=True), COLUMNS, options.json)
 
 
 @torch.inference_mode()
-def _rows(options: argparse.Namespace) -> list[Answer]:
+def _rows(options: argparse.Namespace) -> list[harness.Row]:
     from ..zoo import tiny
 
     tiny.start_comfyui()
@@ -93,12 +74,12 @@ def _rows(options: argparse.Namespace) -> list[Answer]:
     return rows
 
 
-def _row(sampler: str, steps: int, patches: int, warmup: int, got: Tensor, exact: Tensor, true: Tensor) -> Answer:
+def _row(sampler: str, steps: int, patches: int, warmup: int, got: Tensor, exact: Tensor, true: Tensor) -> harness.Row:
     return {"sampler": sampler, "steps": steps, "patches": patches, "warmup": warmup, "apart": apart(got, exact),
             "off": apart(got, true)}  # fmt: skip
 
 
-def _as_long(steps: int, exact: Any, true: Tensor) -> Answer:
+def _as_long(steps: int, exact: Any, true: Tensor) -> harness.Row:
     return {"fewer": steps, "fewer_off": apart(exact(steps), true)}
 
 
@@ -141,14 +122,20 @@ class Pictures:
                 ContextMesh(),
                 Parallelism(pipeline_degree=STAGES, options=EngineOptions(token_patches=patches)),
             )
-        model, cut = self._model.clone(), SimpleNamespace(pipefusion=pipefusion_of(self._network))
+        model, divided = (
+            self._model.clone(),
+            SimpleNamespace(
+                pipefusion=pipefusion_of(self._network),
+                options=EngineOptions(token_patches=patches, warmup_steps=warmup),
+            ),
+        )
         latent = torch.zeros(self._count, 16, SIDE, SIDE)
         noise, simple = comfy.sample.prepare_noise(latent, 7), "simple"
         sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), simple, steps)
         made, negative = [], _cond("")
         for prompt in PROMPTS:
             given = (model, noise, steps, CFG, sampler, simple, _cond(prompt), negative, latent)
-            with with_pipefusion(cut, model, sigmas, warmup) if patches > 1 else nullcontext():  # type: ignore[arg-type]
+            with with_pipefusion(divided, model, sigmas) if patches > 1 else nullcontext():  # type: ignore[arg-type]
                 made.append(comfy.sample.sample(*given, seed=7, disable_pbar=True))
         if patches > 1:
             unparallelize(self._network)
@@ -161,4 +148,4 @@ def _cond(prompt: str) -> list[Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

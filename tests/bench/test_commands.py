@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,12 +16,9 @@ from ..machines.network import why_there_is_none
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(
-    name: str, out: Path, *arguments: str, python: str | Path = sys.executable, **environment: str
-) -> list[dict[str, Any]]:
-    command = [python, "-m", f"tests.bench.{name}", *arguments, "--json", str(out)]
-    variables = os.environ | environment
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=400)
+def run(name: str, out: Path, *arguments: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", f"tests.bench.{name}", *arguments, "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(out.read_text())
 
@@ -36,17 +32,18 @@ def test_a_ring_holds_less_than_ulysses(tmp_path: Path) -> None:
 
 @pytest.mark.sweep
 def test_a_recorded_attention_is_a_few_launches_whatever_it_holds(tmp_path: Path) -> None:
-    (row,) = run("overhead", tmp_path / "rows.json", "--worlds", "2", "--rounds", "2")
-    assert set(row["launches_and_calls"]) == {"ours ring", "ours ulysses"}
-    for by_mode in row["launches_and_calls"].values():
-        assert by_mode["recorded"][0] <= 6, "three inputs copied in, one graph, one output copied out"
-        assert all(now * 20 < before for now, before in zip(by_mode["recorded"], by_mode["eager"], strict=True))
+    rows = run("overhead", tmp_path / "rows.json", "--workers", "2", "--repeats", "2")
+    counted = {row["mode"]: row for row in rows if row["recorded"]}
+    assert set(counted) == {"ours ring", "ours ulysses"}
+    for row in counted.values():
+        assert row["recorded"][0] <= 6, "three inputs copied in, one graph, one output copied out"
+        assert all(now * 20 < before for now, before in zip(row["recorded"], row["eager"], strict=True))
 
 
 @pytest.mark.sweep  # root, a ComfyUI, and half a minute
 @pytest.mark.skipif(bool(why_there_is_none()), reason=why_there_is_none() or "there is")
 def test_a_pipeline_sends_a_tenth_of_what_others_do_and_holds_its_share(tmp_path: Path) -> None:
-    rows = run("pipeline", tmp_path / "rows.json", "--mbit", "1000", "--rounds", "1", "--pixels", "32")
+    rows = run("pipeline", tmp_path / "rows.json", "--mbit", "1000", "--repeats", "1", "--pixels", "32")
     by_mode = {row["mode"]: row for row in rows}
     assert by_mode["pipeline 2"]["sent"] < 0.1 * min(by_mode["Ulysses 2"]["sent"], by_mode["ring 2"]["sent"])
     assert by_mode["pipeline 2"]["held"] < 0.7
@@ -56,9 +53,7 @@ def test_a_pipeline_sends_a_tenth_of_what_others_do_and_holds_its_share(tmp_path
 @pytest.mark.sweep  # a ComfyUI, and a minute
 def test_half_of_a_unet_takes_little_more_than_half_of_the_time(tmp_path: Path) -> None:
     """Seconds of CPU: 0.58 and 0.56 in RESULTS.md."""
-    comfy = find_comfy()
-    if comfy is None:
+    if find_comfy() is None:
         pytest.skip("there is no ComfyUI")
-    environment = {"COMFYUI_PATH": str(comfy.root), "OMP_NUM_THREADS": "1"}
-    undivided, *by_rows = run("unet_rows", tmp_path / "rows.json", python=comfy.python, **environment)
+    undivided, *by_rows = run("unet_rows", tmp_path / "rows.json")
     assert all(row["cpu_seconds"] <= 0.62 * undivided["cpu_seconds"] for row in by_rows)

@@ -1,19 +1,18 @@
 """A UNet like SDXL's, undivided and by rows on two CPU ranks of one thread each: seconds of CPU that a rank spends, to
 which what else the machine does counts little, and seconds on the clock.
 
-    COMFYUI_PATH=... COMFYUI/.venv/bin/python -m tests.bench.unet_rows [--width 96] [--side 128] [--json FILE]
+    python -m tests.bench.unet_rows [--width 96] [--side 128] [--repeats 3] [--json out.json]
+
+In ComfyUI's python. Width is the channels of the first level, side the rows and columns of the latent. Of the repeats
+the best counts.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from parallel_runtime.architectures import architecture_of
 from parallel_runtime.engine.comm.mesh import build_mesh
@@ -22,52 +21,49 @@ from parallel_runtime.specs import Parallelism
 
 from ..rows.ranks import divide
 from ..zoo import row_calls, tiny
+from . import harness
 
-ROUNDS = 4
+COLUMNS = {"mode": "{mode}", "CPU s a rank": "{cpu_seconds:.3f}", "share of undivided": "{share:.2f}",
+           "s": "{seconds:.3f}", "times as fast": "{faster:.2f}"}  # fmt: skip
 DIVISIONS = {"undivided": (1, 1), "ring 2": (2, 1), "Ulysses 2": (1, 2)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.unet_rows", description=__doc__)
-    parser.add_argument("--width", type=int, default=96, help="channels of the first level")
-    parser.add_argument("--side", type=int, default=128, help="rows and columns of the latent")
-    parser.add_argument("--json")
-    asked = parser.parse_args()
+    options = harness.options(__doc__, width=96, side=128, repeats=3)
+    if harness.is_rank():
+        harness.answer(_rows(options))
+    else:
+        harness.report(harness.launch("unet_rows", in_comfyui=True), COLUMNS, options.json)
+
+
+def _rows(options: argparse.Namespace) -> list[harness.Row]:
     torch.set_num_threads(1)
     tiny.start_comfyui()
-    network = tiny.make("SDXL", model_channels=asked.width, num_head_channels=32, context_dim=64)
-    given, rows = row_calls.unet("SDXL", asked.side, asked.side, context=64), []
+    network = tiny.make("SDXL", model_channels=options.width, num_head_channels=32, context_dim=64)
+    given = row_calls.unet("SDXL", options.side, options.side, context=64)
+    rows: list[harness.Row] = []
+
+    def forward() -> tuple[float, float]:
+        cpu, wall = time.process_time(), time.monotonic()
+        network(**given, transformer_options={})
+        return time.process_time() - cpu, time.monotonic() - wall
+
     for mode, (ring, ulysses) in DIVISIONS.items():
         degrees = Parallelism(ring_degree=ring, ulysses_degree=ulysses)
 
-        def work(rank: int, degrees: Parallelism = degrees) -> tuple[float, float]:
+        def work(rank: int, degrees: Parallelism = degrees) -> list[tuple[float, float]]:
             if degrees.world_size > 1:
                 known = architecture_of(network)
                 assert known is not None
                 parallelize_rows(network, known.plan, build_mesh(degrees), degrees)  # type: ignore[arg-type]
-            return _best(lambda: network(**given, transformer_options={}))
+            return harness.turns({"forward": forward}, options.repeats)["forward"]
 
         answers = divide(ring * ulysses, work)
-        cpu, wall = (max(answer[at] for answer in answers) for at in (0, 1))
-        rows.append({"mode": mode, "cpu_seconds": cpu, "seconds": wall})
-        print(
-            f"{mode:10} {cpu:.3f} s of CPU a rank ({cpu / rows[0]['cpu_seconds']:.2f}), {wall:.3f} s "
-            f"({rows[0]['seconds'] / wall:.2f} times as fast)",
-            flush=True,
-        )
-    if asked.json:
-        with open(asked.json, "w") as out:
-            json.dump(rows, out)
-
-
-def _best(run: Callable[[], Tensor]) -> tuple[Any, ...]:
-    """(seconds of this process's CPU, seconds on the clock), each of the best round."""
-    times = []
-    for _ in range(ROUNDS):
-        began = time.process_time(), time.monotonic()
-        run()
-        times.append((time.process_time() - began[0], time.monotonic() - began[1]))
-    return tuple(map(min, zip(*times[1:], strict=True)))
+        cpu, wall = (max(min(times[at] for times in answer) for answer in answers) for at in (0, 1))
+        undivided = rows[0] if rows else {"cpu_seconds": cpu, "seconds": wall}
+        rows.append({"mode": mode, "cpu_seconds": cpu, "share": cpu / undivided["cpu_seconds"], "seconds": wall,
+                     "faster": undivided["seconds"] / wall})  # fmt: skip
+    return rows
 
 
 if __name__ == "__main__":
