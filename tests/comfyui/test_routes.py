@@ -171,7 +171,7 @@ def test_a_config_is_checked_as_the_sampler_would(server: Server) -> None:
         server.client.post("/cp/check", ring_degree=True)
     with pytest.raises(NodeError, match="rotate_method 'zig' is unknown"):
         server.client.post("/cp/check", rotate_method="zig")
-    with pytest.raises(NodeError, match="step_cache is nan"):
+    with pytest.raises(NodeError, match="step_cache nan is not a number"):
         server.client.post("/cp/check", step_cache=math.nan)
 
 
