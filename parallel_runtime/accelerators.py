@@ -89,7 +89,7 @@ FALLBACK = (
 )
 
 
-def benchmarked(kind: str, what: Literal["block", "full"]) -> list[str]:
+def benchmark_candidates(kind: str, what: Literal["block", "full"]) -> list[str]:
     """Returns the kernels that attention_backend auto may choose on this kind of device for a ring's key blocks, or for
     full keys."""
     return [kernel.name for kernel in KERNELS.values() if kind in kernel.devices and what in kernel.benchmark]

@@ -189,7 +189,8 @@ class ParallelRequest:
     @classmethod
     def of(cls, values: object) -> ParallelRequest:
         """Returns the request of these values by widget name; other names are ignored. Raises Refused for a value that
-        its widget cannot have; whether the request can run is checked where the devices are known."""
+        is not of its widget's kind or options; limits, and whether the request can run, are checked by
+        planning/request_checks.py."""
         if not isinstance(values, Mapping):
             raise Refused("config.object")
         request: dict[str, Any] = {}

@@ -79,7 +79,7 @@ class Parallelism:
         return replace(self, options=replace(self.options, **options))
 
     @property
-    def of_network(self) -> Parallelism:
+    def without_run_options(self) -> Parallelism:
         """The parallelism without the options that a run may change while the network stays split as it is."""
         return self.with_options(step_cache=0.0, warmup_steps=1)
 
@@ -186,14 +186,14 @@ class ModelSpec:
 
     `loader` is `module:function` of ComfyUI, or a name that the worker knows; `arguments` are its positional arguments
     as canonical JSON (nodes/describe/origin.py), `index` selects one of several results. `weight_dtype` is ComfyUI's
-    dtype of unquantised weights, `compute_dtype` that of computation, "" for its own choice. `weight_patches`
+    dtype of unquantised weights, `compute_dtype` that of computation, "" for its own choice. `patches_fingerprint`
     identifies the stack of weight patches (LoRA and the like) on it, "" for none; the patches come with the job.
     `compilation` is None for a network that runs as it is.
     A VAE is one of the classes `kind` (autoencoders.py), whose weights and structure `weights_fingerprint` tells
     from all others.
     Without a `loader` its weights come with the job, and `arguments` are its file's metadata.
     `partner` is the model of the negative prompt where a guider has two MODELs: both are loaded, split and placed as
-    one, and `weight_patches` identifies the patches on both.
+    one, and `patches_fingerprint` identifies the patches on both.
     """
 
     loader: str
@@ -202,7 +202,7 @@ class ModelSpec:
     files: tuple[SourceFile, ...] = ()
     weight_dtype: str = "float32"
     compute_dtype: str = ""
-    weight_patches: str = ""
+    patches_fingerprint: str = ""
     compilation: Compilation | None = None
     kind: str = ""
     weights_fingerprint: str = ""
@@ -220,7 +220,7 @@ class ModelSpec:
     def unpatched(self) -> ModelSpec:
         """The spec of the loaded model: the same for every stack of patches and compute dtype, compiled or not."""
         partner = None if self.partner is None else self.partner.unpatched
-        return replace(self, weight_patches="", compute_dtype="", compilation=None, partner=partner)
+        return replace(self, patches_fingerprint="", compute_dtype="", compilation=None, partner=partner)
 
     @property
     def all_files(self) -> tuple[SourceFile, ...]:

@@ -107,8 +107,8 @@ def test_a_new_row_of_kernels_is_an_option_takes_part_in_the_benchmark_and_is_re
 ) -> None:
     spec = AttentionKernel(name="mine", devices=("xpu",), package="nobody_has_it", log_sum_exp=False)
     monkeypatch.setitem(KERNELS, "mine", replace(spec, benchmark=("full",)))
-    assert accelerators.benchmarked("xpu", "full") == ["mine"]
-    assert accelerators.benchmarked("xpu", "block") == accelerators.benchmarked("cpu", "full") == []
+    assert accelerators.benchmark_candidates("xpu", "full") == ["mine"]
+    assert accelerators.benchmark_candidates("xpu", "block") == accelerators.benchmark_candidates("cpu", "full") == []
     request = ParallelRequest(options=EngineOptions(attention_backend="mine"))
     with pytest.raises(Refused, match="mine needs XPU GPUs, and the workers run on cuda:0"):
         checked_plan(PlanInputs(request=request, heads=24, gpus=2, kind="cuda"))

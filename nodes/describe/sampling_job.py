@@ -111,11 +111,11 @@ class Source:
         if self.plan is not other.plan or (own.heads, own.width) != (others.heads, others.width):
             raise ValueError("networks that are not split alike")
         patches = {f"{PARTNER}{key}": value for key, value in other.weight_patches.items()}
-        fingerprints = (self.spec.weight_patches, other.spec.weight_patches)
+        fingerprints = (self.spec.patches_fingerprint, other.spec.patches_fingerprint)
         spec = replace(
             self.spec,
-            partner=replace(other.spec, weight_patches=""),
-            weight_patches=" and ".join(fingerprints) if any(fingerprints) else "",
+            partner=replace(other.spec, patches_fingerprint=""),
+            patches_fingerprint=" and ".join(fingerprints) if any(fingerprints) else "",
         )
         stats = replace(
             own,
@@ -203,7 +203,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
         spec=replace(
             spec,
             compute_dtype=requested_dtype,
-            weight_patches=str(model.patches_uuid) if model.patches else "",
+            patches_fingerprint=str(model.patches_uuid) if model.patches else "",
             compilation=compiled,
         ),
         weight_patches=describe_weight_patches(model),

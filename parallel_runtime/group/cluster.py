@@ -158,7 +158,7 @@ class Cluster:
         self.machines.append(RemoteMachine(stream, devices, offer.comfyui))
 
     def _devices(self, offer: Machine) -> tuple[str, ...]:
-        """Returns the devices of that machine, one a rank. Raises Refused where the machine does not fit the group."""
+        """Returns the devices of that machine, one a rank. Raises Refused for one that does not match the group."""
         if pairs := version_mismatches(offer.versions):
             other, local = zip(*pairs, strict=True)
             raise Refused("machine.versions", theirs=list(other), ours=list(local))

@@ -1,4 +1,5 @@
-"""Tracks what the workers of a group have (weights, weight patches, conditions), which need not be sent again."""
+"""Tracks what the workers of a group have and need not be sent again: weight patches, a VAE's weights, and the
+conditions of an evaluation. A network's own weights are never sent, and a SamplingJob always has its conditions."""
 
 from __future__ import annotations
 
@@ -16,18 +17,16 @@ from ..specs import ModelSpec
 
 class PayloadCache:
     def __init__(self) -> None:
-        self._weight_patches: dict[
-            ModelSpec, str
-        ] = {}  # the patches' fingerprint, of models and VAEs that workers have
+        self._fingerprints: dict[ModelSpec, str] = {}  # of the weight patches of models and VAEs that workers have
         self._prompts: dict[ModelSpec, list[tuple[int, dict[str, Any]]]] = {}
         self._last_prompt = 0
 
     def has_model(self, model: ModelSpec) -> bool:
         """Do the workers have `model`, with its weight patches?"""
-        return self._weight_patches.get(model.unpatched) == model.weight_patches
+        return self._fingerprints.get(model.unpatched) == model.patches_fingerprint
 
     def drop(self, model: ModelSpec) -> None:
-        self._weight_patches.pop(model.unpatched, None)
+        self._fingerprints.pop(model.unpatched, None)
 
     def evict_conditions(self, model: ModelSpec) -> None:
         self._prompts.pop(model.unpatched, None)
@@ -44,9 +43,9 @@ class PayloadCache:
         except BaseException as error:
             self._prompts = {}
             if cached and isinstance(error, Refused):
-                self._weight_patches[model.unpatched] = model.weight_patches
+                self._fingerprints[model.unpatched] = model.patches_fingerprint
             raise
-        self._weight_patches[model.unpatched] = model.weight_patches
+        self._fingerprints[model.unpatched] = model.patches_fingerprint
 
     def _without_sent(self, job: Job) -> Job:
         match job:

@@ -1,4 +1,4 @@
-"""The one worker group of this process: started when first needed, replaced when it is dead or does not fit, ended
+"""The one worker group of this process: started when first needed, replaced when it is dead or does not match, ended
 when nobody has used it for long enough."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Memory of each rank: weights + activations + buffers <= budget.
 
-MemoryModel.fits decides whether a plan fits. There are two reserves, and both are here. ACTIVATION_TENSORS is what a
-forward needs beside the weights, in tensors, for every plan. UNFILLED_SHARE is the part of the budget that stays empty
-where `auto` fills a device with blocks: room for what the model does not count.
+MemoryModel.fits decides whether a plan fits. There are two reserves, and both are here. ACTIVATION_RESERVE_TENSORS is
+what a forward needs beside the weights, in tensors, for every plan. UNFILLED_SHARE is the part of the budget that stays
+empty where `auto` fills a device with blocks: room for what the model does not count.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .work_shares import in_proportion
 UNFILLED_SHARE = 0.08  # of the budget stays empty where auto places as many blocks on a device as fit
 # Activations at the peak of a transformer block, in tensors of [local tokens, width]: residuals, q, k, v, MLP; and
 # buffers of ring and Ulysses attention, up to 10 where they are too large to be reused.
-ACTIVATION_TENSORS = 20
+ACTIVATION_RESERVE_TENSORS = 20
 # Such tensors that a step cache keeps: of two prompts the change by the first block, and by the others.
 CACHED_TENSORS = 6
 COLLECTED_SHARE = 1 / 8  # of the memory beside weights and activations that a ring's all-gather may use
@@ -155,8 +155,8 @@ class MemoryModel:
         ):
             return equal
         replicated = self.work.network.weight_bytes - self.fetched_bytes(resident)
-        workspace = zip(budgets, self.activation_bytes_by_rank, self.buffer_bytes_by_rank(equal), strict=True)
-        free = [(1 - UNFILLED_SHARE) * budget - replicated - active - buffers for budget, active, buffers in workspace]
+        by_rank = zip(budgets, self.activation_bytes_by_rank, self.buffer_bytes_by_rank(equal), strict=True)
+        free = [(1 - UNFILLED_SHARE) * budget - replicated - active - buffers for budget, active, buffers in by_rank]
         parts = in_proportion([max(1.0, size) for size in free])
         return replace(equal, shard_shares=parts) if len(set(parts)) > 1 else equal
 
@@ -224,9 +224,9 @@ def hardly_better(best: WeightPlacement, before: WeightPlacement, blocks: int, w
 
 def estimate_activation_bytes(work: Work, degrees: Parallelism) -> tuple[int, ...]:
     """Returns the estimated size of the activations of one evaluation on each rank, by its share of the tokens."""
-    tensors, residuals = ACTIVATION_TENSORS + CACHED_TENSORS * work.cached, work.network.residuals
+    tensors, residuals = ACTIVATION_RESERVE_TENSORS + CACHED_TENSORS * work.cached, work.network.residuals
     if residuals:  # and a block of the ControlNet, which is split like the network's
-        tensors += ACTIVATION_TENSORS + residuals
+        tensors += ACTIVATION_RESERVE_TENSORS + residuals
     sizes: list[int] = []
     for number, shares in enumerate(degrees.cp_group_shares):
         sequences = work.sequences_of_group(degrees, number // degrees.cfg_degree % degrees.data_degree)

@@ -29,7 +29,7 @@ def misfit(memory: MemoryModel) -> Refused:
         widget="weights",
         network=network.name,
         weights=size_in_words(network.weight_bytes),
-        workspace=_workspace(memory),
+        workspace=_activations(memory),
         needed=size_in_words(needed, math.ceil),
         free=size_in_words(free, math.floor),
         limit=say("memory.limited", limit=limit) if limit else "",
@@ -44,7 +44,7 @@ def size_in_words(count: float, rounded: Callable[[float], int] = round) -> str:
     return f"{rounded(10 * count / unit) / 10:.1f} {name}"
 
 
-def _workspace(memory: MemoryModel) -> str:
+def _activations(memory: MemoryModel) -> str:
     computed, cached = max(memory.activation_bytes_by_rank), max(cached_key_value_bytes(memory.work, memory.degrees))
     if not cached:
         return size_in_words(computed)

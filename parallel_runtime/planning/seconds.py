@@ -127,12 +127,11 @@ def times_as_fast(work: Work, degrees: Parallelism, profile: DeviceProfile) -> f
 
 
 def attention_bytes(work: Work, degrees: Parallelism) -> float:
-    """Returns the bytes that one rank sends in one attention: 4T(u-1)/u of its share for Ulysses, 2T/u a hop for the
-    ring, T where it collects tokens. For a network that is cut by rows it is the mean of all its attentions."""
-    ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
-    share = work.attention_tensor_bytes / (ring * ulysses)
-    per_hop = 1 if degrees.options.rotate_method == "tokens" else 2
-    return 4 * share * (ulysses - 1) / ulysses + per_hop * share * (ring - 1)
+    """Returns the bytes that one rank sends in one attention; for a network that is cut by rows the mean of all its
+    attentions."""
+    share = work.attention_tensor_bytes / (degrees.ring_degree * degrees.ulysses_degree)
+    all_to_all, per_hop = _sent_bytes(share, degrees)
+    return all_to_all + per_hop * (degrees.ring_degree - 1)
 
 
 def attention_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
@@ -151,12 +150,18 @@ def attention_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) 
 
 def _exposed_transfer(share: float, compute: float, degrees: Parallelism, profile: DeviceProfile) -> float:
     """Returns the seconds of transfers that no computation hides."""
-    ring, ulysses = degrees.ring_degree, degrees.ulysses_degree
-    all_to_all = 4 * share * (ulysses - 1) / ulysses / profile.bytes_per_second
-    send_recv, block = 2 * share / profile.bytes_per_second, compute / ring
+    ring, block = degrees.ring_degree, compute / degrees.ring_degree
+    all_to_all, send_recv = (size / profile.bytes_per_second for size in _sent_bytes(share, degrees))
     if degrees.options.rotate_method == "allgather":
         return all_to_all + max(0.0, (ring - 1) * send_recv - block)
     return all_to_all + (ring - 1) * max(0.0, send_recv - block)
+
+
+def _sent_bytes(share: float, degrees: Parallelism) -> tuple[float, float]:
+    """Returns what one rank sends for Ulysses, queries, keys, values and result, and in each hop of a ring, keys and
+    values or the tokens that both are made of. `share` is the size of its part of one of these tensors."""
+    per_hop = 1 if degrees.options.rotate_method == "tokens" else 2
+    return 4 * share * (degrees.ulysses_degree - 1) / degrees.ulysses_degree, per_hop * share
 
 
 def _ring_block_count(degrees: Parallelism) -> int:

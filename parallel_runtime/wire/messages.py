@@ -205,7 +205,7 @@ class Invitation:
 
 @dataclass(frozen=True)
 class Denied:
-    """The machine does not fit, and why."""
+    """The machine does not match the group, and why."""
 
     reason: str
 

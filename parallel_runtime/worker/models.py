@@ -251,7 +251,7 @@ class Models:
         model = self._models[spec.unpatched]
         model.spec = spec
         model.onload(self._device)
-        if model.parallelism is None or model.parallelism.of_network != parallelism.of_network:
+        if model.parallelism is None or model.parallelism.without_run_options != parallelism.without_run_options:
             model.parallelize(self.mesh(parallelism), parallelism)
         model.parallelism = parallelism
         model.place_weights(self._placement(request.weight_placement, parallelism))

@@ -12,7 +12,7 @@ pytest.importorskip("diffusers")
 
 from parallel_runtime.engine.comm import device_memory  # noqa: E402
 from parallel_runtime.jobs import DemoJob  # noqa: E402
-from parallel_runtime.planning.memory_model import ACTIVATION_TENSORS, estimate_activation_bytes  # noqa: E402
+from parallel_runtime.planning.memory_model import ACTIVATION_RESERVE_TENSORS, estimate_activation_bytes  # noqa: E402
 from parallel_runtime.planning.network_stats import NetworkStats  # noqa: E402
 from parallel_runtime.specs import ModelSpec, Parallelism, WeightPlacement  # noqa: E402
 from parallel_runtime.wire.bundles import write_bundle  # noqa: E402
@@ -74,14 +74,17 @@ def test_giving_back_means_the_allocators_cache_on_every_kind_of_device(monkeypa
 def test_both_prompts_of_a_lane_count_for_memory_since_they_run_as_one_batch() -> None:
     tensor = 100 * 64 * 2
     work = FIGURES.work(1, 100, prompts=2)
-    assert max(estimate_activation_bytes(work, Parallelism())) == ACTIVATION_TENSORS * 2 * tensor
-    assert max(estimate_activation_bytes(work, Parallelism(cfg_degree=2))) == ACTIVATION_TENSORS * tensor
-    assert max(estimate_activation_bytes(work, Parallelism(ring_degree=2))) == ACTIVATION_TENSORS * tensor
+    assert max(estimate_activation_bytes(work, Parallelism())) == ACTIVATION_RESERVE_TENSORS * 2 * tensor
+    assert max(estimate_activation_bytes(work, Parallelism(cfg_degree=2))) == ACTIVATION_RESERVE_TENSORS * tensor
+    assert max(estimate_activation_bytes(work, Parallelism(ring_degree=2))) == ACTIVATION_RESERVE_TENSORS * tensor
 
 
 def test_rows_count_as_far_as_one_lane_has_them() -> None:
     work = FIGURES.work(3, 100)
-    assert max(estimate_activation_bytes(work, Parallelism(data_degree=2))) == ACTIVATION_TENSORS * 2 * 100 * 64 * 2
+    assert (
+        max(estimate_activation_bytes(work, Parallelism(data_degree=2)))
+        == ACTIVATION_RESERVE_TENSORS * 2 * 100 * 64 * 2
+    )
 
 
 def test_with_a_step_cache_prompts_run_one_by_one() -> None:

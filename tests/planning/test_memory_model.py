@@ -13,7 +13,7 @@ from parallel_runtime.errors import Refused
 from parallel_runtime.explain.plan_words import why_replicated
 from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.memory_model import (
-    ACTIVATION_TENSORS,
+    ACTIVATION_RESERVE_TENSORS,
     UNFILLED_SHARE,
     UNLIMITED,
     Capacity,
@@ -232,7 +232,7 @@ def test_control_nets_weights_are_on_every_rank_and_their_residuals_split_like_t
             {after - before for before, after in zip(*weights, strict=True)},
         )
 
-    each = ACTIVATION_TENSORS + 60
+    each = ACTIVATION_RESERVE_TENSORS + 60
     assert more(1, Parallelism()) == ({each}, {2 * GIB})
     assert more(1, Parallelism(ulysses_degree=4)) == ({each / 4}, {2 * GIB})
     assert more(2, Parallelism(ulysses_degree=4)) == ({each / 2}, {2 * GIB})

@@ -106,7 +106,7 @@ def test_each_model_and_division_has_its_own() -> None:
     group = balance()
     for _ in range(2):
         run(group, TWO, (1, 0.5))
-    assert shares_of(group, TWO, replace(MODEL, weight_patches="a LoRA")) == shares_of(group, TWO) != ()
+    assert shares_of(group, TWO, replace(MODEL, patches_fingerprint="a LoRA")) == shares_of(group, TWO) != ()
     assert shares_of(group, TWO, replace(MODEL, loader="wan")) == ()
     assert shares_of(group, Parallelism(ring_degree=2)) == ()
 

@@ -59,7 +59,7 @@ def test_models_whose_files_have_one_name_are_two() -> None:
         ModelSpec(loader="a", files=(SourceFile(path=f"/{folder}/flux", size=1, mtime_ns=1),)) for folder in "ab"
     )
     assert one.title == other.title
-    assert one.fingerprint == replace(one, weight_patches="a LoRA").fingerprint != other.fingerprint
+    assert one.fingerprint == replace(one, patches_fingerprint="a LoRA").fingerprint != other.fingerprint
 
 
 def test_recordings_of_this_model_are_what_it_needs_and_those_of_others_are_in_its_way() -> None:

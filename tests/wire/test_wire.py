@@ -37,7 +37,7 @@ from parallel_runtime.wire.messages import (
 MODEL = ModelSpec(
     loader="comfy.sd:load_diffusion_model", arguments='["/models/é wan.safetensors"]', index=0, weight_dtype="bfloat16",
     files=(SourceFile(path="/models/é wan.safetensors", size=1, mtime_ns=2),), compute_dtype="float32",
-    weight_patches="abc",
+    patches_fingerprint="abc",
 )  # fmt: skip
 MESSAGES = [
     Welcome("cuda:0", "/tmp/store", False, ComfySetup(root="/comfy", flags=("--cpu", "--port", "1"))),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...accelerators import FALLBACK, benchmarked
+from ...accelerators import FALLBACK, benchmark_candidates
 from ...request import AttentionBackend
 from ...wire.readings import WORTH_TELLING, BenchmarkKind, KernelBenchmark
 from ..attention.masks import MaskKind
@@ -57,7 +57,7 @@ class AttentionSizes:
 def block_candidates(query: Tensor, *, recorded: bool = True) -> list[AttentionBackend]:
     """Returns the kernels to benchmark for ring blocks, the likely fastest first; ["native"] if there is no choice.
     `recorded`: they may become part of a CUDA graph."""
-    names = benchmarked(query.device.type, "block")
+    names = benchmark_candidates(query.device.type, "block")
     if not names or not supports_flash(query):
         return ["native"]
     names = _installed(names)
@@ -66,7 +66,7 @@ def block_candidates(query: Tensor, *, recorded: bool = True) -> list[AttentionB
 
 def full_candidates(query: Tensor, *, masked: bool = False, recorded: bool = True) -> list[AttentionBackend]:
     """Returns the kernels to benchmark for full keys; the first is the fallback."""
-    names = benchmarked(query.device.type, "full")
+    names = benchmark_candidates(query.device.type, "full")
     if not names or not supports_flash(query):
         return [FALLBACK]
     cudnn = torch.version.hip is None and (cudnn_supports_graphs() or not recorded)
@@ -113,23 +113,21 @@ def choose_kernel(
     if len(available) == 1 and not mesh_dim.group_state.heterogeneous:
         return available[0]
     seconds = partial(_measure, sizes, query.device, fallback, available)
-    return fastest_kernel(
-        _benchmarked_names(query.device, blocks), sizes, mesh_dim, seconds, query.device, available[0]
-    )
+    return fastest_kernel(_candidate_names(query.device, blocks), sizes, mesh_dim, seconds, query.device, available[0])
 
 
-def _benchmarked_names(device: torch.device, blocks: bool) -> Sequence[AttentionBackend]:
+def _candidate_names(device: torch.device, blocks: bool) -> Sequence[AttentionBackend]:
     """Returns all names in the benchmark, also those that this GPU lacks: other GPUs of the group may have them."""
     if blocks:
-        return benchmarked(device.type, "block") or ["native"]
-    return [FALLBACK, *benchmarked(device.type, "full")]
+        return benchmark_candidates(device.type, "block") or ["native"]
+    return [FALLBACK, *benchmark_candidates(device.type, "full")]
 
 
 def _likely_fastest(
     names: Sequence[AttentionBackend], query: Tensor, sizes: AttentionSizes, mesh_dim: MeshDim, recorded: bool
 ) -> AttentionBackend:
     """Returns cuDNN's kernel if all ranks prefer it, as in every measurement so far; else FALLBACK."""
-    if "_native_cudnn" not in _benchmarked_names(query.device, blocks=False):
+    if "_native_cudnn" not in _candidate_names(query.device, blocks=False):
         return FALLBACK
     preferred = "_native_cudnn" in names and _prefers_cudnn(query, recorded)
     return (

@@ -120,8 +120,8 @@ class ComfyModel(Model):
     def replaced_attributes(self) -> Hashable:
         """Returns the plain values with which nodes have replaced attributes of the network."""
         patches = getattr(self.patcher.model.current_patcher, "object_patches", {})
-        of_network = ((name, value) for name, value in patches.items() if name.startswith("diffusion_model."))
-        return tuple((name, type(value), value) for name, value in sorted(of_network, key=itemgetter(0)))
+        inside_network = ((name, value) for name, value in patches.items() if name.startswith("diffusion_model."))
+        return tuple((name, type(value), value) for name, value in sorted(inside_network, key=itemgetter(0)))
 
     def unrecordable_reason(self) -> str:
         current = self.patcher.model.current_patcher
@@ -136,13 +136,13 @@ class ComfyModel(Model):
         return super().unrecordable_reason()
 
     def clone(self, patches: WeightPatches | None, on_progress: Callable[[float], None]) -> RankPatcher:
-        """Returns a MODEL with `patches`, whose fingerprint is `spec.weight_patches`, described by
+        """Returns a MODEL with `patches`, whose fingerprint is `spec.patches_fingerprint`, described by
         nodes/describe/model_patches.py. None stands for the last job's; raises Refused if that had others."""
-        if self.weight_patches[0] != self.spec.weight_patches:
+        if self.weight_patches[0] != self.spec.patches_fingerprint:
             if patches is None:
                 raise Refused("weights.unsent")
             own = {key: value for key, value in patches.items() if not key.startswith(PARTNER)}
-            self.weight_patches = (self.spec.weight_patches, {key: rebuild(value) for key, value in own.items()})
+            self.weight_patches = (self.spec.patches_fingerprint, {key: rebuild(value) for key, value in own.items()})
             self.clear_kv_cache()
         made: RankPatcher = self.patcher.clone()
         made.on_progress = on_progress
@@ -152,14 +152,14 @@ class ComfyModel(Model):
         name = self.spec.compute_dtype
         if dtype := getattr(torch, name) if name else self.common_compute_dtype:
             made.set_model_compute_dtype(dtype)
-        made.patches_uuid = uuid.uuid5(uuid.NAMESPACE_OID, f"{self.spec.weight_patches} {self.spec.compute_dtype}")
+        made.patches_uuid = uuid.uuid5(uuid.NAMESPACE_OID, f"{self.spec.patches_fingerprint} {self.spec.compute_dtype}")
         return made
 
     def partner_in(self, job: SamplingJob) -> tuple[ComfyModel, SamplingJob] | None:
         """Returns the model of the negative prompt, and the job as it is for it; None where there is only one."""
         if self.partner is None or job.partner is None or self.spec.partner is None:
             return None
-        self.partner.spec = replace(self.spec.partner, weight_patches=self.spec.weight_patches)
+        self.partner.spec = replace(self.spec.partner, patches_fingerprint=self.spec.patches_fingerprint)
         patches = None
         if job.weight_patches is not None:
             names = (name for name in job.weight_patches if name.startswith(PARTNER))
