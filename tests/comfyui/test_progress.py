@@ -43,8 +43,8 @@ def test_every_sampler_counts_as_in_comfyui(server: Server, sampler: str) -> Non
 def test_two_samplers_of_a_graph_count_each_for_itself(server: Server) -> None:
     native, ours = (progress(server.client.run(advanced(SLOW, parallel))) for parallel in (None, RING_2))
     assert list(ours) == list(native) == ["first", "sampler"]
-    for node, progress in ours.items():
-        check(progress, native[node])
+    for node, events in ours.items():
+        check(events, native[node])
 
 
 def check(ours: list[tuple[int, int]], native: list[tuple[int, int]]) -> None:

@@ -53,5 +53,5 @@ def test_where_diffusers_is_missing_demo_and_report_say_what_to_install(monkeypa
     with pytest.raises(Refused, match=f"-m pip install -r {FOLDER / 'requirements.txt'}$"):
         demo.check_diffusers()
     (part,) = (part for part in command.PARTS if part.name == "group")
-    (row,) = command._rows(part, Setting(kind="cpu", comfyui="", tokens=67), 60.0)
+    (row,) = command._measurements(part, Setting(kind="cpu", comfyui="", tokens=67), 60.0)
     assert str(row["note"]).startswith("no diffusers here; ")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_runtime.commands.report import cases as report
-from parallel_runtime.commands.report.cases import Row, measured_row
+from parallel_runtime.commands.report.cases import Measurement, measurement_of
 from parallel_runtime.engine.comm.mesh import ContextMesh, build_mesh
 from parallel_runtime.engine.kernels.dispatch import attend, check_backend
 
@@ -31,7 +31,7 @@ from .backend_cases import Case, cases
 SEEDS = range(4)
 
 
-def errors(case: Case, place: ContextMesh, device: torch.device) -> Row:
+def errors(case: Case, place: ContextMesh, device: torch.device) -> Measurement:
     """Of this rank's rows, and of the same rows where one process computes everything: the mean over some problems."""
     summed = {"error": 0.0, "alone": 0.0}
     for seed in SEEDS:
@@ -75,10 +75,10 @@ def main(folder: Path, device: torch.device) -> None:
     torch.set_grad_enabled(False)
     dist.init_process_group("gloo")
     places = {case.degrees: build_mesh(parallelism(*case.degrees), device) for case in cases()}
-    rows: dict[str, Row] = {}
+    rows: dict[str, Measurement] = {}
     for case in cases():
         missing, find = _missing(case, device), partial(errors, case, places[case.degrees], device)
-        rows[str(case)] = {"missing": missing} if missing else measured_row(report.Case({}, find))
+        rows[str(case)] = {"missing": missing} if missing else measurement_of(report.Case({}, find))
     if dist.get_rank() == 0:
         (folder / "errors.json").write_text(json.dumps(rows))
     dist.destroy_process_group()
