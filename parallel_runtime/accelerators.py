@@ -32,7 +32,7 @@ class AttentionKernel:
     `max_head_dim` (of `head_dims` only, if there are any), and takes a mask where `masks` is set. With `log_sum_exp` it
     also returns that for attention without a mask, as a ring needs. `low_precision` marks a kernel that not every
     attention of a network tolerates. "auto" includes it in the `benchmark` of a ring's key blocks ("block"), of full
-    keys ("full"), or of both.
+    keys ("full"), or of both, for queries that PyTorch's own flash kernel takes too.
     """
 
     name: str
@@ -46,6 +46,10 @@ class AttentionKernel:
     log_sum_exp: bool = True
     low_precision: bool = False
     benchmark: tuple[Literal["block", "full"], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.function and self.masks:
+            raise ValueError(f"{self.name}: a function that takes what flash_attn_func takes has no mask")
 
 
 # ROCm's devices are torch's "cuda" too, and RCCL goes by NCCL's name; cuDNN is NVIDIA's alone.

@@ -102,6 +102,11 @@ def test_every_kernel_of_the_table_has_its_functions_and_an_option_and_is_in_the
         assert (registry.FUNCTIONS[kernel.name].block is not None) == kernel.log_sum_exp
 
 
+def test_a_function_like_flash_attn_func_has_no_mask() -> None:
+    with pytest.raises(ValueError, match="has no mask"):
+        AttentionKernel(name="mine", function="flash_attn_func", masks=True)
+
+
 def test_a_new_row_of_kernels_is_an_option_takes_part_in_the_benchmark_and_is_refused_by_its_columns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -115,7 +115,7 @@ def weight_bytes(controls: Iterable[ControlBase]) -> int:
 
 
 def count_residuals(controls: Iterable[ControlBase], layers: int) -> int:
-    """Counts the tensors of all tokens that ControlNets give to a network of so many `layers`: each one's residuals,
+    """Counts the tensors of all tokens that ControlNets give to a network of this many `layers`: each one's residuals,
     and a chain's sums for every layer."""
     outputs = (getattr(network_of(control), name, ()) for control in controls for name in OUTPUTS)
     return sum(map(len, outputs)) + layers * sum(control.previous_controlnet is not None for control in controls)

@@ -1,4 +1,4 @@
-"""Mochi. Of the text, which is full on every rank, only so many first tokens are attended to: the prompt's."""
+"""Mochi. Of the text, which is full on every rank, only the first tokens are attended to: the prompt's."""
 
 from .architecture import Architecture
 from .split_plan import TEXT, VIDEO, Count, Gather, ModulePlan, Split, SplitLike, SplitPlan

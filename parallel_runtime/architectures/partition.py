@@ -31,7 +31,7 @@ def share_out(loads: Sequence[Load], stages: int, budget_bytes: Sequence[int] = 
 
     @cache
     def best(end: int, parts: int) -> tuple[tuple[int, int, int], tuple[int, ...]]:
-        """The worst of each cost for the first units in so many stages, and where these end."""
+        """The worst of each cost for the first units in this many stages, and where these end."""
         if parts == 1:
             return cost(0, end, 0), (end,)
         divisions = []

@@ -34,7 +34,7 @@ class SplitLike:
     """A tensor with one entry a token, full in every block, which is split like streams: positions, masks, modulation.
 
     A dim of size 1 is not split. `per`: an entry may stand for several tokens, such as a frame's; it is repeated first.
-    `at_end`: there may be fewer entries, for the last tokens. `ndim`: only tensors with so many dims are split (None:
+    `at_end`: there may be fewer entries, for the last tokens. `ndim`: only tensors with this many dims are split (None:
     all). Every tensor of a list or tuple is split.
     """
 

@@ -54,7 +54,7 @@ class RemoteMachine:
         return self._left is None and not self.control.waiting()
 
     def ended(self, seconds: float = 0.0) -> Ended | None:
-        """Returns how its workers ended, once its torchrun has; None if it reports nothing within so many seconds."""
+        """Returns how its workers ended, once its torchrun has; None if it reports nothing within this many seconds."""
         if self._left is None and self.control.waiting(seconds):
             self._left = Left(Ended(), "")
             with contextlib.suppress(EOFError, ProtocolError):

@@ -99,7 +99,7 @@ class Torchrun:
 
     def ended(self, seconds: float = 0.0) -> Ended | None:
         """Returns how the workers ended, which torchrun reports a second or two before it exits; None if it reports
-        nothing within so many seconds. A killed torchrun reports an empty Ended."""
+        nothing within this many seconds. A killed torchrun reports an empty Ended."""
         if self._ended is None and self._report is not None and self._report.poll(seconds):
             try:
                 self._ended = decode(self._report.recv_bytes())

@@ -44,7 +44,7 @@ def candidates(inputs: PlanInputs) -> Iterator[RunPlan]:
 
 
 def _in_groups(inputs: PlanInputs, groups: int) -> PlanInputs:
-    """Returns the inputs with so many groups for the images of a batch, where the request leaves that open."""
+    """Returns the inputs with this many groups for the images of a batch, where the request leaves that open."""
     request = inputs.request
     return inputs if request.data_degree else replace(inputs, request=replace(request, data_degree=groups))
 
@@ -117,12 +117,12 @@ def _usual_plans(inputs: PlanInputs, devices: tuple[str, ...]) -> list[RunPlan]:
 
 
 def _on_as_many_as_rows(inputs: PlanInputs, by_rows: RunPlan) -> list[RunPlan]:
-    """Returns the preferred plan on so many of these devices that each rank has rows of its own; [] where all have."""
+    """Returns the preferred plan on as many of these devices as have rows of their own; [] if all have."""
     degrees, rows = by_rows.degrees, inputs.work.row_ranks if inputs.work else 0
     if not 0 < rows < degrees.context_parallel_size or by_rows.placement.nnodes > 1:
         return []
     devices = by_rows.placement.devices
-    count = min(rows * degrees.data_degree * (2 if inputs.guided else 1), len(devices) - 1)
+    count = min(rows * degrees.data_degree * (2 if inputs.may_split_prompts else 1), len(devices) - 1)
     with suppress(Refused):
         return [_preferred(inputs, devices[:count])]
     return []
@@ -221,7 +221,7 @@ def _has_no_ring(inputs: PlanInputs) -> bool:
 
 
 def _sequence_degrees(inputs: PlanInputs, workers: int) -> list[tuple[int, int]]:
-    """Returns ring and Ulysses degrees for so many workers on one sequence, the largest Ulysses degree first."""
+    """Returns ring and Ulysses degrees for this many workers on one sequence, the largest Ulysses degree first."""
     heads, least = inputs.heads, workers if _has_no_ring(inputs) else 1
     divisors = (degree for degree in range(workers, least - 1, -1) if workers % degree == 0 == heads % degree)
     return [(workers // degree, degree) for degree in divisors]

@@ -1,8 +1,9 @@
 """Memory of each rank: weights + activations + buffers <= budget.
 
 MemoryModel.fits decides whether a plan fits. There are two reserves, and both are here. ACTIVATION_RESERVE_TENSORS is
-what a forward needs beside the weights, in tensors, for every plan. UNFILLED_SHARE is the part of the budget that stays
-empty where `auto` fills a device with blocks: room for what the model does not count.
+what a forward needs beside the weights, in tensors, for every network with a split plan; of others only the weights
+are counted. UNFILLED_SHARE is the part of the budget that stays empty where `auto` fills a device with blocks: room
+for what the model does not count.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class MemoryModel:
         return self.shard(self._residents[first]) if first < len(self._residents) else None
 
     def shard(self, resident: int) -> WeightPlacement:
-        """Returns a shard with so many resident blocks. The other blocks are split in proportion to each rank's free
+        """Returns a shard with this many resident blocks. The other blocks are split in proportion to each rank's free
         memory, or equally where budgets are similar and that fits."""
         equal = WeightPlacement(mode="shard", resident_blocks=resident)
         budgets = [budget for budget in self.budget_bytes_by_rank if budget is not None]

@@ -45,7 +45,7 @@ class NetworkStats:
     def work(
         self, sequences: int, tokens: int, *, prompts: int = 1, cached: bool = False, recorded: bool = False
     ) -> Work:
-        """Returns one evaluation of `sequences` of `tokens`, of each of so many `prompts`."""
+        """Returns one evaluation of `sequences` of `tokens`, of each of this many `prompts`."""
         at_once = {"prompts": 1 if cached else prompts, "branches": prompts}
         return Work(network=self, sequences=sequences, tokens=tokens, cached=cached, recorded=recorded, **at_once)
 

@@ -59,6 +59,11 @@ class PlanInputs:
         return not self.request.ring_degree and not self.request.ulysses_degree
 
     @property
+    def may_split_prompts(self) -> bool:
+        """May some workers evaluate the positive prompt, and others the negative one?"""
+        return self.guided and not self.batch_coupled and self.request.cfg_degree != 1
+
+    @property
     def may_leave_devices(self) -> bool:
         """May a plan do without some of the devices?"""
         return self.automatic_devices or (bool(self.by_rows) and self.is_free)

@@ -71,7 +71,7 @@ def _check_patches(request: ParallelRequest) -> None:
 
 
 def check_run_in_patches(request: ParallelRequest, tokens: int, steps: int | None = None) -> None:
-    """Raises Refused for a latent of so few tokens, or a run of so few steps (None: not known yet), that it cannot be
+    """Raises Refused for a latent of too few tokens, or a run of too few steps (None: not known yet), to be
     sampled in patches."""
     patches, warmup, most = request.options.token_patches, request.options.warmup_steps, max(1, tokens)
     if patches > most:
@@ -85,7 +85,7 @@ def check_run_in_patches(request: ParallelRequest, tokens: int, steps: int | Non
 
 
 def check_stages(request: ParallelRequest, network: NetworkStats) -> None:
-    """Raises Refused where a network has no blocks for so many stages, or cannot be sampled in patches."""
+    """Raises Refused where a network has no blocks for this many stages, or cannot be sampled in patches."""
     patches, stages, name, most = (
         request.options.token_patches,
         request.pipeline_degree,

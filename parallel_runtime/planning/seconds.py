@@ -111,7 +111,7 @@ def shares_by_speed(work: Work, profile: DeviceProfile) -> tuple[int, ...]:
 
 
 def averaged(work: Work, degrees: Parallelism, profile: DeviceProfile) -> DeviceProfile:
-    """Returns the profile with the speed of one of so many uniform workers: the one that computes longest by its share
+    """Returns the profile with the speed of one of uniform workers: the one that computes longest by its share
     is waited for."""
     each, ranks = degrees.context_parallel_size, iter(alone_seconds_by_rank(work, profile))
     slowest = max(each * next(ranks) * share / sum(group) for group in degrees.cp_group_shares for share in group)

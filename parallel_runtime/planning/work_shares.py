@@ -14,7 +14,7 @@ DIGITS = 9  # of one, at most
 
 
 def requested_shares(shares: str, workers: int, devices: int = 0, nnodes: int = 1) -> tuple[int, ...]:
-    """Returns the share of each of so many workers, in rank order; () where `shares` leaves them to auto. Numbers may
+    """Returns the share of each of this many workers, in rank order; () where `shares` leaves them to auto. Numbers may
     be one for each of a config's `devices` on each machine, of which workers have the first. Raises Refused."""
     if shares.strip() in ("", "auto"):
         return ()

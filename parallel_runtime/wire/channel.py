@@ -94,7 +94,7 @@ class Channel:
         return None
 
     def waiting(self, seconds: float = 0.0) -> bool:
-        """There is something to receive, a message or EOF, within so many seconds."""
+        """There is something to receive, a message or EOF, within this many seconds."""
         return ready(self._socket, select.POLLIN, seconds)
 
     def hung_up(self, seconds: float | None = None) -> bool:
@@ -109,7 +109,7 @@ class Channel:
 
 
 def ready(sock: socket.socket, events: int, seconds: float | None) -> bool:
-    """Whether one of poll's `events` comes within so many seconds; None: wait for it. True also where the connection is
+    """Whether one of poll's `events` comes within `seconds`; None: wait for it. True also where the connection is
     over, here or there: what the caller does next then says so. select.select takes no descriptor above 1,023."""
     poll = select.poll()
     try:

@@ -90,8 +90,11 @@ def test_auto_is_never_slower_than_without_rows(gpus: int, sequences: int) -> No
 def test_auto_takes_as_many_workers_as_a_picture_has_rows() -> None:
     """On slow devices with fast links rows pay at any size; nine workers have nothing to do with two rows."""
     slow = DeviceProfile(bytes_per_second=1e10, flops_per_second=1e10)
-    for gpus, prompts, wanted in ((3, 1, (1, 1, 2)), (9, 1, (1, 1, 2)), (9, 2, (1, 2, 2)), (5, 2, (1, 2, 2))):
-        known = inputs(SD15, 128, gpus, slow, prompts=prompts)
+    one_prompt_at_a_time: list[dict[str, Any]] = [{"batch_coupled": True}, {"request": {"cfg_degree": 1}}]
+    cases = [(3, 1, {}, (1, 1, 2)), (9, 1, {}, (1, 1, 2)), (9, 2, {}, (1, 2, 2)), (5, 2, {}, (1, 2, 2))]
+    cases += [(9, 2, more, (1, 1, 2)) for more in one_prompt_at_a_time]
+    for gpus, prompts, more, wanted in cases:
+        known = inputs(SD15, 128, gpus, slow, prompts=prompts, **more)
         assert known.work is not None
         assert known.work.row_ranks == 2
         plan = resolve(known)

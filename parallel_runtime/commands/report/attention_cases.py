@@ -41,7 +41,7 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
 
 
 def parallelisms(world_size: int, backend: AttentionBackend = "auto") -> Iterator[tuple[str, Parallelism]]:
-    """Yields every division of one sequence over so many ranks, with its description; none for one rank."""
+    """Yields every division of one sequence over this many ranks, with its description; none for one rank."""
     shapes = {(world_size, 1), (1, world_size)}
     if world_size % 2 == 0 and world_size > 2:
         shapes.add((2, world_size // 2))

@@ -142,7 +142,7 @@ def head_chunks(
     same_tokens: bool,
     max_chunks: int = MAX_HEAD_CHUNKS,
 ) -> tuple[HeadChunk, ...]:
-    """Returns the head chunks, at most `max_chunks`, of queries [B, tokens, H, D] with so many `heads`, its own and the
+    """Returns the head chunks, at most `max_chunks`, of queries [B, tokens, H, D] with `heads` heads, its own and the
     keys'; `same_tokens`: both are of the same tokens. Returns () without Ulysses ranks."""
     mesh_dim, first = mesh.ulysses, mesh.ring.index * mesh.ulysses.size
     if mesh_dim.size == 1:

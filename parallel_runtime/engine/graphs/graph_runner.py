@@ -25,7 +25,9 @@ from . import cuda_graphs
 from .cuda_graphs import Graph, Recorder
 
 MAX_RECORDINGS = 4  # of a model
-RETURN_EVALUATIONS = 16  # an evicted call that returns within so many takes turns with others: it stays eager
+RETURN_EVALUATIONS = (
+    16  # an evicted call that returns within this many evaluations takes turns with others: it stays eager
+)
 MAX_TRIALS = 64  # calls that are remembered beside those that are recorded
 MAX_REASONS = 8  # in a message to the user
 WARMUP_EVALUATIONS = 2  # eager ones before the choice: the first does not show how long a launch takes

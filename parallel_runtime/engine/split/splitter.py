@@ -272,7 +272,7 @@ class Splitter:
 
 class Residuals(list[Any]):
     """A ControlNet's residuals of the stream `main`, each split when it is read, if the stream is split by then. They
-    are full, or with `tokens` this rank's part of so many, which is gathered unless the stream has as many."""
+    are full, or with `tokens` this rank's part of this many, which is gathered unless the stream has as many."""
 
     def __init__(self, residuals: list[Any], splitter: Splitter, main: str, tokens: int | None = None) -> None:
         super().__init__(residuals)
