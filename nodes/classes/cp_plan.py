@@ -185,7 +185,7 @@ def subject_of(
     first = samples.unbind()[0] if samples.is_nested else samples
     if not samples.is_nested:
         check_latent(model, samples)
-    check_conds(source.plan, source.network, {"positive": comfy.sampler_helpers.convert_cond(positive)})
+    check_conds(source.architecture, source.network, {"positive": comfy.sampler_helpers.convert_cond(positive)})
     text = max((cond[0].shape[1] for cond in positive if cond[0] is not None), default=0)
     stats, shape = source.stats, tuple(first.shape)
     computed = source.spec.compute_dtype or str(model.model.get_dtype_inference()).removeprefix("torch.")

@@ -85,19 +85,19 @@ def check_latent(model: ModelPatcher, latent: Tensor) -> None:
         )
 
 
-def check_conds(plan: Architecture | None, network: Any, conds: Mapping[str, list[dict[str, Any]]]) -> None:
+def check_conds(architecture: Architecture | None, network: Any, conds: Mapping[str, list[dict[str, Any]]]) -> None:
     """Raises Refused for a prompt that another text encoder than the network's has made, or that has no tokens."""
-    if plan is None:
+    if architecture is None:
         return
-    text, pooled = plan.text_width(network), plan.pooled_width(network)
+    text, pooled = architecture.text_width(network), architecture.pooled_width(network)
     for name, cond in ((name, cond) for name, prompt in conds.items() for cond in prompt):
         tokens, vector = cond.get("cross_attn"), cond.get("pooled_output")
         if tokens is not None and text is not None and tokens.shape[-1] != text:
-            raise Refused("conds.width", prompt=name, width=tokens.shape[-1], network=plan.name, wanted=text)
+            raise Refused("conds.width", prompt=name, width=tokens.shape[-1], network=architecture.name, wanted=text)
         if vector is not None and pooled is not None and vector.shape[-1] < pooled:
-            raise Refused("conds.pooled", prompt=name, width=vector.shape[-1], network=plan.name, wanted=pooled)
-        if tokens is not None and not tokens.shape[1] and "text" in plan.tokens(network, (1, 1, 1, 1), 0):
-            raise Refused("conds.empty", prompt=name, network=plan.name)
+            raise Refused("conds.pooled", prompt=name, width=vector.shape[-1], network=architecture.name, wanted=pooled)
+        if tokens is not None and not tokens.shape[1] and "text" in architecture.tokens(network, (1, 1, 1, 1), 0):
+            raise Refused("conds.empty", prompt=name, network=architecture.name)
 
 
 def check_token_patches(model: ModelPatcher, options: dict[str, Any], patches: int, *, compiled: bool) -> None:
@@ -115,9 +115,9 @@ def check_token_patches(model: ModelPatcher, options: dict[str, Any], patches: i
         raise Refused("patches.model", widget="patches", patches=patches, things="; ".join(named))
 
 
-def check_masks(plan: Architecture | None, conds: Mapping[str, list[dict[str, Any]]], patches: int) -> None:
+def check_masks(architecture: Architecture | None, conds: Mapping[str, list[dict[str, Any]]], patches: int) -> None:
     """Raises Refused for a prompt with a mask that would be split like its tokens."""
-    module_plans = plan.plan.module_plans if plan is not None else ()
+    module_plans = architecture.plan.module_plans if architecture is not None else ()
     masks = [
         name
         for module_plan in module_plans

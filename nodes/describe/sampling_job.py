@@ -64,29 +64,29 @@ class Source:
     spec: ModelSpec
     weight_patches: dict[str, list[Any]]
     network: nn.Module
-    plan: Architecture | None
+    architecture: Architecture | None
     stats: NetworkStats
     batch_coupled: bool  # something on MODEL sees all prompts and images at once, so no workers may share them out
     no_lse: bool  # something on MODEL replaces the attention, without a log-sum-exp
     recorded: bool = False  # its evaluations may be recorded as CUDA graphs
     images_coupled: bool = False  # the images of a prompt are computed together: workers may share out prompts alone
 
-    def unsplit(self, by: str) -> Source:
-        """Returns this MODEL with its network unsplit, because `by`, inside its blocks, needs all tokens."""
-        return replace(self, plan=None, stats=self.stats.undivided(f"{type(self.network).__name__} with {by}"))
+    def undivided(self, by: str) -> Source:
+        """Returns this MODEL with its network undivided, because `by`, inside its blocks, needs all tokens."""
+        return replace(self, architecture=None, stats=self.stats.undivided(f"{type(self.network).__name__} with {by}"))
 
     def sampled_by(self, sampler: comfy.samplers.Sampler) -> Source:
-        """Returns this MODEL under a SAMPLER. One that uses the network itself makes it unsplit and batch-coupled."""
+        """Returns this MODEL under a SAMPLER. One that uses the network itself makes it undivided and batch-coupled."""
         if not uses_network(sampler):
             return self
-        return replace(self.unsplit(unwrap_sampler(sampler).__name__), batch_coupled=True)
+        return replace(self.undivided(unwrap_sampler(sampler).__name__), batch_coupled=True)
 
     def guided_by(self, conds: Mapping[str, list[dict[str, Any]]]) -> Source:
         """Returns this MODEL under these conditions. LTX-2's guides whose strength is not 1 give each query a mask of
-        its own, by its place in the whole sequence: the network stays unsplit."""
+        its own, by its place in the whole sequence: the network stays undivided."""
         guides = [guide for prompt in conds.values() for cond in prompt for guide in cond.get(GUIDES) or ()]
         masked = any(guide["strength"] != 1 or guide.get("pixel_mask") is not None for guide in guides)
-        return self.unsplit("guides whose strength is not 1") if masked else self
+        return self.undivided("guides whose strength is not 1") if masked else self
 
     def with_models_of(self, conds: Mapping[str, list[dict[str, Any]]]) -> Source:
         """Returns this MODEL in a run with the ControlNets and GLIGEN models of these conditions, which are replicated
@@ -108,7 +108,7 @@ class Source:
         """Returns this MODEL with the one that a guider evaluates the negative prompt with. Workers have both, and keep
         the blocks of both in the same places. Raises ValueError for networks that are not split alike."""
         own, others = self.stats, other.stats
-        if self.plan is not other.plan or (own.heads, own.width) != (others.heads, others.width):
+        if self.architecture is not other.architecture or (own.heads, own.width) != (others.heads, others.width):
             raise ValueError("networks that are not split alike")
         patches = {f"{PARTNER}{key}": value for key, value in other.weight_patches.items()}
         fingerprints = (self.spec.patches_fingerprint, other.spec.patches_fingerprint)
@@ -148,7 +148,7 @@ class Source:
             batch_coupled=batch_coupled,
             images_coupled=self.images_coupled,
             no_lse=self.no_lse,
-            unsharded="" if self.stats.divisible else self.stats.name,
+            undivided="" if self.stats.divisible else self.stats.name,
             by_rows=self.stats.name if self.stats.row_levels else "",
         )
 
@@ -156,21 +156,21 @@ class Source:
         self, request: ParallelRequest, latent_shape: tuple[int, ...], text: int, steps: int | None = None
     ) -> None:
         """Raises Refused for a latent or a run that cannot be sampled in patches."""
-        if self.plan is not None:
-            main = self.tokens(latent_shape, text).get(self.plan.plan.main_stream, 0)
+        if self.architecture is not None:
+            main = self.tokens(latent_shape, text).get(self.architecture.plan.main_stream, 0)
             check_run_in_patches(request, main, steps)
 
     def tokens(self, latent_shape: tuple[int, ...], text: int) -> dict[str, int]:
         """Returns the tokens of each stream, for a latent [B, C, (T,) H, W] and a prompt of `text` tokens."""
-        return self.plan.tokens(self.network, latent_shape, text) if self.plan else {}
+        return self.architecture.tokens(self.network, latent_shape, text) if self.architecture else {}
 
     def work(self, latent_shape: tuple[int, ...], text: int, *, prompts: int = 1, cached: bool = False) -> Work:
         tokens = sum(self.tokens(latent_shape, text).values())
         recorded = self.recorded and not cached
         work = self.stats.work(latent_shape[0], tokens, prompts=prompts, cached=cached, recorded=recorded)
-        if not isinstance(self.plan, RowArchitecture):
+        if not isinstance(self.architecture, RowArchitecture):
             return work
-        return replace(work, row_ranks=self.plan.row_ranks(self.network, latent_shape))
+        return replace(work, row_ranks=self.architecture.row_ranks(self.network, latent_shape))
 
 
 def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
@@ -185,19 +185,21 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
     check_network(network)
     if not is_gguf(model):  # which is loaded with that pack's layers, in the workers too
         check_layers(network)
-    plan = architecture_of(network)
+    architecture = architecture_of(network)
     options = model.model_options["transformer_options"]
-    by_rows, replaced = isinstance(plan, RowArchitecture), OVERRIDE in options
-    unsplit_by = [] if by_rows else see_all_tokens(options.get("patches", {}))
+    by_rows, replaced = isinstance(architecture, RowArchitecture), OVERRIDE in options
+    undivided_by = [] if by_rows else see_all_tokens(options.get("patches", {}))
     if not replaced and request.options.attention_backend == "auto":
-        unsplit_by += [f"{function} in {module}" for function, module in self_chosen_kernels(network).items()]
+        undivided_by += [f"{function} in {module}" for function, module in self_chosen_kernels(network).items()]
     compiled = compilation(model, request.compile)
     if by_rows and compiled is not None:
-        unsplit_by.append("torch.compile")
+        undivided_by.append("torch.compile")
     comfyui_dtype = cast or model.model.get_dtype_inference()
     batch_coupled = is_batch_coupled(model, model.model_options)
-    images_coupled = plan is not None and plan.images_coupled(network)
+    images_coupled = architecture is not None and architecture.images_coupled(network)
     patch_models = dict.fromkeys(patch.model for patch in model.model_patches_models())
+    weight_bytes = sum(map(comfy.model_management.module_size, [network, *patch_models]))
+    item_bytes = (comfyui_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize
     graphs = request.options.cuda_graphs != "off" and comfy.model_management.get_torch_device().type == CUDA.kind
     source = Source(
         spec=replace(
@@ -208,28 +210,40 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> Source:
         ),
         weight_patches=describe_weight_patches(model),
         network=network,
-        plan=plan,
+        architecture=architecture,
         no_lse=replaced,
         batch_coupled=batch_coupled,
         recorded=graphs and not (batch_coupled or images_coupled or replaced),
         images_coupled=images_coupled,
-        stats=NetworkStats(
-            name=plan.name if plan else type(network).__name__,
-            divisible=plan is not None,
-            skippable=plan is not None and bool(plan.plan.trunk),
-            heads=plan.heads(network) if plan else 1,
-            layers=plan.layers(network) if plan else 0,
-            width=plan.width(network) if plan else 0,
-            weights=sum(parameter.numel() for parameter in network.parameters()),
-            weight_bytes=sum(map(comfy.model_management.module_size, [network, *patch_models])),
-            blocks=tuple(map(comfy.model_management.module_size, blocks_of(network, plan.plan))) if plan else (),
-            loads=_unit_loads(network, plan.plan) if plan else (),
-            unpatched=why_not_in_patches(plan.plan) if plan else "",
-            row_levels=plan.row_levels(network) if isinstance(plan, RowArchitecture) else (),
-            item_bytes=(comfyui_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize,
-        ),
+        stats=_network_stats(network, architecture, weight_bytes, item_bytes),
     )
-    return source.unsplit(", ".join(unsplit_by)) if unsplit_by else source
+    return source.undivided(", ".join(undivided_by)) if undivided_by else source
+
+
+def _network_stats(
+    network: nn.Module, architecture: Architecture | None, weight_bytes: int, item_bytes: int
+) -> NetworkStats:
+    stats = NetworkStats(
+        name=type(network).__name__, divisible=False, skippable=False, heads=1, layers=0, width=0,
+        weights=sum(parameter.numel() for parameter in network.parameters()),
+        weight_bytes=weight_bytes, item_bytes=item_bytes,
+    )  # fmt: skip
+    if architecture is None:
+        return stats
+    plan = architecture.plan
+    return replace(
+        stats,
+        name=architecture.name,
+        divisible=True,
+        skippable=bool(plan.trunk),
+        heads=architecture.heads(network),
+        layers=architecture.layers(network),
+        width=architecture.width(network),
+        blocks=tuple(map(comfy.model_management.module_size, blocks_of(network, plan))),
+        loads=_unit_loads(network, plan),
+        unpatched=why_not_in_patches(plan),
+        row_levels=architecture.row_levels(network) if isinstance(architecture, RowArchitecture) else (),
+    )
 
 
 def _unit_loads(network: nn.Module, plan: SplitPlan) -> tuple[Load, ...]:

@@ -160,7 +160,7 @@ class RemoteSampling:
         """Returns samples [B, C, (T,) H, W], as `CFGGuider.outer_sample` does."""
         guider = executor.class_obj
         source = self.source.sampled_by(sampler).guided_by(guider.conds)
-        check_conds(self.source.plan, self.source.network, guider.conds)
+        check_conds(self.source.architecture, self.source.network, guider.conds)
         shape = tuple(latent_shapes[0]) if latent_shapes else tuple(noise.shape)
         if self.request.options.token_patches > 1:
             self._check_patches(guider, source, shape, len(sigmas) - 1)
@@ -181,7 +181,7 @@ class RemoteSampling:
         request, compiled = self.request, source.spec.compilation is not None
         patches = request.options.token_patches
         check_token_patches(guider.model_patcher, guider.model_options, patches, compiled=compiled)
-        check_masks(source.plan, guider.conds, patches)
+        check_masks(source.architecture, guider.conds, patches)
         source.check_patches(request, shape, _text_tokens(guider), steps)
         log.info(
             "[CP] approximate: not the picture of one GPU. After %d exact step(s) %d patches follow each other through "

@@ -99,19 +99,20 @@ def _device_subsets(inputs: PlanInputs) -> Iterator[RunPlan]:
 
 
 def _usual_plans(inputs: PlanInputs, devices: tuple[str, ...]) -> list[RunPlan]:
-    """Returns the preferred plan on these devices. Where a network may be split by rows: unsplit, on as many of them as
-    there are prompts; split, on as many as its rows allow where these are fewer; and on all. Raises Refused."""
+    """Returns the preferred plan on these devices. For a network that may be split by rows these are up to three: it is
+    undivided, on one device for each prompt; split, on as many devices as have rows of their own; and split, on all.
+    Raises Refused."""
     in_parts = inputs.request.weights == "shard"  # which takes several workers for each prompt
     if not (inputs.by_rows and inputs.is_free) or inputs.request.pipeline_degree > 1 or in_parts:
         return [_preferred(inputs, devices)]
-    unsharded = _preferred(replace(inputs, unsharded=inputs.by_rows), devices)
+    undivided = _preferred(replace(inputs, undivided=inputs.by_rows), devices)
     try:
         by_rows = _preferred(inputs, devices)
     except Refused:
-        return [unsharded]
-    if unsharded.placement == by_rows.placement:
-        return [unsharded, by_rows] if unsharded.degrees != by_rows.degrees else [unsharded]
-    fewer = [plan for plan in (unsharded, *_on_as_many_as_rows(inputs, by_rows)) if plan.placement != by_rows.placement]
+        return [undivided]
+    if undivided.placement == by_rows.placement:
+        return [undivided, by_rows] if undivided.degrees != by_rows.degrees else [undivided]
+    fewer = [plan for plan in (undivided, *_on_as_many_as_rows(inputs, by_rows)) if plan.placement != by_rows.placement]
     on_first = [_among(by_rows.placement.devices, range(plan.placement.world_size), plan) for plan in fewer]
     return [*on_first, by_rows]
 
@@ -157,7 +158,7 @@ def _preferred(inputs: PlanInputs, devices: tuple[str, ...]) -> RunPlan:
     check_request(inputs)
     world_size = nnodes * max(1, len(devices))
     guided = inputs.guided and not inputs.batch_coupled
-    degrees = _branches(inputs, world_size) if inputs.unsharded else _sequence(inputs, world_size, guided)
+    degrees = _branches(inputs, world_size) if inputs.undivided else _sequence(inputs, world_size, guided)
     check_workers(degrees, devices, inputs)
     local_workers = degrees.world_size // nnodes
     placement = Placement(
@@ -172,7 +173,7 @@ def _preferred(inputs: PlanInputs, devices: tuple[str, ...]) -> RunPlan:
     every = len(devices) or local_workers
     degrees = replace(degrees, shares=requested_shares(request.shares, degrees.world_size, every, nnodes))
     if are_unused(degrees):
-        if not inputs.unsharded or (request.cfg_degree and local_workers == every):
+        if not inputs.undivided or (request.cfg_degree and local_workers == every):
             raise unused_shares(request.shares, as_one)
         degrees = replace(degrees, shares=())  # of a config that a VAE has, too
     return RunPlan(degrees=degrees, placement=placement)
@@ -232,7 +233,7 @@ def _as_one(inputs: PlanInputs, degrees: Parallelism) -> Parallelism:
     sequence, or the entries of the batch where neither heads nor a ring can take them."""
     ring, ulysses, no_ring = degrees.ring_degree, degrees.ulysses_degree, _has_no_ring(inputs)
     as_data = replace(degrees, cfg_degree=1, data_degree=2 * degrees.data_degree)
-    if inputs.unsharded:
+    if inputs.undivided:
         return as_data
     if not no_ring and inputs.is_free:
         ring, ulysses = _sequence_degrees(inputs, 2 * ring * ulysses)[0]
@@ -250,8 +251,8 @@ def _degrees(inputs: PlanInputs, usual: RunPlan) -> Iterator[Parallelism]:
     a pipeline."""
     request, first = inputs.request, usual.degrees
     yield first
-    unsplit = inputs.unsharded or (inputs.by_rows and first.context_parallel_size == 1)
-    if inputs.is_free and not unsplit and request.pipeline_degree <= 1:
+    undivided = inputs.undivided or (inputs.by_rows and first.context_parallel_size == 1)
+    if inputs.is_free and not undivided and request.pipeline_degree <= 1:
         both = (1,) if first.cfg_degree == 2 and not request.cfg_degree else ()
         for cfg in (first.cfg_degree, *both):
             for ring, ulysses in _sequence_degrees(inputs, first.world_size // (first.data_degree * cfg)):

@@ -19,7 +19,7 @@ ANY_HEADS = 5040  # divides well; for an unknown model, and for a VAE, which has
 class PlanInputs:
     """`request`, for a model with `heads` attention heads, on a host with `gpus` visible GPUs of a `kind`.
 
-    `unsharded` names a network that cannot be split by sequence: only its prompts and images are shared out. `by_rows`
+    `undivided` names a network that cannot be split by sequence: only its prompts and images are shared out. `by_rows`
     names one that is split by rows of its picture, which pays for large pictures alone. `guided`: positive and negative
     prompt are both evaluated, by workers of their own unless something sees all prompts and images at once
     (`batch_coupled`); otherwise the workers of cfg_degree join the sequence, or the entries of the batch.
@@ -40,7 +40,7 @@ class PlanInputs:
     batch_coupled: bool = False
     images_coupled: bool = False
     no_lse: bool = False
-    unsharded: str = ""
+    undivided: str = ""
     by_rows: str = ""
     work: Work | None = None
     profile: DeviceProfile | None = None
@@ -74,4 +74,4 @@ class PlanInputs:
         request = self.request
         named = request.devices.strip(" ,") or request.ring_degree or request.ulysses_degree or request.cfg_degree
         alone = request.data_degree <= 1 and request.pipeline_degree == request.nnodes == 1
-        return not named and alone and request.shares.strip() in ("", "auto") and not self.unsharded
+        return not named and alone and request.shares.strip() in ("", "auto") and not self.undivided

@@ -24,12 +24,12 @@ def check_request(inputs: PlanInputs) -> None:
     request = inputs.request
     if not 1 <= request.nnodes <= MAX_DEGREE:
         raise Refused("nnodes.range", widget="nnodes", most=MAX_DEGREE, nnodes=request.nnodes)
-    _check_pipeline(request, inputs.unsharded)
+    _check_pipeline(request, inputs.undivided)
     _check_range(request)
-    if inputs.unsharded and max(request.ring_degree, request.ulysses_degree) > 1:
+    if inputs.undivided and max(request.ring_degree, request.ulysses_degree) > 1:
         ring, ulysses = request.ring_degree, request.ulysses_degree
-        raise Refused("sequence.none", "ring_degree", network=inputs.unsharded, ring=ring, ulysses=ulysses)
-    if inputs.no_lse and request.ring_degree > 1 and request.pipeline_degree == 1 and not inputs.unsharded:
+        raise Refused("sequence.none", "ring_degree", network=inputs.undivided, ring=ring, ulysses=ulysses)
+    if inputs.no_lse and request.ring_degree > 1 and request.pipeline_degree == 1 and not inputs.undivided:
         raise Refused("ring.node", widget="ring_degree", ring=request.ring_degree)
 
 
@@ -39,16 +39,16 @@ def _check_range(request: ParallelRequest) -> None:
         raise Refused("degrees.range", "ring_degree", most=MAX_DEGREE, ring=ring, ulysses=ulysses, cfg=cfg, data=data)
 
 
-def _check_pipeline(request: ParallelRequest, unsharded: str) -> None:
-    """Raises Refused for a pipeline that cannot work. `unsharded` names a network without a plan."""
+def _check_pipeline(request: ParallelRequest, undivided: str) -> None:
+    """Raises Refused for a pipeline that cannot work. `undivided` names a network without a plan."""
     stages = request.pipeline_degree
     if not 0 <= stages <= MAX_STAGES:
         raise Refused("pipeline.range", widget="pipeline_degree", most=MAX_STAGES, stages=stages)
     _check_patches(request)
     if stages <= 1:
         return
-    if unsharded:
-        raise Refused("stages.none", widget="pipeline_degree", network=unsharded, stages=stages)
+    if undivided:
+        raise Refused("stages.none", widget="pipeline_degree", network=undivided, stages=stages)
     if request.ring_degree > 1:
         raise Refused("pipeline.ring", widget="ring_degree", ring=request.ring_degree, stages=stages)
     if request.weights in ("shard", "offload"):
@@ -125,7 +125,7 @@ def check_workers(degrees: Parallelism, devices: tuple[str, ...], inputs: PlanIn
     words = degrees_in_words(degrees)
     if remainder:
         raise Refused("machines.uneven", "nnodes", degrees=words, workers=degrees.world_size, machines=nnodes)
-    if request.devices.strip(" ,") and local_workers < len(devices) and not inputs.unsharded:
+    if request.devices.strip(" ,") and local_workers < len(devices) and not inputs.undivided:
         raise Refused(
             "devices.idle.machines" if nnodes > 1 else "devices.idle", "devices",
             count=len(devices), devices=list(devices), degrees=words, needed=local_workers,

@@ -95,8 +95,8 @@ def why_not_sent(rank: int, world: int, what: str) -> str:
     guider.model_options = {**model.model_options, "registered_hooks": hooks}
     guider.conds = {"positive": [_cond(0)]}
     source = describe.Source(
-        spec=None, weight_patches={}, network=model.model.diffusion_model, plan=None, stats=None, batch_coupled=False,
-        no_lse=False,
+        spec=None, weight_patches={}, network=model.model.diffusion_model, architecture=None, stats=None,
+        batch_coupled=False, no_lse=False,
     )  # fmt: skip
     sampler, zeros = comfy.samplers.sampler_object("euler"), torch.zeros(LATENT)
     try:
@@ -131,7 +131,7 @@ def rows_sampled(rank: int, world: int, patches: str, of_guider: bool) -> dict[s
     guider.set_cfg(2.0)
     guider.conds = {name: [_cond(index)] for index, name in enumerate(("positive", "negative"))}
     source = describe.Source(
-        spec=model.spec, weight_patches={}, network=model.network, plan=None, stats=None, no_lse=False,
+        spec=model.spec, weight_patches={}, network=model.network, architecture=None, stats=None, no_lse=False,
         batch_coupled=describe.is_batch_coupled(host, host.model_options),
     )  # fmt: skip
     job = describe.describe_job(

@@ -120,9 +120,9 @@ def test_workers_that_join_another_lane_keep_their_shares():
     assert shares_of(cfg_degree=2, shares="3,2") == (3, 2)
 
 
-def guided(gpus=2, heads=24, unsharded="", **request):
+def guided(gpus=2, heads=24, undivided="", **request):
     return checked_plan(
-        PlanInputs(request=ParallelRequest.of(request), heads=heads, gpus=gpus, guided=True, unsharded=unsharded)
+        PlanInputs(request=ParallelRequest.of(request), heads=heads, gpus=gpus, guided=True, undivided=undivided)
     )
 
 
@@ -148,7 +148,7 @@ def test_equal_shares_leave_each_prompt_its_half(shares):
         ({"shares": "3,2", "ring_degree": 1, "ulysses_degree": 1}, 8, "ring_degree 1 x ulysses_degree 2 with"),
         ({"shares": "3,3,2,2"}, 4, "ring_degree 1 x ulysses_degree 4 with"),
         ({"shares": "3,2,2,3", "data_degree": 2}, 4, "ring_degree 1 x ulysses_degree 2 x data_degree 2 with"),
-        ({"shares": "3,2", "unsharded": "SDXL"}, 2, "ring_degree 1 x ulysses_degree 1 x data_degree 2 with"),
+        ({"shares": "3,2", "undivided": "SDXL"}, 2, "ring_degree 1 x ulysses_degree 1 x data_degree 2 with"),
     ],
 )
 def test_shares_that_two_halves_with_a_prompt_each_leave_unused_are_refused_with_what_uses_them(request_, gpus, remedy):
@@ -163,7 +163,7 @@ def test_one_list_of_shares_fits_a_run_on_all_devices_and_one_that_uses_fewer():
     assert shares_of(shares="3,2,1", ulysses_degree=2, gpus=3) == (3, 2)
     assert shares_of(shares="3,2", ulysses_degree=2, gpus=3) == (3, 2)
     assert shares_of(shares="3,2,1", gpus=3) == (3, 2, 1)
-    rows = {"shares": "5,3,1", "data_degree": 2, "cfg_degree": 1, "unsharded": "SDXL"}
+    rows = {"shares": "5,3,1", "data_degree": 2, "cfg_degree": 1, "undivided": "SDXL"}
     assert guided(3, **rows).degrees.shares == (5, 3)
     with pytest.raises(Refused, match="names 4, and the number of workers is 2: name 2, one for each"):
         shares_of(shares="3,2,1,1", ulysses_degree=2, gpus=3)
@@ -171,7 +171,7 @@ def test_one_list_of_shares_fits_a_run_on_all_devices_and_one_that_uses_fewer():
 
 @pytest.mark.parametrize(("gpus", "shares"), [(3, "3,2,1"), (2, "3,2"), (3, "3,2")])
 def test_shares_that_are_a_vaes_alone_do_not_stop_a_network_that_shares_out_prompts(gpus, shares):
-    division = guided(gpus, unsharded="SDXL", shares=shares, devices=",".join(map(str, range(gpus))))
+    division = guided(gpus, undivided="SDXL", shares=shares, devices=",".join(map(str, range(gpus))))
     assert (division.placement.devices, division.degrees.cfg_degree) == (("cuda:0", "cuda:1"), 2)
     assert division.degrees.shares == ()
     text = unused(ParallelRequest(shares=shares), division, "SDXL")
@@ -332,14 +332,14 @@ def test_a_list_of_thousands_of_workers_is_refused():
 
 @pytest.mark.parametrize(("guided", "shape"), [(True, (1, 2, 1, 1)), (False, (2, 1, 1, 1))])
 def test_where_no_plan_cuts_the_sequence_one_prompt_leaves_the_rows_of_its_batch(guided, shape):
-    division = checked_plan(PlanInputs(request=ParallelRequest(), heads=1, gpus=4, guided=guided, unsharded="UNet"))
+    division = checked_plan(PlanInputs(request=ParallelRequest(), heads=1, gpus=4, guided=guided, undivided="UNet"))
     assert division.degrees.stage_mesh_shape == shape
     assert division.placement.devices == ("cuda:0", "cuda:1"), "the same workers for both"
 
 
 def test_where_one_worker_has_to_see_all_nobody_does_the_same_beside_it():
     division = checked_plan(
-        PlanInputs(request=ParallelRequest(), heads=1, gpus=4, guided=True, batch_coupled=True, unsharded="UNet")
+        PlanInputs(request=ParallelRequest(), heads=1, gpus=4, guided=True, batch_coupled=True, undivided="UNet")
     )
     assert (division.degrees.stage_mesh_shape, division.placement.devices) == ((1, 1, 1, 1), ("cuda:0",))
 

@@ -48,13 +48,13 @@ def chosen(
     work = figures.work(1, tokens, prompts=prompts)
 
     capacity = Capacity(device_bytes=int(gib * GIB), host_bytes=int(host_gib * GIB))
-    unsharded = "" if figures.divisible else figures.name
+    undivided = "" if figures.divisible else figures.name
     inputs = PlanInputs(
         request=request,
         heads=figures.heads,
         gpus=gpus,
         guided=prompts > 1,
-        unsharded=unsharded,
+        undivided=undivided,
         work=work,
         capacity=capacity,
         **known,

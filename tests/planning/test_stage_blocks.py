@@ -39,9 +39,9 @@ FLUX = NetworkStats(
 )  # fmt: skip
 
 
-def planned(gpus: int = 0, guided: bool = False, unsharded: str = "", **request: object) -> Parallelism:
+def planned(gpus: int = 0, guided: bool = False, undivided: str = "", **request: object) -> Parallelism:
     return unsized_plan(
-        PlanInputs(request=ParallelRequest.of(request), heads=24, gpus=gpus, guided=guided, unsharded=unsharded)
+        PlanInputs(request=ParallelRequest.of(request), heads=24, gpus=gpus, guided=guided, undivided=undivided)
     ).degrees  # type: ignore[arg-type]
 
 
@@ -66,7 +66,7 @@ def test_at_cfg_1_the_other_lane_of_a_stage_joins_its_ulysses() -> None:
         ({"weights": "shard"}, "weights shard: .*only its own blocks.*set weights to auto"),
         ({"weights": "offload"}, "weights offload: .*only its own blocks.*set weights to auto"),
         ({"step_cache": 0.1}, "step_cache 0.1: no stage.*sees all blocks.*set step_cache to 0"),
-        ({"unsharded": "UNetModel"}, "UNetModel cannot be split into stages, and pipeline_degree is 2; set it to 1"),
+        ({"undivided": "UNetModel"}, "UNetModel cannot be split into stages, and pipeline_degree is 2; set it to 1"),
         ({"pipeline_degree": 65}, "pipeline_degree is 0 \\(auto\\) to 64, got 65"),
         ({"pipeline_degree": -1}, "pipeline_degree is 0 \\(auto\\) to 64, got -1"),
         (
