@@ -34,7 +34,7 @@ export function addSummary(node) {
   let timer;
   const show = () => {
     const values = valuesOf(node);
-    gpus.show(String(values.devices), isLinked(node, "devices"));
+    gpus.show(String(values.devices ?? ""), isLinked(node, "devices"));
     preset.show(presetOf(values, defaultsOf(node)));
     fold.show();
   };
@@ -43,8 +43,8 @@ export function addSummary(node) {
     timer = setTimeout(() => void summarise(node, parts).then(show), EDIT_MILLISECONDS);
     show();
   };
-  watch(node, later);
   after(node, "onConfigure", node.cpFold);
+  watch(node, later);
   later();
 }
 
@@ -62,6 +62,7 @@ function addUnsaved(node, name, content) {
     serialize: false, hideInPanel: true, margin: MARGIN, getMinHeight: height, getMaxHeight: height, getValue: () => "", setValue() {},
   });
   widget.serialize = false;
+  new ResizeObserver(node.cpFold).observe(content);
   return widget;
 }
 

@@ -28,12 +28,12 @@ export function foldLine(node) {
     open = !open;
     show();
   };
-  const show = () => {
+  const show = (mayShrink = true) => {
     const values = valuesOf(node);
     const preset = PRESETS[presetOf(values, defaultsOf(node))];
     const visible = (/** @type {any} */ widget) => {
       if (isLinked(node, widget.name)) return true;
-      if (widget.name === "devices") return open || !isListed(widget.value);
+      if (widget.name === "devices") return open || !isListed(String(widget.value ?? ""));
       if (!folded.includes(widget)) return true;
       const usual = ADJUSTABLE.includes(widget.name) ? undefined : preset[widget.name];
       if (widget.value !== (usual ?? defaultsOf(node)[widget.name])) return true;
@@ -42,16 +42,14 @@ export function foldLine(node) {
     };
     const hidden = node.widgets.filter((/** @type {any} */ widget) => widget.serialize !== false && !visible(widget));
     for (const widget of node.widgets) widget.hidden = widget.options.hidden = hidden.includes(widget);
-    setText(line, open ? `▾ ${say("fold.less")}` : `▸ ${say("fold.more", { count: hidden.length })}`);
+    const more = hidden.filter((/** @type {any} */ widget) => !NEEDS_MORE_OF[widget.name]).length;
+    setText(line, open ? `▾ ${say("fold.less")}` : `▸ ${say("fold.more", { count: more })}`);
     line.setAttribute("aria-expanded", String(open));
     const names = hidden.map((/** @type {any} */ widget) => widget.name).join();
-    fit(node, lastShown !== names);
+    fit(node, lastShown !== names, mayShrink);
     lastShown = names;
   };
-  node.cpFold = () => {
-    lastShown = undefined;
-    show();
-  };
+  node.cpFold = () => show(false);
   return { line, show };
 }
 
@@ -59,14 +57,6 @@ export function foldLine(node) {
 export function followRenderer() {
   /** @type {any} */ (app.ui.settings).addEventListener(RENDERER, () =>
     setTimeout(() => (app.graph?.nodes ?? []).forEach((/** @type {any} */ node) => node.cpFold?.())));
-}
-
-/**
- * ComfyUI makes a loaded node as high as all of its widgets would need.
- * @param {LGraphNode} node
- */
-export function foldLoaded(node) {
-  node.cpFold?.();
 }
 
 /**
@@ -97,17 +87,18 @@ export function isLinked(node, name) {
 }
 
 /**
- * Room for what it shows. Where other widgets show than before it has no more; else a user's larger size stays.
+ * Room for what it shows. After an edit that changed which widgets show it has no more; a loaded or larger size stays.
  * @param {LGraphNode} node
  * @param {boolean} changed
+ * @param {boolean} mayShrink
  */
-function fit(node, changed) {
+function fit(node, changed, mayShrink) {
   if (changed) node.widgets.push(...node.widgets.splice(0)); // Nodes 2.0 looks at them again when the list changes
   if (/** @type {any} */ (LiteGraph).vueNodesMode) {
-    if (changed) node.setSize([node.size[0], LOW]);
+    if (changed && mayShrink) node.setSize([node.size[0], LOW]);
     return;
   }
   const needed = node.computeSize()[1];
-  if (changed || node.size[1] < needed) node.setSize([node.size[0], needed]);
+  if ((changed && mayShrink) || node.size[1] < needed) node.setSize([node.size[0], needed]);
   node.setDirtyCanvas?.(true, true);
 }

@@ -27,9 +27,9 @@ export function gpuChoice(set) {
       if (list.children.length !== gpus.length) list.replaceChildren(...gpus.map((gpu) => line(gpu, choose)));
       for (const box of boxes()) {
         box.checked = all || Boolean(named?.includes(Number(box.value)));
-        box.disabled = linked || (!all && named?.length === 1 && box.checked); // one stays
+        box.disabled = !all && named?.length === 1 && box.checked; // one stays
       }
-      list.hidden = !gpus.length;
+      list.hidden = linked || !gpus.length;
     },
   };
 }

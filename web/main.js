@@ -3,7 +3,7 @@
 import { app } from "../../scripts/app.js";
 import { badge, startBadge } from "./badge.js";
 import { addSummary, CONFIG } from "./config.js";
-import { foldLoaded, followRenderer } from "./fold.js";
+import { followRenderer } from "./fold.js";
 import { canvasItems, menuItems, migrateCommands, toolboxCommands } from "./migrate.js";
 import { startHelp } from "./help.js";
 import { startNotices } from "./notices.js";
@@ -40,7 +40,6 @@ app.registerExtension({
     if (node.comfyClass === PLAN) addPlan(node);
     if (SAMPLERS.includes(node.comfyClass)) addLine(node);
   },
-  loadedGraphNode: foldLoaded,
   async setup() {
     addStyle();
     app.extensionManager.registerSidebarTab(panel());

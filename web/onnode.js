@@ -75,6 +75,7 @@ export function addLine(node) {
     void /** @type {any} */ (app.extensionManager)[CELL];
     return line;
   });
+  node.graph?.trigger("node:property:changed", { nodeId: node.id, property: "badges", newValue: node.badges }); // Nodes 2.0 read them before
 }
 
 export function startLines() {

@@ -140,7 +140,7 @@ function refused(run) {
 function ending({ end }) {
   const marks = /** @type {Record<string, [string, string]>} */ ({
     idle: ["✓", say("run.ok")], cancelled: ["⊘", say("run.cancelled")], died: ["✕", say("run.died")],
-    refused: ["⊘", say("run.refused")],
+    unstarted: ["✕", say("run.died")], refused: ["⊘", say("run.refused")],
   });
   if (!marks[end]) return [];
   const [mark, word] = marks[end];

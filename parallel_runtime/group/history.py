@@ -131,7 +131,8 @@ class History:
             self._first_step = None
         if now.state in ENDS - {"none"} and before.state != "starting":
             self.requested_at = None
-        if now.state in ENDS and before.state in (*WORK, "cancelling"):
+        failed = now.state == "unstarted" and before.state == "starting"
+        if failed or (now.state in ENDS and before.state in (*WORK, "cancelling")):
             self._ended(before, now.state)
 
     def step_done(self, now: Status, at: float) -> None:
@@ -172,8 +173,9 @@ class History:
         self._append(replace(start, began=self.requested_at, phases=remaining))
 
     def _begins_run(self, state: str) -> bool:
-        """Does a new run begin with this state? A start and encoding come before a run's steps, decoding after them."""
-        if not self.runs or state == "starting":
+        """Does a new run begin with this state? A start and encoding come before a run's steps, decoding after them, and
+        nothing comes after a run that did not end well."""
+        if not self.runs or state == "starting" or self.runs[-1].end not in ("", "idle"):
             return True
         been = {name for name, _ in self.runs[-1].phases}
         if state == "loading":

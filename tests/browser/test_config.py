@@ -104,7 +104,7 @@ def test_three_widgets_show_and_those_that_differ_from_the_preset(page: Any) -> 
     page.wait_for_function(f"({SHOWN})() === 3")
     wait_until_drawn(page)
     assert page.evaluate(HEIGHT) < 300
-    page.get_by_role("button", name="17 more options").click()
+    page.get_by_role("button", name="15 more options").click()
     page.wait_for_function(f"({SHOWN})() === 18")
     page.get_by_role("button", name="Fewer options").click()
     page.wait_for_function(f"({SHOWN})() === 3")
@@ -118,6 +118,31 @@ def test_three_widgets_show_and_those_that_differ_from_the_preset(page: Any) -> 
     page.wait_for_function(f"({SHOWN})() === 4")
     page.get_by_role("button", name="Use dtype auto").click()
     page.wait_for_function(f"({SHOWN})() === 3")
+
+
+def test_a_saved_value_of_a_wrong_kind_is_red_and_loads(page: Any) -> None:
+    put(page, [["CPParallelConfig", 0, 0, {}]])
+    workflow = page.evaluate("() => app.graph.serialize()")
+    for value in (None, 3):
+        workflow["nodes"][0]["widgets_values"][6] = value
+        workflow["nodes"][0].pop("widgets_values_named", None)
+        page.evaluate("async workflow => app.loadGraphData(workflow)", workflow)
+        page.wait_for_selector(".cp-summary.cp-bad")
+        assert page.get_by_text("Loading aborted").count() == 0
+        page.get_by_role("button", name="Use devices auto").click()
+        page.wait_for_function(SAYS, arg="1 CPU worker")
+
+
+@BOTH
+def test_a_size_that_a_user_gave_it_stays_with_the_workflow(page: Any) -> None:
+    put(page, [["CPParallelConfig", 0, 0, {}]])
+    page.wait_for_function(SAYS, arg="1 CPU worker")
+    wait_until_drawn(page)
+    page.evaluate("() => app.graph.nodes[0].setSize([420, 800])")
+    page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
+    page.wait_for_function(SAYS, arg="1 CPU worker")
+    wait_until_drawn(page)
+    assert page.evaluate("() => [...app.graph.nodes[0].size]") == [420, 800]
 
 
 @BOTH

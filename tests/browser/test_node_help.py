@@ -75,8 +75,10 @@ def test_nodes_speak_the_users_language(page: Any) -> None:
     assert page.evaluate("() => app.graph.nodes[0].title") == "CP 并行配置"
 
 
+@pytest.mark.parametrize("width", [1640, 1100])
 @BOTH
-def test_comfyui_shows_every_page_in_its_pane_and_nothing_is_wider(page: Any) -> None:
+def test_comfyui_shows_every_page_in_its_pane_and_nothing_is_wider(page: Any, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 1000})
     for one in sorted(DOCS.glob("*.md")):
         title = page.evaluate(PUT, one.stem)
         wait_until_drawn(page)

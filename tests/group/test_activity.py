@@ -275,6 +275,7 @@ def test_a_start_says_how_far_it_is_and_one_that_fails_is_no_death() -> None:
     assert (activity.now.stage, activity.now.step, activity.now.steps) == ("processes", 1, 2)
     activity.failed(WorkerStartError("rank 1 could not start", Cause(kind="raised", rank=1)))
     assert (activity.now.state, activity.now.reason) == ("unstarted", "rank 1 could not start")
+    assert [run.end for run in activity.now.runs] == ["unstarted"]
     assert activity.now.loss is not None
 
 
@@ -348,6 +349,10 @@ def test_a_refused_run_is_among_the_last_runs_with_its_reason(monkeypatch: pytes
     activity.refused(reason)  # told by two nodes on its way out
     assert [(run.end, run.reason) for run in activity.now.runs[-2:]] == [("idle", ""), ("refused", reason)]
     assert activity.now.state == "idle"
+    sample(activity, clock, seconds=2)
+    *_, refused, last = activity.now.runs
+    assert (refused.end, refused.phases, refused.steps) == ("refused", (), 0)
+    assert (last.end, last.reason, last.steps) == ("idle", "", 4)
 
 
 def test_a_run_that_the_workers_refuse_has_not_ended_well(monkeypatch: pytest.MonkeyPatch) -> None:
