@@ -7,7 +7,7 @@ import { followRenderer } from "./fold.js";
 import { canvasItems, menuItems, migrateCommands, toolboxCommands } from "./migrate.js";
 import { startHelp } from "./help.js";
 import { startNotices } from "./notices.js";
-import { SAMPLERS, addLine, startLines } from "./onnode.js";
+import { addLine, startLines } from "./onnode.js";
 import { openPanel, panel } from "./panel.js";
 import { addPlan, PLAN } from "./plan.js";
 import { startRefusals } from "./refusals.js";
@@ -38,7 +38,7 @@ app.registerExtension({
   nodeCreated(/** @type {any} */ node) {
     if (node.comfyClass === CONFIG) addSummary(node);
     if (node.comfyClass === PLAN) addPlan(node);
-    if (SAMPLERS.includes(node.comfyClass)) addLine(node);
+    addLine(node);
   },
   async setup() {
     addStyle();

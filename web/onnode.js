@@ -66,16 +66,18 @@ class Line {
   }
 }
 
-/** @param {LGraphNode} node a sampler, or a subgraph with one; once a node */
+/**
+ * Gives a new node its line if it may ever say something: Nodes 2.0 asks for a node's badges once, when it draws it first.
+ * @param {LGraphNode} node
+ */
 export function addLine(node) {
-  if (node.cpLine) return;
+  if (![...SAMPLERS, ...NATIVE].includes(node.comfyClass) && !node.isSubgraphNode?.()) return;
   const line = new Line(node);
   node.cpLine = line;
   node.badges.push(() => {
     void /** @type {any} */ (app.extensionManager)[CELL];
     return line;
   });
-  node.graph?.trigger("node:property:changed", { nodeId: node.id, property: "badges", newValue: node.badges }); // Nodes 2.0 read them before
 }
 
 export function startLines() {
@@ -174,8 +176,7 @@ function tell(path, words) {
   const steps = path.split(":");
   for (const depth of steps.keys()) {
     const node = nodeOf(steps.slice(0, depth + 1).join(":"));
-    if (!node) continue;
-    addLine(node);
+    if (!node?.cpLine) continue;
     node.cpLine.text = words;
     node.setDirtyCanvas?.(true, true);
   }

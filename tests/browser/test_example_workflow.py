@@ -10,8 +10,12 @@ import numpy
 from PIL import Image
 
 from .comfyui_page import EXAMPLE, previews, run_example
+from .renderers import NODES_2
+
+LINES = "() => app.graph.nodes.map(node => node.cpLine?.text).filter(Boolean)"
 
 
+@NODES_2
 def test_the_example_draws_the_same_picture_twice(page: Any) -> None:
     progress = run_example(page)
 
@@ -25,3 +29,9 @@ def test_the_example_draws_the_same_picture_twice(page: Any) -> None:
     assert values == sorted(set(values)), "the progress bar only moves forward"
     assert len(values) > 1
     assert values[-1] == 12
+
+    page.wait_for_function(f"({LINES})().length === 2")
+    native, ours = sorted(page.evaluate(LINES), key=lambda line: "12 steps" in line)
+    assert native.startswith("one process of ComfyUI")
+    for line in native, ours:
+        assert page.get_by_text(line, exact=True).count() == 1, "how long it took is not drawn"
