@@ -5,6 +5,7 @@ import { app } from "../../scripts/app.js";
 import { CONFIG } from "./config.js";
 import { tell } from "./notices.js";
 import { nodeOf } from "./onnode.js";
+import { REMEDIED } from "./remedy.js";
 import { say, translate } from "./words.js";
 
 const SECONDS = 1000;
@@ -23,6 +24,7 @@ export function startRefusals() {
   let dismiss = () => {};
   const runs = /** @type {EventTarget} */ (api);
   runs.addEventListener("execution_start", () => dismiss());
+  document.addEventListener(REMEDIED, () => dismiss());
   runs.addEventListener("cp.refused", (event) => {
     /** @type {Refusal} */
     const refusal = /** @type {CustomEvent<any>} */ (event).detail;

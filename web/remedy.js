@@ -4,6 +4,8 @@ import { app } from "../../scripts/app.js";
 import { element } from "./elements.js";
 import { say } from "./words.js";
 
+export const REMEDIED = "cp.remedied";
+
 /** @typedef {{name: string, value: unknown, automatic: boolean}} Change a widget, what to set it to, and whether the choice is auto's then */
 
 /**
@@ -19,6 +21,7 @@ export function remedy(config, changes, done) {
   const use = element("button.cp-button", { type: "button" }, say("plan.use", { setting }));
   use.addEventListener("click", () => {
     setValues(config, Object.fromEntries(changes.map(({ name, value }) => [name, value])));
+    document.dispatchEvent(new Event(REMEDIED));
     done(setting);
   });
   return [use];

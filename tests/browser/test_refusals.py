@@ -62,6 +62,9 @@ def test_a_click_selects_the_config_that_cannot_work(page: Any) -> None:
     page.get_by_test_id("queue-button").click()
     page.wait_for_timeout(SETTLED_MILLISECONDS)
     assert toast.count() == 1, "the last refusal is told of, and none before it"
+    page.get_by_role("button", name="Use ring_degree 2").click()
+    page.wait_for_function("selector => !document.querySelector(selector)", arg=".cp-toast, .cp-bad")
+    assert toast.count() == 0
 
 
 def test_without_another_node_to_blame_it_leads_to_the_one_that_refused(page: Any) -> None:
