@@ -24,18 +24,21 @@ def misfit(memory: MemoryModel) -> Refused:
     needed, free = max(by_rank, key=lambda both: both[0] - both[1])
     host, limit, network = memory.capacity.host_bytes, memory.capacity.limited_by, memory.work.network
     out = _nearest_fit(memory)
-    return Refused(
-        "memory.misfit",
-        widget="weights",
-        network=network.name,
-        weights=size_in_words(network.weight_bytes),
-        workspace=_activations(memory),
-        needed=size_in_words(needed, math.ceil),
-        free=size_in_words(free, math.floor),
-        limit=say("memory.limited", limit=limit) if limit else "",
-        host="" if host is None else say("memory.host", size=size_in_words(host)),
-        out=say("memory.raise", out=out, limit=limit) if limit else out,
-    )
+    values = {
+        "network": network.name,
+        "weights": size_in_words(network.weight_bytes),
+        "workspace": _activations(memory),
+        "free": size_in_words(free, math.floor),
+        "limit": say("memory.limited", limit=limit) if limit else "",
+        "out": say("memory.raise", out=out, limit=limit) if limit else out,
+    }
+    unlimited = replace(memory, capacity=replace(memory.capacity, host_bytes=None)).fullest("offload")
+    if host is not None and unlimited is not None:
+        fetched = size_in_words(memory.fetched_bytes(unlimited.resident_blocks), math.ceil)
+        sizes = {"fetched": fetched, "host": size_in_words(host, math.floor)}
+        return Refused("memory.misfit.host", widget="weights", **values, **sizes)
+    main = "" if host is None else say("memory.host", size=size_in_words(host))
+    return Refused("memory.misfit", widget="weights", **values, needed=size_in_words(needed, math.ceil), host=main)
 
 
 def size_in_words(count: float, rounded: Callable[[float], int] = round) -> str:

@@ -148,8 +148,6 @@ def test_asked_for_by_name_as_little_is_held_as_can_be():
 @pytest.mark.parametrize(
     ("device", "host", "tokens", "remedy"),
     [
-        (13.5, 4.0, 7000, "fp8"),
-        (8.0, 0.0, 7000, r"\d workers"),
         (4.5, 128.0, 400_000, "1/(2|4|8|16) of the pixels"),
         (0.5, 0.0, 7000, "smaller model"),
     ],
@@ -160,6 +158,16 @@ def test_what_fits_nowhere_is_refused_with_numbers_and_the_nearest_that_does(dev
     may_take = math.floor(10 * (1 - UNFILLED_SHARE) * device) / 10
     with pytest.raises(Refused, match=rf"40.0 GiB of weights.*at least .* GiB.*{may_take} GiB of its.*{remedy}"):
         decide("auto", asked)
+
+
+@pytest.mark.parametrize(("device", "host", "remedy"), [(13.5, 4.0, "fp8"), (8.0, 0.0, r"\d workers")])
+def test_where_main_memory_is_what_lacks_the_refusal_says_so(device: float, host: float, remedy: str) -> None:
+    with pytest.raises(Refused, match=rf"40.0 GiB of weights.*{remedy}") as refused:
+        decide("auto", case(device, host=host))
+    sizes = str(refused.value).partition("picture")[2]
+    may_use, fetched, free = map(float, re.findall(r"(?:use|so|has) ([\d.]+) GiB", sizes.replace("0.0 MiB", "0.0 GiB")))
+    assert may_use == math.floor(10 * (1 - UNFILLED_SHARE) * device) / 10
+    assert (free, fetched > free) == (host, True)
 
 
 def test_what_the_workers_have_stays_where_another_is_hardly_better():
