@@ -173,8 +173,8 @@ class History:
         self._append(replace(start, began=self.requested_at, phases=remaining))
 
     def _begins_run(self, state: str) -> bool:
-        """Does a new run begin with this state? A start and encoding come before a run's steps, decoding after them, and
-        nothing comes after a run that did not end well."""
+        """Does a new run begin with this state? A start and encoding come before a run's steps, decoding after them,
+        and nothing comes after a run that did not end well."""
         if not self.runs or state == "starting" or self.runs[-1].end not in ("", "idle"):
             return True
         been = {name for name, _ in self.runs[-1].phases}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from ..errors import Refused, Sentence, say
 from ..specs import Parallelism, WeightPlacement
@@ -24,7 +25,7 @@ def misfit(memory: MemoryModel) -> Refused:
     needed, free = max(by_rank, key=lambda both: both[0] - both[1])
     host, limit, network = memory.capacity.host_bytes, memory.capacity.limited_by, memory.work.network
     out = _nearest_fit(memory)
-    values = {
+    values: dict[str, Any] = {
         "network": network.name,
         "weights": size_in_words(network.weight_bytes),
         "workspace": _activations(memory),
@@ -35,8 +36,8 @@ def misfit(memory: MemoryModel) -> Refused:
     unlimited = replace(memory, capacity=replace(memory.capacity, host_bytes=None)).fullest("offload")
     if host is not None and unlimited is not None:
         fetched = size_in_words(memory.fetched_bytes(unlimited.resident_blocks), math.ceil)
-        sizes = {"fetched": fetched, "host": size_in_words(host, math.floor)}
-        return Refused("memory.misfit.host", widget="weights", **values, **sizes)
+        values |= {"fetched": fetched, "host": size_in_words(host, math.floor)}
+        return Refused("memory.misfit.host", widget="weights", **values)
     main = "" if host is None else say("memory.host", size=size_in_words(host))
     return Refused("memory.misfit", widget="weights", **values, needed=size_in_words(needed, math.ceil), host=main)
 
