@@ -11,7 +11,7 @@ from .conftest import CASCADE_CASES as CASES
 from .test_unets import DIVISIONS
 
 BAR = 1e-5
-SIZES = {"stage C": [(13, 9, 2), (8, 15, 1)], "stage B": [(24, 16, 2), (24, 40, 1)]}
+SIZES = {"stage C": [(13, 9, 2), (8, 15, 1)], "stage B": [(48, 16, 2), (24, 40, 1)]}
 
 
 def run(unets: Groups, name: str, division: str, sizes: list[tuple[int, ...]], **more: Any) -> list[dict[str, float]]:
