@@ -88,9 +88,8 @@ KERNELS = {  # the likely fastest first
 }
 
 
-FALLBACK = (
-    "fallback"  # the name, in a benchmark, of the attention that computes where no kernel is chosen: ComfyUI's own
-)
+# The name, in a benchmark, of the attention that computes where no kernel is chosen: ComfyUI's own.
+FALLBACK = "fallback"
 
 
 def benchmark_candidates(kind: str, what: Literal["block", "full"]) -> list[str]:

@@ -23,7 +23,8 @@ export function addSummary(node) {
     words: element("div.cp-what"), terms: element("div.cp-terms"), note: element("div.cp-hint"), out: element("div.cp-out"),
   };
   const fold = foldLine(node);
-  const preset = presetChoice((values) => setValues(node, values), defaultsOf(node));
+  const defaults = defaultsOf(node);
+  const preset = presetChoice((values) => setValues(node, values), defaults);
   const gpus = gpuChoice((devices) => setValues(node, { devices }));
   const verdict = element("div.cp-verdict", { role: "status" }, parts.words, parts.terms, parts.note, parts.out);
   const head = element("div.cp-summary", {}, verdict, gpus.element, preset.element);
@@ -35,7 +36,7 @@ export function addSummary(node) {
   const show = () => {
     const values = valuesOf(node);
     gpus.show(String(values.devices ?? ""), isLinked(node, "devices"));
-    preset.show(presetOf(values, defaultsOf(node)));
+    preset.show(presetOf(values, defaults));
     fold.show();
   };
   const later = () => {

@@ -19,6 +19,7 @@ const NEEDS_MORE_OF = { rdzv_endpoint: "nnodes", warmup_steps: "patches" };
  */
 export function foldLine(node) {
   const line = element("button.cp-fold", { type: "button", onclick: () => toggle() });
+  const defaults = defaultsOf(node);
   const folded = node.widgets.filter((/** @type {any} */ widget) => widget.options?.advanced);
   for (const widget of folded) widget.advanced = widget.options.advanced = false; // else Nodes 2.0 folds them too, all or none
   let open = false;
@@ -30,13 +31,13 @@ export function foldLine(node) {
   };
   const show = (mayShrink = true) => {
     const values = valuesOf(node);
-    const preset = PRESETS[presetOf(values, defaultsOf(node))];
+    const preset = PRESETS[presetOf(values, defaults)];
     const visible = (/** @type {any} */ widget) => {
       if (isLinked(node, widget.name)) return true;
       if (widget.name === "devices") return open || !isListed(String(widget.value ?? ""));
       if (!folded.includes(widget)) return true;
       const usual = ADJUSTABLE.includes(widget.name) ? undefined : preset[widget.name];
-      if (widget.value !== (usual ?? defaultsOf(node)[widget.name])) return true;
+      if (widget.value !== (usual ?? defaults[widget.name])) return true;
       const other = NEEDS_MORE_OF[widget.name];
       return other ? Number(values[other]) > 1 : open;
     };
@@ -53,7 +54,7 @@ export function foldLine(node) {
   return { line, show };
 }
 
-/** Each renderer folds in its own way. */
+/** The other renderer needs another height for the same widgets. */
 export function followRenderer() {
   /** @type {any} */ (app.ui.settings).addEventListener(RENDERER, () =>
     setTimeout(() => (app.graph?.nodes ?? []).forEach((/** @type {any} */ node) => node.cpFold?.())));

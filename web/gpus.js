@@ -1,7 +1,7 @@
 /** The GPUs of ComfyUI's machine as a list to choose from. It writes the widget `devices`, which takes any text. */
 
 import { element } from "./elements.js";
-import { cardName, gib } from "./rank.js";
+import { gpuParts } from "./rank.js";
 import { gpuList } from "./status.js";
 
 /**
@@ -59,9 +59,7 @@ function indices(devices) {
  * @param {import("./status.js").Gpu} gpu
  * @param {() => void} choose
  */
-function line({ index, name, total_bytes: total }, choose) {
-  const box = element("input", { type: "checkbox", value: String(index), onchange: choose });
-  const size = total ? `${gib(total)} GiB` : "";
-  return element("label.cp-gpu", { title: [name, size].filter(Boolean).join(", ") },
-    box, element("span.cp-rank", {}, cardName({ rank: index, device: `cuda:${index}` })), element("span.cp-name", {}, name), element("span", {}, size));
+function line(gpu, choose) {
+  const box = element("input", { type: "checkbox", value: String(gpu.index), onchange: choose });
+  return element("label.cp-gpu", {}, box, ...gpuParts(gpu));
 }

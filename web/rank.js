@@ -47,11 +47,18 @@ export function rankCard() {
  * A GPU that no worker uses yet, as a line of its own.
  * @param {import("./status.js").Gpu} gpu
  */
-export function gpuLine({ index, name, total_bytes: total }) {
-  const size = total ? `${gib(total)} GiB` : "";
-  return element("li.cp-card.cp-unused", {},
-    element("div.cp-row", {}, element("span.cp-rank", {}, cardName({ rank: index, device: `cuda:${index}` })),
-      element("span.cp-name", { title: name }, name), element("span", {}, size)));
+export function gpuLine(gpu) {
+  return element("li.cp-card.cp-unused", {}, element("div.cp-row", {}, ...gpuParts(gpu)));
+}
+
+/**
+ * Number, name and memory of a GPU.
+ * @param {import("./status.js").Gpu} gpu
+ * @returns {HTMLElement[]}
+ */
+export function gpuParts({ index, name, total_bytes: total }) {
+  const number = element("span.cp-rank", {}, cardName({ rank: index, device: `cuda:${index}` }));
+  return [number, element("span.cp-name", { title: name }, name), element("span", {}, total ? `${gib(total)} GiB` : "")];
 }
 
 /**
@@ -120,6 +127,6 @@ function waitingPercent(rank) {
 }
 
 /** @param {number} bytes */
-export function gib(bytes) {
+function gib(bytes) {
   return (bytes / GIB).toFixed(bytes < 10 * GIB ? 2 : 1);
 }

@@ -157,8 +157,7 @@ def _preferred(inputs: PlanInputs, devices: tuple[str, ...]) -> RunPlan:
     request, nnodes = inputs.request, inputs.request.nnodes
     check_request(inputs)
     world_size = nnodes * max(1, len(devices))
-    guided = inputs.guided and not inputs.batch_coupled
-    degrees = _branches(inputs, world_size) if inputs.undivided else _sequence(inputs, world_size, guided)
+    degrees = _branches(inputs, world_size) if inputs.undivided else _sequence(inputs, world_size)
     check_workers(degrees, devices, inputs)
     local_workers = degrees.world_size // nnodes
     placement = Placement(
@@ -168,7 +167,7 @@ def _preferred(inputs: PlanInputs, devices: tuple[str, ...]) -> RunPlan:
     )
     check_placement(request, placement)
     as_one = _as_one(inputs, degrees) if degrees.cfg_degree == 2 else degrees
-    if not guided:
+    if not inputs.may_split_prompts:
         degrees = as_one
     every = len(devices) or local_workers
     degrees = replace(degrees, shares=requested_shares(request.shares, degrees.world_size, every, nnodes))
@@ -188,7 +187,7 @@ def _branches(inputs: PlanInputs, world_size: int) -> Parallelism:
     return Parallelism(options=request.options, cfg_degree=cfg, data_degree=request.data_degree)
 
 
-def _sequence(inputs: PlanInputs, world_size: int, guided: bool) -> Parallelism:
+def _sequence(inputs: PlanInputs, world_size: int) -> Parallelism:
     """Returns the degrees of a network that is split, with those filled in that are 0 in the request."""
     request = inputs.request
     stages, cfg = max(1, request.pipeline_degree), request.cfg_degree
@@ -197,7 +196,7 @@ def _sequence(inputs: PlanInputs, world_size: int, guided: bool) -> Parallelism:
         # Each branch of guidance would have a copy of the weights, which a shard keeps small; and prompts are not
         # divided, so uneven shares need the sequence.
         may_split = request.weights != "shard" and not are_uneven(request.shares)
-        cfg = 2 if guided and inputs.is_free and workers % 2 == 0 and may_split else 1
+        cfg = 2 if inputs.may_split_prompts and inputs.is_free and workers % 2 == 0 and may_split else 1
     workers = max(1, workers // cfg)
     ring, ulysses = request.ring_degree or int(_has_no_ring(inputs)), request.ulysses_degree
     if not ring and not ulysses:
