@@ -14,7 +14,7 @@ from parallel_runtime.accelerators import ACCELERATORS, KERNELS, Accelerator, At
 from parallel_runtime.errors import Refused
 from parallel_runtime.group.machine_check import checked_plan
 from parallel_runtime.group.torchrun import Rendezvous, environment
-from parallel_runtime.planning.candidates import unsized_plan
+from parallel_runtime.planning.default_plan import default_plan
 from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.request import EngineOptions, ParallelRequest, widgets
 
@@ -37,7 +37,7 @@ def test_each_kind_has_its_collectives_and_tensors_of_the_cpu_go_by_gloo(kind: s
 @pytest.mark.parametrize("kind", list(ACCELERATORS))
 def test_devices_are_named_by_their_kind(kind: str) -> None:
     for devices in ("", "0,1", f"{kind}:0,{kind}:1"):
-        placement = unsized_plan(
+        placement = default_plan(
             PlanInputs(request=ParallelRequest(devices=devices), heads=24, gpus=2, kind=kind)
         ).placement
         assert placement.devices == (f"{kind}:0", f"{kind}:1")
@@ -47,7 +47,7 @@ def test_devices_are_named_by_their_kind(kind: str) -> None:
 def test_kernels_of_cuda_are_refused_elsewhere_by_name(kind: str) -> None:
     request = ParallelRequest.of({"attention_backend": "flash"})
     with pytest.raises(ValueError, match=f"flash needs CUDA GPUs, and the workers run on {kind}:0; choose auto"):
-        unsized_plan(PlanInputs(request=request, heads=24, gpus=2, kind=kind))
+        default_plan(PlanInputs(request=request, heads=24, gpus=2, kind=kind))
 
 
 def test_a_new_row_of_the_table_is_all_that_the_launch_needs(monkeypatch: pytest.MonkeyPatch) -> None:

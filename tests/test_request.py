@@ -16,7 +16,7 @@ import pytest
 
 from parallel_runtime.errors import Refused
 from parallel_runtime.group import endpoint
-from parallel_runtime.planning.candidates import unsized_plan
+from parallel_runtime.planning.default_plan import default_plan
 from parallel_runtime.planning.device_names import parse_devices
 from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.planning.work_shares import requested_shares
@@ -139,7 +139,7 @@ CHANGED: dict[str, dict[str, Any]] = {  # each option with another value than it
 @pytest.mark.parametrize("row", [row for row in widgets() if row.of_engine], ids=lambda row: row.name)
 def test_every_option_of_the_engine_arrives_on_a_worker_as_its_widget_says(row: Widget) -> None:
     asked = {"devices": "cpu,cpu", **CHANGED[row.name]}
-    degrees = unsized_plan(PlanInputs(request=ParallelRequest.of(asked), heads=24, gpus=2)).degrees
+    degrees = default_plan(PlanInputs(request=ParallelRequest.of(asked), heads=24, gpus=2)).degrees
     message = decode(encode(Run(1, ModelSpec(loader="any"), degrees, WeightPlacement())))
     assert getattr(message.parallelism.options, row.field) == asked[row.name] != row.default
 
@@ -147,14 +147,14 @@ def test_every_option_of_the_engine_arrives_on_a_worker_as_its_widget_says(row: 
 ROW = """    eagerness: int = widget({place}, 0, "A new option.", limits={{"min": 0, "max": 9}})
 """
 NEW_OPTION = """
-from parallel_runtime.planning.candidates import unsized_plan
+from parallel_runtime.planning.default_plan import default_plan
 from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.request import ParallelRequest, widgets
 from parallel_runtime.specs import DEGREES, ModelSpec, WeightPlacement
 from parallel_runtime.wire.messages import Run, decode, encode
 
 request = ParallelRequest.of({"devices": "cpu,cpu", "ring_degree": 2, "eagerness": 7})
-degrees = unsized_plan(PlanInputs(request=request, heads=24, gpus=2)).degrees
+degrees = default_plan(PlanInputs(request=request, heads=24, gpus=2)).degrees
 message = decode(encode(Run(1, ModelSpec(loader="any"), degrees, WeightPlacement())))
 print(widgets()[-1].name, request.values["eagerness"], message.parallelism.options.eagerness)
 """

@@ -19,7 +19,6 @@ from ...parallel_runtime.explain.remedy import changes, in_words, instead
 from ...parallel_runtime.group.history import Pace, RunSetup
 from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.group.runtime import runtime
-from ...parallel_runtime.planning.candidates import profile_of
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.comfy_objects import Unsendable
 from ..describe.control_nets import controls_of, weight_bytes
@@ -139,7 +138,7 @@ def explain(
     if take_times and not troubles:
         measure(model, latent, positive, request, seen.plan, cfg)
         seen = dry_run(source.spec, inputs(request))
-    plan, group, profile = seen.plan, seen.group, profile_of(seen.inputs, seen.plan)
+    plan, group, profile = seen.plan, seen.group, seen.inputs.profile_of(seen.plan)
     degrees, readings = plan.degrees, group.readings if group is not None else ()
     recommended = request
     idle = unused(request, plan, work.network.name)

@@ -19,7 +19,7 @@ from ...parallel_runtime.group.history import Size
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.worker_group import OnStep, Result, WorkerGroup
 from ...parallel_runtime.jobs import Job
-from ...parallel_runtime.planning.candidates import profile_of, unsized_plan
+from ...parallel_runtime.planning.default_plan import default_plan
 from ...parallel_runtime.planning.network_stats import Work
 from ...parallel_runtime.planning.plan_inputs import PlanInputs
 from ...parallel_runtime.planning.resolve import alternatives, best_plan, resolve, why_unfit
@@ -76,7 +76,7 @@ def lease_with_plan(
 
 def _initial_placement(inputs: PlanInputs) -> Placement:
     """Returns the workers to measure first: the live ones if allowed, else all or the last used."""
-    all_devices, live = unsized_plan(inputs).placement, runtime.live
+    all_devices, live = default_plan(inputs).placement, runtime.live
     if not inputs.may_leave_devices or all_devices not in runtime.profiles:
         return all_devices
     if live is not None and live.placement.nnodes == 1 and set(live.placement.devices) <= set(all_devices.devices):
@@ -86,7 +86,7 @@ def _initial_placement(inputs: PlanInputs) -> Placement:
 
 def dry_run(spec: ModelSpec, inputs: PlanInputs) -> DryRun:
     """Returns the plan that a run would get at this moment. Raises Refused for a request invalid at any size."""
-    devices = unsized_plan(inputs).placement.devices
+    devices = default_plan(inputs).placement.devices
     with runtime.idle_group() as group, suppress(ParallelError):
         if group is not None and set(group.placement.devices) <= set(devices):
             group.measure()
@@ -114,7 +114,7 @@ class DryRun:
 
 def _with_measurements(spec: ModelSpec, inputs: PlanInputs, group: WorkerGroup | None) -> PlanInputs:
     """Returns `inputs` with the devices' measurements and the weights that the live `group` has loaded."""
-    all_devices = unsized_plan(inputs).placement
+    all_devices = default_plan(inputs).placement
     loaded = group.models.get(spec.unpatched) if group is not None else None
     return replace(
         inputs,
@@ -161,7 +161,7 @@ class Lease:
         known = replace(_with_measurements(self.spec, inputs, self.group), only=only, keeps_placement=current)
         plan = resolve(known)
         if inputs.may_leave_devices and not current:
-            runtime.last_auto_placement[unsized_plan(inputs).placement] = plan.placement
+            runtime.last_auto_placement[default_plan(inputs).placement] = plan.placement
         return known, plan
 
     def run(self, plan: RunPlan, job: Job, *, output: int | None = None, on_step: OnStep = lambda *_: None) -> Result:
@@ -241,7 +241,7 @@ class Lease:
                 if lack is None:
                     break
                 ranks = [plan.ranks[rank] for rank in lack.ranks] if plan.ranks else lack.ranks
-                workers = unsized_plan(inputs).placement.world_size
+                workers = default_plan(inputs).placement.world_size
                 capacity = inputs.capacity.at_most(lack.each, ranks, workers)
                 inputs = replace(inputs, capacity=capacity, only=plan.placement)
                 plan = resolve(inputs)
@@ -284,7 +284,7 @@ def run_kind(spec: ModelSpec, work: Work) -> tuple[object, ...]:
 
 def _estimate_speedup(inputs: PlanInputs, plan: RunPlan, work: Work) -> float | None:
     """Estimates how many times as fast as one worker the plan is; None where nothing is split or a device is shared."""
-    profile, split = profile_of(inputs, plan), work.network.divisible and plan.degrees.pipeline_degree == 1
+    profile, split = inputs.profile_of(plan), work.network.divisible and plan.degrees.pipeline_degree == 1
     known = split and profile is not None and profile.bytes_per_second and not plan.placement.shared
     return times_as_fast(work, plan.degrees, profile) if known and profile is not None else None
 

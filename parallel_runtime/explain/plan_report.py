@@ -13,7 +13,6 @@ from typing import Any, Literal
 from ..accelerators import CUDA
 from ..errors import Sentence, listed, say, say_if, to_json
 from ..group.history import Cost, Pace, RunSetup
-from ..planning.candidates import profile_of
 from ..planning.device_names import why_one_gpu
 from ..planning.device_profile import DeviceProfile
 from ..planning.memory_model import estimate_activation_bytes
@@ -126,7 +125,7 @@ def report(
     sentences on a VAE, `benchmarks` are the workers' of kernels, `pace` is that of a run of this plan. Refusals, the
     `troubles`, come first; `compared` says how long other devices and degrees would take."""
     work, degrees, placement, request = subject.work, plan.degrees, plan.placement, inputs.request
-    profile, capacity = profile_of(inputs, plan), inputs.capacity.of(plan.ranks)
+    profile, capacity = inputs.profile_of(plan), inputs.capacity.of(plan.ranks)
     measured = profile is not None and profile.bytes_per_second > 0
     by_auto = "degrees.measured" if measured else "degrees.unmeasured"
     chosen = by_auto if inputs.is_free and degrees.context_parallel_size > 1 else "degrees"

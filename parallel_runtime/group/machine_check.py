@@ -6,7 +6,7 @@ import importlib.util
 
 from ..accelerators import KERNELS
 from ..errors import Refused
-from ..planning.candidates import unsized_plan
+from ..planning.default_plan import default_plan
 from ..planning.plan_inputs import PlanInputs
 from ..planning.run_plan import RunPlan
 from ..wire.handshake import read_key
@@ -20,7 +20,7 @@ def checked_plan(inputs: PlanInputs) -> RunPlan:
     if request.nnodes > 1:
         endpoint.check(request.rdzv_endpoint)
         read_key()
-    plan = unsized_plan(inputs)
+    plan = default_plan(inputs)
     kernel = KERNELS.get(request.options.attention_backend)
     if kernel and kernel.package and importlib.util.find_spec(kernel.package) is None:
         raise Refused(

@@ -136,7 +136,7 @@ class MemoryModel:
             return mode == "replicate"
         return self.blocks > BLOCK_BUFFERS and (mode == "offload" or self.degrees.context_parallel_size > 1)
 
-    def fullest(self, mode: WeightsMode) -> WeightPlacement | None:
+    def most_resident(self, mode: WeightsMode) -> WeightPlacement | None:
         """Returns the placement with the most resident blocks that fits; None where it does not fit with none."""
         if not self.allows(mode):
             return None

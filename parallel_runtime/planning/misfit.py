@@ -33,7 +33,7 @@ def misfit(memory: MemoryModel) -> Refused:
         "limit": say("memory.limited", limit=limit) if limit else "",
         "out": say("memory.raise", out=out, limit=limit) if limit else out,
     }
-    unlimited = replace(memory, capacity=replace(memory.capacity, host_bytes=None)).fullest("offload")
+    unlimited = replace(memory, capacity=replace(memory.capacity, host_bytes=None)).most_resident("offload")
     if host is not None and unlimited is not None:
         fetched = size_in_words(memory.fetched_bytes(unlimited.resident_blocks), math.ceil)
         values |= {"fetched": fetched, "host": size_in_words(host, math.floor)}
@@ -81,4 +81,4 @@ def _times(degrees: Parallelism, factor: int) -> Parallelism:
 
 
 def _fits(memory: MemoryModel) -> bool:
-    return memory.fits(WeightPlacement()) or any(memory.fullest(mode) is not None for mode in FETCHED_MODES)
+    return memory.fits(WeightPlacement()) or any(memory.most_resident(mode) is not None for mode in FETCHED_MODES)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..accelerators import CUDA
 from ..request import ParallelRequest
 from ..specs import Parallelism, Placement, WeightPlacement
+from .device_names import parse_devices
 from .device_profile import DeviceProfile
-from .memory_model import UNLIMITED, Capacity
+from .memory_model import UNLIMITED, Capacity, MemoryModel
 from .network_stats import Work
+from .run_plan import RunPlan
 
 ANY_HEADS = 5040  # divides well; for an unknown model, and for a VAE, which has no heads to share out
 
@@ -52,6 +54,29 @@ class PlanInputs:
     keeps_placement: bool = False
     only: Placement | None = None
     compared: bool = False
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Returns the devices that the request lists, or all; () for "the CPU, as often as needed". Raises Refused."""
+        return parse_devices(self.request.devices, self.gpus, self.kind)
+
+    def profile_of(self, plan: RunPlan) -> DeviceProfile | None:
+        """Returns what the workers of `plan` measured together, else among those of all devices."""
+        known = self.profiles.get(plan.placement)
+        return known if known is not None or self.profile is None else self.profile.of(plan.ranks)
+
+    def memory_of(self, plan: RunPlan) -> MemoryModel:
+        """Returns the MemoryModel of an evaluation by `plan`."""
+        assert self.work is not None, "memory goes by sizes"
+        capacity = self.capacity.of(plan.ranks)
+        work = replace(self.work, prompts=1) if plan.entries_per_call else self.work
+        automatic = self.request.weights == "auto"
+        return MemoryModel(work=work, degrees=plan.degrees, capacity=capacity, automatic=automatic)
+
+    @property
+    def has_no_ring(self) -> bool:
+        """Must each worker see all keys of its heads? Blocks of a ring cannot be merged, or a pipeline has none."""
+        return self.no_lse or self.request.pipeline_degree > 1
 
     @property
     def is_free(self) -> bool:

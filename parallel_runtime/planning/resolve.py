@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..errors import Refused
 from ..specs import WeightPlacement
-from .candidates import candidates, memory_of, profile_of
+from .candidates import candidates
 from .device_profile import DeviceProfile
 from .memory_model import SIMILAR_RATIO, MemoryModel
 from .misfit import misfit
@@ -40,7 +40,7 @@ def why_unfit(inputs: PlanInputs, plan: RunPlan) -> Refused | None:
     automatic = inputs.request.weights == "auto" and not inputs.keeps_placement
     if not automatic or plan.estimate is None or plan.estimate.fits:
         return None
-    return misfit(memory_of(inputs, replace(plan, entries_per_call=1)))
+    return misfit(inputs.memory_of(replace(plan, entries_per_call=1)))
 
 
 def alternatives(inputs: PlanInputs, plan: RunPlan) -> tuple[RunPlan, ...]:
@@ -88,7 +88,7 @@ def _fastest(plans: Sequence[RunPlan], kind: Callable[[RunPlan], Hashable], clea
 
 def evaluate(plan: RunPlan, inputs: PlanInputs) -> Estimate:
     """Returns the seconds and bytes of `plan`, and what does not fit."""
-    memory, profile, weights = memory_of(inputs, plan), profile_of(inputs, plan), plan.weights
+    memory, profile, weights = inputs.memory_of(plan), inputs.profile_of(plan), plan.weights
     prompts, fetched = memory.work.prompts_per_rank(plan.degrees), 0
     if weights.mode != "replicate":
         fetched = memory.fetched_bytes(weights.resident_blocks)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from ..specs import Parallelism, Placement, WeightPlacement
 
@@ -69,6 +70,11 @@ class RunPlan:
         if self.estimate is None:
             return 0.0
         return self.estimate.seconds if self.estimate.fits else float("inf")
+
+    def among(self, devices: tuple[str, ...], ranks: Sequence[int]) -> RunPlan:
+        """Returns this plan as one that has the ranks `ranks` of all `devices`, and leaves the others out."""
+        left_out = tuple(device for rank, device in enumerate(devices) if rank not in ranks)
+        return replace(self, ranks=tuple(ranks), left_out=left_out)
 
     @property
     def sharded(self) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from parallel_runtime.architectures.row_plan import RowLevel, sides_to_cut
-from parallel_runtime.planning.candidates import candidates, unsized_plan
+from parallel_runtime.planning.candidates import candidates
+from parallel_runtime.planning.default_plan import default_plan
 from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.memory_model import Capacity
 from parallel_runtime.planning.network_stats import NetworkStats
@@ -120,7 +121,7 @@ def test_a_side_is_cut_where_the_other_one_tells_the_levels_apart(
 
 def test_all_devices_start_to_be_measured_and_those_that_idle_are_left_out() -> None:
     known = inputs(SD15, 512, 4, H100)
-    assert unsized_plan(known).placement.devices == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
+    assert default_plan(known).placement.devices == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
     plan = resolve(known)
     assert plan.placement.devices == ("cuda:0", "cuda:1")
     assert plan.left_out == ("cuda:2", "cuda:3")

@@ -10,7 +10,7 @@ import pytest
 
 from parallel_runtime.architectures.partition import Load
 from parallel_runtime.explain.plan_words import compared
-from parallel_runtime.planning.candidates import unsized_plan
+from parallel_runtime.planning.default_plan import default_plan
 from parallel_runtime.planning.device_profile import DeviceProfile, Speed
 from parallel_runtime.planning.memory_model import Capacity
 from parallel_runtime.planning.network_stats import NetworkStats, Work
@@ -167,7 +167,7 @@ def test_what_a_user_has_chosen_is_never_overridden(request_: dict[str, object])
     asked, known = wish(2, **request_), link(FAST, CRAWLING, speed=2e8)
     assert not asked.automatic_devices
     plans = plans_of(asked, replace(WORK, prompts=2), known, capacity_of(80.0, 80.0))
-    assert {plan.placement for plan in plans} == {unsized_plan(asked).placement}
+    assert {plan.placement for plan in plans} == {default_plan(asked).placement}
     for name in ("ring_degree", "ulysses_degree", "cfg_degree", "data_degree"):
         if request_.get(name):
             assert getattr(plans[0].degrees, name) == request_[name]

@@ -9,7 +9,7 @@ import pytest
 from parallel_runtime.architectures.partition import Load, share_out
 from parallel_runtime.errors import Refused
 from parallel_runtime.explain.plan_report import Subject
-from parallel_runtime.planning.candidates import unsized_plan
+from parallel_runtime.planning.default_plan import default_plan
 from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.memory_model import Capacity
 from parallel_runtime.planning.network_stats import NetworkStats
@@ -40,7 +40,7 @@ FLUX = NetworkStats(
 
 
 def planned(gpus: int = 0, guided: bool = False, undivided: str = "", **request: object) -> Parallelism:
-    return unsized_plan(
+    return default_plan(
         PlanInputs(request=ParallelRequest.of(request), heads=24, gpus=gpus, guided=guided, undivided=undivided)
     ).degrees  # type: ignore[arg-type]
 

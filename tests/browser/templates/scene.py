@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parallel_runtime.explain.plan_picture import Part, parts
-from parallel_runtime.planning.candidates import unsized_plan
+from parallel_runtime.planning.default_plan import default_plan
 from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.request import ParallelRequest
 
@@ -72,7 +72,7 @@ def _lanes(template: Template, *, guided: bool) -> Iterator[tuple[Part, ...]]:
     by_rows = template.title if {node.kind for node in template.nodes} >= set(OF_UNETS) else ""
     on_one_machine = replace(request, nnodes=1, rdzv_endpoint="")  # the other machine has as many
     gpus = GPUS if on_one_machine.pipeline_degree == 1 else on_one_machine.pipeline_degree  # a stage each
-    plan = unsized_plan(PlanInputs(request=on_one_machine, gpus=gpus, guided=guided, by_rows=by_rows))
+    plan = default_plan(PlanInputs(request=on_one_machine, gpus=gpus, guided=guided, by_rows=by_rows))
     all_parts, each = parts(plan), plan.degrees.context_parallel_size
     for first in range(0, len(all_parts), each):
         yield tuple(all_parts[first : first + each])
