@@ -18,6 +18,7 @@ AfterSampling = Literal["keep", "offload", "unload"]
 WeightsChoice = Literal["auto", "replicate", "shard", "offload"]
 CompileChoice = Literal["off", "on"]
 GraphsChoice = Literal["auto", "on", "off"]
+MAX_DEGREE = 64
 BACKENDS = ("auto", "native", *KERNELS)
 Value = TypeVar("Value")
 
@@ -94,7 +95,7 @@ class EngineOptions:
         "Parts of one evaluation that follow each other through the stages of a pipeline (PipeFusion), with keys and "
         "values that are one step old. Faster, approximate: not the picture of one GPU. 8 steps or more; not every "
         "network. 1 = exact.",
-        limits={"min": 1, "max": 64}, name="patches",
+        limits={"min": 1, "max": MAX_DEGREE}, name="patches",
     )
     warmup_steps: int = widget(
         20, 1,
@@ -117,13 +118,13 @@ class ParallelRequest:
     ring_degree: int = widget(
         1, 0,
         "Split the picture over this many GPUs in a ring. Any number works. 0 = auto.",
-        limits={"min": 0, "max": 64}, required=True, advanced=False,
+        limits={"min": 0, "max": MAX_DEGREE}, required=True, advanced=False,
     )
     ulysses_degree: int = widget(
         2, 0,
         "Split the picture over this many GPUs by attention heads; at most one GPU per head. Best with NVLink. "
         "0 = auto. Workers in all: the product of the degrees.",
-        limits={"min": 0, "max": 64}, required=True, advanced=False,
+        limits={"min": 0, "max": MAX_DEGREE}, required=True, advanced=False,
     )
     dtype: DtypeChoice = widget(
         6, "auto", "The precision that the workers compute in. auto = what ComfyUI would use for this model."
@@ -143,7 +144,7 @@ class ParallelRequest:
         9, 0,
         "Groups of workers that share the images of a batch, each with whole images. 1 = none, 0 = auto: if that is "
         "faster.",
-        limits={"min": 0, "max": 64},
+        limits={"min": 0, "max": MAX_DEGREE},
     )
     after_sampling: AfterSampling = widget(
         11, "keep",
@@ -153,7 +154,7 @@ class ParallelRequest:
         12, 1,
         "Machines, this one included. Each gives as many devices as this one; the others run the join command and "
         "share a token with this one: see docs/several-machines.md.",
-        limits={"min": 1, "max": 64},
+        limits={"min": 1, "max": MAX_DEGREE},
     )
     rdzv_endpoint: str = widget(
         13, "",
@@ -182,15 +183,14 @@ class ParallelRequest:
         "Stages of a pipeline: each has its own part of the model's blocks, and passes the tokens on. For models that "
         "do not fit, and for slow links; exact. Prompts and images follow each other through the stages. 1 = none, "
         "0 = if nothing else fits.",
-        limits={"min": 0, "max": 64},
+        limits={"min": 0, "max": MAX_DEGREE},
     )
     # fmt: on
 
     @classmethod
     def of(cls, values: object) -> ParallelRequest:
         """Returns the request of these values by widget name; other names are ignored. Raises Refused for a value that
-        is not of its widget's kind or options; limits, and whether the request can run, are checked by
-        planning/request_checks.py."""
+        is not of its widget's kind, options or limits; whether the request can run, planning/request_checks.py says."""
         if not isinstance(values, Mapping):
             raise Refused("config.object")
         request: dict[str, Any] = {}
@@ -255,4 +255,8 @@ def _checked(widget: Widget, value: Any) -> Any:
         if widget.options:
             raise Refused("widget.options", widget.name, fix, **values, options=list(widget.options))
         raise Refused("widget.kind", widget.name, fix, **values, kind=say(f"kind.{widget.kind.__name__}"))
+    if widget.limits and not widget.limits["min"] <= value <= widget.limits["max"]:
+        least, most = widget.limits["min"], widget.limits["max"]
+        fix = {widget.name: min(max(value, least), most)}
+        raise Refused("widget.range", widget.name, fix, name=widget.name, value=value, least=least, most=most)
     return value

@@ -59,6 +59,37 @@ def test_what_a_widget_cannot_hold_is_refused_by_name_with_what_it_can(name: str
     assert ParallelRequest.of(refused.value.fix) == ParallelRequest()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "nearest", "wanted"),
+    [
+        ("ring_degree", -1, 0, "ring_degree -1 is out of range: set it to 0 to 64"),
+        ("ulysses_degree", 2**40, 64, "ulysses_degree 1099511627776 is out of range: set it to 0 to 64"),
+        ("cfg_degree", 3, 2, "cfg_degree 3 is out of range: set it to 0 to 2"),
+        ("data_degree", -1, 0, "data_degree -1 is out of range: set it to 0 to 64"),
+        ("pipeline_degree", 65, 64, "pipeline_degree 65 is out of range: set it to 0 to 64"),
+        ("nnodes", 0, 1, "nnodes 0 is out of range: set it to 1 to 64"),
+        ("patches", 0, 1, "patches 0 is out of range: set it to 1 to 64"),
+        ("warmup_steps", 0, 1, "warmup_steps 0 is out of range: set it to 1 to 1000"),
+        ("step_cache", -0.1, 0.0, "step_cache -0.1 is out of range: set it to 0.0 to 1.0"),
+        ("step_cache", math.inf, 1.0, "step_cache inf is out of range: set it to 0.0 to 1.0"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_with_the_nearest_one_that_works(
+    name: str, value: float, nearest: float, wanted: str
+) -> None:
+    with pytest.raises(Refused) as refused:
+        ParallelRequest.of({name: value})
+    assert str(refused.value) == wanted
+    assert (refused.value.widget, refused.value.fix) == (name, {name: nearest})
+    assert ParallelRequest.of(refused.value.fix).values[name] == nearest
+
+
+def test_every_number_has_limits() -> None:
+    assert {row.name for row in widgets() if not row.limits} == {
+        row.name for row in widgets() if row.options or row.kind in (str, bool)
+    }
+
+
 def of_widget(name: str, text: str) -> ParallelRequest:
     return ParallelRequest.of({name: text})
 

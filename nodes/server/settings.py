@@ -19,8 +19,7 @@ import folder_paths
 
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.runtime import runtime
-from ...parallel_runtime.planning.request_checks import MAX_DEGREE
-from ...parallel_runtime.request import ParallelRequest
+from ...parallel_runtime.request import MAX_DEGREE, ParallelRequest
 
 log = logging.getLogger(__name__)
 

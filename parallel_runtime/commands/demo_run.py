@@ -77,7 +77,7 @@ def draw(options: argparse.Namespace) -> list[Run]:
     ring, ulysses = options.ring_degree, options.ulysses_degree
     if not ring and not ulysses and not options.devices:
         ulysses = 2
-    request = ParallelRequest(ring_degree=ring, ulysses_degree=ulysses, devices=devices)
+    request = ParallelRequest.of({"ring_degree": ring, "ulysses_degree": ulysses, "devices": devices})
     plan = checked_plan(PlanInputs(request=request, heads=HEADS, gpus=gpus))
     job = job_of(options)
     runs = [run(plan, job)]

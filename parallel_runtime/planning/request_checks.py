@@ -14,18 +14,13 @@ from .device_names import MAX_CPU_WORKERS, why_one_gpu
 from .network_stats import NetworkStats
 from .plan_inputs import PlanInputs
 
-MAX_DEGREE = 64
-MAX_STAGES = 64
 LEAST_STEPS = 8  # of a run in patches: with fewer too much changes from one to the next
 
 
 def check_request(inputs: PlanInputs) -> None:
     """Raises Refused for widgets that say what there cannot be, or what cannot be together."""
     request = inputs.request
-    if not 1 <= request.nnodes <= MAX_DEGREE:
-        raise Refused("nnodes.range", widget="nnodes", most=MAX_DEGREE, nnodes=request.nnodes)
     _check_pipeline(request, inputs.undivided)
-    _check_range(request)
     if inputs.undivided and max(request.ring_degree, request.ulysses_degree) > 1:
         ring, ulysses = request.ring_degree, request.ulysses_degree
         raise Refused("sequence.none", "ring_degree", network=inputs.undivided, ring=ring, ulysses=ulysses)
@@ -33,18 +28,12 @@ def check_request(inputs: PlanInputs) -> None:
         raise Refused("ring.node", widget="ring_degree", ring=request.ring_degree)
 
 
-def _check_range(request: ParallelRequest) -> None:
-    ring, ulysses, cfg, data = request.ring_degree, request.ulysses_degree, request.cfg_degree, request.data_degree
-    if min(ring, ulysses, cfg, data) < 0 or cfg > 2 or max(ring, ulysses, data) > MAX_DEGREE:
-        raise Refused("degrees.range", "ring_degree", most=MAX_DEGREE, ring=ring, ulysses=ulysses, cfg=cfg, data=data)
-
-
 def _check_pipeline(request: ParallelRequest, undivided: str) -> None:
     """Raises Refused for a pipeline that cannot work. `undivided` names a network without a plan."""
-    stages = request.pipeline_degree
-    if not 0 <= stages <= MAX_STAGES:
-        raise Refused("pipeline.range", widget="pipeline_degree", most=MAX_STAGES, stages=stages)
-    _check_patches(request)
+    patches, stages = request.options.token_patches, request.pipeline_degree
+    if patches > 1 and stages < 2:
+        fix = {"patches": 1, "warmup_steps": 1}
+        raise Refused("patches.pipeline", widget="pipeline_degree", fix=fix, patches=patches, stages=stages)
     if stages <= 1:
         return
     if undivided:
@@ -57,17 +46,6 @@ def _check_pipeline(request: ParallelRequest, undivided: str) -> None:
         raise Refused("pipeline.shares", widget="shares", shares=request.shares, stages=stages)
     if request.options.step_cache:
         raise Refused("pipeline.cache", widget="step_cache", threshold=f"{request.options.step_cache:g}", stages=stages)
-
-
-def _check_patches(request: ParallelRequest) -> None:
-    patches, stages = request.options.token_patches, request.pipeline_degree
-    exact = {"patches": 1, "warmup_steps": 1}
-    if not 1 <= patches <= MAX_STAGES:
-        raise Refused("patches.range", widget="patches", fix=exact, most=MAX_STAGES, patches=patches)
-    if request.options.warmup_steps < 1:
-        raise Refused("warmup.range", widget="warmup_steps", fix=exact, steps=request.options.warmup_steps)
-    if patches > 1 and stages < 2:
-        raise Refused("patches.pipeline", widget="pipeline_degree", fix=exact, patches=patches, stages=stages)
 
 
 def check_run_in_patches(request: ParallelRequest, tokens: int, steps: int | None = None) -> None:
@@ -101,10 +79,8 @@ def check_stages(request: ParallelRequest, network: NetworkStats) -> None:
 
 
 def check_step_cache(request: ParallelRequest, network: NetworkStats) -> None:
-    """Raises Refused where a threshold is asked for that is none, or of a network whose blocks cannot be skipped."""
+    """Raises Refused where a step cache is asked for of a network whose blocks cannot be skipped."""
     threshold = f"{request.options.step_cache:g}"
-    if not 0 <= request.options.step_cache <= 1:
-        raise Refused("cache.range", widget="step_cache", threshold=threshold)
     if request.options.step_cache and not (network.divisible and network.skippable):
         raise Refused("cache.blocks", "step_cache", {"step_cache": 0.0}, threshold=threshold, network=network.name)
 

@@ -87,9 +87,6 @@ def test_heads_need_not_divide():
         ({"attention_backend": "sage"}, 24, 0, "attention_backend sage needs CUDA GPUs"),
         ({"attention_backend": "sage"}, 24, 1, "needs the package sageattention"),
         ({"ring_degree": 1, "ulysses_degree": 1, "cfg_degree": 2, "data_degree": 3}, 24, 2, "x data_degree 3 needs 6"),
-        ({"cfg_degree": 3}, 24, 2, "cfg_degree at most 2"),
-        ({"ring_degree": -1}, 24, 1, "degrees are 0 .auto. to 64.*got ring_degree -1"),
-        ({"ring_degree": 2**40}, 24, 1, "got ring_degree 1099511627776"),
         ({"devices": "9" * 5000}, 24, 1, "devices: '9{78}… is not a device"),
         ({"shares": "3,2,1"}, 24, 2, "shares '3,2,1' names 3, and the number of workers is 2: name 2, one for each"),
         ({"shares": "3"}, 24, 4, "shares '3' names 1, and the number of workers is 4: name 4"),
@@ -224,8 +221,6 @@ def test_every_machine_gives_as_many_devices_as_this_one():
     [
         ({"ring_degree": 3, "ulysses_degree": 1}, "makes 3 workers, which 2 machines cannot share evenly"),
         ({"ring_degree": 9, "ulysses_degree": 1}, "on each of 2 machines. The nearest that works is ring_degree 8 x"),
-        ({"nnodes": 0}, "nnodes, the number of machines, is 1 to 64, got 0"),
-        ({"nnodes": 200_000}, "nnodes, the number of machines, is 1 to 64, got 200000"),
         (
             {"rdzv_endpoint": "10.254.0.9:29500"},
             "no network interface of this machine has 10.254.0.9. It has: .*127.0.0.1",
@@ -314,8 +309,6 @@ def figures(name, **more):
     [
         (figures("SDXL", divisible=False), 0.1, r"step_cache 0\.1: a SDXL model has no blocks .* set step_cache to 0"),
         (figures("Mochi", skippable=False), 0.1, r"step_cache 0\.1: a Mochi model has no blocks"),
-        (figures("Flux"), -0.1, r"step_cache is a share from 0 \(off\) to 1, got -0\.1"),
-        (figures("Flux"), float("nan"), "step_cache is a share .* got nan"),
     ],
 )
 def test_a_step_cache_that_cannot_be_is_refused_by_name(network, threshold, says):

@@ -67,8 +67,6 @@ def test_at_cfg_1_the_other_lane_of_a_stage_joins_its_ulysses() -> None:
         ({"weights": "offload"}, "weights offload: .*only its own blocks.*set weights to auto"),
         ({"step_cache": 0.1}, "step_cache 0.1: no stage.*sees all blocks.*set step_cache to 0"),
         ({"undivided": "UNetModel"}, "UNetModel cannot be split into stages, and pipeline_degree is 2; set it to 1"),
-        ({"pipeline_degree": 65}, "pipeline_degree is 0 \\(auto\\) to 64, got 65"),
-        ({"pipeline_degree": -1}, "pipeline_degree is 0 \\(auto\\) to 64, got -1"),
         (
             {"patches": 2, "pipeline_degree": 1},
             "patches 2 would .*stages of a pipeline, and pipeline_degree is 1; set it",
@@ -78,9 +76,6 @@ def test_at_cfg_1_the_other_lane_of_a_stage_joins_its_ulysses() -> None:
             "patches 2 would .*stages of a pipeline, and pipeline_degree is 0; set it",
         ),
         ({"patches": 2, "step_cache": 0.1}, "step_cache 0.1: no stage.*sees all blocks.*set step_cache to 0"),
-        ({"patches": 0}, "patches is 1 \\(exact\\) to 64, got 0"),
-        ({"patches": 65}, "patches is 1 \\(exact\\) to 64, got 65"),
-        ({"patches": 2, "warmup_steps": 0}, "warmup_steps, the steps that are exact, is at least 1, got 0"),
         ({"patches": 2, "gpus": 1, "devices": "cuda:0"}, "The nearest that works is ring_degree 1"),
         ({"gpus": 3}, "devices|needs 2 worker|.*"),
         ({"gpus": 2, "ulysses_degree": 2}, "pipeline_degree 2 needs 4 workers.*The nearest that works is"),
