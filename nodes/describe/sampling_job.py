@@ -224,7 +224,7 @@ def _network_stats(
     network: nn.Module, architecture: Architecture | None, weight_bytes: int, item_bytes: int
 ) -> NetworkStats:
     stats = NetworkStats(
-        name=type(network).__name__, divisible=False, skippable=False, heads=1, layers=0, width=0,
+        name=type(network).__name__, divisible=False, step_cacheable=False, heads=1, layers=0, width=0,
         weights=sum(parameter.numel() for parameter in network.parameters()),
         weight_bytes=weight_bytes, item_bytes=item_bytes,
     )  # fmt: skip
@@ -235,13 +235,13 @@ def _network_stats(
         stats,
         name=architecture.name,
         divisible=True,
-        skippable=bool(plan.trunk),
+        step_cacheable=bool(plan.trunk),
         heads=architecture.heads(network),
         layers=architecture.layers(network),
         width=architecture.width(network),
         blocks=tuple(map(comfy.model_management.module_size, blocks_of(network, plan))),
         loads=_unit_loads(network, plan),
-        unpatched=why_not_in_patches(plan),
+        why_not_in_patches=why_not_in_patches(plan),
         row_levels=architecture.row_levels(network) if isinstance(architecture, RowArchitecture) else (),
     )
 

@@ -34,5 +34,5 @@ class DeviceProfile:
 
 
 def coarse(speed: float) -> float:
-    """Returns the nearest power of two: a measurement's noise must not change how the next run is cut."""
+    """Returns the nearest power of two: a measurement's noise must not change how the next run is split."""
     return 2.0 ** round(math.log2(speed)) if speed > 0 else 0.0

@@ -14,17 +14,19 @@ LAYER_WEIGHTS = 12  # widths squared: the weights of a layer that a token passes
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkStats:
-    """A network in numbers. `divisible`: a plan says how its sequence is split; `skippable`: a step cache may leave its
-    blocks out. `width` is heads x head size. `weights` is a count, `item_bytes` the size of one computed number.
-    `weight_bytes` is the size in the file's format, with model patches and ControlNets, which every rank has in full.
-    `blocks` are the bytes of each block that a plan knows, `loads` the units that a pipeline's stages share out;
-    `unpatched` says why its tokens cannot go through one patch by patch. `residuals` is the number of tensors of all
-    tokens that its ControlNets give, of which each rank has its part. `row_levels` are those of a network that is split
-    by rows, each with a quarter of the pixels of the one before."""
+    """A network in numbers.
+
+    `divisible`: a split plan says how its sequence is split; `step_cacheable`: a step cache may leave its blocks out.
+    `width` is heads x head size. `weights` is a count, `item_bytes` the size of one computed number. `weight_bytes` is
+    the size in the file's format, with model patches and ControlNets, which every rank has in full. `blocks` are the
+    bytes of each block of the split plan, `loads` the units that a pipeline's stages share out; `why_not_in_patches` is
+    the reason why its tokens cannot go through one token patch after the other, "" if they can. `residuals` is the
+    number of tensors of all tokens that its ControlNets give, of which each rank has its part. `row_levels` are those
+    of a network that is split by rows, each with a quarter of the pixels of the one before."""
 
     name: str
     divisible: bool = True
-    skippable: bool = True
+    step_cacheable: bool = True
     heads: int
     layers: int
     width: int
@@ -33,14 +35,14 @@ class NetworkStats:
     item_bytes: int
     blocks: tuple[int, ...] = ()
     loads: tuple[Load, ...] = ()
-    unpatched: str = ""
+    why_not_in_patches: str = ""
     residuals: int = 0
     row_levels: tuple[RowLevel, ...] = ()
 
     def undivided(self, name: str) -> NetworkStats:
         """Returns this network where nothing of it is split or skipped."""
         counts: dict[str, Any] = {"heads": 1, "layers": 0, "width": 0, "blocks": (), "loads": (), "row_levels": ()}
-        return replace(self, name=name, divisible=False, skippable=False, **counts)
+        return replace(self, name=name, divisible=False, step_cacheable=False, **counts)
 
     def work(
         self, sequences: int, tokens: int, *, prompts: int = 1, cached: bool = False, recorded: bool = False
@@ -63,7 +65,7 @@ class NetworkStats:
         return 4 * tokens**2 * self.width * self.layers
 
     def key_flop(self, tokens: int) -> float:
-        """Returns the FLOP of the projections of all keys and values of a network that is cut by rows, for one
+        """Returns the FLOP of the projections of all keys and values of a network that is split by rows, for one
         sequence."""
         levels = enumerate(self.row_levels)
         return sum(4 * level.attentions * level.width**2 * tokens / 4**number for number, level in levels)

@@ -74,14 +74,16 @@ def check_stages(request: ParallelRequest, network: NetworkStats) -> None:
         raise Refused(
             "stages.few" if most else "stages.kept", "pipeline_degree", network=name, blocks=max(1, most), stages=stages
         )
-    if network.divisible and patches > 1 and network.unpatched:
-        raise Refused("patches.none", "patches", {"patches": 1}, network=name, why=network.unpatched, patches=patches)
+    if network.divisible and patches > 1 and network.why_not_in_patches:
+        raise Refused(
+            "patches.none", "patches", {"patches": 1}, network=name, why=network.why_not_in_patches, patches=patches
+        )
 
 
 def check_step_cache(request: ParallelRequest, network: NetworkStats) -> None:
     """Raises Refused where a step cache is asked for of a network whose blocks cannot be skipped."""
     threshold = f"{request.options.step_cache:g}"
-    if request.options.step_cache and not (network.divisible and network.skippable):
+    if request.options.step_cache and not (network.divisible and network.step_cacheable):
         raise Refused("cache.blocks", "step_cache", {"step_cache": 0.0}, threshold=threshold, network=network.name)
 
 

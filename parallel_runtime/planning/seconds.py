@@ -31,9 +31,9 @@ DIVIDED, BLOCK = 215e-6, 27.5e-6
 LAUNCHED, LAUNCHED_BY_RANKS, LAUNCHED_BY_BLOCKS, LAG = 1.09e-3, 150e-6, 190e-6, 0.1
 # Bytes/s from which all may send to all at once: through one bus or one network card they would wait for each other.
 FAST = 3e10
-# Of a network that is cut by rows, reckoned for SDXL and measured on no GPU yet: seconds of the device a message, with
-# the small kernels around it; of the host a norm, a convolution or an attention, and how many times as many where it is
-# divided (on a CPU, 2026-11-23).
+# Of a network that is split by rows, estimated for SDXL and measured on no GPU yet: seconds of the device a message,
+# with the small kernels around it; of the host a norm, a convolution or an attention, and how many times as many where
+# it is divided (on a CPU, 2026-11-23).
 MESSAGE, UNIT_LAUNCHED, UNIT_DIVIDED = 40e-6, 0.2e-3, 1.4
 # Times the mean, in which the slowest worker would do it all: what is less is the noise of a measurement.
 HETEROGENEOUS = 1.1
@@ -127,7 +127,7 @@ def times_as_fast(work: Work, degrees: Parallelism, profile: DeviceProfile) -> f
 
 
 def attention_bytes(work: Work, degrees: Parallelism) -> float:
-    """Returns the bytes that one rank sends in one attention; for a network that is cut by rows the mean of all its
+    """Returns the bytes that one rank sends in one attention; for a network that is split by rows the mean of all its
     attentions."""
     share = work.attention_tensor_bytes / (degrees.ring_degree * degrees.ulysses_degree)
     all_to_all, per_hop = _sent_bytes(share, degrees)
@@ -177,10 +177,11 @@ def _launch_seconds(degrees: Parallelism) -> float:
 
 
 def rotate_method_for(work: Work, degrees: Parallelism, profile: DeviceProfile, *, spacious: bool) -> RotateMethod:
-    """Returns how a ring's keys and values go round where the request leaves it open: all at once where memory is
-    `spacious` enough for them, the link is fast, and less hiding costs less than fewer blocks gain. Of a network that
-    is cut by rows, whose levels have few keys, all at once, or as the tokens that they are made of: half the bytes, and
-    each rank makes all keys."""
+    """Returns how a ring's keys and values go round where the request leaves it open.
+
+    They are all-gathered where memory is `spacious` enough for them, the link is fast, and less hiding costs less than
+    fewer blocks gain. Those of a network that is split by rows, whose levels have few keys, are all-gathered, or sent
+    as the tokens that they are made of: half the bytes, and each rank computes all keys."""
     if degrees.options.rotate_method != "auto":
         return degrees.options.rotate_method
     if degrees.ring_degree == 1 or not spacious:

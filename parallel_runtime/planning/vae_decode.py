@@ -19,7 +19,7 @@ class Decoding:
     """A decoder at its real size, counted on fake tensors in 16 bit, as tests/rows/fake.py does it.
 
     `flops` is for a pixel of the latent (of a frame), `halo_bytes` what a rank sends to one neighbour for a frame and a
-    pixel of the side that is not cut; `exchanges` and `kernels` are of one frame; `width` is that of its attention.
+    pixel of the side that is not split; `exchanges` and `kernels` are of one frame; `width` is that of its attention.
     """
 
     flops: float

@@ -24,7 +24,7 @@ def unet(name: str, heads: int, *levels: tuple[int, int, int, int]) -> NetworkSt
     weights, layers = sum(level.weights for level in made), sum(level.attentions for level in made)
     return NetworkStats(
         name=name, heads=heads, layers=layers, width=320, weights=weights, weight_bytes=2 * weights, item_bytes=2,
-        skippable=False, row_levels=tuple(made),
+        step_cacheable=False, row_levels=tuple(made),
     )  # fmt: skip
 
 

@@ -308,7 +308,7 @@ def figures(name, **more):
     ("network", "threshold", "says"),
     [
         (figures("SDXL", divisible=False), 0.1, r"step_cache 0\.1: a SDXL model has no blocks .* set step_cache to 0"),
-        (figures("Mochi", skippable=False), 0.1, r"step_cache 0\.1: a Mochi model has no blocks"),
+        (figures("Mochi", step_cacheable=False), 0.1, r"step_cache 0\.1: a Mochi model has no blocks"),
     ],
 )
 def test_a_step_cache_that_cannot_be_is_refused_by_name(network, threshold, says):

@@ -99,7 +99,7 @@ def test_more_stages_than_blocks_are_refused_with_their_number() -> None:
 
 
 def test_a_network_that_has_no_patches_is_refused_by_name_and_why() -> None:
-    mixing = replace(FLUX, name="Lumina 2", unpatched="its noise_refiner needs the whole sequence")
+    mixing = replace(FLUX, name="Lumina 2", why_not_in_patches="its noise_refiner needs the whole sequence")
     with pytest.raises(
         Refused, match=r"Lumina 2 has no patches, as its noise_refiner needs .*patches is 4; set it to 1"
     ):
