@@ -14,9 +14,8 @@ from torch.overrides import TorchFunctionMode
 from ...parallel_runtime.group.shared_output import SharedOutput
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.refused_event import announce_refusals
-from ..describe.remote_model import CPU, WeightlessPatcher
 from ..describe.vae_source import NotParallel, describe_vae
-from ..remote.comfy_memory import WorkerModel
+from ..remote.comfy_memory import CPU, WeightlessPatcher, WorkerModel
 from ..remote.remote_vae import RemoteVAE, placement_for
 from ..server.settings import request_from
 from .cp_config import CATEGORY, CPConfig

@@ -1,7 +1,8 @@
-"""Describes what is on a MODEL for the workers: weight patches, model options, wrappers, block patches."""
+"""Describes what is on a MODEL for the workers: model options, wrappers, block patches, torch.compile."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from comfy.model_patcher import ModelPatcher
@@ -9,7 +10,9 @@ from comfy.patcher_extension import get_all_wrappers
 from comfy.weight_adapter import WeightAdapterBase
 from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
 
-from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.errors import Refused, quoted
+from ...parallel_runtime.request import CompileChoice
+from ...parallel_runtime.specs import Compilation
 from .comfy_objects import PLAIN, Describer, Unsendable, describe, qualified_name
 from .foreign_code import check_merging
 from .pre_encoding import LatentSize, pre_encode
@@ -77,6 +80,28 @@ def describe_transformer_options(options: dict[str, Any], size: LatentSize | Non
                 what = _with_function_names(key, value)
                 raise Refused("model.blocks", what=what, reason=unsendable.sentence) from None
     return {"kind": "dict", "items": [[key, value] for key, value in described.items()]}
+
+
+def compilation(model: ModelPatcher, chosen: CompileChoice) -> Compilation | None:
+    """Returns how the workers compile: as ComfyUI's set_torch_compile_wrapper says on MODEL, else as chosen. Raises
+    Refused for a backend or option that is code."""
+    kwargs = model.model_options.get(TORCH_COMPILE_KWARGS)
+    if kwargs is None:
+        return Compilation() if chosen == "on" else None
+    if not isinstance(kwargs["backend"], str):
+        raise Refused("compile.backend", backend=quoted(kwargs["backend"]))
+    plain = {name: value for name, value in (kwargs["options"] or {}).items() if not callable(value)}
+    try:
+        options = json.dumps(plain, sort_keys=True)
+    except TypeError as error:
+        raise Refused("compile.option", error=str(error)) from None
+    return Compilation(
+        backend=kwargs["backend"],
+        mode=kwargs["mode"],
+        fullgraph=bool(kwargs["fullgraph"]),
+        dynamic=kwargs["dynamic"],
+        options=options,
+    )
 
 
 def check_network_patches(model: ModelPatcher) -> None:

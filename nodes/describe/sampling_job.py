@@ -41,6 +41,7 @@ from .local_devices import plan_inputs
 from .model_patches import (
     OVERRIDE,
     check_network_patches,
+    compilation,
     describe_functions,
     describe_options,
     describe_weight_patches,
@@ -49,9 +50,7 @@ from .model_patches import (
 )
 from .origin import is_gguf, model_spec
 from .pre_encoding import LatentSize, latent_size
-from .remote_model import native_network
 from .shared_state import keeps_state
-from .torch_compile import compilation
 
 GUIDES = "guide_attention_entries"  # of a condition
 SENDABLE_OBJECT_PATCHES = {"model_sampling", "manual_cast_dtype"}  # object patches that workers can have
@@ -256,6 +255,12 @@ def is_batch_coupled(model: ModelPatcher, options: dict[str, Any]) -> bool:
     (EasyCache) may decide for all by one of them, and SelfAttentionGuidance keeps one prompt's attention."""
     around = bool(wrappers_of(model, options, WrappersMP.DIFFUSION_MODEL)) or keeps_state(model, options)
     return around or network_couples_batch(native_network(model), options.get("transformer_options", {}))
+
+
+def native_network(model: ModelPatcher) -> nn.Module:
+    """Returns MODEL's network; of one without weights (remote/remote_model.py) the network that the workers have."""
+    network = model.model.diffusion_model
+    return vars(network).get("network", network)
 
 
 def gligens_of(conds: Mapping[str, list[dict[str, Any]]]) -> list[ModelPatcher]:

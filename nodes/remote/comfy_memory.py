@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from comfy.model_patcher import ModelPatcher
 
 from ...parallel_runtime.errors import ParallelError
 from ...parallel_runtime.group.runtime import runtime
@@ -20,9 +21,24 @@ from ...parallel_runtime.group.worker_group import WorkerGroup
 from ...parallel_runtime.planning.run_plan import Estimate
 from ...parallel_runtime.request import AfterSampling
 from ...parallel_runtime.specs import ModelSpec, Placement, WeightPlacement
-from ..describe.remote_model import CPU, WeightlessPatcher
 
 log = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+
+
+class WeightlessPatcher(ModelPatcher):
+    """A ModelPatcher whose weights are in other processes: this one has nothing to move and nothing to patch."""
+
+    def partially_load(self, device_to: torch.device, extra_memory: int = 0, force_patch_weights: bool = False) -> int:
+        self.model.device = device_to
+        return 0
+
+    def partially_unload(self, device_to: torch.device, memory_to_free: int = 0, **_: Any) -> int:
+        return 0
+
+    def detach(self, unpatch_all: bool = True) -> torch.nn.Module:
+        return self.model
 
 
 class WorkerModel(torch.nn.Module):

@@ -19,6 +19,7 @@ import comfy.samplers
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
+from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 from torch import Tensor
 
 from ...parallel_runtime.errors import Refused
@@ -41,11 +42,9 @@ from ..describe.input_checks import (
     unsendable_partner,
 )
 from ..describe.model_patches import WRAPPER_KEY
-from ..describe.remote_model import without_weights
 from ..describe.sampling_job import Source, describe_job, describe_model
-from ..describe.torch_compile import remove_compile
 from .lease import lease_with_plan
-from .remote_network import RemoteEvaluation
+from .remote_model import without_weights
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ def model_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatc
 
 def _on_workers(model: ModelPatcher, source: Source, request: ParallelRequest) -> ModelPatcher:
     remote = model.clone()
-    remove_compile(remote)
+    remote.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY)
     wrappers = remote.wrappers.pop(WrappersMP.OUTER_SAMPLE, {})
     previews = {key: group for key, group in wrappers.items() if all(qualified_name(one) in PREVIEWS for one in group)}
     inner = {key: group for key, group in wrappers.items() if key not in previews}  # run in the workers
@@ -134,7 +133,7 @@ def _with_remote_network(model: ModelPatcher, request: ParallelRequest, reason: 
         "[CP] the sampler runs in ComfyUI's process, and every model call goes to the workers and back, because %s",
         reason,
     )
-    return without_weights(model, RemoteEvaluation(request))
+    return without_weights(model, request)
 
 
 @dataclass(frozen=True)

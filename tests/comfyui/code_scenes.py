@@ -22,7 +22,7 @@ from comfy_extras.nodes_hypernetwork import load_hypernetwork_patch  # isort: sk
 from comfy_extras.nodes_tomesd import TomePatchModel  # isort: skip
 
 code, evaluation, workers = (
-    node_module(name) for name in ("describe.comfy_objects", "remote.remote_network", "describe.local_devices")
+    node_module(name) for name in ("describe.comfy_objects", "remote.remote_model", "describe.local_devices")
 )
 specs, errors = pack_module("parallel_runtime.specs"), pack_module("parallel_runtime.errors")
 architecture_of = pack_module("parallel_runtime.architectures").architecture_of

@@ -18,7 +18,7 @@ import comfy.utils  # isort: skip
 import torch  # isort: skip
 
 describe, remote_model, state = (
-    node_module(f"describe.{name}") for name in ("sampling_job", "remote_model", "shared_state")
+    node_module(name) for name in ("describe.sampling_job", "remote.remote_model", "describe.shared_state")
 )
 sampling = pack_module("parallel_runtime.worker.comfy_loop.sampling")
 evaluation = pack_module("parallel_runtime.worker.comfy_loop.evaluation")
