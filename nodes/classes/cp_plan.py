@@ -24,8 +24,9 @@ from ...parallel_runtime.request import ParallelRequest
 from ..describe.comfy_objects import Unsendable
 from ..describe.control_nets import controls_of, weight_bytes
 from ..describe.input_checks import check_conds, check_latent
+from ..describe.model import DescribedModel, describe_model
 from ..describe.refused_event import announce_refusals
-from ..describe.sampling_job import Source, describe_conds, describe_model
+from ..describe.sampling_job import describe_conds
 from ..describe.vae_source import explain_decode
 from ..remote.lease import dry_run, run_kind
 from ..remote.measure import cost_of, measure
@@ -118,27 +119,27 @@ def explain(
     """Returns the report and a config with the plan's degrees: the requested one, or an automatic one where that cannot
     work. `take_times`: samples a few steps first, on the plan's workers and on fewer."""
     try:
-        source = describe_model(model, request).guided_by({"positive": comfy.sampler_helpers.convert_cond(positive)})
+        described = describe_model(model, request).guided_by({"positive": comfy.sampler_helpers.convert_cond(positive)})
     except Refused as refused:
         return Report(rows=(_trouble_row("trouble.model", refused),)), request
     guided = not math.isclose(cfg, 1.0)
-    subject = subject_of(model, source, latent, positive, request, guided=guided)
+    subject = subject_of(model, described, latent, positive, request, guided=guided)
     troubles: list[Row] = []
     work = subject.work
-    inputs = partial(source.inputs, work=work, guided=guided, batch_coupled=source.batch_coupled)
+    inputs = partial(described.inputs, work=work, guided=guided, batch_coupled=described.batch_coupled)
     requested = request
     try:
-        source.check_patches(request, subject.latent, subject.text)
+        described.check_patches(request, subject.latent, subject.text)
         checked_plan(inputs(request))
-        seen = dry_run(source.spec, inputs(request))
+        seen = dry_run(described.spec, inputs(request))
     except Refused as refused:
         request = instead(inputs, request, refused.fix)
-        seen = dry_run(source.spec, inputs(request))
+        seen = dry_run(described.spec, inputs(request))
         troubles.append(_trouble_row("trouble.config", refused))
         troubles.append(Row("", say("instead", setting=in_words(changes(requested, request)))))
     if take_times and not troubles:
         measure(model, latent, positive, request, seen.plan, cfg)
-        seen = dry_run(source.spec, inputs(request))
+        seen = dry_run(described.spec, inputs(request))
     plan, group, profile = seen.plan, seen.group, profile_of(seen.inputs, seen.plan)
     degrees, readings = plan.degrees, group.readings if group is not None else ()
     recommended = request
@@ -150,7 +151,7 @@ def explain(
     decode = explain_decode(vae, subject.latent, plan.placement, profile) if vae is not None else ""
     if seen.refused is not None:
         troubles.append(_trouble_row("trouble.weights", seen.refused))
-    kind = run_kind(source.spec, work)
+    kind = run_kind(described.spec, work)
     paces = runtime.history.paces(kind)
     setup = RunSetup.of(degrees, plan.placement)
     pace = next((one for one in paces if one.setup == setup), None)
@@ -177,7 +178,13 @@ def _trouble_row(key: str, refused: Refused) -> Row:
 
 
 def subject_of(
-    model: Any, source: Source, latent: dict[str, Any], positive: list, request: ParallelRequest, *, guided: bool
+    model: Any,
+    described: DescribedModel,
+    latent: dict[str, Any],
+    positive: list,
+    request: ParallelRequest,
+    *,
+    guided: bool,
 ) -> Subject:
     samples = comfy.sample.fix_empty_latent_channels(
         model, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
@@ -185,37 +192,37 @@ def subject_of(
     first = samples.unbind()[0] if samples.is_nested else samples
     if not samples.is_nested:
         check_latent(model, samples)
-    check_conds(source.architecture, source.network, {"positive": comfy.sampler_helpers.convert_cond(positive)})
+    check_conds(described.architecture, described.network, {"positive": comfy.sampler_helpers.convert_cond(positive)})
     text = max((cond[0].shape[1] for cond in positive if cond[0] is not None), default=0)
-    stats, shape = source.stats, tuple(first.shape)
-    computed = source.spec.compute_dtype or str(model.model.get_dtype_inference()).removeprefix("torch.")
+    stats, shape = described.stats, tuple(first.shape)
+    computed = described.spec.compute_dtype or str(model.model.get_dtype_inference()).removeprefix("torch.")
     title = say(
         "model.cut" if stats.divisible else "model.whole",
         name=stats.name,
-        files=", ".join(os.path.basename(file.path) for file in source.spec.files),
+        files=", ".join(os.path.basename(file.path) for file in described.spec.files),
         layers=stats.layers,
         heads=stats.heads,
         weights=f"{stats.weights / 1e9:.2f}",
         size=f"{stats.weight_bytes / 2**30:.2f}",
         dtype=computed,
     )
-    source, controls, loop = _with_controls(model, source, positive)
-    work = source.work(shape, text, prompts=len(positive) + guided, cached=request.options.step_cache > 0)
+    described, controls, loop = _with_controls(model, described, positive)
+    work = described.work(shape, text, prompts=len(positive) + guided, cached=request.options.step_cache > 0)
     return Subject(
         model=title,
         latent=shape,
         text=text,
-        tokens=source.tokens(shape, text),
+        tokens=described.tokens(shape, text),
         work=work,
-        batch_coupled=source.batch_coupled,
-        images_coupled=source.images_coupled,
-        compiled=source.spec.compilation is not None,
+        batch_coupled=described.batch_coupled,
+        images_coupled=described.images_coupled,
+        compiled=described.spec.compilation is not None,
         controls=controls,
         loop=loop,
     )
 
 
-def _with_controls(model: Any, source: Source, positive: list) -> tuple[Source, str, str]:
+def _with_controls(model: Any, described: DescribedModel, positive: list) -> tuple[DescribedModel, str, str]:
     """Returns the MODEL with a prompt's ControlNets, a sentence on them, and a sentence on why the loop stays in
     ComfyUI's process ("" where it does not)."""
     conds = {"positive": comfy.sampler_helpers.convert_cond(positive)}
@@ -223,6 +230,6 @@ def _with_controls(model: Any, source: Source, positive: list) -> tuple[Source, 
     try:
         describe_conds(conds, model.model_options, None)
     except Unsendable as reason:
-        return source, "", say("loop.comfyui", reason=reason.sentence)
+        return described, "", say("loop.comfyui", reason=reason.sentence)
     size = f"{weight_bytes(controls) / 2**30:.2f}"
-    return source.with_models_of(conds), say_if(controls, "controls", count=len(controls), size=size), ""
+    return described.with_models_of(conds), say_if(controls, "controls", count=len(controls), size=size), ""

@@ -13,8 +13,7 @@ from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
 from ...parallel_runtime.errors import Refused, quoted
 from ...parallel_runtime.request import CompileChoice
 from ...parallel_runtime.specs import Compilation
-from .comfy_objects import PLAIN, Describer, Unsendable, describe, qualified_name
-from .foreign_code import check_merging
+from .comfy_objects import PLAIN, Describer, Unsendable, qualified_name
 from .pre_encoding import LatentSize, pre_encode
 
 # ComfyUI's sampling code makes these model options anew in the worker.
@@ -49,19 +48,6 @@ def describe_functions(functions: dict[str, dict[Any, list[Any]]], what: str, de
 def wrappers_of(model: ModelPatcher, options: dict[str, Any], kind: str) -> list[Any]:
     """Returns the wrappers of this kind on MODEL and in model options; ComfyUI copies MODEL's there as a run begins."""
     return [*get_all_wrappers(kind, options, is_model_options=True), *model.get_all_wrappers(kind)]
-
-
-def describe_weight_patches(model: ModelPatcher) -> dict[str, list[Any]]:
-    """Describes MODEL's weight patches (LoRA, merged models) by weight. Raises Refused for foreign ones."""
-    described = {}
-    try:
-        if model.patches:
-            check_merging()
-        for key, patches in model.patches.items():
-            described[key] = [describe(patch, f"the LoRA or merge on {key}") for patch in patches]
-    except Unsendable as unsendable:
-        raise Refused("model.weights", reason=unsendable.sentence) from None
-    return described
 
 
 def describe_transformer_options(options: dict[str, Any], size: LatentSize | None) -> dict[str, Any]:

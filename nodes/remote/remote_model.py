@@ -27,10 +27,10 @@ from ...parallel_runtime.planning.run_plan import RunPlan
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.foreign_code import check_module, check_network
 from ..describe.input_checks import FULL_RUN_OPTIONS
+from ..describe.model import DescribedModel, couples_by_masks, describe_model, native_network, network_couples_batch
 from ..describe.model_patches import check_attributes, check_weight_sizes, describe_transformer_options
 from ..describe.pre_encoding import latent_size
 from ..describe.refused_event import announce_refusals
-from ..describe.sampling_job import Source, couples_by_masks, describe_model, native_network, network_couples_batch
 from ..describe.shared_state import check_state
 from .comfy_memory import CPU, GroupModel, WeightlessPatcher
 from .lease import lease_with_plan
@@ -153,7 +153,7 @@ class RemoteEvaluation:
 
     def __init__(self, request: ParallelRequest) -> None:
         self._request = request
-        self._source: Source | None = None  # the MODEL, from ComfyUI's `pre_run` to its `cleanup`
+        self._described: DescribedModel | None = None  # during a run
         self._model: GroupModel | None = None  # the workers' model at the last evaluation
         self._plans: dict[tuple[Work, bool], RunPlan] = {}  # this run's plans by work and batch_coupled
 
@@ -167,30 +167,33 @@ class RemoteEvaluation:
         check_weight_sizes(model)
         check_attributes(model)
         check_state(model, model.model_options)
-        self._source = describe_model(model, self._request)
+        self._described = describe_model(model, self._request)
 
     def __call__(self, method: str, arguments: dict[str, Any]) -> Any:
         """Returns the network's result for these arguments, on the device of the first one. Raises Refused."""
-        if (source := self._source) is None:
+        if (described := self._described) is None:
             raise Refused("loader.called")
         each, conds = _split_arguments(arguments, method)
         shape, text = _sizes(each, conds)
-        network, work, options = source.network, source.work(shape, text), arguments.get("transformer_options")
+        network, work, options = described.network, described.work(shape, text), arguments.get("transformer_options")
         masks = (value for name, value in conds.items() if name.endswith("denoise_mask"))
         batch_coupled = network_couples_batch(network, options or {}) or couples_by_masks(network, *masks)
-        batch_coupled = batch_coupled or source.images_coupled
+        batch_coupled = batch_coupled or described.images_coupled
         if options is not None:
             options = describe_transformer_options(options, latent_size(network, shape))
         job = EvaluationJob(
             call_arguments=each,
             options=options,
             conds=conds,
-            weight_patches=source.weight_patches,
+            weight_patches=described.weight_patches,
             batch_coupled=batch_coupled,
             method=method,
         )
-        inputs, sizes = source.inputs(self._request, work, batch_coupled=batch_coupled), (work, batch_coupled)
-        with lease_with_plan(source.spec, inputs, previous=self._model, plan=self._plans.get(sizes)) as (lease, plan):
+        inputs, sizes = described.inputs(self._request, work, batch_coupled=batch_coupled), (work, batch_coupled)
+        with lease_with_plan(described.spec, inputs, previous=self._model, plan=self._plans.get(sizes)) as (
+            lease,
+            plan,
+        ):
             self._model, self._plans[sizes] = lease.loaded, plan
             result = lease.run(plan, job).value["out"]
         like = next(iter(arguments.values()))
@@ -202,7 +205,7 @@ class RemoteEvaluation:
         if self._model is not None:
             self._model.evict_conditions()
             self._model.end_run(self._request.after_sampling)
-        self._source = self._model = None
+        self._described = self._model = None
         self._plans = {}
 
 

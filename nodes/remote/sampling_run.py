@@ -41,8 +41,9 @@ from ..describe.input_checks import (
     partner_of,
     unsendable_partner,
 )
+from ..describe.model import DescribedModel, describe_model
 from ..describe.model_patches import WRAPPER_KEY
-from ..describe.sampling_job import Source, describe_job, describe_model
+from ..describe.sampling_job import OuterSample, describe_job
 from .lease import lease_with_plan
 from .remote_model import without_weights
 
@@ -52,21 +53,19 @@ PREVIEWS = {  # OUTER_SAMPLE wrappers of ComfyUI's that only show each step, wit
     "comfy_extras.nodes_triposplat.TripoSplatSamplingPreview.execute.<locals>.outer_sample_wrapper"
 }
 
-Callback = Callable[[int, Any, Any, int], None]
-
 
 def model_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatcher:
     """A clone of `model` whose sampling runs in the worker group. Raises Refused for what workers cannot honour."""
     return _on_workers(model, _describe_checked(model, request), request)
 
 
-def _on_workers(model: ModelPatcher, source: Source, request: ParallelRequest) -> ModelPatcher:
+def _on_workers(model: ModelPatcher, described: DescribedModel, request: ParallelRequest) -> ModelPatcher:
     remote = model.clone()
     remote.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY)
     wrappers = remote.wrappers.pop(WrappersMP.OUTER_SAMPLE, {})
     previews = {key: group for key, group in wrappers.items() if all(qualified_name(one) in PREVIEWS for one in group)}
     inner = {key: group for key, group in wrappers.items() if key not in previews}  # run in the workers
-    ours = {WRAPPER_KEY: [RemoteSampling(source, request)]}
+    ours = {WRAPPER_KEY: [RemoteSampling(described, request)]}
     remote.wrappers[WrappersMP.OUTER_SAMPLE] = {**previews, **ours, **inner}
     return remote
 
@@ -78,15 +77,15 @@ def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
     if not models:
         raise Refused("guider.empty", guider=type(guider).__name__)
     remote = copy.copy(guider)
-    sources = {name: _describe_checked(model, request) for name, model in models.items()}
+    described = {name: _describe_checked(model, request) for name, model in models.items()}
     try:
         check_guider(guider)
-        source = _with_partner(guider, sources, request)
+        whole = _with_partner(guider, described, request)
     except Unsendable as reason:
         for name, model in models.items():
             setattr(remote, name, _with_remote_network(model, request, reason))
         return remote
-    remote.model_patcher = _on_workers(models["model_patcher"], source, request)
+    remote.model_patcher = _on_workers(models["model_patcher"], whole, request)
     remote.model_options = remote.model_patcher.model_options
     return remote
 
@@ -102,27 +101,27 @@ def _as_guided(guider: Any, name: str) -> ModelPatcher:
     return made
 
 
-def _with_partner(guider: Any, sources: dict[str, Source], request: ParallelRequest) -> Source:
+def _with_partner(guider: Any, models: dict[str, DescribedModel], request: ParallelRequest) -> DescribedModel:
     """Returns the guider's MODEL with the one of its negative prompt, if it has one. Raises Unsendable where workers
     cannot have both at once: through stages of a pipeline, with a step cache, or where they are not split alike."""
-    source, partner = sources["model_patcher"], partner_of(guider)
+    described, partner = models["model_patcher"], partner_of(guider)
     if partner is None:
-        return source
+        return described
     if request.pipeline_degree > 1 or request.options.step_cache:
         raise unsendable_partner(guider)
     try:
-        (other,) = (sources[name] for name, value in vars(guider).items() if value is partner)
-        return source.with_partner(other)
+        (other,) = (models[name] for name, value in vars(guider).items() if value is partner)
+        return described.with_partner(other)
     except ValueError:
         raise unsendable_partner(guider) from None
 
 
-def _describe_checked(model: ModelPatcher, request: ParallelRequest) -> Source:
-    source = describe_model(model, request)
-    checked_plan(source.inputs(request))
+def _describe_checked(model: ModelPatcher, request: ParallelRequest) -> DescribedModel:
+    described = describe_model(model, request)
+    checked_plan(described.inputs(request))
     if (patches := request.options.token_patches) > 1:
-        check_token_patches(model, model.model_options, patches, compiled=source.spec.compilation is not None)
-    return source
+        check_token_patches(model, model.model_options, patches, compiled=described.spec.compilation is not None)
+    return described
 
 
 def _with_remote_network(model: ModelPatcher, request: ParallelRequest, reason: Unsendable) -> ModelPatcher:
@@ -140,48 +139,29 @@ def _with_remote_network(model: ModelPatcher, request: ParallelRequest, reason: 
 class RemoteSampling:
     """ComfyUI's OUTER_SAMPLE wrapper, which sends the run to the workers instead of calling the sampler."""
 
-    source: Source
+    described: DescribedModel
     request: ParallelRequest
 
-    def __call__(
-        self,
-        executor: Any,
-        noise: Tensor,
-        latent_image: Tensor,
-        sampler: comfy.samplers.Sampler,
-        sigmas: Tensor,
-        denoise_mask: Tensor | None = None,
-        callback: Callback | None = None,
-        disable_pbar: bool = False,
-        seed: int | None = None,
-        latent_shapes: list | None = None,
-    ) -> Tensor:
-        """Returns samples [B, C, (T,) H, W], as `CFGGuider.outer_sample` does."""
-        guider = executor.class_obj
-        source = self.source.sampled_by(sampler).guided_by(guider.conds)
-        check_conds(self.source.architecture, self.source.network, guider.conds)
-        shape = tuple(latent_shapes[0]) if latent_shapes else tuple(noise.shape)
+    def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns samples [B, C, (T,) H, W], as `CFGGuider.outer_sample` does, for the same arguments."""
+        guider, call = executor.class_obj, OuterSample(*args, **kwargs)
+        described = self.described.sampled_by(call.sampler).guided_by(guider.conds)
+        check_conds(self.described.architecture, self.described.network, guider.conds)
         if self.request.options.token_patches > 1:
-            self._check_patches(guider, source, shape, len(sigmas) - 1)
+            self._check_patches(guider, described, call)
         try:
-            job = describe_job(guider, source, noise, latent_image, sampler, sigmas, denoise_mask, seed, latent_shapes)
+            job = describe_job(guider, described, call)
         except Unsendable as reason:
-            check_sampler(sampler)
-            more = {} if latent_shapes is None else {"latent_shapes": latent_shapes}
-            run = partial(
-                executor, noise, latent_image, sampler, sigmas, denoise_mask, callback, disable_pbar, seed, **more
-            )
-            return self._sample_in_comfyui(guider, run, reason)
-        return self._sample_in_workers(guider, source, job, shape, callback)
+            check_sampler(call.sampler)
+            return self._sample_in_comfyui(guider, partial(executor, *args, **kwargs), reason)
+        return self._sample_in_workers(guider, described, job, call)
 
-    def _check_patches(
-        self, guider: comfy.samplers.CFGGuider, source: Source, shape: tuple[int, ...], steps: int
-    ) -> None:
-        request, compiled = self.request, source.spec.compilation is not None
+    def _check_patches(self, guider: comfy.samplers.CFGGuider, described: DescribedModel, call: OuterSample) -> None:
+        request, compiled = self.request, described.spec.compilation is not None
         patches = request.options.token_patches
         check_token_patches(guider.model_patcher, guider.model_options, patches, compiled=compiled)
-        check_masks(source.architecture, guider.conds, patches)
-        source.check_patches(request, shape, _text_tokens(guider), steps)
+        check_masks(described.architecture, guider.conds, patches)
+        described.check_patches(request, call.first_shape, _text_tokens(guider), len(call.sigmas) - 1)
         log.info(
             "[CP] approximate: not the picture of one GPU. After %d exact step(s) %d patches follow each other through "
             "the stages with keys and values that are one step old",
@@ -202,33 +182,34 @@ class RemoteSampling:
     def _sample_in_workers(
         self,
         guider: comfy.samplers.CFGGuider,
-        source: Source,
+        described: DescribedModel,
         job: SamplingJob,
-        shape: tuple[int, ...],
-        callback: Callback | None,
+        call: OuterSample,
     ) -> Tensor:
         guided = is_guided(guider)
         controls, patches = controls_of(guider.conds), self.request.options.token_patches
         if controls and patches > 1:
             raise Refused("patches.model", widget="patches", patches=patches, things="ControlNets")
-        source = source.with_models_of(guider.conds)
+        described = described.with_models_of(guider.conds)
         prompts = sum(map(len, list(guider.conds.values())[: None if guided else 1]))
-        work = source.work(shape, _text_tokens(guider), prompts=prompts, cached=self.request.options.step_cache > 0)
+        work = described.work(
+            call.first_shape, _text_tokens(guider), prompts=prompts, cached=self.request.options.step_cache > 0
+        )
         device = guider.model_patcher.load_device
-        steps = StepCallback(callback, device)
-        inputs = source.inputs(self.request, work, guided=guided, batch_coupled=job.batch_coupled)
-        with lease_with_plan(source.spec, inputs, self.request.after_sampling) as (lease, plan):
+        steps = StepCallback(call.callback, device)
+        inputs = described.inputs(self.request, work, guided=guided, batch_coupled=job.batch_coupled)
+        with lease_with_plan(described.spec, inputs, self.request.after_sampling) as (lease, plan):
             result = lease.run(plan, replace(job, entries_per_call=plan.entries_per_call), on_step=steps.on_step)
         set_random_states(result.value["random_states"], device)
         steps.finish(result.value["last"])
-        self._log(source, result, plan.placement)
+        self._log(described, result, plan.placement)
         return result.value["samples"]
 
-    def _log(self, source: Source, result: Result, placement: Placement) -> None:
+    def _log(self, described: DescribedModel, result: Result, placement: Placement) -> None:
         tally = result.value["skipped"]
         log.info(
             "[CP] %s on %d worker(s): sampled in %.2f s, loaded in %.2f s%s",
-            source.stats.name,
+            described.stats.name,
             placement.world_size,
             result.seconds,
             result.load_seconds,
@@ -240,7 +221,7 @@ class StepCallback:
     """Passes the workers' steps on to ComfyUI's callback. Steps may be dropped where this process is slow, except the
     last one."""
 
-    def __init__(self, callback: Callback | None, device: torch.device) -> None:
+    def __init__(self, callback: Callable[[int, Any, Any, int], None] | None, device: torch.device) -> None:
         self._callback = callback
         self._device = device
         self._last: tuple[int, Tensor] | None = None

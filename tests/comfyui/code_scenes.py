@@ -113,18 +113,18 @@ def couples_frames(rank: int, world: int, name: str) -> list[bool]:
     """Whether the images of a UNet's batch may not be shared out, and whether neither images nor prompts may."""
     network = tiny.make(name)
     known = architecture_of(network)
-    return [known.images_coupled(network), node_module("describe.sampling_job").network_couples_batch(network, {})]
+    return [known.images_coupled(network), node_module("describe.model").network_couples_batch(network, {})]
 
 
 def guided_by(rank: int, world: int, guides: list[dict[str, Any]] | None) -> tuple[bool, str]:
     """Whether a network is split in a run with these guides of LTX-2, and the name that a refusal says."""
-    describe = node_module("describe.sampling_job")
+    describe = node_module("describe.model")
     stats = network_stats.NetworkStats(
         name="LTX-2", heads=4, layers=2, width=64, weights=1, weight_bytes=4, item_bytes=4
     )
     made = {"spec": None, "weight_patches": {}, "architecture": None, "batch_coupled": False, "no_lse": False}
-    source = describe.Source(network=torch.nn.Identity(), stats=stats, **made)
-    stats = source.guided_by({"positive": [{}], "negative": [{"guide_attention_entries": guides}]}).stats
+    described = describe.DescribedModel(network=torch.nn.Identity(), stats=stats, **made)
+    stats = described.guided_by({"positive": [{}], "negative": [{"guide_attention_entries": guides}]}).stats
     return stats.divisible, stats.name
 
 
