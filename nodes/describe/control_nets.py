@@ -16,6 +16,8 @@ from torch import Tensor
 
 from .model_files import find_file, source_file
 
+Conds = Mapping[str, list[dict[str, Any]]]  # a guider's conditions: for each name, such as positive, ComfyUI's dicts
+
 FOLDER = "controlnet"
 METHODS = ("pre_run", "get_control", "control_merge", "copy", "cleanup")
 OUTPUTS = ("controlnet_blocks", "controlnet_single_blocks", "control_blocks")  # each of these modules gives a residual
@@ -26,7 +28,7 @@ SETTINGS = (  # attributes that nodes and loaders set; all others belong to a ru
 )  # fmt: skip
 
 
-def controls_of(conds: Mapping[str, list[dict[str, Any]]]) -> list[ControlBase]:
+def controls_of(conds: Conds) -> list[ControlBase]:
     """Returns all ControlNets of these conditions, each once, with those that they are chained to."""
     return list(dict.fromkeys(control for prompt in conds.values() for cond in prompt for control in _chain(cond)))
 
@@ -38,7 +40,7 @@ def _chain(cond: Mapping[str, Any]) -> Iterator[ControlBase]:
         control = control.previous_controlnet
 
 
-def needs_full_latent(conds: Mapping[str, list[dict[str, Any]]], options: Mapping[str, Any]) -> bool:
+def needs_full_latent(conds: Conds, options: Mapping[str, Any]) -> bool:
     """Does a prompt for a part of the latent (an area, a context window) have a ControlNet whose hint a VAE encodes? It
     would be encoded for each part during the run."""
     parts = options.get("context_handler") is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
@@ -18,6 +18,7 @@ from ...parallel_runtime.architectures.split_plan import SplitLike
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS
 from .comfy_objects import PLAIN, Unsendable, qualified_name, reference
+from .control_nets import Conds
 from .model_patches import wrappers_of
 
 LATENT_DIMS = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}  # by a latent's dimensions
@@ -85,7 +86,7 @@ def check_latent(model: ModelPatcher, latent: Tensor) -> None:
         )
 
 
-def check_conds(architecture: Architecture | None, network: Any, conds: Mapping[str, list[dict[str, Any]]]) -> None:
+def check_conds(architecture: Architecture | None, network: Any, conds: Conds) -> None:
     """Raises Refused for a prompt that another text encoder than the network's has made, or that has no tokens."""
     if architecture is None:
         return
@@ -115,7 +116,7 @@ def check_token_patches(model: ModelPatcher, options: dict[str, Any], patches: i
         raise Refused("patches.model", widget="patches", patches=patches, things="; ".join(named))
 
 
-def check_masks(architecture: Architecture | None, conds: Mapping[str, list[dict[str, Any]]], patches: int) -> None:
+def check_masks(architecture: Architecture | None, conds: Conds, patches: int) -> None:
     """Raises Refused for a prompt with a mask that would be split like its tokens."""
     module_plans = architecture.plan.module_plans if architecture is not None else ()
     masks = [

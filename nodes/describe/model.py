@@ -6,7 +6,6 @@ A LoRA's strength changes `patches_fingerprint`, and with it what is sent again 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -34,7 +33,7 @@ from ...parallel_runtime.planning.request_checks import check_run_in_patches, ch
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec
 from .comfy_objects import Unsendable, describe
-from .control_nets import controls_of, count_residuals, weight_bytes
+from .control_nets import Conds, controls_of, count_residuals, weight_bytes
 from .foreign_code import check_layers, check_merging, check_model, check_network
 from .input_checks import unwrap_sampler, uses_network
 from .local_devices import plan_inputs
@@ -75,14 +74,14 @@ class DescribedModel:
             return self
         return replace(self.undivided(unwrap_sampler(sampler).__name__), batch_coupled=True)
 
-    def guided_by(self, conds: Mapping[str, list[dict[str, Any]]]) -> DescribedModel:
+    def guided_by(self, conds: Conds) -> DescribedModel:
         """Returns this MODEL under these conditions. LTX-2's guides whose strength is not 1 give each query a mask of
         its own, by its place in the whole sequence: the network stays undivided."""
         guides = [guide for prompt in conds.values() for cond in prompt for guide in cond.get(GUIDES) or ()]
         masked = any(guide["strength"] != 1 or guide.get("pixel_mask") is not None for guide in guides)
         return self.undivided("guides whose strength is not 1") if masked else self
 
-    def with_models_of(self, conds: Mapping[str, list[dict[str, Any]]]) -> DescribedModel:
+    def with_models_of(self, conds: Conds) -> DescribedModel:
         """Returns this MODEL in a run with the ControlNets and GLIGEN models of these conditions, which are replicated
         on every worker."""
         controls, gligens = controls_of(conds), gligens_of(conds)
@@ -266,7 +265,13 @@ def native_network(model: ModelPatcher) -> nn.Module:
     return vars(network).get("network", network)
 
 
-def gligens_of(conds: Mapping[str, list[dict[str, Any]]]) -> list[ModelPatcher]:
+def text_tokens(conds: Conds) -> int:
+    """Returns the text tokens of the longest of these prompts."""
+    texts = [cond["cross_attn"] for prompt in conds.values() for cond in prompt if "cross_attn" in cond]
+    return max((text.shape[1] for text in texts), default=0)
+
+
+def gligens_of(conds: Conds) -> list[ModelPatcher]:
     """Returns the GLIGEN models of these conditions, each once. They make as many boxes as there are images in a
     batch."""
     models = (cond["gligen"][1] for prompt in conds.values() for cond in prompt if cond.get("gligen"))

@@ -17,7 +17,7 @@ from ...parallel_runtime.errors import quoted
 from ...parallel_runtime.jobs import SamplingJob
 from ...parallel_runtime.loading.random_states import random_states
 from .comfy_objects import LOCAL, PLAIN, Describer, Unsendable, describe, qualified_name, reference
-from .control_nets import needs_full_latent
+from .control_nets import Conds, needs_full_latent
 from .foreign_code import check_loop
 from .input_checks import check_guider, check_latent, partner_of
 from .model import DescribedModel, couples_by_masks, gligens_of, is_batch_coupled
@@ -102,9 +102,7 @@ def _check_sendable(model: ModelPatcher, options: dict[str, Any]) -> None:
             raise Unsendable("unsendable.models", name=name)
 
 
-def describe_conds(
-    conds: dict[str, list[dict[str, Any]]], options: dict[str, Any], latent: tuple[int, ...] | None
-) -> Any:
+def describe_conds(conds: Conds, options: dict[str, Any], latent: tuple[int, ...] | None) -> Any:
     """Describes converted conditions, without the `uuid` that ComfyUI makes anew, for a `latent` of this shape; None:
     hints that a VAE has to encode are left out. Raises Unsendable."""
     what = "the CONDITIONING"

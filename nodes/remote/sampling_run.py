@@ -41,7 +41,7 @@ from ..describe.input_checks import (
     partner_of,
     unsendable_partner,
 )
-from ..describe.model import DescribedModel, describe_model
+from ..describe.model import DescribedModel, describe_model, text_tokens
 from ..describe.model_patches import WRAPPER_KEY
 from ..describe.sampling_job import OuterSample, describe_job
 from .lease import lease_with_plan
@@ -161,7 +161,7 @@ class RemoteSampling:
         patches = request.options.token_patches
         check_token_patches(guider.model_patcher, guider.model_options, patches, compiled=compiled)
         check_masks(described.architecture, guider.conds, patches)
-        described.check_patches(request, call.first_shape, _text_tokens(guider), len(call.sigmas) - 1)
+        described.check_patches(request, call.first_shape, text_tokens(guider.conds), len(call.sigmas) - 1)
         log.info(
             "[CP] approximate: not the picture of one GPU. After %d exact step(s) %d patches follow each other through "
             "the stages with keys and values that are one step old",
@@ -186,14 +186,14 @@ class RemoteSampling:
         job: SamplingJob,
         call: OuterSample,
     ) -> Tensor:
-        guided = is_guided(guider)
+        guided = _is_guided(guider)
         controls, patches = controls_of(guider.conds), self.request.options.token_patches
         if controls and patches > 1:
             raise Refused("patches.model", widget="patches", patches=patches, things="ControlNets")
         described = described.with_models_of(guider.conds)
         prompts = sum(map(len, list(guider.conds.values())[: None if guided else 1]))
         work = described.work(
-            call.first_shape, _text_tokens(guider), prompts=prompts, cached=self.request.options.step_cache > 0
+            call.first_shape, text_tokens(guider.conds), prompts=prompts, cached=self.request.options.step_cache > 0
         )
         device = guider.model_patcher.load_device
         steps = StepCallback(call.callback, device)
@@ -238,12 +238,7 @@ class StepCallback:
             self.on_step(*last)
 
 
-def _text_tokens(guider: comfy.samplers.CFGGuider) -> int:
-    texts = [cond["cross_attn"] for conds in guider.conds.values() for cond in conds if "cross_attn" in cond]
-    return max((text.shape[1] for text in texts), default=0)
-
-
-def is_guided(guider: comfy.samplers.CFGGuider) -> bool:
+def _is_guided(guider: comfy.samplers.CFGGuider) -> bool:
     """Does a step evaluate several prompts at once? ComfyUI leaves the negative one out at cfg 1, and evaluates two
     MODELs in turn."""
     if len(guider.conds) < 2 or reference(type(guider), "the GUIDER") in TWO_MODEL_GUIDERS:
