@@ -32,7 +32,7 @@ from ...parallel_runtime.planning.plan_inputs import PlanInputs
 from ...parallel_runtime.planning.request_checks import check_run_in_patches, check_stages, check_step_cache
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec
-from .comfy_objects import Unsendable, describe
+from .comfy_objects import Describer, Unsendable
 from .control_nets import Conds, controls_of, count_residuals, weight_bytes
 from .foreign_code import check_layers, check_merging, check_model, check_network
 from .input_checks import unwrap_sampler, uses_network
@@ -220,7 +220,7 @@ def describe_weight_patches(model: ModelPatcher) -> dict[str, list[Any]]:
         if model.patches:
             check_merging()
         for key, patches in model.patches.items():
-            described[key] = [describe(patch, f"the LoRA or merge on {key}") for patch in patches]
+            described[key] = [Describer().describe(patch, f"the LoRA or merge on {key}") for patch in patches]
     except Unsendable as unsendable:
         raise Refused("model.weights", reason=unsendable.sentence) from None
     return described

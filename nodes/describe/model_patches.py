@@ -7,7 +7,6 @@ from typing import Any
 
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import get_all_wrappers
-from comfy.weight_adapter import WeightAdapterBase
 from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
 
 from ...parallel_runtime.errors import Refused, quoted
@@ -98,14 +97,6 @@ def check_network_patches(model: ModelPatcher) -> None:
     describe_transformer_options({key: value for key, value in options.items() if key in IN_BLOCKS}, None)
 
 
-def check_weight_sizes(model: ModelPatcher) -> None:
-    """Raises Refused for a LoRA that changes a weight's size: ComfyUI's process would read the old size."""
-    for key, patches in model.patches.items():
-        for _, value, *_ in patches:
-            if isinstance(value, WeightAdapterBase) and value.calculate_shape(key) is not None:
-                raise Refused("model.resized", key=key)
-
-
 def _network_changes(model: ModelPatcher) -> list[str]:
     """Returns English names of what MODEL changes on its network, besides plain attributes and block patches."""
     names = ["weight wrappers"] if model.weight_wrapper_patches else []
@@ -119,12 +110,6 @@ def replaced_attributes(model: ModelPatcher) -> dict[str, Any]:
     """Returns the plain values with which MODEL replaces attributes of its network, by name."""
     patches = ((name, value) for name, value in model.object_patches.items() if name.startswith("diffusion_model."))
     return {name: value for name, value in patches if isinstance(value, PLAIN)}
-
-
-def check_attributes(model: ModelPatcher) -> None:
-    """Raises Refused for MODEL's replaced attributes: ComfyUI would set them on the network of its own process."""
-    if names := sorted(replaced_attributes(model)):
-        raise Refused("model.replaced", names=", ".join(names))
 
 
 def _with_function_names(key: str, value: Any) -> str:

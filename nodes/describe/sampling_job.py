@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...parallel_runtime.errors import quoted
 from ...parallel_runtime.jobs import SamplingJob
 from ...parallel_runtime.loading.random_states import random_states
-from .comfy_objects import LOCAL, PLAIN, Describer, Unsendable, describe, qualified_name, reference
+from .comfy_objects import LOCAL, PLAIN, Describer, Unsendable, qualified_name, reference
 from .control_nets import Conds, needs_full_latent
 from .foreign_code import check_loop
 from .input_checks import check_guider, check_latent, partner_of
@@ -62,7 +62,7 @@ def describe_job(guider: comfy.samplers.CFGGuider, described: DescribedModel, ca
     return SamplingJob(
         guider=kind,
         guider_attributes=attributes,
-        sampler=describe(call.sampler, "the SAMPLER"),
+        sampler=Describer().describe(call.sampler, "the SAMPLER"),
         noise=call.noise,
         latent=call.latent_image,
         mask=mask,

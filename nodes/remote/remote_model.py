@@ -16,6 +16,7 @@ import torch
 from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
+from comfy.weight_adapter import WeightAdapterBase
 from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -28,7 +29,7 @@ from ...parallel_runtime.request import ParallelRequest
 from ..describe.foreign_code import check_module, check_network
 from ..describe.input_checks import FULL_RUN_OPTIONS
 from ..describe.model import DescribedModel, couples_by_masks, describe_model, native_network, network_couples_batch
-from ..describe.model_patches import check_attributes, check_weight_sizes, describe_transformer_options
+from ..describe.model_patches import describe_transformer_options, replaced_attributes
 from ..describe.pre_encoding import latent_size
 from ..describe.refused_event import announce_refusals
 from ..describe.shared_state import check_state
@@ -164,8 +165,12 @@ class RemoteEvaluation:
                 raise Refused("loader.runs", name=name, value=f"{value:g}", without=off)
         if model.hook_patches or model.forced_hooks:
             raise Refused("model.hooks")
-        check_weight_sizes(model)
-        check_attributes(model)
+        for key, patches in model.patches.items():
+            for _, value, *_ in patches:  # of another size by a LoRA, of which this process would read the old one
+                if isinstance(value, WeightAdapterBase) and value.calculate_shape(key) is not None:
+                    raise Refused("model.resized", key=key)
+        if names := sorted(replaced_attributes(model)):  # ComfyUI would set them on the network of this process
+            raise Refused("model.replaced", names=", ".join(names))
         check_state(model, model.model_options)
         self._described = describe_model(model, self._request)
 

@@ -24,11 +24,9 @@ from torch import Tensor
 
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.machine_check import checked_plan
-from ...parallel_runtime.group.worker_group import Result
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.request import ParallelRequest
-from ...parallel_runtime.specs import Placement
 from ..describe.comfy_objects import Unsendable, qualified_name, reference
 from ..describe.control_nets import controls_of
 from ..describe.input_checks import (
@@ -72,8 +70,7 @@ def _on_workers(model: ModelPatcher, described: DescribedModel, request: Paralle
 
 def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
     """A copy of `guider` whose sampling runs in the worker group. Raises Refused for what workers cannot honour."""
-    names = [name for name, value in vars(guider).items() if isinstance(value, ModelPatcher)]
-    models = {name: _as_guided(guider, name) for name in names}
+    models = {name: _as_guided(guider, name) for name in _models_of(guider)}
     if not models:
         raise Refused("guider.empty", guider=type(guider).__name__)
     remote = copy.copy(guider)
@@ -88,6 +85,10 @@ def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
     remote.model_patcher = _on_workers(models["model_patcher"], whole, request)
     remote.model_options = remote.model_patcher.model_options
     return remote
+
+
+def _models_of(guider: Any) -> dict[str, ModelPatcher]:
+    return {name: value for name, value in vars(guider).items() if isinstance(value, ModelPatcher)}
 
 
 def _as_guided(guider: Any, name: str) -> ModelPatcher:
@@ -172,7 +173,7 @@ class RemoteSampling:
     def _sample_in_comfyui(
         self, guider: comfy.samplers.CFGGuider, run: Callable[[], Tensor], reason: Unsendable
     ) -> Tensor:
-        models = {name: value for name, value in vars(guider).items() if isinstance(value, ModelPatcher)}
+        models = _models_of(guider)
         vars(guider).update({name: _with_remote_network(model, self.request, reason) for name, model in models.items()})
         try:
             return run()
@@ -202,19 +203,16 @@ class RemoteSampling:
             result = lease.run(plan, replace(job, entries_per_call=plan.entries_per_call), on_step=steps.on_step)
         set_random_states(result.value["random_states"], device)
         steps.finish(result.value["last"])
-        self._log(described, result, plan.placement)
-        return result.value["samples"]
-
-    def _log(self, described: DescribedModel, result: Result, placement: Placement) -> None:
-        tally = result.value["skipped"]
+        skipped = result.value["skipped"]
         log.info(
             "[CP] %s on %d worker(s): sampled in %.2f s, loaded in %.2f s%s",
             described.stats.name,
-            placement.world_size,
+            plan.placement.world_size,
             result.seconds,
             result.load_seconds,
-            ", step cache skipped {} of {} evaluations".format(*tally) if tally else "",
+            ", step cache skipped {} of {} evaluations".format(*skipped) if skipped else "",
         )
+        return result.value["samples"]
 
 
 class StepCallback:

@@ -33,7 +33,7 @@ worker_code = pack_module("parallel_runtime.worker.comfy_loop.rebuild")
 def made_again(rank: int, world: int, **changed: str) -> str:
     """A function of ComfyUI's that another one makes, after the words for it were `changed`; or the refusal."""
     function = comfy.samplers.ksampler("dpm_fast").sampler_function
-    described = code.describe(function, "the sampler") | changed
+    described = code.Describer().describe(function, "the sampler") | changed
     try:
         made = worker_code.rebuild(described)
     except errors.Refused as refused:
@@ -65,7 +65,7 @@ def what_clip_vision_saw(rank: int, world: int) -> list[Any]:
     picture = {"image_size": 28, "patch_size": 14, "num_channels": 3, "projection_dim": 8}
     config = {"model_type": "clip_vision_model", "hidden_act": "gelu", "layer_norm_eps": 1e-5, **layers, **picture}
     seen = comfy.clip_vision.ClipVisionModel(config).encode_image(torch.zeros(2, 30, 40, 3))
-    return worker_code.rebuild(code.describe(seen, "the CONDITIONING")).image_sizes
+    return worker_code.rebuild(code.Describer().describe(seen, "the CONDITIONING")).image_sizes
 
 
 def made_inside_of_a_function(rank: int, world: int) -> str:
@@ -84,7 +84,7 @@ def hypernetwork_of_no_file(rank: int, world: int) -> str:
 
 def _refusal_of(value: Any, what: str) -> str:
     try:
-        code.describe(value, what)
+        code.Describer().describe(value, what)
     except errors.Refused as refused:
         return str(refused)
     return ""
