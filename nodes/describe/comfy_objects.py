@@ -77,7 +77,7 @@ def reference(value: Any, what: str) -> str:
 
 
 def is_comfyui(value: Any) -> bool:
-    """Is this class or function defined in ComfyUI's own packages?"""
+    """Is this class or function, or the class of this object, defined in ComfyUI's own packages?"""
     return _module(value).split(".")[0] in PACKAGES
 
 

@@ -21,8 +21,7 @@ from .control_nets import Conds, needs_full_latent
 from .foreign_code import check_loop
 from .input_checks import check_guider, check_latent, partner_of
 from .model import DescribedModel, couples_by_masks, gligens_of, is_batch_coupled
-from .model_patches import describe_functions, describe_options, replaced_attributes
-from .pre_encoding import LatentSize, latent_size
+from .model_patches import LatentSize, describe_functions, describe_options, latent_size, replaced_attributes
 
 SENDABLE_OBJECT_PATCHES = {"model_sampling", "manual_cast_dtype"}  # object patches that workers can have
 

@@ -29,8 +29,7 @@ from ...parallel_runtime.request import ParallelRequest
 from ..describe.foreign_code import check_module, check_network
 from ..describe.input_checks import FULL_RUN_OPTIONS
 from ..describe.model import DescribedModel, couples_by_masks, describe_model, native_network, network_couples_batch
-from ..describe.model_patches import describe_transformer_options, replaced_attributes
-from ..describe.pre_encoding import latent_size
+from ..describe.model_patches import describe_transformer_options, latent_size, replaced_attributes
 from ..describe.refused_event import announce_refusals
 from ..describe.shared_state import check_state
 from .comfy_memory import CPU, GroupModel, WeightlessPatcher

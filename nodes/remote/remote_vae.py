@@ -70,13 +70,11 @@ class RemoteVAE:
             raise NotParallel(f"it is given {', '.join(options)}")
         shape = self.decode_output_shape(tuple(x.shape)) if output_buffer is None else tuple(output_buffer.shape)
         dtype = x.dtype if output_buffer is None else output_buffer.dtype
-        if self.output is not None and output_buffer is not None:
-            offset = self.output.offset_of(output_buffer)
-            if offset is not None:
-                self._convert("decode", x, 1, self.output, offset, shape)
-                return output_buffer
+        if self.output is not None and output_buffer is not None and self.output.offset_of(output_buffer) is not None:
+            self._convert("decode", x, 1, self.output, output_buffer)
+            return output_buffer
         with _new_output(shape, dtype) as output:
-            self._convert("decode", x, 1, output, 0, shape)
+            self._convert("decode", x, 1, output, output.tensor)
         return output.tensor.to(x.device) if output_buffer is None else output_buffer.copy_(output.tensor)
 
     def encode(self, x: Tensor, device: torch.device | None = None) -> Tensor:
@@ -84,7 +82,7 @@ class RemoteVAE:
         latent = _sizes(tuple(x.shape[2:]), self._vae.downscale_ratio, lambda n, by: n // by)
         shape = (x.shape[0], self._vae.latent_channels, *latent)
         with _new_output(shape, x.dtype) as output:
-            self._convert("encode", x, unit, output, 0, shape)
+            self._convert("encode", x, unit, output, output.tensor)
         return output.tensor.to(device or x.device)
 
     def decode_tiled(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -100,10 +98,8 @@ class RemoteVAE:
         if model is not None and self._request is not None:
             model.end_run(self._request.after_sampling)
 
-    def _convert(
-        self, method: VAEMethod, x: Tensor, unit: int, output: SharedOutput, offset: int, shape: tuple[int, ...]
-    ) -> None:
-        """Decodes or encodes `x` into `output` from element `offset` on. `unit`: pixels in a row of the latent."""
+    def _convert(self, method: VAEMethod, x: Tensor, unit: int, output: SharedOutput, part: Tensor) -> None:
+        """Decodes or encodes `x` into this part of `output`. `unit`: pixels in a row of the latent."""
         self._check(method, x, unit)
         placement = placement_for(self._request)
         with _refusals_as_not_parallel(), lease_workers(self._spec, placement) as lease:
@@ -114,9 +110,9 @@ class RemoteVAE:
                 method=method,
                 x=x,
                 unit=unit,
-                shape=list(shape),
-                dtype=str(output.tensor.dtype).removeprefix("torch."),
-                offset=offset,
+                shape=list(part.shape),
+                dtype=str(part.dtype).removeprefix("torch."),
+                offset=output.offset_of(part) or 0,
                 random_states=random_states(self._vae.device),
                 chunk_bytes=self._chunk_bytes(),
                 weights=None if self._spec.loader else dict(self._vae.get_sd()),
