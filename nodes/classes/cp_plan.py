@@ -28,8 +28,8 @@ from ...parallel_runtime.planning.run_plan import RunPlan
 from ...parallel_runtime.request import EngineOptions, ParallelRequest
 from ..describe.comfy_objects import Unsendable
 from ..describe.control_nets import Conds, controls_of, weight_bytes
-from ..describe.input_checks import check_conds, check_latent
-from ..describe.model import DescribedModel, describe_model, text_tokens
+from ..describe.input_checks import check_conds, check_latent, text_tokens
+from ..describe.model import DescribedModel, describe_model
 from ..describe.refused_event import announce_refusals
 from ..describe.sampling_job import describe_conds
 from ..describe.vae_source import explain_decode

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from comfy.controlnet import ControlBase, ControlLora, ControlNet, ControlNetSD35, QwenFunControlNet, T2IAdapter
+from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from .model_files import find_file, source_file
@@ -38,6 +39,13 @@ def _chain(cond: Mapping[str, Any]) -> Iterator[ControlBase]:
     while control is not None:
         yield control
         control = control.previous_controlnet
+
+
+def gligens_of(conds: Conds) -> list[ModelPatcher]:
+    """Returns the GLIGEN models of these conditions, each once. They make as many boxes as there are images in a
+    batch."""
+    models = (cond["gligen"][1] for prompt in conds.values() for cond in prompt if cond.get("gligen"))
+    return list(dict.fromkeys(models))
 
 
 def needs_full_latent(conds: Conds, options: Mapping[str, Any]) -> bool:

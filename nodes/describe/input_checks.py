@@ -61,12 +61,6 @@ def unsendable_partner(guider: comfy.samplers.CFGGuider) -> Unsendable:
     return Unsendable("unsendable.guider", guider=qualified_name(guider), name=name, thing=thing)
 
 
-def check_sampler(sampler: comfy.samplers.Sampler) -> None:
-    """Raises Refused for a SAMPLER that uses more of the network than its evaluation."""
-    if uses_network(sampler):
-        raise Refused("sampler.reaches", sampler=qualified_name(unwrap_sampler(sampler)))
-
-
 def uses_network(sampler: comfy.samplers.Sampler) -> bool:
     """Does the code of a SAMPLER use more of the network than its evaluation?"""
     return "diffusion_model" in names_in(getattr(unwrap_sampler(sampler), "__code__", None))
@@ -84,6 +78,12 @@ def check_latent(model: ModelPatcher, latent: Tensor) -> None:
         raise Refused(
             "latent.shape", shape=str(tuple(latent.shape)), dims=", ".join(dims), channels=form.latent_channels
         )
+
+
+def text_tokens(conds: Conds) -> int:
+    """Returns the text tokens of the longest of these prompts."""
+    texts = [cond["cross_attn"] for prompt in conds.values() for cond in prompt if "cross_attn" in cond]
+    return max((text.shape[1] for text in texts), default=0)
 
 
 def check_conds(architecture: Architecture | None, network: Any, conds: Conds) -> None:

@@ -6,7 +6,11 @@ A LoRA's strength changes `patches_fingerprint`, and with it what is sent again 
 from __future__ import annotations
 
 import inspect
+import json
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -16,6 +20,7 @@ import torch
 from comfy.controlnet import ControlLora
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from ...parallel_runtime.accelerators import CUDA
@@ -26,27 +31,31 @@ from ...parallel_runtime.architectures.partition import Load
 from ...parallel_runtime.architectures.row_plan import RowArchitecture
 from ...parallel_runtime.architectures.stage_units import units_of, why_not_in_patches
 from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.jobs import PARTNER
+from ...parallel_runtime.loading import gguf
 from ...parallel_runtime.planning.network_stats import NetworkStats, Work
 from ...parallel_runtime.planning.plan_inputs import PlanInputs
 from ...parallel_runtime.planning.request_checks import check_run_in_patches, check_stages, check_step_cache
 from ...parallel_runtime.request import ParallelRequest
-from ...parallel_runtime.specs import ModelSpec
-from .comfy_objects import Describer, Unsendable
-from .control_nets import Conds, controls_of, count_residuals, weight_bytes
+from ...parallel_runtime.specs import ModelSpec, SourceFile
+from .comfy_objects import Describer, Unsendable, qualified_name, reference
+from .control_nets import Conds, controls_of, count_residuals, gligens_of, weight_bytes
 from .foreign_code import check_layers, check_merging, check_model, check_network
 from .input_checks import unwrap_sampler, uses_network
 from .local_devices import plan_inputs
+from .model_files import SAFETENSORS, first_slices, stat_file
 from .model_patches import (
     OVERRIDE,
     check_network_patches,
     compilation,
     wrappers_of,
 )
-from .origin import is_gguf, model_spec
 from .shared_state import keeps_state
 
 GUIDES = "guide_attention_entries"  # of a condition
+COMPARED_WEIGHTS = 16
+PREFIXES = ("model.diffusion_model.", "")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -176,7 +185,7 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
     network = native_network(model)
     check_model(model)
     check_network(network)
-    if not is_gguf(model):  # which is loaded with that pack's layers, in the workers too
+    if spec.loader != gguf.LOADER:  # which has that pack's layers, in the workers too
         check_layers(network)
     architecture = architecture_of(network)
     options = model.model_options["transformer_options"]
@@ -211,6 +220,88 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
         stats=_network_stats(network, architecture, weight_bytes, item_bytes),
     )
     return described.undivided(", ".join(undivided_by)) if undivided_by else described
+
+
+def model_spec(model: ModelPatcher) -> ModelSpec:
+    """Returns the call with which a worker loads this MODEL's network, without patches. Raises Refused where that is
+    unknown."""
+    init = getattr(model, "cached_patcher_init", None)
+    if init is None:
+        if type(model).__name__ == gguf.PATCHER:
+            raise Refused("model.gguf")
+        raise Refused("model.nameless", kind=qualified_name(type(model)))
+    loader, arguments, *index = init
+    files = _files(model, arguments)
+    name, arguments = _loader_call(loader, arguments, model.model.get_dtype())
+    return ModelSpec(
+        loader=name,
+        arguments=json.dumps(arguments, sort_keys=True, default=partial(_to_json, loader)),
+        index=index[0] if index else None,
+        files=files,
+        weight_dtype=str(model.model.get_dtype()).removeprefix("torch."),
+    )
+
+
+def _loader_call(
+    loader: Callable[..., Any], arguments: tuple[Any, ...], dtype: torch.dtype
+) -> tuple[str, tuple[Any, ...]]:
+    if loader is gguf.load:
+        return gguf.LOADER, arguments[1:]  # workers use another class of patcher
+    try:
+        name = reference(loader, "the loader")
+    except Refused as refused:
+        raise Refused("loader.foreign", reason=refused.sentence) from None
+    return name, _with_dtype(loader, arguments, dtype)
+
+
+def _with_dtype(loader: Callable[..., Any], arguments: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    """Adds the dtype that ComfyUI chose by its own free memory to the arguments: workers must not choose another."""
+    bound = inspect.signature(loader).bind(*arguments)
+    if "model_options" in inspect.signature(loader).parameters:
+        bound.arguments["model_options"] = {**bound.arguments.get("model_options", {}), "dtype": dtype}
+    bound.apply_defaults()
+    return bound.args
+
+
+def _to_json(loader: Callable[..., Any], value: Any) -> dict[str, str]:
+    """Returns a dtype as JSON, which worker/comfy_loop/loading.py reads. Raises Refused for any other object."""
+    if isinstance(value, torch.dtype):
+        return {"torch.dtype": str(value).removeprefix("torch.")}
+    raise Refused("loader.argument", loader=qualified_name(loader), thing=qualified_name(type(value)))
+
+
+def _files(model: ModelPatcher, arguments: tuple[Any, ...]) -> tuple[SourceFile, ...]:
+    """Returns the files among the arguments. Raises Refused where one has changed since MODEL was first seen."""
+    named = [value for value in arguments if isinstance(value, str)]
+    paths = [name for name in named if os.path.isabs(name) and os.path.splitext(name)[1]]
+    for path in paths:
+        if not os.path.exists(path):
+            raise Refused("model.gone", path=path)
+    files = tuple(stat_file(path) for path in paths if os.path.isfile(path))
+    if model.model not in runtime.first_seen and all(_still_has_weights(file.path, model) for file in files):
+        runtime.first_seen[model.model] = files
+    if runtime.first_seen.get(model.model) != files:
+        raise Refused("model.changed", path=files[0].path)
+    return files
+
+
+def _still_has_weights(path: str, model: ModelPatcher) -> bool:
+    """Do most of COMPARED_WEIGHTS weights, from all over the model, have the file's first slices?
+
+    Weights with a LoRA in them, and those that the loader renames or reshapes, are not compared.
+    """
+    if not path.endswith(SAFETENSORS):
+        return True
+    slots = dict(model.model.diffusion_model.named_parameters())
+    patched = {key.removeprefix("diffusion_model.") for key in (*model.patches, *model.backup)}
+    with safe_open(path, framework="pt", device="cpu") as file:
+        names = set(file.keys())
+        prefix = next(prefix for prefix in PREFIXES if not prefix or any(name.startswith(prefix) for name in names))
+        known = [name for name in slots if prefix + name in names and name not in patched and slots[name].ndim > 1]
+        compared = known[:: max(1, len(known) // COMPARED_WEIGHTS)]
+        slices = first_slices(file, ((prefix + name, slots[name]) for name in compared))
+    differing = sum(not torch.equal(part.to(weight.dtype), weight) for part, weight in slices)
+    return 2 * differing <= len(slices)
 
 
 def describe_weight_patches(model: ModelPatcher) -> dict[str, list[Any]]:
@@ -263,19 +354,6 @@ def native_network(model: ModelPatcher) -> nn.Module:
     """Returns MODEL's network; of one without weights (remote/remote_model.py) the network that the workers have."""
     network = model.model.diffusion_model
     return vars(network).get("network", network)
-
-
-def text_tokens(conds: Conds) -> int:
-    """Returns the text tokens of the longest of these prompts."""
-    texts = [cond["cross_attn"] for prompt in conds.values() for cond in prompt if "cross_attn" in cond]
-    return max((text.shape[1] for text in texts), default=0)
-
-
-def gligens_of(conds: Conds) -> list[ModelPatcher]:
-    """Returns the GLIGEN models of these conditions, each once. They make as many boxes as there are images in a
-    batch."""
-    models = (cond["gligen"][1] for prompt in conds.values() for cond in prompt if cond.get("gligen"))
-    return list(dict.fromkeys(models))
 
 
 def network_couples_batch(network: nn.Module, options: dict[str, Any]) -> bool:

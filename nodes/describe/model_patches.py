@@ -51,10 +51,10 @@ def latent_size(network: nn.Module, latent: Sequence[int]) -> LatentSize:
 
 def describe_options(options: dict[str, Any], size: LatentSize | None, describer: Describer) -> dict[str, Any]:
     """Describes a guider's model_options for a latent of this size. Raises Unsendable for foreign code among them."""
-    described = {key: value for key, value in options.items() if key not in SET_BY_RUN}
     inside = _pre_encode(options.get("transformer_options", {}), size)
-    described["transformer_options"] = {key: value for key, value in inside.items() if key not in AROUND_NETWORK}
-    return describer.describe({key: value for key, value in described.items() if not _empty(value)}, "a model option")
+    inside = {key: value for key, value in inside.items() if key not in AROUND_NETWORK}
+    sent = {key: value for key, value in {**options, "transformer_options": inside}.items() if key not in SET_BY_RUN}
+    return describer.describe({key: value for key, value in sent.items() if not _empty(value)}, "a model option")
 
 
 def describe_functions(functions: dict[str, dict[Any, list[Any]]], what: str, describer: Describer) -> list[list[Any]]:
@@ -117,19 +117,15 @@ def compilation(model: ModelPatcher, chosen: CompileChoice) -> Compilation | Non
 
 def check_network_patches(model: ModelPatcher) -> None:
     """Raises Refused with all patches of MODEL inside the network that the workers cannot run."""
-    if foreign := sorted(_network_changes(model)):
-        raise Refused("model.inside", things="; ".join(foreign))
-    options = model.model_options["transformer_options"]
-    describe_transformer_options({key: value for key, value in options.items() if key in IN_BLOCKS}, None)
-
-
-def _network_changes(model: ModelPatcher) -> list[str]:
-    """Returns English names of what MODEL changes on its network, besides plain attributes and block patches."""
     names = ["weight wrappers"] if model.weight_wrapper_patches else []
     names += ["forced hooks"] if model.forced_hooks else []
     names += [f"the injection {name}" for name, injections in model.injections.items() if injections]
     replaced = {name for name in model.object_patches if name.startswith("diffusion_model")}
-    return names + [f"a replaced {name}" for name in replaced - replaced_attributes(model).keys()]
+    names += [f"a replaced {name}" for name in replaced - replaced_attributes(model).keys()]
+    if names:
+        raise Refused("model.inside", things="; ".join(sorted(names)))
+    options = model.model_options["transformer_options"]
+    describe_transformer_options({key: value for key, value in options.items() if key in IN_BLOCKS}, None)
 
 
 def replaced_attributes(model: ModelPatcher) -> dict[str, Any]:

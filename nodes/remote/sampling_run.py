@@ -34,12 +34,14 @@ from ..describe.input_checks import (
     check_conds,
     check_guider,
     check_masks,
-    check_sampler,
     check_token_patches,
     partner_of,
+    text_tokens,
     unsendable_partner,
+    unwrap_sampler,
+    uses_network,
 )
-from ..describe.model import DescribedModel, describe_model, text_tokens
+from ..describe.model import DescribedModel, describe_model
 from ..describe.model_patches import WRAPPER_KEY
 from ..describe.sampling_job import OuterSample, describe_job
 from .lease import lease_with_plan
@@ -153,7 +155,8 @@ class RemoteSampling:
         try:
             job = describe_job(guider, described, call)
         except Unsendable as reason:
-            check_sampler(call.sampler)
+            if uses_network(call.sampler):
+                raise Refused("sampler.reaches", sampler=qualified_name(unwrap_sampler(call.sampler))) from None
             return self._sample_in_comfyui(guider, partial(executor, *args, **kwargs), reason)
         return self._sample_in_workers(guider, described, job, call)
 
