@@ -45,12 +45,7 @@ from .foreign_code import check_layers, check_merging, check_model, check_networ
 from .input_checks import unwrap_sampler, uses_network
 from .local_devices import plan_inputs
 from .model_files import SAFETENSORS, first_slices, stat_file
-from .model_patches import (
-    OVERRIDE,
-    check_network_patches,
-    compilation,
-    wrappers_of,
-)
+from .model_patches import OVERRIDE, check_network_patches, compilation, wrappers_of
 from .shared_state import keeps_state
 
 GUIDES = "guide_attention_entries"  # of a condition
