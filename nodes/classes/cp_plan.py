@@ -102,7 +102,7 @@ class CPPlan(io.ComfyNode):
         measure: bool = False,
     ) -> io.NodeOutput:
         request = request_from(cp_config)
-        made, recommended = explain(model, latent_image, positive, request, cfg, vae, take_times=measure)
+        made, recommended = _explain(model, latent_image, positive, request, cfg, vae, take_times=measure)
         parts = [{**asdict(part), "lane": to_json(part.lane)} for part in made.parts]
         report_json = {
             **made.table,
@@ -115,15 +115,15 @@ class CPPlan(io.ComfyNode):
         return io.NodeOutput(made.text, recommended, ui={"text": (made.text,), "cp_plan": [report_json]})
 
 
-def explain(
+def _explain(
     model: Any,
     latent: dict[str, Any],
     positive: list,
     request: ParallelRequest,
     cfg: float,
-    vae: Any = None,
+    vae: Any,
     *,
-    take_times: bool = False,
+    take_times: bool,
 ) -> tuple[Report, ParallelRequest]:
     """Returns the report and a config with the plan's degrees: the requested one, or an automatic one where that cannot
     work. `take_times`: samples a few steps first, on the plan's workers and on fewer."""

@@ -116,10 +116,9 @@ def _parts(value: Any) -> list[Any]:
     """Returns the parts of a container or of ComfyUI's object; none for a foreign object, which may hold anything."""
     if isinstance(value, list | tuple | set | frozenset):
         return list(value)
-    parts = (
-        value if isinstance(value, dict) else vars(value) if hasattr(value, "__dict__") and is_comfyui(value) else {}
-    )
-    return list(parts.values())
+    if not isinstance(value, dict):
+        value = vars(value) if hasattr(value, "__dict__") and is_comfyui(value) else {}
+    return list(value.values())
 
 
 def _cell_content(cell: types.CellType) -> Any:

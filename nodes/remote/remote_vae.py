@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...parallel_runtime.architectures.autoencoders import COMPARED
-from ...parallel_runtime.errors import Refused, WorkerFailed
+from ...parallel_runtime.errors import WorkerFailed
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.shared_output import SharedOutput
 from ...parallel_runtime.group.worker_group import Result
@@ -102,7 +100,7 @@ class RemoteVAE:
         """Decodes or encodes `x` into this part of `output`. `unit`: pixels in a row of the latent."""
         self._check(method, x, unit)
         placement = placement_for(self._request)
-        with _refusals_as_not_parallel(), lease_workers(self._spec, placement) as lease:
+        with lease_workers(self._spec, placement) as lease:
             plan, shares = self._plan(lease, method, tuple(x.shape))
             # Memory that is still missing refuses nothing: ComfyUI's estimate is high, and its VAE goes on with tiles.
             lease.claim(plan)
@@ -169,14 +167,6 @@ class RemoteVAE:
             return 0
         module, _, name = function.partition(":")
         return int(getattr(import_module(module), name)(self._vae.device))
-
-
-@contextmanager
-def _refusals_as_not_parallel() -> Iterator[None]:
-    try:
-        yield
-    except Refused as refused:
-        raise NotParallel(refused.sentence) from None
 
 
 def _run(lease: Lease, plan: RunPlan, job: VAEJob, output: SharedOutput) -> Result:
