@@ -18,7 +18,7 @@ from ...parallel_runtime.architectures.split_plan import SplitLike
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS
 from .comfy_objects import PLAIN, Unsendable, qualified_name, reference
-from .control_nets import Conds
+from .control_nets import Conds, controls_of
 from .model_patches import wrappers_of
 
 LATENT_DIMS = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}  # by a latent's dimensions
@@ -101,32 +101,30 @@ def check_conds(architecture: Architecture | None, network: Any, conds: Conds) -
             raise Refused("conds.empty", prompt=name, network=architecture.name)
 
 
-def check_token_patches(model: ModelPatcher, options: dict[str, Any], patches: int, *, compiled: bool) -> None:
-    """Raises Refused where something on MODEL, or in its model options, needs all tokens of an evaluation at once."""
-    inside, around = options.get("transformer_options", {}), wrappers_of(model, options, WrappersMP.DIFFUSION_MODEL)
+def check_token_patches(
+    guider: comfy.samplers.CFGGuider, architecture: Architecture | None, patches: int, *, compiled: bool
+) -> None:
+    """Raises Refused where something on the guider's MODEL, or in its model options or prompts, needs all tokens of an
+    evaluation at once; also for a prompt's mask that would be split like its tokens."""
+    options, conds = guider.model_options, guider.conds
+    inside = options.get("transformer_options", {})
     kinds = [kind for kind, functions in inside.get("patches", {}).items() if functions]
     present = {
         f"model patches ({', '.join(kinds)})": kinds,
         "replaced blocks": inside.get("patches_replace", {}).get("dit"),
-        "a wrapper around the network, such as a step cache": around,
+        "a wrapper around the network, such as a step cache": wrappers_of(
+            guider.model_patcher, options, WrappersMP.DIFFUSION_MODEL
+        ),
         "context windows": options.get("context_handler"),
         "torch.compile": compiled,
+        "ControlNets": controls_of(conds),
     }
     if named := [name for name, value in present.items() if value]:
         raise Refused("patches.model", widget="patches", patches=patches, things="; ".join(named))
-
-
-def check_masks(architecture: Architecture | None, conds: Conds, patches: int) -> None:
-    """Raises Refused for a prompt with a mask that would be split like its tokens."""
-    module_plans = architecture.plan.module_plans if architecture is not None else ()
-    masks = [
-        name
-        for module_plan in module_plans
-        for name, spec in module_plan.args.items()
-        if "mask" in str(name) and isinstance(spec, SplitLike)
-    ]
-    for name, cond in ((name, cond) for name, prompt in conds.items() for cond in prompt):
-        if masks and cond.get("attention_mask") is not None:
+    args = [arg for module in architecture.plan.module_plans for arg in module.args.items()] if architecture else []
+    split_masks = any("mask" in str(name) and isinstance(spec, SplitLike) for name, spec in args)
+    for name, prompt in conds.items():
+        if split_masks and any(cond.get("attention_mask") is not None for cond in prompt):
             raise Refused("conds.mask", widget="patches", prompt=name, patches=patches)
 
 

@@ -28,12 +28,10 @@ from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.comfy_objects import Unsendable, qualified_name, reference
-from ..describe.control_nets import controls_of
 from ..describe.input_checks import (
     FULL_RUN_OPTIONS,
     check_conds,
     check_guider,
-    check_masks,
     check_token_patches,
     partner_of,
     text_tokens,
@@ -122,8 +120,6 @@ def _with_partner(guider: Any, models: dict[str, DescribedModel], request: Paral
 def _describe_checked(model: ModelPatcher, request: ParallelRequest) -> DescribedModel:
     described = describe_model(model, request)
     checked_plan(described.inputs(request))
-    if (patches := request.options.token_patches) > 1:
-        check_token_patches(model, model.model_options, patches, compiled=described.spec.compilation is not None)
     return described
 
 
@@ -163,8 +159,7 @@ class RemoteSampling:
     def _check_patches(self, guider: comfy.samplers.CFGGuider, described: DescribedModel, call: OuterSample) -> None:
         request, compiled = self.request, described.spec.compilation is not None
         patches = request.options.token_patches
-        check_token_patches(guider.model_patcher, guider.model_options, patches, compiled=compiled)
-        check_masks(described.architecture, guider.conds, patches)
+        check_token_patches(guider, described.architecture, patches, compiled=compiled)
         described.check_patches(request, call.first_shape, text_tokens(guider.conds), len(call.sigmas) - 1)
         log.info(
             "[CP] approximate: not the picture of one GPU. After %d exact step(s) %d patches follow each other through "
@@ -191,9 +186,6 @@ class RemoteSampling:
         call: OuterSample,
     ) -> Tensor:
         guided = _is_guided(guider)
-        controls, patches = controls_of(guider.conds), self.request.options.token_patches
-        if controls and patches > 1:
-            raise Refused("patches.model", widget="patches", patches=patches, things="ControlNets")
         described = described.with_models_of(guider.conds)
         prompts = sum(map(len, list(guider.conds.values())[: None if guided else 1]))
         work = described.work(
