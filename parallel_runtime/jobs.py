@@ -28,8 +28,9 @@ class SamplingJob:
     weight, None where the workers have them already. `latent_shapes` belong to latents (audio and video) that are
     packed into one. `batch_coupled` means that something on the MODEL sees every prompt and image at once, so they are
     not divided; `images_coupled`, that something sees every image of a prompt, so only prompts are divided.
-    `entries_per_call` of a batch go through the network at once; 0 for all, also those of several prompts. `partner`
-    has the fields of this class that differ for the MODEL of the negative prompt, where the guider has one of its own.
+    An entry of a batch is one image for one prompt: `entries_per_call` of them go through the network at once; 0 for
+    all, also those of several prompts. `partner` has the fields of this class that differ for the MODEL of the negative
+    prompt, where the guider has one of its own.
     """
 
     guider: str

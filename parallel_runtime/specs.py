@@ -185,7 +185,7 @@ class ModelSpec:
     """A model by description: what a worker calls to load it, when the first job needs it.
 
     `loader` is `module:function` of ComfyUI, or a name that the worker knows; `arguments` are its positional arguments
-    as canonical JSON (nodes/describe/origin.py), `index` selects one of several results. `weight_dtype` is ComfyUI's
+    as canonical JSON (nodes/describe/model.py), `index` selects one of several results. `weight_dtype` is ComfyUI's
     dtype of unquantised weights, `compute_dtype` that of computation, "" for its own choice. `patches_fingerprint`
     identifies the stack of weight patches (LoRA and the like) on it, "" for none; the patches come with the job.
     `compilation` is None for a network that runs as it is.

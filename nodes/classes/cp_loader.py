@@ -16,8 +16,7 @@ from ...parallel_runtime.loading.mapped import Mapped, load_mapped
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.model_files import SAFETENSORS
 from ..describe.refused_event import announce_refusals
-from ..describe.remote_model import RemoteModelPatcher, without_weights
-from ..remote.remote_network import RemoteEvaluation
+from ..remote.remote_model import RemoteModelPatcher, without_weights
 from ..server.settings import request_from
 from .cp_config import CATEGORY, CPConfig
 
@@ -68,7 +67,7 @@ def load_without_weights(name: str, request: ParallelRequest) -> RemoteModelPatc
             text = " ".join(str(error).split())
             raise Refused("file.unloadable", path=path, reason=text) from None
     patcher.cached_patcher_init = init
-    return without_weights(patcher, RemoteEvaluation(request))
+    return without_weights(patcher, request)
 
 
 def check_file(path: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -11,25 +13,33 @@ from typing import Any
 import comfy.sample
 import comfy.sampler_helpers
 from comfy_api.latest import io
+from nodes import KSampler  # type: ignore[attr-defined]  # ComfyUI's module, not our package
 
-from ...parallel_runtime.errors import Refused, say, say_if, to_json
+from ...parallel_runtime.errors import Refused, Sentence, say, say_if, to_json
 from ...parallel_runtime.explain.plan_report import Report, Row, Subject, report
 from ...parallel_runtime.explain.plan_words import unused
 from ...parallel_runtime.explain.remedy import changes, in_words, instead
-from ...parallel_runtime.group.history import Pace, RunSetup
+from ...parallel_runtime.group.history import Cost, Pace, RunSetup
 from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.group.runtime import runtime
-from ...parallel_runtime.request import ParallelRequest
+from ...parallel_runtime.planning.request_checks import LEAST_STEPS
+from ...parallel_runtime.planning.run_plan import RunPlan
+from ...parallel_runtime.request import EngineOptions, ParallelRequest
 from ..describe.comfy_objects import Unsendable
-from ..describe.control_nets import controls_of, weight_bytes
-from ..describe.input_checks import check_conds, check_latent
+from ..describe.control_nets import Conds, controls_of, weight_bytes
+from ..describe.input_checks import check_conds, check_latent, text_tokens
+from ..describe.model import DescribedModel, describe_model
 from ..describe.refused_event import announce_refusals
-from ..describe.sampling_job import Source, describe_conds, describe_model
+from ..describe.sampling_job import describe_conds
 from ..describe.vae_source import explain_decode
 from ..remote.lease import dry_run, run_kind
-from ..remote.measure import cost_of, measure
+from ..remote.sampling_run import model_on_workers
 from ..server.settings import request_from
 from .cp_config import CATEGORY, CPConfig
+
+log = logging.getLogger(__name__)
+
+MEASURED_STEPS = 4  # more than one, because the first takes longer
 
 
 class CPPlan(io.ComfyNode):
@@ -91,7 +101,7 @@ class CPPlan(io.ComfyNode):
         measure: bool = False,
     ) -> io.NodeOutput:
         request = request_from(cp_config)
-        made, recommended = explain(model, latent_image, positive, request, cfg, vae, take_times=measure)
+        made, recommended = _explain(model, latent_image, positive, request, cfg, vae, take_times=measure)
         parts = [{**asdict(part), "lane": to_json(part.lane)} for part in made.parts]
         report_json = {
             **made.table,
@@ -104,40 +114,42 @@ class CPPlan(io.ComfyNode):
         return io.NodeOutput(made.text, recommended, ui={"text": (made.text,), "cp_plan": [report_json]})
 
 
-def explain(
+def _explain(
     model: Any,
     latent: dict[str, Any],
     positive: list,
     request: ParallelRequest,
     cfg: float,
-    vae: Any = None,
+    vae: Any,
     *,
-    take_times: bool = False,
+    take_times: bool,
 ) -> tuple[Report, ParallelRequest]:
     """Returns the report and a config with the plan's degrees: the requested one, or an automatic one where that cannot
     work. `take_times`: samples a few steps first, on the plan's workers and on fewer."""
+    conds = {"positive": comfy.sampler_helpers.convert_cond(positive)}
     try:
-        source = describe_model(model, request).guided_by({"positive": comfy.sampler_helpers.convert_cond(positive)})
+        described = describe_model(model, request).guided_by(conds)
     except Refused as refused:
         return Report(rows=(_trouble_row("trouble.model", refused),)), request
     guided = not math.isclose(cfg, 1.0)
-    subject = subject_of(model, source, latent, positive, request, guided=guided)
+    cached = request.options.step_cache > 0
+    subject = _subject(model, described, latent, conds, prompts=len(positive) + guided, cached=cached)
     troubles: list[Row] = []
     work = subject.work
-    inputs = partial(source.inputs, work=work, guided=guided, batch_coupled=source.batch_coupled)
+    inputs = partial(described.inputs, work=work, guided=guided, batch_coupled=described.batch_coupled)
     requested = request
     try:
-        source.check_patches(request, subject.latent, subject.text)
+        described.check_patches(request, subject.latent, subject.text)
         checked_plan(inputs(request))
-        seen = dry_run(source.spec, inputs(request))
+        seen = dry_run(described.spec, inputs(request))
     except Refused as refused:
         request = instead(inputs, request, refused.fix)
-        seen = dry_run(source.spec, inputs(request))
+        seen = dry_run(described.spec, inputs(request))
         troubles.append(_trouble_row("trouble.config", refused))
         troubles.append(Row("", say("instead", setting=in_words(changes(requested, request)))))
     if take_times and not troubles:
-        measure(model, latent, positive, request, seen.plan, cfg)
-        seen = dry_run(source.spec, inputs(request))
+        _measure(model, latent, positive, request, seen.plan, cfg)
+        seen = dry_run(described.spec, inputs(request))
     plan, group, profile = seen.plan, seen.group, seen.inputs.profile_of(seen.plan)
     degrees, readings = plan.degrees, group.readings if group is not None else ()
     recommended = request
@@ -149,7 +161,7 @@ def explain(
     decode = explain_decode(vae, subject.latent, plan.placement, profile) if vae is not None else ""
     if seen.refused is not None:
         troubles.append(_trouble_row("trouble.weights", seen.refused))
-    kind = run_kind(source.spec, work)
+    kind = run_kind(described.spec, work)
     paces = runtime.history.paces(kind)
     setup = RunSetup.of(degrees, plan.placement)
     pace = next((one for one in paces if one.setup == setup), None)
@@ -158,7 +170,7 @@ def explain(
         free=[reading.free_bytes + reading.rank_bytes for reading in readings], decode=decode, pace=pace,
         benchmarks=readings[0].benchmarks if readings else (), troubles=troubles, compared=seen.compared,
     )  # fmt: skip
-    cost = None if troubles else cost_of(plan, kind)
+    cost = None if troubles else _measuring_cost(plan, kind)
     return replace(made, fix=changes(requested, request), times=paces, cost=cost, setup=setup), recommended
 
 
@@ -175,8 +187,8 @@ def _trouble_row(key: str, refused: Refused) -> Row:
     return Row("", say(key, reason=refused.sentence), "trouble")
 
 
-def subject_of(
-    model: Any, source: Source, latent: dict[str, Any], positive: list, request: ParallelRequest, *, guided: bool
+def _subject(
+    model: Any, described: DescribedModel, latent: dict[str, Any], conds: Conds, *, prompts: int, cached: bool
 ) -> Subject:
     samples = comfy.sample.fix_empty_latent_channels(
         model, latent["samples"], latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
@@ -184,44 +196,94 @@ def subject_of(
     first = samples.unbind()[0] if samples.is_nested else samples
     if not samples.is_nested:
         check_latent(model, samples)
-    check_conds(source.architecture, source.network, {"positive": comfy.sampler_helpers.convert_cond(positive)})
-    text = max((cond[0].shape[1] for cond in positive if cond[0] is not None), default=0)
-    stats, shape = source.stats, tuple(first.shape)
-    computed = source.spec.compute_dtype or str(model.model.get_dtype_inference()).removeprefix("torch.")
-    title = say(
-        "model.cut" if stats.divisible else "model.whole",
-        name=stats.name,
-        files=", ".join(os.path.basename(file.path) for file in source.spec.files),
-        layers=stats.layers,
-        heads=stats.heads,
-        weights=f"{stats.weights / 1e9:.2f}",
-        size=f"{stats.weight_bytes / 2**30:.2f}",
-        dtype=computed,
-    )
-    source, controls, loop = _with_controls(model, source, positive)
-    work = source.work(shape, text, prompts=len(positive) + guided, cached=request.options.step_cache > 0)
+    check_conds(described.architecture, described.network, conds)
+    title = _title(model, described)
+    described, controls, loop = _with_controls(model, described, conds)
+    shape, text = tuple(first.shape), text_tokens(conds)
     return Subject(
         model=title,
         latent=shape,
         text=text,
-        tokens=source.tokens(shape, text),
-        work=work,
-        batch_coupled=source.batch_coupled,
-        images_coupled=source.images_coupled,
-        compiled=source.spec.compilation is not None,
+        tokens=described.tokens(shape, text),
+        work=described.work(shape, text, prompts=prompts, cached=cached),
+        batch_coupled=described.batch_coupled,
+        images_coupled=described.images_coupled,
+        compiled=described.spec.compilation is not None,
         controls=controls,
         loop=loop,
     )
 
 
-def _with_controls(model: Any, source: Source, positive: list) -> tuple[Source, str, str]:
+def _title(model: Any, described: DescribedModel) -> Sentence:
+    spec, stats = described.spec, described.stats
+    return say(
+        "model.cut" if stats.divisible else "model.whole",
+        name=stats.name,
+        files=", ".join(os.path.basename(file.path) for file in spec.files),
+        layers=stats.layers,
+        heads=stats.heads,
+        weights=f"{stats.weights / 1e9:.2f}",
+        size=f"{stats.weight_bytes / 2**30:.2f}",
+        dtype=spec.compute_dtype or str(model.model.get_dtype_inference()).removeprefix("torch."),
+    )
+
+
+def _with_controls(model: Any, described: DescribedModel, conds: Conds) -> tuple[DescribedModel, str, str]:
     """Returns the MODEL with a prompt's ControlNets, a sentence on them, and a sentence on why the loop stays in
     ComfyUI's process ("" where it does not)."""
-    conds = {"positive": comfy.sampler_helpers.convert_cond(positive)}
     controls = controls_of(conds)
     try:
         describe_conds(conds, model.model_options, None)
     except Unsendable as reason:
-        return source, "", say("loop.comfyui", reason=reason.sentence)
+        return described, "", say("loop.comfyui", reason=reason.sentence)
     size = f"{weight_bytes(controls) / 2**30:.2f}"
-    return source.with_models_of(conds), say_if(controls, "controls", count=len(controls), size=size), ""
+    return described.with_models_of(conds), say_if(controls, "controls", count=len(controls), size=size), ""
+
+
+def _measure(
+    model: Any, latent: dict[str, Any], positive: list, request: ParallelRequest, plan: RunPlan, cfg: float
+) -> None:
+    """Samples a few steps with `request`, whose plan is `plan`, and on fewer devices with degrees on auto: the history
+    keeps the seconds, as of every run. Skips a number of devices that is refused, for example for lack of memory."""
+    devices, options = plan.placement.devices, EngineOptions(cuda_graphs=request.options.cuda_graphs)
+    automatic = ParallelRequest(dtype=request.dtype, weights=request.weights, options=options)
+    runtime.history.measuring = True
+    try:
+        for count in _device_counts(len(devices)):
+            measured = request if count == len(devices) else automatic
+            measured = replace(measured, devices=",".join(devices[:count]), nnodes=1, after_sampling="keep")
+            try:
+                _sample(model, latent, positive, measured, cfg)
+            except Refused as refused:
+                log.warning("[CP] CP Plan cannot measure %d device(s): %s", count, refused)
+    finally:
+        runtime.history.measuring = False
+
+
+def _device_counts(devices: int) -> Sequence[int]:
+    """Returns powers of two, and all devices last, so that the next run finds its workers."""
+    doubled = [1 << power for power in range(devices.bit_length()) if 1 << power < devices]
+    return [*doubled, devices]
+
+
+def _sample(model: Any, latent: dict[str, Any], positive: list, request: ParallelRequest, cfg: float) -> None:
+    patched, warmup = request.options.token_patches > 1, request.options.warmup_steps
+    KSampler().sample(
+        model_on_workers(model, request),
+        seed=0,
+        steps=max(LEAST_STEPS, warmup + MEASURED_STEPS) if patched else MEASURED_STEPS,
+        cfg=cfg,
+        sampler_name="euler",
+        scheduler="simple",
+        positive=positive,
+        negative=positive,
+        latent_image=latent,
+        denoise=1.0,
+    )
+
+
+def _measuring_cost(plan: RunPlan, kind: Hashable) -> Cost:
+    devices = plan.placement.devices
+    workers = _device_counts(len(devices))
+    seconds = runtime.history.cost(kind, workers, MEASURED_STEPS)
+    return Cost(steps=MEASURED_STEPS, workers=workers, cpu=devices[0] == "cpu", seconds=seconds)

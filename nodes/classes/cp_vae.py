@@ -11,12 +11,12 @@ import torch
 from comfy_api.latest import io
 from torch.overrides import TorchFunctionMode
 
+from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.shared_output import SharedOutput
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.refused_event import announce_refusals
-from ..describe.remote_model import CPU, WeightlessPatcher
 from ..describe.vae_source import NotParallel, describe_vae
-from ..remote.comfy_memory import WorkerModel
+from ..remote.comfy_memory import CPU, WeightlessPatcher, WorkerModel
 from ..remote.remote_vae import RemoteVAE, placement_for
 from ..server.settings import request_from
 from .cp_config import CATEGORY, CPConfig
@@ -72,7 +72,7 @@ def _in_workers(name: str) -> Callable[..., torch.Tensor]:
         try:
             with SharedOutputMode(self.first_stage_model):
                 return getattr(comfy.sd.VAE, name)(self, *args, **kwargs)
-        except NotParallel as reason:
+        except (NotParallel, Refused) as reason:
             if str(reason) not in self._logged:
                 self._logged.add(str(reason))
                 _warn(reason)
@@ -133,5 +133,5 @@ class SharedOutputMode(TorchFunctionMode):
         self._remote.output = None
 
 
-def _warn(reason: NotParallel) -> None:
+def _warn(reason: Exception) -> None:
     log.warning("[CP] CP VAE decodes and encodes in ComfyUI's process: %s", reason)

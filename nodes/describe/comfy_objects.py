@@ -49,7 +49,8 @@ class Description:
 
 
 class Unsendable(Refused):
-    """Raised for a value that only ComfyUI's own process can have, most often because it is not ComfyUI's code."""
+    """Raised for a value that no description can be made of, most often because another pack's code made it: the
+    sampling loop then runs in ComfyUI's process, and the workers only evaluate the network."""
 
 
 def qualified_name(value: Any) -> str:
@@ -76,22 +77,14 @@ def reference(value: Any, what: str) -> str:
 
 
 def is_comfyui(value: Any) -> bool:
-    """Is this class or function defined in ComfyUI's own packages?"""
+    """Is this class or function, or the class of this object, defined in ComfyUI's own packages?"""
     return _module(value).split(".")[0] in PACKAGES
 
 
-def describe(value: Any, what: str) -> Any:
-    """Describes `value`: plain values and tensors stay, in lists and tuples; all else becomes {"kind": ...}.
-
-    An object that is referred to twice is one object again in the worker. Raises Unsendable, naming `what`, for
-    anything that is not ComfyUI's own.
-    """
-    return Describer().describe(value, what)
-
-
 class Describer:
-    """Describes values that a worker rebuilds in the same order; an object that is in two of them is rebuilt once.
-    ControlNets are described for a `latent` of shape [B, C, (T,) H, W]; None leaves out hints that a VAE encodes."""
+    """Describes values that a worker rebuilds in the same order: plain values, tensors, lists and tuples stay, and all
+    else becomes {"kind": ...}. An object that is in two of them is rebuilt once. ControlNets are described for a
+    `latent` of shape [B, C, (T,) H, W]; None leaves out hints that a VAE encodes."""
 
     def __init__(self, latent: tuple[int, ...] | None = None) -> None:
         self._latent = latent
@@ -99,6 +92,7 @@ class Describer:
         self._alive: list[Any] = []  # keeps the described objects alive, so that no other gets the id of one
 
     def describe(self, value: Any, what: str) -> Any:
+        """Describes `value`. Raises Unsendable, naming `what`, for anything that is not ComfyUI's own."""
         before = dict(self._numbers)
         try:
             return self._describe(value, what, ())

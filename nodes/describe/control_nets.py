@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from comfy.controlnet import ControlBase, ControlLora, ControlNet, ControlNetSD35, QwenFunControlNet, T2IAdapter
+from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from .model_files import find_file, source_file
+
+Conds = Mapping[str, list[dict[str, Any]]]  # a guider's conditions: for each name, such as positive, ComfyUI's dicts
 
 FOLDER = "controlnet"
 METHODS = ("pre_run", "get_control", "control_merge", "copy", "cleanup")
@@ -26,7 +29,7 @@ SETTINGS = (  # attributes that nodes and loaders set; all others belong to a ru
 )  # fmt: skip
 
 
-def controls_of(conds: Mapping[str, list[dict[str, Any]]]) -> list[ControlBase]:
+def controls_of(conds: Conds) -> list[ControlBase]:
     """Returns all ControlNets of these conditions, each once, with those that they are chained to."""
     return list(dict.fromkeys(control for prompt in conds.values() for cond in prompt for control in _chain(cond)))
 
@@ -38,7 +41,14 @@ def _chain(cond: Mapping[str, Any]) -> Iterator[ControlBase]:
         control = control.previous_controlnet
 
 
-def needs_full_latent(conds: Mapping[str, list[dict[str, Any]]], options: Mapping[str, Any]) -> bool:
+def gligens_of(conds: Conds) -> list[ModelPatcher]:
+    """Returns the GLIGEN models of these conditions, each once. They make as many boxes as there are images in a
+    batch."""
+    models = (cond["gligen"][1] for prompt in conds.values() for cond in prompt if cond.get("gligen"))
+    return list(dict.fromkeys(models))
+
+
+def needs_full_latent(conds: Conds, options: Mapping[str, Any]) -> bool:
     """Does a prompt for a part of the latent (an area, a context window) have a ControlNet whose hint a VAE encodes? It
     would be encoded for each part during the run."""
     parts = options.get("context_handler") is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
@@ -18,6 +18,7 @@ from ...parallel_runtime.architectures.split_plan import SplitLike
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS
 from .comfy_objects import PLAIN, Unsendable, qualified_name, reference
+from .control_nets import Conds, controls_of
 from .model_patches import wrappers_of
 
 LATENT_DIMS = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}  # by a latent's dimensions
@@ -60,12 +61,6 @@ def unsendable_partner(guider: comfy.samplers.CFGGuider) -> Unsendable:
     return Unsendable("unsendable.guider", guider=qualified_name(guider), name=name, thing=thing)
 
 
-def check_sampler(sampler: comfy.samplers.Sampler) -> None:
-    """Raises Refused for a SAMPLER that uses more of the network than its evaluation."""
-    if uses_network(sampler):
-        raise Refused("sampler.reaches", sampler=qualified_name(unwrap_sampler(sampler)))
-
-
 def uses_network(sampler: comfy.samplers.Sampler) -> bool:
     """Does the code of a SAMPLER use more of the network than its evaluation?"""
     return "diffusion_model" in names_in(getattr(unwrap_sampler(sampler), "__code__", None))
@@ -85,7 +80,13 @@ def check_latent(model: ModelPatcher, latent: Tensor) -> None:
         )
 
 
-def check_conds(architecture: Architecture | None, network: Any, conds: Mapping[str, list[dict[str, Any]]]) -> None:
+def text_tokens(conds: Conds) -> int:
+    """Returns the text tokens of the longest of these prompts."""
+    texts = [cond["cross_attn"] for prompt in conds.values() for cond in prompt if "cross_attn" in cond]
+    return max((text.shape[1] for text in texts), default=0)
+
+
+def check_conds(architecture: Architecture | None, network: Any, conds: Conds) -> None:
     """Raises Refused for a prompt that another text encoder than the network's has made, or that has no tokens."""
     if architecture is None:
         return
@@ -100,32 +101,30 @@ def check_conds(architecture: Architecture | None, network: Any, conds: Mapping[
             raise Refused("conds.empty", prompt=name, network=architecture.name)
 
 
-def check_token_patches(model: ModelPatcher, options: dict[str, Any], patches: int, *, compiled: bool) -> None:
-    """Raises Refused where something on MODEL, or in its model options, needs all tokens of an evaluation at once."""
-    inside, around = options.get("transformer_options", {}), wrappers_of(model, options, WrappersMP.DIFFUSION_MODEL)
+def check_token_patches(
+    guider: comfy.samplers.CFGGuider, architecture: Architecture | None, patches: int, *, compiled: bool
+) -> None:
+    """Raises Refused where something on the guider's MODEL, or in its model options or prompts, needs all tokens of an
+    evaluation at once; also for a prompt's mask that would be split like its tokens."""
+    options, conds = guider.model_options, guider.conds
+    inside = options.get("transformer_options", {})
     kinds = [kind for kind, functions in inside.get("patches", {}).items() if functions]
     present = {
         f"model patches ({', '.join(kinds)})": kinds,
         "replaced blocks": inside.get("patches_replace", {}).get("dit"),
-        "a wrapper around the network, such as a step cache": around,
+        "a wrapper around the network, such as a step cache": wrappers_of(
+            guider.model_patcher, options, WrappersMP.DIFFUSION_MODEL
+        ),
         "context windows": options.get("context_handler"),
         "torch.compile": compiled,
+        "ControlNets": controls_of(conds),
     }
     if named := [name for name, value in present.items() if value]:
         raise Refused("patches.model", widget="patches", patches=patches, things="; ".join(named))
-
-
-def check_masks(architecture: Architecture | None, conds: Mapping[str, list[dict[str, Any]]], patches: int) -> None:
-    """Raises Refused for a prompt with a mask that would be split like its tokens."""
-    module_plans = architecture.plan.module_plans if architecture is not None else ()
-    masks = [
-        name
-        for module_plan in module_plans
-        for name, spec in module_plan.args.items()
-        if "mask" in str(name) and isinstance(spec, SplitLike)
-    ]
-    for name, cond in ((name, cond) for name, prompt in conds.items() for cond in prompt):
-        if masks and cond.get("attention_mask") is not None:
+    args = [arg for module in architecture.plan.module_plans for arg in module.args.items()] if architecture else []
+    split_masks = any("mask" in str(name) and isinstance(spec, SplitLike) for name, spec in args)
+    for name, prompt in conds.items():
+        if split_masks and any(cond.get("attention_mask") is not None for cond in prompt):
             raise Refused("conds.mask", widget="patches", prompt=name, patches=patches)
 
 

@@ -19,6 +19,7 @@ from comfy.model_base import BaseModel
 from comfy.model_patcher import ModelPatcher
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.runtime import runtime
@@ -151,17 +152,8 @@ def _first_slices_in(path: str, shapes: Iterable[tuple[int, ...]]) -> Iterator[T
                     if tuple(part.get_shape()[1:]) in slice_shapes and 0 not in part.get_shape():
                         yield part[:1]
             return
-        for weight in _tensors_in(torch.load(path, map_location="cpu", mmap=True, weights_only=True)):
-            if weight.ndim > 1 and tuple(weight.shape[1:]) in slice_shapes:
+        for weight in tree_leaves(torch.load(path, map_location="cpu", mmap=True, weights_only=True)):
+            if isinstance(weight, Tensor) and weight.ndim > 1 and tuple(weight.shape[1:]) in slice_shapes:
                 yield weight[:1]
     except (SafetensorError, OSError, RuntimeError, UNPICKLING_ERROR):
         return
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors of a checkpoint, which may have its weights in dicts and lists in a dict."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(part)

@@ -1,18 +1,29 @@
-"""Describes what is on a MODEL for the workers: weight patches, model options, wrappers, block patches."""
+"""Describes what is on a MODEL for the workers: model options, wrappers, block patches, torch.compile.
+
+Model patches' pictures and videos are encoded before a run, because workers have no VAE to do it during one: the patch
+itself is called, with blocks that do nothing, so that its own code scales and encodes.
+"""
 
 from __future__ import annotations
 
+import copy
+import json
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import comfy.sd
+import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import get_all_wrappers
-from comfy.weight_adapter import WeightAdapterBase
 from comfy_api.torch_helpers.torch_compile import TORCH_COMPILE_KWARGS
+from torch import Tensor, nn
 
-from ...parallel_runtime.errors import Refused
-from .comfy_objects import PLAIN, Describer, Unsendable, describe, qualified_name
-from .foreign_code import check_merging
-from .pre_encoding import LatentSize, pre_encode
+from ...parallel_runtime.architectures import architecture_of
+from ...parallel_runtime.errors import Refused, quoted
+from ...parallel_runtime.request import CompileChoice
+from ...parallel_runtime.specs import Compilation
+from .comfy_objects import PLAIN, Describer, Description, Unsendable, qualified_name
 
 # ComfyUI's sampling code makes these model options anew in the worker.
 SET_BY_RUN = {"registered_hooks", "to_load_options", "multigpu_clones", "multigpu_thread_pool", TORCH_COMPILE_KWARGS}
@@ -20,14 +31,30 @@ AROUND_NETWORK = {"wrappers", "callbacks"}  # transformer_options that are aroun
 OVERRIDE = "optimized_attention_override"
 IN_BLOCKS = ("patches", "patches_replace", OVERRIDE)
 WRAPPER_KEY = "context_parallel"
+PAST_ALL_BLOCKS = 1 << 20
+ENCODING_BLOCK = {  # the block before which a patch encodes its picture or video in the latent's size
+    "comfy_extras.nodes_model_patch.DiffSynthCnetPatch": PAST_ALL_BLOCKS,
+    "comfy_extras.nodes_model_patch.ZImageControlPatch": PAST_ALL_BLOCKS,
+    "comfy_extras.nodes_model_patch.WanUni3CCnetPatch": 0,
+}
+RESULT_ATTRIBUTES = ("encoded_image", "prepared_render")  # patches keep the encoded result in these attributes
+VIDEO_ATTRIBUTE = "render_video"  # the attribute with pixels, hundreds of megabytes
+LatentSize = tuple[int, ...]
+
+
+def latent_size(network: nn.Module, latent: Sequence[int]) -> LatentSize:
+    """Returns a latent's [T,] H, W or L, padded as in the network, where patches see them."""
+    sides, plan = tuple(latent[2:]), architecture_of(network)
+    patch = plan.padded(network) if plan else 1
+    return *sides[:-2], *(-(-side // patch) * patch for side in sides[-2:])
 
 
 def describe_options(options: dict[str, Any], size: LatentSize | None, describer: Describer) -> dict[str, Any]:
     """Describes a guider's model_options for a latent of this size. Raises Unsendable for foreign code among them."""
-    described = {key: value for key, value in options.items() if key not in SET_BY_RUN}
-    inside = pre_encode(options.get("transformer_options", {}), size)
-    described["transformer_options"] = {key: value for key, value in inside.items() if key not in AROUND_NETWORK}
-    return describer.describe({key: value for key, value in described.items() if not _empty(value)}, "a model option")
+    inside = _pre_encode(options.get("transformer_options", {}), size)
+    inside = {key: value for key, value in inside.items() if key not in AROUND_NETWORK}
+    sent = {key: value for key, value in {**options, "transformer_options": inside}.items() if key not in SET_BY_RUN}
+    return describer.describe({key: value for key, value in sent.items() if not _empty(value)}, "a model option")
 
 
 def describe_functions(functions: dict[str, dict[Any, list[Any]]], what: str, describer: Describer) -> list[list[Any]]:
@@ -48,26 +75,13 @@ def wrappers_of(model: ModelPatcher, options: dict[str, Any], kind: str) -> list
     return [*get_all_wrappers(kind, options, is_model_options=True), *model.get_all_wrappers(kind)]
 
 
-def describe_weight_patches(model: ModelPatcher) -> dict[str, list[Any]]:
-    """Describes MODEL's weight patches (LoRA, merged models) by weight. Raises Refused for foreign ones."""
-    described = {}
-    try:
-        if model.patches:
-            check_merging()
-        for key, patches in model.patches.items():
-            described[key] = [describe(patch, f"the LoRA or merge on {key}") for patch in patches]
-    except Unsendable as unsendable:
-        raise Refused("model.weights", reason=unsendable.sentence) from None
-    return described
-
-
 def describe_transformer_options(options: dict[str, Any], size: LatentSize | None) -> dict[str, Any]:
     """Describes the transformer_options that a network's blocks read, for a latent of this size.
 
     Raises Refused for foreign code in the blocks. Other foreign objects are left out: only foreign code reads them.
     """
     described, describer = {}, Describer()
-    for key, value in pre_encode(options, size).items():
+    for key, value in _pre_encode(options, size).items():
         if key in AROUND_NETWORK or _empty(value):
             continue
         try:
@@ -79,41 +93,45 @@ def describe_transformer_options(options: dict[str, Any], size: LatentSize | Non
     return {"kind": "dict", "items": [[key, value] for key, value in described.items()]}
 
 
+def compilation(model: ModelPatcher, chosen: CompileChoice) -> Compilation | None:
+    """Returns how the workers compile: as ComfyUI's set_torch_compile_wrapper says on MODEL, else as chosen. Raises
+    Refused for a backend or option that is code."""
+    kwargs = model.model_options.get(TORCH_COMPILE_KWARGS)
+    if kwargs is None:
+        return Compilation() if chosen == "on" else None
+    if not isinstance(kwargs["backend"], str):
+        raise Refused("compile.backend", backend=quoted(kwargs["backend"]))
+    plain = {name: value for name, value in (kwargs["options"] or {}).items() if not callable(value)}
+    try:
+        options = json.dumps(plain, sort_keys=True)
+    except TypeError as error:
+        raise Refused("compile.option", error=str(error)) from None
+    return Compilation(
+        backend=kwargs["backend"],
+        mode=kwargs["mode"],
+        fullgraph=bool(kwargs["fullgraph"]),
+        dynamic=kwargs["dynamic"],
+        options=options,
+    )
+
+
 def check_network_patches(model: ModelPatcher) -> None:
     """Raises Refused with all patches of MODEL inside the network that the workers cannot run."""
-    if foreign := sorted(_network_changes(model)):
-        raise Refused("model.inside", things="; ".join(foreign))
-    options = model.model_options["transformer_options"]
-    describe_transformer_options({key: value for key, value in options.items() if key in IN_BLOCKS}, None)
-
-
-def check_weight_sizes(model: ModelPatcher) -> None:
-    """Raises Refused for a LoRA that changes a weight's size: ComfyUI's process would read the old size."""
-    for key, patches in model.patches.items():
-        for _, value, *_ in patches:
-            if isinstance(value, WeightAdapterBase) and value.calculate_shape(key) is not None:
-                raise Refused("model.resized", key=key)
-
-
-def _network_changes(model: ModelPatcher) -> list[str]:
-    """Returns English names of what MODEL changes on its network, besides plain attributes and block patches."""
     names = ["weight wrappers"] if model.weight_wrapper_patches else []
     names += ["forced hooks"] if model.forced_hooks else []
     names += [f"the injection {name}" for name, injections in model.injections.items() if injections]
     replaced = {name for name in model.object_patches if name.startswith("diffusion_model")}
-    return names + [f"a replaced {name}" for name in replaced - replaced_attributes(model).keys()]
+    names += [f"a replaced {name}" for name in replaced - replaced_attributes(model).keys()]
+    if names:
+        raise Refused("model.inside", things="; ".join(sorted(names)))
+    options = model.model_options["transformer_options"]
+    describe_transformer_options({key: value for key, value in options.items() if key in IN_BLOCKS}, None)
 
 
 def replaced_attributes(model: ModelPatcher) -> dict[str, Any]:
     """Returns the plain values with which MODEL replaces attributes of its network, by name."""
     patches = ((name, value) for name, value in model.object_patches.items() if name.startswith("diffusion_model."))
     return {name: value for name, value in patches if isinstance(value, PLAIN)}
-
-
-def check_attributes(model: ModelPatcher) -> None:
-    """Raises Refused for MODEL's replaced attributes: ComfyUI would set them on the network of its own process."""
-    if names := sorted(replaced_attributes(model)):
-        raise Refused("model.replaced", names=", ".join(names))
 
 
 def _with_function_names(key: str, value: Any) -> str:
@@ -126,3 +144,57 @@ def _with_function_names(key: str, value: Any) -> str:
 
 def _empty(value: Any) -> bool:
     return value is None or (isinstance(value, dict | list | tuple | set) and not value)
+
+
+def _pre_encode(options: dict[str, Any], size: LatentSize | None) -> dict[str, Any]:
+    """Returns `options` (transformer_options) with patches whose pictures are encoded for a latent of this size, and
+    that have no VAE. `size` None encodes nothing, for patches that will not run."""
+    patches = options.get("patches") or {}
+    each = {id(patch): patch for of_kind in patches.values() for patch in of_kind if _encodes(patch)}
+    encoded = {key: _without_vae(patch, size) for key, patch in each.items()}
+    kinds = {kind: [encoded.get(id(patch), patch) for patch in of_kind] for kind, of_kind in patches.items()}
+    return {**options, "patches": kinds} if encoded else options
+
+
+def _encodes(patch: Any) -> bool:
+    return qualified_name(type(patch)) in ENCODING_BLOCK and isinstance(patch.vae, comfy.sd.VAE)
+
+
+def _without_vae(patch: Any, size: LatentSize | None) -> Any:
+    if size is not None:
+        _encode(patch, size)
+    made = copy.copy(patch)
+    if hasattr(made, VIDEO_ATTRIBUTE):
+        setattr(made, VIDEO_ATTRIBUTE, getattr(made, VIDEO_ATTRIBUTE)[:1])
+    made.vae = Description({"kind": "encoded", "compression": patch.vae.spacial_compression_encode()})
+    return made
+
+
+def _encode(patch: Any, size: LatentSize) -> None:
+    """Has the patch encode its pictures for a latent of this size and keep them, as in ComfyUI's own runs."""
+    trial = copy.copy(patch)
+    trial.model_patch = SimpleNamespace(model=_NoOpModel(patch.model_patch.model))
+    nothing = torch.zeros(1, 1, 1)
+    latent = torch.empty(1, 1, *size)
+    block = ENCODING_BLOCK[qualified_name(type(patch))]
+    trial({"x": latent, "img": nothing, "txt": nothing, "vec": nothing, "block_index": block})
+    vars(patch).update({name: value for name, value in vars(trial).items() if name.startswith(RESULT_ATTRIBUTES)})
+
+
+class _NoOpModel:
+    """Replaces a patch's model, with blocks that compute nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def control_block(self, *_: Any) -> Tensor:
+        return torch.zeros(1, 1, 1)
+
+    def process_input(self, *_: Any) -> tuple[None, None]:
+        return None, None
+
+    def forward_block(self, *_: Any) -> tuple[None, Tensor]:
+        return None, torch.zeros(1, 1, 1)

@@ -96,7 +96,7 @@ def _reachable(
     for functions in (blocks.get("wrappers", {}), model.wrappers, model.callbacks):
         for kind, by_key in functions.items():
             (inside if kind in around else outside).append(by_key)
-    return [one for one in _each_reachable(inside) if _sendable(one.of)], [*_each_reachable(outside)]
+    return [one for one in _each_reachable(inside) if is_comfyui(one.of)], [*_each_reachable(outside)]
 
 
 def _each_reachable(values: list[Any]) -> Iterator[Reachable]:
@@ -116,13 +116,9 @@ def _parts(value: Any) -> list[Any]:
     """Returns the parts of a container or of ComfyUI's object; none for a foreign object, which may hold anything."""
     if isinstance(value, list | tuple | set | frozenset):
         return list(value)
-    parts = value if isinstance(value, dict) else vars(value) if hasattr(value, "__dict__") and _sendable(value) else {}
-    return list(parts.values())
-
-
-def _sendable(value: Any) -> bool:
-    """Is this function, or this object's class, ComfyUI's own? Workers have no foreign code."""
-    return is_comfyui(value if hasattr(value, "__qualname__") else type(value))
+    if not isinstance(value, dict):
+        value = vars(value) if hasattr(value, "__dict__") and is_comfyui(value) else {}
+    return list(value.values())
 
 
 def _cell_content(cell: types.CellType) -> Any:

@@ -27,10 +27,9 @@ from ...parallel_runtime.planning.run_plan import Estimate, RunPlan
 from ...parallel_runtime.planning.seconds import times_as_fast
 from ...parallel_runtime.planning.shortage import Shortage, shortage
 from ...parallel_runtime.request import AfterSampling
-from ...parallel_runtime.specs import ModelSpec, Placement, WeightPlacement
+from ...parallel_runtime.specs import ModelSpec, Placement
 from ..describe.local_devices import comfy_setup
-from .capacity import LIMIT, capacity_for, unload_comfyui_models, user_limits
-from .comfy_memory import GroupModel, sum_by_device
+from .comfy_memory import LIMIT, GroupModel, capacity_for, sum_by_device, unload_comfyui_models, user_limits
 
 log = logging.getLogger(__name__)
 
@@ -182,18 +181,22 @@ class Lease:
             for model in [model for model in self.group.models.values() if model.unload_after_run]:
                 model.unload()
 
-    def claim(self, weights: WeightPlacement, needed: Estimate, *, limited: bool = False) -> Shortage | None:
+    def claim(self, plan: RunPlan, *, limited: bool = False) -> Shortage | None:
         """Has ComfyUI free memory on every device for weights and workspace. Returns the shortage that remains after it
         has unloaded all it can. CUDA graphs go first: other models' are evicted where memory is missing, and this
         model's count as workspace. `limited`: the user's CP_MEMORY_GIB counts too."""
-        patchers, placement = self._list_model(weights, needed).patchers, self.group.placement
+        assert plan.estimate is not None
+        needed, placement = plan.estimate, self.group.placement
+        patchers = self._list_model(plan, needed).patchers
         limits, workspace = user_limits(placement.world_size) if limited else (), needed.workspace_bytes_by_rank
         comfy.model_management.soft_empty_cache()  # ComfyUI counts its cache as free, but workers cannot have it
-        if self._other_models_have_graphs() and self._find_shortage(needed, limits):
+        fingerprint = self.spec.fingerprint
+        others_have_graphs = any(one.graphs.bytes > one.recorded_bytes(fingerprint) for one in self.group.readings)
+        if others_have_graphs and self._find_shortage(needed, limits):
             for other in self.group.models.values():
                 if other is not self.loaded:
                     other.evict_graphs()
-        graph_bytes = [reading.recorded_bytes(self.spec.fingerprint) for reading in self.group.readings]
+        graph_bytes = [reading.recorded_bytes(fingerprint) for reading in self.group.readings]
         each = zip(workspace, graph_bytes or [0] * len(workspace), strict=True)
         workspace = [max(0, size - recorded) for size, recorded in each]
         for patcher, size in zip(patchers, sum_by_device(placement, workspace).values(), strict=True):
@@ -206,25 +209,20 @@ class Lease:
             lack = self._find_shortage(needed, limits)
         return lack
 
-    def _list_model(self, weights: WeightPlacement, needed: Estimate) -> GroupModel:
+    def _list_model(self, plan: RunPlan, needed: Estimate) -> GroupModel:
         """Lists the model as the last one used, and unloads the oldest ones beyond KEEP_MODELS of its kind."""
         models, key = self.group.models, self.spec.unpatched
         model = models.pop(key, None)
         if model is None or model.needed.weight_bytes_by_rank != needed.weight_bytes_by_rank:
             if model is not None:
                 model.mark_unloaded()
-            model = GroupModel(self.group, key, weights, needed)
-        model.weights, model.needed = weights, needed
+            model = GroupModel(self.group, key, plan.weights, needed)
+        model.weights, model.needed = plan.weights, needed
         same_kind = [other for other in models.values() if bool(other.spec.kind) == bool(key.kind)]  # VAE or not
         for oldest in same_kind[: -(KEEP_MODELS - 1)]:
             oldest.unload()
         models[key] = model
         return model
-
-    def _other_models_have_graphs(self) -> bool:
-        return any(
-            reading.graphs.bytes > reading.recorded_bytes(self.spec.fingerprint) for reading in self.group.readings
-        )
 
     def _find_shortage(self, needed: Estimate, limits: Sequence[int]) -> Shortage | None:
         readings, placement = self.group.measure(check_interrupt), self.group.placement
@@ -235,7 +233,7 @@ class Lease:
         """Claims memory for the plan and returns it. Where ComfyUI cannot free as much as the plan counted on, weights
         auto resolves another plan, which is returned instead. Raises Refused."""
         auto, name = inputs.request.weights == "auto", inputs.work.network.name if inputs.work else ""
-        lack = self._claim(plan, auto)
+        lack = self.claim(plan, limited=auto)
         try:
             for _ in self.group.placement.devices if auto else ():
                 if lack is None:
@@ -245,7 +243,7 @@ class Lease:
                 capacity = inputs.capacity.at_most(lack.each, ranks, workers)
                 inputs = replace(inputs, capacity=capacity, only=plan.placement)
                 plan = resolve(inputs)
-                lack = self._claim(plan, auto)
+                lack = self.claim(plan, limited=auto)
             if lack is not None:
                 raise Refused("memory.taken", widget="weights", network=name, lack=lack.sentence)
         except Refused:
@@ -254,10 +252,6 @@ class Lease:
             raise
         self._record_start(inputs, plan)
         return plan
-
-    def _claim(self, plan: RunPlan, auto: bool) -> Shortage | None:
-        assert plan.estimate is not None
-        return self.claim(plan.weights, plan.estimate, limited=auto)
 
     def _record_start(self, inputs: PlanInputs, plan: RunPlan) -> None:
         """Records in the history, the share balance and the log that a run of this plan begins."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...parallel_runtime.architectures.autoencoders import COMPARED
-from ...parallel_runtime.errors import Refused, WorkerFailed
+from ...parallel_runtime.errors import WorkerFailed
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.shared_output import SharedOutput
 from ...parallel_runtime.group.worker_group import Result
@@ -26,7 +24,7 @@ from ...parallel_runtime.planning.device_names import parse_devices
 from ...parallel_runtime.planning.run_plan import Estimate, RunPlan
 from ...parallel_runtime.planning.work_shares import requested_shares, shares_within
 from ...parallel_runtime.request import ParallelRequest
-from ...parallel_runtime.specs import ModelSpec, Parallelism, Placement, VAEMethod, WeightPlacement
+from ...parallel_runtime.specs import ModelSpec, Parallelism, Placement, VAEMethod
 from ..describe.local_devices import gpu_kind, last_used, plan_without_model, visible_gpus
 from ..describe.vae_source import NotParallel
 from .lease import Lease, lease_workers
@@ -70,13 +68,11 @@ class RemoteVAE:
             raise NotParallel(f"it is given {', '.join(options)}")
         shape = self.decode_output_shape(tuple(x.shape)) if output_buffer is None else tuple(output_buffer.shape)
         dtype = x.dtype if output_buffer is None else output_buffer.dtype
-        if self.output is not None and output_buffer is not None:
-            offset = self.output.offset_of(output_buffer)
-            if offset is not None:
-                self._convert("decode", x, 1, self.output, offset, shape)
-                return output_buffer
+        if self.output is not None and output_buffer is not None and self.output.offset_of(output_buffer) is not None:
+            self._convert("decode", x, 1, self.output, output_buffer)
+            return output_buffer
         with _new_output(shape, dtype) as output:
-            self._convert("decode", x, 1, output, 0, shape)
+            self._convert("decode", x, 1, output, output.tensor)
         return output.tensor.to(x.device) if output_buffer is None else output_buffer.copy_(output.tensor)
 
     def encode(self, x: Tensor, device: torch.device | None = None) -> Tensor:
@@ -84,7 +80,7 @@ class RemoteVAE:
         latent = _sizes(tuple(x.shape[2:]), self._vae.downscale_ratio, lambda n, by: n // by)
         shape = (x.shape[0], self._vae.latent_channels, *latent)
         with _new_output(shape, x.dtype) as output:
-            self._convert("encode", x, unit, output, 0, shape)
+            self._convert("encode", x, unit, output, output.tensor)
         return output.tensor.to(device or x.device)
 
     def decode_tiled(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -100,27 +96,27 @@ class RemoteVAE:
         if model is not None and self._request is not None:
             model.end_run(self._request.after_sampling)
 
-    def _convert(
-        self, method: VAEMethod, x: Tensor, unit: int, output: SharedOutput, offset: int, shape: tuple[int, ...]
-    ) -> None:
-        """Decodes or encodes `x` into `output` from element `offset` on. `unit`: pixels in a row of the latent."""
+    def _convert(self, method: VAEMethod, x: Tensor, unit: int, output: SharedOutput, part: Tensor) -> None:
+        """Decodes or encodes `x` into this part of `output`. `unit`: pixels in a row of the latent."""
         self._check(method, x, unit)
         placement = placement_for(self._request)
-        with _refusals_as_not_parallel(), lease_workers(self._spec, placement) as lease:
-            shares = self._claim(lease, method, tuple(x.shape))
+        with lease_workers(self._spec, placement) as lease:
+            plan, shares = self._plan(lease, method, tuple(x.shape))
+            # Memory that is still missing refuses nothing: ComfyUI's estimate is high, and its VAE goes on with tiles.
+            lease.claim(plan)
             job = VAEJob(
                 method=method,
                 x=x,
                 unit=unit,
-                shape=list(shape),
-                dtype=str(output.tensor.dtype).removeprefix("torch."),
-                offset=offset,
+                shape=list(part.shape),
+                dtype=str(part.dtype).removeprefix("torch."),
+                offset=output.offset_of(part) or 0,
                 random_states=random_states(self._vae.device),
                 chunk_bytes=self._chunk_bytes(),
                 weights=None if self._spec.loader else dict(self._vae.get_sd()),
                 shares=shares,
             )
-            result = self._run(lease, job, output)
+            result = _run(lease, plan, job, output)
         set_random_states(result.value["random_states"], self._vae.device)
         log.info(
             "[CP] VAE %sd on %d worker(s) in %.2f s, loaded in %.2f s",
@@ -135,28 +131,9 @@ class RemoteVAE:
         if not (x.shape[-2] // unit and x.shape[-1] // unit):
             raise NotParallel(f"{x.shape[-1]} x {x.shape[-2]} pixels make no row of a latent")
 
-    def _run(self, lease: Lease, job: VAEJob, output: SharedOutput) -> Result:
-        bar: comfy.utils.ProgressBar | None = None
-
-        def on_step(frames: int, x0: Any, x: Any, total: int) -> None:
-            nonlocal bar
-            bar = bar or comfy.utils.ProgressBar(total)
-            bar.update_absolute(frames, total)
-
-        placement = lease.group.placement
-        by_rows = RunPlan(degrees=Parallelism(ring_degree=placement.world_size), placement=placement)
-        try:
-            return lease.run(by_rows, job, output=output.fd, on_step=on_step)
-        except WorkerFailed as failed:
-            if failed.cause.kind == "out_of_memory":  # ComfyUI goes on with tiles
-                log.warning("[CP] VAE: %s", failed)
-                raise torch.OutOfMemoryError(str(failed)) from failed
-            raise
-
-    def _claim(self, lease: Lease, method: VAEMethod, shape: tuple[int, ...]) -> list[int]:
-        """Has ComfyUI free memory for the weights and each worker's share of the activations. Refuses nothing where
-        memory is still missing: ComfyUI's estimate is high, and its VAE goes on with tiles. Returns the shares of the
-        rows: the requested ones, else fewer for a device with too little memory for as many as the others."""
+    def _plan(self, lease: Lease, method: VAEMethod, shape: tuple[int, ...]) -> tuple[RunPlan, list[int]]:
+        """Returns a plan with the bytes of the weights and of each worker's activations, and the shares of the rows:
+        the requested ones, else fewer for a device with too little memory for as many as the others."""
         vae, placement = self._vae, lease.group.placement
         estimate = vae.memory_used_decode if method == "decode" else vae.memory_used_encode
         full_bytes, weight_bytes = int(estimate(shape, vae.vae_dtype)), int(vae.model_size())
@@ -169,8 +146,8 @@ class RemoteVAE:
             activation_bytes_by_rank=(*activations, *other_machines),
             buffer_bytes_by_rank=(0,) * placement.world_size,
         )
-        lease.claim(WeightPlacement(), needed)
-        return shares
+        degrees = Parallelism(ring_degree=placement.world_size)
+        return RunPlan(degrees=degrees, placement=placement, estimate=needed), shares
 
     def _shares_by_memory(self, lease: Lease, full_bytes: int, weight_bytes: int) -> list[int]:
         """Returns shares of the rows by each worker's memory; none where it suffices for equal shares."""
@@ -192,12 +169,21 @@ class RemoteVAE:
         return int(getattr(import_module(module), name)(self._vae.device))
 
 
-@contextmanager
-def _refusals_as_not_parallel() -> Iterator[None]:
+def _run(lease: Lease, plan: RunPlan, job: VAEJob, output: SharedOutput) -> Result:
+    bar: comfy.utils.ProgressBar | None = None
+
+    def on_step(frames: int, x0: Any, x: Any, total: int) -> None:
+        nonlocal bar
+        bar = bar or comfy.utils.ProgressBar(total)
+        bar.update_absolute(frames, total)
+
     try:
-        yield
-    except Refused as refused:
-        raise NotParallel(refused.sentence) from None
+        return lease.run(plan, job, output=output.fd, on_step=on_step)
+    except WorkerFailed as failed:
+        if failed.cause.kind == "out_of_memory":  # ComfyUI goes on with tiles
+            log.warning("[CP] VAE: %s", failed)
+            raise torch.OutOfMemoryError(str(failed)) from failed
+        raise
 
 
 def placement_for(request: ParallelRequest | None) -> Placement:

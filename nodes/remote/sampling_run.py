@@ -19,33 +19,31 @@ import comfy.samplers
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
+from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
 from torch import Tensor
 
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.machine_check import checked_plan
-from ...parallel_runtime.group.worker_group import Result
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.request import ParallelRequest
-from ...parallel_runtime.specs import Placement
 from ..describe.comfy_objects import Unsendable, qualified_name, reference
-from ..describe.control_nets import controls_of
 from ..describe.input_checks import (
     FULL_RUN_OPTIONS,
     check_conds,
     check_guider,
-    check_masks,
-    check_sampler,
     check_token_patches,
     partner_of,
+    text_tokens,
     unsendable_partner,
+    unwrap_sampler,
+    uses_network,
 )
+from ..describe.model import DescribedModel, describe_model
 from ..describe.model_patches import WRAPPER_KEY
-from ..describe.remote_model import without_weights
-from ..describe.sampling_job import Source, describe_job, describe_model
-from ..describe.torch_compile import remove_compile
+from ..describe.sampling_job import OuterSample, describe_job
 from .lease import lease_with_plan
-from .remote_network import RemoteEvaluation
+from .remote_model import without_weights
 
 log = logging.getLogger(__name__)
 
@@ -53,43 +51,44 @@ PREVIEWS = {  # OUTER_SAMPLE wrappers of ComfyUI's that only show each step, wit
     "comfy_extras.nodes_triposplat.TripoSplatSamplingPreview.execute.<locals>.outer_sample_wrapper"
 }
 
-Callback = Callable[[int, Any, Any, int], None]
-
 
 def model_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatcher:
     """A clone of `model` whose sampling runs in the worker group. Raises Refused for what workers cannot honour."""
     return _on_workers(model, _describe_checked(model, request), request)
 
 
-def _on_workers(model: ModelPatcher, source: Source, request: ParallelRequest) -> ModelPatcher:
+def _on_workers(model: ModelPatcher, described: DescribedModel, request: ParallelRequest) -> ModelPatcher:
     remote = model.clone()
-    remove_compile(remote)
+    remote.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY)
     wrappers = remote.wrappers.pop(WrappersMP.OUTER_SAMPLE, {})
     previews = {key: group for key, group in wrappers.items() if all(qualified_name(one) in PREVIEWS for one in group)}
     inner = {key: group for key, group in wrappers.items() if key not in previews}  # run in the workers
-    ours = {WRAPPER_KEY: [RemoteSampling(source, request)]}
+    ours = {WRAPPER_KEY: [RemoteSampling(described, request)]}
     remote.wrappers[WrappersMP.OUTER_SAMPLE] = {**previews, **ours, **inner}
     return remote
 
 
 def guider_on_workers(guider: Any, request: ParallelRequest) -> Any:
     """A copy of `guider` whose sampling runs in the worker group. Raises Refused for what workers cannot honour."""
-    names = [name for name, value in vars(guider).items() if isinstance(value, ModelPatcher)]
-    models = {name: _as_guided(guider, name) for name in names}
+    models = {name: _as_guided(guider, name) for name in _models_of(guider)}
     if not models:
         raise Refused("guider.empty", guider=type(guider).__name__)
     remote = copy.copy(guider)
-    sources = {name: _describe_checked(model, request) for name, model in models.items()}
+    described = {name: _describe_checked(model, request) for name, model in models.items()}
     try:
         check_guider(guider)
-        source = _with_partner(guider, sources, request)
+        whole = _with_partner(guider, described, request)
     except Unsendable as reason:
         for name, model in models.items():
             setattr(remote, name, _with_remote_network(model, request, reason))
         return remote
-    remote.model_patcher = _on_workers(models["model_patcher"], source, request)
+    remote.model_patcher = _on_workers(models["model_patcher"], whole, request)
     remote.model_options = remote.model_patcher.model_options
     return remote
+
+
+def _models_of(guider: Any) -> dict[str, ModelPatcher]:
+    return {name: value for name, value in vars(guider).items() if isinstance(value, ModelPatcher)}
 
 
 def _as_guided(guider: Any, name: str) -> ModelPatcher:
@@ -103,27 +102,25 @@ def _as_guided(guider: Any, name: str) -> ModelPatcher:
     return made
 
 
-def _with_partner(guider: Any, sources: dict[str, Source], request: ParallelRequest) -> Source:
+def _with_partner(guider: Any, models: dict[str, DescribedModel], request: ParallelRequest) -> DescribedModel:
     """Returns the guider's MODEL with the one of its negative prompt, if it has one. Raises Unsendable where workers
     cannot have both at once: through stages of a pipeline, with a step cache, or where they are not split alike."""
-    source, partner = sources["model_patcher"], partner_of(guider)
+    described, partner = models["model_patcher"], partner_of(guider)
     if partner is None:
-        return source
+        return described
     if request.pipeline_degree > 1 or request.options.step_cache:
         raise unsendable_partner(guider)
     try:
-        (other,) = (sources[name] for name, value in vars(guider).items() if value is partner)
-        return source.with_partner(other)
+        (other,) = (models[name] for name, value in vars(guider).items() if value is partner)
+        return described.with_partner(other)
     except ValueError:
         raise unsendable_partner(guider) from None
 
 
-def _describe_checked(model: ModelPatcher, request: ParallelRequest) -> Source:
-    source = describe_model(model, request)
-    checked_plan(source.inputs(request))
-    if (patches := request.options.token_patches) > 1:
-        check_token_patches(model, model.model_options, patches, compiled=source.spec.compilation is not None)
-    return source
+def _describe_checked(model: ModelPatcher, request: ParallelRequest) -> DescribedModel:
+    described = describe_model(model, request)
+    checked_plan(described.inputs(request))
+    return described
 
 
 def _with_remote_network(model: ModelPatcher, request: ParallelRequest, reason: Unsendable) -> ModelPatcher:
@@ -134,55 +131,36 @@ def _with_remote_network(model: ModelPatcher, request: ParallelRequest, reason: 
         "[CP] the sampler runs in ComfyUI's process, and every model call goes to the workers and back, because %s",
         reason,
     )
-    return without_weights(model, RemoteEvaluation(request))
+    return without_weights(model, request)
 
 
 @dataclass(frozen=True)
 class RemoteSampling:
     """ComfyUI's OUTER_SAMPLE wrapper, which sends the run to the workers instead of calling the sampler."""
 
-    source: Source
+    described: DescribedModel
     request: ParallelRequest
 
-    def __call__(
-        self,
-        executor: Any,
-        noise: Tensor,
-        latent_image: Tensor,
-        sampler: comfy.samplers.Sampler,
-        sigmas: Tensor,
-        denoise_mask: Tensor | None = None,
-        callback: Callback | None = None,
-        disable_pbar: bool = False,
-        seed: int | None = None,
-        latent_shapes: list | None = None,
-    ) -> Tensor:
-        """Returns samples [B, C, (T,) H, W], as `CFGGuider.outer_sample` does."""
-        guider = executor.class_obj
-        source = self.source.sampled_by(sampler).guided_by(guider.conds)
-        check_conds(self.source.architecture, self.source.network, guider.conds)
-        shape = tuple(latent_shapes[0]) if latent_shapes else tuple(noise.shape)
+    def __call__(self, executor: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Returns samples [B, C, (T,) H, W], as `CFGGuider.outer_sample` does, for the same arguments."""
+        guider, call = executor.class_obj, OuterSample(*args, **kwargs)
+        described = self.described.sampled_by(call.sampler).guided_by(guider.conds)
+        check_conds(self.described.architecture, self.described.network, guider.conds)
         if self.request.options.token_patches > 1:
-            self._check_patches(guider, source, shape, len(sigmas) - 1)
+            self._check_patches(guider, described, call)
         try:
-            job = describe_job(guider, source, noise, latent_image, sampler, sigmas, denoise_mask, seed, latent_shapes)
+            job = describe_job(guider, described, call)
         except Unsendable as reason:
-            check_sampler(sampler)
-            more = {} if latent_shapes is None else {"latent_shapes": latent_shapes}
-            run = partial(
-                executor, noise, latent_image, sampler, sigmas, denoise_mask, callback, disable_pbar, seed, **more
-            )
-            return self._sample_in_comfyui(guider, run, reason)
-        return self._sample_in_workers(guider, source, job, shape, callback)
+            if uses_network(call.sampler):
+                raise Refused("sampler.reaches", sampler=qualified_name(unwrap_sampler(call.sampler))) from None
+            return self._sample_in_comfyui(guider, partial(executor, *args, **kwargs), reason)
+        return self._sample_in_workers(guider, described, job, call)
 
-    def _check_patches(
-        self, guider: comfy.samplers.CFGGuider, source: Source, shape: tuple[int, ...], steps: int
-    ) -> None:
-        request, compiled = self.request, source.spec.compilation is not None
+    def _check_patches(self, guider: comfy.samplers.CFGGuider, described: DescribedModel, call: OuterSample) -> None:
+        request, compiled = self.request, described.spec.compilation is not None
         patches = request.options.token_patches
-        check_token_patches(guider.model_patcher, guider.model_options, patches, compiled=compiled)
-        check_masks(source.architecture, guider.conds, patches)
-        source.check_patches(request, shape, _text_tokens(guider), steps)
+        check_token_patches(guider, described.architecture, patches, compiled=compiled)
+        described.check_patches(request, call.first_shape, text_tokens(guider.conds), len(call.sigmas) - 1)
         log.info(
             "[CP] approximate: not the picture of one GPU. After %d exact step(s) %d patches follow each other through "
             "the stages with keys and values that are one step old",
@@ -193,7 +171,7 @@ class RemoteSampling:
     def _sample_in_comfyui(
         self, guider: comfy.samplers.CFGGuider, run: Callable[[], Tensor], reason: Unsendable
     ) -> Tensor:
-        models = {name: value for name, value in vars(guider).items() if isinstance(value, ModelPatcher)}
+        models = _models_of(guider)
         vars(guider).update({name: _with_remote_network(model, self.request, reason) for name, model in models.items()})
         try:
             return run()
@@ -203,45 +181,40 @@ class RemoteSampling:
     def _sample_in_workers(
         self,
         guider: comfy.samplers.CFGGuider,
-        source: Source,
+        described: DescribedModel,
         job: SamplingJob,
-        shape: tuple[int, ...],
-        callback: Callback | None,
+        call: OuterSample,
     ) -> Tensor:
-        guided = is_guided(guider)
-        controls, patches = controls_of(guider.conds), self.request.options.token_patches
-        if controls and patches > 1:
-            raise Refused("patches.model", widget="patches", patches=patches, things="ControlNets")
-        source = source.with_models_of(guider.conds)
+        guided = _is_guided(guider)
+        described = described.with_models_of(guider.conds)
         prompts = sum(map(len, list(guider.conds.values())[: None if guided else 1]))
-        work = source.work(shape, _text_tokens(guider), prompts=prompts, cached=self.request.options.step_cache > 0)
+        work = described.work(
+            call.first_shape, text_tokens(guider.conds), prompts=prompts, cached=self.request.options.step_cache > 0
+        )
         device = guider.model_patcher.load_device
-        steps = StepCallback(callback, device)
-        inputs = source.inputs(self.request, work, guided=guided, batch_coupled=job.batch_coupled)
-        with lease_with_plan(source.spec, inputs, self.request.after_sampling) as (lease, plan):
+        steps = StepCallback(call.callback, device)
+        inputs = described.inputs(self.request, work, guided=guided, batch_coupled=job.batch_coupled)
+        with lease_with_plan(described.spec, inputs, self.request.after_sampling) as (lease, plan):
             result = lease.run(plan, replace(job, entries_per_call=plan.entries_per_call), on_step=steps.on_step)
         set_random_states(result.value["random_states"], device)
         steps.finish(result.value["last"])
-        self._log(source, result, plan.placement)
-        return result.value["samples"]
-
-    def _log(self, source: Source, result: Result, placement: Placement) -> None:
-        tally = result.value["skipped"]
+        skipped = result.value["skipped"]
         log.info(
             "[CP] %s on %d worker(s): sampled in %.2f s, loaded in %.2f s%s",
-            source.stats.name,
-            placement.world_size,
+            described.stats.name,
+            plan.placement.world_size,
             result.seconds,
             result.load_seconds,
-            ", step cache skipped {} of {} evaluations".format(*tally) if tally else "",
+            ", step cache skipped {} of {} evaluations".format(*skipped) if skipped else "",
         )
+        return result.value["samples"]
 
 
 class StepCallback:
     """Passes the workers' steps on to ComfyUI's callback. Steps may be dropped where this process is slow, except the
     last one."""
 
-    def __init__(self, callback: Callback | None, device: torch.device) -> None:
+    def __init__(self, callback: Callable[[int, Any, Any, int], None] | None, device: torch.device) -> None:
         self._callback = callback
         self._device = device
         self._last: tuple[int, Tensor] | None = None
@@ -258,12 +231,7 @@ class StepCallback:
             self.on_step(*last)
 
 
-def _text_tokens(guider: comfy.samplers.CFGGuider) -> int:
-    texts = [cond["cross_attn"] for conds in guider.conds.values() for cond in conds if "cross_attn" in cond]
-    return max((text.shape[1] for text in texts), default=0)
-
-
-def is_guided(guider: comfy.samplers.CFGGuider) -> bool:
+def _is_guided(guider: comfy.samplers.CFGGuider) -> bool:
     """Does a step evaluate several prompts at once? ComfyUI leaves the negative one out at cfg 1, and evaluates two
     MODELs in turn."""
     if len(guider.conds) < 2 or reference(type(guider), "the GUIDER") in TWO_MODEL_GUIDERS:

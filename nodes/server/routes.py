@@ -43,7 +43,7 @@ def add_routes() -> None:
 
 async def get_status(_: web.Request) -> web.Response:
     """Returns the status of the group and of each rank, and the limits that apply."""
-    return web.json_response(await _in_thread(full_status_json))
+    return web.json_response(await asyncio.to_thread(full_status_json))
 
 
 async def get_logs(request: web.Request) -> web.Response:
@@ -77,7 +77,7 @@ async def stop(_: web.Request) -> web.Response:
 async def free(_: web.Request) -> web.Response:
     """Has the workers unload their models; the next run loads again."""
     before = sum(_weight_bytes())
-    freed = await _in_thread(_unload_models)
+    freed = await asyncio.to_thread(_unload_models)
     if freed is None:
         return _error("no workers are idle")
     return web.json_response({"freed": freed, "bytes": before - sum(_weight_bytes())})
@@ -85,7 +85,7 @@ async def free(_: web.Request) -> web.Response:
 
 async def restart(_: web.Request) -> web.Response:
     """Ends the workers, also during a run, which fails, and starts others in the background."""
-    if not await _in_thread(lambda: runtime.restart(say("ended.restarted"), comfy_setup())):
+    if not await asyncio.to_thread(runtime.restart, say("ended.restarted"), comfy_setup()):
         return _error("there are no workers to restart")
     log.info("[CP] the workers are %s", say("ended.restarted"))
     return web.json_response({"restarted": True})
@@ -99,7 +99,7 @@ async def check(request: web.Request) -> web.Response:
         refused = error if isinstance(error, Refused) else Refused("config.unreadable", reason=str(error))
         fix = [asdict(change) for change in changes_to(refused.fix)]
         return web.json_response({"error": str(refused), **refusal_json(refused), "fix": fix}, status=400)
-    return web.json_response(await _in_thread(partial(_plan_json, config)))
+    return web.json_response(await asyncio.to_thread(_plan_json, config))
 
 
 def _plan_json(config: ParallelRequest) -> dict[str, Any]:
@@ -130,8 +130,3 @@ def _weight_bytes() -> list[int]:
 
 def _error(reason: str, code: int = 409) -> web.Response:
     return web.json_response({"error": reason}, status=code)
-
-
-async def _in_thread(work: Any) -> Any:
-    """Runs `work` in a thread, so that other requests are served meanwhile."""
-    return await asyncio.get_running_loop().run_in_executor(None, work)

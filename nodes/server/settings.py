@@ -91,9 +91,9 @@ def _apply(version: tuple[int, int] | None) -> Settings:
     settings = Settings.of(_read())
     runtime.stall.choose(settings.StallSeconds)
     runtime.idle.choose(settings.IdleSeconds)
-    for package in PACKAGES:
-        level = "NOTSET" if settings.LogLevel == Settings.LogLevel else settings.LogLevel  # as ComfyUI's own
-        logging.getLogger(package).setLevel(level if level in (*LEVELS, "NOTSET") else "NOTSET")
+    level = settings.LogLevel
+    for package in PACKAGES:  # by default as ComfyUI's own
+        logging.getLogger(package).setLevel(level if level in LEVELS and level != Settings.LogLevel else "NOTSET")
     return settings
 
 

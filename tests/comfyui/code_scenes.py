@@ -22,7 +22,7 @@ from comfy_extras.nodes_hypernetwork import load_hypernetwork_patch  # isort: sk
 from comfy_extras.nodes_tomesd import TomePatchModel  # isort: skip
 
 code, evaluation, workers = (
-    node_module(name) for name in ("describe.comfy_objects", "remote.remote_network", "describe.local_devices")
+    node_module(name) for name in ("describe.comfy_objects", "remote.remote_model", "describe.local_devices")
 )
 specs, errors = pack_module("parallel_runtime.specs"), pack_module("parallel_runtime.errors")
 architecture_of = pack_module("parallel_runtime.architectures").architecture_of
@@ -33,7 +33,7 @@ worker_code = pack_module("parallel_runtime.worker.comfy_loop.rebuild")
 def made_again(rank: int, world: int, **changed: str) -> str:
     """A function of ComfyUI's that another one makes, after the words for it were `changed`; or the refusal."""
     function = comfy.samplers.ksampler("dpm_fast").sampler_function
-    described = code.describe(function, "the sampler") | changed
+    described = code.Describer().describe(function, "the sampler") | changed
     try:
         made = worker_code.rebuild(described)
     except errors.Refused as refused:
@@ -65,7 +65,7 @@ def what_clip_vision_saw(rank: int, world: int) -> list[Any]:
     picture = {"image_size": 28, "patch_size": 14, "num_channels": 3, "projection_dim": 8}
     config = {"model_type": "clip_vision_model", "hidden_act": "gelu", "layer_norm_eps": 1e-5, **layers, **picture}
     seen = comfy.clip_vision.ClipVisionModel(config).encode_image(torch.zeros(2, 30, 40, 3))
-    return worker_code.rebuild(code.describe(seen, "the CONDITIONING")).image_sizes
+    return worker_code.rebuild(code.Describer().describe(seen, "the CONDITIONING")).image_sizes
 
 
 def made_inside_of_a_function(rank: int, world: int) -> str:
@@ -84,7 +84,7 @@ def hypernetwork_of_no_file(rank: int, world: int) -> str:
 
 def _refusal_of(value: Any, what: str) -> str:
     try:
-        code.describe(value, what)
+        code.Describer().describe(value, what)
     except errors.Refused as refused:
         return str(refused)
     return ""
@@ -113,18 +113,18 @@ def couples_frames(rank: int, world: int, name: str) -> list[bool]:
     """Whether the images of a UNet's batch may not be shared out, and whether neither images nor prompts may."""
     network = tiny.make(name)
     known = architecture_of(network)
-    return [known.images_coupled(network), node_module("describe.sampling_job").network_couples_batch(network, {})]
+    return [known.images_coupled(network), node_module("describe.model").network_couples_batch(network, {})]
 
 
 def guided_by(rank: int, world: int, guides: list[dict[str, Any]] | None) -> tuple[bool, str]:
     """Whether a network is split in a run with these guides of LTX-2, and the name that a refusal says."""
-    describe = node_module("describe.sampling_job")
+    describe = node_module("describe.model")
     stats = network_stats.NetworkStats(
         name="LTX-2", heads=4, layers=2, width=64, weights=1, weight_bytes=4, item_bytes=4
     )
     made = {"spec": None, "weight_patches": {}, "architecture": None, "batch_coupled": False, "no_lse": False}
-    source = describe.Source(network=torch.nn.Identity(), stats=stats, **made)
-    stats = source.guided_by({"positive": [{}], "negative": [{"guide_attention_entries": guides}]}).stats
+    described = describe.DescribedModel(network=torch.nn.Identity(), stats=stats, **made)
+    stats = described.guided_by({"positive": [{}], "negative": [{"guide_attention_entries": guides}]}).stats
     return stats.divisible, stats.name
 
 

@@ -18,8 +18,8 @@ from .pack import node_module, pack_module
 
 import comfy.model_management  # isort: skip  # the pack's module has made ComfyUI importable
 
-lease, routes, capacity, evaluation = (
-    node_module(name) for name in ("remote.lease", "server.routes", "remote.capacity", "remote.remote_network")
+lease, routes, memory, evaluation = (
+    node_module(name) for name in ("remote.lease", "server.routes", "remote.comfy_memory", "remote.remote_model")
 )
 runtime = pack_module("parallel_runtime.group.runtime").runtime
 run_plan = pack_module("parallel_runtime.planning.run_plan")
@@ -126,7 +126,7 @@ def main_memory(rank: int, world: int, times: int) -> list[int]:
     os.environ |= faulty("0 main_memory dwindle")
     try:
         with runtime.borrowed(ONE, None) as group:
-            return [group.measure() and capacity.capacity_for(ONE, group, MODELS[0]).host_bytes for _ in range(times)]
+            return [group.measure() and memory.capacity_for(ONE, group, MODELS[0]).host_bytes for _ in range(times)]
     finally:
         del os.environ["CP_TEST_FAULT"]
         runtime.close()
@@ -145,12 +145,12 @@ def recordings_go_first(rank: int, world: int, folder: str) -> dict[str, Any]:
             unloaded = loaded.model_unload(1000)
             after = _reported(group)
             needed = CLAIMED + after["low"]["resident"] + after["low"]["recorded"] // 2
-            os.environ[capacity.LIMIT] = str(needed / 2**30)
-            lack = lease.Lease(group, first).claim(specs.WeightPlacement(), _needed(), limited=True)
+            os.environ[memory.LIMIT] = str(needed / 2**30)
+            lack = lease.Lease(group, first).claim(_plan(), limited=True)
             last = _reported(group)
         return {"before": before, "unloaded": unloaded, "after": after, "lack": lack and str(lack), "last": last}
     finally:
-        for name in ("CP_TEST_FAULT", capacity.LIMIT):
+        for name in ("CP_TEST_FAULT", memory.LIMIT):
             os.environ.pop(name, None)
         runtime.close()
 
@@ -158,7 +158,7 @@ def recordings_go_first(rank: int, world: int, folder: str) -> dict[str, Any]:
 def _recorded(group: Any, folder: Path, name: str) -> Any:
     """A model in the workers that has sampled, and been recorded."""
     spec = _model(folder, name)
-    lease.Lease(group, spec).claim(specs.WeightPlacement(), _needed())
+    lease.Lease(group, spec).claim(_plan())
     group.run(spec, specs.Parallelism(), jobs.DemoJob(**vars(flux_job())))
     return spec
 
@@ -170,8 +170,10 @@ def _model(folder: Path, name: str) -> Any:
     return specs.ModelSpec(loader=specs.DEMO, files=(file,))
 
 
-def _needed() -> Any:
-    return run_plan.Estimate(weight_bytes_by_rank=(CLAIMED,), activation_bytes_by_rank=(0,), buffer_bytes_by_rank=(0,))
+def _plan() -> Any:
+    none = {"activation_bytes_by_rank": (0,), "buffer_bytes_by_rank": (0,)}
+    needed = run_plan.Estimate(weight_bytes_by_rank=(CLAIMED,), **none)
+    return run_plan.RunPlan(degrees=specs.Parallelism(), placement=ONE, estimate=needed)
 
 
 def _reported(group: Any) -> dict[str, dict[str, int]]:
@@ -183,7 +185,7 @@ def _holding_models() -> Any:
     comfy.model_management.unload_all_models()
     with runtime.borrowed(ONE, None) as group:
         for model in MODELS:
-            lease.Lease(group, model).claim(specs.WeightPlacement(), _needed())
+            lease.Lease(group, model).claim(_plan())
     assert _listed() == ["WorkerModel"] * len(MODELS)
     return group
 

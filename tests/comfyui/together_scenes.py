@@ -18,8 +18,9 @@ import comfy.utils  # isort: skip
 import torch  # isort: skip
 
 describe, remote_model, state = (
-    node_module(f"describe.{name}") for name in ("sampling_job", "remote_model", "shared_state")
+    node_module(name) for name in ("describe.model", "remote.remote_model", "describe.shared_state")
 )
+sampling_job, model_patches = node_module("describe.sampling_job"), node_module("describe.model_patches")
 sampling = pack_module("parallel_runtime.worker.comfy_loop.sampling")
 evaluation = pack_module("parallel_runtime.worker.comfy_loop.evaluation")
 weights = pack_module("parallel_runtime.worker.comfy_loop.patcher")
@@ -94,14 +95,15 @@ def why_not_sent(rank: int, world: int, what: str) -> str:
     guider = comfy.samplers.CFGGuider(model)
     guider.model_options = {**model.model_options, "registered_hooks": hooks}
     guider.conds = {"positive": [_cond(0)]}
-    source = describe.Source(
+    described = describe.DescribedModel(
         spec=None, weight_patches={}, network=model.model.diffusion_model, architecture=None, stats=None,
         batch_coupled=False, no_lse=False,
     )  # fmt: skip
     sampler, zeros = comfy.samplers.sampler_object("euler"), torch.zeros(LATENT)
     try:
-        describe.check_network_patches(model)
-        describe.describe_job(guider, source, zeros, zeros, sampler, torch.linspace(1, 0, 3), None, 1, None)
+        model_patches.check_network_patches(model)
+        call = sampling_job.OuterSample(zeros, zeros, sampler, torch.linspace(1, 0, 3), seed=1)
+        sampling_job.describe_job(guider, described, call)
     except pack_module("parallel_runtime.errors").Refused as why:
         return str(why)
     return ""
@@ -130,16 +132,15 @@ def rows_sampled(rank: int, world: int, patches: str, of_guider: bool) -> dict[s
         host.model_options = guider.model_options
     guider.set_cfg(2.0)
     guider.conds = {name: [_cond(index)] for index, name in enumerate(("positive", "negative"))}
-    source = describe.Source(
+    described = describe.DescribedModel(
         spec=model.spec, weight_patches={}, network=model.network, architecture=None, stats=None, no_lse=False,
         batch_coupled=describe.is_batch_coupled(host, host.model_options),
     )  # fmt: skip
-    job = describe.describe_job(
-        guider, source, torch.randn(LATENT), torch.zeros(LATENT), comfy.samplers.sampler_object("euler"),
-        torch.linspace(1, 0, 3), None, 1, None,
-    )  # fmt: skip
+    sampler, sigmas = comfy.samplers.sampler_object("euler"), torch.linspace(1, 0, 3)
+    call = sampling_job.OuterSample(torch.randn(LATENT), torch.zeros(LATENT), sampler, sigmas, seed=1)
+    job = sampling_job.describe_job(guider, described, call)
     sampling.run(model, job, sampling.Progress(Unheard(), 1))
-    return {"planned": source.batch_coupled, "sent": job.batch_coupled, "rows": seen}
+    return {"planned": described.batch_coupled, "sent": job.batch_coupled, "rows": seen}
 
 
 def rows_evaluated(rank: int, world: int, patches: str) -> dict[str, Any]:
@@ -150,7 +151,7 @@ def rows_evaluated(rank: int, world: int, patches: str) -> dict[str, Any]:
     options = dict(PATCHES[patches])
     job = jobs.EvaluationJob(
         call_arguments=given,
-        options=node_module("describe.model_patches").describe_transformer_options(options, None),
+        options=model_patches.describe_transformer_options(options, None),
         prompt=1,
         conds={"context": torch.randn(4, 7, 96), "y": torch.randn(4, 64), "guidance": torch.ones(4)},
         weight_patches={},

@@ -54,5 +54,5 @@ def load(
 
 
 def _out_of_json(value: dict[str, Any]) -> Any:
-    """Decodes the dtypes that nodes/describe/origin.py encodes."""
+    """Decodes the dtypes that nodes/describe/model.py encodes."""
     return getattr(torch, value["torch.dtype"]) if value.keys() == {"torch.dtype"} else value

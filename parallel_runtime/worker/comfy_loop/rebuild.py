@@ -141,7 +141,7 @@ def _is_code(constant: object, name: str) -> bool:
 
 
 class Encoded:
-    """Replaces the VAE of a model patch or ControlNet, whose pictures nodes/describe/pre_encoding.py and
+    """Replaces the VAE of a model patch or ControlNet, whose pictures nodes/describe/model_patches.py and
     control_nets.py have encoded."""
 
     def __init__(self, described: dict[str, Any]) -> None:

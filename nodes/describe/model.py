@@ -1,0 +1,366 @@
+"""What workers are sent of a MODEL (the loader's call, its files, its weight patches), and what planning knows of it.
+
+A LoRA's strength changes `patches_fingerprint`, and with it what is sent again (group/payload_cache.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import comfy.model_management
+import comfy.samplers
+import torch
+from comfy.controlnet import ControlLora
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from ...parallel_runtime.accelerators import CUDA
+from ...parallel_runtime.architectures import Architecture, architecture_of
+from ...parallel_runtime.architectures.block_patches import see_all_tokens
+from ...parallel_runtime.architectures.network_modules import blocks_of, self_chosen_kernels
+from ...parallel_runtime.architectures.partition import Load
+from ...parallel_runtime.architectures.row_plan import RowArchitecture
+from ...parallel_runtime.architectures.stage_units import units_of, why_not_in_patches
+from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.group.runtime import runtime
+from ...parallel_runtime.jobs import PARTNER
+from ...parallel_runtime.loading import gguf
+from ...parallel_runtime.planning.network_stats import NetworkStats, Work
+from ...parallel_runtime.planning.plan_inputs import PlanInputs
+from ...parallel_runtime.planning.request_checks import check_run_in_patches, check_stages, check_step_cache
+from ...parallel_runtime.request import ParallelRequest
+from ...parallel_runtime.specs import ModelSpec, SourceFile
+from .comfy_objects import Describer, Unsendable, qualified_name, reference
+from .control_nets import Conds, controls_of, count_residuals, gligens_of, weight_bytes
+from .foreign_code import check_layers, check_merging, check_model, check_network
+from .input_checks import unwrap_sampler, uses_network
+from .local_devices import plan_inputs
+from .model_files import SAFETENSORS, first_slices, stat_file
+from .model_patches import OVERRIDE, check_network_patches, compilation, wrappers_of
+from .shared_state import keeps_state
+
+GUIDES = "guide_attention_entries"  # of a condition
+COMPARED_WEIGHTS = 16
+PREFIXES = ("model.diffusion_model.", "")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DescribedModel:
+    """A MODEL as the workers and planning know it: what workers load, its weight patches, and its network in numbers.
+    `spec` and `weight_patches` are sent."""
+
+    spec: ModelSpec
+    weight_patches: dict[str, list[Any]]
+    network: nn.Module
+    architecture: Architecture | None
+    stats: NetworkStats
+    batch_coupled: bool  # something on MODEL sees all prompts and images at once, so no workers may share them out
+    no_lse: bool  # something on MODEL replaces the attention, without a log-sum-exp
+    recorded: bool = False  # its evaluations may be recorded as CUDA graphs
+    images_coupled: bool = False  # the images of a prompt are computed together: workers may share out prompts alone
+
+    def undivided(self, by: str) -> DescribedModel:
+        """Returns this MODEL with its network undivided, because `by`, inside its blocks, needs all tokens."""
+        return replace(self, architecture=None, stats=self.stats.undivided(f"{type(self.network).__name__} with {by}"))
+
+    def sampled_by(self, sampler: comfy.samplers.Sampler) -> DescribedModel:
+        """Returns this MODEL under a SAMPLER. One that uses the network itself makes it undivided and batch-coupled."""
+        if not uses_network(sampler):
+            return self
+        return replace(self.undivided(unwrap_sampler(sampler).__name__), batch_coupled=True)
+
+    def guided_by(self, conds: Conds) -> DescribedModel:
+        """Returns this MODEL under these conditions. LTX-2's guides whose strength is not 1 give each query a mask of
+        its own, by its place in the whole sequence: the network stays undivided."""
+        guides = [guide for prompt in conds.values() for cond in prompt for guide in cond.get(GUIDES) or ()]
+        masked = any(guide["strength"] != 1 or guide.get("pixel_mask") is not None for guide in guides)
+        return self.undivided("guides whose strength is not 1") if masked else self
+
+    def with_models_of(self, conds: Conds) -> DescribedModel:
+        """Returns this MODEL in a run with the ControlNets and GLIGEN models of these conditions, which are replicated
+        on every worker."""
+        controls, gligens = controls_of(conds), gligens_of(conds)
+        if not controls and not gligens:
+            return self
+        sizes = (comfy.model_management.module_size(gligen.model) for gligen in gligens)
+        more: dict[str, Any] = {
+            "weight_bytes": self.stats.weight_bytes + weight_bytes(controls) + sum(sizes),
+            "residuals": count_residuals(controls, self.stats.layers),
+        }
+        if any(isinstance(control, ControlLora) for control in controls):  # its network is made of the MODEL's weights
+            more |= {"blocks": (), "name": f"{self.stats.name} with a Control-LoRA"}
+        coupled = self.images_coupled or bool(gligens)
+        return replace(self, stats=replace(self.stats, **more), images_coupled=coupled)
+
+    def with_partner(self, other: DescribedModel) -> DescribedModel:
+        """Returns this MODEL with the one that a guider evaluates the negative prompt with. Workers have both, and keep
+        the blocks of both in the same places. Raises ValueError for networks that are not split alike."""
+        own, others = self.stats, other.stats
+        if self.architecture is not other.architecture or (own.heads, own.width) != (others.heads, others.width):
+            raise ValueError("networks that are not split alike")
+        patches = {f"{PARTNER}{key}": value for key, value in other.weight_patches.items()}
+        fingerprints = (self.spec.patches_fingerprint, other.spec.patches_fingerprint)
+        spec = replace(
+            self.spec,
+            partner=replace(other.spec, patches_fingerprint=""),
+            patches_fingerprint=" and ".join(fingerprints) if any(fingerprints) else "",
+        )
+        stats = replace(
+            own,
+            weight_bytes=own.weight_bytes + others.weight_bytes,
+            blocks=tuple(map(sum, zip_longest(own.blocks, others.blocks, fillvalue=0))),
+            loads=(),
+        )
+        return replace(
+            self,
+            spec=spec,
+            weight_patches={**self.weight_patches, **patches},
+            stats=stats,
+            batch_coupled=self.batch_coupled or other.batch_coupled,
+            images_coupled=self.images_coupled or other.images_coupled,
+            no_lse=self.no_lse or other.no_lse,
+            recorded=False,
+        )
+
+    def inputs(
+        self, request: ParallelRequest, work: Work | None = None, *, guided: bool = False, batch_coupled: bool = False
+    ) -> PlanInputs:
+        """Returns PlanInputs on this machine. Raises Refused for a step cache or stages that the network lacks."""
+        check_step_cache(request, self.stats)
+        check_stages(request, self.stats)
+        return plan_inputs(
+            request,
+            work=work,
+            heads=self.stats.heads,
+            guided=guided,
+            batch_coupled=batch_coupled,
+            images_coupled=self.images_coupled,
+            no_lse=self.no_lse,
+            undivided="" if self.stats.divisible else self.stats.name,
+            by_rows=self.stats.name if self.stats.row_levels else "",
+        )
+
+    def check_patches(
+        self, request: ParallelRequest, latent_shape: tuple[int, ...], text: int, steps: int | None = None
+    ) -> None:
+        """Raises Refused for a latent or a run that cannot be sampled in patches."""
+        if self.architecture is not None:
+            main = self.tokens(latent_shape, text).get(self.architecture.plan.main_stream, 0)
+            check_run_in_patches(request, main, steps)
+
+    def tokens(self, latent_shape: tuple[int, ...], text: int) -> dict[str, int]:
+        """Returns the tokens of each stream, for a latent [B, C, (T,) H, W] and a prompt of `text` tokens."""
+        return self.architecture.tokens(self.network, latent_shape, text) if self.architecture else {}
+
+    def work(self, latent_shape: tuple[int, ...], text: int, *, prompts: int = 1, cached: bool = False) -> Work:
+        tokens = sum(self.tokens(latent_shape, text).values())
+        recorded = self.recorded and not cached
+        work = self.stats.work(latent_shape[0], tokens, prompts=prompts, cached=cached, recorded=recorded)
+        if not isinstance(self.architecture, RowArchitecture):
+            return work
+        return replace(work, row_ranks=self.architecture.row_ranks(self.network, latent_shape))
+
+
+def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedModel:
+    """Describes a MODEL. Raises Refused where no worker can have its network."""
+    dtype = request.dtype
+    check_network_patches(model)
+    cast = model.object_patches.get("manual_cast_dtype")
+    requested_dtype = dtype if dtype != "auto" else "" if cast is None else str(cast).removeprefix("torch.")
+    spec = model_spec(model)
+    network = native_network(model)
+    check_model(model)
+    check_network(network)
+    if spec.loader != gguf.LOADER:  # which has that pack's layers, in the workers too
+        check_layers(network)
+    architecture = architecture_of(network)
+    options = model.model_options["transformer_options"]
+    by_rows, replaced = isinstance(architecture, RowArchitecture), OVERRIDE in options
+    undivided_by = [] if by_rows else see_all_tokens(options.get("patches", {}))
+    if not replaced and request.options.attention_backend == "auto":
+        undivided_by += [f"{function} in {module}" for function, module in self_chosen_kernels(network).items()]
+    compiled = compilation(model, request.compile)
+    if by_rows and compiled is not None:
+        undivided_by.append("torch.compile")
+    comfyui_dtype = cast or model.model.get_dtype_inference()
+    batch_coupled = is_batch_coupled(model, model.model_options)
+    images_coupled = architecture is not None and architecture.images_coupled(network)
+    patch_models = dict.fromkeys(patch.model for patch in model.model_patches_models())
+    weight_bytes = sum(map(comfy.model_management.module_size, [network, *patch_models]))
+    item_bytes = (comfyui_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize
+    graphs = request.options.cuda_graphs != "off" and comfy.model_management.get_torch_device().type == CUDA.kind
+    described = DescribedModel(
+        spec=replace(
+            spec,
+            compute_dtype=requested_dtype,
+            patches_fingerprint=str(model.patches_uuid) if model.patches else "",
+            compilation=compiled,
+        ),
+        weight_patches=describe_weight_patches(model),
+        network=network,
+        architecture=architecture,
+        no_lse=replaced,
+        batch_coupled=batch_coupled,
+        recorded=graphs and not (batch_coupled or images_coupled or replaced),
+        images_coupled=images_coupled,
+        stats=_network_stats(network, architecture, weight_bytes, item_bytes),
+    )
+    return described.undivided(", ".join(undivided_by)) if undivided_by else described
+
+
+def model_spec(model: ModelPatcher) -> ModelSpec:
+    """Returns the call with which a worker loads this MODEL's network, without patches. Raises Refused where that is
+    unknown."""
+    init = getattr(model, "cached_patcher_init", None)
+    if init is None:
+        if type(model).__name__ == gguf.PATCHER:
+            raise Refused("model.gguf")
+        raise Refused("model.nameless", kind=qualified_name(type(model)))
+    loader, arguments, *index = init
+    files = _files(model, arguments)
+    name, arguments = _loader_call(loader, arguments, model.model.get_dtype())
+    return ModelSpec(
+        loader=name,
+        arguments=json.dumps(arguments, sort_keys=True, default=partial(_to_json, loader)),
+        index=index[0] if index else None,
+        files=files,
+        weight_dtype=str(model.model.get_dtype()).removeprefix("torch."),
+    )
+
+
+def _loader_call(
+    loader: Callable[..., Any], arguments: tuple[Any, ...], dtype: torch.dtype
+) -> tuple[str, tuple[Any, ...]]:
+    if loader is gguf.load:
+        return gguf.LOADER, arguments[1:]  # workers use another class of patcher
+    try:
+        name = reference(loader, "the loader")
+    except Refused as refused:
+        raise Refused("loader.foreign", reason=refused.sentence) from None
+    return name, _with_dtype(loader, arguments, dtype)
+
+
+def _with_dtype(loader: Callable[..., Any], arguments: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    """Adds the dtype that ComfyUI chose by its own free memory to the arguments: workers must not choose another."""
+    bound = inspect.signature(loader).bind(*arguments)
+    if "model_options" in inspect.signature(loader).parameters:
+        bound.arguments["model_options"] = {**bound.arguments.get("model_options", {}), "dtype": dtype}
+    bound.apply_defaults()
+    return bound.args
+
+
+def _to_json(loader: Callable[..., Any], value: Any) -> dict[str, str]:
+    """Returns a dtype as JSON, which worker/comfy_loop/loading.py reads. Raises Refused for any other object."""
+    if isinstance(value, torch.dtype):
+        return {"torch.dtype": str(value).removeprefix("torch.")}
+    raise Refused("loader.argument", loader=qualified_name(loader), thing=qualified_name(type(value)))
+
+
+def _files(model: ModelPatcher, arguments: tuple[Any, ...]) -> tuple[SourceFile, ...]:
+    """Returns the files among the arguments. Raises Refused where one has changed since MODEL was first seen."""
+    named = [value for value in arguments if isinstance(value, str)]
+    paths = [name for name in named if os.path.isabs(name) and os.path.splitext(name)[1]]
+    for path in paths:
+        if not os.path.exists(path):
+            raise Refused("model.gone", path=path)
+    files = tuple(stat_file(path) for path in paths if os.path.isfile(path))
+    if model.model not in runtime.first_seen and all(_still_has_weights(file.path, model) for file in files):
+        runtime.first_seen[model.model] = files
+    if runtime.first_seen.get(model.model) != files:
+        raise Refused("model.changed", path=files[0].path)
+    return files
+
+
+def _still_has_weights(path: str, model: ModelPatcher) -> bool:
+    """Do most of COMPARED_WEIGHTS weights, from all over the model, have the file's first slices?
+
+    Weights with a LoRA in them, and those that the loader renames or reshapes, are not compared.
+    """
+    if not path.endswith(SAFETENSORS):
+        return True
+    slots = dict(model.model.diffusion_model.named_parameters())
+    patched = {key.removeprefix("diffusion_model.") for key in (*model.patches, *model.backup)}
+    with safe_open(path, framework="pt", device="cpu") as file:
+        names = set(file.keys())
+        prefix = next(prefix for prefix in PREFIXES if not prefix or any(name.startswith(prefix) for name in names))
+        known = [name for name in slots if prefix + name in names and name not in patched and slots[name].ndim > 1]
+        compared = known[:: max(1, len(known) // COMPARED_WEIGHTS)]
+        slices = first_slices(file, ((prefix + name, slots[name]) for name in compared))
+    differing = sum(not torch.equal(part.to(weight.dtype), weight) for part, weight in slices)
+    return 2 * differing <= len(slices)
+
+
+def describe_weight_patches(model: ModelPatcher) -> dict[str, list[Any]]:
+    """Describes MODEL's weight patches (LoRA, merged models) by weight. Raises Refused for foreign ones."""
+    described = {}
+    try:
+        if model.patches:
+            check_merging()
+        for key, patches in model.patches.items():
+            described[key] = [Describer().describe(patch, f"the LoRA or merge on {key}") for patch in patches]
+    except Unsendable as unsendable:
+        raise Refused("model.weights", reason=unsendable.sentence) from None
+    return described
+
+
+def _network_stats(
+    network: nn.Module, architecture: Architecture | None, weight_bytes: int, item_bytes: int
+) -> NetworkStats:
+    stats = NetworkStats(
+        name=type(network).__name__, divisible=False, step_cacheable=False, heads=1, layers=0, width=0,
+        weights=sum(parameter.numel() for parameter in network.parameters()),
+        weight_bytes=weight_bytes, item_bytes=item_bytes,
+    )  # fmt: skip
+    if architecture is None:
+        return stats
+    plan, size = architecture.plan, comfy.model_management.module_size
+    return replace(
+        stats,
+        name=architecture.name,
+        divisible=True,
+        step_cacheable=bool(plan.trunk),
+        heads=architecture.heads(network),
+        layers=architecture.layers(network),
+        width=architecture.width(network),
+        blocks=tuple(map(size, blocks_of(network, plan))),
+        loads=tuple(Load(sum(size(ref.block) for ref in unit), len(unit)) for unit in units_of(network, plan)),
+        why_not_in_patches=why_not_in_patches(plan),
+        row_levels=architecture.row_levels(network) if isinstance(architecture, RowArchitecture) else (),
+    )
+
+
+def is_batch_coupled(model: ModelPatcher, options: dict[str, Any]) -> bool:
+    """Must every worker evaluate all prompts and images with these model options? A wrapper around the network
+    (EasyCache) may decide for all by one of them, and SelfAttentionGuidance keeps one prompt's attention."""
+    around = bool(wrappers_of(model, options, WrappersMP.DIFFUSION_MODEL)) or keeps_state(model, options)
+    return around or network_couples_batch(native_network(model), options.get("transformer_options", {}))
+
+
+def native_network(model: ModelPatcher) -> nn.Module:
+    """Returns MODEL's network; of one without weights (remote/remote_model.py) the network that the workers have."""
+    network = model.model.diffusion_model
+    return vars(network).get("network", network)
+
+
+def network_couples_batch(network: nn.Module, options: dict[str, Any]) -> bool:
+    """Does `network`, or a patch inside it (NAG), compute with all prompts and images of its batch?"""
+    known = architecture_of(network)
+    return any(options.get("patches", {}).values()) or (known is not None and known.batch_coupled(network))
+
+
+def couples_by_masks(network: nn.Module, *masks: Tensor | None) -> bool:
+    """Do noise masks [B, ...] that differ between images couple them in `network`? LTX takes the first image's mask for
+    all, and a maximum over the batch."""
+    calls = [vars(kind)["forward"] for kind in type(network).__mro__ if "forward" in vars(kind)]
+    if not any("denoise_mask" in inspect.signature(call).parameters for call in calls):
+        return False
+    return any(bool((mask != mask[:1]).any()) for mask in masks if mask is not None)

@@ -1,0 +1,230 @@
+"""A MODEL without weights in this process: each evaluation of its network is one request to the workers.
+
+Wrappers around the network, ControlNets, guiders and samplers run in this process, as they do on any MODEL.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import comfy.model_management
+import torch
+from comfy.model_base import BaseModel
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
+from comfy.weight_adapter import WeightAdapterBase
+from comfy_api.torch_helpers.torch_compile import COMPILE_KEY
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.jobs import EvaluationJob
+from ...parallel_runtime.planning.network_stats import Work
+from ...parallel_runtime.planning.run_plan import RunPlan
+from ...parallel_runtime.request import ParallelRequest
+from ..describe.foreign_code import check_module, check_network
+from ..describe.input_checks import FULL_RUN_OPTIONS
+from ..describe.model import DescribedModel, couples_by_masks, describe_model, native_network, network_couples_batch
+from ..describe.model_patches import describe_transformer_options, latent_size, replaced_attributes
+from ..describe.refused_event import announce_refusals
+from ..describe.shared_state import check_state
+from .comfy_memory import CPU, GroupModel, WeightlessPatcher
+from .lease import lease_with_plan
+
+INNER_FORWARD = "_forward"  # ComfyUI's networks call this method inside the wrappers around them
+EvaluateCall = Callable[[str, dict[str, Any]], Any]  # evaluates a method of a network with these arguments
+METHODS = ("preprocess_text_embeds",)  # methods of a network that code outside of it calls
+
+
+def without_weights(model: ModelPatcher, request: ParallelRequest) -> RemoteModelPatcher:
+    """Returns a clone of `model` whose network the workers evaluate. Its weights are neither copied nor moved."""
+    made: Any = model.clone()
+    made.__class__ = RemoteModelPatcher
+    made.evaluation = RemoteEvaluation(request)
+    made.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY)
+    made.model = _without_network(model.model, remote_network(native_network(model), made.evaluation))
+    made.size = 1  # comfy_memory.py counts the workers' memory
+    made.load_device, made.offload_device = comfy.model_management.get_torch_device(), CPU
+    made.parent = None
+    made.backup, made.backup_buffers, made.object_patches_backup, made.pinned = {}, {}, {}, set()
+    made.clone_base_uuid = uuid.uuid4()
+    return made
+
+
+def _without_network(model: BaseModel, network: nn.Module) -> BaseModel:
+    made = copy.copy(model)
+    made._modules = dict(model._modules)
+    made.__dict__["model_loaded_weight_memory"] = 0
+    made.current_weight_patches_uuid = None
+    made.device = CPU
+    made.current_patcher = None
+    # ComfyUI batches prompts by the free memory of its own device, which computes nothing here.
+    made.memory_required = lambda *args, **kwargs: 0
+    made.diffusion_model = network
+    return made
+
+
+class RemoteModelPatcher(WeightlessPatcher):
+    """A MODEL whose network is remote. Object patches, hooks and wrappers on it work as on any MODEL."""
+
+    evaluation: RemoteEvaluation
+
+    def clone(self, *args: Any, **kwargs: Any) -> RemoteModelPatcher:
+        made = super().clone(*args, **kwargs)
+        made.evaluation = self.evaluation
+        return made
+
+    def add_wrapper_with_key(self, wrapper_type: str, key: str, wrapper: Any) -> None:
+        """Drops the wrapper of torch.compile, which would compute here; the workers compile by the model options."""
+        if key != COMPILE_KEY:
+            super().add_wrapper_with_key(wrapper_type, key, wrapper)
+
+    def partially_load(self, device_to: torch.device, extra_memory: int = 0, force_patch_weights: bool = False) -> int:
+        self.unpatch_model(unpatch_weights=False)  # object patches of another clone
+        self.patch_model(load_weights=False)
+        return super().partially_load(device_to, extra_memory, force_patch_weights)
+
+    def model_patches_models(self) -> list[ModelPatcher]:
+        """Returns none: model patches run in the workers, with the network."""
+        return []
+
+    def pre_run(self) -> None:
+        super().pre_run()
+        with announce_refusals():
+            self.evaluation.begin(self)
+
+    def cleanup(self) -> None:
+        """ComfyUI calls this at the end of a run."""
+        super().cleanup()
+        self.evaluation.end()
+
+    def detach(self, unpatch_all: bool = True) -> torch.nn.Module:
+        if unpatch_all:
+            self.unpatch_model(unpatch_weights=False)
+        return super().detach(unpatch_all)
+
+
+def remote_network(network: nn.Module, evaluation: EvaluateCall) -> nn.Module:
+    """A copy of `network` that shares its modules and weights, and calls `evaluation` instead of computing."""
+    kind = type(network)
+    replaced = [name for name in METHODS if hasattr(kind, name)]
+    replaced.append(INNER_FORWARD if hasattr(kind, INNER_FORWARD) else "forward")
+    members = {name: _remote_method(kind, name, evaluation) for name in replaced}
+    made = copy.copy(network)
+    made.__class__ = type(kind.__name__, (kind,), members)
+    made.__dict__["network"] = network
+    return made
+
+
+def _remote_method(kind: type, name: str, evaluation: EvaluateCall) -> Any:
+    """Returns a method `name` that calls `evaluation` with arguments named as in `forward`, which workers call.
+
+    Where `name` and `forward` name an argument differently, the unmatched names correspond in their order.
+    """
+    signature = inspect.signature(getattr(kind, name))
+    more = {key for key, parameter in signature.parameters.items() if parameter.kind is parameter.VAR_KEYWORD}
+    called = "forward" if name == INNER_FORWARD else name
+    accepted = inspect.signature(getattr(kind, called)).parameters
+    unmatched = (
+        key for key, one in accepted.items() if key not in signature.parameters and one.kind != one.VAR_KEYWORD
+    )
+    names = {key: key if key in accepted else next(unmatched, key) for key in signature.parameters}
+
+    @announce_refusals()
+    def evaluate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        check_network(vars(self)["network"])  # a sampler or guider may have changed it during this run
+        check_module(self, kind.__name__)
+        arguments: dict[str, Any] = {}
+        for key, value in list(signature.bind(self, *args, **kwargs).arguments.items())[1:]:
+            arguments.update(value if key in more else {names[key]: value})
+        if "a_timestep" in arguments:  # LTX-2's `forward` takes one timestep for video and audio
+            arguments["timestep"] = [arguments["timestep"], arguments.pop("a_timestep")]
+        return evaluation(called, arguments)
+
+    return evaluate
+
+
+class RemoteEvaluation:
+    """Computes in place of a network, from ComfyUI's `pre_run` (`begin`) to its `cleanup` (`end`)."""
+
+    def __init__(self, request: ParallelRequest) -> None:
+        self._request = request
+        self._described: DescribedModel | None = None  # during a run
+        self._model: GroupModel | None = None  # the workers' model at the last evaluation
+        self._plans: dict[tuple[Work, bool], RunPlan] = {}  # this run's plans by work and batch_coupled
+
+    def begin(self, model: ModelPatcher) -> None:
+        """Describes MODEL for the evaluations that follow. Raises Refused where no worker could have its network."""
+        for name, off in FULL_RUN_OPTIONS.items():
+            if (value := self._request.values[name]) > off:
+                raise Refused("loader.runs", name=name, value=f"{value:g}", without=off)
+        if model.hook_patches or model.forced_hooks:
+            raise Refused("model.hooks")
+        for key, patches in model.patches.items():
+            for _, value, *_ in patches:  # of another size by a LoRA, of which this process would read the old one
+                if isinstance(value, WeightAdapterBase) and value.calculate_shape(key) is not None:
+                    raise Refused("model.resized", key=key)
+        if names := sorted(replaced_attributes(model)):  # ComfyUI would set them on the network of this process
+            raise Refused("model.replaced", names=", ".join(names))
+        check_state(model, model.model_options)
+        self._described = describe_model(model, self._request)
+
+    def __call__(self, method: str, arguments: dict[str, Any]) -> Any:
+        """Returns the network's result for these arguments, on the device of the first one. Raises Refused."""
+        if (described := self._described) is None:
+            raise Refused("loader.called")
+        each, conds = _split_arguments(arguments, method)
+        shape, text = _sizes(each, conds)
+        network, work, options = described.network, described.work(shape, text), arguments.get("transformer_options")
+        masks = (value for name, value in conds.items() if name.endswith("denoise_mask"))
+        batch_coupled = network_couples_batch(network, options or {}) or couples_by_masks(network, *masks)
+        batch_coupled = batch_coupled or described.images_coupled
+        if options is not None:
+            options = describe_transformer_options(options, latent_size(network, shape))
+        job = EvaluationJob(
+            call_arguments=each,
+            options=options,
+            conds=conds,
+            weight_patches=described.weight_patches,
+            batch_coupled=batch_coupled,
+            method=method,
+        )
+        inputs, sizes = described.inputs(self._request, work, batch_coupled=batch_coupled), (work, batch_coupled)
+        with lease_with_plan(described.spec, inputs, previous=self._model, plan=self._plans.get(sizes)) as (
+            lease,
+            plan,
+        ):
+            self._model, self._plans[sizes] = lease.loaded, plan
+            result = lease.run(plan, job).value["out"]
+        like = next(iter(arguments.values()))
+        device = (like[0] if isinstance(like, list) else like).device
+        return tree_map_only(torch.Tensor, lambda part: part.to(device), result)
+
+    def end(self) -> None:
+        """Applies the request's after_sampling to the model, and forgets the run."""
+        if self._model is not None:
+            self._model.evict_conditions()
+            self._model.end_run(self._request.after_sampling)
+        self._described = self._model = None
+        self._plans = {}
+
+
+def _split_arguments(arguments: dict[str, Any], method: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the arguments that change with each call (latent, timestep, ControlNet residuals), and the conditions."""
+    present = {key: value for key, value in arguments.items() if value is not None and key != "transformer_options"}
+    changing = [*present][:2] if method == "forward" else []
+    each = {key: value for key, value in present.items() if key in (*changing, "control")}
+    return each, {key: value for key, value in present.items() if key not in each}
+
+
+def _sizes(each: dict[str, Any], conds: dict[str, Any]) -> tuple[tuple[int, ...], int]:
+    """Returns the shape of the first latent, and the number of text tokens."""
+    latent = next(iter(each.values()), None)
+    latent = latent[0] if isinstance(latent, list) else latent
+    text = next((value for value in conds.values() if torch.is_tensor(value) and value.ndim == 3), None)
+    shape = (1, 1, 1, 1) if latent is None else tuple(latent.shape)
+    return shape, 0 if text is None else text.shape[1]
