@@ -5,7 +5,6 @@ Built once, then frozen.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -28,12 +27,12 @@ Parts = int | tuple[int, ...]  # the number of equal parts, or each part's share
 class GroupState:
     """What this rank measures as long as its group lives.
 
-    `kernel_seconds`: by sizes, ranks and kernel names. `advised`: kernels that the log has recommended.
-    `waited_seconds`: how long the process waited for transfers (None: not measured). `comm_timer` measures the device's
-    waits if set. `heterogeneous`: the ranks' devices differ, so they round differently and may draw other random
-    numbers."""
+    `kernel_seconds`: by sizes, ranks and kernel names; None where a rank could not measure. `advised`: kernels that the
+    log has recommended. `waited_seconds`: how long the process waited for transfers (None: not measured). `comm_timer`
+    measures the device's waits if set. `heterogeneous`: the ranks' devices differ, so they round differently and may
+    draw other random numbers."""
 
-    kernel_seconds: dict[tuple[Any, ...], dict[str, float]] = field(default_factory=dict)
+    kernel_seconds: dict[tuple[Any, ...], dict[str, float] | None] = field(default_factory=dict)
     advised: set[str] = field(default_factory=set)
     waited_seconds: float | None = None
     comm_timer: CommTimer | None = None
@@ -41,9 +40,7 @@ class GroupState:
 
     def forget_failed_benchmarks(self) -> None:
         """Removes benchmarks that ran out of memory on some rank, so that they are repeated: memory may be free now."""
-        self.kernel_seconds = {
-            entry: times for entry, times in self.kernel_seconds.items() if not any(map(math.isnan, times.values()))
-        }
+        self.kernel_seconds = {key: times for key, times in self.kernel_seconds.items() if times is not None}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -90,8 +90,8 @@ def attend_block(
     if (kernel := FUNCTIONS.get(backend)) is not None:
         result = _try(
             (backend, "block", *_call_key(query, key, value, bias)),
-            lambda: kernel.unsupported_block_reason(query, key, value, bias),
-            lambda: kernel.with_log_sum_exp(query, key, value, scale),
+            lambda: kernel.unsupported_reason(query, key, value, bias, with_lse=True),
+            lambda: kernel.block(query, key, value, scale),
         )
         if result is not None:
             return result
@@ -99,8 +99,9 @@ def attend_block(
         return _cpu(query, key, value, bias, scale)
     if query.device.type != "cuda":
         return _by_matmul(query, key, value, bias, scale)
-    if bias is None and supports_flash(query):
-        return FUNCTIONS["_native_flash"].with_log_sum_exp(query, key, value, scale)
+    flash = FUNCTIONS["_native_flash"]
+    if not flash.unsupported_reason(query, key, value, bias, with_lse=True):
+        return flash.block(query, key, value, scale)
     return _efficient(query, key, value, bias, scale)
 
 
@@ -115,11 +116,6 @@ def contiguous_by_head(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu" or tensor.shape[1] < _MIN_CONTIGUOUS_TOKENS:
         return tensor
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def supports_flash(query: Tensor) -> bool:
-    """Does PyTorch's own flash kernel take such queries, and the keys and values that go with them?"""
-    return query.shape[-1] % 8 == 0 and not FUNCTIONS["_native_flash"].unsupported_reason(query, query, query, None)
 
 
 @cache
