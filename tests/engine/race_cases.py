@@ -96,9 +96,8 @@ def kernels_taken(
         patch.object(torch.cuda, "get_device_capability", lambda _: tuple(capability or (8, 0))),
     ):
         streams = cases.together(problem, place, parallelism(*degrees)).streams
-        attention = ContextAttention(
-            place, parallelism(*degrees, **options), streams, tuple(problem.lengths), fallback=own
-        )
+        names = tuple(problem.lengths)
+        attention = ContextAttention(place, parallelism(*degrees, **options), streams, names, names, fallback=own)
         q, k, v = (cases.own(tensor, problem, place) for tensor in (problem.query, problem.key, problem.value))
         mask = cases.masked_as(problem, "4d bool", place) if masked else None
         errors = []

@@ -96,14 +96,15 @@ def choose_kernel(
     the same must agree to the bit.
     """
     what: Literal["block", "full"] = "block" if sizes.what == "block" else "full"
-    names = candidates(query, what, masked=sizes.mask is not None, recorded=recorded)
-    if isinstance(query, FakeTensor):
-        return names[0] if backend == "auto" else backend
+    fake = isinstance(query, FakeTensor)  # nothing can be measured
     if backend != "auto":
-        if backend == "native" or _available_on_all(backend, query, sizes, mesh_dim):
+        if backend in ("native", FALLBACK) or fake or _available_on_all(backend, query, sizes, mesh_dim):
             return backend
         condition = "for a ring's blocks" if what == "block" else "for full keys"
         warn_once(backend, f"not every rank has it {condition}")
+    names = candidates(query, what, masked=sizes.mask is not None, recorded=recorded)
+    if fake:
+        return names[0]
     # All names, also of kernels that this GPU lacks: other GPUs of the group may have them.
     all_names = [FALLBACK] * (what == "full") + benchmark_candidates(query.device.type, what) or ["native"]
     if batch_groups > 1:
