@@ -109,22 +109,19 @@ class Clocked:
 
     def __init__(self, *seconds: float) -> None:
         self.passing = [time for each in seconds for time in (0.0, each)]
-        self.completed = True
 
     def __call__(self) -> Any:
         return Passed(self.passing.pop(0))
 
 
 class Passed:
-    completed = True
-
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
-    def wait(self) -> None: ...
+    def synchronize(self) -> None: ...
 
-    def seconds_since(self, earlier: Passed) -> float:
-        return self.seconds - earlier.seconds
+    def elapsed_time(self, end: Passed) -> float:
+        return 1e3 * (end.seconds - self.seconds)
 
 
 @pytest.mark.parametrize("votes", [[False], [True]], ids=["alone", "another worker says so"])

@@ -298,16 +298,14 @@ class Clock:
 
 
 class Instant:
-    completed = True
-
     def __init__(self, at: float) -> None:
         self.at = at
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         pass
 
-    def seconds_since(self, earlier: Any) -> float:
-        return float(self.at - earlier.at)
+    def elapsed_time(self, end: Any) -> float:
+        return 1e3 * float(end.at - self.at)
 
 
 class Busy:
@@ -326,7 +324,7 @@ class Busy:
 
     def __call__(self) -> Any:
         moment = Instant(max(self.free_at, time.monotonic()))
-        moment.wait = lambda: self.wait(moment.at)  # type: ignore[method-assign]
+        moment.synchronize = lambda: self.wait(moment.at)  # type: ignore[method-assign]
         return moment
 
 
