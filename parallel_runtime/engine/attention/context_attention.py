@@ -256,15 +256,16 @@ class ContextAttention:
 
     def _kernel(self, query: Tensor, layout: AttentionLayout, mask: MaskKind | None) -> AttentionBackend:
         """Returns the kernel for this layout and kind of mask, chosen once a forward."""
-        return self.streams.cached((layout, "kernel", mask), lambda: self._choose_kernel(query, layout.largest, mask))
 
-    def _choose_kernel(self, query: Tensor, largest: AttentionSizes, mask: MaskKind | None) -> AttentionBackend:
-        options, mesh = self.parallelism.options, self.mesh
-        recorded = options.cuda_graphs != "off"
-        sizes = largest if mesh.ring.size > 1 else replace(largest, what="full", mask=mask)
-        return choose_kernel(
-            options.attention_backend, query, sizes, mesh.context, self.fallback, mesh.batch_groups, recorded
-        )
+        def choose() -> AttentionBackend:
+            options, mesh, largest = self.parallelism.options, self.mesh, layout.largest
+            recorded = options.cuda_graphs != "off"
+            sizes = largest if mesh.ring.size > 1 else replace(largest, what="full", mask=mask)
+            return choose_kernel(
+                options.attention_backend, query, sizes, mesh.context, self.fallback, mesh.batch_groups, recorded
+            )
+
+        return self.streams.cached((layout, "kernel", mask), choose)
 
     def _blocks_of_ranks(self, block: Block, key_counts: tuple[int, ...]) -> Iterator[tuple[Owners, Block]]:
         mesh_dim = self.mesh.ring

@@ -55,31 +55,6 @@ class AttentionSizes:
     mask: MaskKind | None = None
 
 
-def candidates(
-    query: Tensor, what: Literal["block", "full"], *, masked: bool = False, recorded: bool = True
-) -> list[AttentionBackend]:
-    """Returns the kernels of this GPU to benchmark for ring blocks or full keys, the likely fastest first; before them,
-    for full keys, FALLBACK. ["native"] for blocks without a choice. `recorded`: they may become part of a CUDA graph.
-
-    Depends on nothing of `query` in which ranks differ: those on equal GPUs benchmark the same kernels."""
-    kernels = (FUNCTIONS[name] for name in benchmark_candidates(query.device.type, what))
-    usable = [
-        kernel.spec
-        for kernel in kernels
-        if not kernel.unusable_reason(query) and not (recorded and kernel.spec.cudnn and not cudnn_supports_graphs())
-    ]
-    if what == "block":
-        likely = [spec for spec in usable if not spec.fastest_on or _is_fastest(spec.name, query.device)]
-        return [spec.name for spec in likely] or ["native"]
-    return [FALLBACK, *(spec.name for spec in usable if spec.masks or not masked)]
-
-
-def _is_fastest(name: AttentionBackend, device: torch.device) -> bool:
-    """Returns whether the table says so of a GPU such as this one."""
-    fastest_on = KERNELS[name].fastest_on
-    return bool(fastest_on) and torch.cuda.get_device_capability(device)[0] in fastest_on
-
-
 def choose_kernel(
     backend: AttentionBackend,
     query: Tensor,
@@ -115,6 +90,43 @@ def choose_kernel(
     return fastest_kernel(all_names, sizes, mesh_dim, seconds, query.device, names[0])
 
 
+def faster_kernel(query: Tensor, fallback: FullAttention, sizes: AttentionSizes, alone: MeshDim) -> str:
+    """Returns the name of a kernel that is clearly faster than `fallback` for a worker without context parallelism, or
+    ""."""
+    names = candidates(query, "full")
+    if isinstance(query, FakeTensor) or len(names) == 1:
+        return ""
+    seconds = partial(_measure, sizes, query.device, fallback, names)
+    times = slowest_rank_seconds(names, sizes, alone, seconds, query.device)
+    fastest = min(times, key=times.__getitem__, default=FALLBACK)
+    return fastest if fastest != FALLBACK and times[FALLBACK] > WORTH_TELLING * times[fastest] else ""
+
+
+def candidates(
+    query: Tensor, what: Literal["block", "full"], *, masked: bool = False, recorded: bool = True
+) -> list[AttentionBackend]:
+    """Returns the kernels of this GPU to benchmark for ring blocks or full keys, the likely fastest first; before them,
+    for full keys, FALLBACK. ["native"] for blocks without a choice. `recorded`: they may become part of a CUDA graph.
+
+    Depends on nothing of `query` in which ranks differ: those on equal GPUs benchmark the same kernels."""
+    kernels = (FUNCTIONS[name] for name in benchmark_candidates(query.device.type, what))
+    usable = [
+        kernel.spec
+        for kernel in kernels
+        if not kernel.unusable_reason(query) and not (recorded and kernel.spec.cudnn and not cudnn_supports_graphs())
+    ]
+    if what == "block":
+        likely = [spec for spec in usable if not spec.fastest_on or _is_fastest(spec.name, query.device)]
+        return [spec.name for spec in likely] or ["native"]
+    return [FALLBACK, *(spec.name for spec in usable if spec.masks or not masked)]
+
+
+def _is_fastest(name: AttentionBackend, device: torch.device) -> bool:
+    """Returns whether the table says so of a GPU such as this one."""
+    fastest_on = KERNELS[name].fastest_on
+    return bool(fastest_on) and torch.cuda.get_device_capability(device)[0] in fastest_on
+
+
 def _likely_fastest(
     all_names: Sequence[AttentionBackend],
     names: Sequence[AttentionBackend],
@@ -138,6 +150,52 @@ def _available_on_all(
     it `likely` to be the fastest."""
     seconds = partial(_measure, sizes, query.device, None, [backend] if likely else [], with_timing=False)
     return bool(slowest_rank_seconds([backend], sizes, mesh_dim, seconds, query.device))
+
+
+def fastest_kernel(
+    names: Sequence[str],
+    sizes: AttentionSizes,
+    mesh_dim: MeshDim,
+    seconds: Measure,
+    device: torch.device,
+    default: str = "",
+) -> str:
+    """Returns the name with the fewest seconds on its slowest rank. Collective over `mesh_dim` for new sizes, so all
+    ranks must pass the same `names`.
+
+    A kernel that some rank lacks is left out. Where the times cannot be used, returns `default`, or the first name.
+    """
+    times = slowest_rank_seconds(names, sizes, mesh_dim, seconds, device) if len(names) > 1 else {}
+    return min(times, key=times.__getitem__, default=default or names[0])
+
+
+def slowest_rank_seconds(
+    names: Sequence[str], sizes: AttentionSizes, mesh_dim: MeshDim, seconds: Measure, device: torch.device
+) -> dict[str, float]:
+    """Returns the seconds on the slowest rank, for kernels that all have; {} if a rank could not find out. Collective
+    as `fastest_kernel`."""
+    key, benchmarks = (sizes, mesh_dim.ranks, tuple(names)), mesh_dim.group_state.kernel_seconds
+    if key not in benchmarks:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return {}
+        measured = [measured_seconds if (measured_seconds := seconds(name)) > 0 else _UNKNOWN for name in names]
+        slowest = torch.tensor(measured, dtype=torch.float32, device=device)
+        if mesh_dim.size > 1:
+            (by_rank,) = all_gather_v(slowest[None], [1] * mesh_dim.size, mesh_dim).wait()
+            slowest = by_rank.amax(dim=0)  # NaN where any is
+        times = {name: value for name, value in zip(names, slowest.tolist(), strict=True) if value != _NOT_HERE}
+        benchmarks[key] = None if any(map(math.isnan, times.values())) else times
+        if mesh_dim.index == 0:
+            _log_benchmark(sizes, times)
+    return benchmarks[key] or {}
+
+
+def _log_benchmark(sizes: AttentionSizes, times: dict[str, float]) -> None:
+    """Logs a benchmark, as a warning: the log of a worker shows no less."""
+    if any(map(math.isnan, times.values())):
+        log.warning("[CP] the timings of kernels %s cannot be used: no kernel is preferred in this run", times)
+    elif len(times) > 1:
+        log.warning("[CP] kernels: %s", _to_result(sizes, times))
 
 
 def _measure(
@@ -191,86 +249,6 @@ def _is_accurate(out: Tensor, inputs: tuple[Tensor, Tensor, Tensor], mask: Tenso
     return bool(mean_error <= tolerance * expected.std())  # not where it is not a number
 
 
-def faster_kernel(query: Tensor, fallback: FullAttention, sizes: AttentionSizes, alone: MeshDim) -> str:
-    """Returns the name of a kernel that is clearly faster than `fallback` for a worker without context parallelism, or
-    ""."""
-    names = candidates(query, "full")
-    if isinstance(query, FakeTensor) or len(names) == 1:
-        return ""
-    seconds = partial(_measure, sizes, query.device, fallback, names)
-    times = slowest_rank_seconds(names, sizes, alone, seconds, query.device)
-    fastest = min(times, key=times.__getitem__, default=FALLBACK)
-    return fastest if fastest != FALLBACK and times[FALLBACK] > WORTH_TELLING * times[fastest] else ""
-
-
-def fastest_kernel(
-    names: Sequence[str],
-    sizes: AttentionSizes,
-    mesh_dim: MeshDim,
-    seconds: Measure,
-    device: torch.device,
-    default: str = "",
-) -> str:
-    """Returns the name with the fewest seconds on its slowest rank. Collective over `mesh_dim` for new sizes, so all
-    ranks must pass the same `names`.
-
-    A kernel that some rank lacks is left out. Where the times cannot be used, returns `default`, or the first name.
-    """
-    times = slowest_rank_seconds(names, sizes, mesh_dim, seconds, device) if len(names) > 1 else {}
-    return min(times, key=times.__getitem__, default=default or names[0])
-
-
-def slowest_rank_seconds(
-    names: Sequence[str], sizes: AttentionSizes, mesh_dim: MeshDim, seconds: Measure, device: torch.device
-) -> dict[str, float]:
-    """Returns the seconds on the slowest rank, for kernels that all have; {} if a rank could not find out. Collective
-    as `fastest_kernel`."""
-    key, benchmarks = (sizes, mesh_dim.ranks, tuple(names)), mesh_dim.group_state.kernel_seconds
-    if key not in benchmarks:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return {}
-        measured = [measured_seconds if (measured_seconds := seconds(name)) > 0 else _UNKNOWN for name in names]
-        slowest = torch.tensor(measured, dtype=torch.float32, device=device)
-        if mesh_dim.size > 1:
-            (by_rank,) = all_gather_v(slowest[None], [1] * mesh_dim.size, mesh_dim).wait()
-            slowest = by_rank.amax(dim=0)  # NaN where any is
-        times = {name: value for name, value in zip(names, slowest.tolist(), strict=True) if value != _NOT_HERE}
-        benchmarks[key] = None if any(map(math.isnan, times.values())) else times
-        if mesh_dim.index == 0:
-            _log_benchmark(sizes, times)
-    return benchmarks[key] or {}
-
-
-def _log_benchmark(sizes: AttentionSizes, times: dict[str, float]) -> None:
-    """Logs a benchmark, as a warning: the log of a worker shows no less."""
-    if any(map(math.isnan, times.values())):
-        log.warning("[CP] the timings of kernels %s cannot be used: no kernel is preferred in this run", times)
-    elif len(times) > 1:
-        log.warning("[CP] kernels: %s", _to_result(sizes, times))
-
-
-def benchmark_results(group_state: GroupState) -> tuple[KernelBenchmark, ...]:
-    """Returns the results of all benchmarks so far, the latest last."""
-    results = ((sizes, times) for (sizes, _, _), times in group_state.kernel_seconds.items())
-    return tuple(_to_result(sizes, times) for sizes, times in results if times and len(times) > 1)
-
-
-def _to_result(sizes: AttentionSizes, times: dict[str, float]) -> KernelBenchmark:
-    names = sorted(times, key=times.__getitem__)
-    return KernelBenchmark(
-        describe_sizes(sizes), tuple(names), tuple(round(1e6 * times[name], 1) for name in names), sizes.what
-    )
-
-
-def describe_sizes(sizes: AttentionSizes) -> str:
-    batch = f"{sizes.batch} x " if sizes.batch > 1 else ""
-    masked = "" if sizes.mask is None else ", masked"
-    dtype = str(sizes.dtype).removeprefix("torch.")
-    return (
-        f"{batch}{sizes.queries} queries x {sizes.keys} keys, {sizes.heads} heads of {sizes.head_dim}, {dtype}{masked}"
-    )
-
-
 def time_runs(run: Callable[[], object], device: torch.device) -> float:
     """Returns the device seconds of the fastest run, after a warm-up. Launch time is hidden behind matrix products, as
     in a graph replay."""
@@ -315,3 +293,25 @@ def _test_mask(sizes: AttentionSizes, device: torch.device) -> Tensor | None:
     if dtype == torch.bool:
         return ~hidden
     return torch.zeros(*shape, sizes.keys, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+
+
+def benchmark_results(group_state: GroupState) -> tuple[KernelBenchmark, ...]:
+    """Returns the results of all benchmarks so far, the latest last."""
+    results = ((sizes, times) for (sizes, _, _), times in group_state.kernel_seconds.items())
+    return tuple(_to_result(sizes, times) for sizes, times in results if times and len(times) > 1)
+
+
+def _to_result(sizes: AttentionSizes, times: dict[str, float]) -> KernelBenchmark:
+    names = sorted(times, key=times.__getitem__)
+    return KernelBenchmark(
+        describe_sizes(sizes), tuple(names), tuple(round(1e6 * times[name], 1) for name in names), sizes.what
+    )
+
+
+def describe_sizes(sizes: AttentionSizes) -> str:
+    batch = f"{sizes.batch} x " if sizes.batch > 1 else ""
+    masked = "" if sizes.mask is None else ", masked"
+    dtype = str(sizes.dtype).removeprefix("torch.")
+    return (
+        f"{batch}{sizes.queries} queries x {sizes.keys} keys, {sizes.heads} heads of {sizes.head_dim}, {dtype}{masked}"
+    )

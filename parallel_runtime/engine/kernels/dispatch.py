@@ -56,6 +56,10 @@ def attend(
     return attend_native(query, key, value, mask, scale) if out is None else out
 
 
+_BY_BACKEND = {name: partial(attend, backend=name) for name in FUNCTIONS}
+_OP_IDS = {name: register(function) for name, function in _BY_BACKEND.items()}
+
+
 def attend_native(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """PyTorch's scaled_dot_product_attention, which supports every call."""
     return sdpa(query, repeat_kv(key, query.shape[2]), repeat_kv(value, query.shape[2]), mask, scale)
@@ -131,10 +135,6 @@ def warn_once(backend: str, reason: str) -> None:
     )
 
 
-_ATTENDING = {name: partial(attend, backend=name) for name in FUNCTIONS}
-_OP_IDS = {name: register(function) for name, function in _ATTENDING.items()}
-
-
 def _call_key(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Hashable, ...]:
     """Returns the properties of a call that decide whether a kernel supports it."""
     masked = None if mask is None else (mask.dtype, mask.shape)
@@ -145,24 +145,20 @@ def _try(call: tuple[Any, ...], unsupported_reason: Callable[[], str], run: Call
     """Returns the result of `run`, or None where the kernel does not support this kind of `call` (the backend is its
     first item). A kind is checked once: one that failed is not tried again, and one that succeeded is not checked
     again, also where nothing could be checked (in a graph)."""
-    reason = _FAILURES.get(call)
-    if reason == "":
-        return run()
-    if reason is None:
-        reason = unsupported_reason()
-        if not reason:
-            try:
-                result = run()
-            except NO_KERNEL as error:
-                if isinstance(error, FAULTS):
-                    raise
-                reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
-            else:
-                _FAILURES[call] = ""
-                return result
-        _FAILURES[call] = reason
+    if call in _FAILURES:
+        return None if _FAILURES[call] else run()
+    reason, result = unsupported_reason(), None
+    if not reason:
+        try:
+            result = run()
+        except NO_KERNEL as error:
+            if isinstance(error, FAULTS):
+                raise
+            reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+    _FAILURES[call] = reason
+    if reason:
         warn_once(call[0], reason)
-    return None
+    return result
 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
