@@ -28,11 +28,13 @@ class AttentionKernel:
 
     `name` is diffusers' name and an option of the widget attention_backend. It needs `package` in `min_version` or
     newer; "" for kernels of PyTorch itself. `function` of that package takes what flash_attn_func takes; a kernel with
-    "" has its own entry in engine/kernels/registry.py. It runs on these kinds of `devices`, with heads of up to
-    `max_head_dim` (of `head_dims` only, if there are any), and takes a mask where `masks` is set. With `log_sum_exp` it
-    also returns that for attention without a mask, as a ring needs. `low_precision` marks a kernel that not every
-    attention of a network tolerates. "auto" includes it in the `benchmark` of a ring's key blocks ("block"), of full
-    keys ("full"), or of both, for queries that PyTorch's own flash kernel takes too.
+    "" has its own function in engine/kernels/registry.py. It runs on these kinds of `devices`, with heads of up to
+    `max_head_dim`, of a multiple of `head_multiple` (of `head_dims` only, if there are any), and takes a mask where
+    `masks` is set. With `log_sum_exp` it also returns that for attention without a mask, as a ring needs. `cudnn` marks
+    a kernel of cuDNN: ROCm has none, and some versions must not be in a CUDA graph. `low_precision` marks one that not
+    every attention of a network tolerates. "auto" includes it in the `benchmark` of a ring's key blocks ("block"), of
+    full keys ("full"), or of both. With `fastest_on` it was the fastest in every measurement on GPUs of these (major)
+    compute capabilities: only there is it in the benchmark of blocks, and chosen where none is possible.
     """
 
     name: str
@@ -41,11 +43,14 @@ class AttentionKernel:
     function: str = ""
     devices: tuple[str, ...] = ("cuda",)
     max_head_dim: int = 256
+    head_multiple: int = 1
     head_dims: tuple[int, ...] = ()
     masks: bool = False
     log_sum_exp: bool = True
+    cudnn: bool = False
     low_precision: bool = False
     benchmark: tuple[Literal["block", "full"], ...] = ()
+    fastest_on: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.function and self.masks:
@@ -75,12 +80,21 @@ ACCELERATORS = {each.kind: each for each in (CUDA, XPU, NPU)}
 KERNELS = {  # the likely fastest first
     each.name: each
     for each in (
-        AttentionKernel(name="_native_cudnn", masks=True, benchmark=("block", "full")),
-        AttentionKernel(name="_native_flash", benchmark=("block", "full")),
+        AttentionKernel(
+            name="_native_cudnn",
+            head_multiple=8,
+            masks=True,
+            cudnn=True,
+            benchmark=("block", "full"),
+            fastest_on=(9, 10),  # where PyTorch itself prefers it
+        ),
+        AttentionKernel(name="_native_flash", head_multiple=8, benchmark=("block", "full")),
         AttentionKernel(
             name="flash", package="flash_attn", min_version="2.6.3", function="flash_attn_func", benchmark=("full",)
         ),
-        AttentionKernel(name="_flash_3", package="flash_attn_interface", benchmark=("full",)),
+        AttentionKernel(
+            name="_flash_3", package="flash_attn_interface", function="flash_attn_func", benchmark=("full",)
+        ),
         AttentionKernel(
             name="sage", package="sageattention", min_version="2.1.1", max_head_dim=128, low_precision=True
         ),

@@ -35,7 +35,7 @@ _WAITING = (
 )
 _VIEWS = ("view", "transpose", "narrow", "split", "slice", "permute", "select", "unsqueeze", "squeeze", "expand",
           "as_strided", "alias", "detach", "empty", "zeros", "_unsafe_view", "t.default", "unbind", "reshape",
-          "_reshape_alias", "to.dtype", "to.device", "contiguous", "lift_fresh")  # fmt: skip
+          "_reshape_alias", "to.dtype", "to.device", "contiguous", "lift_fresh", "flatten", "chunk")  # fmt: skip
 
 
 @contextmanager

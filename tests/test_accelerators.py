@@ -75,7 +75,7 @@ def test_on_a_device_without_such_a_kernel_a_block_stays_there() -> None:
     with FakeTensorMode():
         query = torch.empty(1, 2100, 4, 64, device="xpu", dtype=torch.bfloat16)
         key = torch.empty(1, 70, 2, 64, device="xpu", dtype=torch.bfloat16)
-        assert autotune.block_candidates(query) == ["native"]
+        assert autotune.candidates(query, "block") == ["native"]
         out, lse = kernels.attend_block(query, key, key, None, None, "native")
         assert (out.shape, out.dtype, out.device.type) == (query.shape, query.dtype, "xpu")
         assert (lse.shape, lse.dtype) == ((1, 2100, 4, 1), torch.float32)
@@ -87,7 +87,7 @@ def test_rocm_has_no_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "7.0")
     with FakeTensorMode():
         query = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
-        assert autotune.block_candidates(query) == ["_native_flash"]
+        assert autotune.candidates(query, "block") == ["_native_flash"]
 
 
 def test_every_kernel_of_the_table_has_its_functions_and_an_option_and_is_in_the_help() -> None:
@@ -99,7 +99,6 @@ def test_every_kernel_of_the_table_has_its_functions_and_an_option_and_is_in_the
         assert registry.FUNCTIONS[kernel.name].spec is kernel
         assert f"`{kernel.name}`" in help_page
         assert kernel.log_sum_exp or "block" not in kernel.benchmark
-        assert (registry.FUNCTIONS[kernel.name].block is not None) == kernel.log_sum_exp
 
 
 def test_a_function_like_flash_attn_func_has_no_mask() -> None:
@@ -120,6 +119,6 @@ def test_a_new_row_of_kernels_is_an_option_takes_part_in_the_benchmark_and_is_re
     with pytest.raises(Refused, match="needs the package nobody_has_it"):
         checked_plan(PlanInputs(request=request, heads=24, gpus=2, kind="xpu"))
     query = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16)
-    functions = registry.KernelFunctions(spec=spec, full=registry.sdpa, block=None)
-    assert functions.unsupported_reason(query, query, query, None) == "it needs a XPU GPU, and the tensors are on cpu"
-    assert functions.unsupported_block_reason(query, query, query, None) == "it gives no log-sum-exp"
+    kernel = registry.KernelFunction(spec=spec, function=lambda q, *_: (q, None))
+    assert kernel.unsupported_reason(query, query, query, None) == "it needs a XPU GPU, and the tensors are on cpu"
+    assert kernel.unsupported_reason(query, query, query, None, with_lse=True) == "it gives no log-sum-exp"

@@ -47,8 +47,7 @@ def adopt_mesh(mesh: DeviceMesh, parallelism: Parallelism, device: torch.device 
     those are parallel too; ValueError otherwise. Collective over the mesh, as `build_mesh`.
     """
     _check_dims(mesh, parallelism)
-    backend_device = comm_device_of(device or torch.device(mesh.device_type))
-    comm_device = backend_device if device is not None and backend_device.type != device.type else None
+    comm_device = comm_device_of(device or torch.device(mesh.device_type))
     group_state = GroupState()
     names = ("ring", "ulysses", *(name for name in BATCH_DIMS if getattr(parallelism, f"{name}_degree") > 1))
     mesh_dims = {name: mesh_dim_of(mesh[name].get_group(), comm_device, group_state) for name in names}

@@ -13,7 +13,7 @@ from parallel_runtime.accelerators import KERNELS
 from parallel_runtime.architectures import Architecture, architecture_of
 from parallel_runtime.engine.attention.attention_override import backend_override
 from parallel_runtime.engine.kernels.dispatch import attend_block, attend_native
-from parallel_runtime.engine.kernels.registry import FUNCTIONS, KernelFunctions
+from parallel_runtime.engine.kernels.registry import FUNCTIONS, KernelFunction
 from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
 from parallel_runtime.engine.split.streams import streams_of
 
@@ -51,10 +51,10 @@ def planned(rank: int, world: int, name: str, text: int) -> dict[str, Any]:
     }
 
 
-class _Low(KernelFunctions):
+class _Low(KernelFunction):
     """A kernel of low precision for every device; it counts its calls by their keys."""
 
-    def unsupported_reason(self, *_: Any) -> str:
+    def unsupported_reason(self, *_: Any, **__: Any) -> str:
         return ""
 
 
@@ -62,17 +62,18 @@ def low_precision(rank: int, world: int, name: str) -> dict[str, list[int]]:
     """Keys of the calls that a kernel of low precision gets, of the undivided network, over Ulysses and in a ring."""
     keys: list[int] = []
 
-    def whole(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+    def counting(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, with_lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
         keys.append(k.shape[1])
-        return attend_native(q, k, *rest)
-
-    def block(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-        keys.append(k.shape[1])
-        return attend_block(q, k, v, None, scale, "native")
+        if not with_lse:
+            return attend_native(q, k, v, mask, scale), None
+        out, lse = attend_block(q, k, v, None, scale, "native")
+        return out, lse.squeeze(-1).transpose(1, 2)
 
     network, inputs = made(name)
     before, got = FUNCTIONS["sage"], {}
-    FUNCTIONS["sage"] = _Low(spec=KERNELS["sage"], full=whole, block=block)
+    FUNCTIONS["sage"] = _Low(spec=KERNELS["sage"], function=counting)
     try:
         forward(network, inputs, optimized_attention_override=backend_override("sage"))
         got["undivided"] = sorted(set(keys))

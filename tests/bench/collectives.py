@@ -67,7 +67,7 @@ def _measure(name: str, parallelism: Parallelism, options: argparse.Namespace) -
     mesh = build_mesh(parallelism)
     streams = Streams(mesh.context)
     streams.record_length("image", options.tokens, "bench")
-    attend = ContextAttention(mesh, parallelism, streams, ("image",))
+    attend = ContextAttention(mesh, parallelism, streams, ("image",), ("image",))
     own = streams.local_tokens(("image",)).size
     shape = (options.batch, own, options.heads, options.head_dim)
     query, key, value = (torch.randn(shape).to(getattr(torch, options.dtype)) for _ in range(3))

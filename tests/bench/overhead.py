@@ -101,7 +101,7 @@ def _ours(ring: int, ulysses: int, tokens: int) -> ContextAttention:
     mesh = build_mesh(parallelism, torch.device("cpu"))
     streams = Streams(mesh.context)
     streams.record_length("image", tokens, "bench")
-    return ContextAttention(mesh, parallelism, streams, ("image",))
+    return ContextAttention(mesh, parallelism, streams, ("image",), ("image",))
 
 
 def _counts(ring: int, ulysses: int, options: argparse.Namespace) -> dict[str, list[int]]:

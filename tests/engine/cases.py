@@ -174,7 +174,7 @@ def together(problem: Problem, place: ContextMesh, degrees: Parallelism) -> Cont
     streams = Streams(place.context)
     for name, length in problem.lengths.items():
         streams.record_length(name, length, name)
-    return ContextAttention(place, degrees, streams, tuple(problem.lengths))
+    return ContextAttention(place, degrees, streams, tuple(problem.lengths), tuple(problem.lengths))
 
 
 def own(full: Tensor, problem: Problem, place: ContextMesh) -> Tensor:

@@ -13,6 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from parallel_runtime.engine.graphs import cuda_graphs
+
+from ..site.tape import TapeRecorder
 
 _ROOT = Path(__file__).parents[2]
 _LIMIT = 120.0
@@ -81,3 +86,11 @@ def groups() -> Iterator[Groups]:
     ranks = Ranks(sys.executable, [f"tests.engine.{name}" for name in CASES])
     yield lambda world: Group(ranks, world)
     ranks.close()
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forwards are recorded by tape."""
+    monkeypatch.setattr(cuda_graphs, "recorder_for", lambda device: TapeRecorder())
+    with torch.inference_mode():
+        yield

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from parallel_runtime.accelerators import FALLBACK, KERNELS, AttentionKernel
+from parallel_runtime.accelerators import FALLBACK, KERNELS
 from parallel_runtime.engine.attention.context_attention import ContextAttention
 from parallel_runtime.engine.kernels import autotune, dispatch, registry
 
@@ -39,13 +39,6 @@ def winners(rank: int, world: int, times: dict[str, list[float]]) -> dict[str, A
     }
 
 
-class CountedKernel(registry.KernelFunctions):
-    """Of a name that has another kernel on GPUs: the CPU's, where this rank has it."""
-
-    def unsupported_reason(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str:
-        return "it takes no mask" if mask is not None and not self.spec.masks else ""
-
-
 def kernels_taken(
     rank: int,
     world: int,
@@ -57,8 +50,8 @@ def kernels_taken(
     fits: list[bool] | None = None,
 ) -> dict[str, Any]:
     """An attention whose kernels take `seconds[name][rank]` (none on a rank: has none): the error of this rank's rows,
-    which kernels attended, and what raced. FALLBACK is what attends where nothing is chosen. `fits`: does PyTorch's
-    flash kernel run on each rank's card? Of unlike capability are cards that do not say the same."""
+    which kernels attended, and what raced. FALLBACK is what attends where nothing is chosen. `fits`: is each rank's
+    card new enough for kernels? Of unlike capability are cards that do not say the same."""
     taken: list[str] = []
     operator = registry.sdpa
 
@@ -66,17 +59,19 @@ def kernels_taken(
         taken.append(FALLBACK)
         return operator(q, *(dispatch.repeat_kv(x, q.shape[2]) for x in (k, v)), mask, scale)
 
-    def counted(name: str) -> registry.KernelFunctions:
-        def whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    def counted(name: str) -> registry.KernelFunction:
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, _: bool
+        ) -> tuple[Tensor, None]:
             if seconds[name][rank] < 0:
                 raise RuntimeError("No available kernel. Aborting execution.")
             taken.append(name)
-            return operator(q, k, v, mask, scale)
+            return operator(q, k, v, mask, scale), None
 
-        return CountedKernel(spec=specs[name], full=whole, block=None)
+        return registry.KernelFunction(spec=specs[name], function=attend)
 
     specs = {
-        name: AttentionKernel(name=name, devices=("cpu",), masks=name == "_native_cudnn", benchmark=("full",))
+        name: replace(KERNELS[name], devices=("cpu",), package="", benchmark=("full",), cudnn=False)
         for name in seconds
         if name != FALLBACK
     }
@@ -93,16 +88,16 @@ def kernels_taken(
     with (
         patch.dict(KERNELS, specs),
         patch.dict(registry.FUNCTIONS, {name: counted(name) for name in specs}),
-        patch.object(autotune, "supports_flash", lambda _: fits is None or fits[rank]),
+        patch.object(
+            registry.KernelFunction, "unusable_reason", lambda *_: "" if fits is None or fits[rank] else "too old"
+        ),
         patch.object(place.context.group_state, "heterogeneous", bool(fits and len(set(fits)) > 1)),
-        patch.object(autotune, "cudnn_supports_graphs", lambda: True),  # PyTorch for the CPU has no cuDNN
         patch.object(autotune, "time_runs", clock),
         patch.object(torch.cuda, "get_device_capability", lambda _: tuple(capability or (8, 0))),
     ):
         streams = cases.together(problem, place, parallelism(*degrees)).streams
-        attention = ContextAttention(
-            place, parallelism(*degrees, **options), streams, tuple(problem.lengths), fallback=own
-        )
+        names = tuple(problem.lengths)
+        attention = ContextAttention(place, parallelism(*degrees, **options), streams, names, names, fallback=own)
         q, k, v = (cases.own(tensor, problem, place) for tensor in (problem.query, problem.key, problem.value))
         mask = cases.masked_as(problem, "4d bool", place) if masked else None
         errors = []

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel_runtime.engine.comm.mesh import first_ranks, participating_ranks
+from parallel_runtime.engine.comm.mesh import MeshDim, participating_ranks
 from parallel_runtime.engine.rows.conversion import Conversion
 from parallel_runtime.engine.rows.row_share import Share
 from parallel_runtime.engine.rows.rows_mode import Rows
@@ -86,7 +86,9 @@ def apart(rank: int, world: int, net: str, dim: int, rows: int, shares: Sequence
 
 def attention_apart(rank: int, world: int, rows: int) -> float:
     query, key, value = torch.randn(3, 2, 16, 3, rows, 5, generator=torch.Generator().manual_seed(5))
-    share = Share(ranks=first_ranks(world, CPU), dim=-2, units=chunk_sizes(rows, world))
+    share = Share(
+        ranks=MeshDim(size=world, index=rank, ranks=tuple(range(world))), dim=-2, units=chunk_sizes(rows, world)
+    )
 
     def heads(x: Tensor) -> Tensor:
         return x.flatten(2).transpose(1, 2).unsqueeze(1)
@@ -114,13 +116,15 @@ class Turned(nn.Module):
 def tried(rank: int, world: int, broken: bool, dim: int) -> float:
     """What the self-test finds."""
     x = torch.randn(1, 8, 9, 9)
-    return Conversion((Turned if broken else Full)(), "decode", CPU).self_test(x, first_ranks(world, CPU), dim)
+    return Conversion((Turned if broken else Full)(), "decode", CPU).self_test(
+        x, MeshDim(size=world, index=rank, ranks=tuple(range(world))), dim
+    )
 
 
 def ticks(rank: int, world: int) -> int:
     """How often ranks with unequal rows are asked."""
     asked: list[Any] = []
-    share = Share(ranks=first_ranks(world, CPU), dim=-2, units=chunk_sizes(7, world))
+    share = Share(ranks=MeshDim(size=world, index=rank, ranks=tuple(range(world))), dim=-2, units=chunk_sizes(7, world))
     x = torch.randn(1, 8, 7, 6)
     with Rows(share, lambda: asked.append(None)):
         for net in ("3", "5", "group norm", "reflect"):

@@ -89,7 +89,9 @@ def _random_query(seed: int, shape: tuple[int, ...]) -> Tensor:
 def _replica_error(place: ContextMesh, seed: int, degrees: list[int], replicated: frozenset[str]) -> float:
     problem = random_problem(seed)
     streams = _seen(problem.lengths, place, replicated)
-    attend_together = ContextAttention(place, parallelism(*degrees), streams, tuple(problem.lengths))
+    attend_together = ContextAttention(
+        place, parallelism(*degrees), streams, tuple(problem.lengths), tuple(problem.lengths)
+    )
     k, v, mask = _keys(problem, place, replicated)
     full = attention(problem)
     got = attend_together(_local_tokens(problem.query, problem.lengths, place, replicated), k, v, mask)

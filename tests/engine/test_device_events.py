@@ -40,15 +40,14 @@ class Moment:
     def __init__(self, at: float) -> None:
         self.at = at
 
-    @property
-    def completed(self) -> bool:
+    def query(self) -> bool:
         return time.monotonic() >= self.at
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         time.sleep(max(0.0, self.at - time.monotonic()))
 
-    def seconds_since(self, earlier: Moment) -> float:
-        return self.at - earlier.at
+    def elapsed_time(self, end: Moment) -> float:
+        return 1e3 * (end.at - self.at)
 
 
 class Rank:
@@ -83,7 +82,7 @@ def test_a_cancel_is_heard_within_a_step_and_finds_no_more_than_one_under_way(mo
     rank.cancel_after(3.5 * EVALUATION)
     with pytest.raises(Cancelled):
         rank.run()
-    rank.device.now().wait()  # all that was launched
+    rank.device.now().synchronize()  # all that was launched
     late = time.monotonic() - began - 3.5 * EVALUATION
     assert late < 2 * EVALUATION + 0.5
     assert rank.evaluations <= 6, "of forty"
@@ -152,7 +151,7 @@ def test_how_long_a_device_computed_is_a_step_without_the_transfers_it_stood_sti
             if not replayed:
                 transfer.wait()
         progress.step(step, 4, x, x)
-    device.now().wait()
+    device.now().synchronize()
     readings = progress.readings()
     assert readings is not None
     assert readings.computed_seconds == (None if replayed else pytest.approx(0.03, abs=0.015))

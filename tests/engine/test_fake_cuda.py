@@ -51,7 +51,7 @@ def _attention(
     streams = Streams(mesh.context)
     for name, length in LENGTHS.items():
         streams.record_length(name, length, name)
-    attend_together = ContextAttention(mesh, _degrees(degrees, **options), streams, tuple(LENGTHS))
+    attend_together = ContextAttention(mesh, _degrees(degrees, **options), streams, tuple(LENGTHS), tuple(LENGTHS))
     own = streams.local_tokens(tuple(LENGTHS)).size
     query, key = (torch.empty(1, own, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (24, key_heads))
     return attend_together, query, key

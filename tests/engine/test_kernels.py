@@ -17,7 +17,7 @@ from parallel_runtime.engine.attention.attention_override import backend_overrid
 from parallel_runtime.engine.attention.masks import additive
 from parallel_runtime.engine.attention.merge import MAX_PENDING_BLOCKS, Merge
 from parallel_runtime.engine.kernels import dispatch, registry
-from parallel_runtime.engine.kernels.autotune import block_candidates, full_candidates
+from parallel_runtime.engine.kernels.autotune import candidates
 from parallel_runtime.engine.kernels.dispatch import attend, attend_block
 from parallel_runtime.request import BACKENDS, AttentionBackend
 
@@ -118,8 +118,9 @@ def test_auto_lets_cudnn_race_where_pytorch_prefers_it(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     with FakeTensorMode():
-        assert block_candidates(torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)) == expected
-        assert block_candidates(torch.empty(1, 8, 2, 64, device="cuda")) == ["native"]
+        assert candidates(torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16), "block") == expected
+        assert candidates(torch.empty(1, 8, 2, 64, device="cuda"), "block") == ["native"]
+        assert candidates(torch.empty(1, 8, 2, 64, device="cuda"), "full") == [FALLBACK]
 
 
 @pytest.mark.parametrize(("backend", "asks"), [("sage", True), ("flash", True), ("native", False)])
@@ -189,14 +190,14 @@ def test_a_call_that_a_kernel_does_not_take_goes_elsewhere_and_the_next_one_come
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(registry, "_imported", CHOOSY.get)
     taken: list[str] = []
-    functions = registry.FUNCTIONS[backend]
+    kernel = registry.FUNCTIONS[backend]
 
-    def counted(*given: Any) -> Tensor:
-        out = functions.full(*given)
+    def counted(*given: Any) -> Any:
+        out = kernel.function(*given)
         taken.append(backend)
         return out
 
-    monkeypatch.setitem(registry.FUNCTIONS, backend, replace(functions, full=counted))
+    monkeypatch.setitem(registry.FUNCTIONS, backend, replace(kernel, function=counted))
     with FakeTensorMode():
         for given, expected in ((change, 0), ({}, 1), (change, 1), ({}, 2)):
             assert _fake_attention(backend, **given)
@@ -226,8 +227,22 @@ def test_auto_benchmarks_only_kernels_whose_package_is_installed(monkeypatch: py
     monkeypatch.setitem(registry.FUNCTIONS, "absent", replace(registry.FUNCTIONS["flash"], spec=spec))
     with FakeTensorMode():
         query = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
-        assert block_candidates(query) == ["_native_cudnn", "_native_flash"]
-        assert "absent" not in full_candidates(query)
+        assert candidates(query, "block") == ["_native_cudnn", "_native_flash"]
+        assert "absent" not in candidates(query, "full")
+
+
+@needs_cuda_build
+def test_a_kernel_for_larger_heads_than_pytorchs_is_benchmarked_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(registry, "_imported", PACKAGES.get)
+    flash = registry.FUNCTIONS["flash"]
+    spec = replace(flash.spec, max_head_dim=512, benchmark=("block", "full"))
+    monkeypatch.setitem(KERNELS, "flash", spec)
+    monkeypatch.setitem(registry.FUNCTIONS, "flash", replace(flash, spec=spec))
+    with FakeTensorMode():
+        query = torch.empty(1, 8, 2, 320, device="cuda", dtype=torch.bfloat16)
+        assert candidates(query, "block") == ["flash"]
+        assert candidates(query, "full") == [FALLBACK, "flash"]
 
 
 def _fake_attention(
@@ -284,11 +299,11 @@ def test_cudnn_before_9_15_is_not_recorded(version: int | None, records: bool, m
     assert registry.cudnn_supports_graphs() == records
     with FakeTensorMode():
         query = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
-        assert ("_native_cudnn" in block_candidates(query)) == records
-        assert ("_native_cudnn" in full_candidates(query)) == records
-        assert "_native_cudnn" in full_candidates(query, recorded=False)
-        assert full_candidates(query)[0] == FALLBACK, "ComfyUI's own is what others have to beat"
-        assert "_native_flash" not in full_candidates(query, masked=True)
+        assert ("_native_cudnn" in candidates(query, "block")) == records
+        assert ("_native_cudnn" in candidates(query, "full")) == records
+        assert "_native_cudnn" in candidates(query, "full", recorded=False)
+        assert candidates(query, "full")[0] == FALLBACK, "ComfyUI's own is what others have to beat"
+        assert "_native_flash" not in candidates(query, "full", masked=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

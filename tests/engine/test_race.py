@@ -12,7 +12,7 @@ import torch
 from parallel_runtime.accelerators import FALLBACK, KERNELS, AttentionKernel
 from parallel_runtime.engine.comm.mesh import ContextMesh, GroupState, MeshDim
 from parallel_runtime.engine.kernels import autotune
-from parallel_runtime.engine.kernels.registry import FUNCTIONS, KernelFunctions, sdpa
+from parallel_runtime.engine.kernels.registry import FUNCTIONS, KernelFunction, sdpa
 from parallel_runtime.request import EngineOptions
 from parallel_runtime.specs import ModelSpec, Parallelism, WeightPlacement
 from parallel_runtime.wire.messages import Run
@@ -161,11 +161,11 @@ def kernel_times(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """The CPU under the name of another kernel, and the times of both."""
     times = {FALLBACK: 2.0, "_native_cudnn": 1.0}
     spec = AttentionKernel(name="_native_cudnn", devices=("cpu",), max_head_dim=64, benchmark=("full",))
-    monkeypatch.setattr(KernelFunctions, "unsupported_reason", lambda *_: "")
+    monkeypatch.setattr(KernelFunction, "unusable_reason", lambda *_: "")
     monkeypatch.setitem(KERNELS, spec.name, spec)
-    monkeypatch.setitem(FUNCTIONS, spec.name, KernelFunctions(spec=spec, full=sdpa, block=None))
-    monkeypatch.setattr(autotune, "supports_flash", lambda _: True)
-    monkeypatch.setattr(autotune, "cudnn_supports_graphs", lambda: True)  # PyTorch for the CPU has no cuDNN
+    monkeypatch.setitem(
+        FUNCTIONS, spec.name, KernelFunction(spec=spec, function=lambda *given: (sdpa(*given[:5]), None))
+    )
     order = iter(list(times) * 9)
     monkeypatch.setattr(autotune, "time_runs", lambda run, _: (run(), times[next(order)])[1])
     return times

@@ -21,7 +21,8 @@ from parallel_runtime.worker.process.rank_memory import readings
 
 from ..fake_cuda import fake_group
 from ..groups import flux_job
-from ..site.tape import TapeRecorder
+
+pytestmark = pytest.mark.usefixtures("tapes")
 
 CPU, AWAY = torch.device("cpu"), torch.device("meta")
 MIB = 1 << 20
@@ -40,13 +41,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(device_memory, "free_bytes", lambda _: made.free)
     monkeypatch.setattr(device_memory, "cached_bytes", lambda _: made.spare)
     return made
-
-
-@pytest.fixture(autouse=True)
-def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(graph_runner.cuda_graphs, "recorder_for", lambda device: TapeRecorder())
-    with torch.inference_mode():
-        yield
 
 
 def test_memory_of_recordings_is_not_there_for_tensors(device: Device) -> None:
@@ -109,22 +103,19 @@ class Clocked:
 
     def __init__(self, *seconds: float) -> None:
         self.passing = [time for each in seconds for time in (0.0, each)]
-        self.completed = True
 
     def __call__(self) -> Any:
         return Passed(self.passing.pop(0))
 
 
 class Passed:
-    completed = True
-
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
-    def wait(self) -> None: ...
+    def synchronize(self) -> None: ...
 
-    def seconds_since(self, earlier: Passed) -> float:
-        return self.seconds - earlier.seconds
+    def elapsed_time(self, end: Passed) -> float:
+        return 1e3 * (end.seconds - self.seconds)
 
 
 @pytest.mark.parametrize("votes", [[False], [True]], ids=["alone", "another worker says so"])

@@ -53,7 +53,7 @@ def test_kernels_of_a_ring_race_with_all_heads_however_much_there_is_to_send() -
     streams = Streams(mesh_dim)
     streams.record_length("image", 2 * 8192, "here")
     attention = ContextAttention(
-        ContextMesh(ring=mesh_dim, context=mesh_dim), Parallelism(ring_degree=2), streams, ("image",)
+        ContextMesh(ring=mesh_dim, context=mesh_dim), Parallelism(ring_degree=2), streams, ("image",), ("image",)
     )
     tokens = torch.empty(1, 8192, 24, 128, device="meta")
     assert attention._make_layout(tokens, tokens).largest.heads == 24

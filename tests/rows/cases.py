@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel_runtime.architectures.autoencoders import COMPARED, Compared, kind_of
-from parallel_runtime.engine.comm.mesh import MeshDim, first_ranks
+from parallel_runtime.engine.comm.mesh import MeshDim
 from parallel_runtime.engine.rows.conversion import Conversion
 from parallel_runtime.engine.rows.row_share import Share
 from parallel_runtime.engine.split.streams import chunk_sizes
@@ -35,7 +35,7 @@ def run(name: str, method: str, dim: int, world: int, options: dict[str, Any], d
     units = chunk_sizes(x.shape[dim] // unit, world)
 
     def work(rank: int) -> tuple[float, bool]:
-        share = Share(ranks=first_ranks(world, CPU), dim=dim, units=units)
+        share = Share(ranks=MeshDim(size=world, index=rank, ranks=tuple(range(world))), dim=dim, units=units)
         made = _converted(
             without_memory_limit(model), method, x, share, unit, compared, fair=not options.get("own_chunks")
         )

@@ -98,7 +98,9 @@ def _local_attention(mesh: ContextMesh, parallelism: Parallelism, tokens: int) -
     streams.record_length("image", tokens, "report")
     sizes = streams.tokens_by_rank(("image",))
     start = sum(sizes[: mesh.context.index])
-    return ContextAttention(mesh, parallelism, streams, ("image",)), slice(start, start + sizes[mesh.context.index])
+    return ContextAttention(mesh, parallelism, streams, ("image",), ("image",)), slice(
+        start, start + sizes[mesh.context.index]
+    )
 
 
 def _reference(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -138,7 +138,10 @@ class BackendOverride:
         return try_kernel(q, k, v, _four_dims(mask), call.scale, self._backend_for(call))
 
     def _backend_for(self, call: _NativeCall) -> AttentionBackend:
-        """Returns the chosen backend, or FALLBACK where ComfyUI forbids low precision. The same on all ranks."""
+        """Returns the chosen backend, or FALLBACK where a node's override attends or ComfyUI forbids low precision. The
+        same on all ranks."""
+        if self.previous is not None:
+            return FALLBACK
         kernel = FUNCTIONS.get(self._backend)
         if kernel is None or not kernel.spec.low_precision or call.options.get(_LOW_PRECISION) is not False:
             return self._backend
@@ -225,8 +228,7 @@ class AttentionOverride(BackendOverride):
             self._attentions[cross, backend] = ContextAttention(
                 self._mesh, self._parallelism.with_options(attention_backend=backend), self._streams,
                 cross.queries, cross.keys,
-                fallback=self._attend_natively, only_fallback=lambda: self.previous is not None,
-                pipefusion=self._pipefusion,
+                fallback=self._attend_natively, pipefusion=self._pipefusion,
             )  # fmt: skip
         return self._attentions[cross, backend]
 

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...accelerators import FALLBACK
 from ...errors import Refused
 from ...request import AttentionBackend
 from ...specs import Parallelism
@@ -58,18 +57,16 @@ class AttentionLayout:
 class ContextAttention:
     """Attention of the ranks of a context mesh; `queries` and `keys` are the streams that each concatenates.
 
-    `keys` None: those of the queries. `fallback` attends where keys are full and no kernel is chosen: [B, tokens, H, D]
-    each and a mask [B, 1 or H, 1 or queries, keys]; while `only_fallback()` no kernel is. With `pipefusion` ranks may
-    have the tokens of one token patch, and cached keys of the others.
+    `fallback` attends where keys are full and no kernel is chosen: [B, tokens, H, D] each and a mask [B, 1 or H,
+    1 or queries, keys]. With `pipefusion` ranks may have the tokens of one token patch, and cached keys of the others.
     """
 
     mesh: ContextMesh
     parallelism: Parallelism
     streams: Streams
     queries: tuple[str, ...]
-    keys: tuple[str, ...] | None = None
+    keys: tuple[str, ...]
     fallback: FullAttention = attend_native
-    only_fallback: Callable[[], bool] = lambda: False
     pipefusion: PipeFusion | None = None
     op_id: int = field(init=False)
 
@@ -107,22 +104,17 @@ class ContextAttention:
 
     def _make_layout(self, query: Tensor, key: Tensor) -> AttentionLayout:
         """Takes [B, local tokens, H, D]; raises Refused for other token counts."""
-        queries, keys = map(self.streams.local_tokens, self._stream_names)
+        queries, keys = map(self.streams.local_tokens, (self.queries, self.keys))
         self._check(query, key, queries.size, keys.size)
         ranks, heads, key_heads = self.mesh.ulysses.size, query.shape[2], key.shape[2]
         by_rank = chunk_sizes(heads, self.mesh.ulysses.parts)
         repeat = any(local % (heads // key_heads) for local in by_rank)  # a rank's query heads need a part of a group
         counts = (heads, heads if repeat else key_heads)
-        tokens_by_rank = (
-            self.streams.tokens_by_rank(self._stream_names[0]),
-            self.streams.tokens_by_rank(self._stream_names[1]),
-        )
+        tokens_by_rank = self.streams.tokens_by_rank(self.queries), self.streams.tokens_by_rank(self.keys)
         max_chunks = MAX_HEAD_CHUNKS if self.pipefusion is None else 1  # PipeFusion caches keys of all heads at once
-        chunks = head_chunks(
-            self.mesh, query, counts, tokens_by_rank, self._stream_names[0] == self._stream_names[1], max_chunks
-        )
+        chunks = head_chunks(self.mesh, query, counts, tokens_by_rank, self.queries == self.keys, max_chunks)
         of_queries, key_counts = (_tokens_by_ring_index(tokens, ranks) for tokens in tokens_by_rank)
-        attended = max(key_counts) if self._has_all_tokens else self.streams.total(self._stream_names[1])
+        attended = max(key_counts) if self._has_all_tokens else self.streams.total(self.keys)
         largest = AttentionSizes(
             batch=query.shape[0],
             queries=max(of_queries),
@@ -139,8 +131,8 @@ class ContextAttention:
         if query.shape[1] != queries or key.shape[1] != keys:
             raise Refused(
                 "attention.expected",
-                over=self._stream_names[0],
-                of=self._stream_names[1],
+                over=self.queries,
+                of=self.keys,
                 queries=queries,
                 keys=keys,
                 query=query.shape[1],
@@ -160,14 +152,13 @@ class ContextAttention:
         batch, heads = query.shape[0], query.shape[2]
         cached = self.streams.cached((self, "mask", batch, heads), _CachedMask)
         if cached.source is None or memory_key(cached.source) != memory_key(mask):
-            streams, (of_queries, of_keys) = self.streams, self._stream_names
             if not self._has_all_tokens:
-                cached.mask = patch_mask(mask, batch, heads, streams, of_queries, of_keys)
+                cached.mask = patch_mask(mask, batch, heads, self.streams, self.queries, self.keys)
             elif mask.ndim == 4 and mask.shape[2] > 1:
-                cached.mask = pair_mask(mask, streams, of_queries, of_keys, self.mesh)
+                cached.mask = pair_mask(mask, self.streams, self.queries, self.keys, self.mesh)
             else:
                 local = layout.keys.to_chunks(mask, dim=-1) if mask.shape[-1] == layout.keys.size else mask
-                cached.mask = gather_key_mask(local, batch, heads, streams, of_keys, self.mesh.context)
+                cached.mask = gather_key_mask(local, batch, heads, self.streams, self.keys, self.mesh.context)
             cached.source = mask
         return cached.mask
 
@@ -227,7 +218,10 @@ class ContextAttention:
         """Attends `query` [B, Sq, heads, D] over the ring, of which `key` and `value` are this rank's block."""
         query = contiguous_by_head(query)
         if self.pipefusion is not None:
-            key, value = self._update_kv(self.pipefusion, key, value)
+            positions = self.streams.cached(
+                ("places", self.keys), lambda: self.streams.global_positions(self.keys, key.device)
+            )
+            key, value = self.pipefusion.update_kv(key, value, positions, self.streams.total(self.keys))
         if self.mesh.ring.size > 1:
             return self._attend_ring(layout, scale, query, key, value, mask)
         own_mask = None if mask is None else mask.block(0, key.shape[1])
@@ -237,11 +231,6 @@ class ContextAttention:
         key, value = contiguous_by_head(key), contiguous_by_head(value)
         out = try_kernel(query, key, value, own_mask, scale, backend)
         return self.fallback(query, key, value, own_mask, scale) if out is None else out
-
-    def _update_kv(self, patches: PipeFusion, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        names = self._stream_names[1]
-        positions = self.streams.cached(("places", names), lambda: self.streams.global_positions(names, key.device))
-        return patches.update_kv(key, value, positions, self.streams.total(names))
 
     @property
     def _has_all_tokens(self) -> bool:
@@ -267,19 +256,16 @@ class ContextAttention:
 
     def _kernel(self, query: Tensor, layout: AttentionLayout, mask: MaskKind | None) -> AttentionBackend:
         """Returns the kernel for this layout and kind of mask, chosen once a forward."""
-        if self.only_fallback():
-            return FALLBACK
-        return self.streams.cached((layout, "kernel", mask), lambda: self._choose_kernel(query, layout.largest, mask))
 
-    def _choose_kernel(self, query: Tensor, largest: AttentionSizes, mask: MaskKind | None) -> AttentionBackend:
-        backend, mesh_dim, batch_groups = (
-            self.parallelism.options.attention_backend,
-            self.mesh.context,
-            self.mesh.batch_groups,
-        )
-        recorded = self.parallelism.options.cuda_graphs != "off"
-        sizes = largest if self.mesh.ring.size > 1 else replace(largest, what="full", mask=mask)
-        return choose_kernel(backend, query, sizes, mesh_dim, self.fallback, batch_groups, recorded)
+        def choose() -> AttentionBackend:
+            options, mesh, largest = self.parallelism.options, self.mesh, layout.largest
+            recorded = options.cuda_graphs != "off"
+            sizes = largest if mesh.ring.size > 1 else replace(largest, what="full", mask=mask)
+            return choose_kernel(
+                options.attention_backend, query, sizes, mesh.context, self.fallback, mesh.batch_groups, recorded
+            )
+
+        return self.streams.cached((layout, "kernel", mask), choose)
 
     def _blocks_of_ranks(self, block: Block, key_counts: tuple[int, ...]) -> Iterator[tuple[Owners, Block]]:
         mesh_dim = self.mesh.ring
@@ -297,10 +283,6 @@ class ContextAttention:
     def _scratch(self, like: Tensor, use: Hashable) -> ScratchAllocator:
         """Returns what allocates scratch tensors of the dtype and device of `like`."""
         return lambda shape, part: self.streams.scratch((use, part), shape, like)
-
-    @property
-    def _stream_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        return self.queries, self.queries if self.keys is None else self.keys
 
 
 def _tokens_by_ring_index(tokens: tuple[int, ...], ranks: int) -> tuple[int, ...]:

@@ -4,65 +4,45 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 
 POLL_SECONDS = 0.0005
 
 
-class DeviceEvent(Protocol):
-    @property
-    def completed(self) -> bool: ...
-
-    def wait(self) -> None:
-        """Blocks until the event is completed."""
-
-    def seconds_since(self, earlier: DeviceEvent) -> float:
-        """Returns the device seconds between two completed events."""
-
-
-EventFactory = Callable[[], DeviceEvent]
-
-
 class HostEvent:
-    """An event of the CPU, which is completed at once: the CPU computes as it is called."""
-
-    completed = True
+    """An event of the CPU, with torch.Event's methods: completed at once, since the CPU computes as it is called."""
 
     def __init__(self) -> None:
-        self.seconds = time.monotonic()
+        self.milliseconds = 1e3 * time.monotonic()
 
-    def wait(self) -> None:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
         pass
 
-    def seconds_since(self, earlier: DeviceEvent) -> float:
-        assert isinstance(earlier, HostEvent)
-        return self.seconds - earlier.seconds
+    def elapsed_time(self, end: HostEvent) -> float:
+        return end.milliseconds - self.milliseconds
 
 
-class _TorchEvent:
-    """A torch.Event recorded in the current stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.event = torch.Event(device=device, enable_timing=True)
-        self.event.record()
-
-    @property
-    def completed(self) -> bool:
-        return bool(self.event.query())
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-    def seconds_since(self, earlier: DeviceEvent) -> float:
-        assert isinstance(earlier, _TorchEvent)
-        return float(earlier.event.elapsed_time(self.event)) / 1e3
+DeviceEvent = torch.Event | HostEvent
+EventFactory = Callable[[], DeviceEvent]  # returns an event that is recorded already
 
 
 def event_factory(device: torch.device) -> EventFactory:
-    return HostEvent if device.type == "cpu" else partial(_TorchEvent, device)
+    def record() -> torch.Event:
+        event = torch.Event(device=device, enable_timing=True)
+        event.record()
+        return event
+
+    return HostEvent if device.type == "cpu" else record
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """Returns the device seconds between two completed events of one device."""
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 class CommTimer:
@@ -90,9 +70,9 @@ class CommTimer:
     def computed_seconds(self) -> float | None:
         """Returns the device seconds spent computing, without communication; None until its events are completed, and
         where no transfer was timed, as in a graph replay."""
-        if self._end is None or not self._waits or not self._end.completed:
+        if self._end is None or not self._waits or not self._end.query():
             return None
-        return self._end.seconds_since(self._start) - sum(after.seconds_since(before) for before, after in self._waits)
+        return seconds_between(self._start, self._end) - sum(seconds_between(*wait) for wait in self._waits)
 
 
 class LaunchThrottle:
@@ -107,7 +87,7 @@ class LaunchThrottle:
         """Waits, before each evaluation, until the evaluation before the last has ended, and calls `on_poll`
         every POLL_SECONDS until then."""
         event = self._make_event()
-        while self._start is not None and not self._start.completed:
+        while self._start is not None and not self._start.query():
             on_poll()
             time.sleep(POLL_SECONDS)
         self._start = event

@@ -5,7 +5,6 @@ Built once, then frozen.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -28,12 +27,12 @@ Parts = int | tuple[int, ...]  # the number of equal parts, or each part's share
 class GroupState:
     """What this rank measures as long as its group lives.
 
-    `kernel_seconds`: by sizes, ranks and kernel names. `advised`: kernels that the log has recommended.
-    `waited_seconds`: how long the process waited for transfers (None: not measured). `comm_timer` measures the device's
-    waits if set. `heterogeneous`: the ranks' devices differ, so they round differently and may draw other random
-    numbers."""
+    `kernel_seconds`: by sizes, ranks and kernel names; None where a rank could not measure. `advised`: kernels that the
+    log has recommended. `waited_seconds`: how long the process waited for transfers (None: not measured). `comm_timer`
+    measures the device's waits if set. `heterogeneous`: the ranks' devices differ, so they round differently and may
+    draw other random numbers."""
 
-    kernel_seconds: dict[tuple[Any, ...], dict[str, float]] = field(default_factory=dict)
+    kernel_seconds: dict[tuple[Any, ...], dict[str, float] | None] = field(default_factory=dict)
     advised: set[str] = field(default_factory=set)
     waited_seconds: float | None = None
     comm_timer: CommTimer | None = None
@@ -41,9 +40,7 @@ class GroupState:
 
     def forget_failed_benchmarks(self) -> None:
         """Removes benchmarks that ran out of memory on some rank, so that they are repeated: memory may be free now."""
-        self.kernel_seconds = {
-            entry: times for entry, times in self.kernel_seconds.items() if not any(map(math.isnan, times.values()))
-        }
+        self.kernel_seconds = {key: times for key, times in self.kernel_seconds.items() if times is not None}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,7 +124,7 @@ def build_mesh(
     single_rank = MeshDim(group_state=group_state or GroupState())
     if parallelism.world_size == 1:
         return ContextMesh(context=single_rank)
-    degrees = _degrees(parallelism)
+    degrees = " x ".join(f"{name} {getattr(parallelism, f'{name}_degree')}" for name in MESH_DIMS)
     if not dist.is_initialized():
         raise ValueError(
             f"{degrees} needs {parallelism.world_size} ranks, but there is no process group; launch with torchrun and "
@@ -138,15 +135,15 @@ def build_mesh(
             f"{degrees} makes {parallelism.world_size} ranks, but the group has {dist.get_world_size()}; change the "
             "degrees, or pass a DeviceMesh with one more dim for the other ranks"
         )
-    backend_device = comm_device_of(device or torch.device("cpu"))
+    device = device or torch.device("cpu")
+    comm_device = comm_device_of(device)
     sizes = {name: size for name, size in zip(MESH_DIMS, parallelism.mesh_shape, strict=True) if size > 1}
-    mesh = init_device_mesh(backend_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    comm_device = backend_device if device is not None and backend_device.type != device.type else None
+    mesh = init_device_mesh((comm_device or device).type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     mesh_dims = {name: mesh_dim_of(mesh[name].get_group(), comm_device, single_rank.group_state) for name in sizes}
     context = _context(mesh, mesh_dims, comm_device, single_rank)
-    flat = DeviceMesh.from_group(context.group, backend_device.type) if context.group is not None else None
+    flat = None if context.group is None else DeviceMesh.from_group(context.group, mesh.device_type)
     for mesh_dim in (*mesh_dims.values(), context):
-        _copy_world_timeout(mesh_dim, backend_device)
+        _copy_world_timeout(mesh_dim, device)
     return ContextMesh(**mesh_dims, context=context, device_mesh=flat).with_shares(parallelism.shares)
 
 
@@ -161,31 +158,22 @@ def with_new_group(mesh_dim: MeshDim, device: torch.device) -> MeshDim:
     ]
     dim = replace(mesh_dim, group=groups[dist.get_rank() // mesh_dim.size])
     assert tuple(dist.get_process_group_ranks(dim.group)) == mesh_dim.ranks
-    _copy_world_timeout(dim, comm_device_of(device))
+    _copy_world_timeout(dim, device)
     return dim
-
-
-def first_ranks(count: int, device: torch.device) -> MeshDim:
-    """Returns the first `count` ranks of the world, of which this must be one; they compute on `device`.
-
-    No group is made: point to point, and so in everything in collectives.py, any ranks of the world may talk.
-    """
-    backend_device = comm_device_of(device)
-    index = dist.get_rank() if dist.is_initialized() else 0
-    assert index < count
-    comm_device = backend_device if backend_device.type != device.type else None
-    return MeshDim(size=count, index=index, ranks=tuple(range(count)), comm_device=comm_device)
 
 
 def participating_ranks(sizes: Sequence[int], device: torch.device) -> MeshDim | None:
     """Returns the ranks, of the first ones of the world, that have a nonzero size in `sizes`, with these as their
-    shares; None where this rank is none of them. As `first_ranks`."""
-    group = first_ranks(len(sizes), device)
+    shares; they compute on `device`. None where this rank is none of them.
+
+    No group is made: point to point, and so in everything in collectives.py, any ranks of the world may talk.
+    """
     ranks = tuple(rank for rank, size in enumerate(sizes) if size)
-    if group.index not in ranks:
+    own = dist.get_rank() if dist.is_initialized() else 0
+    if own not in ranks:
         return None
-    shares = tuple(size for size in sizes if size)
-    return replace(group, size=len(ranks), index=ranks.index(group.index), ranks=ranks, shares=shares)
+    shares, comm_device = tuple(size for size in sizes if size), comm_device_of(device)
+    return MeshDim(size=len(ranks), index=ranks.index(own), ranks=ranks, shares=shares, comm_device=comm_device)
 
 
 def _context(
@@ -202,9 +190,10 @@ def _context(
     return mesh_dim_of(mesh["ring", "ulysses"]._flatten().get_group(), comm_device, single_rank.group_state)
 
 
-def _copy_world_timeout(mesh_dim: MeshDim, backend_device: torch.device) -> None:
+def _copy_world_timeout(mesh_dim: MeshDim, device: torch.device) -> None:
     """Gives the mesh dimension's group the timeout of the world group; a new subgroup has PyTorch's default."""
     assert dist.group.WORLD is not None
+    backend_device = mesh_dim.comm_device or device
     timeout = getattr(dist.group.WORLD._get_backend(backend_device).options, "_timeout", None)
     if mesh_dim.group is not None and mesh_dim.group is not dist.group.WORLD and isinstance(timeout, timedelta):
         mesh_dim.group._get_backend(backend_device)._set_default_timeout(timeout)
@@ -223,14 +212,10 @@ def mesh_dim_of(group: dist.ProcessGroup, comm_device: torch.device | None, grou
     )
 
 
-def comm_device_of(device: torch.device) -> torch.device:
-    """Returns the device on which collectives take tensors: gloo moves CPU tensors only, also for ranks that share one
-    GPU."""
+def comm_device_of(device: torch.device) -> torch.device | None:
+    """Returns the `comm_device` of ranks that compute on `device`: gloo moves CPU tensors only, also for ranks that
+    share one GPU."""
     if device.type == "cpu" or not dist.is_initialized():
-        return device
+        return None
     backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
-    return torch.device("cpu") if backends.get(device.type, "gloo") == "gloo" else device
-
-
-def _degrees(parallelism: Parallelism) -> str:
-    return " x ".join(f"{name} {getattr(parallelism, f'{name}_degree')}" for name in MESH_DIMS)
+    return torch.device("cpu") if backends.get(device.type, "gloo") == "gloo" else None

@@ -16,12 +16,6 @@ COLLECTIVE_TIMEOUT = timedelta(hours=24)
 ONE_CARD = "CP_NCCL_ON_ONE_CARD"
 
 
-def separate_host_environment(rank: int) -> dict[str, str]:
-    """Returns the environment that makes this rank a host of its own to NCCL, which refuses two ranks of one host on
-    one GPU."""
-    return {"NCCL_HOSTID": f"rank{rank}", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "=lo"}
-
-
 def rank() -> int:
     return int(os.environ["RANK"])
 
@@ -55,7 +49,9 @@ def join(device: torch.device, store: str, *, shared: bool) -> None:
     if world_size() == 1:
         return
     if shared and device.type == "cuda" and os.environ.get(ONE_CARD):
-        os.environ |= separate_host_environment(rank())
+        # NCCL refuses two ranks of one host on one GPU: each is a host of its own.
+        os.environ |= {"NCCL_HOSTID": f"rank{rank()}", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1"}
+        os.environ["NCCL_SOCKET_IFNAME"] = "=lo"
         shared = False
     backend = "cpu:gloo" if shared else distributed_backends(device.type)
     dist.init_process_group(

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ...request import GraphsChoice
 from ...wire.readings import Graphs
-from ..comm.device_events import DeviceEvent, EventFactory, event_factory
+from ..comm.device_events import DeviceEvent, EventFactory, event_factory, seconds_between
 from ..comm.device_memory import can_allocate
 from . import cuda_graphs
 from .cuda_graphs import Graph, Recorder
@@ -171,9 +171,8 @@ class _Trial:
     def launch_fraction(self) -> float:
         """Returns the fraction of the evaluation's time that the host took to launch it."""
         assert self.events is not None
-        begun, ended = self.events
-        ended.wait()
-        return self.launch_seconds / max(ended.seconds_since(begun), 1e-9)
+        self.events[1].synchronize()
+        return self.launch_seconds / max(seconds_between(*self.events), 1e-9)
 
 
 @dataclass(eq=False)
@@ -284,7 +283,7 @@ class GraphRunner:
         for the device, to copy a constant, would also wait for the evaluation before."""
         begun = self._now()
         if trial.evaluations == self._warmup_evaluations - 1:
-            begun.wait()
+            begun.synchronize()
             self.before_timing()
         started = time.perf_counter()
         out = self._run_eager(args, kwargs)
@@ -346,14 +345,14 @@ class GraphRunner:
         """Returns whether a replay takes longer than the eager evaluation. Between GPUs without peer access each
         transfer is a graph node that waits for the CPU, which may cost what a recording gains. The first replay, which
         sets the graph up, is not timed."""
-        begun, ended = self._trials[call.key].events or (None, None)
-        if begun is None or ended is None:
+        eager = self._trials[call.key].events
+        if eager is None:
             return False
         before = self._now()
         recording.replay(call.tensors)
         after = self._now()
-        after.wait()
-        return after.seconds_since(before) > MAX_REPLAY_RATIO * ended.seconds_since(begun)
+        after.synchronize()
+        return seconds_between(before, after) > MAX_REPLAY_RATIO * seconds_between(*eager)
 
     def _try_record(
         self, recorder: Recorder, run: Callable[[], Any], inputs: list[Tensor], call: Call

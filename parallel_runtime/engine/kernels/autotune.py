@@ -12,19 +12,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...accelerators import FALLBACK, benchmark_candidates
+from ...accelerators import FALLBACK, KERNELS, benchmark_candidates
 from ...request import AttentionBackend
 from ...wire.readings import WORTH_TELLING, BenchmarkKind, KernelBenchmark
 from ..attention.masks import MaskKind
 from ..comm.collectives import all_gather_v
 from ..comm.mesh import GroupState, MeshDim
-from .dispatch import FAULTS, NO_KERNEL, supports_flash, warn_once
+from .dispatch import FAULTS, NO_KERNEL, warn_once
 from .registry import FUNCTIONS, FullAttention, cudnn_supports_graphs
 
 REPEATS = 3
@@ -33,8 +33,9 @@ _WARMUP_SIZE = 4096  # of the matrix products that keep the device busy while ru
 
 log = logging.getLogger(__name__)
 
-Measure = Callable[[str], float]  # of one run of the kernel of this name; infinite where it has none
-_CUDNN_CAPABILITIES = (9, 10)  # compute capabilities for which PyTorch itself prefers cuDNN
+Measure = Callable[[str], float]  # returns the seconds of one run of the kernel of this name, or one of these two:
+_NOT_HERE = math.inf  # this rank has no such kernel, or it computes something else: then no rank takes it
+_UNKNOWN = math.nan  # this rank could not find out: then the whole benchmark is not used
 _MAX_ERROR = 0.05  # of the values' deviation: half precision is ten times closer
 _MAX_ERROR_REQUESTED = 0.5  # a kernel requested by name may round more (sage)
 _CHECKED_QUERIES = 16  # queries that are computed anew in float32, of the first and the last head
@@ -54,30 +55,6 @@ class AttentionSizes:
     mask: MaskKind | None = None
 
 
-def block_candidates(query: Tensor, *, recorded: bool = True) -> list[AttentionBackend]:
-    """Returns the kernels to benchmark for ring blocks, the likely fastest first; ["native"] if there is no choice.
-    `recorded`: they may become part of a CUDA graph."""
-    names = benchmark_candidates(query.device.type, "block")
-    if not names or not supports_flash(query):
-        return ["native"]
-    names = _installed(names)
-    return [name for name in names if name != "_native_cudnn" or _prefers_cudnn(query, recorded)]
-
-
-def full_candidates(query: Tensor, *, masked: bool = False, recorded: bool = True) -> list[AttentionBackend]:
-    """Returns the kernels to benchmark for full keys; the first is the fallback."""
-    names = benchmark_candidates(query.device.type, "full")
-    if not names or not supports_flash(query):
-        return [FALLBACK]
-    cudnn = torch.version.hip is None and (cudnn_supports_graphs() or not recorded)
-    usable = (name for name in _installed(names) if FUNCTIONS[name].spec.masks or not masked)
-    return [FALLBACK, *(name for name in usable if name != "_native_cudnn" or cudnn)]
-
-
-def _installed(names: Sequence[AttentionBackend]) -> list[AttentionBackend]:
-    return [name for name in names if not FUNCTIONS[name].missing_reason]
-
-
 def choose_kernel(
     backend: AttentionBackend,
     query: Tensor,
@@ -88,66 +65,137 @@ def choose_kernel(
     recorded: bool = True,
 ) -> AttentionBackend:
     """Returns the kernel for ring blocks or full keys, as `sizes` say; FALLBACK stands for `fallback`. `recorded`: see
-    block_candidates. Collective over `mesh_dim` for new sizes.
+    `candidates`. Collective over `mesh_dim` for new sizes.
 
     Several `batch_groups` take the likely fastest without a benchmark: each would have its own, and groups that compute
     the same must agree to the bit.
     """
-    blocks = sizes.what == "block"
-    masked = sizes.mask is not None
-    if isinstance(query, FakeTensor):
-        unmeasured = block_candidates(query, recorded=recorded)[0] if blocks else FALLBACK
-        return unmeasured if backend == "auto" else backend
+    what: Literal["block", "full"] = "block" if sizes.what == "block" else "full"
+    fake = isinstance(query, FakeTensor)  # nothing can be measured
     if backend != "auto":
-        if backend == "native" or _available_on_all(backend, query, sizes, mesh_dim):
+        if backend in ("native", FALLBACK) or fake or _available_on_all(backend, query, sizes, mesh_dim):
             return backend
-        condition = "for a ring's blocks" if blocks else "for full keys"
+        condition = "for a ring's blocks" if what == "block" else "for full keys"
         warn_once(backend, f"not every rank has it {condition}")
-    available = (
-        block_candidates(query, recorded=recorded)
-        if blocks
-        else full_candidates(query, masked=masked, recorded=recorded)
-    )
+    names = candidates(query, what, masked=sizes.mask is not None, recorded=recorded)
+    if fake:
+        return names[0]
+    # All names, also of kernels that this GPU lacks: other GPUs of the group may have them.
+    all_names = [FALLBACK] * (what == "full") + benchmark_candidates(query.device.type, what) or ["native"]
     if batch_groups > 1:
-        return available[0] if blocks else _likely_fastest(available, query, sizes, mesh_dim, recorded)
-    if len(available) == 1 and not mesh_dim.group_state.heterogeneous:
-        return available[0]
-    seconds = partial(_measure, sizes, query.device, fallback, available)
-    return fastest_kernel(_candidate_names(query.device, blocks), sizes, mesh_dim, seconds, query.device, available[0])
+        return names[0] if what == "block" else _likely_fastest(all_names, names, query, sizes, mesh_dim)
+    if len(names) == 1 and not mesh_dim.group_state.heterogeneous:
+        return names[0]
+    seconds = partial(_measure, sizes, query.device, fallback, names)
+    return fastest_kernel(all_names, sizes, mesh_dim, seconds, query.device, names[0])
 
 
-def _candidate_names(device: torch.device, blocks: bool) -> Sequence[AttentionBackend]:
-    """Returns all names in the benchmark, also those that this GPU lacks: other GPUs of the group may have them."""
-    if blocks:
-        return benchmark_candidates(device.type, "block") or ["native"]
-    return [FALLBACK, *benchmark_candidates(device.type, "full")]
+def faster_kernel(query: Tensor, fallback: FullAttention, sizes: AttentionSizes, alone: MeshDim) -> str:
+    """Returns the name of a kernel that is clearly faster than `fallback` for a worker without context parallelism, or
+    ""."""
+    names = candidates(query, "full")
+    if isinstance(query, FakeTensor) or len(names) == 1:
+        return ""
+    seconds = partial(_measure, sizes, query.device, fallback, names)
+    times = slowest_rank_seconds(names, sizes, alone, seconds, query.device)
+    fastest = min(times, key=times.__getitem__, default=FALLBACK)
+    return fastest if fastest != FALLBACK and times[FALLBACK] > WORTH_TELLING * times[fastest] else ""
+
+
+def candidates(
+    query: Tensor, what: Literal["block", "full"], *, masked: bool = False, recorded: bool = True
+) -> list[AttentionBackend]:
+    """Returns the kernels of this GPU to benchmark for ring blocks or full keys, the likely fastest first; before them,
+    for full keys, FALLBACK. ["native"] for blocks without a choice. `recorded`: they may become part of a CUDA graph.
+
+    Depends on nothing of `query` in which ranks differ: those on equal GPUs benchmark the same kernels."""
+    kernels = (FUNCTIONS[name] for name in benchmark_candidates(query.device.type, what))
+    usable = [
+        kernel.spec
+        for kernel in kernels
+        if not kernel.unusable_reason(query) and not (recorded and kernel.spec.cudnn and not cudnn_supports_graphs())
+    ]
+    if what == "block":
+        likely = [spec for spec in usable if not spec.fastest_on or _is_fastest(spec.name, query.device)]
+        return [spec.name for spec in likely] or ["native"]
+    return [FALLBACK, *(spec.name for spec in usable if spec.masks or not masked)]
+
+
+def _is_fastest(name: AttentionBackend, device: torch.device) -> bool:
+    """Returns whether the table says so of a GPU such as this one."""
+    fastest_on = KERNELS[name].fastest_on
+    return bool(fastest_on) and torch.cuda.get_device_capability(device)[0] in fastest_on
 
 
 def _likely_fastest(
-    names: Sequence[AttentionBackend], query: Tensor, sizes: AttentionSizes, mesh_dim: MeshDim, recorded: bool
+    all_names: Sequence[AttentionBackend],
+    names: Sequence[AttentionBackend],
+    query: Tensor,
+    sizes: AttentionSizes,
+    mesh_dim: MeshDim,
 ) -> AttentionBackend:
-    """Returns cuDNN's kernel if all ranks prefer it, as in every measurement so far; else FALLBACK."""
-    if "_native_cudnn" not in _candidate_names(query.device, blocks=False):
-        return FALLBACK
-    preferred = "_native_cudnn" in names and _prefers_cudnn(query, recorded)
-    return (
-        "_native_cudnn" if _available_on_all("_native_cudnn", query, sizes, mesh_dim, preferred=preferred) else FALLBACK
-    )
-
-
-def _prefers_cudnn(query: Tensor, recorded: bool) -> bool:
-    if torch.version.hip is not None or (recorded and not cudnn_supports_graphs()):
-        return False
-    return torch.cuda.get_device_capability(query.device)[0] in _CUDNN_CAPABILITIES
+    """Returns a kernel that is the fastest on all ranks' GPUs, by the table; else FALLBACK."""
+    for name in all_names:
+        if name in KERNELS and KERNELS[name].fastest_on:
+            likely = name in names and _is_fastest(name, query.device)
+            if _available_on_all(name, query, sizes, mesh_dim, likely=likely):
+                return name
+    return FALLBACK
 
 
 def _available_on_all(
-    backend: AttentionBackend, query: Tensor, sizes: AttentionSizes, mesh_dim: MeshDim, *, preferred: bool = True
+    backend: AttentionBackend, query: Tensor, sizes: AttentionSizes, mesh_dim: MeshDim, *, likely: bool = True
 ) -> bool:
-    """Returns whether every rank of `mesh_dim` has this kernel for these sizes, computes correctly with it, and prefers
-    it."""
-    seconds = partial(_measure, sizes, query.device, None, [backend] if preferred else [], with_timing=False)
+    """Returns whether every rank of `mesh_dim` has this kernel for these sizes, computes correctly with it, and finds
+    it `likely` to be the fastest."""
+    seconds = partial(_measure, sizes, query.device, None, [backend] if likely else [], with_timing=False)
     return bool(slowest_rank_seconds([backend], sizes, mesh_dim, seconds, query.device))
+
+
+def fastest_kernel(
+    names: Sequence[str],
+    sizes: AttentionSizes,
+    mesh_dim: MeshDim,
+    seconds: Measure,
+    device: torch.device,
+    default: str = "",
+) -> str:
+    """Returns the name with the fewest seconds on its slowest rank. Collective over `mesh_dim` for new sizes, so all
+    ranks must pass the same `names`.
+
+    A kernel that some rank lacks is left out. Where the times cannot be used, returns `default`, or the first name.
+    """
+    times = slowest_rank_seconds(names, sizes, mesh_dim, seconds, device) if len(names) > 1 else {}
+    return min(times, key=times.__getitem__, default=default or names[0])
+
+
+def slowest_rank_seconds(
+    names: Sequence[str], sizes: AttentionSizes, mesh_dim: MeshDim, seconds: Measure, device: torch.device
+) -> dict[str, float]:
+    """Returns the seconds on the slowest rank, for kernels that all have; {} if a rank could not find out. Collective
+    as `fastest_kernel`."""
+    key, benchmarks = (sizes, mesh_dim.ranks, tuple(names)), mesh_dim.group_state.kernel_seconds
+    if key not in benchmarks:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return {}
+        measured = [measured_seconds if (measured_seconds := seconds(name)) > 0 else _UNKNOWN for name in names]
+        slowest = torch.tensor(measured, dtype=torch.float32, device=device)
+        if mesh_dim.size > 1:
+            (by_rank,) = all_gather_v(slowest[None], [1] * mesh_dim.size, mesh_dim).wait()
+            slowest = by_rank.amax(dim=0)  # NaN where any is
+        times = {name: value for name, value in zip(names, slowest.tolist(), strict=True) if value != _NOT_HERE}
+        benchmarks[key] = None if any(map(math.isnan, times.values())) else times
+        if mesh_dim.index == 0:
+            _log_benchmark(sizes, times)
+    return benchmarks[key] or {}
+
+
+def _log_benchmark(sizes: AttentionSizes, times: dict[str, float]) -> None:
+    """Logs a benchmark, as a warning: the log of a worker shows no less."""
+    if any(map(math.isnan, times.values())):
+        log.warning("[CP] the timings of kernels %s cannot be used: no kernel is preferred in this run", times)
+    elif len(times) > 1:
+        log.warning("[CP] kernels: %s", _to_result(sizes, times))
 
 
 def _measure(
@@ -159,33 +207,32 @@ def _measure(
     *,
     with_timing: bool = True,
 ) -> float:
-    """Returns the seconds of one such attention: infinity if the kernel is not `available` here or computes something
-    else, NaN if memory does not suffice to find out."""
+    """Returns the seconds of one such attention, or 1.0 without timing. Only the `available` kernels are tried."""
     if name not in available:
-        return torch.inf
+        return _NOT_HERE
     try:
         q, k, v, mask = random_inputs(sizes, device)
         kernel, block = FUNCTIONS.get(name), sizes.what == "block"
-        if kernel and (kernel.unsupported_block_reason if block else kernel.unsupported_reason)(q, k, v, mask):
-            return torch.inf
+        if kernel and kernel.unsupported_reason(q, k, v, mask, with_lse=block):
+            return _NOT_HERE
 
         def run() -> Tensor:
             if kernel is None:
                 assert fallback is not None
                 return fallback(q, k, v, mask, None)
-            return kernel.with_log_sum_exp(q, k, v, None)[0] if block else kernel.full(q, k, v, mask, None)
+            return kernel.block(q, k, v, None)[0] if block else kernel.full(q, k, v, mask, None)
 
         if name != FALLBACK and not _is_accurate(
             run(), (q, k, v), mask, _MAX_ERROR if with_timing else _MAX_ERROR_REQUESTED
         ):
-            return torch.inf
+            return _NOT_HERE
         return time_runs(run, device) if with_timing else 1.0
     except torch.OutOfMemoryError:
-        return torch.nan
+        return _UNKNOWN
     except NO_KERNEL as error:
         if isinstance(error, FAULTS):
             raise
-        return torch.inf
+        return _NOT_HERE
 
 
 def _is_accurate(out: Tensor, inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, tolerance: float) -> bool:
@@ -200,92 +247,6 @@ def _is_accurate(out: Tensor, inputs: tuple[Tensor, Tensor, Tensor], mask: Tenso
     expected = (scores.softmax(-1) @ v[:, :, heads].transpose(1, 2).float()).transpose(1, 2)
     mean_error = (out[:, :_CHECKED_QUERIES, heads].float() - expected).abs().mean()
     return bool(mean_error <= tolerance * expected.std())  # not where it is not a number
-
-
-def faster_kernel(query: Tensor, fallback: FullAttention, sizes: AttentionSizes, alone: MeshDim) -> str:
-    """Returns the name of a kernel that is clearly faster than `fallback` for a worker without context parallelism, or
-    ""."""
-    names = full_candidates(query)
-    if isinstance(query, FakeTensor) or len(names) == 1:
-        return ""
-    seconds = partial(_measure, sizes, query.device, fallback, names)
-    times = slowest_rank_seconds(names, sizes, alone, seconds, query.device)
-    fastest = min(times, key=times.__getitem__, default=FALLBACK)
-    return fastest if fastest != FALLBACK and times[FALLBACK] > WORTH_TELLING * times[fastest] else ""
-
-
-def fastest_kernel(
-    names: Sequence[str],
-    sizes: AttentionSizes,
-    mesh_dim: MeshDim,
-    seconds: Measure,
-    device: torch.device,
-    default: str = "",
-) -> str:
-    """Returns the name with the fewest seconds on its slowest rank. Collective over `mesh_dim` for new sizes, so all
-    ranks must pass the same `names`.
-
-    A kernel that some rank lacks is left out. If any time is invalid, returns `default`, or the first name.
-    """
-    times = slowest_rank_seconds(names, sizes, mesh_dim, seconds, device) if len(names) > 1 else {}
-    return min(times, key=times.__getitem__, default=default or names[0])
-
-
-def slowest_rank_seconds(
-    names: Sequence[str], sizes: AttentionSizes, mesh_dim: MeshDim, seconds: Measure, device: torch.device
-) -> dict[str, float]:
-    """Returns the seconds on the slowest rank, for kernels that all have; {} if any is invalid. Collective as
-    `fastest_kernel`."""
-    key, benchmarks = (sizes, mesh_dim.ranks, tuple(names)), mesh_dim.group_state.kernel_seconds
-    if key not in benchmarks and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return {}
-    if key not in benchmarks:
-        measured = [measured_seconds if (measured_seconds := seconds(name)) > 0 else math.nan for name in names]
-        slowest = torch.tensor(measured, dtype=torch.float32, device=device)
-        if mesh_dim.size > 1:
-            (by_rank,) = all_gather_v(slowest[None], [1] * mesh_dim.size, mesh_dim).wait()
-            slowest = by_rank.amax(dim=0)  # not a number where any is not
-        benchmarks[key] = dict(zip(names, slowest.tolist(), strict=True))
-        if mesh_dim.index == 0:
-            _log_benchmark(sizes, benchmarks[key])
-    return _valid(benchmarks[key])
-
-
-def _log_benchmark(sizes: AttentionSizes, times: dict[str, float]) -> None:
-    """Logs a benchmark, as a warning: the log of a worker shows no less."""
-    if any(map(math.isnan, times.values())):
-        log.warning("[CP] the timings of kernels %s cannot be used: no kernel is preferred in this run", times)
-    elif len(_valid(times)) > 1:
-        log.warning("[CP] kernels: %s", _to_result(sizes, _valid(times)))
-
-
-def _valid(times: dict[str, float]) -> dict[str, float]:
-    """Returns the finite times; empty if a rank could not time them all."""
-    if any(map(math.isnan, times.values())):
-        return {}
-    return {name: seconds for name, seconds in times.items() if math.isfinite(seconds)}
-
-
-def benchmark_results(group_state: GroupState) -> tuple[KernelBenchmark, ...]:
-    """Returns the results of all benchmarks so far, the latest last."""
-    results = ((sizes, _valid(times)) for (sizes, _, _), times in group_state.kernel_seconds.items())
-    return tuple(_to_result(sizes, times) for sizes, times in results if len(times) > 1)
-
-
-def _to_result(sizes: AttentionSizes, times: dict[str, float]) -> KernelBenchmark:
-    names = sorted(times, key=times.__getitem__)
-    return KernelBenchmark(
-        describe_sizes(sizes), tuple(names), tuple(round(1e6 * times[name], 1) for name in names), sizes.what
-    )
-
-
-def describe_sizes(sizes: AttentionSizes) -> str:
-    batch = f"{sizes.batch} x " if sizes.batch > 1 else ""
-    masked = "" if sizes.mask is None else ", masked"
-    dtype = str(sizes.dtype).removeprefix("torch.")
-    return (
-        f"{batch}{sizes.queries} queries x {sizes.keys} keys, {sizes.heads} heads of {sizes.head_dim}, {dtype}{masked}"
-    )
 
 
 def time_runs(run: Callable[[], object], device: torch.device) -> float:
@@ -332,3 +293,25 @@ def _test_mask(sizes: AttentionSizes, device: torch.device) -> Tensor | None:
     if dtype == torch.bool:
         return ~hidden
     return torch.zeros(*shape, sizes.keys, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+
+
+def benchmark_results(group_state: GroupState) -> tuple[KernelBenchmark, ...]:
+    """Returns the results of all benchmarks so far, the latest last."""
+    results = ((sizes, times) for (sizes, _, _), times in group_state.kernel_seconds.items())
+    return tuple(_to_result(sizes, times) for sizes, times in results if times and len(times) > 1)
+
+
+def _to_result(sizes: AttentionSizes, times: dict[str, float]) -> KernelBenchmark:
+    names = sorted(times, key=times.__getitem__)
+    return KernelBenchmark(
+        describe_sizes(sizes), tuple(names), tuple(round(1e6 * times[name], 1) for name in names), sizes.what
+    )
+
+
+def describe_sizes(sizes: AttentionSizes) -> str:
+    batch = f"{sizes.batch} x " if sizes.batch > 1 else ""
+    masked = "" if sizes.mask is None else ", masked"
+    dtype = str(sizes.dtype).removeprefix("torch.")
+    return (
+        f"{batch}{sizes.queries} queries x {sizes.keys} keys, {sizes.heads} heads of {sizes.head_dim}, {dtype}{masked}"
+    )

@@ -22,7 +22,7 @@ _REGISTERED: WeakValueDictionary[int, Attend] = WeakValueDictionary()
 
 
 def register(attend: Attend) -> int:
-    """Returns the number for the operators, as long as `attending` lives."""
+    """Returns the id of an attention function, which is valid as long as the caller keeps the function."""
     op_id = next(_OP_IDS)
     _REGISTERED[op_id] = attend
     return op_id
@@ -38,7 +38,7 @@ def attend_op(
     op_id: int,
     extra: Sequence[int],
 ) -> Tensor:
-    """Returns the output of the attention of this `number` for these tensors, with the `more` that it asked for."""
+    """Calls the attention function with this id; it is given the numbers `extra` too."""
     return _REGISTERED[op_id](query, key, value, mask, scale, *extra).contiguous()
 
 

@@ -56,6 +56,10 @@ def attend(
     return attend_native(query, key, value, mask, scale) if out is None else out
 
 
+_BY_BACKEND = {name: partial(attend, backend=name) for name in FUNCTIONS}
+_OP_IDS = {name: register(function) for name, function in _BY_BACKEND.items()}
+
+
 def attend_native(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """PyTorch's scaled_dot_product_attention, which supports every call."""
     return sdpa(query, repeat_kv(key, query.shape[2]), repeat_kv(value, query.shape[2]), mask, scale)
@@ -90,8 +94,8 @@ def attend_block(
     if (kernel := FUNCTIONS.get(backend)) is not None:
         result = _try(
             (backend, "block", *_call_key(query, key, value, bias)),
-            lambda: kernel.unsupported_block_reason(query, key, value, bias),
-            lambda: kernel.with_log_sum_exp(query, key, value, scale),
+            lambda: kernel.unsupported_reason(query, key, value, bias, with_lse=True),
+            lambda: kernel.block(query, key, value, scale),
         )
         if result is not None:
             return result
@@ -99,8 +103,9 @@ def attend_block(
         return _cpu(query, key, value, bias, scale)
     if query.device.type != "cuda":
         return _by_matmul(query, key, value, bias, scale)
-    if bias is None and supports_flash(query):
-        return FUNCTIONS["_native_flash"].with_log_sum_exp(query, key, value, scale)
+    flash = FUNCTIONS["_native_flash"]
+    if not flash.unsupported_reason(query, key, value, bias, with_lse=True):
+        return flash.block(query, key, value, scale)
     return _efficient(query, key, value, bias, scale)
 
 
@@ -117,11 +122,6 @@ def contiguous_by_head(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def supports_flash(query: Tensor) -> bool:
-    """Does PyTorch's own flash kernel take such queries, and the keys and values that go with them?"""
-    return query.shape[-1] % 8 == 0 and not FUNCTIONS["_native_flash"].unsupported_reason(query, query, query, None)
-
-
 @cache
 def warn_once(backend: str, reason: str) -> None:
     """Logs on rank 0 that a backend is not used for some calls."""
@@ -135,10 +135,6 @@ def warn_once(backend: str, reason: str) -> None:
     )
 
 
-_ATTENDING = {name: partial(attend, backend=name) for name in FUNCTIONS}
-_OP_IDS = {name: register(function) for name, function in _ATTENDING.items()}
-
-
 def _call_key(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Hashable, ...]:
     """Returns the properties of a call that decide whether a kernel supports it."""
     masked = None if mask is None else (mask.dtype, mask.shape)
@@ -149,24 +145,20 @@ def _try(call: tuple[Any, ...], unsupported_reason: Callable[[], str], run: Call
     """Returns the result of `run`, or None where the kernel does not support this kind of `call` (the backend is its
     first item). A kind is checked once: one that failed is not tried again, and one that succeeded is not checked
     again, also where nothing could be checked (in a graph)."""
-    reason = _FAILURES.get(call)
-    if reason == "":
-        return run()
-    if reason is None:
-        reason = unsupported_reason()
-        if not reason:
-            try:
-                result = run()
-            except NO_KERNEL as error:
-                if isinstance(error, FAULTS):
-                    raise
-                reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
-            else:
-                _FAILURES[call] = ""
-                return result
-        _FAILURES[call] = reason
+    if call in _FAILURES:
+        return None if _FAILURES[call] else run()
+    reason, result = unsupported_reason(), None
+    if not reason:
+        try:
+            result = run()
+        except NO_KERNEL as error:
+            if isinstance(error, FAULTS):
+                raise
+            reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
+    _FAILURES[call] = reason
+    if reason:
         warn_once(call[0], reason)
-    return None
+    return result
 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:

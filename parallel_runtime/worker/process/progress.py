@@ -13,7 +13,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...engine.comm.device_events import CommTimer, DeviceEvent, EventFactory, HostEvent, LaunchThrottle
+from ...engine.comm.device_events import (
+    CommTimer,
+    DeviceEvent,
+    EventFactory,
+    HostEvent,
+    LaunchThrottle,
+    seconds_between,
+)
 from ...engine.comm.mesh import GroupState, MeshDim
 from ...engine.comm.ranks import rank
 from ...engine.comm.votes import any_rank, differing_ranks
@@ -129,8 +136,8 @@ class Progress:
 
     def _time_steps(self) -> None:
         """Measures steps by when the device ended them, since the host may have launched the next one already."""
-        while len(self._steps) > 1 and self._steps[1].completed:
-            self._step_seconds = self._steps[1].seconds_since(self._steps.popleft())
+        while len(self._steps) > 1 and self._steps[1].query():
+            self._step_seconds = seconds_between(self._steps.popleft(), self._steps[0])
 
     def _send_step(self, step: Step, latents: dict[str, Tensor]) -> None:
         self._channel.offer(step, write_bundle(latents))
