@@ -44,9 +44,7 @@ PLANS: dict[str, SplitPlan] = {
         no_options=(_SD3_ATTENTION,),
         split_outputs=True,
     ),
-    "comfy.ldm.hydit.controlnet:HunYuanControlNet": _blocks_of(
-        hunyuan_dit.NETWORK.plan, *hunyuan_dit.NETWORK.plan.no_options
-    ),
+    "comfy.ldm.hydit.controlnet:HunYuanControlNet": _blocks_of(hunyuan_dit.PLAN, *hunyuan_dit.PLAN.no_options),
 }
 
 
