@@ -2,13 +2,13 @@
 convolve along them. In version 1.5 half of the layers attend in a window, and none is given transformer_options."""
 
 from .architecture import Architecture
-from .split_plan import AUDIO, ModulePlan, Split, SplitLike, SplitPlan, TokenConvolution, TokenSum, Window
+from .split_plan import AUDIO, ModulePlan, Split, SplitLike, SplitPlan, Window
 
 V1_BLOCKS = ModulePlan(
     "transformer_blocks",
     {"hidden_states": Split(AUDIO), "rotary_freqs_cis": (SplitLike(AUDIO, 0), SplitLike(AUDIO, 0))},
     submodule_attends={"cross_attn": "local"},
-    token_functions={"attn": TokenSum(*AUDIO), "ff.depth_conv": TokenConvolution(*AUDIO)},
+    token_functions={"attn": "sum", "ff.depth_conv": "convolution"},
     unsplit_args=("encoder_hidden_states", "rotary_freqs_cis_cross", "temb"),
     gathers=True,
 )

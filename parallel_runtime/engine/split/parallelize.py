@@ -127,9 +127,9 @@ class _ParallelNetwork:
                 self._keep(module.register_forward_hook(self._leave, always_call=True))
             else:
                 self._replace(module, _scoped(module.forward, self._override.active_scopes, scope))
-        for name, spec in block.module_plan.token_functions.items():
-            module = block.module.get_submodule(name)
-            self._replace(module, with_all_tokens(module.forward, spec, self.streams, self._ranks))
+        for name, function in block.module_plan.token_functions.items():
+            module, stream = block.module.get_submodule(name), self._plan.main_stream
+            self._replace(module, with_all_tokens(module.forward, function, stream, self.streams, self._ranks))
         self._keep(*add_hooks(block, self.splitter))
 
     def _begin(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
