@@ -22,17 +22,19 @@ from .row_division import OVERRIDE, Forward, RowDivision
 class CascadeDivision(RowDivision):
     """The replaced forwards of one network, and the state of its forward in progress."""
 
+    _plan: CascadeRowPlan
+
     def __init__(self, network: nn.Module, plan: CascadeRowPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
-        self._plan, self._first = plan, plan.first(network)
+        self._first = plan.first(network)
         self._signature = inspect.signature(network.forward)
         super().__init__(network, plan, mesh, parallelism)
-        levels = [(str(level),) for level in range(self._depth + 1)]
+        levels = [(str(level),) for level in range(self.depth + 1)]
         self._across = self._override.scope_index([Cross(queries=level, keys=(*level, *TEXT)) for level in levels])
 
     def levels_of(self, shape: Size) -> Levels | None:
         """Returns None too for a size that is no multiple of the last level's: the network resizes its pictures
         then."""
-        return None if any(side % 2**self._depth for side in shape[-2:]) else super().levels_of(shape)
+        return None if any(side % 2**self.depth for side in shape[-2:]) else super().levels_of(shape)
 
     def _forward(self, forward: Forward, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """Replaces the network's forward, which has other arguments than a UNet's; [B, C, H, W] in and out."""

@@ -198,7 +198,7 @@ def group_norm(
 ) -> Tensor:
     """Computes torch.nn.functional.group_norm with the statistics of all ranks, in float32 whatever the activations are
     in."""
-    weights = share.weights(x, "a group norm")
+    weights = share.weights(x)
     local = _moments(x, num_groups)
     (moments,) = all_gather_v(local[None], [1] * share.ranks.size, share.ranks).wait()
     return _normalize(x, _combined_moments(weights, moments), weight, bias, eps)
@@ -215,7 +215,7 @@ def group_norm_with_edges(
 ) -> Tensor:
     """Computes group_norm with one more row at each side for the convolution that follows: the neighbours', or a copy
     of this rank's at an outer edge. They travel with the statistics, in one message."""
-    weights, dim, local = share.weights(x, "a group norm"), share.dim, _moments(x, num_groups)
+    weights, dim, local = share.weights(x), share.dim, _moments(x, num_groups)
     first, last = x.narrow(dim, 0, 1), x.narrow(dim, x.shape[dim] - 1, 1)
     index, peers = share.index, share.ranks.other_ranks
     edges, packed = {index - 1: first, index + 1: last}, local.flatten().view(x.dtype)

@@ -72,14 +72,15 @@ class Share:
         """Returns this rank's rows of a full tensor."""
         return x.narrow(self.dim, self.before * factor, self.local_units * factor)
 
-    def gather(self, x: Tensor, what: str = "a gather") -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """Returns the full tensor of all ranks' rows. Collective."""
-        (rows,) = all_gather_v(x.movedim(self.dim, 0), self.rows_of(x, what), self.ranks).wait()
+        (rows,) = all_gather_v(x.movedim(self.dim, 0), self.rows_of(x, "a gather"), self.ranks).wait()
         return rows.movedim(0, self.dim)
 
-    def weights(self, x: Tensor, what: str) -> Tensor:
-        """Returns each rank's weight in the mean over all rows of `x`: its share of the rows, float32."""
-        key = rows, _ = (self.rows_of(x, what) if x.ndim > 3 else self.units), x.device  # in 3 dims rows lie flat
+    def weights(self, x: Tensor) -> Tensor:
+        """Returns each rank's weight in the mean over all rows of `x`, which lie flat in 3 dims: its share of the rows,
+        float32."""
+        key = rows, _ = (self.rows_of(x, "a group norm") if x.ndim > 3 else self.units), x.device
         if key not in self._weights:
             self._weights[key] = torch.tensor([each / sum(rows) for each in rows], device=x.device)
         return self._weights[key]

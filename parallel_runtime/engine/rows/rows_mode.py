@@ -17,6 +17,7 @@ from ...errors import Refused
 from . import functions
 from .row_share import Share
 
+Handlers = dict[Any, Callable[..., Any]]  # called with a Share, the function and its arguments
 ATTENTION = {"optimized_attention", "optimized_vae_attention"}  # what ComfyUI's VAE blocks call, attributes of theirs
 
 
@@ -36,13 +37,31 @@ def running_on_rows(model: nn.Module, rows: Rows, over_time: Collection[str] = (
         yield
 
 
-class Rows(TorchFunctionMode):
-    """`tick` is called before each function that is handled here: equally often, in the same places, on every rank."""
+class RowFunctions(TorchFunctionMode):
+    """Functions with one of `handlers` treat a tensor as this rank's rows of a larger one in this mode. `tick` is
+    called before each of them: equally often, in the same places, on every rank."""
+
+    def __init__(self, share: Share, handlers: Handlers, tick: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._share = share
+        self._handlers = handlers
+        self._tick = tick
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = self._handlers.get(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        self._tick()
+        return handler(self._share, func, *args, **(kwargs or {}))
+
+
+class Rows(RowFunctions):
+    """The mode for a model whose attentions are refused where they are not handled and may see other rows."""
 
     def __init__(self, share: Share, tick: Callable[[], None] = lambda: None) -> None:
-        super().__init__()
-        self.share = share
-        self._tick = tick
+        super().__init__(share, HANDLERS, tick)
         self._local = 0
 
     def __torch_function__(
@@ -50,16 +69,12 @@ class Rows(TorchFunctionMode):
     ) -> Any:
         if func is F.scaled_dot_product_attention and not self._local:
             raise Refused("rows.attention", shape=str(tuple(args[0].shape)))
-        handler = HANDLERS.get(func)
-        if handler is None:
-            return func(*args, **(kwargs or {}))
-        self._tick()
-        return handler(self.share, func, *args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Replaces a block's `optimized_attention`."""
         self._tick()
-        return functions.attend(self.share, query, key, value)
+        return functions.attend(self._share, query, key, value)
 
     def local(self, more: int, *_: Any) -> None:
         """Counts modules in progress whose attention reads no other rank's rows (`more` is 1 or -1)."""
@@ -76,7 +91,7 @@ ACROSS = (
     F.unfold, F.fold, F.grid_sample, F.instance_norm, torch.roll, T.roll, F.max_pool2d, F.max_pool3d,
     F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, torch.fft.fft2, torch.fft.rfft2, torch.fft.fftn,
 )  # fmt: skip
-HANDLERS: dict[Any, Callable[..., Any]] = {
+HANDLERS: Handlers = {
     F.pad: functions.pad,
     F.conv2d: functions.convolution,
     F.conv3d: functions.convolution,

@@ -1,4 +1,5 @@
-"""Makes ComfyUI's own network context parallel: hooks at its blocks' inputs and outputs, as a split plan says.
+"""Makes ComfyUI's own network context parallel as its plan says: by rows of the picture where that is a RowPlan, else
+by tokens, with hooks at its blocks' inputs and outputs.
 
 All names of a network are the plan's. Imports no ComfyUI.
 """
@@ -16,7 +17,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ...architectures.block_patches import are_inside, needs_full_tokens
+from ...architectures.control_networks import ControlRowPlan
 from ...architectures.network_modules import self_chosen_kernels
+from ...architectures.row_plan import CascadeRowPlan, RowPlan
 from ...architectures.split_plan import SplitPlan
 from ...errors import Refused
 from ...specs import Parallelism
@@ -25,6 +28,9 @@ from ..attention.patched_names import set_active, wrap_modules
 from ..comm.mesh import ContextMesh
 from ..comm.shared_scales import shared_input_scales
 from ..pipeline.pipefusion import PipeFusion, TurnEnded
+from ..rows.cascade_rows import CascadeDivision
+from ..rows.control_rows import ControlRowDivision
+from ..rows.row_division import RowDivision
 from .hooks import Block, add_hooks, blocks_of_plan
 from .splitter import Residuals, Splitter
 from .streams import PARALLELIZED
@@ -32,6 +38,11 @@ from .token_functions import with_all_tokens
 
 _OPTIONS = "transformer_options"
 _OVERRIDE = "optimized_attention_override"
+_BY_ROWS: dict[type[SplitPlan], Callable[..., Any]] = {
+    RowPlan: RowDivision,
+    CascadeRowPlan: CascadeDivision,
+    ControlRowPlan: ControlRowDivision,
+}
 
 
 def parallelize(network: nn.Module, plan: SplitPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
@@ -43,17 +54,18 @@ def parallelize(network: nn.Module, plan: SplitPlan, mesh: ContextMesh, parallel
     """
     if hasattr(network, PARALLELIZED):
         raise ValueError(f"this {type(network).__name__} is parallel already; unparallelize it first")
-    setattr(network, PARALLELIZED, _ParallelNetwork(network, plan, mesh, parallelism))
+    division = _BY_ROWS.get(type(plan), _ParallelNetwork)
+    setattr(network, PARALLELIZED, division(network, plan, mesh, parallelism))
 
 
 def parallelize_control(
     control: nn.Module, plan: SplitPlan, network: nn.Module, mesh: ContextMesh, parallelism: Parallelism
 ) -> None:
-    """Runs every later forward of the ControlNet's network `control`, whose plan has `split_outputs`, over the context
-    ranks of `mesh`. Collective.
+    """Runs every later forward of the ControlNet's network `control`, whose plan is a ControlRowPlan or has
+    `split_outputs`, over the context ranks of `mesh`. Collective.
 
-    It returns this rank's part of each residual. `network`, which is parallel over the same ranks, takes these until
-    `control` is unparallelized.
+    It returns this rank's part of each residual; full residuals for a latent that `network`, a UNet, computes in full.
+    `network`, which is parallel over the same ranks, takes these until `control` is unparallelized.
     """
     parallelize(control, plan, mesh, parallelism)
     getattr(control, PARALLELIZED).return_residuals_to(getattr(network, PARALLELIZED))
