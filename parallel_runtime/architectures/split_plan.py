@@ -180,8 +180,8 @@ class ModulePlan:
     @property
     def outputs(self) -> tuple[list[Split], ...]:
         """The specs of each output of a block; the output's length selects one of several."""
-        by_name = {name: [specs for other, _, specs in self._tokens if other == name] for name in self.args}
-        return tuple(specs for name in self.updated_args or by_name for specs in by_name[name])
+        names = self.updated_args or tuple(self.args)
+        return tuple(specs for name in names for argument, _, specs in self._tokens if argument == name)
 
     @property
     def updated_args(self) -> tuple[str | int, ...]:

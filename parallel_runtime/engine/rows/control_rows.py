@@ -75,7 +75,7 @@ class ControlRowDivision(RowDivision):
             return None
         rows = levels.sizes[self._plan.hint_halvings]
         (means,) = all_gather_v(args[0].float()[None], [1] * len(rows), levels.ranks).wait()
-        shares = torch.tensor([own / sum(rows) for own in rows], device=means.device)
+        shares = torch.tensor([each / sum(rows) for each in rows], device=means.device)
         return (torch.tensordot(shares, means, 1).to(args[0]), *args[1:])
 
 

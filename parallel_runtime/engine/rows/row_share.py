@@ -103,13 +103,13 @@ def fetch_neighbour_rows(share: Share, x: Tensor, before: int, after: int) -> Ne
         return lambda: (None, None)
     if (full := share.full_of(x)) is not None:
         first = sum(share.rows_of(x, "rows")[: share.index])
-        places = {share.index - 1: (first - before, before), share.index + 1: (first + rows, after)}
-        edges = {peer: full.narrow(share.dim, *places[peer]) for peer in receive}
+        ranges = {share.index - 1: (first - before, before), share.index + 1: (first + rows, after)}
+        edges = {peer: full.narrow(share.dim, *ranges[peer]) for peer in receive}
         return lambda: (edges.get(share.index - 1), edges.get(share.index + 1))
     pending = send_recv(send, receive, share.ranks, like=x)
 
-    def answer() -> tuple[Tensor | None, Tensor | None]:
+    def wait() -> tuple[Tensor | None, Tensor | None]:
         by_peer = dict(zip(receive, pending.wait(), strict=True))
         return by_peer.get(share.index - 1), by_peer.get(share.index + 1)
 
-    return answer
+    return wait

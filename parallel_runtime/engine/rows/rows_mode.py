@@ -76,9 +76,9 @@ class Rows(RowFunctions):
         self._tick()
         return functions.attend(self._share, query, key, value)
 
-    def local(self, more: int, *_: Any) -> None:
-        """Counts modules in progress whose attention reads no other rank's rows (`more` is 1 or -1)."""
-        self._local += more
+    def local(self, change: int, *_: Any) -> None:
+        """Counts modules in progress whose attention reads no other rank's rows (`change` is 1 or -1)."""
+        self._local += change
 
 
 T = Tensor
