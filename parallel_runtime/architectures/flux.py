@@ -20,7 +20,7 @@ SINGLE = ModulePlan(
     attends=BOTH,
     unsplit_args=("vec", "attn_mask"),
 )
-# It stays cut between the two stacks, so that residuals, which are added between blocks, fit.
+# Tokens stay split between the two stacks, so that residuals, which are added between blocks, fit.
 PLAN = SplitPlan((DOUBLE, SINGLE, ModulePlan("final_layer", {"x": Gather(IMAGE)})))
 
 FLUX = Architecture(

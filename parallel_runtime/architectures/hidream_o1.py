@@ -1,5 +1,5 @@
-"""HiDream O1: a language model that paints. What comes before the picture is full on every rank and attends to nothing
-behind it; it is left out where the layers kept its keys at an earlier step.
+"""HiDream O1: a language model that makes pictures. What comes before the picture is full on every rank and attends to
+nothing behind it; it is left out where the layers kept its keys at an earlier step.
 """
 
 from .architecture import Architecture

@@ -39,5 +39,5 @@ HUNYUAN_3D_2_1 = Architecture(
     ),
     patch=(1,),
     text_width=inputs_of("blocks.0.attn2.to_k"),
-    batch_coupled=lambda net: True,  # of two rows and more it trades the halves
+    batch_coupled=lambda net: True,  # it swaps the halves of a batch of two and more
 )

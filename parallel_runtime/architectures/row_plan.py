@@ -16,8 +16,8 @@ RESAMPLES = ("Downsample", "Upsample")  # classes of modules between two levels 
 
 @dataclass(frozen=True, kw_only=True)
 class RowLevel:
-    """A level of a network that is cut by rows: `weights` that each pixel there is multiplied by, `attentions` over all
-    its pixels, as wide as `width`, and `messages` to other ranks beside those of attentions."""
+    """A level of a network that is split by rows: `weights` that each pixel there is multiplied by, `attentions` over
+    all its pixels, as wide as `width`, and `messages` to other ranks beside those of attentions."""
 
     weights: int
     attentions: int
@@ -99,7 +99,7 @@ class RowArchitecture(Architecture):
         return gcd(*(attention.heads for attention in self.attentions(net)))
 
     def row_levels(self, net: Any) -> tuple[RowLevel, ...]:
-        """What planning reckons with, by level."""
+        """The work of each level, for planning."""
         counts = [[0, 0, 0, 0] for _ in range(self.plan.depth(net) + 1)]
         attends = set(self.attentions(net))
         for level, runs, block in self.blocks(net):
@@ -123,7 +123,7 @@ class RowArchitecture(Architecture):
 
 
 def sides_to_cut(latent_shape: Sequence[int], depth: int) -> list[tuple[int, int]]:
-    """The sides of a latent [..., H, W] that may be cut over ranks, the longer one first: the dim, and how many rows
+    """The sides of a latent [..., H, W] that may be split over ranks, the longer one first: the dim, and how many rows
     the last of `depth` halvings leaves. A level is known by its other side, which each of them has to halve."""
     height, width = latent_shape[-2:]
     sides = []

@@ -204,15 +204,13 @@ class SplitPlan:
 
     A ControlNet's `residuals` of these kinds are split like `main_stream`; others are added to full tokens.
     `replicated` streams are full on every rank, and only their attention is shared out. `no_options` names Python
-    modules whose attention gets no transformer_options. `split_outputs`: the network returns this rank's part of
-    tensors of `main_stream`, such as the residuals that a ControlNet returns.
+    modules whose attention gets no transformer_options.
     """
 
     module_plans: tuple[ModulePlan, ...]
     residuals: Names = ("input", "output")
     replicated: frozenset[str] = frozenset()
     no_options: Names = ()
-    split_outputs: bool = False
 
     def __post_init__(self) -> None:
         if unknown := self.replicated - self.streams:

@@ -41,7 +41,9 @@ class StageChannel:
         for tensor in tensors:
             if tensor.numel():
                 self.sent_bytes += tensor.nbytes
-                self._send(peer, self._to_send(tensor), self._mesh_dim.group)
+                device = self._mesh_dim.comm_device or tensor.device
+                copy = tensor.to(device, copy=True, memory_format=torch.contiguous_format)  # blocks write into it
+                self._send(peer, copy, self._mesh_dim.group)
         while len(self._pending_sends) > MAX_PENDING_SENDS:
             self._pending_sends.popleft().wait()
 
@@ -79,12 +81,6 @@ class StageChannel:
         self._ended_peers.clear()
         if ended:
             raise Refused
-
-    def _to_send(self, tensor: Tensor) -> Tensor:
-        """Returns a copy on the device of transfers: the next block may write into `tensor`."""
-        if self._mesh_dim.comm_device is None or self._mesh_dim.comm_device == tensor.device:
-            return tensor.clone(memory_format=torch.contiguous_format)
-        return tensor.to(self._mesh_dim.comm_device).contiguous()
 
     def _send(self, peer: int, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
         work = dist.isend(tensor, self._mesh_dim.ranks[peer], group=group, tag=TAG)

@@ -28,7 +28,7 @@ from ..comm.shared_scales import shared_input_scales
 from . import functions
 from .full_patches import FullPatches
 from .levels import Levels, LevelTokens, NoLevel, levels_of
-from .rows_mode import Handlers, RowFunctions
+from .row_share import Handlers, RowFunctions
 
 OVERRIDE = "optimized_attention_override"
 ATTENTION = "comfy.ldm.modules.attention"

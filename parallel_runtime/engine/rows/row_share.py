@@ -1,19 +1,22 @@
 """The rows (dim -2) or columns (dim -1) of every activation that each rank computes, and the neighbours' rows at its
-edges, which travel while the inside is computed."""
+edges, which travel while the inside is computed; and the mode in which functions of torch go by them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ...errors import Refused
 from ..comm.collectives import all_gather_v, send_recv
 from ..comm.mesh import MeshDim
 
 Rows = tuple[int, ...]  # of each rank
+Handlers = dict[Any, Callable[..., Any]]  # by function: called with a Share, the function and its arguments
 NeighbourRows = Callable[[], tuple[Tensor | None, Tensor | None]]
 
 
@@ -113,3 +116,23 @@ def fetch_neighbour_rows(share: Share, x: Tensor, before: int, after: int) -> Ne
         return by_peer.get(share.index - 1), by_peer.get(share.index + 1)
 
     return wait
+
+
+class RowFunctions(TorchFunctionMode):
+    """Functions with one of `handlers` treat a tensor as this rank's rows of a larger one in this mode. `tick` is
+    called before each of them: equally often, in the same places, on every rank."""
+
+    def __init__(self, share: Share, handlers: Handlers, tick: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._share = share
+        self._handlers = handlers
+        self._tick = tick
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = self._handlers.get(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        self._tick()
+        return handler(self._share, func, *args, **(kwargs or {}))

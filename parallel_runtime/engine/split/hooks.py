@@ -35,7 +35,6 @@ from ...architectures.split_plan import (
 from ...errors import Refused
 from .splitter import Splitter
 
-_ALWAYS_FULL = {"transformer_options"}
 _Kind = inspect.Parameter
 
 
@@ -56,7 +55,7 @@ class Block:
             return
         arguments, frames = self.arguments_by_name(args, kwargs), self.module_plan.frames
         framed = set() if frames is None else {frames.tokens, *frames.conditions, frames.until}
-        known = self.specs.keys() | set(self.module_plan.unsplit_args) | _ALWAYS_FULL | framed
+        known = self.specs.keys() | {"transformer_options", *self.module_plan.unsplit_args} | framed
         if unknown := [str(name) for name, value in arguments.items() if value is not None and name not in known]:
             raise Refused(
                 "arguments.unknown",
@@ -101,9 +100,9 @@ def blocks_of_module_plan(network: nn.Module, plan: ModulePlan) -> Iterator[Bloc
         parameters, open_ended = _parameters(module)
         specs = {name: (index, spec) for name, index, spec in _argument_specs(plan, parameters, open_ended, module)}
         scopes: list[tuple[nn.Module, AttentionSpecs]] = [] if plan.attends is None else [(module, plan.attends)]
-        below = dict(module.named_modules())
-        inner = {name: over for name, over in plan.submodule_attends.items() if name in below}
-        scopes += [(below[name], _with_width(over, below[name])) for name, over in inner.items()]
+        for name, below in module.named_modules():
+            if name in plan.submodule_attends:
+                scopes.append((below, _with_width(plan.submodule_attends[name], below)))
         yield Block(plan, module, module is modules[-1], specs, scopes, parameters)
 
 

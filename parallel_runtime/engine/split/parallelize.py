@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from ...architectures.block_patches import are_inside, needs_full_tokens
+from ...architectures.block_patches import INSIDE, needs_full_tokens
 from ...architectures.control_networks import ControlRowPlan
 from ...architectures.network_modules import self_chosen_kernels
 from ...architectures.row_plan import CascadeRowPlan, RowPlan
@@ -61,8 +61,7 @@ def parallelize(network: nn.Module, plan: SplitPlan, mesh: ContextMesh, parallel
 def parallelize_control(
     control: nn.Module, plan: SplitPlan, network: nn.Module, mesh: ContextMesh, parallelism: Parallelism
 ) -> None:
-    """Runs every later forward of the ControlNet's network `control`, whose plan is a ControlRowPlan or has
-    `split_outputs`, over the context ranks of `mesh`. Collective.
+    """Runs every later forward of the ControlNet's network `control` over the context ranks of `mesh`. Collective.
 
     It returns this rank's part of each residual; full residuals for a latent that `network`, a UNet, computes in full.
     `network`, which is parallel over the same ranks, takes these until `control` is unparallelized.
@@ -154,7 +153,7 @@ class _ParallelNetwork:
             function, module = next(iter(self._own_attentions.items()))
             raise Refused("attention.own", widget="attention_backend", module=module, function=function)
         self.splitter.full_between_blocks = needs_full_tokens(options)
-        self.splitter.has_block_patches = are_inside(options.get("patches") or {})
+        self.splitter.has_block_patches = any((options.get("patches") or {}).get(kind) for kind in INSIDE)
         self._override.previous = previous
         options[_OVERRIDE] = self._override
         if self._takes_options:
@@ -184,7 +183,7 @@ class _ParallelNetwork:
         return out
 
     def _end(self, network: nn.Module, _: Any, output: Any) -> None:
-        unfinished = self.splitter.is_split(self._plan.main_stream) and not self._plan.split_outputs
+        unfinished = self.splitter.is_split(self._plan.main_stream) and self._residual_consumer is None
         attends = not any(module_plan.token_functions for module_plan in self._plan.module_plans)
         alone = attends and self.streams.is_known(self._plan.main_stream) and not self._override.split_calls
         if self._residual_consumer is not None and output is not None:
