@@ -1,6 +1,6 @@
 """How each network is split: the words in which that is written, and one small file an architecture.
 
-A network is known by its class. One without a plan runs undivided. Imports no torch.
+A network is known by its class. One without a plan runs undivided. Plans need no torch.
 """
 
 from __future__ import annotations

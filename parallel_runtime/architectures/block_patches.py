@@ -46,11 +46,6 @@ def see_all_tokens(patches: Mapping[str, Sequence[Any]]) -> list[str]:
     )
 
 
-def are_inside(patches: Mapping[str, Sequence[Any]]) -> bool:
-    """Whether any of these runs inside of blocks."""
-    return any(patches.get(kind) for kind in INSIDE)
-
-
 def goes_by_frames(patch: Any) -> bool:
     """Whether `patch` gives the same on a part of the tokens that is made of full frames."""
     return _is_one_of(OF_FRAMES, patch)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd, log2
+from math import log2
 from typing import Any
 
-from .row_plan import CascadeRowPlan, RowArchitecture, RowLevel
+from .row_plan import CascadeRowPlan, RowArchitecture
 
 
 def _halvings(net: Any) -> list[int]:
@@ -20,32 +21,15 @@ def _halvings(net: Any) -> list[int]:
 class CascadeArchitecture(RowArchitecture):
     """An architecture whose blocks are in stacks, of which some run several times."""
 
-    def attentions(self, net: Any) -> list[tuple[str, Any]]:
-        return [(name, module) for name, module in net.named_modules() if type(module).__name__ == "Attention2D"]
+    def attentions(self, net: Any) -> list[Any]:
+        return [module.attn for module in net.modules() if type(module).__name__ == "Attention2D"]
 
-    def heads(self, net: Any) -> int:
-        return gcd(*(module.attn.heads for _, module in self.attentions(net)))
-
-    def layers(self, net: Any) -> int:
-        return sum(level.attentions for level in self.row_levels(net))
-
-    def row_levels(self, net: Any) -> tuple[RowLevel, ...]:
+    def blocks(self, net: Any) -> Iterator[tuple[int, int, Any]]:
         halvings = _halvings(net)
-        counts = [[0, 0, 0, 0] for _ in range(halvings[-1] + 1)]
-        down = zip(halvings, net.down_blocks, net.down_repeat_mappers, strict=False)
-        up = zip(reversed(halvings), net.up_blocks, net.up_repeat_mappers, strict=False)
-        for level, stack, mappers in (*down, *up):
-            times, modules = len(mappers) + 1, list(stack.modules())
-            kinds = [type(module).__name__ for module in modules]
-            attentions = [module for module in modules if type(module).__name__ == "Attention2D"]
-            counts[level][0] += times * sum(weight.numel() for weight in stack.parameters() if weight.ndim > 1)
-            counts[level][1] += times * len(attentions)
-            counts[level][2] += times * sum(module.attn.to_q.out_features for module in attentions)
-            counts[level][3] += times * (kinds.count("ResBlock") + kinds.count("GlobalResponseNorm"))
-        return tuple(
-            RowLevel(weights=weights, attentions=layers, width=width // max(1, layers), messages=messages)
-            for weights, layers, width, messages in counts
-        )
+        down = zip(halvings, net.down_repeat_mappers, net.down_blocks, strict=False)
+        up = zip(reversed(halvings), net.up_repeat_mappers, net.up_blocks, strict=False)
+        for level, mappers, stack in (*down, *up):
+            yield level, len(mappers) + 1, stack
 
     def row_ranks(self, net: Any, latent_shape: Any) -> int:
         """1 for a size that is no multiple of the last level's, which every rank computes in full."""
@@ -70,6 +54,7 @@ NETWORK = CascadeArchitecture(
         resized=("effnet",),
         refused_split=("pixels",),
     ),
+    sends=("ResBlock", "GlobalResponseNorm"),
     width=lambda net: net.embedding[1].out_channels,
     fits=lambda net: not any(type(part).__name__ == "Upsample" for part in net.modules()),
 )

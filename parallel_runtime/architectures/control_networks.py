@@ -23,7 +23,7 @@ class ControlRowPlan(RowPlan):
 def _blocks_of(plan: SplitPlan, *no_options: str, **names: str) -> SplitPlan:
     """The plan of a network's blocks alone, which have other `names` in its ControlNet."""
     blocks = [replace(each, name=names.get(each.name, each.name)) for each in plan.module_plans if each.split_args]
-    return SplitPlan(tuple(blocks), no_options=no_options, split_outputs=True)
+    return SplitPlan(tuple(blocks), no_options=no_options)
 
 
 _SD3_ATTENTION = "comfy.ldm.modules.diffusionmodules.mmdit"
@@ -42,11 +42,8 @@ PLANS: dict[str, SplitPlan] = {
     "comfy.cldm.dit_embedder:ControlNetEmbedder": SplitPlan(  # its blocks attend to the image alone
         (ModulePlan("transformer_blocks", {"x": Split(IMAGE)}, attends=IMAGE, unsplit_args=("c",)),),
         no_options=(_SD3_ATTENTION,),
-        split_outputs=True,
     ),
-    "comfy.ldm.hydit.controlnet:HunYuanControlNet": _blocks_of(
-        hunyuan_dit.NETWORK.plan, *hunyuan_dit.NETWORK.plan.no_options
-    ),
+    "comfy.ldm.hydit.controlnet:HunYuanControlNet": _blocks_of(hunyuan_dit.PLAN, *hunyuan_dit.PLAN.no_options),
 }
 
 

@@ -3,16 +3,11 @@
 from .architecture import Architecture
 from .split_plan import JOINT, Gather, ModulePlan, Split, SplitLike, SplitPlan
 
+BLOCKS = ModulePlan(
+    "layers", {"x": Split(JOINT), "rotary_pos_emb": SplitLike(JOINT)}, attends=JOINT, unsplit_args=("temb",)
+)
 NETWORK = Architecture(
     name="ERNIE-Image",
     kinds=("comfy.ldm.ernie.model:ErnieImageModel",),
-    plan=SplitPlan(
-        (
-            ModulePlan(
-                "layers", {"x": Split(JOINT), "rotary_pos_emb": SplitLike(JOINT)}, attends=JOINT, unsplit_args=("temb",)
-            ),
-            ModulePlan("final_norm", {"x": Gather(JOINT)}),
-        ),
-        no_options=("comfy.ldm.ernie.model",),
-    ),
+    plan=SplitPlan((BLOCKS, ModulePlan("final_norm", {"x": Gather(JOINT)})), no_options=("comfy.ldm.ernie.model",)),
 )

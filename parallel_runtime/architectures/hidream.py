@@ -5,24 +5,20 @@ from .architecture import Architecture
 from .split_plan import IMAGE, TEXT, Gather, ModulePlan, Split, SplitLike, SplitPlan
 
 BOTH = IMAGE + TEXT
-
-PLAN = SplitPlan(
-    (
-        ModulePlan(
-            "double_stream_blocks",
-            {"image_tokens": Split(IMAGE), "text_tokens": Split(TEXT), "rope": SplitLike(BOTH)},
-            attends=BOTH,
-            unsplit_args=("adaln_input",),
-        ),
-        ModulePlan(
-            "single_stream_blocks",
-            {"image_tokens": Split(BOTH), "rope": SplitLike(BOTH)},
-            attends=BOTH,
-            unsplit_args=("adaln_input",),
-        ),
-        ModulePlan("final_layer", {"x": Gather(IMAGE)}),
-    ),
-    replicated=frozenset(TEXT),
+DOUBLE = ModulePlan(
+    "double_stream_blocks",
+    {"image_tokens": Split(IMAGE), "text_tokens": Split(TEXT), "rope": SplitLike(BOTH)},
+    attends=BOTH,
+    unsplit_args=("adaln_input",),
 )
-
-NETWORK = Architecture(name="HiDream I1", kinds=("comfy.ldm.hidream.model:HiDreamImageTransformer2DModel",), plan=PLAN)
+SINGLE = ModulePlan(
+    "single_stream_blocks",
+    {"image_tokens": Split(BOTH), "rope": SplitLike(BOTH)},
+    attends=BOTH,
+    unsplit_args=("adaln_input",),
+)
+NETWORK = Architecture(
+    name="HiDream I1",
+    kinds=("comfy.ldm.hidream.model:HiDreamImageTransformer2DModel",),
+    plan=SplitPlan((DOUBLE, SINGLE, ModulePlan("final_layer", {"x": Gather(IMAGE)})), replicated=frozenset(TEXT)),
+)

@@ -7,33 +7,29 @@ from .architecture import Architecture
 from .split_plan import IMAGE, TEXT, ModulePlan, Slices, Split, SplitLike, SplitPlan
 
 BOTH = TEXT + IMAGE
-UNSPLIT = ("vec", "attn_mask")
-
-PLAN = SplitPlan(
-    (
-        ModulePlan(
-            "double_blocks",
-            {
-                "img": Split(IMAGE),
-                "txt": Split(TEXT),
-                "pe": SplitLike(BOTH, 2),
-                "modulation_dims_img": Slices(IMAGE),
-                "modulation_dims_txt": Slices(TEXT),
-            },
-            attends=BOTH,
-            unsplit_args=UNSPLIT,
-            gathers=True,
-        ),
-        # The image's slices are applied to text and image: that is how ComfyUI does it.
-        ModulePlan(
-            "single_blocks",
-            {"x": Split(BOTH), "pe": SplitLike(BOTH, 2), "modulation_dims": Slices(BOTH)},
-            attends=BOTH,
-            unsplit_args=UNSPLIT,
-            gathers=True,
-        ),
-    ),
-    residuals=("input",),
+DOUBLE = ModulePlan(
+    "double_blocks",
+    {
+        "img": Split(IMAGE),
+        "txt": Split(TEXT),
+        "pe": SplitLike(BOTH, 2),
+        "modulation_dims_img": Slices(IMAGE),
+        "modulation_dims_txt": Slices(TEXT),
+    },
+    attends=BOTH,
+    unsplit_args=("vec", "attn_mask"),
+    gathers=True,
 )
-
-NETWORK = Architecture(name="HunyuanVideo", kinds=("comfy.ldm.hunyuan_video.model:HunyuanVideo",), plan=PLAN)
+# The image's slices are applied to text and image: that is how ComfyUI does it.
+SINGLE = ModulePlan(
+    "single_blocks",
+    {"x": Split(BOTH), "pe": SplitLike(BOTH, 2), "modulation_dims": Slices(BOTH)},
+    attends=BOTH,
+    unsplit_args=("vec", "attn_mask"),
+    gathers=True,
+)
+NETWORK = Architecture(
+    name="HunyuanVideo",
+    kinds=("comfy.ldm.hunyuan_video.model:HunyuanVideo",),
+    plan=SplitPlan((DOUBLE, SINGLE), residuals=("input",)),
+)

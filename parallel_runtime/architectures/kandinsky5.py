@@ -3,17 +3,12 @@
 from .architecture import Architecture
 from .split_plan import VIDEO, ModulePlan, Split, SplitLike, SplitPlan
 
-PLAN = SplitPlan(
-    (
-        ModulePlan(
-            "visual_transformer_blocks",
-            {"visual_embed": Split(VIDEO), "freqs": SplitLike(VIDEO)},
-            attends=VIDEO,
-            submodule_attends={"cross_attention": "local"},
-            unsplit_args=("text_embed", "time_embed"),
-            gathers=True,
-        ),
-    )
+BLOCKS = ModulePlan(
+    "visual_transformer_blocks",
+    {"visual_embed": Split(VIDEO), "freqs": SplitLike(VIDEO)},
+    attends=VIDEO,
+    submodule_attends={"cross_attention": "local"},
+    unsplit_args=("text_embed", "time_embed"),
+    gathers=True,
 )
-
-NETWORK = Architecture(name="Kandinsky 5", kinds=("comfy.ldm.kandinsky5.model:Kandinsky5",), plan=PLAN)
+NETWORK = Architecture(name="Kandinsky 5", kinds=("comfy.ldm.kandinsky5.model:Kandinsky5",), plan=SplitPlan((BLOCKS,)))

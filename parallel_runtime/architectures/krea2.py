@@ -3,20 +3,16 @@
 from .architecture import Architecture
 from .split_plan import JOINT, Gather, Index, ModulePlan, Split, SplitLike, SplitPlan
 
+BLOCKS = ModulePlan(
+    "blocks",
+    {"x": Split(JOINT), "freqs": SplitLike(JOINT, 2), "timestep_zero_index": Index("joint")},
+    attends=JOINT,
+    unsplit_args=("vec",),
+)
 NETWORK = Architecture(
     name="Krea 2",
     kinds=("comfy.ldm.krea2.model:SingleStreamDiT",),
-    plan=SplitPlan(
-        (
-            ModulePlan(
-                "blocks",
-                {"x": Split(JOINT), "freqs": SplitLike(JOINT, 2), "timestep_zero_index": Index("joint")},
-                attends=JOINT,
-                unsplit_args=("vec",),
-            ),
-            ModulePlan("last", {"x": Gather(JOINT)}),
-        )
-    ),
+    plan=SplitPlan((BLOCKS, ModulePlan("last", {"x": Gather(JOINT)}))),
     width=lambda net: net.first.out_features,
     patch=(1, 2, 2),
 )

@@ -9,35 +9,29 @@ from dataclasses import replace
 from .architecture import Architecture
 from .split_plan import IMAGE, JOINT, Gather, ModulePlan, Slices, Split, SplitLike, SplitPlan
 
-PLAN = SplitPlan(
-    (
-        ModulePlan(
-            "noise_refiner",
-            {"x": Split(IMAGE), "freqs_cis": SplitLike(IMAGE), "timestep_zero_index": Slices(IMAGE)},
-            attends=IMAGE,
-            unsplit_args=("adaln_input",),
-            gathers=True,
-            never_skipped=True,
-        ),
-        ModulePlan(
-            "layers",
-            {"x": Split(JOINT), "freqs_cis": SplitLike(JOINT), "timestep_zero_index": Slices(JOINT)},
-            attends=JOINT,
-            unsplit_args=("adaln_input",),
-        ),
-        ModulePlan("final_layer", {"x": Gather(JOINT)}),
-    )
+REFINER = ModulePlan(
+    "noise_refiner",
+    {"x": Split(IMAGE), "freqs_cis": SplitLike(IMAGE), "timestep_zero_index": Slices(IMAGE)},
+    attends=IMAGE,
+    unsplit_args=("adaln_input",),
+    gathers=True,
+    never_skipped=True,
 )
-
+LAYERS = ModulePlan(
+    "layers",
+    {"x": Split(JOINT), "freqs_cis": SplitLike(JOINT), "timestep_zero_index": Slices(JOINT)},
+    attends=JOINT,
+    unsplit_args=("adaln_input",),
+)
 NETWORK = Architecture(
-    name="Lumina 2 or Z-Image", kinds=("comfy.ldm.lumina.model:NextDiT",), plan=PLAN, padded=lambda net: net.patch_size
+    name="Lumina 2 or Z-Image",
+    kinds=("comfy.ldm.lumina.model:NextDiT",),
+    plan=SplitPlan((REFINER, LAYERS, ModulePlan("final_layer", {"x": Gather(JOINT)}))),
+    padded=lambda net: net.patch_size,
 )
-
 PIXELS = replace(
     NETWORK,
     name="Z-Image in pixels",
     kinds=("comfy.ldm.lumina.model:NextDiTPixelSpace",),
-    plan=SplitPlan(
-        tuple(replace(module_plan, gathers=True) for module_plan in PLAN.module_plans if module_plan.split_args)
-    ),
+    plan=SplitPlan((REFINER, replace(LAYERS, gathers=True))),
 )

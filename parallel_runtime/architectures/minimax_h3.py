@@ -3,19 +3,15 @@
 from .architecture import Architecture
 from .split_plan import JOINT, Gather, ModulePlan, Slices, Split, SplitLike, SplitPlan
 
+BLOCKS = ModulePlan(
+    "blocks",
+    {"x": Split(JOINT, dim=0), "mod_segments": Slices(JOINT), "rope_freqs": SplitLike(JOINT)},
+    attends=JOINT,
+    unsplit_args=("t_emb",),
+)
 NETWORK = Architecture(
     name="MiniMax H3",
     kinds=("comfy.ldm.minimax.model:MiniMaxH3Model",),
-    plan=SplitPlan(
-        (
-            ModulePlan(
-                "blocks",
-                {"x": Split(JOINT, dim=0), "mod_segments": Slices(JOINT), "rope_freqs": SplitLike(JOINT)},
-                attends=JOINT,
-                unsplit_args=("t_emb",),
-            ),
-            ModulePlan("final_layer", {"x": Gather(JOINT, dim=0)}),
-        )
-    ),
+    plan=SplitPlan((BLOCKS, ModulePlan("final_layer", {"x": Gather(JOINT, dim=0)}))),
     width=lambda net: net.blocks[0].attn.heads * net.blocks[0].attn.head_dim,
 )

@@ -3,20 +3,15 @@
 from .architecture import Architecture
 from .split_plan import IMAGE, Gather, ModulePlan, Split, SplitPlan
 
+BLOCKS = ModulePlan(
+    "blocks",
+    {"x": Split(IMAGE)},
+    attends=IMAGE,
+    submodule_attends={"cross_attn": "local"},
+    unsplit_args=("y", "t", "mask", "HW"),
+)
 NETWORK = Architecture(
     name="PixArt",
     kinds=("comfy.ldm.pixart.pixartms:PixArtMS",),
-    plan=SplitPlan(
-        (
-            ModulePlan(
-                "blocks",
-                {"x": Split(IMAGE)},
-                attends=IMAGE,
-                submodule_attends={"cross_attn": "local"},
-                unsplit_args=("y", "t", "mask", "HW"),
-            ),
-            ModulePlan("final_layer", {"x": Gather(IMAGE)}),
-        ),
-        no_options=("comfy.ldm.pixart.blocks",),
-    ),
+    plan=SplitPlan((BLOCKS, ModulePlan("final_layer", {"x": Gather(IMAGE)})), no_options=("comfy.ldm.pixart.blocks",)),
 )

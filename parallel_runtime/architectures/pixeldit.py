@@ -3,6 +3,8 @@
 PiD mixes what it knows of the small picture into the patches between blocks, by modules of its own.
 """
 
+from dataclasses import replace
+
 from .architecture import Architecture, inputs_of
 from .split_plan import IMAGE, TEXT, ModulePlan, Split, SplitLike, SplitPlan
 
@@ -13,6 +15,13 @@ BLOCKS = ModulePlan(
     unsplit_args=("c", "attn_mask"),
     gathers=True,
 )
+PIXELDIT = Architecture(
+    name="PixelDiT",
+    kinds=("comfy.ldm.pixeldit.model:PixDiT_T2I",),
+    plan=SplitPlan((BLOCKS,)),
+    text_width=inputs_of("y_embedder.proj"),
+)
+
 GATES = ModulePlan(
     "lq_proj.gate_modules",
     {"x": Split(IMAGE), "lq": SplitLike(IMAGE)},
@@ -20,16 +29,4 @@ GATES = ModulePlan(
     never_skipped=True,
     updates=(),
 )
-
-
-def pixels(name: str, kind: str, *module_plans: ModulePlan) -> Architecture:
-    return Architecture(
-        name=name,
-        kinds=(f"comfy.ldm.pixeldit.{kind}",),
-        plan=SplitPlan((*module_plans, BLOCKS)),
-        text_width=inputs_of("y_embedder.proj"),
-    )
-
-
-PIXELDIT = pixels("PixelDiT", "model:PixDiT_T2I")
-PID = pixels("PiD", "pid:PidNet", GATES)
+PID = replace(PIXELDIT, name="PiD", kinds=("comfy.ldm.pixeldit.pid:PidNet",), plan=SplitPlan((GATES, BLOCKS)))

@@ -6,24 +6,19 @@ from .architecture import Architecture, inputs_of
 from .split_plan import IMAGE, TEXT, Gather, Index, ModulePlan, Split, SplitLike, SplitPlan
 
 BOTH = TEXT + IMAGE
-
-PLAN = SplitPlan(
-    (
-        ModulePlan(
-            "transformer_blocks",
-            {
-                "encoder_hidden_states": Split(TEXT),
-                "hidden_states": Split(IMAGE),
-                "encoder_hidden_states_mask": SplitLike(TEXT),
-                "image_rotary_emb": SplitLike(BOTH, 2),
-                "timestep_zero_index": Index("image"),
-            },
-            attends=BOTH,
-            unsplit_args=("temb",),
-        ),
-        ModulePlan("norm_out", {"x": Gather(IMAGE)}),
-    )
+BLOCKS = ModulePlan(
+    "transformer_blocks",
+    {
+        "encoder_hidden_states": Split(TEXT),
+        "hidden_states": Split(IMAGE),
+        "encoder_hidden_states_mask": SplitLike(TEXT),
+        "image_rotary_emb": SplitLike(BOTH, 2),
+        "timestep_zero_index": Index("image"),
+    },
+    attends=BOTH,
+    unsplit_args=("temb",),
 )
+PLAN = SplitPlan((BLOCKS, ModulePlan("norm_out", {"x": Gather(IMAGE)})))
 
 NETWORK = Architecture(
     name="Qwen-Image",
@@ -31,5 +26,4 @@ NETWORK = Architecture(
     plan=PLAN,
     text_width=inputs_of("txt_in"),
 )
-
 MAGE_FLOW = replace(NETWORK, name="Mage-Flow", kinds=("comfy.ldm.mage_flow.model:MageFlowTransformer2DModel",))

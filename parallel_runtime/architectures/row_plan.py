@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
 from typing import Any
@@ -11,7 +11,7 @@ from .architecture import Architecture
 from .split_plan import IMAGE, Names, SplitPlan
 
 PICTURE = (-2, -1)  # dims of rows and columns
-RESAMPLES = ("Downsample", "Upsample")  # classes of modules between two levels
+RESAMPLES = ("Downsample", "Upsample")  # classes of modules between two levels of a UNet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,41 +69,47 @@ class CascadeRowPlan(RowPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class RowArchitecture(Architecture):
-    """An architecture with a RowPlan."""
+    """An architecture with a RowPlan: a UNet. Modules of the classes `sends` send a message beside those of
+    attentions."""
 
     plan: RowPlan
+    sends: Names = ("GroupNorm", *RESAMPLES)
 
-    def attentions(self, net: Any) -> list[tuple[str, Any]]:
-        """Self-attentions over rows, by their paths."""
+    def attentions(self, net: Any) -> list[Any]:
+        """Self-attentions over rows."""
         below = tuple(f".{name}." for name in self.plan.local_below)
         return [
-            (name, module)
+            module
             for name, module in net.named_modules()
             if name.rpartition(".")[2] in self.plan.attends and not any(part in f".{name}." for part in below)
         ]
 
-    def layers(self, net: Any) -> int:
-        return len(self.attentions(net))
-
-    def heads(self, net: Any) -> int:
-        """Of all its attentions: what divides the heads of each."""
-        return gcd(*(module.heads for _, module in self.attentions(net)))
-
-    def row_levels(self, net: Any) -> tuple[RowLevel, ...]:
-        """What planning reckons with, by level."""
-        counts = [[0, 0, 0, 0] for _ in range(self.plan.depth(net) + 1)]
-        level, attends = 0, {module for _, module in self.attentions(net)}
+    def blocks(self, net: Any) -> Iterator[tuple[int, int, Any]]:
+        """The level of each block, how often it runs, and the block."""
+        level = 0
         middle = [net.middle_block] if net.middle_block is not None else []  # distilled ones have none
         for stack, step in ((net.input_blocks, 1), (middle, 0), (net.output_blocks, -1)):
             for block in stack:
-                kinds = [type(module).__name__ for module in block.modules()]
-                resamples = sum(kinds.count(kind) for kind in RESAMPLES)
-                attentions = [module for module in block.modules() if module in attends]
-                counts[level][0] += sum(weight.numel() for weight in block.parameters() if weight.ndim > 1)
-                counts[level][1] += len(attentions)
-                counts[level][2] += sum(module.heads * module.dim_head for module in attentions)
-                counts[level][3] += resamples + kinds.count("GroupNorm")
-                level += step if resamples else 0
+                yield level, 1, block
+                level += step if any(type(module).__name__ in RESAMPLES for module in block.modules()) else 0
+
+    def layers(self, net: Any) -> int:
+        return sum(level.attentions for level in self.row_levels(net))
+
+    def heads(self, net: Any) -> int:
+        """Of all its attentions: what divides the heads of each."""
+        return gcd(*(attention.heads for attention in self.attentions(net)))
+
+    def row_levels(self, net: Any) -> tuple[RowLevel, ...]:
+        """The work of each level, for planning."""
+        counts = [[0, 0, 0, 0] for _ in range(self.plan.depth(net) + 1)]
+        attends = set(self.attentions(net))
+        for level, runs, block in self.blocks(net):
+            attentions = [module for module in block.modules() if module in attends]
+            counts[level][0] += runs * sum(weight.numel() for weight in block.parameters() if weight.ndim > 1)
+            counts[level][1] += runs * len(attentions)
+            counts[level][2] += runs * sum(attention.to_q.out_features for attention in attentions)
+            counts[level][3] += runs * sum(type(module).__name__ in self.sends for module in block.modules())
         return tuple(
             RowLevel(weights=weights, attentions=layers, width=width // max(1, layers), messages=messages)
             for weights, layers, width, messages in counts

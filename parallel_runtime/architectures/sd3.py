@@ -3,17 +3,13 @@
 from .architecture import Architecture, inputs_of
 from .split_plan import IMAGE, TEXT, Gather, ModulePlan, Split, SplitPlan
 
-PLAN = SplitPlan(
-    (
-        ModulePlan(
-            "joint_blocks",
-            {0: Split(TEXT), 1: Split(IMAGE)},
-            attends=[TEXT + IMAGE, IMAGE],
-            unsplit_args=("c", "use_checkpoint"),
-        ),
-        ModulePlan("final_layer", {"x": Gather(IMAGE)}),
-    )
+BLOCKS = ModulePlan(
+    "joint_blocks",
+    {0: Split(TEXT), 1: Split(IMAGE)},
+    attends=[TEXT + IMAGE, IMAGE],
+    unsplit_args=("c", "use_checkpoint"),
 )
+PLAN = SplitPlan((BLOCKS, ModulePlan("final_layer", {"x": Gather(IMAGE)})))
 
 NETWORK = Architecture(
     name="Stable Diffusion 3",

@@ -118,20 +118,6 @@ class Frames:
     until: str | None = None
 
 
-@dataclass(frozen=True)
-class TokenSum:
-    """A module whose first matrix product is a sum over tokens, such as values times keys in linear attention."""
-
-    stream: str
-
-
-@dataclass(frozen=True)
-class TokenConvolution:
-    """A module that convolves three tokens at a time along a stream, with a padding of one."""
-
-    stream: str
-
-
 # How an argument is split: a spec; a tuple of specs, one an item of the value; a list of specs, of which the value's
 # length selects one; None to pass it unchanged; or a function of the value and of `split(value, spec)`.
 SplitSpec = (
@@ -147,7 +133,7 @@ SplitSpec = (
     | None
 )
 AttentionSpec = Names | Cross | Window | Local
-TokenFunction = TokenSum | TokenConvolution
+TokenFunction = Literal["sum", "convolution"]
 AttentionSpecs = AttentionSpec | list[AttentionSpec]  # the token count selects one of a list
 
 
@@ -158,10 +144,11 @@ class ModulePlan:
 
     `args` maps an argument's name or position to its spec, and `unsplit_args` are passed unchanged; any other tensor is
     refused. `attends`: the streams of the attention inside; `submodule_attends`: those of submodules, by their names.
-    `token_functions`: submodules that read other tokens without attention.
+    `token_functions`: submodules that read other tokens of the latent's stream without attention: a "sum" over tokens,
+    as their first matrix product is in linear attention, or a "convolution" of three tokens at a time, padded by one.
     `gathers`: the last block's outputs are gathered, or with "each" those of every block, where the network's own code
-    between blocks needs full tokens. `output_streams`: the streams of a block's outputs, where they are not those of
-    `updates`. `frames`: blocks that reshape their tokens by frames. `never_skipped`: no step cache skips these blocks.
+    between blocks needs full tokens. `frames`: blocks that reshape their tokens by frames. `never_skipped`: no step
+    cache skips these blocks.
 
     `updates` names the arguments of the next block that a block's outputs replace, in order; None: those with a Split.
     Where a block belongs to another pipeline stage, tensors of their shapes stand in for its outputs; (): every stage
@@ -176,7 +163,6 @@ class ModulePlan:
     token_functions: Mapping[str, TokenFunction] = field(default_factory=dict)
     unsplit_args: Names = ()
     gathers: bool | Literal["each"] = False
-    output_streams: tuple[Names, ...] | None = None
     frames: Frames | None = None
     never_skipped: bool = False
     updates: tuple[str | int, ...] | None = None
@@ -194,10 +180,8 @@ class ModulePlan:
     @property
     def outputs(self) -> tuple[list[Split], ...]:
         """The specs of each output of a block; the output's length selects one of several."""
-        if self.output_streams is not None:
-            return tuple([Split(streams)] for streams in self.output_streams)
-        by_name = {name: [specs for other, _, specs in self._tokens if other == name] for name in self.args}
-        return tuple(specs for name in self.updated_args or by_name for specs in by_name[name])
+        names = self.updated_args or tuple(self.args)
+        return tuple(specs for name in names for argument, _, specs in self._tokens if argument == name)
 
     @property
     def updated_args(self) -> tuple[str | int, ...]:
@@ -220,15 +204,13 @@ class SplitPlan:
 
     A ControlNet's `residuals` of these kinds are split like `main_stream`; others are added to full tokens.
     `replicated` streams are full on every rank, and only their attention is shared out. `no_options` names Python
-    modules whose attention gets no transformer_options. `split_outputs`: the network returns this rank's part of
-    tensors of `main_stream`, such as the residuals that a ControlNet returns.
+    modules whose attention gets no transformer_options.
     """
 
     module_plans: tuple[ModulePlan, ...]
     residuals: Names = ("input", "output")
     replicated: frozenset[str] = frozenset()
     no_options: Names = ()
-    split_outputs: bool = False
 
     def __post_init__(self) -> None:
         if unknown := self.replicated - self.streams:

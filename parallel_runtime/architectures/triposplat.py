@@ -11,6 +11,23 @@ from .architecture import Architecture, inputs_of
 from .split_plan import JOINT, ModulePlan, Split, SplitPlan
 
 POINTS = ("points",)
+REFINER = ModulePlan(
+    "noise_refiner",
+    {"x": Split(POINTS), "rotary_emb": Split(POINTS)},
+    attends=POINTS,
+    unsplit_args=("mod",),
+    gathers=True,
+    updates=("x",),
+    never_skipped=True,
+)
+BLOCKS = ModulePlan(
+    "blocks",
+    {"x": Split(JOINT), "rotary_emb": Split(JOINT)},
+    attends=JOINT,
+    unsplit_args=("mod",),
+    gathers=True,
+    updates=("x",),
+)
 
 
 class SplatArchitecture(Architecture):
@@ -23,26 +40,6 @@ class SplatArchitecture(Architecture):
 NETWORK = SplatArchitecture(
     name="TripoSplat",
     kinds=("comfy.ldm.triposplat.model:LatentSeqMMFlowModel",),
-    plan=SplitPlan(
-        (
-            ModulePlan(
-                "noise_refiner",
-                {"x": Split(POINTS), "rotary_emb": Split(POINTS)},
-                attends=POINTS,
-                unsplit_args=("mod",),
-                gathers=True,
-                updates=("x",),
-                never_skipped=True,
-            ),
-            ModulePlan(
-                "blocks",
-                {"x": Split(JOINT), "rotary_emb": Split(JOINT)},
-                attends=JOINT,
-                unsplit_args=("mod",),
-                gathers=True,
-                updates=("x",),
-            ),
-        )
-    ),
+    plan=SplitPlan((REFINER, BLOCKS)),
     text_width=inputs_of("cond_embedder"),
 )

@@ -2,11 +2,9 @@
 
 from .row_plan import RowArchitecture, RowPlan
 
-PLAN = RowPlan((), depth=lambda net: len(net.channel_mult) - 1)
-
 NETWORK = RowArchitecture(
     name="UNet",
     kinds=("comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel",),
-    plan=PLAN,
+    plan=RowPlan((), depth=lambda net: len(net.channel_mult) - 1),
     images_coupled=lambda net: net.use_temporal_resblocks,  # a video's: its batch are frames
 )

@@ -24,7 +24,6 @@ from ..engine.graphs.block_compile import compile_blocks
 from ..engine.graphs.graph_runner import GraphRunner, Unrecordable  # noqa: F401 - for comfy_loop, which knows no engine
 from ..engine.pipeline.pipefusion import PipeFusion
 from ..engine.pipeline.stages import PlaceholderBlock, Stages, install_placeholders, remove_placeholders
-from ..engine.rows.parallel_rows import parallelize_rows
 from ..engine.split.parallelize import parallelize, pipefusion_of, unparallelize
 from ..engine.weights.placement import RankPlacement, rank_placement
 from ..engine.weights.prefetch import Buffers
@@ -163,10 +162,7 @@ class Model:
             self.remote_blocks = install_placeholders(self.network, plan, counts, self.mesh.pipeline.index)
             self.undo_split.callback(self._restore_blocks)
         if parallelism.splits_tokens:
-            if isinstance(plan, RowPlan):
-                parallelize_rows(self.network, plan, self.mesh, parallelism)
-            else:
-                parallelize(self.network, plan, self.mesh, parallelism)
+            parallelize(self.network, plan, self.mesh, parallelism)
             self.undo_split.callback(unparallelize, self.network)
         if staged:
             self.stages = Stages(self.network, plan, self.mesh.pipeline, counts, pipefusion_of(self.network))

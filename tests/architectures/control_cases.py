@@ -138,7 +138,6 @@ def survivors(rank: int, world: int, name: str) -> dict[str, float]:
             errors[f"{module_plan.name}: {word}"] = _wrong(name, replace(plan, module_plans=module_plans), wants)
     for module in plan.no_options:
         errors[module] = _wrong(name, replace(plan, no_options=()), wants)
-    errors["split_outputs"] = _wrong(name, replace(plan, split_outputs=False), wants)
     return {what: wrong for what, wrong in errors.items() if wrong is not None}
 
 

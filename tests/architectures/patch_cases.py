@@ -43,6 +43,11 @@ def in_patches(network: nn.Module, stages: int, patches: int, ulysses: int = 1) 
         remove_placeholders(others)
 
 
+def cached_bytes(pipefusion: PipeFusion) -> int:
+    pairs = (pair for branch in pipefusion._branches.values() for pair in branch.cached_kv.values())
+    return sum(key.nbytes + value.nbytes for key, value in pairs)
+
+
 def same_input(rank: int, world: int, name: str, stages: int, patches: int, ulysses: int = 1) -> dict[str, Any]:
     """How far evaluations of one input are from the plain network: nothing is stale, if its keys are one step old."""
     network, inputs = made(name)
@@ -50,13 +55,13 @@ def same_input(rank: int, world: int, name: str, stages: int, patches: int, ulys
     plain = forward(network, inputs)
     with in_patches(network, stages, patches, ulysses) as (cut, pipefusion):
         first = forward(network, inputs)
-        kept = pipefusion.cached_bytes
+        kept = cached_bytes(pipefusion)
         alone = forward(network, inputs)
         together: list[Tensor] = []
         for _ in range(2):
             with cut.in_flight():
                 together = cut.share_outputs([x for _ in range(2) for x in forward(network, inputs)])
-        grown = pipefusion.cached_bytes / max(1, kept)
+        grown = cached_bytes(pipefusion) / max(1, kept)
     again = forward(network, inputs)
     return {
         "first": error(first, plain),
@@ -126,9 +131,9 @@ def comes_and_goes(rank: int, world: int) -> dict[str, Any]:
             with cut.in_flight():
                 got = cut.share_outputs([x for number, given in step for x in forward(network, given, uuids=[number])])
             errors.append([error([a], b) for a, b in zip(got, wanted, strict=True)])
-            kept.append(pipefusion.cached_bytes)
+            kept.append(cached_bytes(pipefusion))
         pipefusion.reset()
-        kept.append(pipefusion.cached_bytes)
+        kept.append(cached_bytes(pipefusion))
     own = counts_of(network, known, Parallelism(pipeline_degree=2, options=EngineOptions(token_patches=4)))[rank]
     each = 2 * len(inputs["x"]) * tokens * known.width(network) * own * 4
     assert sum(counts_of(network, known, Parallelism(pipeline_degree=2))) == layers
@@ -155,20 +160,20 @@ def a_run(rank: int, world: int) -> dict[str, Any]:
             patcher = ModelPatcher(network, torch.device("cpu"), torch.device("cpu"))
             model = SimpleNamespace(pipefusion=pipefusion, options=SimpleNamespace(warmup_steps=2))
             with of_a_run(model, patcher, sigmas):  # type: ignore[arg-type]
-                kept.append(pipefusion.cached_bytes > 0)
+                kept.append(cached_bytes(pipefusion) > 0)
                 (watch,) = patcher.get_all_wrappers(WrappersMP.CALC_COND_BATCH)
                 for level in levels:
                     watch(evaluated, None, [], inputs["x"], torch.tensor([level]))
-                kept.append(pipefusion.cached_bytes > 0)
+                kept.append(cached_bytes(pipefusion) > 0)
                 assert not fails
 
         in_a_step(network, cut, [inputs])
         for sigmas, levels in ((falling, [1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.9]), (falling.flip(0), [0.0, 0.1, 0.2])):
             run(sigmas, levels)
-            kept.append(pipefusion.cached_bytes > 0)
+            kept.append(cached_bytes(pipefusion) > 0)
         with suppress(AssertionError):
             run(falling, [1.0], fails=True)
-        kept.append(pipefusion.cached_bytes > 0)
+        kept.append(cached_bytes(pipefusion) > 0)
     return {"exact": exact, "kept": kept}
 
 

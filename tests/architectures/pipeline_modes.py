@@ -79,7 +79,7 @@ def _offload(network: nn.Module, given: dict[str, Any], plain: list[Tensor]) -> 
         for block in blocks_of(own, plan_of(own).plan):
             store.add(block)
         store.seal()
-        mode.weight_share = 1 - (store.offloaded_bytes - store.device_bytes) / full
+        mode.weight_share = 1 - store.nonresident_bytes / full
         mode.run = lambda flights: _alone(own, given, flights)
         try:
             yield

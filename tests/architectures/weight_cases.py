@@ -21,6 +21,7 @@ from parallel_runtime.engine.weights.placement import HostWeights, ShardedWeight
 from parallel_runtime.engine.weights.prefetch import (
     BlockPrefetcher,
     Buffers,
+    Wait,
     WeightSource,
     large_layers,
     offloaded_blocks,
@@ -67,10 +68,11 @@ def parity(
         want = forward(network, inputs)
         total = weight_bytes(network)
         with poison(), torch.inference_mode():
-            store = stored(network, source_of(mode, rank, world, ring, ulysses, parts), residents, rank)
+            source = source_of(mode, rank, world, ring, ulysses, parts)
+            fetches = counted_fetches(source)
+            store = stored(network, source, residents, rank)
             got = [forward(network, inputs) for _ in range(2)]
-            kept_bytes = total - store.offloaded_bytes + store.device_bytes
-            answer = {"fetches": store.fetch_count, "held": kept_bytes / total}
+            answer = {"fetches": len(fetches), "held": 1 - store.nonresident_bytes / total}
             store.close()
     finally:
         unparallelize(network)
@@ -86,7 +88,7 @@ def peak(rank: int, world: int, name: str, mode: str) -> dict[str, float]:
     source, kept = source_of(mode, rank, world, world, 1), []
     with torch.inference_mode():
         most = peak_bytes(lambda: kept.append(stored(network, source)))
-    share = kept[0].device_bytes
+    share = kept[0].source.device_bytes
     kept[0].close()
     return {"peak": most, "bound": share + 2 * block + weight, "share": share / sum(t.nbytes for t in in_the_file)}
 
@@ -115,6 +117,18 @@ def source_of(mode: str, rank: int, world: int, ring: int, ulysses: int, parts: 
     if mode == "shard":
         return ShardedWeights(replace(with_new_group(mesh(ring, ulysses).context, CPU), shares=tuple(parts)))
     return HostWeights(CPU, range(world), rank, staged=mode == "staged")
+
+
+def counted_fetches(source: WeightSource) -> list[Tensor]:
+    """The parts that `source` has fetched, from now on."""
+    fetch, parts = source.fetch, list[Tensor]()
+
+    def counting(part: Tensor, memory: Tensor) -> Wait:
+        parts.append(part)
+        return fetch(part, memory)
+
+    source.fetch = counting  # type: ignore[method-assign]
+    return parts
 
 
 def stored(network: nn.Module, source: WeightSource, residents: Sequence[int] = (0,), rank: int = 0) -> BlockPrefetcher:

@@ -16,7 +16,7 @@ import torch
 
 from parallel_runtime.architectures import architecture_of
 from parallel_runtime.engine.comm.mesh import build_mesh
-from parallel_runtime.engine.rows.parallel_rows import parallelize_rows
+from parallel_runtime.engine.split.parallelize import parallelize
 from parallel_runtime.specs import Parallelism
 
 from ..rows.ranks import divide
@@ -55,7 +55,7 @@ def _rows(options: argparse.Namespace) -> list[harness.Row]:
             if degrees.world_size > 1:
                 known = architecture_of(network)
                 assert known is not None
-                parallelize_rows(network, known.plan, build_mesh(degrees), degrees)  # type: ignore[arg-type]
+                parallelize(network, known.plan, build_mesh(degrees), degrees)
             return harness.turns({"forward": forward}, options.repeats)["forward"]
 
         answers = divide(ring * ulysses, work)

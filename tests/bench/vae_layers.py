@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel_runtime.engine.comm.mesh import MeshDim
+from parallel_runtime.engine.rows.conversion import RowsMode
 from parallel_runtime.engine.rows.row_share import Share
-from parallel_runtime.engine.rows.rows_mode import Rows
 
 ROWS, CHANNELS = 8, 32
 Call = Callable[[], Tensor]
@@ -28,7 +28,7 @@ def vae_layers(world: int) -> dict[str, Call]:
         "group norm": lambda: F.group_norm(x, 8),
         "nonlinearity": lambda: F.silu(x),
     }
-    mode = Rows(Share(ranks=MeshDim(size=world, ranks=tuple(range(world))), dim=-2, units=(ROWS,) * world))
+    mode = RowsMode(Share(ranks=MeshDim(size=world, ranks=tuple(range(world))), dim=-2, units=(ROWS,) * world))
 
     def divided(layer: Call) -> Call:
         def call() -> Tensor:

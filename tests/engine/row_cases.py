@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel_runtime.engine.comm.mesh import MeshDim, participating_ranks
-from parallel_runtime.engine.rows.conversion import Conversion
+from parallel_runtime.engine.rows.conversion import Conversion, RowsMode
 from parallel_runtime.engine.rows.row_share import Share
-from parallel_runtime.engine.rows.rows_mode import Rows
 from parallel_runtime.engine.split.streams import chunk_sizes
 
 Net = Callable[[Tensor], Tensor]
@@ -77,7 +76,7 @@ def apart(rank: int, world: int, net: str, dim: int, rows: int, shares: Sequence
     torch.manual_seed(4)
     full = NETS[net](x)
     torch.manual_seed(4)
-    with Rows(share):
+    with RowsMode(share):
         mine = NETS[net](share.split(x, 2).clone())
     wanted = share.split(full, full.shape[dim] // rows)
     assert mine.shape == wanted.shape, f"{tuple(mine.shape)} where {tuple(wanted.shape)} was expected"
@@ -94,7 +93,7 @@ def attention_apart(rank: int, world: int, rows: int) -> float:
         return x.flatten(2).transpose(1, 2).unsqueeze(1)
 
     full = F.scaled_dot_product_attention(*map(heads, (query, key, value)))[:, 0].transpose(1, 2).reshape(query.shape)
-    mine = Rows(share).attention(*(share.split(part, 1) for part in (query, key, value)))
+    mine = RowsMode(share).attention(*(share.split(part, 1) for part in (query, key, value)))
     wanted = share.split(full, 1)
     return float((mine - wanted).norm() / wanted.norm())
 
@@ -126,7 +125,7 @@ def ticks(rank: int, world: int) -> int:
     asked: list[Any] = []
     share = Share(ranks=MeshDim(size=world, index=rank, ranks=tuple(range(world))), dim=-2, units=chunk_sizes(7, world))
     x = torch.randn(1, 8, 7, 6)
-    with Rows(share, lambda: asked.append(None)):
+    with RowsMode(share, lambda: asked.append(None)):
         for net in ("3", "5", "group norm", "reflect"):
             NETS[net](share.split(x, 1).clone())
     return len(asked)

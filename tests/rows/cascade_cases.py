@@ -10,8 +10,7 @@ from torch import Tensor
 
 from parallel_runtime.architectures import architecture_of
 from parallel_runtime.architectures.row_plan import RowPlan
-from parallel_runtime.engine.rows.parallel_rows import parallelize_rows
-from parallel_runtime.engine.split.parallelize import unparallelize
+from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
 
 from ..engine.meshes import mesh, parallelism
 from ..zoo import tiny
@@ -47,7 +46,7 @@ def apart(
 
             plain = run()
             degrees = parallelism(ring, ulysses, 1, shares, **options)
-            parallelize_rows(network, known.plan, mesh(ring, ulysses, 1, shares), degrees)
+            parallelize(network, known.plan, mesh(ring, ulysses, 1, shares), degrees)
             try:
                 divided = run()
             finally:

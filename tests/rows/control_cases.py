@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from parallel_runtime.architectures.control_networks import ControlRowPlan, control_plan_of
-from parallel_runtime.engine.rows.control_rows import ControlRowDivision, parallelize_control_rows
+from parallel_runtime.engine.rows.control_rows import ControlRowDivision
 from parallel_runtime.engine.rows.row_division import RowDivision
-from parallel_runtime.engine.split.parallelize import unparallelize
+from parallel_runtime.engine.split.parallelize import parallelize_control, unparallelize
 
 from ..engine.meshes import mesh, parallelism
 from ..zoo import row_calls
@@ -105,7 +105,7 @@ def divided(
     assert isinstance(plan, ControlRowPlan)
     assert isinstance(division, RowDivision)
     degrees = parallelism(ring, ulysses, 1, shares, **options)
-    parallelize_control_rows(control, plan, division, mesh(ring, ulysses, 1, shares), degrees)
+    parallelize_control(control, plan, unet, mesh(ring, ulysses, 1, shares), degrees)
     try:
         yield control._context_parallel  # type: ignore[misc]
     finally:

@@ -62,7 +62,7 @@ def measure(name: str, method: str, ranks: int, latent: tuple[int, ...] = ()) ->
     from parallel_runtime.architectures.autoencoders import COMPARED, kind_of
     from parallel_runtime.engine.comm import collectives
     from parallel_runtime.engine.comm.mesh import MeshDim
-    from parallel_runtime.engine.rows.conversion import Conversion, longer_side, share_of
+    from parallel_runtime.engine.rows.conversion import Conversion, share_of
     from parallel_runtime.worker.comfy_loop.autoencoder import uniform_chunk_bytes, without_memory_limit
 
     from .real import REAL
@@ -92,7 +92,7 @@ def measure(name: str, method: str, ranks: int, latent: tuple[int, ...] = ()) ->
         gc.enable()
     return {
         "ranks": ranks, "peak": live.peak, "flops": flops.get_total_flops(), "kernels": live.kernels,
-        "exchanges": len(sent), "sent": sum(sent), "made": list(made.shape), "side": longer_side(x),
+        "exchanges": len(sent), "sent": sum(sent), "made": list(made.shape), "side": share.dim,
         "kind": kind_of(model), "latent": list(latent or real.latent),
     }  # fmt: skip
 

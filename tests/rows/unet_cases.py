@@ -15,8 +15,7 @@ from parallel_runtime.architectures.row_plan import RowPlan
 from parallel_runtime.engine.comm import collectives
 from parallel_runtime.engine.graphs import graph_runner
 from parallel_runtime.engine.graphs.graph_runner import GraphRunner
-from parallel_runtime.engine.rows.parallel_rows import parallelize_rows
-from parallel_runtime.engine.split.parallelize import unparallelize
+from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
 
 from ..engine.meshes import mesh, parallelism
 from ..site.tape import record_with_tapes
@@ -66,7 +65,7 @@ def _division(
     assert known is not None
     assert isinstance(known.plan, RowPlan)
     degrees = parallelism(ring, ulysses, 1, shares, **options)
-    parallelize_rows(network, known.plan, mesh(ring, ulysses, 1, shares), degrees)
+    parallelize(network, known.plan, mesh(ring, ulysses, 1, shares), degrees)
     try:
         yield
     finally:

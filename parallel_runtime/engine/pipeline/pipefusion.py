@@ -52,11 +52,6 @@ class PipeFusion:
         """Returns whether all tokens are processed at once."""
         return self._turn is None
 
-    @property
-    def cached_bytes(self) -> int:
-        pairs = (pair for branch in self._branches.values() for pair in branch.cached_kv.values())
-        return sum(key.nbytes + value.nbytes for key, value in pairs)
-
     def reset(self) -> None:
         """Forgets all keys and values: a run begins or ends."""
         self.exact = False

@@ -18,7 +18,7 @@ from ..comm.mesh import MeshDim
 from ..comm.votes import any_rank
 
 TAG = 7  # of messages and tensors on the CPU, where votes use the same ranks
-MAX_TENSORS, MAX_DIMS = 16, 6  # of one message, dims of each tensor
+MESSAGE_SHAPE = (1 + 16, 2 + 6)  # a row with the number of tensors, or END; then of each tensor dtype, ndim and shape
 MAX_PENDING_SENDS = 8  # sends not yet received, messages too: more would keep more activations
 END = -1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
@@ -41,7 +41,9 @@ class StageChannel:
         for tensor in tensors:
             if tensor.numel():
                 self.sent_bytes += tensor.nbytes
-                self._send(peer, self._to_send(tensor), self._mesh_dim.group)
+                device = self._mesh_dim.comm_device or tensor.device
+                copy = tensor.to(device, copy=True, memory_format=torch.contiguous_format)  # blocks write into it
+                self._send(peer, copy, self._mesh_dim.group)
         while len(self._pending_sends) > MAX_PENDING_SENDS:
             self._pending_sends.popleft().wait()
 
@@ -62,7 +64,7 @@ class StageChannel:
         if not self._end_sent:
             self._end_sent = True
             for peer in self._mesh_dim.other_ranks:
-                self._send(peer, torch.tensor([END] + [0] * (MAX_TENSORS * (2 + MAX_DIMS))), None)
+                self._send(peer, torch.full(MESSAGE_SHAPE, END), None)
 
     def close(self, *, refused: bool) -> None:
         """Waits until all sends are received. Where any rank `refused`, drops what is in transit and raises Refused on
@@ -80,12 +82,6 @@ class StageChannel:
         if ended:
             raise Refused
 
-    def _to_send(self, tensor: Tensor) -> Tensor:
-        """Returns a copy on the device of transfers: the next block may write into `tensor`."""
-        if self._mesh_dim.comm_device is None or self._mesh_dim.comm_device == tensor.device:
-            return tensor.clone(memory_format=torch.contiguous_format)
-        return tensor.to(self._mesh_dim.comm_device).contiguous()
-
     def _send(self, peer: int, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
         work = dist.isend(tensor, self._mesh_dim.ranks[peer], group=group, tag=TAG)
         assert work is not None
@@ -93,14 +89,13 @@ class StageChannel:
 
     def _recv_layouts(self, peer: int) -> list[Layout] | None:
         """Returns the layouts of the tensors that come next; None where the peer announced the end."""
-        message = torch.zeros(1 + MAX_TENSORS * (2 + MAX_DIMS), dtype=torch.int64)
+        message = torch.empty(MESSAGE_SHAPE, dtype=torch.int64)
         self._recv_into(message, peer, None)
-        count, *numbers = message.tolist()
+        (count, *_), *rows = message.tolist()
         if count == END:
             self._ended_peers.add(peer)
             return None
-        layouts = [numbers[index : index + 2 + MAX_DIMS] for index in range(0, count * (2 + MAX_DIMS), 2 + MAX_DIMS)]
-        return [(DTYPES[dtype], tuple(dims[:ndim])) for dtype, ndim, *dims in layouts]
+        return [(DTYPES[dtype], tuple(dims[:ndim])) for dtype, ndim, *dims in rows[:count]]
 
     def _recv(self, peer: int, layout: Layout, device: torch.device) -> Tensor:
         dtype, shape = layout
@@ -116,8 +111,8 @@ class StageChannel:
 
 
 def _layout_message(tensors: Sequence[Tensor]) -> Tensor:
-    assert len(tensors) <= MAX_TENSORS
-    numbers = [len(tensors)]
-    for tensor in tensors:
-        numbers += [DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape, *[0] * (MAX_DIMS - tensor.ndim)]
-    return torch.tensor(numbers + [0] * ((MAX_TENSORS - len(tensors)) * (2 + MAX_DIMS)))
+    message = torch.zeros(MESSAGE_SHAPE, dtype=torch.int64)
+    message[0, 0] = len(tensors)
+    for row, tensor in zip(message[1 : 1 + len(tensors)], tensors, strict=True):
+        row[: 2 + tensor.ndim] = torch.tensor([DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape])
+    return message

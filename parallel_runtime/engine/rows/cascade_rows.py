@@ -22,33 +22,36 @@ from .row_division import OVERRIDE, Forward, RowDivision
 class CascadeDivision(RowDivision):
     """The replaced forwards of one network, and the state of its forward in progress."""
 
+    _plan: CascadeRowPlan
+
     def __init__(self, network: nn.Module, plan: CascadeRowPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
-        self._plan, self._first = plan, plan.first(network)
+        self._first = plan.first(network)
         self._signature = inspect.signature(network.forward)
         super().__init__(network, plan, mesh, parallelism)
-        levels = [(str(level),) for level in range(self._depth + 1)]
+        levels = [(str(level),) for level in range(self.depth + 1)]
         self._across = self._override.scope_index([Cross(queries=level, keys=(*level, *TEXT)) for level in levels])
 
     def levels_of(self, shape: Size) -> Levels | None:
         """Returns None too for a size that is no multiple of the last level's: the network resizes its pictures
         then."""
-        return None if any(side % 2**self._depth for side in shape[-2:]) else super().levels_of(shape)
+        return None if any(side % 2**self.depth for side in shape[-2:]) else super().levels_of(shape)
 
     def _forward(self, forward: Forward, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """Replaces the network's forward, which has other arguments than a UNet's; [B, C, H, W] in and out."""
         call = self._signature.bind(*args, **kwargs)
-        given = call.arguments
-        x, options = given["x"], dict(given.get("transformer_options") or {})
+        arguments = call.arguments
+        x, options = arguments["x"], dict(arguments.get("transformer_options") or {})
         levels = self.levels_of(x.shape)
-        if levels is None or any(given.get(name) is not None for name in self._plan.refused_split):
+        if levels is None or any(arguments.get(name) is not None for name in self._plan.refused_split):
             if self._backend != "auto":
-                given["transformer_options"] = {OVERRIDE: backend_override(self._backend), **options}
+                arguments["transformer_options"] = {OVERRIDE: backend_override(self._backend), **options}
             return forward(*call.args, **call.kwargs)  # type: ignore[no-any-return]
         with self._dividing(levels, options.get(OVERRIDE)):
-            given |= {"x": levels.split(x), "transformer_options": {**options, OVERRIDE: self._override}}
-            given |= {name: self._resized(given[name], levels) for name in self._plan.resized if name in given}
-            if control := given.get("control"):
-                given["control"] = {
+            arguments |= {"x": levels.split(x), "transformer_options": {**options, OVERRIDE: self._override}}
+            for name in arguments.keys() & self._plan.resized:
+                arguments[name] = self._resized(arguments[name], levels)
+            if control := arguments.get("control"):
+                arguments["control"] = {
                     kind: [None if each is None else self._resized(each, levels) for each in residuals]
                     for kind, residuals in control.items()
                 }

@@ -11,50 +11,30 @@ import torch
 from torch import Tensor, nn
 
 from ...architectures.control_networks import ControlRowPlan
-from ...specs import Parallelism
 from ..comm.collectives import all_gather_v
-from ..comm.mesh import ContextMesh
-from ..split.streams import PARALLELIZED
 from .levels import Levels
 from .row_division import OVERRIDE, Forward, RowDivision, split_residuals
-
-
-def parallelize_control_rows(
-    network: nn.Module, plan: ControlRowPlan, unet: RowDivision, mesh: ContextMesh, parallelism: Parallelism
-) -> None:
-    """Runs every later forward of a ControlNet's `network` over the context ranks of `mesh`, by the rows of `unet`.
-    Collective, as its forwards are.
-
-    Each rank passes full inputs and gets its rows of each residual, or full residuals for a latent that `unet` computes
-    in full. `unparallelize` of split/parallelize.py undoes it.
-    """
-    setattr(network, PARALLELIZED, ControlRowDivision(network, plan, unet, mesh, parallelism))
 
 
 class ControlRowDivision(RowDivision):
     """The replaced forwards of one ControlNet's network, and the state of its forward in progress."""
 
-    def __init__(
-        self,
-        network: nn.Module,
-        plan: ControlRowPlan,
-        unet: RowDivision,
-        mesh: ContextMesh,
-        parallelism: Parallelism,
-    ) -> None:
-        self._unet = unet
-        self._plan = plan
-        self._finer: dict[Levels, Levels] = {}  # of the hint, by those of the latent
-        super().__init__(network, plan, mesh, parallelism)
+    _plan: ControlRowPlan
+    _unet: RowDivision
+    _hint_levels: dict[Levels, Levels]  # by those of the latent
 
-    def _adopt(self, name: str, module: nn.Module, plan: Any) -> None:
+    def return_residuals_to(self, consumer: RowDivision) -> None:
+        """Has this network compute the rows that `consumer`, the UNet, has."""
+        self._unet, self._hint_levels = consumer, {}
+
+    def _adopt(self, name: str, module: nn.Module) -> None:
         if name.rpartition(".")[2] in self._plan.averaged:
             self._keep(module.register_forward_pre_hook(self._mean_of_all))
         elif _is_control_lora_convolution(module):
             self._keep(module.register_forward_pre_hook(self._enter))
             self._keep(module.register_forward_hook(self._leave, always_call=True))
         else:
-            super()._adopt(name, module, plan)
+            super()._adopt(name, module)
 
     def _forward(  # type: ignore[override]  # it stands for the forward of another class of networks
         self, forward: Forward, x: Tensor, hint: Tensor, *args: Any, **kwargs: Any
@@ -77,9 +57,9 @@ class ControlRowDivision(RowDivision):
 
     def _with_hint(self, of_latent: Levels) -> Levels:
         """Returns the levels of the hint's picture, of which the last are those of the latent."""
-        if of_latent not in self._finer:
+        if of_latent not in self._hint_levels:
             finer = 2**self._plan.hint_halvings
-            self._finer[of_latent] = Levels(
+            self._hint_levels[of_latent] = Levels(
                 ranks=of_latent.ranks,
                 dim=of_latent.dim,
                 units=of_latent.units,
@@ -87,7 +67,7 @@ class ControlRowDivision(RowDivision):
                 across=of_latent.across * finer,
                 depth=of_latent.depth + self._plan.hint_halvings,
             )
-        return self._finer[of_latent]
+        return self._hint_levels[of_latent]
 
     def _mean_of_all(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Replaces means [B, items, C] over this rank's rows of the latent by means over all rows."""
@@ -95,7 +75,7 @@ class ControlRowDivision(RowDivision):
             return None
         rows = levels.sizes[self._plan.hint_halvings]
         (means,) = all_gather_v(args[0].float()[None], [1] * len(rows), levels.ranks).wait()
-        shares = torch.tensor([own / sum(rows) for own in rows], device=means.device)
+        shares = torch.tensor([each / sum(rows) for each in rows], device=means.device)
         return (torch.tensordot(shares, means, 1).to(args[0]), *args[1:])
 
 

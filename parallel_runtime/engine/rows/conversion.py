@@ -1,39 +1,40 @@
-"""One decode or encode on this rank's rows, from a full tensor into shared memory for the full result; and the
-self-test before the first of a class."""
+"""One decode or encode of a VAE on this rank's rows, from a full tensor into shared memory for the full result; and the
+self-test before the first of a class.
+
+The model runs in a mode in which torch's functions treat a tensor as some rows of a larger one. No convolution is
+hooked, so padding in a forward, caches of time chunks and copied blocks are handled alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import Refused
 from ...specs import VAEMethod
 from ..comm.mesh import MeshDim
 from ..split.streams import chunk_sizes
-from .row_share import Share
-from .rows_mode import Rows, running_on_rows
+from . import functions
+from .row_share import Handlers, RowFunctions, Share
 
+ATTENTION = {"optimized_attention", "optimized_vae_attention"}  # what ComfyUI's VAE blocks call, attributes of theirs
 CHUNKED = "comfy_has_chunked_io"  # ComfyUI's attribute: the VAE moves its input, and writes its output, chunk by chunk
 PIECE_BYTES = 64 << 20
-ACROSS = 4  # latent columns, of two rows a rank
-FRAMES = {"decode": 3, "encode": 13}
-LIMITS = {torch.float32: 1e-3, torch.float64: 1e-3}
-HALF_LIMIT = 5e-2  # rounding alone comes to 2e-2 in bfloat16
-
-
-def longer_side(x: Tensor) -> int:
-    """Returns the dim to split: fewer bytes travel, and the shares of rows are more even."""
-    return -2 if x.shape[-2] >= x.shape[-1] else -1
+TRIAL_COLUMNS = 4  # of the latent, with two rows a rank
+TRIAL_FRAMES = {"decode": 3, "encode": 13}
 
 
 def share_of(x: Tensor, unit: int, ranks: MeshDim) -> Share:
-    """Returns the split of `x`, where `unit` rows of x make one of the latent. Raises Refused where they do not come
-    out even."""
-    dim = longer_side(x)
+    """Returns the split of `x` along its longer side, where fewer bytes travel and the shares of rows are more even;
+    `unit` rows of x make one of the latent. Raises Refused where they do not come out even."""
+    dim = -2 if x.shape[-2] >= x.shape[-1] else -1
     units, left = divmod(x.shape[dim], unit)
     if left:
         raise Refused("rows.multiple", pixels=x.shape[dim], unit=unit)
@@ -69,7 +70,7 @@ class Conversion:
         if share.ranks.size == 1:
             output = getattr(self.model, self.method)(local, **options)
         else:
-            with running_on_rows(self.model, Rows(share, tick), self.over_time):
+            with _running_on_rows(self.model, RowsMode(share, tick), self.over_time):
                 output = getattr(self.model, self.method)(local.contiguous(), **options)
         if place is not None and output is not place:
             _copy_out(output, place)
@@ -85,10 +86,10 @@ class Conversion:
         total = 2 * ranks.size
         share = Share(ranks=ranks, dim=dim, units=(2,) * ranks.size)
         alone = Share(ranks=MeshDim(), dim=dim, units=(total,))
-        small = _trial_input(x, self.method, total * self.unit, ACROSS * self.unit, dim)
+        small = _trial_input(x, self.method, total * self.unit, TRIAL_COLUMNS * self.unit, dim)
         runs = []
         for part in (alone, share):
-            _same_noise(self.device)
+            torch.manual_seed(2)
             runs.append(self.run(small, part).float())
         full, local = runs
         expected = share.split(full, full.shape[dim] // total)
@@ -111,19 +112,81 @@ def _copy_out(output: Tensor, place: Tensor) -> None:
 
 
 def error_limit(dtype: torch.dtype) -> float:
-    return LIMITS.get(dtype, HALF_LIMIT)
+    """Returns the largest distance that a self-test allows: rounding alone comes to 2e-2 in bfloat16."""
+    return 1e-3 if dtype in functions.WIDE else 5e-2
 
 
 def _trial_input(x: Tensor, method: VAEMethod, along: int, across: int, dim: int) -> Tensor:
     shape = list(x.shape)
     shape[0] = min(2, shape[0])
     if x.ndim == 5:
-        shape[2] = min(FRAMES[method], shape[2])
+        shape[2] = min(TRIAL_FRAMES[method], shape[2])
     shape[-2:] = (along, across) if dim == -2 else (across, along)
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(x.dtype)
 
 
-def _same_noise(device: torch.device) -> None:
-    torch.manual_seed(2)
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(2)
+@contextmanager
+def _running_on_rows(model: nn.Module, rows: RowsMode, over_time: Collection[str] = ()) -> Iterator[None]:
+    """In this context `model` runs on this rank's rows. Modules of the classes `over_time` ("module.Class") attend
+    along time only, each pixel for itself, and are left as they are."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if f"{type(module).__module__}.{type(module).__name__}" in over_time:
+                stack.enter_context(module.register_forward_pre_hook(partial(rows.local, 1)))
+                stack.enter_context(module.register_forward_hook(partial(rows.local, -1), always_call=True))
+            for name in vars(module).keys() & ATTENTION:
+                stack.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, rows.attention)
+        stack.enter_context(rows)
+        yield
+
+
+class RowsMode(RowFunctions):
+    """The mode for a model whose attentions are refused where they are not handled and may see other rows."""
+
+    def __init__(self, share: Share, tick: Callable[[], None] = lambda: None) -> None:
+        super().__init__(share, HANDLERS, tick)
+        self._local = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention and not self._local:
+            raise Refused("rows.attention", shape=str(tuple(args[0].shape)))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Replaces a block's `optimized_attention`."""
+        self._tick()
+        return functions.attend(self._share, query, key, value)
+
+    def local(self, change: int, *_: Any) -> None:
+        """Counts modules in progress whose attention reads no other rank's rows (`change` is 1 or -1)."""
+        self._local += change
+
+
+T = Tensor
+REDUCTIONS = (
+    torch.mean, T.mean, torch.sum, T.sum, torch.var, T.var, torch.std, T.std, torch.var_mean, torch.norm, T.norm,
+    torch.amax, T.amax, torch.amin, T.amin, torch.softmax, T.softmax, F.softmax, torch.cumsum, T.cumsum, torch.flip,
+    T.flip,
+)  # fmt: skip
+ACROSS = (
+    F.unfold, F.fold, F.grid_sample, F.instance_norm, torch.roll, T.roll, F.max_pool2d, F.max_pool3d,
+    F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, torch.fft.fft2, torch.fft.rfft2, torch.fft.fftn,
+)  # fmt: skip
+HANDLERS: Handlers = {
+    F.pad: functions.pad,
+    F.conv2d: functions.convolution,
+    F.conv3d: functions.convolution,
+    torch.cudnn_convolution: functions.cudnn_convolution,
+    F.conv_transpose2d: functions.transposed,
+    F.conv_transpose3d: functions.transposed,
+    F.group_norm: functions.group_norm,
+    F.interpolate: functions.interpolate,
+    F.avg_pool2d: functions.pool,
+    F.avg_pool3d: functions.pool,
+    **dict.fromkeys((torch.randn, torch.rand, torch.randn_like, torch.rand_like), functions.noise),
+    **dict.fromkeys(REDUCTIONS, functions.reduce),
+    **dict.fromkeys(ACROSS, functions.refuse),
+}

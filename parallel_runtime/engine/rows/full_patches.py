@@ -36,17 +36,17 @@ class FullPatches:
         """Returns the patches of transformer_options, for a forward of these levels of a latent [B, C, H, W]."""
         self._levels, self._shape = levels, shape
         self.has_full_tokens = self.over_time = False
-        given: dict[str, list[Any]] = options.get("patches") or {}
+        by_kind: dict[str, list[Any]] = options.get("patches") or {}
         of_pictures: dict[str, Patch] = {kind: self._picture for kind in PICTURES}
         of_pictures |= {"middle_block_after_patch": self._middle, "middle_patch": self._between}
         patches = {
             kind: [partial(of_pictures[kind], patch) if kind in of_pictures else patch for patch in of_kind]
-            for kind, of_kind in given.items()
+            for kind, of_kind in by_kind.items()
         }
-        if layers := given.get("forward_timestep_embed_patch"):
+        if layers := by_kind.get("forward_timestep_embed_patch"):
             patches["forward_timestep_embed_patch"] = [(kind, partial(self._layer, patch)) for kind, patch in layers]
         for kind in (SELF, CROSS):
-            first, last = given.get(f"{kind}_patch", []), given.get(f"{kind}_output_patch", [])
+            first, last = by_kind.get(f"{kind}_patch", []), by_kind.get(f"{kind}_output_patch", [])
             if first or last:
                 patches[f"{kind}_patch"] = [partial(self._gather, kind), *(partial(self._inside, p) for p in first)]
                 patches[f"{kind}_output_patch"] = [*(partial(self._inside, p) for p in last), self._split]
@@ -61,46 +61,46 @@ class FullPatches:
             full["activations_shape"] = self._levels.full_shape(options["activations_shape"])
         return full
 
-    def _picture(self, patch: Patch, *given: Any) -> Any:
+    def _picture(self, patch: Patch, *arguments: Any) -> Any:
         """Calls a patch of an input or output block, which takes pictures and the options."""
-        *pictures, options = given
+        *pictures, options = arguments
         full = [self._levels.gather(x) for x in pictures]
         with self._undivided():
-            made = patch(*full, self._full_options(options))
-        if not isinstance(made, tuple):
-            return self._split_picture(made, full[0])
-        return tuple(None if x is None else self._split_picture(x, of) for x, of in zip(made, full, strict=True))
+            output = patch(*full, self._full_options(options))
+        if not isinstance(output, tuple):
+            return self._split_picture(output, full[0])
+        return tuple(None if x is None else self._split_picture(x, of) for x, of in zip(output, full, strict=True))
 
-    def _split_picture(self, made: Tensor, before: Tensor) -> Tensor:
+    def _split_picture(self, output: Tensor, before: Tensor) -> Tensor:
         """Returns this rank's rows. Raises NoLevel for a picture of another size than before (Deep Shrink): its rows
         would be of another level or none."""
-        if made.shape[-2:] != before.shape[-2:]:
-            raise self._no_level("a picture", made.shape)
-        return self._levels.split(made)
+        if output.shape[-2:] != before.shape[-2:]:
+            raise self._no_level("a picture", output.shape)
+        return self._levels.split(output)
 
-    def _middle(self, patch: Patch, given: Options) -> Options:
-        full = {name: self._levels.gather(given[name]) for name in ("h", "x")}
-        options = {"transformer_options": self._full_options(given["transformer_options"])}
+    def _middle(self, patch: Patch, arguments: Options) -> Options:
+        full = {name: self._levels.gather(arguments[name]) for name in ("h", "x")}
+        options = {"transformer_options": self._full_options(arguments["transformer_options"])}
         with self._undivided():
-            made = patch({**given, **full, **options})
-        return {**made, "h": self._levels.split(made["h"])}
+            output = patch({**arguments, **full, **options})
+        return {**output, "h": self._levels.split(output["h"])}
 
-    def _layer(self, patch: Patch, layer: Any, x: Tensor, emb: Any, context: Any, *given: Any) -> Tensor:
-        options, shape, *more = given
+    def _layer(self, patch: Patch, layer: Any, x: Tensor, emb: Any, context: Any, *arguments: Any) -> Tensor:
+        options, shape, *more = arguments
         full = self._levels.gather(x)
         if shape is not None:
             shape = self._levels.full_shape(list(shape))
         with self._undivided():
-            made = patch(layer, full, emb, context, self._full_options(options), shape, *more)
-        return self._levels.split(made)
+            output = patch(layer, full, emb, context, self._full_options(options), shape, *more)
+        return self._levels.split(output)
 
     def _between(self, patch: Patch, x: Tensor, extra: Options) -> Tensor:
         """Calls a middle_patch, which takes tokens between the two attentions of a block."""
         level = self._level(extra)
         full = self._levels.gather_tokens(x, level)
         with self._undivided():
-            made = patch(full, self._full_options(extra))
-        return self._levels.split_tokens(made, level)
+            output = patch(full, self._full_options(extra))
+        return self._levels.split_tokens(output, level)
 
     def _gather(self, kind: str, n: Tensor, key: Any, value: Any, extra: Options) -> tuple[Any, Any, Any]:
         """Acts as the first patch of an attention: from here to `_split` its tokens are full."""
@@ -108,8 +108,8 @@ class FullPatches:
         self.has_full_tokens = True
         return (full, full, full) if kind == SELF and key is n else (full, key, value)
 
-    def _inside(self, patch: Patch, *given: Any) -> Any:
-        *tensors, extra = given
+    def _inside(self, patch: Patch, *arguments: Any) -> Any:
+        *tensors, extra = arguments
         with self._undivided():
             return patch(*tensors, self._full_options(extra))
 
@@ -126,8 +126,8 @@ class FullPatches:
         q, *keys = (self._levels.gather_tokens(x, level) for x in ((q, k, v) if kind == SELF else (q,)))
         k, v = keys or (k, v)
         with self._undivided():
-            made = patch(q, k, v, self._full_options(extra), **more)
-        return self._levels.split_tokens(made, level)
+            output = patch(q, k, v, self._full_options(extra), **more)
+        return self._levels.split_tokens(output, level)
 
     def _level(self, extra: Options) -> int:
         """Returns the level of a block's tokens. Raises NoLevel for a block that attends along time."""

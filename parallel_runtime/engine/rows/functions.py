@@ -138,9 +138,9 @@ def transposed(
 def _convolve_edges(share: Share, run: Run, x: Tensor, padding: Sequence[int], across: list[int], reach: int) -> Tensor:
     """Convolves, and computes the rows at inner edges again. `across` is `padding` without that along the split dim."""
     dim, rows, pad = share.dim, x.shape[share.dim], padding[share.dim]
-    answer = fetch_neighbour_rows(share, x, pad, pad)
+    neighbour_rows = fetch_neighbour_rows(share, x, pad, pad)
     y = run(x, padding=tuple(padding))
-    top, bottom = answer()
+    top, bottom = neighbour_rows()
     if top is not None:
         edge = torch.cat([top, x.narrow(dim, 0, reach)], dim)
         y.narrow(dim, 0, pad).copy_(run(edge, padding=tuple(across)))
@@ -175,11 +175,11 @@ def pad(
         y = func(share.gather(x), pad, mode, value)
         rows = share.local_units * factor + before + after
         return y.narrow(share.dim, share.before * factor, rows).contiguous()
-    answer = fetch_neighbour_rows(share, x, before, after)
+    neighbour_rows = fetch_neighbour_rows(share, x, before, after)
     across = [*pad]
     across[at] = across[at + 1] = 0
     y = func(x, pad, mode, value)
-    top, bottom = answer()
+    top, bottom = neighbour_rows()
     if top is not None:
         y.narrow(share.dim, 0, before).copy_(func(top, across, mode, value))
     if bottom is not None:
@@ -198,7 +198,7 @@ def group_norm(
 ) -> Tensor:
     """Computes torch.nn.functional.group_norm with the statistics of all ranks, in float32 whatever the activations are
     in."""
-    weights = share.weights(x, "a group norm")
+    weights = share.weights(x)
     local = _moments(x, num_groups)
     (moments,) = all_gather_v(local[None], [1] * share.ranks.size, share.ranks).wait()
     return _normalize(x, _combined_moments(weights, moments), weight, bias, eps)
@@ -215,7 +215,7 @@ def group_norm_with_edges(
 ) -> Tensor:
     """Computes group_norm with one more row at each side for the convolution that follows: the neighbours', or a copy
     of this rank's at an outer edge. They travel with the statistics, in one message."""
-    weights, dim, local = share.weights(x, "a group norm"), share.dim, _moments(x, num_groups)
+    weights, dim, local = share.weights(x), share.dim, _moments(x, num_groups)
     first, last = x.narrow(dim, 0, 1), x.narrow(dim, x.shape[dim] - 1, 1)
     index, peers = share.index, share.ranks.other_ranks
     edges, packed = {index - 1: first, index + 1: last}, local.flatten().view(x.dtype)
@@ -300,14 +300,15 @@ def attend(share: Share, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     sizes = [tokens // share.local_units * units for units in share.units]
     share.factor(query, "attention")
     merge = Merge(in_float32=True)
-    asking, block = _batch_first(query), (_batch_first(key), _batch_first(value))
-    places = ring_slots(block, sizes, share.ranks, lambda shape, _: allocate(shape, query))
-    for _, (keys, values) in rotate(block, places, share.ranks):
-        merge.add(*attend_block(asking, keys, values, None, None, "native"))
-    return merge.result(asking, None)[:, :, 0].transpose(1, 2).reshape(query.shape)
+    queries, block = _one_head(query), (_one_head(key), _one_head(value))
+    slots = ring_slots(block, sizes, share.ranks, lambda shape, _: allocate(shape, query))
+    for _, (keys, values) in rotate(block, slots, share.ranks):
+        merge.add(*attend_block(queries, keys, values, None, None, "native"))
+    return merge.result(queries, None)[:, :, 0].transpose(1, 2).reshape(query.shape)
 
 
-def _batch_first(x: Tensor) -> Tensor:
+def _one_head(x: Tensor) -> Tensor:
+    """Reshapes [B, C, ...] to [B, tokens, 1, C]."""
     return x.flatten(2).transpose(1, 2).unsqueeze(2).contiguous()
 
 
@@ -322,8 +323,9 @@ def interpolate(
     **kwargs: Any,
 ) -> Tensor:
     y = func(x, size, scale_factor, mode, *args, **kwargs)
-    rows, made = x.shape[share.dim], y.shape[share.dim]
-    if (not mode.startswith("nearest") and rows != made) or (rows % made and made % rows) or made % share.local_units:
+    before, after = x.shape[share.dim], y.shape[share.dim]
+    smooth, uneven = not mode.startswith("nearest"), before % after and after % before
+    if (smooth and before != after) or uneven or after % share.local_units:
         raise Refused("rows.interpolation", mode=mode, shape=str(tuple(x.shape)), output=str(tuple(y.shape)))
     return y
 
@@ -338,9 +340,10 @@ def pool(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    wide, step, pad = (v if isinstance(v, int) else v[share.dim] for v in (kernel_size, stride or kernel_size, padding))
+    sizes = (kernel_size, stride or kernel_size, padding)
+    width, step, pad = (size if isinstance(size, int) else size[share.dim] for size in sizes)
     y = func(x, kernel_size, stride, padding, *args, **kwargs)
-    if wide != step or pad or not share.is_level(y):
+    if width != step or pad or not share.is_level(y):
         raise Refused("rows.pooling", size=str(kernel_size), stride=str(stride), shape=str(tuple(x.shape)))
     return y
 

@@ -92,8 +92,8 @@ class Levels(Share):
         rows = self.sizes[self.level(x.shape, "a picture", full=True)]
         return x.narrow(self.dim, sum(rows[: self.index]), rows[self.index]).contiguous()
 
-    def gather(self, x: Tensor, what: str = "a gather") -> Tensor:
-        return super().gather(x, what).contiguous()
+    def gather(self, x: Tensor) -> Tensor:
+        return super().gather(x).contiguous()
 
     def full_plane(self, level: int) -> tuple[int, int]:
         """Returns the rows and columns of a level, of all ranks."""
@@ -178,9 +178,3 @@ class LevelTokens(Streams):
             return super().sizes(stream)
         assert self.levels is not None
         return self.levels.tokens(int(stream))
-
-    def _rank_chunk(self, stream: str, index: int) -> tuple[int, int]:
-        if stream in self.replicated:
-            return super()._rank_chunk(stream, index)
-        sizes = self.sizes(stream)
-        return sum(sizes[:index]), sizes[index]

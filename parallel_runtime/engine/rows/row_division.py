@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Size, Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ...architectures.row_plan import RowPlan
@@ -29,6 +28,7 @@ from ..comm.shared_scales import shared_input_scales
 from . import functions
 from .full_patches import FullPatches
 from .levels import Levels, LevelTokens, NoLevel, levels_of
+from .row_share import Handlers, RowFunctions
 
 OVERRIDE = "optimized_attention_override"
 ATTENTION = "comfy.ldm.modules.attention"
@@ -43,7 +43,8 @@ class RowDivision:
     streams = None
 
     def __init__(self, network: nn.Module, plan: RowPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
-        self._depth = plan.depth(network)
+        self._plan = plan
+        self.depth = plan.depth(network)  # how often the network halves its picture
         self._mesh = mesh
         self._backend = parallelism.options.attention_backend
         self._collects_tokens = parallelism.options.rotate_method == "tokens"
@@ -52,17 +53,17 @@ class RowDivision:
         self._tokens = LevelTokens(mesh.context)
         self._override = AttentionOverride(self._tokens, lambda: self.is_divided, mesh, parallelism)
         self._local = self._override.scope_index("local")
-        self._across = self._override.scope_index([(str(level),) for level in range(self._depth + 1)])
+        self._across = self._override.scope_index([(str(level),) for level in range(self.depth + 1)])
         self._patches = FullPatches(self.undivided)
         self._handlers = HANDLERS
-        self._modes: list[_Mode | None] = []
+        self._modes: list[RowFunctions | None] = []
         self._until_removed = ExitStack()
         self.remove = self._until_removed.close
         with ExitStack() as undo:  # half parallel, it would refuse every other plan
             undo.callback(self.remove)
             self._replace(network, plan.forward, partial(self._forward, getattr(network, plan.forward)))
             for name, module in network.named_modules():
-                self._adopt(name, module, plan)
+                self._adopt(name, module)
             self._until_removed.enter_context(shared_input_scales(network, mesh.context))
             self._until_removed.enter_context(wrap_modules((ATTENTION,)))
             undo.pop_all()
@@ -74,8 +75,8 @@ class RowDivision:
     def _keep(self, handle: RemovableHandle) -> None:
         self._until_removed.enter_context(handle)
 
-    def _adopt(self, name: str, module: nn.Module, plan: RowPlan) -> None:
-        below, _, last_name = name.rpartition(".")
+    def _adopt(self, name: str, module: nn.Module) -> None:
+        plan, (below, _, last_name) = self._plan, name.rpartition(".")
         if last_name in plan.attends + plan.local:
             local = last_name in plan.local or bool(set(below.split(".")) & set(plan.local_below))
             local |= getattr(module, "disable_self_attn", False)
@@ -102,37 +103,30 @@ class RowDivision:
     ) -> Tensor:
         """Replaces the network's forward; [B, C, H, W] in and out."""
         options = {} if transformer_options is None else transformer_options
-        levels = self.levels_of(x.shape)
-        if levels is None:
-            return self._forward_undivided(forward, x, timesteps, context, y, control, options, **kwargs)
-        before = random_states(x.device) if options.get("patches") else None
-        with self._dividing(levels, options.get(OVERRIDE)):
-            local_options = {**options, **self._patches.of(options, levels, list(x.shape)), OVERRIDE: self._override}
-            local_control = control and split_residuals(control, levels)
-            try:
-                local_x = levels.split(x)
-                levels.source[:] = [local_x, x]
-                return levels.gather(forward(local_x, timesteps, context, y, local_control, local_options, **kwargs))
-            except NoLevel:  # on all ranks, whose patches saw the same
-                if before is None:
-                    raise
-        set_random_states(before, x.device)
-        if control is not None:
-            control = gather_residuals(control, levels)
-        return self._forward_undivided(forward, x, timesteps, context, y, control, options, **kwargs)
+        if (levels := self.levels_of(x.shape)) is not None:
+            before = random_states(x.device) if options.get("patches") else None
+            with self._dividing(levels, options.get(OVERRIDE)):
+                local_options = options | self._patches.of(options, levels, list(x.shape)) | {OVERRIDE: self._override}
+                local_control = control and split_residuals(control, levels)
+                try:
+                    local_x = levels.split(x)
+                    levels.source[:] = [local_x, x]
+                    out = forward(local_x, timesteps, context, y, local_control, local_options, **kwargs)
+                    return levels.gather(out)
+                except NoLevel:  # on all ranks, whose patches saw the same
+                    if before is None:
+                        raise
+            set_random_states(before, x.device)
+            control = control and gather_residuals(control, levels)
+        if self._backend != "auto":
+            options = {OVERRIDE: backend_override(self._backend), **options}
+        return forward(x, timesteps, context, y, control, options, **kwargs)  # type: ignore[no-any-return]
 
     def levels_of(self, shape: Size) -> Levels | None:
         """Returns the levels of a latent [B, C, H, W] of this shape; None where every rank computes it in full."""
         if shape not in self._known:
-            self._known[shape] = levels_of(shape, self._depth, self._mesh.context)
+            self._known[shape] = levels_of(shape, self.depth, self._mesh.context)
         return self._known[shape]
-
-    def _forward_undivided(self, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        *others, options = args
-        if self._backend != "auto":
-            options = {OVERRIDE: backend_override(self._backend), **options}
-        out: Tensor = forward(x, *others, options, **kwargs)
-        return out
 
     @contextmanager
     def _dividing(self, levels: Levels, previous: Any) -> Iterator[None]:
@@ -164,11 +158,6 @@ class RowDivision:
             self._levels = levels
 
     @property
-    def depth(self) -> int:
-        """Returns how often the network halves its picture."""
-        return self._depth
-
-    @property
     def is_divided(self) -> bool:
         """Returns whether layers see this rank's rows alone now."""
         return self._levels is not None
@@ -189,7 +178,7 @@ class RowDivision:
 
     def _enter(self, *_: Any) -> None:
         """Enters, as a forward pre-hook, a module with functions that read other ranks' rows."""
-        mode = None if self._levels is None else _Mode(self._levels, self._handlers)
+        mode = None if self._levels is None else RowFunctions(self._levels, self._handlers)
         self._modes.append(mode)
         if mode is not None:
             mode.__enter__()
@@ -217,23 +206,6 @@ class RowDivision:
             return convolution(x)  # type: ignore[no-any-return]
         finally:
             self._handlers = HANDLERS
-
-
-class _Mode(TorchFunctionMode):
-    """Functions called in this mode treat a tensor as this rank's rows of a larger one."""
-
-    def __init__(self, levels: Levels, handlers: Handlers) -> None:
-        super().__init__()
-        self._levels = levels
-        self._handlers = handlers
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        handler = self._handlers.get(func)
-        if handler is None:
-            return func(*args, **(kwargs or {}))
-        return handler(self._levels, func, *args, **(kwargs or {}))
 
 
 def split_residuals(control: ControlResiduals, levels: Levels) -> ControlResiduals:
@@ -269,7 +241,6 @@ def _looks_across(module: nn.Module) -> bool:
     return isinstance(module, nn.GroupNorm | nn.AvgPool2d)
 
 
-Handlers = dict[Any, Callable[..., Any]]
 HANDLERS: Handlers = {
     F.conv2d: functions.convolution,
     F.conv3d: functions.convolution,

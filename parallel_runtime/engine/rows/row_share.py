@@ -1,19 +1,22 @@
 """The rows (dim -2) or columns (dim -1) of every activation that each rank computes, and the neighbours' rows at its
-edges, which travel while the inside is computed."""
+edges, which travel while the inside is computed; and the mode in which functions of torch go by them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ...errors import Refused
 from ..comm.collectives import all_gather_v, send_recv
 from ..comm.mesh import MeshDim
 
 Rows = tuple[int, ...]  # of each rank
+Handlers = dict[Any, Callable[..., Any]]  # by function: called with a Share, the function and its arguments
 NeighbourRows = Callable[[], tuple[Tensor | None, Tensor | None]]
 
 
@@ -72,14 +75,15 @@ class Share:
         """Returns this rank's rows of a full tensor."""
         return x.narrow(self.dim, self.before * factor, self.local_units * factor)
 
-    def gather(self, x: Tensor, what: str = "a gather") -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """Returns the full tensor of all ranks' rows. Collective."""
-        (rows,) = all_gather_v(x.movedim(self.dim, 0), self.rows_of(x, what), self.ranks).wait()
+        (rows,) = all_gather_v(x.movedim(self.dim, 0), self.rows_of(x, "a gather"), self.ranks).wait()
         return rows.movedim(0, self.dim)
 
-    def weights(self, x: Tensor, what: str) -> Tensor:
-        """Returns each rank's weight in the mean over all rows of `x`: its share of the rows, float32."""
-        key = rows, _ = (self.rows_of(x, what) if x.ndim > 3 else self.units), x.device  # in 3 dims rows lie flat
+    def weights(self, x: Tensor) -> Tensor:
+        """Returns each rank's weight in the mean over all rows of `x`, which lie flat in 3 dims: its share of the rows,
+        float32."""
+        key = rows, _ = (self.rows_of(x, "a group norm") if x.ndim > 3 else self.units), x.device
         if key not in self._weights:
             self._weights[key] = torch.tensor([each / sum(rows) for each in rows], device=x.device)
         return self._weights[key]
@@ -102,13 +106,33 @@ def fetch_neighbour_rows(share: Share, x: Tensor, before: int, after: int) -> Ne
         return lambda: (None, None)
     if (full := share.full_of(x)) is not None:
         first = sum(share.rows_of(x, "rows")[: share.index])
-        places = {share.index - 1: (first - before, before), share.index + 1: (first + rows, after)}
-        edges = {peer: full.narrow(share.dim, *places[peer]) for peer in receive}
+        ranges = {share.index - 1: (first - before, before), share.index + 1: (first + rows, after)}
+        edges = {peer: full.narrow(share.dim, *ranges[peer]) for peer in receive}
         return lambda: (edges.get(share.index - 1), edges.get(share.index + 1))
     pending = send_recv(send, receive, share.ranks, like=x)
 
-    def answer() -> tuple[Tensor | None, Tensor | None]:
+    def wait() -> tuple[Tensor | None, Tensor | None]:
         by_peer = dict(zip(receive, pending.wait(), strict=True))
         return by_peer.get(share.index - 1), by_peer.get(share.index + 1)
 
-    return answer
+    return wait
+
+
+class RowFunctions(TorchFunctionMode):
+    """Functions with one of `handlers` treat a tensor as this rank's rows of a larger one in this mode. `tick` is
+    called before each of them: equally often, in the same places, on every rank."""
+
+    def __init__(self, share: Share, handlers: Handlers, tick: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._share = share
+        self._handlers = handlers
+        self._tick = tick
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = self._handlers.get(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        self._tick()
+        return handler(self._share, func, *args, **(kwargs or {}))

@@ -35,7 +35,6 @@ from ...architectures.split_plan import (
 from ...errors import Refused
 from .splitter import Splitter
 
-_ALWAYS_FULL = {"transformer_options"}
 _Kind = inspect.Parameter
 
 
@@ -56,7 +55,7 @@ class Block:
             return
         arguments, frames = self.arguments_by_name(args, kwargs), self.module_plan.frames
         framed = set() if frames is None else {frames.tokens, *frames.conditions, frames.until}
-        known = self.specs.keys() | set(self.module_plan.unsplit_args) | _ALWAYS_FULL | framed
+        known = self.specs.keys() | {"transformer_options", *self.module_plan.unsplit_args} | framed
         if unknown := [str(name) for name, value in arguments.items() if value is not None and name not in known]:
             raise Refused(
                 "arguments.unknown",
@@ -84,10 +83,8 @@ class Block:
 
     def hidden_states(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Returns the hidden states among the arguments, in the plan's order."""
-        arguments, names = (
-            self.arguments_by_name(args, kwargs),
-            dict(zip(self.module_plan.args, self.specs, strict=True)),
-        )
+        names = dict(zip(self.module_plan.args, self.specs, strict=True))  # a plan may give a position instead
+        arguments = self.arguments_by_name(args, kwargs)
         values = [(arguments.get(names[name]), item) for name, item, _ in self.module_plan.split_args]
         return [value if item is None or value is None else value[item] for value, item in values]
 
@@ -103,9 +100,9 @@ def blocks_of_module_plan(network: nn.Module, plan: ModulePlan) -> Iterator[Bloc
         parameters, open_ended = _parameters(module)
         specs = {name: (index, spec) for name, index, spec in _argument_specs(plan, parameters, open_ended, module)}
         scopes: list[tuple[nn.Module, AttentionSpecs]] = [] if plan.attends is None else [(module, plan.attends)]
-        below = dict(module.named_modules())
-        inner = {name: over for name, over in plan.submodule_attends.items() if name in below}
-        scopes += [(below[name], _with_width(over, below[name])) for name, over in inner.items()]
+        for name, below in module.named_modules():
+            if name in plan.submodule_attends:
+                scopes.append((below, _with_width(plan.submodule_attends[name], below)))
         yield Block(plan, module, module is modules[-1], specs, scopes, parameters)
 
 
@@ -142,8 +139,12 @@ def _argument_specs(
 
 def add_hooks(block: Block, splitter: Splitter) -> list[RemovableHandle]:
     """Splits the arguments of `block`, and gathers its outputs where its plan or the forward asks for it."""
-    plan = block.module_plan
-    handles = [] if plan.frames is None else _add_frame_hooks(block, plan.frames, splitter)
+    plan, handles = block.module_plan, list[RemovableHandle]()
+    if plan.frames is not None:
+        parts: list[_LocalFrames | None] = []  # of the call in progress
+        pad = partial(_pad_frames, block, plan.frames, splitter, parts)
+        handles.append(block.module.register_forward_pre_hook(pad, with_kwargs=True))
+        handles.append(block.module.register_forward_hook(partial(_unpad_frames, parts)))
     if block.specs:
         split = partial(_split_inputs, block, splitter)
         handles.append(block.module.register_forward_pre_hook(split, with_kwargs=True))
@@ -210,8 +211,8 @@ def _patch_local_frames(
     options, total = arguments["transformer_options"], splitter.total(streams)
     frames, *plane = options["grid_sizes"]
     if total != prod(options["grid_sizes"]):
-        raise Refused("tokens.frame", widget="ring_degree")  # fmt: skip
-    part = _LocalFrames.of(splitter.first_local_position(streams[0]), splitter.local_count(streams), total, frames)
+        raise Refused("tokens.frame", widget="ring_degree")
+    part = _LocalFrames.of(splitter, streams[0], total, frames)
     audio = options["audio_embeds"][:, part.first : part.last]
     local = {**options, "grid_sizes": (part.last - part.first, *plane), "audio_embeds": audio}
     return part.unpad(patch({**arguments, "x": part.pad(arguments["x"]), "transformer_options": local}))
@@ -228,10 +229,12 @@ class _LocalFrames:
     size: int  # tokens of a frame
 
     @classmethod
-    def of(cls, start: int, local: int, tokens: int, frames: int) -> _LocalFrames:
-        """Returns the frames of `local` tokens from `start` on; the first `tokens` of all are of `frames` frames."""
+    def of(cls, splitter: Splitter, stream: str, tokens: int, frames: int) -> _LocalFrames:
+        """Returns the frames of this rank's part of `stream`, whose first `tokens` are of `frames` frames."""
+        start, chunk_tokens = splitter.streams.local_chunk(stream)
+        start = start if chunk_tokens else 0  # a dummy token is a copy of the first
         size = tokens // frames
-        end = min(start + local, tokens)
+        end = min(start + splitter.local_count((stream,)), tokens)
         if start >= end:  # no token in any frame: the module still needs one frame
             return cls(first=0, last=1, padding_before=0, tokens=0, size=size)
         first = start // size
@@ -256,15 +259,6 @@ class _LocalFrames:
         return torch.cat([padded[:, self.padding_before : end], padded[:, self.length :]], 1)
 
 
-def _add_frame_hooks(block: Block, frames: Frames, splitter: Splitter) -> list[RemovableHandle]:
-    """Pads the tokens of `block` to full frames, and removes the padding from its output."""
-    parts: list[_LocalFrames | None] = []  # of the calls in progress
-    return [
-        block.module.register_forward_pre_hook(partial(_pad_frames, block, frames, splitter, parts), with_kwargs=True),
-        block.module.register_forward_hook(partial(_unpad_frames, parts)),
-    ]
-
-
 @torch.compiler.disable
 def _pad_frames(
     block: Block,
@@ -284,9 +278,7 @@ def _pad_frames(
         return None
     conditions = {name: arguments[name] for name in frames.conditions if arguments.get(name) is not None}
     count = next(iter(conditions.values())).shape[1] // frames.each
-    part = _LocalFrames.of(
-        splitter.first_local_position(frames.stream), local, arguments[frames.until] if frames.until else total, count
-    )
+    part = _LocalFrames.of(splitter, frames.stream, arguments[frames.until] if frames.until else total, count)
     arguments[frames.tokens] = part.pad(tokens)
     for name, value in conditions.items():
         arguments[name] = value[:, part.first * frames.each : part.last * frames.each]

@@ -1,4 +1,5 @@
-"""Makes ComfyUI's own network context parallel: hooks at its blocks' inputs and outputs, as a split plan says.
+"""Makes ComfyUI's own network context parallel as its plan says: by rows of the picture where that is a RowPlan, else
+by tokens, with hooks at its blocks' inputs and outputs.
 
 All names of a network are the plan's. Imports no ComfyUI.
 """
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from ...architectures.block_patches import are_inside, needs_full_tokens
+from ...architectures.block_patches import INSIDE, needs_full_tokens
+from ...architectures.control_networks import ControlRowPlan
 from ...architectures.network_modules import self_chosen_kernels
+from ...architectures.row_plan import CascadeRowPlan, RowPlan
 from ...architectures.split_plan import SplitPlan
 from ...errors import Refused
 from ...specs import Parallelism
@@ -25,6 +28,9 @@ from ..attention.patched_names import set_active, wrap_modules
 from ..comm.mesh import ContextMesh
 from ..comm.shared_scales import shared_input_scales
 from ..pipeline.pipefusion import PipeFusion, TurnEnded
+from ..rows.cascade_rows import CascadeDivision
+from ..rows.control_rows import ControlRowDivision
+from ..rows.row_division import RowDivision
 from .hooks import Block, add_hooks, blocks_of_plan
 from .splitter import Residuals, Splitter
 from .streams import PARALLELIZED
@@ -32,6 +38,11 @@ from .token_functions import with_all_tokens
 
 _OPTIONS = "transformer_options"
 _OVERRIDE = "optimized_attention_override"
+_BY_ROWS: dict[type[SplitPlan], Callable[..., Any]] = {
+    RowPlan: RowDivision,
+    CascadeRowPlan: CascadeDivision,
+    ControlRowPlan: ControlRowDivision,
+}
 
 
 def parallelize(network: nn.Module, plan: SplitPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
@@ -43,17 +54,17 @@ def parallelize(network: nn.Module, plan: SplitPlan, mesh: ContextMesh, parallel
     """
     if hasattr(network, PARALLELIZED):
         raise ValueError(f"this {type(network).__name__} is parallel already; unparallelize it first")
-    setattr(network, PARALLELIZED, _ParallelNetwork(network, plan, mesh, parallelism))
+    division = _BY_ROWS.get(type(plan), _ParallelNetwork)
+    setattr(network, PARALLELIZED, division(network, plan, mesh, parallelism))
 
 
 def parallelize_control(
     control: nn.Module, plan: SplitPlan, network: nn.Module, mesh: ContextMesh, parallelism: Parallelism
 ) -> None:
-    """Runs every later forward of the ControlNet's network `control`, whose plan has `split_outputs`, over the context
-    ranks of `mesh`. Collective.
+    """Runs every later forward of the ControlNet's network `control` over the context ranks of `mesh`. Collective.
 
-    It returns this rank's part of each residual. `network`, which is parallel over the same ranks, takes these until
-    `control` is unparallelized.
+    It returns this rank's part of each residual; full residuals for a latent that `network`, a UNet, computes in full.
+    `network`, which is parallel over the same ranks, takes these until `control` is unparallelized.
     """
     parallelize(control, plan, mesh, parallelism)
     getattr(control, PARALLELIZED).return_residuals_to(getattr(network, PARALLELIZED))
@@ -127,9 +138,9 @@ class _ParallelNetwork:
                 self._keep(module.register_forward_hook(self._leave, always_call=True))
             else:
                 self._replace(module, _scoped(module.forward, self._override.active_scopes, scope))
-        for name, spec in block.module_plan.token_functions.items():
-            module = block.module.get_submodule(name)
-            self._replace(module, with_all_tokens(module.forward, spec, self.streams, self._ranks))
+        for name, function in block.module_plan.token_functions.items():
+            module, stream = block.module.get_submodule(name), self._plan.main_stream
+            self._replace(module, with_all_tokens(module.forward, function, stream, self.streams, self._ranks))
         self._keep(*add_hooks(block, self.splitter))
 
     def _begin(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -142,7 +153,7 @@ class _ParallelNetwork:
             function, module = next(iter(self._own_attentions.items()))
             raise Refused("attention.own", widget="attention_backend", module=module, function=function)
         self.splitter.full_between_blocks = needs_full_tokens(options)
-        self.splitter.has_block_patches = are_inside(options.get("patches") or {})
+        self.splitter.has_block_patches = any((options.get("patches") or {}).get(kind) for kind in INSIDE)
         self._override.previous = previous
         options[_OVERRIDE] = self._override
         if self._takes_options:
@@ -172,7 +183,7 @@ class _ParallelNetwork:
         return out
 
     def _end(self, network: nn.Module, _: Any, output: Any) -> None:
-        unfinished = self.splitter.is_split(self._plan.main_stream) and not self._plan.split_outputs
+        unfinished = self.splitter.is_split(self._plan.main_stream) and self._residual_consumer is None
         attends = not any(module_plan.token_functions for module_plan in self._plan.module_plans)
         alone = attends and self.streams.is_known(self._plan.main_stream) and not self._override.split_calls
         if self._residual_consumer is not None and output is not None:

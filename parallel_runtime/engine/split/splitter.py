@@ -38,16 +38,15 @@ class Splitter:
         self.has_block_patches = False  # a model patch runs inside its blocks
 
     def clear(self) -> None:
-        self.streams.clear()
-        for state in (self._shapes, self._split_values, self._split_streams, self._arrived_split, self._matching_specs):
-            state.clear()
-        self.full_between_blocks = self.has_block_patches = self._gather_incomplete = False
+        self.restart()
+        self.full_between_blocks = self.has_block_patches = False
 
     def restart(self) -> None:
         """Starts the same forward over, with other tokens."""
-        flags = self.full_between_blocks, self.has_block_patches
-        self.clear()
-        self.full_between_blocks, self.has_block_patches = flags
+        self.streams.clear()
+        for state in (self._shapes, self._split_values, self._split_streams, self._arrived_split, self._matching_specs):
+            state.clear()
+        self._gather_incomplete = False
 
     def is_split(self, stream: str) -> bool:
         """Returns whether the network's variables contain this rank's part of `stream` at this moment."""
@@ -62,36 +61,29 @@ class Splitter:
     def total(self, streams: Names) -> int:
         return self.streams.total(streams)
 
-    def first_local_position(self, stream: str) -> int:
-        """Returns the global position of this rank's first token of `stream`."""
-        start, size = self.streams.local_chunk(stream)
-        return start if size else 0
-
     def split(self, value: Any, spec: SplitSpec, where: str) -> Any:
         """Splits the argument `value` as `spec` says; `where` names it in refusals."""
         if value is None or spec is None:
             return value
-        if isinstance(spec, list):
-            return self.split(value, self.matching_spec(value, spec, where), where)
-        if isinstance(spec, tuple):
-            return type(value)(
-                [self.split(v, w, f"{where}[{n}]") for n, (v, w) in enumerate(zip(value, spec, strict=True))]
-            )
-        if isinstance(spec, Split):
-            return self._split_tokens(value, spec, where)
-        if isinstance(spec, Gather):
-            return self.gather(value, spec.streams, spec.dim, where)
-        if isinstance(spec, Count | Index | Slices):
-            return self._split_numbers(value, spec, where)
+        match spec:
+            case list():
+                return self.split(value, self.matching_spec(value, spec, where), where)
+            case tuple():
+                items = zip(value, spec, strict=True)
+                return type(value)([self.split(v, s, f"{where}[{number}]") for number, (v, s) in enumerate(items)])
+            case Split():
+                return self._split_tokens(value, spec, where)
+            case Gather():
+                return self.gather(value, spec.streams, spec.dim, where)
+            case Count():
+                length = value.shape[spec.dim] if isinstance(value, Tensor) else value
+                self._record_remainder(spec.streams, length, where)
+                return value
+            case Index():
+                return self._local_index(value, spec)
+            case Slices():
+                return [self._local_range(part, spec) for part in value]
         return self._split_once(value, spec, where)
-
-    def _split_numbers(self, value: Any, spec: Count | Index | Slices, where: str) -> Any:
-        if isinstance(spec, Count):
-            self._record_remainder(spec.streams, value.shape[spec.dim] if isinstance(value, Tensor) else value, where)
-            return value
-        if isinstance(spec, Index):
-            return self._local_index(value, spec)
-        return [self._local_range(part, spec) for part in value]
 
     def _split_once(self, value: Any, spec: Any, where: str) -> Any:
         """Splits a value once for all blocks that receive the same one."""
@@ -99,13 +91,12 @@ class Splitter:
             raise Refused("tokens.patch", widget="patches", name=where)
         last, split = self._split_values.get(where, (None, None))
         if last is not value:
-            like = isinstance(spec, SplitLike)
-            split = self._split_like(value, spec, where) if like else spec(value, self._nested_split(where))
+            if isinstance(spec, SplitLike):
+                split = self._split_like(value, spec, where)
+            else:
+                split = spec(value, lambda part, spec: self.split(part, spec, f"{where} inside"))
             self._split_values[where] = value, split
         return split
-
-    def _nested_split(self, where: str) -> Any:
-        return lambda value, spec: self.split(value, spec, f"{where} inside")
 
     def matching_spec(self, value: Any, specs: list[Any], where: str) -> Any:
         """Returns the spec whose streams have as many tokens as the full `value`, at the first block of a stack.
@@ -117,7 +108,7 @@ class Splitter:
             length = (value if isinstance(value, Tensor) else value[0]).shape[specs[0].dim]
             fits = [spec for spec in specs if length == self.total(spec.streams)]
             if not fits:
-                raise _wrong_length(where, length, specs[0].streams, str(self.total(specs[0].streams)))
+                raise _wrong_length(where, length, specs[0].streams, self.total(specs[0].streams))
             self._matching_specs[key] = fits[0]
         return self._matching_specs[key]
 
@@ -174,7 +165,7 @@ class Splitter:
             local = self._local(torch.cat([before, value], spec.dim), spec.streams, spec.dim)
             return local.narrow(spec.dim, behind, local.shape[spec.dim] - behind).contiguous()
         elif length != total:
-            raise _wrong_length(where, length, spec.streams, str(total))
+            raise _wrong_length(where, length, spec.streams, total)
         return self._local(value, spec.streams, spec.dim).contiguous()
 
     def _local(self, value: Tensor, streams: Names, dim: int) -> Tensor:
@@ -218,7 +209,7 @@ class Splitter:
         """Returns this rank's part of [B, tokens, C], values for the first tokens of a stream or for all of them."""
         length = self.streams.length(stream)
         if value.shape[1] > length:
-            raise _wrong_length("a residual", value.shape[1], (stream,), str(length))
+            raise _wrong_length("a residual", value.shape[1], (stream,), length)
         if value.shape[1] == length or stream in self._replicated:
             return self._local(value, (stream,), 1)
         start, size = self.streams.local_chunk(stream)
@@ -304,7 +295,7 @@ def _slice_after(before: int, start: int | None, end: int | None) -> slice:
     return slice(*(at - before if at else at for at in (start, end)))
 
 
-def _wrong_length(where: str, tokens: int, streams: Names, expected: str) -> Refused:
+def _wrong_length(where: str, tokens: int, streams: Names, expected: object) -> Refused:
     return Refused(
         "tokens.other",
         widget="ring_degree",

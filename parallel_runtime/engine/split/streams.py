@@ -162,9 +162,9 @@ class Streams:
         return self._rank_chunk(stream, self._mesh_dim.index)
 
     def _rank_chunk(self, stream: str, index: int) -> tuple[int, int]:
-        first, active = self._active_range(stream)
-        start, size = chunk_range(active, self._mesh_dim.parts, index)
-        return first + start, size
+        first, _ = self._active_range(stream)
+        sizes = self.sizes(stream)
+        return first + sum(sizes[:index]), sizes[index]
 
     def _active_range(self, stream: str) -> tuple[int, int]:
         """Returns (start, size) of the tokens that are split over the ranks: all of them, or those of the current

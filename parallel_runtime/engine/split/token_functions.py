@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...architectures.split_plan import TokenConvolution, TokenFunction
+from ...architectures.split_plan import TokenFunction
 from ...errors import Refused
 from ..comm.collectives import all_gather_v
 from ..comm.mesh import MeshDim
@@ -18,24 +18,26 @@ from .streams import Streams
 
 
 def with_all_tokens(
-    forward: Callable[..., Any], spec: TokenFunction, streams: Streams, ranks: MeshDim
+    forward: Callable[..., Any], function: TokenFunction, stream: str, streams: Streams, ranks: MeshDim
 ) -> Callable[..., Any]:
-    """Returns a module's forward whose function takes this rank's tokens and those of all others into account."""
+    """Returns a module's forward whose `function` takes this rank's tokens of `stream` and all others into account."""
 
     @torch.compiler.disable
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _Mode(spec, streams, ranks):
+        with _Mode(function, streams.sizes(stream), ranks):
             return forward(*args, **kwargs)
 
     return run
 
 
 class _Mode(TorchFunctionMode):
-    def __init__(self, spec: TokenFunction, streams: Streams, ranks: MeshDim) -> None:
+    """Handles the first call of a function: `sizes` are the tokens of each rank."""
+
+    def __init__(self, function: TokenFunction, sizes: tuple[int, ...], ranks: MeshDim) -> None:
         super().__init__()
-        self._function: Any = F.conv1d if isinstance(spec, TokenConvolution) else torch.matmul
-        self._handler = _convolution if isinstance(spec, TokenConvolution) else _sum
-        self._sizes, self._ranks, self._done = streams.sizes(spec.stream), ranks, False
+        self._function: Any = F.conv1d if function == "convolution" else torch.matmul
+        self._handler: Callable[..., Tensor] = _convolution if function == "convolution" else _sum
+        self._sizes, self._ranks, self._done = sizes, ranks, False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

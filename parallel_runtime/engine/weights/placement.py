@@ -45,20 +45,16 @@ def rank_placement(
     own."""
     counts = frozenset(placement.resident_blocks_by_rank or (placement.resident_blocks,))
     if placement.mode == "offload":
-
-        def host_weights() -> WeightSource:
-            return HostWeights(device, machine_ranks(), rank(), staged=device.type != "cpu")
-
-        return RankPlacement(placement.resident_blocks_on(rank()), counts, 0.0, host_weights, buffers)
-    if placement.mode == "shard" and mesh_dim.size > 1:
-        parts = (
-            tuple(placement.shard_shares[peer] for peer in mesh_dim.ranks)
-            if placement.shard_shares
-            else (1,) * mesh_dim.size
+        resident, staged = placement.resident_blocks_on(rank()), device.type != "cpu"
+        return RankPlacement(
+            resident, counts, 0.0, lambda: HostWeights(device, machine_ranks(), rank(), staged=staged), buffers
         )
+    if placement.mode == "shard" and mesh_dim.size > 1:
+        shares = placement.shard_shares
+        parts = tuple(shares[peer] if shares else 1 for peer in mesh_dim.ranks)
         mesh_dim = replace(mesh_dim, shares=parts)
-        share = parts[mesh_dim.index] / sum(parts)
-        return RankPlacement(placement.resident_blocks, counts, share, lambda: ShardedWeights(mesh_dim), buffers)
+        fraction = parts[mesh_dim.index] / sum(parts)
+        return RankPlacement(placement.resident_blocks, counts, fraction, lambda: ShardedWeights(mesh_dim), buffers)
     return None
 
 

@@ -78,15 +78,14 @@ class Buffers:
             storage.resize_(size)
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (size,), (1,))
 
-    def fetch(self, entry: FetchedModule, source: WeightSource) -> bool:
-        """Starts to fetch a module that is not in its buffer; returns whether it was not."""
+    def fetch(self, entry: FetchedModule, source: WeightSource) -> None:
+        """Starts to fetch a module that is not in its buffer."""
         if self._contents.get(entry.buffer) is entry:
-            return False
+            return
         self.wait(entry.buffer)
         self._contents[entry.buffer] = entry
         memory = self.view(entry.buffer, entry.flat_block.padded_bytes)
         self._pending[entry.buffer] = source.fetch(entry.part, memory)
-        return True
 
     def wait(self, buffer: int) -> None:
         """Waits for the fetch into `buffer`, if any."""
@@ -116,7 +115,6 @@ class BlockPrefetcher:
     values only while the module runs. `is_skipped(block)` says whether a block will not compute in this evaluation."""
 
     def __init__(self, network: nn.Module, source: WeightSource, buffers: Buffers) -> None:
-        self.fetch_count = 0
         self.is_skipped: Callable[[nn.Module], bool] = lambda block: False
         self._network = network
         self.source = source
@@ -129,14 +127,9 @@ class BlockPrefetcher:
         return [entry for entry in self._modules if entry.buffer != NOT_FETCHED]
 
     @property
-    def offloaded_bytes(self) -> int:
-        """Returns the bytes of the weights that this rank fetches."""
-        return sum(entry.flat_block.nbytes for entry in self.offloaded)
-
-    @property
-    def device_bytes(self) -> int:
-        """Returns the bytes of them that are stored on this device."""
-        return self.source.device_bytes
+    def nonresident_bytes(self) -> int:
+        """Returns the bytes of the weights that this rank fetches, without those that it stores on its device."""
+        return sum(entry.flat_block.nbytes for entry in self.offloaded) - self.source.device_bytes
 
     def add(self, module: nn.Module, *, block: bool = True, resident: bool = False) -> None:
         """Stores the parameters of `module` and frees their memory. `block`: one of those that run in the order
@@ -218,24 +211,21 @@ class BlockPrefetcher:
             sizes = [entry.flat_block.padded_bytes for entry in self.offloaded if entry.buffer == buffer]
             self._buffers.view(buffer, max(sizes))
         for entry in first:
-            self._fetch(entry)
+            self._buffers.fetch(entry, self.source)
 
     @torch.compiler.disable
     def _before_block(self, entry: FetchedModule, following: FetchedModule | None, module: nn.Module, _: Any) -> None:
         if self.is_skipped(module):
             return
-        self._fetch(entry)
+        self._buffers.fetch(entry, self.source)
         self._buffers.wait(entry.buffer)
         if following is not None:
-            self._fetch(following)
+            self._buffers.fetch(following, self.source)
 
     @torch.compiler.disable
     def _after_block(self, entry: FetchedModule, module: nn.Module, *_: Any) -> None:
         if not self.is_skipped(module):
             self._buffers.release(entry)
-
-    def _fetch(self, entry: FetchedModule) -> None:
-        self.fetch_count += self._buffers.fetch(entry, self.source)
 
 
 def offloaded_blocks(blocks: list[nn.Module], resident: int, residents: Collection[int] = ()) -> list[nn.Module]:

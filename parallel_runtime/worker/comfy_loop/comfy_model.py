@@ -57,9 +57,7 @@ class ComfyModel(Model):
     @property
     def nonresident_bytes(self) -> int:
         state = self.patcher.weight_state
-        own: int = state.in_file_bytes + (
-            state.prefetcher.offloaded_bytes - state.prefetcher.device_bytes if state.prefetcher else 0
-        )
+        own: int = state.in_file_bytes + (state.prefetcher.nonresident_bytes if state.prefetcher else 0)
         return own if self.partner is None else own + self.partner.nonresident_bytes
 
     @cached_property

@@ -14,7 +14,6 @@ from comfy.controlnet import ControlBase, T2IAdapter
 from torch import Size, Tensor, nn
 
 from ...architectures.control_networks import ControlRowPlan, control_plan_of
-from ...engine.rows.control_rows import parallelize_control_rows
 from ...engine.rows.row_division import RowDivision, split_residuals
 from ...engine.split.parallelize import parallelize_control, unparallelize
 from ...engine.split.streams import PARALLELIZED
@@ -65,10 +64,7 @@ def _divide_network(network: nn.Module, model: Model) -> None:
     plan, parallelism = control_plan_of(network), model.parallelism
     assert plan is not None
     assert parallelism is not None
-    if isinstance(plan, ControlRowPlan):
-        parallelize_control_rows(network, plan, getattr(model.network, PARALLELIZED), model.mesh, parallelism)
-    else:
-        parallelize_control(network, plan, model.network, model.mesh, parallelism)
+    parallelize_control(network, plan, model.network, model.mesh, parallelism)
 
 
 def _undivided_reason(network: nn.Module, users: Sequence[ControlBase], model: Model) -> str:

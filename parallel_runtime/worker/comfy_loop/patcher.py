@@ -77,7 +77,7 @@ class RankPatcher(Mapped):
             return int(super().model_size())
         size = weight_bytes(self.model)  # counted anew: patches widen weights
         if prefetcher is not None:
-            return max(1, size - int(prefetcher.offloaded_bytes - prefetcher.device_bytes))
+            return max(1, size - int(prefetcher.nonresident_bytes))
         fraction = 1 - offload_set.placement.local_fraction
         return max(1, size - int(fraction * sum(map(weight_bytes, offload_set.offloaded))))
 
