@@ -23,10 +23,9 @@ from ..jobs import DemoJob, EvaluationJob, Job, VAEJob
 from ..specs import DEMO, ComfySetup, Parallelism
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
-from ..wire.handshake import KEY
 from ..wire.messages import PROTOCOL, Cancel, Done, Failed, Joined, MapOutput, Measure, Ready, Refusal, Run, Welcome
 from ..wire.readings import Readings
-from ..wire.stream import Stream
+from ..wire.stream import KEY, Stream
 from .models import Load, Loop, Models
 from .process import speed_test
 from .process.agent import AGENT_PID
