@@ -1,4 +1,4 @@
-"""One socket between the host and one rank. When either end goes away the other sees EOF: that is the leash.
+"""One socket between the host and one rank. When either end goes away the other sees EOF.
 
 A message is one packet of JSON; a bundle goes along as a file descriptor (SCM_RIGHTS). Knows no message by name.
 """

@@ -28,12 +28,11 @@ from ..wire.readings import Readings
 from ..wire.stream import KEY, Stream
 from .models import Load, Loop, Models
 from .process import speed_test
-from .process.agent import AGENT_PID
+from .process.agent import AGENT_PID, die_when, end_parent
 from .process.broadcast import payload
-from .process.leash import die_when, end_parent
 from .process.progress import Cancelled, Progress
 from .process.rank_memory import is_out_of_memory, out_of_memory, readings
-from .vae.vaes import VAEs
+from .vaes import VAEs
 
 TOKEN = "CP_TOKEN"
 

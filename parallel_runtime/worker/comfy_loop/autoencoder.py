@@ -18,7 +18,7 @@ from ...jobs import Job, VAEJob
 from ...loading.fingerprint import model_fingerprint
 from ...loading.mapped import Mapped, load_mapped
 from ...specs import ModelSpec
-from ..vae.vaes import VAE
+from ..vaes import VAE
 from .comfyui import named
 
 NO_LIMIT_GIB = 1e9  # GiB
