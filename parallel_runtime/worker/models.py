@@ -33,7 +33,7 @@ from ..jobs import Job
 from ..request import AfterSampling, EngineOptions
 from ..specs import Compilation, ModelSpec, Parallelism, WeightPlacement
 from ..wire.messages import Run
-from .batch_groups import BatchGroups, broadcast_from_first, data_parallel
+from .batch_groups import broadcast_from_first, data_parallel
 from .process.broadcast import check_files
 from .process.progress import Progress
 
@@ -57,6 +57,7 @@ class Model:
     undo_split: ExitStack = field(default_factory=ExitStack)  # closing it makes the network undivided
     device: torch.device = CPU  # its evaluations run here
     conditions: dict[int, dict[str, Any]] = field(default_factory=dict)  # of a native sampler's prompts, by number
+    benchmarked: set[tuple[ModelSpec, torch.Size]] = field(default_factory=set)  # its evaluations in kernel_advice
     graph_runner: GraphRunner = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,22 +75,13 @@ class Model:
     def name(self) -> str:
         return self.architecture.name if self.architecture else type(self.network).__name__
 
-    @property
-    def branch_groups(self) -> BatchGroups:
-        """The groups of ranks that divide the branches of guidance."""
-        return BatchGroups(self.mesh.cfg)
-
-    def data_groups(self, *, batch_coupled: bool = False) -> BatchGroups:
-        """The groups of ranks that divide the entries of a batch; a `batch_coupled` batch stays in one group."""
-        return BatchGroups(MeshDim() if batch_coupled else self.mesh.data)
-
     def data_parallel(
         self, evaluate: Callable[..., Any], batch: int, *args: Any, batch_coupled: bool = False, **kwargs: Any
     ) -> Any:
         """Calls `evaluate(*args, **kwargs)` with its entries divided over the batch groups; each group computes
         all entries of a `batch_coupled` batch. The result has the same bits on all ranks of a sequence."""
-        groups = self.data_groups(batch_coupled=batch_coupled)
-        return broadcast_from_first(self.mesh.context, data_parallel(groups, evaluate, batch, *args, **kwargs))
+        dim = MeshDim() if batch_coupled else self.mesh.data
+        return broadcast_from_first(self.mesh.context, data_parallel(dim, evaluate, batch, *args, **kwargs))
 
     def visible_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns those of a call's arguments that the network can see. Raises Unrecordable."""
@@ -221,16 +213,15 @@ class Model:
 
 Load = Callable[[ModelSpec, torch.device, OnProgress, Job], Model]
 Loop = Callable[[Any, Any, Progress], dict[str, Any]]  # runs jobs of one kind on a Model
-VAE = "vae"  # the key of the loader of all VAEs
 
 
 class Models:
     """The models and VAEs of this rank, by their specs without patches. Meshes are kept: groups are built once.
 
-    `loaders` are keyed by the specs' `loader`; "" is for all other loaders, and VAE for VAEs.
+    `loaders` are by the kind of the job that needs a model.
     """
 
-    def __init__(self, device: torch.device, loaders: Mapping[str, Load]) -> None:
+    def __init__(self, device: torch.device, loaders: Mapping[type, Load]) -> None:
         self.group_state = GroupState()
         self._device = device
         self._loaders = loaders
@@ -315,8 +306,7 @@ class Models:
 
     def _load(self, spec: ModelSpec, on_progress: OnProgress, job: Job) -> Model:
         check_files(spec.all_files)
-        name = VAE if spec.kind else spec.loader
-        return self._loaders[name if name in self._loaders else ""](spec, self._device, on_progress, job)
+        return self._loaders[type(job)](spec, self._device, on_progress, job)
 
     def _placement(self, placement: WeightPlacement, parallelism: Parallelism) -> RankPlacement | None:
         """Shards are gathered over a communicator of their own, which delays no other one. Collective when new."""

@@ -20,7 +20,7 @@ from ..engine.comm.votes import differing_ranks
 from ..engine.graphs.block_compile import reporting_compilation
 from ..errors import OutOfMemory, Refused
 from ..jobs import DemoJob, EvaluationJob, Job, VAEJob
-from ..specs import DEMO, ComfySetup, Parallelism
+from ..specs import ComfySetup, Parallelism
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
 from ..wire.messages import PROTOCOL, Cancel, Done, Failed, Joined, MapOutput, Measure, Ready, Refusal, Run, Welcome
@@ -39,7 +39,7 @@ TOKEN = "CP_TOKEN"
 
 class Worker:
     def __init__(
-        self, channel: Channel, device: torch.device, loops: dict[type, Loop], loaders: dict[str, Load]
+        self, channel: Channel, device: torch.device, loops: dict[type, Loop], loaders: dict[type, Load]
     ) -> None:
         self._channel = channel
         self._device = device
@@ -142,7 +142,7 @@ def main(address: str) -> None:
         device = torch.device(welcome.device)
         join(device, welcome.store, shared=welcome.shared)
         loops, loaders = _comfy_loop(welcome.comfy, device)
-        loops[DemoJob], loaders[DEMO] = lambda *args: _demo().run(*args), lambda *args: _demo().load(*args)
+        loops[DemoJob], loaders[DemoJob] = lambda *args: _demo().run(*args), lambda *args: _demo().load(*args)
         worker = Worker(channel, device, loops, loaders)
         channel.send(worker.joined())
         worker.serve()
@@ -166,7 +166,7 @@ def _call(address: str) -> Channel:
     return Channel.connect(address) if os.path.isabs(address) else Stream.call(address, key)
 
 
-def _comfy_loop(comfy: ComfySetup | None, device: torch.device) -> tuple[dict[type, Loop], dict[str, Load]]:
+def _comfy_loop(comfy: ComfySetup | None, device: torch.device) -> tuple[dict[type, Loop], dict[type, Load]]:
     if comfy is None:  # the host will only ask for the demo
         with contextlib.suppress(Refused):
             _demo()

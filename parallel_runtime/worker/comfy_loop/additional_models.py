@@ -29,13 +29,13 @@ from ...specs import SourceFile
 from ..process.broadcast import check_files
 from .comfyui import named
 from .patcher import UNLIMITED_BYTES
+from .rebuild import LoadAdditional
 
 FOLDER = "model_patches"
 LOADER = "comfy_extras.nodes_model_patch:ModelPatchLoader"
 HYPERNETWORK_LOADER = "comfy_extras.nodes_hypernetwork:load_hypernetwork_patch"
 Key = tuple[SourceFile, str]  # and the dtype of a ControlNet's weights, "" for none
 Additional: TypeAlias = ModelPatcher | ControlBase | Any  # a hypernetwork's class has no name in its module
-LoadAdditional = Callable[[dict[str, Any]], Any]  # loads what a description of nodes/describe names
 
 
 class AdditionalModels:

@@ -16,7 +16,9 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
+from ...engine.comm.votes import refuse_on_all_ranks
 from ...errors import Refused
+from ..batch_groups import all_gather, local_items
 from ..process.progress import Progress
 from ..step_cache import StepCache
 from .comfy_model import ComfyModel
@@ -37,7 +39,7 @@ class Branches:
     ) -> None:
         self._entries_per_call = entries_per_call
         self._stages = None if batch_coupled else model.stages
-        self._groups = model.branch_groups
+        self._groups = model.mesh.cfg
         self._progress = progress
         self._batch_coupled = batch_coupled
 
@@ -51,14 +53,14 @@ class Branches:
 
     def _evaluate_split(self, executor: Any, model: Any, conds: Conds, x: Tensor, *args: Any) -> list[Tensor]:
         branches = [index for index, cond in enumerate(conds) if cond is not None]
-        if self._batch_coupled or self._groups.count == 1 or len(branches) < 2:
+        if self._batch_coupled or self._groups.size == 1 or len(branches) < 2:
             return self._evaluate(executor, branches, model, conds, x, *args)
-        local = [branches[position] for position in self._groups.local_items(len(branches))]
+        local = [branches[position] for position in local_items(self._groups, len(branches))]
         local_conds: Conds = [cond if index in local else None for index, cond in enumerate(conds)]
-        with self._groups.refuse_on_all_ranks():
+        with refuse_on_all_ranks(self._groups):  # else the others wait in all_gather forever
             out = self._evaluate(executor, local, model, local_conds, x, *args)
         predictions = torch.stack([out[index] for index in local]) if local else x.new_empty((0, *x.shape))
-        for index, prediction in zip(branches, self._groups.all_gather(predictions, len(branches)), strict=True):
+        for index, prediction in zip(branches, all_gather(self._groups, predictions, len(branches)), strict=True):
             out[index] = prediction
         return out
 

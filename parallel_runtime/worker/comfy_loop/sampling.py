@@ -18,14 +18,13 @@ from torch import Tensor
 
 from ...jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...loading.random_states import random_states, set_random_states
-from ..batch_groups import BatchGroups, entry_by_entry
-from ..kernel_advice import KernelAdvisor
+from ..batch_groups import entry_by_entry
+from ..kernel_advice import kernel_advice
 from ..process.progress import Progress
 from .branches import KEY, Branches, with_pipefusion, with_step_cache
 from .comfy_model import ComfyModel
 from .comfyui import named
-from .control_division import divided
-from .control_run import of_conds, own_entries
+from .control_division import divided, of_conds, own_entries
 from .patcher import RankPatcher
 from .rebuild import LoadAdditional, Rebuilder, rebuild
 
@@ -54,10 +53,11 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     together = job.batch_coupled or job.images_coupled
     wrapper = _apply_model_wrapper(model, progress, batch_coupled=together)
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, wrapper)
-    groups = model.data_groups(batch_coupled=together)
-    patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, _control_wrapper(controls, groups, model))
+    wrapper = _control_wrapper(controls, model, batch_coupled=together)
+    patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, wrapper)
     model.load(patchers, controls)
     model.clear_kv_cache()
+    model.benchmarked.clear()  # one that failed is repeated
     progress.heartbeat()
     with with_step_cache(model, patcher) as cache, with_pipefusion(model, patcher, job.sigmas):
         samples = _sample(job, patchers, conds, on_step)
@@ -129,22 +129,21 @@ def _patcher(model: ComfyModel, job: SamplingJob, progress: Progress, load_addit
 
 def _apply_model_wrapper(model: ComfyModel, progress: Progress, *, batch_coupled: bool) -> Callable[..., Any]:
     """Returns an APPLY_MODEL wrapper that reports each evaluation and divides its entries over the batch groups."""
-    advisor = KernelAdvisor()
 
     def apply(executor: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         progress.before_evaluation()
         evaluate = partial(entry_by_entry, executor) if model.stages and not batch_coupled else executor
-        with advisor(model, x):
+        with kernel_advice(model, x):
             return model.data_parallel(evaluate, x.shape[0], x, *args, batch_coupled=batch_coupled, **kwargs)
 
     return apply
 
 
-def _control_wrapper(controls: list[ControlBase], groups: BatchGroups, model: ComfyModel) -> Callable[..., Any]:
+def _control_wrapper(controls: list[ControlBase], model: ComfyModel, *, batch_coupled: bool) -> Callable[..., Any]:
     """Returns a SAMPLER_SAMPLE wrapper, which starts after ComfyUI has prepared the ControlNets."""
 
     def sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        with own_entries(controls, groups), divided(controls, model):
+        with own_entries(() if batch_coupled else controls, model.mesh.data), divided(controls, model):
             return executor(*args, **kwargs)
 
     return sample
