@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,8 +21,7 @@ from ..engine.comm.device_memory import can_allocate, empty_cache
 from ..engine.comm.mesh import ContextMesh, GroupState, MeshDim, build_mesh, with_new_group
 from ..engine.comm.votes import any_rank, refuse_on_all_ranks
 from ..engine.graphs.block_compile import compile_blocks
-from ..engine.graphs.graph_runner import GraphRunner, Unrecordable  # noqa: F401 - for comfy_loop, which knows no engine
-from ..engine.pipeline.pipefusion import PipeFusion
+from ..engine.graphs.graph_runner import GraphRunner
 from ..engine.pipeline.stages import PlaceholderBlock, Stages, install_placeholders, remove_placeholders
 from ..engine.rows.parallel_rows import parallelize_rows
 from ..engine.split.parallelize import parallelize, pipefusion_of, unparallelize
@@ -51,7 +50,8 @@ class Model:
     architecture: Architecture | None = None
     parallelism: Parallelism | None = None
     mesh: ContextMesh = field(default_factory=ContextMesh)
-    compiled: tuple[Compilation, Callable[[], None]] | None = None  # the function makes it eager again
+    compilation: Compilation | None = None  # None: it is eager
+    undo_compilation: ExitStack = field(default_factory=ExitStack)  # closing it makes the network eager
     stages: Stages | None = None
     remote_blocks: Sequence[BlockRef] = ()  # the blocks of other stages
     undo_split: ExitStack = field(default_factory=ExitStack)  # closing it makes the network undivided
@@ -64,12 +64,10 @@ class Model:
         self.graph_runner = GraphRunner(
             self.network,
             self.device,
-            self.visible_arguments,
-            self.constant_objects,
-            self.unrecordable_reason,
-            self.replaced_attributes,
+            constant_objects=lambda: () if self.attention is None else (self.attention,),
+            eager_reason=self.unrecordable_reason,
+            before_timing=self.stop_comm_timer,
         )
-        self.graph_runner.before_timing = self.stop_comm_timer
 
     @property
     def name(self) -> str:
@@ -83,26 +81,14 @@ class Model:
         dim = MeshDim() if batch_coupled else self.mesh.data
         return broadcast_from_first(self.mesh.context, data_parallel(dim, evaluate, batch, *args, **kwargs))
 
-    def visible_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns those of a call's arguments that the network can see. Raises Unrecordable."""
-        return kwargs
-
-    def constant_objects(self) -> Sequence[Any]:
-        """Returns the objects among the arguments that are the same in each call."""
-        return () if self.attention is None else (self.attention,)
-
-    def replaced_attributes(self) -> Hashable:
-        """Returns values that the network's code depends on besides its arguments and weights."""
-        return ()
-
     def unrecordable_reason(self) -> str:
         """Returns why no forward can be recorded now; "" where it can."""
         if self.stages is not None:
             return "stages of a pipeline wait for each other in its middle"
         if self.mesh.context.comm_device is not None:
             return "its ranks exchange tensors through main memory"
-        compilation = self.compiled and self.compiled[0]
-        return "torch.compile records it by itself" if compilation and compilation.makes_graphs else ""
+        makes_graphs = self.compilation is not None and self.compilation.makes_graphs
+        return "torch.compile records it by itself" if makes_graphs else ""
 
     def stop_comm_timer(self) -> None:
         """Stops timing communication until the next step."""
@@ -114,20 +100,14 @@ class Model:
         return EngineOptions() if self.parallelism is None else self.parallelism.options
 
     @property
-    def pipefusion(self) -> PipeFusion | None:
-        """The token patches that its evaluations send through the stages."""
-        return None if self.stages is None else self.stages.pipefusion
-
-    @property
     def splits_tokens(self) -> bool:
         return self.parallelism is not None and self.parallelism.splits_tokens
 
     @property
     def attention(self) -> Callable[..., Any] | None:
         """ComfyUI's `optimized_attention_override` where the user chose a kernel and this rank has full sequences."""
-        if self.parallelism is None or self.splits_tokens or self.parallelism.options.attention_backend == "auto":
-            return None
-        return backend_override(self.parallelism.options.attention_backend)
+        backend = self.options.attention_backend
+        return None if self.splits_tokens or backend == "auto" else backend_override(backend)
 
     def parallelize(self, mesh: ContextMesh, parallelism: Parallelism) -> None:
         """Splits the network over `mesh` for every later forward, after undoing the split before."""
@@ -185,12 +165,10 @@ class Model:
 
     def compile(self, compilation: Compilation | None) -> None:
         """Compiles every later forward, block by block where the blocks are known; None makes it eager."""
-        if (self.compiled and self.compiled[0]) == compilation:
+        if self.compilation == compilation:
             return
-        if self.compiled is not None:
-            _, undo = self.compiled
-            undo()
-        self.compiled = None
+        self.undo_compilation.close()
+        self.compilation = None
         self.graph_runner.discard()
         self.graph_runner.compiled = compilation is not None
         if compilation is not None:
@@ -200,7 +178,8 @@ class Model:
             else:
                 blocks = blocks_of(self.network, plan, carrying=True)
             local = [block for block in blocks if not isinstance(block, PlaceholderBlock)]
-            self.compiled = compilation, compile_blocks(local, compilation)
+            self.undo_compilation.callback(compile_blocks(local, compilation))
+            self.compilation = compilation
 
     def offload(self) -> None:
         """Moves the weights to main memory; the next job moves them back with `onload`."""
@@ -227,7 +206,7 @@ class Models:
         self._loaders = loaders
         self._models: dict[ModelSpec, Model] = {}
         self._meshes: dict[tuple[int, ...], ContextMesh] = {}
-        self._shard_dims: dict[tuple[int, ...], MeshDim] = {}
+        self._shard_dims: dict[tuple[int, ...], MeshDim] = {(): MeshDim()}  # () for weights that are not sharded
         self._placements: dict[tuple[WeightPlacement, tuple[int, ...]], RankPlacement | None] = {}
         self._buffers = Buffers(device)
 
@@ -310,18 +289,13 @@ class Models:
 
     def _placement(self, placement: WeightPlacement, parallelism: Parallelism) -> RankPlacement | None:
         """Shards are gathered over a communicator of their own, which delays no other one. Collective when new."""
-        sharded = placement.mode == "shard"
-        key = (placement, parallelism.mesh_shape if sharded else ())
-        if key not in self._placements:
-            dim = self._shard_dim(parallelism) if sharded else MeshDim()
-            self._placements[key] = rank_placement(placement, dim, self._device, self._buffers)
-        return self._placements[key]
-
-    def _shard_dim(self, parallelism: Parallelism) -> MeshDim:
-        shape = parallelism.mesh_shape
+        shape = parallelism.mesh_shape if placement.mode == "shard" else ()
         if shape not in self._shard_dims:
             self._shard_dims[shape] = with_new_group(self.mesh(parallelism).context, self._device)
-        return self._shard_dims[shape]
+        if (placement, shape) not in self._placements:
+            dim = self._shard_dims[shape]
+            self._placements[placement, shape] = rank_placement(placement, dim, self._device, self._buffers)
+        return self._placements[placement, shape]
 
     def mesh(self, parallelism: Parallelism) -> ContextMesh:
         """Returns the mesh of these degrees, with these shares. Collective when the degrees are new."""

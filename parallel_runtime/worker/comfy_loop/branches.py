@@ -17,6 +17,7 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
 from ...engine.comm.votes import refuse_on_all_ranks
+from ...engine.pipeline.pipefusion import PipeFusion
 from ...errors import Refused
 from ..batch_groups import all_gather, local_items
 from ..process.progress import Progress
@@ -137,14 +138,10 @@ def one_by_one(executor: Any, model: Any, conds: list[Any], x: Tensor, *args: An
 
 
 @contextmanager
-def with_pipefusion(model: ComfyModel, patcher: ModelPatcher, sigmas: Tensor) -> Iterator[None]:
-    """Runs `patcher` at these noise levels with PipeFusion, where the model has it: exact at those of the first
-    `warmup_steps`, and with keys and values of this run alone."""
-    if (pipefusion := model.pipefusion) is None:
-        yield
-        return
-    steps = model.options.warmup_steps
-    before, after = sigmas[steps - 1 : steps + 1].tolist()
+def with_pipefusion(pipefusion: PipeFusion, patcher: ModelPatcher, sigmas: Tensor, warmup_steps: int) -> Iterator[None]:
+    """Runs `patcher` at these noise levels with PipeFusion: exact at those of the first `warmup_steps`, and with keys
+    and values of this run alone."""
+    before, after = sigmas[warmup_steps - 1 : warmup_steps + 1].tolist()
     last_exact = after + SIGMA_TOLERANCE * (before - after)
 
     def set_exact(executor: Any, inner: Any, conds: list[Any], x: Tensor, sigma: Tensor, *args: Any) -> list[Tensor]:

@@ -18,11 +18,12 @@ from torch.utils._pytree import tree_leaves
 
 from ...engine.comm.mesh import ContextMesh
 from ...engine.comm.votes import all_gather_int, any_rank
+from ...engine.graphs.graph_runner import Unrecordable
 from ...engine.weights.placement import RankPlacement
 from ...errors import Refused
 from ...jobs import PARTNER, SamplingJob
 from ...specs import Compilation, Parallelism
-from ..models import Model, Unrecordable
+from ..models import Model
 from ..step_cache import StepCache
 from .additional_models import AdditionalModels
 from .patcher import OffloadSet, RankPatcher
@@ -50,6 +51,8 @@ class ComfyModel(Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.graph_runner.visible_kwargs = lambda kwargs: recordable_arguments(kwargs, self.attention)
+        self.graph_runner.settings = self.replaced_attributes
         self.patcher.weight_state.on_move = self.graph_runner.discard
         if self.partner is not None:
             self.takes_turns = self.partner.takes_turns = True
@@ -106,9 +109,6 @@ class ComfyModel(Model):
                     if loaded.model is not None and not any(one.is_clone(loaded.model) for one in loading):
                         comfy.model_management.unload_model_and_clones(loaded.model)
         comfy.model_management.load_models_gpu([*patchers, *networks])
-
-    def visible_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return recordable_arguments(kwargs, self.attention)
 
     def clear_kv_cache(self) -> None:
         """Clears the keys of a prompt that HiDream O1 caches: they depend on the weights of the run before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -59,7 +60,9 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     model.clear_kv_cache()
     model.benchmarked.clear()  # one that failed is repeated
     progress.heartbeat()
-    with with_step_cache(model, patcher) as cache, with_pipefusion(model, patcher, job.sigmas):
+    pipefusion, warmup_steps = model.stages and model.stages.pipefusion, model.options.warmup_steps
+    in_patches = with_pipefusion(pipefusion, patcher, job.sigmas, warmup_steps) if pipefusion else nullcontext()
+    with with_step_cache(model, patcher) as cache, in_patches:
         samples = _sample(job, patchers, conds, on_step)
     skipped = cache.counts(shared=not job.batch_coupled) if cache else None
     states = random_states(comfy.model_management.get_torch_device())
