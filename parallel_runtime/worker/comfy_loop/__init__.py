@@ -18,8 +18,8 @@ def start(setup: ComfySetup, device: torch.device) -> tuple[dict[type, Loop], di
     import_comfyui(setup, device)
     from . import autoencoder  # comfy can be imported only now
     from .additional_models import AdditionalModels
+    from .comfy_model import load
     from .evaluation import evaluate
-    from .loading import load
     from .sampling import run
 
     load_model = partial(load, AdditionalModels())

@@ -1,7 +1,9 @@
-"""One of ComfyUI's models on this rank: its ModelPatcher, the weight patches on it, and the clone that a job uses."""
+"""One of ComfyUI's models on this rank, loaded by ComfyUI's own loader: its ModelPatcher, the weight patches on it, and
+the clone that a job uses."""
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,17 +18,21 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ...architectures import architecture_of
 from ...engine.comm.mesh import ContextMesh
 from ...engine.comm.votes import all_gather_int, any_rank
 from ...engine.graphs.graph_runner import Unrecordable
 from ...engine.weights.placement import RankPlacement
 from ...errors import Refused
-from ...jobs import PARTNER, SamplingJob
-from ...specs import Compilation, Parallelism
+from ...jobs import PARTNER, Job, SamplingJob
+from ...loading import gguf
+from ...loading.mapped import load_mapped
+from ...specs import Compilation, ModelSpec, Parallelism
 from ..models import Model
 from ..step_cache import StepCache
 from .additional_models import AdditionalModels
-from .patcher import OffloadSet, RankPatcher
+from .comfyui import named
+from .patcher import OffloadSet, RankPatcher, WeightState
 from .rebuild import rebuild
 
 WeightPatches = Mapping[str, list[Any]]
@@ -155,16 +161,17 @@ class ComfyModel(Model):
         made.patches_uuid = uuid.uuid5(uuid.NAMESPACE_OID, f"{self.spec.patches_fingerprint} {self.spec.compute_dtype}")
         return made
 
-    def partner_in(self, job: SamplingJob) -> tuple[ComfyModel, SamplingJob] | None:
-        """Returns the model of the negative prompt, and the job as it is for it; None where there is only one."""
+    def with_partner(self, job: SamplingJob) -> list[tuple[ComfyModel, SamplingJob]]:
+        """Returns this model with its job; and the model of the negative prompt with the job as it is for that, where
+        the guider has two."""
         if self.partner is None or job.partner is None or self.spec.partner is None:
-            return None
+            return [(self, job)]
         self.partner.spec = replace(self.spec.partner, patches_fingerprint=self.spec.patches_fingerprint)
         patches = None
         if job.weight_patches is not None:
             names = (name for name in job.weight_patches if name.startswith(PARTNER))
             patches = {name.removeprefix(PARTNER): job.weight_patches[name] for name in names}
-        return self.partner, replace(job, **job.partner, weight_patches=patches, partner=None)
+        return [(self, job), (self.partner, replace(job, **job.partner, weight_patches=patches, partner=None))]
 
     @property
     def additional_weights(self) -> list[Tensor]:
@@ -180,6 +187,41 @@ class ComfyModel(Model):
 
     def onload(self, device: torch.device) -> None:
         """Does nothing: ComfyUI loads the clone that a job uses."""
+
+
+def load(
+    additional: AdditionalModels, spec: ModelSpec, device: torch.device, on_progress: Callable[[float], None], _: Job
+) -> ComfyModel:
+    """Loads the model. Raises Refused where this rank's ComfyUI has the weights in another dtype than the host's."""
+    assert comfy.model_management.get_torch_device().type == device.type
+    on_progress(0.0)
+    arguments = json.loads(spec.arguments, object_hook=_out_of_json)
+    if spec.loader == gguf.LOADER:
+        patcher: Any = gguf.load(RankPatcher, *arguments)
+    else:
+        patcher = load_mapped(RankPatcher, named(spec.loader), arguments, spec.index)
+    dtype = str(patcher.model.get_dtype()).removeprefix("torch.")
+    if dtype != spec.weight_dtype:
+        raise Refused("model.dtype", dtype=dtype, expected=spec.weight_dtype)
+    # ComfyUI batches conditioning by free memory, which differs between ranks: here all prompts fit.
+    patcher.model.memory_required = lambda *args, **kwargs: 0
+    patcher.weight_state = WeightState()
+    on_progress(1.0)
+    network = patcher.model.diffusion_model
+    return ComfyModel(
+        spec,
+        network,
+        architecture_of(network),
+        patcher=patcher,
+        device=device,
+        additional=additional,
+        partner=None if spec.partner is None else load(additional, spec.partner, device, on_progress, _),
+    )
+
+
+def _out_of_json(value: dict[str, Any]) -> Any:
+    """Decodes the dtypes that nodes/describe/origin.py encodes."""
+    return getattr(torch, value["torch.dtype"]) if value.keys() == {"torch.dtype"} else value
 
 
 def recordable_arguments(kwargs: dict[str, Any], attention: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import os
@@ -33,8 +32,10 @@ def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
     """
     sys.path.insert(0, setup.root)
     import comfy.options
+    import comfyui_version
 
-    _check_version(setup)
+    if setup.version not in ("", comfyui_version.__version__):
+        raise Refused("comfyui.version", version=setup.version, other=comfyui_version.__version__, folder=setup.root)
     os.chdir(setup.folder)  # flags may name folders from there
     sys.argv = ["main.py", *_flags(setup, device)]
     comfy.options.enable_args_parsing()
@@ -44,6 +45,18 @@ def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
     comfy_device = comfy.model_management.get_torch_device()
     assert comfy_device.type == device.type, f"ComfyUI runs on {comfy_device}, this rank on {device}"
     _check_off()
+
+
+def _flags(setup: ComfySetup, device: torch.device) -> list[str]:
+    """Returns the host's flags for a worker on this device. ComfyUI accepts no other VRAM flag with --cpu."""
+    import comfy.options
+
+    known = Path(comfy.options.__file__).with_name("cli_args.py").read_text()  # ComfyUI exits for any other flag
+    off = [flag for flag in OFF if f'"{flag}"' in known]
+    flags = [flag for flag in setup.flags if flag not in {*OFF, *ON, "--cpu"}]
+    if device.type != "cpu":
+        return [*flags, *off]
+    return ["--cpu", *(flag for flag in flags if flag not in VRAM_FLAGS), *off]
 
 
 def _check_off() -> None:
@@ -66,32 +79,6 @@ def _check_off() -> None:
             raise Refused("comfyui.flag", version=comfyui_version.__version__, what=what, flag=flag)
 
 
-def _check_version(setup: ComfySetup) -> None:
-    """Raises Refused where this machine's ComfyUI has another version than the host's."""
-    import comfyui_version
-
-    if setup.version not in ("", comfyui_version.__version__):
-        raise Refused("comfyui.version", version=setup.version, other=comfyui_version.__version__, folder=setup.root)
-
-
-def _flags(setup: ComfySetup, device: torch.device) -> list[str]:
-    """Returns the host's flags for a worker on this device. ComfyUI accepts no other VRAM flag with --cpu."""
-    off = [flag for flag in OFF if flag in _known_flags()]
-    flags = [flag for flag in setup.flags if flag not in {*OFF, *ON, "--cpu"}]
-    if device.type != "cpu":
-        return [*flags, *off]
-    return ["--cpu", *(flag for flag in flags if flag not in VRAM_FLAGS), *off]
-
-
-def _known_flags() -> set[str]:
-    """Returns the flags that this ComfyUI knows: it exits at import for any other one."""
-    import comfy.options
-
-    code = ast.parse(Path(comfy.options.__file__).with_name("cli_args.py").read_text())
-    texts = (node.value for node in ast.walk(code) if isinstance(node, ast.Constant) and isinstance(node.value, str))
-    return {text for text in texts if text.startswith("--")}
-
-
 def named(reference: str) -> Any:
     """Returns ComfyUI's class or function `module:name` or `module:Class.name`. Raises Refused for any other code."""
     module, _, name = reference.partition(":")
@@ -107,7 +94,9 @@ def module_named(name: str) -> ModuleType:
     """Imports a module of ComfyUI; extra nodes by file, as the host does, since some have circular imports."""
     if not name.startswith(EXTRA_NODES):
         return importlib.import_module(name)
-    path = os.path.join(comfy_root(), *name.split("."))
+    import comfy.options
+
+    path = str(Path(comfy.options.__file__).resolve().parents[1].joinpath(*name.split(".")))
     if path not in sys.modules:
         spec = importlib.util.spec_from_file_location(path, f"{path}.py")
         assert spec is not None
@@ -115,9 +104,3 @@ def module_named(name: str) -> ModuleType:
         sys.modules[path] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[path])
     return sys.modules[path]
-
-
-def comfy_root() -> str:
-    import comfy.options
-
-    return os.path.dirname(os.path.dirname(os.path.realpath(comfy.options.__file__)))

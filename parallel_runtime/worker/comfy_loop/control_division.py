@@ -16,6 +16,7 @@ from torch import Size, Tensor, nn
 
 from ...architectures.control_networks import ControlRowPlan, control_plan_of
 from ...engine.comm.mesh import MeshDim
+from ...engine.comm.ranks import rank
 from ...engine.rows.control_rows import parallelize_control_rows
 from ...engine.rows.row_division import RowDivision, split_residuals
 from ...engine.split.parallelize import parallelize_control, unparallelize
@@ -76,7 +77,7 @@ def _divide(undo: ExitStack, users: dict[nn.Module, list[ControlBase]], model: M
     division, undivided = getattr(model.network, PARALLELIZED), list[nn.Module]()
     for network, controls in users.items():
         if reason := _undivided_reason(network, controls, model):
-            _log_undivided(model, controls[0], reason)
+            _log_undivided(controls[0], reason)
             undivided.append(network)
     if isinstance(division, RowDivision):
         for control in (control for network in undivided for control in users[network]):
@@ -113,11 +114,9 @@ def _undivided_reason(network: nn.Module, users: Sequence[ControlBase], model: M
     return ""
 
 
-def _log_undivided(model: Model, control: ControlBase, reason: str) -> None:
+def _log_undivided(control: ControlBase, reason: str) -> None:
     """Logs one line a run, on rank 0; none for a T2I adapter, which is computed once a run."""
-    mesh = model.mesh
-    first = not any(mesh_dim.index for mesh_dim in (mesh.pipeline, mesh.data, mesh.cfg, mesh.context))
-    if first and not isinstance(control, T2IAdapter):
+    if rank() == 0 and not isinstance(control, T2IAdapter):
         log.warning("[CP] a ControlNet (%s) runs undivided on each rank: %s", type(control).__name__, reason)
 
 

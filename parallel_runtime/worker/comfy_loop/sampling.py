@@ -44,8 +44,7 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
         progress.step(step, total, x0, x)
 
     with model.additional.of_job(model) as load_additional:
-        pairs = [pair for pair in ((model, job), model.partner_in(job)) if pair is not None]
-        patchers = [_patcher(*pair, progress, load_additional) for pair in pairs]
+        patchers = [_patcher(*pair, progress, load_additional) for pair in model.with_partner(job)]
         conds = rebuild(job.conds, load_additional)
     patcher = patchers[0]
     controls = of_conds(conds)
