@@ -186,8 +186,8 @@ class Model:
         self.graph_runner.discard()
         self.network.to("cpu")
 
-    def onload(self, device: torch.device) -> None:
-        self.network.to(device)
+    def onload(self) -> None:
+        self.network.to(self.device)
 
 
 Load = Callable[[ModelSpec, torch.device, OnProgress, Job], Model]
@@ -220,7 +220,7 @@ class Models:
             self._models[spec.unpatched] = loaded
         model = self._models[spec.unpatched]
         model.spec = spec
-        model.onload(self._device)
+        model.onload()
         if model.parallelism is None or model.parallelism.without_run_options != parallelism.without_run_options:
             model.parallelize(self.mesh(parallelism), parallelism)
         model.parallelism = parallelism

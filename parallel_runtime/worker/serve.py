@@ -133,7 +133,9 @@ def read_job(fields: dict[str, Any]) -> Job:
 
 def main(address: str) -> None:
     logging.basicConfig(level=logging.WARNING, format=f"[CP rank {rank()}] %(message)s")
-    channel = _call(address)
+    key = os.environ.pop(KEY, "")
+    # The host's unix socket on the same machine, its host:port from another.
+    channel = Channel.connect(address) if os.path.isabs(address) else Stream.call(address, key)
     die_when(channel.hung_up, _end_torchrun)
     channel.send(Ready(rank(), os.getpid(), os.environ.pop(TOKEN), PROTOCOL))
     try:
@@ -141,9 +143,7 @@ def main(address: str) -> None:
         assert isinstance(welcome, Welcome)
         device = torch.device(welcome.device)
         join(device, welcome.store, shared=welcome.shared)
-        loops, loaders = _comfy_loop(welcome.comfy, device)
-        loops[DemoJob], loaders[DemoJob] = lambda *args: _demo().run(*args), lambda *args: _demo().load(*args)
-        worker = Worker(channel, device, loops, loaders)
+        worker = Worker(channel, device, *_loops_and_loaders(welcome.comfy, device))
         channel.send(worker.joined())
         worker.serve()
     except EOFError:
@@ -160,20 +160,17 @@ def _end_torchrun() -> None:
     end_parent(int(os.environ[AGENT_PID]))
 
 
-def _call(address: str) -> Channel:
-    """Connects to the host: its unix socket on the same machine, host:port from another."""
-    key = os.environ.pop(KEY, "")
-    return Channel.connect(address) if os.path.isabs(address) else Stream.call(address, key)
-
-
-def _comfy_loop(comfy: ComfySetup | None, device: torch.device) -> tuple[dict[type, Loop], dict[type, Load]]:
+def _loops_and_loaders(comfy: ComfySetup | None, device: torch.device) -> tuple[dict[type, Loop], dict[type, Load]]:
+    loops, loaders = dict[type, Loop](), dict[type, Load]()
     if comfy is None:  # the host will only ask for the demo
         with contextlib.suppress(Refused):
             _demo()
-        return {}, {}
-    from .comfy_loop import start  # ComfyUI exists only once its root is known
+    else:
+        from .comfy_loop import start  # ComfyUI exists only once its root is known
 
-    return start(comfy, device)
+        loops, loaders = start(comfy, device)
+    loops[DemoJob], loaders[DemoJob] = lambda *args: _demo().run(*args), lambda *args: _demo().load(*args)
+    return loops, loaders
 
 
 def _demo() -> Any:

@@ -185,7 +185,7 @@ class ComfyModel(Model):
         self.patcher.size = 0  # at the next load it may have other blocks
         self.additional.drop(self)
 
-    def onload(self, device: torch.device) -> None:
+    def onload(self) -> None:
         """Does nothing: ComfyUI loads the clone that a job uses."""
 
 

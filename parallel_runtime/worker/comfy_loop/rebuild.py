@@ -115,7 +115,8 @@ class Rebuilder:
         outermost, *inner = path.split(LOCAL)
         codes = [named(f"{module}:{outermost}").__code__]
         for name in inner:
-            codes = [part for code in codes for part in code.co_consts if _is_code(part, name)]
+            inside = [part for code in codes for part in code.co_consts if isinstance(part, CodeType)]
+            codes = [part for part in inside if part.co_name == name]
         code = next((code for code in codes if code_fingerprint(code) == described["code"]), None)
         if code is None:
             raise Refused("comfyui.changed", name=described["name"])
@@ -140,10 +141,6 @@ class Rebuilder:
         vars(made).update(self.rebuild(described["attributes"]))
         self._made[described["number"]] = made
         return made
-
-
-def _is_code(constant: object, name: str) -> bool:
-    return isinstance(constant, CodeType) and constant.co_name == name
 
 
 class Encoded:
