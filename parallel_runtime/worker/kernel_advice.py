@@ -28,7 +28,7 @@ def kernel_advice(model: Model, x: Tensor) -> AbstractContextManager[Any]:
     """Returns the context for an evaluation of `model` on `x`. It benchmarks the first one of each spec and shape where
     this rank has full sequences and ComfyUI chooses the kernels."""
     evaluation = model.spec, x.shape
-    chosen_by_us = model.splits_tokens or model.attention or model.compilation
+    chosen_by_us = model.parallelism.splits_tokens or model.attention or model.compilation
     if chosen_by_us or x.device.type == "cpu" or evaluation in model.benchmarked:
         return nullcontext()
     model.benchmarked.add(evaluation)

@@ -29,7 +29,7 @@ from ..engine.weights.placement import RankPlacement, rank_placement
 from ..engine.weights.prefetch import Buffers
 from ..errors import Refused
 from ..jobs import Job
-from ..request import AfterSampling, EngineOptions
+from ..request import AfterSampling
 from ..specs import Compilation, ModelSpec, Parallelism, WeightPlacement
 from ..wire.messages import Run
 from .batch_groups import broadcast_from_first, data_parallel
@@ -43,12 +43,14 @@ OnProgress = Callable[[float], None]
 
 @dataclass(eq=False)
 class Model:
-    """A network on this rank, and how it is split now; `architecture` is None for one that only runs undivided."""
+    """A network on this rank, and how it is split now; `architecture` is None for one that only runs undivided, and
+    `split_done` is false until the split that `parallelism` describes has succeeded."""
 
     spec: ModelSpec
     network: nn.Module
     architecture: Architecture | None = None
-    parallelism: Parallelism | None = None
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    split_done: bool = False
     mesh: ContextMesh = field(default_factory=ContextMesh)
     compilation: Compilation | None = None  # None: it is eager
     undo_compilation: ExitStack = field(default_factory=ExitStack)  # closing it makes the network eager
@@ -95,30 +97,21 @@ class Model:
         self.mesh.context.group_state.comm_timer = None
 
     @property
-    def options(self) -> EngineOptions:
-        """The options that the current request set."""
-        return EngineOptions() if self.parallelism is None else self.parallelism.options
-
-    @property
-    def splits_tokens(self) -> bool:
-        return self.parallelism is not None and self.parallelism.splits_tokens
-
-    @property
     def attention(self) -> Callable[..., Any] | None:
         """ComfyUI's `optimized_attention_override` where the user chose a kernel and this rank has full sequences."""
-        backend = self.options.attention_backend
-        return None if self.splits_tokens or backend == "auto" else backend_override(backend)
+        backend = self.parallelism.options.attention_backend
+        return None if self.parallelism.splits_tokens or backend == "auto" else backend_override(backend)
 
     def parallelize(self, mesh: ContextMesh, parallelism: Parallelism) -> None:
         """Splits the network over `mesh` for every later forward, after undoing the split before."""
         self.compile(None)
         self.undo_split.close()
         self.graph_runner.discard()
-        self.parallelism, self.mesh = None, mesh
+        self.parallelism, self.split_done, self.mesh = parallelism, False, mesh
         if parallelism.pipeline_degree > 1 and self.architecture is None:
             raise Refused("stages.none.worker.whole", widget="pipeline_degree", network=self.name)
         self.split(parallelism)
-        self.parallelism = parallelism
+        self.split_done = True
         self.graph_runner.choice = parallelism.options.cuda_graphs
         self.graph_runner.any_rank = partial(any_rank, dim=mesh.context)
 
@@ -221,7 +214,7 @@ class Models:
         model = self._models[spec.unpatched]
         model.spec = spec
         model.onload()
-        if model.parallelism is None or model.parallelism.without_run_options != parallelism.without_run_options:
+        if not model.split_done or model.parallelism.without_run_options != parallelism.without_run_options:
             model.parallelize(self.mesh(parallelism), parallelism)
         model.parallelism = parallelism
         model.place_weights(self._placement(request.weight_placement, parallelism))
@@ -274,7 +267,6 @@ class Models:
 
     def recover(self) -> None:
         """Waits for the device and frees the tensors of a job that was refused in its middle."""
-        self._buffers.discard_fetched()
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         self._free_unused()

@@ -132,9 +132,9 @@ def read_job(fields: dict[str, Any]) -> Job:
 
 
 def main(address: str) -> None:
+    """Answers the host at `address` until it disconnects: a unix socket, or host:port from another machine."""
     logging.basicConfig(level=logging.WARNING, format=f"[CP rank {rank()}] %(message)s")
     key = os.environ.pop(KEY, "")
-    # The host's unix socket on the same machine, its host:port from another.
     channel = Channel.connect(address) if os.path.isabs(address) else Stream.call(address, key)
     die_when(channel.hung_up, _end_torchrun)
     channel.send(Ready(rank(), os.getpid(), os.environ.pop(TOKEN), PROTOCOL))

@@ -16,9 +16,11 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
+from ...engine.comm.mesh import MeshDim
 from ...engine.comm.votes import refuse_on_all_ranks
 from ...engine.pipeline.pipefusion import PipeFusion
 from ...errors import Refused
+from ...jobs import SamplingJob
 from ..batch_groups import all_gather, local_items
 from ..process.progress import Progress
 from ..step_cache import StepCache
@@ -33,16 +35,13 @@ Conds = list[list[dict[str, Any]] | None]
 
 class Branches:
     """A CALC_COND_BATCH wrapper that divides the branches of guidance over batch groups; each group evaluates all of
-    them where they are `batch_coupled`. ComfyUI batches at most `entries_per_call`, or any number at 0."""
+    them where the job is `batch_coupled`."""
 
-    def __init__(
-        self, model: ComfyModel, progress: Progress, *, batch_coupled: bool = False, entries_per_call: int = 0
-    ) -> None:
-        self._entries_per_call = entries_per_call
-        self._stages = None if batch_coupled else model.stages
-        self._groups = model.mesh.cfg
+    def __init__(self, model: ComfyModel, job: SamplingJob, progress: Progress) -> None:
+        self._entries_per_call = job.entries_per_call
+        self._stages = None if job.batch_coupled else model.stages
+        self._groups = MeshDim() if job.batch_coupled else model.mesh.cfg
         self._progress = progress
-        self._batch_coupled = batch_coupled
 
     def __call__(
         self, executor: Any, model: Any, conds: Conds, x: Tensor, timestep: Tensor, model_options: dict[str, Any]
@@ -54,7 +53,7 @@ class Branches:
 
     def _evaluate_split(self, executor: Any, model: Any, conds: Conds, x: Tensor, *args: Any) -> list[Tensor]:
         branches = [index for index, cond in enumerate(conds) if cond is not None]
-        if self._batch_coupled or self._groups.size == 1 or len(branches) < 2:
+        if self._groups.size == 1 or len(branches) < 2:
             return self._evaluate(executor, branches, model, conds, x, *args)
         local = [branches[position] for position in local_items(self._groups, len(branches))]
         local_conds: Conds = [cond if index in local else None for index, cond in enumerate(conds)]
@@ -92,7 +91,7 @@ def _limited_batches(model: Any, most: int) -> Iterator[None]:
 @contextmanager
 def with_step_cache(model: ComfyModel, patcher: RankPatcher) -> Iterator[StepCache | None]:
     """Runs `patcher`, which is loaded, with a step cache, one branch after another. Yields None at step_cache 0."""
-    threshold = model.options.step_cache
+    threshold = model.parallelism.options.step_cache
     if not threshold:
         yield None
         return

@@ -82,7 +82,9 @@ class ComfyModel(Model):
     def parallelize(self, mesh: ContextMesh, parallelism: Parallelism) -> None:
         super().parallelize(mesh, parallelism)
         if self.partner is not None:
+            self.split_done = False
             self.partner.parallelize(mesh, parallelism)
+            self.split_done = True
 
     def compile(self, compilation: Compilation | None) -> None:
         super().compile(compilation)

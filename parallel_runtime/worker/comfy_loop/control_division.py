@@ -58,7 +58,7 @@ def divided(controls: Iterable[ControlBase], model: Model) -> Iterator[None]:
     """Within it the networks of these ControlNets, which a run has prepared, run over the context ranks of the `model`.
     It undoes that in the end: in the next run these ranks may have different prompts, which would be mixed silently."""
     with ExitStack() as undo:
-        if model.splits_tokens:
+        if model.parallelism.splits_tokens:
             _divide(undo, _by_network(controls), model)
         yield
 
@@ -91,13 +91,12 @@ def _divide(undo: ExitStack, users: dict[nn.Module, list[ControlBase]], model: M
 
 
 def _divide_network(network: nn.Module, model: Model) -> None:
-    plan, parallelism = control_plan_of(network), model.parallelism
+    plan = control_plan_of(network)
     assert plan is not None
-    assert parallelism is not None
     if isinstance(plan, ControlRowPlan):
-        parallelize_control_rows(network, plan, getattr(model.network, PARALLELIZED), model.mesh, parallelism)
+        parallelize_control_rows(network, plan, getattr(model.network, PARALLELIZED), model.mesh, model.parallelism)
     else:
-        parallelize_control(network, plan, model.network, model.mesh, parallelism)
+        parallelize_control(network, plan, model.network, model.mesh, model.parallelism)
 
 
 def _undivided_reason(network: nn.Module, users: Sequence[ControlBase], model: Model) -> str:

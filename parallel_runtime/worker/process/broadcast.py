@@ -47,10 +47,10 @@ def check_files(files: Sequence[SourceFile]) -> None:
 
     Machines compare samples of the weights: files of one architecture may have equal names and sizes. Times may differ.
     """
-    several = machine_count() > 1
-    differing = [differing_ranks(_fingerprint(file.path)) if several else [] for file in files]  # all, before a refusal
+    # All of them before a refusal.
+    differing = [differing_ranks(_fingerprint(file.path)) if machine_count() > 1 else [] for file in files]
     for file, other_ranks in zip(files, differing, strict=True):
-        if several and not os.path.isfile(file.path):
+        if machine_count() > 1 and not os.path.isfile(file.path):
             raise Refused("file.missing", path=file.path)
         if rank() in other_ranks:
             raise Refused("file.other", path=file.path)
