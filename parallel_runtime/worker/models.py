@@ -98,7 +98,7 @@ class Model:
 
     @property
     def attention(self) -> Callable[..., Any] | None:
-        """ComfyUI's `optimized_attention_override` where the user chose a kernel and this rank has full sequences."""
+        """Returns an `optimized_attention_override` where the user chose a kernel and this rank has full sequences."""
         backend = self.parallelism.options.attention_backend
         return None if self.parallelism.splits_tokens or backend == "auto" else backend_override(backend)
 
@@ -144,12 +144,12 @@ class Model:
 
     @property
     def nonresident_bytes(self) -> int:
-        """Bytes of the weights that are offloaded, or on other ranks, while the rest is on the device."""
+        """Returns the bytes of the weights that are offloaded, or on other ranks, while the rest is on the device."""
         return 0
 
     @property
     def additional_weights(self) -> Sequence[torch.Tensor]:
-        """The weights of other models (model patches, ControlNets) that its last job used."""
+        """Returns the weights of other models (model patches, ControlNets) that its last job used."""
         return ()
 
     def place_weights(self, placement: RankPlacement | None) -> None:

@@ -73,8 +73,8 @@ class ComfyModel(Model):
 
     @cached_property
     def common_compute_dtype(self) -> torch.dtype | None:
-        """The dtype in which all ranks compute where ComfyUI would choose several: a card without bfloat16 computes in
-        float16 or float32, but ranks exchange tensors of one dtype. None where all choose alike. Collective."""
+        """Returns the dtype in which all ranks compute where ComfyUI would choose several, as for a card without
+        bfloat16: ranks exchange tensors of one dtype. None where all choose alike. Collective."""
         local = self.patcher.model.get_dtype_inference()
         ranks = all_gather_int(PRECISIONS.index(local) if local in PRECISIONS else len(PRECISIONS))
         return PRECISIONS[min(ranks)] if len(set(ranks)) > 1 else None

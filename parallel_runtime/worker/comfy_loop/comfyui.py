@@ -68,13 +68,10 @@ def _check_off() -> None:
     import comfyui_version
 
     args, patcher = comfy.cli_args.args, comfy.model_patcher
-    dynamic = getattr(patcher, "ModelPatcherDynamic", ())
-    for what, on, flag in (
-        ("dynamic VRAM", getattr(comfy.memory_management, "aimdo_enabled", False), OFF[0]),
-        ("dynamic VRAM", issubclass(patcher.CoreModelPatcher, dynamic), OFF[0]),
-        ("its model compiler", not getattr(args, "disable_comfy_compiler", True), OFF[1]),
-        ("its model compiler", getattr(args, "enable_comfy_compiler", False), OFF[1]),
-    ):
+    dynamic = issubclass(patcher.CoreModelPatcher, getattr(patcher, "ModelPatcherDynamic", ()))
+    dynamic_vram = dynamic or getattr(comfy.memory_management, "aimdo_enabled", False)
+    compiler = not getattr(args, "disable_comfy_compiler", True) or getattr(args, "enable_comfy_compiler", False)
+    for what, on, flag in (("dynamic VRAM", dynamic_vram, OFF[0]), ("its model compiler", compiler, OFF[1])):
         if on:
             raise Refused("comfyui.flag", version=comfyui_version.__version__, what=what, flag=flag)
 

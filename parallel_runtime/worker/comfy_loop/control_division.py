@@ -39,8 +39,8 @@ def of_conds(conds: dict[str, list[dict[str, Any]]]) -> list[ControlBase]:
 
 @contextmanager
 def own_entries(controls: Iterable[ControlBase], dim: MeshDim) -> Iterator[None]:
-    """Within it the networks of these ControlNets, which a run has prepared, compute the entries of this batch group
-    alone. The network's own call, not `get_control`, is given fewer entries: that would cut the batch of hints."""
+    """Has the networks of these ControlNets, which a run has prepared, compute only the entries of this batch group in
+    this context. The network's own call, not `get_control`, gets fewer entries: that would cut the batch of hints."""
 
     def select(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         batch = len(kwargs["x"] if "x" in kwargs else args[0])
@@ -55,8 +55,8 @@ def own_entries(controls: Iterable[ControlBase], dim: MeshDim) -> Iterator[None]
 
 @contextmanager
 def divided(controls: Iterable[ControlBase], model: Model) -> Iterator[None]:
-    """Within it the networks of these ControlNets, which a run has prepared, run over the context ranks of the `model`.
-    It undoes that in the end: in the next run these ranks may have different prompts, which would be mixed silently."""
+    """Has the networks of these ControlNets, which a run has prepared, run over the context ranks of the `model` in
+    this context. In the next run these ranks may have different prompts, which would be mixed silently."""
     with ExitStack() as undo:
         if model.parallelism.splits_tokens:
             _divide(undo, _by_network(controls), model)
@@ -121,7 +121,7 @@ def _log_undivided(control: ControlBase, reason: str) -> None:
 
 @contextmanager
 def _split_by_rows(control: ControlBase, division: RowDivision) -> Iterator[None]:
-    """Within it an undivided ControlNet or T2I adapter returns this rank's rows of its residuals."""
+    """Has an undivided ControlNet or T2I adapter return this rank's rows of its residuals in this context."""
     get, merge, latents = control.get_control, control.control_merge, list[Size]()
 
     def get_control(x_noisy: Tensor, *args: Any, **kwargs: Any) -> Any:
