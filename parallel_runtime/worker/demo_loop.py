@@ -42,8 +42,7 @@ def load(spec: ModelSpec, device: torch.device, on_progress: Callable[[float], N
 
 def run(model: DemoModel, job: DemoJob, progress: Progress) -> dict[str, Any]:
     """Returns {"samples": [B, C, H, W] in model space}."""
-    device = next(model.network.parameters()).device
-    sigmas, x = job.sigmas.to(device), job.noise.to(device)
+    sigmas, x = job.sigmas.to(model.device), job.noise.to(model.device)
     for step, (sigma, following) in enumerate(pairwise(sigmas)):
         velocity = _velocity(model, job, x, sigma.expand(x.shape[0]), progress)
         x0 = x - sigma * velocity

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import comfy.model_management
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -21,7 +20,7 @@ METHODS = ("forward", "preprocess_text_embeds")  # methods of a network that Com
 
 def evaluate(model: ComfyModel, job: EvaluationJob, progress: Progress) -> dict[str, Any]:
     """Returns {"out": what the network gives: a tensor [B, C_out, (T,) H, W], or several in a list}."""
-    patcher, device = model.clone(job.weight_patches, progress.loading), comfy.model_management.get_torch_device()
+    patcher, device = model.clone(job.weight_patches, progress.loading), model.device
     options: dict[str, Any] | None = None
     if job.options is not None:
         with model.additional.of_job(model) as load_additional:

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import comfy.model_management
 import comfy.samplers
 import comfy.utils
 import torch
@@ -60,11 +59,11 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
     progress.heartbeat()
     pipefusion, warmup_steps = model.stages and model.stages.pipefusion, model.parallelism.options.warmup_steps
     in_patches = with_pipefusion(pipefusion, patcher, job.sigmas, warmup_steps) if pipefusion else nullcontext()
+    set_random_states(job.random_states, model.device)
     with with_step_cache(model, patcher) as cache, in_patches:
         samples = _sample(job, patchers, conds, on_step)
     skipped = cache.counts(shared=not job.batch_coupled) if cache else None
-    states = random_states(comfy.model_management.get_torch_device())
-    return {"samples": samples, "last": last, "skipped": skipped, "random_states": states}
+    return {"samples": samples, "last": last, "skipped": skipped, "random_states": random_states(model.device)}
 
 
 def _patcher(model: ComfyModel, job: SamplingJob, progress: Progress, load_additional: LoadAdditional) -> RankPatcher:
@@ -138,7 +137,6 @@ def _control_wrapper(controls: list[ControlBase], model: ComfyModel, *, batch_co
 
 
 def _sample(job: SamplingJob, patchers: Sequence[ModelPatcher], conds: Conds, on_step: OnStep) -> Tensor:
-    set_random_states(job.random_states, comfy.model_management.get_torch_device())
     samples = _guider(job, patchers, conds).sample(
         _unpacked(job.noise, job),
         _unpacked(job.latent, job),
