@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from parallel_runtime.errors import SECTIONS, SENTENCES, Refused, from_json, say, to_json
-from parallel_runtime.wire.channel import PACKET_BYTES
-from parallel_runtime.wire.messages import Done, Refusal, decode, encode
+from parallel_runtime.wire.messages import PACKET_BYTES, Done, Refusal, decode, encode
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = [path for folder in ("parallel_runtime", "nodes") for path in (ROOT / folder).rglob("*.py")]

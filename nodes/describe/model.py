@@ -259,7 +259,7 @@ def _with_dtype(loader: Callable[..., Any], arguments: tuple[Any, ...], dtype: t
 
 
 def _to_json(loader: Callable[..., Any], value: Any) -> dict[str, str]:
-    """Returns a dtype as JSON, which worker/comfy_loop/loading.py reads. Raises Refused for any other object."""
+    """Returns a dtype as JSON, which worker/comfy_loop/comfy_model.py reads. Raises Refused for any other object."""
     if isinstance(value, torch.dtype):
         return {"torch.dtype": str(value).removeprefix("torch.")}
     raise Refused("loader.argument", loader=qualified_name(loader), thing=qualified_name(type(value)))

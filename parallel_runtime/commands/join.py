@@ -20,9 +20,8 @@ from ..errors import ProtocolError, Refused
 from ..group.cluster import versions
 from ..group.endpoint import interface_of, parse
 from ..group.torchrun import Rendezvous, Torchrun
-from ..wire.handshake import TOKEN_FILE, read_key
 from ..wire.messages import Denied, Invitation, Left, Machine
-from ..wire.stream import Stream
+from ..wire.stream import TOKEN_FILE, Stream, read_key
 
 RETRY_SECONDS = 1.0
 POLL_SECONDS = 0.05

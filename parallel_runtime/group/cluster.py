@@ -20,9 +20,8 @@ from torch.distributed import TCPStore
 from ..errors import Cause, ProtocolError, Refused, Sentence, WorkerStartError, say
 from ..planning.device_names import parse_devices
 from ..specs import ComfySetup, Placement
-from ..wire.handshake import prove, read_key
 from ..wire.messages import Denied, Ended, Invitation, Left, Machine
-from ..wire.stream import Stream
+from ..wire.stream import Stream, prove, read_key
 from .endpoint import interface_of, listen, parse
 from .torchrun import GRACE_SECONDS, PACKAGE, Rendezvous
 

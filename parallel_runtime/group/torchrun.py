@@ -19,8 +19,8 @@ from pathlib import Path
 
 from .. import accelerators
 from ..errors import Cause
-from ..wire.handshake import KEY
 from ..wire.messages import Ended, decode
+from ..wire.stream import KEY
 from .journal import Journal
 from .output_reader import OutputReader
 

@@ -25,7 +25,7 @@ PATCHER = "GGUFModelPatcher"
 
 
 def pack_folder(node: type) -> str:
-    """The folder of the pack that `node` belongs to. Raises Refused where that is not ComfyUI-GGUF."""
+    """Returns the folder of the pack that `node` belongs to. Raises Refused where that is not ComfyUI-GGUF."""
     home = sys.modules[node.__module__]
     if node.__name__ != NODE or not hasattr(home, PATCHER):
         raise Refused("gguf.loader", loader=node.__name__, pack=home.__name__)  # fmt: skip
@@ -33,14 +33,14 @@ def pack_folder(node: type) -> str:
 
 
 def load(kind: type[Kind], folder: str, path: str) -> Kind:
-    """The file at `path` as a `kind` of patcher, its weights in the file's own format."""
+    """Loads the file at `path` into a `kind` of patcher, with weights in the file's own format."""
     module = _imported(folder)
     patcher_class, node = getattr(module, PATCHER), getattr(module, NODE)
     with _first_folder(os.path.dirname(path)):
         patcher = load_mapped(kind, node().load_unet, [os.path.basename(path)], 0)
 
     class OfGGUF(kind, patcher_class):  # type: ignore[misc, valid-type]  # bases that are values
-        """ComfyUI-GGUF's way with patches, on weights that stay where they are."""
+        """Patches weights as ComfyUI-GGUF does; the weights themselves are not moved."""
 
         mmap_released = True  # else the pack copies what is mapped
 
@@ -50,7 +50,7 @@ def load(kind: type[Kind], folder: str, path: str) -> Kind:
             return made
 
         def patch_weight_to_device(self, key: str, *args: Any, **kwargs: Any) -> Any:
-            """The pack writes patches beside a weight's bytes, onto the very tensor that is there."""
+            """Copies the weight's tensor object first: the pack writes patches onto it, beside its bytes."""
             if key in self.patches:
                 weight = comfy.utils.get_attr(self.model, key)
                 self.backup.setdefault(key, Backup(weight, False))
@@ -77,7 +77,7 @@ def _first_folder(folder: str) -> Iterator[None]:
 
 
 def _imported(folder: str) -> Any:
-    """The pack's module of nodes: as ComfyUI imported it, or imported now."""
+    """Returns the pack's module of nodes: as ComfyUI imported it, or imported now."""
     path = os.path.join(folder, "nodes.py")
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) and os.path.realpath(str(module.__file__)) == os.path.realpath(path):

@@ -7,8 +7,7 @@ class says it is dynamic: its main.py replaces the same attribute. Nothing else 
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import comfy.model_patcher
@@ -45,13 +44,13 @@ class Mapped(ModelPatcher):
             self.settle(module)
 
     def settle(self, module: torch.nn.Module) -> None:
-        """Give the module's own weights, which are where they shall be, the dtype that they are computed from."""
+        """Gives the module's own weights, which are on their device, the dtype that they are computed from."""
         for name in _uncast(module):
             if not _casts_as_it_computes(module, name):
                 _cast(module, name)
 
     def patch_weight_to_device(self, key: str, *args: Any, **kwargs: Any) -> Any:
-        """A weight that patches change has the dtype that ComfyUI would have merged them into."""
+        """Gives a weight that patches change the dtype that ComfyUI would have merged them into."""
         if key in self.patches:
             self._cast_to_merge(key)
         return super().patch_weight_to_device(key, *args, **kwargs)
@@ -69,7 +68,7 @@ class Mapped(ModelPatcher):
         self._back_up_view(key, uncast)
 
     def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
-        """A weight that was cast for a hook is a view of the file again."""
+        """Makes a weight that was cast for a hook a view of the file again."""
         for key in [key for key in self.hook_backup if not whitelist_keys_set or key in whitelist_keys_set]:
             if (view := self.hook_backup[key][0]) is self.file_views.get(key):
                 comfy.utils.set_attr_param(self.model, key, view)
@@ -77,13 +76,17 @@ class Mapped(ModelPatcher):
         super().unpatch_hooks(whitelist_keys_set)
 
     def _cast_to_merge(self, key: str) -> bool:
-        """Give this weight ComfyUI's dtype; False where it has that already."""
-        path, _, name = key.rpartition(".")
-        module = self.model.get_submodule(path)
+        """Gives this weight ComfyUI's dtype; returns False where it has that already."""
+        module, name = self._owner(key)
         if name not in _uncast(module):
             return False
         _cast(module, name)
         return True
+
+    def _owner(self, key: str) -> tuple[torch.nn.Module, str]:
+        """Returns the module that has this weight, and the weight's name in it."""
+        path, _, name = key.rpartition(".")
+        return self.model.get_submodule(path), name
 
     def _back_up_view(self, key: str, uncast: bool) -> None:
         if uncast:
@@ -99,30 +102,24 @@ class Mapped(ModelPatcher):
 
 
 def load_mapped(kind: type[Kind], load: Callable[..., Any], arguments: Sequence[Any], index: int | None) -> Kind:
-    """The `kind` that `load(*arguments)` makes, or the one at `index` of what it makes.
+    """Returns the `kind` that `load(*arguments)` makes, or the one at `index` of what it makes.
 
     Formats that a loader holds in wrappers of its own (quantised, GGUF) stay as it made them.
     """
-    with _assigned(kind):
+    before = comfy.model_patcher.CoreModelPatcher
+    comfy.model_patcher.CoreModelPatcher, Mapped._assigning = kind, True
+    try:
         made = load(*arguments)
+    finally:
+        comfy.model_patcher.CoreModelPatcher, Mapped._assigning = before, False
     patcher: Kind = made if index is None else made[index]
     # Not `.data`, which is of a wrapper's class without what makes it one.
     patcher.file_views = {name: parameter.detach() for name, parameter in patcher.model.named_parameters()}
     return patcher
 
 
-@contextmanager
-def _assigned(kind: type[Mapped]) -> Iterator[None]:
-    before = comfy.model_patcher.CoreModelPatcher
-    comfy.model_patcher.CoreModelPatcher, Mapped._assigning = kind, True
-    try:
-        yield
-    finally:
-        comfy.model_patcher.CoreModelPatcher, Mapped._assigning = before, False
-
-
 def _uncast(module: torch.nn.Module) -> list[str]:
-    """The plain parameters that have another dtype than ComfyUI's loader would have copied them into."""
+    """Returns the names of plain parameters of another dtype than ComfyUI's loader would have copied them into."""
     return [
         name
         for name, parameter in module._parameters.items()
@@ -134,8 +131,8 @@ def _uncast(module: torch.nn.Module) -> list[str]:
 
 
 def _casts_as_it_computes(module: Any, name: str) -> bool:
-    """Can this layer of ComfyUI widen its weights at each use, to the bit? On the CPU the file's pages are the
-    weights."""
+    """Has this layer of ComfyUI widen its weights at each use, and returns whether it can, to the bit. On the CPU the
+    file's pages are the weights."""
     parameter, dtype = module._parameters[name], getattr(module, f"{name}_comfy_model_dtype")
     widens = dtype.itemsize > parameter.dtype.itemsize
     if parameter.device.type != "cpu" or not hasattr(module, "comfy_cast_weights") or not widens:

@@ -32,7 +32,7 @@ SEALS = 0x1 | 0x2 | 0x4 | 0x8  # F_SEAL_SEAL, SHRINK, GROW, WRITE: a reader's pa
 
 @contextmanager
 def bundled(value: Any) -> Iterator[int]:
-    """`write_bundle`'s memory file, for as long as it takes to send it."""
+    """Yields the memory file of `write_bundle`, and closes it at the end."""
     bundle = write_bundle(value)
     try:
         yield bundle
@@ -40,18 +40,18 @@ def bundled(value: Any) -> Iterator[int]:
         os.close(bundle)
 
 
-def write_bundle(value: Any, *, limit: int = LIMIT) -> int:
-    """Copy `value` (dicts, lists, tuples, plain values and tensors on any device) once, into a new memory file.
+def write_bundle(value: Any) -> int:
+    """Copies `value` (dicts, lists, tuples, plain values and tensors on any device) once, into a new memory file.
 
     Returns its file descriptor, which the caller closes. Raises Refused, naming the place, for any other object and
-    for more than `limit` bytes; OSError (ENOSPC) where the memory is not there.
+    for more than LIMIT bytes; OSError (ENOSPC) where the memory is not there.
     """
     tensors: dict[str, Tensor] = {}
     tree = _fold(value, "value", tensors, {})
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # keeps every view aligned
     header, offsets, total = _layout(tree, tensors)
-    if total > limit:
-        raise Refused("payload.size", size=f"{total / 2**30:.1f}", limit=f"{limit / 2**30:.1f}")
+    if total > LIMIT:
+        raise Refused("payload.size", size=f"{total / 2**30:.1f}", limit=f"{LIMIT / 2**30:.1f}")
     fd = empty_bundle(total)
     try:
         with mmap.mmap(fd, total) as memory:
@@ -67,7 +67,7 @@ def write_bundle(value: Any, *, limit: int = LIMIT) -> int:
 
 
 def empty_bundle(size: int) -> int:
-    """A memory file to copy a bundle of `size` bytes into. Raises OSError (ENOSPC) where the memory is not there."""
+    """Returns a memory file of `size` bytes. Raises OSError (ENOSPC) where the memory is not there."""
     fd = _anonymous_file()
     try:
         os.posix_fallocate(fd, 0, size)
@@ -78,12 +78,12 @@ def empty_bundle(size: int) -> int:
 
 
 def read_bundle(fd: int) -> Any:
-    """The value that was written. CPU tensors are private views of the shared pages: no copy until written to.
+    """Returns the value that was written. Its tensors are private views of the shared pages: no copy until written to.
 
     Closes `fd`. Raises ProtocolError if the bytes are no bundle.
     """
     try:
-        with safe_open(f"/proc/self/fd/{fd}" if os.path.isdir("/proc/self/fd") else f"/dev/fd/{fd}", "pt") as bundle:
+        with safe_open(f"/proc/self/fd/{fd}", "pt") as bundle:
             tensors = {name: bundle.get_tensor(name) for name in bundle.keys()}  # noqa: SIM118 - not a dict
             tree = json.loads((bundle.metadata() or {})["tree"])
         return _unfold(tree, tensors)
@@ -139,14 +139,11 @@ def _fold(value: Any, where: str, tensors: dict[str, Tensor], seen: dict[int, st
         items = [_fold(item, f"{where}[{index}]", tensors, seen) for index, item in enumerate(value)]
         return {"tuple" if isinstance(value, tuple) else "list": items}
     if isinstance(value, dict):
-        return {"dict": [[_key(k, where), _fold(v, f"{where}.{k}", tensors, seen)] for k, v in value.items()]}
+        for key in value:
+            if not isinstance(key, str | int | float):
+                raise Refused("payload.key", where=where, kind=type(key).__name__)
+        return {"dict": [[key, _fold(item, f"{where}.{key}", tensors, seen)] for key, item in value.items()]}
     raise Refused("payload.object", where=where, module=type(value).__module__, name=type(value).__name__)
-
-
-def _key(key: Any, where: str) -> Any:
-    if not isinstance(key, str | int | float):
-        raise Refused("payload.key", where=where, kind=type(key).__name__)
-    return key
 
 
 def _unfold(tree: Any, tensors: dict[str, Tensor]) -> Any:

@@ -1,4 +1,4 @@
-"""One socket between the host and one rank. When either end goes away the other sees EOF: that is the leash.
+"""One socket between the host and one rank. When either end goes away the other sees EOF.
 
 A message is one packet of JSON; a bundle goes along as a file descriptor (SCM_RIGHTS). Knows no message by name.
 """
@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from ..errors import ProtocolError
-from .messages import Message, decode, encode
+from .messages import PACKET_BYTES, Message, decode, encode
 
 Kind = TypeVar("Kind")
-PACKET_BYTES = 128 << 10  # Linux gives a socket 208 KiB
 
 
 class Channel:
@@ -28,7 +27,7 @@ class Channel:
 
     @classmethod
     def connect(cls, path: str) -> Channel:
-        """Raises OSError where nobody listens."""
+        """Connects to a unix socket. Raises OSError where nobody listens."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with short_path(path) as address:
             sock.connect(address)
@@ -38,11 +37,11 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Message, bundle: int | None = None) -> None:
-        """Send, waiting for room. Closes `bundle`. Raises OSError if the other side is gone."""
+        """Sends, waiting for room. Closes `bundle`. Raises OSError if the other side is gone."""
         self._send(message, bundle, 0)
 
     def offer(self, message: Message, bundle: int | None = None) -> bool:
-        """Send if there is room, else drop: for what the next message makes old. Closes `bundle`."""
+        """Sends if there is room, else drops the message: for what the next message makes old. Closes `bundle`."""
         try:
             self._send(message, bundle, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -51,7 +50,6 @@ class Channel:
 
     def _send(self, message: Message, bundle: int | None, flags: int) -> None:
         data = encode(message)
-        assert len(data) <= PACKET_BYTES, f"{type(message).__name__} of {len(data)} bytes"
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [bundle]))] if bundle is not None else []
         try:
             self._socket.sendmsg([data], rights, flags | socket.MSG_NOSIGNAL)
@@ -60,7 +58,7 @@ class Channel:
                 os.close(bundle)
 
     def receive(self) -> tuple[Any, int | None]:
-        """The next message, and its bundle, which the caller must read or close. Blocks.
+        """Returns the next message, and its bundle, which the caller must read or close. Blocks.
 
         Raises EOFError when the other side is gone, ProtocolError for what is no message.
         """
@@ -84,8 +82,8 @@ class Channel:
             raise
 
     def greeting(self, kind: type[Kind], seconds: float) -> Kind | None:
-        """The first message, without a bundle; None where it does not come, or is of another kind."""
-        if ready(self._socket, select.POLLIN, seconds):
+        """Returns the first message, without a bundle; None where it does not come, or is of another kind."""
+        if self.waiting(seconds):
             with contextlib.suppress(EOFError, OSError, ProtocolError):
                 message, bundle = self.receive()
                 if bundle is not None:
@@ -94,12 +92,12 @@ class Channel:
         return None
 
     def waiting(self, seconds: float = 0.0) -> bool:
-        """There is something to receive, a message or EOF, within this many seconds."""
+        """Returns whether there is something to receive, a message or EOF, within this many seconds."""
         return ready(self._socket, select.POLLIN, seconds)
 
     def hung_up(self, seconds: float | None = None) -> bool:
-        """Whether the other side is gone, or this one closed, after no more than so long; None: wait for it. Leaves
-        messages where they are."""
+        """Returns whether the other side is gone, or this one closed, within this many seconds; None: waits for it.
+        Messages stay where they are."""
         return ready(self._socket, select.POLLRDHUP, seconds)
 
     def close(self) -> None:
@@ -109,8 +107,8 @@ class Channel:
 
 
 def ready(sock: socket.socket, events: int, seconds: float | None) -> bool:
-    """Whether one of poll's `events` comes within `seconds`; None: wait for it. True also where the connection is
-    over, here or there: what the caller does next then says so. select.select takes no descriptor above 1,023."""
+    """Returns whether one of poll's `events` comes within `seconds`; None: waits for it. True also where the connection
+    is over, here or there: what the caller does next then says so. select.select takes no descriptor above 1,023."""
     poll = select.poll()
     try:
         poll.register(sock, events)
@@ -121,8 +119,8 @@ def ready(sock: socket.socket, events: int, seconds: float | None) -> bool:
 
 @contextlib.contextmanager
 def short_path(path: str) -> Iterator[str]:
-    """`path` of a unix socket under a name that fits into the 108 bytes that the kernel has for it."""
-    if len(os.fsencode(path)) < 100 or not os.path.isdir("/proc/self/fd"):
+    """Yields the `path` of a unix socket under a name that fits into the 108 bytes that the kernel has for it."""
+    if len(os.fsencode(path)) < 100:
         yield path
         return
     folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)

@@ -26,6 +26,7 @@ from ..request import AfterSampling
 from ..specs import ComfySetup, ModelSpec, Parallelism, WeightPlacement
 from .readings import Busy, Readings
 
+PACKET_BYTES = 128 << 10  # Linux gives a socket 208 KiB
 TEXT_CHARACTERS, LIST_ITEMS = 1000, 64  # of a refusal's values
 # What host and worker must agree on: the code of the messages themselves, as each of them has it loaded.
 PROTOCOL = hashlib.sha256(
@@ -35,8 +36,8 @@ PROTOCOL = hashlib.sha256(
 
 @dataclass(frozen=True)
 class Welcome:
-    """The host has accepted this rank. `store` is where the ranks meet, a file or host:port; `shared` says that
-    ranks share a device; no `comfy`: there is no ComfyUI."""
+    """Says that the host has accepted this rank. `store` is where the ranks meet, a file or host:port; `shared` says
+    that ranks share a device; `comfy` is None where there is no ComfyUI."""
 
     device: str
     store: str
@@ -46,9 +47,9 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Measure:
-    """Tell how much memory there is at this moment. Before that the conditions that a native sampler's run of `model`
-    had are dropped, if one is named, and its weights are kept, offloaded to main memory, or dropped, too; or, with
-    `recordings`, only the memory of its recorded forwards is given back."""
+    """Asks for the rank's readings. Before that it drops the conditions of `model`, if one is named, that a native
+    sampler's run had, and does with its weights what `after` says; or, with `recordings`, it only discards the
+    model's recorded forwards."""
 
     job: int
     model: ModelSpec | None = None
@@ -58,7 +59,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Run:
-    """Run one job. It names its model, and a worker runs it with that model or fails."""
+    """Asks for one job, which is in the bundle, on the model that it names."""
 
     job: int
     model: ModelSpec
@@ -73,8 +74,8 @@ class Cancel:
 
 @dataclass(frozen=True)
 class MapOutput:
-    """Memory of ComfyUI's process, along with the message, that the ranks of its machine write the next job's result
-    into, each its share."""
+    """Brings memory of ComfyUI's process, into which the ranks of its machine write the next job's result, each its
+    share."""
 
     job: int
 
@@ -89,8 +90,8 @@ class Ready:
 
 @dataclass(frozen=True)
 class Joined:
-    """This rank is ready for jobs. What it measured: FLOP/s of its device, bytes/s to the next rank (0: there is
-    none), bytes/s from main memory to it while all ranks copy, and FLOP/s in attention."""
+    """Says that this rank is ready for jobs, with what it measured: FLOP/s of its device, bytes/s to the next rank (0:
+    there is none), bytes/s from main memory to it while all ranks copy, and FLOP/s in attention."""
 
     flops_per_second: float
     bytes_per_second: float
@@ -101,8 +102,8 @@ class Joined:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Still at work. `loaded` is None while sampling, else the share of the model that is loaded. `busy`: the next sign
-    of life is a compiled graph away, or a recorded one."""
+    """Says that this rank is at work. `loaded` is None while sampling, else the share of the model that is loaded.
+    `busy` says what delays the next message."""
 
     job: int
     loaded: float | None = None
@@ -112,8 +113,8 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Step:
-    """A sampler's callback: `step` counts from 0, as ComfyUI's does; the bundle holds x0 and x. A VAE has no bundle:
-    `step` frames of `total` are done."""
+    """Reports a call of a sampler's callback: `step` counts from 0, as ComfyUI's does; the bundle holds x0 and x. A VAE
+    has no bundle: `step` frames of `total` are done."""
 
     job: int
     step: int
@@ -131,7 +132,7 @@ class Refusal:
 
     @classmethod
     def of(cls, refused: Refused) -> Refusal:
-        """Cut so that it fits into a packet, whatever the characters."""
+        """Cuts texts and lists so that the message fits into a packet, whatever the characters."""
         values = {name: _truncated(to_json(value)) for name, value in refused.values.items()}
         return cls(refused.code, refused.widget, refused.fix, values)
 
@@ -139,11 +140,9 @@ class Refusal:
         """Returns the Refused that was sent, with the address of another `machine` if it came from one."""
         values = {name: from_json(value) for name, value in self.values.items()}
         refused = Refused(self.code, self.widget, self.fix, **values)
-        return (
-            refused
-            if not machine
-            else Refused("on.machine", self.widget, self.fix, reason=refused.sentence, machine=machine)
-        )
+        if not machine:
+            return refused
+        return Refused("on.machine", self.widget, self.fix, reason=refused.sentence, machine=machine)
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """This rank has raised, and ends. `reason` is a sentence as it travels."""
+    """Says that this rank has raised, and ends. `reason` is a sentence as it travels."""
 
     cause: Cause
     reason: dict[str, Any]
@@ -166,7 +165,7 @@ class Failed:
 
     @classmethod
     def of(cls, rank: int, error: Exception) -> Failed:
-        """Cut so that it fits into a packet, whatever the characters."""
+        """Cuts texts so that the message fits into a packet, whatever the characters."""
         text = "".join(traceback.format_exception(error))[-8000:]
         if isinstance(error, OutOfMemory):
             return cls(Cause(kind="out_of_memory", rank=rank), to_json(error.sentence), text)
@@ -182,7 +181,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Machine:
-    """Another machine offers its devices. `devices` is what its user wrote, "" for like the host's; `comfyui` is its
+    """Offers another machine's devices. `devices` is what its user wrote, "" for like the host's; `comfyui` is its
     folder of ComfyUI, "" for the same path as the host's."""
 
     versions: tuple[str, ...]
@@ -193,7 +192,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Invitation:
-    """The machine is in: start `workers` ranks, as number `index` of `nnodes` torchruns that meet at the port `store`
+    """Asks a machine to start `workers` ranks, as number `index` of `nnodes` torchruns that meet at the port `store`
     of the host. The ranks show `token`."""
 
     index: int
@@ -205,14 +204,14 @@ class Invitation:
 
 @dataclass(frozen=True)
 class Denied:
-    """The machine does not match the group, and why."""
+    """Says why a machine does not match the group."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a torchrun, by its own report: the workers that did not end well, the first one first, or its own
+    """Reports the end of a torchrun: the workers that did not end well, the first one first, or its own
     `error`."""
 
     causes: tuple[Cause, ...] = ()
@@ -221,8 +220,8 @@ class Ended:
 
 @dataclass(frozen=True)
 class Left:
-    """The machine's torchrun has ended. `last_line` is what its workers printed last, the first one to go if there is
-    one."""
+    """Says that a machine's torchrun has ended. `last_line` is what its workers printed last, the first one to go if
+    there is one."""
 
     ended: Ended
     last_line: str
@@ -249,11 +248,13 @@ def _truncated(value: Any) -> Any:
 
 
 def encode(message: Message) -> bytes:
-    return json.dumps({"type": type(message).__name__, **asdict(message)}).encode()
+    data = json.dumps({"type": type(message).__name__, **asdict(message)}).encode()
+    assert len(data) <= PACKET_BYTES, f"{type(message).__name__} of {len(data)} bytes"
+    return data
 
 
 def decode(data: bytes) -> Any:
-    """The message in `data`. Raises ProtocolError for anything that is not exactly one of ours."""
+    """Returns the message in `data`. Raises ProtocolError for anything that is not exactly one of ours."""
     try:
         fields = json.loads(data)
         return _build(_TYPES[fields.pop("type")], fields)
@@ -262,7 +263,7 @@ def decode(data: bytes) -> Any:
 
 
 def _build(hint: Any, value: Any) -> Any:
-    """JSON value -> what the type hint asks for: a dataclass, a tuple, one of a union, a plain value."""
+    """Makes of a JSON value what the type hint asks for: a dataclass, a tuple, one of a union, a plain value."""
     origin = typing.get_origin(hint)
     if isinstance(hint, type) and is_dataclass(hint):
         hints = typing.get_type_hints(hint)

@@ -79,11 +79,11 @@ class Readings:
 
     @property
     def rank_bytes(self) -> int:
-        """Device memory of this rank: its models, and what its allocator has free."""
+        """Returns the device memory of this rank: its models, and what its allocator has free."""
         return self.allocator_free_bytes + sum(model.device_bytes for model in self.weights)
 
     def other_models_bytes(self, fingerprint: str) -> int:
-        """Device memory of this rank for models other than the one with this fingerprint."""
+        """Returns the device memory of this rank for models other than the one with this fingerprint."""
         return sum(model.device_bytes for model in self.weights if model.fingerprint != fingerprint)
 
     def recorded_bytes(self, fingerprint: str) -> int:

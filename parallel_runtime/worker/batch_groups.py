@@ -1,12 +1,12 @@
 """Batch groups: ranks that divide the branches of guidance or a batch, without communication in the model.
 
-Every group has all inputs, computes its share, and gathers all results, so callers see the undivided result.
+Every group has all inputs, computes its share, and gathers all results, so callers see the undivided result. `dim` is
+the dimension of the mesh along which the groups are: `cfg` for branches, `data` for a batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,40 +15,42 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from ..engine.comm.collectives import all_gather_v
 from ..engine.comm.mesh import MeshDim
-from ..engine.comm.votes import refuse_on_all_ranks
 from ..engine.split.streams import chunk_range, chunk_sizes
 
+PER_BATCH_OPTIONS = ("cond_or_uncond", "uuids")  # lists in transformer_options with one item for each joined batch
 
-class BatchGroups:
-    """The batch groups along one dim of the mesh; this rank belongs to the one at `dim.index`."""
 
-    def __init__(self, dim: MeshDim) -> None:
-        self._dim = dim
+def data_parallel(dim: MeshDim, evaluate: Callable[..., Any], batch: int, *args: Any, **kwargs: Any) -> Any:
+    """Calls `evaluate(*args, **kwargs)` with its entries divided over the groups: tensors [batch, ...], also in lists
+    and dicts. It returns one such tensor, or a list of them.
 
-    @property
-    def count(self) -> int:
-        return self._dim.size
+    ComfyUI's transformer_options belong to the whole run and stay, except each entry's noise level and prompt.
+    """
+    if dim.size == 1:
+        return evaluate(*args, **kwargs)
+    items, entries = local_items(dim, batch), local_entries(dim, batch)
+    out = evaluate(*select_entries(args, entries, batch), **select_entries(kwargs, entries, batch))
+    return tree_map_only(Tensor, lambda part: all_gather(dim, part[: len(items)], batch), out)
 
-    def local_items(self, total: int) -> range:
-        """Returns which of `total` items this group computes: contiguous, by the groups' shares, possibly none."""
-        start, size = chunk_range(total, self._dim.parts, self._dim.index)
-        return range(start, start + size)
 
-    def local_entries(self, total: int) -> slice:
-        """Returns `local_items` as a slice; a group without items computes the first one for the output's shape."""
-        items = self.local_items(total)
-        return slice(items.start, items.stop) if items else slice(0, 1)
+def local_items(dim: MeshDim, total: int) -> range:
+    """Returns which of `total` items this group computes: contiguous, by the groups' shares, possibly none."""
+    start, size = chunk_range(total, dim.parts, dim.index)
+    return range(start, start + size)
 
-    def refuse_on_all_ranks(self) -> AbstractContextManager[None]:
-        """Has all groups raise Refused when one does inside it; otherwise the others wait in `all_gather` forever."""
-        return refuse_on_all_ranks(self._dim)
 
-    def all_gather(self, local: Tensor, total: int) -> Tensor:
-        """Gathers each group's [local items, ...] into [total, ...], in order."""
-        if self._dim.size == 1:
-            return local
-        (full,) = all_gather_v(local, chunk_sizes(total, self._dim.parts), self._dim).wait()
-        return full
+def local_entries(dim: MeshDim, total: int) -> slice:
+    """Returns `local_items` as a slice; a group without items computes the first one for the output's shape."""
+    items = local_items(dim, total)
+    return slice(items.start, items.stop) if items else slice(0, 1)
+
+
+def all_gather(dim: MeshDim, local: Tensor, total: int) -> Tensor:
+    """Gathers each group's [local items, ...] into [total, ...], in order."""
+    if dim.size == 1:
+        return local
+    (full,) = all_gather_v(local, chunk_sizes(total, dim.parts), dim).wait()
+    return full
 
 
 def broadcast_from_first(dim: MeshDim, out: Any) -> Any:
@@ -62,22 +64,6 @@ def broadcast_from_first(dim: MeshDim, out: Any) -> Any:
         return all_gather_v(local, (len(part), *(0,) * (dim.size - 1)), dim).wait()[0]
 
     return tree_map_only(Tensor, first, out)
-
-
-PER_BATCH_OPTIONS = ("cond_or_uncond", "uuids")  # lists in transformer_options with one item for each joined batch
-
-
-def data_parallel(groups: BatchGroups, evaluate: Callable[..., Any], batch: int, *args: Any, **kwargs: Any) -> Any:
-    """Calls `evaluate(*args, **kwargs)` with its entries divided over `groups`: tensors [batch, ...], also in lists and
-    dicts. It returns one such tensor, or a list of them.
-
-    ComfyUI's transformer_options belong to the whole run and stay, except each entry's noise level and prompt.
-    """
-    if groups.count == 1:
-        return evaluate(*args, **kwargs)
-    items, entries = groups.local_items(batch), groups.local_entries(batch)
-    out = evaluate(*select_entries(args, entries, batch), **select_entries(kwargs, entries, batch))
-    return tree_map_only(Tensor, lambda part: groups.all_gather(part[: len(items)], batch), out)
 
 
 def entry_by_entry(evaluate: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:

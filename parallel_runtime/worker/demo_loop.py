@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..demo import transformer
+from ..engine.comm.votes import refuse_on_all_ranks
 from ..for_diffusers import attach, detach
 from ..jobs import DemoJob, Job
 from ..specs import ModelSpec, Parallelism
+from .batch_groups import all_gather, local_items
 from .models import Model
 from .process.progress import Progress
 
@@ -40,8 +42,7 @@ def load(spec: ModelSpec, device: torch.device, on_progress: Callable[[float], N
 
 def run(model: DemoModel, job: DemoJob, progress: Progress) -> dict[str, Any]:
     """Returns {"samples": [B, C, H, W] in model space}."""
-    device = next(model.network.parameters()).device
-    sigmas, x = job.sigmas.to(device), job.noise.to(device)
+    sigmas, x = job.sigmas.to(model.device), job.noise.to(model.device)
     for step, (sigma, following) in enumerate(pairwise(sigmas)):
         velocity = _velocity(model, job, x, sigma.expand(x.shape[0]), progress)
         x0 = x - sigma * velocity
@@ -53,11 +54,11 @@ def run(model: DemoModel, job: DemoJob, progress: Progress) -> dict[str, Any]:
 def _velocity(model: DemoModel, job: DemoJob, x: Tensor, sigma: Tensor, progress: Progress) -> Tensor:
     prompts = [job.positive] if job.cfg == 1.0 else [job.positive, job.negative]
     progress.vote()
-    local = []
-    with model.branch_groups.refuse_on_all_ranks():
-        for index in model.branch_groups.local_items(len(prompts)):
+    local, groups = [], model.mesh.cfg
+    with refuse_on_all_ranks(groups):
+        for index in local_items(groups, len(prompts)):
             progress.before_evaluation()
             local.append(model(x, sigma, tree_map_only(Tensor, lambda tensor: tensor.to(x.device), prompts[index])))
     predictions = torch.stack(local) if local else x.new_empty((0, *x.shape))
-    positive, *negative = model.branch_groups.all_gather(predictions, len(prompts))
+    positive, *negative = all_gather(groups, predictions, len(prompts))
     return negative[0] + job.cfg * (positive - negative[0]) if negative else positive

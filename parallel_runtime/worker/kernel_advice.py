@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -18,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from ..engine.comm.mesh import MeshDim
 from ..engine.kernels.autotune import AttentionSizes, describe_sizes, faster_kernel
 from ..engine.kernels.registry import heads_first
-from ..specs import ModelSpec
 from .models import Model
 
 MIN_TOKENS = 1024  # tokens
@@ -26,20 +24,15 @@ MIN_TOKENS = 1024  # tokens
 log = logging.getLogger(__name__)
 
 
-class KernelAdvisor:
-    """Benchmarks the first evaluation of each model and shape where this rank has full sequences and ComfyUI chooses
-    the kernels."""
-
-    def __init__(self) -> None:
-        self._seen: set[tuple[ModelSpec, torch.Size]] = set()
-
-    def __call__(self, model: Model, x: Tensor) -> AbstractContextManager[Any]:
-        """Returns the context for an evaluation on `x`."""
-        seen = (model.spec, x.shape) in self._seen
-        self._seen.add((model.spec, x.shape))
-        if seen or x.device.type == "cpu" or model.splits_tokens or model.attention or model.compiled:
-            return nullcontext()
-        return BenchmarkMode(model.mesh.context)
+def kernel_advice(model: Model, x: Tensor) -> AbstractContextManager[Any]:
+    """Returns the context for an evaluation of `model` on `x`. It benchmarks the first one of each spec and shape where
+    this rank has full sequences and ComfyUI chooses the kernels."""
+    evaluation = model.spec, x.shape
+    chosen_by_us = model.parallelism.splits_tokens or model.attention or model.compilation
+    if chosen_by_us or x.device.type == "cpu" or evaluation in model.benchmarked:
+        return nullcontext()
+    model.benchmarked.add(evaluation)
+    return BenchmarkMode(model.mesh.context)
 
 
 class BenchmarkMode(TorchFunctionMode):

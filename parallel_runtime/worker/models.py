@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,18 +21,17 @@ from ..engine.comm.device_memory import can_allocate, empty_cache
 from ..engine.comm.mesh import ContextMesh, GroupState, MeshDim, build_mesh, with_new_group
 from ..engine.comm.votes import any_rank, refuse_on_all_ranks
 from ..engine.graphs.block_compile import compile_blocks
-from ..engine.graphs.graph_runner import GraphRunner, Unrecordable  # noqa: F401 - for comfy_loop, which knows no engine
-from ..engine.pipeline.pipefusion import PipeFusion
+from ..engine.graphs.graph_runner import GraphRunner
 from ..engine.pipeline.stages import PlaceholderBlock, Stages, install_placeholders, remove_placeholders
 from ..engine.split.parallelize import parallelize, pipefusion_of, unparallelize
 from ..engine.weights.placement import RankPlacement, rank_placement
 from ..engine.weights.prefetch import Buffers
 from ..errors import Refused
 from ..jobs import Job
-from ..request import AfterSampling, EngineOptions
+from ..request import AfterSampling
 from ..specs import Compilation, ModelSpec, Parallelism, WeightPlacement
 from ..wire.messages import Run
-from .batch_groups import BatchGroups, broadcast_from_first, data_parallel
+from .batch_groups import broadcast_from_first, data_parallel
 from .process.broadcast import check_files
 from .process.progress import Progress
 
@@ -43,64 +42,45 @@ OnProgress = Callable[[float], None]
 
 @dataclass(eq=False)
 class Model:
-    """A network on this rank, and how it is split now; `architecture` is None for one that only runs undivided."""
+    """A network on this rank, and how it is split now; `architecture` is None for one that only runs undivided, and
+    `split_done` is false until the split that `parallelism` describes has succeeded."""
 
     spec: ModelSpec
     network: nn.Module
     architecture: Architecture | None = None
-    parallelism: Parallelism | None = None
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    split_done: bool = False
     mesh: ContextMesh = field(default_factory=ContextMesh)
-    compiled: tuple[Compilation, Callable[[], None]] | None = None  # the function makes it eager again
+    compilation: Compilation | None = None  # None: it is eager
+    undo_compilation: ExitStack = field(default_factory=ExitStack)  # closing it makes the network eager
     stages: Stages | None = None
     remote_blocks: Sequence[BlockRef] = ()  # the blocks of other stages
     undo_split: ExitStack = field(default_factory=ExitStack)  # closing it makes the network undivided
     device: torch.device = CPU  # its evaluations run here
     conditions: dict[int, dict[str, Any]] = field(default_factory=dict)  # of a native sampler's prompts, by number
+    benchmarked: set[tuple[ModelSpec, torch.Size]] = field(default_factory=set)  # its evaluations in kernel_advice
     graph_runner: GraphRunner = field(init=False)
 
     def __post_init__(self) -> None:
         self.graph_runner = GraphRunner(
             self.network,
             self.device,
-            self.visible_arguments,
-            self.constant_objects,
-            self.unrecordable_reason,
-            self.replaced_attributes,
+            constant_objects=lambda: () if self.attention is None else (self.attention,),
+            eager_reason=self.unrecordable_reason,
+            before_timing=self.stop_comm_timer,
         )
-        self.graph_runner.before_timing = self.stop_comm_timer
 
     @property
     def name(self) -> str:
         return self.architecture.name if self.architecture else type(self.network).__name__
-
-    @property
-    def branch_groups(self) -> BatchGroups:
-        """The groups of ranks that divide the branches of guidance."""
-        return BatchGroups(self.mesh.cfg)
-
-    def data_groups(self, *, batch_coupled: bool = False) -> BatchGroups:
-        """The groups of ranks that divide the entries of a batch; a `batch_coupled` batch stays in one group."""
-        return BatchGroups(MeshDim() if batch_coupled else self.mesh.data)
 
     def data_parallel(
         self, evaluate: Callable[..., Any], batch: int, *args: Any, batch_coupled: bool = False, **kwargs: Any
     ) -> Any:
         """Calls `evaluate(*args, **kwargs)` with its entries divided over the batch groups; each group computes
         all entries of a `batch_coupled` batch. The result has the same bits on all ranks of a sequence."""
-        groups = self.data_groups(batch_coupled=batch_coupled)
-        return broadcast_from_first(self.mesh.context, data_parallel(groups, evaluate, batch, *args, **kwargs))
-
-    def visible_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns those of a call's arguments that the network can see. Raises Unrecordable."""
-        return kwargs
-
-    def constant_objects(self) -> Sequence[Any]:
-        """Returns the objects among the arguments that are the same in each call."""
-        return () if self.attention is None else (self.attention,)
-
-    def replaced_attributes(self) -> Hashable:
-        """Returns values that the network's code depends on besides its arguments and weights."""
-        return ()
+        dim = MeshDim() if batch_coupled else self.mesh.data
+        return broadcast_from_first(self.mesh.context, data_parallel(dim, evaluate, batch, *args, **kwargs))
 
     def unrecordable_reason(self) -> str:
         """Returns why no forward can be recorded now; "" where it can."""
@@ -108,44 +88,29 @@ class Model:
             return "stages of a pipeline wait for each other in its middle"
         if self.mesh.context.comm_device is not None:
             return "its ranks exchange tensors through main memory"
-        compilation = self.compiled and self.compiled[0]
-        return "torch.compile records it by itself" if compilation and compilation.makes_graphs else ""
+        makes_graphs = self.compilation is not None and self.compilation.makes_graphs
+        return "torch.compile records it by itself" if makes_graphs else ""
 
     def stop_comm_timer(self) -> None:
         """Stops timing communication until the next step."""
         self.mesh.context.group_state.comm_timer = None
 
     @property
-    def options(self) -> EngineOptions:
-        """The options that the current request set."""
-        return EngineOptions() if self.parallelism is None else self.parallelism.options
-
-    @property
-    def pipefusion(self) -> PipeFusion | None:
-        """The token patches that its evaluations send through the stages."""
-        return None if self.stages is None else self.stages.pipefusion
-
-    @property
-    def splits_tokens(self) -> bool:
-        return self.parallelism is not None and self.parallelism.splits_tokens
-
-    @property
     def attention(self) -> Callable[..., Any] | None:
-        """ComfyUI's `optimized_attention_override` where the user chose a kernel and this rank has full sequences."""
-        if self.parallelism is None or self.splits_tokens or self.parallelism.options.attention_backend == "auto":
-            return None
-        return backend_override(self.parallelism.options.attention_backend)
+        """Returns an `optimized_attention_override` where the user chose a kernel and this rank has full sequences."""
+        backend = self.parallelism.options.attention_backend
+        return None if self.parallelism.splits_tokens or backend == "auto" else backend_override(backend)
 
     def parallelize(self, mesh: ContextMesh, parallelism: Parallelism) -> None:
         """Splits the network over `mesh` for every later forward, after undoing the split before."""
         self.compile(None)
         self.undo_split.close()
         self.graph_runner.discard()
-        self.parallelism, self.mesh = None, mesh
+        self.parallelism, self.split_done, self.mesh = parallelism, False, mesh
         if parallelism.pipeline_degree > 1 and self.architecture is None:
             raise Refused("stages.none.worker.whole", widget="pipeline_degree", network=self.name)
         self.split(parallelism)
-        self.parallelism = parallelism
+        self.split_done = True
         self.graph_runner.choice = parallelism.options.cuda_graphs
         self.graph_runner.any_rank = partial(any_rank, dim=mesh.context)
 
@@ -175,12 +140,12 @@ class Model:
 
     @property
     def nonresident_bytes(self) -> int:
-        """Bytes of the weights that are offloaded, or on other ranks, while the rest is on the device."""
+        """Returns the bytes of the weights that are offloaded, or on other ranks, while the rest is on the device."""
         return 0
 
     @property
     def additional_weights(self) -> Sequence[torch.Tensor]:
-        """The weights of other models (model patches, ControlNets) that its last job used."""
+        """Returns the weights of other models (model patches, ControlNets) that its last job used."""
         return ()
 
     def place_weights(self, placement: RankPlacement | None) -> None:
@@ -189,12 +154,10 @@ class Model:
 
     def compile(self, compilation: Compilation | None) -> None:
         """Compiles every later forward, block by block where the blocks are known; None makes it eager."""
-        if (self.compiled and self.compiled[0]) == compilation:
+        if self.compilation == compilation:
             return
-        if self.compiled is not None:
-            _, undo = self.compiled
-            undo()
-        self.compiled = None
+        self.undo_compilation.close()
+        self.compilation = None
         self.graph_runner.discard()
         self.graph_runner.compiled = compilation is not None
         if compilation is not None:
@@ -204,35 +167,35 @@ class Model:
             else:
                 blocks = blocks_of(self.network, plan, carrying=True)
             local = [block for block in blocks if not isinstance(block, PlaceholderBlock)]
-            self.compiled = compilation, compile_blocks(local, compilation)
+            self.undo_compilation.callback(compile_blocks(local, compilation))
+            self.compilation = compilation
 
     def offload(self) -> None:
         """Moves the weights to main memory; the next job moves them back with `onload`."""
         self.graph_runner.discard()
         self.network.to("cpu")
 
-    def onload(self, device: torch.device) -> None:
-        self.network.to(device)
+    def onload(self) -> None:
+        self.network.to(self.device)
 
 
 Load = Callable[[ModelSpec, torch.device, OnProgress, Job], Model]
 Loop = Callable[[Any, Any, Progress], dict[str, Any]]  # runs jobs of one kind on a Model
-VAE = "vae"  # the key of the loader of all VAEs
 
 
 class Models:
     """The models and VAEs of this rank, by their specs without patches. Meshes are kept: groups are built once.
 
-    `loaders` are keyed by the specs' `loader`; "" is for all other loaders, and VAE for VAEs.
+    `loaders` are by the kind of the job that needs a model.
     """
 
-    def __init__(self, device: torch.device, loaders: Mapping[str, Load]) -> None:
+    def __init__(self, device: torch.device, loaders: Mapping[type, Load]) -> None:
         self.group_state = GroupState()
         self._device = device
         self._loaders = loaders
         self._models: dict[ModelSpec, Model] = {}
         self._meshes: dict[tuple[int, ...], ContextMesh] = {}
-        self._shard_dims: dict[tuple[int, ...], MeshDim] = {}
+        self._shard_dims: dict[tuple[int, ...], MeshDim] = {(): MeshDim()}  # () for weights that are not sharded
         self._placements: dict[tuple[WeightPlacement, tuple[int, ...]], RankPlacement | None] = {}
         self._buffers = Buffers(device)
 
@@ -246,8 +209,8 @@ class Models:
             self._models[spec.unpatched] = loaded
         model = self._models[spec.unpatched]
         model.spec = spec
-        model.onload(self._device)
-        if model.parallelism is None or model.parallelism.without_run_options != parallelism.without_run_options:
+        model.onload()
+        if not model.split_done or model.parallelism.without_run_options != parallelism.without_run_options:
             model.parallelize(self.mesh(parallelism), parallelism)
         model.parallelism = parallelism
         model.place_weights(self._placement(request.weight_placement, parallelism))
@@ -300,7 +263,6 @@ class Models:
 
     def recover(self) -> None:
         """Waits for the device and frees the tensors of a job that was refused in its middle."""
-        self._buffers.discard_fetched()
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         self._free_unused()
@@ -311,23 +273,17 @@ class Models:
 
     def _load(self, spec: ModelSpec, on_progress: OnProgress, job: Job) -> Model:
         check_files(spec.all_files)
-        name = VAE if spec.kind else spec.loader
-        return self._loaders[name if name in self._loaders else ""](spec, self._device, on_progress, job)
+        return self._loaders[type(job)](spec, self._device, on_progress, job)
 
     def _placement(self, placement: WeightPlacement, parallelism: Parallelism) -> RankPlacement | None:
         """Shards are gathered over a communicator of their own, which delays no other one. Collective when new."""
-        sharded = placement.mode == "shard"
-        key = (placement, parallelism.mesh_shape if sharded else ())
-        if key not in self._placements:
-            dim = self._shard_dim(parallelism) if sharded else MeshDim()
-            self._placements[key] = rank_placement(placement, dim, self._device, self._buffers)
-        return self._placements[key]
-
-    def _shard_dim(self, parallelism: Parallelism) -> MeshDim:
-        shape = parallelism.mesh_shape
+        shape = parallelism.mesh_shape if placement.mode == "shard" else ()
         if shape not in self._shard_dims:
             self._shard_dims[shape] = with_new_group(self.mesh(parallelism).context, self._device)
-        return self._shard_dims[shape]
+        if (placement, shape) not in self._placements:
+            dim = self._shard_dims[shape]
+            self._placements[placement, shape] = rank_placement(placement, dim, self._device, self._buffers)
+        return self._placements[placement, shape]
 
     def mesh(self, parallelism: Parallelism) -> ContextMesh:
         """Returns the mesh of these degrees, with these shares. Collective when the degrees are new."""

@@ -20,28 +20,26 @@ from ..engine.comm.votes import differing_ranks
 from ..engine.graphs.block_compile import reporting_compilation
 from ..errors import OutOfMemory, Refused
 from ..jobs import DemoJob, EvaluationJob, Job, VAEJob
-from ..specs import DEMO, ComfySetup, Parallelism
+from ..specs import ComfySetup, Parallelism
 from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
-from ..wire.handshake import KEY
 from ..wire.messages import PROTOCOL, Cancel, Done, Failed, Joined, MapOutput, Measure, Ready, Refusal, Run, Welcome
 from ..wire.readings import Readings
-from ..wire.stream import Stream
+from ..wire.stream import KEY, Stream
 from .models import Load, Loop, Models
 from .process import speed_test
-from .process.agent import AGENT_PID
+from .process.agent import AGENT_PID, die_when, end_parent
 from .process.broadcast import payload
-from .process.leash import die_when, end_parent
 from .process.progress import Cancelled, Progress
 from .process.rank_memory import is_out_of_memory, out_of_memory, readings
-from .vae.vaes import VAEs
+from .vaes import VAEs
 
 TOKEN = "CP_TOKEN"
 
 
 class Worker:
     def __init__(
-        self, channel: Channel, device: torch.device, loops: dict[type, Loop], loaders: dict[str, Load]
+        self, channel: Channel, device: torch.device, loops: dict[type, Loop], loaders: dict[type, Load]
     ) -> None:
         self._channel = channel
         self._device = device
@@ -134,8 +132,10 @@ def read_job(fields: dict[str, Any]) -> Job:
 
 
 def main(address: str) -> None:
+    """Answers the host at `address` until it disconnects: a unix socket, or host:port from another machine."""
     logging.basicConfig(level=logging.WARNING, format=f"[CP rank {rank()}] %(message)s")
-    channel = _call(address)
+    key = os.environ.pop(KEY, "")
+    channel = Channel.connect(address) if os.path.isabs(address) else Stream.call(address, key)
     die_when(channel.hung_up, _end_torchrun)
     channel.send(Ready(rank(), os.getpid(), os.environ.pop(TOKEN), PROTOCOL))
     try:
@@ -143,9 +143,7 @@ def main(address: str) -> None:
         assert isinstance(welcome, Welcome)
         device = torch.device(welcome.device)
         join(device, welcome.store, shared=welcome.shared)
-        loops, loaders = _comfy_loop(welcome.comfy, device)
-        loops[DemoJob], loaders[DEMO] = lambda *args: _demo().run(*args), lambda *args: _demo().load(*args)
-        worker = Worker(channel, device, loops, loaders)
+        worker = Worker(channel, device, *_loops_and_loaders(welcome.comfy, device))
         channel.send(worker.joined())
         worker.serve()
     except EOFError:
@@ -162,20 +160,17 @@ def _end_torchrun() -> None:
     end_parent(int(os.environ[AGENT_PID]))
 
 
-def _call(address: str) -> Channel:
-    """Connects to the host: its unix socket on the same machine, host:port from another."""
-    key = os.environ.pop(KEY, "")
-    return Channel.connect(address) if os.path.isabs(address) else Stream.call(address, key)
-
-
-def _comfy_loop(comfy: ComfySetup | None, device: torch.device) -> tuple[dict[type, Loop], dict[str, Load]]:
+def _loops_and_loaders(comfy: ComfySetup | None, device: torch.device) -> tuple[dict[type, Loop], dict[type, Load]]:
+    loops, loaders = dict[type, Loop](), dict[type, Load]()
     if comfy is None:  # the host will only ask for the demo
         with contextlib.suppress(Refused):
             _demo()
-        return {}, {}
-    from .comfy_loop import start  # ComfyUI exists only once its root is known
+    else:
+        from .comfy_loop import start  # ComfyUI exists only once its root is known
 
-    return start(comfy, device)
+        loops, loaders = start(comfy, device)
+    loops[DemoJob], loaders[DemoJob] = lambda *args: _demo().run(*args), lambda *args: _demo().load(*args)
+    return loops, loaders
 
 
 def _demo() -> Any:

@@ -168,14 +168,11 @@ class StepCache:
         tokens = [part.abs().flatten(1).sum(dim=1, dtype=torch.float32) for part in (residual - last, last)]
         difference, size = self._all_gather(torch.stack(tokens), self._mesh.context).sum(0)
         excess = (difference - self._threshold * size).max()
-        return self._all_ranks_agree(bool(self._all_gather(excess, self._mesh.data).max() < 0))
-
-    def _all_ranks_agree(self, repeats: bool) -> bool:
-        """Returns whether `repeats` holds on every rank. Devices of one kind sum the same bits in the same order and
-        need no vote; devices of several kinds may sum in other orders."""
+        repeats = bool(self._all_gather(excess, self._mesh.data).max() < 0)
         context = self._mesh.context
         if not context.group_state.heterogeneous:
             return repeats
+        # Devices of several kinds may sum in other orders.
         return not any_rank(any_rank(not repeats, context), self._mesh.data)
 
     def _all_gather(self, local: Tensor, dim: MeshDim) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -158,8 +157,7 @@ def a_run(rank: int, world: int) -> dict[str, Any]:
 
         def run(sigmas: Tensor, levels: list[float], fails: bool = False) -> None:
             patcher = ModelPatcher(network, torch.device("cpu"), torch.device("cpu"))
-            model = SimpleNamespace(pipefusion=pipefusion, options=SimpleNamespace(warmup_steps=2))
-            with of_a_run(model, patcher, sigmas):  # type: ignore[arg-type]
+            with of_a_run(pipefusion, patcher, sigmas, warmup_steps=2):
                 kept.append(cached_bytes(pipefusion) > 0)
                 (watch,) = patcher.get_all_wrappers(WrappersMP.CALC_COND_BATCH)
                 for level in levels:

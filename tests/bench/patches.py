@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 from contextlib import nullcontext
 from functools import cache, partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -122,20 +121,14 @@ class Pictures:
                 ContextMesh(),
                 Parallelism(pipeline_degree=STAGES, options=EngineOptions(token_patches=patches)),
             )
-        model, divided = (
-            self._model.clone(),
-            SimpleNamespace(
-                pipefusion=pipefusion_of(self._network),
-                options=EngineOptions(token_patches=patches, warmup_steps=warmup),
-            ),
-        )
+        model, pipefusion = self._model.clone(), pipefusion_of(self._network)
         latent = torch.zeros(self._count, 16, SIDE, SIDE)
         noise, simple = comfy.sample.prepare_noise(latent, 7), "simple"
         sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), simple, steps)
         made, negative = [], _cond("")
         for prompt in PROMPTS:
             given = (model, noise, steps, CFG, sampler, simple, _cond(prompt), negative, latent)
-            with with_pipefusion(divided, model, sigmas) if patches > 1 else nullcontext():  # type: ignore[arg-type]
+            with with_pipefusion(pipefusion, model, sigmas, warmup) if pipefusion else nullcontext():
                 made.append(comfy.sample.sample(*given, seed=7, disable_pbar=True))
         if patches > 1:
             unparallelize(self._network)

@@ -12,11 +12,8 @@ from .pack import node_module, pack_module
 import comfy.controlnet  # isort: skip  # the pack's module has made ComfyUI importable
 
 objects, errors = node_module("describe.comfy_objects"), pack_module("parallel_runtime.errors")
-control_run = pack_module("parallel_runtime.worker.comfy_loop.control_run")
-batch_groups, mesh = (
-    pack_module("parallel_runtime.worker.batch_groups"),
-    pack_module("parallel_runtime.engine.comm.mesh"),
-)
+control_division = pack_module("parallel_runtime.worker.comfy_loop.control_division")
+mesh = pack_module("parallel_runtime.engine.comm.mesh")
 
 
 class Network(nn.Module):
@@ -39,9 +36,9 @@ def rows_that_its_network_has(rank: int, world: int, batch: int, index: int) -> 
     run's context, and after it; and the rows of the hint and of a list that is of no rows."""
     first, second = (comfy.controlnet.ControlNet(Network(), load_device="cpu") for _ in range(2))
     second.previous_controlnet, network = first, second.control_model
-    controls = control_run.of_conds({"positive": [{"control": second}], "negative": [{"control": second}]})
+    controls = control_division.of_conds({"positive": [{"control": second}], "negative": [{"control": second}]})
     given = {"x": torch.arange(batch), "hint": torch.arange(1), "control_type": [3], "y": torch.arange(batch)}
-    with control_run.own_entries(controls, batch_groups.BatchGroups(mesh.MeshDim(size=2, index=index))):
+    with control_division.own_entries(controls, mesh.MeshDim(size=2, index=index)):
         network(**given)
         first.control_model(**given)
     network(**given)

@@ -157,7 +157,7 @@ def rows_evaluated(rank: int, world: int, patches: str) -> dict[str, Any]:
         weight_patches={},
         batch_coupled=describe.network_couples_batch(model.network, options),
     )
-    answer = evaluation.Evaluations()(model, job, sampling.Progress(Unheard(), 1))
+    answer = evaluation.evaluate(model, job, sampling.Progress(Unheard(), 1))
     return {"given": seen, "out": len(answer["out"])}
 
 

@@ -8,6 +8,7 @@ import torch
 
 from parallel_runtime.engine.comm.votes import differing_ranks
 from parallel_runtime.errors import Refused
+from parallel_runtime.jobs import DemoJob
 from parallel_runtime.specs import ModelSpec, Parallelism, WeightPlacement
 from parallel_runtime.wire.messages import Run
 from parallel_runtime.worker.batch_groups import broadcast_from_first
@@ -42,7 +43,7 @@ def loaded_by_one(rank: int, world: int) -> tuple[str, int]:
             raise Refused("no such file here")
         return Model(spec, torch.nn.Linear(2, 2))
 
-    models, message = Models(torch.device("cpu"), {"": load}), "nothing"
+    models, message = Models(torch.device("cpu"), {DemoJob: load}), "nothing"
     try:
         models.get(Run(1, ModelSpec(loader="tests"), Parallelism(), WeightPlacement()), lambda share: None, flux_job())
     except Refused as refused:

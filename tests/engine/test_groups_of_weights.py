@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from parallel_runtime.engine.weights.placement import RankPlacement
+from parallel_runtime.jobs import DemoJob
 from parallel_runtime.request import AfterSampling
 from parallel_runtime.specs import ModelSpec, Parallelism, WeightPlacement
 from parallel_runtime.wire.messages import Run
@@ -46,7 +47,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def models() -> Models:
-    return Models(torch.device("cpu"), {"": lambda spec, *_: Kept(spec, nn.Linear(2, 2))})
+    return Models(torch.device("cpu"), {DemoJob: lambda spec, *_: Kept(spec, nn.Linear(2, 2))})
 
 
 def place_of(models: Models, parallelism: Parallelism, storage: WeightPlacement) -> RankPlacement | None:

@@ -13,10 +13,11 @@ from parallel_runtime.accelerators import FALLBACK, KERNELS, AttentionKernel
 from parallel_runtime.engine.comm.mesh import ContextMesh, GroupState, MeshDim
 from parallel_runtime.engine.kernels import autotune
 from parallel_runtime.engine.kernels.registry import FUNCTIONS, KernelFunction, sdpa
+from parallel_runtime.jobs import DemoJob
 from parallel_runtime.request import EngineOptions
 from parallel_runtime.specs import ModelSpec, Parallelism, WeightPlacement
 from parallel_runtime.wire.messages import Run
-from parallel_runtime.worker.kernel_advice import BenchmarkMode, KernelAdvisor
+from parallel_runtime.worker.kernel_advice import BenchmarkMode, kernel_advice
 from parallel_runtime.worker.models import Model, Models
 
 from ..groups import flux_job
@@ -72,7 +73,7 @@ def test_where_a_rank_could_measure_nothing_the_next_run_measures_again(monkeypa
         sizes = autotune.AttentionSizes(batch=1, queries=queries, keys=9, heads=2, head_dim=64, dtype=torch.bfloat16)
         return autotune.fastest_kernel(list(times), sizes, MeshDim(group_state=world), seconds, torch.device("cpu"))
 
-    models = Models(torch.device("cpu"), {"": lambda *_: Model(SPEC, torch.nn.Identity())})
+    models = Models(torch.device("cpu"), {DemoJob: lambda *_: Model(SPEC, torch.nn.Identity())})
     run = Run(1, SPEC, Parallelism(), WeightPlacement())
     assert [won(7, models.group_state) for _ in range(2)] == ["own", "own"]
     times["fast"] = 1.0
@@ -202,17 +203,17 @@ def test_small_and_masked_attentions_of_one_worker_are_left_alone(kernel_times: 
 
 
 def test_the_first_evaluation_of_each_shape_is_watched_where_comfyui_chooses() -> None:
-    def watched(watch: KernelAdvisor, model: Model, rows: int) -> bool:
-        return isinstance(watch(model, torch.empty(rows, 4, 8, 8, device="meta")), BenchmarkMode)
+    def watched(model: Model, rows: int) -> bool:
+        return isinstance(kernel_advice(model, torch.empty(rows, 4, 8, 8, device="meta")), BenchmarkMode)
 
-    model, watch = Model(ModelSpec(loader="test"), torch.nn.Identity()), KernelAdvisor()
+    model = Model(ModelSpec(loader="test"), torch.nn.Identity())
     model.parallelism = Parallelism()
-    assert [watched(watch, model, rows) for rows in (1, 1, 2, 1, 2)] == [True, False, True, False, False]
+    assert [watched(model, rows) for rows in (1, 1, 2, 1, 2)] == [True, False, True, False, False]
     model.parallelism = Parallelism(options=EngineOptions(attention_backend="native"))
-    assert not watched(KernelAdvisor(), model, 1)
+    assert not watched(model, 3)
     model.parallelism, model.mesh = Parallelism(ulysses_degree=2), ContextMesh(context=MeshDim(size=2))
-    assert not watched(KernelAdvisor(), model, 1)
-    assert not isinstance(KernelAdvisor()(model, torch.empty(1)), BenchmarkMode)
+    assert not watched(model, 4)
+    assert not isinstance(kernel_advice(model, torch.empty(1)), BenchmarkMode)
 
 
 def test_what_runs_comfyuis_networks_does_without_diffusers() -> None:

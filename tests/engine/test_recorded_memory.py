@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from parallel_runtime.engine.comm import device_memory
 from parallel_runtime.engine.graphs import graph_runner
 from parallel_runtime.engine.graphs.graph_runner import SLOWER, GraphRunner
+from parallel_runtime.jobs import DemoJob
 from parallel_runtime.request import EngineOptions
 from parallel_runtime.specs import ModelSpec, Parallelism, WeightPlacement
 from parallel_runtime.wire.messages import Run
@@ -153,7 +154,7 @@ def kept_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[Models]:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     with fake_group(2):
-        yield Models(CPU, {"": lambda spec, *_: Whole(spec, nn.Linear(8, 8))})
+        yield Models(CPU, {DemoJob: lambda spec, *_: Whole(spec, nn.Linear(8, 8))})
 
 
 def evaluated(kept_models: Models, spec: ModelSpec, x: Tensor) -> Model:

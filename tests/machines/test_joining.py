@@ -25,10 +25,9 @@ from parallel_runtime.group.cluster import MAX_UNPROVEN, Cluster, Gate, RemoteMa
 from parallel_runtime.group.endpoint import listen, parse
 from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import Placement
-from parallel_runtime.wire import handshake, stream
-from parallel_runtime.wire.handshake import TOKEN, TOKEN_FILE, read_key
+from parallel_runtime.wire import stream
 from parallel_runtime.wire.messages import Cancel, Ended, Left, Machine
-from parallel_runtime.wire.stream import Stream
+from parallel_runtime.wire.stream import TOKEN, TOKEN_FILE, Stream, read_key
 
 from ..groups import flux_job, spec_of
 from ..zoo.checkpoints import write
@@ -96,7 +95,7 @@ def test_strangers_who_fill_every_place_do_not_keep_out_who_has_the_token(gate):
 
 
 def test_a_stranger_who_sends_a_byte_now_and_then_has_no_longer_than_anybody(gate, monkeypatch):
-    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(stream, "HANDSHAKE_SECONDS", 0.3)
     with socket.create_connection(("127.0.0.1", int(address_of(gate).split(":")[1]))) as stranger:
         assert len(stranger.recv(32)) == 32
         stranger.settimeout(0.05)

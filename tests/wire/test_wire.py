@@ -12,9 +12,11 @@ import torch
 from parallel_runtime.errors import Cause, ProtocolError, Refused
 from parallel_runtime.request import EngineOptions
 from parallel_runtime.specs import ComfySetup, ModelSpec, Parallelism, SourceFile, WeightPlacement
+from parallel_runtime.wire import bundles
 from parallel_runtime.wire.bundles import read_bundle, write_bundle
-from parallel_runtime.wire.channel import PACKET_BYTES, Channel
+from parallel_runtime.wire.channel import Channel
 from parallel_runtime.wire.messages import (
+    PACKET_BYTES,
     Cancel,
     Denied,
     Done,
@@ -153,10 +155,11 @@ def test_what_cannot_travel_is_refused_by_name(value, named):
         write_bundle(value)
 
 
-def test_too_large_a_bundle_is_refused_before_it_is_allocated():
+def test_too_large_a_bundle_is_refused_before_it_is_allocated(monkeypatch):
+    monkeypatch.setattr(bundles, "LIMIT", 1000)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(Refused, match="over the limit"):
-        write_bundle({"x": torch.zeros(1000)}, limit=1000)
+        write_bundle({"x": torch.zeros(1000)})
     assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -6,24 +6,22 @@ from functools import partial
 
 import torch
 
-from ...jobs import EvaluationJob, SamplingJob
+from ...jobs import EvaluationJob, SamplingJob, VAEJob
 from ...specs import ComfySetup
-from ..models import VAE, Load, Loop
+from ..models import Load, Loop
 from .comfyui import import_comfyui
 
 
-def start(setup: ComfySetup, device: torch.device) -> tuple[dict[type, Loop], dict[str, Load]]:
-    """Imports the host's ComfyUI with the host's flags; returns a loop for each kind of job that needs it, and the
-    loaders of its models and VAEs. Call it once, before any other import of comfy.
-    """
+def start(setup: ComfySetup, device: torch.device) -> tuple[dict[type, Loop], dict[type, Load]]:
+    """Imports the host's ComfyUI with the host's flags; returns the loops, and the loaders of models, of the kinds of
+    jobs that need it. Call it once, before any other import of comfy."""
     import_comfyui(setup, device)
     from . import autoencoder  # comfy can be imported only now
     from .additional_models import AdditionalModels
-    from .evaluation import Evaluations
-    from .loading import load
+    from .comfy_model import load
+    from .evaluation import evaluate
     from .sampling import run
 
-    return {SamplingJob: run, EvaluationJob: Evaluations()}, {
-        "": partial(load, AdditionalModels()),
-        VAE: autoencoder.load,
-    }
+    load_model = partial(load, AdditionalModels())
+    loaders: dict[type, Load] = {SamplingJob: load_model, EvaluationJob: load_model, VAEJob: autoencoder.load}
+    return {SamplingJob: run, EvaluationJob: evaluate}, loaders

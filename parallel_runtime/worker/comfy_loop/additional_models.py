@@ -29,13 +29,13 @@ from ...specs import SourceFile
 from ..process.broadcast import check_files
 from .comfyui import named
 from .patcher import UNLIMITED_BYTES
+from .rebuild import LoadAdditional
 
 FOLDER = "model_patches"
 LOADER = "comfy_extras.nodes_model_patch:ModelPatchLoader"
 HYPERNETWORK_LOADER = "comfy_extras.nodes_hypernetwork:load_hypernetwork_patch"
 Key = tuple[SourceFile, str]  # and the dtype of a ControlNet's weights, "" for none
 Additional: TypeAlias = ModelPatcher | ControlBase | Any  # a hypernetwork's class has no name in its module
-LoadAdditional = Callable[[dict[str, Any]], Any]  # loads what a description of nodes/describe names
 
 
 class AdditionalModels:
@@ -60,7 +60,7 @@ class AdditionalModels:
             yield from _weights_of(self._loaded[key])
 
     def gligens(self, user: object) -> list[ModelPatcher]:
-        """The GLIGEN models that a model's last job used."""
+        """Returns the GLIGEN models that the last job on `user` used."""
         models = (self._loaded[key] for key in self._used.get(user, ()))
         return [model for model in models if isinstance(model, ModelPatcher) and isinstance(model.model, Gligen)]
 
@@ -100,7 +100,7 @@ def _weights_of(loaded: Additional) -> Iterator[Tensor]:
 
 
 def _patchers_of(loaded: Additional) -> list[ModelPatcher]:
-    """The ModelPatchers that ComfyUI puts on a device for it; a hypernetwork goes along with its MODEL."""
+    """Returns what ComfyUI puts on a device for it; a hypernetwork goes along with its MODEL."""
     if isinstance(loaded, ModelPatcher):
         return [loaded]
     return list(loaded.get_models()) if isinstance(loaded, ControlBase) else []
@@ -137,7 +137,7 @@ def _load_control_net(described: dict[str, Any]) -> ControlBase:
 
 
 def _load_gligen(described: dict[str, Any]) -> ModelPatcher:
-    """As GLIGENLoader loads it. Raises Refused where it has another dtype than in ComfyUI."""
+    """Loads a GLIGEN model as GLIGENLoader does. Raises Refused where it has another dtype than in ComfyUI."""
     made = comfy.sd.load_gligen(described["path"])
     dtype = str(next(made.model.parameters()).dtype).removeprefix("torch.")
     if dtype != described["dtype"]:
@@ -146,7 +146,7 @@ def _load_gligen(described: dict[str, Any]) -> ModelPatcher:
 
 
 def _load_hypernetwork(described: dict[str, Any]) -> Any:
-    """The patch as HypernetworkLoader makes it, at strength 1."""
+    """Loads a patch as HypernetworkLoader does, at strength 1."""
     made = named(HYPERNETWORK_LOADER)(described["path"], 1.0)
     if made is None:
         raise Refused("file.unloadable", path=described["path"], reason="ComfyUI finds no hypernetwork in it")

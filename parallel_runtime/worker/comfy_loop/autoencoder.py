@@ -18,10 +18,10 @@ from ...jobs import Job, VAEJob
 from ...loading.fingerprint import model_fingerprint
 from ...loading.mapped import Mapped, load_mapped
 from ...specs import ModelSpec
-from ..vae.vaes import VAE
+from ..vaes import VAE
 from .comfyui import named
 
-NO_LIMIT_GIB = 1e9  # GiB
+NO_LIMIT_GIB = 1e9
 
 
 def load(spec: ModelSpec, device: torch.device, on_progress: Callable[[float], None], job: Job) -> VAE:
@@ -37,11 +37,15 @@ def load(spec: ModelSpec, device: torch.device, on_progress: Callable[[float], N
 
 def build(spec: ModelSpec, weights: Mapping[str, Tensor] | None, device: torch.device) -> nn.Module:
     """Returns the autoencoder that `spec` describes. Raises Refused where this rank's ComfyUI builds another one."""
+    dtype = getattr(torch, spec.weight_dtype)
     if spec.loader:
         model = load_mapped(Mapped, named(spec.loader), json.loads(spec.arguments), None).model
     else:
-        model = _of_weights(spec, weights)
-    dtype = getattr(torch, spec.weight_dtype)
+        if weights is None:
+            raise Refused("vae.weights")
+        model = comfy.sd.VAE(sd=dict(weights), metadata=json.loads(spec.arguments), dtype=dtype).first_stage_model
+        if model is None:
+            raise Refused("vae.unrecognised")
     model = model.to(dtype)
     if kind_of(model) != spec.kind:
         raise Refused("vae.kind", kind=kind_of(model))
@@ -80,12 +84,3 @@ def uniform_chunk_bytes(function: str, bytes_: int) -> Iterator[Callable[[int, i
         yield set_rows
     finally:
         setattr(module, name, original)
-
-
-def _of_weights(spec: ModelSpec, weights: Mapping[str, Tensor] | None) -> nn.Module:
-    if weights is None:
-        raise Refused("vae.weights")
-    vae = comfy.sd.VAE(sd=dict(weights), metadata=json.loads(spec.arguments), dtype=getattr(torch, spec.weight_dtype))
-    if vae.first_stage_model is None:
-        raise Refused("vae.unrecognised")
-    return vae.first_stage_model

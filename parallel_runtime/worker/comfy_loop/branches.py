@@ -16,7 +16,12 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 
+from ...engine.comm.mesh import MeshDim
+from ...engine.comm.votes import refuse_on_all_ranks
+from ...engine.pipeline.pipefusion import PipeFusion
 from ...errors import Refused
+from ...jobs import SamplingJob
+from ..batch_groups import all_gather, local_items
 from ..process.progress import Progress
 from ..step_cache import StepCache
 from .comfy_model import ComfyModel
@@ -30,16 +35,13 @@ Conds = list[list[dict[str, Any]] | None]
 
 class Branches:
     """A CALC_COND_BATCH wrapper that divides the branches of guidance over batch groups; each group evaluates all of
-    them where they are `batch_coupled`. ComfyUI batches at most `entries_per_call`, or any number at 0."""
+    them where the job is `batch_coupled`."""
 
-    def __init__(
-        self, model: ComfyModel, progress: Progress, *, batch_coupled: bool = False, entries_per_call: int = 0
-    ) -> None:
-        self._entries_per_call = entries_per_call
-        self._stages = None if batch_coupled else model.stages
-        self._groups = model.branch_groups
+    def __init__(self, model: ComfyModel, job: SamplingJob, progress: Progress) -> None:
+        self._entries_per_call = job.entries_per_call
+        self._stages = None if job.batch_coupled else model.stages
+        self._groups = MeshDim() if job.batch_coupled else model.mesh.cfg
         self._progress = progress
-        self._batch_coupled = batch_coupled
 
     def __call__(
         self, executor: Any, model: Any, conds: Conds, x: Tensor, timestep: Tensor, model_options: dict[str, Any]
@@ -51,14 +53,14 @@ class Branches:
 
     def _evaluate_split(self, executor: Any, model: Any, conds: Conds, x: Tensor, *args: Any) -> list[Tensor]:
         branches = [index for index, cond in enumerate(conds) if cond is not None]
-        if self._batch_coupled or self._groups.count == 1 or len(branches) < 2:
+        if self._groups.size == 1 or len(branches) < 2:
             return self._evaluate(executor, branches, model, conds, x, *args)
-        local = [branches[position] for position in self._groups.local_items(len(branches))]
+        local = [branches[position] for position in local_items(self._groups, len(branches))]
         local_conds: Conds = [cond if index in local else None for index, cond in enumerate(conds)]
-        with self._groups.refuse_on_all_ranks():
+        with refuse_on_all_ranks(self._groups):  # else the others wait in all_gather forever
             out = self._evaluate(executor, local, model, local_conds, x, *args)
         predictions = torch.stack([out[index] for index in local]) if local else x.new_empty((0, *x.shape))
-        for index, prediction in zip(branches, self._groups.all_gather(predictions, len(branches)), strict=True):
+        for index, prediction in zip(branches, all_gather(self._groups, predictions, len(branches)), strict=True):
             out[index] = prediction
         return out
 
@@ -89,7 +91,7 @@ def _limited_batches(model: Any, most: int) -> Iterator[None]:
 @contextmanager
 def with_step_cache(model: ComfyModel, patcher: RankPatcher) -> Iterator[StepCache | None]:
     """Runs `patcher`, which is loaded, with a step cache, one branch after another. Yields None at step_cache 0."""
-    threshold = model.options.step_cache
+    threshold = model.parallelism.options.step_cache
     if not threshold:
         yield None
         return
@@ -135,14 +137,10 @@ def one_by_one(executor: Any, model: Any, conds: list[Any], x: Tensor, *args: An
 
 
 @contextmanager
-def with_pipefusion(model: ComfyModel, patcher: ModelPatcher, sigmas: Tensor) -> Iterator[None]:
-    """Runs `patcher` at these noise levels with PipeFusion, where the model has it: exact at those of the first
-    `warmup_steps`, and with keys and values of this run alone."""
-    if (pipefusion := model.pipefusion) is None:
-        yield
-        return
-    steps = model.options.warmup_steps
-    before, after = sigmas[steps - 1 : steps + 1].tolist()
+def with_pipefusion(pipefusion: PipeFusion, patcher: ModelPatcher, sigmas: Tensor, warmup_steps: int) -> Iterator[None]:
+    """Runs `patcher` at these noise levels with PipeFusion: exact at those of the first `warmup_steps`, and with keys
+    and values of this run alone."""
+    before, after = sigmas[warmup_steps - 1 : warmup_steps + 1].tolist()
     last_exact = after + SIGMA_TOLERANCE * (before - after)
 
     def set_exact(executor: Any, inner: Any, conds: list[Any], x: Tensor, sigma: Tensor, *args: Any) -> list[Tensor]:

@@ -1,7 +1,9 @@
-"""One of ComfyUI's models on this rank: its ModelPatcher, the weight patches on it, and the clone that a job uses."""
+"""One of ComfyUI's models on this rank, loaded by ComfyUI's own loader: its ModelPatcher, the weight patches on it, and
+the clone that a job uses."""
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,16 +18,21 @@ from comfy.patcher_extension import WrappersMP
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ...architectures import architecture_of
 from ...engine.comm.mesh import ContextMesh
 from ...engine.comm.votes import all_gather_int, any_rank
+from ...engine.graphs.graph_runner import Unrecordable
 from ...engine.weights.placement import RankPlacement
 from ...errors import Refused
-from ...jobs import PARTNER, SamplingJob
-from ...specs import Compilation, Parallelism
-from ..models import Model, Unrecordable
+from ...jobs import PARTNER, Job, SamplingJob
+from ...loading import gguf
+from ...loading.mapped import load_mapped
+from ...specs import Compilation, ModelSpec, Parallelism
+from ..models import Model
 from ..step_cache import StepCache
 from .additional_models import AdditionalModels
-from .patcher import OffloadSet, RankPatcher
+from .comfyui import named
+from .patcher import OffloadSet, RankPatcher, WeightState
 from .rebuild import rebuild
 
 WeightPatches = Mapping[str, list[Any]]
@@ -50,6 +57,8 @@ class ComfyModel(Model):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.graph_runner.visible_kwargs = lambda kwargs: recordable_arguments(kwargs, self.attention)
+        self.graph_runner.settings = self.replaced_attributes
         self.patcher.weight_state.on_move = self.graph_runner.discard
         if self.partner is not None:
             self.takes_turns = self.partner.takes_turns = True
@@ -62,8 +71,8 @@ class ComfyModel(Model):
 
     @cached_property
     def common_compute_dtype(self) -> torch.dtype | None:
-        """The dtype in which all ranks compute where ComfyUI would choose several: a card without bfloat16 computes in
-        float16 or float32, but ranks exchange tensors of one dtype. None where all choose alike. Collective."""
+        """Returns the dtype in which all ranks compute where ComfyUI would choose several, as for a card without
+        bfloat16: ranks exchange tensors of one dtype. None where all choose alike. Collective."""
         local = self.patcher.model.get_dtype_inference()
         ranks = all_gather_int(PRECISIONS.index(local) if local in PRECISIONS else len(PRECISIONS))
         return PRECISIONS[min(ranks)] if len(set(ranks)) > 1 else None
@@ -71,7 +80,9 @@ class ComfyModel(Model):
     def parallelize(self, mesh: ContextMesh, parallelism: Parallelism) -> None:
         super().parallelize(mesh, parallelism)
         if self.partner is not None:
+            self.split_done = False
             self.partner.parallelize(mesh, parallelism)
+            self.split_done = True
 
     def compile(self, compilation: Compilation | None) -> None:
         super().compile(compilation)
@@ -104,9 +115,6 @@ class ComfyModel(Model):
                     if loaded.model is not None and not any(one.is_clone(loaded.model) for one in loading):
                         comfy.model_management.unload_model_and_clones(loaded.model)
         comfy.model_management.load_models_gpu([*patchers, *networks])
-
-    def visible_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return recordable_arguments(kwargs, self.attention)
 
     def clear_kv_cache(self) -> None:
         """Clears the keys of a prompt that HiDream O1 caches: they depend on the weights of the run before."""
@@ -153,16 +161,17 @@ class ComfyModel(Model):
         made.patches_uuid = uuid.uuid5(uuid.NAMESPACE_OID, f"{self.spec.patches_fingerprint} {self.spec.compute_dtype}")
         return made
 
-    def partner_in(self, job: SamplingJob) -> tuple[ComfyModel, SamplingJob] | None:
-        """Returns the model of the negative prompt, and the job as it is for it; None where there is only one."""
+    def with_partner(self, job: SamplingJob) -> list[tuple[ComfyModel, SamplingJob]]:
+        """Returns this model with its job; and the model of the negative prompt with the job as it is for that, where
+        the guider has two."""
         if self.partner is None or job.partner is None or self.spec.partner is None:
-            return None
+            return [(self, job)]
         self.partner.spec = replace(self.spec.partner, patches_fingerprint=self.spec.patches_fingerprint)
         patches = None
         if job.weight_patches is not None:
             names = (name for name in job.weight_patches if name.startswith(PARTNER))
             patches = {name.removeprefix(PARTNER): job.weight_patches[name] for name in names}
-        return self.partner, replace(job, **job.partner, weight_patches=patches, partner=None)
+        return [(self, job), (self.partner, replace(job, **job.partner, weight_patches=patches, partner=None))]
 
     @property
     def additional_weights(self) -> list[Tensor]:
@@ -176,8 +185,42 @@ class ComfyModel(Model):
         self.patcher.size = 0  # at the next load it may have other blocks
         self.additional.drop(self)
 
-    def onload(self, device: torch.device) -> None:
+    def onload(self) -> None:
         """Does nothing: ComfyUI loads the clone that a job uses."""
+
+
+def load(
+    additional: AdditionalModels, spec: ModelSpec, device: torch.device, on_progress: Callable[[float], None], _: Job
+) -> ComfyModel:
+    """Loads the model. Raises Refused where this rank's ComfyUI has the weights in another dtype than the host's."""
+    on_progress(0.0)
+    arguments = json.loads(spec.arguments, object_hook=_out_of_json)
+    if spec.loader == gguf.LOADER:
+        patcher: Any = gguf.load(RankPatcher, *arguments)
+    else:
+        patcher = load_mapped(RankPatcher, named(spec.loader), arguments, spec.index)
+    dtype = str(patcher.model.get_dtype()).removeprefix("torch.")
+    if dtype != spec.weight_dtype:
+        raise Refused("model.dtype", dtype=dtype, expected=spec.weight_dtype)
+    # ComfyUI batches conditioning by free memory, which differs between ranks: here all prompts fit.
+    patcher.model.memory_required = lambda *args, **kwargs: 0
+    patcher.weight_state = WeightState()
+    on_progress(1.0)
+    network = patcher.model.diffusion_model
+    return ComfyModel(
+        spec,
+        network,
+        architecture_of(network),
+        patcher=patcher,
+        device=device,
+        additional=additional,
+        partner=None if spec.partner is None else load(additional, spec.partner, device, on_progress, _),
+    )
+
+
+def _out_of_json(value: dict[str, Any]) -> Any:
+    """Decodes the dtypes that nodes/describe/model.py encodes."""
+    return getattr(torch, value["torch.dtype"]) if value.keys() == {"torch.dtype"} else value
 
 
 def recordable_arguments(kwargs: dict[str, Any], attention: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import os
@@ -33,8 +32,10 @@ def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
     """
     sys.path.insert(0, setup.root)
     import comfy.options
+    import comfyui_version
 
-    _check_version(setup)
+    if setup.version not in ("", comfyui_version.__version__):
+        raise Refused("comfyui.version", version=setup.version, other=comfyui_version.__version__, folder=setup.root)
     os.chdir(setup.folder)  # flags may name folders from there
     sys.argv = ["main.py", *_flags(setup, device)]
     comfy.options.enable_args_parsing()
@@ -46,6 +47,18 @@ def import_comfyui(setup: ComfySetup, device: torch.device) -> None:
     _check_off()
 
 
+def _flags(setup: ComfySetup, device: torch.device) -> list[str]:
+    """Returns the host's flags for a worker on this device. ComfyUI accepts no other VRAM flag with --cpu."""
+    import comfy.options
+
+    known = Path(comfy.options.__file__).with_name("cli_args.py").read_text()  # ComfyUI exits for any other flag
+    off = [flag for flag in OFF if f'"{flag}"' in known]
+    flags = [flag for flag in setup.flags if flag not in {*OFF, *ON, "--cpu"}]
+    if device.type != "cpu":
+        return [*flags, *off]
+    return ["--cpu", *(flag for flag in flags if flag not in VRAM_FLAGS), *off]
+
+
 def _check_off() -> None:
     """Raises Refused where ComfyUI has dynamic VRAM or its compiler on. In the versions that we know, only main.py
     turns on dynamic VRAM, and only a flag the compiler."""
@@ -55,41 +68,12 @@ def _check_off() -> None:
     import comfyui_version
 
     args, patcher = comfy.cli_args.args, comfy.model_patcher
-    dynamic = getattr(patcher, "ModelPatcherDynamic", ())
-    for what, on, flag in (
-        ("dynamic VRAM", getattr(comfy.memory_management, "aimdo_enabled", False), OFF[0]),
-        ("dynamic VRAM", issubclass(patcher.CoreModelPatcher, dynamic), OFF[0]),
-        ("its model compiler", not getattr(args, "disable_comfy_compiler", True), OFF[1]),
-        ("its model compiler", getattr(args, "enable_comfy_compiler", False), OFF[1]),
-    ):
+    dynamic = issubclass(patcher.CoreModelPatcher, getattr(patcher, "ModelPatcherDynamic", ()))
+    dynamic_vram = dynamic or getattr(comfy.memory_management, "aimdo_enabled", False)
+    compiler = not getattr(args, "disable_comfy_compiler", True) or getattr(args, "enable_comfy_compiler", False)
+    for what, on, flag in (("dynamic VRAM", dynamic_vram, OFF[0]), ("its model compiler", compiler, OFF[1])):
         if on:
             raise Refused("comfyui.flag", version=comfyui_version.__version__, what=what, flag=flag)
-
-
-def _check_version(setup: ComfySetup) -> None:
-    """Raises Refused where this machine's ComfyUI has another version than the host's."""
-    import comfyui_version
-
-    if setup.version not in ("", comfyui_version.__version__):
-        raise Refused("comfyui.version", version=setup.version, other=comfyui_version.__version__, folder=setup.root)
-
-
-def _flags(setup: ComfySetup, device: torch.device) -> list[str]:
-    """Returns the host's flags for a worker on this device. ComfyUI accepts no other VRAM flag with --cpu."""
-    off = [flag for flag in OFF if flag in _known_flags()]
-    flags = [flag for flag in setup.flags if flag not in {*OFF, *ON, "--cpu"}]
-    if device.type != "cpu":
-        return [*flags, *off]
-    return ["--cpu", *(flag for flag in flags if flag not in VRAM_FLAGS), *off]
-
-
-def _known_flags() -> set[str]:
-    """Returns the flags that this ComfyUI knows: it exits at import for any other one."""
-    import comfy.options
-
-    code = ast.parse(Path(comfy.options.__file__).with_name("cli_args.py").read_text())
-    texts = (node.value for node in ast.walk(code) if isinstance(node, ast.Constant) and isinstance(node.value, str))
-    return {text for text in texts if text.startswith("--")}
 
 
 def named(reference: str) -> Any:
@@ -107,7 +91,9 @@ def module_named(name: str) -> ModuleType:
     """Imports a module of ComfyUI; extra nodes by file, as the host does, since some have circular imports."""
     if not name.startswith(EXTRA_NODES):
         return importlib.import_module(name)
-    path = os.path.join(comfy_root(), *name.split("."))
+    import comfy.options
+
+    path = str(Path(comfy.options.__file__).resolve().parents[1].joinpath(*name.split(".")))
     if path not in sys.modules:
         spec = importlib.util.spec_from_file_location(path, f"{path}.py")
         assert spec is not None
@@ -115,9 +101,3 @@ def module_named(name: str) -> ModuleType:
         sys.modules[path] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[path])
     return sys.modules[path]
-
-
-def comfy_root() -> str:
-    import comfy.options
-
-    return os.path.dirname(os.path.dirname(os.path.realpath(comfy.options.__file__)))

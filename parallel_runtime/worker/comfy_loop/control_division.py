@@ -1,4 +1,5 @@
-"""Makes ControlNets context parallel for one run, like the network that their residuals are added to.
+"""Divides the ControlNets of one run on this rank: the entries of a batch over batch groups, and the forward over the
+ranks of one sequence, like the network that their residuals are added to. ComfyUI's own loop calls them.
 
 In a run with a UNet all residuals are this rank's rows: full ones are split before they are added to others.
 """
@@ -14,57 +15,84 @@ from comfy.controlnet import ControlBase, T2IAdapter
 from torch import Size, Tensor, nn
 
 from ...architectures.control_networks import ControlRowPlan, control_plan_of
+from ...engine.comm.mesh import MeshDim
+from ...engine.comm.ranks import rank
 from ...engine.rows.row_division import RowDivision, split_residuals
 from ...engine.split.parallelize import parallelize_control, unparallelize
 from ...engine.split.streams import PARALLELIZED
+from ..batch_groups import local_entries, select_entries
 from ..models import Model
-from .control_run import network_of
-
-OfNetwork = tuple[nn.Module, Sequence[ControlBase]]  # and the ControlNets of a run that it is the network of
 
 log = logging.getLogger(__name__)
 
 
+def of_conds(conds: dict[str, list[dict[str, Any]]]) -> list[ControlBase]:
+    """Returns all ControlNets of these conditions, each once, with those that they are chained to."""
+    controls: dict[ControlBase, None] = {}
+    for control in (cond.get("control") for branch in conds.values() for cond in branch):
+        while control is not None:
+            controls[control] = None
+            control = control.previous_controlnet
+    return list(controls)
+
+
 @contextmanager
-def divided(controls: Iterable[ControlBase], model: Model) -> Iterator[None]:
-    """Within it the networks of these ControlNets, which a run has prepared, run over the context ranks of the `model`.
-    It undoes that in the end: in the next run these ranks may have different prompts, which would be mixed silently."""
-    with ExitStack() as undo:
-        if model.splits_tokens:
-            _divide(undo, list(_by_network(controls)), model)
+def own_entries(controls: Iterable[ControlBase], dim: MeshDim) -> Iterator[None]:
+    """Has the networks of these ControlNets, which a run has prepared, compute only the entries of this batch group in
+    this context. The network's own call, not `get_control`, gets fewer entries: that would cut the batch of hints."""
+
+    def select(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        batch = len(kwargs["x"] if "x" in kwargs else args[0])
+        entries = local_entries(dim, batch)
+        return select_entries(args, entries, batch), select_entries(kwargs, entries, batch)
+
+    with ExitStack() as hooks:
+        for network in _by_network(controls) if dim.size > 1 else ():
+            hooks.enter_context(network.register_forward_pre_hook(select, with_kwargs=True))
         yield
 
 
-def _by_network(controls: Iterable[ControlBase]) -> Iterable[OfNetwork]:
+@contextmanager
+def divided(controls: Iterable[ControlBase], model: Model) -> Iterator[None]:
+    """Has the networks of these ControlNets, which a run has prepared, run over the context ranks of the `model` in
+    this context. In the next run these ranks may have different prompts, which would be mixed silently."""
+    with ExitStack() as undo:
+        if model.parallelism.splits_tokens:
+            _divide(undo, _by_network(controls), model)
+        yield
+
+
+def _by_network(controls: Iterable[ControlBase]) -> dict[nn.Module, list[ControlBase]]:
+    """Returns the ControlNets of each network; a Control-LoRA has one only in a run that has begun."""
     users: dict[nn.Module, list[ControlBase]] = {}
     for control in controls:
-        if (network := network_of(control)) is not None:
+        network = getattr(control, "t2i_model", None) or getattr(control, "control_model", None)
+        if network is not None:
             users.setdefault(network, []).append(control)
-    return users.items()
+    return users
 
 
-def _divide(undo: ExitStack, networks: Sequence[OfNetwork], model: Model) -> None:
-    division, undivided = getattr(model.network, PARALLELIZED), list[OfNetwork]()
-    for network, users in networks:
-        if reason := _undivided_reason(network, users, model):
-            _log_undivided(model, users[0], reason)
-            undivided.append((network, users))
+def _divide(undo: ExitStack, users: dict[nn.Module, list[ControlBase]], model: Model) -> None:
+    division, undivided = getattr(model.network, PARALLELIZED), list[nn.Module]()
+    for network, controls in users.items():
+        if reason := _undivided_reason(network, controls, model):
+            _log_undivided(controls[0], reason)
+            undivided.append(network)
     if isinstance(division, RowDivision):
-        for control in (control for _, users in undivided for control in users):
+        for control in (control for network in undivided for control in users[network]):
             undo.enter_context(_split_by_rows(control, division))
     elif undivided:  # its full residuals would be added to parts of others
         return
-    for network, users in networks:
-        if (network, users) not in undivided:
+    for network in users:  # in the same order on all ranks
+        if network not in undivided:
             _divide_network(network, model)
             undo.callback(unparallelize, network)
 
 
 def _divide_network(network: nn.Module, model: Model) -> None:
-    plan, parallelism = control_plan_of(network), model.parallelism
+    plan = control_plan_of(network)
     assert plan is not None
-    assert parallelism is not None
-    parallelize_control(network, plan, model.network, model.mesh, parallelism)
+    parallelize_control(network, plan, model.network, model.mesh, model.parallelism)
 
 
 def _undivided_reason(network: nn.Module, users: Sequence[ControlBase], model: Model) -> str:
@@ -81,17 +109,15 @@ def _undivided_reason(network: nn.Module, users: Sequence[ControlBase], model: M
     return ""
 
 
-def _log_undivided(model: Model, control: ControlBase, reason: str) -> None:
+def _log_undivided(control: ControlBase, reason: str) -> None:
     """Logs one line a run, on rank 0; none for a T2I adapter, which is computed once a run."""
-    mesh = model.mesh
-    first = not any(mesh_dim.index for mesh_dim in (mesh.pipeline, mesh.data, mesh.cfg, mesh.context))
-    if first and not isinstance(control, T2IAdapter):
+    if rank() == 0 and not isinstance(control, T2IAdapter):
         log.warning("[CP] a ControlNet (%s) runs undivided on each rank: %s", type(control).__name__, reason)
 
 
 @contextmanager
 def _split_by_rows(control: ControlBase, division: RowDivision) -> Iterator[None]:
-    """Within it an undivided ControlNet or T2I adapter returns this rank's rows of its residuals."""
+    """Has an undivided ControlNet or T2I adapter return this rank's rows of its residuals in this context."""
     get, merge, latents = control.get_control, control.control_merge, list[Size]()
 
     def get_control(x_noisy: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -4,67 +4,60 @@ from __future__ import annotations
 
 from typing import Any
 
-import comfy.model_management
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ...errors import Refused, quoted
 from ...jobs import MAX_CACHED_PROMPTS, EvaluationJob
-from ..kernel_advice import KernelAdvisor
+from ..kernel_advice import kernel_advice
 from ..process.progress import Progress
 from .comfy_model import ComfyModel
-from .patcher import RankPatcher
 from .rebuild import rebuild
 
 METHODS = ("forward", "preprocess_text_embeds")  # methods of a network that ComfyUI's code calls from outside
 
 
-class Evaluations:
-    """Runs EvaluationJobs, and keeps the conditions of a model's last prompts, so that a step sends only its latent."""
-
-    def __init__(self) -> None:
-        self._advisor = KernelAdvisor()
-
-    def __call__(self, model: ComfyModel, job: EvaluationJob, progress: Progress) -> dict[str, Any]:
-        """Returns {"out": what the network gives: a tensor [B, C_out, (T,) H, W], or several in a list}."""
-        patcher, device = model.clone(job.weight_patches, progress.loading), comfy.model_management.get_torch_device()
-        options = None if job.options is None else _options(model, job.options, patcher)
-        model.load([patcher])
-        progress.heartbeat()
-        if job.conds is not None:
-            model.clear_kv_cache()
-            model.conditions[job.prompt] = moved(job.conds, device)
-            for oldest in list(model.conditions)[:-MAX_CACHED_PROMPTS]:
-                del model.conditions[oldest]
-        if job.prompt not in model.conditions:
-            raise Refused("conds.unsent")
-        if job.method not in METHODS:
-            raise Refused("job.method", method=quoted(job.method), methods=", ".join(METHODS))
-        arguments = {**moved(job.call_arguments, device), **model.conditions[job.prompt]}
-        if model.spec.compute_dtype:  # a cp_config may set another one than ComfyUI's process computes in
-            arguments = _cast(arguments, getattr(torch, model.spec.compute_dtype))
-        if options is not None:
-            arguments["transformer_options"] = moved(options, device)
-            if model.attention is not None:
-                arguments["transformer_options"].setdefault("optimized_attention_override", model.attention)
-        if job.method != "forward":
-            return {"out": getattr(model.network, job.method)(**arguments)}
-        latents = arguments[next(iter(job.call_arguments))]
-        x = latents if torch.is_tensor(latents) else latents[0]
-        with self._advisor(model, x):
-            out = model.data_parallel(model.network, len(x), batch_coupled=job.batch_coupled, **arguments)
-        for tensor in out if isinstance(out, list | tuple) else [out]:
-            progress.compare_prediction(tensor)
-        return {"out": out}
+def evaluate(model: ComfyModel, job: EvaluationJob, progress: Progress) -> dict[str, Any]:
+    """Returns {"out": what the network gives: a tensor [B, C_out, (T,) H, W], or several in a list}."""
+    patcher, device = model.clone(job.weight_patches, progress.loading), model.device
+    options: dict[str, Any] | None = None
+    if job.options is not None:
+        with model.additional.of_job(model) as load_additional:
+            options = rebuild(job.options, load_additional)
+        patcher.model_options["transformer_options"] = options  # so that ComfyUI loads the patches' models
+    model.load([patcher])
+    progress.heartbeat()
+    arguments = {**moved(job.call_arguments, device), **_conditions(model, job, device)}
+    if job.method not in METHODS:
+        raise Refused("job.method", method=quoted(job.method), methods=", ".join(METHODS))
+    if model.spec.compute_dtype:  # a cp_config may set another one than ComfyUI's process computes in
+        arguments = _cast(arguments, getattr(torch, model.spec.compute_dtype))
+    if options is not None:
+        arguments["transformer_options"] = moved(options, device)
+        if model.attention is not None:
+            arguments["transformer_options"].setdefault("optimized_attention_override", model.attention)
+    if job.method != "forward":
+        return {"out": getattr(model.network, job.method)(**arguments)}
+    latents = arguments[next(iter(job.call_arguments))]
+    x = latents if torch.is_tensor(latents) else latents[0]
+    with kernel_advice(model, x):
+        out = model.data_parallel(model.network, len(x), batch_coupled=job.batch_coupled, **arguments)
+    progress.compare_ranks("an evaluation", "prediction", *(out if isinstance(out, list | tuple) else [out]))
+    return {"out": out}
 
 
-def _options(model: ComfyModel, described: dict[str, Any], patcher: RankPatcher) -> dict[str, Any]:
-    """Rebuilds the transformer_options and sets them on `patcher`, with which ComfyUI loads the patches' models."""
-    with model.additional.of_job(model) as load_additional:
-        options: dict[str, Any] = rebuild(described, load_additional)
-    patcher.model_options["transformer_options"] = options
-    return options
+def _conditions(model: ComfyModel, job: EvaluationJob, device: torch.device) -> dict[str, Any]:
+    """Returns the conditions of the job's prompt. The model keeps those of its last prompts, so that a step sends only
+    its latent."""
+    if job.conds is not None:
+        model.clear_kv_cache()
+        model.conditions[job.prompt] = moved(job.conds, device)
+        for oldest in list(model.conditions)[:-MAX_CACHED_PROMPTS]:
+            del model.conditions[oldest]
+    if job.prompt not in model.conditions:
+        raise Refused("conds.unsent")
+    return model.conditions[job.prompt]
 
 
 def _cast(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

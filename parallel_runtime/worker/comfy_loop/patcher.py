@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,7 +177,9 @@ class RankPatcher(Mapped):
         return prefetcher
 
     def _add(self, prefetcher: BlockPrefetcher, unit: torch.nn.Module, *, block: bool, resident: bool) -> None:
-        originals = {name: self.file_views[name] for name in self._parameter_names(unit)}
+        path = next(name for name, module in self.model.named_modules() if module is unit)
+        names = [f"{path}.{name}" for name, _ in unit.named_parameters()]
+        originals = {name: self.file_views[name] for name in names}
         current = dict(zip(originals, unit.parameters(), strict=True))
         # Where main memory is the device, weights without patches stay in the mapped file.
         if not prefetcher.source.staged and all(
@@ -188,15 +190,6 @@ class RankPatcher(Mapped):
         prefetcher.add(unit, block=block, resident=resident)
         for name, weight in originals.items():
             self.backup.setdefault(name, Backup(weight, False))
-
-    def _parameter_names(self, unit: torch.nn.Module) -> Iterator[str]:
-        """Returns the names of the unit's parameters in the model."""
-        path = next(name for name, module in self.model.named_modules() if module is unit)
-        return (f"{path}.{name}" for name, _ in unit.named_parameters())
-
-    def _owner(self, key: str) -> tuple[torch.nn.Module, str]:
-        path, _, name = key.rpartition(".")
-        return self.model.get_submodule(path), name
 
     def _repatch(self, device: torch.device) -> int:
         """Merges the patches that are other objects than before: after a changed LoRA all that were sent. ComfyUI

@@ -16,12 +16,10 @@ import torch
 from ...errors import Refused
 from ...loading.fingerprint import code_fingerprint
 from .comfyui import module_named, named
-from .control_run import make
 
 LOCAL = ".<locals>."
 
-
-LoadAdditional = Callable[[dict[str, Any]], Any]
+LoadAdditional = Callable[[dict[str, Any]], Any]  # loads what a description of nodes/describe names
 
 
 def rebuild(described: Any, load_additional: LoadAdditional | None = None) -> Any:
@@ -81,15 +79,23 @@ class Rebuilder:
         return self._load_additional(described)
 
     def _control_net(self, described: dict[str, Any]) -> Any:
-        made = make(self._model_patch(described), described, self.rebuild, Encoded(described))
-        self._made[described["number"]] = made
+        """Makes a ControlNet for one run, so that nothing is left of another one's hint."""
+        made = self._made[described["number"]] = self._model_patch(described).copy()
+        for name, value in described["settings"].items():
+            setattr(made, name, self.rebuild(value))
+        if described["hint"] is not None:
+            made.cond_hint_original = made.cond_hint = described["hint"].to(comfy.model_management.get_torch_device())
+            made.vae = Encoded(described)
+        else:
+            made.cond_hint_original = described["image"].movedim(-1, 1)
+            made.extra_concat_orig = described["masks"]
+        made.previous_controlnet = self.rebuild(described["previous"])
         return made
 
     def _network(self, described: dict[str, Any]) -> Any:
         return self.rebuild(described["of"]).model
 
-    def _gligen(self, described: dict[str, Any]) -> Any:
-        return self._model_patch(described)
+    _gligen = _model_patch
 
     def _hypernetwork(self, described: dict[str, Any]) -> Any:
         loaded = self._model_patch(described)
@@ -109,7 +115,8 @@ class Rebuilder:
         outermost, *inner = path.split(LOCAL)
         codes = [named(f"{module}:{outermost}").__code__]
         for name in inner:
-            codes = [part for code in codes for part in code.co_consts if _is_code(part, name)]
+            inside = [part for code in codes for part in code.co_consts if isinstance(part, CodeType)]
+            codes = [part for part in inside if part.co_name == name]
         code = next((code for code in codes if code_fingerprint(code) == described["code"]), None)
         if code is None:
             raise Refused("comfyui.changed", name=described["name"])
@@ -134,10 +141,6 @@ class Rebuilder:
         vars(made).update(self.rebuild(described["attributes"]))
         self._made[described["number"]] = made
         return made
-
-
-def _is_code(constant: object, name: str) -> bool:
-    return isinstance(constant, CodeType) and constant.co_name == name
 
 
 class Encoded:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import comfy.model_management
 import comfy.samplers
 import comfy.utils
 import torch
@@ -18,14 +18,13 @@ from torch import Tensor
 
 from ...jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...loading.random_states import random_states, set_random_states
-from ..batch_groups import BatchGroups, entry_by_entry
-from ..kernel_advice import KernelAdvisor
+from ..batch_groups import entry_by_entry
+from ..kernel_advice import kernel_advice
 from ..process.progress import Progress
 from .branches import KEY, Branches, with_pipefusion, with_step_cache
 from .comfy_model import ComfyModel
 from .comfyui import named
-from .control_division import divided
-from .control_run import of_conds, own_entries
+from .control_division import divided, of_conds, own_entries
 from .patcher import RankPatcher
 from .rebuild import LoadAdditional, Rebuilder, rebuild
 
@@ -44,64 +43,27 @@ def run(model: ComfyModel, job: SamplingJob, progress: Progress) -> dict[str, An
         progress.step(step, total, x0, x)
 
     with model.additional.of_job(model) as load_additional:
-        pairs = [pair for pair in ((model, job), model.partner_in(job)) if pair is not None]
-        patchers = [_patcher(*pair, progress, load_additional) for pair in pairs]
+        patchers = [_patcher(*pair, progress, load_additional) for pair in model.with_partner(job)]
         conds = rebuild(job.conds, load_additional)
     patcher = patchers[0]
     controls = of_conds(conds)
-    branches = Branches(model, progress, batch_coupled=job.batch_coupled, entries_per_call=job.entries_per_call)
-    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, branches)
+    patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, Branches(model, job, progress))
     together = job.batch_coupled or job.images_coupled
     wrapper = _apply_model_wrapper(model, progress, batch_coupled=together)
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, wrapper)
-    groups = model.data_groups(batch_coupled=together)
-    patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, _control_wrapper(controls, groups, model))
+    wrapper = _control_wrapper(controls, model, batch_coupled=together)
+    patcher.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, wrapper)
     model.load(patchers, controls)
     model.clear_kv_cache()
+    model.benchmarked.clear()  # one that failed is repeated
     progress.heartbeat()
-    with with_step_cache(model, patcher) as cache, with_pipefusion(model, patcher, job.sigmas):
+    pipefusion, warmup_steps = model.stages and model.stages.pipefusion, model.parallelism.options.warmup_steps
+    in_patches = with_pipefusion(pipefusion, patcher, job.sigmas, warmup_steps) if pipefusion else nullcontext()
+    set_random_states(job.random_states, model.device)
+    with with_step_cache(model, patcher) as cache, in_patches:
         samples = _sample(job, patchers, conds, on_step)
     skipped = cache.counts(shared=not job.batch_coupled) if cache else None
-    states = random_states(comfy.model_management.get_torch_device())
-    return {"samples": samples, "last": last, "skipped": skipped, "random_states": states}
-
-
-def _sample(job: SamplingJob, patchers: Sequence[ModelPatcher], conds: Conds, on_step: OnStep) -> Tensor:
-    set_random_states(job.random_states, comfy.model_management.get_torch_device())
-    samples = _guider(job, patchers, conds).sample(
-        _unpacked(job.noise, job),
-        _unpacked(job.latent, job),
-        rebuild(job.sampler),
-        job.sigmas.clone(),
-        callback=lambda step, x0, x, total: on_step(step, _packed(x0), _packed(x), total),
-        disable_pbar=True,
-        seed=job.seed,
-    )
-    return _packed(samples)
-
-
-def _mask_wrapper(mask: Tensor, device: torch.device) -> Callable[..., Tensor]:
-    """Returns an OUTER_SAMPLE wrapper that sets the job's mask, which the host's ComfyUI has prepared: preparing it
-    again would mix up the masks of several images."""
-
-    def sample(
-        executor: Any, noise: Tensor, latent: Tensor, sampler: Any, sigmas: Tensor, _: None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        prepared = mask.to(device, copy=True)
-        return executor(noise, latent, sampler, sigmas, prepared, *args, **kwargs)
-
-    return sample
-
-
-def _unpacked(tensor: Tensor, job: SamplingJob) -> Any:
-    """Returns the latent as `sample` expects it; one of several streams (audio with video) is sent packed into one."""
-    if job.latent_shapes is None:
-        return tensor.clone()
-    return NestedTensor(comfy.utils.unpack_latents(tensor.clone(), [list(shape) for shape in job.latent_shapes]))
-
-
-def _packed(tensor: Any) -> Tensor:
-    return comfy.utils.pack_latents(tensor.unbind())[0] if tensor.is_nested else tensor
+    return {"samples": samples, "last": last, "skipped": skipped, "random_states": random_states(model.device)}
 
 
 def _patcher(model: ComfyModel, job: SamplingJob, progress: Progress, load_additional: LoadAdditional) -> RankPatcher:
@@ -127,27 +89,64 @@ def _patcher(model: ComfyModel, job: SamplingJob, progress: Progress, load_addit
     return patcher
 
 
+def rebuild_sampling(sampling: dict[str, Any]) -> torch.nn.Module:
+    """Rebuilds the host's `model_sampling`: the same bases, parameters and buffers."""
+    bases = tuple(named(name) for name in sampling["bases"])
+    module: torch.nn.Module = torch.nn.Module.__new__(type("ModelSampling", bases, {}))
+    torch.nn.Module.__init__(module)
+    for name, value in sampling["attributes"].items():
+        setattr(module, name, value.clone() if isinstance(value, torch.Tensor) else value)
+    for name, buffer in sampling["buffers"].items():
+        module.register_buffer(name, buffer.clone(), persistent=False)
+    return module
+
+
+def _mask_wrapper(mask: Tensor, device: torch.device) -> Callable[..., Tensor]:
+    """Returns an OUTER_SAMPLE wrapper that sets the job's mask, which the host's ComfyUI has prepared: preparing it
+    again would mix up the masks of several images."""
+
+    def sample(
+        executor: Any, noise: Tensor, latent: Tensor, sampler: Any, sigmas: Tensor, _: None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        prepared = mask.to(device, copy=True)
+        return executor(noise, latent, sampler, sigmas, prepared, *args, **kwargs)
+
+    return sample
+
+
 def _apply_model_wrapper(model: ComfyModel, progress: Progress, *, batch_coupled: bool) -> Callable[..., Any]:
     """Returns an APPLY_MODEL wrapper that reports each evaluation and divides its entries over the batch groups."""
-    advisor = KernelAdvisor()
 
     def apply(executor: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         progress.before_evaluation()
         evaluate = partial(entry_by_entry, executor) if model.stages and not batch_coupled else executor
-        with advisor(model, x):
+        with kernel_advice(model, x):
             return model.data_parallel(evaluate, x.shape[0], x, *args, batch_coupled=batch_coupled, **kwargs)
 
     return apply
 
 
-def _control_wrapper(controls: list[ControlBase], groups: BatchGroups, model: ComfyModel) -> Callable[..., Any]:
+def _control_wrapper(controls: list[ControlBase], model: ComfyModel, *, batch_coupled: bool) -> Callable[..., Any]:
     """Returns a SAMPLER_SAMPLE wrapper, which starts after ComfyUI has prepared the ControlNets."""
 
     def sample(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        with own_entries(controls, groups), divided(controls, model):
+        with own_entries(() if batch_coupled else controls, model.mesh.data), divided(controls, model):
             return executor(*args, **kwargs)
 
     return sample
+
+
+def _sample(job: SamplingJob, patchers: Sequence[ModelPatcher], conds: Conds, on_step: OnStep) -> Tensor:
+    samples = _guider(job, patchers, conds).sample(
+        _unpacked(job.noise, job),
+        _unpacked(job.latent, job),
+        rebuild(job.sampler),
+        job.sigmas.clone(),
+        callback=lambda step, x0, x, total: on_step(step, _packed(x0), _packed(x), total),
+        disable_pbar=True,
+        seed=job.seed,
+    )
+    return _packed(samples)
 
 
 def _guider(job: SamplingJob, patchers: Sequence[ModelPatcher], conds: Conds) -> comfy.samplers.CFGGuider:
@@ -160,13 +159,12 @@ def _guider(job: SamplingJob, patchers: Sequence[ModelPatcher], conds: Conds) ->
     return guider
 
 
-def rebuild_sampling(sampling: dict[str, Any]) -> torch.nn.Module:
-    """Rebuilds the host's `model_sampling`: the same bases, parameters and buffers."""
-    bases = tuple(named(name) for name in sampling["bases"])
-    module: torch.nn.Module = torch.nn.Module.__new__(type("ModelSampling", bases, {}))
-    torch.nn.Module.__init__(module)
-    for name, value in sampling["attributes"].items():
-        setattr(module, name, value.clone() if isinstance(value, torch.Tensor) else value)
-    for name, buffer in sampling["buffers"].items():
-        module.register_buffer(name, buffer.clone(), persistent=False)
-    return module
+def _unpacked(tensor: Tensor, job: SamplingJob) -> Any:
+    """Returns the latent as `sample` expects it; one of several streams (audio with video) is sent packed into one."""
+    if job.latent_shapes is None:
+        return tensor.clone()
+    return NestedTensor(comfy.utils.unpack_latents(tensor.clone(), [list(shape) for shape in job.latent_shapes]))
+
+
+def _packed(tensor: Any) -> Tensor:
+    return comfy.utils.pack_latents(tensor.unbind())[0] if tensor.is_nested else tensor

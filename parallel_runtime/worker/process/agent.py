@@ -1,17 +1,24 @@
 """Runs torchrun until the host ends: `python -m parallel_runtime.worker.process.agent REPORT <torchrun arguments>`. The
 host has the other end of stdin; REPORT is the descriptor of a pipe for the causes of workers' deaths.
 
-torchrun's agent survives its parent and, when killed, leaves its workers running; leash.py ends both.
+torchrun's agent survives its parent and, when killed, leaves its workers running. Two ways end our processes with the
+host, because each covers what the other cannot: the kernel kills a process with its parent, and the host's end of a
+pipe or socket closes when the host ends for any reason. torch is imported late: both must work before that.
 """
 
+from __future__ import annotations
+
+import ctypes
 import os
 import shutil
+import signal
 import sys
+import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from .leash import die_when
-
 AGENT_PID = "CP_AGENT_PID"
+PR_SET_PDEATHSIG = 1
 
 
 def main(report: Connection) -> None:
@@ -38,6 +45,30 @@ def main(report: Connection) -> None:
         first_line = str(error).partition("\n")[0]
         report.send_bytes(encode(Ended(error=f"{type(error).__name__}: {first_line}")))
         raise
+
+
+def die_when(wait: Callable[[], object], clean_up: Callable[[], object]) -> None:
+    """Calls `wait` on a thread; when it returns, calls `clean_up` and kills this process, whatever it is doing."""
+
+    def watch() -> None:
+        wait()
+        clean_up()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="end with the host", daemon=True).start()
+
+
+def die_with_parent(parent: int) -> None:
+    """Has the kernel SIGKILL this process when its parent dies; exits at once if `parent` has died already."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def end_parent(parent: int) -> None:
+    """Sends SIGKILL to the process `parent` if it still is our parent: a stopped one would not end by itself."""
+    if os.getppid() == parent:
+        os.kill(parent, signal.SIGKILL)
 
 
 if __name__ == "__main__":

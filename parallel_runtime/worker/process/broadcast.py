@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,24 +35,31 @@ def payload(bundle: int | None) -> int:
     return fd
 
 
-def check_files(files: Iterable[SourceFile]) -> None:
-    """Raises Refused for the first file that has changed, after checking all of them: the checks are collective."""
-    refused: list[Refused] = []
-    for file in files:
-        try:
-            _check(file)
-        except Refused as error:
-            refused.append(error)
-    if refused:
-        raise refused[0]
+def _broadcast(memory: mmap.mmap) -> None:
+    full: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    for piece in full.split(PIECE_BYTES):
+        dist.broadcast(piece, src=0)
 
 
-def _check(file: SourceFile) -> None:
-    """Collective where there are several machines."""
-    if machine_count() > 1:
-        _check_same(file.path)
-    if machine() == 0:
-        _check_unchanged(file)
+def check_files(files: Sequence[SourceFile]) -> None:
+    """Raises Refused for the first file that has changed since it was described, or, on another machine than
+    ComfyUI's, is missing or another file than there. Collective where there are several machines.
+
+    Machines compare samples of the weights: files of one architecture may have equal names and sizes. Times may differ.
+    """
+    # All of them before a refusal.
+    differing = [differing_ranks(_fingerprint(file.path)) if machine_count() > 1 else [] for file in files]
+    for file, other_ranks in zip(files, differing, strict=True):
+        if machine_count() > 1 and not os.path.isfile(file.path):
+            raise Refused("file.missing", path=file.path)
+        if rank() in other_ranks:
+            raise Refused("file.other", path=file.path)
+        if machine() == 0:
+            _check_unchanged(file)
+
+
+def _fingerprint(path: str) -> str:
+    return file_fingerprint(path) if os.path.isfile(path) else ""
 
 
 def _check_unchanged(file: SourceFile) -> None:
@@ -62,22 +69,3 @@ def _check_unchanged(file: SourceFile) -> None:
         raise Refused("file.gone", path=file.path) from None
     if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
         raise Refused("file.changed", path=file.path)
-
-
-def _check_same(path: str) -> None:
-    """Raises Refused where `path` is missing on this machine, or is another file than on rank 0's.
-
-    It compares samples of the weights: files of one architecture may have equal names and sizes. Times may differ.
-    """
-    exists = os.path.isfile(path)
-    differing = differing_ranks(file_fingerprint(path) if exists else "")
-    if not exists:
-        raise Refused("file.missing", path=path)
-    if rank() in differing:
-        raise Refused("file.other", path=path)
-
-
-def _broadcast(memory: mmap.mmap) -> None:
-    full: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    for piece in full.split(PIECE_BYTES):
-        dist.broadcast(piece, src=0)

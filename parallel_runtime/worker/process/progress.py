@@ -119,10 +119,21 @@ class Progress:
         self._start_timer(step + 1)
         if self._waited_seconds is not None:
             self._computed_seconds.append(self._step_seconds - self._waited_seconds)
-        if DEBUG or self._group_state.heterogeneous:
-            _check_equal(f"step {step + 1} of {total}", "latent", x0, x)
+        self.compare_ranks(f"step {step + 1} of {total}", "latent", x0, x)
         if rank() == 0:
-            self._previews.offer({"x0": x0, "x": x}, partial(self._send_step, Step(self._job, step, total)))
+            message = Step(self._job, step, total)
+            self._previews.offer(
+                {"x0": x0, "x": x}, lambda latents: self._channel.offer(message, write_bundle(latents))
+            )
+
+    def compare_ranks(self, after: str, what: str, *tensors: Tensor) -> None:
+        """Raises RuntimeError on every rank if any rank's tensors differ from rank 0's in any bit, where their devices
+        differ or with CP_DEBUG. Collective then."""
+        if not DEBUG and not self._group_state.heterogeneous:
+            return
+        if differing := differing_ranks(*tensors):
+            ranks = ", ".join(map(str, differing))
+            raise RuntimeError(f"after {after} the {what} of rank {ranks} differs from that of rank 0")
 
     def _start_timer(self, step: int) -> None:
         """Ends the timer of the last step and starts one for this step if it is timed. On the CPU the host's clock
@@ -139,18 +150,10 @@ class Progress:
         while len(self._steps) > 1 and self._steps[1].query():
             self._step_seconds = seconds_between(self._steps.popleft(), self._steps[0])
 
-    def _send_step(self, step: Step, latents: dict[str, Tensor]) -> None:
-        self._channel.offer(step, write_bundle(latents))
-
     def report_frames(self, frames: int, total: int) -> None:
         """Reports how many frames of a video have gone through a VAE."""
         if rank() == 0:
             self._channel.offer(Step(self._job, frames, total))
-
-    def compare_prediction(self, out: Tensor) -> None:
-        """Compares an evaluation's result between ranks, for a sampler in ComfyUI's process, which calls no `step`."""
-        if DEBUG or self._group_state.heterogeneous:
-            _check_equal("an evaluation", "prediction", out)
 
     def _send_heartbeat(self, loaded: float | None) -> None:
         """Sends a heartbeat if one is due, or at once when the phase has changed: the host's timeouts depend on it."""
@@ -176,9 +179,9 @@ class Previews:
 
     def __init__(self) -> None:
         self._arrived: Callable[[], bool] = lambda: False
-        self._send: Callable[[], None] | None = None  # sends the pending copy
+        self._send: Callable[[], object] | None = None  # sends the pending copy
 
-    def offer(self, latents: dict[str, Tensor], send: Callable[[dict[str, Tensor]], None]) -> None:
+    def offer(self, latents: dict[str, Tensor], send: Callable[[dict[str, Tensor]], object]) -> None:
         """Calls `send` with the latents in main memory: at once on the CPU, else in a later `offer` or `flush`."""
         self.flush()
         device = next(iter(latents.values())).device
@@ -200,10 +203,3 @@ class Previews:
         if self._send is not None and self._arrived():
             send, self._send = self._send, None
             send()
-
-
-def _check_equal(after: str, what: str, *tensors: Tensor) -> None:
-    """Raises RuntimeError on every rank if any rank's tensors differ from rank 0's in any bit. Collective."""
-    if differing := differing_ranks(*tensors):
-        ranks = ", ".join(map(str, differing))
-        raise RuntimeError(f"after {after} the {what} of rank {ranks} differs from that of rank 0")

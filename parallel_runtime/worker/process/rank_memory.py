@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
-def out_of_memory(device: torch.device, models: Iterable[Model]) -> Sentence:
+def out_of_memory(device: torch.device, models: Sequence[Model]) -> Sentence:
     """Returns a sentence that says what filled the memory, and one that says what to do."""
     sizes = [(model.name, weight_bytes(model.network) - model.nonresident_bytes) for model in models]
     most, free = (size / GIB for size in (_peak_bytes(device), free_bytes(device)))
@@ -40,15 +40,14 @@ def out_of_memory(device: torch.device, models: Iterable[Model]) -> Sentence:
     )
 
 
-def readings(device: torch.device, models: Iterable[Model], group_state: GroupState) -> Readings:
+def readings(device: torch.device, models: Sequence[Model], group_state: GroupState) -> Readings:
     """Returns the memory and kernel readings of this rank, which the page shows and the host plans by."""
     used, total = _used_and_total(device)
-    loaded = list(models)
-    graphs = _sum([model.graph_runner.stats for model in loaded])
+    graphs = _sum([model.graph_runner.stats for model in models])
     return Readings(
         used,
         total,
-        tuple(_model_memory(model, device) for model in loaded),
+        tuple(_model_memory(model, device) for model in models),
         benchmarks=benchmark_results(group_state)[-MAX_BENCHMARKS:],
         graphs=graphs,
         free_bytes=free_bytes(device),

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...architectures.autoencoders import COMPARED
-from ...engine.comm.mesh import participating_ranks
-from ...engine.comm.ranks import machine, machine_ranks
-from ...engine.comm.votes import refuse_on_all_ranks
-from ...engine.rows.conversion import Conversion, error_limit, share_of
-from ...engine.rows.row_share import Share
-from ...engine.split.streams import chunk_sizes
-from ...errors import Refused
-from ...jobs import VAEJob
-from ...loading.random_states import random_states, set_random_states
-from ...specs import ModelSpec, Parallelism
-from ..models import Model
-from ..process.progress import Progress
-from .watch import report_progress
+from ..architectures.autoencoders import COMPARED
+from ..engine.comm.mesh import MeshDim, participating_ranks
+from ..engine.comm.ranks import machine, machine_ranks
+from ..engine.comm.votes import refuse_on_all_ranks
+from ..engine.rows.conversion import Conversion, error_limit, share_of
+from ..engine.rows.row_share import Share
+from ..engine.split.streams import chunk_sizes
+from ..errors import Refused
+from ..jobs import VAEJob
+from ..loading.random_states import random_states, set_random_states
+from ..specs import ModelSpec, Parallelism
+from .models import Model
+from .process.progress import Progress
 
+VOTE_EVERY = 32  # divided functions between two votes; a cancel waits for as many
 TrialKey = tuple[ModelSpec, str, tuple[int, ...], int, bool]
 
 
@@ -60,7 +63,7 @@ class VAEs:
         return {"random_states": random_states(self._device)}
 
     def _run(self, vae: VAE, job: VAEJob, progress: Progress) -> None:
-        from ..comfy_loop.autoencoder import uniform_chunk_bytes  # ComfyUI exists only once its root is known
+        from .comfy_loop.autoencoder import uniform_chunk_bytes  # ComfyUI exists only once its root is known
 
         ranks = participating_ranks(_rows_by_rank(max(job.x.shape[-2:]) // job.unit, tuple(job.shares)), self._device)
         if ranks is None:
@@ -116,3 +119,34 @@ def _compare(work: Conversion, x: Tensor, share: Share) -> None:
     allowed = error_limit(x.dtype)
     if not error <= allowed:
         raise Refused("vae.inexact", error=f"{error:.1e}", allowed=f"{allowed:.0e}")
+
+
+@contextmanager
+def report_progress(progress: Progress, ranks: MeshDim, model: nn.Module, job: VAEJob) -> Iterator[Callable[[], None]]:
+    """Reports heartbeats and frames, and cancels all ranks together, while a VAE runs in this context. Yields a
+    function to call before each divided function."""
+    ticks, frames = count(1), 0
+    total = (job.shape if job.method == "decode" else job.x.shape)[2] if job.x.ndim == 5 else 0
+    layer = _frame_layer(model, job.method) if total > 1 else None
+
+    def tick() -> None:
+        progress.heartbeat()
+        if next(ticks) % VOTE_EVERY == 0:
+            progress.vote(ranks)
+
+    def count_frames(_: nn.Module, args: Any, out: Any) -> None:
+        nonlocal frames
+        if (tensor := next((value for value in (out, *args) if isinstance(value, Tensor)), None)) is not None:
+            frames += tensor.shape[2] if tensor.ndim == 5 else tensor.shape[0]
+            progress.report_frames(min(frames, total), total)
+
+    progress.vote(ranks)
+    with layer.register_forward_hook(count_frames) if layer else nullcontext():
+        yield tick
+
+
+def _frame_layer(model: nn.Module, method: str) -> nn.Module | None:
+    """Returns a layer that every frame passes once: the decoder's last convolution, or the encoder's first."""
+    part = getattr(model, "decoder" if method == "decode" else "encoder", None)
+    convs = [module for module in part.modules() if isinstance(module, nn.Conv2d | nn.Conv3d)] if part else []
+    return (convs[-1] if method == "decode" else convs[0]) if convs else None

@@ -1,1 +1,0 @@
-"""Runs ComfyUI's VAEs; each rank computes its rows of the picture."""
