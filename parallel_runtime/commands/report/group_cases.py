@@ -20,8 +20,7 @@ from ...demo.words import demo_job
 from ...errors import WorkerDied
 from ...group.worker_group import WorkerGroup
 from ...specs import Parallelism, Placement
-from .cases import Case, Measurement, Setting
-from .clock import GIB
+from .measuring import GIB, Case, Measurement, Setting
 
 LONG = 2000  # steps of a run that somebody ends
 
