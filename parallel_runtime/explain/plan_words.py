@@ -1,17 +1,19 @@
-"""Puts the reasons of a plan into words, for CP Plan and the log: shares, other devices, replicated weights."""
+"""Puts the reasons of a plan into words, for CP Plan and the log: shares, devices, replicated weights, kernels."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+from ..accelerators import FALLBACK
 from ..errors import Sentence, listed, say
 from ..planning.network_stats import NetworkStats
 from ..planning.resolve import CLEARLY
 from ..planning.run_plan import RunPlan
 from ..planning.work_shares import are_uneven, work_percent
 from ..request import ParallelRequest
-from ..specs import BLOCK_BUFFERS
+from ..specs import BLOCK_BUFFERS, Parallelism
+from ..wire.readings import WORTH_TELLING, KernelBenchmark
 
 SHOWN = 4  # other plans, the best ones
 
@@ -78,3 +80,36 @@ def idle(plan: RunPlan) -> str:
     devices = plan.placement.devices * plan.placement.nnodes
     without = [device for device, share in zip(devices, plan.degrees.shares, strict=True) if not share]
     return say("note.workless", devices=", ".join(without))
+
+
+def kernel_sentences(benchmarks: Sequence[KernelBenchmark], degrees: Parallelism) -> list[str]:
+    """Returns a sentence on each benchmark by which auto chose kernels for these degrees."""
+    if degrees.options.attention_backend != "auto":
+        return []
+    what = "block" if degrees.ring_degree > 1 else "full" if degrees.ulysses_degree > 1 else "alone"
+    return [text for result in benchmarks if result.what == what and (text := _kernel(result))]
+
+
+def _kernel(result: KernelBenchmark) -> str:
+    times = dict(zip(result.kernels, result.microseconds, strict=True))
+    if result.what == "alone":
+        return _advice(result, times)
+    fastest, *others = (_timed(name, time) for name, time in times.items())
+    key = "kernel.ring" if result.what == "block" else "kernel.whole"
+    if not others:
+        return say(key, fastest=fastest, block=result.block)
+    return say(f"{key}.before", fastest=fastest, others=listed(others), block=result.block)
+
+
+def _timed(name: str, microseconds: float) -> Sentence:
+    time = f"{microseconds:g}"
+    return say("kernel.own", time=time) if name == FALLBACK else say("kernel.time", name=name, time=time)
+
+
+def _advice(result: KernelBenchmark, times: dict[str, float]) -> str:
+    """Advises a faster kernel to one worker, which keeps ComfyUI's own and its bits; "" where that gains little."""
+    fastest = result.kernels[0]
+    if times.get(FALLBACK, 0.0) <= WORTH_TELLING * times[fastest]:
+        return ""
+    values = {"own": f"{times[FALLBACK]:g}", "time": f"{times[fastest]:g}"}
+    return say("kernel.advice", block=result.block, fastest=fastest, **values)
