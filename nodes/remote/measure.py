@@ -15,7 +15,7 @@ from ...parallel_runtime.group.history import Cost
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.planning.request_checks import LEAST_STEPS
 from ...parallel_runtime.planning.run_plan import RunPlan
-from ...parallel_runtime.request import EngineOptions, ParallelRequest
+from ...parallel_runtime.request import ParallelRequest
 from .sampling_run import model_on_workers
 
 log = logging.getLogger(__name__)
@@ -26,31 +26,20 @@ STEPS = 4  # more than one, because the first takes longer
 def measure(
     model: Any, latent: dict[str, Any], positive: list, request: ParallelRequest, plan: RunPlan, cfg: float
 ) -> None:
-    """Samples with `request`, whose plan is `plan`, and on fewer devices with degrees on auto. Skips a number of
+    """Samples with `request`, whose plan is `plan`, and on fewer devices with default degrees. Skips a number of
     devices that is refused, for example for lack of memory."""
     devices = plan.placement.devices
     runtime.history.measuring = True
     try:
-        _measure_each(model, latent, positive, request, devices, cfg)
+        for count in device_counts(len(devices)):
+            measured = request if count == len(devices) else request.with_default_degrees
+            measured = replace(measured, devices=",".join(devices[:count]), nnodes=1, after_sampling="keep")
+            try:
+                _sample(model, latent, positive, measured, cfg)
+            except Refused as refused:
+                log.warning("[CP] CP Plan cannot measure %d device(s): %s", count, refused)
     finally:
         runtime.history.measuring = False
-
-
-def _measure_each(
-    model: Any, latent: dict[str, Any], positive: list, request: ParallelRequest, devices: Sequence[str], cfg: float
-) -> None:
-    for count in device_counts(len(devices)):
-        fewer = ParallelRequest(
-            dtype=request.dtype,
-            weights=request.weights,
-            devices=",".join(devices[:count]),
-            options=EngineOptions(cuda_graphs=request.options.cuda_graphs),
-        )
-        measured = replace(request, devices=",".join(devices)) if count == len(devices) else fewer
-        try:
-            _sample(model, latent, positive, replace(measured, nnodes=1, after_sampling="keep"), cfg)
-        except Refused as refused:
-            log.warning("[CP] CP Plan cannot measure %d device(s): %s", count, refused)
 
 
 def cost_of(plan: RunPlan, kind: Hashable) -> Cost:

@@ -29,9 +29,8 @@ def instead(
     """Returns the nearest request that works: with the `fix` that the refusal names, with all degrees on auto, on its
     devices with everything else on auto, or all of it on auto."""
     nothing = ParallelRequest(dtype=request.dtype)
-    automatic = {name: nothing.values[name] for name in (*DEGREES, "shares", "patches")}
-    free, devices = request.with_values(automatic), replace(nothing, devices=request.devices)
-    for candidate in (request.with_values(fix), free, devices):
+    devices = replace(nothing, devices=request.devices)
+    for candidate in (request.with_values(fix), request.with_default_degrees, devices):
         with contextlib.suppress(Refused):
             checked_plan(inputs(candidate))
             return candidate
