@@ -100,7 +100,7 @@ class Trial:
         os.kill(self.group.pids[-1], signal.SIGKILL)
 
     def free(self) -> None:
-        self.group.unload(spec())
+        self.group.free(spec())
 
     def end(self) -> None:
         if self._group is not None:

@@ -85,7 +85,7 @@ class Decode:
             } | memory_measurement(group)
 
     def freed(self, group: WorkerGroup) -> Measurement:
-        group.unload(self._spec)
+        group.free(self._spec)
         return memory_measurement(group)
 
     def _job(self) -> VAEJob:
