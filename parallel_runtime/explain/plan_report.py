@@ -20,16 +20,15 @@ from ..planning.memory_model import estimate_activation_bytes
 from ..planning.misfit import GIB, size_in_words
 from ..planning.network_stats import Work
 from ..planning.plan_inputs import PlanInputs
-from ..planning.resolve import CLEARLY
+from ..planning.resolve import CLEARLY, evaluate
 from ..planning.run_plan import RunPlan
 from ..planning.seconds import attention_bytes, evaluation_seconds
 from ..planning.stage_blocks import StageBlocks, busy_share, cached_key_value_bytes, stages_of, weight_ranges
 from ..request import ParallelRequest
-from ..specs import Parallelism, Placement
+from ..specs import Parallelism, Placement, WeightPlacement
 from ..wire.readings import KernelBenchmark
-from .memory_words import memory, placed, weights
 from .plan_picture import Part, parts
-from .plan_words import idle, kernel_sentences, shares_in_words, unused, why_replicated
+from .plan_words import idle, kernel_sentences, memory, shares_in_words, unused, weights, why_replicated
 from .remedy import Change
 
 Kind = Literal["model", "row", "note", "trouble"]
@@ -128,7 +127,8 @@ def report(
     measured = profile is not None and profile.bytes_per_second > 0
     by_auto = "degrees.measured" if measured else "degrees.unmeasured"
     chosen = by_auto if inputs.is_free and degrees.context_parallel_size > 1 else "degrees"
-    estimate = placed(plan, work, capacity)
+    replicated = replace(plan, weights=WeightPlacement(), entries_per_call=0)
+    estimate = plan.estimate or evaluate(replicated, inputs)
     notes = [
         *_warnings(subject, plan, inputs.guided, estimate.needed_bytes_by_rank, free),
         why_replicated(request, plan, work.network) if plan.estimate else "",
