@@ -209,6 +209,12 @@ class ParallelRequest:
         """Returns the request with these widgets changed. Raises Refused as `of` does."""
         return ParallelRequest.of({**self.values, **changed})
 
+    @property
+    def with_default_degrees(self) -> ParallelRequest:
+        """The request with all that divides the work at its default: degrees, shares and token patches."""
+        dividing = [each for each in widgets() if each.name.endswith("_degree") or each.name in ("shares", "patches")]
+        return self.with_values({each.name: each.default for each in dividing})
+
     def degrees_without_model(self, workers: int) -> dict[str, int]:
         """Returns each degree of a run on `workers` by its widget's name; 0 where only the model decides it."""
         degrees = {name: value for name, value in self.values.items() if name.endswith("_degree")}

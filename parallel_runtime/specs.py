@@ -267,5 +267,10 @@ class Placement:
         return tuple(f"{device}{machine}" for machine in machines for device in self.devices)
 
     @property
+    def device_kind(self) -> str:
+        """torch's name of the kind, such as "cuda" or "cpu"."""
+        return self.devices[0].partition(":")[0]
+
+    @property
     def shared(self) -> bool:
         return len(set(self.devices)) < len(self.devices)

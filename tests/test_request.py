@@ -34,6 +34,12 @@ def test_values_are_taken_by_name_and_the_rest_is_as_usual() -> None:
     assert ParallelRequest.of(request.values) == request
 
 
+def test_default_degrees_keep_all_that_divides_nothing() -> None:
+    kept = {"compile": "on", "weights": "shard", "step_cache": 0.1, "devices": "0,1", "warmup_steps": 3}
+    request = ParallelRequest.of({**kept, "ring_degree": 2, "pipeline_degree": 2, "shares": "3,2", "patches": 4})
+    assert request.with_default_degrees == ParallelRequest.of(kept)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
     [

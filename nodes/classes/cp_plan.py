@@ -24,7 +24,7 @@ from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.planning.request_checks import LEAST_STEPS
 from ...parallel_runtime.planning.run_plan import RunPlan
-from ...parallel_runtime.request import EngineOptions, ParallelRequest
+from ...parallel_runtime.request import ParallelRequest
 from ..describe.comfy_objects import Unsendable
 from ..describe.control_nets import Conds, controls_of, weight_bytes
 from ..describe.input_checks import check_conds, check_latent, text_tokens
@@ -243,14 +243,13 @@ def _with_controls(model: Any, described: DescribedModel, conds: Conds) -> tuple
 def _measure(
     model: Any, latent: dict[str, Any], positive: list, request: ParallelRequest, plan: RunPlan, cfg: float
 ) -> None:
-    """Samples a few steps with `request`, whose plan is `plan`, and on fewer devices with degrees on auto: the history
+    """Samples a few steps with `request`, whose plan is `plan`, and on fewer devices with default degrees: the history
     keeps the seconds, as of every run. Skips a number of devices that is refused, for example for lack of memory."""
-    devices, options = plan.placement.devices, EngineOptions(cuda_graphs=request.options.cuda_graphs)
-    automatic = ParallelRequest(dtype=request.dtype, weights=request.weights, options=options)
+    devices = plan.placement.devices
     runtime.history.measuring = True
     try:
         for count in _device_counts(len(devices)):
-            measured = request if count == len(devices) else automatic
+            measured = request if count == len(devices) else request.with_default_degrees
             measured = replace(measured, devices=",".join(devices[:count]), nnodes=1, after_sampling="keep")
             try:
                 _sample(model, latent, positive, measured, cfg)

@@ -116,7 +116,7 @@ class GroupModel:
         with runtime.exclusive(self.group) as group:
             if group is not None and group.models.get(self.spec) is self:
                 with contextlib.suppress(ParallelError):
-                    group.evict_conditions(self.spec)
+                    group.free(self.spec, "keep")
 
     def evict_graphs(self) -> dict[str, int]:
         """Has the workers drop this model's CUDA graphs. Returns the freed bytes by device."""
@@ -147,7 +147,7 @@ class GroupModel:
             if listed and group is not None:
                 log.info("[CP] %s the workers' model", "offloading" if offload else "unloading")
                 with contextlib.suppress(ParallelError):
-                    group.unload(self.spec, offload=offload)
+                    group.free(self.spec, "offload" if offload else "unload")
             return listed
 
 

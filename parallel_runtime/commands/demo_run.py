@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..demo import HEADS, codec, spec
-from ..demo.words import conditions, encode
+from ..demo.words import demo_job
 from ..errors import ParallelError
 from ..group.machine_check import checked_plan
 from ..group.worker_group import Result, WorkerGroup
@@ -71,7 +71,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def draw(options: argparse.Namespace) -> list[Run]:
-    """The run that was asked for, then the same on one worker."""
+    """Returns the requested run, and the same on one worker."""
     gpus = torch.cuda.device_count()
     devices = options.devices or ("" if gpus > 1 else "cuda:0,cuda:0" if gpus else "")
     ring, ulysses = options.ring_degree, options.ulysses_degree
@@ -79,23 +79,14 @@ def draw(options: argparse.Namespace) -> list[Run]:
         ulysses = 2
     request = ParallelRequest.of({"ring_degree": ring, "ulysses_degree": ulysses, "devices": devices})
     plan = checked_plan(PlanInputs(request=request, heads=HEADS, gpus=gpus))
-    job = job_of(options)
+    generator = torch.Generator().manual_seed(options.seed)
+    noise = torch.randn(1, codec.CHANNELS, options.height // 8, options.width // 8, generator=generator)
+    job = demo_job(options.prompt, noise, steps=options.steps, cfg=options.cfg)
     runs = [run(plan, job)]
     if plan.placement.world_size > 1:
         one = Placement(devices=plan.placement.devices[:1])
         runs.append(run(RunPlan(degrees=Parallelism(), placement=one), job))
     return runs
-
-
-def job_of(options: argparse.Namespace) -> DemoJob:
-    generator = torch.Generator().manual_seed(options.seed)
-    return DemoJob(
-        noise=torch.randn(1, codec.CHANNELS, options.height // 8, options.width // 8, generator=generator),
-        sigmas=torch.linspace(1, 0, options.steps + 1),
-        cfg=options.cfg,
-        positive=conditions(*encode(options.prompt)),
-        negative=conditions(*encode("")),
-    )
 
 
 def run(plan: RunPlan, job: DemoJob) -> Run:
@@ -110,12 +101,12 @@ def run(plan: RunPlan, job: DemoJob) -> Run:
 def save(samples: Tensor, out: Path) -> None:
     pixels = codec.decode(samples / codec.SCALE + codec.SHIFT)[0]
     picture = Image.fromarray((pixels * 255).round().to(torch.uint8).numpy())
-    out.parent.mkdir(parents=True, exist_ok=True)
     picture.resize((picture.width * 4, picture.height * 4), Image.Resampling.BICUBIC).save(out)
 
 
 def table(runs: Sequence[Run], steps: int) -> str:
-    """Largest difference: of the final latents [1, 16, H/8, W/8], relative to their standard deviation."""
+    """Returns a line a run; the largest difference is that of the final latents [1, 16, H/8, W/8], relative to their
+    standard deviation."""
     single = runs[-1][1].value["samples"]
     lines = [f"{'degrees':<24}{'workers':>8}{'s/step':>10}{'total s':>10}{'largest difference':>21}"]
     for plan, result in runs:

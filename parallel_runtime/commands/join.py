@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -30,74 +29,16 @@ LINE_CHARACTERS = 300  # what goes to the host must fit in a message
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Guest:
-    """A machine that joins, with the devices that it gives and the endpoint that it gives them to."""
-
-    endpoint: str
-    key: str
-    devices: str = ""
-    comfyui: str = ""
-
-    def serve_one_group(self) -> str:
-        """Returns what happened, in words."""
-        try:
-            stream = Stream.call(self.endpoint, self.key)
-        except ConnectionAbortedError:
-            return f"{self.endpoint} hung up before it asked for the token, as where too many call; trying again"
-        except EOFError:
-            return f"{self.endpoint} does not accept the token of this machine"
-        except OSError:
-            return f"waiting for ComfyUI at {self.endpoint}"
-        try:
-            stream.send(Machine(versions(), self.devices, torch.cuda.device_count(), self.comfyui))
-            message, _ = stream.receive()
-            if isinstance(message, Denied):
-                return f"ComfyUI's machine refuses this one: {message.reason}"
-            assert isinstance(message, Invitation), message
-            return self._run(stream, message)
-        except (EOFError, OSError):
-            return f"{self.endpoint} has no work; waiting"
-        except ProtocolError:
-            return f"{self.endpoint} runs another version of CP Sampler; install the same on both"
-        finally:
-            stream.close()
-
-    def _run(self, stream: Stream, invitation: Invitation) -> str:
-        log.info("[CP] joined: starting %d worker(s)", invitation.workers)
-        host, _ = parse(self.endpoint)
-        meeting = Rendezvous(
-            store=f"{host}:{invitation.store}",
-            machine=invitation.index,
-            machines=invitation.nnodes,
-            interface=interface_of(stream.addresses[0]),
-        )
-        first_rank = invitation.index * invitation.workers
-        torchrun = Torchrun(range(first_rank, first_rank + invitation.workers))
-        try:
-            torchrun.start(self.endpoint, invitation.token, meeting, self.key)
-            while (ended := torchrun.ended()) is None and not stream.waiting():
-                time.sleep(POLL_SECONDS)
-            if ended is None:
-                return "ComfyUI has ended the group"
-            stream.send(Left(ended, torchrun.last_line()[:LINE_CHARACTERS]))
-            return "the workers have ended"
-        finally:
-            torchrun.close()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     try:
         parse(options.endpoint)
+        key = read_key(options.token_file)
         comfyui = os.path.abspath(options.comfyui) if options.comfyui else ""
-        guest = Guest(
-            endpoint=options.endpoint, key=read_key(options.token_file), devices=options.devices, comfyui=comfyui
-        )
         last = ""
         while True:
-            if (event := guest.serve_one_group()) != last:
+            if (event := serve_one_group(options.endpoint, key, options.devices, comfyui)) != last:
                 log.info("[CP] %s", event)
             last = event
             time.sleep(RETRY_SECONDS)
@@ -107,7 +48,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def serve_one_group(endpoint: str, key: str, devices: str = "", comfyui: str = "") -> str:
+    """Lends the devices for the lifetime of one group. Returns what happened, in words."""
+    try:
+        stream = Stream.call(endpoint, key)
+    except ConnectionAbortedError:
+        return f"{endpoint} hung up before it asked for the token, as where too many call; trying again"
+    except EOFError:
+        return f"{endpoint} does not accept the token of this machine"
+    except OSError:
+        return f"waiting for ComfyUI at {endpoint}"
+    try:
+        stream.send(Machine(versions(), devices, torch.cuda.device_count(), comfyui))
+        message, _ = stream.receive()
+        if isinstance(message, Denied):
+            return f"ComfyUI's machine refuses this one: {message.reason}"
+        assert isinstance(message, Invitation), message
+        return _run_workers(endpoint, key, stream, message)
+    except (EOFError, OSError):
+        return f"{endpoint} has no work; waiting"
+    except ProtocolError:
+        return f"{endpoint} runs another version of CP Sampler; install the same on both"
+    finally:
+        stream.close()
+
+
+def _run_workers(endpoint: str, key: str, stream: Stream, invitation: Invitation) -> str:
+    log.info("[CP] joined: starting %d worker(s)", invitation.workers)
+    host, _ = parse(endpoint)
+    meeting = Rendezvous(
+        store=f"{host}:{invitation.store}",
+        machine=invitation.index,
+        machines=invitation.nnodes,
+        interface=interface_of(stream.addresses[0]),
+    )
+    first_rank = invitation.index * invitation.workers
+    torchrun = Torchrun(range(first_rank, first_rank + invitation.workers))
+    try:
+        torchrun.start(endpoint, invitation.token, meeting, key)
+        while (ended := torchrun.ended()) is None and not stream.waiting():
+            time.sleep(POLL_SECONDS)
+        if ended is None:
+            return "ComfyUI has ended the group"
+        stream.send(Left(ended, torchrun.last_line()[:LINE_CHARACTERS]))
+        return "the workers have ended"
+    finally:
+        torchrun.close()
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="parallel_runtime join", description=__doc__)
     parser.add_argument("endpoint", metavar="HOST:PORT", help="rdzv_endpoint of CP Parallel Config")
     parser.add_argument(

@@ -53,22 +53,18 @@ class Change:
 def migrated(workflow: Any, *, back: bool = False) -> tuple[Json, list[Change]]:
     """Returns a copy of `workflow` with CP nodes, or `back` with native ones, and what was changed. Raises ValueError
     for what is no workflow."""
-    workflow = copy.deepcopy(workflow)
+    workflow, names = copy.deepcopy(workflow), NATIVE if back else REPLACEMENTS
     if not isinstance(workflow, dict):
         raise ValueError(f"a workflow is a JSON object, and this is a {type(workflow).__name__}")
     if isinstance(workflow.get("nodes"), list):
-        swap_all = _swap_all_back if back else _swap_all
-        return workflow, [change for place, graph in _graphs(workflow) for change in swap_all(graph, place)]
+        return workflow, [change for place, graph in _graphs(workflow) for change in _swap_nodes(graph, place, names)]
     calls = workflow.get("prompt") if isinstance(workflow.get("prompt"), dict) else workflow
     if not calls or not all(isinstance(call, dict) and "class_type" in call for call in calls.values()):
         raise ValueError("neither a workflow as ComfyUI saves it (nodes) nor one exported for its API (class_type)")
-    if back:
-        ours = [(name, call) for name, call in calls.items() if _is_of(NATIVE, call, "class_type")]
-        return workflow, [_swap_call_back(name, call) for name, call in ours]
     configs = [name for name, call in calls.items() if call["class_type"] == CONFIG]
-    config = configs[0] if len(configs) == 1 else None
-    native = [(name, call) for name, call in calls.items() if _is_of(REPLACEMENTS, call, "class_type")]
-    return workflow, [_swap_call(name, call, config) for name, call in native]
+    config = configs[0] if len(configs) == 1 and not back else None
+    replaced = [(name, call) for name, call in calls.items() if _is_of(names, call, "class_type")]
+    return workflow, [_swap_call(name, call, names, config) for name, call in replaced]
 
 
 def main(arguments: list[str]) -> int:
@@ -147,23 +143,20 @@ def _items(value: Any) -> list[Json]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
-def _swap_all(graph: Json, place: str) -> Iterator[Change]:
+def _swap_nodes(graph: Json, place: str, names: dict[str, str]) -> Iterator[Change]:
     nodes = _items(graph.get("nodes"))
     configs = [node for node in nodes if node.get("type") == CONFIG and node.get("mode", ALWAYS) == ALWAYS]
     for node in nodes:
-        if _is_of(REPLACEMENTS, node, "type"):
-            yield _swap_on_canvas(node, REPLACEMENTS[node["type"]], place)
-            inputs = node.get("inputs")
-            node["inputs"] = [*(inputs if isinstance(inputs, list) else []), dict(SOCKET)]
-            if len(configs) == 1 and "id" in node:  # a node of an old group has none
-                _connect(graph, configs[0], node)
-
-
-def _swap_all_back(graph: Json, place: str) -> Iterator[Change]:
-    for node in _items(graph.get("nodes")):
-        if _is_of(NATIVE, node, "type"):
-            yield _swap_on_canvas(node, NATIVE[node["type"]], place)
+        if not _is_of(names, node, "type"):
+            continue
+        yield _swap_on_canvas(node, names[node["type"]], place)
+        if names is NATIVE:
             _disconnect(graph, node)
+            continue
+        inputs = node.get("inputs")
+        node["inputs"] = [*(inputs if isinstance(inputs, list) else []), dict(SOCKET)]
+        if len(configs) == 1 and "id" in node:  # a node of an old group has none
+            _connect(graph, configs[0], node)
 
 
 def _disconnect(graph: Json, node: Json) -> None:
@@ -243,17 +236,11 @@ def _swap_on_canvas(node: Json, after: str, place: str) -> Change:
     return Change(node=str(node.get("id", node.get("index", "?"))), before=before, after=after, place=place)
 
 
-def _swap_call(name: str, call: Json, config: str | None) -> Change:
-    before, after = call["class_type"], REPLACEMENTS[call["class_type"]]
-    call["class_type"] = after
-    if config is not None:
-        call["inputs"] = {**(call.get("inputs") or {}), "cp_config": [config, 0]}
-    return Change(node=name, before=before, after=after)
-
-
-def _swap_call_back(name: str, call: Json) -> Change:
-    before, after = call["class_type"], NATIVE[call["class_type"]]
+def _swap_call(name: str, call: Json, names: dict[str, str], config: str | None) -> Change:
+    before, after = call["class_type"], names[call["class_type"]]
     call["class_type"] = after
     if isinstance(call.get("inputs"), dict):
-        call["inputs"] = {key: value for key, value in call["inputs"].items() if key != SOCKET["name"]}
+        call["inputs"].pop(SOCKET["name"], None)
+    if config is not None:
+        call["inputs"] = {**(call.get("inputs") or {}), SOCKET["name"]: [config, 0]}
     return Change(node=name, before=before, after=after)

@@ -1,12 +1,16 @@
 """Plain words to conditioning: each known word is a row of a Hadamard matrix, so that all are orthogonal.
 
-Nothing here is learned or stored; a reader needs only the vocabulary. Knows no pictures and no model.
+Nothing here is learned or stored; a reader needs only the vocabulary.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from ..jobs import DemoJob
 
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "white", "black")
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring", "heart", "diamond")
@@ -69,9 +73,15 @@ def encode(prompt: str) -> tuple[Tensor, Tensor]:
     return torch.cat([_registers(), table[positions] + table[places]])[None], pooled
 
 
-def conditions(cross_attn: Tensor, pooled: Tensor) -> dict[str, Tensor]:
-    """The two under the names that ComfyUI's model conditions have."""
+def conditions(prompt: str) -> dict[str, Any]:
+    """Returns the prompt under the names that ComfyUI's model conditions have."""
+    cross_attn, pooled = encode(prompt)
     return {"c_crossattn": cross_attn, "y": pooled}
+
+
+def demo_job(prompt: str, noise: Tensor, *, steps: int, cfg: float) -> DemoJob:
+    sigmas = torch.linspace(1, 0, steps + 1)
+    return DemoJob(noise=noise, sigmas=sigmas, cfg=cfg, positive=conditions(prompt), negative=conditions(""))
 
 
 def _registers() -> Tensor:

@@ -16,23 +16,20 @@ from ..group.history import Cost, Pace, RunSetup
 from ..planning.device_names import why_one_gpu
 from ..planning.device_profile import DeviceProfile
 from ..planning.memory_model import estimate_activation_bytes
-from ..planning.misfit import size_in_words
+from ..planning.misfit import GIB, size_in_words
 from ..planning.network_stats import Work
 from ..planning.plan_inputs import PlanInputs
-from ..planning.resolve import CLEARLY
+from ..planning.resolve import CLEARLY, evaluate
 from ..planning.run_plan import RunPlan
 from ..planning.seconds import attention_bytes, evaluation_seconds
 from ..planning.stage_blocks import StageBlocks, busy_share, cached_key_value_bytes, stages_of, weight_ranges
 from ..request import ParallelRequest
-from ..specs import Parallelism, Placement
+from ..specs import Parallelism, Placement, WeightPlacement
 from ..wire.readings import KernelBenchmark
-from .kernel_words import kernel_sentences
-from .memory_words import memory, placed, weights
 from .plan_picture import Part, parts
-from .plan_words import idle, shares_in_words, unused, why_replicated
+from .plan_words import idle, kernel_sentences, memory, shares_in_words, unused, weights, why_replicated
 from .remedy import Change
 
-GIB = 2**30
 Kind = Literal["model", "row", "note", "trouble"]
 
 
@@ -129,7 +126,8 @@ def report(
     measured = profile is not None and profile.bytes_per_second > 0
     by_auto = "degrees.measured" if measured else "degrees.unmeasured"
     chosen = by_auto if inputs.is_free and degrees.context_parallel_size > 1 else "degrees"
-    estimate = placed(plan, work, capacity)
+    replicated = replace(plan, weights=WeightPlacement(), entries_per_call=0)
+    estimate = plan.estimate or evaluate(replicated, inputs)
     notes = [
         *_warnings(subject, plan, inputs.guided, estimate.needed_bytes_by_rank, free),
         why_replicated(request, plan, work.network) if plan.estimate else "",
@@ -186,7 +184,7 @@ def _degrees(degrees: Parallelism) -> str:
 
 def share_cores(placement: Placement) -> bool:
     """Do several workers share the cores of a CPU? Then their measurements say nothing of one worker."""
-    return placement.devices[0] == "cpu" and len(placement.devices) > 1
+    return placement.device_kind == "cpu" and len(placement.devices) > 1
 
 
 RING_SENTENCES = {"alltoall": "ring.passes", "allgather": "ring.collects", "tokens": "ring.tokens"}
@@ -216,10 +214,8 @@ def _stages(work: Work, degrees: Parallelism, request: ParallelRequest) -> tuple
     each = [_stage(number, stage) for number, stage in enumerate(stages, 1)]
     flights, busy = work.most_sequences(degrees), f"{busy_share(work, degrees):.0%}"
     follow = say("stage.several" if flights > 1 else "stage.one", flights=flights, busy=busy)
-    exact, auto = (
-        say_if(degrees.options.token_patches == 1, "stage.exact"),
-        say_if(request.pipeline_degree == 0, "stage.auto"),
-    )
+    exact = say_if(degrees.options.token_patches == 1, "stage.exact")
+    auto = say_if(request.pipeline_degree == 0, "stage.auto")
     return say("stage.all", stages=listed(each, "stage.and")), follow, exact, auto
 
 
@@ -260,7 +256,7 @@ def _traffic(work: Work, degrees: Parallelism) -> tuple[str, ...]:
 def _launch(subject: Subject, plan: RunPlan) -> str:
     """Says how GPU work is launched: eagerly, or as a recorded CUDA graph."""
     choice, work = plan.degrees.options.cuda_graphs, subject.work
-    if not plan.placement.devices[0].startswith(CUDA.kind):
+    if plan.placement.device_kind != CUDA.kind:
         return ""
     if plan.degrees.pipeline_degree > 1:
         return say("launch.stages")
@@ -296,7 +292,7 @@ def _speed(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
 
 def _warnings(subject: Subject, plan: RunPlan, guided: bool, needed: Sequence[int], free: Sequence[int]) -> list[str]:
     work, degrees, placement = subject.work, plan.degrees, plan.placement
-    heads, ulysses, on_cpu = work.network.heads, degrees.ulysses_degree, placement.devices[0] == "cpu"
+    heads, ulysses, ranks = work.network.heads, degrees.ulysses_degree, degrees.context_parallel_size
     lacking = any(size > available for size, available in zip(needed, free, strict=False))
     one_gpu = why_one_gpu(1) if placement.devices == ("cuda:0",) else ""
     stages_idle = degrees.pipeline_degree > work.most_sequences(degrees) * degrees.options.token_patches
@@ -304,9 +300,9 @@ def _warnings(subject: Subject, plan: RunPlan, guided: bool, needed: Sequence[in
         say_if(lacking, "note.memory"),
         say_if(plan.entries_per_call and guided, "note.rows"),
         say_if(heads % ulysses, "note.uneven", heads=heads, ulysses=ulysses),
-        _of_few_rows(work, degrees),
+        say_if(ranks > work.row_ranks > 0, "note.fewrows", name=work.network.name, rows=work.row_ranks, workers=ranks),
         say_if(share_cores(placement), "note.cores", workers=len(placement.devices), cores=os.cpu_count()),
-        say_if(placement.shared and not on_cpu, "note.twice"),
+        say_if(placement.shared and placement.device_kind != "cpu", "note.twice"),
         f"{one_gpu}." if one_gpu else "",
         _untried(placement),
         _of_prompts(subject, plan) if guided else "",
@@ -315,22 +311,14 @@ def _warnings(subject: Subject, plan: RunPlan, guided: bool, needed: Sequence[in
     ]
 
 
-def _of_few_rows(work: Work, degrees: Parallelism) -> str:
-    ranks = degrees.context_parallel_size
-    return say_if(
-        ranks > work.row_ranks > 0, "note.fewrows", name=work.network.name, rows=work.row_ranks, workers=ranks
-    )
-
-
 def _untried(placement: Placement) -> str:
     """Says which part of this placement is untested."""
-    kind = placement.devices[0].partition(":")[0]
-    if kind == "cpu":
+    if placement.device_kind == "cpu":
         return ""
     if placement.nnodes > 1:
         return say("untried.machines")
-    if kind != "cuda":
-        return say("untried.kind", kind=kind)
+    if placement.device_kind != "cuda":
+        return say("untried.kind", kind=placement.device_kind)
     return say_if(len(set(placement.devices)) > 1, "untried.several")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import Refused, Sentence, listed, say
+from ..errors import Refused, listed, say
 from ..group.machine_check import checked_plan
 from ..planning.plan_inputs import PlanInputs
 from ..request import ParallelRequest
@@ -16,7 +16,7 @@ from ..specs import DEGREES
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A widget to set, and its new value; `automatic`: with that value the choice is auto's."""
+    """A widget to set, and its new value; `automatic`: that value leaves the choice to auto."""
 
     name: str
     value: Any
@@ -29,9 +29,8 @@ def instead(
     """Returns the nearest request that works: with the `fix` that the refusal names, with all degrees on auto, on its
     devices with everything else on auto, or all of it on auto."""
     nothing = ParallelRequest(dtype=request.dtype)
-    automatic = {name: nothing.values[name] for name in (*DEGREES, "shares", "patches")}
-    free, devices = request.with_values(automatic), replace(nothing, devices=request.devices)
-    for candidate in (request.with_values(fix), free, devices):
+    devices = replace(nothing, devices=request.devices)
+    for candidate in (request.with_values(fix), request.with_default_degrees, devices):
         with contextlib.suppress(Refused):
             checked_plan(inputs(candidate))
             return candidate
@@ -44,19 +43,18 @@ def changes(before: ParallelRequest, after: ParallelRequest) -> tuple[Change, ..
 
 
 def changes_to(values: Mapping[str, Any]) -> tuple[Change, ...]:
-    """Returns the changes that give these widgets these values."""
-    return tuple(Change(name=name, value=value, automatic=_is_automatic(name, value)) for name, value in values.items())
+    """Returns the changes that give these widgets these values. Empty devices are all of them, and 0 is auto for
+    degrees."""
+    return tuple(
+        Change(name=name, value=value, automatic=value == "" or (value == 0 and name in DEGREES))
+        for name, value in values.items()
+    )
 
 
 def in_words(changed: Sequence[Change]) -> str:
     """Returns a list such as "ring_degree 1, devices on auto"."""
-    return listed([_sentence(change) for change in changed]) if changed else ""
-
-
-def _sentence(change: Change) -> Sentence:
-    return say("set.auto", name=change.name) if change.automatic else say("set", name=change.name, value=change.value)
-
-
-def _is_automatic(name: str, value: Any) -> bool:
-    """Is this value left to auto? Empty devices are all of them, and 0 is auto for degrees."""
-    return value == "" or (value == 0 and name in DEGREES)
+    sentences = [
+        say("set.auto", name=change.name) if change.automatic else say("set", name=change.name, value=change.value)
+        for change in changed
+    ]
+    return listed(sentences) if sentences else ""

@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import TCPStore
 
-from ..errors import Cause, ProtocolError, Refused, Sentence, WorkerStartError, say
+from ..errors import Cause, ProtocolError, Refused, WorkerStartError, say
 from ..planning.device_names import parse_devices
 from ..specs import ComfySetup, Placement
 from ..wire.messages import Denied, Ended, Invitation, Left, Machine
@@ -103,7 +103,15 @@ class Cluster:
         while len(self.machines) < missing:
             watch()
             if time.monotonic() > deadline:
-                raise WorkerStartError(self._missing_machines())
+                joined = [machine.machine for machine in self.machines]
+                reason = say(
+                    "start.machines",
+                    count=1 + len(joined),
+                    machines=self._placement.nnodes,
+                    others=joined or "-",
+                    command=self._command,
+                )
+                raise WorkerStartError(reason)
             self.machines = [machine for machine in self.machines if machine.running()]
             with contextlib.suppress(queue.Empty):
                 self._admit(self.gate.arrivals.get(timeout=0.1))
@@ -117,16 +125,6 @@ class Cluster:
                     token=self._group_token,
                 )
             )
-
-    def _missing_machines(self) -> Sentence:
-        """Returns why the wait has failed."""
-        return say(
-            "start.machines",
-            count=1 + len(self.machines),
-            machines=self._placement.nnodes,
-            others=[machine.machine for machine in self.machines] or "-",
-            command=self._command,
-        )
 
     @property
     def _command(self) -> str:

@@ -37,8 +37,7 @@ class RunSetup:
 
     @classmethod
     def of(cls, degrees: Parallelism, placement: Placement) -> RunSetup:
-        kind = placement.devices[0].partition(":")[0]
-        return cls(tuple(degrees.by_name.values()), kind, placement.shared)
+        return cls(tuple(degrees.by_name.values()), placement.device_kind, placement.shared)
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -121,7 +120,7 @@ class History:
         if now.state in WORK:
             self._split_off_early_start()
         workers = now.placement.world_size if now.placement else 1
-        kind = now.placement.devices[0].partition(":")[0] if now.placement else ""
+        kind = now.placement.device_kind if now.placement else ""
         if now.state in TIMED and self._begins_run(now.state):
             self._append(Run(began=now.since, workers=workers, kind=kind, measuring=self.measuring))
         if now.state in ("loading", "sampling"):

@@ -12,6 +12,7 @@ import torch
 
 from ..errors import Refused
 from ..jobs import MAX_CACHED_PROMPTS, EvaluationJob, Job, SamplingJob, VAEJob
+from ..request import AfterSampling
 from ..specs import ModelSpec
 
 
@@ -25,11 +26,11 @@ class PayloadCache:
         """Do the workers have `model`, with its weight patches?"""
         return self._fingerprints.get(model.unpatched) == model.patches_fingerprint
 
-    def drop(self, model: ModelSpec) -> None:
-        self._fingerprints.pop(model.unpatched, None)
-
-    def evict_conditions(self, model: ModelSpec) -> None:
+    def free(self, model: ModelSpec, after: AfterSampling) -> None:
+        """The workers have freed this model's conditions, and the model too if they `unload` it."""
         self._prompts.pop(model.unpatched, None)
+        if after == "unload":
+            self._fingerprints.pop(model.unpatched, None)
 
     @contextmanager
     def unsent_parts(self, job: Job, model: ModelSpec) -> Iterator[Job]:
@@ -38,7 +39,7 @@ class PayloadCache:
         cached = self.has_model(model)
         try:
             payload = self._without_sent(job) if cached else job
-            self.drop(model)
+            self._fingerprints.pop(model.unpatched, None)
             yield self._without_prompt(payload, model) if isinstance(payload, EvaluationJob) else payload
         except BaseException as error:
             self._prompts = {}

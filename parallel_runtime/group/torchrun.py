@@ -10,19 +10,20 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import IO
 
 from .. import accelerators
 from ..errors import Cause
 from ..wire.messages import Ended, decode
 from ..wire.stream import KEY
 from .journal import Journal
-from .output_reader import OutputReader
 
 PACKAGE = Path(__file__).resolve().parents[1]
 GRACE_SECONDS = 5.0
@@ -149,6 +150,39 @@ class Torchrun:
     def _note(self, rank: int, text: str) -> None:
         self._journal.note(text, rank, hide=self._secrets)
         log.log(logging.INFO if text.startswith(WORKER_LOG_PREFIX) else logging.DEBUG, "%s", text)
+
+
+class OutputReader:
+    """Reads lines from a stream. `last_line` is the last non-empty one. `take` is called with every line."""
+
+    def __init__(self, stream: IO[bytes], take: Callable[[str], None], writer: int | None = None) -> None:
+        self.last_line = ""
+        self._stream = stream
+        self._take = take
+        self._writer = writer
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_fifo(cls, fifo: str, take: Callable[[str], None]) -> OutputReader:
+        """Makes a FIFO and reads it. A writer is kept open here, so that opening it never blocks."""
+        os.mkfifo(fifo, 0o600)
+        writer = os.open(fifo, os.O_RDWR)
+        return cls(open(fifo, "rb"), take, writer)
+
+    def end(self, seconds: float) -> None:
+        """Waits so long for the remaining output of a process that has ended. Idempotent."""
+        if self._writer is not None:
+            os.close(self._writer)
+            self._writer = None
+        self._thread.join(seconds)
+
+    def _read(self) -> None:
+        with self._stream as stream:
+            for line in stream:
+                text = line.decode(errors="replace").rstrip()
+                self.last_line = text or self.last_line
+                self._take(text)
 
 
 def environment(workers: int, token: str, folder: str, meeting: Rendezvous, key: str = "") -> dict[str, str]:

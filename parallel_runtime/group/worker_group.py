@@ -147,16 +147,10 @@ class WorkerGroup:
         self.balance.learn(model, parallelism, [reading.computed_seconds for reading in self.readings])
         return Result(result, done.load_seconds, done.seconds)
 
-    def unload(self, model: ModelSpec, *, offload: bool = False) -> None:
-        """Unloads this model on every rank, or offloads its weights to main memory."""
-        self.evict_conditions(model, "offload" if offload else "unload")
-
-    def evict_conditions(self, model: ModelSpec, after: AfterSampling = "keep") -> None:
-        """Evicts the conditions of this model on every rank, when a native sampler's run is over; `after` says whether
-        to keep, offload or unload the model."""
-        self._payloads.evict_conditions(model)
-        if after == "unload":
-            self._payloads.drop(model)
+    def free(self, model: ModelSpec, after: AfterSampling = "unload") -> None:
+        """Frees the conditions of this model on every rank, and keeps its weights, offloads them to main memory, or
+        unloads it."""
+        self._payloads.free(model, after)
         if not any(reading.weights for reading in self._measure(UNLOAD_SECONDS, model=model, after=after)):
             self.activity.models_unloaded()
 

@@ -111,6 +111,16 @@ def test_another_threshold_neither_loads_nor_starts_anything(server: Server) -> 
     assert server.workers() == workers
 
 
+def test_cp_plan_measures_one_worker_with_the_step_cache_of_several(server: Server) -> None:
+    graph = sampling_graph(FLUX, "CPSampler", CACHED)
+    wants = {name: [name, 0] for name in ("model", "positive")}
+    inputs = {**wants, "latent_image": ["latent", 0], "cp_config": ["config", 0], "cfg": FLUX.cfg, "measure": True}
+    graph["plan"] = {"class_type": "CPPlan", "inputs": inputs}
+    del graph["sampler"], graph["save"]
+    (plan,) = server.client.run(graph).outputs["plan"]["cp_plan"]
+    assert [pace["workers"] for pace in plan["times"]] == [1, 2], "paces of the same work"
+
+
 def test_a_run_starts_with_nothing_from_the_last_one_also_after_cancel(server: Server) -> None:
     fresh, counts = sample(server, FLUX, CACHED)
     again, counts_again = sample(server, FLUX, CACHED)

@@ -22,8 +22,8 @@ from parallel_runtime.commands.report import command
 from parallel_runtime.commands.report.command import PARTS, main, planned, seconds_for
 from parallel_runtime.commands.report.page import in_a_line
 from parallel_runtime.commands.report.page_locks import offloaded
+from parallel_runtime.commands.report.recordings import Span, summed
 from parallel_runtime.commands.report.recordings import degrees as recorded_degrees
-from parallel_runtime.commands.report.timeline import Span, summed
 from parallel_runtime.errors import Refused
 
 from ..comfyui.comfy import find_comfy

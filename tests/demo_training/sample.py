@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel_runtime.demo import codec
-from parallel_runtime.demo.words import conditions, encode
+from parallel_runtime.demo.words import conditions
 
 Evaluate = Callable[[Tensor, Tensor, dict[str, Any]], Tensor]
 
@@ -21,7 +21,7 @@ Evaluate = Callable[[Tensor, Tensor, dict[str, Any]], Tensor]
 @torch.no_grad()
 def euler(evaluate: Evaluate, prompt: str, noise: Tensor, *, steps: int = 10, cfg: float = 1.0) -> Tensor:
     """A picture [1, H, W, 3] from noise [1, 16, H/8, W/8]."""
-    conditional, unconditional = conditions(*encode(prompt)), conditions(*encode(""))
+    conditional, unconditional = conditions(prompt), conditions("")
     x, sigmas = noise, torch.linspace(1, 0, steps + 1)
     for now, then in pairwise(sigmas):
         velocity = evaluate(x, now[None], conditional)

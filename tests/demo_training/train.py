@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from parallel_runtime.demo import HEADS, codec, transformer
-from parallel_runtime.demo.words import WIDTH, conditions, encode
+from parallel_runtime.demo.words import WIDTH, encode
 
 from . import fitting
 from .draw import draw
@@ -102,7 +102,7 @@ def loss(evaluate: Evaluate, latents: Tensor, cross: Tensor, pooled: Tensor) -> 
     level = sigma[:, None, None, None]
     mixed = (1 - level) * latents + level * noise
     with torch.autocast("cpu", torch.bfloat16):
-        guess = evaluate(mixed, sigma, conditions(cross, pooled))
+        guess = evaluate(mixed, sigma, {"c_crossattn": cross, "y": pooled})
     return ((guess.float() - noise + latents).square().mean((0, 2, 3)) * fitting.weights()).mean()
 
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_runtime.commands.report import cases as report
-from parallel_runtime.commands.report.cases import Measurement, measurement_of
+from parallel_runtime.commands.report import measuring as report
+from parallel_runtime.commands.report.measuring import Measurement, measurement_of
 from parallel_runtime.engine.comm.mesh import ContextMesh, build_mesh
 from parallel_runtime.engine.kernels.dispatch import attend, check_backend
 

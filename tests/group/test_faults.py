@@ -166,7 +166,7 @@ def test_a_rank_that_hangs_while_idle_is_named_also_by_who_asks_next(doomed, flu
     samples(doomed, flux, ULYSSES)
     monkeypatch.setattr(group_module, "UNLOAD_SECONDS", 1.0)
     os.kill(workers_of(doomed)[1], signal.SIGSTOP)
-    for ask in (lambda: doomed.unload(flux), lambda: samples(doomed, flux, ULYSSES)):
+    for ask in (lambda: doomed.free(flux), lambda: samples(doomed, flux, ULYSSES)):
         with pytest.raises(WorkerDied, match=r"rank 1 has been silent for \d s"):
             ask()
 

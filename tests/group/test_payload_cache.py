@@ -26,7 +26,7 @@ def test_conditions_are_sent_once_a_run_of_each_model() -> None:
     assert first.conds is not None
     assert (second.conds, second.prompt) == (None, first.prompt)
     assert of_other.conds is not None, "each model has its own"
-    sent.evict_conditions(MODEL)
+    sent.free(MODEL, "keep")
     assert sent.has_model(MODEL)
     again = evaluated(sent, MODEL)
     assert again.conds is not None

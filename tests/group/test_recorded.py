@@ -74,7 +74,7 @@ def test_a_cancel_in_the_middle_of_replays_leaves_them_right(recording: WorkerGr
 def test_unloading_takes_recordings_along(recording: WorkerGroup, flux: ModelSpec) -> None:
     samples(recording, flux, ULYSSES)
     assert all(graphs.bytes > 0 for graphs in graphs_by_rank(recording))
-    recording.unload(flux)
+    recording.free(flux)
     assert [(graphs.keys, graphs.bytes) for graphs in graphs_by_rank(recording)] == [(0, 0)] * 2
     samples(recording, flux, ULYSSES)
 

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 
-from parallel_runtime.commands.join import Guest
+from parallel_runtime.commands.join import serve_one_group
 from parallel_runtime.engine.comm.rendezvous import NAME, register
 from parallel_runtime.errors import Refused, WorkerStartError
 from parallel_runtime.group import cluster
@@ -109,11 +109,11 @@ def test_a_stranger_who_sends_a_byte_now_and_then_has_no_longer_than_anybody(gat
 
 @pytest.mark.parametrize("key", [KEY, OTHER])
 def test_another_token_and_no_answer_at_all_are_told_apart(gate, key):
-    reason = Guest(endpoint=address_of(gate), key=OTHER).serve_one_group()
+    reason = serve_one_group(address_of(gate), OTHER)
     assert reason.endswith("does not accept the token of this machine")
     with socket.create_server(("127.0.0.1", 0)) as other:
         threading.Thread(target=lambda: other.accept()[0].close()).start()
-        reason = Guest(endpoint=f"127.0.0.1:{other.getsockname()[1]}", key=key).serve_one_group()
+        reason = serve_one_group(f"127.0.0.1:{other.getsockname()[1]}", key)
     assert "hung up before it asked for the token" in reason
 
 

@@ -66,5 +66,5 @@ def test_a_cancel_stops_every_machine_and_the_group_stays_warm(pair, guest, flux
 @pytest.mark.sweep
 def test_unloaded_workers_load_again(pair, flux):
     before = samples(pair, flux, ULYSSES)
-    pair.unload(flux)
+    pair.free(flux)
     assert torch.equal(samples(pair, flux, ULYSSES), before)

@@ -16,8 +16,7 @@ from ...engine.kernels.dispatch import attend, check_backend
 from ...engine.split.streams import Streams
 from ...request import BACKENDS, AttentionBackend, EngineOptions
 from ...specs import Parallelism
-from .cases import Case, Measurement, Setting, mean_error
-from .clock import clocked
+from .measuring import Case, Measurement, Setting, clocked, mean_error
 
 HEADS, HEAD_DIM = 24, 128
 COMPARED_QUERIES = 512  # queries against float64: more would take all the time there is

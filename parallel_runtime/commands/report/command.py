@@ -25,7 +25,7 @@ import torch
 from ...demo import REQUIREMENTS
 from ...errors import Refused
 from . import workflow
-from .cases import Measurement, Setting
+from .measuring import Measurement, Setting
 from .page import Page, in_a_line
 from .part import ROOT, measurements_of
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..networks import randomized
-from .cases import Case, Setting
-from .clock import Clock
+from .measuring import Case, Clock, Setting
 from .rank_share_cases import WORLD_SIZES, fake_group
 
 TINY = dict(num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=8, axes_dims_rope=[4, 6, 6],

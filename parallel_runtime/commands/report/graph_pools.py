@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ...engine.graphs import cuda_graphs
 from ...engine.graphs.cuda_graphs import Graph, Recorder
-from .cases import Case, Measurement, Setting
-from .clock import GIB, NO_GRAPHS
+from .measuring import GIB, NO_GRAPHS, Case, Measurement, Setting
 
 REPLAYS = 100
 WIDTH, INSIDE = 64, 16384  # sums so long are split, and their parts added up in cuBLAS's workspace

@@ -16,19 +16,21 @@ import torch
 from torch import Tensor
 
 from ...demo import spec
-from ...demo.words import conditions, encode
+from ...demo.words import demo_job
 from ...errors import WorkerDied
 from ...group.worker_group import WorkerGroup
-from ...jobs import DemoJob
 from ...specs import Parallelism, Placement
-from .cases import Case, Measurement, Setting
-from .clock import GIB
+from .measuring import GIB, Case, Measurement, Setting
 
 LONG = 2000  # steps of a run that somebody ends
 
 
-class Enough(BaseException):
+class Cancelled(BaseException):
     """The user's cancel."""
+
+
+def cancel() -> None:
+    raise Cancelled
 
 
 def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
@@ -37,16 +39,19 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
         ("start of the group", trial.start),
         ("first run, with loading", trial.run),
         ("the same, warm", trial.run),
-        ("run that is cancelled in its first steps", trial.cancel),
+        ("run that is cancelled in its first steps", partial(trial.end_first_step, cancel, Cancelled)),
         ("run after it, the same bits", trial.run),
-        ("run that is cancelled while it records", trial.cancel_recording),
+        ("run that is cancelled while it records", partial(trial.end_recording, cancel, Cancelled)),
         ("run after it, the same bits", trial.run),
         ("Free memory", trial.free),
         ("run after it, the same bits", trial.run),
-        ("run in which a rank is killed, until it is told", trial.kill),
+        ("run in which a rank is killed, until it is told", partial(trial.end_first_step, trial.kill, WorkerDied)),
         ("start of another group", trial.start),
         ("run in it, the same bits", trial.run),
-        ("run in which a rank is killed while it records, until it is told", trial.kill_recording),
+        (
+            "run in which a rank is killed while it records, until it is told",
+            partial(trial.end_recording, trial.kill, WorkerDied),
+        ),
         ("start of another group", trial.start),
         ("run in it, the same bits", trial.run),
     )
@@ -91,31 +96,19 @@ class Trial:
         self._first = samples if self._first is None else self._first
         assert torch.equal(self._first, samples), "it differs from the first"
 
-    def cancel(self) -> None:
-        self._ended_by(_enough, Enough)
-
     def kill(self) -> None:
-        self._ended_by(self._kill, WorkerDied)
-
-    def cancel_recording(self) -> Measurement:
-        return self._ended_recording(_enough, Enough)
-
-    def kill_recording(self) -> Measurement:
-        return self._ended_recording(self._kill, WorkerDied)
-
-    def _kill(self) -> None:
         os.kill(self.group.pids[-1], signal.SIGKILL)
 
     def free(self) -> None:
-        self.group.unload(spec())
+        self.group.free(spec())
 
     def end(self) -> None:
         if self._group is not None:
             self._group.close()
         self._group = None
 
-    def _ended_by(self, act: Callable[[], None], expected: type[BaseException]) -> None:
-        """A long run in whose first step somebody acts."""
+    def end_first_step(self, act: Callable[[], None], expected: type[BaseException]) -> None:
+        """Calls `act` in the first step of a long run, which raises what is expected."""
 
         def on_step(step: int, *_: Any) -> None:
             if step == 0:
@@ -127,8 +120,8 @@ class Trial:
             return
         raise AssertionError(f"the run was not ended by {expected.__name__}")
 
-    def _ended_recording(self, act: Callable[[], None], expected: type[BaseException]) -> Measurement:
-        """A run that records what it can, and in which somebody acts as soon as a rank says that it does."""
+    def end_recording(self, act: Callable[[], None], expected: type[BaseException]) -> Measurement:
+        """Calls `act` in a run as soon as a rank reports that it records."""
 
         def watch() -> None:
             if any(rank.busy == "recording" for rank in self.group.activity.now.ranks):
@@ -150,14 +143,7 @@ class Trial:
         watch: Callable[[], None] = lambda: None,
     ) -> Tensor:
         noise = torch.randn(1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
-        positive, negative = (conditions(*encode(prompt)) for prompt in ("a red circle on a white background", ""))
-        job = DemoJob(
-            noise=noise, sigmas=torch.linspace(1, 0, steps + 1), cfg=2.0, positive=positive, negative=negative
-        )
+        job = demo_job("a red circle on a white background", noise, steps=steps, cfg=2.0)
         degrees = parallelism or self._parallelism
         made: Tensor = self.group.run(spec(), degrees, job, on_step=on_step, watch=watch).value["samples"]
         return made
-
-
-def _enough() -> None:
-    raise Enough

@@ -17,8 +17,7 @@ from ...engine.weights.placement import rank_placement
 from ...engine.weights.prefetch import BlockPrefetcher, Buffers
 from ...specs import Parallelism, WeightPlacement, WeightsMode
 from .attention_cases import parallelisms
-from .cases import Case, Measurement, Setting, mean_error, unbroken
-from .clock import Clock
+from .measuring import Case, Clock, Measurement, Setting, mean_error, unbroken
 from .subjects import Subject, subjects
 
 WEIGHTS = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}

@@ -5,38 +5,37 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import Refused
-from .cases import Measurement
+from .measuring import Measurement
 
 NAME, ENDINGS = "report", (".jsonl", ".md")
-COLUMNS = {  # of all parts, in their order, and how each is written
-    "what": "{}",
-    "dtype": "{}",
-    "weights": "{}",
-    "workers": "{}",
-    "degrees": "{}",
-    "mode": "{}",
-    "error": "{:.1e}",
-    "seconds": "{:.2f} s",
-    "ms": "{:.3g} ms",
-    "host_ms": "{:.3g} ms",
-    "faster": "{:.2f} x",
-    "gib": "{:.2f} GiB",
-    "graph_gib": "{:.2f} GiB",
-    "note": "{}",
-}
-TITLES = {
-    "seconds": "time", "ms": "time", "host_ms": "of the host", "faster": "as fast as the first", "gib": "memory",
-    "graph_gib": "of a graph",
-}  # fmt: skip
-ON_A_LINE = {  # where no title stands above
-    "workers": "workers: {}",
-    "error": "error {}",
-    "host_ms": "{} of the host",
-    "faster": "{} as fast as the first",
-    "graph_gib": "{} of a graph",
+
+
+class Column(NamedTuple):
+    """How a value is written; its title, "" for its name; and how it is written on a line, which has no titles."""
+
+    value: str = "{}"
+    title: str = ""
+    on_a_line: str = "{}"
+
+
+COLUMNS = {  # of all parts, in their order
+    "what": Column(),
+    "dtype": Column(),
+    "weights": Column(),
+    "workers": Column(on_a_line="workers: {}"),
+    "degrees": Column(),
+    "mode": Column(),
+    "error": Column("{:.1e}", on_a_line="error {}"),
+    "seconds": Column("{:.2f} s", "time"),
+    "ms": Column("{:.3g} ms", "time"),
+    "host_ms": Column("{:.3g} ms", "of the host", "{} of the host"),
+    "faster": Column("{:.2f} x", "as fast as the first", "{} as fast as the first"),
+    "gib": Column("{:.2f} GiB", "memory"),
+    "graph_gib": Column("{:.2f} GiB", "of a graph", "{} of a graph"),
+    "note": Column(),
 }
 
 
@@ -70,32 +69,27 @@ class Page:
         if self._machine.get("topology"):
             lines += ["", "```", self._machine["topology"], "```"]
         for title, measurements in self._sections:
-            lines += [
-                "",
-                f"## {title}",
-                *_table([{**measurement, "note": note_of(measurement)} for measurement in measurements]),
-            ]
+            lines += ["", f"## {title}", *_table([_cells(measurement) for measurement in measurements])]
         self._text.write_text("\n".join(lines) + "\n")
-
-
-def note_of(measurement: Measurement) -> str:
-    return f"FAILED: {measurement['failed']}" if "failed" in measurement else str(measurement.get("note", ""))
 
 
 def in_a_line(measurement: Measurement) -> str:
     """Returns the measurement as a line of the terminal."""
-    cells = [ON_A_LINE.get(name, "{}").format(_cell(measurement, name)) for name in COLUMNS if name in measurement]
-    return ", ".join(cells if "failed" not in measurement else [*cells, note_of(measurement)])
+    return ", ".join(COLUMNS[name].on_a_line.format(cell) for name, cell in _cells(measurement).items())
 
 
-def _table(measurements: list[Measurement]) -> Iterable[str]:
-    names = [name for name in COLUMNS if any(measurement.get(name) not in (None, "") for measurement in measurements)]
-    yield from ("", _line(TITLES.get(name, name) for name in names), _line("---" for _ in names))
-    yield from (_line(_cell(measurement, name) for name in names) for measurement in measurements)
+def _cells(measurement: Measurement) -> dict[str, str]:
+    """Returns what is written in each column that is not empty."""
+    note = f"FAILED: {measurement['failed']}" if "failed" in measurement else measurement.get("note")
+    values = {name: (measurement | {"note": note}).get(name) for name in COLUMNS}
+    filled = {name: value for name, value in values.items() if value not in (None, "")}
+    return {name: COLUMNS[name].value.format(value).replace("|", "/") for name, value in filled.items()}
 
 
-def _cell(measurement: Measurement, name: str) -> str:
-    return COLUMNS[name].format(measurement[name]).replace("|", "/") if measurement.get(name) not in (None, "") else ""
+def _table(rows: list[dict[str, str]]) -> Iterable[str]:
+    names = [name for name in COLUMNS if any(name in row for row in rows)]
+    yield from ("", _line(COLUMNS[name].title or name for name in names), _line("---" for _ in names))
+    yield from (_line(row.get(name, "") for name in names) for row in rows)
 
 
 def _line(cells: Iterable[str]) -> str:

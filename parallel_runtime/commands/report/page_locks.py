@@ -13,8 +13,7 @@ from torch import nn
 
 from ...engine.weights.placement import HostWeights
 from ...engine.weights.prefetch import BlockPrefetcher, Buffers
-from .cases import Case, Measurement, Setting, mean_error
-from .clock import NEEDS_CUDA, clocked
+from .measuring import NEEDS_CUDA, Case, Measurement, Setting, clocked, mean_error
 
 BLOCKS, WIDTH, BATCH = 8, 4096, 512
 

@@ -30,7 +30,7 @@ from ...engine.comm.device_memory import empty_cache
 from ...engine.comm.ranks import ONE_CARD, join, rank
 from ...worker.comfy_loop.comfyui import import_comfyui
 from ...worker.process.agent import die_with_parent
-from .cases import REMAINING_CASES, Measurement, Setting, measurement_of, unbroken
+from .measuring import REMAINING_CASES, Measurement, Setting, measurement_of, unbroken
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER, PARENT = "REPORT_FOLDER", "REPORT_PARENT"

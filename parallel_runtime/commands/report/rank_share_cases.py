@@ -16,8 +16,7 @@ from ...architectures.network_modules import blocks_of
 from ...engine.comm.mesh import build_mesh
 from ...engine.graphs.block_compile import compile_blocks
 from ...specs import Compilation, Parallelism
-from .cases import Case, Measurement, Setting, unbroken
-from .clock import NO_GRAPHS, Clock
+from .measuring import NO_GRAPHS, Case, Clock, Measurement, Setting, unbroken
 from .network_cases import divided, plan_of
 from .subjects import Subject, subjects
 

@@ -4,12 +4,14 @@ replays give the same bits, what a replay consists of, and whether the memory of
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from ...engine.comm.mesh import build_mesh
 from ...engine.graphs import graph_runner
@@ -18,14 +20,20 @@ from ...specs import ModelSpec, Parallelism, Placement
 from ...worker.models import Model
 from ...worker.process.rank_memory import readings
 from .attention_cases import parallelisms
-from .cases import Case, Measurement, Setting, largest, mean_error, unbroken
-from .clock import GIB, NEEDS_CUDA, clocked
+from .measuring import GIB, NEEDS_CUDA, Case, Measurement, Setting, clocked, largest, mean_error, unbroken
 from .network_cases import plan_of
 from .subjects import Subject, subjects
-from .timeline import timeline_of
 
 STEPS, REPLAYS, CFG = 8, 200, 3.0
 MARGIN = 256 << 20  # bytes that other work leaves of the device, beside what a run needs
+KINDS = {  # by what the names of kernels contain, the first that fits
+    "NCCL": ("nccl",),
+    "attention": ("flash", "fmha", "attention", "sdpa"),
+    "packing by cat": ("CatArray",),
+    "copies": ("copy", "Memcpy"),
+    "products": ("gemm", "cutlass", "nvjet", "cublas"),
+    "others": ("",),
+}
 
 
 def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
@@ -79,10 +87,10 @@ class Trial:
         """Times an eager evaluation, and keeps the memory that a run needs, which later measurements use."""
         call = self._model.network._call_impl
         self._expected = self._sampled(call)
-        self._free_at_rest, used = self._free(), self._used()
+        self._free_at_rest = self._free()
+        used = 0 if self._device.type == "cpu" else torch.cuda.memory_allocated(self._device)
         times = clocked(lambda: call(**self._prompts[0], transformer_options={}), self._device)
-        peak = 0 if self._device.type == "cpu" else torch.cuda.max_memory_allocated(self._device)
-        self._needed = max(0, peak - used)
+        self._needed = max(0, int(times.get("gib", 0.0) * GIB) - used)
         return times
 
     def _auto(self) -> Measurement:
@@ -147,9 +155,6 @@ class Trial:
         excess = self._free() - free
         return [torch.empty(excess, dtype=torch.uint8, device=self._device)] if excess > 0 else []
 
-    def _used(self) -> int:
-        return 0 if self._device.type == "cpu" else torch.cuda.memory_allocated(self._device)
-
     def _free(self) -> int:
         gc.collect()
         if self._device.type == "cpu":
@@ -157,3 +162,38 @@ class Trial:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]
+
+
+class Span(NamedTuple):
+    """A kernel or a copy, in microseconds."""
+
+    name: str
+    begin: float
+    end: float
+
+
+def timeline_of(run: Callable[[], Any]) -> Measurement:
+    run()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        run()
+        torch.cuda.synchronize()
+    events = [event for event in profiled.events() or () if event.device_type == DeviceType.CUDA]
+    return summed(Span(event.name, event.time_range.start, event.time_range.end) for event in events)
+
+
+def summed(spans: Iterable[Span]) -> Measurement:
+    """Returns the time from the first kernel to the last, and in words what it consists of."""
+    ordered = sorted(spans, key=lambda span: span.begin)
+    if not ordered:
+        return {"note": "the profiler saw nothing on the device"}
+    busy, until = 0.0, ordered[0].begin
+    of_kinds: dict[str, list[float]] = {}
+    for span in ordered:
+        busy += max(0.0, span.end - max(span.begin, until))
+        until = max(until, span.end)
+        kind = next(kind for kind, parts in KINDS.items() if any(part in span.name for part in parts))
+        of_kinds.setdefault(kind, []).append(span.end - span.begin)
+    total = until - ordered[0].begin
+    times = {kind: of_kinds[kind] for kind in KINDS if kind in of_kinds}
+    parts = [f"{kind} {len(each)} in {sum(each) / 1e3:.3g} ms" for kind, each in times.items()]
+    return {"ms": total / 1e3, "note": f"{(total - busy) / 1e3:.3g} ms of it without a kernel; {', '.join(parts)}"}

@@ -21,9 +21,8 @@ from ...loading.fingerprint import model_fingerprint
 from ...loading.random_states import random_states
 from ...specs import ModelSpec, Parallelism, Placement
 from ..networks import randomized
-from .cases import Case, Measurement, Setting, mean_error
-from .clock import clocked
 from .group_cases import memory_measurement
+from .measuring import Case, Measurement, Setting, clocked, mean_error
 
 KL = "comfy.ldm.modules.diffusionmodules.model"
 KL_CONFIG = dict(double_z=True, z_channels=16, resolution=256, in_channels=3, out_ch=3, ch=128, ch_mult=[1, 2, 4, 4],
@@ -86,7 +85,7 @@ class Decode:
             } | memory_measurement(group)
 
     def freed(self, group: WorkerGroup) -> Measurement:
-        group.unload(self._spec)
+        group.free(self._spec)
         return memory_measurement(group)
 
     def _job(self) -> VAEJob:

@@ -1,7 +1,10 @@
-"""A part of the report yields Cases; each becomes a Measurement, with its labels. A failure is one too."""
+"""How a part of the report measures: it yields Cases, and each becomes a Measurement, with its labels. A failure is one
+too. A time is the device's by its events, and the host's until its last launch has returned."""
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ...engine.comm.device_events import event_factory
+from ...engine.graphs import graph_runner
 from ...errors import ParallelError
 from ...specs import ComfySetup
 
@@ -21,6 +26,10 @@ FAILURES = (
 ERRORS = ("error", "alone")
 REMAINING_CASES = "the rest of this part"
 WORDS = 300  # characters of a failure
+LONG_SECONDS = 0.5  # a run that takes longer is repeated less
+GIB = 2**30
+NO_GRAPHS = "no CUDA graphs here"
+NEEDS_CUDA = "needs a CUDA GPU"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,3 +125,59 @@ def mean_error(out: torch.Tensor, exact: torch.Tensor) -> float:
     """Returns the mean difference, in standard deviations of the exact result."""
     assert not out.isnan().any(), "NaN"
     return float((out.double() - exact.double()).abs().mean() / exact.double().std()) if out.numel() else 0.0
+
+
+class Clock:
+    """Measures one run in its modes, and how much faster each is than the very first one."""
+
+    def __init__(self, run: Callable[[], Any], device: torch.device) -> None:
+        self.run, self._device = run, device
+        self._alone = 0.0
+
+    def cases(self, labels: Measurement) -> Iterator[Case]:
+        yield Case(labels | {"mode": "eager"}, self.eager)
+        yield Case(labels | {"mode": "recorded"}, self.recorded)
+
+    def eager(self) -> Measurement:
+        return self._measured(self.run)
+
+    def recorded(self) -> Measurement:
+        """Measures a replay of the run, recorded as workers do it but without the copies of its inputs and output."""
+        recorder = graph_runner.cuda_graphs.recorder_for(self._device)
+        if recorder is None:
+            return {"note": NO_GRAPHS}
+        recorder.warm_up(self.run)
+        graph = recorder.record(self.run)
+        return self._measured(graph.replay) | {"graph_gib": graph.nbytes / GIB}
+
+    def _measured(self, run: Callable[[], Any]) -> Measurement:
+        times = clocked(run, self._device)
+        self._alone = self._alone or times["ms"]
+        return times | {"faster": self._alone / times["ms"]}
+
+
+def clocked(run: Callable[[], Any], device: torch.device) -> Measurement:
+    """Returns ms, host_ms and the peak of memory in GiB: medians of some runs after one that warms up. Collective where
+    there is a group, whose ranks begin together."""
+    (slowest,) = largest(_once(run, device)[0])  # so that all repeat alike
+    rounds = 2 if slowest > 1e3 * LONG_SECONDS else 5
+    if device.type != "cpu":
+        torch.cuda.reset_peak_memory_stats(device)
+    times = [_once(run, device) for _ in range(rounds)]
+    ms, host_ms = (statistics.median(column) for column in zip(*times, strict=True))
+    measurement = {"ms": ms, "host_ms": host_ms}
+    return measurement if device.type == "cpu" else measurement | {"gib": torch.cuda.max_memory_allocated(device) / GIB}
+
+
+def _once(run: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+    """Returns the device's milliseconds, and the host's until its last launch has returned."""
+    make_event = event_factory(device)
+    if distributed():
+        dist.barrier()
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
+    started, begin = time.perf_counter(), make_event()
+    run()
+    host_seconds, end = time.perf_counter() - started, make_event()
+    end.wait()
+    return 1e3 * end.seconds_since(begin), 1e3 * host_seconds
