@@ -30,7 +30,7 @@ export function addSummary(node) {
   const head = element("div.cp-summary", {}, verdict, gpus.element, preset.element);
   const widgets = [addUnsaved(node, "cp_summary", head), addUnsaved(node, "cp_fold", fold.line)];
   node.widgets.unshift(...node.widgets.splice(node.widgets.indexOf(widgets[0]), 1)); // what is wrong is read first
-  keepPlaces(node);
+  keepPlaces(node, fold.savedHeight);
   /** @type {ReturnType<typeof setTimeout> | undefined} */
   let timer;
   const show = () => {
@@ -57,26 +57,32 @@ export function addSummary(node) {
  */
 function addUnsaved(node, name, content) {
   let shown = LEAST;
-  const height = () => (shown = content.offsetHeight || shown) + 2 * MARGIN; // 0 while it is not drawn
   const place = element("div", {}, content);
   const widget = node.addDOMWidget(name, name, place, {
-    serialize: false, hideInPanel: true, margin: MARGIN, getMinHeight: height, getMaxHeight: height, getValue: () => "", setValue() {},
+    serialize: false, hideInPanel: true, margin: MARGIN, getValue: () => "", setValue() {},
   });
   widget.serialize = false;
+  widget.computeLayoutSize = undefined; // else Nodes 2.0 gives it a part of what a larger node has left
+  widget.computeSize = (/** @type {number} */ width) => {
+    if (content.offsetWidth) shown = content.offsetHeight; // not before it is drawn
+    return [width, shown + 2 * MARGIN];
+  };
   new ResizeObserver(node.cpFold).observe(content);
   return widget;
 }
 
 /**
- * A saved workflow has the values in the order of the node's inputs. LiteGraph leaves a gap for a widget that is not saved,
- * and reads without it.
+ * A saved workflow has the height of the folded node, and the values in the order of its inputs: LiteGraph leaves a gap for a
+ * widget that is not saved, and reads without it.
  * @param {any} node
+ * @param {() => number} savedHeight
  */
-function keepPlaces(node) {
+function keepPlaces(node, savedHeight) {
   const before = node.onSerialize;
   node.onSerialize = function (/** @type {any} */ saved) {
     before?.call(this, saved);
     saved.widgets_values = Object.values(valuesOf(this));
+    saved.size = [saved.size[0], savedHeight()];
   };
 }
 

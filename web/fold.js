@@ -8,14 +8,16 @@ import { say } from "./words.js";
 
 /** @typedef {any} LGraphNode */
 
-const LOW = 120; // pixels: Nodes 2.0 makes a node as high as what it shows, and never lower than its size
+const LOW = 120; // pixels, less than it ever needs
 const RENDERER = "Comfy.VueNodes.Enabled.change";
 /** @type {Record<string, string>} widgets that mean something only where another one is above 1 */
 const NEEDS_MORE_OF = { rdzv_endpoint: "nnodes", warmup_steps: "patches" };
 
 /**
+ * `line` is what to click, `show` looks at the values again, and `savedHeight` is the node's height without the other widgets:
+ * opening them is no change of the workflow.
  * @param {LGraphNode} node
- * @returns {{line: HTMLElement, show: () => void}} the line to click, and what looks at the values again
+ * @returns {{line: HTMLElement, show: () => void, savedHeight: () => number}}
  */
 export function foldLine(node) {
   const line = element("button.cp-fold", { type: "button", onclick: () => toggle() });
@@ -23,35 +25,44 @@ export function foldLine(node) {
   const folded = node.widgets.filter((/** @type {any} */ widget) => widget.options?.advanced);
   for (const widget of folded) widget.advanced = widget.options.advanced = false; // else Nodes 2.0 folds them too, all or none
   let open = false;
-  /** @type {string | undefined} the widgets that showed last */
-  let lastShown;
-  const toggle = () => {
-    open = !open;
-    show();
-  };
-  const show = (mayShrink = true) => {
+  let closed = { height: 0, hidden: "" }; // as it was before it was opened
+  /** @type {string | undefined} names of the widgets that were hidden last */
+  let lastHidden;
+  const hiddenNames = () => {
     const values = valuesOf(node);
     const preset = PRESETS[presetOf(values, defaults)];
-    const visible = (/** @type {any} */ widget) => {
-      if (isLinked(node, widget.name)) return true;
-      if (widget.name === "devices") return open || !isListed(String(widget.value ?? ""));
-      if (!folded.includes(widget)) return true;
-      const usual = ADJUSTABLE.includes(widget.name) ? undefined : preset[widget.name];
-      if (widget.value !== (usual ?? defaults[widget.name])) return true;
-      const other = NEEDS_MORE_OF[widget.name];
+    const visible = (/** @type {any} */ { name, value }) => {
+      if (isLinked(node, name)) return true;
+      if (name === "devices") return open || !isListed(String(value ?? ""));
+      if (!folded.some((/** @type {any} */ one) => one.name === name)) return true;
+      const usual = ADJUSTABLE.includes(name) ? undefined : preset[name];
+      if (value !== (usual ?? defaults[name])) return true;
+      const other = NEEDS_MORE_OF[name];
       return other ? Number(values[other]) > 1 : open;
     };
-    const hidden = node.widgets.filter((/** @type {any} */ widget) => widget.serialize !== false && !visible(widget));
-    for (const widget of node.widgets) widget.hidden = widget.options.hidden = hidden.includes(widget);
-    const more = hidden.filter((/** @type {any} */ widget) => !NEEDS_MORE_OF[widget.name]).length;
+    return savedWidgets(node).filter((widget) => !visible(widget)).map(({ name }) => name);
+  };
+  const savedHeight = () => (open ? Math.min(closed.height, node.size[1]) : node.size[1]);
+  const toggle = () => {
+    const height = savedHeight();
+    open = !open;
+    if (open) closed = { height, hidden: lastHidden ?? "" };
+    show(open ? node.size[1] : hiddenNames().join() === closed.hidden ? height : LOW);
+  };
+  /** @param {number} [height] what it has; without, it is low after an edit that changed which widgets show */
+  const show = (height) => {
+    const hidden = hiddenNames();
+    const changed = hidden.join() !== lastHidden;
+    lastHidden = hidden.join();
+    for (const widget of node.widgets) widget.hidden = widget.options.hidden = hidden.includes(widget.name);
+    if (changed) node.widgets.push(...node.widgets.splice(0)); // Nodes 2.0 looks at them again when the list changes
+    const more = hidden.filter((name) => !NEEDS_MORE_OF[name]).length;
     setText(line, open ? `▾ ${say("fold.less")}` : `▸ ${say("fold.more", { count: more })}`);
     line.setAttribute("aria-expanded", String(open));
-    const names = hidden.map((/** @type {any} */ widget) => widget.name).join();
-    fit(node, lastShown !== names, mayShrink);
-    lastShown = names;
+    fit(node, height ?? (changed ? LOW : node.size[1]));
   };
-  node.cpFold = () => show(false);
-  return { line, show };
+  node.cpFold = () => show(node.size[1]);
+  return { line, show: () => show(), savedHeight };
 }
 
 /** The other renderer needs another height for the same widgets. */
@@ -66,8 +77,15 @@ export function followRenderer() {
  * @returns {Record<string, any>}
  */
 export function valuesOf(node) {
-  const saved = node.widgets.filter((/** @type {any} */ widget) => widget.serialize !== false);
-  return Object.fromEntries(saved.map((/** @type {any} */ widget) => [widget.name, widget.value]));
+  return Object.fromEntries(savedWidgets(node).map((widget) => [widget.name, widget.value]));
+}
+
+/**
+ * @param {LGraphNode} node
+ * @returns {any[]}
+ */
+function savedWidgets(node) {
+  return node.widgets.filter((/** @type {any} */ widget) => widget.serialize !== false);
 }
 
 /**
@@ -88,18 +106,13 @@ export function isLinked(node, name) {
 }
 
 /**
- * Room for what it shows. After an edit that changed which widgets show it has no more; a loaded or larger size stays.
+ * This height, or as much as its widgets need: LiteGraph has to be told, Nodes 2.0 does it by itself.
  * @param {LGraphNode} node
- * @param {boolean} changed
- * @param {boolean} mayShrink
+ * @param {number} height
  */
-function fit(node, changed, mayShrink) {
-  if (changed) node.widgets.push(...node.widgets.splice(0)); // Nodes 2.0 looks at them again when the list changes
-  if (/** @type {any} */ (LiteGraph).vueNodesMode) {
-    if (changed && mayShrink) node.setSize([node.size[0], LOW]);
-    return;
-  }
-  const needed = node.computeSize()[1];
-  if ((changed && mayShrink) || node.size[1] < needed) node.setSize([node.size[0], needed]);
+function fit(node, height) {
+  const needed = /** @type {any} */ (LiteGraph).vueNodesMode ? 0 : node.computeSize()[1];
+  const fitting = Math.max(height, needed);
+  if (fitting !== node.size[1]) node.setSize([node.size[0], fitting]);
   node.setDirtyCanvas?.(true, true);
 }

@@ -25,10 +25,24 @@ FRAMED = """() => !LiteGraph.vueNodesMode
         .some(name => name.startsWith('ring-destructive'))"""
 UNFRAMED = "() => LiteGraph.vueNodesMode && Boolean(app.extensionManager.toast.error)"  # from 1.58 or so on
 HEIGHT = "() => app.graph.nodes[0].size[1]"
+SIZE = "() => [...app.graph.nodes[0].size]"
 SHOWN = """() => LiteGraph.vueNodesMode
     ? [...document.querySelectorAll('[data-testid="node-widget"]')]
         .filter(row => row.offsetHeight && !row.querySelector('.cp-summary, .cp-fold')).length
     : app.graph.nodes[0].widgets.filter(widget => !widget.hidden && widget.serialize !== false).length"""
+CORNER = """() => {
+    const { x, y } = app.canvas.canvas.getBoundingClientRect(), { offset } = app.canvas.ds, node = app.graph.nodes[0];
+    const drawn = document.querySelector(`[data-node-id="${node.id}"]`)?.getBoundingClientRect();
+    return LiteGraph.vueNodesMode ? [drawn.right - 5, drawn.bottom - 5]
+        : [x + node.pos[0] + offset[0] + node.size[0] - 5, y + node.pos[1] + offset[1] + node.size[1] - 5];
+}"""
+CONTENT = """() => document.querySelector('.cp-fold').getBoundingClientRect().bottom
+    - document.querySelector('.cp-summary').getBoundingClientRect().top"""  # its height, from the first line to the last
+HISTORY = """() => {
+    const workflow = app.extensionManager.workflow.activeWorkflow;
+    workflow.changeTracker.captureCanvasState();
+    return [workflow.changeTracker.undoQueue.length, workflow.isModified];
+}"""
 SAYS = "words => document.querySelector('.cp-summary')?.textContent.includes(words)"
 
 
@@ -142,7 +156,63 @@ def test_a_size_that_a_user_gave_it_stays_with_the_workflow(page: Any) -> None:
     page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
     page.wait_for_function(SAYS, arg="1 CPU worker")
     wait_until_drawn(page)
-    assert page.evaluate("() => [...app.graph.nodes[0].size]") == [420, 800]
+    assert page.evaluate(SIZE) == [420, 800]
+
+
+@BOTH
+def test_a_node_that_is_dragged_larger_has_its_room_below_what_it_shows(page: Any) -> None:
+    put(page, [["CPParallelConfig", 0, 0, {}]])
+    page.wait_for_function(SAYS, arg="1 CPU worker")
+    wait_until_drawn(page)
+    content, (_, height) = page.evaluate(CONTENT), page.evaluate(SIZE)
+    x, y = page.evaluate(CORNER)
+    page.mouse.move(x, y)
+    page.mouse.down()
+    page.mouse.move(x, y + 150, steps=3)
+    page.mouse.move(x, y + 300, steps=3)
+    page.mouse.up()
+    wait_until_drawn(page)
+    size = page.evaluate(SIZE)
+    assert size[1] > height + 250
+    assert abs(page.evaluate(CONTENT) - content) < 2, "a gap inside"
+    page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
+    page.wait_for_function(SAYS, arg="1 CPU worker")
+    wait_until_drawn(page)
+    assert page.evaluate(SIZE) == size
+    assert abs(page.evaluate(CONTENT) - content) < 2, "a gap inside, once it is loaded"
+
+
+@BOTH
+def test_opening_more_options_is_no_step_to_undo(page: Any) -> None:
+    put(page, [["CPParallelConfig", 0, 0, {}]])
+    page.wait_for_function(SAYS, arg="1 CPU worker")
+    page.evaluate("() => app.graph.nodes[0].setSize([420, 500])")
+    page.evaluate("async () => app.loadGraphData(app.graph.serialize())")
+    page.wait_for_function(SAYS, arg="1 CPU worker")
+    wait_until_drawn(page)
+    history, size = page.evaluate(HISTORY), page.evaluate(SIZE)
+    assert history[1] is False
+    page.get_by_role("button", name="15 more options").click()
+    page.wait_for_function(f"({SHOWN})() === 18")
+    wait_until_drawn(page)
+    assert page.evaluate(HISTORY) == history
+    page.get_by_role("button", name="Fewer options").click()
+    page.wait_for_function(f"({SHOWN})() === 3")
+    wait_until_drawn(page)
+    assert page.evaluate(HISTORY) == history
+    assert page.evaluate(SIZE) == size, "the size that a user gave it"
+
+    page.get_by_role("button", name="15 more options").click()
+    page.wait_for_function(f"({SHOWN})() === 18")
+    page.evaluate(EDIT, ["nnodes", 2])
+    page.wait_for_function(f"({SHOWN})() === 19")
+    assert page.evaluate(HISTORY) == [history[0] + 1, True], "an edit is one"
+    page.keyboard.press("Control+z")
+    page.wait_for_function(f"({SHOWN})() === 3")
+    page.wait_for_function(SAYS, arg="1 CPU worker")
+    wait_until_drawn(page)
+    assert page.evaluate(HISTORY) == history
+    assert page.evaluate(SIZE) == size
 
 
 @BOTH
