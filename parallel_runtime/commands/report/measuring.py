@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...engine.comm.device_events import event_factory
+from ...engine.comm.device_events import event_factory, seconds_between
 from ...engine.graphs import graph_runner
 from ...errors import ParallelError
 from ...specs import ComfySetup
@@ -179,5 +179,5 @@ def _once(run: Callable[[], Any], device: torch.device) -> tuple[float, float]:
     started, begin = time.perf_counter(), make_event()
     run()
     host_seconds, end = time.perf_counter() - started, make_event()
-    end.wait()
-    return 1e3 * end.seconds_since(begin), 1e3 * host_seconds
+    end.synchronize()
+    return 1e3 * seconds_between(begin, end), 1e3 * host_seconds
