@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ..errors import Refused
 from ..jobs import MAX_CACHED_PROMPTS, EvaluationJob, Job, SamplingJob, VAEJob
@@ -17,6 +18,8 @@ from ..specs import ModelSpec
 
 
 class PayloadCache:
+    """What the workers of one group have of each model, for as long as the group lives."""
+
     def __init__(self) -> None:
         self._fingerprints: dict[ModelSpec, str] = {}  # of the weight patches of models and VAEs that workers have
         self._prompts: dict[ModelSpec, list[tuple[int, dict[str, Any]]]] = {}
@@ -57,13 +60,15 @@ class PayloadCache:
         return job
 
     def _without_prompt(self, job: EvaluationJob, model: ModelSpec) -> EvaluationJob:
-        """Conditions are compared by value: they may change from step to step under one uuid of ComfyUI's."""
+        """Conditions are compared by value with copies of those that were sent: they may change from step to step under
+        one uuid of ComfyUI's, also in place."""
         prompts = self._prompts.get(model.unpatched, [])
         for number, conds in prompts:
             if _equal(conds, job.conds):
                 return replace(job, prompt=number, conds=None)
         self._last_prompt += 1
-        self._prompts[model.unpatched] = [*prompts, (self._last_prompt, job.conds or {})][-MAX_CACHED_PROMPTS:]
+        conds = pytree.tree_map_only(torch.Tensor, torch.clone, job.conds or {})
+        self._prompts[model.unpatched] = [*prompts, (self._last_prompt, conds)][-MAX_CACHED_PROMPTS:]
         return replace(job, prompt=self._last_prompt)
 
 
@@ -72,6 +77,6 @@ def _equal(a: Any, b: Any) -> bool:
         return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, list) and isinstance(b, list):
+    if isinstance(a, list | tuple) and type(a) is type(b):
         return len(a) == len(b) and all(map(_equal, a, b))
-    return type(a) is type(b) and not torch.is_tensor(a) and a == b
+    return type(a) is type(b) and not torch.is_tensor(a) and bool(a == b)

@@ -42,7 +42,7 @@ def _check_pipeline(request: ParallelRequest, undivided: str) -> None:
         raise Refused("pipeline.ring", widget="ring_degree", ring=request.ring_degree, stages=stages)
     if request.weights in ("shard", "offload"):
         raise Refused("pipeline.weights", widget="weights", weights=request.weights, stages=stages)
-    if request.shares not in ("auto", "equal"):
+    if request.shares.strip() not in ("", "auto", "equal"):
         raise Refused("pipeline.shares", widget="shares", shares=request.shares, stages=stages)
     if request.options.step_cache:
         raise Refused("pipeline.cache", widget="step_cache", threshold=f"{request.options.step_cache:g}", stages=stages)

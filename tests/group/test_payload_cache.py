@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from parallel_runtime.group.payload_cache import PayloadCache
@@ -11,9 +13,9 @@ from parallel_runtime.specs import ModelSpec
 MODEL, OTHER = ModelSpec(loader="a"), ModelSpec(loader="b")
 
 
-def evaluated(sent: PayloadCache, model: ModelSpec) -> EvaluationJob:
+def evaluated(sent: PayloadCache, model: ModelSpec, **more: Any) -> EvaluationJob:
     """What is sent of one more evaluation of the same prompt."""
-    conds = {"context": torch.ones(2, 3)}
+    conds = {"context": torch.ones(2, 3), **more}
     job = EvaluationJob(call_arguments={}, options=None, conds=conds, weight_patches={}, batch_coupled=False)
     with sent.unsent_parts(job, model) as unsent:
         assert isinstance(unsent, EvaluationJob)
@@ -32,3 +34,18 @@ def test_conditions_are_sent_once_a_run_of_each_model() -> None:
     assert again.conds is not None
     assert again.prompt not in (first.prompt, of_other.prompt)
     assert evaluated(sent, OTHER).conds is None
+
+
+def test_conditions_that_changed_in_place_are_sent_again() -> None:
+    sent, mask = PayloadCache(), torch.zeros(2)
+    assert evaluated(sent, MODEL, mask=mask).conds is not None
+    mask += 1
+    assert evaluated(sent, MODEL, mask=mask).conds is not None
+    assert evaluated(sent, MODEL, mask=mask).conds is None
+
+
+def test_conditions_may_hold_tuples_of_tensors() -> None:
+    sent = PayloadCache()
+    assert evaluated(sent, MODEL, shapes=(torch.ones(2), 3)).conds is not None
+    assert evaluated(sent, MODEL, shapes=(torch.ones(2), 3)).conds is None
+    assert evaluated(sent, MODEL, shapes=(torch.zeros(2), 3)).conds is not None

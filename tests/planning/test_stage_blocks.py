@@ -77,16 +77,17 @@ def test_at_cfg_1_the_other_lane_of_a_stage_joins_its_ulysses() -> None:
         ),
         ({"patches": 2, "step_cache": 0.1}, "step_cache 0.1: no stage.*sees all blocks.*set step_cache to 0"),
         ({"patches": 2, "gpus": 1, "devices": "cuda:0"}, "The nearest that works is ring_degree 1"),
-        ({"gpus": 3}, "devices|needs 2 worker|.*"),
         ({"gpus": 2, "ulysses_degree": 2}, "pipeline_degree 2 needs 4 workers.*The nearest that works is"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(request_: dict, sentence: str) -> None:
-    if request_ == {"gpus": 3}:
-        assert planned(**{"pipeline_degree": 2, **request_}).world_size == 2
-        return
     with pytest.raises(Refused, match=sentence):
         planned(**{"pipeline_degree": 2, **request_})
+
+
+@pytest.mark.parametrize("request_", [{"gpus": 3}, {"shares": ""}, {"shares": " equal "}])
+def test_a_pipeline_takes_as_many_gpus_as_it_has_stages_and_any_words_for_equal_shares(request_: dict) -> None:
+    assert planned(**{"pipeline_degree": 2, "gpus": 2, **request_}).world_size == 2
 
 
 def test_more_stages_than_blocks_are_refused_with_their_number() -> None:
