@@ -36,3 +36,15 @@ def test_cards_of_one_kind_with_another_cudnn_are_unlike(monkeypatch: pytest.Mon
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
         kinds.append(device_kind(torch.device("cuda:0")))
     assert kinds[0] == kinds[2] != kinds[1]
+
+
+def test_cards_of_one_kind_with_another_package_of_kernels_are_unlike(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Otherwise one machine might benchmark alone what only it has installed, and wait for the other."""
+    card = SimpleNamespace(name="NVIDIA A100", multi_processor_count=108)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    without = device_kind(torch.device("cuda:0"))
+    (tmp_path / "sageattention.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert device_kind(torch.device("cuda:0")) == f"{without} sageattention"

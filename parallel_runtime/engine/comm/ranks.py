@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 
-from ...accelerators import distributed_backends
+from ...accelerators import KERNELS, distributed_backends
 from .rendezvous import store_at
 
 # The host watches for stalls and ends the whole group; a collective that timed out alone would only blur the cause.
@@ -66,9 +67,10 @@ def join(device: torch.device, store: str, *, shared: bool) -> None:
 
 def device_kind(device: torch.device) -> str:
     """Identifies devices that draw the same random numbers, round alike and have the same kernels: a GPU's name, its
-    number of processors and the version of cuDNN."""
+    number of processors, the version of cuDNN and the installed packages of attention kernels."""
     if device.type == "cpu":
         return device.type
     properties = torch.get_device_module(device).get_device_properties(device)
     processors, cudnn = getattr(properties, "multi_processor_count", ""), torch.backends.cudnn.version()
-    return f"{properties.name} {processors} {cudnn}"
+    packages = {kernel.package for kernel in KERNELS.values() if kernel.package and find_spec(kernel.package)}
+    return " ".join(map(str, (properties.name, processors, cudnn, *sorted(packages))))
