@@ -37,7 +37,7 @@ CORNER = """() => {
         : [x + node.pos[0] + offset[0] + node.size[0] - 5, y + node.pos[1] + offset[1] + node.size[1] - 5];
 }"""
 CONTENT = """() => document.querySelector('.cp-fold').getBoundingClientRect().bottom
-    - document.querySelector('.cp-summary').getBoundingClientRect().top"""  # its height, from the first line to the last
+    - document.querySelector('.cp-summary').getBoundingClientRect().top"""  # its height
 HISTORY = """() => {
     const workflow = app.extensionManager.workflow.activeWorkflow;
     workflow.changeTracker.captureCanvasState();
