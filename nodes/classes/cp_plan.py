@@ -32,7 +32,7 @@ from ..describe.input_checks import check_conds, check_latent, text_tokens
 from ..describe.model import DescribedModel, describe_model
 from ..describe.refused_event import announce_refusals
 from ..describe.sampling_job import describe_conds
-from ..describe.vae_source import explain_decode
+from ..describe.vae import explain_decode
 from ..remote.lease import dry_run, run_kind
 from ..remote.sampling_run import model_on_workers
 from ..server.settings import request_from

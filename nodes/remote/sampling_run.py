@@ -57,6 +57,12 @@ def model_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatc
     return _on_workers(model, _describe_checked(model, request), request)
 
 
+def _describe_checked(model: ModelPatcher, request: ParallelRequest) -> DescribedModel:
+    described = describe_model(model, request)
+    checked_plan(described.inputs(request))
+    return described
+
+
 def _on_workers(model: ModelPatcher, described: DescribedModel, request: ParallelRequest) -> ModelPatcher:
     remote = model.clone()
     remote.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, COMPILE_KEY)
@@ -115,12 +121,6 @@ def _with_partner(guider: Any, models: dict[str, DescribedModel], request: Paral
         return described.with_partner(other)
     except ValueError:
         raise unsendable_partner(guider) from None
-
-
-def _describe_checked(model: ModelPatcher, request: ParallelRequest) -> DescribedModel:
-    described = describe_model(model, request)
-    checked_plan(described.inputs(request))
-    return described
 
 
 def _with_remote_network(model: ModelPatcher, request: ParallelRequest, reason: Unsendable) -> ModelPatcher:
