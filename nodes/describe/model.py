@@ -44,7 +44,7 @@ from .control_nets import Conds, controls_of, count_residuals, gligens_of, weigh
 from .foreign_code import check_layers, check_merging, check_model, check_network
 from .input_checks import unwrap_sampler, uses_network
 from .local_devices import plan_inputs
-from .model_files import SAFETENSORS, first_slices, stat_file
+from .model_files import SAFETENSORS, stat_file
 from .model_patches import OVERRIDE, check_network_patches, compilation, wrappers_of
 from .shared_state import keeps_state
 
@@ -272,7 +272,7 @@ def _files(model: ModelPatcher, arguments: tuple[Any, ...]) -> tuple[SourceFile,
     for path in paths:
         if not os.path.exists(path):
             raise Refused("model.gone", path=path)
-    files = tuple(stat_file(path) for path in paths if os.path.isfile(path))
+    files = tuple(stat_file(os.path.realpath(path)) for path in paths if os.path.isfile(path))
     if model.model not in runtime.first_seen and all(_still_has_weights(file.path, model) for file in files):
         runtime.first_seen[model.model] = files
     if runtime.first_seen.get(model.model) != files:
@@ -294,9 +294,15 @@ def _still_has_weights(path: str, model: ModelPatcher) -> bool:
         prefix = next(prefix for prefix in PREFIXES if not prefix or any(name.startswith(prefix) for name in names))
         known = [name for name in slots if prefix + name in names and name not in patched and slots[name].ndim > 1]
         compared = known[:: max(1, len(known) // COMPARED_WEIGHTS)]
-        slices = first_slices(file, ((prefix + name, slots[name]) for name in compared))
-    differing = sum(not torch.equal(part.to(weight.dtype), weight) for part, weight in slices)
-    return 2 * differing <= len(slices)
+        equal = [_has_slice(file.get_slice(prefix + name), slots[name]) for name in compared]
+    return equal.count(False) <= equal.count(True)
+
+
+def _has_slice(file_weight: Any, weight: Tensor) -> bool | None:
+    """Does a weight have the first slice [1, ...] of the file's? None where it cannot: quantized, on meta, reshaped."""
+    if type(weight.data) is not Tensor or weight.is_meta or list(weight.shape) != file_weight.get_shape():
+        return None
+    return torch.equal(file_weight[:1].to(weight.dtype), weight[:1].detach().cpu())
 
 
 def describe_weight_patches(model: ModelPatcher) -> dict[str, list[Any]]:
