@@ -49,7 +49,7 @@ def latent_size(network: nn.Module, latent: Sequence[int]) -> LatentSize:
     return *sides[:-2], *(-(-side // patch) * patch for side in sides[-2:])
 
 
-def describe_options(options: dict[str, Any], size: LatentSize | None, describer: Describer) -> dict[str, Any]:
+def describe_options(options: dict[str, Any], size: LatentSize, describer: Describer) -> dict[str, Any]:
     """Describes a guider's model_options for a latent of this size. Raises Unsendable for foreign code among them."""
     inside = _pre_encode(options.get("transformer_options", {}), size)
     inside = {key: value for key, value in inside.items() if key not in AROUND_NETWORK}

@@ -78,9 +78,15 @@ def describe_job(guider: comfy.samplers.CFGGuider, described: DescribedModel, ca
     )
 
 
-def _describe_on_model(model: ModelPatcher, options: dict[str, Any], size: LatentSize | None) -> dict[str, Any]:
+def _describe_on_model(model: ModelPatcher, options: dict[str, Any], size: LatentSize) -> dict[str, Any]:
     """Describes what is on a MODEL, with these model options: fields of a SamplingJob. Raises Unsendable."""
-    _check_sendable(model, options)
+    if "registered_hooks" in options and options["registered_hooks"].get_type(EnumHookType.TransformerOptions):
+        raise Unsendable("unsendable.hook")
+    for name in model.object_patches.keys() - SENDABLE_OBJECT_PATCHES - replaced_attributes(model).keys():
+        raise Unsendable("unsendable.replaced", name=name)
+    for name, models in model.additional_models.items():
+        if models:
+            raise Unsendable("unsendable.models", name=name)
     describer = Describer()
     return {
         "model_sampling": _describe_model_sampling(model.get_model_object("model_sampling")),
@@ -89,16 +95,6 @@ def _describe_on_model(model: ModelPatcher, options: dict[str, Any], size: Laten
         "wrappers": describe_functions(options["transformer_options"].get("wrappers", {}), "wrapper", describer),
         "callbacks": describe_functions(model.callbacks, "callback", describer),
     }
-
-
-def _check_sendable(model: ModelPatcher, options: dict[str, Any]) -> None:
-    if "registered_hooks" in options and options["registered_hooks"].get_type(EnumHookType.TransformerOptions):
-        raise Unsendable("unsendable.hook")
-    for name in model.object_patches.keys() - SENDABLE_OBJECT_PATCHES - replaced_attributes(model).keys():
-        raise Unsendable("unsendable.replaced", name=name)
-    for name, models in model.additional_models.items():
-        if models:
-            raise Unsendable("unsendable.models", name=name)
 
 
 def describe_conds(conds: Conds, options: dict[str, Any], latent: tuple[int, ...] | None) -> Any:
