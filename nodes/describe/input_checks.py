@@ -18,7 +18,7 @@ from ...parallel_runtime.architectures.split_plan import SplitLike
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS
 from .comfy_objects import PLAIN, Unsendable, qualified_name, reference
-from .control_nets import Conds, controls_of
+from .control_nets import Conds
 from .model_patches import wrappers_of
 
 LATENT_DIMS = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}  # by a latent's dimensions
@@ -117,7 +117,6 @@ def check_token_patches(
         ),
         "context windows": options.get("context_handler"),
         "torch.compile": compiled,
-        "ControlNets": controls_of(conds),
     }
     if named := [name for name, value in present.items() if value]:
         raise Refused("patches.model", widget="patches", patches=patches, things="; ".join(named))

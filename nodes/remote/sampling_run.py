@@ -28,6 +28,7 @@ from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.comfy_objects import Unsendable, qualified_name, reference
+from ..describe.control_nets import controls_of
 from ..describe.input_checks import (
     FULL_RUN_OPTIONS,
     check_conds,
@@ -185,7 +186,9 @@ class RemoteSampling:
         job: SamplingJob,
         call: OuterSample,
     ) -> Tensor:
-        guided = _is_guided(guider)
+        guided, patches = _is_guided(guider), self.request.options.token_patches
+        if patches > 1 and controls_of(guider.conds):
+            raise Refused("patches.model", widget="patches", patches=patches, things="ControlNets")
         described = described.with_models_of(guider.conds)
         prompts = sum(map(len, list(guider.conds.values())[: None if guided else 1]))
         work = described.work(
