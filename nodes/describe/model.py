@@ -19,7 +19,6 @@ import comfy.samplers
 import torch
 from comfy.controlnet import ControlLora
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -39,14 +38,14 @@ from ...parallel_runtime.planning.plan_inputs import PlanInputs
 from ...parallel_runtime.planning.request_checks import check_run_in_patches, check_stages, check_step_cache
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, SourceFile
+from .batch_coupling import is_batch_coupled
 from .comfy_objects import Describer, Unsendable, qualified_name, reference
 from .control_nets import Conds, controls_of, count_residuals, gligens_of, weight_bytes
 from .foreign_code import check_layers, check_merging, check_model, check_network
 from .input_checks import unwrap_sampler, uses_network
 from .local_devices import plan_inputs
 from .model_files import SAFETENSORS, stat_file
-from .model_patches import OVERRIDE, check_network_patches, compilation, wrappers_of
-from .shared_state import keeps_state
+from .model_patches import OVERRIDE, check_network_patches, compilation, native_network
 
 GUIDES = "guide_attention_entries"  # of a condition
 COMPARED_WEIGHTS = 16
@@ -342,31 +341,3 @@ def _network_stats(
         unpatched=why_not_in_patches(plan),
         row_levels=architecture.row_levels(network) if isinstance(architecture, RowArchitecture) else (),
     )
-
-
-def is_batch_coupled(model: ModelPatcher, options: dict[str, Any]) -> bool:
-    """Must every worker evaluate all prompts and images with these model options? A wrapper around the network
-    (EasyCache) may decide for all by one of them, and SelfAttentionGuidance keeps one prompt's attention."""
-    around = bool(wrappers_of(model, options, WrappersMP.DIFFUSION_MODEL)) or keeps_state(model, options)
-    return around or network_couples_batch(native_network(model), options.get("transformer_options", {}))
-
-
-def native_network(model: ModelPatcher) -> nn.Module:
-    """Returns MODEL's network; of one without weights (remote/remote_model.py) the network that the workers have."""
-    network = model.model.diffusion_model
-    return vars(network).get("network", network)
-
-
-def network_couples_batch(network: nn.Module, options: dict[str, Any]) -> bool:
-    """Does `network`, or a patch inside it (NAG), compute with all prompts and images of its batch?"""
-    known = architecture_of(network)
-    return any(options.get("patches", {}).values()) or (known is not None and known.batch_coupled(network))
-
-
-def couples_by_masks(network: nn.Module, *masks: Tensor | None) -> bool:
-    """Do noise masks [B, ...] that differ between images couple them in `network`? LTX takes the first image's mask for
-    all, and a maximum over the batch."""
-    calls = [vars(kind)["forward"] for kind in type(network).__mro__ if "forward" in vars(kind)]
-    if not any("denoise_mask" in inspect.signature(call).parameters for call in calls):
-        return False
-    return any(bool((mask != mask[:1]).any()) for mask in masks if mask is not None)

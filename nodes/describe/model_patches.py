@@ -70,6 +70,12 @@ def describe_functions(functions: dict[str, dict[Any, list[Any]]], what: str, de
     ]
 
 
+def native_network(model: ModelPatcher) -> nn.Module:
+    """Returns MODEL's network; of one without weights (remote/remote_model.py) the network that the workers have."""
+    network = model.model.diffusion_model
+    return vars(network).get("network", network)
+
+
 def wrappers_of(model: ModelPatcher, options: dict[str, Any], kind: str) -> list[Any]:
     """Returns the wrappers of this kind on MODEL and in model options; ComfyUI copies MODEL's there as a run begins."""
     return [*get_all_wrappers(kind, options, is_model_options=True), *model.get_all_wrappers(kind)]

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from ...parallel_runtime.errors import quoted
 from ...parallel_runtime.jobs import SamplingJob
 from ...parallel_runtime.loading.random_states import random_states
+from .batch_coupling import couples_by_masks, is_batch_coupled
 from .comfy_objects import LOCAL, PLAIN, Describer, Unsendable, qualified_name, reference
 from .control_nets import Conds, gligens_of, needs_full_latent
 from .foreign_code import check_loop
 from .input_checks import check_guider, check_latent, partner_of
-from .model import DescribedModel, couples_by_masks, is_batch_coupled
+from .model import DescribedModel
 from .model_patches import LatentSize, describe_functions, describe_options, latent_size, replaced_attributes
 
 SENDABLE_OBJECT_PATCHES = {"model_sampling", "manual_cast_dtype"}  # object patches that workers can have
