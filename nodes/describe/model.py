@@ -8,10 +8,11 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
+from types import CodeType
 from typing import Any
 
 import comfy.model_management
@@ -42,7 +43,6 @@ from .batch_coupling import is_batch_coupled
 from .comfy_objects import Describer, Unsendable, qualified_name, reference
 from .control_nets import Conds, controls_of, count_residuals, gligens_of, weight_bytes
 from .foreign_code import check_layers, check_merging, check_model, check_network
-from .input_checks import unwrap_sampler, uses_network
 from .local_devices import plan_inputs
 from .model_files import SAFETENSORS, stat_file
 from .model_patches import OVERRIDE, check_network_patches, compilation, native_network
@@ -341,3 +341,22 @@ def _network_stats(
         unpatched=why_not_in_patches(plan),
         row_levels=architecture.row_levels(network) if isinstance(architecture, RowArchitecture) else (),
     )
+
+
+def uses_network(sampler: comfy.samplers.Sampler) -> bool:
+    """Does the code of a SAMPLER use more of the network than its evaluation?"""
+    return "diffusion_model" in names_in(getattr(unwrap_sampler(sampler), "__code__", None))
+
+
+def unwrap_sampler(sampler: comfy.samplers.Sampler) -> Any:
+    return inspect.unwrap(getattr(sampler, "sampler_function", sampler.sample))
+
+
+def names_in(code: CodeType | None) -> Iterator[str]:
+    """Yields the names in a function's code and its inner functions: attributes, globals, strings."""
+    if code is not None:
+        yield from code.co_names
+        yield from (constant for constant in code.co_consts if isinstance(constant, str))
+        for inner in code.co_consts:
+            if isinstance(inner, CodeType):
+                yield from names_in(inner)

@@ -29,20 +29,19 @@ from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.comfy_objects import Unsendable, qualified_name, reference
 from ..describe.control_nets import controls_of
-from ..describe.input_checks import (
+from ..describe.model import DescribedModel, describe_model, unwrap_sampler, uses_network
+from ..describe.model_patches import WRAPPER_KEY
+from ..describe.sampling_job import (
     FULL_RUN_OPTIONS,
+    OuterSample,
     check_conds,
     check_guider,
     check_token_patches,
+    describe_job,
     partner_of,
     text_tokens,
     unsendable_partner,
-    unwrap_sampler,
-    uses_network,
 )
-from ..describe.model import DescribedModel, describe_model
-from ..describe.model_patches import WRAPPER_KEY
-from ..describe.sampling_job import OuterSample, describe_job
 from .lease import lease_with_plan
 from .remote_model import without_weights
 
@@ -146,7 +145,7 @@ class RemoteSampling:
         """Returns samples [B, C, (T,) H, W], as `CFGGuider.outer_sample` does, for the same arguments."""
         guider, call = executor.class_obj, OuterSample(*args, **kwargs)
         described = self.described.sampled_by(call.sampler).guided_by(guider.conds)
-        check_conds(self.described.architecture, self.described.network, guider.conds)
+        check_conds(self.described, guider.conds)
         if self.request.options.token_patches > 1:
             self._check_patches(guider, described, call)
         try:
@@ -158,9 +157,8 @@ class RemoteSampling:
         return self._sample_in_workers(guider, described, job, call)
 
     def _check_patches(self, guider: comfy.samplers.CFGGuider, described: DescribedModel, call: OuterSample) -> None:
-        request, compiled = self.request, described.spec.compilation is not None
-        patches = request.options.token_patches
-        check_token_patches(guider, described.architecture, patches, compiled=compiled)
+        request, patches = self.request, self.request.options.token_patches
+        check_token_patches(guider, described, patches)
         described.check_patches(request, call.first_shape, text_tokens(guider.conds), len(call.sigmas) - 1)
         log.info(
             "[CP] approximate: not the picture of one GPU. After %d exact step(s) %d patches follow each other through "
