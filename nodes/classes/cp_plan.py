@@ -27,11 +27,10 @@ from ...parallel_runtime.planning.run_plan import RunPlan
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.comfy_objects import Unsendable
 from ..describe.control_nets import Conds, controls_of, weight_bytes
-from ..describe.input_checks import check_conds, check_latent, text_tokens
 from ..describe.model import DescribedModel, describe_model
 from ..describe.refused_event import announce_refusals
-from ..describe.sampling_job import describe_conds
-from ..describe.vae_source import explain_decode
+from ..describe.sampling_job import check_conds, check_latent, describe_conds, text_tokens
+from ..describe.vae import explain_decode
 from ..remote.lease import dry_run, run_kind
 from ..remote.sampling_run import model_on_workers
 from ..server.settings import request_from
@@ -196,7 +195,7 @@ def _subject(
     first = samples.unbind()[0] if samples.is_nested else samples
     if not samples.is_nested:
         check_latent(model, samples)
-    check_conds(described.architecture, described.network, conds)
+    check_conds(described, conds)
     title = _title(model, described)
     described, controls, loop = _with_controls(model, described, conds)
     shape, text = tuple(first.shape), text_tokens(conds)

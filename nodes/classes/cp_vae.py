@@ -15,7 +15,7 @@ from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.shared_output import SharedOutput
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.refused_event import announce_refusals
-from ..describe.vae_source import NotParallel, describe_vae
+from ..describe.vae import NotParallel, describe_vae
 from ..remote.comfy_memory import CPU, WeightlessPatcher, WorkerModel
 from ..remote.remote_vae import RemoteVAE, placement_for
 from ..server.settings import request_from

@@ -45,14 +45,11 @@ def check_merging() -> None:
 
 def check_model(model: ModelPatcher) -> None:
     """Raises Refused for a MODEL of another pack's class, and for methods that another pack has put onto it or onto
-    ComfyUI's model around the network. One that has ComfyUI batch fewer rows at once changes no result."""
+    ComfyUI's model around the network."""
     if _is_of_a_pack(type(model)):
         _refuse("the MODEL's class", type(model))
     for owner in (model, model.model):
-        kind: Any = type(owner)
-        for name in (vars(owner).keys() & _methods(kind)) - {"memory_required"}:
-            if _is_foreign(value := vars(owner)[name]):
-                _refuse(f"{type(owner).__name__}.{name}", value)
+        _check_methods(owner, type(owner).__name__)
 
 
 def check_layers(network: nn.Module) -> None:
@@ -78,14 +75,17 @@ def check_network(network: nn.Module) -> None:
 
 def check_module(module: nn.Module, name: str) -> None:
     """Raises Refused for a method or hook on this module itself, without its children."""
-    attributes = vars(module)
-    kind: Any = type(module)
-    for method in attributes.keys() & _methods(kind):
-        if _is_foreign(attributes[method]):
-            _refuse(f"{name}.{method}", attributes[method])
-    for hook in (hook for hooks in HOOKS for hook in attributes[hooks].values()):
+    _check_methods(module, name)
+    for hook in (hook for hooks in HOOKS for hook in vars(module)[hooks].values()):
         if _is_foreign(hook):
             _refuse(f"a hook on {name}", hook)
+
+
+def _check_methods(owner: object, name: str) -> None:
+    kind: Any = type(owner)
+    for method in vars(owner).keys() & _methods(kind):
+        if _is_foreign(vars(owner)[method]):
+            _refuse(f"{name}.{method}", vars(owner)[method])
 
 
 def _refuse(what: str, code: Any) -> None:
@@ -94,7 +94,9 @@ def _refuse(what: str, code: Any) -> None:
 
 @functools.cache
 def _methods(kind: type) -> frozenset[str]:
-    return frozenset(name for name in dir(kind) if inspect.isfunction(inspect.getattr_static(kind, name)))
+    """Returns the names of a class's methods, without the one that only says how many rows ComfyUI batches."""
+    names = (name for name in dir(kind) if inspect.isfunction(inspect.getattr_static(kind, name)))
+    return frozenset(names) - {"memory_required"}
 
 
 def _replaced_methods(kind: type) -> Iterator[tuple[str, Any]]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
+from types import CodeType
 from typing import Any
 
 import comfy.model_management
@@ -19,7 +20,6 @@ import comfy.samplers
 import torch
 from comfy.controlnet import ControlLora
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import WrappersMP
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -39,14 +39,13 @@ from ...parallel_runtime.planning.plan_inputs import PlanInputs
 from ...parallel_runtime.planning.request_checks import check_run_in_patches, check_stages, check_step_cache
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, SourceFile
+from .batch_coupling import is_batch_coupled
 from .comfy_objects import Describer, Unsendable, qualified_name, reference
 from .control_nets import Conds, controls_of, count_residuals, gligens_of, weight_bytes
 from .foreign_code import check_layers, check_merging, check_model, check_network
-from .input_checks import unwrap_sampler, uses_network
 from .local_devices import plan_inputs
-from .model_files import SAFETENSORS, first_slices, stat_file
-from .model_patches import OVERRIDE, check_network_patches, compilation, wrappers_of
-from .shared_state import keeps_state
+from .model_files import SAFETENSORS, stat_file
+from .model_patches import OVERRIDE, check_network_patches, compilation, native_network
 
 GUIDES = "guide_attention_entries"  # of a condition
 COMPARED_WEIGHTS = 16
@@ -272,7 +271,7 @@ def _files(model: ModelPatcher, arguments: tuple[Any, ...]) -> tuple[SourceFile,
     for path in paths:
         if not os.path.exists(path):
             raise Refused("model.gone", path=path)
-    files = tuple(stat_file(path) for path in paths if os.path.isfile(path))
+    files = tuple(stat_file(os.path.realpath(path)) for path in paths if os.path.isfile(path))
     if model.model not in runtime.first_seen and all(_still_has_weights(file.path, model) for file in files):
         runtime.first_seen[model.model] = files
     if runtime.first_seen.get(model.model) != files:
@@ -294,9 +293,15 @@ def _still_has_weights(path: str, model: ModelPatcher) -> bool:
         prefix = next(prefix for prefix in PREFIXES if not prefix or any(name.startswith(prefix) for name in names))
         known = [name for name in slots if prefix + name in names and name not in patched and slots[name].ndim > 1]
         compared = known[:: max(1, len(known) // COMPARED_WEIGHTS)]
-        slices = first_slices(file, ((prefix + name, slots[name]) for name in compared))
-    differing = sum(not torch.equal(part.to(weight.dtype), weight) for part, weight in slices)
-    return 2 * differing <= len(slices)
+        equal = [_has_slice(file.get_slice(prefix + name), slots[name]) for name in compared]
+    return equal.count(False) <= equal.count(True)
+
+
+def _has_slice(file_weight: Any, weight: Tensor) -> bool | None:
+    """Does a weight have the first slice [1, ...] of the file's? None where it cannot: quantized, on meta, reshaped."""
+    if type(weight.data) is not Tensor or weight.is_meta or list(weight.shape) != file_weight.get_shape():
+        return None
+    return torch.equal(file_weight[:1].to(weight.dtype), weight[:1].detach().cpu())
 
 
 def describe_weight_patches(model: ModelPatcher) -> dict[str, list[Any]]:
@@ -338,29 +343,20 @@ def _network_stats(
     )
 
 
-def is_batch_coupled(model: ModelPatcher, options: dict[str, Any]) -> bool:
-    """Must every worker evaluate all prompts and images with these model options? A wrapper around the network
-    (EasyCache) may decide for all by one of them, and SelfAttentionGuidance keeps one prompt's attention."""
-    around = bool(wrappers_of(model, options, WrappersMP.DIFFUSION_MODEL)) or keeps_state(model, options)
-    return around or network_couples_batch(native_network(model), options.get("transformer_options", {}))
+def uses_network(sampler: comfy.samplers.Sampler) -> bool:
+    """Does the code of a SAMPLER use more of the network than its evaluation?"""
+    return "diffusion_model" in names_in(getattr(unwrap_sampler(sampler), "__code__", None))
 
 
-def native_network(model: ModelPatcher) -> nn.Module:
-    """Returns MODEL's network; of one without weights (remote/remote_model.py) the network that the workers have."""
-    network = model.model.diffusion_model
-    return vars(network).get("network", network)
+def unwrap_sampler(sampler: comfy.samplers.Sampler) -> Any:
+    return inspect.unwrap(getattr(sampler, "sampler_function", sampler.sample))
 
 
-def network_couples_batch(network: nn.Module, options: dict[str, Any]) -> bool:
-    """Does `network`, or a patch inside it (NAG), compute with all prompts and images of its batch?"""
-    known = architecture_of(network)
-    return any(options.get("patches", {}).values()) or (known is not None and known.batch_coupled(network))
-
-
-def couples_by_masks(network: nn.Module, *masks: Tensor | None) -> bool:
-    """Do noise masks [B, ...] that differ between images couple them in `network`? LTX takes the first image's mask for
-    all, and a maximum over the batch."""
-    calls = [vars(kind)["forward"] for kind in type(network).__mro__ if "forward" in vars(kind)]
-    if not any("denoise_mask" in inspect.signature(call).parameters for call in calls):
-        return False
-    return any(bool((mask != mask[:1]).any()) for mask in masks if mask is not None)
+def names_in(code: CodeType | None) -> Iterator[str]:
+    """Yields the names in a function's code and its inner functions: attributes, globals, strings."""
+    if code is not None:
+        yield from code.co_names
+        yield from (constant for constant in code.co_consts if isinstance(constant, str))
+        for inner in code.co_consts:
+            if isinstance(inner, CodeType):
+                yield from names_in(inner)

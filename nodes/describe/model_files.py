@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import folder_paths
@@ -34,20 +34,9 @@ WeightSlice = tuple[tuple[int, ...], torch.dtype, bytes]
 
 
 def stat_file(path: str) -> SourceFile:
-    """Returns the file's path, size and time of change at this moment. Raises FileNotFoundError."""
+    """Returns the path, and the file's size and time of change at this moment. Raises FileNotFoundError."""
     stat = os.stat(path)
-    return SourceFile(path=os.path.realpath(path), size=stat.st_size, mtime_ns=stat.st_mtime_ns)
-
-
-def first_slices(file: Any, slots: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Returns the first slices [1, ...] of weights in an open file and in a model. `slots`: the model's weights by
-    their names in the file. Weights that cannot have the file's numbers (quantized, on meta, another shape) are left
-    out."""
-    return [
-        (file.get_slice(name)[:1], slot[:1].detach().cpu())
-        for name, slot in slots
-        if type(slot.data) is Tensor and not slot.is_meta and list(slot.shape) == file.get_slice(name).get_shape()
-    ]
+    return SourceFile(path=path, size=stat.st_size, mtime_ns=stat.st_mtime_ns)
 
 
 def patch_file(model: ModelPatcher) -> dict[str, Any]:
@@ -87,7 +76,7 @@ def source_file(folder: str, owner: object, weights: Iterable[Tensor]) -> Source
         runtime.first_seen[owner] = (find_file(folder, weights),)
     (file,) = runtime.first_seen[owner]
     try:
-        now = _stat_link(file.path)
+        now = stat_file(file.path)
     except FileNotFoundError:
         raise Refused("file.gone", path=file.path) from None
     if now != file:
@@ -106,12 +95,7 @@ def find_file(folder: str, weights: Iterable[Tensor]) -> SourceFile:
             candidates.append((*matches, path))
     if not candidates:
         raise LookupError(f"no file in models/{folder} has its weights")
-    return _stat_link(max(candidates, key=lambda candidate: candidate[:2])[2])
-
-
-def _stat_link(path: str) -> SourceFile:
-    """Returns the file under this name, not a link's target: ComfyUI reads the extension. Raises FileNotFoundError."""
-    return replace(stat_file(path), path=path)
+    return stat_file(max(candidates, key=lambda candidate: candidate[:2])[2])
 
 
 def _count_matches(path: str, slices: set[WeightSlice]) -> tuple[int, int]:

@@ -49,7 +49,7 @@ def latent_size(network: nn.Module, latent: Sequence[int]) -> LatentSize:
     return *sides[:-2], *(-(-side // patch) * patch for side in sides[-2:])
 
 
-def describe_options(options: dict[str, Any], size: LatentSize | None, describer: Describer) -> dict[str, Any]:
+def describe_options(options: dict[str, Any], size: LatentSize, describer: Describer) -> dict[str, Any]:
     """Describes a guider's model_options for a latent of this size. Raises Unsendable for foreign code among them."""
     inside = _pre_encode(options.get("transformer_options", {}), size)
     inside = {key: value for key, value in inside.items() if key not in AROUND_NETWORK}
@@ -68,6 +68,12 @@ def describe_functions(functions: dict[str, dict[Any, list[Any]]], what: str, de
         for key, group in list(by_key.items())[list(by_key).index(WRAPPER_KEY) + 1 if WRAPPER_KEY in by_key else 0 :]
         if group
     ]
+
+
+def native_network(model: ModelPatcher) -> nn.Module:
+    """Returns MODEL's network; of one without weights (remote/remote_model.py) the network that the workers have."""
+    network = model.model.diffusion_model
+    return vars(network).get("network", network)
 
 
 def wrappers_of(model: ModelPatcher, options: dict[str, Any], kind: str) -> list[Any]:

@@ -1,7 +1,8 @@
-"""Describes one run of a guider and sampler for the workers."""
+"""Describes one run of a guider and sampler for the workers, and refuses what nobody could run."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,19 +12,34 @@ import comfy.samplers
 import torch
 from comfy.hooks import EnumHookType
 from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
 from torch import Tensor, nn
 
-from ...parallel_runtime.errors import quoted
-from ...parallel_runtime.jobs import SamplingJob
+from ...parallel_runtime.architectures.split_plan import SplitLike
+from ...parallel_runtime.errors import Refused, quoted
+from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading.random_states import random_states
+from .batch_coupling import couples_by_masks, is_batch_coupled
 from .comfy_objects import LOCAL, PLAIN, Describer, Unsendable, qualified_name, reference
 from .control_nets import Conds, gligens_of, needs_full_latent
 from .foreign_code import check_loop
-from .input_checks import check_guider, check_latent, partner_of
-from .model import DescribedModel, couples_by_masks, is_batch_coupled
-from .model_patches import LatentSize, describe_functions, describe_options, latent_size, replaced_attributes
+from .model import DescribedModel
+from .model_patches import (
+    LatentSize,
+    describe_functions,
+    describe_options,
+    latent_size,
+    replaced_attributes,
+    wrappers_of,
+)
 
 SENDABLE_OBJECT_PATCHES = {"model_sampling", "manual_cast_dtype"}  # object patches that workers can have
+LATENT_DIMS = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}  # by a latent's dimensions
+FULL_RUN_OPTIONS = {"step_cache": 0, "patches": 1}  # options that need the loop in the workers, with their off value
+GUIDER_STATE = {
+    "model_patcher", "model_options", "original_conds", "conds", "inner_model", "loaded_models",
+    "uncond_inner", "uncond_loaded", "_uncond_neg", "_uncond_conds",  # of the second MODEL
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +94,57 @@ def describe_job(guider: comfy.samplers.CFGGuider, described: DescribedModel, ca
     )
 
 
-def _describe_on_model(model: ModelPatcher, options: dict[str, Any], size: LatentSize | None) -> dict[str, Any]:
+def check_latent(model: ModelPatcher, latent: Tensor) -> None:
+    """Raises Refused, with the shape and the right one, for a latent that MODEL cannot take."""
+    form = model.get_model_object("latent_format")
+    dims = ("batch", "channels", *LATENT_DIMS[form.latent_dimensions])
+    if latent.ndim != len(dims) or latent.shape[1] != form.latent_channels or not latent.numel():
+        raise Refused(
+            "latent.shape", shape=str(tuple(latent.shape)), dims=", ".join(dims), channels=form.latent_channels
+        )
+
+
+def check_guider(guider: comfy.samplers.CFGGuider) -> tuple[str, dict[str, Any]]:
+    """Returns ComfyUI's name for the guider's class, and its attributes. Raises Unsendable unless these are plain."""
+    kind = reference(type(guider), "the GUIDER")
+    state = {*GUIDER_STATE, TWO_MODEL_GUIDERS.get(kind)}
+    attributes = {name: value for name, value in vars(guider).items() if name not in state}
+    for name, value in attributes.items():
+        if not isinstance(value, PLAIN):
+            raise Unsendable("unsendable.guider", guider=qualified_name(guider), name=name, thing=qualified_name(value))
+    return kind, attributes
+
+
+def partner_of(guider: comfy.samplers.CFGGuider) -> ModelPatcher | None:
+    """Returns the MODEL that the guider evaluates the negative prompt with, None where it is the guider's only one.
+    Raises Unsendable for two MODELs of one network, of which ComfyUI loads one at a time."""
+    model = guider.model_patcher
+    other = getattr(guider, TWO_MODEL_GUIDERS.get(reference(type(guider), "the GUIDER"), ""), model)
+    if math.isclose(guider.cfg, 1.0) or other is model:
+        return None
+    if other.model is not model.model:
+        return other
+    if other.patches_uuid != model.patches_uuid or other.object_patches != model.object_patches:
+        raise unsendable_partner(guider)
+    return None
+
+
+def unsendable_partner(guider: comfy.samplers.CFGGuider) -> Unsendable:
+    """Says that the second MODEL of a guider keeps the loop in ComfyUI's process."""
+    name = TWO_MODEL_GUIDERS[reference(type(guider), "the GUIDER")]
+    thing = qualified_name(getattr(guider, name))
+    return Unsendable("unsendable.guider", guider=qualified_name(guider), name=name, thing=thing)
+
+
+def _describe_on_model(model: ModelPatcher, options: dict[str, Any], size: LatentSize) -> dict[str, Any]:
     """Describes what is on a MODEL, with these model options: fields of a SamplingJob. Raises Unsendable."""
-    _check_sendable(model, options)
+    if "registered_hooks" in options and options["registered_hooks"].get_type(EnumHookType.TransformerOptions):
+        raise Unsendable("unsendable.hook")
+    for name in model.object_patches.keys() - SENDABLE_OBJECT_PATCHES - replaced_attributes(model).keys():
+        raise Unsendable("unsendable.replaced", name=name)
+    for name, models in model.additional_models.items():
+        if models:
+            raise Unsendable("unsendable.models", name=name)
     describer = Describer()
     return {
         "model_sampling": _describe_model_sampling(model.get_model_object("model_sampling")),
@@ -89,16 +153,6 @@ def _describe_on_model(model: ModelPatcher, options: dict[str, Any], size: Laten
         "wrappers": describe_functions(options["transformer_options"].get("wrappers", {}), "wrapper", describer),
         "callbacks": describe_functions(model.callbacks, "callback", describer),
     }
-
-
-def _check_sendable(model: ModelPatcher, options: dict[str, Any]) -> None:
-    if "registered_hooks" in options and options["registered_hooks"].get_type(EnumHookType.TransformerOptions):
-        raise Unsendable("unsendable.hook")
-    for name in model.object_patches.keys() - SENDABLE_OBJECT_PATCHES - replaced_attributes(model).keys():
-        raise Unsendable("unsendable.replaced", name=name)
-    for name, models in model.additional_models.items():
-        if models:
-            raise Unsendable("unsendable.models", name=name)
 
 
 def describe_conds(conds: Conds, options: dict[str, Any], latent: tuple[int, ...] | None) -> Any:
@@ -132,3 +186,50 @@ def _describe_model_sampling(sampling: torch.nn.Module) -> dict[str, Any]:
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN) or (isinstance(value, list | tuple) and all(map(_is_plain, value)))
+
+
+def check_conds(described: DescribedModel, conds: Conds) -> None:
+    """Raises Refused for a prompt that another text encoder than the network's has made, or that has no tokens."""
+    architecture, network = described.architecture, described.network
+    if architecture is None:
+        return
+    text, pooled = architecture.text_width(network), architecture.pooled_width(network)
+    for name, cond in ((name, cond) for name, prompt in conds.items() for cond in prompt):
+        tokens, vector = cond.get("cross_attn"), cond.get("pooled_output")
+        if tokens is not None and text is not None and tokens.shape[-1] != text:
+            raise Refused("conds.width", prompt=name, width=tokens.shape[-1], network=architecture.name, wanted=text)
+        if vector is not None and pooled is not None and vector.shape[-1] < pooled:
+            raise Refused("conds.pooled", prompt=name, width=vector.shape[-1], network=architecture.name, wanted=pooled)
+        if tokens is not None and not tokens.shape[1] and "text" in architecture.tokens(network, (1, 1, 1, 1), 0):
+            raise Refused("conds.empty", prompt=name, network=architecture.name)
+
+
+def text_tokens(conds: Conds) -> int:
+    """Returns the text tokens of the longest of these prompts."""
+    texts = [cond["cross_attn"] for prompt in conds.values() for cond in prompt if "cross_attn" in cond]
+    return max((text.shape[1] for text in texts), default=0)
+
+
+def check_token_patches(guider: comfy.samplers.CFGGuider, described: DescribedModel, patches: int) -> None:
+    """Raises Refused where something on the guider's MODEL, or in its model options or prompts, needs all tokens of an
+    evaluation at once; also for a prompt's mask that would be split like its tokens."""
+    options, conds = guider.model_options, guider.conds
+    inside = options.get("transformer_options", {})
+    kinds = [kind for kind, functions in inside.get("patches", {}).items() if functions]
+    present = {
+        f"model patches ({', '.join(kinds)})": kinds,
+        "replaced blocks": inside.get("patches_replace", {}).get("dit"),
+        "a wrapper around the network, such as a step cache": wrappers_of(
+            guider.model_patcher, options, WrappersMP.DIFFUSION_MODEL
+        ),
+        "context windows": options.get("context_handler"),
+        "torch.compile": described.spec.compilation,
+    }
+    if named := [name for name, value in present.items() if value]:
+        raise Refused("patches.model", widget="patches", patches=patches, things="; ".join(named))
+    architecture = described.architecture
+    args = [arg for module in architecture.plan.module_plans for arg in module.args.items()] if architecture else []
+    split_masks = any("mask" in str(name) and isinstance(spec, SplitLike) for name, spec in args)
+    for name, prompt in conds.items():
+        if split_masks and any(cond.get("attention_mask") is not None for cond in prompt):
+            raise Refused("conds.mask", widget="patches", prompt=name, patches=patches)

@@ -113,10 +113,9 @@ class GroupModel:
 
     def evict_conditions(self) -> None:
         """Has the workers drop the conditions of a native sampler's run, which is over."""
-        with runtime.exclusive(self.group) as group:
+        with contextlib.suppress(ParallelError), runtime.exclusive(self.group) as group:
             if group is not None and group.models.get(self.spec) is self:
-                with contextlib.suppress(ParallelError):
-                    group.free(self.spec, "keep")
+                group.free(self.spec, "keep")
 
     def evict_graphs(self) -> dict[str, int]:
         """Has the workers drop this model's CUDA graphs. Returns the freed bytes by device."""

@@ -148,10 +148,9 @@ class Lease:
         placement = self.group.placement
         return capacity_for(placement, self.group, self.spec).budget_bytes(placement.world_size)
 
-    def plan(
-        self, inputs: PlanInputs, previous: GroupModel | None = None, plan: RunPlan | None = None
-    ) -> tuple[PlanInputs, RunPlan]:
-        """Resolves the plan with the workers' memory at this moment; returns its inputs and itself. Raises Refused."""
+    def plan(self, inputs: PlanInputs, previous: GroupModel | None, plan: RunPlan | None) -> tuple[PlanInputs, RunPlan]:
+        """Returns `plan` if the workers still have the `previous` model, else one that is resolved with their memory at
+        this moment; with its inputs. Raises Refused."""
         current, only = self.is_current(previous), self.group.placement if previous is not None else None
         if plan is not None and current:
             return inputs, plan

@@ -26,12 +26,12 @@ from ...parallel_runtime.jobs import EvaluationJob
 from ...parallel_runtime.planning.network_stats import Work
 from ...parallel_runtime.planning.run_plan import RunPlan
 from ...parallel_runtime.request import ParallelRequest
+from ..describe.batch_coupling import check_state, couples_by_masks, network_couples_batch
 from ..describe.foreign_code import check_module, check_network
-from ..describe.input_checks import FULL_RUN_OPTIONS
-from ..describe.model import DescribedModel, couples_by_masks, describe_model, native_network, network_couples_batch
-from ..describe.model_patches import describe_transformer_options, latent_size, replaced_attributes
+from ..describe.model import DescribedModel, describe_model
+from ..describe.model_patches import describe_transformer_options, latent_size, native_network, replaced_attributes
 from ..describe.refused_event import announce_refusals
-from ..describe.shared_state import check_state
+from ..describe.sampling_job import FULL_RUN_OPTIONS
 from .comfy_memory import CPU, GroupModel, WeightlessPatcher
 from .lease import lease_with_plan
 

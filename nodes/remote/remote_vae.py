@@ -26,7 +26,7 @@ from ...parallel_runtime.planning.work_shares import requested_shares, shares_wi
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, Parallelism, Placement, VAEMethod
 from ..describe.local_devices import gpu_kind, last_used, plan_without_model, visible_gpus
-from ..describe.vae_source import NotParallel
+from ..describe.vae import NotParallel
 from .lease import Lease, lease_workers
 
 log = logging.getLogger(__name__)

@@ -28,20 +28,20 @@ from ...parallel_runtime.jobs import TWO_MODEL_GUIDERS, SamplingJob
 from ...parallel_runtime.loading.random_states import set_random_states
 from ...parallel_runtime.request import ParallelRequest
 from ..describe.comfy_objects import Unsendable, qualified_name, reference
-from ..describe.input_checks import (
+from ..describe.control_nets import controls_of
+from ..describe.model import DescribedModel, describe_model, unwrap_sampler, uses_network
+from ..describe.model_patches import WRAPPER_KEY
+from ..describe.sampling_job import (
     FULL_RUN_OPTIONS,
+    OuterSample,
     check_conds,
     check_guider,
     check_token_patches,
+    describe_job,
     partner_of,
     text_tokens,
     unsendable_partner,
-    unwrap_sampler,
-    uses_network,
 )
-from ..describe.model import DescribedModel, describe_model
-from ..describe.model_patches import WRAPPER_KEY
-from ..describe.sampling_job import OuterSample, describe_job
 from .lease import lease_with_plan
 from .remote_model import without_weights
 
@@ -55,6 +55,12 @@ PREVIEWS = {  # OUTER_SAMPLE wrappers of ComfyUI's that only show each step, wit
 def model_on_workers(model: ModelPatcher, request: ParallelRequest) -> ModelPatcher:
     """A clone of `model` whose sampling runs in the worker group. Raises Refused for what workers cannot honour."""
     return _on_workers(model, _describe_checked(model, request), request)
+
+
+def _describe_checked(model: ModelPatcher, request: ParallelRequest) -> DescribedModel:
+    described = describe_model(model, request)
+    checked_plan(described.inputs(request))
+    return described
 
 
 def _on_workers(model: ModelPatcher, described: DescribedModel, request: ParallelRequest) -> ModelPatcher:
@@ -117,12 +123,6 @@ def _with_partner(guider: Any, models: dict[str, DescribedModel], request: Paral
         raise unsendable_partner(guider) from None
 
 
-def _describe_checked(model: ModelPatcher, request: ParallelRequest) -> DescribedModel:
-    described = describe_model(model, request)
-    checked_plan(described.inputs(request))
-    return described
-
-
 def _with_remote_network(model: ModelPatcher, request: ParallelRequest, reason: Unsendable) -> ModelPatcher:
     for name, off in FULL_RUN_OPTIONS.items():
         if (value := request.values[name]) > off:
@@ -145,7 +145,7 @@ class RemoteSampling:
         """Returns samples [B, C, (T,) H, W], as `CFGGuider.outer_sample` does, for the same arguments."""
         guider, call = executor.class_obj, OuterSample(*args, **kwargs)
         described = self.described.sampled_by(call.sampler).guided_by(guider.conds)
-        check_conds(self.described.architecture, self.described.network, guider.conds)
+        check_conds(self.described, guider.conds)
         if self.request.options.token_patches > 1:
             self._check_patches(guider, described, call)
         try:
@@ -157,9 +157,8 @@ class RemoteSampling:
         return self._sample_in_workers(guider, described, job, call)
 
     def _check_patches(self, guider: comfy.samplers.CFGGuider, described: DescribedModel, call: OuterSample) -> None:
-        request, compiled = self.request, described.spec.compilation is not None
-        patches = request.options.token_patches
-        check_token_patches(guider, described.architecture, patches, compiled=compiled)
+        request, patches = self.request, self.request.options.token_patches
+        check_token_patches(guider, described, patches)
         described.check_patches(request, call.first_shape, text_tokens(guider.conds), len(call.sigmas) - 1)
         log.info(
             "[CP] approximate: not the picture of one GPU. After %d exact step(s) %d patches follow each other through "
@@ -185,7 +184,9 @@ class RemoteSampling:
         job: SamplingJob,
         call: OuterSample,
     ) -> Tensor:
-        guided = _is_guided(guider)
+        guided, patches = _is_guided(guider), self.request.options.token_patches
+        if patches > 1 and controls_of(guider.conds):
+            raise Refused("patches.model", widget="patches", patches=patches, things="ControlNets")
         described = described.with_models_of(guider.conds)
         prompts = sum(map(len, list(guider.conds.values())[: None if guided else 1]))
         work = described.work(

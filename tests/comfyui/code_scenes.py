@@ -113,7 +113,7 @@ def couples_frames(rank: int, world: int, name: str) -> list[bool]:
     """Whether the images of a UNet's batch may not be shared out, and whether neither images nor prompts may."""
     network = tiny.make(name)
     known = architecture_of(network)
-    return [known.images_coupled(network), node_module("describe.model").network_couples_batch(network, {})]
+    return [known.images_coupled(network), node_module("describe.batch_coupling").network_couples_batch(network, {})]
 
 
 def guided_by(rank: int, world: int, guides: list[dict[str, Any]] | None) -> tuple[bool, str]:

@@ -17,8 +17,8 @@ import comfy.supported_models  # isort: skip
 import comfy.utils  # isort: skip
 import torch  # isort: skip
 
-describe, remote_model, state = (
-    node_module(name) for name in ("describe.model", "remote.remote_model", "describe.shared_state")
+describe, remote_model, coupling = (
+    node_module(name) for name in ("describe.model", "remote.remote_model", "describe.batch_coupling")
 )
 sampling_job, model_patches = node_module("describe.sampling_job"), node_module("describe.model_patches")
 sampling = pack_module("parallel_runtime.worker.comfy_loop.sampling")
@@ -78,10 +78,10 @@ def kept_by(rank: int, world: int, node: str, widgets: dict[str, Any]) -> tuple[
     )
     model = made[0] if isinstance(made, tuple) else made.result[0]
     try:
-        state.check_state(model, model.model_options)
+        coupling.check_state(model, model.model_options)
     except pack_module("parallel_runtime.errors").Refused as why:
-        return state.keeps_state(model, model.model_options), str(why)
-    return state.keeps_state(model, model.model_options), ""
+        return coupling.keeps_state(model, model.model_options), str(why)
+    return coupling.keeps_state(model, model.model_options), ""
 
 
 def why_not_sent(rank: int, world: int, what: str) -> str:
@@ -134,7 +134,7 @@ def rows_sampled(rank: int, world: int, patches: str, of_guider: bool) -> dict[s
     guider.conds = {name: [_cond(index)] for index, name in enumerate(("positive", "negative"))}
     described = describe.DescribedModel(
         spec=model.spec, weight_patches={}, network=model.network, architecture=None, stats=None, no_lse=False,
-        batch_coupled=describe.is_batch_coupled(host, host.model_options),
+        batch_coupled=coupling.is_batch_coupled(host, host.model_options),
     )  # fmt: skip
     sampler, sigmas = comfy.samplers.sampler_object("euler"), torch.linspace(1, 0, 3)
     call = sampling_job.OuterSample(torch.randn(LATENT), torch.zeros(LATENT), sampler, sigmas, seed=1)
@@ -155,7 +155,7 @@ def rows_evaluated(rank: int, world: int, patches: str) -> dict[str, Any]:
         prompt=1,
         conds={"context": torch.randn(4, 7, 96), "y": torch.randn(4, 64), "guidance": torch.ones(4)},
         weight_patches={},
-        batch_coupled=describe.network_couples_batch(model.network, options),
+        batch_coupled=coupling.network_couples_batch(model.network, options),
     )
     answer = evaluation.evaluate(model, job, sampling.Progress(Unheard(), 1))
     return {"given": seen, "out": len(answer["out"])}
