@@ -119,29 +119,19 @@ def _all_gather_p2p(
 def ring_send_recv(block: Tensor, recv_buffer: Tensor, mesh_dim: MeshDim) -> Pending:
     """Sends `block` to the next rank of a ring while the previous one's arrives in `recv_buffer`."""
     after, before = (mesh_dim.index + 1) % mesh_dim.size, (mesh_dim.index - 1) % mesh_dim.size
-    buffer = _comm_buffer(recv_buffer, mesh_dim)
-    operations = [
-        _p2p(dist.isend, _to_comm_device(block, mesh_dim), after, mesh_dim),
-        _p2p(dist.irecv, buffer, before, mesh_dim),
-    ]
-    return Pending(_start(operations), [buffer], [recv_buffer], mesh_dim.group_state)
+    return send_recv({after: block}, {before: recv_buffer}, mesh_dim)
 
 
-def send_recv(
-    send_tensors: Mapping[int, Tensor], recv_shapes: Mapping[int, Sequence[int]], mesh_dim: MeshDim, *, like: Tensor
-) -> Pending:
-    """Sends `send_tensors[i]` to rank i of `mesh_dim`; receives tensors of the shapes `recv_shapes`, in its order.
-
-    All tensors have the dtype and device of `like`; every rank knows all sizes beforehand.
-    """
-    outputs = [allocate(shape, like) for shape in recv_shapes.values()]
-    buffer = [_comm_buffer(tensor, mesh_dim) for tensor in outputs]
+def send_recv(send_tensors: Mapping[int, Tensor], recv_buffers: Mapping[int, Tensor], mesh_dim: MeshDim) -> Pending:
+    """Sends `send_tensors[i]` to rank i of `mesh_dim`, while its tensor arrives in `recv_buffers[i]`; every rank knows
+    all sizes beforehand. Returns the buffers, in their order."""
+    buffers = [_comm_buffer(tensor, mesh_dim) for tensor in recv_buffers.values()]
     operations = [
         _p2p(dist.isend, _to_comm_device(tensor.contiguous(), mesh_dim), peer, mesh_dim)
         for peer, tensor in send_tensors.items()
     ]
-    operations += [_p2p(dist.irecv, place, peer, mesh_dim) for peer, place in zip(recv_shapes, buffer, strict=True)]
-    return Pending(_start(operations), buffer, outputs, mesh_dim.group_state)
+    operations += [_p2p(dist.irecv, buffer, peer, mesh_dim) for peer, buffer in zip(recv_buffers, buffers, strict=True)]
+    return Pending(_start(operations), buffers, list(recv_buffers.values()), mesh_dim.group_state)
 
 
 def _to_comm_device(tensor: Tensor, mesh_dim: MeshDim) -> Tensor:

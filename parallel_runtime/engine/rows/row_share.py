@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import Refused
-from ..comm.collectives import all_gather_v, send_recv
+from ..comm.collectives import all_gather_v, allocate, send_recv
 from ..comm.mesh import MeshDim
 
 Rows = tuple[int, ...]  # of each rank
@@ -105,7 +105,8 @@ def fetch_neighbour_rows(share: Share, x: Tensor, before: int, after: int) -> Ne
         places = {share.index - 1: (first - before, before), share.index + 1: (first + rows, after)}
         edges = {peer: full.narrow(share.dim, *places[peer]) for peer in receive}
         return lambda: (edges.get(share.index - 1), edges.get(share.index + 1))
-    pending = send_recv(send, receive, share.ranks, like=x)
+    buffers = {peer: allocate(shape, x) for peer, shape in receive.items()}
+    pending = send_recv(send, buffers, share.ranks)
 
     def answer() -> tuple[Tensor | None, Tensor | None]:
         by_peer = dict(zip(receive, pending.wait(), strict=True))
