@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import diffusers
@@ -94,7 +94,7 @@ def attach(
         _check_caches(blocks)
         settings = list(_settings(transformer, blocks, context_mesh, parallelism, splitter.streams))
         attachment.streams = splitter.streams
-        handles = [transformer.register_forward_pre_hook(_begin(settings, splitter, blocks))]
+        handles = [transformer.register_forward_pre_hook(partial(_begin, settings, splitter, blocks))]
         handles += [handle for block in blocks for handle in add_hooks(block, splitter)]
         handles.append(transformer.register_forward_hook(lambda *_: splitter.clear(), always_call=True))
         for handle in handles:
@@ -196,17 +196,13 @@ def _check_caches(blocks: list[Block]) -> None:
             )
 
 
-def _begin(settings: list[_Setting], splitter: Splitter, blocks: list[Block]) -> Callable[[nn.Module, Any], None]:
-    """A forward pre-hook that clears the streams, and checks caches and that attach's settings are unchanged."""
-
-    def begin(_: nn.Module, __: Any) -> None:
-        splitter.clear()
-        _check_caches(blocks)
-        for setting in settings:
-            if not setting.holds:
-                raise ValueError(
-                    f"the attention processor of {setting.module_name}, or its backend, was changed after attach; "
-                    "detach, change it, then attach again"
-                )
-
-    return begin
+def _begin(settings: list[_Setting], splitter: Splitter, blocks: list[Block], *_: Any) -> None:
+    """Clears the streams before a forward, and checks caches and that attach's settings are unchanged."""
+    splitter.clear()
+    _check_caches(blocks)
+    for setting in settings:
+        if not setting.holds:
+            raise ValueError(
+                f"the attention processor of {setting.module_name}, or its backend, was changed after attach; "
+                "detach, change it, then attach again"
+            )

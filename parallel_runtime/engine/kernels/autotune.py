@@ -84,10 +84,11 @@ def choose_kernel(
     all_names = [FALLBACK] * (what == "full") + benchmark_candidates(query.device.type, what) or ["native"]
     if batch_groups > 1:
         return names[0] if what == "block" else _likely_fastest(all_names, names, query, sizes, mesh_dim)
-    if len(names) == 1 and not mesh_dim.group_state.heterogeneous:
+    if len(all_names if mesh_dim.group_state.heterogeneous else names) == 1:
         return names[0]
     seconds = partial(_measure, sizes, query.device, fallback, names)
-    return fastest_kernel(all_names, sizes, mesh_dim, seconds, query.device, names[0])
+    times = slowest_rank_seconds(all_names, sizes, mesh_dim, seconds, query.device)
+    return min(times, key=times.__getitem__, default=names[0])
 
 
 def faster_kernel(query: Tensor, fallback: FullAttention, sizes: AttentionSizes, alone: MeshDim) -> str:
@@ -152,28 +153,11 @@ def _available_on_all(
     return bool(slowest_rank_seconds([backend], sizes, mesh_dim, seconds, query.device))
 
 
-def fastest_kernel(
-    names: Sequence[str],
-    sizes: AttentionSizes,
-    mesh_dim: MeshDim,
-    seconds: Measure,
-    device: torch.device,
-    default: str = "",
-) -> str:
-    """Returns the name with the fewest seconds on its slowest rank. Collective over `mesh_dim` for new sizes, so all
-    ranks must pass the same `names`.
-
-    A kernel that some rank lacks is left out. Where the times cannot be used, returns `default`, or the first name.
-    """
-    times = slowest_rank_seconds(names, sizes, mesh_dim, seconds, device) if len(names) > 1 else {}
-    return min(times, key=times.__getitem__, default=default or names[0])
-
-
 def slowest_rank_seconds(
     names: Sequence[str], sizes: AttentionSizes, mesh_dim: MeshDim, seconds: Measure, device: torch.device
 ) -> dict[str, float]:
     """Returns the seconds on the slowest rank, for kernels that all have; {} if a rank could not find out. Collective
-    as `fastest_kernel`."""
+    over `mesh_dim` for new sizes, so all ranks must pass the same `names`."""
     key, benchmarks = (sizes, mesh_dim.ranks, tuple(names)), mesh_dim.group_state.kernel_seconds
     if key not in benchmarks:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
