@@ -253,7 +253,7 @@ def time_runs(run: Callable[[], object], device: torch.device) -> float:
 
 
 def random_inputs(sizes: AttentionSizes, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Queries, keys, values and a mask to benchmark with; in one tensor for full keys, as after Ulysses."""
+    """Returns queries, keys, values and a mask to benchmark with; in one tensor for full keys, as after Ulysses."""
     generator = torch.Generator(device).manual_seed(0)
     tokens = (sizes.queries, sizes.keys, sizes.keys)
     shape = (sizes.batch, sizes.heads, sizes.head_dim)
@@ -267,7 +267,7 @@ def random_inputs(sizes: AttentionSizes, device: torch.device) -> tuple[Tensor, 
 
 
 def _test_mask(sizes: AttentionSizes, device: torch.device) -> Tensor | None:
-    """Hides every seventh key from all queries."""
+    """Returns a mask that hides every seventh key from all queries."""
     if sizes.mask is None:
         return None
     dtype, *varies_by = sizes.mask
