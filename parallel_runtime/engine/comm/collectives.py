@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ def allocate_scratch(shape: Sequence[int], like: Tensor) -> Tensor:
     return zeros(tuple(shape), dtype=like.dtype, device=like.device)
 
 
+@dataclass(frozen=True, eq=False)
 class Pending:
     """A transfer under way. Its buffers may not be touched before `wait`, which returns what was received.
 
@@ -41,30 +43,28 @@ class Pending:
     seconds that this process waited. NCCL waits on the device instead, which `comm_timer` measures if it is set.
     """
 
-    def __init__(
-        self, works: Sequence[dist.Work], recv_buffers: Sequence[Tensor], outputs: list[Tensor], group_state: GroupState
-    ) -> None:
-        self._group_state = group_state
-        self._works = works
-        self._recv_buffers = recv_buffers
-        self._outputs = outputs
+    works: Sequence[dist.Work]
+    recv_buffers: Sequence[Tensor]
+    outputs: list[Tensor]
+    group_state: GroupState
 
     def wait(self) -> list[Tensor]:
-        if all(tensor.device.type == "cpu" for tensor in self._recv_buffers):
+        state = self.group_state
+        if all(tensor.device.type == "cpu" for tensor in self.recv_buffers):
             start = time.monotonic()
             self._wait()
-            self._group_state.waited_seconds = (self._group_state.waited_seconds or 0.0) + time.monotonic() - start
-        elif self._group_state.comm_timer is not None:
-            self._group_state.comm_timer.time_wait(self._wait)
+            state.waited_seconds = (state.waited_seconds or 0.0) + time.monotonic() - start
+        elif state.comm_timer is not None:
+            state.comm_timer.time_wait(self._wait)
         else:
             self._wait()
-        for arrived, tensor in zip(self._recv_buffers, self._outputs, strict=True):
+        for arrived, tensor in zip(self.recv_buffers, self.outputs, strict=True):
             if arrived is not tensor:
                 tensor.copy_(arrived)
-        return self._outputs
+        return self.outputs
 
     def _wait(self) -> None:
-        for work in self._works:
+        for work in self.works:
             work.wait()
 
 
