@@ -54,6 +54,12 @@ class AttentionSizes:
     what: BenchmarkKind = "block"
     mask: MaskKind | None = None
 
+    def __str__(self) -> str:
+        batch = f"{self.batch} x " if self.batch > 1 else ""
+        heads = f"{self.heads} heads of {self.head_dim}, {str(self.dtype).removeprefix('torch.')}"
+        masked = "" if self.mask is None else ", masked"
+        return f"{batch}{self.queries} queries x {self.keys} keys, {heads}{masked}"
+
 
 def choose_kernel(
     backend: AttentionBackend,
@@ -287,15 +293,4 @@ def benchmark_results(group_state: GroupState) -> tuple[KernelBenchmark, ...]:
 
 def _to_result(sizes: AttentionSizes, times: dict[str, float]) -> KernelBenchmark:
     names = sorted(times, key=times.__getitem__)
-    return KernelBenchmark(
-        describe_sizes(sizes), tuple(names), tuple(round(1e6 * times[name], 1) for name in names), sizes.what
-    )
-
-
-def describe_sizes(sizes: AttentionSizes) -> str:
-    batch = f"{sizes.batch} x " if sizes.batch > 1 else ""
-    masked = "" if sizes.mask is None else ", masked"
-    dtype = str(sizes.dtype).removeprefix("torch.")
-    return (
-        f"{batch}{sizes.queries} queries x {sizes.keys} keys, {sizes.heads} heads of {sizes.head_dim}, {dtype}{masked}"
-    )
+    return KernelBenchmark(str(sizes), tuple(names), tuple(round(1e6 * times[name], 1) for name in names), sizes.what)
