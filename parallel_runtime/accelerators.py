@@ -5,7 +5,7 @@ Everything else goes through torch.accelerator. This module imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 
@@ -19,7 +19,7 @@ class Accelerator:
 
     kind: str
     collectives: str
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)

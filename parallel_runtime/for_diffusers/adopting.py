@@ -13,7 +13,7 @@ from ..specs import Parallelism
 
 
 def from_context_parallel_config(config: Any) -> Parallelism:
-    """The Parallelism that a diffusers ContextParallelConfig (or a ParallelConfig around one) asks for.
+    """Returns the Parallelism that a diffusers ContextParallelConfig (or a ParallelConfig around one) asks for.
 
     `ulysses_anything` and `ring_anything` are always on here. A mesh in it goes to `attach`.
     """
@@ -28,7 +28,8 @@ def from_context_parallel_config(config: Any) -> Parallelism:
 
 
 def mesh_for(mesh: ContextMesh | DeviceMesh | None, parallelism: Parallelism, device: torch.device) -> ContextMesh:
-    """A mesh built where `mesh` is None, adopted where it is PyTorch's; ValueError where degrees and mesh disagree."""
+    """Returns `mesh`, one built here if it is None, or one adopted if it is PyTorch's. Raises ValueError where degrees
+    and mesh disagree."""
     if mesh is None:
         return build_mesh(parallelism, device)
     if isinstance(mesh, DeviceMesh):
@@ -41,7 +42,7 @@ def mesh_for(mesh: ContextMesh | DeviceMesh | None, parallelism: Parallelism, de
 
 
 def adopt_mesh(mesh: DeviceMesh, parallelism: Parallelism, device: torch.device | None = None) -> ContextMesh:
-    """A ContextMesh from a DeviceMesh of the caller's, which may have other dims (fsdp, data).
+    """Returns a ContextMesh of the ranks of the caller's DeviceMesh, which may have other dims (fsdp, data).
 
     It must have "ring" and "ulysses", ring first, with the sizes that `parallelism` says, and "data" and "cfg" where
     those are parallel too; ValueError otherwise. Collective over the mesh, as `build_mesh`.

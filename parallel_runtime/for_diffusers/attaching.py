@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import diffusers
@@ -54,7 +54,7 @@ class _Setting(NamedTuple):
 
 
 class _Attachment(ExitStack):
-    """Undoes all settings when closed; has the streams of a split transformer."""
+    """Undoes all settings when it is closed. `streams` are those of a split transformer."""
 
     streams: Streams | None = None
 
@@ -94,7 +94,7 @@ def attach(
         _check_caches(blocks)
         settings = list(_settings(transformer, blocks, context_mesh, parallelism, splitter.streams))
         attachment.streams = splitter.streams
-        handles = [transformer.register_forward_pre_hook(_begin(settings, splitter, blocks))]
+        handles = [transformer.register_forward_pre_hook(partial(_begin, settings, splitter, blocks))]
         handles += [handle for block in blocks for handle in add_hooks(block, splitter)]
         handles.append(transformer.register_forward_hook(lambda *_: splitter.clear(), always_call=True))
         for handle in handles:
@@ -121,7 +121,7 @@ def _warn_of_untested_version(version: str) -> None:
 def _settings(
     transformer: nn.Module, blocks: list[Block], mesh: ContextMesh, parallelism: Parallelism, streams: Streams
 ) -> Iterator[_Setting]:
-    """The settings of each attention module; ValueError for a processor that would silently stay local."""
+    """Yields the settings of each attention module. Raises ValueError for a processor that would stay local."""
     chosen = {id(module): over for block in blocks for scope, over in block.scopes for module in scope.modules()}
     attentions: dict[Cross, ContextAttention] = {}
     scope_by_processor: dict[int, AttentionSpecs] = {}
@@ -160,7 +160,7 @@ def _check_aware(name: str, processor: Any) -> None:
 
 
 def _local_backend(processor: Any, parallelism: Parallelism) -> AttentionBackendName | None:
-    """The backend that diffusers itself shall use: what was chosen, or what the processor has.
+    """Returns the backend that diffusers itself shall use: what was chosen, or what the processor has.
 
     Our own processors use our backend here too: where a kernel of diffusers would refuse a mask, `attend` takes
     another.
@@ -185,7 +185,7 @@ def _apply(settings: list[_Setting], attachment: _Attachment) -> None:
 
 
 def _check_caches(blocks: list[Block]) -> None:
-    """ValueError for a cache that goes by hidden states: ranks would disagree about which blocks run."""
+    """Raises ValueError for a cache that compares hidden states: ranks would disagree about which blocks run."""
     registries = (getattr(block.module, "_diffusers_hook", None) for block in blocks)
     for one in (one for registry in registries if registry is not None for one in registry.hooks.values()):
         kind = type(one).__name__
@@ -196,17 +196,13 @@ def _check_caches(blocks: list[Block]) -> None:
             )
 
 
-def _begin(settings: list[_Setting], splitter: Splitter, blocks: list[Block]) -> Callable[[nn.Module, Any], None]:
-    """A forward pre-hook that clears the streams, and checks caches and that attach's settings are unchanged."""
-
-    def begin(_: nn.Module, __: Any) -> None:
-        splitter.clear()
-        _check_caches(blocks)
-        for setting in settings:
-            if not setting.holds:
-                raise ValueError(
-                    f"the attention processor of {setting.module_name}, or its backend, was changed after attach; "
-                    "detach, change it, then attach again"
-                )
-
-    return begin
+def _begin(settings: list[_Setting], splitter: Splitter, blocks: list[Block], *_: Any) -> None:
+    """Clears the streams before a forward, and checks caches and that attach's settings are unchanged."""
+    splitter.clear()
+    _check_caches(blocks)
+    for setting in settings:
+        if not setting.holds:
+            raise ValueError(
+                f"the attention processor of {setting.module_name}, or its backend, was changed after attach; "
+                "detach, change it, then attach again"
+            )

@@ -31,7 +31,7 @@ from ..architectures.split_plan import (
 
 
 def plan_of(transformer: nn.Module) -> SplitPlan:
-    """The SplitPlan of a transformer's class; ValueError if we do not know it."""
+    """Returns the SplitPlan of a transformer's class; raises ValueError if we do not know it."""
     for kind in type(transformer).__mro__:  # FSDP makes a subclass of each module's class
         if kind.__name__ in PLANS:
             return PLANS[kind.__name__]
@@ -50,22 +50,23 @@ def _blocks(
     last: str = "norm_out",
     **more: Any,
 ) -> SplitPlan:
-    """A stack of blocks after the modules `before`, and the `last` layer, which receives the full stream of the
-    latent."""
+    """Returns the plan of a stack of blocks, the modules `before` it, and the `last` layer, which receives the full
+    stream of the latent."""
     module_plans = (*before, ModulePlan(stack, args, attends, unsplit_args=unsplit, **more))
     return SplitPlan((*module_plans, ModulePlan(last, {0: Gather((SplitPlan(module_plans).main_stream,))})))
 
 
 def _refiner(argument: str, positions: str, unsplit: Names) -> tuple[ModulePlan, ...]:
-    """The refiner of image tokens, before text and image are one stream."""
+    """Returns the plan of the refiner of image tokens, before text and image are one stream."""
     args: Mapping[str | int, SplitSpec] = {argument: Split(IMAGE), positions: SplitLike(IMAGE)}
     return (ModulePlan("noise_refiner", args, IMAGE, unsplit_args=unsplit, gathers=True, never_skipped=True),)
 
 
 def _added(argument: str, streams: Names, *unsplit: str) -> ModulePlan:
-    """The transformer, which adds a ControlNet's residuals to tokens of these streams, which are split by then.
+    """Returns the plan of a transformer that adds a ControlNet's residuals to tokens of these streams.
 
-    It receives them, in a list or by block, before it makes the tokens: their length is that of the streams.
+    They are given in a list or by block, before there are tokens, whose number they tell. Tokens are split before they
+    are added.
     """
 
     def split_residuals(residuals: Any, split: Callable[[Any, SplitSpec], Any]) -> Any:
@@ -166,19 +167,19 @@ Z_IMAGE = _blocks(
 
 
 def _rope(streams: Names, dim: int) -> tuple[SplitLike, SplitLike]:
-    """Specs of a pair of cosines and sines."""
+    """Returns the specs of a pair of cosines and sines."""
     return SplitLike(streams, dim), SplitLike(streams, dim)
 
 
 def _video(stack: str, args: Mapping[str | int, SplitSpec], *unsplit: str) -> SplitPlan:
-    """A stack over video tokens alone; text is read as keys."""
+    """Returns the plan of a stack over video tokens alone; text is read as keys."""
     split_args = {"hidden_states": Split(VIDEO), **args}
     return _blocks(stack, split_args, VIDEO, ("encoder_hidden_states", *unsplit), submodule_attends={"attn2": "local"})
 
 
 WAN = _video("blocks", {"temb": SplitLike(VIDEO, ndim=4), "rotary_emb": _rope(VIDEO, 1)})
 
-# Tokens of the past come first; how many those of today are is told to every block.
+# Tokens of earlier frames come first; every block is given the number of the new ones.
 HELIOS = _video(
     "blocks",
     {

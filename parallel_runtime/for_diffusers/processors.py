@@ -30,7 +30,7 @@ from ..request import AttentionBackend
 
 @cache
 def backend_name(kernel: AttentionBackend) -> AttentionBackendName:
-    """The name under which diffusers finds us. Calls without a ContextAttention are local, on `kernel`.
+    """Returns the name under which diffusers finds us. Calls without a ContextAttention are local, on `kernel`.
 
     `dispatch_attention_fn` takes members of its enum only, and an enum cannot grow: this is one that is not listed
     among its members, so that no list of choices in diffusers shows it.
@@ -61,29 +61,29 @@ def backend_name(kernel: AttentionBackend) -> AttentionBackendName:
 
 
 def aware(processor: Any) -> Any:
-    """A processor of replacement that does what `processor` does, or `processor` itself where we have none for it."""
+    """Returns ours for what `processor` does, or `processor` itself where we have none for it."""
     replacement = _REPLACEMENTS.get(type(processor))
     return processor if replacement is None else replacement()
 
 
 class Aware:
-    """The attributes that `attach` sets on a processor, and the attention that they select."""
+    """Has the attributes that `attach` sets on a processor, and calls the attention that they select."""
 
     _attention_backend: AttentionBackendName | None = None
     _parallel_config: ContextAttention | None = None
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """[B, tokens, H, D] of each to [B, tokens, H D]."""
+        """Takes [B, tokens, H, D] of each; returns [B, tokens, H D]."""
         settings: Any = {"backend": self._attention_backend, "parallel_config": self._parallel_config}
         return dispatch_attention_fn(query, key, value, **options, **settings).flatten(2)
 
 
 class JointAttention(Aware):
-    """JointAttnProcessor2_0, of SD3, and HunyuanVideo15AttnProcessor2_0: image tokens, and text tokens after them where
-    there are any, of which a mask may hide some as keys.
+    """Replaces JointAttnProcessor2_0, of SD3, and HunyuanVideo15AttnProcessor2_0: attends over image tokens, and text
+    tokens after them where there are any, of which a mask may hide some as keys.
 
     diffusers also masks the keys of hidden queries, by a mask of all pairs of tokens. Nothing reads those outputs, so a
-    mask of keys suffices. None: nothing is hidden.
+    mask of keys suffices.
     """
 
     def __call__(
@@ -113,7 +113,7 @@ class JointAttention(Aware):
 
 
 class GroupedAttention(Aware):
-    """Lumina2AttnProcessor2_0: self-attention with rotary positions, several query heads to a key head."""
+    """Replaces Lumina2AttnProcessor2_0: self-attention with rotary positions, several query heads to a key head."""
 
     def __call__(
         self,
@@ -136,7 +136,8 @@ class GroupedAttention(Aware):
 
 
 def _heads(attn: Attention, tokens: Tensor, projections: Iterable[Any], norms: Iterable[Any]) -> list[Tensor]:
-    """Query, key and value of `tokens`, [B, tokens, heads, head size], the first two normed where there is a norm."""
+    """Returns query, key and value of `tokens`, [B, tokens, heads, head size], the first two normed where there is a
+    norm."""
     size = attn.inner_dim // attn.heads
     query, key, value = (project(tokens).unflatten(-1, (-1, size)) for project in projections)
     return [*(x if norm is None else norm(x) for x, norm in zip((query, key), norms, strict=True)), value]

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from ..engine.comm.mesh import MeshDim
-from ..engine.kernels.autotune import AttentionSizes, describe_sizes, faster_kernel
+from ..engine.kernels.autotune import AttentionSizes, faster_kernel
 from ..engine.kernels.registry import heads_first
 from .models import Model
 
@@ -75,7 +75,7 @@ def _benchmark(dim: MeshDim, query: Tensor, key: Tensor, value: Tensor) -> None:
         log.warning(
             "[CP] attention of %s is faster with %s than with ComfyUI's own kernel, but differs in the last bits: set "
             "attention_backend to %s in CP Parallel Config to use it",
-            describe_sizes(sizes),
+            sizes,
             faster,
             faster,
         )

@@ -1,14 +1,19 @@
 """Replaces ComfyUI's attention, through its `optimized_attention_override`, by attention over split streams.
 
 Knows no plan as a whole: scopes say over which streams the attention that runs now is. To torch.compile it is one
-operator: what it decides by changes while a graph runs.
+operator: what it decides by changes while a graph runs. Modules that call attention without transformer_options get
+their names for it wrapped. All networks of a process share them, so a name is restored after the last network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, wraps
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,6 +38,10 @@ Override = Callable[..., Tensor]  # called with the native attention function, t
 _NO_SCOPE = -1  # the index outside of all scopes
 _LOW_PRECISION = "low_precision_attention"  # ComfyUI's word: False where a kernel that quantises would be wrong
 _CALLER_OPTIONS = ("transformer_options", "_inside_attn_wrapper")
+_NAMES = ("optimized_attention", "optimized_attention_masked")
+_SELECTOR = "optimized_attention_for_device"  # which of them
+_ACTIVE: list[Override] = []  # one network at a time runs in a process; what graphs can read
+_USERS: Counter[str] = Counter()  # networks by module whose names are wrapped
 
 
 @dataclass(frozen=True)
@@ -173,7 +182,7 @@ class AttentionOverride(BackendOverride):
         self._mesh = mesh
         self._parallelism = parallelism
         self._pipefusion = pipefusion
-        self._call: _NativeCall | None = None
+        self._call: _NativeCall  # the latest
         self._scope_specs: list[AttentionSpecs] = []  # by scope
         self._attentions: dict[tuple[Cross, AttentionBackend], ContextAttention] = {}
 
@@ -228,13 +237,9 @@ class AttentionOverride(BackendOverride):
             self._attentions[cross, backend] = ContextAttention(
                 self._mesh, self._parallelism.with_options(attention_backend=backend), self._streams,
                 cross.queries, cross.keys,
-                fallback=self._attend_natively, pipefusion=self._pipefusion,
+                fallback=lambda *inputs: self._call(*inputs), pipefusion=self._pipefusion,
             )  # fmt: skip
         return self._attentions[cross, backend]
-
-    def _attend_natively(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-        assert self._call is not None
-        return self._call(q, k, v, mask, scale)
 
 
 def _by_heads(x: Tensor, size: int, heads_first: bool) -> Tensor:
@@ -261,3 +266,55 @@ def _four_dims(mask: Tensor | None) -> Tensor | None:
     if mask is None or mask.ndim == 4:
         return mask
     return mask[None, None] if mask.ndim == 2 else mask.unsqueeze(1)
+
+
+def set_active(override: Override | None) -> None:
+    """Sets the override that wrapped functions use from now on; None for none."""
+    _ACTIVE[:] = [] if override is None else [override]
+
+
+@contextmanager
+def wrap_modules(modules: Sequence[str]) -> Iterator[None]:
+    """Wraps the attention functions of these modules within this context."""
+    for name in modules:
+        _USERS[name] += 1
+        if _USERS[name] == 1:
+            _wrap(sys.modules[name])
+    yield
+    set_active(None)
+    for name in modules:
+        _USERS[name] -= 1
+        if not _USERS[name]:
+            _unwrap(sys.modules[name])
+
+
+def _wrap(module: ModuleType) -> None:
+    for name in _NAMES:
+        if name in vars(module):
+            setattr(module, name, _with_override(getattr(module, name)))
+    if _SELECTOR in vars(module):
+        setattr(module, _SELECTOR, _select_with_override(getattr(module, _SELECTOR)))
+
+
+def _unwrap(module: ModuleType) -> None:
+    for name in (*_NAMES, _SELECTOR):
+        if name in vars(module):
+            setattr(module, name, getattr(module, name).__wrapped__)
+
+
+def _select_with_override(function: Callable[..., Callable[..., Tensor]]) -> Callable[..., Callable[..., Tensor]]:
+    @wraps(function)
+    def select(*args: Any, **kwargs: Any) -> Callable[..., Tensor]:
+        return _with_override(function(*args, **kwargs))
+
+    return select
+
+
+def _with_override(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(function)
+    def call_with_override(*args: Any, **kwargs: Any) -> Tensor:
+        if _ACTIVE and not kwargs.get("transformer_options"):
+            kwargs["transformer_options"] = {"optimized_attention_override": _ACTIVE[0]}
+        return function(*args, **kwargs)
+
+    return call_with_override

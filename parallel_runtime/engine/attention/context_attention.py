@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -53,7 +53,7 @@ class AttentionLayout:
     head_chunks: tuple[HeadChunk, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ContextAttention:
     """Attention of the ranks of a context mesh; `queries` and `keys` are the streams that each concatenates.
 
@@ -68,10 +68,9 @@ class ContextAttention:
     keys: tuple[str, ...]
     fallback: FullAttention = attend_native
     pipefusion: PipeFusion | None = None
-    op_id: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "op_id", register(self))
+        self._op_id = register(self)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None
@@ -82,7 +81,7 @@ class ContextAttention:
         mask, see `gather_key_mask`, or a full mask of pairs, see `pair_mask`. Collective over the context ranks.
         """
         if torch.compiler.is_compiling():
-            return attend_op(query, key, value, mask, scale, self.op_id, [])
+            return attend_op(query, key, value, mask, scale, self._op_id, [])
         return self._run(query, key, value, mask, scale)
 
     def _run(

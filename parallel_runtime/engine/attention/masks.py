@@ -51,11 +51,12 @@ class Mask:
     def fully_masked(self) -> Tensor:
         """Returns [1 or B, 1 or queries, 1 or heads, 1]: True where a query has no key at all; then its output is
         zero."""
-        return self._cached("dead", self._dead)
 
-    def _dead(self) -> Tensor:
-        alive = self.pairs if self.pairs.dtype == torch.bool else self.pairs > -torch.inf
-        return ~alive.any(dim=-1, keepdim=True).transpose(1, 2)
+        def find() -> Tensor:
+            seen = self.pairs if self.pairs.dtype == torch.bool else self.pairs > -torch.inf
+            return ~seen.any(dim=-1, keepdim=True).transpose(1, 2)
+
+        return self._cached("fully masked", find)
 
     def hides(self, start: int, size: int) -> bool:
         """Returns whether it is known that no query sees these keys. Looked at only where that costs no wait for the

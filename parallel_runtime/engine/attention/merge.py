@@ -28,13 +28,12 @@ class Merge:
         self._outs.append(out)
         self._lses.append(lse)
 
-    def result(self, query: Tensor, dead: Tensor | None) -> Tensor:
-        """Returns [B, Sq, H, D] in the query's dtype: zero where nothing was added, and where `dead` (broadcast) says
-        so."""
+    def result(self, query: Tensor, fully_masked: Tensor | None) -> Tensor:
+        """Returns [B, Sq, H, D] in the query's dtype: zero where nothing was added, or where `fully_masked` is set."""
         if not self._outs:
             return allocate(query.shape, query).zero_()
         out = self._merged(query)
-        return out if dead is None else out.masked_fill_(dead, 0.0)
+        return out if fully_masked is None else out.masked_fill_(fully_masked, 0.0)
 
     def _merged(self, query: Tensor) -> Tensor:
         if len(self._outs) == 1:

@@ -19,7 +19,7 @@ from ..comm.mesh import ContextMesh, MeshDim, Parts
 from ..split.streams import chunk_range, chunk_sizes
 
 CAT_DIMS = 4  # of what CUDA concatenates by one kernel
-MAX_HEAD_CHUNKS = 2  # at most: more would cut kernels too small
+MAX_HEAD_CHUNKS = 2  # at most: more would make kernels too small
 # Of queries, keys and values that a rank sends in a layer. What travels behind the first wave's kernels costs their
 # launches once more, some 60 us; 32 MiB travel for 100 us at NVLink's speed.
 MIN_HIDDEN_BYTES = 32 << 20
@@ -75,8 +75,8 @@ class AllToAllLayout:
         return (None, None) if self.even else (list(self.by_heads), list(self.by_tokens))
 
     def segments(self, flat: Tensor, *, joined: bool) -> list[tuple[tuple[HeadRun, ...], Tensor]]:
-        """Returns each run of every tensor with its part [ranks, own tokens, B, heads, D] of what is cut by tokens, in
-        the dims of `Run.of`."""
+        """Returns each run of every tensor with its part [ranks, own tokens, B, heads, D] of what is split by tokens,
+        in the dims of `HeadRun.of`."""
         own, start, parts = self.tokens[self.index], 0, []
         for runs in zip(*self.runs, strict=True):
             ranks, heads = runs[0].ranks, sum(run.count for run in runs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ def allocate_scratch(shape: Sequence[int], like: Tensor) -> Tensor:
     return zeros(tuple(shape), dtype=like.dtype, device=like.device)
 
 
+@dataclass(frozen=True, eq=False)
 class Pending:
     """A transfer under way. Its buffers may not be touched before `wait`, which returns what was received.
 
@@ -41,30 +43,28 @@ class Pending:
     seconds that this process waited. NCCL waits on the device instead, which `comm_timer` measures if it is set.
     """
 
-    def __init__(
-        self, works: Sequence[dist.Work], recv_buffers: Sequence[Tensor], outputs: list[Tensor], group_state: GroupState
-    ) -> None:
-        self._group_state = group_state
-        self._works = works
-        self._recv_buffers = recv_buffers
-        self._outputs = outputs
+    works: Sequence[dist.Work]
+    recv_buffers: Sequence[Tensor]
+    outputs: list[Tensor]
+    group_state: GroupState
 
     def wait(self) -> list[Tensor]:
-        if all(tensor.device.type == "cpu" for tensor in self._recv_buffers):
+        state = self.group_state
+        if all(tensor.device.type == "cpu" for tensor in self.recv_buffers):
             start = time.monotonic()
             self._wait()
-            self._group_state.waited_seconds = (self._group_state.waited_seconds or 0.0) + time.monotonic() - start
-        elif self._group_state.comm_timer is not None:
-            self._group_state.comm_timer.time_wait(self._wait)
+            state.waited_seconds = (state.waited_seconds or 0.0) + time.monotonic() - start
+        elif state.comm_timer is not None:
+            state.comm_timer.time_wait(self._wait)
         else:
             self._wait()
-        for arrived, tensor in zip(self._recv_buffers, self._outputs, strict=True):
+        for arrived, tensor in zip(self.recv_buffers, self.outputs, strict=True):
             if arrived is not tensor:
                 tensor.copy_(arrived)
-        return self._outputs
+        return self.outputs
 
     def _wait(self) -> None:
-        for work in self._works:
+        for work in self.works:
             work.wait()
 
 
@@ -119,29 +119,19 @@ def _all_gather_p2p(
 def ring_send_recv(block: Tensor, recv_buffer: Tensor, mesh_dim: MeshDim) -> Pending:
     """Sends `block` to the next rank of a ring while the previous one's arrives in `recv_buffer`."""
     after, before = (mesh_dim.index + 1) % mesh_dim.size, (mesh_dim.index - 1) % mesh_dim.size
-    buffer = _comm_buffer(recv_buffer, mesh_dim)
-    operations = [
-        _p2p(dist.isend, _to_comm_device(block, mesh_dim), after, mesh_dim),
-        _p2p(dist.irecv, buffer, before, mesh_dim),
-    ]
-    return Pending(_start(operations), [buffer], [recv_buffer], mesh_dim.group_state)
+    return send_recv({after: block}, {before: recv_buffer}, mesh_dim)
 
 
-def send_recv(
-    send_tensors: Mapping[int, Tensor], recv_shapes: Mapping[int, Sequence[int]], mesh_dim: MeshDim, *, like: Tensor
-) -> Pending:
-    """Sends `send_tensors[i]` to rank i of `mesh_dim`; receives tensors of the shapes `recv_shapes`, in its order.
-
-    All tensors have the dtype and device of `like`; every rank knows all sizes beforehand.
-    """
-    outputs = [allocate(shape, like) for shape in recv_shapes.values()]
-    buffer = [_comm_buffer(tensor, mesh_dim) for tensor in outputs]
+def send_recv(send_tensors: Mapping[int, Tensor], recv_buffers: Mapping[int, Tensor], mesh_dim: MeshDim) -> Pending:
+    """Sends `send_tensors[i]` to rank i of `mesh_dim`, while its tensor arrives in `recv_buffers[i]`; every rank knows
+    all sizes beforehand. Returns the buffers, in their order."""
+    buffers = [_comm_buffer(tensor, mesh_dim) for tensor in recv_buffers.values()]
     operations = [
         _p2p(dist.isend, _to_comm_device(tensor.contiguous(), mesh_dim), peer, mesh_dim)
         for peer, tensor in send_tensors.items()
     ]
-    operations += [_p2p(dist.irecv, place, peer, mesh_dim) for peer, place in zip(recv_shapes, buffer, strict=True)]
-    return Pending(_start(operations), buffer, outputs, mesh_dim.group_state)
+    operations += [_p2p(dist.irecv, buffer, peer, mesh_dim) for peer, buffer in zip(recv_buffers, buffers, strict=True)]
+    return Pending(_start(operations), buffers, list(recv_buffers.values()), mesh_dim.group_state)
 
 
 def _to_comm_device(tensor: Tensor, mesh_dim: MeshDim) -> Tensor:

@@ -6,14 +6,13 @@ Only nvfp4 needs it: other formats have a scale for each token, or one in the fi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from .mesh import MeshDim
 from .votes import all_gather_ints
@@ -32,19 +31,16 @@ def shared_input_scales(network: nn.Module, context: MeshDim) -> Iterator[None]:
     """
     modules = network.modules() if context.size > 1 else ()
     layers: list[Any] = [layer for layer in modules if getattr(layer, "layout_type", None) == _LAYOUT]
-    full_precision_flags = [layer._full_precision_mm for layer in layers]
-    handles: list[RemovableHandle] = []
-    by_layer = (any(ranks) for ranks in zip(*all_gather_ints(full_precision_flags, context), strict=True))
-    for layer, any_full_precision in zip(layers, by_layer, strict=True):
-        layer._full_precision_mm = any_full_precision
-        if not any_full_precision and getattr(layer, "input_scale", None) is None:
-            handles.append(layer.register_forward_pre_hook(partial(_set_shared_scale, context)))
-            handles.append(layer.register_forward_hook(_remove_scale, always_call=True))
-    yield
-    for handle in handles:
-        handle.remove()
-    for layer, full in zip(layers, full_precision_flags, strict=True):
-        layer._full_precision_mm = full
+    flags = [layer._full_precision_mm for layer in layers]
+    flags_of_ranks = zip(*all_gather_ints(flags, context), strict=True)
+    with ExitStack() as stack:
+        for layer, flag, of_ranks in zip(layers, flags, flags_of_ranks, strict=True):
+            stack.callback(setattr, layer, "_full_precision_mm", flag)
+            layer._full_precision_mm = any(of_ranks)
+            if not any(of_ranks) and getattr(layer, "input_scale", None) is None:
+                stack.enter_context(layer.register_forward_pre_hook(partial(_set_shared_scale, context)))
+                stack.enter_context(layer.register_forward_hook(_remove_scale, always_call=True))
+        yield
 
 
 @torch.compiler.disable

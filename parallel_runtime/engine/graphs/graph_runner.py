@@ -121,7 +121,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _like_layout(tensor: Tensor) -> Tensor:
-    """New memory with the shape, strides and alignment of `tensor`: kernels treat both alike."""
+    """Returns new memory with the shape, strides and alignment of `tensor`: kernels treat both alike."""
     dense = _dense(tensor)
     span = 1 + sum((size - 1) * stride for size, stride in zip(dense.shape, dense.stride(), strict=True))
     offset = _offset(tensor)

@@ -54,6 +54,12 @@ class AttentionSizes:
     what: BenchmarkKind = "block"
     mask: MaskKind | None = None
 
+    def __str__(self) -> str:
+        batch = f"{self.batch} x " if self.batch > 1 else ""
+        heads = f"{self.heads} heads of {self.head_dim}, {str(self.dtype).removeprefix('torch.')}"
+        masked = "" if self.mask is None else ", masked"
+        return f"{batch}{self.queries} queries x {self.keys} keys, {heads}{masked}"
+
 
 def choose_kernel(
     backend: AttentionBackend,
@@ -84,10 +90,11 @@ def choose_kernel(
     all_names = [FALLBACK] * (what == "full") + benchmark_candidates(query.device.type, what) or ["native"]
     if batch_groups > 1:
         return names[0] if what == "block" else _likely_fastest(all_names, names, query, sizes, mesh_dim)
-    if len(names) == 1 and not mesh_dim.group_state.heterogeneous:
+    if len(all_names if mesh_dim.group_state.heterogeneous else names) == 1:
         return names[0]
     seconds = partial(_measure, sizes, query.device, fallback, names)
-    return fastest_kernel(all_names, sizes, mesh_dim, seconds, query.device, names[0])
+    times = slowest_rank_seconds(all_names, sizes, mesh_dim, seconds, query.device)
+    return min(times, key=times.__getitem__, default=names[0])
 
 
 def faster_kernel(query: Tensor, fallback: FullAttention, sizes: AttentionSizes, alone: MeshDim) -> str:
@@ -152,28 +159,11 @@ def _available_on_all(
     return bool(slowest_rank_seconds([backend], sizes, mesh_dim, seconds, query.device))
 
 
-def fastest_kernel(
-    names: Sequence[str],
-    sizes: AttentionSizes,
-    mesh_dim: MeshDim,
-    seconds: Measure,
-    device: torch.device,
-    default: str = "",
-) -> str:
-    """Returns the name with the fewest seconds on its slowest rank. Collective over `mesh_dim` for new sizes, so all
-    ranks must pass the same `names`.
-
-    A kernel that some rank lacks is left out. Where the times cannot be used, returns `default`, or the first name.
-    """
-    times = slowest_rank_seconds(names, sizes, mesh_dim, seconds, device) if len(names) > 1 else {}
-    return min(times, key=times.__getitem__, default=default or names[0])
-
-
 def slowest_rank_seconds(
     names: Sequence[str], sizes: AttentionSizes, mesh_dim: MeshDim, seconds: Measure, device: torch.device
 ) -> dict[str, float]:
     """Returns the seconds on the slowest rank, for kernels that all have; {} if a rank could not find out. Collective
-    as `fastest_kernel`."""
+    over `mesh_dim` for new sizes, so all ranks must pass the same `names`."""
     key, benchmarks = (sizes, mesh_dim.ranks, tuple(names)), mesh_dim.group_state.kernel_seconds
     if key not in benchmarks:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -269,7 +259,7 @@ def time_runs(run: Callable[[], object], device: torch.device) -> float:
 
 
 def random_inputs(sizes: AttentionSizes, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Queries, keys, values and a mask to benchmark with; in one tensor for full keys, as after Ulysses."""
+    """Returns queries, keys, values and a mask to benchmark with; in one tensor for full keys, as after Ulysses."""
     generator = torch.Generator(device).manual_seed(0)
     tokens = (sizes.queries, sizes.keys, sizes.keys)
     shape = (sizes.batch, sizes.heads, sizes.head_dim)
@@ -283,7 +273,7 @@ def random_inputs(sizes: AttentionSizes, device: torch.device) -> tuple[Tensor, 
 
 
 def _test_mask(sizes: AttentionSizes, device: torch.device) -> Tensor | None:
-    """Hides every seventh key from all queries."""
+    """Returns a mask that hides every seventh key from all queries."""
     if sizes.mask is None:
         return None
     dtype, *varies_by = sizes.mask
@@ -303,15 +293,4 @@ def benchmark_results(group_state: GroupState) -> tuple[KernelBenchmark, ...]:
 
 def _to_result(sizes: AttentionSizes, times: dict[str, float]) -> KernelBenchmark:
     names = sorted(times, key=times.__getitem__)
-    return KernelBenchmark(
-        describe_sizes(sizes), tuple(names), tuple(round(1e6 * times[name], 1) for name in names), sizes.what
-    )
-
-
-def describe_sizes(sizes: AttentionSizes) -> str:
-    batch = f"{sizes.batch} x " if sizes.batch > 1 else ""
-    masked = "" if sizes.mask is None else ", masked"
-    dtype = str(sizes.dtype).removeprefix("torch.")
-    return (
-        f"{batch}{sizes.queries} queries x {sizes.keys} keys, {sizes.heads} heads of {sizes.head_dim}, {dtype}{masked}"
-    )
+    return KernelBenchmark(str(sizes), tuple(names), tuple(round(1e6 * times[name], 1) for name in names), sizes.what)

@@ -36,7 +36,7 @@ _FAILURES: dict[Hashable, str] = {}  # by kind of call: why a backend has no ker
 
 
 def check_backend(backend: AttentionBackend, device: torch.device) -> None:
-    """ValueError if `backend` cannot run on `device` here, before anything is changed."""
+    """Raises ValueError if `backend` cannot run on `device` here."""
     if backend not in FUNCTIONS:
         return
     if device.type == "cpu":
@@ -61,7 +61,7 @@ _OP_IDS = {name: register(function) for name, function in _BY_BACKEND.items()}
 
 
 def attend_native(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """PyTorch's scaled_dot_product_attention, which supports every call."""
+    """Calls PyTorch's scaled_dot_product_attention, which supports every call."""
     return sdpa(query, repeat_kv(key, query.shape[2]), repeat_kv(value, query.shape[2]), mask, scale)
 
 

@@ -220,7 +220,7 @@ def group_norm_with_edges(
     index, peers = share.index, share.ranks.other_ranks
     edges, packed = {index - 1: first, index + 1: last}, local.flatten().view(x.dtype)
     send = {peer: torch.cat([packed, edges[peer].flatten()]) if peer in edges else packed for peer in peers}
-    received = send_recv(send, {peer: part.shape for peer, part in send.items()}, share.ranks, like=x).wait()
+    received = send_recv(send, {peer: allocate(part.shape, x) for peer, part in send.items()}, share.ranks).wait()
     by_rank = {index: packed} | dict(zip(peers, received, strict=True))
     moments = [by_rank[rank][: len(packed)].view(local.dtype).view(local.shape) for rank in range(share.ranks.size)]
     before, after = (

@@ -21,8 +21,7 @@ from ...architectures.row_plan import RowPlan
 from ...errors import Refused
 from ...loading.random_states import random_states, set_random_states
 from ...specs import Parallelism
-from ..attention.attention_override import AttentionOverride, backend_override
-from ..attention.patched_names import set_active, wrap_modules
+from ..attention.attention_override import AttentionOverride, backend_override, set_active, wrap_modules
 from ..comm.mesh import ContextMesh
 from ..comm.shared_scales import shared_input_scales
 from . import functions

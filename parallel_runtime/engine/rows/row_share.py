@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ...errors import Refused
-from ..comm.collectives import all_gather_v, send_recv
+from ..comm.collectives import all_gather_v, allocate, send_recv
 from ..comm.mesh import MeshDim
 
 Rows = tuple[int, ...]  # of each rank
@@ -109,7 +109,8 @@ def fetch_neighbour_rows(share: Share, x: Tensor, before: int, after: int) -> Ne
         ranges = {share.index - 1: (first - before, before), share.index + 1: (first + rows, after)}
         edges = {peer: full.narrow(share.dim, *ranges[peer]) for peer in receive}
         return lambda: (edges.get(share.index - 1), edges.get(share.index + 1))
-    pending = send_recv(send, receive, share.ranks, like=x)
+    buffers = {peer: allocate(shape, x) for peer, shape in receive.items()}
+    pending = send_recv(send, buffers, share.ranks)
 
     def wait() -> tuple[Tensor | None, Tensor | None]:
         by_peer = dict(zip(receive, pending.wait(), strict=True))

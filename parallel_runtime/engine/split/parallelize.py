@@ -23,8 +23,7 @@ from ...architectures.row_plan import CascadeRowPlan, RowPlan
 from ...architectures.split_plan import SplitPlan
 from ...errors import Refused
 from ...specs import Parallelism
-from ..attention.attention_override import AttentionOverride
-from ..attention.patched_names import set_active, wrap_modules
+from ..attention.attention_override import AttentionOverride, set_active, wrap_modules
 from ..comm.mesh import ContextMesh
 from ..comm.shared_scales import shared_input_scales
 from ..pipeline.pipefusion import PipeFusion, TurnEnded
