@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import gcd, prod
+from math import gcd
 from typing import Any
 
 from .architecture import Architecture
@@ -71,6 +71,7 @@ class RowArchitecture(Architecture):
     attentions."""
 
     plan: RowPlan
+    patch: Sequence[int] = (1, 1, 1)
     sends: Names = ("GroupNorm", *RESAMPLES)
 
     def attentions(self, net: Any) -> list[Any]:
@@ -116,10 +117,6 @@ class RowArchitecture(Architecture):
     def row_ranks(self, net: Any, latent_shape: Sequence[int]) -> int:
         """How many ranks can share a picture: rows of its last level."""
         return max((rows for _, rows in sides_to_cut(latent_shape, self.plan.depth(net))), default=1)
-
-    def tokens(self, net: Any, latent_shape: Sequence[int], text: int) -> dict[str, int]:
-        """Pixels of the latent."""
-        return {self.plan.main_stream: prod(latent_shape[2:])}
 
 
 def sides_to_cut(latent_shape: Sequence[int], depth: int) -> list[tuple[int, int]]:
