@@ -73,8 +73,7 @@ class RowDivision(ExitStack):
     def _adopt(self, name: str, module: nn.Module) -> None:
         plan, (below, _, last_name) = self._plan, name.rpartition(".")
         if last_name in plan.attends + plan.local:
-            local = last_name in plan.local or bool(set(below.split(".")) & set(plan.local_below))
-            local |= getattr(module, "disable_self_attn", False)
+            local = not plan.attends_across(name) or getattr(module, "disable_self_attn", False)
             self._replace(module, "forward", partial(self._attend, local, module.forward))
         elif below.rpartition(".")[2] in plan.local_below:
             self.enter_context(module.register_forward_pre_hook(partial(self._set_over_time, True)))
