@@ -54,7 +54,7 @@ NETWORK = CascadeArchitecture(
         resized=("effnet",),
         refused_split=("pixels",),
     ),
-    sends=("ResBlock", "GlobalResponseNorm"),
+    sending_classes=("ResBlock", "GlobalResponseNorm"),
     width=lambda net: net.embedding[1].out_channels,
     fits=lambda net: not any(type(part).__name__ == "Upsample" for part in net.modules()),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import gcd, prod
+from math import gcd
 from typing import Any
 
 from .architecture import Architecture
@@ -47,6 +47,11 @@ class RowPlan(SplitPlan):
     fetched_classes: Names = ("ResBlock", "VideoResBlock", "BasicTransformerBlock")
     across_classes: Names = ()
 
+    def attends_across(self, path: str) -> bool:
+        """Whether the module at `path` is an attention over all ranks' rows."""
+        *above, name = path.split(".")
+        return name in self.attends and not set(above) & set(self.local_below)
+
     @property
     def main_stream(self) -> str:  # type: ignore[override]  # there it is cached
         return IMAGE[0]
@@ -69,20 +74,16 @@ class CascadeRowPlan(RowPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class RowArchitecture(Architecture):
-    """An architecture with a RowPlan: a UNet. Modules of the classes `sends` send a message beside those of
+    """An architecture with a RowPlan: a UNet. Modules of `sending_classes` send a message, beside those of
     attentions."""
 
     plan: RowPlan
-    sends: Names = ("GroupNorm", *RESAMPLES)
+    patch: Sequence[int] = (1, 1, 1)
+    sending_classes: Names = ("GroupNorm", *RESAMPLES)
 
     def attentions(self, net: Any) -> list[Any]:
-        """Self-attentions over rows."""
-        below = tuple(f".{name}." for name in self.plan.local_below)
-        return [
-            module
-            for name, module in net.named_modules()
-            if name.rpartition(".")[2] in self.plan.attends and not any(part in f".{name}." for part in below)
-        ]
+        """Self-attentions over all rows."""
+        return [module for path, module in net.named_modules() if self.plan.attends_across(path)]
 
     def blocks(self, net: Any) -> Iterator[tuple[int, int, Any]]:
         """The level of each block, how often it runs, and the block."""
@@ -109,7 +110,7 @@ class RowArchitecture(Architecture):
             counts[level][0] += runs * sum(weight.numel() for weight in block.parameters() if weight.ndim > 1)
             counts[level][1] += runs * len(attentions)
             counts[level][2] += runs * sum(attention.to_q.out_features for attention in attentions)
-            counts[level][3] += runs * sum(type(module).__name__ in self.sends for module in block.modules())
+            counts[level][3] += runs * sum(type(module).__name__ in self.sending_classes for module in block.modules())
         return tuple(
             RowLevel(weights=weights, attentions=layers, width=width // max(1, layers), messages=messages)
             for weights, layers, width, messages in counts
@@ -118,10 +119,6 @@ class RowArchitecture(Architecture):
     def row_ranks(self, net: Any, latent_shape: Sequence[int]) -> int:
         """How many ranks can share a picture: rows of its last level."""
         return max((rows for _, rows in sides_to_cut(latent_shape, self.plan.depth(net))), default=1)
-
-    def tokens(self, net: Any, latent_shape: Sequence[int], text: int) -> dict[str, int]:
-        """Pixels of the latent."""
-        return {self.plan.main_stream: prod(latent_shape[2:])}
 
 
 def sides_to_cut(latent_shape: Sequence[int], depth: int) -> list[tuple[int, int]]:

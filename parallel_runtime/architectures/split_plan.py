@@ -189,6 +189,11 @@ class ModulePlan:
         return tuple(dict.fromkeys(name for name, *_ in self._tokens)) if self.updates is None else self.updates
 
     @property
+    def late_args(self) -> set[str | int]:
+        """The hidden states among the arguments that come from earlier blocks than the last."""
+        return {name for name, *_ in self.split_args} - set(self.updated_args)
+
+    @property
     def repeats(self) -> bool:
         """Whether its blocks run several times in a forward."""
         return any(spec.repeats for *_, specs in self._tokens for spec in specs)

@@ -68,7 +68,7 @@ def why_not_in_patches(plan: SplitPlan) -> str:
             return f"{module_plan.name} need the whole sequence"
         if module_plan.gathers == "each":
             return f"between its {module_plan.name} the whole sequence is needed"
-        if module_plan.runs_with or {name for name, *_ in module_plan.split_args} - set(module_plan.updated_args):
+        if module_plan.runs_with or module_plan.late_args:
             return f"{module_plan.name} keep more than tokens for later blocks"
         if module_plan.repeats:
             return f"{module_plan.name} run several times in an evaluation"

@@ -131,7 +131,7 @@ class Model:
             self.undo_split.callback(unparallelize, self.network)
         if staged:
             self.stages = Stages(self.network, plan, self.mesh.pipeline, counts, pipefusion_of(self.network))
-            self.undo_split.callback(self.stages.remove)
+            self.undo_split.enter_context(self.stages)
 
     def _restore_blocks(self) -> None:
         self.offload()

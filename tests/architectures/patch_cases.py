@@ -37,7 +37,7 @@ def in_patches(network: nn.Module, stages: int, patches: int, ulysses: int = 1) 
     try:
         yield cut, pipefusion
     finally:
-        cut.remove()
+        cut.close()
         unparallelize(network)
         remove_placeholders(others)
 

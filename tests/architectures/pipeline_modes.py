@@ -124,7 +124,7 @@ def _divided(name: str, network: nn.Module, given: dict[str, Any], plain: list[T
             yield
         finally:
             mode.error = error(forward(network, given), plain)
-            stages.remove()
+            stages.close()
             remove_placeholders(others)
 
     mode.on, mode.run = (in_stages, run) if degrees.pipeline_degree > 1 else (by_sequence, run)

@@ -44,7 +44,7 @@ def parity(rank: int, world: int, name: str, stages: int, ulysses: int = 1, flig
         alone = forward(network, inputs)
     with cut.in_flight():
         together = cut.share_outputs([x for _ in range(flights) for x in forward(network, inputs)])
-    cut.remove()
+    cut.close()
     if ulysses > 1:
         unparallelize(network)
     remove_placeholders(others)
@@ -141,5 +141,5 @@ def _in_two(network: nn.Module, known: Architecture, inputs: Inputs, plain: list
     except LOUD:
         return "refused"
     finally:
-        cut.remove()
+        cut.close()
         remove_placeholders(others)

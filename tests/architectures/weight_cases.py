@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from parallel_runtime.architectures.network_modules import blocks_of
 from parallel_runtime.engine.comm.mesh import with_new_group
 from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
-from parallel_runtime.engine.weights import prefetch as store_module
 from parallel_runtime.engine.weights.placement import HostWeights, ShardedWeights
 from parallel_runtime.engine.weights.prefetch import (
     BlockPrefetcher,
     Buffers,
+    FetchedModule,
     Wait,
     WeightSource,
     large_layers,
@@ -35,19 +34,14 @@ from .cases import error, forward, made, plan_of
 CPU = torch.device("cpu")
 
 
-def poisoned(memory: Tensor) -> None:
-    """All bits set: not a number in every floating-point format."""
-    memory.fill_(0xFF)
+class PoisonedBuffers(Buffers):
+    """Sets all bits of what has been used, which is no number in any floating-point format."""
 
-
-@contextmanager
-def poison() -> Iterator[None]:
-    before = store_module.on_buffer_released
-    store_module.on_buffer_released = poisoned
-    try:
-        yield
-    finally:
-        store_module.on_buffer_released = before
+    def release(self, entry: FetchedModule) -> None:
+        fetched = self._contents.get(entry.buffer) is entry
+        super().release(entry)
+        if fetched:
+            self.view(entry.buffer, entry.flat_block.padded_bytes).fill_(0xFF)
 
 
 def parity(
@@ -67,7 +61,7 @@ def parity(
     try:
         want = forward(network, inputs)
         total = weight_bytes(network)
-        with poison(), torch.inference_mode():
+        with torch.inference_mode():
             source = source_of(mode, rank, world, ring, ulysses, parts)
             fetches = counted_fetches(source)
             store = stored(network, source, residents, rank)
@@ -133,7 +127,7 @@ def counted_fetches(source: WeightSource) -> list[Tensor]:
 
 def stored(network: nn.Module, source: WeightSource, residents: Sequence[int] = (0,), rank: int = 0) -> BlockPrefetcher:
     blocks = blocks_of(network, plan_of(network).plan)
-    store, resident = BlockPrefetcher(network, source, Buffers(CPU)), residents[rank % len(residents)]
+    store, resident = BlockPrefetcher(network, source, PoisonedBuffers(CPU)), residents[rank % len(residents)]
     fetched = offloaded_blocks(blocks, resident, residents)
     for block in offloaded_blocks(blocks, min(residents), residents):
         store.add(block, resident=block not in fetched)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
-from torch.utils.hooks import RemovableHandle
 
 from ...architectures.split_plan import SplitPlan
 from ...architectures.stage_units import BlockRef, owners, units_of
@@ -87,8 +86,9 @@ def remove_placeholders(placeholders: Sequence[BlockRef]) -> None:
         ref.stack._modules[ref.name] = ref.block.block  # type: ignore[assignment]
 
 
-class Stages:
+class Stages(ExitStack):
     """The hooks of a network with placeholders, over the ranks of `mesh_dim`; installed after those of `parallelize`.
+    Closing it removes them.
 
     Each forward's output is on every rank when it returns. `in_flight`, several forwards follow each other without
     waiting, and their outputs are real on the last stage until `share_outputs`; so do `pipefusion`'s turns.
@@ -102,6 +102,7 @@ class Stages:
         counts: Sequence[int],
         pipefusion: PipeFusion | None = None,
     ) -> None:
+        super().__init__()
         self.channel = StageChannel(mesh_dim)
         self._mesh_dim = mesh_dim
         self._is_in_flight = False
@@ -110,20 +111,17 @@ class Stages:
         self._unit = 0  # the unit that ran last in this forward
         self._latest_stage: int | None = None  # of the block that ran last; None: every rank's numbers are real
         self._sources: list[int | None] = []  # for a block's hidden states: the stages where they are real
-        self._late_block = _find_late_block(plan)
+        reading = (each for each in plan.module_plans if each.updated_args and each.runs_with is None)
+        self._late_block = next((each.name for each in reading if each.late_args), "")
         self.pipefusion = pipefusion
         if pipefusion is not None:
             pipefusion.turn_callbacks.append(self._begin_turn)
-        self._handles: list[RemovableHandle] = [network.register_forward_pre_hook(self._begin, with_kwargs=True)]
+        self.enter_context(network.register_forward_pre_hook(self._begin, with_kwargs=True))
         blocks = {block.module: block for block in blocks_of_plan(network, plan)}
         for number, (unit, owner) in enumerate(zip(units_of(network, plan), owners(counts), strict=True)):
             for ref in unit:
                 self._hook(blocks[ref.block], number, owner)
-        self._handles.append(network.register_forward_hook(self._end, always_call=True))
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self.enter_context(network.register_forward_hook(self._end, always_call=True))
 
     @contextmanager
     def in_flight(self) -> Iterator[None]:
@@ -158,14 +156,10 @@ class Stages:
         return output
 
     def _hook(self, block: Block, number: int, owner: int) -> None:
-        module = block.module
-        self._handles += [
-            module.register_forward_pre_hook(
-                partial(self._note_sources, block, number), prepend=True, with_kwargs=True
-            ),
-            module.register_forward_pre_hook(partial(self._transfer, block, owner), with_kwargs=True),
-            module.register_forward_hook(partial(self._label, owner)),
-        ]
+        module, note_sources = block.module, partial(self._note_sources, block, number)
+        self.enter_context(module.register_forward_pre_hook(note_sources, prepend=True, with_kwargs=True))
+        self.enter_context(module.register_forward_pre_hook(partial(self._transfer, block, owner), with_kwargs=True))
+        self.enter_context(module.register_forward_hook(partial(self._label, owner)))
 
     def _begin(self, network: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
         self._output_shared, self._outer_exception = False, sys.exc_info()[1]
@@ -249,13 +243,6 @@ class Stages:
         for peer in self._mesh_dim.other_ranks:
             self.channel.send(peer, tensors)
         return tensors
-
-
-def _find_late_block(plan: SplitPlan) -> str:
-    """Returns a module plan whose blocks also read what earlier blocks computed long before; "" for none."""
-    reading = (each for each in plan.module_plans if each.updated_args and each.runs_with is None)
-    late = (each.name for each in reading if {name for name, *_ in each.split_args} - set(each.updated_args))
-    return next(late, "")
 
 
 def _hidden_states(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

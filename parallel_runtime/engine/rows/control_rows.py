@@ -29,10 +29,10 @@ class ControlRowDivision(RowDivision):
 
     def _adopt(self, name: str, module: nn.Module) -> None:
         if name.rpartition(".")[2] in self._plan.averaged:
-            self._keep(module.register_forward_pre_hook(self._mean_of_all))
+            self.enter_context(module.register_forward_pre_hook(self._mean_of_all))
         elif _is_control_lora_convolution(module):
-            self._keep(module.register_forward_pre_hook(self._enter))
-            self._keep(module.register_forward_hook(self._leave, always_call=True))
+            self.enter_context(module.register_forward_pre_hook(self._enter))
+            self.enter_context(module.register_forward_hook(self._leave, always_call=True))
         else:
             super()._adopt(name, module)
 

@@ -142,7 +142,7 @@ def _running_on_rows(model: nn.Module, rows: RowsMode, over_time: Collection[str
 
 
 class RowsMode(RowFunctions):
-    """The mode for a model whose attentions are refused where they are not handled and may see other rows."""
+    """The mode of a VAE. It refuses attention over this rank's rows alone, except in modules that attend along time."""
 
     def __init__(self, share: Share, tick: Callable[[], None] = lambda: None) -> None:
         super().__init__(share, HANDLERS, tick)

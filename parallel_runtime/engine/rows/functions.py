@@ -23,16 +23,16 @@ from ..kernels.dispatch import attend_block
 from .row_share import Share, fetch_neighbour_rows
 
 PIECE_ELEMENTS = 2**22  # 16 MiB in float32, which stay in a GPU's cache
-FIELDS: dict[str, Callable[..., Tensor]] = {"randn_like": torch.randn, "rand_like": torch.rand}
 WIDE = (torch.float32, torch.float64)
 
 Size = int | Sequence[int]
-Run = Callable[..., Tensor]
+Function = Callable[..., Tensor]
+FIELDS: dict[str, Function] = {"randn_like": torch.randn, "rand_like": torch.rand}
 
 
 def convolution(
     share: Share,
-    func: Run,
+    func: Function,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -64,7 +64,7 @@ def convolution(
 
 def convolution_with_edges(
     share: Share,
-    func: Run,
+    func: Function,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -96,7 +96,7 @@ def _check_level(share: Share, y: Tensor, x: Tensor, weight: Tensor, stride: Siz
 
 def cudnn_convolution(
     share: Share,
-    func: Run,
+    func: Function,
     x: Tensor,
     weight: Tensor,
     padding: Size,
@@ -117,7 +117,7 @@ def cudnn_convolution(
 
 def transposed(
     share: Share,
-    func: Run,
+    func: Function,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -135,7 +135,9 @@ def transposed(
     return func(x, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
-def _convolve_edges(share: Share, run: Run, x: Tensor, padding: Sequence[int], across: list[int], reach: int) -> Tensor:
+def _convolve_edges(
+    share: Share, run: Function, x: Tensor, padding: Sequence[int], across: list[int], reach: int
+) -> Tensor:
     """Convolves, and computes the rows at inner edges again. `across` is `padding` without that along the split dim."""
     dim, rows, pad = share.dim, x.shape[share.dim], padding[share.dim]
     neighbour_rows = fetch_neighbour_rows(share, x, pad, pad)
@@ -156,12 +158,7 @@ def _per_dim(size: Size, dims: int) -> tuple[int, ...]:
 
 
 def pad(
-    share: Share,
-    func: Callable[..., Tensor],
-    x: Tensor,
-    pad: Sequence[int],
-    mode: str = "constant",
-    value: float | None = None,
+    share: Share, func: Function, x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> Tensor:
     """Computes torch.nn.functional.pad: along the split dim the neighbour's rows; at the outer edges as given."""
     at = 2 * (-1 - share.dim)
@@ -189,7 +186,7 @@ def pad(
 
 def group_norm(
     share: Share,
-    func: Callable[..., Tensor],
+    func: Function,
     x: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
@@ -206,7 +203,7 @@ def group_norm(
 
 def group_norm_with_edges(
     share: Share,
-    func: Callable[..., Tensor],
+    func: Function,
     x: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
@@ -273,13 +270,7 @@ def _combined_moments(weights: Tensor, moments: Tensor) -> Tensor:
 
 
 def norm(
-    share: Share,
-    func: Callable[..., Tensor],
-    x: Tensor,
-    p: Any = "fro",
-    dim: Any = None,
-    keepdim: bool = False,
-    **options: Any,
+    share: Share, func: Function, x: Tensor, p: Any = "fro", dim: Any = None, keepdim: bool = False, **options: Any
 ) -> Tensor:
     """Computes torch.norm of each channel over all rows and columns of `x` [batch, rows, columns, channels], in float32
     at least."""
@@ -314,7 +305,7 @@ def _one_head(x: Tensor) -> Tensor:
 
 def interpolate(
     share: Share,
-    func: Callable[..., Tensor],
+    func: Function,
     x: Tensor,
     size: Any = None,
     scale_factor: Any = None,
@@ -332,7 +323,7 @@ def interpolate(
 
 def pool(
     share: Share,
-    func: Callable[..., Tensor],
+    func: Function,
     x: Tensor,
     kernel_size: Any,
     stride: Any = None,
@@ -348,7 +339,7 @@ def pool(
     return y
 
 
-def noise(share: Share, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def noise(share: Share, func: Function, *args: Any, **kwargs: Any) -> Tensor:
     """Draws the full noise on every rank, from the same state of the generator, and returns this rank's rows of it."""
     like = isinstance(args[0], Tensor)
     flat = not like and isinstance(args[0], int)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Size, Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ...architectures.row_plan import RowPlan
 from ...errors import Refused
@@ -35,13 +34,14 @@ Forward = Callable[..., Any]
 ControlResiduals = dict[str, list[Any]]  # by kind; None for a block that has none
 
 
-class RowDivision:
-    """The replaced forwards of one network, and the state of its forward in progress."""
+class RowDivision(ExitStack):
+    """The replaced forwards of one network, which closing it restores, and the state of its forward in progress."""
 
     pipefusion = None
     streams = None
 
     def __init__(self, network: nn.Module, plan: RowPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
+        super().__init__()
         self._plan = plan
         self.depth = plan.depth(network)  # how often the network halves its picture
         self._mesh = mesh
@@ -56,38 +56,32 @@ class RowDivision:
         self._patches = FullPatches(self.undivided)
         self._handlers = HANDLERS
         self._modes: list[RowFunctions | None] = []
-        self._until_removed = ExitStack()
-        self.remove = self._until_removed.close
         with ExitStack() as undo:  # half parallel, it would refuse every other plan
-            undo.callback(self.remove)
+            undo.callback(self.close)
             self._replace(network, plan.forward, partial(self._forward, getattr(network, plan.forward)))
             for name, module in network.named_modules():
                 self._adopt(name, module)
-            self._until_removed.enter_context(shared_input_scales(network, mesh.context))
-            self._until_removed.enter_context(wrap_modules((ATTENTION,)))
+            self.enter_context(shared_input_scales(network, mesh.context))
+            self.enter_context(wrap_modules((ATTENTION,)))
             undo.pop_all()
 
     def _replace(self, module: nn.Module, name: str, forward: Forward) -> None:
         setattr(module, name, forward)
-        self._until_removed.callback(delattr, module, name)
-
-    def _keep(self, handle: RemovableHandle) -> None:
-        self._until_removed.enter_context(handle)
+        self.callback(delattr, module, name)
 
     def _adopt(self, name: str, module: nn.Module) -> None:
         plan, (below, _, last_name) = self._plan, name.rpartition(".")
         if last_name in plan.attends + plan.local:
-            local = last_name in plan.local or bool(set(below.split(".")) & set(plan.local_below))
-            local |= getattr(module, "disable_self_attn", False)
+            local = not plan.attends_across(name) or getattr(module, "disable_self_attn", False)
             self._replace(module, "forward", partial(self._attend, local, module.forward))
         elif below.rpartition(".")[2] in plan.local_below:
-            self._keep(module.register_forward_pre_hook(partial(self._set_over_time, True)))
-            self._keep(module.register_forward_hook(partial(self._set_over_time, False), always_call=True))
+            self.enter_context(module.register_forward_pre_hook(partial(self._set_over_time, True)))
+            self.enter_context(module.register_forward_hook(partial(self._set_over_time, False), always_call=True))
         elif isinstance(module, nn.Sequential) and _is_normed_convolution(list(module)):
             self._replace(module, "forward", partial(self._normed_convolution, module.forward, list(module)))
         elif _looks_across(module) or type(module).__name__ in plan.across_classes:
-            self._keep(module.register_forward_pre_hook(self._enter))
-            self._keep(module.register_forward_hook(self._leave, always_call=True))
+            self.enter_context(module.register_forward_pre_hook(self._enter))
+            self.enter_context(module.register_forward_hook(self._leave, always_call=True))
 
     def _forward(
         self,

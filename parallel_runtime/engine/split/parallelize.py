@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from ...architectures.block_patches import INSIDE, needs_full_tokens
 from ...architectures.control_networks import ControlRowPlan
@@ -29,14 +28,13 @@ from ..comm.shared_scales import shared_input_scales
 from ..pipeline.pipefusion import PipeFusion, TurnEnded
 from ..rows.cascade_rows import CascadeDivision
 from ..rows.control_rows import ControlRowDivision
-from ..rows.row_division import RowDivision
+from ..rows.row_division import OVERRIDE, RowDivision
 from .hooks import Block, add_hooks, blocks_of_plan
 from .splitter import Residuals, Splitter
 from .streams import PARALLELIZED
 from .token_functions import with_all_tokens
 
 _OPTIONS = "transformer_options"
-_OVERRIDE = "optimized_attention_override"
 _BY_ROWS: dict[type[SplitPlan], Callable[..., Any]] = {
     RowPlan: RowDivision,
     CascadeRowPlan: CascadeDivision,
@@ -53,7 +51,7 @@ def parallelize(network: nn.Module, plan: SplitPlan, mesh: ContextMesh, parallel
     """
     if hasattr(network, PARALLELIZED):
         raise ValueError(f"this {type(network).__name__} is parallel already; unparallelize it first")
-    division = _BY_ROWS.get(type(plan), _ParallelNetwork)
+    division = _BY_ROWS.get(type(plan), _TokenDivision)
     setattr(network, PARALLELIZED, division(network, plan, mesh, parallelism))
 
 
@@ -73,7 +71,7 @@ def unparallelize(network: nn.Module) -> None:
     """Undoes `parallelize`; ValueError if `network` is not parallel."""
     if not hasattr(network, PARALLELIZED):
         raise ValueError(f"this {type(network).__name__} is not parallel")
-    getattr(network, PARALLELIZED).remove()
+    getattr(network, PARALLELIZED).close()
     delattr(network, PARALLELIZED)
 
 
@@ -83,10 +81,11 @@ def pipefusion_of(network: nn.Module) -> PipeFusion | None:
     return pipefusion
 
 
-class _ParallelNetwork:
-    """The hooks of one network, and the state of its forward in progress."""
+class _TokenDivision(ExitStack):
+    """The hooks of one network, which closing it removes, and the state of its forward in progress."""
 
     def __init__(self, network: nn.Module, plan: SplitPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
+        super().__init__()
         patches = parallelism.options.token_patches
         self.pipefusion = PipeFusion(patches, plan.main_stream) if patches > 1 else None
         self.splitter = Splitter(plan, mesh.context, self.pipefusion)
@@ -96,65 +95,60 @@ class _ParallelNetwork:
         self._own_attentions = self_chosen_kernels(network) if parallelism.options.attention_backend == "auto" else {}
         self._override = AttentionOverride(self.streams, self.splitter.any_split, mesh, parallelism, self.pipefusion)
         self._residual_tokens: int | None = None  # the full length of residuals that are split; None: they are full
-        self._residual_consumer: _ParallelNetwork | None = None
+        self._residual_consumer: _TokenDivision | None = None
         parameters = inspect.signature(type(network).forward).parameters.values()
         self._takes_options = any(one.name == _OPTIONS or one.kind is one.VAR_KEYWORD for one in parameters)
-        self._cleanup = ExitStack()
-        self.remove = self._cleanup.close
         with ExitStack() as undo:  # half parallel, it would refuse every other plan
-            undo.callback(self.remove)
+            undo.callback(self.close)
             blocks = blocks_of_plan(network, plan)
-            self._keep(network.register_forward_pre_hook(self._begin, with_kwargs=True))
+            self.enter_context(network.register_forward_pre_hook(self._begin, with_kwargs=True))
             for block in blocks:
                 self._hook(block)
             if self.pipefusion is not None:
                 self._replace(network, partial(self._forward_by_patch, self.pipefusion, network.forward))
-            self._cleanup.enter_context(shared_input_scales(network, mesh.context))
-            self._keep(network.register_forward_hook(self._end, always_call=True))
-            self._cleanup.enter_context(wrap_modules(plan.no_options))
+            self.enter_context(shared_input_scales(network, mesh.context))
+            self.enter_context(network.register_forward_hook(self._end, always_call=True))
+            self.enter_context(wrap_modules(plan.no_options))
             undo.pop_all()
 
-    def return_residuals_to(self, consumer: _ParallelNetwork) -> None:
+    def return_residuals_to(self, consumer: _TokenDivision) -> None:
         """Tells `consumer` of what length the residuals are that this network returns a part of."""
         self._residual_consumer = consumer
-        self._cleanup.callback(setattr, consumer, "_residual_tokens", None)
-
-    def _keep(self, *handles: RemovableHandle) -> None:
-        for handle in handles:
-            self._cleanup.enter_context(handle)
+        self.callback(setattr, consumer, "_residual_tokens", None)
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         module.forward = forward
-        self._cleanup.callback(delattr, module, "forward")
+        self.callback(delattr, module, "forward")
 
     def _hook(self, block: Block) -> None:
         if self.pipefusion is not None and block.scopes:
-            self._keep(block.module.register_forward_pre_hook(self.pipefusion.enter_block))
+            self.enter_context(block.module.register_forward_pre_hook(self.pipefusion.enter_block))
         for module, over in block.scopes:
             scope = self._override.scope_index(over)
             if module is block.module:
-                self._keep(module.register_forward_pre_hook(partial(self._enter, scope)))
-                self._keep(module.register_forward_hook(self._leave, always_call=True))
+                self.enter_context(module.register_forward_pre_hook(partial(self._enter, scope)))
+                self.enter_context(module.register_forward_hook(self._leave, always_call=True))
             else:
                 self._replace(module, _scoped(module.forward, self._override.active_scopes, scope))
         for name, function in block.module_plan.token_functions.items():
             module, stream = block.module.get_submodule(name), self._plan.main_stream
             self._replace(module, with_all_tokens(module.forward, function, stream, self.streams, self._ranks))
-        self._keep(*add_hooks(block, self.splitter))
+        for handle in add_hooks(block, self.splitter):
+            self.enter_context(handle)
 
     def _begin(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._clear()
         options = dict(kwargs.get(_OPTIONS) or {})
-        previous = options.get(_OVERRIDE)
+        previous = options.get(OVERRIDE)
         if previous is not None and self._ring > 1:
-            raise Refused("attention.node", widget="ring_degree", option=_OVERRIDE)
+            raise Refused("attention.node", widget="ring_degree", option=OVERRIDE)
         if previous is None and self._own_attentions:
             function, module = next(iter(self._own_attentions.items()))
             raise Refused("attention.own", widget="attention_backend", module=module, function=function)
         self.splitter.full_between_blocks = needs_full_tokens(options)
         self.splitter.has_block_patches = any((options.get("patches") or {}).get(kind) for kind in INSIDE)
         self._override.previous = previous
-        options[_OVERRIDE] = self._override
+        options[OVERRIDE] = self._override
         if self._takes_options:
             kwargs[_OPTIONS] = options
         if control := kwargs.get("control"):

@@ -21,11 +21,6 @@ LAYER_BUFFER = BLOCK_BUFFERS  # the one that layers outside of blocks share
 NOT_FETCHED = LAYER_BUFFER + 1  # instead of a buffer, for a module that only other ranks fetch
 LARGE_FRACTION = 0.02  # of the model's weights: smaller layers are on every device
 
-
-def on_buffer_released(memory: Tensor) -> None:
-    """Is called when no kernel reads `memory` before the next fetch. Tests replace it to fill `memory` with NaN."""
-
-
 Wait = Callable[[], object]  # waits for a fetch
 
 
@@ -96,7 +91,6 @@ class Buffers:
         """Notes that the module has run, so that its buffer may be reused."""
         if self._contents.get(entry.buffer) is entry:
             del self._contents[entry.buffer]
-            on_buffer_released(self.view(entry.buffer, entry.flat_block.padded_bytes))
 
     def discard_fetched(self) -> None:
         """Forgets what was fetched and not used, so that all ranks begin the next job in the same state."""
@@ -166,7 +160,7 @@ class BlockPrefetcher:
 
     def find_fetched(self, module: nn.Module) -> FetchedModule | None:
         """Returns the fetched module that contains `module`, for `override_weight`."""
-        return next((entry for entry in self.offloaded if any(module is x for x in entry.module.modules())), None)
+        return next((entry for entry in self.offloaded if module in entry.module.modules()), None)
 
     def override_weight(self, entry: FetchedModule, module: nn.Module, name: str) -> None:
         """Uses the parameter as it is now, of the same shape, until `restore_weights`. For this rank alone: other batch
@@ -236,7 +230,7 @@ def offloaded_blocks(blocks: list[nn.Module], resident: int, residents: Collecti
     for count in sorted({resident, *residents}, reverse=True):
         if count >= resident:
             resident_blocks = evenly_spaced(resident_blocks, count)
-    return [block for block in blocks if not any(block is one for one in resident_blocks)]
+    return [block for block in blocks if block not in resident_blocks]
 
 
 def evenly_spaced(blocks: list[nn.Module], count: int) -> list[nn.Module]:
