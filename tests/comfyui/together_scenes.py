@@ -107,6 +107,11 @@ def why_not_sent(rank: int, world: int, what: str) -> str:
     return ""
 
 
+def _progress() -> Any:
+    readings, state = pack_module("parallel_runtime.wire.readings"), pack_module("parallel_runtime.engine.comm.mesh")
+    return sampling.Progress(Unheard(), 1, lambda: readings.Readings(0, 0), state.GroupState())
+
+
 class Unheard:
     """A connection to a host that listens to nothing and says nothing."""
 
@@ -138,7 +143,7 @@ def rows_sampled(rank: int, world: int, patches: str, of_guider: bool) -> dict[s
         guider, source, torch.randn(LATENT), torch.zeros(LATENT), comfy.samplers.sampler_object("euler"),
         torch.linspace(1, 0, 3), None, 1, None,
     )  # fmt: skip
-    sampling.run(model, job, sampling.Progress(Unheard(), 1))
+    sampling.run(model, job, _progress())
     return {"planned": source.batch_coupled, "sent": job.batch_coupled, "rows": seen}
 
 
@@ -156,7 +161,7 @@ def rows_evaluated(rank: int, world: int, patches: str) -> dict[str, Any]:
         weight_patches={},
         batch_coupled=describe.network_couples_batch(model.network, options),
     )
-    answer = evaluation.evaluate(model, job, sampling.Progress(Unheard(), 1))
+    answer = evaluation.evaluate(model, job, _progress())
     return {"given": seen, "out": len(answer["out"])}
 
 
