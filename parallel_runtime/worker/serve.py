@@ -95,7 +95,7 @@ class Worker:
         checks that all ranks refused."""
         job = read_job(read_bundle(bundle))
         now, state = event_factory(self._device), self._models.group_state
-        progress = Progress(self._channel, request.job, self._readings, now=now, group_state=state)
+        progress = Progress(self._channel, request.job, self._readings, state, now)
         try:
             return self._run(request, job, progress)
         except Refused as refused:

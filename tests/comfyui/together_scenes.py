@@ -109,6 +109,11 @@ def why_not_sent(rank: int, world: int, what: str) -> str:
     return ""
 
 
+def _progress() -> Any:
+    readings, state = pack_module("parallel_runtime.wire.readings"), pack_module("parallel_runtime.engine.comm.mesh")
+    return sampling.Progress(Unheard(), 1, lambda: readings.Readings(0, 0), state.GroupState())
+
+
 class Unheard:
     """A connection to a host that listens to nothing and says nothing."""
 
@@ -139,7 +144,7 @@ def rows_sampled(rank: int, world: int, patches: str, of_guider: bool) -> dict[s
     sampler, sigmas = comfy.samplers.sampler_object("euler"), torch.linspace(1, 0, 3)
     call = sampling_job.OuterSample(torch.randn(LATENT), torch.zeros(LATENT), sampler, sigmas, seed=1)
     job = sampling_job.describe_job(guider, described, call)
-    sampling.run(model, job, sampling.Progress(Unheard(), 1))
+    sampling.run(model, job, _progress())
     return {"planned": described.batch_coupled, "sent": job.batch_coupled, "rows": seen}
 
 
@@ -157,7 +162,7 @@ def rows_evaluated(rank: int, world: int, patches: str) -> dict[str, Any]:
         weight_patches={},
         batch_coupled=coupling.network_couples_batch(model.network, options),
     )
-    answer = evaluation.evaluate(model, job, sampling.Progress(Unheard(), 1))
+    answer = evaluation.evaluate(model, job, _progress())
     return {"given": seen, "out": len(answer["out"])}
 
 

@@ -59,7 +59,7 @@ class Rank:
         monkeypatch.setenv("WORLD_SIZE", "1")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.host, self.device = Channel(ours), Device()
-        self.progress = Progress(Channel(theirs), 7, now=self.device.now)
+        self.progress = Progress(Channel(theirs), 7, lambda: Readings(0, 0), GroupState(), self.device.now)
         self.evaluations = 0
 
     def run(self) -> None:
@@ -106,7 +106,6 @@ def test_the_host_is_at_most_one_evaluation_ahead(monkeypatch: pytest.MonkeyPatc
 
 def test_a_step_takes_as_long_as_its_device_took(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(monkeypatch)
-    rank.progress._readings = lambda: None
     x = torch.zeros(1)
     for step in range(6):
         rank.progress.before_evaluation()
@@ -141,7 +140,7 @@ def test_how_long_a_device_computed_is_a_step_without_the_transfers_it_stood_sti
         monkeypatch.setenv(name, value)
     device, world, x = Device(), GroupState(), torch.zeros(1)
     _host, rank = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    progress = Progress(Channel(rank), 7, lambda: Readings(0, 0), now=device.now, group_state=world)
+    progress = Progress(Channel(rank), 7, lambda: Readings(0, 0), world, device.now)
     arriving = [torch.empty(1, device="meta")]
     for step in range(4):
         progress.before_evaluation()

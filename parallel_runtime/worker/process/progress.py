@@ -46,10 +46,9 @@ class Progress:
         self,
         channel: Channel,
         job: int,
-        readings: Callable[[], Readings | None] = lambda: None,
-        *,
+        readings: Callable[[], Readings],
+        group_state: GroupState,
         now: EventFactory = HostEvent,
-        group_state: GroupState | None = None,
     ) -> None:
         self._channel = channel
         self._job = job
@@ -60,7 +59,7 @@ class Progress:
         self._step_seconds = 0.0
         self._waited_seconds: float | None = None
         self._computed_seconds: list[float] = []  # of each step, without waiting
-        self._group_state = group_state or GroupState()
+        self._group_state = group_state
         self._group_state.comm_timer = None
         self._timers: list[CommTimer] = []
         self._waited_before = self._group_state.waited_seconds
@@ -70,16 +69,15 @@ class Progress:
         self._busy: Busy = ""
         self._previews = Previews()
 
-    def readings(self) -> Readings | None:
+    def readings(self) -> Readings:
         """Returns this rank's readings, with the seconds of its last step and how many of them it waited for others."""
         self._time_steps()
-        readings = self._readings()
         step, waited = self._step_seconds, self._waited_seconds
         timed = [seconds for timer in self._timers if (seconds := timer.computed_seconds) is not None]
         computed = statistics.median(self._computed_seconds or timed) if self._computed_seconds or timed else None
         if waited is None and computed is not None and step:
             waited = max(0.0, step - computed)
-        return readings and replace(readings, step_seconds=step, waited_seconds=waited, computed_seconds=computed)
+        return replace(self._readings(), step_seconds=step, waited_seconds=waited, computed_seconds=computed)
 
     def vote(self, dim: MeshDim | None = None) -> None:
         """Raises Cancelled on all ranks of `dim`, or of the group, or on none. Call it on all of them together."""
