@@ -8,12 +8,15 @@ import json
 import logging
 import os
 import runpy
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...errors import Refused
+from ...specs import ComfySetup
+from ...worker.comfy_loop.comfyui import import_comfyui
 
 log = logging.getLogger(__name__)
 
@@ -160,14 +163,7 @@ def _classes(comfyui: str) -> Callable[[str], str]:
     """Returns what names the class of a network in a file, by ComfyUI's own detection; "" where it is no network."""
     if not comfyui:
         return lambda _: ""
-    arguments, sys.argv = sys.argv, ["main.py", "--cpu"]
-    sys.path.append(comfyui)
-    import comfy.options
-
-    comfy.options.enable_args_parsing()
-    import comfy.cli_args  # reads them
-
-    sys.argv = arguments
+    import_comfyui(ComfySetup(root=comfyui, folder=os.getcwd()), torch.device("cpu"))
     files = {path.name: path for path in Path(comfyui, "models").rglob("*") if path.is_file()}
 
     def class_of(name: str) -> str:
