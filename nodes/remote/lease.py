@@ -140,7 +140,7 @@ class Lease:
 
     def is_current(self, previous: GroupModel | None) -> bool:
         """Do the workers still have `previous`, with these weight patches?"""
-        return previous is not None and previous is self.loaded and self.group.has_model(self.spec)
+        return previous is not None and previous is self.loaded and self.group.payloads.has_model(self.spec)
 
     def budget_bytes(self) -> tuple[int | None, ...]:
         """Returns the bytes of its device that each worker may take at this moment; None where that is unknown."""
@@ -257,7 +257,7 @@ class Lease:
         work = inputs.work
         assert work is not None
         speedup = _estimate_speedup(inputs, plan, work)
-        self.group.activity.set_size(Size(run_kind(self.spec, work), speedup, work.tokens))
+        self.group.activity.history.size = Size(run_kind(self.spec, work), speedup, work.tokens)
         if inputs.request.shares.strip() in ("", "auto"):
             self.group.balance.begin(self.spec, plan.degrees)
         if inputs.gpus == 1 == plan.placement.world_size:

@@ -123,7 +123,7 @@ def _is_of(kinds: dict[str, str], node: Any, key: str) -> bool:
 
 
 def _graphs(workflow: Json) -> Iterator[tuple[str, Json]]:
-    """Every graph of nodes and links, with its name: the canvas, a subgraph, an old group node."""
+    """Yields every graph of nodes and links, with its name: the canvas, a subgraph, an old group node."""
     yield "", workflow
     for subgraph in _items(_under(workflow, "definitions", "subgraphs")):
         yield f"subgraph {subgraph.get('name', '')!r}", subgraph
@@ -184,10 +184,8 @@ def _disconnect(graph: Json, node: Json) -> None:
 
 
 def _connect(graph: Json, config: Json, node: Json) -> None:
-    """The config's output with the node's last socket, in the form that this graph's links have.
-
-    Where a graph has no list of links, or the config no output to connect, the node is only swapped.
-    """
+    """Links the config's output to the node's last socket, in the form that this graph's links have; does nothing where
+    the graph has no list of links, or the config no output."""
     if graph.get("links") is None:
         graph["links"] = []
     links, outputs = graph["links"], _items(config.get("outputs"))
@@ -213,7 +211,7 @@ def _connect(graph: Json, config: Json, node: Json) -> None:
 
 
 def _number_of(link: Any) -> int:
-    """A link's, in either form; 0 where there is none, as in the gaps of a list."""
+    """Returns the number of a link in either form; 0 where there is none, as in the gaps of a list."""
     if isinstance(link, dict):
         return _number(link.get("id"))
     return _number(link[0]) if isinstance(link, list) and link else 0

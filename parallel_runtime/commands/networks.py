@@ -28,7 +28,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..architectures import architecture_of
 from ..engine.comm.mesh import ContextMesh, build_mesh
-from ..specs import ModelSpec, Parallelism
+from ..specs import ComfySetup, ModelSpec, Parallelism
+from ..worker.comfy_loop.comfyui import import_comfyui
 from ..worker.models import Model
 
 EXACT = 1e-5
@@ -67,8 +68,8 @@ def load_subject(path: Path, comfyui: Path) -> Subject:
     """Runs the file at `path`, with ComfyUI importable and set to the CPU and float32."""
     if not path.is_file():
         raise SystemExit(f"{path} is no file; write one as architectures/README.md shows")
-    sys.path.append(str(comfyui.resolve()))
-    sys.argv = ["main.py", "--cpu", "--force-fp32", "--use-pytorch-cross-attention"]
+    flags = ("--force-fp32", "--use-pytorch-cross-attention")
+    import_comfyui(ComfySetup(root=str(comfyui.resolve()), flags=flags, folder=os.getcwd()), torch.device("cpu"))
     made = SimpleNamespace(**runpy.run_path(str(path), run_name="subject"))
     torch.manual_seed(1)
     network = randomized(made.network())

@@ -20,7 +20,7 @@ SCALE, SHIFT = 0.3611, 0.1159
 
 
 def decode(latent: Tensor) -> Tensor:
-    """A LATENT [B, 16, h, w] to pictures [B, 8h, 8w, 3] in 0..1."""
+    """Returns the pictures [B, 8h, 8w, 3], in 0..1, of a LATENT [B, 16, h, w]."""
     codec = tensors()
     mixed = (latent.float().cpu() - SHIFT) * SCALE
     patches = torch.einsum("bchw,cp->bphw", mixed, codec["decode"]) + codec["mean"][:, None, None]
@@ -29,5 +29,5 @@ def decode(latent: Tensor) -> Tensor:
 
 @cache
 def tensors() -> dict[str, Tensor]:
-    """`mean` of a patch, `encode` [channels, patch] and `decode`, which undo each other as far as may be."""
+    """Returns the `mean` of a patch, and `encode` and `decode` [channels, patch], which are nearly inverse."""
     return load_file(FILE)

@@ -50,7 +50,7 @@ LAST = "final_layer.adaLN_modulation.1."  # of shift and scale the checkpoint ha
 
 
 def load(path: Path | str, device: torch.device | str = "cpu") -> Any:
-    """The transformer in this file, in float32; what the file has in float32 stays a view of it on the CPU."""
+    """Returns the transformer in this file, in float32. On the CPU, parameters of a float32 file are views of it."""
     state = load_file(path)
     with torch.device("meta"):
         transformer: Any = FluxTransformer2DModel(**_config(state))
@@ -68,15 +68,13 @@ def load(path: Path | str, device: torch.device | str = "cpu") -> Any:
 
 
 def to_checkpoint(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A transformer's state dict as the file that `load` reads."""
+    """Returns what the file that `load` reads has of a transformer with this state dict."""
     return {key: _swap_halves(key, torch.cat([state[name] for name in names])) for key, names in _names(state).items()}
 
 
 def evaluate(transformer: Any, x: Tensor, timestep: Tensor, cond: Mapping[str, Tensor]) -> Tensor:
-    """ComfyUI's `diffusion_model(x, timestep, **cond)` for x [B, C, H, W], a timestep [B], conditions of batch B or 1.
-
-    Odd sides wrap around for a whole patch of 2 x 2.
-    """
+    """Returns what ComfyUI's `diffusion_model(x, timestep, **cond)` does, for x [B, C, H, W], a timestep [B] and
+    conditions of batch B or 1. Odd sides wrap around for a whole patch of 2 x 2."""
     batch, _, height, width = x.shape
     padded = pad(x, (0, width % 2, 0, height % 2), mode="circular")
     sides = [side // 2 for side in padded.shape[-2:]]
@@ -112,7 +110,7 @@ def _config(state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _names(transformer: Iterable[str]) -> dict[str, list[str]]:
-    """The names in the checkpoint of a transformer with these parameters, each with those that it fuses."""
+    """Returns each name in the checkpoint of a transformer with these parameters, with the parameters that it fuses."""
     numbers = sorted({name.split(".")[1] for name in transformer if "blocks." in name})
     every = {
         f"{layer}.{kind}".replace("#", number).replace("_norm.weight", "_norm.scale"): [
@@ -126,5 +124,5 @@ def _names(transformer: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _swap_halves(key: str, tensor: Tensor) -> Tensor:
-    """The halves of the last modulation change places."""
+    """Returns the tensor, that of the last modulation with its halves swapped."""
     return torch.cat(tensor.chunk(2)[::-1]) if key.startswith(LAST) else tensor

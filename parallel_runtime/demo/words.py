@@ -50,7 +50,7 @@ def vocabulary() -> list[str]:
 
 
 def parse(prompt: str) -> list[str]:
-    """The prompt as names of KNOWN_WORDS; a colour that names the backdrop becomes '<colour> background'."""
+    """Returns the prompt as names of KNOWN_WORDS; a colour that names the backdrop becomes '<colour> background'."""
     words = [SYNONYMS.get(word, word) for word in prompt.lower().replace(",", " ").replace(".", " ").split()]
     for word in words:
         if word not in KNOWN_WORDS:
@@ -63,7 +63,7 @@ def parse(prompt: str) -> list[str]:
 
 
 def encode(prompt: str) -> tuple[Tensor, Tensor]:
-    """(cross_attn [1, 17 + words, 64], pooled [1, 64]); an empty prompt is valid and means anything."""
+    """Returns cross_attn [1, 17 + words, 64] and pooled [1, 64]; an empty prompt is valid and means anything."""
     names = parse(prompt)
     table = _hadamard(WIDTH)
     positions = torch.tensor([1 + KNOWN_WORDS.index(name) for name in ["start", *names]])

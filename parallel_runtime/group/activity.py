@@ -12,7 +12,7 @@ from ..specs import ModelSpec, Parallelism, Placement
 from ..wire.messages import Done, Heartbeat, Joined, Step
 from ..wire.readings import Busy, Readings
 from .group_status import BUSY, CONVERTING, RESTING, WORK, Loss, RankStatus, Stage, State, Status
-from .history import History, Size
+from .history import History
 from .journal import Journal
 
 LAST_LINES = 6  # printed lines shown of a worker that has ended
@@ -46,14 +46,6 @@ class Activity:
         idle."""
         if self.history.requested_at is None or (by_prompt and self.now.state not in BUSY):
             self.history.requested_at = time.time()
-
-    def withdraw_request(self) -> None:
-        """The workers restart without a run that waits for them."""
-        self.history.requested_at = None
-
-    def set_size(self, size: Size) -> None:
-        """Sets the size of the current run, or of the next one if there is none."""
-        self.history.size = size
 
     def joined(self, answers: dict[int, Joined], machines: list[str]) -> None:
         ranks = (

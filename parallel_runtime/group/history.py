@@ -79,16 +79,16 @@ class Cost:
 
 
 class History:
-    """`runs` are the last ones, oldest first, and the one that goes on. `size` and `sampler` are of what is asked next:
-    a step of one sampler may be several evaluations. `wanted` is since when somebody waits for the workers, None where
-    nobody does."""
+    """`runs` are the last ones, oldest first, and the current one. `size` and `sampler` are those of the current run,
+    or of the next one: a step of one sampler may be several evaluations. `requested_at` is since when a run waits for
+    the workers, None where none does. `measuring`: CP Plan runs a few steps to measure."""
 
     def __init__(self) -> None:
         self.runs: tuple[Run, ...] = ()
         self.size = Size(None)
         self.sampler = ""
         self.requested_at: float | None = None
-        self.measuring = False  # CP Plan runs a few steps to measure
+        self.measuring = False
         self._paces: dict[Hashable, dict[str, dict[RunSetup, Pace]]] = {}  # the fastest, by work and sampler
         self._first_step: tuple[int, float] | None = None  # the first step of the run that was reported, and its time
 
@@ -124,8 +124,7 @@ class History:
         if now.state in TIMED and self._begins_run(now.state):
             self._append(Run(began=now.since, workers=workers, kind=kind, measuring=self.measuring))
         if now.state in ("loading", "sampling"):
-            run = replace(self.runs[-1], model=now.model, workers=workers, kind=kind, measuring=self.measuring)
-            self._replace_last(run)
+            self._replace_last(replace(self.runs[-1], model=now.model, measuring=self.measuring))
         if now.state == "loading":
             self._first_step = None
         if now.state in ENDS - {"none"} and before.state != "starting":
@@ -204,10 +203,8 @@ class History:
         self._replace_last(replace(run, end=run.end or how, steps=before.steps if sampled else run.steps))
         if sampled and self.size.key is not None and run.step_seconds is not None:
             known = self._paces.pop(self.size.key, {})
-            paces, pace = (
-                known.pop(self.sampler, {}),
-                Pace(setup=_setup_of(before), seconds=run.step_seconds, at=run.began),
-            )
+            paces = known.pop(self.sampler, {})
+            pace = Pace(setup=_setup_of(before), seconds=run.step_seconds, at=run.began)
             if pace.setup not in paces or pace.seconds < paces[pace.setup].seconds:  # a disturbed run is a slower one
                 paces[pace.setup] = pace
             known[self.sampler] = paces

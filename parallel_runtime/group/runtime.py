@@ -119,7 +119,7 @@ class Runtime:
         also after a failed start. Returns False if there is none to restart and none is starting.
         """
         group, now = self.group, self._activity.now
-        self._activity.withdraw_request()
+        self.history.requested_at = None  # no run waits for these workers
         if group is None:
             if now.state in ("died", "unstarted") and now.placement is not None:
                 self._start_in_thread(now.placement, comfy)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import ParallelError, Refused, WorkerDied, say
 from ..jobs import Job
+from ..planning.run_plan import REPLICATED
 from ..planning.share_balance import ShareBalance
 from ..request import AfterSampling
 from ..specs import ComfySetup, ModelSpec, Parallelism, Placement, WeightPlacement
@@ -29,8 +30,6 @@ START_SECONDS = seconds_from("CP_START_SECONDS", 180)
 LOAD_SECONDS = seconds_from("CP_LOAD_SECONDS", 600)
 CANCEL_SECONDS = seconds_from("CP_CANCEL_SECONDS", 10)
 UNLOAD_SECONDS = 10.0  # a group that takes longer to drop its models is ended, which drops them too
-
-REPLICATED = WeightPlacement()
 
 OnStep = Callable[[int, Any, Any, int], None]
 Watch = Callable[[], None]
@@ -62,7 +61,7 @@ class WorkerGroup:
         self.comfy = comfy
         self.stall = stall or stall_limit()
         self._jobs = itertools.count(1)
-        self._payloads = PayloadCache()
+        self.payloads = PayloadCache()
         self.models: dict[ModelSpec, Any] = {}  # nodes/remote lists its GroupModels here, the last used one last
         self.in_run = False  # if set on the run's own thread, the code is called from the run's `on_step` or `watch`
         self._error: ParallelError | None = None  # what ended the group
@@ -91,10 +90,6 @@ class WorkerGroup:
         readings = tuple(rank.readings for rank in self.activity.now.ranks if rank.readings is not None)
         return readings if len(readings) == len(self.activity.now.ranks) else ()
 
-    def has_model(self, model: ModelSpec) -> bool:
-        """Do the workers have `model`, with its weight patches?"""
-        return self._payloads.has_model(model)
-
     def run(
         self,
         model: ModelSpec,
@@ -122,7 +117,7 @@ class WorkerGroup:
             effective = parallelism.with_options(cuda_graphs="off")
         try:
             with (
-                self._payloads.unsent_parts(job, model) as payload,
+                self.payloads.unsent_parts(job, model) as payload,
                 bundled({"kind": type(job).__name__, **vars(payload)}) as bundle,
             ):
                 if output is not None:
@@ -150,7 +145,7 @@ class WorkerGroup:
     def free(self, model: ModelSpec, after: AfterSampling = "unload") -> None:
         """Frees the conditions of this model on every rank, and keeps its weights, offloads them to main memory, or
         unloads it."""
-        self._payloads.free(model, after)
+        self.payloads.free(model, after)
         if not any(reading.weights for reading in self._measure(UNLOAD_SECONDS, model=model, after=after)):
             self.activity.models_unloaded()
 

@@ -181,7 +181,7 @@ def test_a_run_is_compared_with_one_worker_as_estimated_and_once_there_was_one_a
 ) -> None:
     clock = Clock(monkeypatch)
     activity = started(clock)
-    activity.set_size(Size("this work", speedup=1.8))
+    activity.history.size = Size("this work", speedup=1.8)
     sample(activity, clock, seconds=1.0)
     assert (activity.now.runs[-1].alone, activity.now.runs[-1].measured) == (1.8, False)
     activity.starting(Placement(devices=("cuda:0",)))
@@ -194,14 +194,14 @@ def test_a_run_is_compared_with_one_worker_as_estimated_and_once_there_was_one_a
     activity.starting(TWO)
     sample(activity, clock, seconds=1.0)
     assert (activity.now.runs[-1].alone, activity.now.runs[-1].measured) == (1.75, True)
-    activity.set_size(Size("other work"))
+    activity.history.size = Size("other work")
     sample(activity, clock, seconds=1.0)
     assert activity.now.runs[-1].alone is None
 
 
 def alone_then(activity: Activity, clock: Clock, placement: Placement, *, alone: float, seconds: float) -> Activity:
     """The same work by one worker, and by all of `placement`."""
-    activity.set_size(Size("this work", speedup=1.8))
+    activity.history.size = Size("this work", speedup=1.8)
     activity.starting(Placement(devices=placement.devices[:1]))
     sample(activity, clock, seconds=alone)
     activity.starting(placement)
@@ -235,7 +235,7 @@ def test_an_estimate_is_no_more_than_workers_can_be(times: float, monkeypatch: p
     clock = Clock(monkeypatch)
     for placement, promised in ((TWO, 1.8 if times < 2 else None), (Placement(devices=("cuda:0", "cuda:0")), None)):
         activity = started(clock, placement)
-        activity.set_size(Size("this work", speedup=times))
+        activity.history.size = Size("this work", speedup=times)
         sample(activity, clock, seconds=1.0)
         assert (activity.now.runs[-1].alone, activity.now.runs[-1].measured) == (promised, False)
 
@@ -253,7 +253,7 @@ def test_a_pace_is_of_the_degrees_that_it_was_measured_with(monkeypatch: pytest.
 def test_paces_are_of_the_sampler_that_was_last(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     activity = started(clock)
-    activity.set_size(Size("this work"))
+    activity.history.size = Size("this work")
     for sampler, seconds in (("euler", 1.75), ("heun", 3.5), ("euler", 1.5)):
         for degrees in (BY_ALL[2], Parallelism(pipeline_degree=2)):
             sample(activity, clock, degrees, seconds=seconds, sampler=sampler)

@@ -139,8 +139,8 @@ def test_a_checkpoint_that_changed_on_disk_is_refused_and_the_other_models_stay(
     path = spec.files[0].path
     os.utime(path, ns=(0, 0)) if change == "touched" else os.unlink(path)
     refused(pair, spec, ULYSSES, "changed on disk after" if change == "touched" else "is gone since it was loaded")
-    assert not pair.has_model(spec)
-    assert pair.has_model(flux)
+    assert not pair.payloads.has_model(spec)
+    assert pair.payloads.has_model(flux)
     after = pair.run(flux, ULYSSES, flux_job())
     assert torch.equal(after.value["samples"], before)
     assert after.load_seconds < 0.1

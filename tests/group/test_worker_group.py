@@ -124,11 +124,11 @@ def test_models_stay_until_they_are_given_back(pair, flux, other_flux):
     assert max(load_seconds(flux), load_seconds(other_flux)) < 0.1
     before = samples(pair, flux, ULYSSES)
     pair.free(flux, "offload")
-    assert pair.has_model(flux)
+    assert pair.payloads.has_model(flux)
     assert torch.equal(samples(pair, flux, ULYSSES), before)
     pair.free(flux)
-    assert not pair.has_model(flux)
-    assert pair.has_model(other_flux)
+    assert not pair.payloads.has_model(flux)
+    assert pair.payloads.has_model(other_flux)
     assert torch.equal(samples(pair, flux, ULYSSES), before)
 
 

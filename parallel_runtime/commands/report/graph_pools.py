@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ...engine.graphs import cuda_graphs
-from ...engine.graphs.cuda_graphs import Graph, Recorder
 from .measuring import GIB, NO_GRAPHS, Case, Measurement, Setting
 
 REPLAYS = 100
@@ -44,10 +43,7 @@ def _outliving(device: torch.device) -> Measurement:
     first.discard()
     freed = before - _reserved()
     filler = [torch.full((PIECE,), FILLED, dtype=torch.uint8, device=device) for _ in range(1 + 2 * freed // PIECE)]
-    errors = []
-    for _ in range(REPLAYS):
-        second.replay()
-        errors.append((second.out.float() - expected.float()).abs().max())
+    errors = [(second.replay().float() - expected.float()).abs().max() for _ in range(REPLAYS)]
     error = float(torch.stack(errors).max())
     written = sum(int((piece != FILLED).sum()) for piece in filler)
     assert not written, f"{written} bytes were written that belong to others"
@@ -65,11 +61,9 @@ def _failing(fail: Callable[[Tensor], object], device: torch.device) -> Measurem
     message = good.fail(fail)
     retained = _reserved() - recorded
     expected = good.run().clone()
-    good.replay()
-    assert torch.equal(good.out, expected), "the earlier graph computes something else"
+    assert torch.equal(good.replay(), expected), "the earlier graph computes something else"
     good.record()
-    good.replay()
-    assert torch.equal(good.out, expected), "a later graph computes something else"
+    assert torch.equal(good.replay(), expected), "a later graph computes something else"
     good.discard()
     leaked = _reserved() - begun
     assert max(retained, leaked) < SMALL, f"{retained} bytes stay after the failure, {leaked} when all graphs are gone"
@@ -83,27 +77,21 @@ class _Recorded:
         kind: Any = {"dtype": torch.bfloat16, "device": device}
         self._network: nn.Module = nn.Sequential(nn.Linear(WIDTH, INSIDE, **kind), nn.Linear(INSIDE, WIDTH, **kind))
         self._input = torch.randn(WIDTH, WIDTH, **kind)
-        self._recorder: Recorder | None = cuda_graphs.recorder_for(device)
-        self._graph: Graph | None = None
+        self._recorder: Any = cuda_graphs.recorder_for(device)
+        self._graph: Any = None
 
     def run(self) -> Tensor:
         out: Tensor = self._network(self._input)
         return out
 
     def record(self) -> None:
-        assert self._recorder is not None
         self._recorder.warm_up(self.run)
         self._graph = self._recorder.record(self.run)
 
-    @property
-    def out(self) -> Tensor:
-        assert self._graph is not None
+    def replay(self) -> Tensor:
+        self._graph.replay()
         out: Tensor = self._graph.out
         return out
-
-    def replay(self) -> None:
-        assert self._graph is not None
-        self._graph.replay()
 
     def fail(self, fail: Callable[[Tensor], object]) -> str:
         """Returns the error of a recording of this network that calls `fail` in its middle."""
@@ -114,7 +102,6 @@ class _Recorded:
                 fail(out)
             return out
 
-        assert self._recorder is not None
         self._recorder.warm_up(run)
         try:
             self._recorder.record(run)

@@ -63,7 +63,7 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
 
 
 def memory_measurement(group: WorkerGroup) -> Measurement:
-    """The used memory of the fullest device, by any process; on the CPU that of the largest worker."""
+    """Returns the memory that any process uses of the fullest device; on the CPU that of the largest worker."""
     readings = [rank.readings.used_bytes for rank in group.activity.now.ranks if rank.readings]
     return {"gib": max(readings) / GIB} if readings else {}
 

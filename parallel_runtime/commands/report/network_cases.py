@@ -1,13 +1,15 @@
-"""ComfyUI's own FLUX and Wan with random weights, divided over the ranks, against undivided on this one."""
+"""ComfyUI's own FLUX.1 and Wan 2.1 with random weights, at their published widths or tiny: divided over the ranks,
+against undivided on this one. Runs where `comfy` can be imported."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import get_args
+from dataclasses import dataclass, replace
+from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...architectures import Architecture, architecture_of
 from ...architectures.network_modules import blocks_of
@@ -16,15 +18,90 @@ from ...engine.split.parallelize import parallelize, unparallelize
 from ...engine.weights.placement import rank_placement
 from ...engine.weights.prefetch import BlockPrefetcher, Buffers
 from ...specs import Parallelism, WeightPlacement, WeightsMode
+from ...worker.comfy_loop.comfyui import named
+from ..networks import randomized
 from .attention_cases import parallelisms
 from .measuring import Case, Clock, Measurement, Setting, mean_error, unbroken
-from .subjects import Subject, subjects
 
+Shape = tuple[int, ...]
 WEIGHTS = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A network by its class, "module:name" below comfy.ldm, and its configuration; the shapes of what it is given."""
+
+    name: str
+    path: str
+    config: dict[str, Any]
+    latent: Shape
+    text: Shape
+    pooled: int = 0
+
+    def build(self, weights: torch.dtype, device: torch.device) -> nn.Module:
+        """Builds the network as ComfyUI does, with layers that cast their weights as they compute."""
+        import comfy.ops
+
+        kind = named(f"comfy.ldm.{self.path}")
+        torch.manual_seed(0)
+        return randomized(kind(**self.config, dtype=weights, device=device, operations=comfy.ops.manual_cast))
+
+    def inputs(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+        shapes: dict[str, Shape] = {"x": self.latent, "context": self.text}
+        shapes |= {"y": (1, self.pooled)} if self.pooled else {}
+        made = {name: torch.randn(shape, device=device).to(dtype) for name, shape in shapes.items()}
+        made |= {"guidance": torch.full((1,), 3.5, device=device, dtype=dtype)} if self.pooled else {}
+        return made | {"timestep": torch.full((1,), 0.5, device=device, dtype=dtype)}
+
+
+FLUX = Subject(
+    name="FLUX, 1024 x 1024", path="flux.model:Flux", latent=(1, 16, 128, 128), text=(1, 512, 4096), pooled=768,
+    config=dict(
+        image_model="flux", in_channels=16, out_channels=16, vec_in_dim=768, context_in_dim=4096, hidden_size=3072,
+        mlp_ratio=4.0, num_heads=24, depth=19, depth_single_blocks=38, axes_dim=[16, 56, 56], theta=10000,
+        patch_size=2, qkv_bias=True, guidance_embed=True, txt_ids_dims=[],
+    ),
+)  # fmt: skip
+WAN = Subject(
+    name="Wan 14B, 10 of its 40 blocks, 832 x 480, 81 frames", path="wan.model:WanModel", latent=(1, 16, 21, 60, 104),
+    text=(1, 512, 4096),
+    config=dict(
+        model_type="t2v", in_dim=16, dim=5120, ffn_dim=13824, freq_dim=256, text_dim=4096, out_dim=16, num_heads=40,
+        num_layers=10,
+    ),
+)  # fmt: skip
+ON_ONE_CARD = (  # what several ranks have room for there
+    replace(
+        FLUX, name="FLUX, 1024 x 1024, 9 of its 57 blocks", config=FLUX.config | dict(depth=3, depth_single_blocks=6)
+    ),
+    replace(
+        WAN,
+        name="Wan 14B, 3 of its 40 blocks, 832 x 480, 21 frames",
+        config=WAN.config | dict(num_layers=3),
+        latent=(1, 16, 6, 60, 104),
+    ),
+)
+TINY = (
+    replace(
+        FLUX, name="FLUX, tiny", latent=(1, 16, 9, 14), text=(1, 7, 96), pooled=64,
+        config=FLUX.config | dict(
+            vec_in_dim=64, context_in_dim=96, hidden_size=192, num_heads=3, depth=2, depth_single_blocks=2,
+            axes_dim=[16, 24, 24],
+        ),
+    ),
+    replace(
+        WAN, name="Wan, tiny", latent=(1, 16, 3, 6, 10), text=(1, 7, 96),
+        config=WAN.config | dict(dim=192, ffn_dim=256, freq_dim=64, text_dim=96, num_heads=3, num_layers=2),
+    ),
+)  # fmt: skip
+
+
+def subjects(setting: Setting) -> tuple[Subject, ...]:
+    return TINY if setting.tiny else ON_ONE_CARD if setting.one_card else (FLUX, WAN)
+
+
 def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
-    for subject in subjects(tiny=setting.tiny, one_card=setting.one_card):
+    for subject in subjects(setting):
         for dtype, weights in WEIGHTS.items():
             labels = {"what": subject.name, "weights": dtype}
             yield from unbroken(labels, _of_subject(subject, weights, labels, setting, device))

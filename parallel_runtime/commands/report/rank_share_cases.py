@@ -17,14 +17,13 @@ from ...engine.comm.mesh import build_mesh
 from ...engine.graphs.block_compile import compile_blocks
 from ...specs import Compilation, Parallelism
 from .measuring import NO_GRAPHS, Case, Clock, Measurement, Setting, unbroken
-from .network_cases import divided, plan_of
-from .subjects import Subject, subjects
+from .network_cases import Subject, divided, plan_of, subjects
 
 WORLD_SIZES = (2, 4, 8)
 
 
 def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
-    for subject in subjects(tiny=setting.tiny):
+    for subject in subjects(setting):
         labels = {"what": subject.name}
         yield from unbroken(labels, _of_subject(subject, labels, device))
 

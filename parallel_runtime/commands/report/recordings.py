@@ -21,8 +21,7 @@ from ...worker.models import Model
 from ...worker.process.rank_memory import readings
 from .attention_cases import parallelisms
 from .measuring import GIB, NEEDS_CUDA, Case, Measurement, Setting, clocked, largest, mean_error, unbroken
-from .network_cases import plan_of
-from .subjects import Subject, subjects
+from .network_cases import Subject, plan_of, subjects
 
 STEPS, REPLAYS, CFG = 8, 200, 3.0
 MARGIN = 256 << 20  # bytes that other work leaves of the device, beside what a run needs
@@ -40,7 +39,7 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
     if graph_runner.cuda_graphs.recorder_for(device) is None:
         yield Case({"what": "recorded forwards"}, partial(dict, note=NEEDS_CUDA))
         return
-    for subject in subjects(tiny=setting.tiny, one_card=setting.one_card):
+    for subject in subjects(setting):
         trial = Trial(subject, device, alone=not setting.one_card)
         for words, parallelism in degrees(setting.world_size):
             labels = {"what": subject.name, "degrees": words}

@@ -8,12 +8,15 @@ import json
 import logging
 import os
 import runpy
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...errors import Refused
+from ...specs import ComfySetup
+from ...worker.comfy_loop.comfyui import import_comfyui
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +55,8 @@ def write(file: Path, out: Path, comfyui: str, versions: Json) -> Path:
 
 
 def summary(workflow: Any, class_of: Callable[[str], str]) -> Json:
-    """The workflow, in the form that it has: as ComfyUI saves it, or for its API. Raises Refused for anything else."""
+    """Returns the workflow without what is private, in its own form: as ComfyUI saves it, or for its API. Raises
+    Refused for anything else."""
     if isinstance(workflow, dict) and isinstance(workflow.get("nodes"), list):
         return _graph(workflow, class_of)
     calls = workflow.get("prompt", workflow) if isinstance(workflow, dict) else None
@@ -124,7 +128,7 @@ def _socket(socket: Mapping[str, Any]) -> Json:
 
 
 def _widget_names(node: Mapping[str, Any], values: list[Any]) -> Iterator[str]:
-    """The name of each value; what the page adds behind a seed is no socket."""
+    """Yields the name of the widget of each value; the mode that the page adds behind a seed has no socket."""
     sockets = [socket for socket in node.get("inputs") or [] if isinstance(socket.get("widget"), dict)]
     place = 0
     for socket in sockets:
@@ -136,7 +140,7 @@ def _widget_names(node: Mapping[str, Any], values: list[Any]) -> Iterator[str]:
 
 
 def _value(name: str, value: Any, class_of: Callable[[str], str]) -> Any:
-    """A number, a choice or a link as it is; a file by the class of its network; a text by its length alone."""
+    """Returns a number, a choice or a link unchanged, of a file the class of its network, of a text its length."""
     if isinstance(value, list):
         is_link = len(value) == 2 and isinstance(value[1], int) and not isinstance(value[0], list)
         return value if is_link else [_value(name, one, class_of) for one in value]
@@ -160,14 +164,7 @@ def _classes(comfyui: str) -> Callable[[str], str]:
     """Returns what names the class of a network in a file, by ComfyUI's own detection; "" where it is no network."""
     if not comfyui:
         return lambda _: ""
-    arguments, sys.argv = sys.argv, ["main.py", "--cpu"]
-    sys.path.append(comfyui)
-    import comfy.options
-
-    comfy.options.enable_args_parsing()
-    import comfy.cli_args  # reads them
-
-    sys.argv = arguments
+    import_comfyui(ComfySetup(root=comfyui, folder=os.getcwd()), torch.device("cpu"))
     files = {path.name: path for path in Path(comfyui, "models").rglob("*") if path.is_file()}
 
     def class_of(name: str) -> str:
