@@ -8,6 +8,7 @@ import { upstream } from "./refusals.js";
 import { remedy } from "./remedy.js";
 import { digits, duration } from "./seconds.js";
 import { count, divided, shares } from "./shares.js";
+import { addElementWidget } from "./widgets.js";
 import { say, translate } from "./words.js";
 
 export const PLAN = "CPPlan";
@@ -40,10 +41,7 @@ export function addPlan(node) {
   const cost = element("p.cp-hint.cp-cost", {}, say("plan.measure.tip"));
   const place = element("div.cp-plan", { tabindex: 0 }, report, take, cost);
   const least = () => Math.min(MAX_HEIGHT, Math.max(MIN_HEIGHT, report.offsetHeight + take.offsetHeight + cost.offsetHeight + FRAME));
-  const widget = node.addDOMWidget("cp_plan", "cp_plan", place, {
-    serialize: false, hideInPanel: true, getMinHeight: least, getValue: () => "", setValue() {},
-  });
-  widget.serialize = false;
+  addElementWidget(node, "cp_plan", place, { getMinHeight: least });
   hide(measuring(node));
   const grow = () => node.setSize([Math.max(node.size[0], WIDE + 40), Math.max(node.size[1], node.computeSize()[1])]);
   grow();
