@@ -10,6 +10,7 @@ import { cardName } from "./rank.js";
 import { remedy, setValues } from "./remedy.js";
 import { gpus } from "./status.js";
 import { shares, terms } from "./shares.js";
+import { addElementWidget } from "./widgets.js";
 import { say, translate } from "./words.js";
 
 export const CONFIG = "CPParallelConfig";
@@ -28,7 +29,7 @@ export function addSummary(node) {
   const gpus = gpuChoice((devices) => setValues(node, { devices }));
   const verdict = element("div.cp-verdict", { role: "status" }, parts.words, parts.terms, parts.note, parts.out);
   const head = element("div.cp-summary", {}, verdict, gpus.element, preset.element);
-  const widgets = [addUnsaved(node, "cp_summary", head), addUnsaved(node, "cp_fold", fold.line)];
+  const widgets = [addFixed(node, "cp_summary", head), addFixed(node, "cp_fold", fold.line)];
   node.widgets.unshift(...node.widgets.splice(node.widgets.indexOf(widgets[0]), 1)); // what is wrong is read first
   keepPlaces(node, fold.savedHeight);
   /** @type {ReturnType<typeof setTimeout> | undefined} */
@@ -50,18 +51,14 @@ export function addSummary(node) {
 }
 
 /**
- * A widget of our own elements, which no workflow saves.
+ * A widget that is as high as its content.
  * @param {any} node
  * @param {string} name
  * @param {HTMLElement} content
  */
-function addUnsaved(node, name, content) {
+function addFixed(node, name, content) {
   let shown = LEAST;
-  const place = element("div", {}, content);
-  const widget = node.addDOMWidget(name, name, place, {
-    serialize: false, hideInPanel: true, margin: MARGIN, getValue: () => "", setValue() {},
-  });
-  widget.serialize = false;
+  const widget = addElementWidget(node, name, element("div", {}, content), { margin: MARGIN });
   widget.computeLayoutSize = undefined; // else Nodes 2.0 gives it a part of what a larger node has left
   widget.computeSize = (/** @type {number} */ width) => {
     if (content.offsetWidth) shown = content.offsetHeight; // not before it is drawn

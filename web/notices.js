@@ -42,8 +42,8 @@ export function startNotices() {
 /** @param {Status} now */
 function title(now) {
   if (now.state === "unstarted") return say("toast.unstarted");
-  const rank = now.loss?.rank;
-  return rank == null ? say("toast.died") : say("toast.died.rank", { rank });
+  const lost = now.ranks.find(({ rank }) => rank === now.loss?.rank);
+  return lost ? say("toast.died.rank", { rank: lost.rank, device: lost.device }) : say("toast.died");
 }
 
 /**

@@ -8,6 +8,7 @@ import { upstream } from "./refusals.js";
 import { remedy } from "./remedy.js";
 import { digits, duration } from "./seconds.js";
 import { count, divided, shares } from "./shares.js";
+import { addElementWidget } from "./widgets.js";
 import { say, translate } from "./words.js";
 
 export const PLAN = "CPPlan";
@@ -33,32 +34,48 @@ const GAP = 4;
  * @typedef {{steps: number, workers: number[], cpu: boolean, seconds: number | null}} Cost of measuring; seconds where they are known
  */
 
+/** @type {Map<string, {plan: Plan, planned: string}>} the last plan of each node, with the settings that it is of */
+const plans = new Map();
+
 /** @param {any} node a new CP Plan */
 export function addPlan(node) {
   const report = element("div.cp-report", {}, element("p.cp-hint", {}, say("plan.empty")));
   const take = element("button.cp-button", { type: "button", onclick: () => measure(node, take) }, say("plan.measure"));
   const cost = element("p.cp-hint.cp-cost", {}, say("plan.measure.tip"));
-  const place = element("div.cp-plan", { tabindex: 0 }, report, take, cost);
+  const view = element("div.cp-plan", { tabindex: 0 }, report, take, cost);
   const least = () => Math.min(MAX_HEIGHT, Math.max(MIN_HEIGHT, report.offsetHeight + take.offsetHeight + cost.offsetHeight + FRAME));
-  const widget = node.addDOMWidget("cp_plan", "cp_plan", place, {
-    serialize: false, hideInPanel: true, getMinHeight: least, getValue: () => "", setValue() {},
-  });
-  widget.serialize = false;
+  addElementWidget(node, "cp_plan", view, { getMinHeight: least });
   hide(measuring(node));
   const grow = () => node.setSize([Math.max(node.size[0], WIDE + 40), Math.max(node.size[1], node.computeSize()[1])]);
   grow();
   watchConfig(node, report);
+  const show = () => {
+    const last = plans.get(place(node));
+    if (!last) return;
+    const { plan, planned } = last;
+    report.replaceChildren(...shown(plan, node));
+    node.cpPlanned = planned;
+    take.disabled = cost.hidden = plan.troubles.length > 0; // there is nothing to measure
+    if (plan.cost) setText(cost, costText(plan.cost));
+  };
+  after(node, "onConfigure", () => setTimeout(show)); // when all nodes are there
   const before = node.onExecuted;
   node.onExecuted = function (/** @type {any} */ output) {
     before?.call(this, output);
     const plan = output?.cp_plan?.[0];
     if (!plan) return;
-    report.replaceChildren(...shown(plan, node));
-    node.cpPlanned = settings(node);
-    take.disabled = cost.hidden = plan.troubles.length > 0; // there is nothing to measure
-    if (plan.cost) setText(cost, costText(plan.cost));
+    plans.set(place(node), { plan, planned: settings(node) });
+    show();
     grow();
   };
+}
+
+/**
+ * Where it is: the same for the node that takes its place after an undo.
+ * @param {any} node
+ */
+function place(node) {
+  return `${node.graph?.rootGraph.id} ${node.graph?.id} ${node.id}`;
 }
 
 /**

@@ -101,9 +101,12 @@ class Processes:
         return all(machine.running() for machine in self._machines) and not self._hung_up_ranks
 
     def worker_name(self, rank: int) -> Sentence:
-        """Returns the rank's name for users, with its machine if that is another one."""
-        machine = self.machine_of(rank)
-        return say("worker.on", rank=rank, machine=machine) if machine else say("worker", rank=rank)
+        """Returns the rank's name for users, with its device, and its machine if that is another one."""
+        machine, place = divmod(rank, len(self._placement.devices))
+        device, address = self._devices[machine][place], self.machine_of(rank)
+        if address:
+            return say("worker.on", rank=rank, device=device, machine=address)
+        return say("worker", rank=rank, device=device)
 
     def machine_of(self, rank: int) -> str:
         """The address of the rank's machine; "" for this one."""
@@ -153,7 +156,16 @@ class Processes:
     @property
     def _machines(self) -> list[Torchrun | RemoteMachine]:
         """Returns the machines in the order of their ranks."""
-        return [self._torchrun, *(self._cluster.machines if self._cluster else [])]
+        return [self._torchrun, *self._remotes]
+
+    @property
+    def _remotes(self) -> list[RemoteMachine]:
+        return self._cluster.machines if self._cluster else []
+
+    @property
+    def _devices(self) -> list[tuple[str, ...]]:
+        """Returns the devices of each machine, in the order of their ranks."""
+        return [self._placement.devices, *(machine.devices for machine in self._remotes)]
 
     def _machine(self, rank: int) -> Torchrun | RemoteMachine:
         return self._machines[rank // len(self._placement.devices)]
@@ -188,9 +200,8 @@ class Processes:
         return ready
 
     def _welcome(self, comfy: ComfySetup | None) -> None:
-        remotes = self._cluster.machines if self._cluster else []
-        devices = [self._placement.devices, *(machine.devices for machine in remotes)]
-        setups = [comfy, *(machine.comfy(comfy) for machine in remotes)]
+        devices = self._devices
+        setups = [comfy, *(machine.comfy(comfy) for machine in self._remotes)]
         shared = any(len(set(names)) < len(names) for names in devices)
         for rank, channel in enumerate(self.channels):
             machine, place = divmod(rank, len(self._placement.devices))

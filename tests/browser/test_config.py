@@ -37,7 +37,7 @@ CORNER = """() => {
         : [x + node.pos[0] + offset[0] + node.size[0] - 5, y + node.pos[1] + offset[1] + node.size[1] - 5];
 }"""
 CONTENT = """() => document.querySelector('.cp-fold').getBoundingClientRect().bottom
-    - document.querySelector('.cp-summary').getBoundingClientRect().top"""  # its height
+    - document.querySelector('.cp-summary').getBoundingClientRect().top"""  # from its first line to the last
 HISTORY = """() => {
     const workflow = app.extensionManager.workflow.activeWorkflow;
     workflow.changeTracker.captureCanvasState();
@@ -213,6 +213,8 @@ def test_opening_more_options_is_no_step_to_undo(page: Any) -> None:
     wait_until_drawn(page)
     assert page.evaluate(HISTORY) == history
     assert page.evaluate(SIZE) == size
+    page.get_by_role("button", name="15 more options").click()
+    page.wait_for_function(f"({SHOWN})() === 18")
 
 
 @BOTH

@@ -133,9 +133,11 @@ def test_the_panel_follows_a_run_a_kill_and_a_recovery(page: Any, server: Server
     server.workers()[1].kill()
     shows(page, "Died")
     assert page.evaluate("window.died") / 1000 - killed < SEEN_SECONDS
-    page.wait_for_function("document.querySelector('.cp-hint').textContent.includes('rank 1 was killed by SIGKILL')")
-    page.wait_for_function(WAS_SHOWN, arg="A GPU worker died (rank 1)")
-    page.wait_for_function(WAS_SHOWN, arg="worker rank 1 was killed by SIGKILL")
+    page.wait_for_function(
+        "document.querySelector('.cp-hint').textContent.includes('rank 1 (cpu) was killed by SIGKILL')"
+    )
+    page.wait_for_function(WAS_SHOWN, arg="A GPU worker died (rank 1, cpu)")
+    page.wait_for_function(WAS_SHOWN, arg="worker rank 1 (cpu) was killed by SIGKILL")
     page.get_by_role("button", name="Show GPU workers").first.wait_for()
     assert page.locator(".cp-lost .cp-device").all_text_contents() == ["cpu \u00b7 rank 1"], "which of them it was"
     assert "elastic" not in page.locator(".cp-log").inner_text(), "torchrun's own words"

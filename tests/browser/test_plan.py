@@ -15,6 +15,12 @@ COST = ".cp-cost"
 CONFIG = """() => Object.fromEntries(app.graph.nodes.find(node => node.type === 'CPParallelConfig')
     .widgets.map(widget => [widget.name, widget.value]))"""
 
+RING = """ring => {
+    app.graph.nodes.find(node => node.type === 'CPParallelConfig')
+        .widgets.find(widget => widget.name === 'ring_degree').value = ring;
+}"""
+CAPTURE = "() => app.extensionManager.workflow.activeWorkflow.changeTracker.captureCanvasState()"  # as every click does
+
 
 @BOTH
 def test_a_refusal_comes_first_and_its_button_leads_to_the_picture_and_to_times(page: Any) -> None:
@@ -57,6 +63,25 @@ def test_a_refusal_comes_first_and_its_button_leads_to_the_picture_and_to_times(
     assert page.locator(".cp-who").all_inner_texts() == ["1 CPU worker", "2 CPU workers, ulysses 2"]
     assert all("s per step" in took for took in page.locator(".cp-took").all_inner_texts())
     assert "times as fast" not in page.locator(".cp-chart").inner_text(), "they share this machine's cores"
+
+
+@BOTH
+def test_its_report_and_buttons_are_there_after_an_undo(page: Any) -> None:
+    config = ["CPParallelConfig", 340, 0, {"ring_degree": 2, "ulysses_degree": 2, "devices": "cpu,cpu"}]
+    links = [[0, 0, 4, "model"], [1, 0, 4, "positive"], [2, 0, 4, "latent_image"], [3, 0, 4, "cp_config"]]
+    put(page, [LOADER, PROMPT, LATENT, config, ["CPPlan", 700, 0, {"cfg": 1.0}]], links)
+    page.evaluate("async () => app.loadGraphData(app.graph.serialize())")  # a workflow of its own
+    page.get_by_test_id(RUN).click()
+    page.wait_for_selector(".cp-trouble")
+    page.evaluate(CAPTURE)
+    page.evaluate(RING, 3)
+    page.wait_for_selector(".cp-old")
+    page.evaluate(CAPTURE)
+    page.keyboard.press("Control+z")
+    page.wait_for_function("document.querySelector('.cp-trouble') && !document.querySelector('.cp-old')")
+    assert page.evaluate(CONFIG)["ring_degree"] == 2
+    page.locator(".cp-report").get_by_role("button", name="Use ring_degree 1").click()
+    assert page.evaluate(CONFIG)["ring_degree"] == 1
 
 
 @pytest.mark.parametrize("page", [{"Comfy.Locale": "ja"}], indirect=True)

@@ -66,7 +66,7 @@ def test_a_dead_rank_of_the_other_machine_is_an_error_of_the_node_and_the_next_r
     host.client.wait_for_step(3, since=since)
     killed_at = time.monotonic()
     guest.workers()[1].kill()
-    with pytest.raises(NodeError, match=r"CPSampler.*rank 1 on 127.0.0.1 was killed by SIGKILL"):
+    with pytest.raises(NodeError, match=r"CPSampler.*rank 1 \(cpu\) on 127.0.0.1 was killed by SIGKILL"):
         host.client.finish(prompt, since=since, timeout=30)
     assert time.monotonic() - killed_at < 10
     since = host.client.now()
@@ -81,7 +81,9 @@ def test_a_dead_rank_of_the_other_machine_is_an_error_of_the_node_and_the_next_r
 @pytest.mark.sweep
 def test_another_version_of_comfyui_is_an_error_that_names_both(comfy: ComfyInstall) -> None:
     setup = ComfySetup(root=str(comfy.root), flags=("--cpu",), version="0.0.1")
-    with pytest.raises(WorkerStartError, match=rf"rank 0 could not start: .*is 0\.0\.1 where .*\d in {comfy.root} on"):
+    with pytest.raises(
+        WorkerStartError, match=rf"rank 0 \(cpu\) could not start: .*is 0\.0\.1 where .*\d in {comfy.root} on"
+    ):
         WorkerGroup(Placement(devices=("cpu",)), setup)
 
 

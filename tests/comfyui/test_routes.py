@@ -136,7 +136,7 @@ def test_a_killed_worker_is_shown_at_once_with_the_cause(server: Server, idle: b
     died = status_when(server, lambda now: now["state"] == "died", SEEN_SECONDS)
     assert time.monotonic() - killed < SEEN_SECONDS
     assert died["reason"].startswith("worker rank 1 ")
-    died = status_when(server, lambda now: now["reason"].startswith("worker rank 1 was killed by SIGKILL"))
+    died = status_when(server, lambda now: now["reason"].startswith("worker rank 1 (cpu) was killed by SIGKILL"))
     assert (died["loss"]["rank"], died["loss"]["settled"]) == (1, True)
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/cp/help/{died['help']}", timeout=10) as page:
         assert page.read().startswith(b"# A worker was killed")

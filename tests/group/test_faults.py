@@ -39,11 +39,11 @@ ULYSSES = Parallelism(ulysses_degree=2)
 
 PLACES = ("load", "step", "gather", "reply")
 DEEDS = {
-    "SIGKILL": r"rank {rank} was killed by SIGKILL",
-    "SIGSTOP": r"rank {rank} has been silent for \d+ s",
-    "abort": r"rank {rank} was killed by SIGABRT",
-    "exit": r"rank {rank} exited with code 3",
-    "raise": r"rank {rank} failed: RuntimeError: sabotage \(sabotage.py",
+    "SIGKILL": r"rank {rank} \(cpu\) was killed by SIGKILL",
+    "SIGSTOP": r"rank {rank} \(cpu\) has been silent for \d+ s",
+    "abort": r"rank {rank} \(cpu\) was killed by SIGABRT",
+    "exit": r"rank {rank} \(cpu\) exited with code 3",
+    "raise": r"rank {rank} \(cpu\) failed: RuntimeError: sabotage \(sabotage.py",
 }
 DEALT = [("gather", "abort"), ("reply", "SIGSTOP")]
 FAULTS = list(itertools.product(PLACES, DEEDS)) if os.environ.get("CP_TEST_SWEEP") else DEALT
@@ -96,7 +96,7 @@ def test_a_killed_worker_fails_the_run_at_once_and_by_name(doomed, flux):
             killed = time.monotonic()
             os.kill(workers_of(doomed)[1], signal.SIGKILL)
 
-    with pytest.raises(WorkerDied, match="rank 1 was killed by SIGKILL"):
+    with pytest.raises(WorkerDied, match=r"worker rank 1 \(cpu\) was killed by SIGKILL"):
         doomed.run(flux, ULYSSES, flux_job(steps=100_000), on_step=kill)
     assert time.monotonic() - killed < 2
     assert not doomed.alive
@@ -107,7 +107,7 @@ def test_a_stopped_worker_fails_the_run_within_the_stall_limit(doomed, flux):
     doomed.stall.choose(2.0)
     pids = workers_of(doomed)
     started = time.monotonic()
-    with pytest.raises(WorkerDied, match=r"rank 1 has been silent for \d s"):
+    with pytest.raises(WorkerDied, match=r"rank 1 \(cpu\) has been silent for \d s"):
         doomed.run(flux, ULYSSES, flux_job(steps=100_000), on_step=lambda step, *_: os.kill(pids[1], signal.SIGSTOP))
     assert time.monotonic() - started < 15
     wait_until(lambda: not any(pid in our_processes() for pid in pids), 3)
@@ -146,7 +146,9 @@ def test_in_debug_mode_a_rank_whose_latent_deviates_is_found_at_its_step(monkeyp
 def test_an_exception_in_a_worker_names_rank_error_and_line(doomed, flux):
     job = flux_job()
     job.positive["c_crossattn"] = torch.randn(1, 7, 5)
-    with pytest.raises(WorkerFailed, match=r"worker rank \d failed: RuntimeError: .*shapes cannot be.*\.py:\d+"):
+    with pytest.raises(
+        WorkerFailed, match=r"worker rank \d \(cpu\) failed: RuntimeError: .*shapes cannot be.*\.py:\d+"
+    ):
         doomed.run(flux, ULYSSES, job)
     assert not doomed.alive
 
@@ -167,7 +169,7 @@ def test_a_rank_that_hangs_while_idle_is_named_also_by_who_asks_next(doomed, flu
     monkeypatch.setattr(group_module, "UNLOAD_SECONDS", 1.0)
     os.kill(workers_of(doomed)[1], signal.SIGSTOP)
     for ask in (lambda: doomed.free(flux), lambda: samples(doomed, flux, ULYSSES)):
-        with pytest.raises(WorkerDied, match=r"rank 1 has been silent for \d s"):
+        with pytest.raises(WorkerDied, match=r"rank 1 \(cpu\) has been silent for \d s"):
             ask()
 
 

@@ -95,5 +95,5 @@ def test_a_group_that_cannot_start_says_why():
 
 def test_the_rank_that_failed_first_is_named_and_not_one_that_missed_it(monkeypatch):
     sabotage(monkeypatch, "1 start raise")
-    with pytest.raises(WorkerStartError, match="rank 1 could not start: RuntimeError: sabotage"):
+    with pytest.raises(WorkerStartError, match=r"rank 1 \(cpu\) could not start: RuntimeError: sabotage"):
         WorkerGroup(on_cpu(Parallelism(ulysses_degree=2)))

@@ -101,7 +101,10 @@ def test_what_one_refuses_in_the_middle_of_an_exchange_ends_the_group(
     with WorkerGroup(on_cpu(ULYSSES)) as group:
         pids = workers_of(group)
         started = time.monotonic()
-        failure = r"worker rank 1 failed: Refused: sabotage cannot be honoured; leave it \(worker rank 0 did not refuse"
+        failure = (
+            r"worker rank 1 \(cpu\) failed: Refused: sabotage cannot be honoured; leave it "
+            r"\(worker rank 0 \(cpu\) did not refuse"
+        )
         with pytest.raises(WorkerFailed, match=failure):
             group.run(flux, ULYSSES, flux_job(**JOB))
         assert time.monotonic() - started < 6

@@ -48,7 +48,7 @@ def doomed(guest, flux):
 @pytest.mark.sweep  # tests/comfyui has it too
 def test_a_killed_rank_of_the_other_machine_fails_the_run_at_once_and_the_next_group_works(doomed, guest, flux):
     kill = Once(lambda: guest.workers()[1].kill())
-    with pytest.raises(WorkerDied, match=f"worker rank 1 on {SECOND} was killed by SIGKILL"):
+    with pytest.raises(WorkerDied, match=rf"worker rank 1 \(cpu\) on {SECOND} was killed by SIGKILL"):
         doomed.run(flux, ULYSSES, flux_job(steps=100_000), on_step=kill)
     assert time.monotonic() - kill.at < 2
     assert not doomed.alive
@@ -59,7 +59,7 @@ def test_a_killed_rank_of_the_other_machine_fails_the_run_at_once_and_the_next_g
 @pytest.mark.sweep
 def test_a_killed_rank_of_comfyuis_machine_is_named_without_an_address(doomed, guest, flux):
     kill = Once(lambda: os.kill(doomed.pids[0], signal.SIGKILL))
-    with pytest.raises(WorkerDied, match="worker rank 0 was killed by SIGKILL"):
+    with pytest.raises(WorkerDied, match=r"worker rank 0 \(cpu\) was killed by SIGKILL"):
         doomed.run(flux, ULYSSES, flux_job(steps=100_000), on_step=kill)
     assert time.monotonic() - kill.at < 2
     wait_until(lambda: not guest.started(), 3)
@@ -70,7 +70,7 @@ def test_a_killed_join_command_leaves_no_process_and_the_next_group_waits_for_th
     with joining(folder, namespace=net.second) as first:
         group = WorkerGroup(on_two_machines())
         kill = Once(first.process.kill)
-        with pytest.raises(WorkerDied, match=f"worker rank 1 on {SECOND} went away"):
+        with pytest.raises(WorkerDied, match=rf"worker rank 1 \(cpu\) on {SECOND} went away"):
             group.run(flux, ULYSSES, flux_job(steps=100_000), on_step=kill)
         assert time.monotonic() - kill.at < 3
         wait_until(lambda: not first.started(), 3)
@@ -82,7 +82,7 @@ def test_a_killed_join_command_leaves_no_process_and_the_next_group_waits_for_th
 def test_a_machine_that_is_silently_gone_fails_the_run_and_its_workers_end(net, doomed, guest, flux):
     pull = Once(lambda: net.cable("down"))
     try:
-        with pytest.raises(WorkerDied, match=f"worker rank 1 on {SECOND} went away"):
+        with pytest.raises(WorkerDied, match=rf"worker rank 1 \(cpu\) on {SECOND} went away"):
             doomed.run(flux, ULYSSES, flux_job(steps=100_000), on_step=pull)
         assert time.monotonic() - pull.at < LOST_SECONDS
         doomed.close()
