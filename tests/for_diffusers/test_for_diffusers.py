@@ -13,7 +13,7 @@ pytest.importorskip("diffusers")
 
 from parallel_runtime import demo, for_diffusers
 from parallel_runtime.commands.report import command
-from parallel_runtime.commands.report.cases import Setting
+from parallel_runtime.commands.report.measuring import Setting
 from parallel_runtime.errors import Refused
 from parallel_runtime.for_diffusers import attaching
 
