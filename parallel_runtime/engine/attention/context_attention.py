@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,8 +33,6 @@ from .ulysses import (
     write_returned,
 )
 
-OnHeads = Callable[[Tensor, Tensor, Tensor, Mask | None], Tensor]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionLayout:
@@ -55,7 +52,7 @@ class AttentionLayout:
 
 @dataclass(eq=False)
 class ContextAttention:
-    """Attention of the ranks of a context mesh; `queries` and `keys` are the streams that each concatenates.
+    """Attention of the ranks of a context mesh; queries and keys are those of the named streams, one after the other.
 
     `fallback` attends where keys are full and no kernel is chosen: [B, tokens, H, D] each and a mask [B, 1 or H,
     1 or queries, keys]. With `pipefusion` ranks may have the tokens of one token patch, and cached keys of the others.
@@ -64,8 +61,8 @@ class ContextAttention:
     mesh: ContextMesh
     parallelism: Parallelism
     streams: Streams
-    queries: tuple[str, ...]
-    keys: tuple[str, ...]
+    query_streams: tuple[str, ...]
+    key_streams: tuple[str, ...]
     fallback: FullAttention = attend_native
     pipefusion: PipeFusion | None = None
 
@@ -84,36 +81,32 @@ class ContextAttention:
             return attend_op(query, key, value, mask, scale, self._op_id, [])
         return self._run(query, key, value, mask, scale)
 
-    def _run(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None
-    ) -> Tensor:
+    def _run(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
         if torch.is_grad_enabled() and query.requires_grad:
             raise ValueError("context parallelism here is for inference; wrap the call in torch.no_grad()")
         shapes = (self, query.shape, key.shape, query.dtype)
         layout = self.streams.cached(shapes, lambda: self._make_layout(query, key))
         full_mask = None if mask is None else self._full_mask(mask, query, layout)
-        attend_heads: OnHeads = partial(self._attend_heads, layout, scale)
-        attend_all = (
-            attend_heads if self.mesh.ulysses.size == 1 else partial(self._attend_ulysses, layout, attend_heads)
-        )
-        out = attend_all(
-            layout.queries.to_chunks(query), layout.keys.to_chunks(key), layout.keys.to_chunks(value), full_mask
-        )
+        q, k, v = layout.queries.to_chunks(query), layout.keys.to_chunks(key), layout.keys.to_chunks(value)
+        attend = self._attend_heads if self.mesh.ulysses.size == 1 else self._attend_ulysses
+        out = attend(layout, scale, q, k, v, full_mask)
         return layout.queries.from_chunks(out, self._gather_replicated)
 
     def _make_layout(self, query: Tensor, key: Tensor) -> AttentionLayout:
         """Takes [B, local tokens, H, D]; raises Refused for other token counts."""
-        queries, keys = map(self.streams.local_tokens, (self.queries, self.keys))
+        queries, keys = map(self.streams.local_tokens, (self.query_streams, self.key_streams))
         self._check(query, key, queries.size, keys.size)
         ranks, heads, key_heads = self.mesh.ulysses.size, query.shape[2], key.shape[2]
         by_rank = chunk_sizes(heads, self.mesh.ulysses.parts)
         repeat = any(local % (heads // key_heads) for local in by_rank)  # a rank's query heads need a part of a group
         counts = (heads, heads if repeat else key_heads)
-        tokens_by_rank = self.streams.tokens_by_rank(self.queries), self.streams.tokens_by_rank(self.keys)
+        tokens_by_rank = self.streams.tokens_by_rank(self.query_streams), self.streams.tokens_by_rank(self.key_streams)
         max_chunks = MAX_HEAD_CHUNKS if self.pipefusion is None else 1  # PipeFusion caches keys of all heads at once
-        chunks = head_chunks(self.mesh, query, counts, tokens_by_rank, self.queries == self.keys, max_chunks)
+        chunks = head_chunks(
+            self.mesh, query, counts, tokens_by_rank, self.query_streams == self.key_streams, max_chunks
+        )
         of_queries, key_counts = (_tokens_by_ring_index(tokens, ranks) for tokens in tokens_by_rank)
-        attended = max(key_counts) if self._has_all_tokens else self.streams.total(self.keys)
+        attended = max(key_counts) if self._has_all_tokens else self.streams.total(self.key_streams)
         largest = AttentionSizes(
             batch=query.shape[0],
             queries=max(of_queries),
@@ -130,8 +123,8 @@ class ContextAttention:
         if query.shape[1] != queries or key.shape[1] != keys:
             raise Refused(
                 "attention.expected",
-                over=self.queries,
-                of=self.keys,
+                over=self.query_streams,
+                of=self.key_streams,
                 queries=queries,
                 keys=keys,
                 query=query.shape[1],
@@ -152,23 +145,17 @@ class ContextAttention:
         cached = self.streams.cached((self, "mask", batch, heads), _CachedMask)
         if cached.source is None or memory_key(cached.source) != memory_key(mask):
             if not self._has_all_tokens:
-                cached.mask = patch_mask(mask, batch, heads, self.streams, self.queries, self.keys)
+                cached.mask = patch_mask(mask, batch, heads, self.streams, self.query_streams, self.key_streams)
             elif mask.ndim == 4 and mask.shape[2] > 1:
-                cached.mask = pair_mask(mask, self.streams, self.queries, self.keys, self.mesh)
+                cached.mask = pair_mask(mask, self.streams, self.query_streams, self.key_streams, self.mesh)
             else:
                 local = layout.keys.to_chunks(mask, dim=-1) if mask.shape[-1] == layout.keys.size else mask
-                cached.mask = gather_key_mask(local, batch, heads, self.streams, self.keys, self.mesh.context)
+                cached.mask = gather_key_mask(local, batch, heads, self.streams, self.key_streams, self.mesh.context)
             cached.source = mask
         return cached.mask
 
     def _attend_ulysses(
-        self,
-        layout: AttentionLayout,
-        attend_heads: OnHeads,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Mask | None,
+        self, layout: AttentionLayout, scale: float | None, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None
     ) -> Tensor:
         """Exchanges tokens for heads in an all-to-all, attends on the local heads, and exchanges the outputs back."""
         if layout.repeat_keys:
@@ -177,7 +164,7 @@ class ContextAttention:
         for chunk, received in self._received_chunks(layout.head_chunks, query, key, value):
             chunk_mask = None if mask is None else mask.heads(chunk.first, *chunk.inbound.heads)
             q, k, v = received
-            out = attend_heads(q, k, v, chunk_mask)
+            out = self._attend_heads(layout, scale, q, k, v, chunk_mask)
             del q, k, v
             received.clear()
             pending_returns.append((chunk, to_tokens(out, chunk.inbound, mesh_dim, self._scratch(query, chunk.number))))
@@ -218,9 +205,9 @@ class ContextAttention:
         query = contiguous_by_head(query)
         if self.pipefusion is not None:
             positions = self.streams.cached(
-                ("places", self.keys), lambda: self.streams.global_positions(self.keys, key.device)
+                ("places", self.key_streams), lambda: self.streams.global_positions(self.key_streams, key.device)
             )
-            key, value = self.pipefusion.update_kv(key, value, positions, self.streams.total(self.keys))
+            key, value = self.pipefusion.update_kv(key, value, positions, self.streams.total(self.key_streams))
         if self.mesh.ring.size > 1:
             return self._attend_ring(layout, scale, query, key, value, mask)
         own_mask = None if mask is None else mask.block(0, key.shape[1])
