@@ -41,8 +41,8 @@ class StageChannel:
         for tensor in tensors:
             if tensor.numel():
                 self.sent_bytes += tensor.nbytes
-                device = self._mesh_dim.comm_device or tensor.device
-                copy = tensor.to(device, copy=True, memory_format=torch.contiguous_format)  # blocks write into it
+                device = self._mesh_dim.comm_device or tensor.device  # a copy: the next block may write into `tensor`
+                copy = tensor.to(device, copy=True, memory_format=torch.contiguous_format)
                 self._send(peer, copy, self._mesh_dim.group)
         while len(self._pending_sends) > MAX_PENDING_SENDS:
             self._pending_sends.popleft().wait()

@@ -48,16 +48,14 @@ class Levels(Share):
         return tuple(end - begin for begin, end in pairwise(ends))
 
     @cached_property
-    def _by_width(self) -> dict[int, int]:
-        return {self._width(level): level for level in range(self.depth + 1)}
-
-    def _width(self, level: int) -> int:
-        return -(-self.across // 2**level)
+    def widths(self) -> tuple[int, ...]:
+        """Returns the size of the side that is not split, by level; no two are equal."""
+        return tuple(-(-self.across // 2**level) for level in range(self.depth + 1))
 
     @cached_property
     def by_tokens(self) -> dict[int, int]:
         """Returns the level by this rank's tokens of it."""
-        return {sizes[self.index] * self._width(level): level for level, sizes in enumerate(self.sizes)}
+        return {self.tokens(level)[self.index]: level for level in range(self.depth + 1)}
 
     def level(self, shape: Sequence[int], what: str, *, full: bool = False) -> int:
         """Returns the level of this rank's rows of shape [..., H, W], or of all ranks' where it is the `full` picture.
@@ -67,9 +65,9 @@ class Levels(Share):
         return level
 
     def _level(self, shape: Sequence[int], *, full: bool) -> int | None:
-        level = self._by_width.get(shape[-3 - self.dim]) if len(shape) >= PICTURE_DIMS else None
-        if level is None:
+        if len(shape) < PICTURE_DIMS or shape[-3 - self.dim] not in self.widths:
             return None
+        level = self.widths.index(shape[-3 - self.dim])
         rows = self.sizes[level]
         return level if shape[self.dim] == (sum(rows) if full else rows[self.index]) else None
 
@@ -127,11 +125,10 @@ class Levels(Share):
 
     def tokens(self, level: int) -> Rows:
         """Returns the tokens of each rank at a level."""
-        return tuple(rows * self._width(level) for rows in self.sizes[level])
+        return tuple(rows * self.widths[level] for rows in self.sizes[level])
 
     def _plane(self, level: int, rows: int) -> tuple[int, int]:
-        width = self._width(level)
-        return (rows, width) if self.dim == -2 else (width, rows)
+        return (rows, self.widths[level]) if self.dim == -2 else (self.widths[level], rows)
 
 
 class NoLevel(Refused):

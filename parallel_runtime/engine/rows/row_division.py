@@ -37,9 +37,6 @@ ControlResiduals = dict[str, list[Any]]  # by kind; None for a block that has no
 class RowDivision(ExitStack):
     """The replaced forwards of one network, which closing it restores, and the state of its forward in progress."""
 
-    pipefusion = None
-    streams = None
-
     def __init__(self, network: nn.Module, plan: RowPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
         super().__init__()
         self._plan = plan
