@@ -52,7 +52,9 @@ def measurements_of(part: str, setting: Setting, *, processes: int, seconds: flo
                 yield from map(json.loads, file)
                 time.sleep(0.05)
         finally:
-            _end(ranks)
+            for each in ranks:
+                if each.poll() is None:
+                    os.killpg(each.pid, signal.SIGKILL)
         yield from map(json.loads, file)
         codes = [each.wait() for each in ranks]
         if running and not failed:
@@ -78,12 +80,6 @@ def _start(part: str, setting: Setting, rank: int, world_size: int, folder: Path
             stderr=output,
             start_new_session=True,
         )
-
-
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    for each in ranks:
-        if each.poll() is None:
-            os.killpg(each.pid, signal.SIGKILL)
 
 
 def main(name: str, setting: Setting) -> None:

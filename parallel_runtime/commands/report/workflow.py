@@ -59,8 +59,10 @@ def summary(workflow: Any, class_of: Callable[[str], str]) -> Json:
     Refused for anything else."""
     if isinstance(workflow, dict) and isinstance(workflow.get("nodes"), list):
         return _graph(workflow, class_of)
-    calls = workflow.get("prompt", workflow) if isinstance(workflow, dict) else None
-    if not isinstance(calls, dict) or not calls or not all(_is_call(call) for call in calls.values()):
+    calls = workflow.get("prompt", workflow) if isinstance(workflow, dict) else {}
+    calls = calls if isinstance(calls, dict) else {}
+    named = (isinstance(call, dict) and isinstance(call.get("class_type"), str) for call in calls.values())
+    if not calls or not all(named):
         raise Refused("report.no_workflow", kind=type(workflow).__name__)
     return {
         name: {
@@ -76,10 +78,6 @@ def _read(file: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise Refused("report.unreadable", file=str(file), error=str(error)) from None
-
-
-def _is_call(call: Any) -> bool:
-    return isinstance(call, dict) and isinstance(call.get("class_type"), str)
 
 
 def _graph(graph: Mapping[str, Any], class_of: Callable[[str], str]) -> Json:
