@@ -70,10 +70,10 @@ def load_subject(path: Path, comfyui: Path) -> Subject:
         raise SystemExit(f"{path} is no file; write one as architectures/README.md shows")
     flags = ("--force-fp32", "--use-pytorch-cross-attention")
     import_comfyui(ComfySetup(root=str(comfyui.resolve()), flags=flags, folder=os.getcwd()), torch.device("cpu"))
-    made = SimpleNamespace(**runpy.run_path(str(path), run_name="subject"))
+    module = SimpleNamespace(**runpy.run_path(str(path), run_name="subject"))
     torch.manual_seed(1)
-    network = randomized(made.network())
-    return network, [_seeded(made, **more) for more in ({}, {"rows": 2}, {"text": 3})]
+    network = randomized(module.network())
+    return network, [_seeded(module, **more) for more in ({}, {"rows": 2}, {"text": 3})]
 
 
 def randomized(network: nn.Module) -> nn.Module:
@@ -92,9 +92,9 @@ def run(network: nn.Module, call: dict[str, Any]) -> list[Tensor]:
     return [out] if isinstance(out, Tensor) else list(out)
 
 
-def _seeded(made: Any, **more: int) -> dict[str, Any]:
+def _seeded(module: Any, **more: int) -> dict[str, Any]:
     torch.manual_seed(2)
-    call: dict[str, Any] = made.inputs(**more)
+    call: dict[str, Any] = module.inputs(**more)
     return call
 
 

@@ -55,9 +55,9 @@ class Activity:
 
     def begin_request(self, model: ModelSpec, degrees: Parallelism, job: Job) -> None:
         """A request begins. Between two evaluations of one run the state stays as it is."""
-        again = self._model == model.unpatched
+        same_model = self._model == model.unpatched
         self._model = model.unpatched
-        if isinstance(job, EvaluationJob) and self.now.state == "sampling" and again:
+        if isinstance(job, EvaluationJob) and self.now.state == "sampling" and same_model:
             return
         self._evaluated = 0.0
         if isinstance(job, VAEJob):
@@ -84,11 +84,10 @@ class Activity:
 
     def new_eager_reasons(self) -> list[str]:
         """Returns why workers evaluate something eagerly instead of recording it; each reason once a process."""
-        reasons = {reason for rank in self.now.ranks if rank.readings for reason in rank.readings.graphs.eager}
-        news = sorted(f"{self.now.model}: {reason}" for reason in reasons)
-        news = [reason for reason in news if reason not in self._logged_reasons]
-        self._logged_reasons.update(news)
-        return news
+        eager = {reason for rank in self.now.ranks if rank.readings for reason in rank.readings.graphs.eager}
+        new = {f"{self.now.model}: {reason}" for reason in eager} - self._logged_reasons
+        self._logged_reasons |= new
+        return sorted(new)
 
     def give_up_recording(self) -> bool:
         """The group has ended. Returns whether it was recording, and does not record that model again."""

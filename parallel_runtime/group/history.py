@@ -175,10 +175,10 @@ class History:
         and nothing comes after a run that did not end well."""
         if not self.runs or state == "starting" or self.runs[-1].end not in ("", "idle"):
             return True
-        been = {name for name, _ in self.runs[-1].phases}
+        phases = {name for name, _ in self.runs[-1].phases}
         if state == "loading":
-            return bool(been & {"loading", "sampling", "decoding"})
-        return state == "encoding" and bool(been & {"sampling", "decoding"})
+            return bool(phases & {"loading", "sampling", "decoding"})
+        return state == "encoding" and bool(phases & {"sampling", "decoding"})
 
     def _with_single_worker(self, run: Run, setup: RunSetup) -> Run:
         """Adds the seconds a step on one worker: measured with this sampler, else scaled from another sampler, else

@@ -203,9 +203,9 @@ def environment(workers: int, token: str, folder: str, meeting: Rendezvous, key:
 def _without_comfyui_allocator(environment: Mapping[str, str]) -> dict[str, str]:
     """Removes the allocator that ComfyUI's main.py sets for its own process, and keeps a user's other allocator
     options."""
-    made = dict(environment)
+    variables = dict(environment)
     for name in ALLOCATOR:
-        words = made.pop(name, "").split(",")
+        words = variables.pop(name, "").split(",")
         if options := [word for word in words if word and "".join(word.split()) != COMFYUIS_ALLOCATOR]:
-            made[name] = ",".join(options)
-    return made
+            variables[name] = ",".join(options)
+    return variables

@@ -1,6 +1,6 @@
 """python -m parallel_runtime report: measures what a machine can do, in processes of its own, one measurement after
 another.
 
-Nothing else needs this package. Each part of the report is a module with `cases`; part.py starts and runs one, page.py
-writes down what it tells, command.py says what is left.
+Nothing else needs this package. command.py is the command. Each part of the report is a module with `cases`: part.py
+runs one in processes of its own, measuring.py makes its cases measurements, and page.py writes these down.
 """

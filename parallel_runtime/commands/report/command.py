@@ -7,7 +7,6 @@ measurement too, and the others go on. Parts for which there is no time are list
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -150,7 +149,7 @@ def machine() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "diffusers": importlib.metadata.version("diffusers") if _has_diffusers() else None,
+        "diffusers": workflow.version_of("diffusers"),
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         "cudnn": torch.backends.cudnn.version() if cuda else None,

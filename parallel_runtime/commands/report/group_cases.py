@@ -64,8 +64,7 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
 
 def memory_measurement(group: WorkerGroup) -> Measurement:
     """Returns the memory that any process uses of the fullest device; on the CPU that of the largest worker."""
-    readings = [rank.readings.used_bytes for rank in group.activity.now.ranks if rank.readings]
-    return {"gib": max(readings) / GIB} if readings else {}
+    return {"gib": max(reading.used_bytes for reading in group.readings) / GIB} if group.readings else {}
 
 
 class Trial:
@@ -145,5 +144,5 @@ class Trial:
         noise = torch.randn(1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
         job = demo_job("a red circle on a white background", noise, steps=steps, cfg=2.0)
         degrees = parallelism or self._parallelism
-        made: Tensor = self.group.run(spec(), degrees, job, on_step=on_step, watch=watch).value["samples"]
-        return made
+        samples: Tensor = self.group.run(spec(), degrees, job, on_step=on_step, watch=watch).value["samples"]
+        return samples

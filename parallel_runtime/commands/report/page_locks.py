@@ -60,25 +60,13 @@ def offloaded(device: torch.device, *, locks: bool, width: int = WIDTH) -> Measu
     return measurement
 
 
-class _FailingRuntime:
-    """The CUDA runtime, which cannot lock memory: it is given an address at which there is none."""
-
-    def __init__(self, runtime: Any) -> None:
-        self._runtime = runtime
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runtime, name)
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> Any:
-        return self._runtime.cudaHostRegister(0, size, flags)
-
-
 @contextmanager
 def nothing_locked() -> Iterator[None]:
-    """Makes each cudaHostRegister in this context fail, in the runtime itself."""
-    real = torch.cuda.cudart
-    torch.cuda.cudart = lambda: _FailingRuntime(real())
+    """Makes each cudaHostRegister in this context fail in the CUDA runtime: it gets an address without memory."""
+    runtime: Any = torch.cuda.cudart()
+    register = runtime.cudaHostRegister
+    runtime.cudaHostRegister = lambda address, size, flags: register(0, size, flags)
     try:
         yield
     finally:
-        torch.cuda.cudart = real
+        runtime.cudaHostRegister = register

@@ -52,7 +52,9 @@ def measurements_of(part: str, setting: Setting, *, processes: int, seconds: flo
                 yield from map(json.loads, file)
                 time.sleep(0.05)
         finally:
-            _end(ranks)
+            for each in ranks:
+                if each.poll() is None:
+                    os.killpg(each.pid, signal.SIGKILL)
         yield from map(json.loads, file)
         codes = [each.wait() for each in ranks]
         if running and not failed:
@@ -65,25 +67,19 @@ def measurements_of(part: str, setting: Setting, *, processes: int, seconds: flo
 
 def _start(part: str, setting: Setting, rank: int, world_size: int, folder: Path) -> subprocess.Popen[bytes]:
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
-    mine = {name: str(value) for name, value in place.items()} | {FOLDER: str(folder), PARENT: str(os.getpid())}
-    mine |= {ONE_CARD: "1"} if setting.one_card else {}
-    mine |= {"NCCL_GRAPH_REGISTER": "1"} if setting.registered else {}
-    quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+    variables = {name: str(value) for name, value in place.items()} | {FOLDER: str(folder), PARENT: str(os.getpid())}
+    variables |= {ONE_CARD: "1"} if setting.one_card else {}
+    variables |= {"NCCL_GRAPH_REGISTER": "1"} if setting.registered else {}
+    defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
     with (folder / OUTPUT).open("a") as output:
         return subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.part", part, json.dumps(asdict(setting))],
             cwd=ROOT,
-            env=os.environ | environment("lo") | quiet | mine,
+            env=os.environ | environment("lo") | defaults | variables,
             stdout=output,
             stderr=output,
             start_new_session=True,
         )
-
-
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    for each in ranks:
-        if each.poll() is None:
-            os.killpg(each.pid, signal.SIGKILL)
 
 
 def main(name: str, setting: Setting) -> None:

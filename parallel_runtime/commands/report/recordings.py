@@ -133,7 +133,7 @@ class Trial:
         reading = readings(self._device, [self._model], self._mesh.context.group_state)
         weights = sum(model.resident for model in reading.weights)
         lack = shortage(
-            Placement(devices=(str(self._device),)), [reading], self._model.spec.title, [weights + self._needed],
+            Placement(devices=(str(self._device),)), [reading], self._model.spec.fingerprint, [weights + self._needed],
             limits=[None], limited_by="",
         )  # fmt: skip
         assert torch.equal(self._sampled(self._model.network), self._expected), "it gave other numbers"

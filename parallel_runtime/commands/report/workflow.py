@@ -43,9 +43,9 @@ CONTAINS = (
 
 def write(file: Path, out: Path, comfyui: str, versions: Json) -> Path:
     """Writes the summary of `file` beside `out`, and returns its path. Raises Refused where it cannot."""
-    made = summary(_read(file), _classes(comfyui))
-    packages = {name: _version(name) for name in ("comfyui-frontend-package", "comfyui-workflow-templates")}
-    report = {"versions": versions | {"comfyui": _comfyui_version(comfyui)} | packages, "workflow": made}
+    workflow = summary(_read(file), _classes(comfyui))
+    packages = {name: version_of(name) for name in ("comfyui-frontend-package", "comfyui-workflow-templates")}
+    report = {"versions": versions | {"comfyui": _comfyui_version(comfyui)} | packages, "workflow": workflow}
     path = (out / "workflow" if out.is_dir() else out).with_suffix(".workflow.json")
     try:
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -59,8 +59,10 @@ def summary(workflow: Any, class_of: Callable[[str], str]) -> Json:
     Refused for anything else."""
     if isinstance(workflow, dict) and isinstance(workflow.get("nodes"), list):
         return _graph(workflow, class_of)
-    calls = workflow.get("prompt", workflow) if isinstance(workflow, dict) else None
-    if not isinstance(calls, dict) or not calls or not all(_is_call(call) for call in calls.values()):
+    calls = workflow.get("prompt", workflow) if isinstance(workflow, dict) else {}
+    calls = calls if isinstance(calls, dict) else {}
+    named = (isinstance(call, dict) and isinstance(call.get("class_type"), str) for call in calls.values())
+    if not calls or not all(named):
         raise Refused("report.no_workflow", kind=type(workflow).__name__)
     return {
         name: {
@@ -78,53 +80,49 @@ def _read(file: Path) -> Any:
         raise Refused("report.unreadable", file=str(file), error=str(error)) from None
 
 
-def _is_call(call: Any) -> bool:
-    return isinstance(call, dict) and isinstance(call.get("class_type"), str)
-
-
 def _graph(graph: Mapping[str, Any], class_of: Callable[[str], str]) -> Json:
-    made: Json = {"nodes": [_node(node, class_of) for node in graph["nodes"] if isinstance(node, dict)]}
-    made["links"] = graph.get("links") or []
+    kept: Json = {"nodes": [_node(node, class_of) for node in graph["nodes"] if isinstance(node, dict)]}
+    kept["links"] = graph.get("links") or []
     for key in ("id", "version", "last_node_id", "last_link_id", "state"):
         if key in graph and not (key == "id" and "inputs" not in graph):
-            made[key] = graph[key]
+            kept[key] = graph[key]
     for side in ("inputNode", "outputNode"):
         if isinstance(graph.get(side), dict):
-            made[side] = {key: graph[side][key] for key in ("id", "bounding") if key in graph[side]}
+            kept[side] = {key: graph[side][key] for key in ("id", "bounding") if key in graph[side]}
     if "inputs" in graph:  # a subgraph, whose sockets its links name by their place
-        made["name"] = "subgraph"
+        kept["name"] = "subgraph"
         for side in ("inputs", "outputs"):
-            made[side] = [
+            kept[side] = [
                 {key: socket[key] for key in ("id", "name", "type", "linkIds") if key in socket}
                 for socket in graph.get(side) or []
             ]
     inner = (graph.get("definitions") or {}).get("subgraphs") or []
     if inner:
-        made["definitions"] = {"subgraphs": [_graph(subgraph, class_of) for subgraph in inner]}
-    return made
+        kept["definitions"] = {"subgraphs": [_graph(subgraph, class_of) for subgraph in inner]}
+    return kept
 
 
 def _node(node: Mapping[str, Any], class_of: Callable[[str], str]) -> Json:
-    made: Json = {key: node[key] for key in KEPT_OF_A_NODE if key in node}
-    made["pos"], made["size"], made["flags"], made["order"] = [0, 0], [200, 100], {}, node.get("order", 0)
+    kept: Json = {key: node[key] for key in KEPT_OF_A_NODE if key in node}
+    kept["pos"], kept["size"], kept["flags"], kept["order"] = [0, 0], [200, 100], {}, node.get("order", 0)
     properties = node.get("properties") or {}
-    made["properties"] = {key: properties[key] for key in VERSIONS if isinstance(properties.get(key), str)}
+    kept["properties"] = {key: properties[key] for key in VERSIONS if isinstance(properties.get(key), str)}
     for side in ("inputs", "outputs"):
-        made[side] = [_socket(socket) for socket in node.get(side) or []]
+        kept[side] = [_socket(socket) for socket in node.get(side) or []]
     values = node.get("widgets_values")
     if isinstance(values, dict):
-        made["widgets_values"] = {key: _value(key, value, class_of) for key, value in values.items()}
+        kept["widgets_values"] = {key: _value(key, value, class_of) for key, value in values.items()}
     elif isinstance(values, list):
         names = _widget_names(node, values)
-        made["widgets_values"] = [_value(next(names, ""), value, class_of) for value in values]
-    return made
+        kept["widgets_values"] = [_value(next(names, ""), value, class_of) for value in values]
+    return kept
 
 
 def _socket(socket: Mapping[str, Any]) -> Json:
-    made = {key: socket[key] for key in KEPT_OF_A_SOCKET if key in socket}
+    kept = {key: socket[key] for key in KEPT_OF_A_SOCKET if key in socket}
     if isinstance(socket.get("widget"), dict):
-        made["widget"] = {"name": socket["widget"].get("name")}
-    return made
+        kept["widget"] = {"name": socket["widget"].get("name")}
+    return kept
 
 
 def _widget_names(node: Mapping[str, Any], values: list[Any]) -> Iterator[str]:
@@ -196,7 +194,7 @@ def _comfyui_version(comfyui: str) -> str | None:
     return str(runpy.run_path(str(file)).get("__version__"))
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -29,27 +29,27 @@ class RingSlot:
     block: Block
 
 
-def ring_slots(block: Block, sizes: Sequence[int], mesh_dim: MeshDim, scratch: ScratchAllocator) -> list[RingSlot]:
+def ring_slots(block: Block, key_counts: Sequence[int], mesh_dim: MeshDim, scratch: ScratchAllocator) -> list[RingSlot]:
     """Returns the buffer of each block in turn, the local block first; they alternate between two of the largest size.
 
     The local block is copied there to be sent; attention reads it from its original memory.
     """
     batch, _, heads, dim = block[0].shape
     per_token = 2 * batch * heads * dim
-    memory = [scratch((per_token * max(sizes),), use) for use in ("even blocks", "odd blocks")]
+    memory = [scratch((per_token * max(key_counts),), use) for use in ("even blocks", "odd blocks")]
     slots = []
     for step in range(mesh_dim.size):
         owner = (mesh_dim.index - step) % mesh_dim.size
-        packed = memory[step % 2].narrow(0, 0, per_token * sizes[owner])
-        packed = packed.view(2, batch, sizes[owner], heads, dim)
+        packed = memory[step % 2].narrow(0, 0, per_token * key_counts[owner])
+        packed = packed.view(2, batch, key_counts[owner], heads, dim)
         slots.append(RingSlot(owner=owner, packed=packed, block=(packed[0], packed[1])))
     return slots
 
 
-def packed_bytes(block: Block, sizes: Sequence[int]) -> int:
+def packed_bytes(block: Block, key_counts: Sequence[int]) -> int:
     """Returns the bytes of the message of the ring's largest block."""
     batch, _, heads, dim = block[0].shape
-    return 2 * batch * max(sizes) * heads * dim * block[0].element_size()
+    return 2 * batch * max(key_counts) * heads * dim * block[0].element_size()
 
 
 def rotate(block: Block, slots: Sequence[RingSlot], mesh_dim: MeshDim) -> Iterator[tuple[Owners, Block]]:
@@ -65,10 +65,10 @@ def rotate(block: Block, slots: Sequence[RingSlot], mesh_dim: MeshDim) -> Iterat
             pending.wait()
 
 
-def all_gather_blocks(block: Block, sizes: Sequence[int], mesh_dim: MeshDim) -> Iterator[tuple[Owners, Block]]:
+def all_gather_blocks(block: Block, key_counts: Sequence[int], mesh_dim: MeshDim) -> Iterator[tuple[Owners, Block]]:
     """Yields the local block, then all others as one, gathered meanwhile. Extra memory: all keys and values."""
     packed = torch.cat([tensor.transpose(0, 1) for tensor in block], dim=2)
-    pending = all_gather_others(packed, sizes, mesh_dim)
+    pending = all_gather_others(packed, key_counts, mesh_dim)
     yield (mesh_dim.index,), block
     (other_blocks,) = pending.wait()
     key, value = other_blocks.transpose(0, 1).chunk(2, 2)

@@ -53,7 +53,13 @@ class KernelFunction:
         """Returns why it cannot be used here on any tensor: its package or cuDNN is missing. "" if it can."""
         if self.spec.cudnn and torch.version.hip is not None:
             return "ROCm has no cuDNN"
-        return package_missing_reason(self.spec.package) if self.spec.package else ""
+        if not self.spec.package:
+            return ""
+        if reason := package_missing_reason(self.spec.package):
+            return reason
+        function = self.spec.function
+        lacks = function and not hasattr(_imported(self.spec.package), function)
+        return f"{self.spec.package} has no {function} here" if lacks else ""
 
     def unusable_reason(self, *tensors: Tensor) -> str:
         """Returns why the kernel takes nothing of the device, dtypes and head sizes of `tensors`; "" if no reason is
