@@ -5,15 +5,15 @@ import { app } from "../../scripts/app.js";
 import { element, setText } from "./elements.js";
 import { defaultsOf, foldLine, isLinked, valuesOf } from "./fold.js";
 import { gpuChoice } from "./gpus.js";
+import { after } from "./graph.js";
 import { presetChoice, presetOf } from "./presets.js";
 import { cardName } from "./rank.js";
 import { remedy, setValues } from "./remedy.js";
 import { gpus } from "./status.js";
-import { shares, terms } from "./shares.js";
+import { product, shares } from "./shares.js";
 import { addElementWidget } from "./widgets.js";
 import { say, translate } from "./words.js";
 
-export const CONFIG = "CPParallelConfig";
 const EDIT_MILLISECONDS = 150;
 const MARGIN = 6; // pixels around each of our elements
 const LEAST = 24;
@@ -96,20 +96,6 @@ function watch(node, changed) {
 }
 
 /**
- * @param {any} owner
- * @param {string} name
- * @param {() => void} act
- */
-export function after(owner, name, act) {
-  const before = owner[name];
-  owner[name] = function (/** @type {any[]} */ ...args) {
-    const result = before?.apply(this, args);
-    act();
-    return result;
-  };
-}
-
-/**
  * @param {any} node
  * @param {Record<string, HTMLElement>} parts
  */
@@ -151,13 +137,10 @@ async function fetchVerdict(values) {
   if (plan.code) return { words: translate(plan), bad: true, fix: plan.fix };
   const { degrees, workers, cores } = plan;
   const cpu = plan.devices[0] === "cpu";
-  const summary = { words: shares(degrees, workers, cpu), terms: "" };
-  if (workers > 1) summary.terms = say("workers", { degrees: terms(degrees), count: workers });
-  if (values.nnodes > 1) summary.terms += ` ${say("machines", { count: values.nnodes })}`;
   const parts = plan.shares.map(shareText).join(", ");
-  summary.terms = [summary.terms, parts].filter(Boolean).join("; ");
+  const split = [product(degrees, workers, values.nnodes), parts].filter(Boolean).join("; ");
   const note = cpu && workers > 1 ? say("config.cores", { workers, cores }) : gpus() === 1 && workers === 1 ? say("one.hint") : "";
-  return { ...summary, note };
+  return { words: shares(degrees, workers, cpu), terms: split, note };
 }
 
 /**

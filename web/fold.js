@@ -6,7 +6,7 @@ import { isListed } from "./gpus.js";
 import { ADJUSTABLE, PRESETS, presetOf } from "./presets.js";
 import { say } from "./words.js";
 
-/** @typedef {any} LGraphNode */
+/** @typedef {import("./graph.js").LGraphNode} LGraphNode */
 
 const LOW = 120; // pixels, less than it ever needs
 const RENDERER = "Comfy.VueNodes.Enabled.change";
@@ -22,8 +22,9 @@ const NEEDS_MORE_OF = { rdzv_endpoint: "nnodes", warmup_steps: "patches" };
 export function foldLine(node) {
   const line = element("button.cp-fold", { type: "button", onclick: () => toggle() });
   const defaults = defaultsOf(node);
-  const folded = node.widgets.filter((/** @type {any} */ widget) => widget.options?.advanced);
-  for (const widget of folded) widget.advanced = widget.options.advanced = false; // else Nodes 2.0 folds them too, all or none
+  const advanced = node.widgets.filter((/** @type {any} */ widget) => widget.options?.advanced);
+  for (const widget of advanced) widget.advanced = widget.options.advanced = false; // else Nodes 2.0 folds them too, all or none
+  const folded = advanced.map((/** @type {any} */ { name }) => name);
   let open = false;
   let closed = { height: 0, hidden: "" }; // as it was before it was opened
   /** @type {string | undefined} names of the widgets that were hidden last */
@@ -34,7 +35,7 @@ export function foldLine(node) {
     const visible = (/** @type {any} */ { name, value }) => {
       if (isLinked(node, name)) return true;
       if (name === "devices") return open || !isListed(String(value ?? ""));
-      if (!folded.some((/** @type {any} */ one) => one.name === name)) return true;
+      if (!folded.includes(name)) return true;
       const usual = ADJUSTABLE.includes(name) ? undefined : preset[name];
       if (value !== (usual ?? defaults[name])) return true;
       const other = NEEDS_MORE_OF[name];

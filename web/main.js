@@ -2,8 +2,9 @@
 
 import { app } from "../../scripts/app.js";
 import { badge, startBadge } from "./badge.js";
-import { addSummary, CONFIG } from "./config.js";
+import { addSummary } from "./config.js";
 import { followRenderer } from "./fold.js";
+import { CONFIG } from "./graph.js";
 import { canvasItems, menuItems, migrateCommands, toolboxCommands } from "./migrate.js";
 import { startHelp } from "./help.js";
 import { startNotices } from "./notices.js";

@@ -2,18 +2,11 @@
  * One step to undo, for one node, a subgraph, or the workflow. */
 
 import { app } from "../../scripts/app.js";
-import { CONFIG } from "./config.js";
+import { CONFIG, TO_CP, allNodes, rootGraph } from "./graph.js";
 import { tell } from "./notices.js";
 import { gpus } from "./status.js";
 import { say } from "./words.js";
 
-/** Which CP node replaces which native one; parallel_runtime/commands/migrate.py has the same for saved files. */
-const TO_CP = {
-  KSampler: "CPSampler",
-  KSamplerAdvanced: "CPSamplerAdvanced",
-  SamplerCustomAdvanced: "CPSamplerCustom",
-  SamplerCustom: "CPSamplerCustomBasic",
-};
 const TO_NATIVE = Object.fromEntries(Object.entries(TO_CP).map(([native, ours]) => [ours, native]));
 
 const ALWAYS = 0; // neither muted nor bypassed
@@ -22,8 +15,7 @@ const ORIGIN = ["cnr_id", "aux_id", "ver", "Node name for S&R"]; // properties t
 const NOTICE_MILLISECONDS = 6000;
 const ONE_GPU_MILLISECONDS = 15000;
 
-/** @typedef {any} LGraphNode frontend's types change between versions; what is used here is LiteGraph's oldest part
- * @typedef {any} LGraph
+/** @typedef {import("./graph.js").LGraphNode} LGraphNode
  * @typedef {Record<string, string>} Types what becomes what */
 
 /**
@@ -41,7 +33,7 @@ export function menuItems(node) {
 
 /** The entries of the empty canvas' context menu: for every sampler of the workflow. */
 export function canvasItems() {
-  const nodes = (app.rootGraph ?? app.graph).nodes;
+  const nodes = rootGraph().nodes;
   const entries = [
     ...entry(say("menu.run.all"), samplers(nodes, TO_CP), TO_CP),
     ...entry(say("menu.back.all"), samplers(nodes, TO_NATIVE), TO_NATIVE),
@@ -82,7 +74,7 @@ function migrateSelected(types) {
 
 /** @param {Types} types */
 function migrateAll(types) {
-  migrate(samplers((app.rootGraph ?? app.graph).nodes, types), types);
+  migrate(samplers(rootGraph().nodes, types), types);
 }
 
 /**
@@ -257,9 +249,7 @@ function connectConfig(node) {
 
 /** The values of widgets that subgraph nodes show of nodes inside: they go when their inner link does. */
 function hostValues() {
-  const root = /** @type {LGraph} */ (app.rootGraph ?? app.graph);
-  const hosts = [root, ...(root.subgraphs?.values() ?? [])]
-    .flatMap((graph) => graph.nodes).filter((/** @type {LGraphNode} */ node) => node.subgraph);
+  const hosts = allNodes().filter((node) => node.subgraph);
   return hosts.map((/** @type {LGraphNode} */ host) => ({
     host, values: new Map((host.widgets ?? []).map((/** @type {any} */ widget) => [widget.name, widget.value])),
   }));

@@ -3,21 +3,22 @@
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { TO_CP, allNodes, nodeOf } from "./graph.js";
 import { result, took } from "./runs.js";
 import { digits, duration } from "./seconds.js";
 import { count } from "./shares.js";
 import { WORKING, follow, lastRun, left, now } from "./status.js";
 import { say } from "./words.js";
 
-export const SAMPLERS = ["CPSampler", "CPSamplerAdvanced", "CPSamplerCustom", "CPSamplerCustomBasic"];
-const NATIVE = ["KSampler", "KSamplerAdvanced", "SamplerCustomAdvanced", "SamplerCustom"];
+const SAMPLERS = Object.values(TO_CP);
+const NATIVE = Object.keys(TO_CP);
 const CELL = "cpSamplerLines"; // on ComfyUI's own reactive store: Nodes 2.0 draws again what read it when it changes
 const PADDING = 6;
 const HIGH = 20;
 const GAP = 2;
 const FONT = "12px Inter, sans-serif";
 
-/** @typedef {any} LGraphNode */
+/** @typedef {import("./graph.js").LGraphNode} LGraphNode */
 
 let revision = 0;
 
@@ -109,41 +110,24 @@ export function startLines() {
   });
 }
 
-/** @returns {(path: string) => void} to be called with each node that begins: says how long a native sampler took. */
+/**
+ * Says how long a native sampler took, where the workflow has a CP sampler too.
+ * @returns {(path: string) => void} to be called with each node that begins
+ */
 function nativeTimes() {
   let timed = "";
   let began = 0;
   return (path) => {
     if (path === timed) return;
     if (timed) tell(timed, say("line.native", { time: took((performance.now() - began) / 1000) }));
-    timed = NATIVE.includes(nodeOf(path)?.comfyClass) && usesWorkers() ? path : "";
+    timed = NATIVE.includes(nodeOf(path)?.comfyClass) && allNodes().some((node) => SAMPLERS.includes(node.comfyClass)) ? path : "";
     began = performance.now();
   };
-}
-
-/** Does the workflow have a CP sampler? */
-function usesWorkers() {
-  const root = /** @type {any} */ (app.rootGraph ?? app.graph);
-  return [root, ...(root.subgraphs?.values() ?? [])].some((graph) =>
-    graph.nodes.some((/** @type {LGraphNode} */ node) => SAMPLERS.includes(node.comfyClass)));
 }
 
 /** @param {import("./status.js").Run} run of a sampler, and not a start that nobody asked for */
 function sampled({ phases }) {
   return phases.some(([name]) => name === "loading");
-}
-
-/**
- * Ids of nodes in subgraphs are paths, such as 12:3.
- * @param {string} id
- * @returns {LGraphNode | undefined}
- */
-export function nodeOf(id) {
-  /** @type {any} */
-  let graph = app.rootGraph ?? app.graph;
-  const steps = id.split(":");
-  for (const step of steps.slice(0, -1)) graph = graph?.getNodeById(step)?.subgraph;
-  return graph?.getNodeById(steps[steps.length - 1]) ?? undefined;
 }
 
 /** "2 workers, step 3 of 20, 0.41 s each, 7 s left" */

@@ -8,13 +8,13 @@ import { openHelp } from "./help.js";
 import { cardName, gpuLine, rankCard } from "./rank.js";
 import { facts, timeline } from "./runs.js";
 import { duration } from "./seconds.js";
-import { shares, terms } from "./shares.js";
+import { product, shares } from "./shares.js";
 import { BUSY, FAILED, WORKING, elapsed, follow, gpuList, gpus, lastRun, lastWords, left, now, reasonOf } from "./status.js";
 import { say } from "./words.js";
 
 /** @typedef {import("./status.js").Status} Status */
 
-export const PANEL = "cp-workers";
+const PANEL = "cp-workers";
 const LOG_MILLISECONDS = 2000;
 const CLOCK_MILLISECONDS = 500;
 const NEAR_PIXELS = 24;
@@ -142,7 +142,7 @@ function showHead(parts, status) {
   parts.model.title = status.model;
   const cpu = status.ranks[0]?.device === "cpu";
   setText(parts.degrees, status.degrees ? shares(status.degrees, status.world_size, cpu) : "");
-  setText(parts.terms, termsOf(status));
+  setText(parts.terms, status.degrees ? product(status.degrees, status.world_size, status.nnodes) : "");
   setText(parts.facts, BUSY.includes(status.state) ? "" : facts(lastRun()).join(". "));
   for (const part of ["hint", "words", "model", "degrees", "terms", "facts"]) parts[part].hidden = !parts[part].textContent;
 }
@@ -156,14 +156,6 @@ function hint(status) {
   const reason = text && !/[.!?。]$/.test(text) ? `${text}.` : text;
   const one = gpus() === 1 && !BUSY.includes(status.state) ? say("one.hint") : "";
   return [reason, hints[/** @type {keyof hints} */ (status.state)] ?? "", one].filter(Boolean).join(" ");
-}
-
-/** @param {Status} status */
-function termsOf(status) {
-  if (!status.degrees || status.world_size === 1) return "";
-  const degrees = terms(status.degrees);
-  const workers = say("workers", { degrees, count: status.world_size });
-  return status.nnodes > 1 ? `${workers} ${say("machines", { count: status.nnodes })}` : workers;
 }
 
 /**

@@ -2,9 +2,9 @@
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
-import { CONFIG, after } from "./config.js";
 import { svgElement, element, setText } from "./elements.js";
-import { upstream } from "./refusals.js";
+import { valuesOf } from "./fold.js";
+import { after, configAbove } from "./graph.js";
 import { remedy } from "./remedy.js";
 import { digits, duration } from "./seconds.js";
 import { count, divided, shares } from "./shares.js";
@@ -83,8 +83,8 @@ function place(node) {
  * @param {any} node
  */
 function settings(node) {
-  const config = upstream(node).find((/** @type {any} */ one) => one.comfyClass === CONFIG);
-  return JSON.stringify((config?.widgets ?? []).map((/** @type {any} */ widget) => (widget.serialize === false ? null : widget.value)));
+  const config = configAbove(node);
+  return JSON.stringify(config ? valuesOf(config) : {});
 }
 
 /**
@@ -185,8 +185,7 @@ function title(name) {
  * @param {any} node
  */
 function remedyButton(fix, node) {
-  const config = upstream(node).find((/** @type {any} */ one) => one.comfyClass === CONFIG);
-  const [use] = remedy(config, fix, (setting) => use.replaceWith(element("p.cp-hint", { role: "status" }, say("plan.set", { setting }))));
+  const [use] = remedy(configAbove(node), fix, (setting) => use.replaceWith(element("p.cp-hint", { role: "status" }, say("plan.set", { setting }))));
   return use ? [use] : [];
 }
 

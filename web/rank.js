@@ -32,7 +32,7 @@ export function rankCard() {
       showMemory(bar, fill, memory, rank);
       const loading = status.state === "loading" && rank.loaded < 1;
       setText(speed, loading ? `${Math.round(rank.loaded * 100)} %` : rank.step_seconds ? say("time.seconds", { seconds: digits(rank.step_seconds) }) : "");
-      speed.title = loading ? "" : seconds(rank);
+      speed.title = loading || !rank.step_seconds ? "" : say("step.last", { seconds: digits(rank.step_seconds) });
       const share = waitingPercent(rank);
       const words = loading || share === undefined ? "" : say("step.waited", { percent: share });
       setText(waited, words && `${share} %`);
@@ -110,11 +110,6 @@ function showWeights(place, rank) {
     setText(line.children[1], text);
     line.title = [model, text].filter(Boolean).join(": ");
   });
-}
-
-/** @param {Rank} rank */
-function seconds(rank) {
-  return rank.step_seconds ? say("step.last", { seconds: digits(rank.step_seconds) }) : "";
 }
 
 /**

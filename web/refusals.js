@@ -2,17 +2,17 @@
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
-import { CONFIG } from "./config.js";
+import { configAbove, nodeOf } from "./graph.js";
 import { tell } from "./notices.js";
-import { nodeOf } from "./onnode.js";
 import { REMEDIED } from "./remedy.js";
 import { say, translate } from "./words.js";
 
 const SECONDS = 1000;
 const LOOK_MILLISECONDS = 50;
+const LOOKS = 40;
 const DISMISS = '[data-testid="error-overlay-dismiss"]';
 
-/** @typedef {any} LGraphNode */
+/** @typedef {import("./graph.js").LGraphNode} LGraphNode */
 
 /**
  * What nodes/describe/refused_event.py sends. `widget` and `fix` are of a CP Parallel Config.
@@ -43,13 +43,12 @@ export function startRefusals() {
 function takeBack() {
   const button = () => /** @type {HTMLElement | null} */ (document.querySelector(DISMISS));
   if (button()) return;
+  let looks = 0; // and no clock: a busy page draws late
   const timer = setInterval(() => {
     const dismiss = button();
-    if (!dismiss) return;
-    clearInterval(timer);
-    dismiss.click();
+    dismiss?.click();
+    if (dismiss || ++looks === LOOKS) clearInterval(timer);
   }, LOOK_MILLISECONDS);
-  setTimeout(() => clearInterval(timer), 2 * SECONDS);
 }
 
 /**
@@ -58,24 +57,7 @@ function takeBack() {
  * @param {Refusal} refusal
  */
 function toChange(refused, { widget, fix }) {
-  const config = widget || Object.keys(fix).length ? upstream(refused).find((node) => node.comfyClass === CONFIG) : undefined;
-  return config ?? refused;
-}
-
-/**
- * Nearest first, `node` not among them.
- * @param {LGraphNode} node
- * @returns {LGraphNode[]}
- */
-export function upstream(node) {
-  const visited = new Set([node]);
-  for (const one of visited) {
-    for (const index of (one.inputs ?? []).keys()) {
-      const origin = one.getInputNode(index);
-      if (origin) visited.add(origin);
-    }
-  }
-  return [...visited].slice(1);
+  return (widget || Object.keys(fix).length ? configAbove(refused) : undefined) ?? refused;
 }
 
 /** @param {LGraphNode} node */

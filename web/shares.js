@@ -29,11 +29,23 @@ export function count(workers, cpu) {
  * "ring 1 x ulysses 2 x cfg 1 x data 1".
  * @param {Degrees} degrees
  */
-export function terms(degrees) {
+function terms(degrees) {
   return Object.entries(degrees)
     .filter(([name, degree]) => name !== "pipeline_degree" || degree > 1)
     .map(([name, degree]) => `${name.replace("_degree", "")} ${degree || say("auto")}`)
     .join(" x ");
+}
+
+/**
+ * "ring 1 x ulysses 2 x cfg 1 x data 1 = 2 workers", and on how many machines; nothing for one worker.
+ * @param {Degrees} degrees
+ * @param {number} workers
+ * @param {number} machines
+ */
+export function product(degrees, workers, machines) {
+  if (workers === 1) return "";
+  const made = say("workers", { degrees: terms(degrees), count: workers });
+  return machines > 1 ? `${made} ${say("machines", { count: machines })}` : made;
 }
 
 /**

@@ -8,7 +8,6 @@ from .comfyui_page import TOAST
 from .graphs import TEXT, put_sampler
 from .renderers import BOTH
 
-SETTLED_MILLISECONDS = 1500  # ComfyUI's own message has come by then
 SELECTED = "() => [...app.canvas.selectedItems].map(node => node.type)"
 CONFIG = """() => {
     const config = LiteGraph.createNode('CPParallelConfig');
@@ -28,8 +27,14 @@ COUNT_OVERLAYS = """() => {
         shown = now;
     }).observe(document.body, { childList: true, subtree: true });
 }"""
-TAKEN_BACK = """() => window.overlays === 1 && !document.querySelector('[data-testid="error-overlay"]')"""
-NO_OVERLAY = """() => !document.querySelector('[data-testid="error-overlay"]')"""
+TAKEN_BACK = """times => window.overlays === times && !document.querySelector('[data-testid="error-overlay"]')"""
+SHOWN_TWICE = "() => window.overlays === 2"
+SEVERAL_LOOKS = """() => new Promise(done => {
+    let looks = 0;
+    const timer = setInterval(() => { if (++looks === 10) { clearInterval(timer); done(); } }, 50);
+})"""  # at the page's own pace, as web/refusals.js looks for ComfyUI's message
+ONE_TOAST = """selector => [...document.querySelectorAll(selector)]
+    .filter(one => one.textContent.includes('The run was refused')).length === 1"""
 ANOTHER_ERROR = """() => {
     const { id, type } = app.graph.nodes.find(node => node.type === 'CPSampler');
     window.app.api.dispatchCustomEvent('execution_error', {
@@ -49,19 +54,19 @@ IN_SIGHT = """kind => {
 def test_a_click_selects_the_config_that_cannot_work(page: Any) -> None:
     put_sampler(page, kind="CPSampler")
     page.evaluate(CONFIG)
+    page.evaluate(COUNT_OVERLAYS)
     page.get_by_test_id("queue-button").click()
     toast = page.locator(TOAST).filter(has_text="The run was refused")
     toast.wait_for()
     assert "ring_degree 3 x ulysses_degree 1 needs 3 workers" in toast.inner_text()
-    page.wait_for_timeout(SETTLED_MILLISECONDS)
-    page.wait_for_function(NO_OVERLAY)  # else the same run is told of twice
+    page.wait_for_function(TAKEN_BACK, arg=1)  # else the same run is told of twice
     assert toast.is_visible()
     page.get_by_role("button", name="Show CP Parallel Config").click()
     assert page.evaluate(SELECTED) == ["CPParallelConfig"]
     page.wait_for_function(IN_SIGHT, arg="CPParallelConfig")
     page.get_by_test_id("queue-button").click()
-    page.wait_for_timeout(SETTLED_MILLISECONDS)
-    assert toast.count() == 1, "the last refusal is told of, and none before it"
+    page.wait_for_function(TAKEN_BACK, arg=2)
+    page.wait_for_function(ONE_TOAST, arg=TOAST)  # of the last refusal, and none before it
     page.get_by_role("button", name="Use ring_degree 2").click()
     page.wait_for_function("selector => !document.querySelector(selector)", arg=".cp-toast, .cp-bad")
     assert toast.count() == 0
@@ -72,9 +77,10 @@ def test_without_another_node_to_blame_it_leads_to_the_one_that_refused(page: An
     page.evaluate(PROMPT, TEXT.replace("128", "64"))
     page.evaluate(COUNT_OVERLAYS)
     page.get_by_test_id("queue-button").click()
-    page.wait_for_function(TAKEN_BACK)
+    page.wait_for_function(TAKEN_BACK, arg=1)
     page.evaluate(ANOTHER_ERROR)
-    page.wait_for_timeout(SETTLED_MILLISECONDS)
+    page.wait_for_function(SHOWN_TWICE)
+    page.evaluate(SEVERAL_LOOKS)
     assert page.get_by_test_id("error-overlay").count() == 1, "an error of something else was taken away, too"
     page.get_by_role("button", name="Show CP Sampler").click()
     assert page.evaluate(SELECTED) == ["CPSampler"]
