@@ -290,6 +290,8 @@ def test_a_device_that_fails_is_no_kernel_that_is_not_there(
 def test_a_package_that_is_not_here_is_named(warnings: pytest.LogCaptureFixture) -> None:
     registry._imported.cache_clear()
     assert "needs the package a_package_that_nobody_has" in registry.package_missing_reason("a_package_that_nobody_has")
+    assert registry.package_missing_reason("math", "attention") == "math has no attention"
+    assert registry.package_missing_reason("math", "sqrt") == ""
 
 
 @pytest.mark.parametrize(("version", "records"), [(91002, False), (91499, False), (91500, True), (None, False)])

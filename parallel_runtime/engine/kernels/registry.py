@@ -53,13 +53,7 @@ class KernelFunction:
         """Returns why it cannot be used here on any tensor: its package or cuDNN is missing. "" if it can."""
         if self.spec.cudnn and torch.version.hip is not None:
             return "ROCm has no cuDNN"
-        if not self.spec.package:
-            return ""
-        if reason := package_missing_reason(self.spec.package):
-            return reason
-        function = self.spec.function
-        lacks = function and not hasattr(_imported(self.spec.package), function)
-        return f"{self.spec.package} has no {function} here" if lacks else ""
+        return package_missing_reason(self.spec.package, self.spec.function) if self.spec.package else ""
 
     def unusable_reason(self, *tensors: Tensor) -> str:
         """Returns why the kernel takes nothing of the device, dtypes and head sizes of `tensors`; "" if no reason is
@@ -97,9 +91,12 @@ class KernelFunction:
         return _cudnn_reason(query, key, value, mask) if self.spec.cudnn else ""
 
 
-def package_missing_reason(package: str) -> str:
+def package_missing_reason(package: str, function: str = "") -> str:
+    """Returns why the package, or this function of it, cannot be used; "" if it can."""
     package_or_reason = _imported(package)
-    return package_or_reason if isinstance(package_or_reason, str) else ""
+    if isinstance(package_or_reason, str):
+        return package_or_reason
+    return f"{package} has no {function}" if function and not hasattr(package_or_reason, function) else ""
 
 
 @cache
