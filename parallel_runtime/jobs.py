@@ -12,7 +12,7 @@ from .specs import VAEMethod
 # ComfyUI's guiders that evaluate the negative prompt with a MODEL of its own, and the attribute that has it.
 TWO_MODEL_GUIDERS = {"comfy_extras.nodes_custom_sampler:Guider_DualModel": "uncond_model_patcher"}
 PARTNER = "partner: "  # begins the names of weights of a model's partner among weight patches
-MAX_CACHED_PROMPTS = 8  # a worker keeps the conditions of this many prompts; the host counts them the same way
+MAX_CACHED_CONDS = 8  # a worker keeps the conditions of as many prompts; the host counts them the same way
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,17 +73,18 @@ class EvaluationJob:
     conditions.
 
     `call_arguments` change from call to call (x [B, C, (T,) H, W] or a list of such, timestep, a ControlNet's
-    residuals), by argument name; `options` are the described transformer_options. Workers cache conditions under the
-    number `prompt`: `conds` is None where they have them. `batch_coupled`: an option sees all prompts at once.
+    residuals), by argument name; `options` are the described transformer_options. `cond_arguments`
+    are what ComfyUI makes of the conditions. Workers keep them under `cond_number`: they are None where workers have
+    them. `batch_coupled`: an option sees all prompts at once.
     """
 
     call_arguments: dict[str, Any]
     options: dict[str, Any] | None
-    conds: dict[str, Any] | None
+    cond_arguments: dict[str, Any] | None
     weight_patches: dict[str, list[Any]] | None
     batch_coupled: bool
     method: str = "forward"
-    prompt: int = 0
+    cond_number: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

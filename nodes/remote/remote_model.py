@@ -188,7 +188,7 @@ class RemoteEvaluation:
         job = EvaluationJob(
             call_arguments=each,
             options=options,
-            conds=conds,
+            cond_arguments=conds,
             weight_patches=described.weight_patches,
             batch_coupled=batch_coupled,
             method=method,

@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import Refused
-from ..jobs import MAX_CACHED_PROMPTS, EvaluationJob, Job, SamplingJob, VAEJob
+from ..jobs import MAX_CACHED_CONDS, EvaluationJob, Job, SamplingJob, VAEJob
 from ..request import AfterSampling
 from ..specs import ModelSpec
 
@@ -22,8 +22,8 @@ class PayloadCache:
 
     def __init__(self) -> None:
         self._fingerprints: dict[ModelSpec, str] = {}  # of the weight patches of models and VAEs that workers have
-        self._prompts: dict[ModelSpec, list[tuple[int, dict[str, Any]]]] = {}
-        self._last_prompt = 0
+        self._cond_arguments: dict[ModelSpec, list[tuple[int, dict[str, Any]]]] = {}
+        self._last_number = 0
 
     def has_model(self, model: ModelSpec) -> bool:
         """Do the workers have `model`, with its weight patches?"""
@@ -31,7 +31,7 @@ class PayloadCache:
 
     def free(self, model: ModelSpec, after: AfterSampling) -> None:
         """The workers have freed this model's conditions, and the model too if they `unload` it."""
-        self._prompts.pop(model.unpatched, None)
+        self._cond_arguments.pop(model.unpatched, None)
         if after == "unload":
             self._fingerprints.pop(model.unpatched, None)
 
@@ -39,14 +39,14 @@ class PayloadCache:
     def unsent_parts(self, job: Job, model: ModelSpec) -> Iterator[Job]:
         """Yields the job without what the workers have. If the block does not raise, the workers have all of it; until
         then they count as having no weight patches of this model."""
-        cached = self.has_model(model)
+        has_patches = self.has_model(model)
         try:
-            payload = self._without_sent(job) if cached else job
+            payload = self._without_sent(job) if has_patches else job
             self._fingerprints.pop(model.unpatched, None)
-            yield self._without_prompt(payload, model) if isinstance(payload, EvaluationJob) else payload
+            yield self._without_cond_arguments(payload, model) if isinstance(payload, EvaluationJob) else payload
         except BaseException as error:
-            self._prompts = {}
-            if cached and isinstance(error, Refused):
+            self._cond_arguments = {}
+            if has_patches and isinstance(error, Refused):
                 self._fingerprints[model.unpatched] = model.patches_fingerprint
             raise
         self._fingerprints[model.unpatched] = model.patches_fingerprint
@@ -59,17 +59,17 @@ class PayloadCache:
                 return replace(job, weights=None)
         return job
 
-    def _without_prompt(self, job: EvaluationJob, model: ModelSpec) -> EvaluationJob:
+    def _without_cond_arguments(self, job: EvaluationJob, model: ModelSpec) -> EvaluationJob:
         """Conditions are compared by value with copies of those that were sent: they may change from step to step under
         one uuid of ComfyUI's, also in place."""
-        prompts = self._prompts.get(model.unpatched, [])
-        for number, conds in prompts:
-            if _equal(conds, job.conds):
-                return replace(job, prompt=number, conds=None)
-        self._last_prompt += 1
-        conds = pytree.tree_map_only(torch.Tensor, torch.clone, job.conds or {})
-        self._prompts[model.unpatched] = [*prompts, (self._last_prompt, conds)][-MAX_CACHED_PROMPTS:]
-        return replace(job, prompt=self._last_prompt)
+        sent = self._cond_arguments.get(model.unpatched, [])
+        for number, conds in sent:
+            if _equal(conds, job.cond_arguments):
+                return replace(job, cond_number=number, cond_arguments=None)
+        self._last_number += 1
+        conds = pytree.tree_map_only(torch.Tensor, torch.clone, job.cond_arguments or {})
+        self._cond_arguments[model.unpatched] = [*sent, (self._last_number, conds)][-MAX_CACHED_CONDS:]
+        return replace(job, cond_number=self._last_number)
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -57,7 +57,7 @@ class Model:
     remote_blocks: Sequence[BlockRef] = ()  # the blocks of other stages
     undo_split: ExitStack = field(default_factory=ExitStack)  # closing it makes the network undivided
     device: torch.device = CPU  # its evaluations run here
-    conditions: dict[int, dict[str, Any]] = field(default_factory=dict)  # of a native sampler's prompts, by number
+    cond_arguments: dict[int, dict[str, Any]] = field(default_factory=dict)  # of EvaluationJobs, by cond_number
     benchmarked: set[tuple[ModelSpec, torch.Size]] = field(default_factory=set)  # its evaluations in kernel_advice
     graph_runner: GraphRunner = field(init=False)
 
@@ -242,7 +242,7 @@ class Models:
         until a job needs them; `unload` drops the model."""
         model = self._models.pop(spec.unpatched, None) if after == "unload" else self._models.get(spec.unpatched)
         if model is not None:
-            model.conditions.clear()
+            model.cond_arguments.clear()
             if after != "keep":
                 model.offload()
         del model

@@ -157,8 +157,8 @@ def rows_evaluated(rank: int, world: int, patches: str) -> dict[str, Any]:
     job = jobs.EvaluationJob(
         call_arguments=given,
         options=model_patches.describe_transformer_options(options, None),
-        prompt=1,
-        conds={"context": torch.randn(4, 7, 96), "y": torch.randn(4, 64), "guidance": torch.ones(4)},
+        cond_number=1,
+        cond_arguments={"context": torch.randn(4, 7, 96), "y": torch.randn(4, 64), "guidance": torch.ones(4)},
         weight_patches={},
         batch_coupled=coupling.network_couples_batch(model.network, options),
     )

@@ -76,9 +76,9 @@ def test_whole_weights_and_those_in_main_memory_make_no_group(
 def test_conditions_of_a_native_samplers_run_go_with_it(after: AfterSampling) -> None:
     kept_models = models()
     model = kept_models.get(Run(1, SPEC, SHAPES[0], WeightPlacement()), lambda share: None, flux_job())
-    model.conditions[1] = {"context": torch.zeros(2)}
+    model.cond_arguments[1] = {"context": torch.zeros(2)}
     kept_models.free(SPEC, after)
-    assert not model.conditions
+    assert not model.cond_arguments
     assert (model in kept_models.loaded) == (after != "unload")
 
 

@@ -77,7 +77,7 @@ def test_a_run_after_a_native_samplers_is_not_over_while_it_samples(monkeypatch:
     monkeypatch.setattr(activity_module, "EVALUATION_GAP_SECONDS", 0.0)
     activity, model, run = Activity(), ModelSpec(loader="a"), object()
     evaluation: Any = EvaluationJob(
-        call_arguments={}, options=None, prompt=1, conds=None, weight_patches=None, batch_coupled=False
+        call_arguments={}, options=None, cond_number=1, cond_arguments=None, weight_patches=None, batch_coupled=False
     )
     activity.begin_request(model, Parallelism(), evaluation)
     activity.end_request(evaluation)

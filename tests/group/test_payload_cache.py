@@ -16,7 +16,7 @@ MODEL, OTHER = ModelSpec(loader="a"), ModelSpec(loader="b")
 def evaluated(sent: PayloadCache, model: ModelSpec, **more: Any) -> EvaluationJob:
     """What is sent of one more evaluation of the same prompt."""
     conds = {"context": torch.ones(2, 3), **more}
-    job = EvaluationJob(call_arguments={}, options=None, conds=conds, weight_patches={}, batch_coupled=False)
+    job = EvaluationJob(call_arguments={}, options=None, cond_arguments=conds, weight_patches={}, batch_coupled=False)
     with sent.unsent_parts(job, model) as unsent:
         assert isinstance(unsent, EvaluationJob)
         return unsent
@@ -25,27 +25,27 @@ def evaluated(sent: PayloadCache, model: ModelSpec, **more: Any) -> EvaluationJo
 def test_conditions_are_sent_once_a_run_of_each_model() -> None:
     sent = PayloadCache()
     first, second, of_other = evaluated(sent, MODEL), evaluated(sent, MODEL), evaluated(sent, OTHER)
-    assert first.conds is not None
-    assert (second.conds, second.prompt) == (None, first.prompt)
-    assert of_other.conds is not None, "each model has its own"
+    assert first.cond_arguments is not None
+    assert (second.cond_arguments, second.cond_number) == (None, first.cond_number)
+    assert of_other.cond_arguments is not None, "each model has its own"
     sent.free(MODEL, "keep")
     assert sent.has_model(MODEL)
     again = evaluated(sent, MODEL)
-    assert again.conds is not None
-    assert again.prompt not in (first.prompt, of_other.prompt)
-    assert evaluated(sent, OTHER).conds is None
+    assert again.cond_arguments is not None
+    assert again.cond_number not in (first.cond_number, of_other.cond_number)
+    assert evaluated(sent, OTHER).cond_arguments is None
 
 
 def test_conditions_that_changed_in_place_are_sent_again() -> None:
     sent, mask = PayloadCache(), torch.zeros(2)
-    assert evaluated(sent, MODEL, mask=mask).conds is not None
+    assert evaluated(sent, MODEL, mask=mask).cond_arguments is not None
     mask += 1
-    assert evaluated(sent, MODEL, mask=mask).conds is not None
-    assert evaluated(sent, MODEL, mask=mask).conds is None
+    assert evaluated(sent, MODEL, mask=mask).cond_arguments is not None
+    assert evaluated(sent, MODEL, mask=mask).cond_arguments is None
 
 
 def test_conditions_may_hold_tuples_of_tensors() -> None:
     sent = PayloadCache()
-    assert evaluated(sent, MODEL, shapes=(torch.ones(2), 3)).conds is not None
-    assert evaluated(sent, MODEL, shapes=(torch.ones(2), 3)).conds is None
-    assert evaluated(sent, MODEL, shapes=(torch.zeros(2), 3)).conds is not None
+    assert evaluated(sent, MODEL, shapes=(torch.ones(2), 3)).cond_arguments is not None
+    assert evaluated(sent, MODEL, shapes=(torch.ones(2), 3)).cond_arguments is None
+    assert evaluated(sent, MODEL, shapes=(torch.zeros(2), 3)).cond_arguments is not None

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ...errors import Refused, quoted
-from ...jobs import MAX_CACHED_PROMPTS, EvaluationJob
+from ...jobs import MAX_CACHED_CONDS, EvaluationJob
 from ..kernel_advice import kernel_advice
 from ..process.progress import Progress
 from .comfy_model import ComfyModel
@@ -28,7 +28,7 @@ def evaluate(model: ComfyModel, job: EvaluationJob, progress: Progress) -> dict[
         patcher.model_options["transformer_options"] = options  # so that ComfyUI loads the patches' models
     model.load([patcher])
     progress.heartbeat()
-    arguments = {**moved(job.call_arguments, device), **_conditions(model, job, device)}
+    arguments = {**moved(job.call_arguments, device), **_cond_arguments(model, job, device)}
     if job.method not in METHODS:
         raise Refused("job.method", method=quoted(job.method), methods=", ".join(METHODS))
     if model.spec.compute_dtype:  # a cp_config may set another one than ComfyUI's process computes in
@@ -47,17 +47,17 @@ def evaluate(model: ComfyModel, job: EvaluationJob, progress: Progress) -> dict[
     return {"out": out}
 
 
-def _conditions(model: ComfyModel, job: EvaluationJob, device: torch.device) -> dict[str, Any]:
+def _cond_arguments(model: ComfyModel, job: EvaluationJob, device: torch.device) -> dict[str, Any]:
     """Returns the conditions of the job's prompt. The model keeps those of its last prompts, so that a step sends only
     its latent."""
-    if job.conds is not None:
+    if job.cond_arguments is not None:
         model.clear_kv_cache()
-        model.conditions[job.prompt] = moved(job.conds, device)
-        for oldest in list(model.conditions)[:-MAX_CACHED_PROMPTS]:
-            del model.conditions[oldest]
-    if job.prompt not in model.conditions:
+        model.cond_arguments[job.cond_number] = moved(job.cond_arguments, device)
+        for oldest in list(model.cond_arguments)[:-MAX_CACHED_CONDS]:
+            del model.cond_arguments[oldest]
+    if job.cond_number not in model.cond_arguments:
         raise Refused("conds.unsent")
-    return model.conditions[job.prompt]
+    return model.cond_arguments[job.cond_number]
 
 
 def _cast(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
