@@ -129,7 +129,7 @@ def candidates(
 
 
 def _is_fastest(name: AttentionBackend, device: torch.device) -> bool:
-    """Returns whether the table says so of a GPU such as this one."""
+    """Returns whether this kernel was the fastest in every measurement on GPUs such as this one, by its row."""
     fastest_on = KERNELS[name].fastest_on
     return bool(fastest_on) and torch.cuda.get_device_capability(device)[0] in fastest_on
 
@@ -141,7 +141,7 @@ def _likely_fastest(
     sizes: AttentionSizes,
     mesh_dim: MeshDim,
 ) -> AttentionBackend:
-    """Returns a kernel that is the fastest on all ranks' GPUs, by the table; else FALLBACK."""
+    """Returns the kernel that is the fastest on the GPUs of all ranks, by its row; FALLBACK if there is none."""
     for name in all_names:
         if name in KERNELS and KERNELS[name].fastest_on:
             likely = name in names and _is_fastest(name, query.device)
