@@ -112,10 +112,10 @@ def settled(rank: int, world: int) -> dict[str, Any]:
     try:
         run = evaluation.RemoteEvaluation(request.ParallelRequest())
         run._model = group.models[MODELS[0]]
-        group._payloads._prompts[MODELS[0]] = [(1, {})]
-        before = len(group._payloads._prompts)
+        group.payloads._prompts[MODELS[0]] = [(1, {})]
+        before = len(group.payloads._prompts)
         run.end()
-        return {"before": before, "after": len(group._payloads._prompts), "listed": len(group.models)}
+        return {"before": before, "after": len(group.payloads._prompts), "listed": len(group.models)}
     finally:
         runtime.close()
 
