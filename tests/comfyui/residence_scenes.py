@@ -112,10 +112,10 @@ def settled(rank: int, world: int) -> dict[str, Any]:
     try:
         run = evaluation.RemoteEvaluation(request.ParallelRequest())
         run._model = group.models[MODELS[0]]
-        group._payloads._cond_arguments[MODELS[0]] = [(1, {})]
-        before = len(group._payloads._cond_arguments)
+        group.payloads._cond_arguments[MODELS[0]] = [(1, {})]
+        before = len(group.payloads._cond_arguments)
         run.end()
-        return {"before": before, "after": len(group._payloads._cond_arguments), "listed": len(group.models)}
+        return {"before": before, "after": len(group.payloads._cond_arguments), "listed": len(group.models)}
     finally:
         runtime.close()
 

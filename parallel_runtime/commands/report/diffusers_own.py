@@ -1,4 +1,4 @@
-"""diffusers' own context parallelism, for comparison: a rank's share of its FLUX, as share.py has ours.
+"""diffusers' own context parallelism, for comparison: a rank's share of its FLUX, as rank_share_cases.py has ours.
 
 On the CPU `enable_parallelism` divides by zero, so what it does is done here, and undone on leaving; there the native
 op is made to return the log-sum-exp that a ring needs.
