@@ -20,7 +20,7 @@ from ..group.cluster import versions
 from ..group.endpoint import interface_of, parse
 from ..group.torchrun import Rendezvous, Torchrun
 from ..wire.messages import Denied, Invitation, Left, Machine
-from ..wire.stream import TOKEN_FILE, Stream, read_key
+from ..wire.tcp_channel import TOKEN_FILE, TcpChannel, read_key
 
 RETRY_SECONDS = 1.0
 POLL_SECONDS = 0.05
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 def serve_one_group(endpoint: str, key: str, devices: str = "", comfyui: str = "") -> str:
     """Lends the devices for the lifetime of one group. Returns what happened, in words."""
     try:
-        stream = Stream.call(endpoint, key)
+        channel = TcpChannel.call(endpoint, key)
     except ConnectionAbortedError:
         return f"{endpoint} hung up before it asked for the token, as where too many call; trying again"
     except EOFError:
@@ -59,38 +59,38 @@ def serve_one_group(endpoint: str, key: str, devices: str = "", comfyui: str = "
     except OSError:
         return f"waiting for ComfyUI at {endpoint}"
     try:
-        stream.send(Machine(versions(), devices, torch.cuda.device_count(), comfyui))
-        message, _ = stream.receive()
+        channel.send(Machine(versions(), devices, torch.cuda.device_count(), comfyui))
+        message, _ = channel.receive()
         if isinstance(message, Denied):
             return f"ComfyUI's machine refuses this one: {message.reason}"
         assert isinstance(message, Invitation), message
-        return _run_workers(endpoint, key, stream, message)
+        return _run_workers(endpoint, key, channel, message)
     except (EOFError, OSError):
         return f"{endpoint} has no work; waiting"
     except ProtocolError:
         return f"{endpoint} runs another version of CP Sampler; install the same on both"
     finally:
-        stream.close()
+        channel.close()
 
 
-def _run_workers(endpoint: str, key: str, stream: Stream, invitation: Invitation) -> str:
+def _run_workers(endpoint: str, key: str, channel: TcpChannel, invitation: Invitation) -> str:
     log.info("[CP] joined: starting %d worker(s)", invitation.workers)
     host, _ = parse(endpoint)
     meeting = Rendezvous(
         store=f"{host}:{invitation.store}",
         machine=invitation.index,
         machines=invitation.nnodes,
-        interface=interface_of(stream.addresses[0]),
+        interface=interface_of(channel.addresses[0]),
     )
     first_rank = invitation.index * invitation.workers
     torchrun = Torchrun(range(first_rank, first_rank + invitation.workers))
     try:
         torchrun.start(endpoint, invitation.token, meeting, key)
-        while (ended := torchrun.ended()) is None and not stream.waiting():
+        while (ended := torchrun.ended()) is None and not channel.waiting():
             time.sleep(POLL_SECONDS)
         if ended is None:
             return "ComfyUI has ended the group"
-        stream.send(Left(ended, torchrun.last_line()[:LINE_CHARACTERS]))
+        channel.send(Left(ended, torchrun.last_line()[:LINE_CHARACTERS]))
         return "the workers have ended"
     finally:
         torchrun.close()

@@ -21,7 +21,7 @@ from ..errors import Cause, ProtocolError, Refused, WorkerStartError, say
 from ..planning.device_names import parse_devices
 from ..specs import ComfySetup, Placement
 from ..wire.messages import Denied, Ended, Invitation, Left, Machine
-from ..wire.stream import Stream, prove, read_key
+from ..wire.tcp_channel import TcpChannel, prove, read_key
 from .endpoint import interface_of, listen, parse
 from .torchrun import GRACE_SECONDS, PACKAGE, Rendezvous
 
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 class RemoteMachine:
     """A machine that has joined, with Torchrun's interface. Its connection is silent until its torchrun ends."""
 
-    def __init__(self, control: Stream, devices: tuple[str, ...], comfyui: str) -> None:
+    def __init__(self, control: TcpChannel, devices: tuple[str, ...], comfyui: str) -> None:
         self.machine = control.addresses[1]
         self.devices = devices
         self.control = control
@@ -137,22 +137,22 @@ class Cluster:
         self.gate.close()
         self._store = None
 
-    def _admit(self, stream: Stream) -> None:
+    def _admit(self, channel: TcpChannel) -> None:
         """Adds a machine that fits; one that does not ends the start, with the reason on both sides."""
-        offer = stream.greeting(Machine, GRACE_SECONDS)
+        offer = channel.greeting(Machine, GRACE_SECONDS)
         if offer is None:  # such as a rank of an earlier group
-            stream.close()
+            channel.close()
             return
-        name = stream.addresses[1]
+        name = channel.addresses[1]
         try:
             devices = self._devices(offer)
         except Refused as refused:
             with contextlib.suppress(OSError):
-                stream.send(Denied(str(refused)))
-            stream.close()
+                channel.send(Denied(str(refused)))
+            channel.close()
             raise WorkerStartError(say("start.machine", machine=name, reason=refused.sentence)) from None
         log.info("[CP] %s has joined with %s", name, ", ".join(devices))
-        self.machines.append(RemoteMachine(stream, devices, offer.comfyui))
+        self.machines.append(RemoteMachine(channel, devices, offer.comfyui))
 
     def _devices(self, offer: Machine) -> tuple[str, ...]:
         """Returns the devices of that machine, one a rank. Raises Refused for one that does not match the group."""
@@ -172,7 +172,7 @@ class Gate:
     closed, so that strangers cannot keep out a machine with the token."""
 
     def __init__(self, address: str, port: int, key: str) -> None:
-        self.arrivals: queue.SimpleQueue[Stream] = queue.SimpleQueue()
+        self.arrivals: queue.SimpleQueue[TcpChannel] = queue.SimpleQueue()
         self._key = key
         self._closing = threading.Event()
         self._refused: set[str] = set()
@@ -215,19 +215,19 @@ class Gate:
                 self._unproven.remove(sock)
 
     def _admit(self, sock: socket.socket, address: str) -> None:
-        stream, reason = None, "its token differs from this machine's"
+        channel, reason = None, "its token differs from this machine's"
         try:
             if prove(sock, self._key, host=True):
-                stream = Stream(sock)
+                channel = TcpChannel(sock)
         except (OSError, EOFError):
             reason = "it showed no token"
         with self._lock:
             if sock in self._unproven:  # else it was hung up on meanwhile
                 self._unproven.remove(sock)
-                if stream is not None:
-                    self.arrivals.put(stream)
+                if channel is not None:
+                    self.arrivals.put(channel)
                     return
-        if stream is None:
+        if channel is None:
             self._refuse(address, reason)
         sock.close()
 

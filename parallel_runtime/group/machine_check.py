@@ -9,7 +9,7 @@ from ..errors import Refused
 from ..planning.default_plan import default_plan
 from ..planning.plan_inputs import PlanInputs
 from ..planning.run_plan import RunPlan
-from ..wire.stream import read_key
+from ..wire.tcp_channel import read_key
 from . import endpoint
 
 

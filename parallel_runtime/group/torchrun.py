@@ -22,7 +22,7 @@ from typing import IO
 from .. import accelerators
 from ..errors import Cause
 from ..wire.messages import Ended, decode
-from ..wire.stream import KEY
+from ..wire.tcp_channel import KEY
 from .journal import Journal
 
 PACKAGE = Path(__file__).resolve().parents[1]

@@ -25,7 +25,7 @@ from ..wire.bundles import read_bundle, write_bundle
 from ..wire.channel import Channel
 from ..wire.messages import PROTOCOL, Cancel, Done, Failed, Joined, MapOutput, Measure, Ready, Refusal, Run, Welcome
 from ..wire.readings import Readings
-from ..wire.stream import KEY, Stream
+from ..wire.tcp_channel import KEY, TcpChannel
 from .models import Load, Loop, Models
 from .process import speed_test
 from .process.agent import AGENT_PID, die_when, end_parent
@@ -135,7 +135,7 @@ def main(address: str) -> None:
     """Answers the host at `address` until it disconnects: a unix socket, or host:port from another machine."""
     logging.basicConfig(level=logging.WARNING, format=f"[CP rank {rank()}] %(message)s")
     key = os.environ.pop(KEY, "")
-    channel = Channel.connect(address) if os.path.isabs(address) else Stream.call(address, key)
+    channel = Channel.connect(address) if os.path.isabs(address) else TcpChannel.call(address, key)
     die_when(channel.hung_up, _end_torchrun)
     channel.send(Ready(rank(), os.getpid(), os.environ.pop(TOKEN), PROTOCOL))
     try:

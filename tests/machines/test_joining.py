@@ -25,9 +25,9 @@ from parallel_runtime.group.cluster import MAX_UNPROVEN, Cluster, Gate, RemoteMa
 from parallel_runtime.group.endpoint import listen, parse
 from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import Placement
-from parallel_runtime.wire import stream
+from parallel_runtime.wire import tcp_channel
 from parallel_runtime.wire.messages import Cancel, Ended, Left, Machine
-from parallel_runtime.wire.stream import TOKEN, TOKEN_FILE, Stream, read_key
+from parallel_runtime.wire.tcp_channel import TOKEN, TOKEN_FILE, TcpChannel, read_key
 
 from ..groups import flux_job, spec_of
 from ..zoo.checkpoints import write
@@ -49,7 +49,7 @@ def address_of(gate):
 
 
 def test_who_has_the_token_comes_in_and_messages_go_both_ways(gate):
-    guest = Stream.call(address_of(gate), KEY)
+    guest = TcpChannel.call(address_of(gate), KEY)
     host = gate.arrivals.get(timeout=5)
     guest.send(Machine(("1",), "", 0, ""))
     assert host.greeting(Machine, 5) == Machine(("1",), "", 0, "")
@@ -63,7 +63,7 @@ def test_who_has_the_token_comes_in_and_messages_go_both_ways(gate):
 
 def test_who_has_another_token_is_refused_and_named_in_the_log(gate, caplog):
     with caplog.at_level(logging.WARNING), pytest.raises(EOFError):
-        Stream.call(address_of(gate), OTHER)
+        TcpChannel.call(address_of(gate), OTHER)
     assert gate.arrivals.empty()
     assert "127.0.0.1 was refused: its token differs from this machine's" in caplog.text
 
@@ -89,13 +89,13 @@ def test_strangers_who_fill_every_place_do_not_keep_out_who_has_the_token(gate):
         for _ in range(MAX_UNPROVEN):
             stranger = strangers.enter_context(socket.create_connection(place, timeout=5))
             assert len(stranger.recv(32)) == 32, "it is asked for the token"
-        guest = Stream.call(address_of(gate), KEY)
+        guest = TcpChannel.call(address_of(gate), KEY)
         gate.arrivals.get(timeout=5).close()
         guest.close()
 
 
 def test_a_stranger_who_sends_a_byte_now_and_then_has_no_longer_than_anybody(gate, monkeypatch):
-    monkeypatch.setattr(stream, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(tcp_channel, "HANDSHAKE_SECONDS", 0.3)
     with socket.create_connection(("127.0.0.1", int(address_of(gate).split(":")[1]))) as stranger:
         assert len(stranger.recv(32)) == 32
         stranger.settimeout(0.05)
@@ -154,9 +154,9 @@ def test_what_fails_beside_the_gate_leaves_no_gate(monkeypatch):
 
 @pytest.mark.parametrize("kind", [Machine, Left])
 def test_who_stops_in_the_middle_of_a_message_counts_as_gone(gate, monkeypatch, kind):
-    guest = Stream.call(address_of(gate), KEY)
+    guest = TcpChannel.call(address_of(gate), KEY)
     host = gate.arrivals.get(timeout=5)
-    monkeypatch.setattr(stream, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(tcp_channel, "SILENCE_SECONDS", 0.3)
     guest._socket.send(bytes(3))
     answers: list[object] = []
     ask = (lambda: host.greeting(Machine, 5)) if kind is Machine else RemoteMachine(host, (), "").ended
@@ -176,7 +176,7 @@ def _receive(sock):
 
 
 def test_an_offer_that_finds_no_room_is_dropped_and_not_waited_for(gate):
-    guest = Stream.call(address_of(gate), KEY)
+    guest = TcpChannel.call(address_of(gate), KEY)
     host = gate.arrivals.get(timeout=5)
     started = time.monotonic()
     while guest.offer(Machine(("x" * 1000,), "", 0, "")):

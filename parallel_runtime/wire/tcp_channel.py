@@ -33,7 +33,7 @@ MIN_TOKEN_BYTES = 16
 CHALLENGE_BYTES = PROOF_BYTES = 32
 
 
-class Stream(Channel):
+class TcpChannel(Channel):
     """A connected socket whose other end has proved that it knows the token."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -46,7 +46,7 @@ class Stream(Channel):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE_SECONDS)
 
     @classmethod
-    def call(cls, address: str, key: str) -> Stream:
+    def call(cls, address: str, key: str) -> TcpChannel:
         """Connects to host:port. Raises OSError where nobody listens, ConnectionAbortedError where who listens hangs
         up before it asks for the token, and EOFError where the token is another."""
         host, _, port = address.rpartition(":")
