@@ -50,7 +50,7 @@ export function foldLine(node) {
     if (open) closed = { height, hidden: lastHidden ?? "" };
     show(open ? node.size[1] : hiddenNames().join() === closed.hidden ? height : LOW);
   };
-  /** @param {number} [height] what it has; without, it is low after an edit that changed which widgets show */
+  /** @param {number} [height] what it has at least; without, it is low after an edit that changed which widgets show */
   const show = (height) => {
     const hidden = hiddenNames();
     const changed = hidden.join() !== lastHidden;
@@ -60,7 +60,7 @@ export function foldLine(node) {
     const more = hidden.filter((name) => !NEEDS_MORE_OF[name]).length;
     setText(line, open ? `▾ ${say("fold.less")}` : `▸ ${say("fold.more", { count: more })}`);
     line.setAttribute("aria-expanded", String(open));
-    fit(node, height ?? (changed ? LOW : node.size[1]));
+    fit(node, height ?? (!changed ? node.size[1] : open ? closed.height : LOW));
   };
   node.cpFold = () => show(node.size[1]);
   return { line, show: () => show(), savedHeight };

@@ -22,8 +22,18 @@ const DISMISS = '[data-testid="error-overlay-dismiss"]';
 export function startRefusals() {
   /** @type {() => void} */
   let dismiss = () => {};
+  // ComfyUI says of every failed run that a node failed. Ours says why, and one message is enough: it is taken back once, and
+  // not where one is there already, which is about other errors too.
+  let unwanted = false;
   const runs = /** @type {EventTarget} */ (api);
-  runs.addEventListener("execution_start", () => dismiss());
+  runs.addEventListener("execution_start", () => {
+    unwanted = false;
+    dismiss();
+  });
+  runs.addEventListener("execution_error", () => {
+    if (unwanted) takeBack();
+    unwanted = false;
+  });
   document.addEventListener(REMEDIED, () => dismiss());
   runs.addEventListener("cp.refused", (event) => {
     /** @type {Refusal} */
@@ -34,20 +44,22 @@ export function startRefusals() {
     const link = { words: say("toast.node", { node: target.title }), open: () => show(target) };
     dismiss();
     dismiss = tell("error", say("toast.refused"), translate(refusal), 20 * SECONDS, [link]);
-    takeBack();
+    unwanted = !overlayButton();
   });
 }
 
-/** ComfyUI says of every failed run that a node failed. Ours says why, and one message is enough. It is taken back once,
- * and not where one is there already: that, and what comes after, is about other errors too. */
+/** The button of ComfyUI's message that a node failed. */
+function overlayButton() {
+  return /** @type {HTMLElement | null} */ (document.querySelector(DISMISS));
+}
+
+/** It is drawn soon after its event; looks are counted, since a busy page draws late. */
 function takeBack() {
-  const button = () => /** @type {HTMLElement | null} */ (document.querySelector(DISMISS));
-  if (button()) return;
-  let looks = 0; // and no clock: a busy page draws late
+  let looks = 0;
   const timer = setInterval(() => {
-    const dismiss = button();
-    dismiss?.click();
-    if (dismiss || ++looks === LOOKS) clearInterval(timer);
+    const button = overlayButton();
+    button?.click();
+    if (button || ++looks === LOOKS) clearInterval(timer);
   }, LOOK_MILLISECONDS);
 }
 

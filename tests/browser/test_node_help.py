@@ -20,7 +20,7 @@ PUT = """kind => {
     const node = LiteGraph.createNode(kind ?? 'CPParallelConfig');
     node.pos = [400, 300];
     app.graph.add(node);
-    app.canvas.select(node);
+    app.canvas.processSelect(node);
 }"""
 
 HEADING = "title => document.querySelector('.node-help-content h1')?.textContent === title"
