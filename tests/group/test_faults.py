@@ -166,7 +166,7 @@ def test_a_worker_out_of_memory_says_what_it_held_and_what_to_change(doomed, flu
 
 def test_a_rank_that_hangs_while_idle_is_named_also_by_who_asks_next(doomed, flux, monkeypatch):
     samples(doomed, flux, ULYSSES)
-    monkeypatch.setattr(group_module, "UNLOAD_SECONDS", 1.0)
+    monkeypatch.setattr(group_module, "UNLOAD_SECONDS", 3.0)
     os.kill(workers_of(doomed)[1], signal.SIGSTOP)
     for ask in (lambda: doomed.free(flux), lambda: samples(doomed, flux, ULYSSES)):
         with pytest.raises(WorkerDied, match=r"rank 1 \(cpu\) has been silent for \d s"):
