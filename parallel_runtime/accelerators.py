@@ -26,15 +26,18 @@ class Accelerator:
 class AttentionKernel:
     """A half-precision attention kernel.
 
-    `name` is diffusers' name and an option of the widget attention_backend. It needs `package` in `min_version` or
-    newer; "" for kernels of PyTorch itself. `function` of that package takes what flash_attn_func takes; a kernel with
-    "" has its own function in engine/kernels/registry.py. It runs on these kinds of `devices`, with heads of up to
-    `max_head_dim`, of a multiple of `head_multiple` (of `head_dims` only, if there are any), and takes a mask where
-    `masks` is set. With `log_sum_exp` it also returns that for attention without a mask, as a ring needs. `cudnn` marks
-    a kernel of cuDNN: ROCm has none, and some versions must not be in a CUDA graph. `low_precision` marks one that not
-    every attention of a network tolerates. "auto" includes it in the `benchmark` of a ring's key blocks ("block"), of
-    full keys ("full"), or of both. With `fastest_on` it was the fastest in every measurement on GPUs of these (major)
-    compute capabilities: only there is it in the benchmark of blocks, and chosen where none is possible.
+    `name` is diffusers' name (the package's, if diffusers has none) and an option of the widget attention_backend. It
+    needs `package` in `min_version` or newer; "" for kernels of PyTorch itself. `function` of that package is called
+    like flash_attn_func, with softmax_scale and return_attn_probs=True, and returns (output, log-sum-exp [B, heads,
+    queries], ...); a kernel with "" has its own function in engine/kernels/registry.py. It runs on these kinds of
+    `devices`, with heads of up to `max_head_dim`, of a multiple of `head_multiple` (of `head_dims` only, if there are
+    any), and takes a mask where `masks` is set. With `log_sum_exp` it also returns that for attention without a mask,
+    as a ring needs. `cudnn` marks a kernel of cuDNN: ROCm has none, and some versions must not be in a CUDA graph.
+    `low_precision` marks one that not every attention of a network tolerates.
+
+    "auto" includes it in the `benchmark` of a ring's key blocks ("block"), of full keys ("full"), or of both. "block"
+    counts only on the (major) compute capabilities `fastest_on`, if there are any: there the kernel was the fastest in
+    every measurement, and it is chosen where no benchmark is possible.
     """
 
     name: str
@@ -108,7 +111,7 @@ FALLBACK = "fallback"
 
 def benchmark_candidates(kind: str, what: Literal["block", "full"]) -> list[str]:
     """Returns the kernels that attention_backend auto may choose on this kind of device for a ring's key blocks, or for
-    full keys."""
+    full keys, on GPUs of any compute capability."""
     return [kernel.name for kernel in KERNELS.values() if kind in kernel.devices and what in kernel.benchmark]
 
 

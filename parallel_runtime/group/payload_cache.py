@@ -21,19 +21,21 @@ class PayloadCache:
     """What the workers of one group have of each model, for as long as the group lives."""
 
     def __init__(self) -> None:
-        self._fingerprints: dict[ModelSpec, str] = {}  # of the weight patches of models and VAEs that workers have
+        self._patches_fingerprints: dict[
+            ModelSpec, str
+        ] = {}  # of the weight patches of models and VAEs that workers have
         self._cond_arguments: dict[ModelSpec, list[tuple[int, dict[str, Any]]]] = {}
         self._last_number = 0
 
     def has_model(self, model: ModelSpec) -> bool:
         """Do the workers have `model`, with its weight patches?"""
-        return self._fingerprints.get(model.unpatched) == model.patches_fingerprint
+        return self._patches_fingerprints.get(model.unpatched) == model.patches_fingerprint
 
     def free(self, model: ModelSpec, after: AfterSampling) -> None:
         """The workers have freed this model's conditions, and the model too if they `unload` it."""
         self._cond_arguments.pop(model.unpatched, None)
         if after == "unload":
-            self._fingerprints.pop(model.unpatched, None)
+            self._patches_fingerprints.pop(model.unpatched, None)
 
     @contextmanager
     def unsent_parts(self, job: Job, model: ModelSpec) -> Iterator[Job]:
@@ -42,14 +44,14 @@ class PayloadCache:
         has_patches = self.has_model(model)
         try:
             payload = self._without_sent(job) if has_patches else job
-            self._fingerprints.pop(model.unpatched, None)
+            self._patches_fingerprints.pop(model.unpatched, None)
             yield self._without_cond_arguments(payload, model) if isinstance(payload, EvaluationJob) else payload
         except BaseException as error:
             self._cond_arguments = {}
             if has_patches and isinstance(error, Refused):
-                self._fingerprints[model.unpatched] = model.patches_fingerprint
+                self._patches_fingerprints[model.unpatched] = model.patches_fingerprint
             raise
-        self._fingerprints[model.unpatched] = model.patches_fingerprint
+        self._patches_fingerprints[model.unpatched] = model.patches_fingerprint
 
     def _without_sent(self, job: Job) -> Job:
         match job:

@@ -135,7 +135,7 @@ def _measured_degrees(inputs: PlanInputs, plan: RunPlan) -> Parallelism:
     if degrees.options.rotate_method == "auto":
         method: RotateMethod = "alltoall"
         if profile is not None and profile.bytes_per_second > 0:
-            spacious = degrees.ring_degree > 1 and memory.may_collect()
+            spacious = degrees.ring_degree > 1 and memory.may_all_gather()
             method = rotate_method_for(work, degrees, profile, spacious=spacious)
         degrees = degrees.with_options(rotate_method=method)
     if degrees.pipeline_degree > 1:

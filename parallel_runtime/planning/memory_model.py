@@ -1,9 +1,8 @@
 """Memory of each rank: weights + activations + buffers <= budget.
 
-MemoryModel.fits decides whether a plan fits. There are two reserves, and both are here. ACTIVATION_RESERVE_TENSORS is
-what a forward needs beside the weights, in tensors, for every network with a split plan; of others only the weights
-are counted. UNFILLED_SHARE is the part of the budget that stays empty where `auto` fills a device with blocks: room
-for what the model does not count.
+MemoryModel.fits decides whether a plan fits, with two reserves. ACTIVATION_RESERVE_TENSORS is what a forward needs
+beside the weights, and a ControlNet once more; it is 0 for a network without a split plan. UNFILLED_SHARE of the budget
+stays empty where `auto` fills a device with blocks: room for what is not counted.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from .work_shares import in_proportion
 
 UNFILLED_SHARE = 0.08  # of the budget stays empty where auto places as many blocks on a device as fit
 # Activations at the peak of a transformer block, in tensors of [local tokens, width]: residuals, q, k, v, MLP; and
-# buffers of ring and Ulysses attention, up to 10 where they are too large to be reused.
+# buffers of ring and Ulysses attention, up to 10 of these tensors where they are too large to be reused.
 ACTIVATION_RESERVE_TENSORS = 20
 # Such tensors that a step cache keeps: of two prompts the change by the first block, and by the others.
 CACHED_TENSORS = 6
-COLLECTED_SHARE = 1 / 8  # of the memory beside weights and activations that a ring's all-gather may use
+ALL_GATHERED_SHARE = 1 / 8  # of the memory beside weights and activations that a ring's all-gather may use
 SIMILAR_RATIO = 1.1  # budgets, and seconds of weight placements, whose ratio is no larger count as equal
 FETCHED_MODES: tuple[WeightsMode, ...] = ("offload", "shard")  # by preference: an offload waits for no rank
 
@@ -179,12 +178,14 @@ class MemoryModel:
         free = [None if budget is None else int((1 - UNFILLED_SHARE) * budget) - active for budget in budgets]
         return balanced(self.degrees, self.work, free)
 
-    def may_collect(self) -> bool:
-        """Returns whether a ring may all-gather its keys and values: the budget is known, and COLLECTED_SHARE is
+    def may_all_gather(self) -> bool:
+        """Returns whether a ring may all-gather its keys and values: the budget is known, and ALL_GATHERED_SHARE is
         enough."""
         budget = self.capacity.device_bytes
         needed = self.work.network.weight_bytes + max(self.activation_bytes_by_rank)
-        return budget is not None and collected_bytes(self.work, self.degrees) <= COLLECTED_SHARE * (budget - needed)
+        return budget is not None and all_gathered_bytes(self.work, self.degrees) <= ALL_GATHERED_SHARE * (
+            budget - needed
+        )
 
     @property
     def blocks(self) -> int:
@@ -235,6 +236,6 @@ def estimate_activation_bytes(work: Work, degrees: Parallelism) -> tuple[int, ..
     return tuple(sizes)
 
 
-def collected_bytes(work: Work, degrees: Parallelism) -> int:
-    """Returns the size of a ring's keys and values, all-gathered on one rank."""
+def all_gathered_bytes(work: Work, degrees: Parallelism) -> int:
+    """Returns the size of a ring's keys and values, all-gathered on one rank, in the dtype that attention reads."""
     return 2 * work.most_sequences(degrees) * work.sequence_bytes // degrees.ulysses_degree

@@ -28,7 +28,7 @@ def misfit(memory: MemoryModel) -> Refused:
     values: dict[str, Any] = {
         "network": network.name,
         "weights": size_in_words(network.weight_bytes),
-        "workspace": _activations(memory),
+        "activations": _activations(memory),
         "free": size_in_words(free, math.floor),
         "limit": say("memory.limited", limit=limit) if limit else "",
         "out": say("memory.raise", out=out, limit=limit) if limit else out,
@@ -52,7 +52,7 @@ def _activations(memory: MemoryModel) -> str:
     computed, cached = max(memory.activation_bytes_by_rank), max(cached_key_value_bytes(memory.work, memory.degrees))
     if not cached:
         return size_in_words(computed)
-    return say("memory.kept", workspace=size_in_words(computed), kept=size_in_words(cached))
+    return say("memory.kept", activations=size_in_words(computed), kept=size_in_words(cached))
 
 
 def _nearest_fit(memory: MemoryModel) -> Sentence:

@@ -9,10 +9,10 @@ import pytest
 
 from parallel_runtime.planning.device_profile import DeviceProfile, coarse
 from parallel_runtime.planning.memory_model import (
-    COLLECTED_SHARE,
+    ALL_GATHERED_SHARE,
     Capacity,
     MemoryModel,
-    collected_bytes,
+    all_gathered_bytes,
     estimate_activation_bytes,
 )
 from parallel_runtime.planning.network_stats import NetworkStats, Work
@@ -108,7 +108,7 @@ RING = Parallelism(ring_degree=8, options=EngineOptions(rotate_method="auto"))
 
 def rotating(work: Work, degrees: Parallelism, profile: DeviceProfile, device_bytes: int | None) -> str:
     memory = MemoryModel(work=work, degrees=degrees, capacity=Capacity(device_bytes=device_bytes))
-    return rotate_method_for(work, degrees, profile, spacious=memory.may_collect())
+    return rotate_method_for(work, degrees, profile, spacious=memory.may_all_gather())
 
 
 def test_a_ring_collects_where_the_link_is_fast_and_there_is_room() -> None:
@@ -116,7 +116,9 @@ def test_a_ring_collects_where_the_link_is_fast_and_there_is_room() -> None:
     assert rotating(work, RING, NVLINK, FREE_BYTES) == "allgather"
     assert rotating(work, RING, replace(NVLINK, bytes_per_second=coarse(1.2e10)), FREE_BYTES) == "alltoall"
     needed = (
-        FLUX.weight_bytes + max(estimate_activation_bytes(work, RING)) + collected_bytes(work, RING) / COLLECTED_SHARE
+        FLUX.weight_bytes
+        + max(estimate_activation_bytes(work, RING))
+        + all_gathered_bytes(work, RING) / ALL_GATHERED_SHARE
     )
     for free, method in ((needed + 2, "allgather"), (needed - 2, "alltoall")):
         assert rotating(work, RING, NVLINK, int(free)) == method

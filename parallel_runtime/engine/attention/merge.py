@@ -1,4 +1,5 @@
-"""Attention over blocks of keys, merged by log-sum-exp: any order of blocks gives the attention over all of them."""
+"""Attention over blocks of keys, merged by log-sum-exp: any order of blocks gives the attention over all of them.
+Rings merge so, of attentions (context_attention.py) and of VAEs (rows/functions.py)."""
 
 from __future__ import annotations
 
