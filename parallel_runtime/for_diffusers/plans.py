@@ -109,7 +109,7 @@ def _flux(single: Mapping[str | int, SplitSpec], inputs: Mapping[str | int, Spli
             ModulePlan("", {**_IDS, **inputs}, TEXT + IMAGE, unsplit_args=unsplit, never_skipped=True),
             ModulePlan("transformer_blocks", _TWO_STREAMS, unsplit_args=of_blocks),
             ModulePlan("single_transformer_blocks", single, unsplit_args=of_blocks),
-            ModulePlan("proj_out", {0: Split(IMAGE)}, gathers=True),
+            ModulePlan("proj_out", {0: Split(IMAGE)}, gathers=True, never_skipped=True),
         )
     )
 
