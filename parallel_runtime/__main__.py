@@ -30,5 +30,8 @@ if __name__ == "__main__":
         if missing.name not in ("torch", "diffusers", "safetensors"):
             raise
         install = f"{sys.executable} -m pip install torch -r {REQUIREMENTS}"
-        sys.exit(f"{missing.name} is not installed for {sys.executable}. What is needed: {install}")
+        sys.exit(
+            f"{missing.name} is not installed for {sys.executable}. Use ComfyUI's Python, or install what is needed: "
+            f"{install}"
+        )
     sys.exit(command.main(sys.argv[2:]))

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     print(table(runs, options.steps))
     if plan.placement.shared:
         print("The workers share one device: compare the results, not the times.")
-    print(f"{options.prompt!r} drawn to {options.out}")
+    print(f"{options.prompt!r} drawn to {options.out.absolute()}")
     return 0
 
 

@@ -241,4 +241,6 @@ def _swap_call(name: str, call: Json, names: dict[str, str], config: str | None)
         call["inputs"].pop(SOCKET["name"], None)
     if config is not None:
         call["inputs"] = {**(call.get("inputs") or {}), SOCKET["name"]: [config, 0]}
+    if isinstance(meta := call.get("_meta"), dict) and meta.get("title") == before:  # else the user chose it
+        meta["title"] = after
     return Change(node=name, before=before, after=after)

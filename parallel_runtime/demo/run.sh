@@ -2,6 +2,9 @@
 # Set up, then draw a picture on two workers and compare it with one worker's. Needs no ComfyUI, no GPU, no model download.
 # Options: --help. Python: $PYTHON, otherwise python3 (3.11 or newer); what is missing is installed into .venv.
 set -euo pipefail
+caller=$PWD
 cd "$(dirname "$0")/../.."
 .ci/setup parallel_runtime/for_diffusers/requirements.txt
-exec .venv/bin/python -m parallel_runtime demo "$@"
+export PYTHONPATH=$PWD
+cd "$caller" # the picture goes there
+exec "$PYTHONPATH/.venv/bin/python" -m parallel_runtime demo "$@"

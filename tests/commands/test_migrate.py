@@ -283,3 +283,10 @@ def test_the_command_works_in_a_pipe_and_says_why_it_cannot(tmp_path):
         assert path in failed.stderr
         assert says in failed.stderr
         assert "Traceback" not in failed.stderr
+
+
+def test_a_title_that_nobody_chose_follows_the_class() -> None:
+    calls = {"1": {"class_type": "KSampler", "inputs": {}, "_meta": {"title": "KSampler"}}}
+    after = migrated(calls)[0]
+    assert after["1"]["_meta"] == {"title": "CPSampler"}
+    assert migrated(after, back=True)[0] == calls
