@@ -265,5 +265,5 @@ def _checked(widget: Widget, value: Any) -> Any:
     if widget.limits and not widget.limits["min"] <= value <= widget.limits["max"]:
         least, most = widget.limits["min"], widget.limits["max"]
         fix = {widget.name: min(max(value, least), most)}
-        raise Refused("widget.range", widget.name, fix, name=widget.name, value=value, least=least, most=most)
+        raise Refused("widget.range", widget.name, fix, name=widget.name, value=quoted(value), least=least, most=most)
     return value

@@ -87,6 +87,7 @@ def test_a_number_out_of_range_is_refused_with_the_nearest_one_that_works(
         ParallelRequest.of({name: value})
     assert str(refused.value) == wanted
     assert (refused.value.widget, refused.value.fix) == (name, {name: nearest})
+    json.dumps(refused.value.values, allow_nan=False)  # a browser reads it
     assert ParallelRequest.of(refused.value.fix).values[name] == nearest
 
 

@@ -95,7 +95,7 @@ async def check(request: web.Request) -> web.Response:
     """Returns the plan of a CP Parallel Config with these values, or why it cannot work."""
     try:
         config = ParallelRequest.of(await request.json())
-    except ValueError as error:
+    except (ValueError, LookupError, RecursionError) as error:  # LookupError: of the request's charset
         refused = error if isinstance(error, Refused) else Refused("config.unreadable", reason=str(error))
         fix = [asdict(change) for change in changes_to(refused.fix)]
         return web.json_response({"error": str(refused), **refusal_json(refused), "fix": fix}, status=400)

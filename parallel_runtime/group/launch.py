@@ -226,10 +226,13 @@ class Processes:
             # Of a worker that has ended torchrun may not know yet.
             machine = next((machine for machine in self._machines if not machine.running()), self._torchrun)
             ended = machine.ended(GRACE_SECONDS) or Ended()
-            reason = _with_last_line(say("start.ended"), ended.error or machine.last_line())
+            first = next(iter(ended.causes), None)
+            if first is not None and first.kind == "killed":  # its last line would be torchrun's, which says the same
+                reason = say("start.died", died=first.sentence(self.worker_name(first.rank)))
+            else:
+                reason = _with_last_line(say("start.ended"), ended.error or machine.last_line())
             if machine.machine:
                 reason = say("on.machine", reason=reason, machine=machine.machine)
-            first = next(iter(ended.causes), None)
             raise WorkerStartError(say("start.full", reason=reason) if self._torchrun.disk_full() else reason, first)
         if time.monotonic() > deadline:
             lines = filter(None, (machine.last_line() for machine in self._machines))

@@ -101,10 +101,11 @@ class Torchrun:
     def ended(self, seconds: float = 0.0) -> Ended | None:
         """Returns how the workers ended, which torchrun reports a second or two before it exits; None if it reports
         nothing within this many seconds. A killed torchrun reports an empty Ended."""
-        if self._ended is None and self._report is not None and self._report.poll(seconds):
+        if self._ended is None and self._report is not None:
             try:
-                self._ended = decode(self._report.recv_bytes())
-            except EOFError:
+                if self._report.poll(seconds):
+                    self._ended = decode(self._report.recv_bytes())
+            except (EOFError, OSError):  # OSError: another thread has closed it
                 self._ended = Ended()
         return self._ended
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..accelerators import CUDA, KERNELS
 from ..errors import Refused, Sentence, say
 from ..request import ParallelRequest
-from ..specs import Parallelism, Placement
+from ..specs import DEGREES, Parallelism, Placement
 from .device_names import MAX_CPU_WORKERS, why_one_gpu
 from .network_stats import NetworkStats
 from .plan_inputs import PlanInputs
@@ -104,9 +104,10 @@ def check_workers(degrees: Parallelism, devices: tuple[str, ...], inputs: PlanIn
     if remainder:
         raise Refused("machines.uneven", "nnodes", degrees=words, workers=degrees.world_size, machines=nnodes)
     if request.devices.strip(" ,") and local_workers < len(devices) and not inputs.undivided:
+        fixed = [name for name in DEGREES if getattr(request, name) > (name == "pipeline_degree")] or list(DEGREES[:2])
         raise Refused(
             "devices.idle.machines" if nnodes > 1 else "devices.idle", "devices",
-            count=len(devices), devices=list(devices), degrees=words, needed=local_workers,
+            count=len(devices), devices=list(devices), degrees=words, needed=local_workers, fixed=fixed,
         )  # fmt: skip
 
 

@@ -175,6 +175,17 @@ def test_a_config_is_checked_as_the_sampler_would(server: Server) -> None:
         server.client.post("/cp/check", step_cache=math.nan)
 
 
+@pytest.mark.parametrize(
+    ("body", "charset"), [(b"{", "utf-8"), (b"\xff", "utf-8"), (b"[" * 100_000, "utf-8"), (b"{}", "nonsense")]
+)
+def test_a_check_of_what_cannot_be_read_is_refused(server: Server, body: bytes, charset: str) -> None:
+    headers = {"Content-Type": f"application/json; charset={charset}"}
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}/cp/check", body, headers)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=10)
+    assert (refused.value.code, json.loads(refused.value.read())["code"]) == (400, "config.unreadable")
+
+
 @pytest.mark.parametrize("path", ["status", "logs", "stop", "free", "restart", "check"])
 def test_a_strangers_page_is_refused(server: Server, path: str) -> None:
     body = None if path in ("status", "logs") else b"{}"

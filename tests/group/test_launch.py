@@ -93,6 +93,20 @@ def test_a_group_that_cannot_start_says_why():
         WorkerGroup(Placement(devices=("cpu",)), ComfySetup(root="/nowhere"))
 
 
+def test_a_rank_that_is_killed_before_it_connects_is_named(monkeypatch):
+    sabotage(monkeypatch, "1 connect SIGKILL")
+    with pytest.raises(WorkerStartError, match=r"^worker rank 1 \(cpu\) was killed by SIGKILL.* while starting$"):
+        WorkerGroup(on_cpu(Parallelism(ulysses_degree=2)))
+
+
+def test_a_torchrun_that_another_thread_closed_has_ended():
+    """ComfyUI ends at Ctrl-C while a sampling thread waits for its workers."""
+    group = WorkerGroup(on_cpu(Parallelism()))
+    processes = group._processes
+    group.close()
+    assert processes.died(0).cause is not None
+
+
 def test_the_rank_that_failed_first_is_named_and_not_one_that_missed_it(monkeypatch):
     sabotage(monkeypatch, "1 start raise")
     with pytest.raises(WorkerStartError, match=r"rank 1 \(cpu\) could not start: RuntimeError: sabotage"):

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 PLACES = {  # module, function, which call of it
+    "connect": ("parallel_runtime.wire.channel", "Channel.connect", 1),
     "start": ("parallel_runtime.worker.process.speed_test", "bytes_per_second", 1),
     "load": ("parallel_runtime.worker.models", "Models._load", 1),
     "loaded": ("parallel_runtime.worker.comfy_loop.comfy_model", "load", 1),
