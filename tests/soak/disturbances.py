@@ -146,7 +146,9 @@ def bad_input(server: Server, dice: random.Random) -> None:
     graph = graph_of("flux, ring")
     kind = dice.choice(["latent", "width", "patch", "devices"])
     if kind == "latent":
-        graph["latent"]["inputs"]["shape"] = dice.choice(["1,8,16,24", "16,16,24", "1,16,0,8"])
+        graph["latent"]["inputs"]["shape"] = dice.choice(
+            ["16,16,24", "1,16,0,8"]
+        )  # ComfyUI gives an empty latent the right channels
     elif kind == "width":
         graph["negative"]["inputs"]["spec"] = '{"tokens": 5, "dim": 96, "pooled": 64}'
     elif kind == "devices":
