@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 
@@ -58,6 +59,11 @@ class AttentionKernel:
     def __post_init__(self) -> None:
         if self.function and self.masks:
             raise ValueError(f"{self.name}: a function that takes what flash_attn_func takes has no mask")
+
+    @property
+    def installed(self) -> bool:
+        """Whether its package is installed; nothing is imported."""
+        return not self.package or find_spec(self.package) is not None
 
 
 # ROCm's devices are torch's "cuda" too, and RCCL goes by NCCL's name; cuDNN is NVIDIA's alone.

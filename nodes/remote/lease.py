@@ -26,6 +26,7 @@ from ...parallel_runtime.planning.resolve import alternatives, best_plan, resolv
 from ...parallel_runtime.planning.run_plan import Estimate, RunPlan
 from ...parallel_runtime.planning.seconds import times_as_fast
 from ...parallel_runtime.planning.shortage import Shortage, shortage
+from ...parallel_runtime.planning.work_shares import are_automatic
 from ...parallel_runtime.request import AfterSampling
 from ...parallel_runtime.specs import ModelSpec, Placement
 from ..describe.local_devices import comfy_setup
@@ -258,7 +259,7 @@ class Lease:
         assert work is not None
         speedup = _estimate_speedup(inputs, plan, work)
         self.group.activity.history.size = Size(run_kind(self.spec, work), speedup, work.tokens)
-        if inputs.request.shares.strip() in ("", "auto"):
+        if are_automatic(inputs.request.shares):
             self.group.balance.begin(self.spec, plan.degrees)
         if inputs.gpus == 1 == plan.placement.world_size:
             _log_one_gpu()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from ..accelerators import KERNELS
 from ..errors import Refused
 from ..planning.default_plan import default_plan
@@ -22,7 +20,7 @@ def checked_plan(inputs: PlanInputs) -> RunPlan:
         read_key()
     plan = default_plan(inputs)
     kernel = KERNELS.get(request.options.attention_backend)
-    if kernel and kernel.package and importlib.util.find_spec(kernel.package) is None:
+    if kernel and not kernel.installed:
         raise Refused(
             "backend.package",
             widget="attention_backend",

@@ -21,9 +21,8 @@ class PayloadCache:
     """What the workers of one group have of each model, for as long as the group lives."""
 
     def __init__(self) -> None:
-        self._patches_fingerprints: dict[
-            ModelSpec, str
-        ] = {}  # of the weight patches of models and VAEs that workers have
+        # Of the weight patches of models, and of the weights of VAEs, that the workers have.
+        self._patches_fingerprints: dict[ModelSpec, str] = {}
         self._cond_arguments: dict[ModelSpec, list[tuple[int, dict[str, Any]]]] = {}
         self._last_number = 0
 

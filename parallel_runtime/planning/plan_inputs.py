@@ -13,6 +13,7 @@ from .device_profile import DeviceProfile
 from .memory_model import UNLIMITED, Capacity, MemoryModel
 from .network_stats import Work
 from .run_plan import RunPlan
+from .work_shares import are_automatic
 
 ANY_HEADS = 5040  # divides well; for an unknown model, and for a VAE, which has no heads to share out
 
@@ -99,4 +100,4 @@ class PlanInputs:
         request = self.request
         named = request.devices.strip(" ,") or request.ring_degree or request.ulysses_degree or request.cfg_degree
         alone = request.data_degree <= 1 and request.pipeline_degree == request.nnodes == 1
-        return not named and alone and request.shares.strip() in ("", "auto") and not self.undivided
+        return not named and alone and are_automatic(request.shares) and not self.undivided

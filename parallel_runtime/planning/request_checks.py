@@ -13,6 +13,7 @@ from ..specs import DEGREES, Parallelism, Placement
 from .device_names import MAX_CPU_WORKERS, why_one_gpu
 from .network_stats import NetworkStats
 from .plan_inputs import PlanInputs
+from .work_shares import are_automatic
 
 LEAST_STEPS = 8  # of a run in patches: with fewer too much changes from one to the next
 
@@ -42,7 +43,7 @@ def _check_pipeline(request: ParallelRequest, undivided: str) -> None:
         raise Refused("pipeline.ring", widget="ring_degree", ring=request.ring_degree, stages=stages)
     if request.weights in ("shard", "offload"):
         raise Refused("pipeline.weights", widget="weights", weights=request.weights, stages=stages)
-    if request.shares.strip() not in ("", "auto", "equal"):
+    if not are_automatic(request.shares) and request.shares.strip() != "equal":
         raise Refused("pipeline.shares", widget="shares", shares=request.shares, stages=stages)
     if request.options.step_cache:
         raise Refused("pipeline.cache", widget="step_cache", threshold=f"{request.options.step_cache:g}", stages=stages)

@@ -16,7 +16,7 @@ DIGITS = 9  # of one, at most
 def requested_shares(shares: str, workers: int, devices: int = 0, nnodes: int = 1) -> tuple[int, ...]:
     """Returns the share of each of this many workers, in rank order; () where `shares` leaves them to auto. Numbers may
     be one for each of a config's `devices` on each machine, of which workers have the first. Raises Refused."""
-    if shares.strip() in ("", "auto"):
+    if are_automatic(shares):
         return ()
     if shares.strip() == "equal":
         return (1,) * workers
@@ -29,6 +29,11 @@ def requested_shares(shares: str, workers: int, devices: int = 0, nnodes: int = 
         text = quoted(shares.strip())
         raise Refused("shares.count", widget="shares", shares=text, count=len(numbers), workers=workers)
     return tuple(number for machine in range(nnodes) for number in numbers[machine * devices :][:local])
+
+
+def are_automatic(shares: str) -> bool:
+    """Are these shares left to auto?"""
+    return shares.strip() in ("", "auto")
 
 
 def are_uneven(shares: str) -> bool:

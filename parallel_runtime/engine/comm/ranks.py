@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -72,5 +71,5 @@ def device_kind(device: torch.device) -> str:
         return device.type
     properties = torch.get_device_module(device).get_device_properties(device)
     processors, cudnn = getattr(properties, "multi_processor_count", ""), torch.backends.cudnn.version()
-    packages = {kernel.package for kernel in KERNELS.values() if kernel.package and find_spec(kernel.package)}
+    packages = {kernel.package for kernel in KERNELS.values() if kernel.package and kernel.installed}
     return " ".join(map(str, (properties.name, processors, cudnn, *sorted(packages))))

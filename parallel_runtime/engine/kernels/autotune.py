@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...accelerators import FALLBACK, KERNELS, benchmark_candidates
+from ...accelerators import FALLBACK, KERNELS, AttentionKernel, benchmark_candidates
 from ...request import AttentionBackend
 from ...wire.readings import WORTH_TELLING, BenchmarkKind, KernelBenchmark
 from ..attention.masks import MaskKind
@@ -123,15 +123,14 @@ def candidates(
         if not kernel.unusable_reason(query) and not (recorded and kernel.spec.cudnn and not cudnn_supports_graphs())
     ]
     if what == "block":
-        likely = [spec for spec in usable if not spec.fastest_on or _is_fastest(spec.name, query.device)]
+        likely = [spec for spec in usable if not spec.fastest_on or _is_fastest(spec, query.device)]
         return [spec.name for spec in likely] or ["native"]
     return [FALLBACK, *(spec.name for spec in usable if spec.masks or not masked)]
 
 
-def _is_fastest(name: AttentionBackend, device: torch.device) -> bool:
-    """Returns whether this kernel was the fastest in every measurement on GPUs such as this one, by its row."""
-    fastest_on = KERNELS[name].fastest_on
-    return bool(fastest_on) and torch.cuda.get_device_capability(device)[0] in fastest_on
+def _is_fastest(spec: AttentionKernel, device: torch.device) -> bool:
+    """Returns whether this kernel, which has `fastest_on`, was the fastest on GPUs such as this one."""
+    return torch.cuda.get_device_capability(device)[0] in spec.fastest_on
 
 
 def _likely_fastest(
@@ -144,7 +143,7 @@ def _likely_fastest(
     """Returns the kernel that is the fastest on the GPUs of all ranks, by its row; FALLBACK if there is none."""
     for name in all_names:
         if name in KERNELS and KERNELS[name].fastest_on:
-            likely = name in names and _is_fastest(name, query.device)
+            likely = name in names and _is_fastest(KERNELS[name], query.device)
             if _available_on_all(name, query, sizes, mesh_dim, likely=likely):
                 return name
     return FALLBACK
