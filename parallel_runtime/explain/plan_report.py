@@ -263,7 +263,7 @@ def _launch(subject: Subject, plan: RunPlan) -> str:
     if choice == "off" or not work.recorded or (plan.estimate is not None and plan.estimate.fetched_bytes):
         return say("launch.eager")
     key = f"launch.{choice}{'.compiled' if subject.compiled else ''}"
-    return say(key, held=f"{max(estimate_activation_bytes(work, plan.degrees)) / GIB:.2f}")
+    return say(key, size=f"{max(estimate_activation_bytes(work, plan.degrees)) / GIB:.2f}")
 
 
 def _measured_speed(pace: Pace | None) -> str:

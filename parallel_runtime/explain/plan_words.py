@@ -88,7 +88,7 @@ def idle(plan: RunPlan) -> str:
 def memory(estimate: Estimate, placement: Placement, free: Sequence[int]) -> tuple[str, str]:
     """Returns the sentences on the memory that workers need at their peak."""
     each, most_weights = estimate.needed_bytes_by_rank, max(estimate.weight_bytes_by_rank)
-    values = {"needed": f"{max(each) / GIB:.2f}", "held": f"{most_weights / GIB:.2f}"}
+    values = {"needed": f"{max(each) / GIB:.2f}", "weights": f"{most_weights / GIB:.2f}"}
     most = say("memory", **values, free=f"{min(free) / GIB:.2f}") if free else say("memory.unknown", **values)
     return most, _memory_of_each(placement, each, free) if len(set(each)) > 1 else ""
 
@@ -109,7 +109,7 @@ def weights(plan: RunPlan, work: Work, capacity: Capacity) -> tuple[str, ...]:
         sentence = say(f"{source}.each", each=_weights_of_each(plan, estimate, blocks), **values)
     else:
         weight_gib = f"{max(estimate.weight_bytes_by_rank) / GIB:.2f}"
-        sentence = say(source, resident=plan.weights.resident_blocks, blocks=blocks, held=weight_gib, **values)
+        sentence = say(source, resident=plan.weights.resident_blocks, blocks=blocks, weights=weight_gib, **values)
     return sentence, _why_not_replicated(plan, work, capacity), _fetching(plan, work, estimate)
 
 
@@ -139,7 +139,7 @@ def _why_not_replicated(plan: RunPlan, work: Work, capacity: Capacity) -> str:
     if len(fitting) in (0, len(each)):
         return ""
     device, budget, size = next(one for one in each if one[1] is not None and one[2] > one[1])
-    sizes = {"needed": size_in_words(size), "room": size_in_words(budget or 0)}
+    sizes = {"needed": size_in_words(size), "free": size_in_words(budget or 0)}
     return say("weights.why", fitting=", ".join(fitting), device=device, **sizes)
 
 

@@ -1,6 +1,6 @@
 """Context parallelism for scripts that use diffusers' transformers: `attach` makes one parallel, `detach` undoes it.
 
-A room beside the engine, which it uses and which does not know it; nothing that samples in ComfyUI passes through it.
+It uses the engine, which does not know it; nothing that samples in ComfyUI passes through it.
 Only here and in the demo is diffusers imported. README.md documents it, example.py runs.
 
 attaching   attach and detach; adopting takes a caller's own mesh and diffusers' config

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 _FLASH_FOR_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _MIN_CONTIGUOUS_TOKENS = 512  # tokens: with fewer, a kernel is over before a copy pays
-_CHUNK = 1024  # queries whose scores are held at once
+_CHUNK = 1024  # queries whose scores are in memory at once
 _BIAS_ALIGNMENT = 16  # the efficient kernel wants bias rows to start at a multiple of this many elements
 # What kernels raise for a call that they have nothing for; faults of the device are RuntimeErrors too.
 NO_KERNEL = (RuntimeError, ValueError, TypeError, AssertionError)
