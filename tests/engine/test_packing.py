@@ -98,8 +98,7 @@ def test_blocks_of_a_ring_are_packed_by_one_cat_of_four_dims(monkeypatch: pytest
     key, value, _ = laid_out(layout, 2, 7)
     mesh_dim = MeshDim(size=2, index=0, ranks=(0, 1))
     with Packing() as seen:
-        places = ring.ring_slots((key, value), (7, 7), mesh_dim, lambda shape, _: torch.empty(tuple(shape)))
-        next(ring.rotate((key, value), places, mesh_dim))
+        next(ring.rotate((key, value), (7, 7), mesh_dim))
         _, (_, (keys, values)) = ring.all_gather_blocks((key, value), (7, 7), mesh_dim)
     assert torch.equal(sent[0], torch.stack([key, value]))
     assert (torch.equal(keys, key), torch.equal(values, value)) == (True, True)

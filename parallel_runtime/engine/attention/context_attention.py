@@ -18,10 +18,10 @@ from ..kernels.custom_op import attend_op, register
 from ..kernels.dispatch import attend_block, attend_native, contiguous_by_head, repeat_kv, try_kernel
 from ..kernels.registry import FullAttention
 from ..pipeline.pipefusion import PipeFusion
-from ..split.streams import SCRATCH_CACHE_BYTES, LocalTokens, Streams, chunk_sizes
+from ..split.streams import LocalTokens, Streams, chunk_sizes
 from .masks import Mask, MaskKind, gather_key_mask, memory_key, pair_mask, patch_mask
 from .merge import Merge
-from .ring import Block, Owners, RingSlot, all_gather_blocks, packed_bytes, ring_slots, rotate
+from .ring import all_gather_blocks, rotate
 from .ulysses import (
     MAX_HEAD_CHUNKS,
     AllToAllLayout,
@@ -228,7 +228,11 @@ class ContextAttention:
     ) -> Tensor:
         merge, key_counts = Merge(in_float32=self.parallelism.options.convert_to_fp32), layout.key_counts
         backend = self._kernel(query, layout, None)
-        for owners, (k, v) in self._blocks_of_ranks((key, value), key_counts):
+        if self.parallelism.options.rotate_method == "allgather":
+            blocks = all_gather_blocks((key, value), key_counts, self.mesh.ring)
+        else:
+            blocks = rotate((key, value), key_counts, self.mesh.ring, self.streams)
+        for owners, (k, v) in blocks:
             if query.numel() == 0 or k.numel() == 0:
                 continue
             bias = None
@@ -252,19 +256,6 @@ class ContextAttention:
             )
 
         return self.streams.cached((layout, "kernel", mask), choose)
-
-    def _blocks_of_ranks(self, block: Block, key_counts: tuple[int, ...]) -> Iterator[tuple[Owners, Block]]:
-        mesh_dim = self.mesh.ring
-        if self.parallelism.options.rotate_method == "allgather":
-            return all_gather_blocks(block, key_counts, mesh_dim)
-
-        def make_slots() -> list[RingSlot]:
-            return ring_slots(block, key_counts, mesh_dim, self._scratch(block[0], "ring"))
-
-        if packed_bytes(block, key_counts) > SCRATCH_CACHE_BYTES:
-            return rotate(block, make_slots(), mesh_dim)
-        key = ("ring slots", key_counts, block[0].shape, block[0].dtype, torch.is_inference_mode_enabled())
-        return rotate(block, self.streams.cached(key, make_slots), mesh_dim)
 
     def _scratch(self, like: Tensor, use: Hashable) -> ScratchAllocator:
         """Returns what allocates scratch tensors of the dtype and device of `like`."""

@@ -7,62 +7,59 @@ Both are packed by `cat` in 4 dims, which is one kernel on CUDA; `stack`, in 5, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
-from ..comm.collectives import ScratchAllocator, all_gather_others, ring_send_recv
+from ..comm.collectives import all_gather_others, allocate, allocate_scratch, ring_send_recv
 from ..comm.mesh import MeshDim
+from ..split.streams import SCRATCH_CACHE_BYTES, Streams
 
 Block = tuple[Tensor, Tensor]
 Owners = tuple[int, ...]  # ring indices of the ranks that own a block's keys, in order
+Slot = tuple[int, Tensor, Block]  # a block during rotation: its owner, its message, and the message's keys and values
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RingSlot:
-    """A block during rotation: its owner's ring index, the message that is sent, and its keys and values as views."""
+def rotate(
+    block: Block, key_counts: Sequence[int], mesh_dim: MeshDim, streams: Streams | None = None
+) -> Iterator[tuple[Owners, Block]]:
+    """Yields (owner's index, keys and values): blocks travel from rank to rank, one hop while the caller computes.
 
-    owner: int
-    packed: Tensor
-    block: Block
+    mesh_dim.size - 1 hops. Ask for the next block only after launching all work on the last one. With `streams` the
+    next layer's messages get the same memory, unless they are large.
+    """
+    slots = _slots(block[0], key_counts, mesh_dim, streams)
+    torch.cat(block, out=slots[0][1].flatten(0, 1))
+    for step, (owner, packed, received) in enumerate(slots):
+        pending = ring_send_recv(packed, slots[step + 1][1], mesh_dim) if step + 1 < mesh_dim.size else None
+        yield (owner,), received if step else block
+        if pending is not None:
+            pending.wait()
 
 
-def ring_slots(block: Block, key_counts: Sequence[int], mesh_dim: MeshDim, scratch: ScratchAllocator) -> list[RingSlot]:
-    """Returns the buffer of each block in turn, the local block first; they alternate between two of the largest size.
+def _slots(key: Tensor, key_counts: Sequence[int], mesh_dim: MeshDim, streams: Streams | None) -> list[Slot]:
+    """Returns the slot of each block in turn, the local one first; they alternate between two of the largest size.
 
     The local block is copied there to be sent; attention reads it from its original memory.
     """
-    batch, _, heads, dim = block[0].shape
-    per_token = 2 * batch * heads * dim
-    memory = [scratch((per_token * max(key_counts),), use) for use in ("even blocks", "odd blocks")]
-    slots = []
-    for step in range(mesh_dim.size):
-        owner = (mesh_dim.index - step) % mesh_dim.size
-        packed = memory[step % 2].narrow(0, 0, per_token * key_counts[owner])
-        packed = packed.view(2, batch, key_counts[owner], heads, dim)
-        slots.append(RingSlot(owner=owner, packed=packed, block=(packed[0], packed[1])))
-    return slots
+    batch, _, heads, dim = key.shape
+    shapes = [(2, batch, count, heads, dim) for count in key_counts]
+    largest = max(map(prod, shapes))
 
+    def make(allocator: Callable[[Sequence[int], Tensor], Tensor]) -> list[Slot]:
+        memory, slots = [allocator((largest,), key) for _ in range(2)], []
+        for step in range(mesh_dim.size):
+            owner = (mesh_dim.index - step) % mesh_dim.size
+            packed = memory[step % 2].narrow(0, 0, prod(shapes[owner])).view(shapes[owner])
+            slots.append((owner, packed, (packed[0], packed[1])))
+        return slots
 
-def packed_bytes(block: Block, key_counts: Sequence[int]) -> int:
-    """Returns the bytes of the message of the ring's largest block."""
-    batch, _, heads, dim = block[0].shape
-    return 2 * batch * max(key_counts) * heads * dim * block[0].element_size()
-
-
-def rotate(block: Block, slots: Sequence[RingSlot], mesh_dim: MeshDim) -> Iterator[tuple[Owners, Block]]:
-    """Yields (owner's index, keys and values): blocks travel from rank to rank, one hop while the caller computes.
-
-    mesh_dim.size - 1 hops. Ask for the next block only after launching all work on the last one.
-    """
-    torch.cat(block, out=slots[0].packed.flatten(0, 1))
-    for step, slot in enumerate(slots):
-        pending = ring_send_recv(slot.packed, slots[step + 1].packed, mesh_dim) if step + 1 < mesh_dim.size else None
-        yield (slot.owner,), slot.block if step else block
-        if pending is not None:
-            pending.wait()
+    if streams is None or largest * key.element_size() > SCRATCH_CACHE_BYTES:
+        return make(allocate)
+    kind = ("ring slots", key_counts, key.shape, key.dtype, torch.is_inference_mode_enabled())
+    return streams.cached(kind, lambda: make(allocate_scratch))
 
 
 def all_gather_blocks(block: Block, key_counts: Sequence[int], mesh_dim: MeshDim) -> Iterator[tuple[Owners, Block]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...errors import Refused
 from ..attention.merge import Merge
-from ..attention.ring import ring_slots, rotate
+from ..attention.ring import rotate
 from ..comm.collectives import all_gather_v, allocate, send_recv
 from ..kernels.dispatch import attend_block
 from .row_share import Share, fetch_neighbour_rows
@@ -292,8 +292,7 @@ def attend(share: Share, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     share.factor(query, "attention")
     merge = Merge(in_float32=True)
     queries, block = _one_head(query), (_one_head(key), _one_head(value))
-    slots = ring_slots(block, sizes, share.ranks, lambda shape, _: allocate(shape, query))
-    for _, (keys, values) in rotate(block, slots, share.ranks):
+    for _, (keys, values) in rotate(block, sizes, share.ranks):
         merge.add(*attend_block(queries, keys, values, None, None, "native"))
     return merge.result(queries, None)[:, :, 0].transpose(1, 2).reshape(query.shape)
 
