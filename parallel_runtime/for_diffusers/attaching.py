@@ -92,8 +92,8 @@ def attach(
         splitter = Splitter(plan, context_mesh.context)
         blocks = blocks_of_plan(transformer, plan)
         _check_caches(blocks)
-        settings = list(_settings(transformer, blocks, context_mesh, parallelism, splitter.streams))
-        attachment.streams = splitter.streams
+        settings = list(_settings(transformer, blocks, context_mesh, parallelism, splitter))
+        attachment.streams = splitter
         handles = [transformer.register_forward_pre_hook(partial(_begin, settings, splitter, blocks))]
         handles += [handle for block in blocks for handle in add_hooks(block, splitter)]
         handles.append(transformer.register_forward_hook(lambda *_: splitter.clear(), always_call=True))

@@ -28,7 +28,6 @@ from ..comm.mesh import ContextMesh
 from ..kernels.custom_op import attend_op, register
 from ..kernels.dispatch import try_kernel, warn_once
 from ..kernels.registry import FUNCTIONS
-from ..pipeline.pipefusion import PipeFusion
 from ..split.streams import Streams
 from .context_attention import ContextAttention
 
@@ -165,23 +164,14 @@ def backend_override(backend: AttentionBackend) -> BackendOverride:
 
 
 class AttentionOverride(BackendOverride):
-    """The override of a parallelized network: attends over all ranks where streams are split. `any_split` tells
-    whether any tensor is split at this point of the forward."""
+    """The override of a parallelized network: attends over all ranks where streams are split."""
 
-    def __init__(
-        self,
-        streams: Streams,
-        any_split: Callable[[], bool],
-        mesh: ContextMesh,
-        parallelism: Parallelism,
-        pipefusion: PipeFusion | None = None,
-    ) -> None:
+    def __init__(self, streams: Streams, mesh: ContextMesh, parallelism: Parallelism) -> None:
         super().__init__(parallelism.options.attention_backend)
         self.split_calls = 0  # attentions over all ranks in this forward
-        self._streams, self._any_split = streams, any_split
+        self._streams = streams
         self._mesh = mesh
         self._parallelism = parallelism
-        self._pipefusion = pipefusion
         self._call: _NativeCall  # the latest
         self._scope_specs: list[AttentionSpecs] = []  # by scope
         self._attentions: dict[tuple[Cross, AttentionBackend], ContextAttention] = {}
@@ -216,7 +206,7 @@ class AttentionOverride(BackendOverride):
     def _cross(self, scope: int, queries: int, keys: int) -> Cross | None:
         """Returns the streams of an attention with these token counts; None if it is local."""
         if scope == _NO_SCOPE:
-            if self._any_split():
+            if self._streams.any_split:
                 raise Refused("attention.between", widget="ring_degree")
             return None
         spec = self._scope_specs[scope]
@@ -225,10 +215,7 @@ class AttentionOverride(BackendOverride):
             if kind == "local":
                 return None
             cross = _cross_of(kind)
-            if (
-                self._streams.local_tokens(cross.queries).size == queries
-                and self._streams.local_tokens(cross.keys).size == keys
-            ):
+            if (self._streams.local_count(cross.queries), self._streams.local_count(cross.keys)) == (queries, keys):
                 return cross
         raise Refused("attention.tokens", widget="ring_degree", queries=queries, keys=keys, streams=str(over))
 
@@ -236,8 +223,7 @@ class AttentionOverride(BackendOverride):
         if (cross, backend) not in self._attentions:
             self._attentions[cross, backend] = ContextAttention(
                 self._mesh, self._parallelism.with_options(attention_backend=backend), self._streams,
-                cross.queries, cross.keys,
-                fallback=lambda *inputs: self._call(*inputs), pipefusion=self._pipefusion,
+                cross.queries, cross.keys, fallback=lambda *inputs: self._call(*inputs),
             )  # fmt: skip
         return self._attentions[cross, backend]
 

@@ -17,7 +17,6 @@ from ..kernels.autotune import AttentionSizes, choose_kernel
 from ..kernels.custom_op import attend_op, register
 from ..kernels.dispatch import attend_block, attend_native, contiguous_by_head, repeat_kv, try_kernel
 from ..kernels.registry import FullAttention
-from ..pipeline.pipefusion import PipeFusion
 from ..split.streams import LocalTokens, Streams, chunk_sizes
 from .masks import Mask, MaskKind, gather_key_mask, memory_key, pair_mask, patch_mask
 from .merge import Merge
@@ -55,7 +54,7 @@ class ContextAttention:
     """Attention of the ranks of a context mesh; queries and keys are those of the named streams, one after the other.
 
     `fallback` attends where keys are full and no kernel is chosen: [B, tokens, H, D] each and a mask [B, 1 or H,
-    1 or queries, keys]. With `pipefusion` ranks may have the tokens of one token patch, and cached keys of the others.
+    1 or queries, keys]. With PipeFusion ranks may have the tokens of one token patch, and cached keys of the others.
     """
 
     mesh: ContextMesh
@@ -64,7 +63,6 @@ class ContextAttention:
     query_streams: tuple[str, ...]
     key_streams: tuple[str, ...]
     fallback: FullAttention = attend_native
-    pipefusion: PipeFusion | None = None
 
     def __post_init__(self) -> None:
         self._op_id = register(self)
@@ -101,7 +99,9 @@ class ContextAttention:
         repeat = any(local % (heads // key_heads) for local in by_rank)  # a rank's query heads need a part of a group
         counts = (heads, heads if repeat else key_heads)
         tokens_by_rank = self.streams.tokens_by_rank(self.query_streams), self.streams.tokens_by_rank(self.key_streams)
-        max_chunks = MAX_HEAD_CHUNKS if self.pipefusion is None else 1  # PipeFusion caches keys of all heads at once
+        max_chunks = (
+            MAX_HEAD_CHUNKS if self.streams.pipefusion is None else 1
+        )  # PipeFusion caches keys of all heads at once
         chunks = head_chunks(
             self.mesh, query, counts, tokens_by_rank, self.query_streams == self.key_streams, max_chunks
         )
@@ -203,11 +203,11 @@ class ContextAttention:
     ) -> Tensor:
         """Attends `query` [B, Sq, heads, D] over the ring, of which `key` and `value` are this rank's block."""
         query = contiguous_by_head(query)
-        if self.pipefusion is not None:
+        if (pipefusion := self.streams.pipefusion) is not None:
             positions = self.streams.cached(
                 ("places", self.key_streams), lambda: self.streams.global_positions(self.key_streams, key.device)
             )
-            key, value = self.pipefusion.update_kv(key, value, positions, self.streams.total(self.key_streams))
+            key, value = pipefusion.update_kv(key, value, positions, self.streams.total(self.key_streams))
         if self.mesh.ring.size > 1:
             return self._attend_ring(layout, scale, query, key, value, mask)
         own_mask = None if mask is None else mask.block(0, key.shape[1])
@@ -221,7 +221,7 @@ class ContextAttention:
     @property
     def _has_all_tokens(self) -> bool:
         """Returns whether the ranks together have all tokens, not one token patch."""
-        return self.pipefusion is None or self.pipefusion.has_all_tokens
+        return self.streams.pipefusion is None or self.streams.pipefusion.has_all_tokens
 
     def _attend_ring(
         self, layout: AttentionLayout, scale: float | None, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None

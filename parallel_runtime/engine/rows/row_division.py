@@ -47,7 +47,7 @@ class RowDivision(ExitStack):
         self._known: dict[Size, Levels | None] = {}  # recorded graphs read their tensors
         self._levels: Levels | None = None  # of the forward in progress; None where it sees full tensors
         self._tokens = LevelTokens(mesh.context)
-        self._override = AttentionOverride(self._tokens, lambda: self.is_divided, mesh, parallelism)
+        self._override = AttentionOverride(self._tokens, mesh, parallelism)
         self._local = self._override.scope_index("local")
         self._across = self._override.scope_index([(str(level),) for level in range(self.depth + 1)])
         self._patches = FullPatches(self.undivided)

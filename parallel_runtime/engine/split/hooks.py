@@ -231,7 +231,7 @@ class _LocalFrames:
     @classmethod
     def of(cls, splitter: Splitter, stream: str, tokens: int, frames: int) -> _LocalFrames:
         """Returns the frames of this rank's part of `stream`, whose first `tokens` are of `frames` frames."""
-        start, chunk_tokens = splitter.streams.local_chunk(stream)
+        start, chunk_tokens = splitter.local_chunk(stream)
         start = start if chunk_tokens else 0  # a dummy token is a copy of the first
         size = tokens // frames
         end = min(start + splitter.local_count((stream,)), tokens)

@@ -88,12 +88,11 @@ class _TokenDivision(ExitStack):
         super().__init__()
         patches = parallelism.options.token_patches
         self.pipefusion = PipeFusion(patches, plan.main_stream) if patches > 1 else None
-        self.splitter = Splitter(plan, mesh.context, self.pipefusion)
-        self.streams = self.splitter.streams
+        self.streams = Splitter(plan, mesh.context, self.pipefusion)
         self._plan = plan
         self._ring, self._ranks = mesh.ring.size, mesh.context
         self._own_attentions = self_chosen_kernels(network) if parallelism.options.attention_backend == "auto" else {}
-        self._override = AttentionOverride(self.streams, self.splitter.any_split, mesh, parallelism, self.pipefusion)
+        self._override = AttentionOverride(self.streams, mesh, parallelism)
         self._residual_tokens: int | None = None  # the full length of residuals that are split; None: they are full
         self._residual_consumer: _TokenDivision | None = None
         parameters = inspect.signature(type(network).forward).parameters.values()
@@ -133,7 +132,7 @@ class _TokenDivision(ExitStack):
         for name, function in block.module_plan.token_functions.items():
             module, stream = block.module.get_submodule(name), self._plan.main_stream
             self._replace(module, with_all_tokens(module.forward, function, stream, self.streams, self._ranks))
-        for handle in add_hooks(block, self.splitter):
+        for handle in add_hooks(block, self.streams):
             self.enter_context(handle)
 
     def _begin(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,22 +144,22 @@ class _TokenDivision(ExitStack):
         if previous is None and self._own_attentions:
             function, module = next(iter(self._own_attentions.items()))
             raise Refused("attention.own", widget="attention_backend", module=module, function=function)
-        self.splitter.full_between_blocks = needs_full_tokens(options)
-        self.splitter.has_block_patches = any((options.get("patches") or {}).get(kind) for kind in INSIDE)
+        self.streams.full_between_blocks = needs_full_tokens(options)
+        self.streams.has_block_patches = any((options.get("patches") or {}).get(kind) for kind in INSIDE)
         self._override.previous = previous
         options[OVERRIDE] = self._override
         if self._takes_options:
             kwargs[_OPTIONS] = options
         if control := kwargs.get("control"):
-            self.splitter.full_between_blocks |= bool(
+            self.streams.full_between_blocks |= bool(
                 {kind for kind, residuals in control.items() if residuals} - set(self._plan.residuals)
             )
             kwargs["control"] = {
-                k: Residuals(v, self.splitter, self._plan.main_stream, self._residual_tokens)
+                k: Residuals(v, self.streams, self._plan.main_stream, self._residual_tokens)
                 for k, v in control.items()
                 if v is not None
             }
-        if self.pipefusion is not None and (self.splitter.full_between_blocks or self.splitter.has_block_patches):
+        if self.pipefusion is not None and (self.streams.full_between_blocks or self.streams.has_block_patches):
             raise Refused("patches.nodes", widget="patches")
         set_active(self._override)
         return args, kwargs
@@ -169,14 +168,14 @@ class _TokenDivision(ExitStack):
         """Calls the network's `forward` once for each token patch; the last call returns the full output."""
         options, out = kwargs.pop("transformer_options"), None
         for _ in pipefusion.turns(_evaluation_key(args, kwargs, options), lambda: self.streams.lengths):
-            self.splitter.restart()
+            self.streams.restart()
             self._override.active_scopes.clear()
             with suppress(TurnEnded):
                 out = forward(*args, **kwargs, transformer_options=dict(options))
         return out
 
     def _end(self, network: nn.Module, _: Any, output: Any) -> None:
-        unfinished = self.splitter.is_split(self._plan.main_stream) and self._residual_consumer is None
+        unfinished = self.streams.is_split(self._plan.main_stream) and self._residual_consumer is None
         attends = not any(module_plan.token_functions for module_plan in self._plan.module_plans)
         alone = attends and self.streams.is_known(self._plan.main_stream) and not self._override.split_calls
         if self._residual_consumer is not None and output is not None:
@@ -190,7 +189,7 @@ class _TokenDivision(ExitStack):
             )
 
     def _clear(self) -> None:
-        self.splitter.clear()
+        self.streams.clear()
         self._override.active_scopes.clear()
         self._override.split_calls = 0
         set_active(None)

@@ -19,16 +19,13 @@ from ..pipeline.pipefusion import PipeFusion, TurnEnded
 from .streams import Streams, chunk_sizes
 
 
-class Splitter:
-    """Splits and gathers over the ranks of `mesh_dim`. Its state, `streams` too, lives for one forward, or for the turn
-    of one token patch with `pipefusion`."""
+class Splitter(Streams):
+    """The streams of a network with a split plan: splits and gathers its tensors over the ranks of `mesh_dim`. Its
+    state lives for one forward, or for the turn of one token patch with `pipefusion`."""
 
     def __init__(self, plan: SplitPlan, mesh_dim: MeshDim, pipefusion: PipeFusion | None = None) -> None:
-        self.streams = Streams(mesh_dim, plan.replicated, pipefusion)
-        self._pipefusion = pipefusion
+        super().__init__(mesh_dim, plan.replicated, pipefusion)
         self._gather_incomplete = False  # a gather waits for later token patches
-        self._replicated = plan.replicated
-        self._mesh_dim = mesh_dim
         self._shapes: dict[Names, torch.Size] = {}  # shapes of tokens that came in several dims
         self._split_values: dict[str, tuple[Any, Any]] = {}  # by name: the last full value, and its split
         self._split_streams: set[str] = set()
@@ -43,7 +40,7 @@ class Splitter:
 
     def restart(self) -> None:
         """Starts the same forward over, with other tokens."""
-        self.streams.clear()
+        super().clear()
         for state in (self._shapes, self._split_values, self._split_streams, self._arrived_split, self._matching_specs):
             state.clear()
         self._gather_incomplete = False
@@ -52,14 +49,9 @@ class Splitter:
         """Returns whether the network's variables contain this rank's part of `stream` at this moment."""
         return stream in self._split_streams
 
+    @property
     def any_split(self) -> bool:
         return bool(self._split_streams)
-
-    def local_count(self, streams: Names) -> int:
-        return self.streams.local_tokens(streams).size
-
-    def total(self, streams: Names) -> int:
-        return self.streams.total(streams)
 
     def split(self, value: Any, spec: SplitSpec, where: str) -> Any:
         """Splits the argument `value` as `spec` says; `where` names it in refusals."""
@@ -87,7 +79,7 @@ class Splitter:
 
     def _split_once(self, value: Any, spec: Any, where: str) -> Any:
         """Splits a value once for all blocks that receive the same one."""
-        if self._pipefusion is not None and isinstance(spec, SplitLike) and "mask" in where:
+        if self.pipefusion is not None and isinstance(spec, SplitLike) and "mask" in where:
             raise Refused("tokens.patch", widget="patches", name=where)
         last, split = self._split_values.get(where, (None, None))
         if last is not value:
@@ -113,23 +105,23 @@ class Splitter:
         return self._matching_specs[key]
 
     def _record_remainder(self, streams: Names, length: int, where: str) -> None:
-        unknown = [stream for stream in streams if not self.streams.is_known(stream)] or [streams[-1]]
+        unknown = [stream for stream in streams if not self.is_known(stream)] or [streams[-1]]
         remainder = length - self.total(tuple(stream for stream in streams if stream != unknown[0]))
-        self.streams.record_length(unknown[0], remainder, where)
+        self.record_length(unknown[0], remainder, where)
 
     def _record_combined(self, streams: Names, length: int, where: str) -> None:
         """Records streams of which no block has run, as where a node skips a whole stack: the last gets all tokens, the
         others none."""
-        if not any(map(self.streams.is_known, streams)):
+        if not any(map(self.is_known, streams)):
             for stream in streams:
-                self.streams.record_length(stream, length if stream == streams[-1] else 0, where)
+                self.record_length(stream, length if stream == streams[-1] else 0, where)
 
     def _split_tokens(self, value: Tensor, spec: Split, where: str) -> Tensor:
         shape = value.shape[spec.dim : spec.dim + spec.flat]
         (stream, *more_streams) = spec.streams
         if spec.repeats and stream not in self._split_streams:
             self.restart()
-        if not more_streams and not self.streams.is_known(stream):
+        if not more_streams and not self.is_known(stream):
             self._shapes[spec.streams] = shape
         self._record_combined(spec.streams, shape.numel(), where)
         total, local = self.total(spec.streams), self.local_count(spec.streams)
@@ -143,7 +135,7 @@ class Splitter:
         behind = value.shape[spec.dim + spec.flat :]
         flattened = value.reshape(*value.shape[: spec.dim], total, *(1,) * (spec.flat - 1), *behind)
         split = self._local(flattened, spec.streams, spec.dim)
-        if more_streams or stream in self._replicated:
+        if more_streams or stream in self.replicated:
             return split
         return split.clone(memory_format=torch.contiguous_format)  # blocks write into their input
 
@@ -169,8 +161,8 @@ class Splitter:
         return self._local(value, spec.streams, spec.dim).contiguous()
 
     def _local(self, value: Tensor, streams: Names, dim: int) -> Tensor:
-        parts = value.split([self.streams.length(stream) for stream in streams], dim)
-        local = [self.streams.local_slice(part, stream, dim) for part, stream in zip(parts, streams, strict=True)]
+        parts = value.split([self.length(stream) for stream in streams], dim)
+        local = [self.local_slice(part, stream, dim) for part, stream in zip(parts, streams, strict=True)]
         return local[0] if len(local) == 1 else torch.cat(local, dim)
 
     def _local_index(self, at: int, spec: Index) -> int:
@@ -199,20 +191,20 @@ class Splitter:
         """Returns the index, among this rank's tokens, of a position in the concatenated full streams, plus
         `before`."""
         for stream in streams:
-            length, local = self.streams.length(stream), self.local_count((stream,))
-            start = 0 if stream in self._replicated else self.streams.local_chunk(stream)[0]
+            length, local = self.length(stream), self.local_count((stream,))
+            start = 0 if stream in self.replicated else self.local_chunk(stream)[0]
             before += min(max(min(at, length) - start, 0), local)
             at = max(at - length, 0)
         return before
 
     def split_prefix(self, value: Tensor, stream: str) -> Tensor:
         """Returns this rank's part of [B, tokens, C], values for the first tokens of a stream or for all of them."""
-        length = self.streams.length(stream)
+        length = self.length(stream)
         if value.shape[1] > length:
             raise _wrong_length("a residual", value.shape[1], (stream,), length)
-        if value.shape[1] == length or stream in self._replicated:
+        if value.shape[1] == length or stream in self.replicated:
             return self._local(value, (stream,), 1)
-        start, size = self.streams.local_chunk(stream)
+        start, size = self.local_chunk(stream)
         return value[:, start : start + size]
 
     def gather(self, value: Any, streams: Names, dim: int, where: str) -> Any:
@@ -226,7 +218,7 @@ class Splitter:
         if tokens_shape[0] != local or (flat > 1 and tokens_shape == shape and total != local):
             if tokens_shape.numel() != total:
                 raise _wrong_length(where, tokens_shape.numel(), streams, f"{total} (whole) or {local} (this rank's)")
-            if not self.streams.any_rank_has_all(streams):
+            if not self.any_rank_has_all(streams):
                 return value
             flattened = value.reshape(*value.shape[:dim], total, *(1,) * (flat - 1), *value.shape[dim + flat :])
             value = self._local(flattened, streams, dim)
@@ -254,11 +246,11 @@ class Splitter:
 
     def _gather_stream(self, part: Tensor, stream: str, dim: int, where: str) -> Tensor | None:
         """Returns the full stream of this rank's part of it; None where other token patches have not had their turn."""
-        if stream not in self._replicated:
-            sizes = self.streams.sizes(stream)
+        if stream not in self.replicated:
+            sizes = self.sizes(stream)
             chunk = part.narrow(dim, 0, sizes[self._mesh_dim.index]).movedim(dim, 0)
             part = all_gather_v(chunk, sizes, self._mesh_dim).wait()[0].movedim(0, dim)
-        return part if self._pipefusion is None else self._pipefusion.gather((where, stream), part, dim)
+        return part if self.pipefusion is None else self.pipefusion.gather((where, stream), part, dim)
 
 
 class Residuals(list[Any]):

@@ -119,14 +119,19 @@ class Streams:
         self, mesh_dim: MeshDim, replicated: frozenset[str] = frozenset(), pipefusion: PipeFusion | None = None
     ) -> None:
         self.replicated = replicated
+        self.pipefusion = pipefusion
         self._mesh_dim = mesh_dim
-        self._pipefusion = pipefusion
         self._lengths: dict[str, int] = {}
         self._cache: dict[Hashable, Any] = {}
 
     def clear(self) -> None:
         self._lengths.clear()
         self._cache.clear()
+
+    @property
+    def any_split(self) -> bool:
+        """Returns whether the network's variables contain a part of any stream at this moment."""
+        return bool(self._lengths)
 
     def record_length(self, stream: str, length: int, where: str) -> None:
         """Records the global length of `stream` [tokens]; Refused if this forward has recorded another one."""
@@ -170,7 +175,7 @@ class Streams:
         """Returns (start, size) of the tokens that are split over the ranks: all of them, or those of the current
         patch."""
         length = self.length(stream)
-        return (0, length) if self._pipefusion is None else self._pipefusion.active_range(stream, length)
+        return (0, length) if self.pipefusion is None else self.pipefusion.active_range(stream, length)
 
     def global_positions(
         self, names: tuple[str, ...], device: torch.device, ranks: Sequence[int] | None = None
@@ -187,6 +192,10 @@ class Streams:
 
     def local_tokens(self, names: tuple[str, ...]) -> LocalTokens:
         return LocalTokens([self._local_stream(name) for name in names])
+
+    def local_count(self, names: tuple[str, ...]) -> int:
+        """Returns the number of this rank's tokens of `names`."""
+        return self.local_tokens(names).size
 
     def _local_stream(self, stream: str) -> LocalStream:
         length, (start, size) = self.length(stream), self.local_chunk(stream)
