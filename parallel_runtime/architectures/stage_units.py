@@ -9,9 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..errors import Refused
 from ..specs import Parallelism
-from . import Architecture
 from .network_modules import Stack
 from .partition import Load, share_out
 from .split_plan import ModulePlan, SplitPlan
@@ -83,21 +81,10 @@ def why_not_in_patches(plan: SplitPlan) -> str:
     return ""
 
 
-def counts_of(network: nn.Module, known: Architecture, parallelism: Parallelism) -> tuple[int, ...]:
-    """How many units each stage has. Raises Refused where the network cannot be divided so."""
-    units, stages = units_of(network, known.plan), parallelism.pipeline_degree
-    if parallelism.options.token_patches > 1 and (why := why_not_in_patches(known.plan)):
-        raise Refused("patches.none.worker", widget="patches", network=known.name, why=why)
-    if not units:
-        raise Refused("stages.none.worker", widget="pipeline_degree", network=known.name)
-    if stages > len(units):
-        raise Refused(
-            "stages.few.worker", widget="pipeline_degree", network=known.name, blocks=len(units), stages=stages
-        )
-    counts = parallelism.stages or share_out([Load(0, len(unit)) for unit in units], stages)
-    if sum(counts) != len(units):
-        raise Refused("stages.counts", counts=str(counts), network=known.name, blocks=len(units))
-    return counts
+def counts_of(network: nn.Module, plan: SplitPlan, parallelism: Parallelism) -> tuple[int, ...]:
+    """How many units each stage has. Raises ValueError for more stages than units, which planning refuses."""
+    units = units_of(network, plan)
+    return parallelism.stages or share_out([Load(0, len(unit)) for unit in units], parallelism.pipeline_degree)
 
 
 def owners(counts: Sequence[int]) -> list[int]:

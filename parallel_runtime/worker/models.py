@@ -26,7 +26,6 @@ from ..engine.pipeline.stages import PlaceholderBlock, Stages, install_placehold
 from ..engine.split.parallelize import parallelize, pipefusion_of, unparallelize
 from ..engine.weights.placement import RankPlacement, rank_placement
 from ..engine.weights.prefetch import Buffers
-from ..errors import Refused
 from ..jobs import Job
 from ..request import AfterSampling
 from ..specs import Compilation, ModelSpec, Parallelism, WeightPlacement
@@ -107,21 +106,20 @@ class Model:
         self.undo_split.close()
         self.graph_runner.discard()
         self.parallelism, self.split_done, self.mesh = parallelism, False, mesh
-        if parallelism.pipeline_degree > 1 and self.architecture is None:
-            raise Refused("stages.none.worker.whole", widget="pipeline_degree", network=self.name)
         self.split(parallelism)
         self.split_done = True
         self.graph_runner.choice = parallelism.options.cuda_graphs
         self.graph_runner.any_rank = partial(any_rank, dim=mesh.context)
 
     def split(self, parallelism: Parallelism) -> None:
-        """Splits the blocks over pipeline stages and the tokens over ranks, until `undo_split` is closed."""
-        if self.architecture is None:
-            if parallelism.splits_tokens:
-                raise Refused("sequence.none.worker", widget="ring_degree", network=self.name)
+        """Splits the blocks over pipeline stages and the tokens over ranks, until `undo_split` is closed. ComfyUI's
+        process has refused what a network cannot."""
+        staged = parallelism.pipeline_degree > 1
+        if not staged and not parallelism.splits_tokens:
             return
-        plan, staged = self.architecture.plan, parallelism.pipeline_degree > 1
-        counts = counts_of(self.network, self.architecture, parallelism) if staged else ()
+        assert self.architecture is not None
+        plan = self.architecture.plan
+        counts = counts_of(self.network, plan, parallelism) if staged else ()
         if staged:
             self.offload()
             self.remote_blocks = install_placeholders(self.network, plan, counts, self.mesh.pipeline.index)

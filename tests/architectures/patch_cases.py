@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel_runtime.architectures.stage_units import counts_of
+from parallel_runtime.architectures.stage_units import counts_of, why_not_in_patches
 from parallel_runtime.engine.attention import ulysses
 from parallel_runtime.engine.pipeline.pipefusion import PipeFusion
 from parallel_runtime.engine.pipeline.stages import Stages, install_placeholders, remove_placeholders
@@ -28,7 +28,7 @@ from .stale_keys import reference
 def in_patches(network: nn.Module, stages: int, patches: int, ulysses: int = 1) -> Iterator[tuple[Stages, PipeFusion]]:
     known = plan_of(network)
     degrees = Parallelism(pipeline_degree=stages, ulysses_degree=ulysses, options=EngineOptions(token_patches=patches))
-    mesh, counts = mesh_of(degrees), counts_of(network, known, degrees)
+    mesh, counts = mesh_of(degrees), counts_of(network, known.plan, degrees)
     others = install_placeholders(network, known.plan, counts, mesh.pipeline.index)
     parallelize(network, known.plan, mesh, degrees)
     pipefusion = pipefusion_of(network)
@@ -133,9 +133,9 @@ def comes_and_goes(rank: int, world: int) -> dict[str, Any]:
             kept.append(cached_bytes(pipefusion))
         pipefusion.reset()
         kept.append(cached_bytes(pipefusion))
-    own = counts_of(network, known, Parallelism(pipeline_degree=2, options=EngineOptions(token_patches=4)))[rank]
+    own = counts_of(network, known.plan, Parallelism(pipeline_degree=2, options=EngineOptions(token_patches=4)))[rank]
     each = 2 * len(inputs["x"]) * tokens * known.width(network) * own * 4
-    assert sum(counts_of(network, known, Parallelism(pipeline_degree=2))) == layers
+    assert sum(counts_of(network, known.plan, Parallelism(pipeline_degree=2))) == layers
     return {"errors": errors, "kept": [size / each for size in kept]}
 
 
@@ -178,6 +178,8 @@ def a_run(rank: int, world: int) -> dict[str, Any]:
 def refusal(rank: int, world: int, name: str, patches: int, between: str = "") -> str:
     """Why a network is not evaluated in patches."""
     network, inputs = made(name)
+    if why := why_not_in_patches(plan_of(network).plan):
+        return why
     deepen(network, world)
     options: dict[str, Any] = {}
     if between == "dit":

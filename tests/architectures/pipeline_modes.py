@@ -110,7 +110,7 @@ def _divided(name: str, network: nn.Module, given: dict[str, Any], plain: list[T
 
     @contextmanager
     def in_stages() -> Iterator[None]:
-        full, counts = weight_bytes(network), counts_of(network, known, degrees)
+        full, counts = weight_bytes(network), counts_of(network, known.plan, degrees)
         others = install_placeholders(network, known.plan, counts, mesh.pipeline.index)
         stages = Stages(network, known.plan, mesh.pipeline, counts)
         mode.weight_share = weight_bytes(network) / full

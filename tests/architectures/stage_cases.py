@@ -32,7 +32,7 @@ def parity(rank: int, world: int, name: str, stages: int, ulysses: int = 1, flig
     blocks = sum(weight_bytes(seat.block) for unit in units for seat in unit)
     degrees = Parallelism(pipeline_degree=stages, ulysses_degree=ulysses)
     mesh = mesh_of(degrees)
-    counts = counts_of(network, plan_of(network), degrees)
+    counts = counts_of(network, plan, degrees)
     others = install_placeholders(network, plan, counts, mesh.pipeline.index)
     kept_bytes = weight_bytes(network)
     if ulysses > 1:
@@ -80,7 +80,7 @@ def refusal(rank: int, world: int, name: str) -> str:
     """Why a network is not split into stages."""
     try:
         parity(rank, world, name, world)
-    except Refused as refused:
+    except (Refused, ValueError) as refused:
         return str(refused)
     return ""
 
@@ -90,7 +90,7 @@ def refused_by_one(rank: int, world: int, name: str) -> dict[str, Any]:
     network, inputs = made(name)
     plan, plain = plan_of(network), forward(network, inputs)
     degrees = Parallelism(pipeline_degree=world)
-    counts, mesh_dim = counts_of(network, plan, degrees), mesh_of(degrees).pipeline
+    counts, mesh_dim = counts_of(network, plan.plan, degrees), mesh_of(degrees).pipeline
     install_placeholders(network, plan.plan, counts, rank)
     cut, calls = Stages(network, plan.plan, mesh_dim, counts), []
 
@@ -133,7 +133,7 @@ def with_one_word_less(rank: int, world: int, name: str) -> dict[str, Any]:
 
 def _in_two(network: nn.Module, known: Architecture, inputs: Inputs, plain: list[Tensor], rank: int) -> float | str:
     degrees = Parallelism(pipeline_degree=2)
-    counts = counts_of(network, known, degrees)
+    counts = counts_of(network, known.plan, degrees)
     others = install_placeholders(network, known.plan, counts, rank)
     cut = Stages(network, known.plan, mesh_of(degrees).pipeline, counts)
     try:

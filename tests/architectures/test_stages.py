@@ -10,8 +10,8 @@ from ..zoo.calls import CASES
 WHERE = "tests.architectures.stage_cases:parity"
 SAME, EXACT = 1e-6, 1e-5  # kernels may round otherwise where what they read lies elsewhere; where others attend
 REFUSED = {
-    "hidream o1": "cannot be split into stages",
-    "hidream o1, a later step": "cannot be split into stages",
+    "hidream o1": "0 blocks make no 2 stages",
+    "hidream o1, a later step": "0 blocks make no 2 stages",
     "hunyuan dit residuals": "keep for later blocks",
 }
 CUT = [name for name in CASES if name not in REFUSED]
@@ -46,7 +46,7 @@ def test_the_bits_are_those_of_one_process(networks: Groups) -> None:
 @pytest.mark.parametrize("case", list(REFUSED))
 def test_refused_by_name(networks: Groups, case: str) -> None:
     messages = networks(2).run("tests.architectures.stage_cases:refusal", name=case)
-    assert all(REFUSED[case] in words and "pipeline_degree" in words for words in messages)
+    assert all(REFUSED[case] in words for words in messages)
 
 
 def test_what_one_stage_refuses_all_do_and_the_next_forward_is_right(networks: Groups) -> None:
