@@ -23,7 +23,7 @@ from ..engine.comm.votes import any_rank, refuse_on_all_ranks
 from ..engine.graphs.block_compile import compile_blocks
 from ..engine.graphs.graph_runner import GraphRunner
 from ..engine.pipeline.stages import PlaceholderBlock, Stages, install_placeholders, remove_placeholders
-from ..engine.split.parallelize import parallelize, pipefusion_of, unparallelize
+from ..engine.split.parallelize import parallelize, unparallelize
 from ..engine.weights.placement import RankPlacement, rank_placement
 from ..engine.weights.prefetch import Buffers
 from ..jobs import Job
@@ -64,7 +64,6 @@ class Model:
         self.graph_runner = GraphRunner(
             self.network,
             self.device,
-            constant_objects=lambda: () if self.attention is None else (self.attention,),
             eager_reason=self.unrecordable_reason,
             before_timing=self.stop_comm_timer,
         )
@@ -128,7 +127,7 @@ class Model:
             parallelize(self.network, plan, self.mesh, parallelism)
             self.undo_split.callback(unparallelize, self.network)
         if staged:
-            self.stages = Stages(self.network, plan, self.mesh.pipeline, counts, pipefusion_of(self.network))
+            self.stages = Stages(self.network, plan, self.mesh.pipeline, counts)
             self.undo_split.enter_context(self.stages)
 
     def _restore_blocks(self) -> None:

@@ -13,7 +13,7 @@ from parallel_runtime.architectures.stage_units import counts_of, why_not_in_pat
 from parallel_runtime.engine.attention import ulysses
 from parallel_runtime.engine.pipeline.pipefusion import PipeFusion
 from parallel_runtime.engine.pipeline.stages import Stages, install_placeholders, remove_placeholders
-from parallel_runtime.engine.split.parallelize import parallelize, pipefusion_of, unparallelize
+from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
 from parallel_runtime.errors import Refused
 from parallel_runtime.request import EngineOptions
 from parallel_runtime.specs import Parallelism
@@ -31,11 +31,10 @@ def in_patches(network: nn.Module, stages: int, patches: int, ulysses: int = 1) 
     mesh, counts = mesh_of(degrees), counts_of(network, known.plan, degrees)
     others = install_placeholders(network, known.plan, counts, mesh.pipeline.index)
     parallelize(network, known.plan, mesh, degrees)
-    pipefusion = pipefusion_of(network)
-    assert pipefusion is not None
-    cut = Stages(network, known.plan, mesh.pipeline, counts, pipefusion)
+    cut = Stages(network, known.plan, mesh.pipeline, counts)
+    assert cut.pipefusion is not None
     try:
-        yield cut, pipefusion
+        yield cut, cut.pipefusion
     finally:
         cut.close()
         unparallelize(network)

@@ -109,7 +109,8 @@ class Pictures:
         import comfy.sample
 
         from parallel_runtime.engine.comm.mesh import ContextMesh
-        from parallel_runtime.engine.split.parallelize import parallelize, pipefusion_of, unparallelize
+        from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
+        from parallel_runtime.engine.split.streams import streams_of
         from parallel_runtime.worker.comfy_loop.branches import with_pipefusion
 
         known = architecture_of(self._network)
@@ -121,7 +122,8 @@ class Pictures:
                 ContextMesh(),
                 Parallelism(pipeline_degree=STAGES, options=EngineOptions(token_patches=patches)),
             )
-        model, pipefusion = self._model.clone(), pipefusion_of(self._network)
+        model, streams = self._model.clone(), streams_of(self._network)
+        pipefusion = None if streams is None else streams.pipefusion
         latent = torch.zeros(self._count, 16, SIDE, SIDE)
         noise, simple = comfy.sample.prepare_noise(latent, 7), "simple"
         sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), simple, steps)

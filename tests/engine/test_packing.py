@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_runtime.engine.attention import ring, ulysses
+from parallel_runtime.engine.comm import collectives
 from parallel_runtime.engine.comm.mesh import MeshDim
-from parallel_runtime.engine.split.streams import chunk_range, chunk_sizes
+from parallel_runtime.engine.split.streams import Streams, chunk_range, chunk_sizes
 
 HEADS, DIM, TOKENS = 12, 8, (5, 7, 5)
 LAYOUTS = ("tokens first", "heads first", "in one", "mixed")
@@ -66,10 +67,11 @@ def test_heads_are_packed_by_one_cat_of_at_most_four_dims(
     monkeypatch: pytest.MonkeyPatch, layout: str, batch: int, parts: tuple[int, ...], wave: int
 ) -> None:
     monkeypatch.setattr(ulysses, "all_to_all", lambda send, *_: send)
+    monkeypatch.setattr(collectives, "zeros", lambda shape, **options: torch.full(shape, torch.nan, **options))
     tensors = laid_out(layout, batch, TOKENS[1])
     packed = ulysses.all_to_all_layout((HEADS,) * 3, parts, TOKENS, 1, batch, DIM, wave, 2)
     with Packing() as seen:
-        send: Any = ulysses.to_heads(tensors, packed, MeshDim(), lambda shape, _: torch.full(tuple(shape), torch.nan))
+        send: Any = ulysses.to_heads(tensors, packed, MeshDim(), Streams(MeshDim()), "queries")
     assert torch.equal(send, expected(tensors, parts, wave, 2))
     joined = layout in ("tokens first", "in one")
     assert set(seen.dims) == {batch + 2 if joined else 4}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import Refused
 from ...request import AttentionBackend
 from ...specs import Parallelism
-from ..comm.collectives import Pending, ScratchAllocator, all_gather_v, allocate
+from ..comm.collectives import Pending, all_gather_v, allocate
 from ..comm.mesh import ContextMesh
 from ..kernels.autotune import AttentionSizes, choose_kernel
 from ..kernels.custom_op import attend_op, register
@@ -167,7 +167,7 @@ class ContextAttention:
             out = self._attend_heads(layout, scale, q, k, v, chunk_mask)
             del q, k, v
             received.clear()
-            pending_returns.append((chunk, to_tokens(out, chunk.inbound, mesh_dim, self._scratch(query, chunk.number))))
+            pending_returns.append((chunk, to_tokens(out, chunk.inbound, mesh_dim, self.streams, chunk.number)))
         del out
         output = allocate(query.shape, query)
         for chunk, pending in pending_returns:
@@ -182,10 +182,9 @@ class ContextAttention:
 
         def start(chunk: HeadChunk) -> list[tuple[Pending, AllToAllLayout]]:
             tensors = [[query, key, value]] if len(chunk.outbound) == 1 else [[query], [key, value]]
-            uses = [self._scratch(query, (chunk.number, part)) for part in range(len(tensors))]
             return [
-                (to_heads(some, a2a_layout, self.mesh.ulysses, use), a2a_layout)
-                for some, a2a_layout, use in zip(tensors, chunk.outbound, uses, strict=True)
+                (to_heads(some, a2a_layout, self.mesh.ulysses, self.streams, (chunk.number, part)), a2a_layout)
+                for part, (some, a2a_layout) in enumerate(zip(tensors, chunk.outbound, strict=True))
             ]
 
         in_flight = start(chunks[0])
@@ -256,10 +255,6 @@ class ContextAttention:
             )
 
         return self.streams.cached((layout, "kernel", mask), choose)
-
-    def _scratch(self, like: Tensor, use: Hashable) -> ScratchAllocator:
-        """Returns what allocates scratch tensors of the dtype and device of `like`."""
-        return lambda shape, part: self.streams.scratch((use, part), shape, like)
 
 
 def _tokens_by_ring_index(tokens: tuple[int, ...], ranks: int) -> tuple[int, ...]:

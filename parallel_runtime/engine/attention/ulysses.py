@@ -6,7 +6,7 @@ arrives from all ranks is then one tensor, whatever each had, and needs no copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -14,9 +14,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from ..comm.collectives import Pending, ScratchAllocator, all_to_all
+from ..comm.collectives import Pending, all_to_all
 from ..comm.mesh import ContextMesh, MeshDim, Parts
-from ..split.streams import chunk_range, chunk_sizes
+from ..split.streams import Streams, chunk_range, chunk_sizes
 
 CAT_DIMS = 4  # of what CUDA concatenates by one kernel
 MAX_HEAD_CHUNKS = 2  # at most: more would make kernels too small
@@ -179,15 +179,16 @@ def _chunk_count(query: Tensor, heads: tuple[int, int], tokens_by_rank: TokensBy
 
 
 def to_heads(
-    tensors: Sequence[Tensor], layout: AllToAllLayout, mesh_dim: MeshDim, scratch: ScratchAllocator
+    tensors: Sequence[Tensor], layout: AllToAllLayout, mesh_dim: MeshDim, streams: Streams, use: Hashable
 ) -> Pending:
-    """Sends the heads of each tensor [B, own tokens, H, D]; `split_received` takes what arrives."""
-    send = scratch((sum(layout.by_heads),), "send")
+    """Sends the heads of each tensor [B, own tokens, H, D]; `split_received` takes what arrives. The next layer's
+    transfer for the same `use` gets the same memory of `streams`."""
+    send = streams.scratch(("send", use), (sum(layout.by_heads),), tensors[0])
     joined = all(map(_joined, tensors))
     for runs, segment in layout.segments(send, joined=joined):
         parts = [run.of(tensor, joined=joined) for run, tensor in zip(runs, tensors, strict=True)]
         _pack(parts, segment, dim=-1 if joined else -2)
-    received = scratch((sum(layout.by_tokens),), "receive")
+    received = streams.scratch(("receive", use), (sum(layout.by_tokens),), tensors[0])
     return all_to_all(send, received, *layout.counts, mesh_dim)
 
 
@@ -197,10 +198,10 @@ def split_received(received: Tensor, layout: AllToAllLayout) -> tuple[Tensor, ..
     return full.transpose(0, 1).split(layout.heads, 2)
 
 
-def to_tokens(full: Tensor, layout: AllToAllLayout, mesh_dim: MeshDim, scratch: ScratchAllocator) -> Pending:
+def to_tokens(full: Tensor, layout: AllToAllLayout, mesh_dim: MeshDim, streams: Streams, use: Hashable) -> Pending:
     """Sends [B, all tokens, local heads, D] of each rank back; `write_returned` takes what arrives."""
     send = full.transpose(0, 1).reshape(-1)
-    received = scratch((sum(layout.by_heads),), "return")
+    received = streams.scratch(("return", use), (sum(layout.by_heads),), full)
     by_heads, by_tokens = layout.counts
     return all_to_all(send, received, by_tokens, by_heads, mesh_dim)
 

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from .mesh import GroupState, MeshDim
 
-ScratchAllocator = Callable[[Sequence[int], str], Tensor]  # returns memory of this shape for this use
-
 empty = torch.empty  # tests put functions here that fill with NaN
 zeros = torch.zeros
 

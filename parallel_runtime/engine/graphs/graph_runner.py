@@ -19,15 +19,14 @@ from torch.utils import _pytree as pytree
 
 from ...request import GraphsChoice
 from ...wire.readings import Graphs
+from ..attention.attention_override import BackendOverride
 from ..comm.device_events import DeviceEvent, EventFactory, event_factory, seconds_between
 from ..comm.device_memory import can_allocate
 from . import cuda_graphs
 from .cuda_graphs import Graph, Recorder
 
 MAX_RECORDINGS = 4  # of a model
-RETURN_EVALUATIONS = (
-    16  # an evicted call that returns within this many evaluations takes turns with others: it stays eager
-)
+RETURN_EVALUATIONS = 16  # an evicted call that returns within these takes turns with others: it stays eager
 MAX_TRIALS = 64  # calls that are remembered beside those that are recorded
 MAX_REASONS = 8  # in a message to the user
 WARMUP_EVALUATIONS = 2  # eager ones before the choice: the first does not show how long a launch takes
@@ -35,7 +34,9 @@ MIN_LAUNCH_FRACTION = 0.7  # of an evaluation's time: where launches take more o
 MAX_REPLAY_RATIO = 1.05  # of a replay's time to an evaluation's: a slower replay is not worth its memory
 SMALL_ELEMENTS = 1024  # CPU tensors up to this size are compared by value, and may have any alignment
 LINE_BYTES = 64  # kernels are chosen by an address's offset in a line of this size
-PLAIN_TYPES = (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, Enum)
+CONSTANT_TYPES = (
+    int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, Enum, BackendOverride
+)  # fmt: skip
 NO_GAIN = "nothing to gain, the GPU computes longer than the CPU launches"
 SLOWER = "a replay of it took longer than the evaluation itself"
 
@@ -56,23 +57,14 @@ class Call:
     structure: Any
 
     @classmethod
-    def of(
-        cls,
-        args: Any,
-        kwargs: dict[str, Any],
-        device: torch.device,
-        constant_objects: Sequence[Any] = (),
-        settings: Hashable = (),
-    ) -> Call:
-        """Returns the call of a network with these `settings` and arguments. `constant_objects` are the same in every
-        call.
-
-        Raises Unrecordable for an argument that no key can represent."""
+    def of(cls, args: Any, kwargs: dict[str, Any], device: torch.device, settings: Hashable = ()) -> Call:
+        """Returns the call of a network with these `settings` and arguments. Raises Unrecordable for an argument that
+        no key can represent."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors: dict[Hashable, Tensor] = {}  # by address and layout
         keys, slots = [], []
         for number, leaf in enumerate(leaves):
-            leaf_key, slot = _leaf_key(leaf, tensors, device, constant_objects)
+            leaf_key, slot = _leaf_key(leaf, tensors, device)
             if leaf_key is None:
                 path = pytree.keystr(pytree.tree_flatten_with_path((args, kwargs))[0][number][0])
                 raise Unrecordable(f"it is given a {type(leaf).__name__} ({path})")
@@ -87,11 +79,9 @@ class Call:
         return args, kwargs
 
 
-def _leaf_key(
-    leaf: Any, tensors: dict[Hashable, Tensor], device: torch.device, constant_objects: Sequence[Any]
-) -> tuple[Hashable | None, int | None]:
+def _leaf_key(leaf: Any, tensors: dict[Hashable, Tensor], device: torch.device) -> tuple[Hashable | None, int | None]:
     """Returns a leaf's part of the key, and its index among the tensors."""
-    if isinstance(leaf, PLAIN_TYPES) or any(leaf is each for each in constant_objects):
+    if isinstance(leaf, CONSTANT_TYPES):
         return (type(leaf), leaf), None
     if type(leaf) not in (Tensor, nn.Parameter) or leaf.layout != torch.strided:
         return None, None
@@ -179,18 +169,17 @@ class _Trial:
 class GraphRunner:
     """Replaces a network's `__call__`: a call's first evaluations are eager, then it is recorded, then replayed.
 
-    `visible_kwargs` returns the keyword arguments that the network can see, `constant_objects` those objects among them
-    that never change, `settings` what else its code depends on, and `eager_reason` why it must stay eager now, or "";
-    `visible_kwargs` and `eager_reason` may raise Unrecordable. `any_rank` combines a flag of all ranks that share a
-    forward, which record, replay and stay eager alike. `on_recording` is called with True when a recording begins and
-    with False at its end. `other_models_bytes` is the size of other models' recordings. `before_timing` is called
-    before the evaluation whose time decides, so that its parts are not timed: that would make it longer.
+    `visible_kwargs` returns the keyword arguments that the network can see, `settings` what else its code depends on,
+    and `eager_reason` why it must stay eager now, or ""; the first and the last may raise Unrecordable. `any_rank`
+    combines a flag of all ranks that share a forward, which record, replay and stay eager alike. `on_recording` is
+    called with True when a recording begins and with False at its end. `other_models_bytes` is the size of other
+    models' recordings. `before_timing` is called before the evaluation whose time decides, so that its parts are not
+    timed: that would make it longer.
     """
 
     network: nn.Module
     device: torch.device
     visible_kwargs: Callable[[dict[str, Any]], dict[str, Any]] = lambda kwargs: kwargs
-    constant_objects: Callable[[], Sequence[Any]] = tuple
     eager_reason: Callable[[], str] = str
     settings: Callable[[], Hashable] = tuple
     on_recording: Callable[[bool], None] = lambda begins: None
@@ -243,7 +232,7 @@ class GraphRunner:
         try:
             if reason := self.eager_reason():
                 return None, reason
-            return Call.of(args, self.visible_kwargs(kwargs), self.device, self.constant_objects(), self.settings()), ""
+            return Call.of(args, self.visible_kwargs(kwargs), self.device, self.settings()), ""
         except Unrecordable as reason:
             return None, str(reason)
 

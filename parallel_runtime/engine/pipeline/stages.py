@@ -23,7 +23,7 @@ from ...architectures.stage_units import BlockRef, owners, units_of
 from ...errors import Refused
 from ..comm.mesh import MeshDim
 from ..split.hooks import Block, blocks_of_plan
-from .pipefusion import PipeFusion
+from ..split.streams import streams_of
 from .stage_channel import StageChannel
 
 STAGE_ATTRIBUTE = "_real_on_stage"  # attribute of a block's output: the stage that computed it
@@ -91,17 +91,10 @@ class Stages(ExitStack):
     Closing it removes them.
 
     Each forward's output is on every rank when it returns. `in_flight`, several forwards follow each other without
-    waiting, and their outputs are real on the last stage until `share_outputs`; so do `pipefusion`'s turns.
+    waiting, and their outputs are real on the last stage until `share_outputs`; so do the turns of token patches.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        plan: SplitPlan,
-        mesh_dim: MeshDim,
-        counts: Sequence[int],
-        pipefusion: PipeFusion | None = None,
-    ) -> None:
+    def __init__(self, network: nn.Module, plan: SplitPlan, mesh_dim: MeshDim, counts: Sequence[int]) -> None:
         super().__init__()
         self.channel = StageChannel(mesh_dim)
         self._mesh_dim = mesh_dim
@@ -113,9 +106,10 @@ class Stages(ExitStack):
         self._sources: list[int | None] = []  # for a block's hidden states: the stages where they are real
         reading = (each for each in plan.module_plans if each.updated_args and each.runs_with is None)
         self._late_block = next((each.name for each in reading if each.late_args), "")
-        self.pipefusion = pipefusion
-        if pipefusion is not None:
-            pipefusion.turn_callbacks.append(self._begin_turn)
+        streams = streams_of(network)
+        self.pipefusion = None if streams is None else streams.pipefusion
+        if self.pipefusion is not None:
+            self.pipefusion.turn_callbacks.append(self._begin_turn)
         self.enter_context(network.register_forward_pre_hook(self._begin, with_kwargs=True))
         blocks = {block.module: block for block in blocks_of_plan(network, plan)}
         for number, (unit, owner) in enumerate(zip(units_of(network, plan), owners(counts), strict=True)):

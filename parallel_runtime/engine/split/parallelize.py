@@ -75,20 +75,14 @@ def unparallelize(network: nn.Module) -> None:
     delattr(network, PARALLELIZED)
 
 
-def pipefusion_of(network: nn.Module) -> PipeFusion | None:
-    """Returns the token patches of a parallel network; None where its ranks process all tokens at once."""
-    pipefusion: PipeFusion | None = getattr(getattr(network, PARALLELIZED, None), "pipefusion", None)
-    return pipefusion
-
-
 class _TokenDivision(ExitStack):
     """The hooks of one network, which closing it removes, and the state of its forward in progress."""
 
     def __init__(self, network: nn.Module, plan: SplitPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
         super().__init__()
         patches = parallelism.options.token_patches
-        self.pipefusion = PipeFusion(patches, plan.main_stream) if patches > 1 else None
-        self.streams = Splitter(plan, mesh.context, self.pipefusion)
+        pipefusion = PipeFusion(patches, plan.main_stream) if patches > 1 else None
+        self.streams = Splitter(plan, mesh.context, pipefusion)
         self._plan = plan
         self._ring, self._ranks = mesh.ring.size, mesh.context
         self._own_attentions = self_chosen_kernels(network) if parallelism.options.attention_backend == "auto" else {}
@@ -103,8 +97,8 @@ class _TokenDivision(ExitStack):
             self.enter_context(network.register_forward_pre_hook(self._begin, with_kwargs=True))
             for block in blocks:
                 self._hook(block)
-            if self.pipefusion is not None:
-                self._replace(network, partial(self._forward_by_patch, self.pipefusion, network.forward))
+            if pipefusion is not None:
+                self._replace(network, partial(self._forward_by_patch, pipefusion, network.forward))
             self.enter_context(shared_input_scales(network, mesh.context))
             self.enter_context(network.register_forward_hook(self._end, always_call=True))
             self.enter_context(wrap_modules(plan.no_options))
@@ -120,8 +114,8 @@ class _TokenDivision(ExitStack):
         self.callback(delattr, module, "forward")
 
     def _hook(self, block: Block) -> None:
-        if self.pipefusion is not None and block.scopes:
-            self.enter_context(block.module.register_forward_pre_hook(self.pipefusion.enter_block))
+        if self.streams.pipefusion is not None and block.scopes:
+            self.enter_context(block.module.register_forward_pre_hook(self.streams.pipefusion.enter_block))
         for module, over in block.scopes:
             scope = self._override.scope_index(over)
             if module is block.module:
@@ -159,7 +153,7 @@ class _TokenDivision(ExitStack):
                 for k, v in control.items()
                 if v is not None
             }
-        if self.pipefusion is not None and (self.streams.full_between_blocks or self.streams.has_block_patches):
+        if self.streams.pipefusion is not None and (self.streams.full_between_blocks or self.streams.has_block_patches):
             raise Refused("patches.nodes", widget="patches")
         set_active(self._override)
         return args, kwargs
