@@ -121,8 +121,8 @@ class _TokenDivision(ExitStack):
             if module is block.module:
                 self.enter_context(module.register_forward_pre_hook(partial(self._enter, scope)))
                 self.enter_context(module.register_forward_hook(self._leave, always_call=True))
-            else:
-                self._replace(module, _scoped(module.forward, self._override.active_scopes, scope))
+            else:  # a hook inside a block would make torch.compile compile each block anew
+                self._replace(module, partial(self._override.in_scope, scope, module.forward))
         for name, function in block.module_plan.token_functions.items():
             module, stream = block.module.get_submodule(name), self._plan.main_stream
             self._replace(module, with_all_tokens(module.forward, function, stream, self.streams, self._ranks))
@@ -201,17 +201,3 @@ def _evaluation_key(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict
     arguments = {name: value for name, value in kwargs.items() if name != "control"}
     shapes = tuple(leaf.shape for leaf in tree_leaves((args, arguments)) if isinstance(leaf, Tensor))
     return (*options.get("cond_or_uncond", ()), *options.get("uuids", ()), shapes)
-
-
-def _scoped(forward: Callable[..., Any], scopes: list[int], scope: int) -> Callable[..., Any]:
-    """Returns `forward` in an attention scope. A hook inside a block would make torch.compile compile each block
-    anew."""
-
-    def scoped(*args: Any, **kwargs: Any) -> Any:
-        scopes.append(scope)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            scopes.pop()
-
-    return scoped
