@@ -15,14 +15,13 @@ from torch import nn
 from ..architectures import Architecture
 from ..architectures.network_modules import blocks_of
 from ..architectures.row_plan import RowPlan
-from ..architectures.stage_units import BlockRef, counts_of
 from ..engine.attention.attention_override import backend_override
 from ..engine.comm.device_memory import can_allocate, empty_cache
 from ..engine.comm.mesh import ContextMesh, GroupState, MeshDim, build_mesh, with_new_group
 from ..engine.comm.votes import any_rank, refuse_on_all_ranks
 from ..engine.graphs.block_compile import compile_blocks
 from ..engine.graphs.graph_runner import GraphRunner
-from ..engine.pipeline.stages import PlaceholderBlock, Stages, install_placeholders, remove_placeholders
+from ..engine.pipeline.stages import PlaceholderBlock, Stages
 from ..engine.split.parallelize import parallelize, unparallelize
 from ..engine.weights.placement import RankPlacement, rank_placement
 from ..engine.weights.prefetch import Buffers
@@ -53,7 +52,6 @@ class Model:
     compilation: Compilation | None = None  # None: it is eager
     undo_compilation: ExitStack = field(default_factory=ExitStack)  # closing it makes the network eager
     stages: Stages | None = None
-    remote_blocks: Sequence[BlockRef] = ()  # the blocks of other stages
     undo_split: ExitStack = field(default_factory=ExitStack)  # closing it makes the network undivided
     device: torch.device = CPU  # its evaluations run here
     cond_arguments: dict[int, dict[str, Any]] = field(default_factory=dict)  # of EvaluationJobs, by cond_number
@@ -118,22 +116,17 @@ class Model:
             return
         assert self.architecture is not None
         plan = self.architecture.plan
-        counts = counts_of(self.network, plan, parallelism) if staged else ()
         if staged:
             self.offload()
-            self.remote_blocks = install_placeholders(self.network, plan, counts, self.mesh.pipeline.index)
-            self.undo_split.callback(self._restore_blocks)
-        if parallelism.splits_tokens:
+            self.stages = self.undo_split.enter_context(Stages(self.network, plan, self.mesh, parallelism))
+            self.undo_split.callback(self._leave_stages)
+        else:
             parallelize(self.network, plan, self.mesh, parallelism)
             self.undo_split.callback(unparallelize, self.network)
-        if staged:
-            self.stages = Stages(self.network, plan, self.mesh.pipeline, counts)
-            self.undo_split.enter_context(self.stages)
 
-    def _restore_blocks(self) -> None:
+    def _leave_stages(self) -> None:
         self.offload()
-        remove_placeholders(self.remote_blocks)
-        self.stages, self.remote_blocks = None, ()
+        self.stages = None
 
     @property
     def nonresident_bytes(self) -> int:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from parallel_runtime.architectures.stage_units import counts_of, why_not_in_patches
 from parallel_runtime.engine.attention import ulysses
 from parallel_runtime.engine.pipeline.pipefusion import PipeFusion
-from parallel_runtime.engine.pipeline.stages import Stages, install_placeholders, remove_placeholders
-from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
+from parallel_runtime.engine.pipeline.stages import Stages
 from parallel_runtime.errors import Refused
 from parallel_runtime.request import EngineOptions
 from parallel_runtime.specs import Parallelism
@@ -28,17 +27,12 @@ from .stale_keys import reference
 def in_patches(network: nn.Module, stages: int, patches: int, ulysses: int = 1) -> Iterator[tuple[Stages, PipeFusion]]:
     known = plan_of(network)
     degrees = Parallelism(pipeline_degree=stages, ulysses_degree=ulysses, options=EngineOptions(token_patches=patches))
-    mesh, counts = mesh_of(degrees), counts_of(network, known.plan, degrees)
-    others = install_placeholders(network, known.plan, counts, mesh.pipeline.index)
-    parallelize(network, known.plan, mesh, degrees)
-    cut = Stages(network, known.plan, mesh.pipeline, counts)
+    cut = Stages(network, known.plan, mesh_of(degrees), degrees)
     assert cut.pipefusion is not None
     try:
         yield cut, cut.pipefusion
     finally:
         cut.close()
-        unparallelize(network)
-        remove_placeholders(others)
 
 
 def cached_bytes(pipefusion: PipeFusion) -> int:

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel_runtime.architectures.network_modules import blocks_of
-from parallel_runtime.architectures.stage_units import counts_of
 from parallel_runtime.engine.comm.mesh import build_mesh
-from parallel_runtime.engine.pipeline.stages import Stages, install_placeholders, remove_placeholders
+from parallel_runtime.engine.pipeline.stages import Stages
 from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
 from parallel_runtime.engine.weights.placement import HostWeights
 from parallel_runtime.engine.weights.prefetch import BlockPrefetcher, Buffers, weight_bytes
@@ -110,9 +109,8 @@ def _divided(name: str, network: nn.Module, given: dict[str, Any], plain: list[T
 
     @contextmanager
     def in_stages() -> Iterator[None]:
-        full, counts = weight_bytes(network), counts_of(network, known.plan, degrees)
-        others = install_placeholders(network, known.plan, counts, mesh.pipeline.index)
-        stages = Stages(network, known.plan, mesh.pipeline, counts)
+        full = weight_bytes(network)
+        stages = Stages(network, known.plan, mesh, degrees)
         mode.weight_share = weight_bytes(network) / full
 
         def follow(flights: int) -> None:
@@ -125,7 +123,6 @@ def _divided(name: str, network: nn.Module, given: dict[str, Any], plain: list[T
         finally:
             mode.error = error(forward(network, given), plain)
             stages.close()
-            remove_placeholders(others)
 
     mode.on, mode.run = (in_stages, run) if degrees.pipeline_degree > 1 else (by_sequence, run)
     return mode

@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from parallel_runtime.architectures import Architecture
-from parallel_runtime.architectures.stage_units import counts_of, units_of
+from parallel_runtime.architectures.stage_units import units_of
 from parallel_runtime.engine.comm.mesh import ContextMesh, build_mesh
-from parallel_runtime.engine.pipeline.stages import PlaceholderBlock, Stages, install_placeholders, remove_placeholders
-from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
+from parallel_runtime.engine.pipeline.stages import PlaceholderBlock, Stages
 from parallel_runtime.engine.weights.prefetch import weight_bytes
 from parallel_runtime.errors import Refused
 from parallel_runtime.specs import Parallelism
@@ -32,12 +31,8 @@ def parity(rank: int, world: int, name: str, stages: int, ulysses: int = 1, flig
     blocks = sum(weight_bytes(seat.block) for unit in units for seat in unit)
     degrees = Parallelism(pipeline_degree=stages, ulysses_degree=ulysses)
     mesh = mesh_of(degrees)
-    counts = counts_of(network, plan, degrees)
-    others = install_placeholders(network, plan, counts, mesh.pipeline.index)
+    cut = Stages(network, plan, mesh, degrees)
     kept_bytes = weight_bytes(network)
-    if ulysses > 1:
-        parallelize(network, plan, mesh, degrees)
-    cut = Stages(network, plan, mesh.pipeline, counts)
     try:
         raise LookupError
     except LookupError:
@@ -45,9 +40,6 @@ def parity(rank: int, world: int, name: str, stages: int, ulysses: int = 1, flig
     with cut.in_flight():
         together = cut.share_outputs([x for _ in range(flights) for x in forward(network, inputs)])
     cut.close()
-    if ulysses > 1:
-        unparallelize(network)
-    remove_placeholders(others)
     again = forward(network, inputs)
     return {
         "alone": error(alone, plain),
@@ -90,9 +82,7 @@ def refused_by_one(rank: int, world: int, name: str) -> dict[str, Any]:
     network, inputs = made(name)
     plan, plain = plan_of(network), forward(network, inputs)
     degrees = Parallelism(pipeline_degree=world)
-    counts, mesh_dim = counts_of(network, plan.plan, degrees), mesh_of(degrees).pipeline
-    install_placeholders(network, plan.plan, counts, rank)
-    cut, calls = Stages(network, plan.plan, mesh_dim, counts), []
+    cut, calls = Stages(network, plan.plan, mesh_of(degrees), degrees), []
 
     def once(*_: Any) -> None:
         calls.append(None)
@@ -133,13 +123,10 @@ def with_one_word_less(rank: int, world: int, name: str) -> dict[str, Any]:
 
 def _in_two(network: nn.Module, known: Architecture, inputs: Inputs, plain: list[Tensor], rank: int) -> float | str:
     degrees = Parallelism(pipeline_degree=2)
-    counts = counts_of(network, known.plan, degrees)
-    others = install_placeholders(network, known.plan, counts, rank)
-    cut = Stages(network, known.plan, mesh_of(degrees).pipeline, counts)
+    cut = Stages(network, known.plan, mesh_of(degrees), degrees)
     try:
         return error(forward(network, inputs), plain)
     except LOUD:
         return "refused"
     finally:
         cut.close()
-        remove_placeholders(others)

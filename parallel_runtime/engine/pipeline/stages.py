@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ...architectures.split_plan import SplitPlan
-from ...architectures.stage_units import BlockRef, owners, units_of
+from ...architectures.stage_units import BlockRef, counts_of, owners, units_of
 from ...errors import Refused
-from ..comm.mesh import MeshDim
+from ...specs import Parallelism
+from ..comm.mesh import ContextMesh
 from ..split.hooks import Block, blocks_of_plan
+from ..split.parallelize import parallelize, unparallelize
 from ..split.streams import streams_of
 from .stage_channel import StageChannel
 
@@ -68,36 +70,18 @@ def _placeholder(ref: BlockRef) -> PlaceholderBlock:
     return type(type(ref.block).__name__, (PlaceholderBlock,), {"forward": forward})(ref.block)
 
 
-def install_placeholders(
-    network: nn.Module, plan: SplitPlan, counts: Sequence[int], local_stage: int
-) -> list[BlockRef]:
-    """Replaces the blocks of other stages than `local_stage`, of `counts` units each; returns where they are."""
-    units = units_of(network, plan)
-    assert sum(counts) == len(units)
-    by_unit = zip(units, owners(counts), strict=True)
-    placeholders = [ref for unit, owner in by_unit if owner != local_stage for ref in unit]
-    for ref in placeholders:
-        ref.stack._modules[ref.name] = _placeholder(ref)
-    return placeholders
-
-
-def remove_placeholders(placeholders: Sequence[BlockRef]) -> None:
-    for ref in placeholders:
-        ref.stack._modules[ref.name] = ref.block.block  # type: ignore[assignment]
-
-
 class Stages(ExitStack):
-    """The hooks of a network with placeholders, over the ranks of `mesh_dim`; installed after those of `parallelize`.
-    Closing it removes them.
+    """A network in the stages of a pipeline, whose tokens the ranks of a stage split where `parallelism` says so: its
+    placeholders and hooks, which closing it removes. `remote_blocks` are the blocks of other stages.
 
     Each forward's output is on every rank when it returns. `in_flight`, several forwards follow each other without
     waiting, and their outputs are real on the last stage until `share_outputs`; so do the turns of token patches.
     """
 
-    def __init__(self, network: nn.Module, plan: SplitPlan, mesh_dim: MeshDim, counts: Sequence[int]) -> None:
+    def __init__(self, network: nn.Module, plan: SplitPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
         super().__init__()
-        self.channel = StageChannel(mesh_dim)
-        self._mesh_dim = mesh_dim
+        self.channel = StageChannel(mesh.pipeline)
+        self._mesh_dim = mesh.pipeline
         self._is_in_flight = False
         self._output_shared = False  # all ranks have this forward's output, or its error
         self._outer_exception: BaseException | None = None  # handled by the caller while this forward began
@@ -106,16 +90,28 @@ class Stages(ExitStack):
         self._sources: list[int | None] = []  # for a block's hidden states: the stages where they are real
         reading = (each for each in plan.module_plans if each.updated_args and each.runs_with is None)
         self._late_block = next((each.name for each in reading if each.late_args), "")
-        streams = streams_of(network)
-        self.pipefusion = None if streams is None else streams.pipefusion
-        if self.pipefusion is not None:
-            self.pipefusion.turn_callbacks.append(self._begin_turn)
-        self.enter_context(network.register_forward_pre_hook(self._begin, with_kwargs=True))
-        blocks = {block.module: block for block in blocks_of_plan(network, plan)}
-        for number, (unit, owner) in enumerate(zip(units_of(network, plan), owners(counts), strict=True)):
-            for ref in unit:
-                self._hook(blocks[ref.block], number, owner)
-        self.enter_context(network.register_forward_hook(self._end, always_call=True))
+        stages = owners(counts_of(network, plan, parallelism))
+        units = list(zip(units_of(network, plan), stages, strict=True))
+        self.remote_blocks = [ref for unit, stage in units if stage != mesh.pipeline.index for ref in unit]
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            for ref in self.remote_blocks:
+                self.callback(ref.stack._modules.__setitem__, ref.name, ref.block)
+                ref.stack._modules[ref.name] = _placeholder(ref)
+            if parallelism.splits_tokens:
+                parallelize(network, plan, mesh, parallelism)
+                self.callback(unparallelize, network)
+            streams = streams_of(network)
+            self.pipefusion = None if streams is None else streams.pipefusion
+            if self.pipefusion is not None:
+                self.pipefusion.turn_callbacks.append(self._begin_turn)
+            self.enter_context(network.register_forward_pre_hook(self._begin, with_kwargs=True))
+            blocks = {block.module: block for block in blocks_of_plan(network, plan)}
+            for number, (unit, stage) in enumerate(units):
+                for ref in unit:
+                    self._hook(blocks[ref.block], number, stage)
+            self.enter_context(network.register_forward_hook(self._end, always_call=True))
+            undo.pop_all()
 
     @contextmanager
     def in_flight(self) -> Iterator[None]:

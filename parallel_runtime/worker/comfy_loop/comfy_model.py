@@ -152,7 +152,8 @@ class ComfyModel(Model):
             self.clear_kv_cache()
         made: RankPatcher = self.patcher.clone()
         made.on_progress = on_progress
-        remote = tuple(f"diffusion_model.{block.path}." for block in self.remote_blocks)
+        remote_blocks = self.stages.remote_blocks if self.stages else ()
+        remote = tuple(f"diffusion_model.{block.path}." for block in remote_blocks)
         patches = self.weight_patches[1]
         made.patches = {key: list(value) for key, value in patches.items() if not key.startswith(remote)}
         name = self.spec.compute_dtype
