@@ -172,12 +172,12 @@ class ModulePlan:
         if unknown := set(self.updates or ()) - set(self.args):
             raise ValueError(f"{self.name} updates {sorted(map(str, unknown))}, which `args` does not name")
 
-    @property
+    @cached_property
     def split_args(self) -> list[tuple[str | int, int | None, Names]]:
         """The hidden states among the arguments: name, index if it is one of a tuple, streams."""
         return [(name, index, specs[0].streams) for name, index, specs in self._tokens]
 
-    @property
+    @cached_property
     def outputs(self) -> tuple[list[Split], ...]:
         """The specs of each output of a block; the output's length selects one of several."""
         names = self.updated_args or tuple(self.args)

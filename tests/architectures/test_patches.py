@@ -116,7 +116,7 @@ def test_a_run_begins_with_exact_steps_by_their_noise_levels_and_with_nothing_ke
 @pytest.mark.parametrize("name", list(WHY))
 def test_refused_by_name(networks: Groups, name: str) -> None:
     messages = networks(2).run("tests.architectures.patch_cases:refusal", name=name, patches=4)
-    assert any(WHY[name] in words and "patches" in words for words in messages)
+    assert any(WHY[name] in words for words in messages)
 
 
 def test_more_patches_than_tokens_are_refused(networks: Groups) -> None:

@@ -32,11 +32,11 @@ class _Branch:
 
 class PipeFusion:
     """Splits the evaluations of a network into `count` token patches of its latent's stream `main`. While `exact` is
-    set, evaluations process all tokens and only record keys and values. `turn_callbacks` run before each turn."""
+    set, evaluations process all tokens and only record keys and values. `before_turn` is called before each turn."""
 
     def __init__(self, count: int, main: str) -> None:
         self.exact = False
-        self.turn_callbacks: list[Callable[[], None]] = []
+        self.before_turn: Callable[[], None] = lambda: None
         self._count = count
         self._main = main
         self._branches: dict[Hashable, _Branch] = {}
@@ -98,8 +98,7 @@ class PipeFusion:
         self._turn, self._attention = turn, (None, 0)
         if not turn:
             self._gathered_parts.clear()
-        for callback in self.turn_callbacks:
-            callback()
+        self.before_turn()
 
     def active_range(self, stream: str, length: int) -> tuple[int, int]:
         """Returns (start, size) of the current patch among the `length` tokens of `stream`."""

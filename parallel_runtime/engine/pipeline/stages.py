@@ -104,7 +104,7 @@ class Stages(ExitStack):
             streams = streams_of(network)
             self.pipefusion = None if streams is None else streams.pipefusion
             if self.pipefusion is not None:
-                self.pipefusion.turn_callbacks.append(self._begin_turn)
+                self.pipefusion.before_turn = self._begin_turn
             self.enter_context(network.register_forward_pre_hook(self._begin, with_kwargs=True))
             blocks = {block.module: block for block in blocks_of_plan(network, plan)}
             for number, (unit, stage) in enumerate(units):
