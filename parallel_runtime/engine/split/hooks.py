@@ -140,11 +140,6 @@ def _argument_specs(
 def add_hooks(block: Block, splitter: Splitter) -> list[RemovableHandle]:
     """Splits the arguments of `block`, and gathers its outputs where its plan or the forward asks for it."""
     plan, handles = block.module_plan, list[RemovableHandle]()
-    if plan.frames is not None:
-        parts: list[_LocalFrames | None] = []  # of the call in progress
-        pad = partial(_pad_frames, block, plan.frames, splitter, parts)
-        handles.append(block.module.register_forward_pre_hook(pad, with_kwargs=True))
-        handles.append(block.module.register_forward_hook(partial(_unpad_frames, parts)))
     if block.specs:
         split = partial(_split_inputs, block, splitter)
         handles.append(block.module.register_forward_pre_hook(split, with_kwargs=True))
@@ -260,22 +255,16 @@ class _LocalFrames:
 
 
 @torch.compiler.disable
-def _pad_frames(
-    block: Block,
-    frames: Frames,
-    splitter: Splitter,
-    parts: list[_LocalFrames | None],
-    _: nn.Module,
-    args: Any,
-    kwargs: Any,
-) -> Any:
+def run_on_frames(
+    block: Block, frames: Frames, splitter: Splitter, forward: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> Tensor:
+    """Calls the `forward` of a module that reshapes its tokens by frames on this rank's tokens in full frames."""
     block.check_arguments(args, kwargs)
     arguments = block.arguments_by_name(args, kwargs)
     tokens, stream = arguments[frames.tokens], (frames.stream,)
     total, local = splitter.total(stream), splitter.local_count(stream)
-    parts[:] = [None]
     if tokens.shape[1] != local or local == total:
-        return None
+        return forward(*args, **kwargs)
     conditions = {name: arguments[name] for name in frames.conditions if arguments.get(name) is not None}
     count = next(iter(conditions.values())).shape[1] // frames.each
     part = _LocalFrames.of(splitter, frames.stream, arguments[frames.until] if frames.until else total, count)
@@ -284,11 +273,4 @@ def _pad_frames(
         arguments[name] = value[:, part.first * frames.each : part.last * frames.each]
     if frames.until:
         arguments[frames.until] = part.length
-    parts[:] = [part]
-    return (), arguments
-
-
-@torch.compiler.disable
-def _unpad_frames(parts: list[_LocalFrames | None], _: nn.Module, __: Any, output: Tensor) -> Tensor:
-    (part,) = parts
-    return output if part is None else part.unpad(output)
+    return part.unpad(forward(**arguments))

@@ -29,7 +29,7 @@ from ..pipeline.pipefusion import PipeFusion, TurnEnded
 from ..rows.cascade_rows import CascadeDivision
 from ..rows.control_rows import ControlRowDivision
 from ..rows.row_division import OVERRIDE, RowDivision
-from .hooks import Block, add_hooks, blocks_of_plan
+from .hooks import Block, add_hooks, blocks_of_plan, run_on_frames
 from .splitter import Residuals, Splitter
 from .streams import PARALLELIZED
 from .token_functions import with_all_tokens
@@ -111,7 +111,7 @@ class _TokenDivision(ExitStack):
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         module.forward = forward
-        self.callback(delattr, module, "forward")
+        self.callback(vars(module).pop, "forward", None)  # it may have been replaced twice
 
     def _hook(self, block: Block) -> None:
         if self.streams.pipefusion is not None and block.scopes:
@@ -123,6 +123,8 @@ class _TokenDivision(ExitStack):
                 self.enter_context(module.register_forward_hook(self._leave, always_call=True))
             else:  # a hook inside a block would make torch.compile compile each block anew
                 self._replace(module, partial(self._override.in_scope, scope, module.forward))
+        if (frames := block.module_plan.frames) is not None:
+            self._replace(block.module, partial(run_on_frames, block, frames, self.streams, block.module.forward))
         for name, function in block.module_plan.token_functions.items():
             module, stream = block.module.get_submodule(name), self._plan.main_stream
             self._replace(module, with_all_tokens(module.forward, function, stream, self.streams, self._ranks))
