@@ -124,14 +124,6 @@ class BackendOverride:
             return self._fallback(func)(q, k, v, heads, mask=mask, **layout, **options)
         return out.transpose(1, 2) if skip_output_reshape else out.flatten(2)
 
-    def in_scope(self, scope: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a module's `forward` in this scope."""
-        self.active_scopes.append(scope)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            self.active_scopes.pop()
-
     def _run_in_graph(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, _: None, scope: int, settings: int
     ) -> Tensor:

@@ -156,8 +156,12 @@ class RowDivision(ExitStack):
         local = local or not self.is_divided or self._patches.has_full_tokens
         if self._collects_tokens and not local and self._levels is not None and kwargs.get("context") is None:
             kwargs["context"], local = self._levels.gather_flat(x), True
-        scope = self._local if local else self._across
-        return self._override.in_scope(scope, forward, x, *args, **kwargs)  # type: ignore[no-any-return]
+        self._override.active_scopes.append(self._local if local else self._across)
+        try:
+            out: Tensor = forward(x, *args, **kwargs)
+            return out
+        finally:
+            self._override.active_scopes.pop()
 
     def _set_over_time(self, now: bool, *_: Any) -> None:
         self._patches.over_time = now

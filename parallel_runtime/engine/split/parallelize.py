@@ -121,8 +121,8 @@ class _TokenDivision(ExitStack):
             if module is block.module:
                 self.enter_context(module.register_forward_pre_hook(partial(self._enter, scope)))
                 self.enter_context(module.register_forward_hook(self._leave, always_call=True))
-            else:  # a hook inside a block would make torch.compile compile each block anew
-                self._replace(module, partial(self._override.in_scope, scope, module.forward))
+            else:
+                self._replace(module, _scoped(module.forward, self._override.active_scopes, scope))
         if (frames := block.module_plan.frames) is not None:
             self._replace(block.module, partial(run_on_frames, block, frames, self.streams, block.module.forward))
         for name, function in block.module_plan.token_functions.items():
@@ -203,3 +203,17 @@ def _evaluation_key(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict
     arguments = {name: value for name, value in kwargs.items() if name != "control"}
     shapes = tuple(leaf.shape for leaf in tree_leaves((args, arguments)) if isinstance(leaf, Tensor))
     return (*options.get("cond_or_uncond", ()), *options.get("uuids", ()), shapes)
+
+
+def _scoped(forward: Callable[..., Any], scopes: list[int], scope: int) -> Callable[..., Any]:
+    """Returns `forward` in an attention scope. A hook inside a block would make torch.compile compile each block
+    anew."""
+
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        scopes.append(scope)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            scopes.pop()
+
+    return scoped
