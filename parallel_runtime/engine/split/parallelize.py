@@ -206,8 +206,8 @@ def _evaluation_key(args: tuple[Any, ...], kwargs: dict[str, Any], options: dict
 
 
 def _scoped(forward: Callable[..., Any], scopes: list[int], scope: int) -> Callable[..., Any]:
-    """Returns `forward` in an attention scope. A hook inside a block would make torch.compile compile each block
-    anew."""
+    """Returns `forward` in an attention scope. A hook inside a block, or a partial in this function's place, would make
+    torch.compile compile each block anew."""
 
     def scoped(*args: Any, **kwargs: Any) -> Any:
         scopes.append(scope)
