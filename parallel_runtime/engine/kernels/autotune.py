@@ -86,10 +86,10 @@ def choose_kernel(
     names = candidates(query, what, masked=sizes.mask is not None, recorded=recorded)
     if fake:
         return names[0]
+    if batch_groups > 1:
+        return names[0] if what == "block" else _likely_fastest(names, query, sizes, mesh_dim)
     # All names, also of kernels that this GPU lacks: other GPUs of the group may have them.
     all_names = [FALLBACK] * (what == "full") + benchmark_candidates(query.device.type, what) or ["native"]
-    if batch_groups > 1:
-        return names[0] if what == "block" else _likely_fastest(all_names, names, query, sizes, mesh_dim)
     if len(all_names if mesh_dim.group_state.heterogeneous else names) == 1:
         return names[0]
     seconds = partial(_measure, sizes, query.device, fallback, names)
@@ -134,15 +134,12 @@ def _is_fastest(spec: AttentionKernel, device: torch.device) -> bool:
 
 
 def _likely_fastest(
-    all_names: Sequence[AttentionBackend],
-    names: Sequence[AttentionBackend],
-    query: Tensor,
-    sizes: AttentionSizes,
-    mesh_dim: MeshDim,
+    names: Sequence[AttentionBackend], query: Tensor, sizes: AttentionSizes, mesh_dim: MeshDim
 ) -> AttentionBackend:
-    """Returns the kernel that is the fastest on the GPUs of all ranks, by its row; FALLBACK if there is none."""
-    for name in all_names:
-        if name in KERNELS and KERNELS[name].fastest_on:
+    """Returns the kernel that is the fastest on the GPUs of all ranks, by its row; FALLBACK if there is none. This rank
+    has `names`."""
+    for name in benchmark_candidates(query.device.type, "full"):
+        if KERNELS[name].fastest_on:
             likely = name in names and _is_fastest(KERNELS[name], query.device)
             if _available_on_all(name, query, sizes, mesh_dim, likely=likely):
                 return name
