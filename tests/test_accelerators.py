@@ -14,7 +14,7 @@ from parallel_runtime.accelerators import ACCELERATORS, KERNELS, Accelerator, At
 from parallel_runtime.errors import Refused
 from parallel_runtime.group.machine_check import checked_plan
 from parallel_runtime.group.torchrun import Rendezvous, environment
-from parallel_runtime.planning.default_plan import default_plan
+from parallel_runtime.planning.candidates import default_plan
 from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.request import EngineOptions, ParallelRequest, widgets
 

@@ -16,7 +16,7 @@ import pytest
 
 from parallel_runtime.errors import Refused
 from parallel_runtime.group import endpoint
-from parallel_runtime.planning.default_plan import default_plan
+from parallel_runtime.planning.candidates import default_plan
 from parallel_runtime.planning.device_names import parse_devices
 from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.planning.work_shares import requested_shares
@@ -185,7 +185,7 @@ def test_every_option_of_the_engine_arrives_on_a_worker_as_its_widget_says(row: 
 ROW = """    eagerness: int = widget({place}, 0, "A new option.", limits={{"min": 0, "max": 9}})
 """
 NEW_OPTION = """
-from parallel_runtime.planning.default_plan import default_plan
+from parallel_runtime.planning.candidates import default_plan
 from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.request import ParallelRequest, widgets
 from parallel_runtime.specs import DEGREES, ModelSpec, WeightPlacement

@@ -19,7 +19,7 @@ from ...parallel_runtime.group.history import Size
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.worker_group import OnStep, Result, WorkerGroup
 from ...parallel_runtime.jobs import Job
-from ...parallel_runtime.planning.default_plan import default_plan
+from ...parallel_runtime.planning.candidates import default_plan
 from ...parallel_runtime.planning.network_stats import Work
 from ...parallel_runtime.planning.plan_inputs import PlanInputs
 from ...parallel_runtime.planning.resolve import alternatives, best_plan, resolve, why_unfit

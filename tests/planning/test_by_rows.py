@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from parallel_runtime.architectures.row_plan import RowLevel, sides_to_cut
-from parallel_runtime.planning.candidates import candidates
-from parallel_runtime.planning.default_plan import default_plan
+from parallel_runtime.planning.candidates import candidates, default_plan
 from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.memory_model import Capacity
 from parallel_runtime.planning.network_stats import NetworkStats

@@ -9,7 +9,7 @@ import pytest
 from parallel_runtime.architectures.partition import Load, share_out
 from parallel_runtime.errors import Refused
 from parallel_runtime.explain.plan_report import Subject
-from parallel_runtime.planning.default_plan import default_plan
+from parallel_runtime.planning.candidates import default_plan
 from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.memory_model import Capacity
 from parallel_runtime.planning.network_stats import NetworkStats

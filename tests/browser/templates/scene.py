@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from parallel_runtime.explain.plan_picture import Part, parts
-from parallel_runtime.planning.default_plan import default_plan
+from parallel_runtime.planning.candidates import default_plan
 from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.request import ParallelRequest
 
