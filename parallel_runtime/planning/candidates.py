@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 from ..errors import Refused
-from ..request import RotateMethod
 from ..specs import Parallelism, Placement, WeightPlacement, WeightsMode
 from .memory_model import FETCHED_MODES, SIMILAR_RATIO, MemoryModel, hardly_better
 from .plan_inputs import PlanInputs
@@ -232,14 +231,8 @@ def _with_weights(inputs: PlanInputs, default: RunPlan, degrees: Parallelism) ->
 def _measured_degrees(inputs: PlanInputs, plan: RunPlan) -> Parallelism:
     """Returns the degrees with stages, rotate_method and shares. Shares go by speed until the workers have learnt
     better ones."""
-    memory, degrees, profile = inputs.memory_of(plan), plan.degrees, inputs.profile_of(plan)
-    work = memory.work
-    if degrees.options.rotate_method == "auto":
-        method: RotateMethod = "alltoall"
-        if profile is not None and profile.bytes_per_second > 0:
-            spacious = degrees.ring_degree > 1 and memory.may_all_gather()
-            method = rotate_method_for(work, degrees, profile, spacious=spacious)
-        degrees = degrees.with_options(rotate_method=method)
+    memory, profile = inputs.memory_of(plan), inputs.profile_of(plan)
+    work, degrees = memory.work, plan.degrees.with_options(rotate_method=rotate_method_for(memory, profile))
     if degrees.pipeline_degree > 1:
         return replace(memory, degrees=degrees).with_stages()
     if degrees.shares or degrees.context_parallel_size * degrees.data_degree == 1:

@@ -12,8 +12,8 @@ from parallel_runtime.planning.memory_model import (
     ALL_GATHERED_SHARE,
     Capacity,
     MemoryModel,
-    all_gathered_bytes,
     estimate_activation_bytes,
+    ring_block_bytes,
 )
 from parallel_runtime.planning.network_stats import NetworkStats, Work
 from parallel_runtime.planning.plan_inputs import PlanInputs
@@ -108,7 +108,7 @@ RING = Parallelism(ring_degree=8, options=EngineOptions(rotate_method="auto"))
 
 def rotating(work: Work, degrees: Parallelism, profile: DeviceProfile, device_bytes: int | None) -> str:
     memory = MemoryModel(work=work, degrees=degrees, capacity=Capacity(device_bytes=device_bytes))
-    return rotate_method_for(work, degrees, profile, spacious=memory.may_all_gather())
+    return rotate_method_for(memory, profile)
 
 
 def test_a_ring_collects_where_the_link_is_fast_and_there_is_room() -> None:
@@ -118,7 +118,7 @@ def test_a_ring_collects_where_the_link_is_fast_and_there_is_room() -> None:
     needed = (
         FLUX.weight_bytes
         + max(estimate_activation_bytes(work, RING))
-        + all_gathered_bytes(work, RING) / ALL_GATHERED_SHARE
+        + RING.ring_degree * ring_block_bytes(work.activation_bytes, RING) / ALL_GATHERED_SHARE
     )
     for free, method in ((needed + 2, "allgather"), (needed - 2, "alltoall")):
         assert rotating(work, RING, NVLINK, int(free)) == method
