@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ..accelerators import CUDA
 from ..errors import Sentence, listed, say, say_if, to_json
-from ..group.history import Cost, Pace, RunSetup
+from ..group.history import Pace, RunSetup
 from ..planning.device_names import why_one_gpu
 from ..planning.device_profile import DeviceProfile
 from ..planning.memory_model import estimate_activation_bytes
@@ -28,7 +28,6 @@ from ..specs import Parallelism, Placement, WeightPlacement
 from ..wire.readings import KernelBenchmark
 from .plan_picture import Part, parts
 from .plan_words import idle, kernel_sentences, memory, shares_in_words, unused, weights, why_replicated
-from .remedy import Change
 
 Kind = Literal["model", "row", "note", "trouble"]
 
@@ -61,16 +60,10 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All rows in order, and the parts of each rank, none where it cannot run as requested. `fix` is what to change in
-    CP Parallel Config then. `times` are measured steps, `cost` is that of measuring them anew,
-    and `setup` says how the run is divided."""
+    """All rows in order, and the parts of each rank, none where it cannot run as requested."""
 
     rows: tuple[Row, ...]
     parts: tuple[Part, ...] = ()
-    fix: tuple[Change, ...] = ()
-    times: tuple[Pace, ...] = ()
-    cost: Cost | None = None
-    setup: RunSetup | None = None
 
     @property
     def text(self) -> str:
