@@ -212,7 +212,6 @@ def _subject(
         tokens=described.tokens(shape, text),
         work=described.work(shape, text, prompts=prompts, cached=cached),
         batch_coupled=described.batch_coupled,
-        images_coupled=described.images_coupled,
         compiled=described.spec.compilation is not None,
         controls=controls,
         loop=loop,

@@ -82,9 +82,8 @@ class Report:
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """The subject of a plan: the model in words, the latent's sizes, and the token count of each stream and of the
-    prompt. `batch_coupled`: something on the model sees every prompt and image at once; `images_coupled`: every image
-    of a prompt; `compiled`: its blocks are. `controls` says where its ControlNets run, `loop` why the loop stays in
-    ComfyUI's process."""
+    prompt. `batch_coupled`: something on the model sees every prompt and image at once; `compiled`: its blocks are.
+    `controls` says where its ControlNets run, `loop` why the loop stays in ComfyUI's process."""
 
     model: str
     latent: tuple[int, ...]
@@ -92,7 +91,6 @@ class Subject:
     work: Work
     text: int = 0
     batch_coupled: bool = False
-    images_coupled: bool = False
     compiled: bool = False
     controls: str = ""
     loop: str = ""
@@ -344,7 +342,7 @@ def _of_rows(subject: Subject, degrees: Parallelism) -> str:
     work, data = subject.work, degrees.data_degree
     if subject.batch_coupled and data > 1:
         return say("note.together", data=data)
-    if subject.images_coupled and data > 1:
+    if work.network.images_coupled and data > 1:
         return say("note.frames", data=data)
     if data <= work.sequences:
         return ""

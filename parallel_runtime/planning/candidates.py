@@ -15,7 +15,7 @@ from ..errors import Refused
 from ..specs import Parallelism, Placement, WeightPlacement, WeightsMode
 from .memory_model import FETCHED_MODES, SIMILAR_RATIO, MemoryModel, hardly_better
 from .plan_inputs import PlanInputs
-from .request_checks import check_placement, check_request, check_stages, check_workers, unused_shares
+from .request_checks import check_placement, check_request, check_workers, unused_shares
 from .run_plan import RunPlan
 from .seconds import alone_seconds_by_rank, are_heterogeneous, rotate_method_for, shares_by_speed
 from .work_shares import are_uneven, are_unused, requested_shares
@@ -54,7 +54,7 @@ def _default_plans(inputs: PlanInputs) -> Iterator[RunPlan]:
                 fewer = _plans_of_ranks(inputs, devices, ranks)
                 yield from (plan for plan in fewer if plan.placement.world_size == len(ranks))
     heterogeneous = are_heterogeneous(work, on_all.placement, inputs.profile_of(on_all))
-    coupled = inputs.batch_coupled or inputs.images_coupled
+    coupled = inputs.batch_coupled or inputs.network.images_coupled
     if heterogeneous or coupled or request.data_degree or not inputs.is_free:
         return
     for groups in range(2, min(len(inputs.devices), work.sequences) + 1):
@@ -83,11 +83,11 @@ def _plans_on(inputs: PlanInputs, devices: tuple[str, ...], data_degree: int = 1
     """Returns the default plan on these devices; `data_degree` fills in a 0 of the request. A network that may be split
     by rows has up to three: undivided, with a worker for each prompt; split, on as many devices as have rows of their
     own; and split, on all. Raises Refused."""
-    request = inputs.request
-    may_stay_undivided = inputs.by_rows and inputs.is_free and request.pipeline_degree <= 1
+    request, network = inputs.request, inputs.network
+    may_stay_undivided = network.row_levels and inputs.is_free and request.pipeline_degree <= 1
     if not may_stay_undivided or request.weights == "shard":  # a shard takes several workers for each prompt
         return [_plan_on(inputs, devices, data_degree)]
-    plans = [_plan_on(replace(inputs, undivided=inputs.by_rows), devices, data_degree)]
+    plans = [_plan_on(replace(inputs, network=network.undivided(network.name)), devices, data_degree)]
     with suppress(Refused):
         plans.append(_plan_on(inputs, devices, data_degree))
         if plans[0].placement != plans[1].placement and (count := _workers_with_rows(inputs, plans[1])):
@@ -125,7 +125,7 @@ def _plan_on(inputs: PlanInputs, devices: tuple[str, ...], data_degree: int) -> 
     named = len(devices) or local_workers
     degrees = replace(degrees, shares=requested_shares(request.shares, degrees.world_size, named, nnodes))
     if are_unused(degrees):
-        if not inputs.undivided or (request.cfg_degree and local_workers == named):
+        if inputs.network.divisible or (request.cfg_degree and local_workers == named):
             raise unused_shares(request.shares, of_one_branch)
         degrees = replace(degrees, shares=())  # of a config that a VAE has, too
     return RunPlan(degrees=degrees, placement=placement)
@@ -149,7 +149,7 @@ def _default_degrees(inputs: PlanInputs, world_size: int, data_degree: int) -> P
 
 
 def _auto_cfg_degree(inputs: PlanInputs, workers: int) -> int:
-    if inputs.undivided:
+    if not inputs.network.divisible:
         return 2 if workers >= 2 and not inputs.batch_coupled else 1
     # Each branch of guidance would have a copy of the weights, which a shard keeps small; and prompts are not divided,
     # so uneven shares need the sequence.
@@ -160,8 +160,8 @@ def _auto_cfg_degree(inputs: PlanInputs, workers: int) -> int:
 def _sequence_degrees(inputs: PlanInputs, workers: int) -> list[tuple[int, int]]:
     """Returns the ring and Ulysses degrees by which `workers` or fewer can share a sequence: those of the request, and
     where it leaves both open all that all workers can have, the largest Ulysses degree first."""
-    ring, ulysses, heads = inputs.request.ring_degree, inputs.request.ulysses_degree, inputs.heads
-    if inputs.undivided:
+    ring, ulysses, heads = inputs.request.ring_degree, inputs.request.ulysses_degree, inputs.network.heads
+    if not inputs.network.divisible:
         return [(1, 1)]
     if inputs.is_free and not inputs.has_no_ring:
         degrees = (degree for degree in range(workers, 0, -1) if workers % degree == 0 == heads % degree)
@@ -178,11 +178,11 @@ def _without_cfg_degree(inputs: PlanInputs, degrees: Parallelism) -> Parallelism
     sequence, or the images of the batch where neither heads nor a ring can take them."""
     ring, ulysses, no_ring = degrees.ring_degree, degrees.ulysses_degree, inputs.has_no_ring
     for_images = replace(degrees, cfg_degree=1, data_degree=2 * degrees.data_degree)
-    if inputs.undivided:
+    if not inputs.network.divisible:
         return for_images
     if not no_ring and inputs.is_free:
         ring, ulysses = _sequence_degrees(inputs, 2 * ring * ulysses)[0]
-    elif inputs.heads % (2 * ulysses) == 0 or (no_ring and 2 * ulysses <= inputs.heads):
+    elif inputs.network.heads % (2 * ulysses) == 0 or (no_ring and 2 * ulysses <= inputs.network.heads):
         ulysses *= 2
     elif no_ring:
         return for_images
@@ -196,17 +196,17 @@ def _other_degrees(inputs: PlanInputs, default: RunPlan) -> Iterator[Parallelism
     them, and a pipeline."""
     request, first = inputs.request, default.degrees
     yield first
-    workers, undivided = first.world_size // first.data_degree, inputs.by_rows and first.context_parallel_size == 1
+    workers = first.world_size // first.data_degree
+    undivided = inputs.network.row_levels and first.context_parallel_size == 1
     if inputs.is_free and not undivided and request.pipeline_degree <= 1:
         for cfg in (first.cfg_degree,) if request.cfg_degree else dict.fromkeys((first.cfg_degree, 1)):
             for ring, ulysses in _sequence_degrees(inputs, workers // cfg):
                 if cfg * ring * ulysses == workers and (cfg, ring, ulysses) != first.stage_mesh_shape[1:]:
                     yield replace(first, cfg_degree=cfg, ring_degree=ring, ulysses_degree=ulysses)
     chosen = request.ring_degree or request.ulysses_degree or request.cfg_degree or request.weights != "auto"
-    if request.pipeline_degree == 0 and workers > 1 and not chosen and inputs.work is not None:
+    if request.pipeline_degree == 0 and workers > 1 and not chosen:
         staged = replace(inputs, request=replace(request, pipeline_degree=workers))
         with suppress(Refused):
-            check_stages(staged.request, inputs.work.network)
             yield _plan_on(staged, default.placement.devices, first.data_degree).degrees
 
 

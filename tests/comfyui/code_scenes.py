@@ -122,7 +122,7 @@ def guided_by(rank: int, world: int, guides: list[dict[str, Any]] | None) -> tup
     stats = network_stats.NetworkStats(
         name="LTX-2", heads=4, layers=2, width=64, weights=1, weight_bytes=4, item_bytes=4
     )
-    made = {"spec": None, "weight_patches": {}, "architecture": None, "batch_coupled": False, "no_lse": False}
+    made = {"spec": None, "weight_patches": {}, "architecture": None, "batch_coupled": False}
     described = describe.DescribedModel(network=torch.nn.Identity(), stats=stats, **made)
     stats = described.guided_by({"positive": [{}], "negative": [{"guide_attention_entries": guides}]}).stats
     return stats.divisible, stats.name

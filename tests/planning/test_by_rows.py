@@ -44,8 +44,7 @@ def inputs(
     work = network.work(sequences, side * side, prompts=prompts, recorded=True)
     work = replace(work, row_ranks=-(-side // 2 ** (len(network.row_levels) - 1)))
     return PlanInputs(
-        request=request, heads=network.heads, gpus=gpus, guided=prompts > 1, by_rows=network.name, work=work,
-        profile=profile, **more,
+        request=request, network=network, gpus=gpus, guided=prompts > 1, work=work, profile=profile, **more,
     )  # fmt: skip
 
 

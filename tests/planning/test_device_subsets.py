@@ -33,7 +33,7 @@ CRAWLING = Speed(products=4e12, attention=3e12)
 
 
 def wish(gpus: int, **request: object) -> PlanInputs:
-    return PlanInputs(request=ParallelRequest.of(request), heads=24, gpus=gpus, guided=True)  # type: ignore[arg-type]
+    return PlanInputs(request=ParallelRequest.of(request), network=FLUX, gpus=gpus, guided=True)  # type: ignore[arg-type]
 
 
 def link(*ranks: Speed, speed: float = 2e10) -> DeviceProfile:

@@ -79,9 +79,7 @@ def test_wan_as_it_was_measured(ring: int, ulysses: int, measured: float) -> Non
 
 
 def degrees(work: Work, link: DeviceProfile, gpus: int = 8, **request: Any) -> tuple[int, int]:
-    inputs = PlanInputs(
-        request=ParallelRequest.of(request), heads=work.network.heads, gpus=gpus, work=work, profile=link
-    )
+    inputs = PlanInputs(request=ParallelRequest.of(request), network=work.network, gpus=gpus, work=work, profile=link)
     chosen = resolve(inputs).degrees
     return chosen.ring_degree, chosen.ulysses_degree
 
