@@ -132,7 +132,8 @@ class DescribedModel:
         self, request: ParallelRequest, work: Work | None = None, *, guided: bool = False, batch_coupled: bool = False
     ) -> PlanInputs:
         """Returns PlanInputs on this machine."""
-        return plan_inputs(request, network=self.stats, work=work, guided=guided, batch_coupled=batch_coupled)
+        network = self.stats if work is None else work.network  # that of `work` has the models of its conditions
+        return plan_inputs(request, network=network, work=work, guided=guided, batch_coupled=batch_coupled)
 
     def check_patches(
         self, request: ParallelRequest, latent_shape: tuple[int, ...], text: int, steps: int | None = None

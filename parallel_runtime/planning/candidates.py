@@ -251,15 +251,12 @@ def _automatic(memory: MemoryModel, before: WeightPlacement | None) -> Sequence[
         for each in (memory, memory.one_by_one):
             if placements := [weights for mode in modes if (weights := _most_resident(mode, each, before)) is not None]:
                 return [(weights, each is memory) for weights in placements]
-    least = [WeightPlacement(mode=mode) for mode in FETCHED_MODES if memory.allows(mode)] or [WeightPlacement()]
-    return [(weights, False) for weights in least]
+    return [(weights, False) for weights in memory.least_placements]
 
 
 def _most_resident(mode: WeightsMode, memory: MemoryModel, before: WeightPlacement | None) -> WeightPlacement | None:
     """Returns the placement with as many resident blocks as fit, or the workers' present one if that is hardly worse;
     None where none fits."""
-    if mode == "replicate":
-        return WeightPlacement() if memory.fits(WeightPlacement()) else None
     best, workers = memory.most_resident(mode), memory.degrees.world_size
     if best is None or before is None or before.mode != mode or not memory.fits(before):
         return best

@@ -136,13 +136,19 @@ class MemoryModel:
             return mode == "replicate"
         return self.blocks > BLOCK_BUFFERS and (mode == "offload" or self.degrees.context_parallel_size > 1)
 
+    @property
+    def least_placements(self) -> list[WeightPlacement]:
+        """Returns the placements that need the least memory of a device, one a mode."""
+        fetched = [WeightPlacement(mode=mode) for mode in FETCHED_MODES if self.allows(mode)]
+        return fetched or [WeightPlacement()]
+
     def most_resident(self, mode: WeightsMode) -> WeightPlacement | None:
         """Returns the placement with the most resident blocks that fits; None where it does not fit with none."""
         if not self.allows(mode):
             return None
-        if mode == "offload":
-            offload = self._offload_by_rank()
-            return offload if offload is not None and self.fits(offload) else None
+        if mode != "shard":
+            weights = self._offload_by_rank() if mode == "offload" else WeightPlacement()
+            return weights if weights is not None and self.fits(weights) else None
         first = bisect_left(self._residents, True, key=lambda resident: self.fits(self.shard(resident)))
         return self.shard(self._residents[first]) if first < len(self._residents) else None
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import Refused, Sentence, say
-from ..specs import Parallelism, Placement, WeightPlacement
+from ..specs import Parallelism, Placement
 from ..wire.readings import Readings
 from .memory_model import FETCHED_MODES, MemoryModel
 from .stage_blocks import cached_key_value_bytes
@@ -19,9 +19,7 @@ GIB = 2**30
 
 def misfit(memory: MemoryModel) -> Refused:
     """Returns the refusal for one prompt at a time, with the numbers of the rank that lacks most."""
-    modes = [mode for mode in FETCHED_MODES if memory.allows(mode)]
-    placements = [WeightPlacement(mode=mode) for mode in modes] or [WeightPlacement()]
-    least = min(placements, key=lambda weights: max(memory.needed_bytes_by_rank(weights)))
+    least = min(memory.least_placements, key=lambda weights: max(memory.needed_bytes_by_rank(weights)))
     usable = [budget or 0 for budget in memory.usable_bytes_by_rank(least)]
     by_rank = zip(memory.needed_bytes_by_rank(least), usable, strict=True)
     needed, free = max(by_rank, key=lambda both: both[0] - both[1])
@@ -83,7 +81,7 @@ def _times(degrees: Parallelism, factor: int) -> Parallelism:
 
 
 def _fits(memory: MemoryModel) -> bool:
-    return memory.fits(WeightPlacement()) or any(memory.most_resident(mode) is not None for mode in FETCHED_MODES)
+    return any(memory.most_resident(mode) is not None for mode in ("replicate", *FETCHED_MODES))
 
 
 @dataclass(frozen=True, kw_only=True)
