@@ -272,7 +272,8 @@ def _speed(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
     if profile is None or not profile.bytes_per_second:
         return ""
     degrees = plan.degrees
-    several, alone = (evaluation_seconds(work, each, profile) for each in (degrees, Parallelism()))
+    lane = replace(degrees, cfg_degree=1, data_degree=1, shares=())
+    several, alone = (evaluation_seconds(work, each, profile) for each in (lane, Parallelism()))
     times = RunSetup.of(degrees, plan.placement).credible(alone / several) if several else None
     if times is None:
         return ""
@@ -333,7 +334,7 @@ def _of_batch(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
         return ""
     shared = Parallelism(data_degree=data, ulysses_degree=workers // data)
     now = evaluation_seconds(work, degrees, profile) * -(-work.branches // degrees.cfg_degree)
-    other = evaluation_seconds(replace(work, sequences=-(-work.sequences // data)), shared, profile) * work.branches
+    other = evaluation_seconds(work, shared, profile) * work.branches
     faster = other < CLEARLY * now and not plan.placement.shared
     return say_if(faster, "note.batch", rows=work.sequences, data=data, other=f"{other:.2f}", seconds=f"{now:.2f}")
 

@@ -41,16 +41,17 @@ HETEROGENEOUS = 1.1
 
 
 def evaluation_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
-    """Returns the seconds of one evaluation on one rank, its transfers included: as long as the device takes, or as the
-    host takes to launch it. A rotate_method that is `auto` counts as alltoall."""
+    """Returns the seconds of one evaluation of a data group's sequences on one rank, its transfers included: as long as
+    the device takes, or as the host takes to launch it. A rotate_method that is `auto` counts as alltoall."""
+    stages, busy = degrees.pipeline_degree, busy_share(work, degrees)
+    work = replace(work, sequences=-(-work.sequences // degrees.data_degree))
     if work.network.row_levels:
         return _evaluation_seconds_by_rows(work, degrees, profile)
     network, ranks = work.network, degrees.context_parallel_size
     linear = work.sequences * network.linear_flop(work.tokens) / ranks / (LINEAR * profile.flops_per_second)
     device = linear + network.layers * attention_seconds(work, degrees, profile)
-    stages = degrees.pipeline_degree
     host = 0.0 if work.recorded and stages == 1 else network.layers * _launch_seconds(degrees)
-    return (max(device, host) + LAG * min(device, host)) / (stages * busy_share(work, degrees))
+    return (max(device, host) + LAG * min(device, host)) / (stages * busy)
 
 
 def _evaluation_seconds_by_rows(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
@@ -122,8 +123,7 @@ def averaged(work: Work, degrees: Parallelism, profile: DeviceProfile) -> Device
 def times_as_fast(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
     """Returns how many times as fast a step is on these workers as on one alone: prompts, images and tokens are shared
     out."""
-    share = replace(work, sequences=-(-work.sequences // degrees.data_degree))
-    several = work.prompts_per_rank(degrees) * evaluation_seconds(share, degrees, profile)
+    several = work.prompts_per_rank(degrees) * evaluation_seconds(work, degrees, profile)
     return work.prompts * evaluation_seconds(work, Parallelism(), profile) / several
 
 

@@ -136,3 +136,9 @@ def test_a_step_is_as_much_faster_as_its_prompts_rows_and_tokens_are_shared() ->
     assert times_as_fast(work, Parallelism(cfg_degree=2), NO_WIRES) == 2
     assert times_as_fast(work, Parallelism(cfg_degree=2, data_degree=2), NO_WIRES) == pytest.approx(4, rel=0.05)
     assert 1.5 < times_as_fast(work, Parallelism(ulysses_degree=2), NO_WIRES) < 2
+
+
+def test_images_of_a_group_fill_the_stages_of_its_pipeline_once() -> None:
+    stages, groups = Parallelism(pipeline_degree=2), Parallelism(pipeline_degree=2, data_degree=2)
+    both, each = FLUX.work(4, IMAGE), FLUX.work(2, IMAGE)
+    assert evaluation_seconds(both, groups, NVLINK) == evaluation_seconds(each, stages, NVLINK)
