@@ -56,19 +56,13 @@ class Parallelism:
             self._check_shares()
 
     def _check_shares(self) -> None:
+        shares = ",".join(map(str, self.shares))
         if len(self.shares) != self.world_size:
-            raise Refused(
-                "shares.length", workers=self.world_size, count=len(self.shares), shares=_comma_separated(self.shares)
-            )
+            raise ValueError(f"shares are one per worker, {self.world_size} of them, got {len(self.shares)}: {shares}")
         if min(self.shares) < 0:
-            raise Refused("shares.negative", shares=_comma_separated(self.shares))
+            raise ValueError(f"shares start at 0, got {shares}")
         if not all(map(sum, self.cp_group_shares)):
-            raise Refused(
-                "shares.nobody",
-                widget="shares",
-                shares=_comma_separated(self.shares),
-                workers=self.context_parallel_size,
-            )
+            raise Refused("shares.nobody", widget="shares", shares=shares, workers=self.context_parallel_size)
 
     @property
     def by_name(self) -> dict[str, int]:
@@ -118,10 +112,6 @@ class Parallelism:
     @property
     def world_size(self) -> int:
         return self.pipeline_degree * self.data_degree * self.cfg_degree * self.context_parallel_size
-
-
-def _comma_separated(shares: tuple[int, ...]) -> str:
-    return ",".join(map(str, shares))
 
 
 BLOCK_BUFFERS = 2  # of a device, into which blocks are fetched in turn

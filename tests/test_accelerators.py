@@ -14,7 +14,8 @@ from parallel_runtime.accelerators import ACCELERATORS, KERNELS, Accelerator, At
 from parallel_runtime.errors import Refused
 from parallel_runtime.group.machine_check import checked_plan
 from parallel_runtime.group.torchrun import Rendezvous, environment
-from parallel_runtime.planning.default_plan import default_plan
+from parallel_runtime.planning.candidates import default_plan
+from parallel_runtime.planning.network_stats import NetworkStats
 from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.request import EngineOptions, ParallelRequest, widgets
 
@@ -38,7 +39,7 @@ def test_each_kind_has_its_collectives_and_tensors_of_the_cpu_go_by_gloo(kind: s
 def test_devices_are_named_by_their_kind(kind: str) -> None:
     for devices in ("", "0,1", f"{kind}:0,{kind}:1"):
         placement = default_plan(
-            PlanInputs(request=ParallelRequest(devices=devices), heads=24, gpus=2, kind=kind)
+            PlanInputs(request=ParallelRequest(devices=devices), network=NetworkStats(heads=24), gpus=2, kind=kind)
         ).placement
         assert placement.devices == (f"{kind}:0", f"{kind}:1")
 
@@ -47,7 +48,7 @@ def test_devices_are_named_by_their_kind(kind: str) -> None:
 def test_kernels_of_cuda_are_refused_elsewhere_by_name(kind: str) -> None:
     request = ParallelRequest.of({"attention_backend": "flash"})
     with pytest.raises(ValueError, match=f"flash needs CUDA GPUs, and the workers run on {kind}:0; choose auto"):
-        default_plan(PlanInputs(request=request, heads=24, gpus=2, kind=kind))
+        default_plan(PlanInputs(request=request, network=NetworkStats(heads=24), gpus=2, kind=kind))
 
 
 def test_a_new_row_of_the_table_is_all_that_the_launch_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,9 +116,9 @@ def test_a_new_row_of_kernels_is_an_option_takes_part_in_the_benchmark_and_is_re
     assert accelerators.benchmark_candidates("xpu", "block") == accelerators.benchmark_candidates("cpu", "full") == []
     request = ParallelRequest(options=EngineOptions(attention_backend="mine"))
     with pytest.raises(Refused, match="mine needs XPU GPUs, and the workers run on cuda:0"):
-        checked_plan(PlanInputs(request=request, heads=24, gpus=2, kind="cuda"))
+        checked_plan(PlanInputs(request=request, network=NetworkStats(heads=24), gpus=2, kind="cuda"))
     with pytest.raises(Refused, match="needs the package nobody_has_it"):
-        checked_plan(PlanInputs(request=request, heads=24, gpus=2, kind="xpu"))
+        checked_plan(PlanInputs(request=request, network=NetworkStats(heads=24), gpus=2, kind="xpu"))
     query = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16)
     kernel = registry.KernelFunction(spec=spec, function=lambda q, *_: (q, None))
     assert kernel.unsupported_reason(query, query, query, None) == "it needs a XPU GPU, and the tensors are on cpu"

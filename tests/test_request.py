@@ -16,8 +16,9 @@ import pytest
 
 from parallel_runtime.errors import Refused
 from parallel_runtime.group import endpoint
-from parallel_runtime.planning.default_plan import default_plan
+from parallel_runtime.planning.candidates import default_plan
 from parallel_runtime.planning.device_names import parse_devices
+from parallel_runtime.planning.network_stats import NetworkStats
 from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.planning.work_shares import requested_shares
 from parallel_runtime.request import EngineOptions, ParallelRequest, Widget, widgets
@@ -177,7 +178,9 @@ CHANGED: dict[str, dict[str, Any]] = {  # each option with another value than it
 @pytest.mark.parametrize("row", [row for row in widgets() if row.of_engine], ids=lambda row: row.name)
 def test_every_option_of_the_engine_arrives_on_a_worker_as_its_widget_says(row: Widget) -> None:
     asked = {"devices": "cpu,cpu", **CHANGED[row.name]}
-    degrees = default_plan(PlanInputs(request=ParallelRequest.of(asked), heads=24, gpus=2)).degrees
+    degrees = default_plan(
+        PlanInputs(request=ParallelRequest.of(asked), network=NetworkStats(heads=24), gpus=2)
+    ).degrees
     message = decode(encode(Run(1, ModelSpec(loader="any"), degrees, WeightPlacement())))
     assert getattr(message.parallelism.options, row.field) == asked[row.name] != row.default
 
@@ -185,14 +188,15 @@ def test_every_option_of_the_engine_arrives_on_a_worker_as_its_widget_says(row: 
 ROW = """    eagerness: int = widget({place}, 0, "A new option.", limits={{"min": 0, "max": 9}})
 """
 NEW_OPTION = """
-from parallel_runtime.planning.default_plan import default_plan
+from parallel_runtime.planning.candidates import default_plan
+from parallel_runtime.planning.network_stats import NetworkStats
 from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.request import ParallelRequest, widgets
 from parallel_runtime.specs import DEGREES, ModelSpec, WeightPlacement
 from parallel_runtime.wire.messages import Run, decode, encode
 
 request = ParallelRequest.of({"devices": "cpu,cpu", "ring_degree": 2, "eagerness": 7})
-degrees = default_plan(PlanInputs(request=request, heads=24, gpus=2)).degrees
+degrees = default_plan(PlanInputs(request=request, network=NetworkStats(heads=24), gpus=2)).degrees
 message = decode(encode(Run(1, ModelSpec(loader="any"), degrees, WeightPlacement())))
 print(widgets()[-1].name, request.values["eagerness"], message.parallelism.options.eagerness)
 """

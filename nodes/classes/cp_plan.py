@@ -19,7 +19,7 @@ from ...parallel_runtime.errors import Refused, Sentence, say, say_if, to_json
 from ...parallel_runtime.explain.plan_report import Report, Row, Subject, report
 from ...parallel_runtime.explain.plan_words import unused
 from ...parallel_runtime.explain.remedy import changes, in_words, instead
-from ...parallel_runtime.group.history import Cost, Pace, RunSetup
+from ...parallel_runtime.group.history import RunSetup
 from ...parallel_runtime.group.machine_check import checked_plan
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.planning.request_checks import LEAST_STEPS
@@ -100,16 +100,9 @@ class CPPlan(io.ComfyNode):
         measure: bool = False,
     ) -> io.NodeOutput:
         request = request_from(cp_config)
-        made, recommended = _explain(model, latent_image, positive, request, cfg, vae, take_times=measure)
+        made, measured, recommended = _explain(model, latent_image, positive, request, cfg, vae, take_times=measure)
         parts = [{**asdict(part), "lane": to_json(part.lane)} for part in made.parts]
-        report_json = {
-            **made.table,
-            "parts": parts,
-            "fix": [asdict(change) for change in made.fix],
-            "times": [_pace_json(pace) for pace in made.times],
-            "split": _setup_json(made.setup) if made.setup else None,
-            "cost": asdict(made.cost) if made.cost else None,
-        }
+        report_json = {**made.table, "parts": parts, **measured}
         return io.NodeOutput(made.text, recommended, ui={"text": (made.text,), "cp_plan": [report_json]})
 
 
@@ -122,14 +115,16 @@ def _explain(
     vae: Any,
     *,
     take_times: bool,
-) -> tuple[Report, ParallelRequest]:
-    """Returns the report and a config with the plan's degrees: the requested one, or an automatic one where that cannot
-    work. `take_times`: samples a few steps first, on the plan's workers and on fewer."""
+) -> tuple[Report, dict[str, Any], ParallelRequest]:
+    """Returns the report; what to change in CP Parallel Config, measured steps and the cost of measuring, as JSON; and
+    a config with the plan's degrees: the requested one, or an automatic one where that cannot work. `take_times`:
+    samples a few steps first, on the plan's workers and on fewer."""
     conds = {"positive": comfy.sampler_helpers.convert_cond(positive)}
     try:
         described = describe_model(model, request).guided_by(conds)
     except Refused as refused:
-        return Report(rows=(_trouble_row("trouble.model", refused),)), request
+        nothing: dict[str, Any] = {"fix": [], "times": [], "split": None, "cost": None}
+        return Report(rows=(_trouble_row("trouble.model", refused),)), nothing, request
     guided = not math.isclose(cfg, 1.0)
     cached = request.options.step_cache > 0
     subject = _subject(model, described, latent, conds, prompts=len(positive) + guided, cached=cached)
@@ -161,21 +156,32 @@ def _explain(
     if seen.refused is not None:
         troubles.append(_trouble_row("trouble.weights", seen.refused))
     kind = run_kind(described.spec, work)
-    paces = runtime.history.paces(kind)
     setup = RunSetup.of(degrees, plan.placement)
-    pace = next((one for one in paces if one.setup == setup), None)
+    pace = next((one for one in runtime.history.paces(kind) if one.setup == setup), None)
     made = report(
         subject, plan, seen.inputs,
         free=[reading.free_bytes + reading.rank_bytes for reading in readings], decode=decode, pace=pace,
         benchmarks=readings[0].benchmarks if readings else (), troubles=troubles, compared=seen.compared,
     )  # fmt: skip
-    cost = None if troubles else _measuring_cost(plan, kind)
-    return replace(made, fix=changes(requested, request), times=paces, cost=cost, setup=setup), recommended
+    fix = [asdict(change) for change in changes(requested, request)]
+    return made, {"fix": fix, **_measurements(plan, kind, measurable=not troubles)}, recommended
 
 
-def _pace_json(pace: Pace) -> dict[str, Any]:
-    """Returns one bar of the chart as JSON: the measured seconds, and how the run was divided."""
-    return {**_setup_json(pace.setup), "seconds": pace.seconds, "times": pace.speedup, "at": pace.at}
+def _measurements(plan: RunPlan, kind: Hashable, *, measurable: bool) -> dict[str, Any]:
+    """Returns as JSON how the plan divides a run, the seconds a step that were measured, and the cost of measuring:
+    steps on each number of workers in turn, and their seconds if known."""
+    devices, history = plan.placement.devices, runtime.history
+    workers = _device_counts(len(devices))
+    seconds = history.cost(kind, workers, MEASURED_STEPS)
+    cost = {"steps": MEASURED_STEPS, "workers": workers, "cpu": devices[0] == "cpu", "seconds": seconds}
+    return {
+        "split": _setup_json(RunSetup.of(plan.degrees, plan.placement)),
+        "times": [
+            {**_setup_json(pace.setup), "seconds": pace.seconds, "times": pace.speedup, "at": pace.at}
+            for pace in history.paces(kind)
+        ],
+        "cost": cost if measurable else None,
+    }
 
 
 def _setup_json(setup: RunSetup) -> dict[str, Any]:
@@ -206,7 +212,6 @@ def _subject(
         tokens=described.tokens(shape, text),
         work=described.work(shape, text, prompts=prompts, cached=cached),
         batch_coupled=described.batch_coupled,
-        images_coupled=described.images_coupled,
         compiled=described.spec.compilation is not None,
         controls=controls,
         loop=loop,
@@ -278,10 +283,3 @@ def _sample(model: Any, latent: dict[str, Any], positive: list, request: Paralle
         latent_image=latent,
         denoise=1.0,
     )
-
-
-def _measuring_cost(plan: RunPlan, kind: Hashable) -> Cost:
-    devices = plan.placement.devices
-    workers = _device_counts(len(devices))
-    seconds = runtime.history.cost(kind, workers, MEASURED_STEPS)
-    return Cost(steps=MEASURED_STEPS, workers=workers, cpu=devices[0] == "cpu", seconds=seconds)

@@ -36,7 +36,7 @@ from ...parallel_runtime.jobs import PARTNER
 from ...parallel_runtime.loading import gguf
 from ...parallel_runtime.planning.network_stats import NetworkStats, Work
 from ...parallel_runtime.planning.plan_inputs import PlanInputs
-from ...parallel_runtime.planning.request_checks import check_run_in_patches, check_stages, check_step_cache
+from ...parallel_runtime.planning.request_checks import check_run_in_patches
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, SourceFile
 from .batch_coupling import is_batch_coupled
@@ -63,9 +63,7 @@ class DescribedModel:
     architecture: Architecture | None
     stats: NetworkStats
     batch_coupled: bool  # something on MODEL sees all prompts and images at once, so no workers may share them out
-    no_lse: bool  # something on MODEL replaces the attention, without a log-sum-exp
     recorded: bool = False  # its evaluations may be recorded as CUDA graphs
-    images_coupled: bool = False  # the images of a prompt are computed together: workers may share out prompts alone
 
     def undivided(self, by: str) -> DescribedModel:
         """Returns this MODEL with its network undivided, because `by`, inside its blocks, needs all tokens."""
@@ -97,8 +95,8 @@ class DescribedModel:
         }
         if any(isinstance(control, ControlLora) for control in controls):  # its network is made of the MODEL's weights
             more |= {"blocks": (), "name": f"{self.stats.name} with a Control-LoRA"}
-        coupled = self.images_coupled or bool(gligens)
-        return replace(self, stats=replace(self.stats, **more), images_coupled=coupled)
+        coupled = self.stats.images_coupled or bool(gligens)
+        return replace(self, stats=replace(self.stats, **more, images_coupled=coupled))
 
     def with_partner(self, other: DescribedModel) -> DescribedModel:
         """Returns this MODEL with the one that a guider evaluates the negative prompt with. Workers have both, and keep
@@ -118,6 +116,8 @@ class DescribedModel:
             weight_bytes=own.weight_bytes + others.weight_bytes,
             blocks=tuple(map(sum, zip_longest(own.blocks, others.blocks, fillvalue=0))),
             loads=(),
+            images_coupled=own.images_coupled or others.images_coupled,
+            no_lse=own.no_lse or others.no_lse,
         )
         return replace(
             self,
@@ -125,28 +125,15 @@ class DescribedModel:
             weight_patches={**self.weight_patches, **patches},
             stats=stats,
             batch_coupled=self.batch_coupled or other.batch_coupled,
-            images_coupled=self.images_coupled or other.images_coupled,
-            no_lse=self.no_lse or other.no_lse,
             recorded=False,
         )
 
     def inputs(
         self, request: ParallelRequest, work: Work | None = None, *, guided: bool = False, batch_coupled: bool = False
     ) -> PlanInputs:
-        """Returns PlanInputs on this machine. Raises Refused for a step cache or stages that the network lacks."""
-        check_step_cache(request, self.stats)
-        check_stages(request, self.stats)
-        return plan_inputs(
-            request,
-            work=work,
-            heads=self.stats.heads,
-            guided=guided,
-            batch_coupled=batch_coupled,
-            images_coupled=self.images_coupled,
-            no_lse=self.no_lse,
-            undivided="" if self.stats.divisible else self.stats.name,
-            by_rows=self.stats.name if self.stats.row_levels else "",
-        )
+        """Returns PlanInputs on this machine."""
+        network = self.stats if work is None else work.network  # that of `work` has the models of its conditions
+        return plan_inputs(request, network=network, work=work, guided=guided, batch_coupled=batch_coupled)
 
     def check_patches(
         self, request: ParallelRequest, latent_shape: tuple[int, ...], text: int, steps: int | None = None
@@ -192,10 +179,10 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
         undivided_by.append("torch.compile")
     comfyui_dtype = cast or model.model.get_dtype_inference()
     batch_coupled = is_batch_coupled(model, model.model_options)
-    images_coupled = architecture is not None and architecture.images_coupled(network)
     patch_models = dict.fromkeys(patch.model for patch in model.model_patches_models())
     weight_bytes = sum(map(comfy.model_management.module_size, [network, *patch_models]))
     item_bytes = (comfyui_dtype if dtype == "auto" else getattr(torch, dtype)).itemsize
+    stats = replace(_network_stats(network, architecture, weight_bytes, item_bytes), no_lse=replaced)
     graphs = request.options.cuda_graphs != "off" and comfy.model_management.get_torch_device().type == CUDA.kind
     described = DescribedModel(
         spec=replace(
@@ -207,11 +194,9 @@ def describe_model(model: ModelPatcher, request: ParallelRequest) -> DescribedMo
         weight_patches=describe_weight_patches(model),
         network=network,
         architecture=architecture,
-        no_lse=replaced,
         batch_coupled=batch_coupled,
-        recorded=graphs and not (batch_coupled or images_coupled or replaced),
-        images_coupled=images_coupled,
-        stats=_network_stats(network, architecture, weight_bytes, item_bytes),
+        recorded=graphs and not (batch_coupled or stats.images_coupled or replaced),
+        stats=stats,
     )
     return described.undivided(", ".join(undivided_by)) if undivided_by else described
 
@@ -321,7 +306,7 @@ def _network_stats(
     network: nn.Module, architecture: Architecture | None, weight_bytes: int, item_bytes: int
 ) -> NetworkStats:
     stats = NetworkStats(
-        name=type(network).__name__, divisible=False, step_cacheable=False, heads=1, layers=0, width=0,
+        name=type(network).__name__, divisible=False, step_cacheable=False, heads=1,
         weights=sum(parameter.numel() for parameter in network.parameters()),
         weight_bytes=weight_bytes, item_bytes=item_bytes,
     )  # fmt: skip
@@ -333,6 +318,7 @@ def _network_stats(
         name=architecture.name,
         divisible=True,
         step_cacheable=bool(plan.trunk),
+        images_coupled=architecture.images_coupled(network),
         heads=architecture.heads(network),
         layers=architecture.layers(network),
         width=architecture.width(network),

@@ -88,7 +88,7 @@ def describe_job(guider: comfy.samplers.CFGGuider, described: DescribedModel, ca
         partner=None if partner is None else _describe_on_model(partner, partner.model_options, size) | {"mask": None},
         weight_patches=described.weight_patches,
         batch_coupled=described.batch_coupled or is_batch_coupled(model, options) or couples_by_masks(network, mask),
-        images_coupled=described.images_coupled or bool(gligens_of(guider.conds)),
+        images_coupled=described.stats.images_coupled or bool(gligens_of(guider.conds)),
         latent_shapes=[list(shape) for shape in call.latent_shapes or ()] if several else None,
         conds=describe_conds(guider.conds, options, call.first_shape),
     )

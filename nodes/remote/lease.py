@@ -19,13 +19,13 @@ from ...parallel_runtime.group.history import Size
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.worker_group import OnStep, Result, WorkerGroup
 from ...parallel_runtime.jobs import Job
-from ...parallel_runtime.planning.default_plan import default_plan
+from ...parallel_runtime.planning.candidates import default_plan
+from ...parallel_runtime.planning.misfit import Shortage, shortage
 from ...parallel_runtime.planning.network_stats import Work
 from ...parallel_runtime.planning.plan_inputs import PlanInputs
 from ...parallel_runtime.planning.resolve import alternatives, best_plan, resolve, why_unfit
 from ...parallel_runtime.planning.run_plan import Estimate, RunPlan
 from ...parallel_runtime.planning.seconds import times_as_fast
-from ...parallel_runtime.planning.shortage import Shortage, shortage
 from ...parallel_runtime.planning.work_shares import are_automatic
 from ...parallel_runtime.request import AfterSampling
 from ...parallel_runtime.specs import ModelSpec, Placement

@@ -182,7 +182,7 @@ class RemoteEvaluation:
         network, work, options = described.network, described.work(shape, text), arguments.get("transformer_options")
         masks = (value for name, value in conds.items() if name.endswith("denoise_mask"))
         batch_coupled = network_couples_batch(network, options or {}) or couples_by_masks(network, *masks)
-        batch_coupled = batch_coupled or described.images_coupled
+        batch_coupled = batch_coupled or described.stats.images_coupled
         if options is not None:
             options = describe_transformer_options(options, latent_size(network, shape))
         job = EvaluationJob(

@@ -18,6 +18,7 @@ from ..errors import ParallelError
 from ..group.machine_check import checked_plan
 from ..group.worker_group import Result, WorkerGroup
 from ..jobs import DemoJob
+from ..planning.network_stats import NetworkStats
 from ..planning.plan_inputs import PlanInputs
 from ..planning.run_plan import RunPlan
 from ..request import ParallelRequest
@@ -78,7 +79,7 @@ def draw(options: argparse.Namespace) -> list[Run]:
     if not ring and not ulysses and not options.devices:
         ulysses = 2
     request = ParallelRequest.of({"ring_degree": ring, "ulysses_degree": ulysses, "devices": devices})
-    plan = checked_plan(PlanInputs(request=request, heads=HEADS, gpus=gpus))
+    plan = checked_plan(PlanInputs(request=request, network=NetworkStats(heads=HEADS), gpus=gpus))
     generator = torch.Generator().manual_seed(options.seed)
     noise = torch.randn(1, codec.CHANNELS, options.height // 8, options.width // 8, generator=generator)
     job = demo_job(options.prompt, noise, steps=options.steps, cfg=options.cfg)

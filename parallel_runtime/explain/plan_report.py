@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ..accelerators import CUDA
 from ..errors import Sentence, listed, say, say_if, to_json
-from ..group.history import Cost, Pace, RunSetup
+from ..group.history import Pace, RunSetup
 from ..planning.device_names import why_one_gpu
 from ..planning.device_profile import DeviceProfile
 from ..planning.memory_model import estimate_activation_bytes
@@ -28,7 +28,6 @@ from ..specs import Parallelism, Placement, WeightPlacement
 from ..wire.readings import KernelBenchmark
 from .plan_picture import Part, parts
 from .plan_words import idle, kernel_sentences, memory, shares_in_words, unused, weights, why_replicated
-from .remedy import Change
 
 Kind = Literal["model", "row", "note", "trouble"]
 
@@ -61,16 +60,10 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All rows in order, and the parts of each rank, none where it cannot run as requested. `fix` is what to change in
-    CP Parallel Config then. `times` are measured steps, `cost` is that of measuring them anew,
-    and `setup` says how the run is divided."""
+    """All rows in order, and the parts of each rank, none where it cannot run as requested."""
 
     rows: tuple[Row, ...]
     parts: tuple[Part, ...] = ()
-    fix: tuple[Change, ...] = ()
-    times: tuple[Pace, ...] = ()
-    cost: Cost | None = None
-    setup: RunSetup | None = None
 
     @property
     def text(self) -> str:
@@ -89,9 +82,8 @@ class Report:
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """The subject of a plan: the model in words, the latent's sizes, and the token count of each stream and of the
-    prompt. `batch_coupled`: something on the model sees every prompt and image at once; `images_coupled`: every image
-    of a prompt; `compiled`: its blocks are. `controls` says where its ControlNets run, `loop` why the loop stays in
-    ComfyUI's process."""
+    prompt. `batch_coupled`: something on the model sees every prompt and image at once; `compiled`: its blocks are.
+    `controls` says where its ControlNets run, `loop` why the loop stays in ComfyUI's process."""
 
     model: str
     latent: tuple[int, ...]
@@ -99,7 +91,6 @@ class Subject:
     work: Work
     text: int = 0
     batch_coupled: bool = False
-    images_coupled: bool = False
     compiled: bool = False
     controls: str = ""
     loop: str = ""
@@ -281,7 +272,8 @@ def _speed(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
     if profile is None or not profile.bytes_per_second:
         return ""
     degrees = plan.degrees
-    several, alone = (evaluation_seconds(work, each, profile) for each in (degrees, Parallelism()))
+    lane = replace(degrees, cfg_degree=1, data_degree=1, shares=())
+    several, alone = (evaluation_seconds(work, each, profile) for each in (lane, Parallelism()))
     times = RunSetup.of(degrees, plan.placement).credible(alone / several) if several else None
     if times is None:
         return ""
@@ -342,7 +334,7 @@ def _of_batch(work: Work, plan: RunPlan, profile: DeviceProfile | None) -> str:
         return ""
     shared = Parallelism(data_degree=data, ulysses_degree=workers // data)
     now = evaluation_seconds(work, degrees, profile) * -(-work.branches // degrees.cfg_degree)
-    other = evaluation_seconds(replace(work, sequences=-(-work.sequences // data)), shared, profile) * work.branches
+    other = evaluation_seconds(work, shared, profile) * work.branches
     faster = other < CLEARLY * now and not plan.placement.shared
     return say_if(faster, "note.batch", rows=work.sequences, data=data, other=f"{other:.2f}", seconds=f"{now:.2f}")
 
@@ -351,7 +343,7 @@ def _of_rows(subject: Subject, degrees: Parallelism) -> str:
     work, data = subject.work, degrees.data_degree
     if subject.batch_coupled and data > 1:
         return say("note.together", data=data)
-    if subject.images_coupled and data > 1:
+    if work.network.images_coupled and data > 1:
         return say("note.frames", data=data)
     if data <= work.sequences:
         return ""

@@ -68,16 +68,6 @@ class Pace:
     speedup: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """The cost of measuring: `steps` on each number of workers in turn; `seconds` is None if unknown."""
-
-    steps: int
-    workers: Sequence[int]
-    cpu: bool
-    seconds: float | None
-
-
 class History:
     """`runs` are the last ones, oldest first, and the current one. `size` and `sampler` are those of the current run,
     or of the next one: a step of one sampler may be several evaluations. `requested_at` is since when a run waits for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..accelerators import KERNELS
 from ..errors import Refused
-from ..planning.default_plan import default_plan
+from ..planning.candidates import default_plan
 from ..planning.plan_inputs import PlanInputs
 from ..planning.run_plan import RunPlan
 from ..wire.tcp_channel import read_key

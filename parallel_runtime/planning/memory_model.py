@@ -13,9 +13,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ..architectures.partition import Load, share_out
 from ..specs import BLOCK_BUFFERS, Parallelism, WeightPlacement, WeightsMode
 from .network_stats import Work
-from .stage_blocks import balanced, cached_key_value_bytes, staged_weight_bytes
+from .stage_blocks import cached_bytes_per_block, cached_key_value_bytes, outside_bytes, staged_weight_bytes
 from .work_shares import in_proportion
 
 UNFILLED_SHARE = 0.08  # of the budget stays empty where auto places as many blocks on a device as fit
@@ -135,13 +136,19 @@ class MemoryModel:
             return mode == "replicate"
         return self.blocks > BLOCK_BUFFERS and (mode == "offload" or self.degrees.context_parallel_size > 1)
 
+    @property
+    def least_placements(self) -> list[WeightPlacement]:
+        """Returns the placements that need the least memory of a device, one a mode."""
+        fetched = [WeightPlacement(mode=mode) for mode in FETCHED_MODES if self.allows(mode)]
+        return fetched or [WeightPlacement()]
+
     def most_resident(self, mode: WeightsMode) -> WeightPlacement | None:
         """Returns the placement with the most resident blocks that fits; None where it does not fit with none."""
         if not self.allows(mode):
             return None
-        if mode == "offload":
-            offload = self._offload_by_rank()
-            return offload if offload is not None and self.fits(offload) else None
+        if mode != "shard":
+            weights = self._offload_by_rank() if mode == "offload" else WeightPlacement()
+            return weights if weights is not None and self.fits(weights) else None
         first = bisect_left(self._residents, True, key=lambda resident: self.fits(self.shard(resident)))
         return self.shard(self._residents[first]) if first < len(self._residents) else None
 
@@ -172,20 +179,27 @@ class MemoryModel:
         return [(part, sum(parts[rank // size * size :][:size])) for rank, part in enumerate(parts)]
 
     def with_stages(self) -> Parallelism:
-        """Returns the degrees with the blocks of each stage, chosen by the memory that activations leave on each
-        device."""
-        active, budgets = max(self.one_by_one.activation_bytes_by_rank), self.budget_bytes_by_rank
-        free = [None if budget is None else int((1 - UNFILLED_SHARE) * budget) - active for budget in budgets]
-        return balanced(self.degrees, self.work, free)
+        """Returns the degrees with the blocks of each stage: the busiest computes as little as it can, where no rank
+        has more of weights, and of the keys and values that patches keep, than activations leave of its budget."""
+        network, degrees = self.work.network, self.degrees
+        if not network.loads:
+            return degrees
+        cached = cached_bytes_per_block(self.work, degrees)
+        loads = [Load(load.nbytes + cached * load.blocks, load.blocks) for load in network.loads]
+        other = max(self.one_by_one.activation_bytes_by_rank) + outside_bytes(network)
+        budgets = [budget for budget in self.budget_bytes_by_rank if budget is not None]
+        free = [max(0, int((1 - UNFILLED_SHARE) * budget) - other) for budget in budgets]
+        ranks = degrees.world_size // degrees.pipeline_degree
+        least = [min(free[first : first + ranks]) for first in range(0, len(free), ranks)]
+        return replace(degrees, stages=share_out(loads, degrees.pipeline_degree, least))
 
     def may_all_gather(self) -> bool:
         """Returns whether a ring may all-gather its keys and values: the budget is known, and ALL_GATHERED_SHARE is
         enough."""
-        budget = self.capacity.device_bytes
-        needed = self.work.network.weight_bytes + max(self.activation_bytes_by_rank)
-        return budget is not None and all_gathered_bytes(self.work, self.degrees) <= ALL_GATHERED_SHARE * (
-            budget - needed
-        )
+        work, degrees, budget = self.work, self.degrees, self.capacity.device_bytes
+        needed = work.network.weight_bytes + max(self.activation_bytes_by_rank)
+        block_bytes = ring_block_bytes(work.most_sequences(degrees) * work.sequence_bytes, degrees)
+        return budget is not None and degrees.ring_degree * block_bytes <= ALL_GATHERED_SHARE * (budget - needed)
 
     @property
     def blocks(self) -> int:
@@ -236,6 +250,8 @@ def estimate_activation_bytes(work: Work, degrees: Parallelism) -> tuple[int, ..
     return tuple(sizes)
 
 
-def all_gathered_bytes(work: Work, degrees: Parallelism) -> int:
-    """Returns the size of a ring's keys and values, all-gathered on one rank, in the dtype that attention reads."""
-    return 2 * work.most_sequences(degrees) * work.sequence_bytes // degrees.ulysses_degree
+def ring_block_bytes(tensor_bytes: float, degrees: Parallelism) -> float:
+    """Returns the size of the block that each rank gives to a ring: keys and values in the dtype that attention reads,
+    or the tokens that both are made of. `tensor_bytes` is the size of one of these tensors on all ranks together."""
+    tensors = 1 if degrees.options.rotate_method == "tokens" else 2
+    return tensors * tensor_bytes / degrees.context_parallel_size

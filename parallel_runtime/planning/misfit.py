@@ -1,14 +1,16 @@
-"""The sentence of a model that does not fit: what is needed, what there is, and the nearest change that would fit."""
+"""Says what memory is missing: the sentence of a model that does not fit, with the nearest change that would fit, and
+the device that lacks memory for a plan at this moment."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import Refused, Sentence, say
-from ..specs import Parallelism, WeightPlacement
+from ..specs import Parallelism, Placement
+from ..wire.readings import Readings
 from .memory_model import FETCHED_MODES, MemoryModel
 from .stage_blocks import cached_key_value_bytes
 
@@ -17,9 +19,7 @@ GIB = 2**30
 
 def misfit(memory: MemoryModel) -> Refused:
     """Returns the refusal for one prompt at a time, with the numbers of the rank that lacks most."""
-    modes = [mode for mode in FETCHED_MODES if memory.allows(mode)]
-    placements = [WeightPlacement(mode=mode) for mode in modes] or [WeightPlacement()]
-    least = min(placements, key=lambda weights: max(memory.needed_bytes_by_rank(weights)))
+    least = min(memory.least_placements, key=lambda weights: max(memory.needed_bytes_by_rank(weights)))
     usable = [budget or 0 for budget in memory.usable_bytes_by_rank(least)]
     by_rank = zip(memory.needed_bytes_by_rank(least), usable, strict=True)
     needed, free = max(by_rank, key=lambda both: both[0] - both[1])
@@ -81,4 +81,65 @@ def _times(degrees: Parallelism, factor: int) -> Parallelism:
 
 
 def _fits(memory: MemoryModel) -> bool:
-    return memory.fits(WeightPlacement()) or any(memory.most_resident(mode) is not None for mode in FETCHED_MODES)
+    return any(memory.most_resident(mode) is not None for mode in ("replicate", *FETCHED_MODES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortage:
+    """A device on which `ranks` together need `needed` bytes and could have `free`."""
+
+    device: str
+    ranks: tuple[int, ...]
+    needed: int
+    free: int
+    limited_by: str = ""
+
+    @property
+    def each(self) -> int:
+        """Returns the bytes that one rank could have."""
+        return max(0, self.free) // len(self.ranks)
+
+    @property
+    def sentence(self) -> Sentence:
+        needed, free = size_in_words(self.needed, math.ceil), size_in_words(max(0, self.free), math.floor)
+        lack = say("memory.lack", needed=needed, device=self.device, free=free)
+        return say("memory.lack.limited", lack=lack, limit=self.limited_by) if self.limited_by else lack
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+def shortage(
+    placement: Placement,
+    readings: Sequence[Readings],
+    fingerprint: str,
+    needed: Sequence[int],
+    *,
+    limits: Sequence[int | None],
+    limited_by: str,
+) -> Shortage | None:
+    """Returns the device that lacks most of the bytes `needed` by its ranks for the model with this `fingerprint`; None
+    where all have enough. A rank's memory of this model counts as free, its memory of other models does not. `limits`
+    are what each may take of its device, and the only limits of main memory."""
+    sharing: dict[str, list[int]] = {}
+    for rank, device in enumerate(placement.device_names[: len(readings)]):
+        sharing.setdefault(device, []).append(rank)
+    shortages = []
+    for device, ranks in sharing.items():
+        limited = [limit for limit in (limits[rank] for rank in ranks) if limit is not None]
+        limit = sum(limited) if len(limited) == len(ranks) else None
+        free = _free(device, [readings[rank] for rank in ranks], fingerprint, limit)
+        total = sum(needed[rank] for rank in ranks)
+        if free is not None and free < total:
+            by = limited_by if limit is not None else ""
+            shortages.append(Shortage(device=device, ranks=tuple(ranks), needed=total, free=free, limited_by=by))
+    return max(shortages, key=lambda one: one.needed - one.free, default=None)
+
+
+def _free(device: str, ranks: Sequence[Readings], fingerprint: str, limit: int | None) -> int | None:
+    """Returns the bytes that these ranks together could have of their device for this model; None if unknown."""
+    other_models = sum(each.other_models_bytes(fingerprint) for each in ranks)
+    known = [] if limit is None else [limit - other_models]
+    if not device.startswith("cpu"):
+        known.append(min(each.free_bytes for each in ranks) + sum(each.rank_bytes for each in ranks) - other_models)
+    return min(known, default=None)

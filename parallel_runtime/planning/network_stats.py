@@ -9,14 +9,17 @@ from ..architectures.partition import Load
 from ..architectures.row_plan import RowLevel
 from ..specs import Parallelism
 
+ANY_HEADS = 5040  # divides well; for an unknown model, and for a VAE, which has no heads to share out
 LAYER_WEIGHTS = 12  # widths squared: the weights of a layer that a token passes. Modulation is of whole pictures.
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkStats:
-    """A network in numbers.
+    """A network in numbers; without a `name` one that is not known yet.
 
     `divisible`: a split plan says how its sequence is split; `step_cacheable`: a step cache may leave its blocks out.
+    `images_coupled`: it sees all images of a prompt at once, so workers may share out prompts alone. `no_lse`: a node's
+    attention gives no log-sum-exp to merge blocks by.
     `width` is heads x head size. `weights` is a count, `item_bytes` the size of one computed number. `weight_bytes` is
     the size in the file's format, with model patches and ControlNets, which every rank has in full. `blocks` are the
     bytes of each block of the split plan, `loads` the units that a pipeline's stages share out; `why_not_in_patches` is
@@ -24,15 +27,17 @@ class NetworkStats:
     number of tensors of all tokens that its ControlNets give, of which each rank has its part. `row_levels` are those
     of a network that is split by rows, each with a quarter of the pixels of the one before."""
 
-    name: str
+    name: str = ""
     divisible: bool = True
     step_cacheable: bool = True
-    heads: int
-    layers: int
-    width: int
-    weights: int
-    weight_bytes: int
-    item_bytes: int
+    images_coupled: bool = False
+    no_lse: bool = False
+    heads: int = ANY_HEADS
+    layers: int = 0
+    width: int = 0
+    weights: int = 0
+    weight_bytes: int = 0
+    item_bytes: int = 2
     blocks: tuple[int, ...] = ()
     loads: tuple[Load, ...] = ()
     why_not_in_patches: str = ""

@@ -11,23 +11,19 @@ from ..specs import Parallelism, Placement, WeightPlacement
 from .device_names import parse_devices
 from .device_profile import DeviceProfile
 from .memory_model import UNLIMITED, Capacity, MemoryModel
-from .network_stats import Work
+from .network_stats import NetworkStats, Work
 from .run_plan import RunPlan
 from .work_shares import are_automatic
-
-ANY_HEADS = 5040  # divides well; for an unknown model, and for a VAE, which has no heads to share out
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
-    """`request`, for a model with `heads` attention heads, on a host with `gpus` visible GPUs of a `kind`.
+    """`request`, for a `network`, on a host with `gpus` visible GPUs of a `kind`.
 
-    `undivided` names a network that cannot be split by sequence: only its prompts and images are shared out. `by_rows`
-    names one that is split by rows of its picture, which pays for large pictures alone. `guided`: positive and negative
-    prompt are both evaluated, by workers of their own unless something sees all prompts and images at once
-    (`batch_coupled`); otherwise the workers of cfg_degree join the sequence, or the entries of the batch.
-    `images_coupled`: the network sees all images of a prompt at once. `no_lse`: a node's attention gives no log-sum-exp
-    to merge blocks by.
+    Of a network that is not divisible only prompts and images are shared out; to split one by rows of its picture pays
+    for large pictures alone. `guided`: positive and negative prompt are both evaluated, by workers of their own unless
+    something sees all prompts and images at once (`batch_coupled`); otherwise the workers of cfg_degree join the
+    sequence, or the entries of the batch.
 
     The rest is known when a run begins. `profile` and `capacity` are of all devices that the request may use,
     `profiles` of groups that have met. `live` are the running workers, `shares` those that they have learnt by degrees
@@ -36,15 +32,11 @@ class PlanInputs:
     """
 
     request: ParallelRequest
-    heads: int = ANY_HEADS
+    network: NetworkStats = field(default_factory=NetworkStats)
     gpus: int
     kind: str = CUDA.kind
     guided: bool = False
     batch_coupled: bool = False
-    images_coupled: bool = False
-    no_lse: bool = False
-    undivided: str = ""
-    by_rows: str = ""
     work: Work | None = None
     profile: DeviceProfile | None = None
     profiles: Mapping[Placement, DeviceProfile] = field(default_factory=dict)
@@ -77,7 +69,7 @@ class PlanInputs:
     @property
     def has_no_ring(self) -> bool:
         """Must each worker see all keys of its heads? Blocks of a ring cannot be merged, or a pipeline has none."""
-        return self.no_lse or self.request.pipeline_degree > 1
+        return self.network.no_lse or self.request.pipeline_degree > 1
 
     @property
     def is_free(self) -> bool:
@@ -92,7 +84,7 @@ class PlanInputs:
     @property
     def may_leave_devices(self) -> bool:
         """May a plan do without some of the devices?"""
-        return self.automatic_devices or (bool(self.by_rows) and self.is_free)
+        return self.automatic_devices or (bool(self.network.row_levels) and self.is_free)
 
     @property
     def automatic_devices(self) -> bool:
@@ -100,4 +92,4 @@ class PlanInputs:
         request = self.request
         named = request.devices.strip(" ,") or request.ring_degree or request.ulysses_degree or request.cfg_degree
         alone = request.data_degree <= 1 and request.pipeline_degree == request.nnodes == 1
-        return not named and alone and are_automatic(request.shares) and not self.undivided
+        return not named and alone and are_automatic(request.shares) and self.network.divisible

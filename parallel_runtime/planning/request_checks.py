@@ -20,25 +20,28 @@ LEAST_STEPS = 8  # of a run in patches: with fewer too much changes from one to 
 
 def check_request(inputs: PlanInputs) -> None:
     """Raises Refused for widgets that say what there cannot be, or what cannot be together."""
-    request = inputs.request
-    _check_pipeline(request, inputs.undivided)
-    if inputs.undivided and max(request.ring_degree, request.ulysses_degree) > 1:
-        ring, ulysses = request.ring_degree, request.ulysses_degree
-        raise Refused("sequence.none", "ring_degree", network=inputs.undivided, ring=ring, ulysses=ulysses)
-    if inputs.no_lse and request.ring_degree > 1 and request.pipeline_degree == 1 and not inputs.undivided:
-        raise Refused("ring.node", widget="ring_degree", ring=request.ring_degree)
+    request, network = inputs.request, inputs.network
+    if network.name:
+        check_step_cache(request, network)
+        check_stages(request, network)
+    _check_pipeline(request, network)
+    ring, ulysses = request.ring_degree, request.ulysses_degree
+    if not network.divisible and max(ring, ulysses) > 1:
+        raise Refused("sequence.none", "ring_degree", network=network.name, ring=ring, ulysses=ulysses)
+    if network.no_lse and ring > 1 and request.pipeline_degree == 1 and network.divisible:
+        raise Refused("ring.node", widget="ring_degree", ring=ring)
 
 
-def _check_pipeline(request: ParallelRequest, undivided: str) -> None:
-    """Raises Refused for a pipeline that cannot work. `undivided` names a network without a plan."""
+def _check_pipeline(request: ParallelRequest, network: NetworkStats) -> None:
+    """Raises Refused for a pipeline that cannot work."""
     patches, stages = request.options.token_patches, request.pipeline_degree
     if patches > 1 and stages < 2:
         fix = {"patches": 1, "warmup_steps": 1}
         raise Refused("patches.pipeline", widget="pipeline_degree", fix=fix, patches=patches, stages=stages)
     if stages <= 1:
         return
-    if undivided:
-        raise Refused("stages.none", widget="pipeline_degree", network=undivided, stages=stages)
+    if not network.divisible:
+        raise Refused("stages.none", widget="pipeline_degree", network=network.name, stages=stages)
     if request.ring_degree > 1:
         raise Refused("pipeline.ring", widget="ring_degree", ring=request.ring_degree, stages=stages)
     if request.weights in ("shard", "offload"):
@@ -93,8 +96,8 @@ def check_workers(degrees: Parallelism, devices: tuple[str, ...], inputs: PlanIn
     that somebody named."""
     request, nnodes = inputs.request, inputs.request.nnodes
     limit = nnodes * (len(devices) or MAX_CPU_WORKERS)
-    if degrees.world_size > limit or degrees.ulysses_degree > inputs.heads:
-        nearest = _nearest(degrees, limit, inputs.heads, nnodes)
+    if degrees.world_size > limit or degrees.ulysses_degree > inputs.network.heads:
+        nearest = _nearest(degrees, limit, inputs.network.heads, nnodes)
         fix = {name: degree for name, degree in nearest.by_name.items() if getattr(request, name) not in (0, degree)}
         reason = _too_much(degrees, devices, limit, inputs, nearest)
         if "cpu" not in devices and (why := why_one_gpu(inputs.gpus)):
@@ -104,7 +107,7 @@ def check_workers(degrees: Parallelism, devices: tuple[str, ...], inputs: PlanIn
     words = degrees_in_words(degrees)
     if remainder:
         raise Refused("machines.uneven", "nnodes", degrees=words, workers=degrees.world_size, machines=nnodes)
-    if request.devices.strip(" ,") and local_workers < len(devices) and not inputs.undivided:
+    if request.devices.strip(" ,") and local_workers < len(devices) and inputs.network.divisible:
         fixed = [name for name in DEGREES if getattr(request, name) > (name == "pipeline_degree")] or list(DEGREES[:2])
         raise Refused(
             "devices.idle.machines" if nnodes > 1 else "devices.idle", "devices",
@@ -148,7 +151,7 @@ def _too_much(
             where = say("there.machines", devices=where, machines=nnodes)
         reason = say("workers.few", degrees=words, needed=degrees.world_size, where=where)
     else:
-        reason = say("heads.few", degrees=words, heads=inputs.heads, workers=degrees.ulysses_degree)
+        reason = say("heads.few", degrees=words, heads=inputs.network.heads, workers=degrees.ulysses_degree)
     local_workers = degrees.world_size // nnodes
     if len(devices) == 1 and local_workers <= MAX_CPU_WORKERS:
         again = ",".join(devices * local_workers)

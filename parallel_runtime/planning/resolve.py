@@ -115,7 +115,6 @@ def _compute_seconds(plan: RunPlan, memory: MemoryModel, profile: DeviceProfile 
         return 0.0
     if degrees.pipeline_degree == 1 and are_measured(work, plan.placement, profile):
         profile = averaged(work, degrees, profile)
-    work = replace(work, sequences=-(-work.sequences // degrees.data_degree))
     return evaluation_seconds(work, degrees, profile)
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from ..request import RotateMethod
 from ..specs import Parallelism, Placement
 from .device_profile import DeviceProfile, Speed
+from .memory_model import MemoryModel, ring_block_bytes
 from .network_stats import Work
 from .stage_blocks import busy_share
 from .work_shares import in_proportion
@@ -40,16 +41,17 @@ HETEROGENEOUS = 1.1
 
 
 def evaluation_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
-    """Returns the seconds of one evaluation on one rank, its transfers included: as long as the device takes, or as the
-    host takes to launch it. A rotate_method that is `auto` counts as alltoall."""
+    """Returns the seconds of one evaluation of a data group's sequences on one rank, its transfers included: as long as
+    the device takes, or as the host takes to launch it. A rotate_method that is `auto` counts as alltoall."""
+    stages, busy = degrees.pipeline_degree, busy_share(work, degrees)
+    work = replace(work, sequences=-(-work.sequences // degrees.data_degree))
     if work.network.row_levels:
         return _evaluation_seconds_by_rows(work, degrees, profile)
     network, ranks = work.network, degrees.context_parallel_size
     linear = work.sequences * network.linear_flop(work.tokens) / ranks / (LINEAR * profile.flops_per_second)
     device = linear + network.layers * attention_seconds(work, degrees, profile)
-    stages = degrees.pipeline_degree
     host = 0.0 if work.recorded and stages == 1 else network.layers * _launch_seconds(degrees)
-    return (max(device, host) + LAG * min(device, host)) / (stages * busy_share(work, degrees))
+    return (max(device, host) + LAG * min(device, host)) / (stages * busy)
 
 
 def _evaluation_seconds_by_rows(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
@@ -121,16 +123,14 @@ def averaged(work: Work, degrees: Parallelism, profile: DeviceProfile) -> Device
 def times_as_fast(work: Work, degrees: Parallelism, profile: DeviceProfile) -> float:
     """Returns how many times as fast a step is on these workers as on one alone: prompts, images and tokens are shared
     out."""
-    share = replace(work, sequences=-(-work.sequences // degrees.data_degree))
-    several = work.prompts_per_rank(degrees) * evaluation_seconds(share, degrees, profile)
+    several = work.prompts_per_rank(degrees) * evaluation_seconds(work, degrees, profile)
     return work.prompts * evaluation_seconds(work, Parallelism(), profile) / several
 
 
 def attention_bytes(work: Work, degrees: Parallelism) -> float:
     """Returns the bytes that one rank sends in one attention; for a network that is split by rows the mean of all its
     attentions."""
-    share = work.attention_tensor_bytes / (degrees.ring_degree * degrees.ulysses_degree)
-    all_to_all, per_hop = _sent_bytes(share, degrees)
+    all_to_all, per_hop = _sent_bytes(work.attention_tensor_bytes, degrees)
     return all_to_all + per_hop * (degrees.ring_degree - 1)
 
 
@@ -145,23 +145,23 @@ def attention_seconds(work: Work, degrees: Parallelism, profile: DeviceProfile) 
     passes = PACKED * (ulysses > 1) + (PACKED_FOR_RING + MERGED * _ring_block_count(degrees)) * (ring > 1)
     memory = passes * share / max(profile.flops_per_second / FLOP_PER_BYTE, LEAST_BYTES_PER_SECOND)
     small = DIVIDED + BLOCK * _ring_block_count(degrees) * (ring > 1)
-    return compute + memory + small + _exposed_transfer(share, compute, degrees, profile)
+    return compute + memory + small + _exposed_transfer(work, compute, degrees, profile)
 
 
-def _exposed_transfer(share: float, compute: float, degrees: Parallelism, profile: DeviceProfile) -> float:
+def _exposed_transfer(work: Work, compute: float, degrees: Parallelism, profile: DeviceProfile) -> float:
     """Returns the seconds of transfers that no computation hides."""
     ring, block = degrees.ring_degree, compute / degrees.ring_degree
-    all_to_all, send_recv = (size / profile.bytes_per_second for size in _sent_bytes(share, degrees))
+    all_to_all, send_recv = (size / profile.bytes_per_second for size in _sent_bytes(work.activation_bytes, degrees))
     if degrees.options.rotate_method == "allgather":
         return all_to_all + max(0.0, (ring - 1) * send_recv - block)
     return all_to_all + (ring - 1) * max(0.0, send_recv - block)
 
 
-def _sent_bytes(share: float, degrees: Parallelism) -> tuple[float, float]:
-    """Returns what one rank sends for Ulysses, queries, keys, values and result, and in each hop of a ring, keys and
-    values or the tokens that both are made of. `share` is the size of its part of one of these tensors."""
-    per_hop = 1 if degrees.options.rotate_method == "tokens" else 2
-    return 4 * share * (degrees.ulysses_degree - 1) / degrees.ulysses_degree, per_hop * share
+def _sent_bytes(tensor_bytes: float, degrees: Parallelism) -> tuple[float, float]:
+    """Returns what one rank sends for Ulysses, queries, keys, values and result, and in each hop of a ring.
+    `tensor_bytes` is the size of one of these tensors on all ranks together."""
+    share, ulysses = tensor_bytes / degrees.context_parallel_size, degrees.ulysses_degree
+    return 4 * share * (ulysses - 1) / ulysses, ring_block_bytes(tensor_bytes, degrees)
 
 
 def _ring_block_count(degrees: Parallelism) -> int:
@@ -176,15 +176,16 @@ def _launch_seconds(degrees: Parallelism) -> float:
     return LAUNCHED + divided * (ranks > 1)
 
 
-def rotate_method_for(work: Work, degrees: Parallelism, profile: DeviceProfile, *, spacious: bool) -> RotateMethod:
+def rotate_method_for(memory: MemoryModel, profile: DeviceProfile | None) -> RotateMethod:
     """Returns how a ring's keys and values go round where the request leaves it open.
 
-    They are all-gathered where memory is `spacious` enough for them, the link is fast, and less hiding costs less than
-    fewer blocks gain. Those of a network that is split by rows, whose levels have few keys, are all-gathered, or sent
+    They are all-gathered where memory is enough for them, the link is fast, and less hiding costs less than fewer
+    blocks gain. Those of a network that is split by rows, whose levels have few keys, are all-gathered, or sent
     as the tokens that they are made of: half the bytes, and each rank computes all keys."""
+    work, degrees = memory.work, memory.degrees
     if degrees.options.rotate_method != "auto":
         return degrees.options.rotate_method
-    if degrees.ring_degree == 1 or not spacious:
+    if profile is None or not profile.bytes_per_second or degrees.ring_degree == 1 or not memory.may_all_gather():
         return "alltoall"
     methods: tuple[RotateMethod, ...] = ("allgather", "alltoall")
     if work.network.row_levels:

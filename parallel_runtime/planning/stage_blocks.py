@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from ..architectures.partition import Load, share_out
+from ..architectures.partition import share_out
 from ..specs import Parallelism
 from .network_stats import NetworkStats, Work
 
 
 @dataclass(frozen=True)
 class StageBlocks:
-    """The blocks of one stage: `count` from `first` on, their bytes, and their share of all work."""
+    """The blocks of one stage: `count` units of them from `first` on, their bytes, how many blocks tokens pass, and
+    their share of all work."""
 
     first: int
     count: int
     nbytes: int
+    layers: int
     work: float
 
 
@@ -30,8 +31,8 @@ def stages_of(network: NetworkStats, degrees: Parallelism) -> list[StageBlocks]:
     total, first, stages = sum(load.blocks for load in loads), 0, []
     for count in counts:
         units = loads[first : first + count]
-        nbytes, work = sum(load.nbytes for load in units), sum(load.blocks for load in units) / total
-        stages.append(StageBlocks(first, count, nbytes, work))
+        nbytes, layers = sum(load.nbytes for load in units), sum(load.blocks for load in units)
+        stages.append(StageBlocks(first, count, nbytes, layers, layers / total))
         first += count
     return stages
 
@@ -49,31 +50,13 @@ def staged_weight_bytes(network: NetworkStats, degrees: Parallelism) -> tuple[in
     return tuple(outside + stages[stage_of(degrees, rank)].nbytes for rank in range(degrees.world_size))
 
 
-def balanced(degrees: Parallelism, work: Work, budget_bytes: Sequence[int | None]) -> Parallelism:
-    """Returns the degrees with the blocks of each stage: the busiest computes as little as it can, where each rank has
-    no more of weights, and of the keys and values that patches keep, than its budget (None: no limit)."""
-    network = work.network
-    if degrees.pipeline_degree == 1 or not network.loads:
-        return degrees
-    cached, outside = _cached_bytes_per_block(work, degrees), outside_bytes(network)
-    loads = [Load(load.nbytes + cached * load.blocks, load.blocks) for load in network.loads]
-    known = [max(0, budget - outside) for budget in budget_bytes if budget is not None]
-    ranks = len(budget_bytes) // degrees.pipeline_degree
-    least = [min(known[first : first + ranks]) for first in range(0, len(known), ranks)]
-    return replace(degrees, stages=share_out(loads, degrees.pipeline_degree, least))
-
-
 def cached_key_value_bytes(work: Work, degrees: Parallelism) -> tuple[int, ...]:
     """Returns the size of the keys and values that each rank keeps from step to step where tokens come in patches."""
-    each, ranks = _cached_bytes_per_block(work, degrees), range(degrees.world_size)
-    if not each:
-        return (0,) * len(ranks)
-    loads, stages = work.network.loads, stages_of(work.network, degrees)
-    blocks = [sum(load.blocks for load in loads[stage.first : stage.first + stage.count]) for stage in stages]
-    return tuple(each * blocks[stage_of(degrees, rank)] for rank in ranks)
+    each, stages = cached_bytes_per_block(work, degrees), stages_of(work.network, degrees)
+    return tuple(each and each * stages[stage_of(degrees, rank)].layers for rank in range(degrees.world_size))
 
 
-def _cached_bytes_per_block(work: Work, degrees: Parallelism) -> int:
+def cached_bytes_per_block(work: Work, degrees: Parallelism) -> int:
     """Returns the size of the keys and values of all tokens in one block, of each evaluation of a step."""
     if degrees.options.token_patches == 1:
         return 0

@@ -118,14 +118,27 @@ def couples_frames(rank: int, world: int, name: str) -> list[bool]:
 
 def guided_by(rank: int, world: int, guides: list[dict[str, Any]] | None) -> tuple[bool, str]:
     """Whether a network is split in a run with these guides of LTX-2, and the name that a refusal says."""
-    describe = node_module("describe.model")
-    stats = network_stats.NetworkStats(
-        name="LTX-2", heads=4, layers=2, width=64, weights=1, weight_bytes=4, item_bytes=4
-    )
-    made = {"spec": None, "weight_patches": {}, "architecture": None, "batch_coupled": False, "no_lse": False}
-    described = describe.DescribedModel(network=torch.nn.Identity(), stats=stats, **made)
-    stats = described.guided_by({"positive": [{}], "negative": [{"guide_attention_entries": guides}]}).stats
+    stats = _described("LTX-2").guided_by({"positive": [{}], "negative": [{"guide_attention_entries": guides}]}).stats
     return stats.divisible, stats.name
+
+
+def planned_with_boxes(rank: int, world: int) -> list[bool]:
+    """Whether the images of a batch stay together in a plan without and with a GLIGEN model in a prompt, where CP Plan
+    makes the inputs of the MODEL that has none."""
+    described, cpu = _described("SD1.5"), torch.device("cpu")
+    gligen = ModelPatcher(torch.nn.Linear(2, 2), cpu, cpu)
+    works = (
+        described.with_models_of({"positive": [cond]}).work((4, 4, 8, 8), 0)
+        for cond in ({}, {"gligen": ("position", gligen, [])})
+    )
+    request = pack_module("parallel_runtime.request").ParallelRequest()
+    return [described.inputs(request, work).network.images_coupled for work in works]
+
+
+def _described(name: str) -> Any:
+    stats = network_stats.NetworkStats(name=name, heads=4, layers=2, width=64, weights=1, weight_bytes=4, item_bytes=4)
+    made = {"spec": None, "weight_patches": {}, "architecture": None, "batch_coupled": False}
+    return node_module("describe.model").DescribedModel(network=torch.nn.Identity(), stats=stats, **made)
 
 
 def logged(rank: int, world: int) -> dict[str, bool]:

@@ -263,6 +263,10 @@ def test_guides_that_mask_each_query_leave_the_network_unsplit(alone: Group, gui
     assert alone.run(f"{CODE}guided_by", guides=guides) == [[split, name]]
 
 
+def test_a_plan_with_boxes_in_a_prompt_keeps_the_images_of_a_batch_together_as_the_run_does(alone: Group) -> None:
+    assert alone.run(f"{CODE}planned_with_boxes") == [[False, True]]
+
+
 def test_of_a_refusal_the_log_has_the_sentence_and_of_a_crash_that_handles_one_the_traceback(alone: Group) -> None:
     assert alone.run(f"{CODE}logged") == [{"refused": False, "crashed": True, "refused after": False}]
 

@@ -24,6 +24,7 @@ sampling_job, model_patches = node_module("describe.sampling_job"), node_module(
 sampling = pack_module("parallel_runtime.worker.comfy_loop.sampling")
 evaluation = pack_module("parallel_runtime.worker.comfy_loop.evaluation")
 weights = pack_module("parallel_runtime.worker.comfy_loop.patcher")
+network_stats = pack_module("parallel_runtime.planning.network_stats")
 specs, jobs = pack_module("parallel_runtime.specs"), pack_module("parallel_runtime.jobs")
 
 LATENT, ONE = (2, 16, 4, 6), specs.Parallelism()
@@ -96,8 +97,8 @@ def why_not_sent(rank: int, world: int, what: str) -> str:
     guider.model_options = {**model.model_options, "registered_hooks": hooks}
     guider.conds = {"positive": [_cond(0)]}
     described = describe.DescribedModel(
-        spec=None, weight_patches={}, network=model.model.diffusion_model, architecture=None, stats=None,
-        batch_coupled=False, no_lse=False,
+        spec=None, weight_patches={}, network=model.model.diffusion_model, architecture=None,
+        stats=network_stats.NetworkStats(), batch_coupled=False,
     )  # fmt: skip
     sampler, zeros = comfy.samplers.sampler_object("euler"), torch.zeros(LATENT)
     try:
@@ -138,7 +139,8 @@ def rows_sampled(rank: int, world: int, patches: str, of_guider: bool) -> dict[s
     guider.set_cfg(2.0)
     guider.conds = {name: [_cond(index)] for index, name in enumerate(("positive", "negative"))}
     described = describe.DescribedModel(
-        spec=model.spec, weight_patches={}, network=model.network, architecture=None, stats=None, no_lse=False,
+        spec=model.spec, weight_patches={}, network=model.network, architecture=None,
+        stats=network_stats.NetworkStats(),
         batch_coupled=coupling.is_batch_coupled(host, host.model_options),
     )  # fmt: skip
     sampler, sigmas = comfy.samplers.sampler_object("euler"), torch.linspace(1, 0, 3)

@@ -10,6 +10,7 @@ import pytest
 from parallel_runtime.errors import Refused
 from parallel_runtime.explain.remedy import Change, changes, in_words, instead
 from parallel_runtime.group.machine_check import checked_plan
+from parallel_runtime.planning.network_stats import NetworkStats
 from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.request import ParallelRequest
 
@@ -25,7 +26,7 @@ from parallel_runtime.request import ParallelRequest
     ],
 )
 def test_the_nearest_that_works_is_told_in_words(asked: dict[str, Any], says: str) -> None:
-    request, inputs = ParallelRequest.of(asked), partial(PlanInputs, heads=24, gpus=2)
+    request, inputs = ParallelRequest.of(asked), partial(PlanInputs, network=NetworkStats(heads=24), gpus=2)
     with pytest.raises(Refused) as refused:
         checked_plan(inputs(request=request))
     nearest = instead(lambda other: inputs(request=other), request, refused.value.fix)

@@ -35,7 +35,7 @@ class Case:
         )
         return PlanInputs(
             request=request,
-            heads=self.work.network.heads,
+            network=self.work.network,
             gpus=degrees.world_size,
             guided=True,
             work=self.work,

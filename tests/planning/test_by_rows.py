@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from parallel_runtime.architectures.row_plan import RowLevel, sides_to_cut
-from parallel_runtime.planning.candidates import candidates
-from parallel_runtime.planning.default_plan import default_plan
+from parallel_runtime.planning.candidates import candidates, default_plan
 from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.memory_model import Capacity
 from parallel_runtime.planning.network_stats import NetworkStats
@@ -45,8 +44,7 @@ def inputs(
     work = network.work(sequences, side * side, prompts=prompts, recorded=True)
     work = replace(work, row_ranks=-(-side // 2 ** (len(network.row_levels) - 1)))
     return PlanInputs(
-        request=request, heads=network.heads, gpus=gpus, guided=prompts > 1, by_rows=network.name, work=work,
-        profile=profile, **more,
+        request=request, network=network, gpus=gpus, guided=prompts > 1, work=work, profile=profile, **more,
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """What the user asks for becomes degrees and devices, or one sentence with the numbers and the way out."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,13 @@ from parallel_runtime.planning.work_shares import work_percent
 from parallel_runtime.request import EngineOptions, ParallelRequest
 from parallel_runtime.specs import Parallelism
 
+OF_24_HEADS, UNET = NetworkStats(heads=24), NetworkStats(name="UNet", divisible=False)
+
 
 def planned(*, heads=24, gpus=0, **request):
-    division = checked_plan(PlanInputs(request=ParallelRequest.of(request), heads=heads, gpus=gpus))
+    division = checked_plan(
+        PlanInputs(request=ParallelRequest.of(request), network=NetworkStats(heads=heads), gpus=gpus)
+    )
     return division.degrees.ring_degree, division.degrees.ulysses_degree, division.placement.devices
 
 
@@ -53,9 +58,9 @@ def test_the_example_runs_as_it_is_on_any_number_of_gpus(gpus):
     nodes = json.loads(example.read_text(encoding="utf-8"))["nodes"]
     (config,) = (node for node in nodes if node["type"] == "CPParallelConfig")
     request = ParallelRequest.of(config["widgets_values_named"])
-    assert checked_plan(PlanInputs(request=request, heads=HEADS, gpus=gpus, guided=True)).placement.world_size == max(
-        1, gpus
-    )
+    assert checked_plan(
+        PlanInputs(request=request, network=NetworkStats(heads=HEADS), gpus=gpus, guided=True)
+    ).placement.world_size == max(1, gpus)
 
 
 def test_only_the_devices_that_are_needed_are_taken():
@@ -104,7 +109,7 @@ def test_what_cannot_work_is_refused_in_one_sentence(request_, heads, gpus, sent
 
 
 def shares_of(gpus=2, **request):
-    return checked_plan(PlanInputs(request=ParallelRequest.of(request), heads=24, gpus=gpus)).degrees.shares
+    return checked_plan(PlanInputs(request=ParallelRequest.of(request), network=OF_24_HEADS, gpus=gpus)).degrees.shares
 
 
 @pytest.mark.parametrize(
@@ -118,10 +123,8 @@ def test_workers_that_join_another_lane_keep_their_shares():
     assert shares_of(cfg_degree=2, shares="3,2") == (3, 2)
 
 
-def guided(gpus=2, heads=24, undivided="", **request):
-    return checked_plan(
-        PlanInputs(request=ParallelRequest.of(request), heads=heads, gpus=gpus, guided=True, undivided=undivided)
-    )
+def guided(gpus=2, network=OF_24_HEADS, **request):
+    return checked_plan(PlanInputs(request=ParallelRequest.of(request), network=network, gpus=gpus, guided=True))
 
 
 @pytest.mark.parametrize(("gpus", "shares"), [(2, "3,2"), (2, " 60 , 40 "), (4, "3,3,2,2"), (4, "3,2,3,2")])
@@ -146,7 +149,7 @@ def test_equal_shares_leave_each_prompt_its_half(shares):
         ({"shares": "3,2", "ring_degree": 1, "ulysses_degree": 1}, 8, "ring_degree 1 x ulysses_degree 2 with"),
         ({"shares": "3,3,2,2"}, 4, "ring_degree 1 x ulysses_degree 4 with"),
         ({"shares": "3,2,2,3", "data_degree": 2}, 4, "ring_degree 1 x ulysses_degree 2 x data_degree 2 with"),
-        ({"shares": "3,2", "undivided": "SDXL"}, 2, "ring_degree 1 x ulysses_degree 1 x data_degree 2 with"),
+        ({"shares": "3,2", "network": UNET}, 2, "ring_degree 1 x ulysses_degree 1 x data_degree 2 with"),
     ],
 )
 def test_shares_that_two_halves_with_a_prompt_each_leave_unused_are_refused_with_what_uses_them(request_, gpus, remedy):
@@ -161,7 +164,7 @@ def test_one_list_of_shares_fits_a_run_on_all_devices_and_one_that_uses_fewer():
     assert shares_of(shares="3,2,1", ulysses_degree=2, gpus=3) == (3, 2)
     assert shares_of(shares="3,2", ulysses_degree=2, gpus=3) == (3, 2)
     assert shares_of(shares="3,2,1", gpus=3) == (3, 2, 1)
-    rows = {"shares": "5,3,1", "data_degree": 2, "cfg_degree": 1, "undivided": "SDXL"}
+    rows = {"shares": "5,3,1", "data_degree": 2, "cfg_degree": 1, "network": UNET}
     assert guided(3, **rows).degrees.shares == (5, 3)
     with pytest.raises(Refused, match="names 4, and the number of workers is 2: name 2, one for each"):
         shares_of(shares="3,2,1,1", ulysses_degree=2, gpus=3)
@@ -169,7 +172,7 @@ def test_one_list_of_shares_fits_a_run_on_all_devices_and_one_that_uses_fewer():
 
 @pytest.mark.parametrize(("gpus", "shares"), [(3, "3,2,1"), (2, "3,2"), (3, "3,2")])
 def test_shares_that_are_a_vaes_alone_do_not_stop_a_network_that_shares_out_prompts(gpus, shares):
-    division = guided(gpus, undivided="SDXL", shares=shares, devices=",".join(map(str, range(gpus))))
+    division = guided(gpus, network=replace(UNET, name="SDXL"), shares=shares, devices=",".join(map(str, range(gpus))))
     assert (division.placement.devices, division.degrees.cfg_degree) == (("cuda:0", "cuda:1"), 2)
     assert division.degrees.shares == ()
     text = unused(ParallelRequest(shares=shares), division, "SDXL")
@@ -207,7 +210,7 @@ MACHINES = {"nnodes": 2, "rdzv_endpoint": "127.0.0.1:29500"}
 
 
 def test_every_machine_gives_as_many_devices_as_this_one():
-    division = checked_plan(PlanInputs(request=ParallelRequest.of(MACHINES), heads=24, gpus=4))
+    division = checked_plan(PlanInputs(request=ParallelRequest.of(MACHINES), network=OF_24_HEADS, gpus=4))
     degrees, placement = division.degrees, division.placement
     assert degrees.ulysses_degree == placement.world_size == 8
     assert placement.devices == ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
@@ -264,7 +267,7 @@ def test_devices_are_read_as_people_write_them():
 def test_guidance_takes_two_halves_of_the_gpus_and_gives_them_back_at_cfg_1():
     def shape(guided, gpus=4, heads=24, **request):
         return checked_plan(
-            PlanInputs(request=ParallelRequest.of(request), heads=heads, gpus=gpus, guided=guided)
+            PlanInputs(request=ParallelRequest.of(request), network=NetworkStats(heads=heads), gpus=gpus, guided=guided)
         ).degrees.stage_mesh_shape
 
     assert shape(True) == (1, 2, 1, 2)
@@ -283,7 +286,8 @@ def test_guidance_takes_two_halves_of_the_gpus_and_gives_them_back_at_cfg_1():
 def test_under_an_attention_of_another_node_there_is_no_ring():
     def shape(gpus, heads=24, guided=False, **request):
         asked = ParallelRequest.of(request)
-        inputs = PlanInputs(request=asked, heads=heads, gpus=gpus, guided=guided, no_lse=True)
+        network = NetworkStats(heads=heads, no_lse=True)
+        inputs = PlanInputs(request=asked, network=network, gpus=gpus, guided=guided)
         return checked_plan(inputs).degrees.stage_mesh_shape
 
     assert shape(4) == (1, 1, 1, 4)
@@ -321,19 +325,21 @@ def test_a_step_cache_that_cannot_be_is_refused_by_name(network, threshold, says
 
 def test_a_list_of_thousands_of_workers_is_refused():
     with pytest.raises(Refused, match="10000 are listed, and at most 64 workers can run on a machine"):
-        checked_plan(PlanInputs(request=ParallelRequest(devices=",".join(["cpu"] * 10000)), heads=24, gpus=0))
+        checked_plan(
+            PlanInputs(request=ParallelRequest(devices=",".join(["cpu"] * 10000)), network=OF_24_HEADS, gpus=0)
+        )
 
 
 @pytest.mark.parametrize(("guided", "shape"), [(True, (1, 2, 1, 1)), (False, (2, 1, 1, 1))])
 def test_where_no_plan_cuts_the_sequence_one_prompt_leaves_the_rows_of_its_batch(guided, shape):
-    division = checked_plan(PlanInputs(request=ParallelRequest(), heads=1, gpus=4, guided=guided, undivided="UNet"))
+    division = checked_plan(PlanInputs(request=ParallelRequest(), network=UNET, gpus=4, guided=guided))
     assert division.degrees.stage_mesh_shape == shape
     assert division.placement.devices == ("cuda:0", "cuda:1"), "the same workers for both"
 
 
 def test_where_one_worker_has_to_see_all_nobody_does_the_same_beside_it():
     division = checked_plan(
-        PlanInputs(request=ParallelRequest(), heads=1, gpus=4, guided=True, batch_coupled=True, undivided="UNet")
+        PlanInputs(request=ParallelRequest(), network=UNET, gpus=4, guided=True, batch_coupled=True)
     )
     assert (division.degrees.stage_mesh_shape, division.placement.devices) == ((1, 1, 1, 1), ("cuda:0",))
 
@@ -341,7 +347,9 @@ def test_where_one_worker_has_to_see_all_nobody_does_the_same_beside_it():
 @pytest.mark.parametrize("guided", [True, False])
 def test_prompts_that_are_seen_together_share_the_sequence(guided):
     for request in (ParallelRequest(), ParallelRequest(cfg_degree=2)):
-        division = checked_plan(PlanInputs(request=request, heads=24, gpus=4, guided=guided, batch_coupled=True))
+        division = checked_plan(
+            PlanInputs(request=request, network=OF_24_HEADS, gpus=4, guided=guided, batch_coupled=True)
+        )
         degrees = division.degrees
         assert (degrees.cfg_degree, degrees.context_parallel_size, len(division.placement.devices)) == (1, 4, 4)
 
@@ -350,7 +358,7 @@ def test_what_joins_the_sequence_is_cut_by_the_estimate_too():
     network = NetworkStats(name="Wan", heads=40, layers=10, width=5120, weights=10**9, weight_bytes=10**9, item_bytes=2)
     slow = DeviceProfile(bytes_per_second=1.2e10, flops_per_second=2.0**49)  # where a ring hides its transfers
     work, request = network.work(1, 200_000), ParallelRequest(cfg_degree=2)
-    degrees = resolve(PlanInputs(request=request, heads=40, gpus=4, work=work, profile=slow)).degrees
+    degrees = resolve(PlanInputs(request=request, network=network, gpus=4, work=work, profile=slow)).degrees
     assert (degrees.ring_degree, degrees.ulysses_degree) == (4, 1)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from parallel_runtime.architectures.partition import Load
 from parallel_runtime.explain.plan_words import compared
-from parallel_runtime.planning.default_plan import default_plan
+from parallel_runtime.planning.candidates import default_plan
 from parallel_runtime.planning.device_profile import DeviceProfile, Speed
 from parallel_runtime.planning.memory_model import Capacity
 from parallel_runtime.planning.network_stats import NetworkStats, Work
@@ -33,7 +33,7 @@ CRAWLING = Speed(products=4e12, attention=3e12)
 
 
 def wish(gpus: int, **request: object) -> PlanInputs:
-    return PlanInputs(request=ParallelRequest.of(request), heads=24, gpus=gpus, guided=True)  # type: ignore[arg-type]
+    return PlanInputs(request=ParallelRequest.of(request), network=FLUX, gpus=gpus, guided=True)  # type: ignore[arg-type]
 
 
 def link(*ranks: Speed, speed: float = 2e10) -> DeviceProfile:

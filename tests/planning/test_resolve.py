@@ -42,19 +42,18 @@ def chosen(
     link: DeviceProfile | None = LINKS["fast"],
     tokens: int = 4000,
     prompts: int = 2,
+    no_lse: bool = False,
     **known: bool,
 ) -> tuple[RunPlan, RunPlan]:
     """What a run gets before its workers have started and after they have measured, also where it does not fit."""
+    figures = replace(figures, no_lse=no_lse)
     work = figures.work(1, tokens, prompts=prompts)
-
     capacity = Capacity(device_bytes=int(gib * GIB), host_bytes=int(host_gib * GIB))
-    undivided = "" if figures.divisible else figures.name
     inputs = PlanInputs(
         request=request,
-        heads=figures.heads,
+        network=figures,
         gpus=gpus,
         guided=prompts > 1,
-        undivided=undivided,
         work=work,
         capacity=capacity,
         **known,
@@ -81,7 +80,7 @@ SLOW_WIRE = DeviceProfile(bytes_per_second=5e9, flops_per_second=5e14, host_byte
         (4, {}, {"ulysses_degree": 4}, 1),
         (4, {}, {"devices": "0,0,0,0"}, 1),
         (4, {"batch_coupled": True}, {}, 1),
-        (4, {"images_coupled": True}, {}, 1),
+        (4, {"network": replace(IMAGES, images_coupled=True)}, {}, 1),
         (4, {"profile": None}, {}, 1),
         (4, {"capacity": Capacity(device_bytes=8 * GIB, host_bytes=2 * GIB)}, {}, 2),  # two together have the weights
     ],
@@ -90,8 +89,8 @@ def test_images_of_a_batch_are_taken_apart_where_that_is_clearly_faster(
     rows: int, changed: dict[str, Any], request_: dict[str, Any], groups: int
 ) -> None:
     work, capacity = IMAGES.work(rows, 4608), Capacity(device_bytes=24 * GIB, host_bytes=500 * GIB)
-    known = {"work": work, "capacity": capacity, "profile": SLOW_WIRE, **changed}
-    plan = ranked(PlanInputs(request=ParallelRequest.of(request_), heads=24, gpus=4, **known))[0]
+    known = {"network": IMAGES, "work": work, "capacity": capacity, "profile": SLOW_WIRE, **changed}
+    plan = ranked(PlanInputs(request=ParallelRequest.of(request_), gpus=4, **known))[0]
     assert plan.degrees.data_degree == groups
     assert plan.degrees.world_size == 4
 

@@ -12,8 +12,8 @@ from parallel_runtime.planning.memory_model import (
     ALL_GATHERED_SHARE,
     Capacity,
     MemoryModel,
-    all_gathered_bytes,
     estimate_activation_bytes,
+    ring_block_bytes,
 )
 from parallel_runtime.planning.network_stats import NetworkStats, Work
 from parallel_runtime.planning.plan_inputs import PlanInputs
@@ -79,9 +79,7 @@ def test_wan_as_it_was_measured(ring: int, ulysses: int, measured: float) -> Non
 
 
 def degrees(work: Work, link: DeviceProfile, gpus: int = 8, **request: Any) -> tuple[int, int]:
-    inputs = PlanInputs(
-        request=ParallelRequest.of(request), heads=work.network.heads, gpus=gpus, work=work, profile=link
-    )
+    inputs = PlanInputs(request=ParallelRequest.of(request), network=work.network, gpus=gpus, work=work, profile=link)
     chosen = resolve(inputs).degrees
     return chosen.ring_degree, chosen.ulysses_degree
 
@@ -108,7 +106,7 @@ RING = Parallelism(ring_degree=8, options=EngineOptions(rotate_method="auto"))
 
 def rotating(work: Work, degrees: Parallelism, profile: DeviceProfile, device_bytes: int | None) -> str:
     memory = MemoryModel(work=work, degrees=degrees, capacity=Capacity(device_bytes=device_bytes))
-    return rotate_method_for(work, degrees, profile, spacious=memory.may_all_gather())
+    return rotate_method_for(memory, profile)
 
 
 def test_a_ring_collects_where_the_link_is_fast_and_there_is_room() -> None:
@@ -118,7 +116,7 @@ def test_a_ring_collects_where_the_link_is_fast_and_there_is_room() -> None:
     needed = (
         FLUX.weight_bytes
         + max(estimate_activation_bytes(work, RING))
-        + all_gathered_bytes(work, RING) / ALL_GATHERED_SHARE
+        + RING.ring_degree * ring_block_bytes(work.activation_bytes, RING) / ALL_GATHERED_SHARE
     )
     for free, method in ((needed + 2, "allgather"), (needed - 2, "alltoall")):
         assert rotating(work, RING, NVLINK, int(free)) == method
@@ -138,3 +136,9 @@ def test_a_step_is_as_much_faster_as_its_prompts_rows_and_tokens_are_shared() ->
     assert times_as_fast(work, Parallelism(cfg_degree=2), NO_WIRES) == 2
     assert times_as_fast(work, Parallelism(cfg_degree=2, data_degree=2), NO_WIRES) == pytest.approx(4, rel=0.05)
     assert 1.5 < times_as_fast(work, Parallelism(ulysses_degree=2), NO_WIRES) < 2
+
+
+def test_images_of_a_group_fill_the_stages_of_its_pipeline_once() -> None:
+    stages, groups = Parallelism(pipeline_degree=2), Parallelism(pipeline_degree=2, data_degree=2)
+    both, each = FLUX.work(4, IMAGE), FLUX.work(2, IMAGE)
+    assert evaluation_seconds(both, groups, NVLINK) == evaluation_seconds(each, stages, NVLINK)

@@ -129,7 +129,7 @@ def at_first(*speeds: Speed, work: Work = WORK, devices: str = "0,1", **request:
     """The shares of the first run on two devices that measured these speeds."""
     profile = DeviceProfile(bytes_per_second=1e10, flops_per_second=1e14, ranks=speeds)
     asked = ParallelRequest.of({"ring_degree": 1, "ulysses_degree": 2, "devices": devices, **request})
-    plan, *_ = candidates(PlanInputs(request=asked, heads=24, gpus=2, work=work, profile=profile))
+    plan, *_ = candidates(PlanInputs(request=asked, network=work.network, gpus=2, work=work, profile=profile))
     return plan.degrees.shares
 
 
@@ -163,7 +163,7 @@ LINK = DeviceProfile(bytes_per_second=1e10, flops_per_second=1e14, ranks=(FAST, 
 
 def inputs(link: DeviceProfile = LINK, **request: object) -> PlanInputs:
     asked = ParallelRequest.of(request)
-    return PlanInputs(request=asked, heads=24, gpus=2, guided=True, work=GUIDED, profile=link)
+    return PlanInputs(request=asked, network=GUIDED.network, gpus=2, guided=True, work=GUIDED, profile=link)
 
 
 def sentence_of(link: DeviceProfile, **request: object) -> str:

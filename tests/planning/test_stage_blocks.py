@@ -9,7 +9,7 @@ import pytest
 from parallel_runtime.architectures.partition import Load, share_out
 from parallel_runtime.errors import Refused
 from parallel_runtime.explain.plan_report import Subject
-from parallel_runtime.planning.default_plan import default_plan
+from parallel_runtime.planning.candidates import default_plan
 from parallel_runtime.planning.device_profile import DeviceProfile
 from parallel_runtime.planning.memory_model import Capacity
 from parallel_runtime.planning.network_stats import NetworkStats
@@ -40,8 +40,9 @@ FLUX = NetworkStats(
 
 
 def planned(gpus: int = 0, guided: bool = False, undivided: str = "", **request: object) -> Parallelism:
+    network = FLUX.undivided(undivided) if undivided else FLUX
     return default_plan(
-        PlanInputs(request=ParallelRequest.of(request), heads=24, gpus=gpus, guided=guided, undivided=undivided)
+        PlanInputs(request=ParallelRequest.of(request), network=network, gpus=gpus, guided=guided)
     ).degrees  # type: ignore[arg-type]
 
 
@@ -133,7 +134,7 @@ def inputs(gib: float, tokens: int = 4608, branches: int = 1, **request: object)
     work, capacity = FLUX.work(1, tokens, prompts=branches), Capacity(device_bytes=int(gib * GIB))
     asked = ParallelRequest.of({"pipeline_degree": 2, **request})
     gpus = 2 * asked.cfg_degree or 2
-    return PlanInputs(request=asked, heads=24, gpus=gpus, guided=branches > 1, work=work, capacity=capacity)
+    return PlanInputs(request=asked, network=FLUX, gpus=gpus, guided=branches > 1, work=work, capacity=capacity)
 
 
 def chosen(gib: float, tokens: int = 4608, branches: int = 1, **request: object) -> RunPlan:

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ...engine.comm.mesh import build_mesh
 from ...engine.graphs import graph_runner
-from ...planning.shortage import shortage
+from ...planning.misfit import shortage
 from ...specs import ModelSpec, Parallelism, Placement
 from ...worker.models import Model
 from ...worker.process.rank_memory import readings

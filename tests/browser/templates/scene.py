@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from parallel_runtime.architectures.row_plan import RowLevel
 from parallel_runtime.explain.plan_picture import Part, parts
-from parallel_runtime.planning.default_plan import default_plan
+from parallel_runtime.planning.candidates import default_plan
+from parallel_runtime.planning.network_stats import NetworkStats
 from parallel_runtime.planning.plan_inputs import PlanInputs
 from parallel_runtime.request import ParallelRequest
 
@@ -69,10 +71,11 @@ def _lanes(template: Template, *, guided: bool) -> Iterator[tuple[Part, ...]]:
     """By the plan that a run makes where nothing is measured yet."""
     cut = next((node.inputs for node in template.nodes if node.kind == "CPParallelConfig"), {})
     request = ParallelRequest.of(cut)
-    by_rows = template.title if {node.kind for node in template.nodes} >= set(OF_UNETS) else ""
+    by_rows = {node.kind for node in template.nodes} >= set(OF_UNETS)
+    network = NetworkStats(row_levels=(RowLevel(weights=1, attentions=1, width=1, messages=1),) * by_rows)
     on_one_machine = replace(request, nnodes=1, rdzv_endpoint="")  # the other machine has as many
     gpus = GPUS if on_one_machine.pipeline_degree == 1 else on_one_machine.pipeline_degree  # a stage each
-    plan = default_plan(PlanInputs(request=on_one_machine, gpus=gpus, guided=guided, by_rows=by_rows))
+    plan = default_plan(PlanInputs(request=on_one_machine, gpus=gpus, guided=guided, network=network))
     all_parts, each = parts(plan), plan.degrees.context_parallel_size
     for first in range(0, len(all_parts), each):
         yield tuple(all_parts[first : first + each])

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from parallel_runtime.architectures.autoencoders import COMPARED
+from parallel_runtime.explain.vae_decode import COUNTED, Decode, decode_line, decode_seconds
 from parallel_runtime.planning.device_profile import DeviceProfile
-from parallel_runtime.planning.vae_decode import COUNTED, Decode, decode_line, decode_seconds
 
 FAST = DeviceProfile(bytes_per_second=2e10, flops_per_second=6e13)
 WAN_720P = Decode(

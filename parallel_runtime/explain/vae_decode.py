@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from ..architectures.autoencoders import DIFFUSION, ENGINE, HUNYUAN, KL, LTX
 from ..errors import say
-from .device_profile import DeviceProfile
+from ..planning.device_profile import DeviceProfile
+from ..planning.misfit import GIB
 
-GIB = 2**30
 LATENCY = 30e-6  # seconds a message between two GPUs waits for, whatever its size
 LAUNCH = 8e-6  # seconds of host time a kernel: what more workers do not divide
 
