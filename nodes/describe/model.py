@@ -32,7 +32,6 @@ from ...parallel_runtime.architectures.row_plan import RowArchitecture
 from ...parallel_runtime.architectures.stage_units import units_of, why_not_in_patches
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.runtime import runtime
-from ...parallel_runtime.jobs import PARTNER
 from ...parallel_runtime.loading import gguf
 from ...parallel_runtime.planning.network_stats import NetworkStats, Work
 from ...parallel_runtime.planning.plan_inputs import PlanInputs
@@ -66,6 +65,7 @@ class DescribedModel:
     no_lse: bool  # something on MODEL replaces the attention, without a log-sum-exp
     recorded: bool = False  # its evaluations may be recorded as CUDA graphs
     images_coupled: bool = False  # the images of a prompt are computed together: workers may share out prompts alone
+    partner: DescribedModel | None = None  # the MODEL that a guider evaluates the negative prompt with, if another
 
     def undivided(self, by: str) -> DescribedModel:
         """Returns this MODEL with its network undivided, because `by`, inside its blocks, needs all tokens."""
@@ -106,13 +106,8 @@ class DescribedModel:
         own, others = self.stats, other.stats
         if self.architecture is not other.architecture or (own.heads, own.width) != (others.heads, others.width):
             raise ValueError("networks that are not split alike")
-        patches = {f"{PARTNER}{key}": value for key, value in other.weight_patches.items()}
         fingerprints = (self.spec.patches_fingerprint, other.spec.patches_fingerprint)
-        spec = replace(
-            self.spec,
-            partner=replace(other.spec, patches_fingerprint=""),
-            patches_fingerprint=" and ".join(fingerprints) if any(fingerprints) else "",
-        )
+        both = " and ".join(fingerprints) if any(fingerprints) else ""
         stats = replace(
             own,
             weight_bytes=own.weight_bytes + others.weight_bytes,
@@ -121,8 +116,8 @@ class DescribedModel:
         )
         return replace(
             self,
-            spec=spec,
-            weight_patches={**self.weight_patches, **patches},
+            spec=replace(self.spec, partner=other.spec, patches_fingerprint=both),
+            partner=other,
             stats=stats,
             batch_coupled=self.batch_coupled or other.batch_coupled,
             images_coupled=self.images_coupled or other.images_coupled,
