@@ -24,8 +24,7 @@ from ..engine.graphs.block_compile import compile_blocks
 from ..engine.graphs.graph_runner import GraphRunner
 from ..engine.pipeline.stages import PlaceholderBlock, Stages, install_placeholders, remove_placeholders
 from ..engine.split.parallelize import parallelize, pipefusion_of, unparallelize
-from ..engine.weights.placement import RankPlacement, rank_placement
-from ..engine.weights.prefetch import Buffers
+from ..engine.weights.prefetch import Buffers, RankPlacement, rank_placement
 from ..errors import Refused
 from ..jobs import Job
 from ..request import AfterSampling

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from parallel_runtime.architectures.network_modules import blocks_of
 from parallel_runtime.engine.comm.mesh import with_new_group
 from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
-from parallel_runtime.engine.weights.placement import HostWeights, ShardedWeights
 from parallel_runtime.engine.weights.prefetch import (
     BlockPrefetcher,
     Buffers,
@@ -26,6 +25,7 @@ from parallel_runtime.engine.weights.prefetch import (
     offloaded_blocks,
     weight_bytes,
 )
+from parallel_runtime.engine.weights.sources import HostWeights, ShardedWeights
 
 from ..engine.meshes import mesh, parallelism
 from ..peak_memory import peak_bytes

@@ -1,45 +1,28 @@
-"""Fetches the weights of one network just before they are needed, one block ahead, into two buffers in turn; and lists
-the modules to fetch: its blocks, and large layers outside of them."""
+"""Fetches the weights of one network just before they are needed, one block ahead, into two buffers in turn; and says
+which modules to fetch from where: blocks, and large layers outside of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...specs import BLOCK_BUFFERS
+from ...specs import BLOCK_BUFFERS, WeightPlacement
+from ..comm.mesh import MeshDim
+from ..comm.ranks import machine_ranks, rank
 from ..comm.votes import differing_ranks
 from .flat_block import FlatBlock
+from .sources import HostWeights, ShardedWeights, Wait, WeightSource
 
 LAYER_BUFFER = BLOCK_BUFFERS  # the one that layers outside of blocks share
 NOT_FETCHED = LAYER_BUFFER + 1  # instead of a buffer, for a module that only other ranks fetch
 LARGE_FRACTION = 0.02  # of the model's weights: smaller layers are on every device
-
-Wait = Callable[[], object]  # waits for a fetch
-
-
-class WeightSource(Protocol):
-    """Where offloaded bytes are stored: of each block this rank's part, from `first_byte` on. `ranks` must divide a
-    block's padded size; `device_bytes` are those on this device. `staged`: blocks are copied before they run.
-    """
-
-    @property
-    def ranks(self) -> int: ...
-    @property
-    def device_bytes(self) -> int: ...
-    @property
-    def staged(self) -> bool: ...
-    def store(self, flat_block: FlatBlock, like: Tensor) -> None: ...
-    def seal(self) -> list[Tensor]: ...
-    def first_byte(self, size: int) -> int: ...
-    def fetch(self, part: Tensor, memory: Tensor) -> Wait: ...
-    def close(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -220,6 +203,38 @@ class BlockPrefetcher:
     def _after_block(self, entry: FetchedModule, module: nn.Module, *_: Any) -> None:
         if not self.is_skipped(module):
             self._buffers.release(entry)
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlacement:
+    """How this rank places weights: `resident_blocks` are fully on its device, of all others only `local_fraction`.
+    `resident_counts` are the numbers of resident blocks of all ranks."""
+
+    resident_blocks: int
+    resident_counts: frozenset[int]
+    local_fraction: float
+    source: Callable[[], WeightSource]
+    buffers: Buffers
+
+
+def rank_placement(
+    placement: WeightPlacement, mesh_dim: MeshDim, device: torch.device, buffers: Buffers
+) -> RankPlacement | None:
+    """Returns None where all weights are on every device. `mesh_dim`: the ranks of the shards, with a group of its
+    own."""
+    counts = frozenset(placement.resident_blocks_by_rank or (placement.resident_blocks,))
+    if placement.mode == "offload":
+        resident, staged = placement.resident_blocks_on(rank()), device.type != "cpu"
+        return RankPlacement(
+            resident, counts, 0.0, lambda: HostWeights(device, machine_ranks(), rank(), staged=staged), buffers
+        )
+    if placement.mode == "shard" and mesh_dim.size > 1:
+        shares = placement.shard_shares
+        parts = tuple(shares[peer] if shares else 1 for peer in mesh_dim.ranks)
+        mesh_dim = replace(mesh_dim, shares=parts)
+        fraction = parts[mesh_dim.index] / sum(parts)
+        return RankPlacement(placement.resident_blocks, counts, fraction, lambda: ShardedWeights(mesh_dim), buffers)
+    return None
 
 
 def offloaded_blocks(blocks: list[nn.Module], resident: int, residents: Collection[int] = ()) -> list[nn.Module]:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ...architectures import architecture_of
 from ...engine.comm.votes import all_gather_int, any_rank
 from ...engine.graphs.graph_runner import Unrecordable
-from ...engine.weights.placement import RankPlacement
+from ...engine.weights.prefetch import RankPlacement
 from ...errors import Refused
 from ...jobs import Job, SamplingJob
 from ...loading import gguf

@@ -13,8 +13,7 @@ from comfy.model_patcher import key_param_name_to_key
 
 from ...architectures.network_modules import blocks_of
 from ...architectures.split_plan import SplitPlan
-from ...engine.weights.placement import RankPlacement
-from ...engine.weights.prefetch import BlockPrefetcher, large_layers, offloaded_blocks, weight_bytes
+from ...engine.weights.prefetch import BlockPrefetcher, RankPlacement, large_layers, offloaded_blocks, weight_bytes
 from ...loading.mapped import Backup, Mapped
 
 UNLIMITED_BYTES = 1e32
