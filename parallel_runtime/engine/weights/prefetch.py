@@ -52,6 +52,7 @@ class Buffers:
         """Returns the first `size` bytes of a storage."""
         storage = self._storages.setdefault(buffer, torch.UntypedStorage(0, device=self._device))
         if storage.nbytes() < size:
+            self._contents.pop(buffer, None)
             storage.resize_(0)  # old contents need not be copied
             storage.resize_(size)
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (size,), (1,))
@@ -61,8 +62,8 @@ class Buffers:
         if self._contents.get(entry.buffer) is entry:
             return
         self.wait(entry.buffer)
-        self._contents[entry.buffer] = entry
         memory = self.view(entry.buffer, entry.flat_block.padded_bytes)
+        self._contents[entry.buffer] = entry
         self._pending[entry.buffer] = source.fetch(entry.part, memory)
 
     def wait(self, buffer: int) -> None:
@@ -70,13 +71,8 @@ class Buffers:
         if wait := self._pending.pop(buffer, None):
             wait()
 
-    def release(self, entry: FetchedModule) -> None:
-        """Notes that the module has run, so that its buffer may be reused."""
-        if self._contents.get(entry.buffer) is entry:
-            del self._contents[entry.buffer]
-
     def discard_fetched(self) -> None:
-        """Forgets what was fetched and not used, so that all ranks begin the next job in the same state."""
+        """Forgets what was fetched, so that all ranks begin the next job in the same state."""
         for buffer in list(self._pending):
             self.wait(buffer)
         self._contents.clear()
@@ -138,8 +134,6 @@ class BlockPrefetcher:
         for entry in self.offloaded:
             hook = partial(self._before_block, entry, following.get(entry))
             self._handles.append(entry.module.register_forward_pre_hook(hook, prepend=True))
-            hook = partial(self._after_block, entry)
-            self._handles.append(entry.module.register_forward_hook(hook, always_call=True))
 
     def find_fetched(self, module: nn.Module) -> FetchedModule | None:
         """Returns the fetched module that contains `module`, for `override_weight`."""
@@ -198,11 +192,6 @@ class BlockPrefetcher:
         self._buffers.wait(entry.buffer)
         if following is not None:
             self._buffers.fetch(following, self.source)
-
-    @torch.compiler.disable
-    def _after_block(self, entry: FetchedModule, module: nn.Module, *_: Any) -> None:
-        if not self.is_skipped(module):
-            self._buffers.release(entry)
 
 
 @dataclass(frozen=True, eq=False)
