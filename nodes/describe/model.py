@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -340,18 +340,15 @@ def _network_stats(
 
 def uses_network(sampler: comfy.samplers.Sampler) -> bool:
     """Does the code of a SAMPLER use more of the network than its evaluation?"""
-    return "diffusion_model" in names_in(getattr(unwrap_sampler(sampler), "__code__", None))
+    code = getattr(unwrap_sampler(sampler), "__code__", None)
+    return code is not None and _names(code, "diffusion_model")
 
 
 def unwrap_sampler(sampler: comfy.samplers.Sampler) -> Any:
     return inspect.unwrap(getattr(sampler, "sampler_function", sampler.sample))
 
 
-def names_in(code: CodeType | None) -> Iterator[str]:
-    """Yields the names in a function's code and its inner functions: attributes, globals, strings."""
-    if code is not None:
-        yield from code.co_names
-        yield from (constant for constant in code.co_consts if isinstance(constant, str))
-        for inner in code.co_consts:
-            if isinstance(inner, CodeType):
-                yield from names_in(inner)
+def _names(code: CodeType, name: str) -> bool:
+    """Is this the name of an attribute or global, or a string, in a function's code or its inner functions?"""
+    inner = (part for part in code.co_consts if isinstance(part, CodeType))
+    return name in code.co_names or name in code.co_consts or any(_names(part, name) for part in inner)

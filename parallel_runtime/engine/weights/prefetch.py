@@ -27,14 +27,14 @@ LARGE_FRACTION = 0.02  # of the model's weights: smaller layers are on every dev
 
 @dataclass(eq=False)
 class FetchedModule:
-    """A block, or a layer outside of blocks, and this rank's stored `part` of it. `original_part` is that before its
-    weights were overridden; `overrides` are replaced weights of another dtype, which have no place in the layout."""
+    """A block, or a layer outside of blocks, and this rank's stored `part` of it. `original_part` is another one where
+    its weights are overridden; `overrides` are replaced weights of another dtype, which have no place in the layout."""
 
     module: nn.Module
     flat_block: FlatBlock
     buffer: int
     part: Tensor
-    original_part: Tensor | None = None
+    original_part: Tensor
     overrides: dict[tuple[nn.Module, str], nn.Parameter] = field(default_factory=dict)
 
 
@@ -114,14 +114,14 @@ class BlockPrefetcher:
             flat_block.drop_storage()
         blocks = sum(entry.buffer < BLOCK_BUFFERS for entry in self._modules)
         buffer = NOT_FETCHED if resident else blocks % BLOCK_BUFFERS if block else LAYER_BUFFER
-        self._modules.append(FetchedModule(module, flat_block, buffer, like))
+        self._modules.append(FetchedModule(module, flat_block, buffer, like, like))
 
     def seal(self) -> None:
         """Waits until all ranks have stored their weights. Collective."""
         if differing_ranks(*(entry.flat_block.layout for entry in self._modules)):
             raise RuntimeError("the ranks laid out a model's weights in different ways")
         for entry, part in zip(self._modules, self.source.seal(), strict=True):
-            entry.part = part
+            entry.part = entry.original_part = part
         for entry in self.offloaded:
             self._bind(entry)
         if self.offloaded and self.source.staged:
@@ -147,18 +147,17 @@ class BlockPrefetcher:
             entry.overrides[module, name] = getattr(module, name)
             self._bind(entry)
             return
-        if entry.original_part is None:
-            entry.original_part, entry.part = entry.part, entry.part.clone()
+        if entry.part is entry.original_part:
+            entry.part = entry.part.clone()
         entry.flat_block.write(entry.part, self.source.first_byte(entry.flat_block.padded_bytes), (module, name))
         self._bind(entry)
 
     def restore_weights(self) -> None:
         """Restores all weights as they were added."""
         self._buffers.discard_fetched()
-        for entry in self._modules:
-            if entry.original_part is not None or entry.overrides:
-                if entry.original_part is not None:
-                    entry.part, entry.original_part = entry.original_part, None
+        for entry in self.offloaded:
+            if entry.part is not entry.original_part or entry.overrides:
+                entry.part = entry.original_part
                 entry.overrides.clear()
                 self._bind(entry)
 

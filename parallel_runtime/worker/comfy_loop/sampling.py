@@ -90,12 +90,11 @@ def _patcher(model: ComfyModel, job: SamplingJob, progress: Progress, load_addit
         patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _mask_wrapper(job.mask, patcher.load_device))
     rebuilder = Rebuilder(load_additional)
     patcher.model_options.update(rebuilder.rebuild(job.model_options))
-    for kind, key, functions in job.wrappers:
-        for function in rebuilder.rebuild(functions):
-            patcher.add_wrapper_with_key(kind, key, function)
-    for kind, key, functions in job.callbacks:
-        for function in rebuilder.rebuild(functions):
-            patcher.add_callback_with_key(kind, key, function)
+    each = (job.wrappers, patcher.add_wrapper_with_key), (job.callbacks, patcher.add_callback_with_key)
+    for described, add in each:
+        for kind, key, functions in described:
+            for function in rebuilder.rebuild(functions):
+                add(kind, key, function)
     if model.attention is not None:
         patcher.model_options["transformer_options"].setdefault("optimized_attention_override", model.attention)
     if model.stages is not None and job.batch_coupled:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Sequence
 
@@ -29,16 +28,11 @@ def payload(bundle: int | None) -> int:
     size = torch.tensor(os.fstat(bundle).st_size if bundle is not None else 0)
     dist.broadcast(size, src=0)
     fd = empty_bundle(int(size)) if bundle is None else bundle
-    access = mmap.MAP_SHARED if bundle is None else mmap.MAP_PRIVATE  # rank 0's is sealed against writing
-    with mmap.mmap(fd, int(size), access) as memory:
-        _broadcast(memory)
-    return fd
-
-
-def _broadcast(memory: mmap.mmap) -> None:
-    full: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    for piece in full.split(PIECE_BYTES):
+    is_copy = bundle is None  # rank 0's is sealed against writing
+    memory: Tensor = torch.from_file(f"/proc/self/fd/{fd}", shared=is_copy, size=int(size), dtype=torch.uint8)
+    for piece in memory.split(PIECE_BYTES):
         dist.broadcast(piece, src=0)
+    return fd
 
 
 def check_files(files: Sequence[SourceFile]) -> None:
