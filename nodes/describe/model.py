@@ -33,6 +33,7 @@ from ...parallel_runtime.architectures.stage_units import units_of, why_not_in_p
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.loading import gguf
+from ...parallel_runtime.loading.fingerprint import stat_file
 from ...parallel_runtime.planning.network_stats import NetworkStats, Work
 from ...parallel_runtime.planning.plan_inputs import PlanInputs
 from ...parallel_runtime.planning.request_checks import check_run_in_patches, check_stages, check_step_cache
@@ -43,7 +44,7 @@ from .comfy_objects import Describer, Unsendable, qualified_name, reference
 from .control_nets import Conds, controls_of, count_residuals, gligens_of, weight_bytes
 from .foreign_code import check_layers, check_merging, check_model, check_network
 from .local_devices import plan_inputs
-from .model_files import SAFETENSORS, stat_file
+from .model_files import SAFETENSORS
 from .model_patches import OVERRIDE, check_network_patches, compilation, native_network
 
 GUIDES = "guide_attention_entries"  # of a condition
@@ -277,26 +278,24 @@ def _files(model: ModelPatcher, arguments: tuple[Any, ...]) -> tuple[SourceFile,
 def _still_has_weights(path: str, model: ModelPatcher) -> bool:
     """Do most of COMPARED_WEIGHTS weights, from all over the model, have the file's first slices?
 
-    Weights with a LoRA in them, and those that the loader renames or reshapes, are not compared.
+    Weights with a LoRA in them, quantized ones, and those that the loader renames or reshapes, are not compared.
     """
     if not path.endswith(SAFETENSORS):
         return True
-    slots = dict(model.model.diffusion_model.named_parameters())
     patched = {key.removeprefix("diffusion_model.") for key in (*model.patches, *model.backup)}
+    weights = {
+        name: weight
+        for name, weight in model.model.diffusion_model.named_parameters()
+        if name not in patched and weight.ndim > 1 and type(weight.data) is Tensor and not weight.is_meta
+    }
     with safe_open(path, framework="pt", device="cpu") as file:
         names = set(file.keys())
         prefix = next(prefix for prefix in PREFIXES if not prefix or any(name.startswith(prefix) for name in names))
-        known = [name for name in slots if prefix + name in names and name not in patched and slots[name].ndim > 1]
-        compared = known[:: max(1, len(known) // COMPARED_WEIGHTS)]
-        equal = [_has_slice(file.get_slice(prefix + name), slots[name]) for name in compared]
+        parts = {name: file.get_slice(prefix + name) for name in weights if prefix + name in names}
+        known = [name for name, part in parts.items() if part.get_shape() == list(weights[name].shape)]
+        compared = [(parts[name][:1], weights[name][:1]) for name in known[:: max(1, len(known) // COMPARED_WEIGHTS)]]
+    equal = [torch.equal(part.to(weight.dtype), weight.detach().cpu()) for part, weight in compared]
     return equal.count(False) <= equal.count(True)
-
-
-def _has_slice(file_weight: Any, weight: Tensor) -> bool | None:
-    """Does a weight have the first slice [1, ...] of the file's? None where it cannot: quantized, on meta, reshaped."""
-    if type(weight.data) is not Tensor or weight.is_meta or list(weight.shape) != file_weight.get_shape():
-        return None
-    return torch.equal(file_weight[:1].to(weight.dtype), weight[:1].detach().cpu())
 
 
 def describe_weight_patches(model: ModelPatcher) -> dict[str, list[Any]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...engine.comm.ranks import machine, machine_count, rank
 from ...engine.comm.votes import differing_ranks
 from ...errors import Refused
-from ...loading.fingerprint import file_fingerprint
+from ...loading.fingerprint import check_unchanged, file_fingerprint
 from ...specs import SourceFile
 from ...wire.bundles import empty_bundle
 
@@ -49,17 +49,8 @@ def check_files(files: Sequence[SourceFile]) -> None:
         if rank() in other_ranks:
             raise Refused("file.other", path=file.path)
         if machine() == 0:
-            _check_unchanged(file)
+            check_unchanged(file)
 
 
 def _fingerprint(path: str) -> str:
     return file_fingerprint(path) if os.path.isfile(path) else ""
-
-
-def _check_unchanged(file: SourceFile) -> None:
-    try:
-        stat = os.stat(file.path)
-    except FileNotFoundError:
-        raise Refused("file.gone", path=file.path) from None
-    if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
-        raise Refused("file.changed", path=file.path)
