@@ -11,7 +11,6 @@ from .specs import VAEMethod
 
 # ComfyUI's guiders that evaluate the negative prompt with a MODEL of its own, and the attribute that has it.
 TWO_MODEL_GUIDERS = {"comfy_extras.nodes_custom_sampler:Guider_DualModel": "uncond_model_patcher"}
-PARTNER = "partner: "  # begins the names of weights of a model's partner among weight patches
 MAX_CACHED_CONDS = 8  # a worker keeps the conditions of as many prompts; the host counts them the same way
 
 

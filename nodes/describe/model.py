@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -32,8 +32,8 @@ from ...parallel_runtime.architectures.row_plan import RowArchitecture
 from ...parallel_runtime.architectures.stage_units import units_of, why_not_in_patches
 from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.runtime import runtime
-from ...parallel_runtime.jobs import PARTNER
 from ...parallel_runtime.loading import gguf
+from ...parallel_runtime.loading.fingerprint import stat_file
 from ...parallel_runtime.planning.network_stats import NetworkStats, Work
 from ...parallel_runtime.planning.plan_inputs import PlanInputs
 from ...parallel_runtime.planning.request_checks import check_run_in_patches
@@ -44,7 +44,7 @@ from .comfy_objects import Describer, Unsendable, qualified_name, reference
 from .control_nets import Conds, controls_of, count_residuals, gligens_of, weight_bytes
 from .foreign_code import check_layers, check_merging, check_model, check_network
 from .local_devices import plan_inputs
-from .model_files import SAFETENSORS, stat_file
+from .model_files import SAFETENSORS
 from .model_patches import OVERRIDE, check_network_patches, compilation, native_network
 
 GUIDES = "guide_attention_entries"  # of a condition
@@ -64,6 +64,7 @@ class DescribedModel:
     stats: NetworkStats
     batch_coupled: bool  # something on MODEL sees all prompts and images at once, so no workers may share them out
     recorded: bool = False  # its evaluations may be recorded as CUDA graphs
+    partner: DescribedModel | None = None  # the MODEL that a guider evaluates the negative prompt with, if another
 
     def undivided(self, by: str) -> DescribedModel:
         """Returns this MODEL with its network undivided, because `by`, inside its blocks, needs all tokens."""
@@ -104,13 +105,8 @@ class DescribedModel:
         own, others = self.stats, other.stats
         if self.architecture is not other.architecture or (own.heads, own.width) != (others.heads, others.width):
             raise ValueError("networks that are not split alike")
-        patches = {f"{PARTNER}{key}": value for key, value in other.weight_patches.items()}
         fingerprints = (self.spec.patches_fingerprint, other.spec.patches_fingerprint)
-        spec = replace(
-            self.spec,
-            partner=replace(other.spec, patches_fingerprint=""),
-            patches_fingerprint=" and ".join(fingerprints) if any(fingerprints) else "",
-        )
+        both = " and ".join(fingerprints) if any(fingerprints) else ""
         stats = replace(
             own,
             weight_bytes=own.weight_bytes + others.weight_bytes,
@@ -121,8 +117,8 @@ class DescribedModel:
         )
         return replace(
             self,
-            spec=spec,
-            weight_patches={**self.weight_patches, **patches},
+            spec=replace(self.spec, partner=other.spec, patches_fingerprint=both),
+            partner=other,
             stats=stats,
             batch_coupled=self.batch_coupled or other.batch_coupled,
             recorded=False,
@@ -267,26 +263,24 @@ def _files(model: ModelPatcher, arguments: tuple[Any, ...]) -> tuple[SourceFile,
 def _still_has_weights(path: str, model: ModelPatcher) -> bool:
     """Do most of COMPARED_WEIGHTS weights, from all over the model, have the file's first slices?
 
-    Weights with a LoRA in them, and those that the loader renames or reshapes, are not compared.
+    Weights with a LoRA in them, quantized ones, and those that the loader renames or reshapes, are not compared.
     """
     if not path.endswith(SAFETENSORS):
         return True
-    slots = dict(model.model.diffusion_model.named_parameters())
     patched = {key.removeprefix("diffusion_model.") for key in (*model.patches, *model.backup)}
+    weights = {
+        name: weight
+        for name, weight in model.model.diffusion_model.named_parameters()
+        if name not in patched and weight.ndim > 1 and type(weight.data) is Tensor and not weight.is_meta
+    }
     with safe_open(path, framework="pt", device="cpu") as file:
         names = set(file.keys())
         prefix = next(prefix for prefix in PREFIXES if not prefix or any(name.startswith(prefix) for name in names))
-        known = [name for name in slots if prefix + name in names and name not in patched and slots[name].ndim > 1]
-        compared = known[:: max(1, len(known) // COMPARED_WEIGHTS)]
-        equal = [_has_slice(file.get_slice(prefix + name), slots[name]) for name in compared]
+        parts = {name: file.get_slice(prefix + name) for name in weights if prefix + name in names}
+        known = [name for name, part in parts.items() if part.get_shape() == list(weights[name].shape)]
+        compared = [(parts[name][:1], weights[name][:1]) for name in known[:: max(1, len(known) // COMPARED_WEIGHTS)]]
+    equal = [torch.equal(part.to(weight.dtype), weight.detach().cpu()) for part, weight in compared]
     return equal.count(False) <= equal.count(True)
-
-
-def _has_slice(file_weight: Any, weight: Tensor) -> bool | None:
-    """Does a weight have the first slice [1, ...] of the file's? None where it cannot: quantized, on meta, reshaped."""
-    if type(weight.data) is not Tensor or weight.is_meta or list(weight.shape) != file_weight.get_shape():
-        return None
-    return torch.equal(file_weight[:1].to(weight.dtype), weight[:1].detach().cpu())
 
 
 def describe_weight_patches(model: ModelPatcher) -> dict[str, list[Any]]:
@@ -331,18 +325,15 @@ def _network_stats(
 
 def uses_network(sampler: comfy.samplers.Sampler) -> bool:
     """Does the code of a SAMPLER use more of the network than its evaluation?"""
-    return "diffusion_model" in names_in(getattr(unwrap_sampler(sampler), "__code__", None))
+    code = getattr(unwrap_sampler(sampler), "__code__", None)
+    return code is not None and _names(code, "diffusion_model")
 
 
 def unwrap_sampler(sampler: comfy.samplers.Sampler) -> Any:
     return inspect.unwrap(getattr(sampler, "sampler_function", sampler.sample))
 
 
-def names_in(code: CodeType | None) -> Iterator[str]:
-    """Yields the names in a function's code and its inner functions: attributes, globals, strings."""
-    if code is not None:
-        yield from code.co_names
-        yield from (constant for constant in code.co_consts if isinstance(constant, str))
-        for inner in code.co_consts:
-            if isinstance(inner, CodeType):
-                yield from names_in(inner)
+def _names(code: CodeType, name: str) -> bool:
+    """Is this the name of an attribute or global, or a string, in a function's code or its inner functions?"""
+    inner = (part for part in code.co_consts if isinstance(part, CodeType))
+    return name in code.co_names or name in code.co_consts or any(_names(part, name) for part in inner)

@@ -7,7 +7,6 @@ help: loaders rename weights, take prefixes off, and join q, k and v.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -21,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ...parallel_runtime.errors import Refused
 from ...parallel_runtime.group.runtime import runtime
+from ...parallel_runtime.loading.fingerprint import check_unchanged, stat_file
 from ...parallel_runtime.specs import SourceFile
 
 SAFETENSORS = (".safetensors", ".sft")
@@ -31,12 +30,6 @@ GLIGEN_FOLDER, HYPERNETWORK_FOLDER = "gligen", "hypernetworks"
 UNPICKLING_ERROR = torch.serialization.pickle.UnpicklingError  # torch.load raises it for a file of more than weights
 # The shape without the first dim, the dtype, and the numbers of the first slice along it.
 WeightSlice = tuple[tuple[int, ...], torch.dtype, bytes]
-
-
-def stat_file(path: str) -> SourceFile:
-    """Returns the path, and the file's size and time of change at this moment. Raises FileNotFoundError."""
-    stat = os.stat(path)
-    return SourceFile(path=path, size=stat.st_size, mtime_ns=stat.st_mtime_ns)
 
 
 def patch_file(model: ModelPatcher) -> dict[str, Any]:
@@ -75,12 +68,7 @@ def source_file(folder: str, owner: object, weights: Iterable[Tensor]) -> Source
     if owner not in runtime.first_seen:
         runtime.first_seen[owner] = (find_file(folder, weights),)
     (file,) = runtime.first_seen[owner]
-    try:
-        now = stat_file(file.path)
-    except FileNotFoundError:
-        raise Refused("file.gone", path=file.path) from None
-    if now != file:
-        raise Refused("file.changed", path=file.path)
+    check_unchanged(file)
     return file
 
 

@@ -70,10 +70,12 @@ def describe_job(guider: comfy.samplers.CFGGuider, described: DescribedModel, ca
     if not several:
         check_latent(guider.model_patcher, call.noise)
     kind, attributes = check_guider(guider)
-    model, partner, options = guider.model_patcher, partner_of(guider), guider.model_options
+    model, options = guider.model_patcher, guider.model_options
     check_loop()
     network, mask = described.network, call.denoise_mask
-    size = latent_size(network, call.first_shape)
+    size, on_partner = latent_size(network, call.first_shape), None
+    if (partner := partner_of(guider)) is not None and described.partner is not None:
+        on_partner = _describe_on_model(partner, partner.model_options, described.partner, size) | {"mask": None}
     return SamplingJob(
         guider=kind,
         guider_attributes=attributes,
@@ -84,9 +86,8 @@ def describe_job(guider: comfy.samplers.CFGGuider, described: DescribedModel, ca
         sigmas=call.sigmas,
         seed=call.seed,
         random_states=random_states(model.load_device),
-        **_describe_on_model(model, options, size),
-        partner=None if partner is None else _describe_on_model(partner, partner.model_options, size) | {"mask": None},
-        weight_patches=described.weight_patches,
+        **_describe_on_model(model, options, described, size),
+        partner=on_partner,
         batch_coupled=described.batch_coupled or is_batch_coupled(model, options) or couples_by_masks(network, mask),
         images_coupled=described.stats.images_coupled or bool(gligens_of(guider.conds)),
         latent_shapes=[list(shape) for shape in call.latent_shapes or ()] if several else None,
@@ -136,7 +137,9 @@ def unsendable_partner(guider: comfy.samplers.CFGGuider) -> Unsendable:
     return Unsendable("unsendable.guider", guider=qualified_name(guider), name=name, thing=thing)
 
 
-def _describe_on_model(model: ModelPatcher, options: dict[str, Any], size: LatentSize) -> dict[str, Any]:
+def _describe_on_model(
+    model: ModelPatcher, options: dict[str, Any], described: DescribedModel, size: LatentSize
+) -> dict[str, Any]:
     """Describes what is on a MODEL, with these model options: fields of a SamplingJob. Raises Unsendable."""
     if "registered_hooks" in options and options["registered_hooks"].get_type(EnumHookType.TransformerOptions):
         raise Unsendable("unsendable.hook")
@@ -147,6 +150,7 @@ def _describe_on_model(model: ModelPatcher, options: dict[str, Any], size: Laten
             raise Unsendable("unsendable.models", name=name)
     describer = Describer()
     return {
+        "weight_patches": described.weight_patches,
         "model_sampling": _describe_model_sampling(model.get_model_object("model_sampling")),
         "attributes": replaced_attributes(model),
         "model_options": describe_options(options, size, describer),

@@ -73,7 +73,7 @@ class WorkerModelPatcher(WeightlessPatcher):
     def detach(self, unpatch_all: bool = True) -> torch.nn.Module:
         """ComfyUI also detaches a model to load it again, and then without `unpatch_all`."""
         if unpatch_all and self.loaded_size():
-            self.group_model.unload()
+            self.group_model.free()
         return self.model
 
 
@@ -107,16 +107,6 @@ class GroupModel:
             patcher.model.model_loaded_weight_memory = 0
             patcher.model.device = CPU
 
-    def end_run(self, after_sampling: AfterSampling) -> None:
-        if after_sampling != "keep":
-            self.unload(offload=after_sampling == "offload")
-
-    def evict_conditions(self) -> None:
-        """Has the workers drop the conditions of a native sampler's run, which is over."""
-        with contextlib.suppress(ParallelError), runtime.exclusive(self.group) as group:
-            if group is not None and group.models.get(self.spec) is self:
-                group.free(self.spec, "keep")
-
     def evict_graphs(self) -> dict[str, int]:
         """Has the workers drop this model's CUDA graphs. Returns the freed bytes by device."""
         with runtime.exclusive(self.group) as group:
@@ -130,23 +120,26 @@ class GroupModel:
                 group.evict_graphs(self.spec)
             return sum_by_device(group.placement, graph_bytes)
 
-    def unload(self, *, offload: bool = False) -> bool:
-        """Has the workers unload the model, or `offload` its weights to main memory; a group that cannot is ended.
-        Returns whether it was loaded: ComfyUI and the page may unload it on two threads at once. A callback of a run
-        cannot reach the workers, so it only marks the model, which is unloaded at the end of that run.
+    def free(self, after: AfterSampling = "unload") -> bool:
+        """Has the workers drop the conditions of a native sampler's run, and offload the weights to main memory or
+        unload the model as `after` says; a group that cannot is ended. Returns whether the model was loaded: ComfyUI
+        and the page may unload it on two threads at once. A callback of a run cannot reach the workers, so it only
+        marks the model, which is unloaded at the end of that run.
         """
         with runtime.exclusive(self.group) as group:
             if group is not None and group.in_run:
-                self.unload_after_run = self.unload_after_run or not offload
+                self.unload_after_run = self.unload_after_run or after == "unload"
                 return True
             listed = self.group.models.get(self.spec) is self
-            self.mark_unloaded()
-            if listed and not offload:
+            if after != "keep":
+                self.mark_unloaded()
+            if listed and after == "unload":
                 del self.group.models[self.spec]
             if listed and group is not None:
-                log.info("[CP] %s the workers' model", "offloading" if offload else "unloading")
+                if after != "keep":
+                    log.info("[CP] %s the workers' model", f"{after}ing")
                 with contextlib.suppress(ParallelError):
-                    group.free(self.spec, "offload" if offload else "unload")
+                    group.free(self.spec, after)
             return listed
 
 

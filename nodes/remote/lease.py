@@ -47,8 +47,8 @@ def lease_workers(spec: ModelSpec, placement: Placement, after: AfterSampling = 
         try:
             yield lease
         finally:
-            if lease.loaded is not None:
-                lease.loaded.end_run(after)
+            if lease.loaded is not None and after != "keep":
+                lease.loaded.free(after)
 
 
 @contextmanager
@@ -179,7 +179,7 @@ class Lease:
             raise
         finally:
             for model in [model for model in self.group.models.values() if model.unload_after_run]:
-                model.unload()
+                model.free()
 
     def claim(self, plan: RunPlan, *, limited: bool = False) -> Shortage | None:
         """Has ComfyUI free memory on every device for weights and workspace. Returns the shortage that remains after it
@@ -220,7 +220,7 @@ class Lease:
         model.weights, model.needed = plan.weights, needed
         same_kind = [other for other in models.values() if bool(other.spec.kind) == bool(key.kind)]  # VAE or not
         for oldest in same_kind[: -(KEEP_MODELS - 1)]:
-            oldest.unload()
+            oldest.free()
         models[key] = model
         return model
 
@@ -248,7 +248,7 @@ class Lease:
                 raise Refused("memory.taken", widget="weights", network=name, lack=lack.sentence)
         except Refused:
             if self.loaded is not None:
-                self.loaded.unload()
+                self.loaded.free()
             raise
         self._record_start(inputs, plan)
         return plan

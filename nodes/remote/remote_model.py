@@ -207,8 +207,7 @@ class RemoteEvaluation:
     def end(self) -> None:
         """Applies the request's after_sampling to the model, and forgets the run."""
         if self._model is not None:
-            self._model.evict_conditions()
-            self._model.end_run(self._request.after_sampling)
+            self._model.free(self._request.after_sampling)
         self._described = self._model = None
         self._plans = {}
 

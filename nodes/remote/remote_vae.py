@@ -93,8 +93,8 @@ class RemoteVAE:
         """Keeps, offloads or unloads the VAE after a decode or encode, as the user chose."""
         group = runtime.live
         model = group.models.get(self._spec.unpatched) if group is not None else None
-        if model is not None and self._request is not None:
-            model.end_run(self._request.after_sampling)
+        if model is not None and self._request is not None and self._request.after_sampling != "keep":
+            model.free(self._request.after_sampling)
 
     def _convert(self, method: VAEMethod, x: Tensor, unit: int, output: SharedOutput, part: Tensor) -> None:
         """Decodes or encodes `x` into this part of `output`. `unit`: pixels in a row of the latent."""

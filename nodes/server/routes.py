@@ -119,7 +119,7 @@ def _plan_json(config: ParallelRequest) -> dict[str, Any]:
 
 def _unload_models() -> list[str] | None:
     with runtime.idle_group() as group:
-        return None if group is None else [model.spec.title for model in list(group.models.values()) if model.unload()]
+        return None if group is None else [model.spec.title for model in list(group.models.values()) if model.free()]
 
 
 def _weight_bytes() -> list[int]:

@@ -54,7 +54,10 @@ class PayloadCache:
 
     def _without_sent(self, job: Job) -> Job:
         match job:
-            case SamplingJob() | EvaluationJob():
+            case SamplingJob(partner=partner):
+                partner = None if partner is None else {**partner, "weight_patches": None}
+                return replace(job, weight_patches=None, partner=partner)
+            case EvaluationJob():
                 return replace(job, weight_patches=None)
             case VAEJob():
                 return replace(job, weights=None)

@@ -1,4 +1,4 @@
-"""Fingerprints of what two processes have: the same text in each of them where they have the same."""
+"""What tells files, models and code apart: fingerprints are the same text in each process that has the same."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from types import CodeType
 
 import torch
 from torch import Tensor, nn
+
+from ..errors import Refused
+from ..specs import SourceFile
 
 SAMPLES = 64  # of a weight its values, of a file its pieces
 PIECE_BYTES = 64 << 10
@@ -37,6 +40,22 @@ def model_fingerprint(model: nn.Module, dtype: torch.dtype) -> str:
     built = repr([getattr(model, name, None) for name in BUILT_BY])
     weights = (tensor for tensor in model.state_dict().values() if tensor.is_floating_point())
     return fingerprint(str(model), built, *(_sample(tensor).to(dtype) for tensor in weights))
+
+
+def stat_file(path: str) -> SourceFile:
+    """Returns the path, and the file's size and time of change at this moment. Raises FileNotFoundError."""
+    stat = os.stat(path)
+    return SourceFile(path=path, size=stat.st_size, mtime_ns=stat.st_mtime_ns)
+
+
+def check_unchanged(file: SourceFile) -> None:
+    """Raises Refused for a file that is gone, or has changed since it was described."""
+    try:
+        now = stat_file(file.path)
+    except FileNotFoundError:
+        raise Refused("file.gone", path=file.path) from None
+    if now != file:
+        raise Refused("file.changed", path=file.path)
 
 
 def file_fingerprint(path: str) -> str:

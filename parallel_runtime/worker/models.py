@@ -23,8 +23,7 @@ from ..engine.graphs.block_compile import compile_blocks
 from ..engine.graphs.graph_runner import GraphRunner
 from ..engine.pipeline.stages import PlaceholderBlock, Stages
 from ..engine.split.parallelize import parallelize, unparallelize
-from ..engine.weights.placement import RankPlacement, rank_placement
-from ..engine.weights.prefetch import Buffers
+from ..engine.weights.prefetch import Buffers, RankPlacement, rank_placement
 from ..jobs import Job
 from ..request import AfterSampling
 from ..specs import Compilation, ModelSpec, Parallelism, WeightPlacement
@@ -195,7 +194,8 @@ class Models:
         self.group_state.forget_failed_benchmarks()
         if spec.unpatched not in self._models:
             with refuse_on_all_ranks():
-                loaded = self._load(spec, on_progress, job)
+                check_files(spec.all_files)
+                loaded = self._loaders[type(job)](spec, self._device, on_progress, job)
             self._models[spec.unpatched] = loaded
         model = self._models[spec.unpatched]
         model.spec = spec
@@ -260,10 +260,6 @@ class Models:
     def _free_unused(self) -> None:
         gc.collect()
         self.end_job()
-
-    def _load(self, spec: ModelSpec, on_progress: OnProgress, job: Job) -> Model:
-        check_files(spec.all_files)
-        return self._loaders[type(job)](spec, self._device, on_progress, job)
 
     def _placement(self, placement: WeightPlacement, parallelism: Parallelism) -> RankPlacement | None:
         """Shards are gathered over a communicator of their own, which delays no other one. Collective when new."""

@@ -138,7 +138,7 @@ def a_run(rank: int, world: int) -> dict[str, Any]:
     from comfy.model_patcher import ModelPatcher
     from comfy.patcher_extension import WrappersMP
 
-    from parallel_runtime.worker.comfy_loop.branches import with_pipefusion as of_a_run
+    from parallel_runtime.worker.comfy_loop.sampling import with_pipefusion as of_a_run
 
     network, inputs = made("flux")
     falling, exact, kept = torch.linspace(1.0, 0.0, 11), [], []

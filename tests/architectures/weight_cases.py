@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from parallel_runtime.architectures.network_modules import blocks_of
 from parallel_runtime.engine.comm.mesh import with_new_group
 from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
-from parallel_runtime.engine.weights.placement import HostWeights, ShardedWeights
 from parallel_runtime.engine.weights.prefetch import (
     BlockPrefetcher,
     Buffers,
@@ -26,6 +26,7 @@ from parallel_runtime.engine.weights.prefetch import (
     offloaded_blocks,
     weight_bytes,
 )
+from parallel_runtime.engine.weights.sources import HostWeights, ShardedWeights
 
 from ..engine.meshes import mesh, parallelism
 from ..peak_memory import peak_bytes
@@ -37,10 +38,9 @@ CPU = torch.device("cpu")
 class PoisonedBuffers(Buffers):
     """Sets all bits of what has been used, which is no number in any floating-point format."""
 
-    def release(self, entry: FetchedModule) -> None:
-        fetched = self._contents.get(entry.buffer) is entry
-        super().release(entry)
-        if fetched:
+    def poison(self, entry: FetchedModule, *_: Any) -> None:
+        if self._contents.get(entry.buffer) is entry:
+            del self._contents[entry.buffer]
             self.view(entry.buffer, entry.flat_block.padded_bytes).fill_(0xFF)
 
 
@@ -127,11 +127,14 @@ def counted_fetches(source: WeightSource) -> list[Tensor]:
 
 def stored(network: nn.Module, source: WeightSource, residents: Sequence[int] = (0,), rank: int = 0) -> BlockPrefetcher:
     blocks = blocks_of(network, plan_of(network).plan)
-    store, resident = BlockPrefetcher(network, source, PoisonedBuffers(CPU)), residents[rank % len(residents)]
+    buffers = PoisonedBuffers(CPU)
+    store, resident = BlockPrefetcher(network, source, buffers), residents[rank % len(residents)]
     fetched = offloaded_blocks(blocks, resident, residents)
     for block in offloaded_blocks(blocks, min(residents), residents):
         store.add(block, resident=block not in fetched)
     for layer in large_layers(network, blocks):
         store.add(layer, block=False)
     store.seal()
+    for entry in store.offloaded:
+        entry.module.register_forward_hook(partial(buffers.poison, entry))
     return store

@@ -111,7 +111,7 @@ class Pictures:
         from parallel_runtime.engine.comm.mesh import ContextMesh
         from parallel_runtime.engine.split.parallelize import parallelize, unparallelize
         from parallel_runtime.engine.split.streams import streams_of
-        from parallel_runtime.worker.comfy_loop.branches import with_pipefusion
+        from parallel_runtime.worker.comfy_loop.sampling import with_pipefusion
 
         known = architecture_of(self._network)
         assert known is not None

@@ -15,8 +15,7 @@ from ...architectures import Architecture, architecture_of
 from ...architectures.network_modules import blocks_of
 from ...engine.comm.mesh import ContextMesh, build_mesh
 from ...engine.split.parallelize import parallelize, unparallelize
-from ...engine.weights.placement import rank_placement
-from ...engine.weights.prefetch import BlockPrefetcher, Buffers
+from ...engine.weights.prefetch import BlockPrefetcher, Buffers, rank_placement
 from ...specs import Parallelism, WeightPlacement, WeightsMode
 from ...worker.comfy_loop.comfyui import named
 from ..networks import randomized

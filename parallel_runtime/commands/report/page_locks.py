@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...engine.weights.placement import HostWeights
 from ...engine.weights.prefetch import BlockPrefetcher, Buffers
+from ...engine.weights.sources import HostWeights
 from .measuring import NEEDS_CUDA, Case, Measurement, Setting, clocked, mean_error
 
 BLOCKS, WIDTH, BATCH = 8, 4096, 512

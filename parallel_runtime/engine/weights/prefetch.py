@@ -1,57 +1,40 @@
-"""Fetches the weights of one network just before they are needed, one block ahead, into two buffers in turn; and lists
-the modules to fetch: its blocks, and large layers outside of them."""
+"""Fetches the weights of one network just before they are needed, one block ahead, into two buffers in turn; and says
+which modules to fetch from where: blocks, and large layers outside of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...specs import BLOCK_BUFFERS
+from ...specs import BLOCK_BUFFERS, WeightPlacement
+from ..comm.mesh import MeshDim
+from ..comm.ranks import machine_ranks, rank
 from ..comm.votes import differing_ranks
 from .flat_block import FlatBlock
+from .sources import HostWeights, ShardedWeights, Wait, WeightSource
 
 LAYER_BUFFER = BLOCK_BUFFERS  # the one that layers outside of blocks share
 NOT_FETCHED = LAYER_BUFFER + 1  # instead of a buffer, for a module that only other ranks fetch
 LARGE_FRACTION = 0.02  # of the model's weights: smaller layers are on every device
 
-Wait = Callable[[], object]  # waits for a fetch
-
-
-class WeightSource(Protocol):
-    """Where offloaded bytes are stored: of each block this rank's part, from `first_byte` on. `ranks` must divide a
-    block's padded size; `device_bytes` are those on this device. `staged`: blocks are copied before they run.
-    """
-
-    @property
-    def ranks(self) -> int: ...
-    @property
-    def device_bytes(self) -> int: ...
-    @property
-    def staged(self) -> bool: ...
-    def store(self, flat_block: FlatBlock, like: Tensor) -> None: ...
-    def seal(self) -> list[Tensor]: ...
-    def first_byte(self, size: int) -> int: ...
-    def fetch(self, part: Tensor, memory: Tensor) -> Wait: ...
-    def close(self) -> None: ...
-
 
 @dataclass(eq=False)
 class FetchedModule:
-    """A block, or a layer outside of blocks, and this rank's stored `part` of it. `original_part` is that before its
-    weights were overridden; `overrides` are replaced weights of another dtype, which have no place in the layout."""
+    """A block, or a layer outside of blocks, and this rank's stored `part` of it. `original_part` is another one where
+    its weights are overridden; `overrides` are replaced weights of another dtype, which have no place in the layout."""
 
     module: nn.Module
     flat_block: FlatBlock
     buffer: int
     part: Tensor
-    original_part: Tensor | None = None
+    original_part: Tensor
     overrides: dict[tuple[nn.Module, str], nn.Parameter] = field(default_factory=dict)
 
 
@@ -69,6 +52,7 @@ class Buffers:
         """Returns the first `size` bytes of a storage."""
         storage = self._storages.setdefault(buffer, torch.UntypedStorage(0, device=self._device))
         if storage.nbytes() < size:
+            self._contents.pop(buffer, None)
             storage.resize_(0)  # old contents need not be copied
             storage.resize_(size)
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (size,), (1,))
@@ -78,8 +62,8 @@ class Buffers:
         if self._contents.get(entry.buffer) is entry:
             return
         self.wait(entry.buffer)
-        self._contents[entry.buffer] = entry
         memory = self.view(entry.buffer, entry.flat_block.padded_bytes)
+        self._contents[entry.buffer] = entry
         self._pending[entry.buffer] = source.fetch(entry.part, memory)
 
     def wait(self, buffer: int) -> None:
@@ -87,13 +71,8 @@ class Buffers:
         if wait := self._pending.pop(buffer, None):
             wait()
 
-    def release(self, entry: FetchedModule) -> None:
-        """Notes that the module has run, so that its buffer may be reused."""
-        if self._contents.get(entry.buffer) is entry:
-            del self._contents[entry.buffer]
-
     def discard_fetched(self) -> None:
-        """Forgets what was fetched and not used, so that all ranks begin the next job in the same state."""
+        """Forgets what was fetched, so that all ranks begin the next job in the same state."""
         for buffer in list(self._pending):
             self.wait(buffer)
         self._contents.clear()
@@ -135,14 +114,14 @@ class BlockPrefetcher:
             flat_block.drop_storage()
         blocks = sum(entry.buffer < BLOCK_BUFFERS for entry in self._modules)
         buffer = NOT_FETCHED if resident else blocks % BLOCK_BUFFERS if block else LAYER_BUFFER
-        self._modules.append(FetchedModule(module, flat_block, buffer, like))
+        self._modules.append(FetchedModule(module, flat_block, buffer, like, like))
 
     def seal(self) -> None:
         """Waits until all ranks have stored their weights. Collective."""
         if differing_ranks(*(entry.flat_block.layout for entry in self._modules)):
             raise RuntimeError("the ranks laid out a model's weights in different ways")
         for entry, part in zip(self._modules, self.source.seal(), strict=True):
-            entry.part = part
+            entry.part = entry.original_part = part
         for entry in self.offloaded:
             self._bind(entry)
         if self.offloaded and self.source.staged:
@@ -155,8 +134,6 @@ class BlockPrefetcher:
         for entry in self.offloaded:
             hook = partial(self._before_block, entry, following.get(entry))
             self._handles.append(entry.module.register_forward_pre_hook(hook, prepend=True))
-            hook = partial(self._after_block, entry)
-            self._handles.append(entry.module.register_forward_hook(hook, always_call=True))
 
     def find_fetched(self, module: nn.Module) -> FetchedModule | None:
         """Returns the fetched module that contains `module`, for `override_weight`."""
@@ -170,18 +147,17 @@ class BlockPrefetcher:
             entry.overrides[module, name] = getattr(module, name)
             self._bind(entry)
             return
-        if entry.original_part is None:
-            entry.original_part, entry.part = entry.part, entry.part.clone()
+        if entry.part is entry.original_part:
+            entry.part = entry.part.clone()
         entry.flat_block.write(entry.part, self.source.first_byte(entry.flat_block.padded_bytes), (module, name))
         self._bind(entry)
 
     def restore_weights(self) -> None:
         """Restores all weights as they were added."""
         self._buffers.discard_fetched()
-        for entry in self._modules:
-            if entry.original_part is not None or entry.overrides:
-                if entry.original_part is not None:
-                    entry.part, entry.original_part = entry.original_part, None
+        for entry in self.offloaded:
+            if entry.part is not entry.original_part or entry.overrides:
+                entry.part = entry.original_part
                 entry.overrides.clear()
                 self._bind(entry)
 
@@ -216,10 +192,37 @@ class BlockPrefetcher:
         if following is not None:
             self._buffers.fetch(following, self.source)
 
-    @torch.compiler.disable
-    def _after_block(self, entry: FetchedModule, module: nn.Module, *_: Any) -> None:
-        if not self.is_skipped(module):
-            self._buffers.release(entry)
+
+@dataclass(frozen=True, eq=False)
+class RankPlacement:
+    """How this rank places weights: `resident_blocks` are fully on its device, of all others only `local_fraction`.
+    `resident_counts` are the numbers of resident blocks of all ranks."""
+
+    resident_blocks: int
+    resident_counts: frozenset[int]
+    local_fraction: float
+    source: Callable[[], WeightSource]
+    buffers: Buffers
+
+
+def rank_placement(
+    placement: WeightPlacement, mesh_dim: MeshDim, device: torch.device, buffers: Buffers
+) -> RankPlacement | None:
+    """Returns None where all weights are on every device. `mesh_dim`: the ranks of the shards, with a group of its
+    own."""
+    counts = frozenset(placement.resident_blocks_by_rank or (placement.resident_blocks,))
+    if placement.mode == "offload":
+        resident, staged = placement.resident_blocks_on(rank()), device.type != "cpu"
+        return RankPlacement(
+            resident, counts, 0.0, lambda: HostWeights(device, machine_ranks(), rank(), staged=staged), buffers
+        )
+    if placement.mode == "shard" and mesh_dim.size > 1:
+        shares = placement.shard_shares
+        parts = tuple(shares[peer] if shares else 1 for peer in mesh_dim.ranks)
+        mesh_dim = replace(mesh_dim, shares=parts)
+        fraction = parts[mesh_dim.index] / sum(parts)
+        return RankPlacement(placement.resident_blocks, counts, fraction, lambda: ShardedWeights(mesh_dim), buffers)
+    return None
 
 
 def offloaded_blocks(blocks: list[nn.Module], resident: int, residents: Collection[int] = ()) -> list[nn.Module]:

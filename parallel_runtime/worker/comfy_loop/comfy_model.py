@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ...architectures import architecture_of
-from ...engine.comm.mesh import ContextMesh
 from ...engine.comm.votes import all_gather_int, any_rank
 from ...engine.graphs.graph_runner import Unrecordable
-from ...engine.weights.placement import RankPlacement
+from ...engine.weights.prefetch import RankPlacement
 from ...errors import Refused
-from ...jobs import PARTNER, Job, SamplingJob
+from ...jobs import Job, SamplingJob
 from ...loading import gguf
 from ...loading.mapped import load_mapped
 from ...specs import Compilation, ModelSpec, Parallelism
@@ -77,12 +76,10 @@ class ComfyModel(Model):
         ranks = all_gather_int(PRECISIONS.index(local) if local in PRECISIONS else len(PRECISIONS))
         return PRECISIONS[min(ranks)] if len(set(ranks)) > 1 else None
 
-    def parallelize(self, mesh: ContextMesh, parallelism: Parallelism) -> None:
-        super().parallelize(mesh, parallelism)
+    def split(self, parallelism: Parallelism) -> None:
+        super().split(parallelism)
         if self.partner is not None:
-            self.split_done = False
-            self.partner.parallelize(mesh, parallelism)
-            self.split_done = True
+            self.partner.parallelize(self.mesh, parallelism)
 
     def compile(self, compilation: Compilation | None) -> None:
         super().compile(compilation)
@@ -147,8 +144,8 @@ class ComfyModel(Model):
         if self.weight_patches[0] != self.spec.patches_fingerprint:
             if patches is None:
                 raise Refused("weights.unsent")
-            own = {key: value for key, value in patches.items() if not key.startswith(PARTNER)}
-            self.weight_patches = (self.spec.patches_fingerprint, {key: rebuild(value) for key, value in own.items()})
+            rebuilt = {key: rebuild(value) for key, value in patches.items()}
+            self.weight_patches = (self.spec.patches_fingerprint, rebuilt)
             self.clear_kv_cache()
         made: RankPatcher = self.patcher.clone()
         made.on_progress = on_progress
@@ -167,12 +164,8 @@ class ComfyModel(Model):
         the guider has two."""
         if self.partner is None or job.partner is None or self.spec.partner is None:
             return [(self, job)]
-        self.partner.spec = replace(self.spec.partner, patches_fingerprint=self.spec.patches_fingerprint)
-        patches = None
-        if job.weight_patches is not None:
-            names = (name for name in job.weight_patches if name.startswith(PARTNER))
-            patches = {name.removeprefix(PARTNER): job.weight_patches[name] for name in names}
-        return [(self, job), (self.partner, replace(job, **job.partner, weight_patches=patches, partner=None))]
+        self.partner.spec = self.spec.partner
+        return [(self, job), (self.partner, replace(job, **job.partner, partner=None))]
 
     @property
     def additional_weights(self) -> list[Tensor]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import comfy.hooks
@@ -14,8 +13,7 @@ from comfy.model_patcher import key_param_name_to_key
 
 from ...architectures.network_modules import blocks_of
 from ...architectures.split_plan import SplitPlan
-from ...engine.weights.placement import RankPlacement
-from ...engine.weights.prefetch import BlockPrefetcher, large_layers, offloaded_blocks, weight_bytes
+from ...engine.weights.prefetch import BlockPrefetcher, RankPlacement, large_layers, offloaded_blocks, weight_bytes
 from ...loading.mapped import Backup, Mapped
 
 UNLIMITED_BYTES = 1e32
@@ -42,10 +40,9 @@ class OffloadSet:
 
 @dataclass(eq=False)
 class WeightState:
-    """The state of the weights that all clones share: the merged patches by weight, whether layers are forced to cast,
-    what is offloaded, and the prefetcher that has it while the model is loaded."""
+    """The state of the weights that all clones share: whether layers are forced to cast, what is offloaded, and the
+    prefetcher that has it while the model is loaded."""
 
-    patches: dict[str, list[Any]] = field(default_factory=dict)
     force_cast: bool = False
     offload_set: OffloadSet | None = None
     prefetcher: BlockPrefetcher | None = None
@@ -55,7 +52,7 @@ class WeightState:
 
 class RankPatcher(Mapped):
     """Loads the full model to the device, except its `offload_set`. Where patches change, it merges the new ones into
-    the file's weight, and leaves other weights as they are.
+    the file's weights, and leaves weights without patches as they are.
 
     `on_progress` is called with the share of the modules that is on the device.
     """
@@ -96,7 +93,6 @@ class RankPatcher(Mapped):
             loaded = super().partially_load(device_to, UNLIMITED_BYTES, force_patch_weights)
         else:
             loaded = self._repatch(device_to)
-        self.weight_state.patches = {key: list(patches) for key, patches in self.patches.items()}
         self.weight_state.force_cast = self.force_cast_weights
         return loaded
 
@@ -192,13 +188,11 @@ class RankPatcher(Mapped):
             self.backup.setdefault(name, Backup(weight, False))
 
     def _repatch(self, device: torch.device) -> int:
-        """Merges the patches that are other objects than before: after a changed LoRA all that were sent. ComfyUI
-        itself would unload the model and load it again."""
+        """Merges these patches in place of those before, each into the file's weight. ComfyUI itself would unload the
+        model and load it again."""
         self.weight_state.on_move()
-        before, now = self.weight_state.patches, self.patches
-        changed = (key for key in before.keys() | now if not _identical(before.get(key, []), now.get(key, [])))
         with self.use_ejected(skip_and_inject_on_exit_only=True):
-            for key in sorted(changed):
+            for key in sorted(self.backup.keys() | self.patches.keys()):
                 if key in self.backup:
                     comfy.utils.set_attr_param(self.model, key, self.backup.pop(key).weight.to(device))
                 self.patch_weight_to_device(key, device_to=device)
@@ -206,9 +200,3 @@ class RankPatcher(Mapped):
             self.unpatch_model(unpatch_weights=False)
             self.patch_model(load_weights=False)
         return 0
-
-
-def _identical(before: list[Any], now: list[Any]) -> bool:
-    """Compares by identity, not by value: whether both lists have the same objects. Patches contain tensors, whose ==
-    gives no single bool. An equal copy counts as another patch, and is merged again with the same result."""
-    return len(before) == len(now) and all(map(operator.is_, before, now))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Sequence
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from ...engine.comm.ranks import machine, machine_count, rank
 from ...engine.comm.votes import differing_ranks
 from ...errors import Refused
-from ...loading.fingerprint import file_fingerprint
+from ...loading.fingerprint import check_unchanged, file_fingerprint
 from ...specs import SourceFile
 from ...wire.bundles import empty_bundle
 
@@ -29,16 +28,11 @@ def payload(bundle: int | None) -> int:
     size = torch.tensor(os.fstat(bundle).st_size if bundle is not None else 0)
     dist.broadcast(size, src=0)
     fd = empty_bundle(int(size)) if bundle is None else bundle
-    access = mmap.MAP_SHARED if bundle is None else mmap.MAP_PRIVATE  # rank 0's is sealed against writing
-    with mmap.mmap(fd, int(size), access) as memory:
-        _broadcast(memory)
-    return fd
-
-
-def _broadcast(memory: mmap.mmap) -> None:
-    full: Tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    for piece in full.split(PIECE_BYTES):
+    is_copy = bundle is None  # rank 0's is sealed against writing
+    memory: Tensor = torch.from_file(f"/proc/self/fd/{fd}", shared=is_copy, size=int(size), dtype=torch.uint8)
+    for piece in memory.split(PIECE_BYTES):
         dist.broadcast(piece, src=0)
+    return fd
 
 
 def check_files(files: Sequence[SourceFile]) -> None:
@@ -55,17 +49,8 @@ def check_files(files: Sequence[SourceFile]) -> None:
         if rank() in other_ranks:
             raise Refused("file.other", path=file.path)
         if machine() == 0:
-            _check_unchanged(file)
+            check_unchanged(file)
 
 
 def _fingerprint(path: str) -> str:
     return file_fingerprint(path) if os.path.isfile(path) else ""
-
-
-def _check_unchanged(file: SourceFile) -> None:
-    try:
-        stat = os.stat(file.path)
-    except FileNotFoundError:
-        raise Refused("file.gone", path=file.path) from None
-    if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
-        raise Refused("file.changed", path=file.path)

@@ -1,4 +1,6 @@
-"""A WeightPlacement on this rank: weights are fetched from shards on all devices, or from main memory."""
+"""Where offloaded weights are stored: in main memory, or in parts on the devices of all ranks. Of each block a source
+stores this rank's part, from `first_byte` on; `device_bytes` are those of all parts on this device, and `ranks` divides
+a block's padded size. A `staged` block is copied before it runs."""
 
 from __future__ import annotations
 
@@ -7,62 +9,26 @@ import logging
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ...specs import WeightPlacement
 from ..comm.collectives import all_gather_into
 from ..comm.mesh import MeshDim
-from ..comm.ranks import machine_ranks, rank
 from ..comm.votes import all_gather_int
 from ..split.streams import chunk_sizes
 from .flat_block import PAGE_BYTES, FlatBlock
-from .prefetch import Buffers, Wait, WeightSource
 
 log = logging.getLogger(__name__)
 
 FD_BITS = 20
 
-
-@dataclass(frozen=True, eq=False)
-class RankPlacement:
-    """How this rank places weights: `resident_blocks` are fully on its device, of all others only `local_fraction`.
-    `resident_counts` are the numbers of resident blocks of all ranks."""
-
-    resident_blocks: int
-    resident_counts: frozenset[int]
-    local_fraction: float
-    source: Callable[[], WeightSource]
-    buffers: Buffers
-
-
-def rank_placement(
-    placement: WeightPlacement, mesh_dim: MeshDim, device: torch.device, buffers: Buffers
-) -> RankPlacement | None:
-    """Returns None where all weights are on every device. `mesh_dim`: the ranks of the shards, with a group of its
-    own."""
-    counts = frozenset(placement.resident_blocks_by_rank or (placement.resident_blocks,))
-    if placement.mode == "offload":
-        resident, staged = placement.resident_blocks_on(rank()), device.type != "cpu"
-        return RankPlacement(
-            resident, counts, 0.0, lambda: HostWeights(device, machine_ranks(), rank(), staged=staged), buffers
-        )
-    if placement.mode == "shard" and mesh_dim.size > 1:
-        shares = placement.shard_shares
-        parts = tuple(shares[peer] if shares else 1 for peer in mesh_dim.ranks)
-        mesh_dim = replace(mesh_dim, shares=parts)
-        fraction = parts[mesh_dim.index] / sum(parts)
-        return RankPlacement(placement.resident_blocks, counts, fraction, lambda: ShardedWeights(mesh_dim), buffers)
-    return None
+Wait = Callable[[], object]  # waits for a fetch
 
 
 class HostWeights:
-    """Weights in main memory, once a machine: memory files that its ranks write in turn, and all of them map.
-
-    `ranks` (global) are those of this machine, `rank` is this one. `staged`: blocks are copied to the device before
-    they run; on the CPU they run in place.
+    """Weights in main memory, once a machine: memory files that its ranks write in turn, and all of them map. On the
+    CPU blocks run there, and are not `staged`. `ranks` (global) are those of this machine, `rank` is this one.
     """
 
     ranks = 1  # that a block is sharded over
@@ -130,13 +96,8 @@ class HostWeights:
 
 def _map_file(file: int, size: int) -> Tensor:
     """Maps the memory file of a process of this machine, given by pid and descriptor in one number."""
-    if not size:
-        return torch.empty(0, dtype=torch.uint8)
-    fd = os.open(f"/proc/{file >> FD_BITS}/fd/{file & ((1 << FD_BITS) - 1)}", os.O_RDWR)
-    try:
-        return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
-    finally:
-        os.close(fd)
+    path = f"/proc/{file >> FD_BITS}/fd/{file & ((1 << FD_BITS) - 1)}"
+    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
 
 def _page_lock(memory: Tensor, device: torch.device) -> bool:
@@ -195,3 +156,6 @@ class ShardedWeights:
     def _sizes(self, size: int) -> list[int]:
         """Returns the bytes of a block of `size` bytes that each rank stores."""
         return [pages * PAGE_BYTES for pages in chunk_sizes(size // PAGE_BYTES, self._mesh_dim.parts)]
+
+
+WeightSource = HostWeights | ShardedWeights
