@@ -85,7 +85,7 @@ class Levels(Share):
         local, full = self.source or (None, None)
         return full if x is local else None
 
-    def split(self, x: Tensor, factor: int = 1) -> Tensor:
+    def split(self, x: Tensor) -> Tensor:
         """Returns this rank's rows of a picture of any level."""
         rows = self.sizes[self.level(x.shape, "a picture", full=True)]
         return x.narrow(self.dim, sum(rows[: self.index]), rows[self.index]).contiguous()
