@@ -5,6 +5,7 @@ The residuals that it returns are this rank's rows too. RowDivision, which divid
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +32,7 @@ class ControlRowDivision(RowDivision):
         if name.rpartition(".")[2] in self._plan.averaged:
             self.enter_context(module.register_forward_pre_hook(self._mean_of_all))
         elif _is_control_lora_convolution(module):
-            self.enter_context(module.register_forward_pre_hook(self._enter))
-            self.enter_context(module.register_forward_hook(self._leave, always_call=True))
+            self._replace(module, "forward", partial(self._across_rows, module.forward))
         else:
             super()._adopt(name, module)
 

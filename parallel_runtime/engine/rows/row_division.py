@@ -52,7 +52,6 @@ class RowDivision(ExitStack):
         self._across = self._override.scope_index([(str(level),) for level in range(self.depth + 1)])
         self._patches = FullPatches(self.undivided)
         self._handlers = HANDLERS
-        self._modes: list[RowFunctions | None] = []
         with ExitStack() as undo:  # half parallel, it would refuse every other plan
             undo.callback(self.close)
             self._replace(network, plan.forward, partial(self._forward, getattr(network, plan.forward)))
@@ -77,8 +76,7 @@ class RowDivision(ExitStack):
         elif isinstance(module, nn.Sequential) and _is_normed_convolution(list(module)):
             self._replace(module, "forward", partial(self._normed_convolution, module.forward, list(module)))
         elif _looks_across(module) or type(module).__name__ in plan.across_classes:
-            self.enter_context(module.register_forward_pre_hook(self._enter))
-            self.enter_context(module.register_forward_hook(self._leave, always_call=True))
+            self._replace(module, "forward", partial(self._across_rows, module.forward))
 
     def _forward(
         self,
@@ -131,7 +129,6 @@ class RowDivision(ExitStack):
         finally:
             set_active(None)
             self._override.active_scopes.clear()
-            self._modes.clear()
             self._tokens.begin(None)
             levels.source.clear()
             self._levels = None
@@ -166,16 +163,12 @@ class RowDivision(ExitStack):
     def _set_over_time(self, now: bool, *_: Any) -> None:
         self._patches.over_time = now
 
-    def _enter(self, *_: Any) -> None:
-        """Enters, as a forward pre-hook, a module with functions that read other ranks' rows."""
-        mode = None if self._levels is None else RowFunctions(self._levels, self._handlers)
-        self._modes.append(mode)
-        if mode is not None:
-            mode.__enter__()
-
-    def _leave(self, *_: Any) -> None:
-        if (mode := self._modes.pop()) is not None:
-            mode.__exit__(None, None, None)
+    def _across_rows(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Computes a module with functions that read other ranks' rows."""
+        if self._levels is None:
+            return forward(*args, **kwargs)
+        with RowFunctions(self._levels, self._handlers):
+            return forward(*args, **kwargs)
 
     def _normed_convolution(self, forward: Forward, layers: list[nn.Module], x: Tensor) -> Tensor:
         """Computes a group norm, elementwise layers, and a convolution of 3 x 3 pixels, of this rank's rows and one
