@@ -36,7 +36,8 @@ class RowPlan(SplitPlan):
     a module named in `local_below`. `forward` is the method that is replaced: what ComfyUI wraps around it sees full
     pictures. There are no `module_plans`: ComfyUI calls the layers of a UNet's blocks one by one, and never a block.
     `fetched_classes` are the classes of modules that it calls, and before which their weights may be fetched. Modules
-    of `across_classes` have statistics of all pixels.
+    of `across_classes` have statistics of all pixels. With an argument of `refused_split` every rank computes all of
+    it.
     """
 
     depth: Callable[[Any], int] = field(kw_only=True)
@@ -46,6 +47,7 @@ class RowPlan(SplitPlan):
     forward: str = "_forward"
     fetched_classes: Names = ("ResBlock", "VideoResBlock", "BasicTransformerBlock")
     across_classes: Names = ()
+    refused_split: Names = ()
 
     def attends_across(self, path: str) -> bool:
         """Whether the module at `path` is an attention over all ranks' rows."""
@@ -64,12 +66,11 @@ class RowPlan(SplitPlan):
 @dataclass(frozen=True)
 class CascadeRowPlan(RowPlan):
     """The plan of a network whose blocks begin at level `first`, and whose attentions have the text's keys behind those
-    of the pixels. It resizes the arguments `resized`, and residuals, to the pixels of that level. With an argument of
-    `refused_split`, and at sizes that are no multiple of the last level's, every rank computes all of it."""
+    of the pixels. It resizes the arguments `resized`, and residuals, to the pixels of that level. At sizes that are no
+    multiple of the last level's, every rank computes all of it."""
 
     first: Callable[[Any], int] = field(kw_only=True)
     resized: Names = field(default=(), kw_only=True)
-    refused_split: Names = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ class ControlRowDivision(RowDivision):
         else:
             super()._adopt(name, module)
 
-    def _forward(  # type: ignore[override]  # it stands for the forward of another class of networks
+    def _forward(  # type: ignore[override]  # its network is always given a hint
         self, forward: Forward, x: Tensor, hint: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """Replaces the network's forward; full pictures in, this rank's rows of its residuals out."""

@@ -63,20 +63,12 @@ def convolution(
 
 
 def convolution_with_edges(
-    share: Share,
-    func: Function,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Any = 0,
-    dilation: Size = 1,
-    groups: int = 1,
+    share: Share, func: Function, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Size, padding: Any, *more: Any
 ) -> Tensor:
     """Computes conv2d or conv3d of rows with one more row at each side, which serves as padding."""
     remaining_padding = list(_per_dim(padding, weight.ndim - 2))
     remaining_padding[share.dim] = max(0, remaining_padding[share.dim] - 1)
-    y = func(x, weight, bias, stride, tuple(remaining_padding), dilation, groups)
+    y = func(x, weight, bias, stride, tuple(remaining_padding), *more)
     return _check_level(share, y, x, weight, stride, padding)
 
 
