@@ -115,7 +115,8 @@ class RowDivision(ExitStack):
     def levels_of(self, shape: Size) -> Levels | None:
         """Returns the levels of a latent [B, C, H, W] of this shape; None where every rank computes it in full."""
         if shape not in self._known:
-            self._known[shape] = levels_of(shape, self.depth, self._mesh.context)
+            only_multiples, ranks = self._plan.only_multiples, self._mesh.context
+            self._known[shape] = levels_of(shape, self.depth, ranks, only_multiples=only_multiples)
         return self._known[shape]
 
     @contextmanager
@@ -204,11 +205,6 @@ class CascadeDivision(RowDivision):
         self._first = plan.first(network)
         levels = [(str(level),) for level in range(self.depth + 1)]
         self._across = self._override.scope_index([Cross(queries=level, keys=(*level, *TEXT)) for level in levels])
-
-    def levels_of(self, shape: Size) -> Levels | None:
-        """Returns None too for a size that is no multiple of the last level's: the network resizes its pictures
-        then."""
-        return None if any(side % 2**self.depth for side in shape[-2:]) else super().levels_of(shape)
 
     def _split(self, arguments: dict[str, Any], levels: Levels) -> dict[str, Any]:
         resized = arguments.keys() & self._plan.resized
