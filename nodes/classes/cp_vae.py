@@ -112,12 +112,11 @@ class SharedOutputMode(TorchFunctionMode):
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
-        self._close()
+        self._remote.output = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.empty and self._is_output(args, kwargs):
-            self._close()
             self._remote.output = SharedOutput(self._remote.output_shape, kwargs["dtype"])
             return self._remote.output.tensor
         return func(*args, **kwargs)
@@ -126,11 +125,6 @@ class SharedOutputMode(TorchFunctionMode):
         shape = self._remote.output_shape
         on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
         return bool(shape) and all(shape) and args == (shape,) and on_cpu and "dtype" in kwargs
-
-    def _close(self) -> None:
-        if self._remote.output is not None:
-            self._remote.output.close()
-        self._remote.output = None
 
 
 def _warn(reason: Exception) -> None:

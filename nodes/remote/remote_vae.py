@@ -71,16 +71,16 @@ class RemoteVAE:
         if self.output is not None and output_buffer is not None and self.output.offset_of(output_buffer) is not None:
             self._convert("decode", x, 1, self.output, output_buffer)
             return output_buffer
-        with _new_output(shape, dtype) as output:
-            self._convert("decode", x, 1, output, output.tensor)
+        output = _new_output(shape, dtype)
+        self._convert("decode", x, 1, output, output.tensor)
         return output.tensor.to(x.device) if output_buffer is None else output_buffer.copy_(output.tensor)
 
     def encode(self, x: Tensor, device: torch.device | None = None) -> Tensor:
         unit = self._vae.spacial_compression_encode()
         latent = _sizes(tuple(x.shape[2:]), self._vae.downscale_ratio, lambda n, by: n // by)
         shape = (x.shape[0], self._vae.latent_channels, *latent)
-        with _new_output(shape, x.dtype) as output:
-            self._convert("encode", x, unit, output, output.tensor)
+        output = _new_output(shape, x.dtype)
+        self._convert("encode", x, unit, output, output.tensor)
         return output.tensor.to(device or x.device)
 
     def decode_tiled(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -31,12 +31,6 @@ class CascadeArchitecture(RowArchitecture):
         for level, mappers, stack in (*down, *up):
             yield level, len(mappers) + 1, stack
 
-    def row_ranks(self, net: Any, latent_shape: Any) -> int:
-        """1 for a size that is no multiple of the last level's, which every rank computes in full."""
-        if any(side % 2 ** self.plan.depth(net) for side in latent_shape[-2:]):
-            return 1
-        return super().row_ranks(net, latent_shape)
-
 
 NETWORK = CascadeArchitecture(
     name="Stable Cascade",
@@ -53,6 +47,7 @@ NETWORK = CascadeArchitecture(
         across_classes=("GlobalResponseNorm",),
         resized=("effnet",),
         refused_split=("pixels",),
+        only_multiples=True,  # at other sizes it resizes its pictures between levels
     ),
     sending_classes=("ResBlock", "GlobalResponseNorm"),
     width=lambda net: net.embedding[1].out_channels,

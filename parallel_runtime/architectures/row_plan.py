@@ -36,7 +36,8 @@ class RowPlan(SplitPlan):
     a module named in `local_below`. `forward` is the method that is replaced: what ComfyUI wraps around it sees full
     pictures. There are no `module_plans`: ComfyUI calls the layers of a UNet's blocks one by one, and never a block.
     `fetched_classes` are the classes of modules that it calls, and before which their weights may be fetched. Modules
-    of `across_classes` have statistics of all pixels.
+    of `across_classes` have statistics of all pixels. With an argument of `refused_split`, and with `only_multiples` at
+    sizes that are no multiple of the last level's, every rank computes all of it.
     """
 
     depth: Callable[[Any], int] = field(kw_only=True)
@@ -46,6 +47,8 @@ class RowPlan(SplitPlan):
     forward: str = "_forward"
     fetched_classes: Names = ("ResBlock", "VideoResBlock", "BasicTransformerBlock")
     across_classes: Names = ()
+    refused_split: Names = ()
+    only_multiples: bool = False
 
     def attends_across(self, path: str) -> bool:
         """Whether the module at `path` is an attention over all ranks' rows."""
@@ -64,12 +67,10 @@ class RowPlan(SplitPlan):
 @dataclass(frozen=True)
 class CascadeRowPlan(RowPlan):
     """The plan of a network whose blocks begin at level `first`, and whose attentions have the text's keys behind those
-    of the pixels. It resizes the arguments `resized`, and residuals, to the pixels of that level. With an argument of
-    `refused_split`, and at sizes that are no multiple of the last level's, every rank computes all of it."""
+    of the pixels. It resizes the arguments `resized`, and residuals, to the pixels of that level."""
 
     first: Callable[[Any], int] = field(kw_only=True)
     resized: Names = field(default=(), kw_only=True)
-    refused_split: Names = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,14 +119,18 @@ class RowArchitecture(Architecture):
 
     def row_ranks(self, net: Any, latent_shape: Sequence[int]) -> int:
         """How many ranks can share a picture: rows of its last level."""
-        return max((rows for _, rows in sides_to_cut(latent_shape, self.plan.depth(net))), default=1)
+        sides = sides_to_cut(latent_shape, self.plan.depth(net), only_multiples=self.plan.only_multiples)
+        return max((rows for _, rows in sides), default=1)
 
 
-def sides_to_cut(latent_shape: Sequence[int], depth: int) -> list[tuple[int, int]]:
+def sides_to_cut(latent_shape: Sequence[int], depth: int, *, only_multiples: bool = False) -> list[tuple[int, int]]:
     """The sides of a latent [..., H, W] that may be split over ranks, the longer one first: the dim, and how many rows
-    the last of `depth` halvings leaves. A level is known by its other side, which each of them has to halve."""
+    the last of `depth` halvings leaves. A level is known by its other side, which each of them has to halve. With
+    `only_multiples` there are none unless both sides are multiples of the last level's pixels."""
     height, width = latent_shape[-2:]
-    sides = []
+    sides: list[tuple[int, int]] = []
+    if only_multiples and (height % 2**depth or width % 2**depth):
+        return sides
     for dim in PICTURE if height >= width else PICTURE[::-1]:
         across = latent_shape[-3 - dim]
         if len({-(-across // 2**level) for level in range(depth + 1)}) > depth:

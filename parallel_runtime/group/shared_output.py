@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from math import prod
 
@@ -14,11 +15,13 @@ from ..wire.bundles import empty_bundle
 
 
 class SharedOutput:
-    """A `tensor` over the memory file `fd`. It outlives `close`. Raises OSError (ENOSPC) without enough memory."""
+    """A `tensor` over the memory file `fd`, which is closed with this object. The tensor outlives it. Raises OSError
+    (ENOSPC) without enough memory."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         size = prod(shape) * dtype.itemsize
         self.fd = empty_bundle(size)
+        weakref.finalize(self, os.close, self.fd)
         self.tensor = torch.frombuffer(mmap.mmap(self.fd, size), dtype=dtype).view(tuple(shape))
 
     def offset_of(self, part: Tensor) -> int | None:
@@ -27,12 +30,3 @@ class SharedOutput:
         return (
             int(part.storage_offset()) if shared and part.is_contiguous() and part.dtype == self.tensor.dtype else None
         )
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-    def __enter__(self) -> SharedOutput:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -6,6 +6,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import count
 from math import prod
 from typing import Any
@@ -68,13 +69,13 @@ class VAEs:
         ranks = participating_ranks(_rows_by_rank(max(job.x.shape[-2:]) // job.unit, tuple(job.shares)), self._device)
         if ranks is None:
             return
-        share, compared = share_of(job.x, job.unit, ranks), COMPARED[vae.spec.kind]
-        with uniform_chunk_bytes(compared.chunk_size, job.chunk_bytes) as chunks:
-            work = Conversion(vae.network, job.method, self._device, job.unit, compared.over_time, chunks)
-            self._test(vae.spec, work, job.x, share)
-            set_random_states(job.random_states, self._device)
-            with report_progress(progress, ranks, vae.network, job) as tick:
-                work.run(job.x, share, place=self._output_rows(job, share), tick=tick)
+        share = share_of(job.x, job.unit, ranks)
+        chunked = partial(uniform_chunk_bytes, COMPARED[vae.spec.kind].chunk_size, job.chunk_bytes)
+        work = Conversion(vae.network, job.method, self._device, chunked)
+        self._test(vae.spec, work, job.x, share)
+        set_random_states(job.random_states, self._device)
+        with report_progress(progress, ranks, vae.network, job) as tick:
+            work.run(job.x, share, place=self._output_rows(job, share), tick=tick)
 
     def _test(self, spec: ModelSpec, work: Conversion, x: Tensor, share: Share) -> None:
         """Compares a small conversion on these ranks with one on a single rank, once for each spec, method and set of
@@ -98,7 +99,7 @@ class VAEs:
         dtype, size = getattr(torch, job.dtype), prod(job.shape)
         memory = mmap.mmap(self._output, 0)
         output = torch.frombuffer(memory, dtype=dtype, count=size, offset=job.offset * dtype.itemsize).view(job.shape)
-        return share.split(output, output.shape[share.dim] // sum(share.units))
+        return share.split(output)
 
 
 def _rows_by_rank(rows: int, shares: tuple[int, ...]) -> list[int]:
@@ -113,7 +114,7 @@ def _rows_by_rank(rows: int, shares: tuple[int, ...]) -> list[int]:
 def _compare(work: Conversion, x: Tensor, share: Share) -> None:
     """Raises Refused where a conversion divided over ranks differs from one on a single rank by more than rounding."""
     try:
-        error = work.self_test(x, share.ranks, share.dim)
+        error = work.self_test(x, share)
     except Refused as refused:
         raise Refused("vae.undivided", reason=refused.sentence) from None
     allowed = error_limit(x.dtype)

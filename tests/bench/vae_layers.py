@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel_runtime.engine.comm.mesh import MeshDim
-from parallel_runtime.engine.rows.conversion import RowsMode
-from parallel_runtime.engine.rows.row_share import Share
+from parallel_runtime.engine.rows.conversion import HANDLERS
+from parallel_runtime.engine.rows.row_share import RowFunctions, Share
 
 ROWS, CHANNELS = 8, 32
 Call = Callable[[], Tensor]
@@ -28,7 +28,8 @@ def vae_layers(world: int) -> dict[str, Call]:
         "group norm": lambda: F.group_norm(x, 8),
         "nonlinearity": lambda: F.silu(x),
     }
-    mode = RowsMode(Share(ranks=MeshDim(size=world, ranks=tuple(range(world))), dim=-2, units=(ROWS,) * world))
+    share = Share(ranks=MeshDim(size=world, ranks=tuple(range(world))), dim=-2, units=(ROWS,) * world)
+    mode = RowFunctions(share, HANDLERS)
 
     def divided(layer: Call) -> Call:
         def call() -> Tensor:

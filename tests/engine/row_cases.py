@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel_runtime.engine.comm.mesh import MeshDim, participating_ranks
-from parallel_runtime.engine.rows.conversion import Conversion, RowsMode
-from parallel_runtime.engine.rows.row_share import Share
+from parallel_runtime.engine.rows.conversion import HANDLERS, Conversion
+from parallel_runtime.engine.rows.functions import attend
+from parallel_runtime.engine.rows.row_share import RowFunctions, Share
 from parallel_runtime.engine.split.streams import chunk_sizes
 
 Net = Callable[[Tensor], Tensor]
@@ -76,9 +77,9 @@ def apart(rank: int, world: int, net: str, dim: int, rows: int, shares: Sequence
     torch.manual_seed(4)
     full = NETS[net](x)
     torch.manual_seed(4)
-    with RowsMode(share):
-        mine = NETS[net](share.split(x, 2).clone())
-    wanted = share.split(full, full.shape[dim] // rows)
+    with RowFunctions(share, HANDLERS):
+        mine = NETS[net](share.split(x).clone())
+    wanted = share.split(full)
     assert mine.shape == wanted.shape, f"{tuple(mine.shape)} where {tuple(wanted.shape)} was expected"
     return float((mine - wanted).norm() / wanted.norm())
 
@@ -93,8 +94,8 @@ def attention_apart(rank: int, world: int, rows: int) -> float:
         return x.flatten(2).transpose(1, 2).unsqueeze(1)
 
     full = F.scaled_dot_product_attention(*map(heads, (query, key, value)))[:, 0].transpose(1, 2).reshape(query.shape)
-    mine = RowsMode(share).attention(*(share.split(part, 1) for part in (query, key, value)))
-    wanted = share.split(full, 1)
+    mine = attend(share, *(share.split(part) for part in (query, key, value)))
+    wanted = share.split(full)
     return float((mine - wanted).norm() / wanted.norm())
 
 
@@ -114,10 +115,9 @@ class Turned(nn.Module):
 
 def tried(rank: int, world: int, broken: bool, dim: int) -> float:
     """What the self-test finds."""
-    x = torch.randn(1, 8, 9, 9)
-    return Conversion((Turned if broken else Full)(), "decode", CPU).self_test(
-        x, MeshDim(size=world, index=rank, ranks=tuple(range(world))), dim
-    )
+    ranks = MeshDim(size=world, index=rank, ranks=tuple(range(world)))
+    share = Share(ranks=ranks, dim=dim, units=chunk_sizes(9, world))
+    return Conversion((Turned if broken else Full)(), "decode", CPU).self_test(torch.randn(1, 8, 9, 9), share)
 
 
 def ticks(rank: int, world: int) -> int:
@@ -125,7 +125,7 @@ def ticks(rank: int, world: int) -> int:
     asked: list[Any] = []
     share = Share(ranks=MeshDim(size=world, index=rank, ranks=tuple(range(world))), dim=-2, units=chunk_sizes(7, world))
     x = torch.randn(1, 8, 7, 6)
-    with RowsMode(share, lambda: asked.append(None)):
+    with RowFunctions(share, HANDLERS, lambda: asked.append(None)):
         for net in ("3", "5", "group norm", "reflect"):
-            NETS[net](share.split(x, 1).clone())
+            NETS[net](share.split(x).clone())
     return len(asked)

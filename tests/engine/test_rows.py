@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from parallel_runtime.engine.comm.mesh import MeshDim
-from parallel_runtime.engine.rows.conversion import RowsMode, error_limit
-from parallel_runtime.engine.rows.row_share import Share
+from parallel_runtime.engine.rows.conversion import HANDLERS, error_limit
+from parallel_runtime.engine.rows.row_share import RowFunctions, Share
 from parallel_runtime.errors import Refused
 
 from .conftest import Groups
@@ -74,5 +74,5 @@ REFUSED: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize(("says", "run"), REFUSED.items(), ids=REFUSED)
 def test_what_looks_across_a_cut_in_another_way_is_refused_by_name(says: str, run: Callable[[], object]) -> None:
     share = Share(ranks=MeshDim(size=2, index=0, ranks=(0, 1)), dim=-2, units=(4, 4))
-    with pytest.raises(Refused, match=says), RowsMode(share):
+    with pytest.raises(Refused, match=says), RowFunctions(share, HANDLERS):
         run()

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel_runtime.architectures.autoencoders import COMPARED, Compared, kind_of
+from parallel_runtime.architectures.autoencoders import COMPARED, kind_of
 from parallel_runtime.engine.comm.mesh import MeshDim
 from parallel_runtime.engine.rows.conversion import Conversion
 from parallel_runtime.engine.rows.row_share import Share
 from parallel_runtime.engine.split.streams import chunk_sizes
-from parallel_runtime.worker.comfy_loop.autoencoder import uniform_chunk_bytes, without_memory_limit
+from parallel_runtime.worker.comfy_loop.autoencoder import made_divisible, uniform_chunk_bytes
 
 from ..zoo import vaes
 
@@ -29,17 +29,15 @@ def run(name: str, method: str, dim: int, world: int, options: dict[str, Any], d
     if method == "kind":
         return {"kind": kind_of(_model(name, dtype))}
     model, x = _model(name, dtype), _input(name, method, dtype, tuple(options.get("latent", ())))
-    compared, unit = COMPARED[kind_of(model)], 1 if method == "decode" else vaes.CASES[name].ratio
+    unit = 1 if method == "decode" else vaes.CASES[name].ratio
     with torch.inference_mode():
         full, state = _full(name, method, dtype, tuple(options.get("latent", ())))
     units = chunk_sizes(x.shape[dim] // unit, world)
 
     def work(rank: int) -> tuple[float, bool]:
         share = Share(ranks=MeshDim(size=world, index=rank, ranks=tuple(range(world))), dim=dim, units=units)
-        made = _converted(
-            without_memory_limit(model), method, x, share, unit, compared, fair=not options.get("own_chunks")
-        )
-        wanted = share.split(full, full.shape[dim] // sum(units))
+        made = _converted(made_divisible(model), method, x, share, fair=not options.get("own_chunks"))
+        wanted = share.split(full)
         assert made.shape == wanted.shape, f"{tuple(made.shape)} where {tuple(wanted.shape)} was expected"
         apart = float((made.float() - wanted.float()).norm() / wanted.float().norm())
         return apart, torch.equal(torch.get_rng_state(), state)
@@ -48,13 +46,13 @@ def run(name: str, method: str, dim: int, world: int, options: dict[str, Any], d
     return {"apart": max(apart for apart, _ in answers), "noise": all(same for _, same in answers)}
 
 
-def _converted(
-    model: nn.Module, method: Any, x: Tensor, share: Share, unit: int, compared: Compared, fair: bool = True
-) -> Tensor:
+def _converted(model: nn.Module, method: Any, x: Tensor, share: Share, fair: bool = True) -> Tensor:
     torch.manual_seed(7)
-    with uniform_chunk_bytes(compared.chunk_size, CHUNK_BYTES) as chunks:
-        more = (chunks,) if fair else ()
-        return Conversion(model, method, CPU, unit, compared.over_time, *more).run(x, share)
+    chunked = functools.partial(uniform_chunk_bytes, COMPARED[kind_of(model)].chunk_size, CHUNK_BYTES)
+    if fair:
+        return Conversion(model, method, CPU, chunked).run(x, share)
+    with chunked(1, 1):
+        return Conversion(model, method, CPU).run(x, share)
 
 
 @functools.lru_cache(2)
@@ -67,7 +65,7 @@ def _full(name: str, method: str, dtype: torch.dtype, latent: tuple[int, ...]) -
     """And the state of the random generator after it."""
     model, x = _model(name, dtype), _input(name, method, dtype, latent)
     alone = Share(ranks=MeshDim(), dim=-2, units=(x.shape[-2],))
-    made = _converted(model, method, x, alone, 1, COMPARED[kind_of(model)])
+    made = _converted(model, method, x, alone)
     return made.clone(), torch.get_rng_state()
 
 

@@ -11,6 +11,7 @@ import gc
 import json
 import sys
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def measure(name: str, method: str, ranks: int, latent: tuple[int, ...] = ()) ->
     from parallel_runtime.engine.comm import collectives
     from parallel_runtime.engine.comm.mesh import MeshDim
     from parallel_runtime.engine.rows.conversion import Conversion, share_of
-    from parallel_runtime.worker.comfy_loop.autoencoder import uniform_chunk_bytes, without_memory_limit
+    from parallel_runtime.worker.comfy_loop.autoencoder import made_divisible, uniform_chunk_bytes
 
     from .real import REAL
 
@@ -79,16 +80,17 @@ def measure(name: str, method: str, ranks: int, latent: tuple[int, ...] = ()) ->
         torch.set_default_dtype(torch.bfloat16)
         model = real.make().eval()
         if ranks > 1:
-            without_memory_limit(model)
+            made_divisible(model)
         torch.set_default_dtype(torch.float32)
         x = torch.empty(_shape(real, method, latent), dtype=torch.bfloat16)
-        unit, compared = 1 if method == "decode" else real.ratio, COMPARED[kind_of(model)]
+        unit = 1 if method == "decode" else real.ratio
         share = share_of(x, unit, MeshDim(size=ranks, index=min(1, ranks - 1), ranks=tuple(range(ranks))))
-        mine = share.split(x, unit).clone()
+        mine = share.split(x).clone()
         live, flops = Live([*model.parameters(), *model.buffers(), x, mine]), FlopCounterMode(display=False)
         gc.disable()
-        with uniform_chunk_bytes(compared.chunk_size, CAP) as chunks, live, flops:
-            made = Conversion(model, method, x.device, unit, compared.over_time, chunks).run(x, share)
+        chunked = partial(uniform_chunk_bytes, COMPARED[kind_of(model)].chunk_size, CAP)
+        with live, flops:
+            made = Conversion(model, method, x.device, chunked).run(x, share)
         gc.enable()
     return {
         "ranks": ranks, "peak": live.peak, "flops": flops.get_total_flops(), "kernels": live.kernels,

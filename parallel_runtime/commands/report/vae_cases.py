@@ -75,14 +75,12 @@ class Decode:
 
     def divided(self, group: WorkerGroup) -> Measurement:
         """Times the second decode: the first one loads, and compares a small picture with an undivided one."""
-        with SharedOutput(self._expected.shape, self._expected.dtype) as output:
-            degrees = Parallelism(ring_degree=group.placement.world_size)
-            for _ in range(2):
-                result = group.run(self._spec, degrees, self._job(), output=output.fd)
-            return {
-                "error": mean_error(output.tensor, self._expected.cpu()),
-                "seconds": result.seconds,
-            } | memory_measurement(group)
+        output = SharedOutput(self._expected.shape, self._expected.dtype)
+        degrees = Parallelism(ring_degree=group.placement.world_size)
+        for _ in range(2):
+            result = group.run(self._spec, degrees, self._job(), output=output.fd)
+        error = mean_error(output.tensor, self._expected.cpu())
+        return {"error": error, "seconds": result.seconds} | memory_measurement(group)
 
     def freed(self, group: WorkerGroup) -> Measurement:
         group.free(self._spec)

@@ -5,6 +5,7 @@ The residuals that it returns are this rank's rows too. RowDivision, which divid
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,12 +32,11 @@ class ControlRowDivision(RowDivision):
         if name.rpartition(".")[2] in self._plan.averaged:
             self.enter_context(module.register_forward_pre_hook(self._mean_of_all))
         elif _is_control_lora_convolution(module):
-            self.enter_context(module.register_forward_pre_hook(self._enter))
-            self.enter_context(module.register_forward_hook(self._leave, always_call=True))
+            self._replace(module, "forward", partial(self._across_rows, module.forward))
         else:
             super()._adopt(name, module)
 
-    def _forward(  # type: ignore[override]  # it stands for the forward of another class of networks
+    def _forward(  # type: ignore[override]  # its network is always given a hint
         self, forward: Forward, x: Tensor, hint: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """Replaces the network's forward; full pictures in, this rank's rows of its residuals out."""

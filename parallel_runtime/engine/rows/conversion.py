@@ -7,10 +7,9 @@ hooked, so padding in a forward, caches of time chunks and copied blocks are han
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,23 +42,19 @@ def share_of(x: Tensor, unit: int, ranks: MeshDim) -> Share:
 
 @dataclass(frozen=True)
 class Conversion:
-    """`model.decode` or `model.encode` over ranks that compute on `device`; `unit` rows of its input make one of the
-    latent. Modules of the classes `over_time` attend along time only. `chunks(own, total)` is called before a run of so
-    many of the rows."""
+    """`model.decode` or `model.encode` over ranks that compute on `device`. `on_rows(own, total)` is the context of a
+    run on so many of the rows."""
 
     model: nn.Module
     method: VAEMethod
     device: torch.device
-    unit: int = 1
-    over_time: Collection[str] = ()
-    chunks: Callable[[int, int], None] = lambda own, total: None
+    on_rows: Callable[[int, int], AbstractContextManager[None]] = lambda own, total: nullcontext()
 
     def run(
         self, x: Tensor, share: Share, *, place: Tensor | None = None, tick: Callable[[], None] = lambda: None
     ) -> Tensor:
         """Returns this rank's rows of the output for the full `x`, in `place` where there is one. Collective."""
-        self.chunks(share.local_units, sum(share.units))
-        local, options = share.split(x, self.unit), dict[str, Any]()
+        local, options = share.split(x), dict[str, Any]()
         if getattr(self.model, CHUNKED, False):
             if self.method == "encode":
                 options["device"] = self.device
@@ -67,32 +62,31 @@ class Conversion:
                 options["output_buffer"] = place
         if "device" not in options:
             local = local.to(self.device)
-        if share.ranks.size == 1:
-            output = getattr(self.model, self.method)(local, **options)
-        else:
-            with _running_on_rows(self.model, RowsMode(share, tick), self.over_time):
-                output = getattr(self.model, self.method)(local.contiguous(), **options)
+        divided = nullcontext() if share.ranks.size == 1 else _dividing(self.model, share, tick)
+        with self.on_rows(share.local_units, sum(share.units)), divided:
+            output = getattr(self.model, self.method)(local.contiguous(), **options)
         if place is not None and output is not place:
             _copy_out(output, place)
         return output
 
-    def self_test(self, x: Tensor, ranks: MeshDim, dim: int) -> float:
-        """Tests a VAE's class by a small latent on all ranks against the same one on this rank alone.
-        Collective.
+    def self_test(self, x: Tensor, full_share: Share) -> float:
+        """Tests a VAE's class by a small input on the ranks of `full_share`, the share of `x`, against the same one on
+        this rank alone. Collective.
 
         Finds what the mode cannot see of functions that read other rows (indexing, concatenation, products along rows).
         Returns the relative L2 distance of this rank's rows, for an input like `x`; NaN where they are not finite.
         """
+        ranks, dim, unit = full_share.ranks, full_share.dim, x.shape[full_share.dim] // sum(full_share.units)
         total = 2 * ranks.size
         share = Share(ranks=ranks, dim=dim, units=(2,) * ranks.size)
         alone = Share(ranks=MeshDim(), dim=dim, units=(total,))
-        small = _trial_input(x, self.method, total * self.unit, TRIAL_COLUMNS * self.unit, dim)
+        small = _trial_input(x, self.method, total * unit, TRIAL_COLUMNS * unit, dim)
         runs = []
         for part in (alone, share):
             torch.manual_seed(2)
             runs.append(self.run(small, part).float())
         full, local = runs
-        expected = share.split(full, full.shape[dim] // total)
+        expected = share.split(full)
         if expected.shape != local.shape:
             return float("inf")
         return float((local - expected).norm() / expected.norm().clamp_min(1e-12))
@@ -126,43 +120,31 @@ def _trial_input(x: Tensor, method: VAEMethod, along: int, across: int, dim: int
 
 
 @contextmanager
-def _running_on_rows(model: nn.Module, rows: RowsMode, over_time: Collection[str] = ()) -> Iterator[None]:
-    """In this context `model` runs on this rank's rows. Modules of the classes `over_time` ("module.Class") attend
-    along time only, each pixel for itself, and are left as they are."""
+def _dividing(model: nn.Module, share: Share, tick: Callable[[], None]) -> Iterator[None]:
+    """In this context `model` runs on this rank's rows."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        tick()
+        return functions.attend(share, query, key, value)
+
     with ExitStack() as stack:
         for module in model.modules():
-            if f"{type(module).__module__}.{type(module).__name__}" in over_time:
-                stack.enter_context(module.register_forward_pre_hook(partial(rows.local, 1)))
-                stack.enter_context(module.register_forward_hook(partial(rows.local, -1), always_call=True))
             for name in vars(module).keys() & ATTENTION:
                 stack.callback(setattr, module, name, getattr(module, name))
-                setattr(module, name, rows.attention)
-        stack.enter_context(rows)
+                setattr(module, name, attend)
+        stack.enter_context(RowFunctions(share, HANDLERS, tick))
         yield
 
 
-class RowsMode(RowFunctions):
-    """The mode of a VAE. It refuses attention over this rank's rows alone, except in modules that attend along time."""
+def leave_undivided(module: nn.Module) -> None:
+    """Has `module` run as it is also in a divided model. It attends along time only, each pixel for itself."""
+    forward = module.forward
 
-    def __init__(self, share: Share, tick: Callable[[], None] = lambda: None) -> None:
-        super().__init__(share, HANDLERS, tick)
-        self._local = 0
+    def undivided(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return forward(*args, **kwargs)
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is F.scaled_dot_product_attention and not self._local:
-            raise Refused("rows.attention", shape=str(tuple(args[0].shape)))
-        return super().__torch_function__(func, types, args, kwargs)
-
-    def attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Replaces a block's `optimized_attention`."""
-        self._tick()
-        return functions.attend(self._share, query, key, value)
-
-    def local(self, change: int, *_: Any) -> None:
-        """Counts modules in progress whose attention reads no other rank's rows (`change` is 1 or -1)."""
-        self._local += change
+    module.forward = undivided
 
 
 T = Tensor
@@ -186,6 +168,7 @@ HANDLERS: Handlers = {
     F.interpolate: functions.interpolate,
     F.avg_pool2d: functions.pool,
     F.avg_pool3d: functions.pool,
+    F.scaled_dot_product_attention: functions.refuse_attention,
     **dict.fromkeys((torch.randn, torch.rand, torch.randn_like, torch.rand_like), functions.noise),
     **dict.fromkeys(REDUCTIONS, functions.reduce),
     **dict.fromkeys(ACROSS, functions.refuse),

@@ -48,8 +48,8 @@ class FullPatches:
         for kind in (SELF, CROSS):
             first, last = by_kind.get(f"{kind}_patch", []), by_kind.get(f"{kind}_output_patch", [])
             if first or last:
-                patches[f"{kind}_patch"] = [partial(self._gather, kind), *(partial(self._inside, p) for p in first)]
-                patches[f"{kind}_output_patch"] = [*(partial(self._inside, p) for p in last), self._split]
+                patches[f"{kind}_patch"] = [partial(self._gather, kind), *(partial(self._call, p) for p in first)]
+                patches[f"{kind}_output_patch"] = [*(partial(self._call, p) for p in last), self._split]
         replaced = {kind: dict(by_block) for kind, by_block in (options.get("patches_replace") or {}).items()}
         for kind in replaced.keys() & {SELF, CROSS}:
             replaced[kind] = {at: partial(self._attention, kind, patch) for at, patch in replaced[kind].items()}
@@ -61,12 +61,17 @@ class FullPatches:
             full["activations_shape"] = self._levels.full_shape(options["activations_shape"])
         return full
 
+    def _call(self, patch: Patch, *arguments: Any, **more: Any) -> Any:
+        """Calls a patch with full tensors, and the options last."""
+        *tensors, options = arguments
+        with self._undivided():
+            return patch(*tensors, self._full_options(options), **more)
+
     def _picture(self, patch: Patch, *arguments: Any) -> Any:
         """Calls a patch of an input or output block, which takes pictures and the options."""
         *pictures, options = arguments
         full = [self._levels.gather(x) for x in pictures]
-        with self._undivided():
-            output = patch(*full, self._full_options(options))
+        output = self._call(patch, *full, options)
         if not isinstance(output, tuple):
             return self._split_picture(output, full[0])
         return tuple(None if x is None else self._split_picture(x, of) for x, of in zip(output, full, strict=True))
@@ -97,9 +102,7 @@ class FullPatches:
     def _between(self, patch: Patch, x: Tensor, extra: Options) -> Tensor:
         """Calls a middle_patch, which takes tokens between the two attentions of a block."""
         level = self._level(extra)
-        full = self._levels.gather_tokens(x, level)
-        with self._undivided():
-            output = patch(full, self._full_options(extra))
+        output = self._call(patch, self._levels.gather_tokens(x, level), extra)
         return self._levels.split_tokens(output, level)
 
     def _gather(self, kind: str, n: Tensor, key: Any, value: Any, extra: Options) -> tuple[Any, Any, Any]:
@@ -108,11 +111,6 @@ class FullPatches:
         self.has_full_tokens = True
         return (full, full, full) if kind == SELF and key is n else (full, key, value)
 
-    def _inside(self, patch: Patch, *arguments: Any) -> Any:
-        *tensors, extra = arguments
-        with self._undivided():
-            return patch(*tensors, self._full_options(extra))
-
     def _split(self, n: Tensor, extra: Options) -> Tensor:
         self.has_full_tokens = False
         return self._levels.split_tokens(n, self._level(extra))
@@ -120,14 +118,11 @@ class FullPatches:
     def _attention(self, kind: str, patch: Patch, q: Tensor, k: Tensor, v: Tensor, extra: Options, **more: Any) -> Any:
         """Replaces an attention, or runs within one that has full tokens by then."""
         if self.has_full_tokens:
-            with self._undivided():
-                return patch(q, k, v, self._full_options(extra), **more)
+            return self._call(patch, q, k, v, extra, **more)
         level = self._level(extra)
         q, *keys = (self._levels.gather_tokens(x, level) for x in ((q, k, v) if kind == SELF else (q,)))
         k, v = keys or (k, v)
-        with self._undivided():
-            output = patch(q, k, v, self._full_options(extra), **more)
-        return self._levels.split_tokens(output, level)
+        return self._levels.split_tokens(self._call(patch, q, k, v, extra, **more), level)
 
     def _level(self, extra: Options) -> int:
         """Returns the level of a block's tokens. Raises NoLevel for a block that attends along time."""

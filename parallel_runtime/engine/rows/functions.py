@@ -55,7 +55,7 @@ def convolution(
     else:
         reach, across = (weight.shape[share.dim] - 1) * dilation[share.dim], list(padding)
         across[share.dim] = 0
-        if stride[share.dim] == 1 and x.shape[share.dim] >= 2 * reach and rows <= share.fewest_rows(x):
+        if stride[share.dim] == 1 and x.shape[share.dim] >= 2 * reach and rows <= min(share.rows_of(x, "padding")):
             y = _convolve_edges(share, run, x, padding, across, reach)
         else:  # an output row at one edge may need the other's halo, or one from afar, or rows are skipped
             y = run(pad(share, F.pad, x, [*[0, 0] * (-1 - share.dim), rows, rows]), padding=tuple(across))
@@ -63,20 +63,12 @@ def convolution(
 
 
 def convolution_with_edges(
-    share: Share,
-    func: Function,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Size = 1,
-    padding: Any = 0,
-    dilation: Size = 1,
-    groups: int = 1,
+    share: Share, func: Function, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Size, padding: Any, *more: Any
 ) -> Tensor:
     """Computes conv2d or conv3d of rows with one more row at each side, which serves as padding."""
     remaining_padding = list(_per_dim(padding, weight.ndim - 2))
     remaining_padding[share.dim] = max(0, remaining_padding[share.dim] - 1)
-    y = func(x, weight, bias, stride, tuple(remaining_padding), dilation, groups)
+    y = func(x, weight, bias, stride, tuple(remaining_padding), *more)
     return _check_level(share, y, x, weight, stride, padding)
 
 
@@ -167,11 +159,10 @@ def pad(
         return func(x, pad, mode, value)
     if min(before, after) < 0 or mode == "circular":
         raise Refused("rows.pad", padding=str(tuple(pad)), mode=mode, shape=str(tuple(x.shape)))
-    if max(before, after) + (mode == "reflect") > share.fewest_rows(x):  # some rows are further than the next rank
-        factor = share.factor(x, "padding")
+    rows = share.rows_of(x, "padding")
+    if max(before, after) + (mode == "reflect") > min(rows):  # some rows are further than the next rank
         y = func(share.gather(x), pad, mode, value)
-        rows = share.local_units * factor + before + after
-        return y.narrow(share.dim, share.before * factor, rows).contiguous()
+        return y.narrow(share.dim, sum(rows[: share.index]), rows[share.index] + before + after).contiguous()
     neighbour_rows = fetch_neighbour_rows(share, x, before, after)
     across = [*pad]
     across[at] = across[at + 1] = 0
@@ -287,9 +278,8 @@ def attend(share: Share, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     Keys and values go round in a ring. No rank ever has all of them, which in a large video would set the peak memory,
     and no kernel depends on free memory.
     """
-    tokens = key.flatten(2).shape[2]
-    sizes = [tokens // share.local_units * units for units in share.units]
-    share.factor(query, "attention")
+    rows = share.rows_of(query, "attention")
+    sizes = [key[0, 0].numel() // rows[share.index] * rows_of_rank for rows_of_rank in rows]
     merge = Merge(in_float32=True)
     queries, block = _one_head(query), (_one_head(key), _one_head(value))
     for _, (keys, values) in rotate(block, sizes, share.ranks):
@@ -315,7 +305,7 @@ def interpolate(
     y = func(x, size, scale_factor, mode, *args, **kwargs)
     before, after = x.shape[share.dim], y.shape[share.dim]
     smooth, uneven = not mode.startswith("nearest"), before % after and after % before
-    if (smooth and before != after) or uneven or after % share.local_units:
+    if (smooth and before != after) or uneven or not share.is_level(y):
         raise Refused("rows.interpolation", mode=mode, shape=str(tuple(x.shape)), output=str(tuple(y.shape)))
     return y
 
@@ -345,12 +335,11 @@ def noise(share: Share, func: Function, *args: Any, **kwargs: Any) -> Tensor:
     shape = [*(args if flat else args[0].shape if like else args[0])]
     if len(shape) < 2 or shape[share.dim] % share.local_units:
         raise Refused("rows.function", name=func.__name__, shape=str(tuple(shape)))
-    factor = shape[share.dim] // share.local_units
-    shape[share.dim] = sum(share.units) * factor
+    shape[share.dim] = shape[share.dim] // share.local_units * sum(share.units)
     if like:
         kwargs = {"dtype": args[0].dtype, "device": args[0].device, **kwargs}
         kwargs.pop("memory_format", None)
-    return share.split(FIELDS.get(func.__name__, func)(shape, **kwargs), factor)
+    return share.split(FIELDS.get(func.__name__, func)(shape, **kwargs))
 
 
 def reduce(share: Share, func: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -360,6 +349,11 @@ def reduce(share: Share, func: Callable[..., Any], x: Tensor, *args: Any, **kwar
     if x.ndim >= 4 and (dims is None or any(each % x.ndim == x.ndim + share.dim for each in dims)):
         raise Refused("rows.dim", name=func.__name__, dim=dim, shape=str(tuple(x.shape)))
     return func(x, *args, **kwargs)
+
+
+def refuse_attention(share: Share, func: Function, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Refuses attention over this rank's rows alone."""
+    raise Refused("rows.attention", shape=str(tuple(query.shape)))
 
 
 def refuse(share: Share, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

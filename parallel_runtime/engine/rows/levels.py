@@ -85,7 +85,7 @@ class Levels(Share):
         local, full = self.source or (None, None)
         return full if x is local else None
 
-    def split(self, x: Tensor, factor: int = 1) -> Tensor:
+    def split(self, x: Tensor) -> Tensor:
         """Returns this rank's rows of a picture of any level."""
         rows = self.sizes[self.level(x.shape, "a picture", full=True)]
         return x.narrow(self.dim, sum(rows[: self.index]), rows[self.index]).contiguous()
@@ -135,10 +135,10 @@ class NoLevel(Refused):
     """Refuses a tensor whose size is of no level, on all ranks alike."""
 
 
-def levels_of(shape: torch.Size, depth: int, ranks: MeshDim) -> Levels | None:
+def levels_of(shape: torch.Size, depth: int, ranks: MeshDim, *, only_multiples: bool = False) -> Levels | None:
     """Returns the levels along the longer side of a latent [..., H, W], or else the other; None where neither has a row
-    for each rank at the last level, or where two levels could not be told apart."""
-    for dim, last in sides_to_cut(shape, depth):
+    for each rank at the last level, or where two levels could not be told apart; `only_multiples` as in a RowPlan."""
+    for dim, last in sides_to_cut(shape, depth, only_multiples=only_multiples):
         if last >= ranks.size:
             rows, across = shape[dim], shape[-3 - dim]
             return Levels(ranks=ranks, dim=dim, units=_units(rows, depth, ranks), rows=rows, across=across, depth=depth)

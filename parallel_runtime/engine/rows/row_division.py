@@ -1,4 +1,5 @@
-"""Makes a UNet of ComfyUI's context parallel: its own forward runs on this rank's rows of the latent.
+"""Makes a UNet of ComfyUI's, or a network of Stable Cascade, context parallel: its own forward runs on this rank's rows
+of the latent.
 
 Convolutions and group norms are handled in the functions that their modules call, attention by ComfyUI's override. All
 other layers see this rank's rows alone. Where a latent has too few rows for the ranks, or a patch makes a picture of no
@@ -7,6 +8,7 @@ level's size, every rank computes that evaluation in full, by itself.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -16,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Size, Tensor, nn
 
-from ...architectures.row_plan import RowPlan
+from ...architectures.row_plan import CascadeRowPlan, RowPlan
+from ...architectures.split_plan import TEXT, Cross
 from ...errors import Refused
 from ...loading.random_states import random_states, set_random_states
 from ...specs import Parallelism
@@ -41,6 +44,7 @@ class RowDivision(ExitStack):
         super().__init__()
         self._plan = plan
         self.depth = plan.depth(network)  # how often the network halves its picture
+        self._signature = inspect.signature(getattr(network, plan.forward))
         self._mesh = mesh
         self._backend = parallelism.options.attention_backend
         self._collects_tokens = parallelism.options.rotate_method == "tokens"
@@ -52,7 +56,6 @@ class RowDivision(ExitStack):
         self._across = self._override.scope_index([(str(level),) for level in range(self.depth + 1)])
         self._patches = FullPatches(self.undivided)
         self._handlers = HANDLERS
-        self._modes: list[RowFunctions | None] = []
         with ExitStack() as undo:  # half parallel, it would refuse every other plan
             undo.callback(self.close)
             self._replace(network, plan.forward, partial(self._forward, getattr(network, plan.forward)))
@@ -77,45 +80,43 @@ class RowDivision(ExitStack):
         elif isinstance(module, nn.Sequential) and _is_normed_convolution(list(module)):
             self._replace(module, "forward", partial(self._normed_convolution, module.forward, list(module)))
         elif _looks_across(module) or type(module).__name__ in plan.across_classes:
-            self.enter_context(module.register_forward_pre_hook(self._enter))
-            self.enter_context(module.register_forward_hook(self._leave, always_call=True))
+            self._replace(module, "forward", partial(self._across_rows, module.forward))
 
-    def _forward(
-        self,
-        forward: Forward,
-        x: Tensor,
-        timesteps: Any = None,
-        context: Any = None,
-        y: Any = None,
-        control: Any = None,
-        transformer_options: Any = None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def _forward(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Replaces the network's forward; [B, C, H, W] in and out."""
-        options = {} if transformer_options is None else transformer_options
-        if (levels := self.levels_of(x.shape)) is not None:
+        call = self._signature.bind(*args, **kwargs)
+        arguments, x = call.arguments, call.arguments["x"]
+        options = dict(arguments.get("transformer_options") or {})
+        whole = any(arguments.get(name) is not None for name in self._plan.refused_split)
+        if not whole and (levels := self.levels_of(x.shape)) is not None:
             before = random_states(x.device) if options.get("patches") else None
             with self._dividing(levels, options.get(OVERRIDE)):
                 local_options = options | self._patches.of(options, levels, list(x.shape)) | {OVERRIDE: self._override}
-                local_control = control and split_residuals(control, levels)
+                call.arguments = arguments | self._split(arguments, levels) | {"transformer_options": local_options}
+                levels.source[:] = [call.arguments["x"], x]
                 try:
-                    local_x = levels.split(x)
-                    levels.source[:] = [local_x, x]
-                    out = forward(local_x, timesteps, context, y, local_control, local_options, **kwargs)
-                    return levels.gather(out)
+                    return levels.gather(forward(*call.args, **call.kwargs))
                 except NoLevel:  # on all ranks, whose patches saw the same
                     if before is None:
                         raise
             set_random_states(before, x.device)
-            control = control and gather_residuals(control, levels)
+            if control := arguments.get("control"):
+                arguments = arguments | {"control": gather_residuals(control, levels)}
         if self._backend != "auto":
             options = {OVERRIDE: backend_override(self._backend), **options}
-        return forward(x, timesteps, context, y, control, options, **kwargs)  # type: ignore[no-any-return]
+        call.arguments = arguments | {"transformer_options": options}
+        return forward(*call.args, **call.kwargs)
+
+    def _split(self, arguments: dict[str, Any], levels: Levels) -> dict[str, Any]:
+        """Returns those of the network's `arguments` of which it gets this rank's rows."""
+        control = arguments.get("control")
+        return {"x": levels.split(arguments["x"]), "control": control and split_residuals(control, levels)}
 
     def levels_of(self, shape: Size) -> Levels | None:
         """Returns the levels of a latent [B, C, H, W] of this shape; None where every rank computes it in full."""
         if shape not in self._known:
-            self._known[shape] = levels_of(shape, self.depth, self._mesh.context)
+            only_multiples, ranks = self._plan.only_multiples, self._mesh.context
+            self._known[shape] = levels_of(shape, self.depth, ranks, only_multiples=only_multiples)
         return self._known[shape]
 
     @contextmanager
@@ -131,7 +132,6 @@ class RowDivision(ExitStack):
         finally:
             set_active(None)
             self._override.active_scopes.clear()
-            self._modes.clear()
             self._tokens.begin(None)
             levels.source.clear()
             self._levels = None
@@ -166,16 +166,12 @@ class RowDivision(ExitStack):
     def _set_over_time(self, now: bool, *_: Any) -> None:
         self._patches.over_time = now
 
-    def _enter(self, *_: Any) -> None:
-        """Enters, as a forward pre-hook, a module with functions that read other ranks' rows."""
-        mode = None if self._levels is None else RowFunctions(self._levels, self._handlers)
-        self._modes.append(mode)
-        if mode is not None:
-            mode.__enter__()
-
-    def _leave(self, *_: Any) -> None:
-        if (mode := self._modes.pop()) is not None:
-            mode.__exit__(None, None, None)
+    def _across_rows(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Computes a module with functions that read other ranks' rows."""
+        if self._levels is None:
+            return forward(*args, **kwargs)
+        with RowFunctions(self._levels, self._handlers):
+            return forward(*args, **kwargs)
 
     def _normed_convolution(self, forward: Forward, layers: list[nn.Module], x: Tensor) -> Tensor:
         """Computes a group norm, elementwise layers, and a convolution of 3 x 3 pixels, of this rank's rows and one
@@ -196,6 +192,47 @@ class RowDivision(ExitStack):
             return convolution(x)  # type: ignore[no-any-return]
         finally:
             self._handlers = HANDLERS
+
+
+class CascadeDivision(RowDivision):
+    """The division of a network of Stable Cascade, whose attentions have the text's keys too, and which resizes
+    pictures to its own size."""
+
+    _plan: CascadeRowPlan
+
+    def __init__(self, network: nn.Module, plan: CascadeRowPlan, mesh: ContextMesh, parallelism: Parallelism) -> None:
+        super().__init__(network, plan, mesh, parallelism)
+        self._first = plan.first(network)
+        levels = [(str(level),) for level in range(self.depth + 1)]
+        self._across = self._override.scope_index([Cross(queries=level, keys=(*level, *TEXT)) for level in levels])
+
+    def _split(self, arguments: dict[str, Any], levels: Levels) -> dict[str, Any]:
+        resized = arguments.keys() & self._plan.resized
+        split: dict[str, Any] = {name: self._resized(arguments[name], levels) for name in resized}
+        if control := arguments.get("control"):
+            split["control"] = {
+                kind: [None if each is None else self._resized(each, levels) for each in residuals]
+                for kind, residuals in control.items()
+            }
+        return {"x": levels.split(arguments["x"]), **split}
+
+    def _resized(self, picture: Tensor, levels: Levels) -> Tensor:
+        """Returns this rank's rows of `picture`, resized as the network does."""
+        size = levels.full_plane(self._first)
+        return levels.split(F.interpolate(picture, size=size, mode="bilinear", align_corners=True))
+
+    def _attend(self, local: bool, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Attends in a module that is given a picture and the text, and with `self_attn` puts the picture's keys
+        before it."""
+        keys, levels = args[0], self._levels
+        local = local or levels is None or not kwargs.get("self_attn", False)
+        if levels is not None and not local:
+            self._tokens.record_length(TEXT[0], keys.shape[1], "the text")
+            if self._collects_tokens:
+                tokens = levels.gather_flat(x.flatten(2).transpose(1, 2))
+                args, local = (torch.cat([tokens, keys], 1), *args[1:]), True
+                kwargs["self_attn"] = False
+        return super()._attend(local, forward, x, *args, **kwargs)
 
 
 def split_residuals(control: ControlResiduals, levels: Levels) -> ControlResiduals:

@@ -42,38 +42,25 @@ class Share:
     def local_units(self) -> int:
         return self.units[self.index]
 
-    @property
-    def before(self) -> int:
-        """Returns the units of the ranks before this one."""
-        return sum(self.units[: self.index])
-
-    def factor(self, x: Tensor, what: str) -> int:
-        """Returns how fine the level of `x` is. Raises Refused where `x` cannot be this rank's rows."""
-        rows = x.shape[self.dim]
-        if rows % self.local_units:
-            raise Refused("rows.own", name=what, shape=str(tuple(x.shape)), dim=self.dim, own=self.local_units)
-        return rows // self.local_units
-
     def is_level(self, x: Tensor) -> bool:
         """Returns whether `x` can be this rank's rows of some level."""
         return x.shape[self.dim] % self.local_units == 0
 
     def rows_of(self, x: Tensor, what: str) -> Rows:
         """Returns the rows of each rank at the level of `x`. Raises Refused where `x` cannot be this rank's rows."""
-        factor = self.factor(x, what)
+        factor, left = divmod(x.shape[self.dim], self.local_units)
+        if left:
+            raise Refused("rows.own", name=what, shape=str(tuple(x.shape)), dim=self.dim, own=self.local_units)
         return tuple(units * factor for units in self.units)
-
-    def fewest_rows(self, x: Tensor) -> int:
-        """Returns the fewest rows of `x` that a rank has: no rank is asked for more."""
-        return min(self.rows_of(x, "padding"))
 
     def full_of(self, x: Tensor) -> Tensor | None:
         """Returns the picture of which `x` is this rank's rows, if every rank has all of it."""
         return None
 
-    def split(self, x: Tensor, factor: int) -> Tensor:
-        """Returns this rank's rows of a full tensor."""
-        return x.narrow(self.dim, self.before * factor, self.local_units * factor)
+    def split(self, x: Tensor) -> Tensor:
+        """Returns this rank's rows of a full tensor of any level."""
+        factor = x.shape[self.dim] // sum(self.units)
+        return x.narrow(self.dim, sum(self.units[: self.index]) * factor, self.local_units * factor)
 
     def gather(self, x: Tensor) -> Tensor:
         """Returns the full tensor of all ranks' rows. Collective."""
@@ -90,8 +77,8 @@ class Share:
 
 
 def fetch_neighbour_rows(share: Share, x: Tensor, before: int, after: int) -> NeighbourRows:
-    """Starts to fetch `before` and `after` rows next to this rank's, at most `fewest_rows`. The result waits for them,
-    and is None at an outer edge and where none were asked for. Collective."""
+    """Starts to fetch `before` and `after` rows next to this rank's, no more than any rank has. The result waits for
+    them, and is None at an outer edge and where none were asked for. Collective."""
     rows, ranks = x.shape[share.dim], range(share.ranks.size)
     send: dict[int, Tensor] = {}
     receive: dict[int, list[int]] = {}

@@ -26,9 +26,8 @@ from ..attention.attention_override import AttentionOverride, set_active, wrap_m
 from ..comm.mesh import ContextMesh
 from ..comm.shared_scales import shared_input_scales
 from ..pipeline.pipefusion import PipeFusion, TurnEnded
-from ..rows.cascade_rows import CascadeDivision
 from ..rows.control_rows import ControlRowDivision
-from ..rows.row_division import OVERRIDE, RowDivision
+from ..rows.row_division import OVERRIDE, CascadeDivision, RowDivision
 from .hooks import Block, add_hooks, blocks_of_plan, run_on_frames
 from .splitter import Residuals, Splitter
 from .streams import PARALLELIZED

@@ -7,6 +7,7 @@ Each is loaded by ComfyUI's own code, once per file, and kept while any of this 
 from __future__ import annotations
 
 import os
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -42,49 +43,50 @@ class AdditionalModels:
     """The additional models that this rank has loaded."""
 
     def __init__(self) -> None:
-        self._loaded: dict[Key, Additional] = {}
-        self._used: dict[object, set[Key]] = {}  # by the models that this rank has
+        self._used: dict[object, dict[Key, Additional]] = {}  # by the models that this rank has
 
     @contextmanager
     def of_job(self, user: object) -> Iterator[LoadAdditional]:
         """Yields a function that loads the additional models of a job on the model `user` by their descriptions. At the
         end those that no model's last job used are unloaded."""
-        used: set[Key] = set()
+        used: dict[Key, Additional] = {}
         yield partial(self._load, used)
-        self._used[user] = used
-        self._drop_unused()
+        self._replace(user, used)
 
     def weights(self, user: object) -> Iterator[Tensor]:
         """Yields the weights of the additional models that the last job on `user` used."""
-        for key in self._used.get(user, ()):
-            yield from _weights_of(self._loaded[key])
+        for loaded in self._used.get(user, {}).values():
+            yield from _weights_of(loaded)
 
     def gligens(self, user: object) -> list[ModelPatcher]:
         """Returns the GLIGEN models that the last job on `user` used."""
-        models = (self._loaded[key] for key in self._used.get(user, ()))
+        models = self._used.get(user, {}).values()
         return [model for model in models if isinstance(model, ModelPatcher) and isinstance(model.model, Gligen)]
 
     def drop(self, user: object) -> None:
         """Unloads the additional models that only `user` used, which this rank no longer has."""
-        if self._used.pop(user, None):
-            self._drop_unused()
+        self._replace(user, {})
 
-    def _load(self, used: set[Key], described: dict[str, Any]) -> Additional:
+    def _replace(self, user: object, used: dict[Key, Additional]) -> None:
+        """Sets the models that `user` uses, and unloads those that nothing uses any more."""
+        before = self._used.pop(user, {})
+        if used:
+            self._used[user] = used
+        for key in before.keys() - set().union(*self._used.values()):
+            for patcher in _patchers_of(before[key]):
+                comfy.model_management.unload_model_and_clones(patcher)
+
+    def _load(self, used: dict[Key, Additional], described: dict[str, Any]) -> Additional:
         """Returns the model of one file. Collective where it is not loaded yet. Raises Refused for a changed file."""
         file = SourceFile(path=described["path"], size=described["size"], mtime_ns=described["mtime_ns"])
         key = file, described.get("dtype", "")
-        if key not in self._loaded:
+        known = ChainMap(used, *self._used.values())
+        if key not in known:
             with refuse_on_all_ranks():
                 check_files([file])
-                self._loaded[key] = LOADERS[described["kind"]](described)
-        used.add(key)
-        return self._loaded[key]
-
-    def _drop_unused(self) -> None:
-        for key in self._loaded.keys() - set().union(*self._used.values()):
-            loaded = self._loaded.pop(key)
-            for patcher in _patchers_of(loaded):
-                comfy.model_management.unload_model_and_clones(patcher)
+                used[key] = LOADERS[described["kind"]](described)
+        used[key] = known[key]
+        return used[key]
 
 
 def _weights_of(loaded: Additional) -> Iterator[Tensor]:

@@ -11,8 +11,9 @@ import comfy.sd
 import torch
 from torch import Tensor, nn
 
-from ...architectures.autoencoders import COMPARED, kind_of
+from ...architectures.autoencoders import COMPARED, kind_of, name_of
 from ...engine.comm.ranks import machine
+from ...engine.rows.conversion import leave_undivided
 from ...errors import Refused
 from ...jobs import Job, VAEJob
 from ...loading.fingerprint import model_fingerprint
@@ -51,36 +52,32 @@ def build(spec: ModelSpec, weights: Mapping[str, Tensor] | None, device: torch.d
         raise Refused("vae.kind", kind=kind_of(model))
     if model_fingerprint(model, dtype) != spec.weights_fingerprint:
         raise Refused("vae.changed")
-    return without_memory_limit(model).eval().requires_grad_(False).to(device)
+    return made_divisible(model).eval().requires_grad_(False).to(device)
 
 
-def without_memory_limit(model: nn.Module) -> nn.Module:
-    """Sets a limit too high for the model to slice by each rank's bytes, few as they are. Without any limit SeedVR2
-    would keep more than it needs between chunks of time."""
-    if limits := COMPARED[kind_of(model)].limits:
-        getattr(model, limits)(NO_LIMIT_GIB, NO_LIMIT_GIB)
+def made_divisible(model: nn.Module) -> nn.Module:
+    """Sets a limit too high for the model to slice by each rank's bytes, few as they are: without any SeedVR2 would
+    keep more than it needs between chunks of time. Modules that attend along time only run as they are."""
+    compared = COMPARED[kind_of(model)]
+    if compared.limits:
+        getattr(model, compared.limits)(NO_LIMIT_GIB, NO_LIMIT_GIB)
+    for module in model.modules():
+        if name_of(module) in compared.over_time:
+            leave_undivided(module)
     return model
 
 
 @contextmanager
-def uniform_chunk_bytes(function: str, bytes_: int) -> Iterator[Callable[[int, int], None]]:
+def uniform_chunk_bytes(function: str, bytes_: int, local_rows: int, rows: int) -> Iterator[None]:
     """Replaces `function`, which returns the bytes by which a VAE splits time into chunks, with one that returns
-    `bytes_` in proportion to a rank's rows, so that all ranks split at the same frames. Yields a function to call
-    before each run: (local rows, all rows)."""
+    `bytes_` in proportion to a rank's `local_rows` of `rows`, so that all ranks split at the same frames."""
     if not function:
-        yield lambda local_rows, total: None
+        yield
         return
     module_name, _, name = function.partition(":")
-    named(function)
-    module, local_bytes = sys.modules[module_name], bytes_
-    original = getattr(module, name)
-
-    def set_rows(local_rows: int, total: int) -> None:
-        nonlocal local_bytes
-        local_bytes = local_rows * max(1, bytes_ // total)
-
-    setattr(module, name, lambda device: local_bytes)
+    original, module = named(function), sys.modules[module_name]
+    setattr(module, name, lambda device: local_rows * max(1, bytes_ // rows))
     try:
-        yield set_rows
+        yield
     finally:
         setattr(module, name, original)

@@ -15,6 +15,7 @@ from comfy.controlnet import ControlBase, T2IAdapter
 from torch import Size, Tensor, nn
 
 from ...architectures.control_networks import ControlRowPlan, control_plan_of
+from ...architectures.split_plan import SplitPlan
 from ...engine.comm.mesh import MeshDim
 from ...engine.comm.ranks import rank
 from ...engine.rows.row_division import RowDivision, split_residuals
@@ -73,46 +74,35 @@ def _by_network(controls: Iterable[ControlBase]) -> dict[nn.Module, list[Control
 
 
 def _divide(undo: ExitStack, users: dict[nn.Module, list[ControlBase]], model: Model) -> None:
-    division, undivided = getattr(model.network, PARALLELIZED), list[nn.Module]()
-    for network, controls in users.items():
-        if reason := _undivided_reason(network, controls, model):
-            _log_undivided(controls[0], reason)
-            undivided.append(network)
+    division = getattr(model.network, PARALLELIZED)
+    plans = {network: _plan_of(network, controls, division) for network, controls in users.items()}
+    undivided = [network for network, plan in plans.items() if plan is None]
     if isinstance(division, RowDivision):
         for control in (control for network in undivided for control in users[network]):
             undo.enter_context(_split_by_rows(control, division))
     elif undivided:  # its full residuals would be added to parts of others
         return
-    for network in users:  # in the same order on all ranks
-        if network not in undivided:
-            _divide_network(network, model)
+    for network, plan in plans.items():  # in the same order on all ranks
+        if plan is not None:
+            parallelize_control(network, plan, model.network, model.mesh, model.parallelism)
             undo.callback(unparallelize, network)
 
 
-def _divide_network(network: nn.Module, model: Model) -> None:
-    plan = control_plan_of(network)
-    assert plan is not None
-    parallelize_control(network, plan, model.network, model.mesh, model.parallelism)
-
-
-def _undivided_reason(network: nn.Module, users: Sequence[ControlBase], model: Model) -> str:
-    """Returns why every rank computes a ControlNet in full; "" where it can be divided."""
-    plan, division = control_plan_of(network), getattr(model.network, PARALLELIZED)
+def _plan_of(network: nn.Module, users: Sequence[ControlBase], division: Any) -> SplitPlan | None:
+    """Returns the plan of a ControlNet that can be divided like the MODEL's network; None, with a line in the log,
+    where every rank computes it in full."""
+    plan, reason = control_plan_of(network), ""
     if plan is None or isinstance(plan, ControlRowPlan) != isinstance(division, RowDivision):
-        return f"nothing is known of how to divide a {type(network).__name__}"
-    if any(control.global_average_pooling for control in users):
-        return "it takes means over the whole picture"
-    if isinstance(plan, ControlRowPlan) and isinstance(division, RowDivision):
-        depth = plan.depth(network) - plan.hint_halvings
-        if depth != division.depth:
-            return f"it halves the latent {depth} times, and the network {division.depth} times"
-    return ""
-
-
-def _log_undivided(control: ControlBase, reason: str) -> None:
-    """Logs one line a run, on rank 0; none for a T2I adapter, which is computed once a run."""
-    if rank() == 0 and not isinstance(control, T2IAdapter):
-        log.warning("[CP] a ControlNet (%s) runs undivided on each rank: %s", type(control).__name__, reason)
+        reason = f"nothing is known of how to divide a {type(network).__name__}"
+    elif any(control.global_average_pooling for control in users):
+        reason = "it takes means over the whole picture"
+    elif isinstance(plan, ControlRowPlan) and (depth := plan.depth(network) - plan.hint_halvings) != division.depth:
+        reason = f"it halves the latent {depth} times, and the network {division.depth} times"
+    if not reason:
+        return plan
+    if rank() == 0 and not isinstance(users[0], T2IAdapter):  # which is computed once a run
+        log.warning("[CP] a ControlNet (%s) runs undivided on each rank: %s", type(users[0]).__name__, reason)
+    return None
 
 
 @contextmanager
