@@ -45,17 +45,23 @@ def test_a_dead_group_is_replaced_and_an_equal_one_is_kept(flux):
         runtime.close()
 
 
-def test_a_worker_that_was_killed_a_moment_ago_costs_no_run(flux):
-    """Until it is gone it counts as running."""
+@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP], ids=lambda death: death.name)
+def test_an_idle_worker_that_was_killed_a_moment_ago_or_is_stopped_costs_no_run(flux, death):
+    """A killed one counts as running until it is gone, a stopped one until it has been silent for too long."""
+    runtime.stall.choose(1)
     try:
         with runtime.borrowed(ONE, None) as first:
             samples(first, flux, Parallelism())
-        os.kill(workers_of(first)[0], signal.SIGKILL)
+        os.kill(workers_of(first)[0], death)
         with runtime.borrowed(ONE, None) as second:
             samples(second, flux, Parallelism())
         assert second is not first
         assert runtime.status().state == "idle"
+        if death is signal.SIGSTOP:
+            assert any("has been silent for 1 s" in line.text for line in runtime.journal.tail())
+            assert not set(workers_of(first)) & our_processes().keys()
     finally:
+        runtime.stall.choose(None)
         runtime.close()
 
 
