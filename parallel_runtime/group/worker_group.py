@@ -121,7 +121,7 @@ class WorkerGroup:
                 bundled({"kind": type(job).__name__, **vars(payload)}) as bundle,
             ):
                 if output is not None:
-                    self._processes.map_output(number, output)
+                    self._processes.map_output(output)
                 self._processes.ask(Run(number, model, effective, weight_placement), bundle)
                 self.in_run = True
                 answers = self._collect_answers(number, LOAD_SECONDS, on_step, watch)
