@@ -1,4 +1,4 @@
-"""Time limits: from the environment, else as set while running, else the default."""
+"""Reads the limits in the environment: seconds, and memory for each worker."""
 
 from __future__ import annotations
 
@@ -49,26 +49,3 @@ def _number(text: str) -> float | None:
         if math.isfinite(number) and number >= 0:
             return number
     return None
-
-
-class Limit:
-    """A limit in seconds that can be set at any time, except where the environment fixes it."""
-
-    def __init__(self, variable: str, default: float) -> None:
-        self.default = default
-        self.fixed = bool(os.environ.get(variable, "").strip())
-        self._seconds = seconds_from(variable, default)
-
-    def choose(self, seconds: float | None) -> None:
-        """Sets the limit, None for the default; invalid numbers are ignored."""
-        chosen = self.default if seconds is None else seconds
-        if not self.fixed and math.isfinite(chosen) and (chosen > 0 or chosen == self.default):
-            self._seconds = chosen
-
-    def __float__(self) -> float:
-        return float(self._seconds)
-
-
-def stall_limit() -> Limit:
-    """Returns the limit of silence of a working worker."""
-    return Limit("CP_STALL_SECONDS", 120)
