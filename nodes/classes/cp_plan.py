@@ -179,7 +179,7 @@ def _pace_json(pace: Pace) -> dict[str, Any]:
 
 
 def _setup_json(setup: RunSetup) -> dict[str, Any]:
-    return {"workers": setup.workers, "cpu": setup.kind == "cpu", "degrees": setup.degrees}
+    return {"workers": setup.workers, "cpu": setup.kind == "cpu", "degrees": setup.degrees.by_name}
 
 
 def _trouble_row(key: str, refused: Refused) -> Row:
