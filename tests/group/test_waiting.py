@@ -7,7 +7,7 @@ import math
 import pytest
 
 from parallel_runtime.group import waiting as waiting_module
-from parallel_runtime.group.limits import limit_by_worker, seconds_from
+from parallel_runtime.group.limits import limits_by_worker, seconds_from
 from parallel_runtime.group.waiting import SilenceLimits
 
 
@@ -155,16 +155,18 @@ def test_ranks_that_have_answered_are_not_waited_for(limits, clock):
 
 
 @pytest.mark.parametrize(
-    ("numbers", "workers", "each"),
+    ("text", "workers", "each"),
     [
-        ((), 2, ()),
-        ((0.0,), 2, ()),
-        ((8.0,), 3, (8.0, 8.0, 8.0)),
-        ((22.0, 10.0), 2, (22.0, 10.0)),
-        ((0.0, 10.0), 2, (math.inf, 10.0)),
-        ((0.0, 10.0), 3, (10.0, 10.0, 10.0)),
-        ((22.0, 10.0), 1, (10.0,)),
+        ("", 2, ()),
+        ("0", 2, ()),
+        ("8", 3, (8.0, 8.0, 8.0)),
+        ("22, 10", 2, (22.0, 10.0)),
+        ("0,10", 2, (math.inf, 10.0)),
+        ("0,10", 3, (10.0, 10.0, 10.0)),
+        ("22,10", 1, (10.0,)),
+        ("22,ten", 2, ()),
     ],
 )
-def test_what_each_worker_may_have(numbers: tuple[float, ...], workers: int, each: tuple[float, ...]) -> None:
-    assert limit_by_worker(numbers, workers) == each
+def test_what_each_worker_may_have(monkeypatch, text: str, workers: int, each: tuple[float, ...]) -> None:
+    monkeypatch.setenv("CP_MEMORY_GIB", text)
+    assert limits_by_worker("CP_MEMORY_GIB", "number of GiB", workers) == each
