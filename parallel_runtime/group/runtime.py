@@ -57,7 +57,8 @@ class Runtime:
     def borrowed(
         self, placement: Placement, comfy: ComfySetup | None, watch: Callable[[], None] = lambda: None
     ) -> Iterator[WorkerGroup]:
-        """Yields the live group for `placement`, which no other thread uses or ends meanwhile.
+        """Yields the live group for `placement`, which no other thread uses or ends meanwhile, and whose readings are
+        of this moment or, between two evaluations of a run, of the last one.
 
         `watch` is called while we wait for it; what it raises ends the waiting. Raises WorkerStartError, and Refused
         where a callback of this thread's own run asks.
@@ -180,7 +181,8 @@ class Runtime:
         return self.group
 
     def _responds(self, group: WorkerGroup, watch: Callable[[], None]) -> bool:
-        """Sends an idle group a message: a worker killed meanwhile counts as running until its process has ended."""
+        """Measures an idle group, and returns whether it answers: a worker killed meanwhile counts as running until its
+        process has ended."""
         if self._activity.now.state not in BUSY:
             with contextlib.suppress(WorkerDied):
                 group.measure(watch)
