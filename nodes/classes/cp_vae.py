@@ -12,8 +12,8 @@ from comfy_api.latest import io
 from torch.overrides import TorchFunctionMode
 
 from ...parallel_runtime.errors import Refused
+from ...parallel_runtime.group.shared_output import SharedOutput
 from ...parallel_runtime.request import ParallelRequest
-from ...parallel_runtime.wire.bundles import SharedOutput
 from ..describe.refused_event import announce_refusals
 from ..describe.vae import NotParallel, describe_vae
 from ..remote.comfy_memory import CPU, WeightlessPatcher, WorkerModel

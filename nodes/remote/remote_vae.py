@@ -16,6 +16,7 @@ from torch import Tensor
 from ...parallel_runtime.architectures.autoencoders import COMPARED
 from ...parallel_runtime.errors import WorkerFailed
 from ...parallel_runtime.group.runtime import runtime
+from ...parallel_runtime.group.shared_output import SharedOutput
 from ...parallel_runtime.group.worker_group import Result
 from ...parallel_runtime.jobs import VAEJob
 from ...parallel_runtime.loading.random_states import random_states, set_random_states
@@ -24,7 +25,6 @@ from ...parallel_runtime.planning.run_plan import Estimate, RunPlan
 from ...parallel_runtime.planning.work_shares import requested_shares, shares_within
 from ...parallel_runtime.request import ParallelRequest
 from ...parallel_runtime.specs import ModelSpec, Parallelism, Placement, VAEMethod
-from ...parallel_runtime.wire.bundles import SharedOutput
 from ..describe.local_devices import gpu_kind, last_used, plan_without_model, visible_gpus
 from ..describe.vae import NotParallel
 from .lease import Lease, lease_workers

@@ -11,9 +11,8 @@ import json
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from math import prod
 from typing import Any
 
 import torch
@@ -92,32 +91,6 @@ def read_bundle(fd: int) -> Any:
         raise ProtocolError(f"not a bundle: {error!r}") from error
     finally:
         os.close(fd)
-
-
-class SharedOutput:
-    """A `tensor` over the memory file `fd`, into which the workers write a result that ComfyUI then uses without a
-    copy. It outlives `close`. Raises OSError (ENOSPC) without enough memory."""
-
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
-        size = prod(shape) * dtype.itemsize
-        self.fd = empty_bundle(size)
-        self.tensor = torch.frombuffer(mmap.mmap(self.fd, size), dtype=dtype).view(tuple(shape))
-
-    def offset_of(self, part: Tensor) -> int | None:
-        """Returns the offset of `part` in `tensor`, in elements; None if it is no contiguous part of it."""
-        shared = self.tensor.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
-        return (
-            int(part.storage_offset()) if shared and part.is_contiguous() and part.dtype == self.tensor.dtype else None
-        )
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-    def __enter__(self) -> SharedOutput:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def _anonymous_file() -> int:

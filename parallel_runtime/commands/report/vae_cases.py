@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from ...architectures.autoencoders import kind_of
+from ...group.shared_output import SharedOutput
 from ...group.worker_group import WorkerGroup
 from ...jobs import VAEJob
 from ...loading.fingerprint import model_fingerprint
 from ...loading.random_states import random_states
 from ...specs import ModelSpec, Parallelism, Placement
-from ...wire.bundles import SharedOutput
 from ..networks import randomized
 from .group_cases import memory_measurement
 from .measuring import Case, Measurement, Setting, clocked, mean_error
