@@ -115,19 +115,20 @@ class Processes:
         return self._machine(rank).machine
 
     def died(self, rank: int) -> WorkerDied:
-        """Returns how the rank ended, as far as its torchrun reports it shortly."""
+        """Returns how the rank ended, as far as its torchrun reports it shortly; or how the rank did that failed before
+        it, since torchrun then ends the others by SIGTERM."""
         cause = self._machine(rank).cause_of_death(rank)
-        return WorkerDied(cause.sentence(self.worker_name(rank)), cause)
+        if cause.signal == "SIGTERM":
+            causes = (cause for machine in self._machines for cause in (machine.ended() or Ended()).causes)
+            cause = next((other for other in causes if other.signal != "SIGTERM"), cause)
+        return WorkerDied(cause.sentence(self.worker_name(cause.rank)), cause)
 
     def loss(self) -> WorkerDied:
-        """Returns the error of the rank of a dead group that ended first, as far as torchrun reports it."""
-        first = next(iter(self._hung_up_ranks), None)
-        if first is not None:
-            self._activity.rank_gone(self.worker_name(first), first)
-        losses = [self.died(rank) for rank in range(len(self.channels))]
-        known = [loss for loss in losses if loss.cause and loss.cause.kind in ("killed", "exited")]
-        # torchrun ends the other workers by SIGTERM.
-        return next((loss for loss in known if loss.cause and loss.cause.signal != "SIGTERM"), (known or losses)[0])
+        """Returns the error of a dead group."""
+        hung_up = self._hung_up_ranks
+        if hung_up:
+            self._activity.rank_gone(self.worker_name(hung_up[0]), hung_up[0])
+        return self.died(hung_up[0] if hung_up else 0)
 
     def kill(self) -> None:
         """End every process of this machine now: ranks die with their torchrun. Safe on any thread, also while another

@@ -173,6 +173,15 @@ def test_a_rank_that_hangs_while_idle_is_named_also_by_who_asks_next(doomed, flu
             ask()
 
 
+def test_a_rank_that_died_between_two_requests_is_named_and_not_those_that_torchrun_ended_after_it(doomed, flux):
+    samples(doomed, flux, ULYSSES)
+    pids = workers_of(doomed)
+    os.kill(pids[1], signal.SIGKILL)
+    wait_until(lambda: not any(pid in our_processes() for pid in pids), 10)
+    with pytest.raises(WorkerDied, match=r"rank 1 \(cpu\) was killed by SIGKILL"):
+        samples(doomed, flux, ULYSSES)
+
+
 @pytest.mark.parametrize("torchrun", [pytest.param("runs", marks=pytest.mark.sweep), "is stopped"])
 def test_the_host_being_killed_leaves_no_process(flux, tmp_path, torchrun):
     script = tmp_path / "host.py"
