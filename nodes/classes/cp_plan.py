@@ -185,7 +185,7 @@ def _measurements(plan: RunPlan, kind: Hashable, *, measurable: bool) -> dict[st
 
 
 def _setup_json(setup: RunSetup) -> dict[str, Any]:
-    return {"workers": setup.workers, "cpu": setup.kind == "cpu", "degrees": setup.degrees}
+    return {"workers": setup.workers, "cpu": setup.kind == "cpu", "degrees": setup.degrees.by_name}
 
 
 def _trouble_row(key: str, refused: Refused) -> Row:

@@ -20,7 +20,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ...parallel_runtime.errors import ParallelError
-from ...parallel_runtime.group.limits import limit_by_worker, numbers_from
+from ...parallel_runtime.group.limits import limits_by_worker
 from ...parallel_runtime.group.runtime import runtime
 from ...parallel_runtime.group.worker_group import WorkerGroup
 from ...parallel_runtime.planning.memory_model import Capacity
@@ -167,7 +167,7 @@ def capacity_for(placement: Placement, group: WorkerGroup | None, spec: ModelSpe
 
 def user_limits(workers: int) -> tuple[int, ...]:
     """Returns the user's limit in bytes (CP_MEMORY_GIB) for each of `workers`; an empty tuple without a limit."""
-    limits = limit_by_worker(numbers_from(LIMIT, "number of GiB"), workers)
+    limits = limits_by_worker(LIMIT, "number of GiB", workers)
     return tuple(int(min(number, MAX_GIB) * GIB) for number in limits)
 
 

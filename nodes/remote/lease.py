@@ -145,7 +145,6 @@ class Lease:
 
     def budget_bytes(self) -> tuple[int | None, ...]:
         """Returns the bytes of its device that each worker may take at this moment; None where that is unknown."""
-        self.group.measure(check_interrupt)
         placement = self.group.placement
         return capacity_for(placement, self.group, self.spec).budget_bytes(placement.world_size)
 
@@ -155,8 +154,6 @@ class Lease:
         current, only = self.is_current(previous), self.group.placement if previous is not None else None
         if plan is not None and current:
             return inputs, plan
-        if not current:
-            self.group.measure(check_interrupt)
         known = replace(_with_measurements(self.spec, inputs, self.group), only=only, keeps_placement=current)
         plan = resolve(known)
         if inputs.may_leave_devices and not current:

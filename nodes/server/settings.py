@@ -89,8 +89,10 @@ def request_from(cp_config: object) -> ParallelRequest:
 def _apply(version: tuple[int, int] | None) -> Settings:
     """Applies the file's settings, once for each `version` (time of change, size) of it."""
     settings = Settings.of(_read())
-    runtime.stall.choose(settings.StallSeconds)
-    runtime.idle.choose(settings.IdleSeconds)
+    if not os.environ.get("CP_STALL_SECONDS", "").strip():
+        runtime.stall_seconds = settings.StallSeconds or Settings.StallSeconds
+    if not os.environ.get("CP_IDLE_SECONDS", "").strip():
+        runtime.idle_seconds = settings.IdleSeconds
     level = settings.LogLevel
     for package in PACKAGES:  # by default as ComfyUI's own
         logging.getLogger(package).setLevel(level if level in LEVELS and level != Settings.LogLevel else "NOTSET")

@@ -27,13 +27,10 @@ Prompt = dict[str, dict[str, Any]]
 def start_with_comfyui() -> None:
     """Starts the workers of a node without a CP Parallel Config on another thread, if that is set."""
     settings = refresh()
-    if settings.StartWithComfyUI:
-        threading.Thread(target=_start_default, args=(settings.request,), name="start workers", daemon=True).start()
-
-
-def _start_default(request: ParallelRequest) -> None:
+    if not settings.StartWithComfyUI:
+        return
     try:
-        runtime.start_ahead(plan_without_model(request).placement, comfy_setup(), queued=False)
+        runtime.start_ahead(plan_without_model(settings.request).placement, comfy_setup(), queued=False)
     except Refused as refused:
         log.warning("[CP] no workers started with ComfyUI: %s", refused)
 

@@ -63,8 +63,8 @@ def full_status_json() -> dict[str, Any]:
         "gpus": visible_gpus(),
         "gpu_list": gpus_json(),
         "cores": os.cpu_count(),
-        "idle_seconds": float(runtime.idle),
-        "stall_seconds": float(runtime.stall),
+        "idle_seconds": runtime.idle_seconds,
+        "stall_seconds": runtime.stall_seconds,
         "versions": {"context-parallel-sampler": VERSION, "torch": torch.__version__, "os": platform.system()},
     }
 

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -19,7 +20,7 @@ from ..errors import ProtocolError, Refused
 from ..group.cluster import versions
 from ..group.endpoint import interface_of, parse
 from ..group.torchrun import Rendezvous, Torchrun
-from ..wire.messages import Denied, Invitation, Left, Machine
+from ..wire.messages import Denied, Invitation, Machine
 from ..wire.tcp_channel import TOKEN_FILE, TcpChannel, read_key
 
 RETRY_SECONDS = 1.0
@@ -90,7 +91,7 @@ def _run_workers(endpoint: str, key: str, channel: TcpChannel, invitation: Invit
             time.sleep(POLL_SECONDS)
         if ended is None:
             return "ComfyUI has ended the group"
-        channel.send(Left(ended, torchrun.last_line()[:LINE_CHARACTERS]))
+        channel.send(replace(ended, last_line=torchrun.last_line()[:LINE_CHARACTERS]))
         return "the workers have ended"
     finally:
         torchrun.close()

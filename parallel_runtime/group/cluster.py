@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -20,7 +21,7 @@ from torch.distributed import TCPStore
 from ..errors import Cause, ProtocolError, Refused, WorkerStartError, say
 from ..planning.device_names import parse_devices
 from ..specs import ComfySetup, Placement
-from ..wire.messages import Denied, Ended, Invitation, Left, Machine
+from ..wire.messages import Denied, Ended, Invitation, Machine
 from ..wire.tcp_channel import TcpChannel, prove, read_key
 from .endpoint import interface_of, listen, parse
 from .torchrun import GRACE_SECONDS, PACKAGE, Rendezvous
@@ -40,33 +41,33 @@ class RemoteMachine:
         self.machine = control.addresses[1]
         self.devices = devices
         self.control = control
-        self._left: Left | None = None
+        self._ended: Ended | None = None
         self._comfyui = comfyui
 
     def comfy(self, setup: ComfySetup | None) -> ComfySetup | None:
         """Returns the setup with the folder of ComfyUI on that machine."""
         if setup is None or not self._comfyui:
             return setup
-        return ComfySetup(root=self._comfyui, flags=setup.flags, folder=self._comfyui, version=setup.version)
+        return replace(setup, root=self._comfyui, folder=self._comfyui)
 
     def running(self) -> bool:
-        return self._left is None and not self.control.waiting()
+        return self._ended is None and not self.control.waiting()
 
     def ended(self, seconds: float = 0.0) -> Ended | None:
         """Returns how its workers ended, once its torchrun has; None if it reports nothing within this many seconds."""
-        if self._left is None and self.control.waiting(seconds):
-            self._left = Left(Ended(), "")
+        if self._ended is None and self.control.waiting(seconds):
+            self._ended = Ended()
             with contextlib.suppress(EOFError, ProtocolError):
                 message, _ = self.control.receive()
-                self._left = message if isinstance(message, Left) else self._left
-        return self._left.ended if self._left is not None else None
+                self._ended = message if isinstance(message, Ended) else self._ended
+        return self._ended
 
     def cause_of_death(self, rank: int) -> Cause:
         causes = (self.ended(END_REPORT_SECONDS) or Ended()).causes
         return next((cause for cause in causes if cause.rank == rank), Cause(kind="gone", rank=rank))
 
     def last_line(self) -> str:
-        return self._left.last_line if self._left is not None else ""
+        return (self._ended or Ended()).last_line
 
 
 class Cluster:

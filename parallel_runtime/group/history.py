@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from ..specs import DEGREES, Parallelism, Placement
+from ..request import EngineOptions
+from ..specs import Parallelism, Placement
 from .group_status import WORK, Run, Status
 
 MAX_SPEEDUP_PER_WORKER = 1.2  # times as fast as one worker, for each worker: beyond that one of the runs was disturbed
@@ -28,24 +29,21 @@ class Size:
 
 @dataclass(frozen=True)
 class RunSetup:
-    """How a run was divided: the `sizes` of DEGREES and the kind of devices. `shared`: several workers use one device,
-    or the cores of one machine."""
+    """How a run was divided: its `degrees`, without what else a Parallelism has, and the kind of devices. `shared`:
+    several workers use one device, or the cores of one machine."""
 
-    sizes: tuple[int, ...] = (1,) * len(DEGREES)
+    degrees: Parallelism = field(default_factory=Parallelism)
     kind: str = ""
     shared: bool = False
 
     @classmethod
     def of(cls, degrees: Parallelism, placement: Placement) -> RunSetup:
-        return cls(tuple(degrees.by_name.values()), placement.device_kind, placement.shared)
-
-    @property
-    def degrees(self) -> dict[str, int]:
-        return dict(zip(DEGREES, self.sizes, strict=True))
+        only = replace(degrees, stages=(), options=EngineOptions(), shares=())
+        return cls(only, placement.device_kind, placement.shared)
 
     @property
     def workers(self) -> int:
-        return math.prod(self.sizes)
+        return self.degrees.world_size
 
     @property
     def alone(self) -> RunSetup:
@@ -87,7 +85,7 @@ class History:
         setup."""
         several = [paces for paces in self._paces.get(key, {}).values() if len(paces) > 1]
         paces = several[-1] if several else {}
-        ordered = sorted(paces.values(), key=lambda pace: (pace.setup.workers, pace.setup.sizes))
+        ordered = sorted(paces.values(), key=lambda pace: (pace.setup.workers, *pace.setup.degrees.by_name.values()))
         alone = {pace.setup: pace.seconds for pace in ordered}
         speedups = (pace.setup.credible(alone.get(pace.setup.alone, math.inf) / pace.seconds) for pace in ordered)
         return tuple(replace(pace, speedup=speedup) for pace, speedup in zip(ordered, speedups, strict=True))

@@ -36,6 +36,8 @@ class Processes:
         self._token = secrets.token_hex(16)
         self._cluster: Cluster | None = None
         self._torchrun, self._server = _torchrun_and_socket(len(placement.devices), activity.journal)
+        self._machines: list[Torchrun | RemoteMachine] = [self._torchrun]  # in the order of their ranks
+        self._devices = [placement.devices]  # of each machine
         self._address = os.path.join(self._torchrun.folder, "socket")
         self._rendezvous = Rendezvous(store=os.path.join(self._torchrun.folder, "store"))
         self._server.listen(placement.world_size)
@@ -91,10 +93,10 @@ class Processes:
         for rank in range(len(self.channels)):
             self._send(rank, message, bundle if rank == 0 or self._placement.nnodes == 1 else None)
 
-    def map_output(self, job: int, output: int) -> None:
+    def map_output(self, output: int) -> None:
         """Sends a memory file to the ranks of this machine; no other shares memory with it. Raises WorkerDied."""
         for rank in range(len(self._placement.devices)):
-            self._send(rank, MapOutput(job), output)
+            self._send(rank, MapOutput(), output)
 
     def running(self) -> bool:
         """Are all torchruns and connected ranks alive?"""
@@ -113,19 +115,20 @@ class Processes:
         return self._machine(rank).machine
 
     def died(self, rank: int) -> WorkerDied:
-        """Returns how the rank ended, as far as its torchrun reports it shortly."""
+        """Returns how the rank ended, as far as its torchrun reports it shortly; or how the rank did that failed before
+        it, since torchrun then ends the others by SIGTERM."""
         cause = self._machine(rank).cause_of_death(rank)
-        return WorkerDied(cause.sentence(self.worker_name(rank)), cause)
+        if cause.signal == "SIGTERM":
+            causes = (cause for machine in self._machines for cause in (machine.ended() or Ended()).causes)
+            cause = next((other for other in causes if other.signal != "SIGTERM"), cause)
+        return WorkerDied(cause.sentence(self.worker_name(cause.rank)), cause)
 
     def loss(self) -> WorkerDied:
-        """Returns the error of the rank of a dead group that ended first, as far as torchrun reports it."""
-        first = next(iter(self._hung_up_ranks), None)
-        if first is not None:
-            self._activity.rank_gone(self.worker_name(first), first)
-        losses = [self.died(rank) for rank in range(len(self.channels))]
-        known = [loss for loss in losses if loss.cause and loss.cause.kind in ("killed", "exited")]
-        # torchrun ends the other workers by SIGTERM.
-        return next((loss for loss in known if loss.cause and loss.cause.signal != "SIGTERM"), (known or losses)[0])
+        """Returns the error of a dead group."""
+        hung_up = self._hung_up_ranks
+        if hung_up:
+            self._activity.rank_gone(self.worker_name(hung_up[0]), hung_up[0])
+        return self.died(hung_up[0] if hung_up else 0)
 
     def kill(self) -> None:
         """End every process of this machine now: ranks die with their torchrun. Safe on any thread, also while another
@@ -153,20 +156,6 @@ class Processes:
         except OSError:
             raise self.died(rank) from None
 
-    @property
-    def _machines(self) -> list[Torchrun | RemoteMachine]:
-        """Returns the machines in the order of their ranks."""
-        return [self._torchrun, *self._remotes]
-
-    @property
-    def _remotes(self) -> list[RemoteMachine]:
-        return self._cluster.machines if self._cluster else []
-
-    @property
-    def _devices(self) -> list[tuple[str, ...]]:
-        """Returns the devices of each machine, in the order of their ranks."""
-        return [self._placement.devices, *(machine.devices for machine in self._remotes)]
-
     def _machine(self, rank: int) -> Torchrun | RemoteMachine:
         return self._machines[rank // len(self._placement.devices)]
 
@@ -175,6 +164,8 @@ class Processes:
             self._cluster = Cluster(self._placement, self._token)
             self._activity.set_stage("machines")
             self._cluster.wait_for_machines(deadline, watch)
+            self._machines += self._cluster.machines
+            self._devices += [machine.devices for machine in self._cluster.machines]
             self._rendezvous = self._cluster.meeting
         self._activity.set_stage("processes")
         self._torchrun.start(self._address, self._token, self._rendezvous)
@@ -200,12 +191,11 @@ class Processes:
         return ready
 
     def _welcome(self, comfy: ComfySetup | None) -> None:
-        devices = self._devices
-        setups = [comfy, *(machine.comfy(comfy) for machine in self._remotes)]
-        shared = any(len(set(names)) < len(names) for names in devices)
+        setups = [comfy, *(machine.comfy(comfy) for machine in (self._cluster.machines if self._cluster else []))]
+        shared = any(len(set(names)) < len(names) for names in self._devices)
         for rank, channel in enumerate(self.channels):
             machine, place = divmod(rank, len(self._placement.devices))
-            channel.send(Welcome(devices[machine][place], self._rendezvous.store, shared, setups[machine]))
+            channel.send(Welcome(self._devices[machine][place], self._rendezvous.store, shared, setups[machine]))
 
     def _joined(self, rank: int, channel: Channel) -> Joined:
         try:

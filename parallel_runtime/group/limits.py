@@ -1,4 +1,4 @@
-"""Time limits: from the environment, else as set while running, else the default."""
+"""Reads the limits in the environment: seconds, and memory for each worker."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Sequence
 
 log = logging.getLogger(__name__)
 
@@ -24,19 +23,15 @@ def seconds_from(variable: str, default: float) -> float:
     return default
 
 
-def numbers_from(variable: str, what: str) -> tuple[float, ...]:
-    """Returns the comma-separated numbers of an environment variable; () if it is unset or invalid."""
+def limits_by_worker(variable: str, unit: str, workers: int) -> tuple[float, ...]:
+    """Returns one limit a worker from the comma-separated numbers of an environment variable, infinite for 0. If there
+    are not as many numbers as workers, the least is used for all. Returns () if nothing is limited, or with a warning
+    if a number is invalid."""
     text = os.environ.get(variable, "").strip()
     numbers = [_number(one) for one in text.split(",")] if text else []
     if None in numbers:
-        log.warning("[CP] %s=%r is not a %s; it is ignored", variable, text, what)
+        log.warning("[CP] %s=%r is not a %s; it is ignored", variable, text, unit)
         return ()
-    return tuple(number for number in numbers if number is not None)
-
-
-def limit_by_worker(numbers: Sequence[float], workers: int) -> tuple[float, ...]:
-    """Returns one limit a worker, infinite for 0. If there are not as many numbers as workers, the least is used for
-    all. Returns () if nothing is limited."""
     known = [number or math.inf for number in numbers]
     each = known if len(known) == workers else [min(known, default=math.inf)] * workers
     return tuple(each) if min(each) < math.inf else ()
@@ -49,26 +44,3 @@ def _number(text: str) -> float | None:
         if math.isfinite(number) and number >= 0:
             return number
     return None
-
-
-class Limit:
-    """A limit in seconds that can be set at any time, except where the environment fixes it."""
-
-    def __init__(self, variable: str, default: float) -> None:
-        self.default = default
-        self.fixed = bool(os.environ.get(variable, "").strip())
-        self._seconds = seconds_from(variable, default)
-
-    def choose(self, seconds: float | None) -> None:
-        """Sets the limit, None for the default; invalid numbers are ignored."""
-        chosen = self.default if seconds is None else seconds
-        if not self.fixed and math.isfinite(chosen) and (chosen > 0 or chosen == self.default):
-            self._seconds = chosen
-
-    def __float__(self) -> float:
-        return float(self._seconds)
-
-
-def stall_limit() -> Limit:
-    """Returns the limit of silence of a working worker."""
-    return Limit("CP_STALL_SECONDS", 120)

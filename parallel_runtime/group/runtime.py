@@ -20,12 +20,13 @@ from .activity import Activity
 from .endpoint import parse
 from .group_status import BUSY, RESTING, Status
 from .launch import POLL_SECONDS
-from .limits import Limit, stall_limit
-from .worker_group import WorkerGroup
+from .limits import seconds_from
+from .worker_group import STALL_SECONDS, WorkerGroup
 
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 1.0
+IDLE_SECONDS = seconds_from("CP_IDLE_SECONDS", 0)  # 0: an idle group never ends
 
 
 class Runtime:
@@ -33,8 +34,8 @@ class Runtime:
 
     def __init__(self) -> None:
         self.group: WorkerGroup | None = None  # only to inspect; `borrowed` to use it
-        self.stall = stall_limit()
-        self.idle = Limit("CP_IDLE_SECONDS", 0)  # 0: never
+        self.stall_seconds = STALL_SECONDS
+        self.idle_seconds = IDLE_SECONDS
         self.first_seen: WeakKeyDictionary[Any, tuple[SourceFile, ...]] = WeakKeyDictionary()  # of loaded networks
         self.profiles: dict[Placement, DeviceProfile] = {}  # what each group measured when it met
         self.last_auto_placement: dict[Placement, Placement] = {}  # by all devices, those that auto chose last
@@ -56,7 +57,8 @@ class Runtime:
     def borrowed(
         self, placement: Placement, comfy: ComfySetup | None, watch: Callable[[], None] = lambda: None
     ) -> Iterator[WorkerGroup]:
-        """Yields the live group for `placement`, which no other thread uses or ends meanwhile.
+        """Yields the live group for `placement`, which no other thread uses or ends meanwhile, and whose readings are
+        of this moment or, between two evaluations of a run, of the last one.
 
         `watch` is called while we wait for it; what it raises ends the waiting. Raises WorkerStartError, and Refused
         where a callback of this thread's own run asks.
@@ -108,7 +110,7 @@ class Runtime:
         if self._idle_too_long:
             with self._locked() as alone:
                 if alone and self._idle_too_long:
-                    reason = say("ended.idle", seconds=f"{float(self.idle):g}")
+                    reason = say("ended.idle", seconds=f"{self.idle_seconds:g}")
                     log.info("[CP] the workers are %s", reason)
                     self._close()
                     self._activity.ended(reason)
@@ -151,7 +153,7 @@ class Runtime:
     def _idle_too_long(self) -> bool:
         """Has the group been idle for longer than its limit?"""
         idle = self.group is not None and self._activity.now.state not in BUSY
-        return idle and 0 < float(self.idle) < time.monotonic() - self._last_used_at
+        return idle and 0 < self.idle_seconds < time.monotonic() - self._last_used_at
 
     @contextmanager
     def _locked(self, go_on: Callable[[], bool] = lambda: False) -> Iterator[bool]:
@@ -174,12 +176,13 @@ class Runtime:
         if self.group is None:
             machines = f" on each of {placement.nnodes} machines" if placement.nnodes > 1 else ""
             log.info("[CP] starting %d worker(s): %s%s", placement.world_size, ", ".join(placement.devices), machines)
-            self.group = WorkerGroup(placement, comfy, watch, self._activity, self.stall)
+            self.group = WorkerGroup(placement, comfy, watch, self._activity, lambda: self.stall_seconds)
             self.profiles[placement] = self.group.profile
         return self.group
 
     def _responds(self, group: WorkerGroup, watch: Callable[[], None]) -> bool:
-        """Sends an idle group a message: a worker killed meanwhile counts as running until its process has ended."""
+        """Measures an idle group, and returns whether it answers: a worker killed meanwhile counts as running until its
+        process has ended."""
         if self._activity.now.state not in BUSY:
             with contextlib.suppress(WorkerDied):
                 group.measure(watch)

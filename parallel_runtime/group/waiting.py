@@ -56,7 +56,7 @@ class Waiting:
             value: Any = read_bundle(bundle) if bundle is not None else None
             if getattr(message, "job", self._job) != self._job:
                 continue
-            self.limits.heard_from(rank)
+            self.limits.receive(rank, message)
             self._activity.receive(rank, message)
             match message:
                 case Failed():
@@ -64,12 +64,8 @@ class Waiting:
                 case Step(step=step, total=total):
                     x0, x = (value["x0"], value["x"]) if value else (None, None)
                     steps.append((step, x0, x, total))
-                case Done(refused=refused):
+                case Done():
                     self.answers[rank] = (message, value)
-                    if refused is not None:
-                        self.limits.refused()
-                case Heartbeat(loaded=None, busy=busy):
-                    self.limits.set_work(rank, "compiling" if busy == "compiling" else "sampling")
         self._check_stall()
         return steps
 
@@ -137,22 +133,21 @@ class SilenceLimits:
         self._last_message = [time.monotonic()] * ranks
         self._work: list[Work] = [""] * ranks
         self._longest_step = 0.0
-        self._refused: float | None = None  # when
+        self._refused: float | None = None  # when the first rank did
 
-    def heard_from(self, rank: int) -> None:
+    def receive(self, rank: int, message: Any) -> None:
+        """Takes a message of a rank. One that compiles receives no cancel until torch.compile is done."""
         now = time.monotonic()
         if self._work[rank] == "sampling":
             self._longest_step = max(self._longest_step, now - self._last_message[rank])
-        self._work[rank] = self._work[rank] or "loading"
         self._last_message[rank] = now
-
-    def set_work(self, rank: int, doing: Work) -> None:
-        """Sets the work of a rank that has loaded. One that compiles receives no cancel until torch.compile is done."""
-        self._work[rank] = doing
-
-    def refused(self) -> None:
-        """Notes when the first rank refused."""
-        self._refused = self._refused or time.monotonic()
+        match message:
+            case Heartbeat(loaded=None, busy=busy):
+                self._work[rank] = "compiling" if busy == "compiling" else "sampling"
+            case Done(refused=Refusal()):
+                self._refused = self._refused or now
+            case _:
+                self._work[rank] = self._work[rank] or "loading"
 
     def timed_out_rank(self, waited_for: Collection[int]) -> tuple[int, float] | None:
         """Returns the longest silent rank and its silence in seconds, if any of `waited_for` is silent for too long."""

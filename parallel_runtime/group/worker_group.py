@@ -20,12 +20,13 @@ from ..wire.readings import Readings
 from .activity import Activity
 from .group_status import BUSY
 from .launch import Processes
-from .limits import Limit, seconds_from, stall_limit
+from .limits import seconds_from
 from .payload_cache import PayloadCache
 from .waiting import SilenceLimits, Waiting
 
 log = logging.getLogger(__name__)
 
+STALL_SECONDS = seconds_from("CP_STALL_SECONDS", 120)  # of silence of a worker that works
 START_SECONDS = seconds_from("CP_START_SECONDS", 180)
 LOAD_SECONDS = seconds_from("CP_LOAD_SECONDS", 600)
 CANCEL_SECONDS = seconds_from("CP_CANCEL_SECONDS", 10)
@@ -54,12 +55,12 @@ class WorkerGroup:
         comfy: ComfySetup | None = None,
         watch: Watch = lambda: None,
         activity: Activity | None = None,
-        stall: Limit | None = None,
+        stall: Callable[[], float] = lambda: STALL_SECONDS,
     ) -> None:
         self.placement = placement
         self.activity = activity or Activity()
         self.comfy = comfy
-        self.stall = stall or stall_limit()
+        self.stall = stall  # returns the seconds, which may change at any time
         self._jobs = itertools.count(1)
         self.payloads = PayloadCache()
         self.models: dict[ModelSpec, Any] = {}  # nodes/remote lists its GroupModels here, the last used one last
@@ -121,7 +122,7 @@ class WorkerGroup:
                 bundled({"kind": type(job).__name__, **vars(payload)}) as bundle,
             ):
                 if output is not None:
-                    self._processes.map_output(number, output)
+                    self._processes.map_output(output)
                 self._processes.ask(Run(number, model, effective, weight_placement), bundle)
                 self.in_run = True
                 answers = self._collect_answers(number, LOAD_SECONDS, on_step, watch)
@@ -189,7 +190,7 @@ class WorkerGroup:
         return self.readings
 
     def _collect_answers(self, job: int, limit: float, on_step: OnStep, watch: Watch) -> dict[int, tuple[Done, Any]]:
-        ranks, stall = len(self._processes.channels), float(self.stall)
+        ranks, stall = len(self._processes.channels), self.stall()
         limits = SilenceLimits(ranks, load=limit, stall=stall, cancel=CANCEL_SECONDS)
         waiting = Waiting(self._processes, job, limits, self.activity)
         try:

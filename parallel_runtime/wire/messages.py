@@ -2,7 +2,7 @@
 
 host -> each rank       Welcome  Measure  MapOutput (with memory)  Run (with a bundle)  Cancel
 rank -> host            Ready  Joined  Heartbeat  Step (with a bundle)  Done (rank 0: with a bundle)  Failed
-machine -> host         Machine  Left
+machine -> host         Machine  Ended
 torchrun -> who has started it  Ended
 host -> machine         Invitation  Denied
 """
@@ -77,8 +77,6 @@ class MapOutput:
     """Brings memory of ComfyUI's process, into which the ranks of its machine write the next job's result, each its
     share."""
 
-    job: int
-
 
 @dataclass(frozen=True)
 class Ready:
@@ -148,7 +146,6 @@ class Refusal:
 @dataclass(frozen=True)
 class Done:
     job: int
-    cancelled: bool = False
     refused: Refusal | None = None  # why it cannot be done; the rank is at rest
     load_seconds: float = 0.0
     seconds: float = 0.0
@@ -211,26 +208,18 @@ class Denied:
 
 @dataclass(frozen=True)
 class Ended:
-    """Reports the end of a torchrun: the workers that did not end well, the first one first, or its own
-    `error`."""
+    """Reports the end of a torchrun: the workers that did not end well, the first one first, or its own `error`. From
+    another machine it brings the `last_line` that its workers printed, the first one to go if there is one."""
 
     causes: tuple[Cause, ...] = ()
     error: str = ""
-
-
-@dataclass(frozen=True)
-class Left:
-    """Says that a machine's torchrun has ended. `last_line` is what its workers printed last, the first one to go if
-    there is one."""
-
-    ended: Ended
-    last_line: str
+    last_line: str = ""
 
 
 Message = (
     Welcome | Measure | MapOutput | Run | Cancel
     | Ready | Joined | Heartbeat | Step | Done | Failed
-    | Machine | Invitation | Denied | Ended | Left
+    | Machine | Invitation | Denied | Ended
 )  # fmt: skip
 
 _TYPES = {cls.__name__: cls for cls in typing.get_args(Message)}

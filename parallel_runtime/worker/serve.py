@@ -111,13 +111,12 @@ class Worker:
         model = self._models.get(request, progress.loading, job)
         model.graph_runner.on_recording = partial(progress.busy, "recording")
         loaded = time.monotonic()
-        result: dict[str, Any] | None = None
+        result: dict[str, Any] | None = None  # where the job is cancelled
         with contextlib.suppress(Cancelled), reporting_compilation(partial(progress.busy, "compiling")):
             result = self._loops[type(job)](model, job, progress)
         self._models.end_job(keep_buffers=isinstance(job, EvaluationJob | VAEJob))  # the next one follows at once
-        if result is None:
-            return Done(request.job, cancelled=True, readings=progress.readings()), None
-        result_fd = write_bundle(result) if rank() == 0 else None  # waits for the device: before `seconds` is read
+        # It waits for the device: before `seconds` is read.
+        result_fd = write_bundle(result) if result is not None and rank() == 0 else None
         seconds = time.monotonic() - loaded
         done = Done(request.job, load_seconds=loaded - started, seconds=seconds, readings=progress.readings())
         return done, result_fd

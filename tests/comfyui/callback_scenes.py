@@ -55,7 +55,7 @@ def in_a_callback(rank: int, world: int, what: str) -> dict[str, Any]:
             "sample natively": lambda: comfy.sample.sample(model, *run_arguments()),
             "decode": lambda: seen.append(_decoded()),
             "look": lambda: seen.append(runtime.status().state),
-            "end when idle": lambda: (runtime.idle.choose(1e-9), runtime.status()),
+            "end when idle": lambda: (setattr(runtime, "idle_seconds", 1e-9), runtime.status()),
             "restart": lambda: runtime.restart("a callback asked for it", group.comfy),
         }[what]
         error, got = "", None
@@ -64,7 +64,7 @@ def in_a_callback(rank: int, world: int, what: str) -> dict[str, Any]:
         except errors.ParallelError as raised:
             error = f"{type(raised).__name__}: {raised}"
         left = len(group.models)
-        runtime.idle.choose(None)
+        runtime.idle_seconds = 0
         same = runtime.live is group
         return {
             "error": error,
@@ -75,7 +75,7 @@ def in_a_callback(rank: int, world: int, what: str) -> dict[str, Any]:
             "again": torch.equal(_sampled(model), want),
         }
     finally:
-        runtime.idle.choose(None)
+        runtime.idle_seconds = 0
 
 
 def _refused(seen: list[Any], act: Callable[[], Any]) -> None:

@@ -50,7 +50,7 @@ def _unloaded_by_both() -> dict[str, Any]:
 
 def idle_while_unloading(rank: int, world: int) -> dict[str, Any]:
     """The group's idle time is over while ComfyUI lets a model go, in a run of its own."""
-    runtime.idle.choose(SLOW_SECONDS / 2)
+    runtime.idle_seconds = SLOW_SECONDS / 2
     try:
         group = _holding_models()
         with _slow(group), ThreadPoolExecutor() as threads:
@@ -62,7 +62,7 @@ def idle_while_unloading(rank: int, world: int) -> dict[str, Any]:
         wait_until(lambda: runtime.status().state == "none" and runtime.status().reason != "", 10)
         return {"error": error and repr(error), "alive meanwhile": alive, "reason": runtime.status().reason}
     finally:
-        runtime.idle.choose(None)
+        runtime.idle_seconds = 0
         runtime.close()
 
 

@@ -244,7 +244,7 @@ def test_a_pace_is_of_the_degrees_that_it_was_measured_with(monkeypatch: pytest.
     clock = Clock(monkeypatch)
     activity = alone_then(Activity(), clock, TWO, alone=1.75, seconds=1.0)
     sample(activity, clock, Parallelism(pipeline_degree=2), seconds=1.5)
-    paces = [(pace.setup.degrees, pace.seconds, pace.speedup) for pace in activity.history.paces("this work")]
+    paces = [(pace.setup.degrees.by_name, pace.seconds, pace.speedup) for pace in activity.history.paces("this work")]
     one, stages = Parallelism().by_name, Parallelism(pipeline_degree=2).by_name
     assert paces == [(one, 1.75, None), (stages, 1.5, 1.75 / 1.5), (BY_ALL[2].by_name, 1.0, 1.75)]
     assert activity.now.runs[-1].alone == pytest.approx(1.75)

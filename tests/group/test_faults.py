@@ -74,7 +74,7 @@ def test_a_fault_of_one_rank_is_named_in_time_and_leaves_nothing(tmp_path, monke
     monkeypatch.setattr(group_module, "LOAD_SECONDS", 4.0)
     sabotage(monkeypatch, f"{rank} {place} {deed}")
     group = WorkerGroup(on_cpu(ULYSSES))
-    group.stall.choose(3.0)
+    group.stall = lambda: 3.0
     pids = [group._processes._torchrun.agent.pid, *workers_of(group)]
     started = time.monotonic()
     with pytest.raises((WorkerDied, WorkerFailed), match=DEEDS[deed].format(rank=rank)):
@@ -104,7 +104,7 @@ def test_a_killed_worker_fails_the_run_at_once_and_by_name(doomed, flux):
 
 def test_a_stopped_worker_fails_the_run_within_the_stall_limit(doomed, flux):
     samples(doomed, flux, ULYSSES)
-    doomed.stall.choose(2.0)
+    doomed.stall = lambda: 2.0
     pids = workers_of(doomed)
     started = time.monotonic()
     with pytest.raises(WorkerDied, match=r"rank 1 \(cpu\) has been silent for \d s"):
@@ -171,6 +171,15 @@ def test_a_rank_that_hangs_while_idle_is_named_also_by_who_asks_next(doomed, flu
     for ask in (lambda: doomed.free(flux), lambda: samples(doomed, flux, ULYSSES)):
         with pytest.raises(WorkerDied, match=r"rank 1 \(cpu\) has been silent for \d s"):
             ask()
+
+
+def test_a_rank_that_died_between_two_requests_is_named_and_not_those_that_torchrun_ended_after_it(doomed, flux):
+    samples(doomed, flux, ULYSSES)
+    pids = workers_of(doomed)
+    os.kill(pids[1], signal.SIGKILL)
+    wait_until(lambda: not any(pid in our_processes() for pid in pids), 10)
+    with pytest.raises(WorkerDied, match=r"rank 1 \(cpu\) was killed by SIGKILL"):
+        samples(doomed, flux, ULYSSES)
 
 
 @pytest.mark.parametrize("torchrun", [pytest.param("runs", marks=pytest.mark.sweep), "is stopped"])

@@ -10,6 +10,7 @@ import pytest
 
 from parallel_runtime.errors import Refused
 from parallel_runtime.group.runtime import runtime
+from parallel_runtime.group.worker_group import STALL_SECONDS
 from parallel_runtime.specs import Parallelism, Placement
 
 from ..groups import our_processes, samples, spec_of, wait_until, workers_of
@@ -45,17 +46,23 @@ def test_a_dead_group_is_replaced_and_an_equal_one_is_kept(flux):
         runtime.close()
 
 
-def test_a_worker_that_was_killed_a_moment_ago_costs_no_run(flux):
-    """Until it is gone it counts as running."""
+@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP], ids=lambda death: death.name)
+def test_an_idle_worker_that_was_killed_a_moment_ago_or_is_stopped_costs_no_run(flux, death):
+    """A killed one counts as running until it is gone, a stopped one until it has been silent for too long."""
+    runtime.stall_seconds = 5
     try:
         with runtime.borrowed(ONE, None) as first:
             samples(first, flux, Parallelism())
-        os.kill(workers_of(first)[0], signal.SIGKILL)
+        os.kill(workers_of(first)[0], death)
         with runtime.borrowed(ONE, None) as second:
             samples(second, flux, Parallelism())
         assert second is not first
         assert runtime.status().state == "idle"
+        if death is signal.SIGSTOP:
+            assert any("has been silent for 5 s" in line.text for line in runtime.journal.tail())
+            assert not set(workers_of(first)) & our_processes().keys()
     finally:
+        runtime.stall_seconds = STALL_SECONDS
         runtime.close()
 
 
@@ -83,7 +90,7 @@ def test_closing_does_not_wait_for_a_group_that_is_being_started():
 
 
 def test_an_idle_group_ends_and_one_in_use_does_not(flux):
-    runtime.idle.choose(0.5)
+    runtime.idle_seconds = 0.5
     try:
         with runtime.borrowed(ONE, None) as group:
             time.sleep(1)
@@ -93,5 +100,5 @@ def test_an_idle_group_ends_and_one_in_use_does_not(flux):
         wait_until(lambda: runtime.status().state == "none", 10)
         assert not any(pid in our_processes() for pid in pids)
     finally:
-        runtime.idle.choose(None)
+        runtime.idle_seconds = 0
         runtime.close()

@@ -6,9 +6,14 @@ import math
 
 import pytest
 
+from parallel_runtime.errors import Refused
 from parallel_runtime.group import waiting as waiting_module
-from parallel_runtime.group.limits import limit_by_worker, seconds_from
+from parallel_runtime.group.limits import limits_by_worker, seconds_from
 from parallel_runtime.group.waiting import SilenceLimits
+from parallel_runtime.wire.messages import Done, Heartbeat, Refusal
+
+LOADS, SAMPLES, COMPILES = Heartbeat(1, loaded=0.5), Heartbeat(1), Heartbeat(1, busy="compiling")
+REFUSES = Done(1, refused=Refusal.of(Refused()))
 
 
 @pytest.mark.parametrize("text", ["banana", "nan", "inf", "-1", "0", ""])
@@ -38,115 +43,104 @@ def limits(clock):
     return SilenceLimits(2, load=600, stall=120, cancel=10)
 
 
-def lost_after(limits, clock, seconds):
+def lost_after(limits, clock, seconds, waited_for=(0, 1)):
     """Nobody is lost a second before, and somebody is a second after."""
     clock(seconds - 1)
-    assert limits.timed_out_rank([0, 1]) is None
+    assert limits.timed_out_rank(waited_for) is None
     clock(2)
-    return limits.timed_out_rank([0, 1])
+    return limits.timed_out_rank(waited_for)
 
 
 def test_a_rank_that_never_says_a_word_has_the_stall_limit(limits, clock):
     clock(1)
-    limits.heard_from(0)
+    limits.receive(0, LOADS)
     assert lost_after(limits, clock, 119) == (1, 121)
 
 
 def test_a_rank_that_loads_has_the_load_limit(limits, clock):
     for rank in (0, 1):
-        limits.heard_from(rank)
+        limits.receive(rank, LOADS)
     assert lost_after(limits, clock, 600) is not None
 
 
 def test_a_rank_that_compiles_has_the_load_limit_and_the_stall_limit_after_it(limits, clock):
     for rank in (0, 1):
-        limits.heard_from(rank)
-        limits.set_work(rank, "sampling")
-        limits.set_work(rank, "compiling")
+        limits.receive(rank, SAMPLES)
+        limits.receive(rank, COMPILES)
     clock(500)
     assert limits.timed_out_rank([0, 1]) is None
     for rank in (0, 1):
-        limits.heard_from(rank)
-        limits.set_work(rank, "sampling")
+        limits.receive(rank, SAMPLES)
     assert lost_after(limits, clock, 120) is not None
 
 
 def test_a_cancel_is_not_expected_to_be_heard_by_a_rank_that_compiles(limits, clock):
     for rank in (0, 1):
-        limits.heard_from(rank)
-        limits.set_work(rank, "compiling")
+        limits.receive(rank, COMPILES)
     limits.cancelled = True
     assert lost_after(limits, clock, 120) is not None
 
 
 def test_a_rank_that_samples_has_the_stall_limit_and_the_longest_silent_one_is_named(limits, clock):
     for rank in (0, 1):
-        limits.heard_from(rank)
-        limits.set_work(rank, "sampling")
+        limits.receive(rank, SAMPLES)
     clock(5)
-    limits.heard_from(1)
+    limits.receive(1, SAMPLES)
     assert lost_after(limits, clock, 115) == (0, 121)
 
 
 def test_after_a_cancel_a_rank_has_one_step_and_ten_seconds(limits, clock):
     for rank in (0, 1):
-        limits.heard_from(rank)
-        limits.set_work(rank, "sampling")
+        limits.receive(rank, SAMPLES)
     clock(40)
     for rank in (0, 1):
-        limits.heard_from(rank)
+        limits.receive(rank, SAMPLES)
     limits.cancelled = True
     assert lost_after(limits, clock, 50) is not None
 
 
 def test_a_cancel_in_the_first_step_ends_no_group_that_works(limits, clock):
     for rank in (0, 1):
-        limits.heard_from(rank)
-        limits.set_work(rank, "sampling")
+        limits.receive(rank, SAMPLES)
     limits.cancelled = True
     assert lost_after(limits, clock, 120) is not None
 
 
 def test_a_cancel_while_loading_waits_ten_seconds(limits, clock):
     for rank in (0, 1):
-        limits.heard_from(rank)
+        limits.receive(rank, LOADS)
     limits.cancelled = True
     assert lost_after(limits, clock, 10) is not None
 
 
 def test_after_a_refusal_a_rank_that_samples_has_ten_seconds_to_refuse_too(limits, clock):
     for rank in (0, 1):
-        limits.heard_from(rank)
-        limits.set_work(rank, "sampling")
+        limits.receive(rank, SAMPLES)
     clock(100)
-    limits.refused()
+    limits.receive(0, REFUSES)
     clock(5)
-    limits.refused()
+    limits.receive(0, REFUSES)
     clock(-5)
-    assert lost_after(limits, clock, 10) is not None
+    assert lost_after(limits, clock, 10, [1]) is not None
 
 
 def test_a_rank_that_works_on_after_another_one_refused_is_no_longer_silent(limits, clock):
     for rank in (0, 1):
-        limits.heard_from(rank)
-        limits.set_work(rank, "sampling")
-    limits.refused()
+        limits.receive(rank, SAMPLES)
+    limits.receive(0, REFUSES)
     for _ in range(5):
         clock(8)
-        limits.heard_from(0)
-        limits.heard_from(1)
-        assert limits.timed_out_rank([0, 1]) is None
-    assert lost_after(limits, clock, 10) is not None
+        limits.receive(1, SAMPLES)
+        assert limits.timed_out_rank([1]) is None
+    assert lost_after(limits, clock, 10, [1]) is not None
 
 
-@pytest.mark.parametrize("phase", ["loads", "compiles"])
-def test_after_a_refusal_a_rank_that_loads_or_compiles_is_waited_for_as_long_as_ever(limits, clock, phase):
+@pytest.mark.parametrize("work", [LOADS, COMPILES], ids=["loads", "compiles"])
+def test_after_a_refusal_a_rank_that_loads_or_compiles_is_waited_for_as_long_as_ever(limits, clock, work):
     for rank in (0, 1):
-        limits.heard_from(rank)
-        if phase == "compiles":
-            limits.set_work(rank, "compiling")
-    limits.refused()
-    assert lost_after(limits, clock, 600) is not None
+        limits.receive(rank, work)
+    limits.receive(0, REFUSES)
+    assert lost_after(limits, clock, 600, [1]) is not None
 
 
 def test_ranks_that_have_answered_are_not_waited_for(limits, clock):
@@ -155,16 +149,18 @@ def test_ranks_that_have_answered_are_not_waited_for(limits, clock):
 
 
 @pytest.mark.parametrize(
-    ("numbers", "workers", "each"),
+    ("text", "workers", "each"),
     [
-        ((), 2, ()),
-        ((0.0,), 2, ()),
-        ((8.0,), 3, (8.0, 8.0, 8.0)),
-        ((22.0, 10.0), 2, (22.0, 10.0)),
-        ((0.0, 10.0), 2, (math.inf, 10.0)),
-        ((0.0, 10.0), 3, (10.0, 10.0, 10.0)),
-        ((22.0, 10.0), 1, (10.0,)),
+        ("", 2, ()),
+        ("0", 2, ()),
+        ("8", 3, (8.0, 8.0, 8.0)),
+        ("22, 10", 2, (22.0, 10.0)),
+        ("0,10", 2, (math.inf, 10.0)),
+        ("0,10", 3, (10.0, 10.0, 10.0)),
+        ("22,10", 1, (10.0,)),
+        ("22,ten", 2, ()),
     ],
 )
-def test_what_each_worker_may_have(numbers: tuple[float, ...], workers: int, each: tuple[float, ...]) -> None:
-    assert limit_by_worker(numbers, workers) == each
+def test_what_each_worker_may_have(monkeypatch, text: str, workers: int, each: tuple[float, ...]) -> None:
+    monkeypatch.setenv("CP_MEMORY_GIB", text)
+    assert limits_by_worker("CP_MEMORY_GIB", "number of GiB", workers) == each

@@ -26,7 +26,7 @@ from parallel_runtime.group.endpoint import listen, parse
 from parallel_runtime.group.worker_group import WorkerGroup
 from parallel_runtime.specs import Placement
 from parallel_runtime.wire import tcp_channel
-from parallel_runtime.wire.messages import Cancel, Ended, Left, Machine
+from parallel_runtime.wire.messages import Cancel, Ended, Machine
 from parallel_runtime.wire.tcp_channel import TOKEN, TOKEN_FILE, TcpChannel, read_key
 
 from ..groups import flux_job, spec_of
@@ -152,7 +152,7 @@ def test_what_fails_beside_the_gate_leaves_no_gate(monkeypatch):
     Gate(*parse(endpoint), KEY).close()
 
 
-@pytest.mark.parametrize("kind", [Machine, Left])
+@pytest.mark.parametrize("kind", [Machine, Ended])
 def test_who_stops_in_the_middle_of_a_message_counts_as_gone(gate, monkeypatch, kind):
     guest = TcpChannel.call(address_of(gate), KEY)
     host = gate.arrivals.get(timeout=5)

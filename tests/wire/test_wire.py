@@ -25,7 +25,6 @@ from parallel_runtime.wire.messages import (
     Heartbeat,
     Invitation,
     Joined,
-    Left,
     Machine,
     Measure,
     Ready,
@@ -58,13 +57,13 @@ MESSAGES = [
     Heartbeat(1),
     Heartbeat(1, 0.5),
     Step(1, 0, 20),
-    Done(1, cancelled=True, seconds=2),
+    Done(1, seconds=2),
     Failed(Cause(kind="raised", rank=0), {"code": "died.error", "values": {"error": "x", "where": "y"}}, "Traceback"),
     Machine(("PyTorch 2.13",), "0,1", 2, "/comfy"),
     Invitation(1, 2, 4, 40000, "token"),
     Denied("why"),
     Ended((Cause(kind="killed", rank=1, signal="SIGKILL"), Cause(kind="exited", rank=0, exit_code=3))),
-    Left(Ended(error="OSError: no"), "a line"),
+    Ended(error="OSError: no", last_line="a line"),
 ]
 
 
