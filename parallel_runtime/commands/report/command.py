@@ -26,7 +26,7 @@ from ...errors import Refused
 from . import workflow
 from .measuring import Measurement, Setting
 from .page import Page, in_a_line
-from .part import ROOT, measurements_of
+from .part import MORE_TIME, ROOT, measurements_of
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ def _measurements(part: Part, setting: Setting, seconds: float) -> Iterator[Meas
     elif part.needs == "diffusers" and not _has_diffusers():
         yield {"what": "not run", "note": f"no diffusers here; {sys.executable} -m pip install -r {REQUIREMENTS}"}
     elif seconds < SHORTEST_SECONDS:
-        yield {"what": "not run", "note": "its share of time is too short; --minutes gives more, --only fewer parts"}
+        yield {"what": "not run", "note": f"its share of time is too short; {MORE_TIME}"}
     else:
         setting = setting if part.needs == "ComfyUI" else replace(setting, comfyui="")
         processes = setting.world_size if part.by == "ranks" else 1
