@@ -105,26 +105,25 @@ def check(path: Path, comfyui: Path) -> int:
         kind = type(network)
         sys.stdout.write(f"no plan for {kind.__module__}:{kind.__qualname__} is registered\n")
         return 1
+    failed, results = 0, processes.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        failed = 0
         for number, (name, degrees) in enumerate(CHECKED.items()):
-            out = Path(folder) / f"result{number}"
-            arguments = (path, comfyui, degrees, f"{folder}/store{number}", out)
+            arguments = (path, comfyui, degrees, f"{folder}/store{number}", results)
             processes.start_processes(_rank, arguments, nprocs=degrees.world_size, start_method="spawn")
-            result, exact = out.read_text().split("\n")
+            result, exact = results.get()
             sys.stdout.write(f"{name}: {result}\n")
-            failed |= exact != "True"
+            failed |= not exact
     return failed
 
 
-def _rank(rank: int, path: Path, comfyui: Path, degrees: Parallelism, store: str, out: Path) -> None:
+def _rank(rank: int, path: Path, comfyui: Path, degrees: Parallelism, store: str, results: Any) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     size, timeout = degrees.world_size, timedelta(seconds=60)
     dist.init_process_group("cpu:gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)
-    result, exact = _compare(load_subject(path, comfyui), degrees)
+    result = _compare(load_subject(path, comfyui), degrees)
     if rank == 0:
-        out.write_text(f"{result}\n{exact}")
+        results.put(result)
     dist.destroy_process_group()
 
 

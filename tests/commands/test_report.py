@@ -20,8 +20,10 @@ pytest.importorskip("diffusers")
 
 from parallel_runtime.commands.report import command
 from parallel_runtime.commands.report.command import PARTS, main, planned, seconds_for
+from parallel_runtime.commands.report.measuring import Setting
 from parallel_runtime.commands.report.page import in_a_line
 from parallel_runtime.commands.report.page_locks import offloaded
+from parallel_runtime.commands.report.part import measurements_of
 from parallel_runtime.commands.report.recordings import Span, summed
 from parallel_runtime.commands.report.recordings import degrees as recorded_degrees
 from parallel_runtime.errors import Refused
@@ -159,6 +161,13 @@ def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
     notes = [row["note"] for rows in sections.values() for row in rows]
     assert len(notes) == 9
     assert any(note.startswith("its share of time is too short") for note in notes)
+
+
+def test_a_part_whose_time_is_over_was_not_measured_and_has_not_failed() -> None:
+    setting = Setting(kind="cpu", tokens=67)
+    (row,) = measurements_of("attention_cases", setting, processes=1, seconds=0.1)
+    assert row["what"] == "the rest of this part"
+    assert row["note"].startswith("not measured for lack of time, unless it hangs: it had 0 s; --minutes gives more")
 
 
 @pytest.mark.sweep

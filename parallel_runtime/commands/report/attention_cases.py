@@ -75,13 +75,8 @@ def _of_backend(
 
 def _judged(run: partial[Tensor], own: slice, exact: Tensor) -> Measurement:
     """Returns the error of this rank's part of the compared queries."""
-    compared = slice(own.start, min(own.stop, COMPARED_QUERIES))
-    out = run()
-    return {
-        "error": mean_error(out[:, : compared.stop - compared.start], exact[:, compared])
-        if compared.start < compared.stop
-        else 0.0
-    }
+    out, count = run(), max(0, min(own.stop, COMPARED_QUERIES) - own.start)
+    return {"error": mean_error(out[:, :count], exact[:, own.start : own.start + count])}
 
 
 def _missing(backend: AttentionBackend, device: torch.device) -> str | None:
@@ -95,11 +90,8 @@ def _missing(backend: AttentionBackend, device: torch.device) -> str | None:
 def _local_attention(mesh: ContextMesh, parallelism: Parallelism, tokens: int) -> tuple[ContextAttention, slice]:
     streams = Streams(mesh.context)
     streams.record_length("image", tokens, "report")
-    sizes = streams.tokens_by_rank(("image",))
-    start = sum(sizes[: mesh.context.index])
-    return ContextAttention(mesh, parallelism, streams, ("image",), ("image",)), slice(
-        start, start + sizes[mesh.context.index]
-    )
+    start, size = streams.local_chunk("image")
+    return ContextAttention(mesh, parallelism, streams, ("image",), ("image",)), slice(start, start + size)
 
 
 def _reference(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from ...errors import Refused
 from . import workflow
 from .measuring import Measurement, Setting
 from .page import Page, in_a_line
-from .part import ROOT, measurements_of
+from .part import MORE_TIME, ROOT, measurements_of
 
 log = logging.getLogger(__name__)
 
@@ -63,34 +63,33 @@ PARTS = (  # unmeasured ones first, then by speed and importance
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    if options.workflow:
-        return _workflow(options)
+    try:
+        return _summarise_workflow(options) if options.workflow else _measure(options)
+    except Refused as refused:
+        log.info("%s", refused)
+        return 1
+
+
+def _summarise_workflow(options: argparse.Namespace) -> int:
+    hardware = machine()
+    versions = {name: hardware[name] for name in ("python", "torch", "cuda", "devices")}
+    written = workflow.write(options.workflow, options.out, find_comfyui(options.comfyui), versions)
+    log.info("written: %s. %s", written, workflow.CONTAINS)
+    return 0
+
+
+def _measure(options: argparse.Namespace) -> int:
     gpus = torch.cuda.device_count() if options.devices == "cuda" else 0
     if options.devices == "cuda" and not gpus:
         log.info("torch sees no CUDA device here; --devices cpu tries the report itself, with tiny networks")
         return 1
-    try:
-        parts, page = list(planned(options, gpus)), Page(options.out, machine())
-    except Refused as refused:
-        log.info("%s", refused)
-        return 1
+    parts, page = list(planned(options, gpus)), Page(options.out, machine())
     try:
         _report(parts, page, options.minutes)
     except KeyboardInterrupt:
         log.info("stopped; results so far are in %s.md and .jsonl", page.out)
         return 1
     log.info("written: %s.md and .jsonl", page.out)
-    return 0
-
-
-def _workflow(options: argparse.Namespace) -> int:
-    versions = {name: machine()[name] for name in ("python", "torch", "cuda", "devices")}
-    try:
-        written = workflow.write(options.workflow, options.out, find_comfyui(options.comfyui), versions)
-    except Refused as refused:
-        log.info("%s", refused)
-        return 1
-    log.info("written: %s. %s", written, workflow.CONTAINS)
     return 0
 
 
@@ -173,18 +172,14 @@ def _is_checkout(folder: Path) -> bool:
 def _measurements(part: Part, setting: Setting, seconds: float) -> Iterator[Measurement]:
     if part.needs == "ComfyUI" and not setting.comfyui:
         yield {"what": "not run", "note": "no ComfyUI here; --comfyui names its folder"}
-    elif part.needs == "diffusers" and not _has_diffusers():
+    elif part.needs == "diffusers" and importlib.util.find_spec("diffusers") is None:
         yield {"what": "not run", "note": f"no diffusers here; {sys.executable} -m pip install -r {REQUIREMENTS}"}
     elif seconds < SHORTEST_SECONDS:
-        yield {"what": "not run", "note": "its share of time is too short; --minutes gives more, --only fewer parts"}
+        yield {"what": "not run", "note": f"its share of time is too short; {MORE_TIME}"}
     else:
         setting = setting if part.needs == "ComfyUI" else replace(setting, comfyui="")
         processes = setting.world_size if part.by == "ranks" else 1
         yield from measurements_of(part.module, setting, processes=processes, seconds=seconds)
-
-
-def _has_diffusers() -> bool:
-    return importlib.util.find_spec("diffusers") is not None
 
 
 def _where(part: Part, setting: Setting) -> str:

@@ -7,7 +7,8 @@ op is made to return the log-sum-exp that a ring needs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from diffusers.hooks.context_parallel import apply_context_parallel, remove_cont
 from diffusers.models import attention_dispatch
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from ..networks import randomized
 from .measuring import Case, Clock, Setting
@@ -32,14 +33,10 @@ def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
     clock = Clock(lambda: transformer(**inputs, return_dict=False)[0], device)
     yield Case({"what": "diffusers' FLUX", "degrees": "1 rank", "mode": "eager"}, clock.eager)
     for ranks in WORLD_SIZES:
-        with fake_group(ranks):
-            for words, ring, ulysses in ((f"Ulysses {ranks}", 1, ranks), (f"ring {ranks}", ranks, 1)):
-                mesh = init_device_mesh(device.type, (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-                for backend in ("native",) if setting.tiny else ("native", "_native_flash"):
-                    transformer.set_attention_backend(backend)
-                    with parallel(transformer, mesh, ring, ulysses):
-                        labels = {"what": f"diffusers' FLUX, {backend}", "degrees": words, "mode": "eager"}
-                        yield Case(labels, clock.eager)
+        for words, ring, ulysses in ((f"Ulysses {ranks}", 1, ranks), (f"ring {ranks}", ranks, 1)):
+            for backend in ("native",) if setting.tiny else ("native", "_native_flash"):
+                labels = {"what": f"diffusers' FLUX, {backend}", "degrees": words, "mode": "eager"}
+                yield Case(labels, clock.eager, within=partial(parallel, transformer, device, ring, ulysses, backend))
 
 
 def _flux(setting: Setting, device: torch.device) -> tuple[Any, dict[str, Any]]:
@@ -61,20 +58,23 @@ def _flux(setting: Setting, device: torch.device) -> tuple[Any, dict[str, Any]]:
 
 
 @contextmanager
-def parallel(transformer: Any, mesh: DeviceMesh, ring: int, ulysses: int) -> Iterator[None]:
-    context = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, mesh=mesh)
-    config = ParallelConfig(context_parallel_config=context)
-    config.setup(dist.get_rank(), dist.get_world_size(), torch.device(mesh.device_type), mesh=mesh)
-    apply_context_parallel(transformer, context, transformer._cp_plan)
-    for processor in transformer.attn_processors.values():
-        processor._parallel_config = config
-    try:
-        with log_sum_exp_on_the_cpu() if mesh.device_type == "cpu" else nullcontext():
-            yield
-    finally:
+def parallel(transformer: Any, device: torch.device, ring: int, ulysses: int, backend: str) -> Iterator[None]:
+    """Has the transformer compute the first rank's share in this context."""
+    with ExitStack() as undo:
+        undo.enter_context(fake_group(ring * ulysses))
+        mesh = init_device_mesh(device.type, (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+        context = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, mesh=mesh)
+        config = ParallelConfig(context_parallel_config=context)
+        config.setup(dist.get_rank(), dist.get_world_size(), torch.device(mesh.device_type), mesh=mesh)
+        transformer.set_attention_backend(backend)
+        apply_context_parallel(transformer, context, transformer._cp_plan)
+        undo.callback(remove_context_parallel, transformer, transformer._cp_plan)
         for processor in transformer.attn_processors.values():
-            del processor._parallel_config
-        remove_context_parallel(transformer, transformer._cp_plan)
+            processor._parallel_config = config
+            undo.callback(delattr, processor, "_parallel_config")
+        if device.type == "cpu":
+            undo.enter_context(log_sum_exp_on_the_cpu())
+        yield
 
 
 @contextmanager

@@ -58,7 +58,12 @@ def _failing(fail: Callable[[Tensor], object], device: torch.device) -> Measurem
     begun = _reserved()
     good.record()
     recorded = _reserved()
-    message = good.fail(fail)
+    try:
+        good.record(fail)
+    except RuntimeError as error:
+        message, *_ = str(error).splitlines()
+    else:
+        raise AssertionError("it was recorded all the same")
     retained = _reserved() - recorded
     expected = good.run().clone()
     assert torch.equal(good.replay(), expected), "the earlier graph computes something else"
@@ -84,30 +89,23 @@ class _Recorded:
         out: Tensor = self._network(self._input)
         return out
 
-    def record(self) -> None:
-        self._recorder.warm_up(self.run)
-        self._graph = self._recorder.record(self.run)
+    def record(self, act: Callable[[Tensor], object] = lambda _: None) -> None:
+        """Records a run that calls `act` in its middle; raises RuntimeError, and keeps the earlier graph, where that
+        fails."""
+
+        def run() -> Tensor:
+            out = self.run()
+            if torch.cuda.is_current_stream_capturing():
+                act(out)
+            return out
+
+        self._recorder.warm_up(run)
+        self._graph = self._recorder.record(run)
 
     def replay(self) -> Tensor:
         self._graph.replay()
         out: Tensor = self._graph.out
         return out
-
-    def fail(self, fail: Callable[[Tensor], object]) -> str:
-        """Returns the error of a recording of this network that calls `fail` in its middle."""
-
-        def run() -> Tensor:
-            out = self.run()
-            if torch.cuda.is_current_stream_capturing():
-                fail(out)
-            return out
-
-        self._recorder.warm_up(run)
-        try:
-            self._recorder.record(run)
-        except RuntimeError as error:
-            return str(error).splitlines()[0]
-        raise AssertionError("it was recorded all the same")
 
     def discard(self) -> None:
         """Frees the graph and its pool; the network stays."""

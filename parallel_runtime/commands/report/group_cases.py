@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from ...demo import spec
 from ...demo.words import demo_job
 from ...errors import WorkerDied
 from ...group.worker_group import WorkerGroup
+from ...request import GraphsChoice
 from ...specs import Parallelism, Placement
 from .measuring import GIB, Case, Measurement, Setting
 
@@ -29,31 +31,27 @@ class Cancelled(BaseException):
     """The user's cancel."""
 
 
-def cancel() -> None:
-    raise Cancelled
-
-
 def cases(setting: Setting, device: torch.device) -> Iterator[Case]:
     trial = Trial(Placement(devices=setting.devices))
+    again = ("run after it, the same bits", trial.run)
+    anew = (("start of another group", trial.start), ("run in it, the same bits", trial.run))
     steps = (
         ("start of the group", trial.start),
         ("first run, with loading", trial.run),
         ("the same, warm", trial.run),
-        ("run that is cancelled in its first steps", partial(trial.end_first_step, cancel, Cancelled)),
-        ("run after it, the same bits", trial.run),
-        ("run that is cancelled while it records", partial(trial.end_recording, cancel, Cancelled)),
-        ("run after it, the same bits", trial.run),
+        ("run that is cancelled in its first steps", partial(trial.end_first_step, trial.cancel, Cancelled)),
+        again,
+        ("run that is cancelled while it records", partial(trial.end_recording, trial.cancel, Cancelled)),
+        again,
         ("Free memory", trial.free),
-        ("run after it, the same bits", trial.run),
+        again,
         ("run in which a rank is killed, until it is told", partial(trial.end_first_step, trial.kill, WorkerDied)),
-        ("start of another group", trial.start),
-        ("run in it, the same bits", trial.run),
+        *anew,
         (
             "run in which a rank is killed while it records, until it is told",
             partial(trial.end_recording, trial.kill, WorkerDied),
         ),
-        ("start of another group", trial.start),
-        ("run in it, the same bits", trial.run),
+        *anew,
     )
     try:
         for what, act in steps:
@@ -72,7 +70,6 @@ class Trial:
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
-        self._parallelism = Parallelism(ring_degree=placement.world_size)
         self._group: WorkerGroup | None = None
         self._first: Tensor | None = None
 
@@ -95,6 +92,9 @@ class Trial:
         self._first = samples if self._first is None else self._first
         assert torch.equal(self._first, samples), "it differs from the first"
 
+    def cancel(self) -> None:
+        raise Cancelled
+
     def kill(self) -> None:
         os.kill(self.group.pids[-1], signal.SIGKILL)
 
@@ -108,16 +108,9 @@ class Trial:
 
     def end_first_step(self, act: Callable[[], None], expected: type[BaseException]) -> None:
         """Calls `act` in the first step of a long run, which raises what is expected."""
-
-        def on_step(step: int, *_: Any) -> None:
-            if step == 0:
-                act()
-
-        try:
-            self._sample(LONG, on_step)
-        except expected:
-            return
-        raise AssertionError(f"the run was not ended by {expected.__name__}")
+        with suppress(expected):
+            self._sample(LONG, on_step=lambda step, *_: act() if step == 0 else None)
+            raise AssertionError(f"the run was not ended by {expected.__name__}")
 
     def end_recording(self, act: Callable[[], None], expected: type[BaseException]) -> Measurement:
         """Calls `act` in a run as soon as a rank reports that it records."""
@@ -126,23 +119,14 @@ class Trial:
             if any(rank.busy == "recording" for rank in self.group.activity.now.ranks):
                 act()
 
-        always = self._parallelism.with_options(cuda_graphs="on")
-        try:
-            self._sample(4, parallelism=always, watch=watch)
-        except expected:
-            return {}
-        return {"note": "nothing was recorded here, or too soon to be seen"}
+        with suppress(expected):
+            self._sample(4, "on", watch=watch)
+            return {"note": "nothing was recorded here, or too soon to be seen"}
+        return {}
 
-    def _sample(
-        self,
-        steps: int,
-        on_step: Callable[..., None] = lambda *_: None,
-        *,
-        parallelism: Parallelism | None = None,
-        watch: Callable[[], None] = lambda: None,
-    ) -> Tensor:
+    def _sample(self, steps: int, cuda_graphs: GraphsChoice = "auto", **callbacks: Any) -> Tensor:
         noise = torch.randn(1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
         job = demo_job("a red circle on a white background", noise, steps=steps, cfg=2.0)
-        degrees = parallelism or self._parallelism
-        samples: Tensor = self.group.run(spec(), degrees, job, on_step=on_step, watch=watch).value["samples"]
+        degrees = Parallelism(ring_degree=self._placement.world_size).with_options(cuda_graphs=cuda_graphs)
+        samples: Tensor = self.group.run(spec(), degrees, job, **callbacks).value["samples"]
         return samples

@@ -6,6 +6,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,19 +63,27 @@ class Setting:
 
 
 class Case(NamedTuple):
-    """The labels of a measurement, a function that measures it, and one that times it if no rank has failed."""
+    """The labels of a measurement, a function that measures it, one that times it if no rank has failed, and the
+    context in which both are called."""
 
     labels: Measurement
     measure: Callable[[], Measurement]
     clock: Callable[[], Measurement] | None = None
+    within: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def measurement_of(case: Case) -> Measurement:
     """Returns the complete measurement over all ranks. Collective."""
-    measurement = of_all_ranks(case.labels | _measured_or_failure(case.measure))
-    if case.clock is None or "failed" in measurement:
-        return measurement
-    return of_all_ranks(measurement | _measured_or_failure(case.clock))
+    with ExitStack() as context:
+
+        def measure() -> Measurement:
+            context.enter_context(case.within())
+            return case.measure()
+
+        measurement = of_all_ranks(case.labels | _measured_or_failure(measure))
+        if case.clock is None or "failed" in measurement:
+            return measurement
+        return of_all_ranks(measurement | _measured_or_failure(case.clock))
 
 
 def _measured_or_failure(act: Callable[[], Measurement]) -> Measurement:
@@ -133,10 +142,6 @@ class Clock:
     def __init__(self, run: Callable[[], Any], device: torch.device) -> None:
         self.run, self._device = run, device
         self._alone = 0.0
-
-    def cases(self, labels: Measurement) -> Iterator[Case]:
-        yield Case(labels | {"mode": "eager"}, self.eager)
-        yield Case(labels | {"mode": "recorded"}, self.recorded)
 
     def eager(self) -> Measurement:
         return self._measured(self.run)

@@ -3,9 +3,10 @@ against undivided on this one. Runs where `comfy` can be imported."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -16,6 +17,7 @@ from ...architectures.network_modules import blocks_of
 from ...engine.comm.mesh import ContextMesh, build_mesh
 from ...engine.split.parallelize import parallelize, unparallelize
 from ...engine.weights.prefetch import BlockPrefetcher, Buffers, rank_placement
+from ...engine.weights.sources import WeightSource
 from ...specs import Parallelism, WeightPlacement, WeightsMode
 from ...worker.comfy_loop.comfyui import named
 from ..networks import randomized
@@ -123,42 +125,40 @@ def _of_subject(
     def error() -> Measurement:
         return {"error": mean_error(clock.run(), plain)}
 
-    def case(words: str) -> Case:
-        return Case(labels | {"degrees": words}, error, None if setting.one_card else clock.eager)
-
-    def split(words: str, parallelism: Parallelism, mesh: ContextMesh, mode: WeightsMode) -> Iterator[Case]:
-        with divided(network, mesh, parallelism), placed_weights(network, WeightPlacement(mode=mode), mesh, device):
-            yield case(words if mode == "replicate" else f"{words}, {mode}")
+    def case(words: str, within: Callable[[], AbstractContextManager[None]] = nullcontext) -> Case:
+        return Case(labels | {"degrees": words}, error, None if setting.one_card else clock.eager, within)
 
     yield case("ComfyUI's own")
     for number, (words, parallelism) in enumerate([*parallelisms(setting.world_size)] or [("1 rank", Parallelism())]):
         mesh = build_mesh(parallelism, device)
         for mode in get_args(WeightsMode) if number == 0 else ("replicate",):
             if mode != "shard" or setting.world_size > 1:
-                yield from unbroken(labels | {"degrees": f"{words}, {mode}"}, split(words, parallelism, mesh, mode))
+                degrees = words if mode == "replicate" else f"{words}, {mode}"
+                yield case(degrees, partial(divided, network, mesh, parallelism, mode))
 
 
 @contextmanager
-def divided(network: nn.Module, mesh: ContextMesh, parallelism: Parallelism) -> Iterator[None]:
-    parallelize(network, plan_of(network).plan, mesh, parallelism)
-    try:
-        yield
-    finally:
-        unparallelize(network)
-
-
-@contextmanager
-def placed_weights(
-    network: nn.Module, placement: WeightPlacement, mesh: ContextMesh, device: torch.device
+def divided(
+    network: nn.Module, mesh: ContextMesh, parallelism: Parallelism, mode: WeightsMode = "replicate"
 ) -> Iterator[None]:
-    """Places the weights of all blocks by `placement` in this context; the original weights stay too."""
-    of_rank = rank_placement(placement, mesh.context, device, Buffers(device))
-    if of_rank is None:
+    """Splits the network over `mesh` in this context, with the weights of its blocks placed by `mode`."""
+    plan, device = plan_of(network).plan, next(network.parameters()).device
+    placement = rank_placement(WeightPlacement(mode=mode), mesh.context, device, Buffers(device))
+    with ExitStack() as undo:
+        parallelize(network, plan, mesh, parallelism)
+        undo.callback(unparallelize, network)
+        if placement is not None:
+            undo.enter_context(prefetched(network, blocks_of(network, plan), placement.source(), placement.buffers))
         yield
-        return
-    blocks = blocks_of(network, plan_of(network).plan)
+
+
+@contextmanager
+def prefetched(
+    network: nn.Module, blocks: Sequence[nn.Module], source: WeightSource, buffers: Buffers
+) -> Iterator[None]:
+    """Has the weights of these blocks fetched from `source` in this context; the original weights stay too."""
     original = {module: dict(module._parameters) for block in blocks for module in block.modules()}
-    prefetcher = BlockPrefetcher(network, of_rank.source(), of_rank.buffers)
+    prefetcher = BlockPrefetcher(network, source, buffers)
     try:
         for block in blocks:
             prefetcher.add(block)

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...engine.weights.prefetch import BlockPrefetcher, Buffers
+from ...engine.weights.prefetch import Buffers
 from ...engine.weights.sources import HostWeights
 from .measuring import NEEDS_CUDA, Case, Measurement, Setting, clocked, mean_error
+from .network_cases import prefetched
 
 BLOCKS, WIDTH, BATCH = 8, 4096, 512
 
@@ -47,15 +48,9 @@ def offloaded(device: torch.device, *, locks: bool, width: int = WIDTH) -> Measu
     blocks = [nn.Linear(width, width, device=device, dtype=dtype) for _ in range(BLOCKS)]
     network, x = nn.Sequential(*blocks), torch.randn(BATCH, width, device=device, dtype=dtype)
     exact = network(x)
-    prefetcher = BlockPrefetcher(network, HostWeights(device, [0], 0, staged=True), Buffers(device))
-    with nullcontext() if locks else nothing_locked():
-        try:
-            for block in blocks:
-                prefetcher.add(block)
-            prefetcher.seal()
-            measurement = {"error": mean_error(network(x), exact)} | clocked(partial(network, x), device)
-        finally:
-            prefetcher.close()
+    source = HostWeights(device, [0], 0, staged=True)
+    with nullcontext() if locks else nothing_locked(), prefetched(network, blocks, source, Buffers(device)):
+        measurement = {"error": mean_error(network(x), exact)} | clocked(partial(network, x), device)
     torch.ones(1, device=device)
     return measurement
 

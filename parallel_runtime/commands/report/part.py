@@ -37,10 +37,11 @@ FOLDER, PARENT = "REPORT_FOLDER", "REPORT_PARENT"
 MEASUREMENTS, OUTPUT, STORE = "measurements", "output", "store"  # files in FOLDER
 GRACE_SECONDS = 5.0  # for the other ranks to end after one has failed
 WORDS = 600  # characters of a process' last output
+NO_TIME, MORE_TIME = "not measured for lack of time", "--minutes gives more, --only fewer parts"
 
 
 def measurements_of(part: str, setting: Setting, *, processes: int, seconds: float) -> Iterator[Measurement]:
-    """Yields what `processes` ranks measure; where they fail or take too long a last measurement says so."""
+    """Yields what `processes` ranks measure; where they fail, or their time is over, a last measurement says so."""
     with tempfile.TemporaryDirectory() as name, Path(name, MEASUREMENTS).open("w+") as file:
         folder = Path(name)
         ranks = [_start(part, setting, rank, processes, folder) for rank in range(processes)]
@@ -58,7 +59,7 @@ def measurements_of(part: str, setting: Setting, *, processes: int, seconds: flo
         yield from map(json.loads, file)
         codes = [each.wait() for each in ranks]
         if running and not failed:
-            yield {"what": REMAINING_CASES, "failed": f"not done after {seconds:.0f} s: too slow, or it hangs"}
+            yield {"what": REMAINING_CASES, "note": f"{NO_TIME}, unless it hangs: it had {seconds:.0f} s; {MORE_TIME}"}
         elif any(codes):
             last = " ".join((folder / OUTPUT).read_text()[-WORDS:].split())
             ended = ", ".join(f"rank {rank} with {code}" for rank, code in enumerate(codes) if code)

@@ -4,7 +4,7 @@ CUDA graph, compiled and recorded. What it computes is garbage: only times count
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -46,28 +46,31 @@ def fake_group(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@contextmanager
+def rank_share(
+    network: nn.Module, parallelism: Parallelism, device: torch.device, *, compiled: bool = False
+) -> Iterator[None]:
+    """Has the network compute the first rank's share in this context."""
+    with ExitStack() as undo:
+        undo.enter_context(fake_group(parallelism.world_size))
+        undo.enter_context(divided(network, build_mesh(parallelism, device), parallelism))
+        if compiled:
+            undo.callback(compile_blocks(blocks_of(network, plan_of(network).plan, carrying=True), Compilation()))
+        yield
+
+
 def _of_subject(subject: Subject, labels: Measurement, device: torch.device) -> Iterator[Case]:
     network, inputs = subject.build(torch.bfloat16, device), subject.inputs(device)
     clock = Clock(lambda: network(**inputs, transformer_options={}), device)
-    yield from clock.cases(labels | {"degrees": "1 rank"})
-    for world_size in WORLD_SIZES:
-        with fake_group(world_size):
-            for words, parallelism in degrees(world_size):
-                with divided(network, build_mesh(parallelism, device), parallelism):
-                    yield from clock.cases(labels | {"degrees": words})
+    modes = {"eager": clock.eager, "recorded": clock.recorded}
+    for mode, measure in modes.items():
+        yield Case(labels | {"degrees": "1 rank", "mode": mode}, measure)
+    for words, parallelism in (each for world_size in WORLD_SIZES for each in degrees(world_size)):
+        within = partial(rank_share, network, parallelism, device)
+        for mode, measure in modes.items():
+            yield Case(labels | {"degrees": words, "mode": mode}, measure, within=within)
+    compiled = clock.recorded if device.type == "cuda" else partial(dict, note=NO_GRAPHS)
     for world_size in (8, 1, 4, 2):  # last, since compiling takes its time
-        degree = f"Ulysses {world_size}" if world_size > 1 else "1 rank"
-        compiled = labels | {"degrees": degree, "mode": "compiled and recorded"}
-        yield Case(compiled, partial(_compiled, network, clock, world_size, device))
-
-
-def _compiled(network: nn.Module, clock: Clock, world_size: int, device: torch.device) -> Measurement:
-    if device.type != "cuda":
-        return {"note": NO_GRAPHS}
-    parallelism, plan = Parallelism(ulysses_degree=world_size), plan_of(network).plan
-    with fake_group(world_size), divided(network, build_mesh(parallelism, device), parallelism):
-        undo = compile_blocks(blocks_of(network, plan, carrying=True), Compilation())
-        try:
-            return clock.recorded()
-        finally:
-            undo()
+        words = f"Ulysses {world_size}" if world_size > 1 else "1 rank"
+        within = partial(rank_share, network, Parallelism(ulysses_degree=world_size), device, compiled=True)
+        yield Case(labels | {"degrees": words, "mode": "compiled and recorded"}, compiled, within=within)

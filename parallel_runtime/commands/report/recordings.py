@@ -4,7 +4,7 @@ replays give the same bits, what a replay consists of, and whether the memory of
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -70,7 +70,7 @@ class Trial:
         yield Case(labels | {"mode": "eager"}, self._eager)
         yield Case(labels | {"mode": "auto"}, self._auto)
         yield Case(labels | {"mode": f"{REPLAYS} replays"}, self._replays)
-        yield Case(labels | {"mode": "one replay"}, self._one_replay)
+        yield Case(labels | {"mode": "one replay"}, partial(timeline_of, self._once, self._device))
         for run in (1, 2, 3) if self._alone and self._device.type == "cuda" else ():
             yield Case(labels | {"mode": f"run {run} on a full device"}, partial(self._on_a_full_device, run))
         yield Case(labels | {"mode": "after its recordings were dropped"}, self._dropped)
@@ -117,9 +117,6 @@ class Trial:
         assert not differing, f"{differing} of {len(samples)} runs gave other numbers than the eager one"
         return measurement
 
-    def _one_replay(self) -> Measurement:
-        return timeline_of(self._once) if self._device.type == "cuda" else {"note": NEEDS_CUDA}
-
     def _once(self) -> Any:
         return self._model.network(**self._prompts[0], transformer_options={})
 
@@ -129,7 +126,8 @@ class Trial:
         if run == 1:
             self._model.graph_runner.discard()
         graph_bytes = self._model.graph_runner.stats.bytes
-        ballast = self._ballast(max(0, self._needed + MARGIN - graph_bytes))
+        excess_bytes = max(0, self._free() - max(0, self._needed + MARGIN - graph_bytes))
+        ballast = torch.empty(excess_bytes, dtype=torch.uint8, device=self._device)
         reading = readings(self._device, [self._model], self._mesh.context.group_state)
         weights = sum(model.resident for model in reading.weights)
         lack = shortage(
@@ -149,11 +147,6 @@ class Trial:
         self._model.graph_runner.choice = "auto"
         return {"gib": taken / GIB, "note": "still taken"}
 
-    def _ballast(self, free: int) -> Sequence[Tensor]:
-        """Allocates memory so that `free` bytes of the device stay free for this rank."""
-        excess = self._free() - free
-        return [torch.empty(excess, dtype=torch.uint8, device=self._device)] if excess > 0 else []
-
     def _free(self) -> int:
         gc.collect()
         if self._device.type == "cpu":
@@ -171,7 +164,10 @@ class Span(NamedTuple):
     end: float
 
 
-def timeline_of(run: Callable[[], Any]) -> Measurement:
+def timeline_of(run: Callable[[], Any], device: torch.device) -> Measurement:
+    """Returns what one run consists of on a GPU."""
+    if device.type != "cuda":
+        return {"note": NEEDS_CUDA}
     run()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         run()

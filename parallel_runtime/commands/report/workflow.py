@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import runpy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ FILES = {
     ".wav", ".mp3", ".flac",
 }  # fmt: skip
 AFTER_A_SEED = ("fixed", "randomize", "increment", "decrement")
+KEPT_OF_A_GRAPH = ("version", "last_node_id", "last_link_id", "state")
 KEPT_OF_A_NODE = ("id", "type", "mode")
 KEPT_OF_A_SOCKET = ("name", "type", "link", "links", "shape")
 VERSIONS = ("cnr_id", "ver")
@@ -67,7 +68,7 @@ def summary(workflow: Any, class_of: Callable[[str], str]) -> Json:
     return {
         name: {
             "class_type": call["class_type"],
-            "inputs": {key: _value(key, value, class_of) for key, value in (call.get("inputs") or {}).items()},
+            "inputs": _value("", call.get("inputs") or {}, class_of),
         }
         for name, call in calls.items()
     }
@@ -81,37 +82,33 @@ def _read(file: Path) -> Any:
 
 
 def _graph(graph: Mapping[str, Any], class_of: Callable[[str], str]) -> Json:
-    kept: Json = {"nodes": [_node(node, class_of) for node in graph["nodes"] if isinstance(node, dict)]}
-    kept["links"] = graph.get("links") or []
-    for key in ("id", "version", "last_node_id", "last_link_id", "state"):
-        if key in graph and not (key == "id" and "inputs" not in graph):
-            kept[key] = graph[key]
+    kept = _only(graph, KEPT_OF_A_GRAPH) | {"links": graph.get("links") or []}
+    kept["nodes"] = [_node(node, class_of) for node in graph["nodes"] if isinstance(node, dict)]
     for side in ("inputNode", "outputNode"):
         if isinstance(graph.get(side), dict):
-            kept[side] = {key: graph[side][key] for key in ("id", "bounding") if key in graph[side]}
+            kept[side] = _only(graph[side], ("id", "bounding"))
     if "inputs" in graph:  # a subgraph, whose sockets its links name by their place
-        kept["name"] = "subgraph"
+        kept |= _only(graph, ("id",)) | {"name": "subgraph"}
         for side in ("inputs", "outputs"):
-            kept[side] = [
-                {key: socket[key] for key in ("id", "name", "type", "linkIds") if key in socket}
-                for socket in graph.get(side) or []
-            ]
-    inner = (graph.get("definitions") or {}).get("subgraphs") or []
-    if inner:
+            kept[side] = [_only(socket, ("id", "name", "type", "linkIds")) for socket in graph.get(side) or []]
+    if inner := (graph.get("definitions") or {}).get("subgraphs"):
         kept["definitions"] = {"subgraphs": [_graph(subgraph, class_of) for subgraph in inner]}
     return kept
 
 
+def _only(source: Mapping[str, Any], keys: Iterable[str]) -> Json:
+    return {key: source[key] for key in keys if key in source}
+
+
 def _node(node: Mapping[str, Any], class_of: Callable[[str], str]) -> Json:
-    kept: Json = {key: node[key] for key in KEPT_OF_A_NODE if key in node}
-    kept["pos"], kept["size"], kept["flags"], kept["order"] = [0, 0], [200, 100], {}, node.get("order", 0)
-    properties = node.get("properties") or {}
-    kept["properties"] = {key: properties[key] for key in VERSIONS if isinstance(properties.get(key), str)}
+    kept = _only(node, KEPT_OF_A_NODE) | {"pos": [0, 0], "size": [200, 100], "flags": {}, "order": node.get("order", 0)}
+    versions = _only(node.get("properties") or {}, VERSIONS)
+    kept["properties"] = {key: version for key, version in versions.items() if isinstance(version, str)}
     for side in ("inputs", "outputs"):
         kept[side] = [_socket(socket) for socket in node.get(side) or []]
     values = node.get("widgets_values")
     if isinstance(values, dict):
-        kept["widgets_values"] = {key: _value(key, value, class_of) for key, value in values.items()}
+        kept["widgets_values"] = _value("", values, class_of)
     elif isinstance(values, list):
         names = _widget_names(node, values)
         kept["widgets_values"] = [_value(next(names, ""), value, class_of) for value in values]
@@ -119,7 +116,7 @@ def _node(node: Mapping[str, Any], class_of: Callable[[str], str]) -> Json:
 
 
 def _socket(socket: Mapping[str, Any]) -> Json:
-    kept = {key: socket[key] for key in KEPT_OF_A_SOCKET if key in socket}
+    kept = _only(socket, KEPT_OF_A_SOCKET)
     if isinstance(socket.get("widget"), dict):
         kept["widget"] = {"name": socket["widget"].get("name")}
     return kept
@@ -149,13 +146,10 @@ def _value(name: str, value: Any, class_of: Callable[[str], str]) -> Any:
     ending = os.path.splitext(value)[1].lower()
     if ending in FILES:
         return f"{class_of(value) or 'file'}{ending}"
-    if name.rpartition(".")[2] in CHOICES and _is_word(value):
+    is_word = len(value) <= LONGEST and all(letter.isalnum() or letter in PUNCTUATION for letter in value)
+    if not value or (is_word and name.rpartition(".")[2] in CHOICES):
         return value
-    return f"text of {len(value)} characters" if value else ""
-
-
-def _is_word(value: str) -> bool:
-    return 0 < len(value) <= LONGEST and all(letter.isalnum() or letter in PUNCTUATION for letter in value)
+    return f"text of {len(value)} characters"
 
 
 def _classes(comfyui: str) -> Callable[[str], str]:
@@ -189,9 +183,7 @@ def _network_class(path: Path) -> str:
 
 def _comfyui_version(comfyui: str) -> str | None:
     file = Path(comfyui, "comfyui_version.py")
-    if not comfyui or not file.is_file():
-        return None
-    return str(runpy.run_path(str(file)).get("__version__"))
+    return str(runpy.run_path(str(file)).get("__version__")) if comfyui and file.is_file() else None
 
 
 def version_of(package: str) -> str | None:
