@@ -7,13 +7,14 @@ open (0) are filled in: the two branches of guidance first, then Ulysses as far 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from ..errors import Refused
 from ..specs import Parallelism, Placement, WeightPlacement, WeightsMode
-from .memory_model import FETCHED_MODES, SIMILAR_RATIO, MemoryModel, hardly_better
+from .memory_model import FETCHED_MODES, SIMILAR_RATIO, MemoryModel
 from .plan_inputs import PlanInputs
 from .request_checks import check_placement, check_request, check_workers, unused_shares
 from .run_plan import RunPlan
@@ -255,12 +256,14 @@ def _automatic(memory: MemoryModel, before: WeightPlacement | None) -> Sequence[
 
 
 def _most_resident(mode: WeightsMode, memory: MemoryModel, before: WeightPlacement | None) -> WeightPlacement | None:
-    """Returns the placement with as many resident blocks as fit, or the workers' present one if that is hardly worse;
-    None where none fits."""
-    best, workers = memory.most_resident(mode), memory.degrees.world_size
+    """Returns the placement with as many resident blocks as fit, or the workers' present one if that has at most a
+    tenth of the blocks less, which is not worth loading the model anew; None where none fits."""
+    best = memory.most_resident(mode)
     if best is None or before is None or before.mode != mode or not memory.fits(before):
         return best
-    return before if hardly_better(best, before, memory.blocks, workers) else best
+    ranks = range(memory.degrees.world_size)
+    gained = [best.resident_blocks_on(rank) - before.resident_blocks_on(rank) for rank in ranks]
+    return before if min(gained) >= 0 and max(gained) <= math.ceil(memory.blocks / 10) else best
 
 
 def _requested(mode: WeightsMode, memory: MemoryModel, before: WeightPlacement | None) -> tuple[WeightPlacement, bool]:

@@ -7,7 +7,6 @@ stays empty where `auto` fills a device with blocks: room for what is not counte
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -230,12 +229,6 @@ class MemoryModel:
 
     def _block_buffers(self, resident: int) -> int:
         return BLOCK_BUFFERS * max(self.work.network.blocks) if resident < self.blocks else 0
-
-
-def hardly_better(best: WeightPlacement, before: WeightPlacement, blocks: int, workers: int) -> bool:
-    """Returns whether `best` has at most a tenth of the blocks more than `before`: not worth loading the model anew."""
-    gained = [best.resident_blocks_on(rank) - before.resident_blocks_on(rank) for rank in range(workers)]
-    return min(gained) >= 0 and max(gained) <= math.ceil(blocks / 10)
 
 
 def estimate_activation_bytes(work: Work, degrees: Parallelism) -> tuple[int, ...]:
