@@ -27,6 +27,7 @@ NETWORK = Architecture(
     name="Lumina 2 or Z-Image",
     kinds=("comfy.ldm.lumina.model:NextDiT",),
     plan=SplitPlan((REFINER, LAYERS, ModulePlan("final_layer", {"x": Gather(JOINT)}))),
+    padded=lambda net: net.patch_size,
 )
 PIXELS = replace(
     NETWORK,
