@@ -91,6 +91,7 @@ class VAEJob:
     """One call of a VAE's `method` on x [B, C, (T,) H, W], whose rows are divided in multiples of `unit`.
 
     The ranks write the result [shape] of `dtype` into the request's SharedOutput, from element `offset` on.
+    `output` is its memory file, which a worker gets beside the job.
     `random_states` are the host's generator states by device type. `chunk_bytes` is the free memory that ComfyUI would
     use on the host where a VAE splits time by it. `weights` is the state dict, None where the workers have it.
     `shares` are proportions of rows for each rank of ComfyUI's machine; empty for equal ones.
@@ -106,6 +107,7 @@ class VAEJob:
     chunk_bytes: int
     weights: dict[str, Tensor] | None
     shares: list[int] = field(default_factory=list)
+    output: int | None = None
 
 
 Job = SamplingJob | EvaluationJob | DemoJob | VAEJob

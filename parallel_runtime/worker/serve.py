@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 import typing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,6 @@ from .process.agent import AGENT_PID, die_when, end_parent
 from .process.broadcast import payload
 from .process.progress import Cancelled, Progress
 from .process.rank_memory import is_out_of_memory, out_of_memory, readings
-from .vaes import VAEs
 
 TOKEN = "CP_TOKEN"
 
@@ -44,8 +44,8 @@ class Worker:
         self._channel = channel
         self._device = device
         self._models = Models(device, loaders)
-        self._vaes = VAEs(device)
-        self._loops: dict[type, Loop] = {VAEJob: self._vaes, **loops}
+        self._loops = loops
+        self._output: int | None = None  # the memory file of the next request's result, of a VAE
 
     def joined(self) -> Joined:
         """Measures this rank's speeds and memory. Collective."""
@@ -85,15 +85,14 @@ class Worker:
                         self._models.free(model, after)
                     self._channel.send(Done(job, readings=self._readings()))
                 case MapOutput():
-                    assert bundle is not None
-                    self._vaes.map_output(bundle)
+                    self._output = bundle
                 case Cancel():
                     pass  # it lost the race with the answer
 
     def _answer(self, request: Run, bundle: int) -> tuple[Done, int | None]:
         """Runs a job and returns its answer. A refusal is one too: this rank then waits for the next job, and the host
         checks that all ranks refused."""
-        job = read_job(read_bundle(bundle))
+        job = read_job(read_bundle(bundle), self._output)
         now, state = event_factory(self._device), self._models.group_state
         progress = Progress(self._channel, request.job, self._readings, state, now)
         try:
@@ -101,7 +100,9 @@ class Worker:
         except Refused as refused:
             refusal = Refusal.of(refused)
         finally:
-            self._vaes.close_output()
+            if self._output is not None:
+                os.close(self._output)
+                self._output = None
         self._models.recover()
         return Done(request.job, refused=refusal, readings=progress.readings()), None
 
@@ -125,9 +126,10 @@ class Worker:
         return readings(self._device, self._models.loaded, self._models.group_state)
 
 
-def read_job(fields: dict[str, Any]) -> Job:
+def read_job(fields: dict[str, Any], output: int | None = None) -> Job:
     kinds = {kind.__name__: kind for kind in typing.get_args(Job)}
-    return kinds[fields.pop("kind")](**fields)
+    job: Job = kinds[fields.pop("kind")](**fields)
+    return replace(job, output=output) if isinstance(job, VAEJob) else job
 
 
 def main(address: str) -> None:

@@ -24,4 +24,5 @@ def start(setup: ComfySetup, device: torch.device) -> tuple[dict[type, Loop], di
 
     load_model = partial(load, AdditionalModels())
     loaders: dict[type, Load] = {SamplingJob: load_model, EvaluationJob: load_model, VAEJob: autoencoder.load}
-    return {SamplingJob: run, EvaluationJob: evaluate}, loaders
+    loops: dict[type, Loop] = {SamplingJob: run, EvaluationJob: evaluate, VAEJob: partial(autoencoder.run, {})}
+    return loops, loaders

@@ -1,28 +1,49 @@
-"""Loads one of ComfyUI's VAEs on this rank: with the function that loaded it in ComfyUI, or from its weights."""
+"""ComfyUI's VAEs on this rank: each is loaded with the function that loaded it in ComfyUI, or from its weights, and
+runs its own forward on its rows."""
 
 from __future__ import annotations
 
 import json
+import mmap
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import count
+from math import prod
+from typing import Any
 
 import comfy.sd
 import torch
 from torch import Tensor, nn
 
 from ...architectures.autoencoders import COMPARED, kind_of, name_of
-from ...engine.comm.ranks import machine
-from ...engine.rows.conversion import leave_undivided
+from ...engine.comm.mesh import MeshDim, participating_ranks
+from ...engine.comm.ranks import machine, machine_ranks
+from ...engine.comm.votes import refuse_on_all_ranks
+from ...engine.rows.conversion import Conversion, error_limit, leave_undivided, share_of
+from ...engine.rows.row_share import Share
+from ...engine.split.streams import chunk_sizes
 from ...errors import Refused
 from ...jobs import Job, VAEJob
 from ...loading.fingerprint import model_fingerprint
 from ...loading.mapped import Mapped, load_mapped
-from ...specs import ModelSpec
-from ..vaes import VAE
+from ...loading.random_states import random_states, set_random_states
+from ...specs import ModelSpec, Parallelism
+from ..models import Model
+from ..process.progress import Progress
 from .comfyui import named
 
 NO_LIMIT_GIB = 1e9
+VOTE_EVERY = 32  # divided functions between two votes; a cancel waits for as many
+Trials = dict[tuple[ModelSpec, str, tuple[int, ...], int, bool], Refused | None]  # None for one that succeeded
+
+
+class VAE(Model):
+    """A VAE, whose network is never split: Conversion divides the functions of its forward as they run."""
+
+    def split(self, parallelism: Parallelism) -> None:
+        pass
 
 
 def load(spec: ModelSpec, device: torch.device, on_progress: Callable[[float], None], job: Job) -> VAE:
@@ -81,3 +102,96 @@ def uniform_chunk_bytes(function: str, bytes_: int, local_rows: int, rows: int) 
         yield
     finally:
         setattr(module, name, original)
+
+
+def run(trials: Trials, vae: VAE, job: VAEJob, progress: Progress) -> dict[str, Any]:
+    """Returns {"random_states": as the run left them}. Only ranks of ComfyUI's machine decode and encode: pixels are
+    too large to send to other machines. Raises Refused, on all ranks at the same place."""
+    rows = _rows_by_rank(max(job.x.shape[-2:]) // job.unit, tuple(job.shares))
+    ranks = participating_ranks(rows, vae.device) if machine() == 0 else None
+    if ranks is not None:
+        share = share_of(job.x, job.unit, ranks)
+        chunked = partial(uniform_chunk_bytes, COMPARED[vae.spec.kind].chunk_size, job.chunk_bytes)
+        work = Conversion(vae.network, job.method, vae.device, chunked)
+        _test(trials, vae.spec, work, job.x, share)
+        set_random_states(job.random_states, vae.device)
+        with report_progress(progress, ranks, vae.network, job) as tick:
+            work.run(job.x, share, place=share.split(_output(job)), tick=tick)
+    return {"random_states": random_states(vae.device)}
+
+
+def _test(trials: Trials, spec: ModelSpec, work: Conversion, x: Tensor, share: Share) -> None:
+    """Compares a small conversion on these ranks with one on a single rank, once for each spec, method and set of
+    ranks. Raises Refused, on all ranks, where they differ."""
+    if share.ranks.size == 1:
+        return
+    key = (spec, work.method, share.ranks.ranks, share.dim, x.ndim == 5 and x.shape[2] > 1)
+    if key not in trials:
+        trials[key] = None
+        try:
+            with refuse_on_all_ranks(share.ranks):
+                _compare(work, x, share)
+        except Refused as failed:
+            trials[key] = failed
+    if (refused := trials[key]) is not None:
+        raise refused.with_traceback(None)
+
+
+def _output(job: VAEJob) -> Tensor:
+    """Returns the full result, as a view of ComfyUI's own memory."""
+    assert job.output is not None
+    dtype = getattr(torch, job.dtype)
+    memory = mmap.mmap(job.output, 0)
+    flat = torch.frombuffer(memory, dtype=dtype, count=prod(job.shape), offset=job.offset * dtype.itemsize)
+    return flat.view(job.shape)
+
+
+def _rows_by_rank(rows: int, shares: tuple[int, ...]) -> list[int]:
+    """Returns the rows of each rank of ComfyUI's machine; rank 0 has at least one, since it reports for all."""
+    sizes = list(chunk_sizes(rows, shares or len(machine_ranks())))
+    if not sizes[0]:
+        sizes[sizes.index(max(sizes))] -= 1
+        sizes[0] = 1
+    return sizes
+
+
+def _compare(work: Conversion, x: Tensor, share: Share) -> None:
+    """Raises Refused where a conversion divided over ranks differs from one on a single rank by more than rounding."""
+    try:
+        error = work.self_test(x, share)
+    except Refused as refused:
+        raise Refused("vae.undivided", reason=refused.sentence) from None
+    allowed = error_limit(x.dtype)
+    if not error <= allowed:
+        raise Refused("vae.inexact", error=f"{error:.1e}", allowed=f"{allowed:.0e}")
+
+
+@contextmanager
+def report_progress(progress: Progress, ranks: MeshDim, model: nn.Module, job: VAEJob) -> Iterator[Callable[[], None]]:
+    """Reports heartbeats and frames, and cancels all ranks together, while a VAE runs in this context. Yields a
+    function to call before each divided function."""
+    ticks, frames = count(1), 0
+    total = (job.shape if job.method == "decode" else job.x.shape)[2] if job.x.ndim == 5 else 0
+    layer = _frame_layer(model, job.method) if total > 1 else None
+
+    def tick() -> None:
+        progress.heartbeat()
+        if next(ticks) % VOTE_EVERY == 0:
+            progress.vote(ranks)
+
+    def count_frames(_: nn.Module, args: Any, out: Any) -> None:
+        nonlocal frames
+        if (tensor := next((value for value in (out, *args) if isinstance(value, Tensor)), None)) is not None:
+            frames += tensor.shape[2] if tensor.ndim == 5 else tensor.shape[0]
+            progress.report_frames(min(frames, total), total)
+
+    progress.vote(ranks)
+    with layer.register_forward_hook(count_frames) if layer else nullcontext():
+        yield tick
+
+
+def _frame_layer(model: nn.Module, method: str) -> nn.Module | None:
+    """Returns a layer that every frame passes once: the decoder's last convolution, or the encoder's first."""
+    part = getattr(model, "decoder" if method == "decode" else "encoder", None)
+    convs = [module for module in part.modules() if isinstance(module, nn.Conv2d | nn.Conv3d)] if part else []
+    return (convs[-1] if method == "decode" else convs[0]) if convs else None
