@@ -5,7 +5,6 @@ The residuals that it returns are this rank's rows too. RowDivision, which divid
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +30,6 @@ class ControlRowDivision(RowDivision):
     def _adopt(self, name: str, module: nn.Module) -> None:
         if name.rpartition(".")[2] in self._plan.averaged:
             self.enter_context(module.register_forward_pre_hook(self._mean_of_all))
-        elif _is_control_lora_convolution(module):
-            self._replace(module, "forward", partial(self._across_rows, module.forward))
         else:
             super()._adopt(name, module)
 
@@ -77,9 +74,3 @@ class ControlRowDivision(RowDivision):
         (means,) = all_gather_v(args[0].float()[None], [1] * len(rows), levels.ranks).wait()
         shares = torch.tensor([each / sum(rows) for each in rows], device=means.device)
         return (torch.tensordot(shares, means, 1).to(args[0]), *args[1:])
-
-
-def _is_control_lora_convolution(module: nn.Module) -> bool:
-    """Returns whether it is the convolution of ComfyUI's Control-LoRA, which is no subclass of torch's."""
-    size = getattr(module, "kernel_size", 1)
-    return not isinstance(module, nn.Conv2d | nn.Conv3d) and (size if isinstance(size, int) else max(size)) > 1

@@ -263,9 +263,8 @@ def _is_normed_convolution(layers: list[nn.Module]) -> bool:
 
 
 def _looks_across(module: nn.Module) -> bool:
-    if isinstance(module, nn.Conv2d | nn.Conv3d):
-        return max(module.kernel_size[-2:]) > 1
-    return isinstance(module, nn.GroupNorm | nn.AvgPool2d)
+    size = getattr(module, "kernel_size", 1)  # the convolution of ComfyUI's Control-LoRA is no subclass of torch's
+    return isinstance(module, nn.GroupNorm) or (size if isinstance(size, int) else max(size[-2:])) > 1
 
 
 HANDLERS: Handlers = {
