@@ -34,6 +34,7 @@ from .context_attention import ContextAttention
 Attention = Callable[..., Tensor]  # ComfyUI's, called as its optimized_attention
 Override = Callable[..., Tensor]  # called with the native attention function, then with its arguments
 
+OVERRIDE = "optimized_attention_override"  # ComfyUI's option for one
 _NO_SCOPE = -1  # the index outside of all scopes
 _LOW_PRECISION = "low_precision_attention"  # ComfyUI's word: False where a kernel that quantises would be wrong
 _CALLER_OPTIONS = ("transformer_options", "_inside_attn_wrapper")
@@ -176,6 +177,19 @@ class AttentionOverride(BackendOverride):
         self._scope_specs: list[AttentionSpecs] = []  # by scope
         self._attentions: dict[tuple[Cross, AttentionBackend], ContextAttention] = {}
 
+    def begin(self, previous: Override | None) -> None:
+        """Begins a forward, for which a node has set the override `previous`. Wrapped functions use this one until
+        `end`."""
+        if previous is not None and self._mesh.ring.size > 1:
+            raise Refused("attention.node", widget="ring_degree", option=OVERRIDE)
+        self.previous = previous
+        _ACTIVE[:] = [self]
+
+    def end(self) -> None:
+        _ACTIVE.clear()
+        self.active_scopes.clear()
+        self.split_calls = 0
+
     def scope_index(self, over: AttentionSpecs) -> int:
         """Returns the index of a scope, a new one for new specs."""
         if over not in self._scope_specs:
@@ -254,11 +268,6 @@ def _four_dims(mask: Tensor | None) -> Tensor | None:
     return mask[None, None] if mask.ndim == 2 else mask.unsqueeze(1)
 
 
-def set_active(override: Override | None) -> None:
-    """Sets the override that wrapped functions use from now on; None for none."""
-    _ACTIVE[:] = [] if override is None else [override]
-
-
 @contextmanager
 def wrap_modules(modules: Sequence[str]) -> Iterator[None]:
     """Wraps the attention functions of these modules within this context."""
@@ -267,7 +276,7 @@ def wrap_modules(modules: Sequence[str]) -> Iterator[None]:
         if _USERS[name] == 1:
             _wrap(sys.modules[name])
     yield
-    set_active(None)
+    _ACTIVE.clear()
     for name in modules:
         _USERS[name] -= 1
         if not _USERS[name]:
@@ -300,7 +309,7 @@ def _with_override(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(function)
     def call_with_override(*args: Any, **kwargs: Any) -> Tensor:
         if _ACTIVE and not kwargs.get("transformer_options"):
-            kwargs["transformer_options"] = {"optimized_attention_override": _ACTIVE[0]}
+            kwargs["transformer_options"] = {OVERRIDE: _ACTIVE[0]}
         return function(*args, **kwargs)
 
     return call_with_override

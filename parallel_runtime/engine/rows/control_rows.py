@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ...architectures.control_networks import ControlRowPlan
+from ..attention.attention_override import OVERRIDE
 from ..comm.collectives import all_gather_v
 from .levels import Levels
-from .row_division import OVERRIDE, Forward, RowDivision, split_residuals
+from .row_division import Forward, RowDivision, split_residuals
 
 
 class ControlRowDivision(RowDivision):

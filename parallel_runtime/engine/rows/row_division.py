@@ -20,10 +20,9 @@ from torch import Size, Tensor, nn
 
 from ...architectures.row_plan import CascadeRowPlan, RowPlan
 from ...architectures.split_plan import TEXT, Cross
-from ...errors import Refused
 from ...loading.random_states import random_states, set_random_states
 from ...specs import Parallelism
-from ..attention.attention_override import AttentionOverride, backend_override, set_active, wrap_modules
+from ..attention.attention_override import OVERRIDE, AttentionOverride, backend_override, wrap_modules
 from ..comm.mesh import ContextMesh
 from ..comm.shared_scales import shared_input_scales
 from . import functions
@@ -31,7 +30,6 @@ from .full_patches import FullPatches
 from .levels import Levels, LevelTokens, NoLevel, levels_of
 from .row_share import Handlers, RowFunctions
 
-OVERRIDE = "optimized_attention_override"
 ATTENTION = "comfy.ldm.modules.attention"
 Forward = Callable[..., Any]
 ControlResiduals = dict[str, list[Any]]  # by kind; None for a block that has none
@@ -121,17 +119,13 @@ class RowDivision(ExitStack):
 
     @contextmanager
     def _dividing(self, levels: Levels, previous: Any) -> Iterator[None]:
-        if previous is not None and self._mesh.ring.size > 1:
-            raise Refused("attention.node", widget="ring_degree", option=OVERRIDE)
-        self._override.previous = previous
+        self._override.begin(previous)
         self._levels = levels
         self._tokens.begin(levels)
-        set_active(self._override)
         try:
             yield
         finally:
-            set_active(None)
-            self._override.active_scopes.clear()
+            self._override.end()
             self._tokens.begin(None)
             levels.source.clear()
             self._levels = None

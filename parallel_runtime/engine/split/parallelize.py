@@ -22,12 +22,12 @@ from ...architectures.row_plan import CascadeRowPlan, RowPlan
 from ...architectures.split_plan import SplitPlan
 from ...errors import Refused
 from ...specs import Parallelism
-from ..attention.attention_override import AttentionOverride, set_active, wrap_modules
+from ..attention.attention_override import OVERRIDE, AttentionOverride, wrap_modules
 from ..comm.mesh import ContextMesh
 from ..comm.shared_scales import shared_input_scales
 from ..pipeline.pipefusion import PipeFusion, TurnEnded
 from ..rows.control_rows import ControlRowDivision
-from ..rows.row_division import OVERRIDE, CascadeDivision, RowDivision
+from ..rows.row_division import CascadeDivision, RowDivision
 from .hooks import Block, add_hooks, blocks_of_plan, run_on_frames
 from .splitter import Residuals, Splitter
 from .streams import PARALLELIZED
@@ -83,7 +83,7 @@ class _TokenDivision(ExitStack):
         pipefusion = PipeFusion(patches, plan.main_stream) if patches > 1 else None
         self.streams = Splitter(plan, mesh.context, pipefusion)
         self._plan = plan
-        self._ring, self._ranks = mesh.ring.size, mesh.context
+        self._ranks = mesh.context
         self._own_attentions = self_chosen_kernels(network) if parallelism.options.attention_backend == "auto" else {}
         self._override = AttentionOverride(self.streams, mesh, parallelism)
         self._residual_tokens: int | None = None  # the full length of residuals that are split; None: they are full
@@ -134,14 +134,12 @@ class _TokenDivision(ExitStack):
         self._clear()
         options = dict(kwargs.get(_OPTIONS) or {})
         previous = options.get(OVERRIDE)
-        if previous is not None and self._ring > 1:
-            raise Refused("attention.node", widget="ring_degree", option=OVERRIDE)
+        self._override.begin(previous)
         if previous is None and self._own_attentions:
             function, module = next(iter(self._own_attentions.items()))
             raise Refused("attention.own", widget="attention_backend", module=module, function=function)
         self.streams.full_between_blocks = needs_full_tokens(options)
         self.streams.has_block_patches = any((options.get("patches") or {}).get(kind) for kind in INSIDE)
-        self._override.previous = previous
         options[OVERRIDE] = self._override
         if self._takes_options:
             kwargs[_OPTIONS] = options
@@ -156,7 +154,6 @@ class _TokenDivision(ExitStack):
             }
         if self.streams.pipefusion is not None and (self.streams.full_between_blocks or self.streams.has_block_patches):
             raise Refused("patches.nodes", widget="patches")
-        set_active(self._override)
         return args, kwargs
 
     def _forward_by_patch(self, pipefusion: PipeFusion, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -185,9 +182,7 @@ class _TokenDivision(ExitStack):
 
     def _clear(self) -> None:
         self.streams.clear()
-        self._override.active_scopes.clear()
-        self._override.split_calls = 0
-        set_active(None)
+        self._override.end()
 
     def _enter(self, scope: int, *_: Any) -> None:
         self._override.active_scopes.append(scope)
