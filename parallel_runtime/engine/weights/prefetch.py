@@ -230,16 +230,10 @@ def offloaded_blocks(blocks: list[nn.Module], resident: int, residents: Collecti
     every rank with fewer (`residents` are the ranks' numbers), so that a block that no rank fetches need not be
     stored."""
     resident_blocks = blocks
-    for count in sorted({resident, *residents}, reverse=True):
-        if count >= resident:
-            resident_blocks = evenly_spaced(resident_blocks, count)
+    for count in sorted({count for count in (resident, *residents) if count >= resident}, reverse=True):
+        total, numbered = len(resident_blocks), enumerate(resident_blocks)
+        resident_blocks = [block for n, block in numbered if (n + 1) * count // total != n * count // total]
     return [block for block in blocks if block not in resident_blocks]
-
-
-def evenly_spaced(blocks: list[nn.Module], count: int) -> list[nn.Module]:
-    """Returns `count` of the blocks, evenly spaced."""
-    total = len(blocks)
-    return [block for number, block in enumerate(blocks) if (number + 1) * count // total != number * count // total]
 
 
 def large_layers(network: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:

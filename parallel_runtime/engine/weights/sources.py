@@ -96,8 +96,13 @@ class HostWeights:
 
 def _map_file(file: int, size: int) -> Tensor:
     """Maps the memory file of a process of this machine, given by pid and descriptor in one number."""
-    path = f"/proc/{file >> FD_BITS}/fd/{file & ((1 << FD_BITS) - 1)}"
-    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    fd = os.open(f"/proc/{file >> FD_BITS}/fd/{file & ((1 << FD_BITS) - 1)}", os.O_RDWR)
+    try:
+        return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+    finally:
+        os.close(fd)
 
 
 def _page_lock(memory: Tensor, device: torch.device) -> bool:

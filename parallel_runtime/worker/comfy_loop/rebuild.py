@@ -10,8 +10,8 @@ from collections.abc import Callable
 from types import CellType, CodeType, FunctionType
 from typing import Any, NoReturn
 
-import comfy.model_management
 import torch
+from comfy.model_management import get_torch_device
 
 from ...errors import Refused
 from ...loading.fingerprint import code_fingerprint
@@ -20,6 +20,15 @@ from .comfyui import module_named, named
 LOCAL = ".<locals>."
 
 LoadAdditional = Callable[[dict[str, Any]], Any]  # loads what a description of nodes/describe names
+VALUES: dict[str, Callable[[dict[str, Any]], Any]] = {  # by kind: values that have no parts to rebuild
+    "name": lambda described: named(described["name"]),
+    "enum": lambda described: named(described["class"])[described["name"]],
+    "uuid": lambda described: uuid.UUID(described["text"]),
+    "dtype": lambda described: getattr(torch, described["name"]),
+    "device": lambda described: torch.device("cpu") if described["on_cpu"] else get_torch_device(),
+    "on_device": lambda described: described["of"].to(get_torch_device()),
+    "encoded": lambda described: Encoded(described),
+}
 
 
 def rebuild(described: Any, load_additional: LoadAdditional | None = None) -> Any:
@@ -39,10 +48,11 @@ class Rebuilder:
             return type(described)([self.rebuild(part) for part in described])
         if not isinstance(described, dict):
             return described
-        make = getattr(self, f"_{described['kind']}", None)
-        if make is None:
-            raise ValueError(f"no such description: {described['kind']!r}")
-        return make(described)
+        kind = described["kind"]
+        made = VALUES[kind](described) if kind in VALUES else getattr(self, f"_{kind}")(described)
+        if "number" in described:
+            self._made[described["number"]] = made
+        return made
 
     def _dict(self, described: dict[str, Any]) -> dict[Any, Any]:
         return {self.rebuild(key): self.rebuild(value) for key, value in described["items"]}
@@ -50,63 +60,48 @@ class Rebuilder:
     def _set(self, described: dict[str, Any]) -> set[Any]:
         return {self.rebuild(item) for item in described["items"]}
 
-    def _uuid(self, described: dict[str, Any]) -> uuid.UUID:
-        return uuid.UUID(described["text"])
-
-    def _device(self, described: dict[str, Any]) -> torch.device:
-        made: torch.device = comfy.model_management.get_torch_device()
-        return torch.device("cpu") if described["on_cpu"] else made
-
-    def _dtype(self, described: dict[str, Any]) -> torch.dtype:
-        return getattr(torch, described["name"])
-
-    def _enum(self, described: dict[str, Any]) -> Any:
-        return named(described["class"])[described["name"]]
-
-    def _on_device(self, described: dict[str, Any]) -> torch.Tensor:
-        made: torch.Tensor = described["of"].to(comfy.model_management.get_torch_device())
-        return made
-
-    def _name(self, described: dict[str, Any]) -> Any:
-        return named(described["name"])
-
     def _method(self, described: dict[str, Any]) -> Any:
         return getattr(self.rebuild(described["of"]), described["name"])
+
+    def _same(self, described: dict[str, Any]) -> Any:
+        return self._made[described["number"]]
+
+    def _cell(self, described: dict[str, Any]) -> CellType:
+        return CellType(self.rebuild(described["of"]))
+
+    def _object(self, described: dict[str, Any]) -> Any:
+        kind = named(described["class"])
+        made = kind.__new__(kind)
+        vars(made).update(self.rebuild(described["attributes"]))
+        return made
 
     def _model_patch(self, described: dict[str, Any]) -> Any:
         if self._load_additional is None:
             raise Refused("patch.place", path=described["path"])
         return self._load_additional(described)
 
+    _gligen = _model_patch
+
+    def _network(self, described: dict[str, Any]) -> Any:
+        return self.rebuild(described["of"]).model
+
+    def _hypernetwork(self, described: dict[str, Any]) -> Any:
+        loaded = self._model_patch(described)
+        return type(loaded)(loaded.hypernet, described["strength"])
+
     def _control_net(self, described: dict[str, Any]) -> Any:
         """Makes a ControlNet for one run, so that nothing is left of another one's hint."""
-        made = self._made[described["number"]] = self._model_patch(described).copy()
+        made = self._model_patch(described).copy()
         for name, value in described["settings"].items():
             setattr(made, name, self.rebuild(value))
         if described["hint"] is not None:
-            made.cond_hint_original = made.cond_hint = described["hint"].to(comfy.model_management.get_torch_device())
+            made.cond_hint_original = made.cond_hint = described["hint"].to(get_torch_device())
             made.vae = Encoded(described)
         else:
             made.cond_hint_original = described["image"].movedim(-1, 1)
             made.extra_concat_orig = described["masks"]
         made.previous_controlnet = self.rebuild(described["previous"])
         return made
-
-    def _network(self, described: dict[str, Any]) -> Any:
-        return self.rebuild(described["of"]).model
-
-    _gligen = _model_patch
-
-    def _hypernetwork(self, described: dict[str, Any]) -> Any:
-        loaded = self._model_patch(described)
-        made = self._made[described["number"]] = type(loaded)(loaded.hypernet, described["strength"])
-        return made
-
-    def _encoded(self, described: dict[str, Any]) -> Encoded:
-        return Encoded(described)
-
-    def _same(self, described: dict[str, Any]) -> Any:
-        return self._made[described["number"]]
 
     def _function(self, described: dict[str, Any]) -> FunctionType:
         """Rebuilds a function that ComfyUI's code defines inside another one. Raises Refused where this rank's ComfyUI
@@ -130,17 +125,6 @@ class Rebuilder:
         function.__kwdefaults__ = self.rebuild(described["keyword_defaults"])
         vars(function).update(self.rebuild(described["attributes"]))
         return function
-
-    def _cell(self, described: dict[str, Any]) -> CellType:
-        made = self._made[described["number"]] = CellType(self.rebuild(described["of"]))
-        return made
-
-    def _object(self, described: dict[str, Any]) -> Any:
-        kind = named(described["class"])
-        made = kind.__new__(kind)
-        vars(made).update(self.rebuild(described["attributes"]))
-        self._made[described["number"]] = made
-        return made
 
 
 class Encoded:
